@@ -1,4 +1,4 @@
-"""FL-NTK of the two-layer network: the theory before a run, and what becomes of it in every round."""
+"""FL-NTK of the two-layer network: the theory before a run, and its comparison with every round."""
 
 from __future__ import annotations
 
@@ -29,12 +29,18 @@ from raypfl.models.networks import TwoLayerReLU
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-REPORT, DIAGNOSIS, KERNELS, CURVES = "theory.json", "diagnosis.json", "kernels.safetensors", "predicted.safetensors"
-ERROR, TERMS = "error.json", "terms.json"
-"""Files of a round."""
+# Files of a run.
+REPORT = "theory.json"
+DIAGNOSIS = "diagnosis.json"
+KERNELS = "kernels.safetensors"
+CURVES = "predicted.safetensors"
+
+# Files of a round.
+ERROR = "error.json"
+TERMS = "terms.json"
 
 MOST_SAMPLES = 1000
-"""Above which the picture of rounds by clients and steps is left out: it takes some twenty spectra of kernels."""
+"""Most samples for a picture of rounds by clients and steps, which takes some twenty spectra of kernels."""
 
 
 @ANALYSES.register("flntk")
@@ -46,10 +52,10 @@ class FLNTK(Analysis):
 
     Attributes
     ----------
-    kernels_every : rounds between two in which the clients' local steps are observed, for H(t, k) and the terms of the
-        error; the first round and the last always are.
+    kernels_every : number of rounds from one observation of the clients' local steps to the next, for H(t, k) and the
+        terms of the error; the first round and the last are always observed.
     delta : probability with which the guarantees may fail.
-    share : of the first squared error, until which rounds are counted.
+    share : share of the first squared error, until which rounds are counted.
     """
 
     kernels_every: int = 10
@@ -67,73 +73,96 @@ class FLNTK(Analysis):
     def start(self, view: AnalysedRound) -> None:
         _refuse(view)
         problem = Problem(view)
-        x, y, u = problem.x, problem.y, problem.weights(view.after)
+        x = problem.x
+        y = problem.y
+        u = problem.weights(view.after)
         active = positive(u, x)
-        kernel, infinite = gram(x, x, active, active), infinite_width(x)
-        error, setting, rounds = problem.network.outputs(u, x) - y, problem.setting(self.delta), view.task.rounds
-        found = theory_report(setting, x, kernel, infinite, error, self.share)
-        first = float(error.square().sum())
+        kernel = gram(x, x, active, active)
+        infinite = infinite_width(x)
+        error = problem.network.outputs(u, x) - y
+        first_error = float(error.square().sum())
+
+        setting = problem.setting(self.delta)
+        theory = theory_report(setting, x, kernel, infinite, error, self.share)
+        values = theory.to_dict() | {"generalization": _generalization(infinite, y, self.delta)}
+        write(view.folder / REPORT, json.dumps(values, indent=1))
+
+        # What later rounds need.
+        tensors = {"finite": kernel, "infinite": infinite, "error": error, "first": u, "signs": problem.network.signs}
+        save_file(tensors, view.folder / KERNELS)
+        rounds = view.task.rounds
         curves = {
             "frozen": setting.map(kernel).errors(error, rounds),
             "infinite": setting.map(infinite).errors(error, rounds),
-            "bound": first * max(found.rate, 0.0) ** torch.arange(rounds + 1, dtype=y.dtype),
+            "bound": first_error * max(theory.rate, 0.0) ** torch.arange(rounds + 1, dtype=y.dtype),
         }
-        kept = {"finite": kernel, "infinite": infinite, "error": error, "first": u, "signs": problem.network.signs}
-        save_file(kept, view.folder / KERNELS)
         save_file(curves, view.folder / CURVES)
-        told = found.to_dict() | {"generalization": _generalization(infinite, y, self.delta)}
-        write(view.folder / REPORT, json.dumps(told, indent=1))
-        _keep_error(view, first)
-        view.log(flntk_error=first, flntk_lambda=found.least, flntk_factor=found.rate)
-        values = [Spectrum.of(one).values for one in (infinite, kernel)]
-        columns = {"which": ["H_inf"] * len(y) + ["H(0)"] * len(y), "index": [*range(len(y))] * 2}
-        view.log_table("flntk_spectra", columns | {"value": torch.cat(values)})
+        _save_error(view, first_error)
+
+        view.log(flntk_error=first_error, flntk_lambda=theory.least, flntk_factor=theory.rate)
+        spectra = {
+            "which": ["H_inf"] * len(y) + ["H(0)"] * len(y),
+            "index": [*range(len(y))] * 2,
+            "value": torch.cat([Spectrum.of(infinite).values, Spectrum.of(kernel).values]),
+        }
+        view.log_table("flntk_spectra", spectra)
 
     def before_step(self, step: LocalStep) -> dict[str, Any]:
-        module, batch = step.model.module, step.samples()
+        module = step.model.module
         assert isinstance(module, TwoLayerReLU)
-        x, u = module.scaled(batch.x), step.theta.view(len(module.signs), -1)
-        active = positive(u, x).cpu().numpy()
+        batch = step.samples()
+        u = step.theta.view(len(module.signs), -1)
+        active = positive(u, module.scaled(batch.x)).cpu().numpy()
         return {"active": np.packbits(active, axis=1), "outputs": step.model(step.theta, batch.x)[:, 0]}
 
     def after_round(self, view: AnalysedRound) -> None:
         if len(view.clients) < view.task.num_clients:
             missing = view.task.num_clients - len(view.clients)
             raise ConfigError(f"The analysis flntk needs all clients in every round; {missing} were not in this one.")
-        problem, kept = Problem(view), load_file(view.folder / KERNELS)
-        u, first = problem.weights(view.after), kept["first"]
-        residual = problem.network.outputs(u, problem.x) - problem.y
-        error = float(residual.square().sum())
-        moved = (u - first).norm(dim=1)
-        switched = float((positive(u, problem.x) != positive(first, problem.x)).double().mean())
+
+        problem = Problem(view)
+        initial = load_file(view.folder / KERNELS)
         curves = load_file(view.folder / CURVES)
-        predicted = float(curves["frozen"][view.round])
-        _keep_error(view, error)
-        view.log(flntk_error=error, flntk_predicted=predicted, flntk_bound=float(curves["bound"][view.round]))
+        u = problem.weights(view.after)
+        error = float((problem.network.outputs(u, problem.x) - problem.y).square().sum())
+        _save_error(view, error)
+
+        moved = (u - initial["first"]).norm(dim=1)
+        switched = float((positive(u, problem.x) != positive(initial["first"], problem.x)).double().mean())
+        view.log(
+            flntk_error=error,
+            flntk_predicted=float(curves["frozen"][view.round]),
+            flntk_bound=float(curves["bound"][view.round]),
+        )
         view.log(flntk_radius=float(moved.max()), flntk_switched=switched)
+
         if self.observes(view.round, view.task.rounds):
-            _log_round(view, problem, kept["finite"])
+            _log_round(view, problem, initial["finite"])
         if view.round == view.task.rounds:
-            diagnosis = self._diagnose(view, problem, kept, switched)
-            view.log_image("flntk", picture(_picture_of_run(view, curves, kept)))
+            diagnosis = self._diagnose(view, problem, initial, switched)
+            view.log_image("flntk", picture(_picture_of_run(view, curves, initial)))
             if len(problem.y) <= MOST_SAMPLES:
-                view.log_image("flntk_rounds", picture(self._picture_of_rounds(problem, kept, diagnosis.observed)))
+                view.log_image("flntk_rounds", picture(self._picture_of_rounds(problem, initial, diagnosis.observed)))
 
     def _diagnose(
-        self, view: AnalysedRound, problem: Problem, kept: Mapping[str, Tensor], switched: float
+        self, view: AnalysedRound, problem: Problem, initial: Mapping[str, Tensor], switched: float
     ) -> Diagnosis:
-        """Say what limits convergence, and write it into a file."""
+        """Diagnose what limits convergence, and write it into a file; `initial` is what :meth:`start` has saved."""
         errors = observed_errors(view.folder, view.round)
         setting = problem.setting(self.delta)
-        diagnosis = diagnose(setting, kept["finite"], kept["infinite"], kept["error"], self.share, errors, switched)
+        kernel = initial["finite"]
+        infinite = initial["infinite"]
+        diagnosis = diagnose(setting, kernel, infinite, initial["error"], self.share, errors, switched)
         values = asdict(diagnosis)
-        least = Spectrum.of(kept["infinite"]).least
+
+        least = Spectrum.of(infinite).least
         if least > 1e-12:
             u = problem.weights(view.after)
+            moved = u - initial["first"]
             values["posterior_bound"] = posterior_bound(
                 float((problem.network.outputs(u, problem.x) - problem.y).abs().clamp_max(1).mean()),
-                float((u - kept["first"]).norm()),
-                float((u - kept["first"]).norm(dim=1).max()),
+                float(moved.norm()),
+                float(moved.norm(dim=1).max()),
                 samples=len(problem.y),
                 width=len(u),
                 least=least,
@@ -143,27 +172,33 @@ class FLNTK(Analysis):
         write(view.folder / DIAGNOSIS, json.dumps(values, indent=1))
         return diagnosis
 
-    def _picture_of_rounds(self, problem: Problem, kept: Mapping[str, Tensor], observed: int | None) -> Figure:
+    def _picture_of_rounds(self, problem: Problem, initial: Mapping[str, Tensor], observed: int | None) -> Figure:
         from raypfl.analysis.flntk_picture import draw_scaling  # Matplotlib is slow to import
 
         setting = problem.setting(self.delta)
         clients = around(setting.clients, most=len(problem.y))
         steps = around(setting.steps, most=4 * setting.steps)
-        scaling = Scaling.of(setting, kept["finite"], kept["error"], self.share, clients, steps)
+        scaling = Scaling.of(setting, initial["finite"], initial["error"], self.share, clients, steps)
         return draw_scaling(scaling, self.share, setting.clients, setting.steps, observed)
 
     def summary(self, folder: Path, round: int) -> list[str]:
-        before, after = (json.loads(f.read_text()) if (f := folder / n).exists() else {} for n in (REPORT, DIAGNOSIS))
-        lines = _theory_lines(before, observed_errors(folder, round)) if before else []
-        return lines + ([after["sentence"]] if after else [])
+        lines = []
+        report_file = folder / REPORT
+        if report_file.exists():
+            lines += _theory_lines(json.loads(report_file.read_text()), observed_errors(folder, round))
+        diagnosis_file = folder / DIAGNOSIS
+        if diagnosis_file.exists():
+            lines.append(json.loads(diagnosis_file.read_text())["sentence"])
+        return lines
 
 
-def _picture_of_run(view: AnalysedRound, curves: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> Figure:
+def _picture_of_run(view: AnalysedRound, curves: Mapping[str, Tensor], initial: Mapping[str, Tensor]) -> Figure:
     from raypfl.analysis.flntk_picture import draw  # Matplotlib is slow to import
 
     errors = observed_errors(view.folder, view.round)
     terms = _observed_terms(view.folder, view.round)
-    finite, infinite = (Spectrum.of(kept[name]).values for name in ("finite", "infinite"))
+    finite = Spectrum.of(initial["finite"]).values
+    infinite = Spectrum.of(initial["infinite"]).values
     return draw(errors, curves, terms, finite, infinite)
 
 
@@ -205,41 +240,52 @@ class Problem:
         return theta.double().cpu().view(len(self.network.signs), -1)
 
     def setting(self, delta: float) -> TheoremSetting:
-        view, steps = self.view, _steps(self.view)
-        assert isinstance(view.method, FedAvg)
-        server_rate = view.method.server_lr
+        method = self.view.method
+        training = self.view.training
+        assert isinstance(method, FedAvg)
+        server_rate = method.server_lr
         return TheoremSetting(
             parts=self.parts,
             width=len(self.network.signs),
-            steps=steps,
-            rate=view.training.lr,
+            # A step takes all samples, so an epoch is one step.
+            steps=training.epochs if training.steps is None else training.steps,
+            rate=training.lr,
             server_rate=1.0 if server_rate is None else server_rate,
             sigma=self.module.sigma,
             delta=delta,
         )
 
     def round(self) -> Round:
-        """The round with what was observed of the clients' local steps."""
-        view, width, setting = self.view, len(self.network.signs), self.setting(0.1)
+        """Return the round, with the observations of the clients' local steps."""
+        setting = self.setting(0.1)
+        width = setting.width
         active = torch.empty(setting.steps, len(self.y), width, dtype=torch.bool)
         local = torch.empty(setting.steps, len(self.y), dtype=torch.float64)
         for client, part in enumerate(self.parts):
-            for one in view.steps(client):
-                bits = np.unpackbits(one.arrays["active"], axis=1, count=width).astype(bool)
-                active[one.step, part] = torch.from_numpy(bits)
-                local[one.step, part] = torch.from_numpy(one.arrays["outputs"]).double()
-        scale = torch.full_like(self.y, setting.server_rate * setting.rate / setting.clients)
-        before, after = self.weights(view.before), self.weights(view.after)
-        return Round(self.network, self.x, self.y, before, after, list(active), local, scale)
+            for observation in self.view.steps(client):
+                bits = np.unpackbits(observation.arrays["active"], axis=1, count=width).astype(bool)
+                active[observation.step, part] = torch.from_numpy(bits)
+                local[observation.step, part] = torch.from_numpy(observation.arrays["outputs"]).double()
+
+        return Round(
+            network=self.network,
+            x=self.x,
+            y=self.y,
+            before=self.weights(self.view.before),
+            after=self.weights(self.view.after),
+            active=list(active),
+            local=local,
+            scale=torch.full_like(self.y, setting.server_rate * setting.rate / setting.clients),
+        )
 
 
 def observed_errors(folder: Path, rounds: int) -> dict[int, float]:
-    """Squared errors by round, as far as the run has come and as often as it was analysed."""
+    """Return the squared errors by round, of the analysed rounds up to `rounds`."""
     return _read_rounds(folder, ERROR, rounds)
 
 
 def _observed_terms(folder: Path, rounds: int) -> dict[int, Terms]:
-    """The terms of the error by round, in shares of the squared error before it."""
+    """Return the terms of the error by round, in shares of the squared error before it."""
     return {t: Terms(**values) for t, values in _read_rounds(folder, TERMS, rounds).items()}
 
 
@@ -252,81 +298,94 @@ def _file_of_round(folder: Path, round: int, name: str) -> Path:
     return folder / f"round-{round:06d}" / name
 
 
-def _keep_error(view: AnalysedRound, error: float) -> None:
+def _save_error(view: AnalysedRound, error: float) -> None:
     file = _file_of_round(view.folder, view.round, ERROR)
     file.parent.mkdir(exist_ok=True)
     file.write_text(json.dumps(error))
 
 
-def _log_round(view: AnalysedRound, problem: Problem, first: Tensor) -> None:
-    one = problem.round()
-    error = float(one.error.square().sum())
-    terms = {name: value / error for name, value in asdict(one.terms()).items()}
+def _log_round(view: AnalysedRound, problem: Problem, initial_kernel: Tensor) -> None:
+    """Write the terms of an observed round, and log them with the kernel of its last local step."""
+    round = problem.round()
+    error = float(round.error.square().sum())
+    terms = {name: value / error for name, value in asdict(round.terms()).items()}
     _file_of_round(view.folder, view.round, TERMS).write_text(json.dumps(terms))
-    last = one.kernel(len(one.active) - 1)
-    of = asymmetry(last)
+
+    last_kernel = round.kernel(len(round.active) - 1)
+    kernel_asymmetry = asymmetry(last_kernel)
     view.log(
-        flntk_asymmetry=of.fraction,
-        flntk_least_symmetric=of.least_symmetric,
-        flntk_kernel_moved=float((last - first).norm() / first.norm()),
-        flntk_effective_eigenvalue=one.effective_eigenvalue,
+        flntk_asymmetry=kernel_asymmetry.fraction,
+        flntk_least_symmetric=kernel_asymmetry.least_symmetric,
+        flntk_kernel_moved=float((last_kernel - initial_kernel).norm() / initial_kernel.norm()),
+        flntk_effective_eigenvalue=round.effective_eigenvalue,
         **{f"flntk_{name}": value for name, value in terms.items()},
     )
 
 
-def _theory_lines(told: dict[str, Any], observed: dict[int, float]) -> list[str]:
-    """The theorem's conditions and rounds, and those observed, for a terminal."""
-    first, reached = observed[0], [t for t, e in observed.items() if e <= told["share"] * observed[0]]
-    share, kappa = f"{told['share']:.0%}", told["condition"]
-    rounds = [("FL-NTK's bound", told["rounds"]), ("the kernel at the start", told["predicted_rounds"])]
-    last = max(observed)
+def _theory_lines(theory: dict[str, Any], errors: dict[int, float]) -> list[str]:
+    """Return the theorem's conditions and rounds, and those observed, for a terminal."""
+    kappa = theory["condition"]
+    condition = "infinite" if kappa is None else f"{kappa:.4g}"
     lines = [
-        f"eigenvalues of H(0): least {told['least']:.4g} (H_inf: {told['least_infinite']:.4g}), condition number "
-        + ("infinite" if kappa is None else f"{kappa:.4g}"),
-        f"bound: {told['verdict']}",
-        *(
-            f"  {'met   ' if one['met'] else 'unmet '} {one['name']}: {one['found']}, needs {one['needs']}"
-            for one in told["conditions"]
-        ),
-        *(f"rounds to {share} of the squared error, by {name}: {'never' if n is None else n}" for name, n in rounds),
-        f"rounds observed: {reached[0]}"
-        if reached
-        else f"observed: {observed[last] / first:.1%} of the squared error is left after round {last}",
+        f"eigenvalues of H(0): least {theory['least']:.4g} (H_inf: {theory['least_infinite']:.4g}), condition number "
+        f"{condition}",
+        f"bound: {theory['verdict']}",
     ]
-    if (general := told["generalization"]) is not None:
-        empty = ", which says nothing" if general["vacuous"] else ""
-        lines.append(f"bound of the mean absolute error on new samples, clipped at 1: {general['bound']:.3g}{empty}")
+    for row in theory["conditions"]:
+        mark = "met   " if row["met"] else "unmet "
+        lines.append(f"  {mark} {row['name']}: {row['found']}, needs {row['needs']}")
+
+    share = f"{theory['share']:.0%}"
+    for name, key in (("FL-NTK's bound", "rounds"), ("the kernel at the start", "predicted_rounds")):
+        rounds = "never" if theory[key] is None else theory[key]
+        lines.append(f"rounds to {share} of the squared error, by {name}: {rounds}")
+
+    reached = [round for round, error in errors.items() if error <= theory["share"] * errors[0]]
+    if reached:
+        lines.append(f"rounds observed: {reached[0]}")
+    else:
+        last = max(errors)
+        lines.append(f"observed: {errors[last] / errors[0]:.1%} of the squared error is left after round {last}")
+
+    bound = theory["generalization"]
+    if bound is not None:
+        empty = ", which says nothing" if bound["vacuous"] else ""
+        lines.append(f"bound of the mean absolute error on new samples, clipped at 1: {bound['bound']:.3g}{empty}")
     return lines
 
 
 def _generalization(infinite: Tensor, y: Tensor, delta: float) -> dict[str, Any] | None:
+    """Return the generalization bound; None: H_inf has no inverse."""
     if Spectrum.of(infinite).least <= 1e-12:
         return None
-    found = generalization(infinite, y, delta)
-    return asdict(found) | {"vacuous": found.vacuous}
-
-
-def _steps(view: AnalysedRound) -> int:
-    return view.training.epochs if view.training.steps is None else view.training.steps
+    bound = generalization(infinite, y, delta)
+    return asdict(bound) | {"vacuous": bound.vacuous}
 
 
 def _refuse(view: AnalysedRound) -> None:
-    training, method, task = view.training, view.method, view.task
-    plain = training.optimizer == "sgd" and not (training.momentum or training.weight_decay or training.clip_norm)
+    """Raise a ConfigError if the run is not one that the theorems are about."""
+    training = view.training
+    method = view.method
+    task = view.task
+    plain_sgd = training.optimizer == "sgd" and not (training.momentum or training.weight_decay or training.clip_norm)
+    plain_fedavg = type(method) is FedAvg and (method.weighting, method.server_optimizer) == ("uniform", "sgd")
+    most_samples = task.num_samples.max()
     needed = {
         "model: two_layer": isinstance(task.model.module, TwoLayerReLU),
         "objective: {name: regression, reduction: sum}": task.objective == Regression(reduction="sum"),
-        "method: {name: fedavg, weighting: uniform}": type(method) is FedAvg
-        and (method.weighting, method.server_optimizer) == ("uniform", "sgd"),
-        "training.optimizer: sgd without momentum, weight_decay and clip_norm": plain,
-        "training.schedule: constant without warmup_rounds": training.schedule == "constant"
-        and not training.warmup_rounds,
-        f"training.batch_size: {task.num_samples.max()} or more, so that a step takes all samples": training.batch_size
-        >= task.num_samples.max(),
+        "method: {name: fedavg, weighting: uniform}": plain_fedavg,
+        "training.optimizer: sgd without momentum, weight_decay and clip_norm": plain_sgd,
+        "training.schedule: constant without warmup_rounds": (
+            training.schedule == "constant" and not training.warmup_rounds
+        ),
+        f"training.batch_size: {most_samples} or more, so that a step takes all samples": (
+            training.batch_size >= most_samples
+        ),
         "data.unseen_fraction: 0": not len(task.unseen),
         "cohort.fraction: 1, so that all clients take part": view.cohort_size == task.num_clients,
     }
-    if missing := [name for name, met in needed.items() if not met]:
+    missing = [name for name, met in needed.items() if not met]
+    if missing:
         raise ConfigError(
             f"The analysis flntk needs other settings than these: {'; '.join(missing)}. The analysis ntk "
             "takes any network and method."

@@ -24,21 +24,21 @@ DIAGNOSIS = "diagnosis.json"
 
 @ANALYSES.register("ntk")
 class NTK(Analysis):
-    """How far rounds are those of a linear model: the neural tangent kernel on a few training samples of every client.
+    """How close rounds are to those of a linear model: the neural tangent kernel on a few samples of every client.
 
     Rows of the kernel belong to the model from which a client starts, columns to the clients' models before their first
-    and their last local step, each on samples of its own. Networks are in evaluation mode; batch norm takes the running
+    and their last local step, each on its own samples. Networks are in evaluation mode; batch norm takes the running
     statistics of the model that a row or a column belongs to.
 
     Attributes
     ----------
-    every : rounds between two that are analysed; the last one always is.
-    probe : samples of all clients together, in equal numbers, at least one of each.
-    outputs : ``sum``: one row a sample, of the sum of its outputs over the square root of their number; ``all``: a row
-        for each output.
-    sketch : numbers that stand for a gradient, for large networks: every client then computes gradients of its own
-        samples only, and an entry errs by about one over the square root of `sketch`. A row is of the model from which
-        its own client starts. 0: exact.
+    every : number of rounds from one analysis to the next; the last round is always analysed.
+    probe : number of training samples of all clients together, in equal numbers, at least one of each.
+    outputs : rows of a sample: ``sum``, one row for the sum of its outputs over the square root of their number; or
+        ``all``, a row for each output.
+    sketch : size of a sketched gradient, for large networks: every client then computes gradients of its own samples
+        only, and an entry errs by about one over the square root of `sketch`. A row is of the model from which its own
+        client starts. 0: exact.
     """
 
     every: int = 10
@@ -56,106 +56,120 @@ class NTK(Analysis):
     def before_step(self, step: LocalStep) -> dict[str, Any] | None:
         if step.training or step.step not in (0, step.steps - 1):
             return None
-        each = self.each(step.num_clients)
-        columns = self.side(step.model, step.theta, step.samples().x[:each])
+        per_client = self.samples_per_client(step.num_clients)
+        columns = self.side(step.model, step.theta, step.samples().x[:per_client])
         if self.sketch:
-            return {"gradients": sketch(columns, self.count(columns), self.sketch)}
-        everyone = torch.cat([step.samples(client).x[:each] for client in range(step.num_clients)])
-        rows = self.side(step.model, step.start, everyone)
-        return {"kernel": kernel(rows, columns, self.count(columns))}
+            return {"gradients": sketch(columns, self.rows_per_sample(columns), self.sketch)}
+
+        all_samples = torch.cat([step.samples(client).x[:per_client] for client in range(step.num_clients)])
+        rows = self.side(step.model, step.start, all_samples)
+        return {"kernel": kernel(rows, columns, self.rows_per_sample(columns))}
 
     def after_round(self, view: AnalysedRound) -> None:
-        each, steps = self.each(view.task.num_clients), {client: list(view.steps(client)) for client in view.clients}
+        steps = {client: list(view.steps(client)) for client in view.clients}
         if not all(steps.values()):
             return
-        sizes = np.minimum(view.task.num_samples, each)
+
+        per_client = self.samples_per_client(view.task.num_clients)
+        sizes = np.minimum(view.task.num_samples, per_client)
         start, end = _sketched(steps.values()) if self.sketch else _exact(steps, sizes)
         folder = view.folder / f"round-{view.round:06d}"
         np.save(folder / "kernel.npy", start.numpy())
         np.save(folder / "kernel-last-step.npy", end.numpy())
-        here = sizes[list(view.clients)]
-        owner = np.repeat(np.arange(len(here)), here * (len(start) // int(here.sum())))
+
+        cohort_sizes = sizes[list(view.clients)]
+        rows_per_sample = len(start) // int(cohort_sizes.sum())
+        owner = np.repeat(np.arange(len(cohort_sizes)), cohort_sizes * rows_per_sample)
         spectrum = Spectrum.of((start + start.T) / 2)
-        found = self.numbers(start, spectrum, owner) | {
+        numbers = self.numbers(start, spectrum, owner) | {
             "drift": float((end - start).norm() / start.norm()),
             "asymmetry": asymmetry(end).fraction,
         }
         if view.before is not None and view.after is not None:
-            x = torch.cat([view.samples(client).x[:each] for client in view.clients])
+            x = torch.cat([view.samples(client).x[:per_client] for client in view.clients])
             with view.task.model.mode(train=False):
-                found["nonlinear"] = nonlinear(view.task.model, view.before, view.after, x)
-        view.log(**{f"ntk_{name}": value for name, value in found.items()})
-        index = {"index": np.arange(len(spectrum.values))}
-        view.log_table("ntk_spectra", index | {"value": spectrum.values})
+                numbers["nonlinear"] = nonlinear(view.task.model, view.before, view.after, x)
+
+        view.log(**{f"ntk_{name}": value for name, value in numbers.items()})
+        view.log_table("ntk_spectra", {"index": np.arange(len(spectrum.values)), "value": spectrum.values})
+
         if view.round == view.task.rounds:
-            write(view.folder / DIAGNOSIS, json.dumps({"sentence": sentence(view.round, found), **found}, indent=1))
-            view.log_image("ntk", picture(_draw(start, end, spectrum.values, np.flatnonzero(np.diff(owner)) + 1)))
+            diagnosis = {"sentence": sentence(view.round, numbers), **numbers}
+            write(view.folder / DIAGNOSIS, json.dumps(diagnosis, indent=1))
+            borders = np.flatnonzero(np.diff(owner)) + 1
+            view.log_image("ntk", picture(_draw(start, end, spectrum.values, borders)))
 
     def summary(self, folder: Path, round: int) -> list[str]:
         file = folder / DIAGNOSIS
         return [json.loads(file.read_text())["sentence"]] if file.exists() else []
 
     def of_model(self, model: FlatModel, theta: Tensor, x: Tensor) -> Tensor:
-        """The symmetric kernel of one model ``[P+B]`` on inputs ``x[n, ...]``."""
+        """Return the symmetric kernel of one model ``[P+B]`` on inputs ``x[n, ...]``."""
         side = self.side(model, theta, x)
         if self.sketch:
-            rows = sketch(side, self.count(side), self.sketch)
+            rows = sketch(side, self.rows_per_sample(side), self.sketch)
             return rows @ rows.T
-        return kernel(side, side, self.count(side))
+        return kernel(side, side, self.rows_per_sample(side))
 
     def numbers(self, kernel: Tensor, spectrum: Spectrum, owner: np.ndarray) -> dict[str, float]:
-        """Of a kernel ``[n, n]`` with this spectrum, rows of which belong to clients ``int64[n]``.
-
-        The least eigenvalue of a sketch says nothing about that of the kernel, and is left out.
-        """
-        found = {"largest": spectrum.largest, "largest_share": spectrum.largest / float(spectrum.values.sum())}
+        """Return what is logged of a kernel ``[n, n]`` with this spectrum; its rows belong to clients ``int64[n]``."""
+        numbers = {"largest": spectrum.largest, "largest_share": spectrum.largest / float(spectrum.values.sum())}
         if not self.sketch:
-            found["least"] = spectrum.least
-        if (ratio := between(kernel, owner)) is not None:
-            found["between"] = ratio
-        return found
+            # The least eigenvalue of a sketch says nothing about that of the kernel.
+            numbers["least"] = spectrum.least
+        ratio = between(kernel, owner)
+        if ratio is not None:
+            numbers["between"] = ratio
+        return numbers
 
-    def each(self, clients: int) -> int:
-        """Samples of each client."""
-        return max(1, self.probe // clients)
+    def samples_per_client(self, num_clients: int) -> int:
+        """Return the number of samples of each client in the probe."""
+        return max(1, self.probe // num_clients)
 
     def side(self, model: FlatModel, theta: Tensor, x: Tensor) -> Side:
-        """One side of a kernel: a model vector ``[P+B]`` on these inputs."""
+        """Return one side of a kernel: a model vector ``[P+B]`` on these inputs."""
         network = at_statistics(model, theta)
 
         def outputs(p: Tensor, inputs: Tensor) -> Tensor:
             rows = network(p, inputs)
-            return rows if self.outputs == "all" else rows.sum(1, keepdim=True) / sqrt(rows.shape[1])
+            if self.outputs == "all":
+                return rows
+            return rows.sum(1, keepdim=True) / sqrt(rows.shape[1])
 
         return Side(outputs, model.parameters(theta), x)
 
-    def count(self, side: Side) -> int:
-        """Rows of the kernel for a sample."""
+    def rows_per_sample(self, side: Side) -> int:
+        """Return the number of the kernel's rows for each sample."""
         with torch.no_grad():
             return side.network(side.parameters, side.x[:1]).shape[1]
 
 
 def _sketched(steps: Iterable[Sequence[Observation]]) -> tuple[Tensor, Tensor]:
-    """The kernels before the first and the last local step, of sketched gradients."""
-    first, last = (torch.from_numpy(np.concatenate([s[at].arrays["gradients"] for s in steps])) for at in (0, -1))
-    return first @ first.T, first @ last.T
+    """Return the kernels before the first and the last local step, of sketched gradients."""
+    first = np.concatenate([of_client[0].arrays["gradients"] for of_client in steps])
+    last = np.concatenate([of_client[-1].arrays["gradients"] for of_client in steps])
+    start = torch.from_numpy(first)
+    return start @ start.T, start @ torch.from_numpy(last).T
 
 
 def _exact(steps: Mapping[int, Sequence[Observation]], sizes: np.ndarray) -> tuple[Tensor, Tensor]:
-    """The kernels before the first and the last local step, with rows of the clients that took part."""
+    """Return the kernels before the first and the last local step, with rows of the clients that took part.
+
+    Each client has kept its columns, with rows of all clients' samples; `sizes` is the number of these of each client.
+    """
     ends = np.cumsum(sizes)
-    count = len(next(iter(steps.values()))[0].arrays["kernel"]) // int(ends[-1])
-    here = np.concatenate([np.arange(ends[c] - sizes[c], ends[c]) for c in steps])
-    rows = (here[:, None] * count + np.arange(count)).flatten()
-    first, last = (
-        torch.from_numpy(np.concatenate([seen[at].arrays["kernel"][rows] for seen in steps.values()], axis=1))
-        for at in (0, -1)
-    )
-    return first, last
+    any_kernel = next(iter(steps.values()))[0].arrays["kernel"]
+    rows_per_sample = len(any_kernel) // int(ends[-1])
+    samples = np.concatenate([np.arange(ends[client] - sizes[client], ends[client]) for client in steps])
+    rows = (samples[:, None] * rows_per_sample + np.arange(rows_per_sample)).flatten()
+
+    first = np.concatenate([of_client[0].arrays["kernel"][rows] for of_client in steps.values()], axis=1)
+    last = np.concatenate([of_client[-1].arrays["kernel"][rows] for of_client in steps.values()], axis=1)
+    return torch.from_numpy(first), torch.from_numpy(last)
 
 
 def at_statistics(model: FlatModel, theta: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    """The network as a function of its parameters ``[P]``, with the batch-norm statistics in ``theta[P+B]``."""
+    """Return the network as a function of its parameters ``[P]``, with the batch-norm statistics in ``theta[P+B]``."""
 
     def network(p: Tensor, inputs: Tensor) -> Tensor:
         with FunctionalCall(model, model.buffers(theta)):
@@ -165,19 +179,19 @@ def at_statistics(model: FlatModel, theta: Tensor) -> Callable[[Tensor, Tensor],
 
 
 def between(symmetric: Tensor, owner: np.ndarray) -> float | None:
-    """Mean size of the entries between two clients over that of entries within one, diagonal left out of both.
+    """Return the mean size of entries between two clients over that of entries within one, without the diagonal.
 
-    None if there are no such entries: of one client, or of one sample each.
+    None: there are no such entries, with one client or one sample each.
     """
-    own = torch.from_numpy(owner[:, None] == owner)
-    inside = own & ~torch.eye(len(owner), dtype=torch.bool)
-    if own.all() or not inside.any():
+    same_client = torch.from_numpy(owner[:, None] == owner)
+    within = same_client & ~torch.eye(len(owner), dtype=torch.bool)
+    if same_client.all() or not within.any():
         return None
-    return float(symmetric[~own].abs().mean() / symmetric[inside].abs().mean())
+    return float(symmetric[~same_client].abs().mean() / symmetric[within].abs().mean())
 
 
 def nonlinear(model: FlatModel, before: Tensor, after: Tensor, x: Tensor) -> float:
-    """By how much the change of the outputs differs from the first-order one, in parts of its size."""
+    """Return the difference of the outputs' change to the first-order one, relative to the change."""
     side = Side(at_statistics(model, before), model.parameters(before), x)
     moved = push_forward(side, model.parameters(after) - side.parameters)
     with torch.no_grad():
@@ -185,19 +199,20 @@ def nonlinear(model: FlatModel, before: Tensor, after: Tensor, x: Tensor) -> flo
     return float((change - moved).norm() / change.norm())
 
 
-def sentence(round: int, found: dict[str, float]) -> str:
-    """What keeps this round from being one of a linear model, with its number."""
+def sentence(round: int, numbers: dict[str, float]) -> str:
+    """Say what keeps this round from being one of a linear model, with its number."""
     limits = {
         "nonlinear": "the length of the steps: the outputs' change differs from the linear one by {:.0%} of its size",
         "drift": "the number of local steps: between a client's first and last one, its kernel changes by {:.0%}",
     }
-    worst = max((name for name in limits if name in found), key=lambda name: found[name])
-    if found[worst] < 0.1:
+    measured = [name for name in limits if name in numbers]
+    worst = max(measured, key=lambda name: numbers[name])
+    if numbers[worst] < 0.1:
         return (
             f"In round {round}, training is almost that of a linear model (less than 10% is not), so that the kernel's "
-            f"spectrum decides: the largest eigenvalue is {found['largest_share']:.0%} of the sum of all."
+            f"spectrum decides: the largest eigenvalue is {numbers['largest_share']:.0%} of the sum of all."
         )
-    return f"In round {round}, what departs most from a linear model is {limits[worst].format(found[worst])}."
+    return f"In round {round}, what departs most from a linear model is {limits[worst].format(numbers[worst])}."
 
 
 def _draw(start: Tensor, end: Tensor, spectrum: Tensor, borders: Sequence[int] | np.ndarray) -> Any:
@@ -205,15 +220,17 @@ def _draw(start: Tensor, end: Tensor, spectrum: Tensor, borders: Sequence[int] |
 
     figure = Figure(figsize=(12, 4), dpi=120, layout="constrained")
     left, middle, right = figure.subplots(1, 3)
+
     top = float(start.abs().max())
-    for axes, matrix, title in ((left, start, "First local step"), (middle, end, "Last local step")):
+    for axes, matrix, title in ((left, start, "first local step"), (middle, end, "last local step")):
         image = axes.imshow(matrix.numpy(), cmap="RdBu_r", vmin=-top, vmax=top)
-        axes.set(title=f"Kernel: {title.lower()}", xlabel="samples of the clients' models", xticks=[], yticks=[])
+        axes.set(title=f"Kernel: {title}", xlabel="samples of the clients' models", xticks=[], yticks=[])
         for border in borders if len(borders) < 60 else ():
             axes.axhline(border - 0.5, color="#777777", linewidth=0.4)
             axes.axvline(border - 0.5, color="#777777", linewidth=0.4)
     left.set_ylabel("samples of the model that clients start from")
     figure.colorbar(image, ax=middle)
+
     right.plot(range(1, len(spectrum) + 1), spectrum.clamp_min(1e-16).numpy(), color="#0072B2")
     right.set(yscale="log", xlabel="eigenvalue, ascending", title="Spectrum, first local step")
     right.grid(color="#E4E4E4", linewidth=0.6)

@@ -49,7 +49,7 @@ def checkpoint_kernels(result: RunResult, analysis: NTK) -> list[dict[str, float
     data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
     prepared = Prepared(experiment, data)
     model = prepared.model
-    each = analysis.each(data.num_clients)
+    each = analysis.samples_per_client(data.num_clients)
     parts = [prepared.training_samples(client).x[:each] for client in range(data.num_clients)]
     x = torch.cat(parts)
     sizes = [len(part) for part in parts]

@@ -313,7 +313,7 @@ def posterior_bound(
     least : lambda_min(H_inf).
     sigma, delta : as in :class:`TheoremSetting`.
     """
-    # The bound holds for radii fixed in advance: whole numbers for all weights, powers of two for a neuron.
+    # The bound is for radii from a grid: whole numbers for all weights, powers of two for one neuron.
     frobenius_radius = math.ceil(moved)
     neuron_radius = 2.0 ** math.ceil(math.log2(radius)) if radius > 0 else 0.0
 

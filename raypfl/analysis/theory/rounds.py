@@ -1,4 +1,4 @@
-"""What a round of federated averaging does to the error if the kernel does not change: a linear map."""
+"""A round of federated averaging as a linear map of the error, which it is if the kernel does not change."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 LIMIT = 1_000_000
-"""Rounds after which :meth:`RoundMap.rounds_to` gives up."""
+"""Number of rounds after which :meth:`RoundMap.rounds_to` gives up."""
 
 ROUNDING = 1e-9
-"""How far rounding may lift a spectral radius of 1, as a kernel with an eigenvalue of 0 has."""
+"""Largest excess by rounding of a spectral radius of 1, the radius for a kernel with an eigenvalue of 0."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class RoundMap:
     Attributes
     ----------
     kernel, phi : H and Phi, ``[n, n]``.
-    server_rate : of the server's step.
+    server_rate : the rate of the server's step.
     """
 
     kernel: Tensor
@@ -44,19 +44,20 @@ class RoundMap:
         steps: Sequence[int],
         server_rate: float = 1.0,
     ) -> RoundMap:
-        """The map of a round in which each client has its part of the samples, weight, rate and number of steps.
+        """Return the map of a round, given each client's part of the samples, weight, rate and number of steps.
 
         Parameters
         ----------
         kernel : symmetric, ``[n, n]``.
         parts : samples of each client.
-        weights : of the clients in the mean; of a client that is absent 0.
+        weights : weights of the clients in the mean; 0 for a client that is absent.
         rates : learning rates on the sum of a client's halved squared errors. For their mean, divide by its samples.
         """
         phi = torch.zeros_like(kernel)
-        for part, weight, rate, count in zip(parts, weights, rates, steps, strict=True):
+        for part, weight, rate, num_steps in zip(parts, weights, rates, steps, strict=True):
+            # sum_k (I - rate H_cc)^k, by the eigenvalues of H_cc.
             values, vectors = torch.linalg.eigh(kernel[part][:, part])
-            powers = (1 - rate * values)[:, None] ** torch.arange(count, dtype=kernel.dtype)
+            powers = (1 - rate * values)[:, None] ** torch.arange(num_steps, dtype=kernel.dtype)
             phi[part[:, None], part] = weight * rate * (vectors * powers.sum(1)) @ vectors.T
         return cls(kernel, phi, server_rate)
 
@@ -89,21 +90,23 @@ class RoundMap:
         return float(torch.linalg.matrix_norm(self.matrix, 2))
 
     def errors(self, error: Tensor, rounds: int) -> Tensor:
-        """``||e(t)||^2`` before each of the rounds and after the last, ``[rounds + 1]``, from ``e(0)[n]``."""
-        found, matrix = [error], self.matrix
+        """Return ``||e(t)||^2`` before each of the rounds and after the last, ``[rounds + 1]``, from ``e(0)[n]``."""
+        matrix = self.matrix
+        trajectory = [error]
         for _ in range(rounds):
-            found.append(matrix @ found[-1])
-        return torch.stack(found).square().sum(1)
+            trajectory.append(matrix @ trajectory[-1])
+        return torch.stack(trajectory).square().sum(1)
 
     def rounds_to(self, error: Tensor, share: float) -> int | None:
-        """Rounds until ``||e(t)||^2`` is at most this share of ``||e(0)||^2``.
+        """Return the rounds until ``||e(t)||^2`` is at most this share of ``||e(0)||^2``.
 
-        None: never, not in ``LIMIT``, or part of the error grows, however small it is when the share is reached. M is
-        squared until it is enough, and the number found by bisection.
+        None: never, not in ``LIMIT``, or part of the error grows, however small it is when the share is reached.
         """
         if self.diverges:
             return None
         goal = share * float(error.square().sum())
+
+        # M, M^2, M^4, ... until a power is enough.
         powers = [self.matrix]
         while True:
             norm = float((powers[-1] @ error).square().sum())
@@ -112,9 +115,13 @@ class RoundMap:
             if 2 ** len(powers) > LIMIT or not math.isfinite(norm):
                 return None
             powers.append(powers[-1] @ powers[-1])
-        at, count = error, 0
+
+        # Bisection: the largest number of rounds that is not enough, by its binary digits.
+        current = error
+        rounds = 0
         for exponent in reversed(range(len(powers))):
-            further = powers[exponent] @ at
+            further = powers[exponent] @ current
             if float(further.square().sum()) > goal:
-                at, count = further, count + 2**exponent
-        return count + 1
+                current = further
+                rounds += 2**exponent
+        return rounds + 1

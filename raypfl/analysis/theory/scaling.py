@@ -1,4 +1,4 @@
-"""How many rounds a run takes with other numbers of clients and of local steps, predicted with its kernel frozen."""
+"""Predicted rounds of a run with other numbers of clients and of local steps, its kernel frozen."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Scaling:
 
     Attributes
     ----------
-    clients, steps : ascending.
-    rounds : for each number of clients, then of steps; None: never.
+    clients, steps : numbers of clients and of local steps, ascending.
+    rounds : rounds for each number of clients, then of steps; None: never.
     """
 
     clients: Sequence[int]
@@ -37,21 +37,23 @@ class Scaling:
         clients: Sequence[int],
         steps: Sequence[int],
     ) -> Scaling:
-        """Predict the rounds if the samples were dealt at random to each number of clients, in equal parts.
+        """Predict the rounds with the samples dealt at random to each number of clients, in equal parts.
 
         Parameters
         ----------
-        kernel : H(0), ``[n, n]``. error : ``y(0) - y``, ``[n]``.
+        kernel : H(0), ``[n, n]``.
+        error : ``y(0) - y``, ``[n]``.
+        share : share of the first squared error, until which rounds are counted.
         """
         order = torch.randperm(len(error), generator=torch.Generator().manual_seed(0))
         rounds = []
-        for count in clients:
-            dealt = replace(setting, parts=order.tensor_split(count))
+        for num_clients in clients:
+            dealt = replace(setting, parts=order.tensor_split(num_clients))
             rounds.append([replace(dealt, steps=k).map(kernel).rounds_to(error, share) for k in steps])
         return cls(clients, steps, rounds)
 
 
 def around(count: int, most: int) -> list[int]:
-    """A quarter of `count`, half of it, itself, twice and four times it; whole numbers from 1 to `most`."""
+    """Return a quarter of `count`, half of it, itself, twice and four times it, as whole numbers from 1 to `most`."""
     numbers = {max(round(count * factor), 1) for factor in (0.25, 0.5, 1, 2, 4)}
     return sorted(number for number in numbers if number <= most)

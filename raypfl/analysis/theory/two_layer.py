@@ -1,4 +1,4 @@
-"""One round of federated averaging on a two-layer ReLU network, and what it does to predictions, exactly (FL-NTK)."""
+"""A round of federated averaging on a two-layer ReLU network, and its exact effect on predictions (FL-NTK)."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class TwoLayer:
     signs: Tensor
 
     def outputs(self, u: Tensor, x: Tensor) -> Tensor:
-        """``[n]``, for inputs ``x[n, d]``."""
+        """Return the outputs ``[n]`` for inputs ``x[n, d]``."""
         return torch.relu(x @ u.T) @ self.signs / math.sqrt(len(self.signs))
 
     @staticmethod
     def stable(u: Tensor, x: Tensor, radius: float) -> Tensor:
-        """``bool[n, m]``: neurons that no weights within `radius` of u switch on or off, for inputs of length 1."""
+        """Return the neurons ``bool[n, m]`` that no weights within `radius` of u switch, for inputs of length 1."""
         return (x @ u.T).abs() > radius
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What one round adds to the squared error: C1 to C4 of the paper's proof (Section 6.1)."""
+    """The terms that one round adds to the squared error: C1 to C4 of the paper's proof (Section 6.1)."""
 
     descent: float
     unstable_kernel: float
@@ -45,7 +45,7 @@ class Terms:
 
 @dataclass(frozen=True)
 class Round:
-    """A round, with what every client computed before each of its K local steps.
+    """A round, with every client's activations and predictions before each of its K local steps.
 
     Samples are in one order for all clients. Column j of a kernel belongs to the client that holds sample j.
 
@@ -53,9 +53,9 @@ class Round:
     ----------
     x, y : ``[n, d]`` and ``[n]``.
     before, after : the server's weights ``[m, d]``.
-    active : for each local step, ``bool[n, m]``: which neurons are active on a sample, in the model of its client.
-    local : ``[K, n]``: prediction for a sample, by the model of its client.
-    scale : ``[n]``: the server's rate times the client's weight times the client's rate on the sum of its losses.
+    active : for each local step, ``bool[n, m]``: the neurons that are active on a sample, in the model of its client.
+    local : ``[K, n]``, the prediction for a sample by the model of its client.
+    scale : ``[n]``, the server's rate times the client's weight times the client's rate on the sum of its losses.
     """
 
     network: TwoLayer
@@ -73,11 +73,11 @@ class Round:
         return self.y - self.network.outputs(self.before, self.x)
 
     def kernel(self, k: int) -> Tensor:
-        """H(t, k), ``[n, n]``: rows of the server's model, columns of the clients' models after k steps."""
+        """Return H(t, k), ``[n, n]``: rows of the server's model, columns of the clients' models after k steps."""
         return gram(self.x, self.x, positive(self.before, self.x), self.active[k])
 
     def change(self, secant: bool = True) -> Tensor:
-        """``[n]``: how the round moves the server's predictions, as the clients' kernels times their errors.
+        """Return the change ``[n]`` of the server's predictions, as the clients' kernels times their errors.
 
         Parameters
         ----------
@@ -87,27 +87,38 @@ class Round:
         return self._times(self._slopes if secant else positive(self.before, self.x))
 
     def terms(self, stable: Tensor | None = None) -> Terms:
-        """The four terms, which add up to the change of the squared error.
+        """Return the four terms, which add up to the change of the squared error.
 
         Parameters
         ----------
         stable : ``bool[n, m]``, neurons that switch in no model of the round; None: those that are the same before and
             after it in the server's model.
         """
-        first, last = self.x @ self.before.T, self.x @ self.after.T
-        changing = (first >= 0) != (last >= 0) if stable is None else ~stable
-        whole, unstable = self._times(first >= 0), self._times((first >= 0) & changing)
-        jumps = ((torch.relu(last) - torch.relu(first)) * changing) @ self.network.signs / math.sqrt(len(self.before))
+        inputs_before = self.x @ self.before.T
+        inputs_after = self.x @ self.after.T
+        active_before = inputs_before >= 0
+        changing = active_before != (inputs_after >= 0) if stable is None else ~stable
+
+        all_neurons = self._times(active_before)
+        unstable_neurons = self._times(active_before & changing)
+        jumps = (torch.relu(inputs_after) - torch.relu(inputs_before)) * changing
+        unstable_outputs = jumps @ self.network.signs / math.sqrt(len(self.before))
         moved = self.network.outputs(self.after, self.x) - self.network.outputs(self.before, self.x)
+
         e = self.error
-        return Terms(-2 * float(e @ whole), 2 * float(e @ unstable), -2 * float(e @ jumps), float(moved.square().sum()))
+        return Terms(
+            descent=-2 * float(e @ all_neurons),
+            unstable_kernel=2 * float(e @ unstable_neurons),
+            unstable_output=-2 * float(e @ unstable_outputs),
+            second_order=float(moved.square().sum()),
+        )
 
     @property
     def effective_eigenvalue(self) -> float:
         """lambda_eff: with H(t, k) = lambda_eff I and no drift, the error would descend as it does to first order."""
         e = self.error
-        steps = len(self.local) * float(self.scale.mean())
-        return float(e @ self._times(positive(self.before, self.x))) / (steps * float(e.square().sum()))
+        rho = len(self.local) * float(self.scale.mean())
+        return float(e @ self._times(positive(self.before, self.x))) / (rho * float(e.square().sum()))
 
     @property
     def switched(self) -> float:
@@ -116,17 +127,22 @@ class Round:
 
     @cached_property
     def _pull(self) -> Tensor:
-        """``[m, d]``: the clients' gradients, weighted by their errors; without the network's signs."""
+        """The clients' gradients ``[m, d]``, weighted by their errors; without the network's signs."""
         errors = (self.y - self.local) * self.scale
-        return sum(((a * e[:, None]).T @ self.x for a, e in zip(self.active, errors, strict=True)), self.before * 0)
+        total = self.before * 0
+        for active, error in zip(self.active, errors, strict=True):
+            total = total + (active * error[:, None]).T @ self.x
+        return total
 
     def _times(self, slopes: Tensor) -> Tensor:
-        """The kernels with rows of these slopes, times the clients' errors, without a matrix ``[n, n]``."""
+        """Return the kernels with rows of these slopes, times the clients' errors, without a matrix ``[n, n]``."""
         return ((self.x @ self._pull.T) * slopes).sum(1) / len(self.before)
 
     @property
     def _slopes(self) -> Tensor:
-        first, last = self.x @ self.before.T, self.x @ self.after.T
-        moved = last - first
-        slope = (torch.relu(last) - torch.relu(first)) / torch.where(moved == 0, 1.0, moved)
-        return torch.where(moved == 0, (first >= 0).to(slope.dtype), slope)
+        """Slopes of the neurons ``[n, m]`` between both models of the server."""
+        inputs_before = self.x @ self.before.T
+        inputs_after = self.x @ self.after.T
+        moved = inputs_after - inputs_before
+        secant = (torch.relu(inputs_after) - torch.relu(inputs_before)) / torch.where(moved == 0, 1.0, moved)
+        return torch.where(moved == 0, (inputs_before >= 0).to(secant.dtype), secant)
