@@ -109,7 +109,7 @@ def test_classes_of_a_pool_go_by_their_names(tmp_path):
             {"auxiliary": {"name": "mnist", "rot": "x"}},
             r"data.pools.auxiliary.rot is not an option of mnist; did you mean 'root'",
         ),
-        ({"test": {"name": "mnist"}}, r"one called 'test', which is the name of a split"),
+        ({"test": {"name": "mnist"}}, r"pool called 'test', which is the name of a split"),
     ],
 )
 def test_a_pool_that_is_not_described_is_refused(pools, sentence):

@@ -73,7 +73,7 @@ def _pool_for_each_file(name: str, source: DataSource) -> dict[str, DataSource]:
         if path.name != labels_file:
             pools[name.replace("*", path.stem)] = replace(source, options={**source.options, "image": path.name})
     if not pools:
-        raise ConfigError(f"data.pools has one called {name!r}, but there is no {pattern} in {root} for its star.")
+        raise ConfigError(f"data.pools has a pool called {name!r}, but there is no {pattern} in {root} for its star.")
     return pools
 
 

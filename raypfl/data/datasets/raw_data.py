@@ -177,7 +177,7 @@ def as_array(values: Any, name: str) -> np.ndarray:
     try:
         return np.asarray(values)
     except ValueError:
-        raise DataError(f"The {name} are of different shapes, so that they make no array.") from None
+        raise DataError(f"The {name} are of different shapes, so they cannot form an array.") from None
 
 
 def class_numbers(labels: np.ndarray, class_names: list[str]) -> np.ndarray:

@@ -86,7 +86,7 @@ class DataConfig(DataSource):
 
 def _require_pool(name: str, pool: Any) -> None:
     if name in SPLITS:
-        raise ConfigError(f"data.pools has one called {name!r}, which is the name of a split of the clients' own.")
+        raise ConfigError(f"data.pools has a pool called {name!r}, which is the name of a split; choose another.")
     if isinstance(pool, int | float) and not isinstance(pool, bool):
         _require_share(f"data.pools.{name}", pool)
     elif not isinstance(pool, DataSource):

@@ -308,7 +308,9 @@ class _Rows:
         fractional = np.flatnonzero(numbers % 1)
         if fractional.size:
             row = int(fractional[0])
-            raise DataError(f"{self.place(row)} has {numbers[row]} for {name!r}, which is the number of no class.")
+            raise DataError(
+                f"{self.place(row)} has {numbers[row]} for {name!r}, which is not an integer, as classes are."
+            )
         return pa.array(numbers.astype(np.int64))
 
 
