@@ -16,7 +16,7 @@ from raypfl.federation.logged import ANALYSIS, IMAGES, LOGGED, Logged, kinds
 from raypfl.learning.privacy import SPENDING, Spending
 from raypfl.storage import checkpoint
 from raypfl.storage.columns import Columns
-from raypfl.storage.tables import Table, arrow
+from raypfl.storage.tables import RunTable, to_arrow
 
 ROUNDS = {
     "round": "int32",
@@ -45,7 +45,7 @@ class RunTables:
     tables : all tables, by name.
     """
 
-    def __init__(self, evaluations: Mapping[str, str], saved: Mapping[str, Table] | None = None):
+    def __init__(self, evaluations: Mapping[str, str], saved: Mapping[str, RunTable] | None = None):
         columns_by_table = {
             "rounds": ROUNDS,
             "evaluations": evaluations,
@@ -54,7 +54,7 @@ class RunTables:
             "images": IMAGES,
             "spending": SPENDING,
         }
-        self.tables = {name: Table(Columns(columns)) for name, columns in columns_by_table.items()}
+        self.tables = {name: RunTable(Columns(columns)) for name, columns in columns_by_table.items()}
         self.tables |= saved or {}
         self._bytes_up = 0
         self._bytes_down = 0
@@ -105,7 +105,7 @@ class RunTables:
         for name, png in logged.images.items():
             self.tables["images"].waiting.append(round=number, name=name, png=png)
         for name, columns in logged.tables.items():
-            empty = Table(Columns({"round": "int32", **kinds(columns)}))
+            empty = RunTable(Columns({"round": "int32", **kinds(columns)}))
             table = self.tables.setdefault(f"{ANALYSIS}{name}", empty)
             num_rows = len(next(iter(columns.values())))
             table.waiting.extend({"round": [number] * num_rows, **columns})
@@ -139,4 +139,4 @@ class RunTables:
 
     def waiting(self) -> dict[str, pa.Table]:
         """All tables with the rows since the last checkpoint only."""
-        return {name: arrow(table.waiting) for name, table in self.tables.items()}
+        return {name: to_arrow(table.waiting) for name, table in self.tables.items()}

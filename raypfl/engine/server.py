@@ -38,8 +38,8 @@ from raypfl.storage import checkpoint
 from raypfl.storage.checkpoint import Snapshot
 from raypfl.storage.lease import refuse_unless_held
 from raypfl.storage.states import StateTable, digests, merged
-from raypfl.storage.tables import read
-from raypfl.storage.tree import clone, encoded, flatten, unflatten
+from raypfl.storage.tables import read_parquet
+from raypfl.storage.tree import clone, encode, flatten, unflatten
 
 if TYPE_CHECKING:
     pass
@@ -215,7 +215,7 @@ class Server:
                     returned: object = self.method.round(self.state, cohort)  # type: ignore[func-returns-value]
                 self._refuse_returned(returned)
                 # Refuses what no checkpoint can store, before anything uses it.
-                encoded(self.state, {})
+                encode(self.state, {})
                 seconds = time.perf_counter() - start
                 self._analyse(cohort, number, model_before)
         except EmptyCohort as error:
@@ -385,7 +385,7 @@ class Server:
     def _copy(self, table: str) -> pa.Table | None:
         """The table that the run's folder has since the run last ended; None if it has none."""
         with contextlib.suppress(OSError, pa.ArrowException):
-            return read(f"{self.job.run_dir}/{table}.parquet")
+            return read_parquet(f"{self.job.run_dir}/{table}.parquet")
         return None
 
     def _restore(self, snapshot: Snapshot) -> None:

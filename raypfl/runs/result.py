@@ -26,7 +26,7 @@ from raypfl.federation.logged import ANALYSIS, Logged
 from raypfl.methods import METHODS
 from raypfl.storage import checkpoint
 from raypfl.storage.columns import Columns
-from raypfl.storage.tables import arrow, read
+from raypfl.storage.tables import read_parquet, to_arrow
 
 TABLES = ("rounds", "evaluations", "ledger", "logged")
 PICTURES = "images"
@@ -338,7 +338,7 @@ def _mean_rows(summaries: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, 
 
 def _read_table(file: Path) -> pa.Table:
     try:
-        return read(str(file))
+        return read_parquet(str(file))
     except (OSError, pa.ArrowException) as error:
         raise NoRun(
             f"{file} is missing or damaged ({str(error).splitlines()[0]}). Delete {file.parent / SUMMARY}; then "
@@ -351,7 +351,7 @@ def _images(folder: Path) -> pa.Table:
     columns = Columns({"round": "int32", "name": "text", "file": "text"})
     for file in files:
         columns.append(round=int(file.stem), name=file.parent.name, file=str(file))
-    return arrow(columns)
+    return to_arrow(columns)
 
 
 def events_of(result: RunResult, uri: str | None = None) -> Iterator[Event]:

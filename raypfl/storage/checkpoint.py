@@ -38,8 +38,8 @@ from raypfl.common import files as disk
 from raypfl.common.errors import CheckpointError, NoRun
 from raypfl.storage.columns import Columns
 from raypfl.storage.states import LiveStack, StateFile, StateShard
-from raypfl.storage.tables import Part, Table, restore
-from raypfl.storage.tree import decoded, encoded
+from raypfl.storage.tables import RunTable, TablePart, restore_part
+from raypfl.storage.tree import decode, encode
 
 FORMAT = 3
 TABLES = "tables"
@@ -73,7 +73,7 @@ class Snapshot:
     round: int
     server: dict[str, Any]
     states: Iterable[StateShard]
-    tables: dict[str, Table]
+    tables: dict[str, RunTable]
     meta: dict[str, Any]
     files: Sequence[tuple[StateFile, list[LiveStack]]] = ()
 
@@ -272,7 +272,7 @@ def holds(location: str, file: StateFile) -> bool:
         return files.get_file_info(file.path).size == file.bytes
 
 
-def whole(location: str, table: Table) -> pa.Table:
+def whole(location: str, table: RunTable) -> pa.Table:
     """All rows of a table whose files are in a location.
 
     Raises
@@ -359,7 +359,7 @@ def _write(
         written[name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
     tensors: dict[str, torch.Tensor] = {}
-    server = encoded(snapshot.server, tensors)
+    server = encode(snapshot.server, tensors)
     put("server.safetensors", safetensors.torch.save(tensors))
     for old, stacks in snapshot.files:
         name = _state_file_name(len(state_files))
@@ -539,10 +539,10 @@ def _read(
         names = map(_state_file_name, range(meta["state_files"]))
         snapshot = Snapshot(
             round=meta["round"],
-            server=decoded(meta["server"], tensors),
+            server=decode(meta["server"], tensors),
             states=StoredShards(files, tuple(StateFile(f"{path}/{name}", **manifest[name]) for name in names)),
             tables={
-                name: Table(Columns(table["kinds"]), [Part(**part) for part in table["parts"]])
+                name: RunTable(Columns(table["kinds"]), [TablePart(**part) for part in table["parts"]])
                 for name, table in meta["tables"].items()
             },
             meta=meta["meta"],
@@ -577,11 +577,11 @@ def _intact_parts(
     files: pafs.FileSystem,
     root: str,
     name: str,
-    table: Table,
+    table: RunTable,
     warn: Callable[[str], None],
     needed: bool,
     copies: Copies,
-) -> Iterator[Part]:
+) -> Iterator[TablePart]:
     """The parts of a table whose files are as they were written, or can be restored."""
     start = 0
     for part in table.parts:
@@ -590,7 +590,7 @@ def _intact_parts(
             yield part
         except _Damaged as problem:
             copy = copies(name) if copies else None
-            if copy is not None and restore(files, f"{root}/{TABLES}", part, copy.slice(start, part.rows)):
+            if copy is not None and restore_part(files, f"{root}/{TABLES}", part, copy.slice(start, part.rows)):
                 warn(f"{part.rows:,} rows of the table {name} were written again from its copy: {problem}.")
                 yield part
             elif needed:

@@ -19,9 +19,11 @@ KINDS = {
     "int32 list": "q",
     "bytes": "q",
 }
-"""Type of a column -> type code of its array: of numbers (NaN where one is missing), of codes for texts, or of the ends
+"""Kind of a column -> type code of its array: of numbers (NaN where one is missing), of codes of texts, or of the ends
 of lists and bytes."""
+
 _ITEMS = {"int32 list": "i", "bytes": "B"}
+"""Kind of a column of lists or bytes -> type code of the array with their concatenated items."""
 
 
 class Columns:
@@ -29,7 +31,7 @@ class Columns:
 
     Parameters
     ----------
-    kinds : column -> one of `KINDS`.
+    kinds : column -> its kind, one of `KINDS`.
     """
 
     def __init__(self, kinds: Mapping[str, str]):
@@ -41,6 +43,8 @@ class Columns:
         self._length = 0
         self._arrays = {name: array(KINDS[kind]) for name, kind in self.kinds.items()}
         self._items = {name: array(_ITEMS[kind]) for name, kind in self.kinds.items() if kind in _ITEMS}
+
+        # Column of texts -> each different text -> its code.
         self._words: dict[str, dict[str, int]] = {name: {} for name, kind in self.kinds.items() if kind == "text"}
 
     def __len__(self) -> int:
@@ -59,24 +63,30 @@ class Columns:
         """
         if columns.keys() != self.kinds.keys():
             raise ValueError(f"These are rows of {sorted(columns)}, the table has {sorted(self.kinds)}.")
+
         for name, values in columns.items():
-            self._arrays[name].extend(self._stored(name, values))
+            self._arrays[name].extend(self._encode(name, values))
+
         lengths = {name: len(values) for name, values in self._arrays.items()}
         if len(set(lengths.values())) > 1:
             self.cut(self._length)
             raise ValueError(f"The columns of new rows differ in length: the table would have {lengths}.")
         self._length = max(lengths.values(), default=0)
 
-    def _stored(self, name: str, values: Iterable[Any]) -> Iterable[Any]:
+    def _encode(self, name: str, values: Iterable[Any]) -> Iterable[Any]:
+        """Return what a column's array holds of new values; items of lists and bytes are stored on the way."""
         if name in self._words:
             words = self._words[name]
             return [words.setdefault(value, len(words)) for value in values]
+
         if name in self._items:
-            items, ends = self._items[name], []
+            items = self._items[name]
+            ends = []
             for value in values:
                 items.extend(value)
                 ends.append(len(items))
             return ends
+
         if self.kinds[name] == "float64 or none":
             return [math.nan if value is None else value for value in values]
         return values.tolist() if isinstance(values, np.ndarray) else values
@@ -86,29 +96,35 @@ class Columns:
         for name, values in self._arrays.items():
             del values[length:]
             if name in self._items:
-                del self._items[name][values[-1] if values else 0 :]
+                num_items = values[-1] if values else 0
+                del self._items[name][num_items:]
         self._length = min(length, self._length)
 
     def span(self, name: str, value: int) -> tuple[int, int]:
-        """In an ascending column, the first row with a value, and the one after the last."""
-        return bisect_left(self._arrays[name], value), bisect_right(self._arrays[name], value)
+        """Return the first row with a value of an ascending column, and the row after the last."""
+        values = self._arrays[name]
+        return bisect_left(values, value), bisect_right(values, value)
 
     def rows(self, first: int = 0, end: int | None = None) -> Iterator[tuple[Any, ...]]:
-        """Rows as tuples, of a table without columns of lists."""
+        """Return rows as tuples, of a table without columns of lists."""
         columns: list[Iterable[Any]] = []
         for name, values in self._arrays.items():
-            words = self.words(name) if name in self._words else None
-            columns.append(values[first:end] if words is None else [words[code] for code in values[first:end]])
+            column: Iterable[Any] = values[first:end]
+            if name in self._words:
+                words = self.words(name)
+                column = [words[code] for code in column]
+            columns.append(column)
+
         return zip(*columns, strict=True)
 
     def values(self, name: str) -> np.ndarray:
-        """A copy of a column: its numbers, codes of its texts (see `words`), or ends of its lists (see `items`)."""
+        """Return a copy of a column: numbers, codes of texts (see `words`), or ends of lists (see `items`)."""
         return np.array(self._arrays[name])
 
     def words(self, name: str) -> list[str]:
-        """The texts that the codes of a column stand for."""
+        """Return the texts that the codes of a column stand for."""
         return list(self._words[name])
 
     def items(self, name: str) -> np.ndarray:
-        """The concatenated lists of a column: ``int32[...]``, or ``uint8[...]`` of bytes."""
+        """Return the concatenated lists of a column: ``int32[...]``, or ``uint8[...]`` of bytes."""
         return np.array(self._items[name])

@@ -19,9 +19,9 @@ import pyarrow.parquet as pq
 from raypfl.storage.columns import Columns
 
 FULL = 1 << 18
-"""Rows above which a file is no longer merged, so that merging takes little memory."""
+"""The most rows that files are merged to, so that merging takes little memory."""
 
-_TYPES = {
+_ARROW_TYPES = {
     "int32": pa.int32(),
     "int64": pa.int64(),
     "float64": pa.float64(),
@@ -33,12 +33,15 @@ _TYPES = {
 
 
 @dataclass(frozen=True)
-class Part:
-    """Some rows of a table, in a Parquet file that is written once.
+class TablePart:
+    """Consecutive rows of a table, in a Parquet file that is written once.
 
     Attributes
     ----------
-    file : its name. rows : how many. bytes, sha256 : of its content.
+    file : the file's name.
+    rows : the number of rows.
+    bytes : the file's size.
+    sha256 : the hash of the file's content.
     """
 
     file: str
@@ -47,16 +50,16 @@ class Part:
     sha256: str
 
 
-class Table:
-    """A table that grows at its end.
+class RunTable:
+    """A table of a run, which grows at its end.
 
     Parameters
     ----------
-    waiting : rows that are not in a file yet; new ones are added here.
-    parts : the rows before those, oldest first.
+    waiting : the rows that are not in a file yet; new ones are added here.
+    parts : the files with the rows before those, the oldest first.
     """
 
-    def __init__(self, waiting: Columns, parts: Iterable[Part] = ()):
+    def __init__(self, waiting: Columns, parts: Iterable[TablePart] = ()):
         self.waiting = waiting
         self.parts = tuple(parts)
 
@@ -69,37 +72,45 @@ class Table:
         """
         if not len(self.waiting):
             return
-        rows, kept = arrow(self.waiting), list(self.parts)
-        while kept and kept[-1].rows <= rows.num_rows and kept[-1].rows + rows.num_rows <= FULL:
-            rows = pa.concat_tables([_read(files, folder, kept.pop()), rows])
-        content = _parquet(rows)
-        file = f"{name}-{sum(part.rows for part in kept):09d}-{uuid.uuid4().hex[:8]}.parquet"
+
+        rows = to_arrow(self.waiting)
+        parts = list(self.parts)
+        while parts and parts[-1].rows <= rows.num_rows and parts[-1].rows + rows.num_rows <= FULL:
+            rows = pa.concat_tables([_read_part(files, folder, parts.pop()), rows])
+
+        content = _to_parquet(rows)
+        first_row = sum(part.rows for part in parts)
+        file = f"{name}-{first_row:09d}-{uuid.uuid4().hex[:8]}.parquet"
         files.create_dir(folder, recursive=True)
         with files.open_output_stream(f"{folder}/{file}", compression=None) as stream:
             stream.write(content)
-        self.parts = (*kept, Part(file, rows.num_rows, len(content), hashlib.sha256(content).hexdigest()))
+
+        part = TablePart(file, rows.num_rows, len(content), hashlib.sha256(content).hexdigest())
+        self.parts = (*parts, part)
         self.waiting.clear()
 
     def load(self, files: pafs.FileSystem, folder: str) -> pa.Table:
-        """All rows.
+        """Return all rows.
 
         Raises
         ------
         OSError : if a file is missing or damaged.
         """
-        return pa.concat_tables([*(_read(files, folder, part) for part in self.parts), arrow(self.waiting)])
+        tables = [_read_part(files, folder, part) for part in self.parts]
+        return pa.concat_tables([*tables, to_arrow(self.waiting)])
 
 
-def arrow(columns: Columns) -> pa.Table:
-    """Columns as an Arrow table."""
+def to_arrow(columns: Columns) -> pa.Table:
+    """Return columns as an Arrow table."""
     # From buffers, since pyarrow imports pandas for lists and arrays, which takes seconds.
-    schema = pa.schema([(name, _TYPES[kind]) for name, kind in columns.kinds.items()])
-    return pa.Table.from_arrays([_array(columns, name, kind) for name, kind in columns.kinds.items()], schema=schema)
+    schema = pa.schema([(name, _ARROW_TYPES[kind]) for name, kind in columns.kinds.items()])
+    arrays = [_arrow_array(columns, name, kind) for name, kind in columns.kinds.items()]
+    return pa.Table.from_arrays(arrays, schema=schema)
 
 
-def restore(files: pafs.FileSystem, folder: str, part: Part, rows: pa.Table) -> bool:
-    """Write the file of a part again, if these are its rows; returns whether they are, to the byte."""
-    content = _parquet(rows)
+def restore_part(files: pafs.FileSystem, folder: str, part: TablePart, rows: pa.Table) -> bool:
+    """Write the file of a part again if `rows` give the same bytes; return whether they do."""
+    content = _to_parquet(rows)
     if hashlib.sha256(content).hexdigest() != part.sha256:
         return False
     with files.open_output_stream(f"{folder}/{part.file}", compression=None) as stream:
@@ -107,50 +118,58 @@ def restore(files: pafs.FileSystem, folder: str, part: Part, rows: pa.Table) -> 
     return True
 
 
-def read(path: str) -> pa.Table:
-    """The table in a local Parquet file."""
-    return pq.ParquetFile(path).read()  # pq.read_table imports pandas
+def read_parquet(path: str) -> pa.Table:
+    """Return the table in a local Parquet file."""
+    # Not pq.read_table, which imports pandas.
+    return pq.ParquetFile(path).read()
 
 
-def _array(columns: Columns, name: str, kind: str) -> pa.Array:
+def _arrow_array(columns: Columns, name: str, kind: str) -> pa.Array:
     values = columns.values(name)
     if kind == "text":
-        return _numbers(pa.int32(), values, _texts(columns.words(name))).dictionary_decode()
+        return _dictionary(values, _text_array(columns.words(name))).dictionary_decode()
+
     if kind == "int32 list":
         ends = np.concatenate([[0], values]).astype(np.int32)
-        items = _numbers(pa.int32(), columns.items(name))
-        return pa.Array.from_buffers(_TYPES[kind], len(values), [None, pa.py_buffer(ends)], children=[items])
+        items = _number_array(pa.int32(), columns.items(name))
+        return pa.Array.from_buffers(_ARROW_TYPES[kind], len(values), [None, pa.py_buffer(ends)], children=[items])
+
     if kind == "bytes":
         ends = np.concatenate([[0], values]).astype(np.int64)
-        return pa.Array.from_buffers(
-            _TYPES[kind], len(values), [None, pa.py_buffer(ends), pa.py_buffer(columns.items(name))]
-        )
+        buffers = [None, pa.py_buffer(ends), pa.py_buffer(columns.items(name))]
+        return pa.Array.from_buffers(_ARROW_TYPES[kind], len(values), buffers)
+
     if kind == "float64 or none":
-        known = np.packbits(~np.isnan(values), bitorder="little")
-        return pa.Array.from_buffers(_TYPES[kind], len(values), [pa.py_buffer(known), pa.py_buffer(values)])
-    return _numbers(_TYPES[kind], values)
+        is_valid = np.packbits(~np.isnan(values), bitorder="little")
+        buffers = [pa.py_buffer(is_valid), pa.py_buffer(values)]
+        return pa.Array.from_buffers(_ARROW_TYPES[kind], len(values), buffers)
+
+    return _number_array(_ARROW_TYPES[kind], values)
 
 
-def _numbers(kind: pa.DataType, values: np.ndarray, words: pa.Array | None = None) -> pa.Array:
-    buffers = [None, pa.py_buffer(values)]
-    if words is None:
-        return pa.Array.from_buffers(kind, len(values), buffers)
-    return pa.DictionaryArray.from_buffers(pa.dictionary(kind, words.type), len(values), buffers, words)
+def _number_array(arrow_type: pa.DataType, values: np.ndarray) -> pa.Array:
+    return pa.Array.from_buffers(arrow_type, len(values), [None, pa.py_buffer(values)])
 
 
-def _texts(words: list[str]) -> pa.Array:
-    encoded = [word.encode() for word in words]
+def _dictionary(codes: np.ndarray, words: pa.Array) -> pa.DictionaryArray:
+    arrow_type = pa.dictionary(pa.int32(), words.type)
+    return pa.DictionaryArray.from_buffers(arrow_type, len(codes), [None, pa.py_buffer(codes)], words)
+
+
+def _text_array(texts: list[str]) -> pa.Array:
+    encoded = [text.encode() for text in texts]
     ends = np.cumsum([0, *map(len, encoded)], dtype=np.int32)
-    return pa.Array.from_buffers(pa.string(), len(words), [None, pa.py_buffer(ends), pa.py_buffer(b"".join(encoded))])
+    buffers = [None, pa.py_buffer(ends), pa.py_buffer(b"".join(encoded))]
+    return pa.Array.from_buffers(pa.string(), len(texts), buffers)
 
 
-def _parquet(rows: pa.Table) -> pa.Buffer:
+def _to_parquet(rows: pa.Table) -> pa.Buffer:
     sink = pa.BufferOutputStream()
     pq.write_table(rows, sink, compression="zstd")
     return sink.getvalue()
 
 
-def _read(files: pafs.FileSystem, folder: str, part: Part) -> pa.Table:
+def _read_part(files: pafs.FileSystem, folder: str, part: TablePart) -> pa.Table:
     with files.open_input_stream(f"{folder}/{part.file}", compression=None) as stream:
         content = stream.read()
     if hashlib.sha256(content).hexdigest() != part.sha256:

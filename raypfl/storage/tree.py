@@ -13,30 +13,44 @@ from raypfl.common.errors import CheckpointError, MethodError
 
 @dataclass(frozen=True)
 class Leaf:
-    """A placeholder for a tensor."""
+    """A placeholder for a tensor.
+
+    Attributes
+    ----------
+    name : the tensor's path in the tree, such as ``"moments/0"``.
+    """
 
     name: str
 
 
 def flatten(tree: Any, path: str = "") -> tuple[Any, dict[str, Tensor]]:
-    """The tree with a :class:`Leaf` in place of each tensor, and the tensors by path."""
+    """Return the tree with a :class:`Leaf` in place of each tensor, and the tensors by path.
+
+    Raises
+    ------
+    MethodError : if two tensors have the same path, such as those of the keys 3 and "3".
+    """
     if isinstance(tree, Tensor):
         return Leaf(path), {path: tree}
     if not isinstance(tree, dict | list | tuple):
         return tree, {}
+
     tensors: dict[str, Tensor] = {}
     parts = []
     for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
-        part, below = flatten(value, f"{path}/{key}" if path else str(key))
+        part, part_tensors = flatten(value, f"{path}/{key}" if path else str(key))
         parts.append((key, part))
-        if clash := tensors.keys() & below.keys():
+        if clash := tensors.keys() & part_tensors.keys():
             raise MethodError(f"The server's state has two tensors that are both called {min(clash)!r}; rename a key.")
-        tensors |= below
-    return dict(parts) if isinstance(tree, dict) else type(tree)(part for _, part in parts), tensors
+        tensors |= part_tensors
+
+    if isinstance(tree, dict):
+        return dict(parts), tensors
+    return type(tree)(part for _, part in parts), tensors
 
 
 def leaves(skeleton: Any) -> list[str]:
-    """The names of the tensors of a flattened tree."""
+    """Return the names of the tensors of a flattened tree."""
     if isinstance(skeleton, Leaf):
         return [skeleton.name]
     if isinstance(skeleton, dict):
@@ -47,7 +61,7 @@ def leaves(skeleton: Any) -> list[str]:
 
 
 def unflatten(skeleton: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The inverse of :func:`flatten`."""
+    """Put tensors back into a flattened tree; the inverse of :func:`flatten`."""
     if isinstance(skeleton, Leaf):
         return tensors[skeleton.name]
     if isinstance(skeleton, dict):
@@ -58,44 +72,54 @@ def unflatten(skeleton: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def clone(tree: Any) -> Any:
-    """A deep copy."""
+    """Return a deep copy, whose tensors are detached."""
     skeleton, tensors = flatten(tree)
     return unflatten(skeleton, {name: tensor.detach().clone() for name, tensor in tensors.items()})
 
 
-def encoded(server: dict[str, Any], tensors: dict[str, Tensor]) -> list[Any]:
-    """A server's state as JSON; its tensors go to `tensors`. :func:`decoded` gives it back."""
+def encode(server: dict[str, Any], tensors: dict[str, Tensor]) -> list[Any]:
+    """Encode a server's state as JSON and move its tensors to `tensors`; :func:`decode` reads it.
+
+    Raises
+    ------
+    CheckpointError : if the state has something that a checkpoint cannot store.
+    """
     return _encode(server, "", tensors)
 
 
-def decoded(node: list[Any], tensors: dict[str, Tensor]) -> Any:
-    """The inverse of :func:`encoded`."""
+def decode(node: list[Any], tensors: dict[str, Tensor]) -> Any:
+    """Rebuild a server's state; the inverse of :func:`encode`."""
     kind, content = node
     if kind == "tensor":
         return tensors[content]
     if kind == "dict":
-        return {key: decoded(item, tensors) for key, item in content}
+        return {key: decode(item, tensors) for key, item in content}
     if kind in ("list", "tuple"):
-        items = [decoded(item, tensors) for item in content]
+        items = [decode(item, tensors) for item in content]
         return items if kind == "list" else tuple(items)
     return content
 
 
 def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> list[Any]:
-    """`value` as JSON, each node a pair ``[kind, content]``; its tensors go to `tensors` under their path."""
+    """Encode a value as JSON, each node a pair ``[kind, content]``, and move its tensors to `tensors` by path."""
     if isinstance(value, Tensor):
-        while path in tensors:  # the keys 3 and "3", or "a/b" and "a" above "b", make one path
+        # Several keys can give one path: 3 and "3", or "a/b" and "a" above "b".
+        while path in tensors:
             path += "'"
+
         # A copy: safetensors refuses tensors that share memory, as views of one flat vector do.
         tensors[path] = value.detach().to("cpu", copy=True).contiguous()
         return ["tensor", path]
+
     if isinstance(value, dict):
         if bad := [key for key in value if not isinstance(key, (str, int))]:
             raise CheckpointError(f"The server state {path or '/'} has the key {bad[0]!r}; keys must be str or int.")
         return ["dict", [[key, _encode(item, f"{path}/{key}".lstrip("/"), tensors)] for key, item in value.items()]]
+
     if isinstance(value, (list, tuple)):
         kind = "list" if isinstance(value, list) else "tuple"
         return [kind, [_encode(item, f"{path}/{i}", tensors) for i, item in enumerate(value)]]
+
     if value is None or isinstance(value, (bool, int, float, str)):
         return ["value", value]
     raise CheckpointError(

@@ -24,7 +24,7 @@ from raypfl.results.groups import group_runs
 from raypfl.results.report import write
 from raypfl.runs.result import RunResult
 from raypfl.storage.columns import Columns
-from raypfl.storage.tables import arrow
+from raypfl.storage.tables import to_arrow
 from tests.results.test_picture import made_up, printed, show, with_columns
 
 ISSUE = {"fedavg": (91.0, 94.9, 94.3), "ditto": (93.3, 96.8, 97.4)}
@@ -58,9 +58,9 @@ def run_of(method: str, seed: int, mean: float) -> RunResult:
         rounds=pa.table({"round": range(1, 11), "loss": [0.5] * 10, "seconds": [0.5] * 10, **spent}),
         evaluations=run.evaluations.set_column(5, "accuracy", values),
         ledger=run.ledger,
-        logged=arrow(Columns(LOGGED)),
+        logged=to_arrow(Columns(LOGGED)),
         analysis={},
-        images=arrow(Columns({"round": "int32", "name": "text", "file": "text"})),
+        images=to_arrow(Columns({"round": "int32", "name": "text", "file": "text"})),
     )
 
 

@@ -32,7 +32,7 @@ from raypfl.results.labels import labels
 from raypfl.results.setting_text import setting_text
 from raypfl.results.units import over_seeds
 from raypfl.storage.columns import Columns
-from raypfl.storage.tables import arrow
+from raypfl.storage.tables import to_arrow
 
 PNG = b"\x89PNG"
 
@@ -51,7 +51,7 @@ class MadeUp:
     best_round: int | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     privacy: pa.Table | None = None
-    ledger: pa.Table = field(default_factory=lambda: arrow(Columns(LEDGER)))
+    ledger: pa.Table = field(default_factory=lambda: to_arrow(Columns(LEDGER)))
 
     @property
     def last_rounds(self) -> list[int]:

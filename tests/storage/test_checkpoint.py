@@ -22,7 +22,7 @@ from raypfl.storage import checkpoint
 from raypfl.storage.checkpoint import Snapshot
 from raypfl.storage.columns import Columns
 from raypfl.storage.states import StateShard
-from raypfl.storage.tables import Table
+from raypfl.storage.tables import RunTable
 
 ROOT = Path(checkpoint.__file__).parents[2]
 AWKWARD = [0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-40, 0.1]
@@ -48,7 +48,7 @@ def make_snapshot(round: int = 3) -> Snapshot:
         ),
         StateShard(np.array([7]), {"steps/count": np.array([[2**60]]), "seen": np.array([True])}),
     ]
-    tables = {"rounds": Table(Columns({"round": "int32", "loss": "float64"}))}
+    tables = {"rounds": RunTable(Columns({"round": "int32", "loss": "float64"}))}
     tables["rounds"].waiting.extend({"round": [1, 2, 3], "loss": [0.5, float("nan"), -0.0]})
     return Snapshot(round=round, server=server, states=states, tables=tables, meta={"seed": 1, "run": "digits"})
 

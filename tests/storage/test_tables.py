@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from raypfl.storage import tables
 from raypfl.storage.columns import Columns
-from raypfl.storage.tables import Table, arrow
+from raypfl.storage.tables import RunTable, to_arrow
 
 ROOT = Path(__file__).parents[2]
 KINDS = {"round": "int32", "bytes": "int64", "loss": "float64", "name": "text", "cohort": "int32 list"}
@@ -33,9 +33,9 @@ def rows(first: int, count: int) -> dict[str, list]:
     }
 
 
-def grown(folder: Path, steps: list[int]) -> Table:
+def grown(folder: Path, steps: list[int]) -> RunTable:
     """A table with as many rows as each step says, written after each."""
-    table = Table(Columns(KINDS))
+    table = RunTable(Columns(KINDS))
     for step in steps:
         table.waiting.extend(rows(sum(p.rows for p in table.parts), step))
         table.flush(FILES, str(folder), "rounds")
@@ -52,7 +52,7 @@ def test_rows_come_back_as_they_went_in_and_can_be_cut(steps, kept):
     expected = {name: values[:kept] for name, values in rows(0, sum(steps)).items()}
     for name, value in (("round", 7), ("bytes", -1), ("loss", float("inf")), ("name", "x"), ("cohort", [5, 6])):
         expected[name].append(value)
-    assert arrow(columns).to_pydict() == expected and len(columns) == len(expected["round"])
+    assert to_arrow(columns).to_pydict() == expected and len(columns) == len(expected["round"])
 
 
 @pytest.mark.parametrize("wrong", [{"round": [1]}, rows(0, 2) | {"loss": [0.5]}])
@@ -61,7 +61,7 @@ def test_rows_that_do_not_fit_are_refused_and_leave_no_trace(wrong):
     columns.extend(rows(0, 3))
     with pytest.raises(ValueError, match="rows"):
         columns.extend(wrong)
-    assert arrow(columns).to_pydict() == rows(0, 3)
+    assert to_arrow(columns).to_pydict() == rows(0, 3)
 
 
 def test_a_row_takes_a_few_bytes():
@@ -84,7 +84,7 @@ def test_a_table_in_files_is_the_table_whatever_was_merged(tmp_path_factory, ste
 
 
 def test_a_checkpoint_writes_what_is_new_and_files_stay_few(tmp_path):
-    table, known, written = Table(Columns(KINDS)), set(), []
+    table, known, written = RunTable(Columns(KINDS)), set(), []
     for step in range(100):
         table.waiting.extend(rows(3 * step, 3))
         table.flush(FILES, str(tmp_path), "rounds")
@@ -106,19 +106,19 @@ def test_a_table_whose_file_was_changed_is_refused_and_what_waits_is_kept(tmp_pa
     table.waiting.extend(rows(3, 3))
     with pytest.raises(OSError, match="has changed"):
         table.flush(FILES, str(tmp_path), "rounds")
-    assert arrow(table.waiting).to_pydict() == rows(3, 3)
+    assert to_arrow(table.waiting).to_pydict() == rows(3, 3)
 
 
 def test_tables_are_written_and_read_without_pandas_which_takes_seconds_to_import(tmp_path):
     program = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from raypfl.storage.tables import read\n"
+        "from raypfl.storage.tables import read_parquet\n"
         "from tests.storage.test_tables import FILES, grown\n"
         "folder = Path(sys.argv[1])\n"
         "table = grown(folder, [3, 3, 1])\n"
         "assert table.load(FILES, str(folder)).num_rows == 7\n"
-        "assert read(str(folder / table.parts[0].file)).num_rows == 6\n"
+        "assert read_parquet(str(folder / table.parts[0].file)).num_rows == 6\n"
         "assert 'pandas' not in sys.modules\n"
     )
     command = [sys.executable, "-c", program, str(tmp_path)]
