@@ -128,7 +128,7 @@ def _at_most(bound: float, what: str, ours: Contender, job: str, theirs: Contend
 
 
 _ANY = "raypfl's fastest in fp32 against"
-_START = "start-up to the first round, Ray included, beside Flower's"
+_START = "start-up to the end of the first round, relative to Flower's"
 TARGETS = (
     _faster("cnn", FP32, PFL, 2.0, f"{_ANY} pfl-research's one process"),
     _faster("cnn", FP32, FLOWER, 2.0, f"{_ANY} Flower"),
@@ -141,11 +141,11 @@ TARGETS = (
     _faster("lenet", (INLINE, CHANNELS_LAST), BARE, 1.0, "one process against the bare loop"),
     _faster("lenet", (ACTORS,), BARE, 1.8, "two actors against the bare loop"),
     *(
-        _at_most(1.1, f"{c.name}, a round beside the small population's", c, "population", c, "small-population")
+        _at_most(1.1, f"{c.name}, a round relative to the small population's", c, "population", c, "small-population")
         for c in (INLINE, ACTORS)
     ),
     *(_at_most(0.5, _START, ACTORS, job, FLOWER, job, value="startup") for job in ("cnn", "mlp", "lenet")),
-    _at_most(1.2, "one process beside the forward passes alone", INLINE, "evaluation", BARE, "evaluation"),
+    _at_most(1.2, "one process relative to the forward passes alone", INLINE, "evaluation", BARE, "evaluation"),
 )
 
 IN_SHORT = {
@@ -163,7 +163,7 @@ ALIKE: tuple[tuple[Contender, Contender], ...] = ((INLINE, PFL), (INLINE, FLUKE)
 def page(results: Mapping[str, Any]) -> str:
     """What stands between the marks in the documentation, in Markdown."""
     table = summarise(results["runs"])
-    picture = "![Seconds a round, by job and system](performance/peers.png)"
+    picture = "![Seconds per round, by job and system](performance/peers.png)"
     parts = [_about(results), picture, _targets(table), _alike(table)]
     parts += [_job(name, rows) for name, rows in table.items()]
     return "\n\n".join(filter(None, parts)) + "\n"
@@ -215,7 +215,7 @@ def _origin(runs: Sequence[Mapping[str, Any]]) -> str:
         dates.setdefault(name, set()).add(run["date"].partition("T")[0])
     commits = ", ".join(f"{commit} ({_span(sorted(days))})" for commit, days in dates.items())
     loads = sorted(run["load"] for run in runs)
-    return f"Runs are of {commits}; load averages as they began: {loads[0]:.1f} to {loads[-1]:.1f}."
+    return f"Runs of {commits}; load averages at their start: {loads[0]:.1f} to {loads[-1]:.1f}."
 
 
 def _span(days: Sequence[str]) -> str:
@@ -245,7 +245,7 @@ def _memory_target(table: Mapping[str, Mapping[str, Summary]], contender: str, w
     memory = getattr(table.get("population", {}).get(contender), "memory", None)
     data = JOBS["population"].noise.bytes
     said = ("—", "not measured") if memory is None else (_gib(memory), "met" if memory <= data + GIB else "not met")
-    return f"| `population`: memory {where}, of the data and 1 GiB | ≤ {_gib(data + GIB)} | {said[0]} | {said[1]} |"
+    return f"| `population`: memory {where}: the data and 1 GiB | ≤ {_gib(data + GIB)} | {said[0]} | {said[1]} |"
 
 
 def _alike(table: Mapping[str, Mapping[str, Summary]]) -> str:
@@ -258,7 +258,7 @@ def _alike(table: Mapping[str, Mapping[str, Summary]]) -> str:
     if not compared:
         return ""
     head = ["", *(f"{theirs.name} / {ours.name}" for ours, theirs in ALIKE)]
-    title = "With as many processes at work on both sides, their median beside raypfl's:"
+    title = "Each system's median divided by raypfl's, with the same number of working processes on both sides:"
     return "\n".join([title, "", "| " + " | ".join(head) + " |", "|---" * len(head) + "|", *compared])
 
 
@@ -274,7 +274,7 @@ def _job(name: str, rows: Mapping[str, Summary]) -> str:
     lines = [
         f"### `{name}`: {JOBS[name].about}",
         "",
-        "| | s/round, median | min | bare loop / it | start-up, s | memory | rounds counted |",
+        "| | s/round, median | min | speed-up over bare loop | start-up, s | memory | rounds counted |",
         "|---|---|---|---|---|---|---|",
     ]
     notes = [f"- {left}: {why}." for left, why in JOBS[name].left_out.items()]

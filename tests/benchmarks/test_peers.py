@@ -166,13 +166,13 @@ def test_the_page_follows_from_all_rounds_of_all_runs():
     text = report.page(results(*runs, a_run("mlp", FLOWER, [30.0], startup=10.0)))
     assert "| raypfl | 1 | 0.5000 | 9.00x | 4.0 | 3.00 GiB | 3 in 2 |" in text
     assert "| `mlp`: raypfl's fastest in fp32 against pfl-research's one process | ≥ 6x | 6.00x | met |" in text
-    assert "| `mlp`: start-up to the first round, Ray included, beside Flower's | ≤ 0.5x | 0.40x | met |" in text
+    assert "| `mlp`: start-up to the end of the first round, relative to Flower's | ≤ 0.5x | 0.40x | met |" in text
     assert "| `mlp` | 6.00x | — | 4.00x | 15.00x |" in text  # on as many processes
     assert "- raypfl: chose sequential, channels last in 1 of 2 runs; sequential in 1 of 2 runs." in text
     assert "torch 2.15.0; Ray 2.55 (flower), 2.60 (raypfl)." in text
     assert (
-        "Runs are of commit abc1234 (2026-11-20), commit def5678-dirty (2026-11-21); "
-        "load averages as they began: 0.0 to 1.3."
+        "Runs of commit abc1234 (2026-11-20), commit def5678-dirty (2026-11-21); "
+        "load averages at their start: 0.0 to 1.3."
     ) in text
 
 
