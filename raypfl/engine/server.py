@@ -315,11 +315,11 @@ class Server:
 
         digest_of_client: dict[int, bytes] = {}
         # A few stacks at a time, since all of them may be more than memory.
-        for handles, slots_by_client in self.states.by_stacks():
-            stacks = [self.backend.get_states(handle.stack) for handle in handles]
+        for live_stacks, slots_by_client in self.states.clients_by_stacks():
+            stacks = [self.backend.get_states(stack.handle) for stack in live_stacks]
             parts_by_client = {}
             for client, slots in slots_by_client.items():
-                parts_by_client[client] = [stack.of(slot) for stack, slot in zip(stacks, slots, strict=True)]
+                parts_by_client[client] = [stack.state_of(slot) for stack, slot in zip(stacks, slots, strict=True)]
             digest_of_client |= digests((client, merged(parts)) for client, parts in parts_by_client.items())
 
         for client in sorted(digest_of_client):
@@ -328,7 +328,10 @@ class Server:
 
     def _save(self) -> None:
         """Write a checkpoint. Files of clients' states that have not changed since an earlier one are used again."""
-        files = [(file, stacks) for file, stacks in self.states.files() if checkpoint.holds(self.job.checkpoints, file)]
+        files = []
+        for file, stacks in self.states.reusable_files():
+            if checkpoint.holds(self.job.checkpoints, file):
+                files.append((file, stacks))
         unchanged = {stack for _, stacks in files for stack in stacks}
         snapshot = Snapshot(
             round=self.round,

@@ -341,7 +341,7 @@ class StoredShards:
                 f"read: {error}."
             ) from error
         shards = _from_arrays(arrays)
-        file = replace(file, held=sum(shard.nbytes for shard in shards))
+        file = replace(file, state_bytes=sum(shard.nbytes for shard in shards))
         return [replace(shard, file=file) for shard in shards]
 
 
@@ -369,7 +369,7 @@ def _write(
     for shards in _full_files(snapshot.states):
         name = _state_file_name(len(state_files))
         put(name, safetensors.numpy.save(_to_arrays(shards)))
-        file = StateFile(f"{final}/{name}", **written[name], held=sum(shard.nbytes for shard in shards))
+        file = StateFile(f"{final}/{name}", **written[name], state_bytes=sum(shard.nbytes for shard in shards))
         state_files.append((file, [shard.source for shard in shards if shard.source is not None]))
     tables = {
         name: {"kinds": table.waiting.kinds, "parts": [asdict(part) for part in table.parts]}

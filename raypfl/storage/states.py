@@ -28,41 +28,45 @@ class Stack:
     Attributes
     ----------
     rows : name -> ``[n, ...]``.
-    index : name -> ``int64[K]``, each client's row of that name, -1 for none.
+    index : name -> ``int64[K]``, each client's row of that name, -1 for none. A client's place k is its slot.
     """
 
     rows: dict[str, np.ndarray]
     index: dict[str, np.ndarray]
 
-    def of(self, slot: int) -> dict[str, np.ndarray]:
-        """The state of one of its clients."""
-        return {name: self.rows[name][where[slot]] for name, where in self.index.items() if where[slot] >= 0}
+    def state_of(self, slot: int) -> dict[str, np.ndarray]:
+        """Return the state of one client."""
+        return {name: self.rows[name][index[slot]] for name, index in self.index.items() if index[slot] >= 0}
 
-    def alone(self, slot: int) -> Stack:
-        """The state of one of its clients as a stack of its own; its rows are views."""
-        own = {name: int(where[slot]) for name, where in self.index.items() if where[slot] >= 0}
-        rows = {name: self.rows[name][row : row + 1] for name, row in own.items()}
-        return Stack(rows, {name: np.zeros(1, dtype=np.int64) for name in own})
+    def single(self, slot: int) -> Stack:
+        """Return the state of one client as a stack, whose rows are views."""
+        row_of = {name: int(index[slot]) for name, index in self.index.items() if index[slot] >= 0}
+        rows = {name: self.rows[name][row : row + 1] for name, row in row_of.items()}
+        return Stack(rows, {name: np.zeros(1, dtype=np.int64) for name in row_of})
 
     def contents(self, count: int, complete: bool = True) -> Contents:
-        """What it holds of its `count` clients."""
-        widths = {name: rows[0].nbytes if len(rows) else 0 for name, rows in self.rows.items()}
-        patterns: dict[tuple[str, ...], dict[str, int]] = {}  # clients with the same names share a dict
-        held = []
+        """Describe what the stack holds of its `count` clients."""
+        row_bytes = {name: rows[0].nbytes if len(rows) else 0 for name, rows in self.rows.items()}
+        # Clients with the same names share a dict.
+        sizes_of_names: dict[tuple[str, ...], dict[str, int]] = {}
+        sizes = []
         for slot in range(count):
-            names = tuple(name for name, where in self.index.items() if where[slot] >= 0)
-            held.append(patterns.setdefault(names, {name: widths[name] for name in names}))
-        return Contents(tuple(held), complete)
+            names = tuple(name for name, index in self.index.items() if index[slot] >= 0)
+            sizes.append(sizes_of_names.setdefault(names, {name: row_bytes[name] for name in names}))
+        return Contents(tuple(sizes), complete)
 
     @classmethod
     def updated(cls, before: list[Mapping[str, np.ndarray]], changes: Mapping[str, np.ndarray]) -> Stack:
-        """The states `before`, updated with ``changes[name][k]``."""
-        rows, index = dict(changes), {name: np.arange(len(before)) for name in changes}
-        for name in sorted({n for state in before for n in state} - set(changes)):
-            owners = [k for k, state in enumerate(before) if name in state]
-            rows[name] = np.stack([before[k][name] for k in owners])
+        """Return the states `before`, updated with ``changes[name][k]``."""
+        rows = dict(changes)
+        index = {name: np.arange(len(before)) for name in changes}
+
+        names_before = {name for state in before for name in state}
+        for name in sorted(names_before - set(changes)):
+            slots = [slot for slot, state in enumerate(before) if name in state]
+            rows[name] = np.stack([before[slot][name] for slot in slots])
             index[name] = np.full(len(before), -1)
-            index[name][owners] = np.arange(len(owners))
+            index[name][slots] = np.arange(len(slots))
         return cls(rows, index)
 
 
@@ -72,21 +76,21 @@ class Contents:
 
     Attributes
     ----------
-    held : for each of its clients name -> bytes.
-    complete : whether that is all that they keep; otherwise older stacks hold the rest.
+    sizes : for each client, name -> bytes.
+    complete : whether that is all that the clients keep; otherwise older stacks hold the rest.
     """
 
-    held: tuple[Mapping[str, int], ...]
+    sizes: tuple[Mapping[str, int], ...]
     complete: bool = True
 
     @property
     def nbytes(self) -> int:
-        """Of all rows."""
-        return sum(sum(names.values()) for names in self.held)
+        """Bytes of all rows."""
+        return sum(sum(size_of_name.values()) for size_of_name in self.sizes)
 
-    def apart(self) -> list[Contents]:
-        """The same for each client alone."""
-        return [Contents((names,), self.complete) for names in self.held]
+    def by_client(self) -> list[Contents]:
+        """Return the contents of each client alone."""
+        return [Contents((size_of_name,), self.complete) for size_of_name in self.sizes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +100,8 @@ class StackRef:
     Attributes
     ----------
     stack : a :class:`Stack`, or a Ray reference to one.
-    slot : of the client among the stack's clients.
-    node : on which the stack was made.
+    slot : the client's place among the stack's clients.
+    node : the node on which the stack was made.
     """
 
     stack: Any
@@ -111,13 +115,16 @@ class StateFile:
 
     Attributes
     ----------
-    path : in the file system of the checkpoints. bytes, sha256 : of the file. held : bytes of the states in it.
+    path : the path in the file system of the checkpoints.
+    bytes : the file's size.
+    sha256 : the hash of the file's content.
+    state_bytes : the bytes of the states alone.
     """
 
     path: str
     bytes: int
     sha256: str
-    held: int = 0
+    state_bytes: int = 0
 
 
 @dataclass(eq=False)
@@ -126,36 +133,40 @@ class LiveStack:
 
     Attributes
     ----------
-    number : in the order in which stacks came.
-    clients : whose states it was made of; `live` of them still have something in it.
-    held : for each of them, name -> bytes; `live_bytes` of all have not been replaced by newer ones.
-    hides : whether older stacks have names that its clients do not keep any more.
+    number : the stack's place in the order in which stacks came.
+    handle : a :class:`Stack`, or a Ray reference to one.
+    clients : the clients whose states it was made of.
+    node : the node on which it was made.
+    sizes : for each client, name -> bytes.
+    hides_older : whether older stacks have names that its clients do not keep any more.
     file : the file of the newest checkpoint that holds it, if one does.
+    live : the number of clients that still have something in it.
+    live_bytes : the bytes that have not been replaced by newer stacks.
     """
 
     number: int
-    stack: Any
+    handle: Any
     clients: tuple[int, ...]
     node: str
-    held: tuple[Mapping[str, int], ...]
-    hides: bool
+    sizes: tuple[Mapping[str, int], ...]
+    hides_older: bool
     file: StateFile | None = None
     live: int = 0
     live_bytes: int = 0
 
     @cached_property
     def bytes(self) -> int:
-        """Of all rows."""
-        return sum(sum(names.values()) for names in self.held)
+        """Bytes of all rows."""
+        return sum(sum(size_of_name.values()) for size_of_name in self.sizes)
 
     @property
     def is_sparse(self) -> bool:
-        """Whether much of it has been replaced."""
+        """Whether much of it has been replaced, so that rewriting it is worthwhile."""
         return self.live_bytes < SPARSE * self.bytes
 
 
 Layers = tuple[tuple[LiveStack, int], ...]
-"""A client's state: stacks and its slots in them, the oldest first; of a name in several, the newest counts."""
+"""A client's state: stacks and the client's slot in each, the oldest first; of a name in several, the newest counts."""
 
 
 class StateTable:
@@ -164,12 +175,13 @@ class StateTable:
     def __init__(self) -> None:
         self._committed: dict[int, Layers] = {}
         self._staged: dict[int, Layers] = {}
+        # The stacks in use, as a set that keeps their order.
         self._stacks: dict[LiveStack, None] = {}
-        self._count = 0
+        self._next_number = 0
 
     def refs(self, client: int) -> tuple[StackRef, ...]:
-        """Where a client's state is, the oldest part first; empty if it has none."""
-        return tuple(StackRef(one.stack, slot, one.node) for one, slot in self._layers(client))
+        """Return where a client's state is, the oldest part first; empty if it has none."""
+        return tuple(StackRef(stack.handle, slot, stack.node) for stack, slot in self._layers(client))
 
     def stage(
         self,
@@ -183,116 +195,140 @@ class StateTable:
 
         Parameters
         ----------
-        contents : of the stack; None: it is a :class:`Stack`, which tells.
-        shard : of a checkpoint, that it was made of.
+        stack : a :class:`Stack`, or a Ray reference to one.
+        contents : the contents of the stack; may be left out if `stack` is no reference.
+        shard : the checkpoint's shard that the stack was made of, if it was.
         """
         contents = contents or stack.contents(len(clients))
-        number = self._count if shard is None else shard.number
-        hides = self._hides(clients, contents) if shard is None else shard.complete
-        file = None if shard is None else shard.file
-        new = LiveStack(number, stack, tuple(clients), node, contents.held, hides, file)
-        self._count = max(self._count, number + 1)
+        if shard is None:
+            number = self._next_number
+            hides_older = self._hides_older(clients, contents)
+            file = None
+        else:
+            number = shard.number
+            hides_older = shard.complete
+            file = shard.file
+
+        new = LiveStack(number, stack, tuple(clients), node, contents.sizes, hides_older, file)
+        self._next_number = max(self._next_number, number + 1)
         for slot, client in enumerate(clients):
             self._staged[client] = _needed(*self._layers(client), (new, slot))
 
     def commit(self) -> None:
+        """Let the staged changes count."""
         for client, layers in self._staged.items():
-            self._count_in(layers, 1)
-            self._count_in(self._committed.get(client, ()), -1)
+            self._count_uses(layers, 1)
+            self._count_uses(self._committed.get(client, ()), -1)
             self._committed[client] = layers
         self._staged.clear()
 
     def abandon(self) -> None:
+        """Drop the staged changes."""
         self._staged.clear()
 
     def __len__(self) -> int:
-        """Clients that have a state."""
+        """Return the number of clients that have a state."""
         return len(self._committed)
 
     def stacks(self) -> list[LiveStack]:
-        """The stacks in use, in the order in which they came."""
-        return sorted(self._stacks, key=lambda one: one.number)
+        """Return the stacks in use, in the order in which they came."""
+        return sorted(self._stacks, key=lambda stack: stack.number)
 
-    def live(self, stack: LiveStack) -> dict[int, tuple[str, ...]]:
-        """The slots of a stack that are in use, each with the names of which there is nothing newer."""
-        layers = (layer for client in stack.clients for layer in _newest(self._committed.get(client, ())))
-        return {slot: names for one, slot, names in layers if one is stack}
+    def live_names(self, stack: LiveStack) -> dict[int, tuple[str, ...]]:
+        """Return the slots of a stack that are in use, each with the names of which there is nothing newer."""
+        names_by_slot = {}
+        for client in stack.clients:
+            for layer_stack, slot, names in _newest(self._committed.get(client, ())):
+                if layer_stack is stack:
+                    names_by_slot[slot] = names
+        return names_by_slot
 
-    def by_stacks(self) -> Iterator[tuple[tuple[LiveStack, ...], dict[int, tuple[int, ...]]]]:
-        """Stacks, and the clients whose states are made of those, each with its slot in every one of them."""
-        found: dict[tuple[LiveStack, ...], dict[int, tuple[int, ...]]] = {}
+    def clients_by_stacks(self) -> Iterator[tuple[tuple[LiveStack, ...], dict[int, tuple[int, ...]]]]:
+        """Yield stacks, and the clients whose states are made of those, each with its slot in every one of them."""
+        slots_by_stacks: dict[tuple[LiveStack, ...], dict[int, tuple[int, ...]]] = {}
         for client, layers in self._committed.items():
-            found.setdefault(tuple(one for one, _ in layers), {})[client] = tuple(slot for _, slot in layers)
-        yield from sorted(found.items(), key=lambda entry: [one.number for one in entry[0]])
+            stacks = tuple(stack for stack, _ in layers)
+            slots_by_stacks.setdefault(stacks, {})[client] = tuple(slot for _, slot in layers)
+        yield from sorted(slots_by_stacks.items(), key=lambda entry: [stack.number for stack in entry[0]])
 
-    def files(self) -> list[tuple[StateFile, list[LiveStack]]]:
-        """Files of the newest checkpoint with enough live bytes to be kept, and the stacks in them, sorted by path."""
-        inside: dict[StateFile, list[LiveStack]] = {}
-        for one in self.stacks():
-            if one.file is not None:
-                inside.setdefault(one.file, []).append(one)
-        worthy = [(f, ones) for f, ones in inside.items() if sum(one.live_bytes for one in ones) >= SPARSE * f.held]
-        return sorted(worthy, key=lambda entry: entry[0].path)
+    def reusable_files(self) -> list[tuple[StateFile, list[LiveStack]]]:
+        """Return the newest checkpoint's files with enough live bytes to be kept, each with its stacks, by path."""
+        stacks_in_file: dict[StateFile, list[LiveStack]] = {}
+        for stack in self.stacks():
+            if stack.file is not None:
+                stacks_in_file.setdefault(stack.file, []).append(stack)
+
+        reusable = []
+        for file, stacks in stacks_in_file.items():
+            live_bytes = sum(stack.live_bytes for stack in stacks)
+            if live_bytes >= SPARSE * file.state_bytes:
+                reusable.append((file, stacks))
+        return sorted(reusable, key=lambda entry: entry[0].path)
 
     def shards(self, fetch: Callable[[Any], Stack], without: Collection[LiveStack] = ()) -> Iterator[StateShard]:
-        """What clients have in each stack but some, fetched one at a time."""
-        for one in self.stacks():
-            if one not in without:
-                yield from _shards(one, self.live(one), fetch(one.stack))
+        """Yield what clients have in each stack, except those `without`; stacks are fetched one at a time."""
+        for stack in self.stacks():
+            if stack not in without:
+                yield from _shards(stack, self.live_names(stack), fetch(stack.handle))
 
-    def sparse(self) -> list[list[int]]:
-        """Clients whose states should be rewritten, since their stacks keep too many dead bytes in memory.
+    def clients_to_rewrite(self) -> list[list[int]]:
+        """Return the clients whose states should be rewritten, since their stacks keep too many dead bytes in memory.
 
-        In parts no larger than the groups that made the stacks, so that an actor has room for one.
+        They come in lists no longer than the groups that made the stacks, so that an actor has room for one list.
         """
-        sparse = [one for one in self._stacks if one.is_sparse]
-        dead = sum(one.bytes - one.live_bytes for one in sparse)
-        if dead <= SLACK * sum(one.live_bytes for one in self._stacks):
+        sparse = [stack for stack in self._stacks if stack.is_sparse]
+        dead_bytes = sum(stack.bytes - stack.live_bytes for stack in sparse)
+        if dead_bytes <= SLACK * sum(stack.live_bytes for stack in self._stacks):
             return []
-        clients = sorted({one.clients[k] for one in sparse for k in self.live(one)})
-        size = max(len(one.clients) for one in sparse)
+
+        clients = sorted({stack.clients[slot] for stack in sparse for slot in self.live_names(stack)})
+        size = max(len(stack.clients) for stack in sparse)
         return [clients[first : first + size] for first in range(0, len(clients), size)]
 
     def _layers(self, client: int) -> Layers:
         return self._staged.get(client) or self._committed.get(client, ())
 
-    def _hides(self, clients: Sequence[int], contents: Contents) -> bool:
-        """Whether older stacks, or files of checkpoints, have something that these clients do not keep any more."""
+    def _hides_older(self, clients: Sequence[int], contents: Contents) -> bool:
+        """Return whether older stacks or checkpoints' files have something that these clients do not keep any more."""
         return contents.complete and any(
-            one.hides or not one.held[slot].keys() <= names.keys()
-            for client, names in zip(clients, contents.held, strict=True)
-            for one, slot in self._layers(client)
+            stack.hides_older or not stack.sizes[slot].keys() <= names.keys()
+            for client, names in zip(clients, contents.sizes, strict=True)
+            for stack, slot in self._layers(client)
         )
 
-    def _count_in(self, layers: Layers, sign: int) -> None:
-        for one, slot, names in _newest(layers):
-            one.live += sign
-            one.live_bytes += sign * sum(one.held[slot][name] for name in names)
-            if one.live:
-                self._stacks[one] = None
+    def _count_uses(self, layers: Layers, sign: int) -> None:
+        """Add a client to its stacks (`sign` 1), or take it away from them (-1); stacks without clients are dropped."""
+        for stack, slot, names in _newest(layers):
+            stack.live += sign
+            stack.live_bytes += sign * sum(stack.sizes[slot][name] for name in names)
+            if stack.live:
+                self._stacks[stack] = None
             else:
-                del self._stacks[one]
+                del self._stacks[stack]
 
 
 def _needed(*layers: tuple[LiveStack, int]) -> Layers:
-    """Those of a client's layers that are needed, the oldest first."""
+    """Return those of a client's layers that are needed, the oldest first."""
     needed: list[tuple[LiveStack, int]] = []
-    names: set[str] = set()
-    for one, slot in sorted(layers, key=lambda layer: layer[0].number, reverse=True):
-        if one.hides or not one.held[slot].keys() <= names:
-            needed.append((one, slot))
-        names |= one.held[slot].keys()
-        if one.hides:
+    newer_names: set[str] = set()
+    for stack, slot in sorted(layers, key=lambda layer: layer[0].number, reverse=True):
+        names = stack.sizes[slot].keys()
+        if stack.hides_older or not names <= newer_names:
+            needed.append((stack, slot))
+
+        newer_names |= names
+        if stack.hides_older:
             break
     return tuple(reversed(needed))
 
 
 def _newest(layers: Layers) -> Iterator[tuple[LiveStack, int, tuple[str, ...]]]:
-    """A client's layers, the newest first, each with the names of which there is nothing newer."""
-    newer: set[str] = set()
-    for one, slot in reversed(layers):
-        yield one, slot, tuple(name for name in one.held[slot] if name not in newer)
-        newer |= one.held[slot].keys()
+    """Yield a client's layers, the newest first, each with the names of which there is nothing newer."""
+    newer_names: set[str] = set()
+    for stack, slot in reversed(layers):
+        names = stack.sizes[slot]
+        yield stack, slot, tuple(name for name in names if name not in newer_names)
+        newer_names |= names.keys()
 
 
 @dataclass(frozen=True)
@@ -301,11 +337,12 @@ class StateShard:
 
     Attributes
     ----------
-    clients : ``int64[k]``, ids.
+    clients : ``int64[k]``, the clients' ids.
     tensors : name -> ``[k, ...]``, row i belonging to ``clients[i]``.
-    number : of its stack. Of a client in several shards, for each name the greatest counts.
+    number : the number of its stack. Of a client in several shards, for each name the greatest counts.
     complete : whether smaller numbers do not count for these clients at all.
-    source : its stack, on its way into a checkpoint. file : that it was read from.
+    source : the stack, while the shard is written into a checkpoint.
+    file : the file that the shard was read from, if it was.
     """
 
     clients: np.ndarray
@@ -317,35 +354,36 @@ class StateShard:
 
     @property
     def nbytes(self) -> int:
-        """Of the states."""
+        """Bytes of the states."""
         return sum(rows.nbytes for rows in self.tensors.values())
 
     def stack(self) -> Stack:
-        """The same as a stack."""
+        """Return the states as a stack."""
         return Stack(dict(self.tensors), {name: np.arange(len(self.clients)) for name in self.tensors})
 
 
-def _shards(source: LiveStack, live: Mapping[int, tuple[str, ...]], stack: Stack) -> Iterator[StateShard]:
-    """What clients still have in a stack: ``slot -> names``."""
-    for pattern in sorted({tuple(sorted(names)) for names in live.values()}):
-        slots = [slot for slot, names in live.items() if tuple(sorted(names)) == pattern]
-        rows = {name: stack.rows[name][stack.index[name][slots]] for name in pattern}
+def _shards(source: LiveStack, live_names: Mapping[int, tuple[str, ...]], stack: Stack) -> Iterator[StateShard]:
+    """Yield what clients still have in a stack, ``slot -> names``: a shard for all clients with the same names."""
+    sorted_names = {slot: tuple(sorted(names)) for slot, names in live_names.items()}
+    for shared_names in sorted(set(sorted_names.values())):
+        slots = [slot for slot, names in sorted_names.items() if names == shared_names]
+        rows = {name: stack.rows[name][stack.index[name][slots]] for name in shared_names}
         clients = np.array([source.clients[slot] for slot in slots])
-        yield StateShard(clients, rows, source.number, source.hides, source)
+        yield StateShard(clients, rows, source.number, source.hides_older, source)
 
 
 def merged(parts: Iterable[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """A client's state, of its parts, the oldest first."""
+    """Return a client's state from its parts, which come the oldest first."""
     return {name: row for part in parts for name, row in part.items()}
 
 
 def digests(client_states: Iterable[tuple[int, Mapping[str, np.ndarray]]]) -> dict[int, bytes]:
-    """Client -> SHA-256 of its state, names in order."""
-    found = {}
+    """Return client -> SHA-256 of its state, names in order."""
+    digest_of_client = {}
     for client, state in client_states:
         digest = hashlib.sha256()
         for name, array in sorted(state.items()):
             digest.update(f"{client}/{name}".encode())
             digest.update(np.ascontiguousarray(array).data)
-        found[client] = digest.digest()
-    return found
+        digest_of_client[client] = digest.digest()
+    return digest_of_client

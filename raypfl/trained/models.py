@@ -270,7 +270,7 @@ class TrainedModels:
 
         new_states: list[Mapping[str, np.ndarray]] = []
         for client in clients:
-            new_states.append(merged(ref.stack.of(ref.slot) for ref in table.refs(client)))
+            new_states.append(merged(ref.stack.state_of(ref.slot) for ref in table.refs(client)))
         return new_states, cohort.spent
 
     @cached_property

@@ -40,13 +40,13 @@ def test_every_client_has_its_newest_state_and_no_stack_outlives_its_rows(rounds
         table.commit()
     found = {}
     for one in table.stacks():
-        assert one.live == len(table.live(one)) > 0
-        found |= {one.clients[k]: one.stack.of(k)["w"].tolist() for k in table.live(one)}
+        assert one.live == len(table.live_names(one)) > 0
+        found |= {one.clients[k]: one.handle.state_of(k)["w"].tolist() for k in table.live_names(one)}
     assert found == {client: [client, number] for client, number in newest.items()}
     assert len(table) == len(newest)
     for client, number in newest.items():
         (ref,) = table.refs(client)
-        assert ref.stack.of(ref.slot)["w"].tolist() == [client, number]
+        assert ref.stack.state_of(ref.slot)["w"].tolist() == [client, number]
 
 
 def test_a_stack_is_written_as_shards_of_clients_that_keep_the_same_names():
@@ -62,10 +62,10 @@ def test_a_stack_is_written_as_shards_of_clients_that_keep_the_same_names():
 def test_a_client_alone_has_the_same_state_without_a_copy():
     stack = Stack.updated([{"a": np.ones(2)}, {}], {"b": np.arange(6).reshape(2, 3)})
     for k in range(2):
-        own = stack.alone(k)
-        assert own.of(0).keys() == stack.of(k).keys()
-        for name, row in own.of(0).items():
-            assert np.array_equal(row, stack.of(k)[name]) and np.shares_memory(row, stack.rows[name])
+        own = stack.single(k)
+        assert own.state_of(0).keys() == stack.state_of(k).keys()
+        for name, row in own.state_of(0).items():
+            assert np.array_equal(row, stack.state_of(k)[name]) and np.shares_memory(row, stack.rows[name])
 
 
 def visits(clients):
@@ -100,7 +100,7 @@ def test_a_rewrite_that_is_stopped_halfway_changes_nothing():
     for cohort in (range(24), range(0, 24, 2)):
         fed.cohort(cohort).run(fed.method.reply)
         fed.states.commit()
-    assert len(fed.states.sparse()) > 1
+    assert len(fed.states.clients_to_rewrite()) > 1
     before = {c: fed.state_of(c)["rounds"] for c in range(24)}
     stacks = fed.states.stacks()
     fed.runner.backend = StopsHalfway(fed.runner.backend._worker)
@@ -125,7 +125,7 @@ def test_a_state_is_read_with_one_copy_whatever_the_default():
 
 
 def saved(table: StateTable, location: Path, round: int) -> Path:
-    unchanged = [(file, held) for file, held in table.files() if checkpoint.holds(str(location), file)]
+    unchanged = [(file, held) for file, held in table.reusable_files() if checkpoint.holds(str(location), file)]
     shards = table.shards(lambda stack: stack, without={stack for _, held in unchanged for stack in held})
     return Path(checkpoint.save(str(location), Snapshot(round, {}, shards, {}, {}, unchanged), keep=2))
 
@@ -140,7 +140,9 @@ def restored(location: Path) -> StateTable:
 
 
 def contents(table: StateTable) -> dict[int, list[int]]:
-    return {one.clients[k]: one.stack.of(k)["w"].tolist() for one in table.stacks() for k in table.live(one)}
+    return {
+        one.clients[k]: one.handle.state_of(k)["w"].tolist() for one in table.stacks() for k in table.live_names(one)
+    }
 
 
 def inodes(folder: Path) -> list[int]:
@@ -255,9 +257,9 @@ def test_whatever_names_are_set_or_deleted_states_are_what_clients_were_left_wit
                     mine[what] = [client, value] * (1 + ord(what) % 3)
             assert everything(fed) == {client: expected.get(client, {}) for client in range(6)}
             for one in fed.states.stacks():
-                live = fed.states.live(one)
+                live = fed.states.live_names(one)
                 assert one.live == len(live) > 0
-                assert one.live_bytes == sum(one.held[k][name] for k, names in live.items() for name in names)
+                assert one.live_bytes == sum(one.sizes[k][name] for k, names in live.items() for name in names)
             if data.draw(st.booleans()):
                 saved(fed.states, Path(folder), value)
             if data.draw(st.booleans()):
@@ -300,7 +302,7 @@ def test_of_states_of_which_one_name_changes_a_checkpoint_writes_that_one(tmp_pa
     assert inodes(path)[0] == before and len(inodes(path)) == 2
     assert (path / "states-00001.safetensors").stat().st_size < 1000
     for client in (1, 2):
-        state = merged(ref.stack.of(ref.slot) for ref in restored(tmp_path).refs(client))
+        state = merged(ref.stack.state_of(ref.slot) for ref in restored(tmp_path).refs(client))
         assert state["constant"].shape == (1000,) and state["moving"].tolist() == [1]
 
 
@@ -316,6 +318,6 @@ def test_memory_is_bounded_where_one_large_name_changes_and_a_small_one_does_not
         fed.runner.compact_states(round)
         fed.cohort(np.sort(draws.choice(12, 12 if round == 0 else 5, replace=False))).run(fed.method.reply, round=round)
         fed.states.commit()
-        held = sum(rows.nbytes for one in fed.states.stacks() for rows in one.stack.rows.values())
+        held = sum(rows.nbytes for one in fed.states.stacks() for rows in one.handle.rows.values())
         assert held <= 2.2 * 12 * 404  # what a round replaces is rewritten before the next
     assert all(set(fed.state_of(client)) == {"small", "large"} for client in range(12))

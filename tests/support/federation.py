@@ -218,7 +218,7 @@ class Federation:
 
     def state_of(self, client: int) -> dict[str, np.ndarray]:
         """What a client remembers; empty if nothing."""
-        return merged(ref.stack.of(ref.slot) for ref in self.states.refs(client))
+        return merged(ref.stack.state_of(ref.slot) for ref in self.states.refs(client))
 
     def samples(self, client: int, index: np.ndarray | None = None) -> tuple[Tensor, Tensor]:
         """A client's samples, normalised by NumPy in float64."""

@@ -68,7 +68,7 @@ class ClientActor:
         reply, stack = self._run(call, group)
         if not apart:
             return reply, stack
-        return reply, *(None if stack is None else stack.alone(k) for k in range(len(group.clients)))
+        return reply, *(None if stack is None else stack.single(k) for k in range(len(group.clients)))
 
     def _run(self, call: Call, group: Group) -> tuple[Reply | Failed, Stack | None]:
         from raypfl.federation.exchange.backend import failure, states_of

@@ -181,7 +181,7 @@ class RayBackend:
         clients, kept = task.group.clients, [reply.new_states]
         owners = [clients]
         if len(task.stacks) == len(clients):
-            owners, kept = [(client,) for client in clients], reply.new_states.apart()
+            owners, kept = [(client,) for client in clients], reply.new_states.by_client()
         self._apart[call.function] = reply.new_states.nbytes >= APART * len(clients)
         return Done(reply, list(zip(owners, task.stacks, kept, strict=True)), task.actor.place[1])
 

@@ -107,6 +107,6 @@ def states_of(
 
     states: list[Mapping[str, np.ndarray]] = []
     for refs in clients:
-        changes = (stacks[id(ref.stack)].of(ref.slot) for ref in refs)  # the oldest first
+        changes = (stacks[id(ref.stack)].state_of(ref.slot) for ref in refs)  # the oldest first
         states.append(merged(changes))
     return states

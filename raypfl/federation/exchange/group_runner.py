@@ -208,7 +208,7 @@ class GroupRunner:
     def compact_states(self, round: int) -> None:
         """Copy the states that keep mostly dead stacks alive into new stacks: all of them or, on an error, none."""
         groups = []
-        for index, clients in enumerate(self.states.sparse()):
+        for index, clients in enumerate(self.states.clients_to_rewrite()):
             group = Group(
                 index=index,
                 clients=tuple(clients),
