@@ -14,7 +14,7 @@ from raypfl.federation.cohort import Cohort, round_record
 from raypfl.federation.ledger import LEDGER, Ledger
 from raypfl.federation.logged import ANALYSIS, IMAGES, LOGGED, Logged, kinds
 from raypfl.learning.privacy import SPENDING, Spending
-from raypfl.storage import checkpoint
+from raypfl.storage.checkpoints import read_table
 from raypfl.storage.columns import Columns
 from raypfl.storage.tables import RunTable, to_arrow
 
@@ -66,7 +66,7 @@ class RunTables:
         ------
         CheckpointError : if a file is missing or damaged.
         """
-        rounds = checkpoint.whole(checkpoints, self.tables["rounds"])
+        rounds = read_table(checkpoints, self.tables["rounds"])
         self._bytes_up = sum(rounds["bytes_up"].to_pylist())
         self._bytes_down = sum(rounds["bytes_down"].to_pylist())
 
@@ -135,7 +135,7 @@ class RunTables:
         ------
         CheckpointError : if a file is missing or damaged.
         """
-        return {name: checkpoint.whole(checkpoints, table) for name, table in self.tables.items()}
+        return {name: read_table(checkpoints, table) for name, table in self.tables.items()}
 
     def waiting(self) -> dict[str, pa.Table]:
         """All tables with the rows since the last checkpoint only."""

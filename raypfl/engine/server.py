@@ -34,8 +34,8 @@ from raypfl.federation.schedule import CohortDraw, cohort_size, draw_cohort, is_
 from raypfl.learning.privacy.accounting import accounted
 from raypfl.learning.unkeyed import AT_START, ON_SERVER, refuse_unkeyed
 from raypfl.models.weights import origin
-from raypfl.storage import checkpoint
-from raypfl.storage.checkpoint import Snapshot
+from raypfl.storage import checkpoints
+from raypfl.storage.checkpoints import Snapshot
 from raypfl.storage.lease import refuse_unless_held
 from raypfl.storage.states import StateTable, digests, merged
 from raypfl.storage.tables import read_parquet
@@ -330,7 +330,7 @@ class Server:
         """Write a checkpoint. Files of clients' states that have not changed since an earlier one are used again."""
         files = []
         for file, stacks in self.states.reusable_files():
-            if checkpoint.holds(self.job.checkpoints, file):
+            if checkpoints.has_file(self.job.checkpoints, file):
                 files.append((file, stacks))
         unchanged = {stack for _, stacks in files for stack in stacks}
         snapshot = Snapshot(
@@ -347,8 +347,8 @@ class Server:
             }
             | self._evaluator.saved(),
         )
-        permit = partial(refuse_unless_held, self.job.checkpoints, self.job.attempt, surely=True)
-        path = checkpoint.save(self.job.checkpoints, snapshot, self.experiment.checkpoint.keep, permit)
+        permit = partial(refuse_unless_held, self.job.checkpoints, self.job.attempt, strict=True)
+        path = checkpoints.save(self.job.checkpoints, snapshot, self.experiment.checkpoint.keep, permit)
         self._saved_round = self.round
         self.emit(Checkpointed(self.round, path))
 
@@ -357,7 +357,7 @@ class Server:
         self.states = StateTable()
         self._runner.states = self.states
         # Without what was spent, the epsilon that the run reports would be too small.
-        snapshot = checkpoint.load(self.job.checkpoints, self._warn, needed=("spending",), copies=self._copy)
+        snapshot = checkpoints.load(self.job.checkpoints, self._warn, needed=("spending",), copies=self._copy)
         if snapshot is not None:
             self._restore(snapshot)
         else:

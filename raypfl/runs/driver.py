@@ -35,7 +35,7 @@ from raypfl.runs.result import (
     write_tables,
 )
 from raypfl.runs.resuming import ends_later, resumed
-from raypfl.storage.lease import held, refuse_unless_held
+from raypfl.storage.lease import hold_lease, refuse_unless_held
 
 STOPPING = "Stopping: the rounds that are done are being saved. Ctrl-C again stops without that."
 
@@ -125,7 +125,7 @@ def _run(experiment: Experiment, folder: Path, listeners: Sequence[Listener], lo
 
         with stop.interruptible():
             job, prepared = preparing.prepare(experiment, folder, emit, lockstep)
-            stack.enter_context(held(job.checkpoints, job.attempt, lambda text: emit(Progress(text))))
+            stack.enter_context(hold_lease(job.checkpoints, job.attempt, lambda text: emit(Progress(text))))
 
         run_job = run_inline if is_inline else run_on_ray
         with run_job(job, prepared, emit, stop) as finished:

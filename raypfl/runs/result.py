@@ -24,7 +24,7 @@ from raypfl.evaluation import summarise
 from raypfl.experiment import Experiment
 from raypfl.federation.logged import ANALYSIS, Logged
 from raypfl.methods import METHODS
-from raypfl.storage import checkpoint
+from raypfl.storage import checkpoints
 from raypfl.storage.columns import Columns
 from raypfl.storage.tables import read_parquet, to_arrow
 
@@ -83,7 +83,7 @@ def forget_unbegun(folder: Path) -> None:
 
 def rounds_saved(run_dir: str | Path, experiment: Experiment) -> int:
     """The round of a run's newest checkpoint; 0: it has none."""
-    return checkpoint.reached(checkpoints_of(experiment, str(run_dir)))
+    return checkpoints.last_round(checkpoints_of(experiment, str(run_dir)))
 
 
 def refuse_shorter(run_dir: str | Path, experiment: Experiment) -> None:
@@ -159,10 +159,10 @@ def write_tables(folder: Path, finished: RunFinished) -> None:
     write(folder / SUMMARY, json.dumps(summary, indent=1))
 
 
-def newest(run_dir: str | Path, whole: bool = True) -> tuple[Experiment, checkpoint.Snapshot]:
-    """Read a run's description and its newest checkpoint; `whole` as in :func:`raypfl.storage.checkpoint.load`."""
+def newest(run_dir: str | Path, whole: bool = True) -> tuple[Experiment, checkpoints.Snapshot]:
+    """Read a run's description and its newest checkpoint; `whole` as in :func:`raypfl.storage.checkpoints.load`."""
     experiment = description(run_dir)
-    return experiment, checkpoint.newest(checkpoints_of(experiment, str(run_dir)), whole)
+    return experiment, checkpoints.newest(checkpoints_of(experiment, str(run_dir)), whole)
 
 
 @dataclass(frozen=True, repr=False)
@@ -296,7 +296,7 @@ class RunResult:
 
     def server_states(self) -> list[tuple[int, dict[str, Any]]]:
         """The server's state after each round whose checkpoint was kept (``checkpoint.every``, ``.keep``)."""
-        return checkpoint.history(checkpoints_of(self.experiment, str(self.run_dir)))
+        return checkpoints.server_states(checkpoints_of(self.experiment, str(self.run_dir)))
 
     def global_model(self) -> Tensor:
         """The global model ``[P+B]``.

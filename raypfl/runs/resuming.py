@@ -20,7 +20,7 @@ from raypfl.experiment.identity import differences, is_in
 from raypfl.experiment.yaml_text import parse
 from raypfl.models.weights import is_file
 from raypfl.runs.result import METADATA, RECIPE, SUMMARY, description, refuse_shorter, rounds_saved, write_description
-from raypfl.storage import checkpoint
+from raypfl.storage import checkpoints
 
 MAY_CHANGE = (
     # When the run ends, if the rounds before are the same.
@@ -136,7 +136,7 @@ def continued(run_dir: str | Path, round: int, new_run_dir: str | Path, override
         yield folder
     except (Refused, CheckpointError):
         if not (folder / METADATA).exists():
-            checkpoint.forget(checkpoints_of(experiment, str(folder)))
+            checkpoints.delete_all(checkpoints_of(experiment, str(folder)))
             shutil.rmtree(folder)
         raise
 
@@ -149,7 +149,7 @@ def branch(parent: Path, round: int, folder: Path, experiment: Experiment) -> No
     CheckpointError : if there is no checkpoint of that round.
     """
     source = checkpoints_of(description(parent), str(parent))
-    checkpoint.adopt(source, round, checkpoints_of(experiment, str(folder)))
+    checkpoints.copy_round(source, round, checkpoints_of(experiment, str(folder)))
     folder.mkdir(parents=True, exist_ok=True)
     # A run that was in the folder before may have left its summary.
     (folder / SUMMARY).unlink(missing_ok=True)
@@ -184,7 +184,7 @@ def _why_refused(run_dir: str | Path, refused: Sequence[str], experiment: Experi
 
     text += f", not {requested.get(key)!r}, and decides its result"
     text += f", as do {', '.join(refused[1:3])}." if refused[1:] else "."
-    rounds = checkpoint.rounds(checkpoints_of(before, str(run_dir)))
+    rounds = checkpoints.rounds(checkpoints_of(before, str(run_dir)))
     needs_new_run = any(_decides_checkpoint(key) or is_in(key, "data") or is_in(key, "partition") for key in refused)
     if not rounds or needs_new_run:
         return f"{text} Start another run for that, with `raypfl run`."
@@ -268,6 +268,6 @@ def _refuse_unfit(parent: Path, round: int, folder: Path, experiment: Experiment
             f"rounds={2 * round}."
         )
 
-    checkpoints = checkpoints_of(experiment, str(folder))
-    if checkpoint.rounds(checkpoints):
-        raise ConfigError(f"{checkpoints} has checkpoints of another run; name another folder than {folder.name}.")
+    location = checkpoints_of(experiment, str(folder))
+    if checkpoints.rounds(location):
+        raise ConfigError(f"{location} has checkpoints of another run; name another folder than {folder.name}.")

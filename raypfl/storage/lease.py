@@ -21,22 +21,37 @@ import pyarrow.fs as pafs
 
 from raypfl.common.errors import CheckpointError
 from raypfl.common.files import locked, write
-from raypfl.storage.checkpoint import resolve
+from raypfl.storage import filesystems
 
 BEAT = 10.0
 """Seconds between heartbeats."""
 
 PATIENCE = 60.0
-"""Seconds without one after which an attempt on another machine counts as dead."""
+"""Seconds without a heartbeat after which an attempt on another machine counts as dead."""
 
-_LOOK = 1.0
+_POLL = 1.0
+"""Seconds between looks at the lease of another attempt."""
+
 _FILE = "lease.json"
-_held: set[str] = set()  # by this process
+
+_attempts_here: set[str] = set()
+"""The attempts that hold a lease in this process."""
 
 
 @dataclass(frozen=True)
 class _Holder:
-    """An attempt, where it runs and since when; `born` distinguishes its process from a later one of the same id."""
+    """An attempt that holds a lease, as in the lease's file.
+
+    Attributes
+    ----------
+    attempt : the attempt's id.
+    host : the name of its machine, for messages.
+    machine : the machine, or the container on it; see :func:`_machine`.
+    process : the process id.
+    born : the start time of the process, which distinguishes it from a later one of the same id.
+    since : the time at which the attempt took the lease.
+    beat : the number of heartbeats so far.
+    """
 
     attempt: str
     host: str
@@ -47,48 +62,49 @@ class _Holder:
     beat: int = 0
 
     @classmethod
-    def me(cls, attempt: str) -> _Holder:
+    def in_this_process(cls, attempt: str) -> _Holder:
         now = time.strftime("%Y-%m-%d %H:%M:%S")
-        return cls(attempt, socket.gethostname(), _machine(), os.getpid(), _born(os.getpid()), now)
+        return cls(attempt, socket.gethostname(), _machine(), os.getpid(), _start_time(os.getpid()), now)
 
     @property
-    def lives(self) -> bool | None:
+    def is_alive(self) -> bool | None:
         """Whether its process is alive; None if it runs on another machine."""
         if self.machine != _machine():
             return None
         if self.process == os.getpid():
-            return self.attempt in _held
-        return _born(self.process) == self.born != ""
+            return self.attempt in _attempts_here
+        return _start_time(self.process) == self.born != ""
 
 
 @contextlib.contextmanager
-def held(location: str, attempt: str, tell: Callable[[str], None]) -> Iterator[None]:
-    """A context in which `attempt` holds the lease of the run whose checkpoints are in a location.
+def hold_lease(location: str, attempt: str, notify: Callable[[str], None]) -> Iterator[None]:
+    """While active, `attempt` holds the lease of the run whose checkpoints are in a location.
 
     Parameters
     ----------
-    tell : called with a text if this has to wait to see whether another attempt is alive.
+    notify : called with a text if this has to wait to see whether another attempt is alive.
 
     Raises
     ------
     CheckpointError : if another attempt holds it.
     """
     file = _LeaseFile(location)
-    mine = _Holder.me(attempt)
-    file.wait_for_silence(tell)
-    file.claim(mine)
-    _held.add(attempt)
+    holder = _Holder.in_this_process(attempt)
+    file.wait_for_silence(notify)
+    file.claim(holder)
+    _attempts_here.add(attempt)
+
     over = threading.Event()
-    heart = threading.Thread(target=_beat, args=(file, mine, over), name="raypfl-lease", daemon=True)
+    heart = threading.Thread(target=_beat, args=(file, holder, over), name="raypfl-lease", daemon=True)
     heart.start()
     try:
         yield
     finally:
         over.set()
         heart.join()
-        _held.discard(attempt)
+        _attempts_here.discard(attempt)
         with contextlib.suppress(OSError, CheckpointError):
-            if file.is_of(attempt):
+            if file.is_held_by(attempt):
                 file.clear()
 
 
@@ -96,18 +112,19 @@ def wait_until_free(location: str, seconds: float) -> None:
     """Return once no process of this machine holds the lease, or after `seconds`."""
     file = _LeaseFile(location)
     deadline = time.monotonic() + seconds
-    while (holder := file.read()) is not None and holder.lives and time.monotonic() < deadline:
-        time.sleep(_LOOK)
+    while (holder := file.read()) is not None and holder.is_alive and time.monotonic() < deadline:
+        time.sleep(_POLL)
 
 
-def refuse_unless_held(location: str, attempt: str, surely: bool = False) -> None:
-    """Raise a CheckpointError if `attempt` no longer holds the lease; if `surely`, also if that cannot be read."""
+def refuse_unless_held(location: str, attempt: str, strict: bool = False) -> None:
+    """Raise a CheckpointError if `attempt` no longer holds the lease; if `strict`, also if that cannot be read."""
     try:
         holder = _LeaseFile(location).read()
     except CheckpointError:
-        if surely:
+        if strict:
             raise
         return
+
     if holder is not None and holder.attempt == attempt:
         return
     other = f"process {holder.process} on {holder.host}" if holder else "another process"
@@ -117,13 +134,15 @@ def refuse_unless_held(location: str, attempt: str, surely: bool = False) -> Non
     )
 
 
-def _beat(file: _LeaseFile, mine: _Holder, over: threading.Event) -> None:
+def _beat(file: _LeaseFile, holder: _Holder, over: threading.Event) -> None:
+    """Write heartbeats until the lease is over or lost."""
     while not over.wait(BEAT):
-        mine = replace(mine, beat=mine.beat + 1)
-        with contextlib.suppress(OSError, CheckpointError):  # the next beat tries again
-            if not file.is_of(mine.attempt):
+        holder = replace(holder, beat=holder.beat + 1)
+        # After an error, the next beat tries again.
+        with contextlib.suppress(OSError, CheckpointError):
+            if not file.is_held_by(holder.attempt):
                 return
-            file.write(mine)
+            file.write(holder)
 
 
 class _LeaseFile:
@@ -131,15 +150,17 @@ class _LeaseFile:
 
     def __init__(self, location: str):
         self._location = location
-        self._files, self._root = resolve(location)
+        self._files, self._root = filesystems.open_location(location)
         self._path = f"{self._root}/{_FILE}"
         self._is_local = isinstance(self._files, pafs.LocalFileSystem)
 
     def read(self) -> _Holder | None:
+        """Return who holds the lease, if anybody does."""
         try:
             with self._files.open_input_stream(self._path, compression=None) as stream:
                 return _Holder(**json.loads(stream.read()))
-        except (FileNotFoundError, ValueError, TypeError):  # none, or none of ours
+        except (FileNotFoundError, ValueError, TypeError):
+            # There is no file, or something else wrote it.
             return None
         except OSError as error:
             raise CheckpointError(
@@ -157,39 +178,41 @@ class _LeaseFile:
     def clear(self) -> None:
         self._files.delete_file(self._path)
         if self._is_local:
-            os.rmdir(self._root)  # unless there are checkpoints
+            # An error, which the caller ignores, if the folder has checkpoints.
+            os.rmdir(self._root)
 
-    def is_of(self, attempt: str) -> bool:
+    def is_held_by(self, attempt: str) -> bool:
         holder = self.read()
         return holder is not None and holder.attempt == attempt
 
-    def claim(self, mine: _Holder) -> None:
-        """Write `mine`; raises a CheckpointError if an attempt that is alive on this machine holds the lease."""
+    def claim(self, new_holder: _Holder) -> None:
+        """Take the lease; raises a CheckpointError if an attempt that is alive on this machine holds it."""
         try:
             self._files.create_dir(self._root, recursive=True)
             with locked(Path(self._path)) if self._is_local else contextlib.nullcontext():
                 holder = self.read()
-                if holder is not None and holder.lives:
-                    raise self._taken(holder)
-                self.write(mine)
+                if holder is not None and holder.is_alive:
+                    raise self._already_running(holder)
+                self.write(new_holder)
         except OSError as error:
             raise CheckpointError(
                 f"Checkpoints cannot be written to {self._location}: {error}. Set checkpoint.location to another place."
             ) from error
 
-    def wait_for_silence(self, tell: Callable[[str], None]) -> None:
-        """Return once the holder, if any, can be taken for dead; raises a CheckpointError if it is alive."""
+    def wait_for_silence(self, notify: Callable[[str], None]) -> None:
+        """Return once a holder on another machine can be taken for dead; raises a CheckpointError if it is alive."""
         first = self.read()
-        if first is None or first.lives is not None:
+        if first is None or first.is_alive is not None:
             return
-        tell(f"waiting {PATIENCE:g} s to see whether process {first.process} on {first.host} is still running this")
+
+        notify(f"waiting {PATIENCE:g} s to see whether process {first.process} on {first.host} is still running this")
         deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline and (now := self.read()) is not None:
             if now != first:
-                raise self._taken(now)
-            time.sleep(_LOOK)
+                raise self._already_running(now)
+            time.sleep(_POLL)
 
-    def _taken(self, holder: _Holder) -> CheckpointError:
+    def _already_running(self, holder: _Holder) -> CheckpointError:
         return CheckpointError(
             f"The run whose checkpoints are in {self._location} is already running as process {holder.process} on "
             f"{holder.host} since {holder.since}. Wait for it to end, or stop it there."
@@ -197,19 +220,23 @@ class _LeaseFile:
 
 
 def _machine() -> str:
-    """Identifies a machine, and a container on it: where a process id means one process."""
+    """Return an id of this machine, and of a container on it: where a process id means one process."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
-        parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        parts += [boot_id, os.readlink("/proc/self/ns/pid")]
     return " ".join(parts)
 
 
-def _born(process: int) -> str:
-    """Start time of a process of this machine, in clock ticks; empty if there is no such process, or it has ended."""
+def _start_time(process: int) -> str:
+    """Return when a process of this machine started, in clock ticks; empty if there is none, or it has ended."""
     with contextlib.suppress(OSError):
+        # The fields after the program's name, which may have spaces and brackets; see proc(5).
         state, *fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         return "" if state == "Z" else fields[18]
-    with contextlib.suppress(OSError):  # where there is no /proc
+
+    # Without /proc, all that can be told is whether there is a process of this id.
+    with contextlib.suppress(OSError):
         if not Path("/proc/self").exists():
             os.kill(process, 0)
             return "once"

@@ -39,8 +39,8 @@ from raypfl.learning.privacy.accounting import epsilons_of, refuse_without_accou
 from raypfl.models.predictor import Predictor
 from raypfl.models.trained_model import TrainedModel
 from raypfl.runs.result import refuse_stranger
-from raypfl.storage import checkpoint
-from raypfl.storage.checkpoint import Snapshot
+from raypfl.storage import checkpoints
+from raypfl.storage.checkpoints import Snapshot
 from raypfl.storage.states import StateShard, StateTable, merged
 from raypfl.trained.new_clients import NewClient, checked_samples, context_of, require_new_client_models
 from raypfl.trained.saved_model import Origin
@@ -87,7 +87,7 @@ class TrainedModels:
                 values[name] = torch.from_numpy(np.array(value))
         content = {"server": self.server, "data": values}
         meta = {"experiment": self.experiment.to_yaml()}
-        checkpoint.save(str(folder), Snapshot(self.round, content, self._snapshot.states, {}, meta), keep=1)
+        checkpoints.save(str(folder), Snapshot(self.round, content, self._snapshot.states, {}, meta), keep=1)
 
     @classmethod
     def of_export(cls, folder: str | Path) -> TrainedModels:
@@ -97,7 +97,7 @@ class TrainedModels:
         ------
         CheckpointError : if the folder has none, or they are damaged.
         """
-        snapshot = checkpoint.newest(str(folder))
+        snapshot = checkpoints.newest(str(folder))
         experiment = Experiment.from_record(snapshot.meta["experiment"])
 
         values: dict[str, Any] = {}

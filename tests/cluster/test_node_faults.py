@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import raypfl
-from raypfl.storage.checkpoint import reached
+from raypfl.storage.checkpoints import last_round
 from tests.support.nodes import Node, Nodes, allowed
 from tests.support.runs import experiment
 
@@ -57,7 +57,7 @@ def start(nodes: Nodes, where: Node, folder: Path, **changes: Any) -> subprocess
     (folder / "mine.yaml").write_text(experiment(folder, **settings).to_yaml())
     command = [sys.executable, "-m", "raypfl", "run", str(folder / "mine.yaml"), "--run-dir", str(folder / "run")]
     run = where.start(command, env=nodes.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    wait_for(lambda: (folder / "run/checkpoints").exists() and reached(str(folder / "run/checkpoints")) >= 5)
+    wait_for(lambda: (folder / "run/checkpoints").exists() and last_round(str(folder / "run/checkpoints")) >= 5)
     return run
 
 

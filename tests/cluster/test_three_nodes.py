@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import raypfl
-from raypfl.storage.checkpoint import reached
+from raypfl.storage.checkpoints import last_round
 from tests.support.nodes import Nodes, allowed
 from tests.support.runs import experiment
 
@@ -32,7 +32,7 @@ def wait_for(what: Callable[[], object], seconds: float = 300) -> None:
 
 
 def rounds_done(run: Path) -> int:
-    return reached(str(run / "checkpoints")) if (run / "checkpoints").exists() else 0
+    return last_round(str(run / "checkpoints")) if (run / "checkpoints").exists() else 0
 
 
 def test_a_sweep_and_a_run_that_are_submitted_to_three_nodes_survive_two_of_them(tmp_path):

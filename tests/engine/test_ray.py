@@ -15,7 +15,7 @@ import pytest
 import raypfl
 from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.engine.events import RunFinished, RunStarted, Warned
-from raypfl.storage.checkpoint import reached
+from raypfl.storage.checkpoints import last_round
 from tests.analysis.test_analyses import observed
 from tests.support.runs import ON_RAY, Interrupt, experiment, same_tables
 
@@ -128,7 +128,7 @@ def test_a_ray_that_dies_is_a_sentence_that_says_how_to_continue(tmp_path, proce
     done = subprocess.run(command, env=os.environ, capture_output=True, text=True, start_new_session=True)
     assert "SENTENCE Ray has died" in done.stdout and "`raypfl resume" in done.stdout, done.stderr
     (folder,) = (tmp_path / "runs").iterdir()
-    done = reached(str(folder / "checkpoints"))
+    done = last_round(str(folder / "checkpoints"))
     assert raypfl.resume(folder, overrides=[f"rounds={done + 1}"]).round == done + 1
 
 

@@ -18,13 +18,14 @@ import pytest
 import torch
 
 from raypfl.common.errors import CheckpointError
-from raypfl.storage import checkpoint
-from raypfl.storage.checkpoint import Snapshot
+from raypfl.storage import checkpoints, filesystems
+from raypfl.storage.checkpoints import Snapshot, writing
+from raypfl.storage.checkpoints.layout import TABLES
 from raypfl.storage.columns import Columns
 from raypfl.storage.states import StateShard
 from raypfl.storage.tables import RunTable
 
-ROOT = Path(checkpoint.__file__).parents[2]
+ROOT = Path(__file__).parents[2]
 AWKWARD = [0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-40, 0.1]
 
 
@@ -73,22 +74,22 @@ def assert_same(a: object, b: object) -> None:
 
 
 def load(location: object, warnings: list[str] | None = None) -> Snapshot | None:
-    return checkpoint.load(str(location), (lambda text: None) if warnings is None else warnings.append)
+    return checkpoints.load(str(location), (lambda text: None) if warnings is None else warnings.append)
 
 
 def folders(location: Path) -> list[str]:
-    return sorted(entry.name for entry in location.iterdir() if entry.name != checkpoint.TABLES)
+    return sorted(entry.name for entry in location.iterdir() if entry.name != TABLES)
 
 
 def test_a_snapshot_comes_back_to_the_same_bits(tmp_path: Path) -> None:
     saved = make_snapshot()
-    path = checkpoint.save(str(tmp_path), saved, keep=2)
+    path = checkpoints.save(str(tmp_path), saved, keep=2)
     assert Path(path).parent == tmp_path
     loaded = load(tmp_path)
     assert loaded is not None
     assert (loaded.round, loaded.meta) == (3, saved.meta)
     assert_same(saved.server, loaded.server)
-    rounds = checkpoint.whole(str(tmp_path), loaded.tables["rounds"])
+    rounds = checkpoints.read_table(str(tmp_path), loaded.tables["rounds"])
     assert repr(rounds.to_pydict()) == repr({"round": [1, 2, 3], "loss": [0.5, float("nan"), -0.0]})
     for _ in range(2):  # the states can be read again
         for before, after in zip(saved.states, loaded.states, strict=True):
@@ -100,7 +101,7 @@ def test_a_snapshot_comes_back_to_the_same_bits(tmp_path: Path) -> None:
 
 
 def test_loaded_tensors_and_states_can_be_written_to(tmp_path: Path) -> None:
-    checkpoint.save(str(tmp_path), make_snapshot(), keep=1)
+    checkpoints.save(str(tmp_path), make_snapshot(), keep=1)
     loaded = load(tmp_path)
     assert loaded is not None
     loaded.server["theta"] += 1
@@ -110,7 +111,7 @@ def test_loaded_tensors_and_states_can_be_written_to(tmp_path: Path) -> None:
 
 
 def test_a_method_without_state_can_be_saved(tmp_path: Path) -> None:
-    checkpoint.save(str(tmp_path), Snapshot(round=1, server={}, states=[], tables={}, meta={}), keep=1)
+    checkpoints.save(str(tmp_path), Snapshot(round=1, server={}, states=[], tables={}, meta={}), keep=1)
     loaded = load(tmp_path)
     assert loaded is not None
     assert (loaded.server, list(loaded.states), loaded.tables) == ({}, [], {})
@@ -119,7 +120,7 @@ def test_a_method_without_state_can_be_saved(tmp_path: Path) -> None:
 def test_states_are_written_a_file_at_a_time_and_never_all_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint, "FILE_SIZE", 2 * 16)
+    monkeypatch.setattr(writing, "FILE_SIZE", 2 * 16)
     written_before = []
 
     def shards() -> Iterator[StateShard]:
@@ -127,7 +128,7 @@ def test_states_are_written_a_file_at_a_time_and_never_all_in_memory(
             written_before.append(len(list(tmp_path.rglob("states-*"))))
             yield StateShard(np.array([i]), {"w": np.zeros((1, 2))})
 
-    checkpoint.save(str(tmp_path), Snapshot(round=1, server={}, states=shards(), tables={}, meta={}), keep=1)
+    checkpoints.save(str(tmp_path), Snapshot(round=1, server={}, states=shards(), tables={}, meta={}), keep=1)
     assert written_before == [0, 0, 0, 1, 1]
     loaded = load(tmp_path)
     assert loaded is not None
@@ -136,7 +137,7 @@ def test_states_are_written_a_file_at_a_time_and_never_all_in_memory(
 
 def test_small_states_share_a_file(tmp_path: Path) -> None:
     shards = [StateShard(np.array([i]), {"w": np.full((1, 2), i)}) for i in range(200)]
-    path = checkpoint.save(str(tmp_path), Snapshot(round=1, server={}, states=shards, tables={}, meta={}), keep=1)
+    path = checkpoints.save(str(tmp_path), Snapshot(round=1, server={}, states=shards, tables={}, meta={}), keep=1)
     assert len(list(Path(path).glob("states-*"))) == 1
     loaded = load(tmp_path)
     assert loaded is not None
@@ -150,18 +151,18 @@ def test_no_folder_means_no_checkpoint(tmp_path: Path) -> None:
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     for round in range(1, 5):
-        checkpoint.save(str(tmp_path), make_snapshot(round), keep=2)
+        checkpoints.save(str(tmp_path), make_snapshot(round), keep=2)
     assert folders(tmp_path) == ["000003-round-3", "000004-round-4"]
 
 
 def test_a_checkpoint_never_overwrites_one_of_the_same_round(tmp_path: Path) -> None:
-    assert checkpoint.save(str(tmp_path), make_snapshot(5), 2) != checkpoint.save(str(tmp_path), make_snapshot(5), 2)
+    assert checkpoints.save(str(tmp_path), make_snapshot(5), 2) != checkpoints.save(str(tmp_path), make_snapshot(5), 2)
 
 
 def test_a_checkpoint_saved_after_falling_back_counts_as_the_newest(tmp_path: Path) -> None:
-    checkpoint.save(str(tmp_path), make_snapshot(20), keep=2)
-    checkpoint.save(str(tmp_path), make_snapshot(30), keep=2)
-    checkpoint.save(str(tmp_path), make_snapshot(25), keep=2)
+    checkpoints.save(str(tmp_path), make_snapshot(20), keep=2)
+    checkpoints.save(str(tmp_path), make_snapshot(30), keep=2)
+    checkpoints.save(str(tmp_path), make_snapshot(25), keep=2)
     loaded = load(tmp_path)
     assert loaded is not None
     assert loaded.round == 25
@@ -190,8 +191,8 @@ def inflict(damage: str, file: Path, place: int | None = None) -> None:
 def test_a_damaged_checkpoint_is_skipped_with_a_sentence_that_names_the_file(
     tmp_path: Path, name: str, damage: str
 ) -> None:
-    checkpoint.save(str(tmp_path), make_snapshot(1), keep=2)
-    newest = Path(checkpoint.save(str(tmp_path), make_snapshot(2), keep=2))
+    checkpoints.save(str(tmp_path), make_snapshot(1), keep=2)
+    newest = Path(checkpoints.save(str(tmp_path), make_snapshot(2), keep=2))
     file = newest / name
     inflict(damage, file, file.read_bytes().index(b'"sha256": "') + 12 if name == "manifest.json" else None)
     warnings: list[str] = []
@@ -207,46 +208,48 @@ def test_a_damaged_checkpoint_is_skipped_with_a_sentence_that_names_the_file(
 def test_a_damaged_table_costs_its_rows_and_no_checkpoint(tmp_path: Path, damage: str) -> None:
     snapshot = make_snapshot(2)
     table = snapshot.tables["rounds"]
-    checkpoint.save(str(tmp_path), snapshot, keep=2)
+    checkpoints.save(str(tmp_path), snapshot, keep=2)
     table.waiting.extend({"round": [4], "loss": [0.25]})
-    checkpoint.save(str(tmp_path), snapshot, keep=2)
+    checkpoints.save(str(tmp_path), snapshot, keep=2)
     first = table.parts[0]
     inflict(damage, tmp_path / "tables" / first.file)
     warnings: list[str] = []
     loaded = load(tmp_path, warnings)
     assert loaded is not None
-    assert checkpoint.whole(str(tmp_path), loaded.tables["rounds"]).to_pydict() == {"round": [4], "loss": [0.25]}
+    assert checkpoints.read_table(str(tmp_path), loaded.tables["rounds"]).to_pydict() == {"round": [4], "loss": [0.25]}
     assert len(warnings) == 1
     assert "3 rows of the table rounds are lost, and the run continues without them: " in warnings[0]
     assert first.file in warnings[0]
     with pytest.raises(CheckpointError, match=first.file):
-        checkpoint.load(str(tmp_path), lambda text: None, needed=["rounds"])
+        checkpoints.load(str(tmp_path), lambda text: None, needed=["rounds"])
 
 
 def test_a_damaged_table_is_written_again_from_a_copy_if_that_has_its_rows(tmp_path: Path) -> None:
     snapshot = make_snapshot(2)
     for round in range(4, 9):
-        checkpoint.save(str(tmp_path), snapshot, keep=1)
+        checkpoints.save(str(tmp_path), snapshot, keep=1)
         snapshot.tables["rounds"].waiting.extend({"round": [round], "loss": [1 / round]})
-    checkpoint.save(str(tmp_path), snapshot, keep=1)
-    rows = checkpoint.whole(str(tmp_path), snapshot.tables["rounds"])
+    checkpoints.save(str(tmp_path), snapshot, keep=1)
+    rows = checkpoints.read_table(str(tmp_path), snapshot.tables["rounds"])
     for part in snapshot.tables["rounds"].parts:
         for copy, restored in ((rows.slice(1), False), (rows, True)):
             inflict("a bit flipped", tmp_path / "tables" / part.file)
             warnings: list[str] = []
-            loaded = checkpoint.load(str(tmp_path), warnings.append, copies=lambda name: copy)  # noqa: B023
+            loaded = checkpoints.load(str(tmp_path), warnings.append, copies=lambda name: copy)  # noqa: B023
             assert loaded is not None
             assert (len(loaded.tables["rounds"].parts) == len(snapshot.tables["rounds"].parts)) == restored
             assert ("written again" in warnings[0]) == restored
             if not restored:
                 inflict("a bit flipped", tmp_path / "tables" / part.file)
-        assert repr(checkpoint.whole(str(tmp_path), loaded.tables["rounds"]).to_pydict()) == repr(rows.to_pydict())
+        assert repr(checkpoints.read_table(str(tmp_path), loaded.tables["rounds"]).to_pydict()) == repr(
+            rows.to_pydict()
+        )
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", "null", '{"round": 2, "state_files": "x"}', '"round"'])
 def test_a_checkpoint_with_an_odd_meta_file_is_skipped_with_a_sentence(tmp_path: Path, content: str) -> None:
-    checkpoint.save(str(tmp_path), make_snapshot(1), keep=2)
-    newest = Path(checkpoint.save(str(tmp_path), make_snapshot(2), keep=2))
+    checkpoints.save(str(tmp_path), make_snapshot(1), keep=2)
+    newest = Path(checkpoints.save(str(tmp_path), make_snapshot(2), keep=2))
     manifest = json.loads((newest / "manifest.json").read_text())
     entry = {"bytes": len(content), "sha256": hashlib.sha256(content.encode()).hexdigest()}
     manifest["files"]["meta.json"] = entry
@@ -261,13 +264,13 @@ def test_a_checkpoint_with_an_odd_meta_file_is_skipped_with_a_sentence(tmp_path:
 
 def test_if_none_is_intact_the_error_says_so_for_each(tmp_path: Path) -> None:
     for round in (1, 2):
-        (Path(checkpoint.save(str(tmp_path), make_snapshot(round), keep=2)) / "meta.json").unlink()
+        (Path(checkpoints.save(str(tmp_path), make_snapshot(round), keep=2)) / "meta.json").unlink()
     with pytest.raises(CheckpointError, match=r"round-2 .*meta.json is missing.*round-1 .*meta.json is missing"):
         load(tmp_path)
 
 
 def test_a_save_that_is_killed_leaves_the_checkpoint_before(tmp_path: Path) -> None:
-    checkpoint.save(str(tmp_path), make_snapshot(1), keep=1)
+    checkpoints.save(str(tmp_path), make_snapshot(1), keep=1)
     killed = subprocess.run(
         [sys.executable, "-c", KILLED_IN_A_SAVE, str(tmp_path)], env={**os.environ, "PYTHONPATH": str(ROOT)}
     )
@@ -278,26 +281,26 @@ def test_a_save_that_is_killed_leaves_the_checkpoint_before(tmp_path: Path) -> N
     assert loaded is not None
     assert loaded.round == 1
     assert "is unfinished" in warnings[0]
-    checkpoint.save(str(tmp_path), make_snapshot(2), keep=1)
+    checkpoints.save(str(tmp_path), make_snapshot(2), keep=1)
     assert folders(tmp_path) == ["000003-round-2"]
 
 
 KILLED_IN_A_SAVE = """
 import os, signal, sys
 import numpy as np
-from raypfl.storage import checkpoint
+from raypfl.storage import checkpoints
 from raypfl.storage.states import StateShard
 
 def shards():
     yield StateShard(np.arange(2), {"w": np.zeros((2, 1000))})
     os.kill(os.getpid(), signal.SIGKILL)
 
-checkpoint.save(sys.argv[1], checkpoint.Snapshot(round=2, server={}, states=shards(), tables={}, meta={}), keep=1)
+checkpoints.save(sys.argv[1], checkpoints.Snapshot(round=2, server={}, states=shards(), tables={}, meta={}), keep=1)
 """
 
 
 def test_a_run_killed_in_its_very_first_save_has_no_checkpoint(tmp_path: Path) -> None:
-    path = Path(checkpoint.save(str(tmp_path), make_snapshot(), keep=1))
+    path = Path(checkpoints.save(str(tmp_path), make_snapshot(), keep=1))
     path.rename(path.with_name(path.name + ".draft"))
     warnings: list[str] = []
     assert load(tmp_path, warnings) is None
@@ -309,9 +312,9 @@ def test_a_save_that_fails_is_a_sentence_and_costs_no_older_checkpoint(tmp_path:
         yield StateShard(np.arange(1), {"w": np.zeros((1, 2))})
         raise OSError("No space left on device")
 
-    checkpoint.save(str(tmp_path), make_snapshot(1), keep=1)
+    checkpoints.save(str(tmp_path), make_snapshot(1), keep=1)
     with pytest.raises(CheckpointError, match=r"round 2 cannot be written.*No space left.*checkpoint.location"):
-        checkpoint.save(str(tmp_path), Snapshot(round=2, server={}, states=full_disk(), tables={}, meta={}), keep=1)
+        checkpoints.save(str(tmp_path), Snapshot(round=2, server={}, states=full_disk(), tables={}, meta={}), keep=1)
     loaded = load(tmp_path)
     assert loaded is not None
     assert loaded.round == 1
@@ -320,13 +323,13 @@ def test_a_save_that_fails_is_a_sentence_and_costs_no_older_checkpoint(tmp_path:
 @pytest.mark.parametrize("value", [object(), np.float32(1), {(1, 2): 3}])
 def test_a_server_state_that_cannot_be_kept_is_refused_by_its_name(tmp_path: Path, value: object) -> None:
     with pytest.raises(CheckpointError, match="optimizer/thing"):
-        checkpoint.save(
+        checkpoints.save(
             str(tmp_path), Snapshot(round=1, server={"optimizer": {"thing": value}}, states=[], tables={}, meta={}), 1
         )
 
 
 def test_a_uri_can_be_the_location(tmp_path: Path) -> None:
-    checkpoint.save(f"file://{tmp_path}/a", make_snapshot(), keep=1)
+    checkpoints.save(f"file://{tmp_path}/a", make_snapshot(), keep=1)
     assert load(tmp_path / "a") is not None
     assert load(f"file://{tmp_path}/a/") is not None
 
@@ -341,13 +344,13 @@ def test_a_location_that_cannot_be_opened_is_named(location: str) -> None:
 def bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pafs.FileSystem:
     """A file system that cannot rename, standing for an object store."""
     store = pafs.SubTreeFileSystem(str(tmp_path), pafs.LocalFileSystem())
-    monkeypatch.setattr(checkpoint, "resolve", lambda location: (store, "runs/digits"))
+    monkeypatch.setattr(filesystems, "open_location", lambda location: (store, "runs/digits"))
     return store
 
 
 def test_an_object_store_keeps_checkpoints_too(bucket: pafs.FileSystem, tmp_path: Path) -> None:
     for round in (1, 2, 3):
-        assert checkpoint.save("s3://bucket/runs/digits", make_snapshot(round), keep=2).startswith("runs/digits/")
+        assert checkpoints.save("s3://bucket/runs/digits", make_snapshot(round), keep=2).startswith("runs/digits/")
     loaded = load("s3://bucket/runs/digits")
     assert loaded is not None
     assert_same(loaded.server, make_snapshot().server)
@@ -357,7 +360,7 @@ def test_an_object_store_keeps_checkpoints_too(bucket: pafs.FileSystem, tmp_path
 def test_in_an_object_store_a_checkpoint_without_manifest_was_never_finished(
     bucket: pafs.FileSystem, tmp_path: Path
 ) -> None:
-    first = tmp_path / checkpoint.save("s3://bucket/runs/digits", make_snapshot(1), keep=1)
+    first = tmp_path / checkpoints.save("s3://bucket/runs/digits", make_snapshot(1), keep=1)
     shutil.copytree(first, first.with_name("000002-round-2"))
     (first.with_name("000002-round-2") / "manifest.json").unlink()
     warnings: list[str] = []
@@ -365,5 +368,5 @@ def test_in_an_object_store_a_checkpoint_without_manifest_was_never_finished(
     assert loaded is not None
     assert loaded.round == 1
     assert "is unfinished" in warnings[0]
-    checkpoint.save("s3://bucket/runs/digits", make_snapshot(3), keep=2)
+    checkpoints.save("s3://bucket/runs/digits", make_snapshot(3), keep=2)
     assert folders(first.parent) == ["000001-round-1", "000003-round-3"]

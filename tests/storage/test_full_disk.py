@@ -16,7 +16,7 @@ import raypfl
 from raypfl.common import files
 from raypfl.common.errors import RaypflError, Unwritable
 from raypfl.engine.events import Checkpointed, RunFinished, RunStarted
-from raypfl.storage import checkpoint, lease
+from raypfl.storage import filesystems
 from tests.support.runs import experiment, same_tables
 
 
@@ -95,8 +95,7 @@ def test_a_storage_that_cannot_be_reached_any_more_costs_no_results_that_are_the
 
     def fail(event):
         if isinstance(event, Checkpointed):
-            for module in (checkpoint, lease):
-                away.setattr(module, "resolve", lambda location: (Unreachable(), "run"))
+            away.setattr(filesystems, "open_location", lambda location: (Unreachable(), "run"))
 
     with pytest.MonkeyPatch.context() as away, pytest.raises(RaypflError) as caught:
         raypfl.run(described, listeners=[fail], run_dir=tmp_path / "run")

@@ -16,7 +16,7 @@ import pytest
 import raypfl
 from raypfl.common.errors import CheckpointError, RaypflError
 from raypfl.engine.events import RoundFinished
-from raypfl.storage import checkpoint, lease
+from raypfl.storage import checkpoints, filesystems, lease
 from tests.support.runs import experiment, same_tables
 
 
@@ -37,7 +37,7 @@ def files(folder: Path) -> dict[str, float]:
 
 
 def elsewhere(**changes) -> lease._Holder:
-    return replace(lease._Holder.me("another"), host="node7", machine="node7", process=4711, **changes)
+    return replace(lease._Holder.in_this_process("another"), host="node7", machine="node7", process=4711, **changes)
 
 
 def take(folder: Path, holder: lease._Holder) -> None:
@@ -81,16 +81,16 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_p
     """Where a process of another machine holds the lease."""
     if request.param == "an object store":
         store = pafs.SubTreeFileSystem(str(tmp_path), pafs.LocalFileSystem())
-        monkeypatch.setattr(lease, "resolve", lambda location: (store, "run"))
+        monkeypatch.setattr(filesystems, "open_location", lambda location: (store, "run"))
     take(tmp_path / "run", elsewhere())
     return str(tmp_path / "run")
 
 
 def test_who_is_silent_elsewhere_is_taken_for_dead_and_then_refused(place, monkeypatch):
     monkeypatch.setattr(lease, "PATIENCE", 0.01)
-    monkeypatch.setattr(lease, "_LOOK", 0.001)
+    monkeypatch.setattr(lease, "_POLL", 0.001)
     told: list[str] = []
-    with lease.held(place, "mine", told.append):
+    with lease.hold_lease(place, "mine", told.append):
         lease.refuse_unless_held(place, "mine")
         with pytest.raises(CheckpointError, match="taken it over"):
             lease.refuse_unless_held(place, "another")
@@ -101,21 +101,21 @@ def test_who_gives_signs_of_life_elsewhere_is_left_alone(place, monkeypatch, tmp
     monkeypatch.setattr(lease.time, "sleep", lambda seconds: take(tmp_path / "run", elsewhere(beat=1)))
     with (
         pytest.raises(CheckpointError, match="already running as process 4711 on node7"),
-        lease.held(place, "mine", lambda text: None),
+        lease.hold_lease(place, "mine", lambda text: None),
     ):
         pytest.fail("two attempts at a time")
     lease.refuse_unless_held(place, "another")
 
 
 def test_a_location_that_is_slow_to_write_to_is_no_sign_of_death_and_changes_no_bit(tmp_path, monkeypatch):
-    for name, seconds in {"BEAT": 0.02, "PATIENCE": 0.5, "_LOOK": 0.01}.items():
+    for name, seconds in {"BEAT": 0.02, "PATIENCE": 0.5, "_POLL": 0.01}.items():
         monkeypatch.setattr(lease, name, seconds)
-    monkeypatch.setattr(lease._Holder, "lives", None)  # as seen from another machine
-    save, met = checkpoint.save, []
+    monkeypatch.setattr(lease._Holder, "is_alive", None)  # as seen from another machine
+    save, met = checkpoints.save, []
 
     def slowly(location: str, *given):
         def look():
-            with pytest.raises(CheckpointError, match="already running"), lease.held(location, "another", print):
+            with pytest.raises(CheckpointError, match="already running"), lease.hold_lease(location, "another", print):
                 pytest.fail("two attempts at a time")
             met.append(location)
 
@@ -125,7 +125,7 @@ def test_a_location_that_is_slow_to_write_to_is_no_sign_of_death_and_changes_no_
         return save(location, *given)
 
     whole = raypfl.run(experiment(tmp_path))
-    monkeypatch.setattr(checkpoint, "save", slowly)
+    monkeypatch.setattr(checkpoints, "save", slowly)
     assert raypfl.run(experiment(tmp_path)).weights_hash == whole.weights_hash
     assert len(met) == 3
 
@@ -133,7 +133,7 @@ def test_a_location_that_is_slow_to_write_to_is_no_sign_of_death_and_changes_no_
 def test_signs_of_life_are_given_until_the_lease_is_lost(tmp_path, monkeypatch):
     monkeypatch.setattr(lease, "BEAT", 0.001)
     location = tmp_path / "run"
-    with lease.held(str(location), "mine", pytest.fail):
+    with lease.hold_lease(str(location), "mine", pytest.fail):
         while json.loads((location / "lease.json").read_text())["beat"] < 3:
             pass
         while any(thread.name == "raypfl-lease" for thread in threading.enumerate()):  # a beat may be on its way
@@ -143,19 +143,19 @@ def test_signs_of_life_are_given_until_the_lease_is_lost(tmp_path, monkeypatch):
 
 
 def test_a_process_of_this_machine_that_is_gone_is_known_by_more_than_its_number():
-    me = lease._Holder.me("mine")
-    parent = replace(me, process=lease.os.getppid(), born=lease._born(lease.os.getppid()))
-    assert me.lives is False  # this process does not hold that
-    assert parent.lives is True
-    assert replace(parent, born="1").lives is False
-    assert elsewhere().lives is None
+    me = lease._Holder.in_this_process("mine")
+    parent = replace(me, process=lease.os.getppid(), born=lease._start_time(lease.os.getppid()))
+    assert me.is_alive is False  # this process does not hold that
+    assert parent.is_alive is True
+    assert replace(parent, born="1").is_alive is False
+    assert elsewhere().is_alive is None
 
 
 def test_a_process_that_has_ended_holds_nothing_though_nobody_has_waited_for_it(tmp_path: Path):
     child = subprocess.Popen([sys.executable, "-c", ""])
-    held = replace(lease._Holder.me("mine"), process=child.pid, born=lease._born(child.pid))
+    held = replace(lease._Holder.in_this_process("mine"), process=child.pid, born=lease._start_time(child.pid))
     take(tmp_path, held)
-    assert held.lives is True
+    assert held.is_alive is True
     lease.wait_until_free(str(tmp_path), seconds=60)
-    assert held.lives is False and child.returncode is None
+    assert held.is_alive is False and child.returncode is None
     child.wait()

@@ -15,8 +15,8 @@ from raypfl.common import files
 from raypfl.common.errors import Stopped
 from raypfl.common.messages import per_client
 from raypfl.engine.backends.inline import Inline
-from raypfl.storage import checkpoint
-from raypfl.storage.checkpoint import Snapshot
+from raypfl.storage import checkpoints
+from raypfl.storage.checkpoints import Snapshot, writing
 from raypfl.storage.states import Stack, StateTable, merged
 from tests.federation.test_cohort import Probe
 from tests.support.federation import Federation
@@ -125,13 +125,13 @@ def test_a_state_is_read_with_one_copy_whatever_the_default():
 
 
 def saved(table: StateTable, location: Path, round: int) -> Path:
-    unchanged = [(file, held) for file, held in table.reusable_files() if checkpoint.holds(str(location), file)]
+    unchanged = [(file, held) for file, held in table.reusable_files() if checkpoints.has_file(str(location), file)]
     shards = table.shards(lambda stack: stack, without={stack for _, held in unchanged for stack in held})
-    return Path(checkpoint.save(str(location), Snapshot(round, {}, shards, {}, {}, unchanged), keep=2))
+    return Path(checkpoints.save(str(location), Snapshot(round, {}, shards, {}, {}, unchanged), keep=2))
 
 
 def restored(location: Path) -> StateTable:
-    table, loaded = StateTable(), checkpoint.load(str(location), lambda text: None)
+    table, loaded = StateTable(), checkpoints.load(str(location), lambda text: None)
     assert loaded is not None
     for shard in loaded.states:
         table.stage(shard.clients.tolist(), shard.stack(), shard=shard)
@@ -150,7 +150,7 @@ def inodes(folder: Path) -> list[int]:
 
 
 def test_a_checkpoint_writes_only_what_has_changed_since_the_one_before(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "FILE_SIZE", 1)
+    monkeypatch.setattr(writing, "FILE_SIZE", 1)
     table = StateTable()
     for first in (0, 10, 20):
         table.stage(tuple(range(first, first + 10)), stack_of(tuple(range(first, first + 10)), 1))
@@ -182,7 +182,7 @@ def test_a_file_that_is_no_longer_what_it_was_is_written_anew(tmp_path, harm):
 @given(ROUNDS.filter(len), st.data())
 def test_whatever_changed_between_checkpoints_the_newest_states_come_back(rounds, data):
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "FILE_SIZE", 100)
+        patch.setattr(writing, "FILE_SIZE", 100)
         patch.setattr(files, "sync", lambda path: None)
         table = StateTable()
         for number, groups in enumerate(rounds):
@@ -241,7 +241,7 @@ def everything(fed: Federation) -> dict[int, dict[str, list[int]]]:
 @given(CHANGES, st.data())
 def test_whatever_names_are_set_or_deleted_states_are_what_clients_were_left_with(changes, data):
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "FILE_SIZE", 100)
+        patch.setattr(writing, "FILE_SIZE", 100)
         patch.setattr(files, "sync", lambda path: None)
         fed, expected = Federation(sizes=(3,) * 6, method=Probe(answer=changes_one_name), group_size=2), {}
         for value, (what, cohort) in enumerate(changes):
@@ -264,7 +264,7 @@ def test_whatever_names_are_set_or_deleted_states_are_what_clients_were_left_wit
                 saved(fed.states, Path(folder), value)
             if data.draw(st.booleans()):
                 location = saved(fed.states, Path(folder), value)
-                loaded = checkpoint.load(str(location.parent), lambda text: None)
+                loaded = checkpoints.load(str(location.parent), lambda text: None)
                 assert loaded is not None
                 for client in range(6):
                     stored = {name: row.tolist() for name, row in loaded.state_of(client).items()}
@@ -290,7 +290,7 @@ def test_what_a_client_does_not_set_is_not_written_again():
 
 
 def test_of_states_of_which_one_name_changes_a_checkpoint_writes_that_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "FILE_SIZE", 1)
+    monkeypatch.setattr(writing, "FILE_SIZE", 1)
     table = StateTable()
     table.stage((1, 2), Stack.updated([{}, {}], {"constant": np.zeros((2, 1000)), "moving": np.zeros((2, 1))}))
     table.commit()

@@ -13,8 +13,8 @@ import raypfl
 from raypfl.common.errors import CheckpointError, ConfigError
 from raypfl.methods import METHODS
 from raypfl.runs.result import newest
-from raypfl.storage import checkpoint
-from raypfl.storage.checkpoint import Snapshot
+from raypfl.storage import checkpoints
+from raypfl.storage.checkpoints import Snapshot
 from raypfl.storage.states import StateShard
 from raypfl.trained import models as trained
 from raypfl.trained.models import TrainedModels
@@ -108,13 +108,13 @@ def test_a_checkpoint_finds_one_clients_state_and_the_server_alone(tmp_path: Pat
         StateShard(np.array([1]), {"a": np.array([5.0])}),
     ]
     snapshot = Snapshot(round=1, server={"theta": torch.ones(2)}, states=packed, tables={}, meta={})
-    path = Path(checkpoint.save(str(tmp_path), snapshot, keep=1))
-    loaded = checkpoint.load(str(tmp_path), pytest.fail)
+    path = Path(checkpoints.save(str(tmp_path), snapshot, keep=1))
+    loaded = checkpoints.load(str(tmp_path), pytest.fail)
     assert loaded is not None
     assert [float(loaded.state_of(client)["a"]) for client in (1, 2)] == [5.0, 2.0]
     assert loaded.state_of(0) == {}
     (path / "states-00000.safetensors").write_bytes(b"damaged")
-    alone = checkpoint.load(str(tmp_path), pytest.fail, whole=False)
+    alone = checkpoints.load(str(tmp_path), pytest.fail, whole=False)
     assert alone is not None and torch.equal(alone.server["theta"], torch.ones(2))
 
 

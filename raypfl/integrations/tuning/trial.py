@@ -258,13 +258,13 @@ class _TrialRun:
 
     def _continue_schedule(self) -> None:
         """Continue from the checkpoints in the run's folder, which may be of another configuration."""
-        from raypfl.storage import checkpoint
+        from raypfl.storage import checkpoints
 
         before = schedule_of(self.folder)
         if before and before[-1]["drawn"] == self.drawn:
             self.schedule = before
         else:
-            self._train_from(checkpoint.reached(str(self.folder / "checkpoints")), before)
+            self._train_from(checkpoints.last_round(str(self.folder / "checkpoints")), before)
 
     def _train_from(self, round: int, before: list[dict[str, Any]]) -> None:
         """Write down that the rounds after `round` are trained with this configuration."""

@@ -1,0 +1,184 @@
+"""Read checkpoints: the newest that is intact, the server's state in each, and a run's tables."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+import safetensors.torch
+
+from raypfl.common.errors import CheckpointError
+from raypfl.storage import filesystems
+from raypfl.storage.checkpoints.layout import (
+    META,
+    SERVER,
+    TABLES,
+    Damaged,
+    explain_read_errors,
+    find_checkpoints,
+    is_complete,
+    state_file_name,
+    verify,
+    verify_file,
+)
+from raypfl.storage.checkpoints.snapshot import Snapshot, StoredShards
+from raypfl.storage.columns import Columns
+from raypfl.storage.filesystems import read_bytes
+from raypfl.storage.states import StateFile
+from raypfl.storage.tables import RunTable, TablePart, restore_part
+from raypfl.storage.tree import decode
+
+Copies = Callable[[str], pa.Table | None] | None
+
+
+def load(
+    location: str, warn: Callable[[str], None], whole: bool = True, needed: Collection[str] = (), copies: Copies = None
+) -> Snapshot | None:
+    """Return the newest checkpoint that is intact, or None if none was ever completed.
+
+    A table only records what was done, so a file of it that is damaged costs no checkpoint: it is written again from a
+    copy of the table, or else its rows are left out.
+
+    Parameters
+    ----------
+    warn : called with a sentence for each checkpoint that is skipped, and each file of a table that is damaged.
+    whole : False: only the files of the server's state must be intact; the others are not read.
+    needed : names of tables without which a run cannot continue: a checkpoint that lacks rows of them is damaged.
+    copies : name of a table -> a copy of all its rows, or None; without it, nothing is written.
+
+    Raises
+    ------
+    CheckpointError : if there are checkpoints, but every one of them is damaged, or the location cannot be read.
+    """
+    files, root, names = find_checkpoints(location)
+    damaged = []
+    for name in reversed(names):
+        path = f"{root}/{name}"
+        try:
+            if not is_complete(files, path):
+                warn(f"The checkpoint {path} is skipped: it is unfinished; the run was probably killed while saving.")
+                continue
+            return _read(files, root, path, whole, warn, needed, copies)
+        except (OSError, Damaged) as error:
+            damaged.append(f"{path} ({error})")
+            warn(f"The checkpoint {path} is skipped: {error}.")
+
+    if damaged:
+        raise CheckpointError(
+            f"No checkpoint in {location} is intact: {'; '.join(damaged)}. "
+            f"Restore one of these folders from a copy, or delete them to start from the first round."
+        )
+    return None
+
+
+def newest(location: str, whole: bool = True) -> Snapshot:
+    """Return the newest checkpoint that is intact; `whole` as in :func:`load`.
+
+    Raises
+    ------
+    CheckpointError : if there is none, or the location cannot be read.
+    """
+    snapshot = load(location, lambda text: None, whole)
+    if snapshot is None:
+        raise CheckpointError(f"There is no checkpoint in {location}.")
+    return snapshot
+
+
+def server_states(location: str) -> list[tuple[int, dict[str, Any]]]:
+    """Return the server's state in each intact checkpoint that was kept, by round; see `Snapshot.server`.
+
+    Raises
+    ------
+    CheckpointError : if the location cannot be read.
+    """
+    files, root, names = find_checkpoints(location)
+    state_of_round: dict[int, dict[str, Any]] = {}
+    with explain_read_errors("checkpoints", location):
+        for name in names:
+            with contextlib.suppress(Damaged):
+                if is_complete(files, f"{root}/{name}"):
+                    snapshot = _read(files, root, f"{root}/{name}", whole=False)
+                    state_of_round[snapshot.round] = snapshot.server
+    return sorted(state_of_round.items())
+
+
+def read_table(location: str, table: RunTable) -> pa.Table:
+    """Return all rows of a table whose files are in a location.
+
+    Raises
+    ------
+    CheckpointError : if they cannot be read.
+    """
+    files, root = filesystems.open_location(location)
+    with explain_read_errors("tables", location):
+        return table.load(files, f"{root}/{TABLES}")
+
+
+def _read(
+    files: pafs.FileSystem,
+    root: str,
+    path: str,
+    whole: bool,
+    warn: Callable[[str], None] = lambda text: None,
+    needed: Collection[str] = (),
+    copies: Copies = None,
+) -> Snapshot:
+    """Read the checkpoint in `path`; raises `Damaged` if it is not as it was written."""
+    entries = verify(files, path, whole)
+    try:
+        meta = json.loads(read_bytes(files, f"{path}/{META}"))
+        tensors = safetensors.torch.load(read_bytes(files, f"{path}/{SERVER}"))
+
+        names = map(state_file_name, range(meta["state_files"]))
+        state_files = tuple(StateFile(f"{path}/{name}", **entries[name]) for name in names)
+
+        tables = {}
+        for name, table in meta["tables"].items():
+            parts = [TablePart(**part) for part in table["parts"]]
+            tables[name] = RunTable(Columns(table["kinds"]), parts)
+
+        snapshot = Snapshot(
+            round=meta["round"],
+            server=decode(meta["server"], tensors),
+            states=StoredShards(files, state_files),
+            tables=tables,
+            meta=meta["meta"],
+        )
+    except (ValueError, LookupError, TypeError, AttributeError, safetensors.SafetensorError) as error:
+        raise Damaged(f"its {META} is not what raypfl writes ({type(error).__name__}: {error})") from error
+
+    if whole:
+        for name, table in snapshot.tables.items():
+            table.parts = tuple(_intact_parts(files, root, name, table, warn, name in needed, copies))
+    return snapshot
+
+
+def _intact_parts(
+    files: pafs.FileSystem,
+    root: str,
+    name: str,
+    table: RunTable,
+    warn: Callable[[str], None],
+    needed: bool,
+    copies: Copies,
+) -> Iterator[TablePart]:
+    """Yield the parts of a table whose files are as they were written, or can be restored."""
+    first_row = 0
+    for part in table.parts:
+        try:
+            verify_file(files, root, f"{TABLES}/{part.file}", part.bytes, part.sha256)
+            yield part
+        except Damaged as problem:
+            copy = copies(name) if copies else None
+            if copy is not None and restore_part(files, f"{root}/{TABLES}", part, copy.slice(first_row, part.rows)):
+                warn(f"{part.rows:,} rows of the table {name} were written again from its copy: {problem}.")
+                yield part
+            elif needed:
+                raise
+            else:
+                warn(f"{part.rows:,} rows of the table {name} are lost, and the run continues without them: {problem}.")
+        first_row += part.rows

@@ -1,0 +1,39 @@
+"""Where a run keeps what outlives it: a local folder, or an object store that Arrow knows."""
+
+from __future__ import annotations
+
+import os
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+
+from raypfl.common.errors import CheckpointError
+
+
+def open_location(location: str) -> tuple[pafs.FileSystem, str]:
+    """Return the file system of a location, and the path in it.
+
+    Parameters
+    ----------
+    location : a local path or any ``pyarrow.fs`` URI.
+
+    Raises
+    ------
+    CheckpointError : if the URI is none that Arrow can open.
+    """
+    if "://" not in location:
+        return pafs.LocalFileSystem(), os.path.abspath(os.path.expanduser(location))
+    try:
+        files, path = pafs.FileSystem.from_uri(location)
+    except (pa.ArrowException, OSError) as error:
+        raise CheckpointError(
+            f"checkpoint.location is {location!r}, which cannot be opened: {error}. "
+            f"Give a folder, or a URI such as s3://bucket/folder or gs://bucket/folder."
+        ) from error
+    return files, path.rstrip("/")
+
+
+def read_bytes(files: pafs.FileSystem, path: str) -> bytes:
+    """Return the content of a file."""
+    with files.open_input_stream(path, compression=None) as stream:
+        return stream.read()
