@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Compare methods
 #
-# A single run says little about which method is better: another seed draws other clients, first
-# weights and batches. A comparison runs every method with several seeds. Seed s is the same
-# partition for all methods.
+# A single run says little about which method is better: another seed draws other clients, initial
+# weights and batches. A comparison therefore runs every method with several seeds. For each seed,
+# all methods get the same partition.
 
 # %%
 import pandas as pd
@@ -26,14 +26,15 @@ planned = experiments(
 results = [raypfl.run(experiment) for experiment in planned]
 
 # %% [markdown]
-# Two seeds keep this page quick; take five or more. In a file this is the same YAML, for `raypfl
-# run FILE`; on the command line, `raypfl run --method fedavg,local,ditto --seeds 2`. Both print the
-# table and continue after an interruption.
+# Two seeds keep this page quick; use five or more for your own comparisons. You can also write the
+# same keys into a YAML file for `raypfl run FILE`, or run
+# `raypfl run --method fedavg,local,ditto --seeds 2`. Both print the table, and continue after an
+# interruption.
 #
 # ## The numbers
 #
-# Each client is tested on its own data (`local`) and on everybody's (`global`), with its personal
-# model and with the global one.
+# Each client is tested on its own data (`local`) and on everybody's data (`global`), with its
+# personal model and with the global model.
 
 # %%
 rows = pd.DataFrame(
@@ -45,12 +46,13 @@ by_method = rows.groupby(["method", "protocol", "model"])[["accuracy", "worst_de
 (100 * by_method.agg(["mean", "std"])).round(1)
 
 # %% [markdown]
-# The deviation here is over seeds; the column `std` of a summary is over clients. With clients this
-# different, training alone is as good as Ditto on a client's own data, and neither personal model
-# knows the classes of others; the global model does. The worst decile says whether a few clients pay
-# for a good mean.
+# The standard deviation here is over seeds; the column `std` of a summary is over clients. These
+# clients differ so much that training alone is as good as Ditto on a client's own data. Personal
+# models of both do not know the classes of other clients; the global model does. The worst decile
+# shows whether a few clients pay for a good mean.
 #
-# Seeds are paired, so differences between methods are taken seed by seed and client by client:
+# Methods share their seeds, so differences between them are computed seed by seed and client by
+# client:
 
 # %%
 raypfl.compare(results, baseline="fedavg")
@@ -65,19 +67,19 @@ Image.open(draw(results, "comparison.png"))
 raypfl.report.write(results, "report.html")
 
 # %% [markdown]
-# The report is one HTML file without scripts: send it, archive it with a paper, print it. `raypfl
-# report runs` writes it for all runs in a folder.
+# The report is one HTML file without scripts: send it, archive it with a paper, or print it.
+# `raypfl report runs` writes one for all runs in a folder.
 #
 # ![A report: the best method in a sentence, the table of results, curves.](../images/report.png)
 #
-# What to read in it, from top to bottom:
+# Read it from top to bottom:
 #
 # - **The first sentence** names the best method on a client's own data, and in how many seeds it is
-#   ahead of the second. If the interval of the difference includes 0, take more seeds.
-# - **Results**: is the best mean also the best worst decile? Are probabilities calibrated (ECE)?
+#   ahead of the second best. If the interval of the difference includes 0, run more seeds.
+# - **Results**: does the best mean also have the best worst decile? Are probabilities calibrated
+#   (ECE)?
 # - **Learning**: is a curve still rising at the end? Then more rounds may change the order.
-# - **Accuracy for effort**: at the same number of megabytes, or of seconds, the order may be
-#   another one.
+# - **Accuracy for effort**: for the same number of megabytes or seconds, the order may be different.
 # - **Clients**: who gains from a personal model, and who loses?
-# - **Settings**: what was the same for all. Methods need their own learning rates to be compared
+# - **Settings**: what was the same for all methods? Methods need their own learning rates to be compared
 #   fairly: [search for them](search.md).

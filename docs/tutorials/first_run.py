@@ -1,11 +1,11 @@
 # %% [markdown]
 # # A first run
 #
-# Twenty clients hold handwritten digits, each its own mix of classes. [Ditto](../methods.md) trains
+# Twenty clients hold handwritten digits, and each has its own mix of classes. [Ditto](../methods.md) trains
 # one global model for all of them and a personal model for each. This takes a few seconds, and
 # nothing is downloaded: the digits are part of scikit-learn.
 #
-# Every tutorial is a [Python file](first_run.py) with cells: run it in Jupyter (with Jupytext) or
+# Every tutorial is a [Python file](first_run.py) with cells: run it in Jupyter (with Jupytext), in
 # VS Code, or as a script.
 
 # %%
@@ -16,14 +16,14 @@ result = raypfl.run(experiment)
 result
 
 # %% [markdown]
-# Left: accuracy by round. Right: the final accuracy of each client, from the worst to the best. The
-# table has the mean over clients, tested on a client's own data (`local`) and on everybody's
-# (`global`).
+# The left picture shows the accuracy by round, the right one the final accuracy of each client, from
+# the worst to the best. The table has means over clients, which are tested on their own data (`local`)
+# and on everybody's data (`global`).
 #
 # ## An experiment is a description
 #
-# `Experiment` holds settings and does nothing. What you do not name has a
-# [default](../settings.md), and a wrong name or value is refused at once, before anything runs:
+# `Experiment` only holds settings. A setting that you do not name has its
+# [default](../settings.md). A wrong name or value is refused at once, before anything runs:
 
 # %%
 try:
@@ -32,7 +32,7 @@ except raypfl.RaypflError as error:
     print(error)
 
 # %% [markdown]
-# It can be changed into another, and written to a file that `raypfl run` takes:
+# `override` returns a changed copy, and `to_yaml` gives a file that `raypfl run` takes:
 
 # %%
 longer = experiment.override(["rounds=60", "training.lr=0.05"])
@@ -42,9 +42,9 @@ print(*experiment.to_yaml().splitlines()[:8], "...", sep="\n")
 # %% [markdown]
 # ## The result
 #
-# Numbers are in tables ([PyArrow](https://arrow.apache.org/docs/python/), with `to_pandas()`): a
-# row a round, a row for each evaluated round, client, protocol and model, and a row for each
-# message.
+# Numbers are in [PyArrow](https://arrow.apache.org/docs/python/) tables, which have `to_pandas()`.
+# `rounds` has a row for each round; `evaluations` has one for each evaluated round, client, protocol
+# and model; `ledger` has one for each message.
 
 # %%
 for row in result.summary():
@@ -54,8 +54,8 @@ print(result.evaluations.num_rows, "rows:", result.evaluations.column_names)
 print(f"{result.megabytes[0]:.1f} MB up, {result.megabytes[1]:.1f} MB down")
 
 # %% [markdown]
-# So is what was trained. A model is a flat vector; `raypfl.trained_models` gives networks, from
-# images to logits.
+# The result also has the trained models, as flat vectors. `raypfl.trained_models` gives them as
+# networks that map images to logits.
 
 # %%
 print(result.global_model().shape)
@@ -67,8 +67,8 @@ network
 # %% [markdown]
 # ## The same bits
 #
-# A run's hash is that of all final weights, the server's and the clients'. It does not depend on
-# how many processes took part. The first run used Ray's processes; this one uses none but this:
+# A run's hash covers all final weights, the server's and the clients'. It does not depend on
+# the number of processes. The first run used Ray's processes; this one runs in the current process:
 
 # %%
 alone = raypfl.run(experiment.override(["engine.backend=inline"]))
@@ -76,8 +76,8 @@ print(result.weights_hash[:16], alone.weights_hash[:16])
 assert alone.weights_hash == result.weights_hash
 
 # %% [markdown]
-# The same on the command line: `raypfl run method=ditto method.lam=0.1 rounds=20
-# evaluation.every=2`. A run that was interrupted continues with `raypfl resume FOLDER`, or
+# The command line has the same: `raypfl run method=ditto method.lam=0.1 rounds=20
+# evaluation.every=2`. An interrupted run continues with `raypfl resume FOLDER`, or
 # `raypfl.resume(folder)`.
 #
 # Next: [a method of your own](own_method.md).

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Look inside a run
 #
-# What happens in a round, who took part, what was sent, what a client keeps, and how to stop in the
-# middle of it.
+# This page shows what happens in a round: who took part, what was sent, how to log more, and how to
+# stop in the middle of it.
 
 # %%
 import raypfl
@@ -13,8 +13,8 @@ from raypfl.methods import FedAvg
 # %% [markdown]
 # ## Listen
 #
-# A listener is a function that is called with every [event](../reference/runs.md) of a run, in this
-# process.
+# A listener is a function of yours. It is called in this process, with every
+# [event](../reference/runs.md) of a run.
 
 
 # %%
@@ -46,7 +46,7 @@ result.ledger.to_pandas()
 # %% [markdown]
 # ## Log from a method
 #
-# A subclass changes what it wants to, and logs numbers, tables and images. How far do clients move
+# A subclass of a method can log numbers, tables and images. This one answers: how far do clients move
 # from the global model?
 
 
@@ -74,9 +74,9 @@ measured.logged.to_pandas().pivot(index="round", columns="name", values="value")
 #
 # ## Stop in the middle
 #
-# With `engine.backend=inline` everything is in this process, so `breakpoint()` in `round` or
-# `train` stops there. With `engine.executor=sequential` clients train one by one, and a loss sees
-# numbers that can be printed:
+# With `engine.backend=inline`, everything runs in this process, so a `breakpoint()` in `round` or
+# `train` stops there. With `engine.executor=sequential`, clients train one by one, and a loss can
+# print its numbers:
 
 
 # %%
@@ -96,7 +96,7 @@ changes = ["rounds=1", "cohort.size=3", "evaluation.every=0", "engine.executor=s
 printed = raypfl.run(experiment.replace(method=Printed()).override(changes))
 
 # %% [markdown]
-# A mistake in a method ends the run, with your lines and the client:
+# A mistake in a method ends the run, and the error shows your lines and the client:
 
 
 # %%
@@ -113,10 +113,10 @@ except raypfl.RaypflError as error:
     print(error)
 
 # %% [markdown]
-# ## What is left
+# ## What stays on disk
 #
-# A run's folder has its settings, tables and checkpoints; `raypfl.resume(folder)` continues from
-# there, and `Result.load` reads it.
+# A run's folder has its settings, tables and checkpoints. `raypfl.resume(folder)` continues the run,
+# and `Result.load` reads it.
 
 # %%
 print(sorted(file.name for file in result.run_dir.iterdir()))
@@ -124,5 +124,5 @@ longer = raypfl.resume(result.run_dir, overrides=["rounds=6"])
 assert longer.weights_hash == raypfl.run(experiment.override(["rounds=6"])).weights_hash
 
 # %% [markdown]
-# The run of four rounds that was made longer has the same bits as one of six rounds.
-# [Architecture](../architecture.md) says why.
+# The run of four rounds, extended to six, has the same bits as a run of six rounds.
+# [Architecture](../architecture.md) explains why.

@@ -2,12 +2,12 @@
 # # Move to a cluster
 #
 # A run on a cluster is the run on your laptop with another address: same description, same code,
-# same bits. This page uses a Ray of two client processes on one machine; nothing on it changes with
-# more of them, or with more machines.
+# same bits. This page uses Ray with two client processes on one machine. Everything on it also holds
+# for more processes and more machines.
 #
 # ## Debug in one process
 #
-# Without Ray, everything is in this process, and a breakpoint stops where you put it.
+# Without Ray, everything runs in this process, and a breakpoint stops where you put it.
 
 # %%
 import ray
@@ -20,10 +20,11 @@ alone = raypfl.run(described.override(["engine.backend=inline"]))
 # %% [markdown]
 # ## Two processes
 #
-# With `engine.backend=ray`, the default, the server is a process and clients are in others. raypfl
-# connects to the cluster at `ray.address` or `$RAY_ADDRESS`; without them it starts a Ray on this
+# With `engine.backend=ray`, the default, the server and the clients run in separate processes. raypfl
+# connects to the cluster at `ray.address` or `$RAY_ADDRESS`. Without them, it starts Ray on this
 # machine, as here. Each client process reserves `ray.cpus_per_actor` and `ray.gpus_per_actor`
-# (0.25: four of them share a GPU), and there are as many of them as fit, or `ray.actors`.
+# (with 0.25, four of them share a GPU). `ray.actors` sets their number; by default, as many start as
+# fit.
 
 # %%
 spread = raypfl.run(described.override(["ray.actors=2"]))
@@ -40,19 +41,19 @@ assert alone.weights_hash == spread.weights_hash
 # %% [markdown]
 # ## What changes on several machines
 #
-# On a cluster that runs, only the address: `raypfl run FILE ray.address=HEAD:6379`. Or send the
-# experiment there as a job, with your own modules, and follow it: `raypfl submit run FILE`.
+# On a running cluster, only the address changes: `raypfl run FILE ray.address=HEAD:6379`. Or submit
+# the experiment as a job, with your own modules, and follow its log: `raypfl submit run FILE`.
 #
 # - **Code**: every node needs the same Python, Ray and raypfl; a [container](../install.md) has them.
 #   Modules of your own that the experiment names are sent along.
 # - **Data**: only the machine where the run starts needs the files. Other nodes fetch the prepared
 #   data once.
-# - **Failures**: a dead client process costs its group in flight, which runs again elsewhere. For a
-#   server that may move to another node, put checkpoints where all nodes can reach them:
+# - **Failures**: if a client process dies, its current group runs again elsewhere. If the server may
+#   move to another node, put checkpoints where all nodes can reach them:
 #   `checkpoint.location=s3://bucket/folder`. `raypfl resume` continues from there.
 #
-# [On a Ray cluster](../cluster.md) says what each setting does, [jobs](../jobs.md) how runs are
-# submitted, and [launchers](../../cluster/README.md) how a cluster is started on your own machines, on
-# AWS, Kubernetes or Slurm.
+# [On a Ray cluster](../cluster.md) says what each setting does, [jobs](../jobs.md) how to submit
+# runs, and [launchers](../../cluster/README.md) how to start a cluster on your own machines, on AWS,
+# Kubernetes or Slurm.
 #
 # Next: [a model for a new client](new_client.md).

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # A model for a new client
 #
-# A model is trained with the clients that are there. Later another one comes, with a few labelled
-# samples of its own, and wants a model too. FedRep shares a representation and gives each client an
-# output layer: a new client needs to train only that.
+# Training has ended, and a new client arrives. It has a few labelled samples of its own, and needs a
+# model too. FedRep shares a representation and gives each client its own output layer, so a new client
+# only has to train an output layer.
 
 # %%
 import torch
@@ -23,14 +23,14 @@ result = raypfl.run(experiment)
 result
 
 # %% [markdown]
-# `data.unseen_fraction` keeps a fifth of the clients out of training. The protocol `unseen` makes a
-# model for each of them after training, and tests it on samples that it was not made from: that is
-# how good the method is for new clients.
+# `data.unseen_fraction` keeps a fifth of the clients out of training. After training, the protocol
+# `unseen` makes a model for each of them and tests it on other samples than those it was made from.
+# This measures how good the method is for new clients.
 #
 # ## From samples to a model
 #
-# Here is one of them, as a client who was not in the run at all: images, as they are stored, and
-# labels.
+# Take one of these clients as if it had not been in the run at all: it has images, as they are stored,
+# and labels.
 
 # %%
 data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
@@ -43,8 +43,7 @@ made = models.personalize(x, y, held_out=0.25)
 print(f"{made.samples} samples, {made.held_out} held out, {made.seconds:.2f} s: {made.metrics['accuracy']:.2f} correct")
 
 # %% [markdown]
-# The global model has the same representation, and the output layer that nobody trained for this
-# client:
+# The global model has the same representation, but its output layer was not trained for this client:
 
 # %%
 x_test, y_test = (torch.as_tensor(part) for part in data.take(data.indices(newcomer, "test")))
@@ -55,7 +54,7 @@ with torch.no_grad():
 # %% [markdown]
 # ## Take it along
 #
-# The file needs neither the run nor its data, and holds tensors only: no code.
+# The file needs neither the run nor its data. It holds only tensors, and no code.
 
 # %%
 file = made.save("mine.safetensors")
@@ -63,8 +62,8 @@ model = raypfl.load_model(file)
 assert torch.equal(model(x_test), made.model(x_test))
 
 # %% [markdown]
-# On the command line: `raypfl personalize RUN --data samples.npz --out mine.safetensors`; for
-# clients elsewhere, `raypfl serve RUN`. [Models for new clients](../new_clients.md) has all methods
-# that have a way, and what each does.
+# On the command line, use `raypfl personalize RUN --data samples.npz --out mine.safetensors`, or
+# `raypfl serve RUN` for clients on other machines. [Models for new clients](../new_clients.md) lists
+# the methods that can do this, and how each does it.
 #
 # Next: [look inside](look_inside.md).

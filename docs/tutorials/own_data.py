@@ -1,14 +1,15 @@
 # %% [markdown]
 # # Your own data and network
 #
-# Four hospitals measure the same two values with instruments that are calibrated differently, and
-# want to tell sick from healthy. Such data is a function, and a network is a class.
+# Four hospitals measure the same two values, with instruments that are calibrated differently, and
+# want to tell sick patients from healthy ones. You describe such data by a function, and a network by
+# a class.
 #
 # ## Data
 #
 # A reader is a function that takes the settings of `data` and returns `RawData`: inputs, labels,
-# the names of the classes and, if samples come from somewhere, a group for each. Its other
-# parameters are options.
+# the names of the classes and, if samples have an origin, a group for each sample. Its other
+# parameters become options.
 
 # %%
 import numpy as np
@@ -40,7 +41,7 @@ def hospitals(config, spread: float = 1.0):
 # ## Network
 #
 # A network is a class or a function that returns an `nn.Module`. It gets the shape of a sample and
-# the number of outputs; its other parameters are options.
+# the number of outputs. Its other parameters become options.
 
 
 # %%
@@ -57,8 +58,8 @@ class TwoLayers(nn.Module):
 # %% [markdown]
 # ## Run
 #
-# Settings name them by module and name. `__name__` is this notebook; from files of your own, it is
-# `data="my_data:hospitals"`. `partition="by_column"` makes a client of each group.
+# Settings refer to both as `module:name`. `__name__` is this notebook; for a file of your own, write
+# `data="my_data:hospitals"`. `partition="by_column"` makes each group a client.
 
 # %%
 experiment = raypfl.Experiment(
@@ -74,8 +75,8 @@ result = raypfl.run(experiment)
 result
 
 # %% [markdown]
-# One model for all hospitals cannot be good for each: a healthy patient of one looks like a sick
-# one of another. Methods differ in what they keep on a client. [Partial
+# No single model can be good for all hospitals: a healthy patient of one looks like a sick patient of
+# another. Methods differ in which part of the model they keep on a client. [Partial
 # personalization](../methods.md) takes the names of your network's modules:
 
 # %%
@@ -87,7 +88,7 @@ for method in ["fedavg", "local", {"name": "fedper", "personal": "head"}, {"name
 # %% [markdown]
 # ## Predict
 #
-# A trained model is a network like yours, which takes samples as the reader gave them:
+# A trained model is a network like yours. It takes samples as the reader returned them:
 
 # %%
 network = raypfl.trained_models(result.run_dir).personal_model(0)

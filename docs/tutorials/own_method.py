@@ -1,9 +1,9 @@
 # %% [markdown]
 # # A method of your own
 #
-# SCAFFOLD (Karimireddy et al. 2020) corrects the drift of clients whose data differ. Server and
-# clients keep a *control variate* each, an estimate of their gradient. A local step is `y ← y - lr
-# · (gradient(y) - own + control)`. In raypfl this is one class.
+# SCAFFOLD (Karimireddy et al. 2020) corrects the drift of clients whose data differ. The server and
+# each client keep a *control variate*, an estimate of their gradient. A local step is
+# `y ← y - lr · (gradient(y) - own + control)`. In raypfl, the method is one class.
 
 # %%
 import torch
@@ -35,21 +35,21 @@ class Scaffold(FedAvg):
 # %% [markdown]
 # Read it from top to bottom:
 #
-# - `start` gives the server's state before the first round. FedAvg's has the global model `theta`,
-#   a flat vector.
+# - `start` returns the server's state before the first round. FedAvg's state has the global model
+#   `theta`, a flat vector.
 # - `round` runs on the server. `cohort.run` calls a function on the clients that take part, and
-#   returns its reply: what `Mean` marks is averaged.
+#   returns their reply, in which everything marked with `Mean` is averaged.
 # - `train` runs on the clients, for a group of K clients at once: `own` and `trained` are matrices
 #   with a row for each client. `clients.state` is what each client keeps between rounds.
-# - The global model is evaluated as FedAvg's is, because the class inherits `global_model`.
+# - The global model is evaluated as in FedAvg, because the class inherits `global_model`.
 #
-# Sampling, local SGD, states, checkpoints, evaluation and counting bytes are raypfl's part.
+# raypfl takes care of sampling, local SGD, states, checkpoints, evaluation and counting bytes.
 #
 # ## Does it learn?
 #
-# `engine.backend=inline` runs all in this process: to the same bits, with breakpoints and `print`,
-# and able to use a class that exists only in a notebook. On Ray, put the class into a file and name
-# it: `method=my_methods:Scaffold`.
+# `engine.backend=inline` runs everything in this process. It gives the same bits, allows breakpoints
+# and `print`, and can use a class that exists only in a notebook. For Ray, put the class into a file
+# and name it: `method=my_methods:Scaffold`.
 
 # %%
 experiment = raypfl.Experiment(
@@ -69,8 +69,8 @@ for name, result in [("FedAvg", fedavg), ("SCAFFOLD", scaffold)]:
 # %% [markdown]
 # ## Is it right?
 #
-# Checks that every method here has. **A limiting case**: in the first round all control
-# variates are zero, so it must be FedAvg, to the bit.
+# Every method in raypfl has checks like these. **A limiting case**: in the first round, all control
+# variates are zero, so SCAFFOLD must equal FedAvg, to the bit.
 
 # %%
 one = experiment.replace(rounds=1, evaluation={"every": 1})
@@ -88,8 +88,8 @@ print(f"{up:.1f} MB up, {down:.1f} MB down")
 scaffold.ledger.slice(0, 4).to_pandas()
 
 # %% [markdown]
-# **Its meaning**: with control variates, the server's is the mean of all clients', as long as all
-# have taken part.
+# **An invariant**: the server's control variate is the mean of all clients' control variates,
+# once all clients have taken part.
 
 # %%
 everybody = raypfl.run(experiment.override(["cohort.fraction=1", "rounds=3", "evaluation.every=0"]))
@@ -108,8 +108,8 @@ torch.testing.assert_close(scaffold.global_model(), packaged.global_model(), rto
 # %% [markdown]
 # ## What next
 #
-# [Write a method](../write_a_method.md) has all that a method can do: personal models, several
+# [Write a method](../write_a_method.md) shows all that a method can do: personal models, several
 # exchanges in a round, teachers, pools of public data, logged numbers and pictures. A
-# hyperparameter is a line in the class (`mu: float = 0.1`), and then a setting.
+# hyperparameter is a line in the class (`mu: float = 0.1`), which makes it a setting.
 #
 # Next: [your own data and network](own_data.md).

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Search for hyperparameters
 #
-# How strongly should Ditto pull a personal model to the global one, and at which learning rate? A
-# sweep names the experiment, the settings and their spaces. Ray Tune draws configurations and runs
-# them in parallel; trials that are behind stop early (ASHA).
+# How strongly should Ditto pull a personal model to the global one, and which learning rate is best? A
+# sweep describes the experiment, the settings to search, and their spaces. Ray Tune draws
+# configurations and runs them in parallel. Trials that fall behind stop early (ASHA).
 
 # %%
 import pandas as pd
@@ -27,11 +27,11 @@ outcome = raypfl.tune(
 pd.DataFrame(outcome.rows())
 
 # %% [markdown]
-# Configurations are judged on validation data, which each client holds out of its training samples.
-# Test data is refused: after a choice by it, it would no longer say how good a model is on new
-# data.
+# Configurations are compared on validation data, which each client holds out of its training samples.
+# Test data is refused: if it were used to choose a configuration, it would no longer show how good a
+# model is on new data.
 #
-# The best configuration is an experiment. Its test accuracy has not been looked at so far:
+# The best configuration is an experiment. So far, its test accuracy was not used:
 
 # %%
 best = raypfl.Experiment.from_yaml(outcome.folder / "best.yaml")
@@ -39,7 +39,7 @@ result = raypfl.run(best.override(["engine.backend=inline", "rounds=20"]))
 result
 
 # %% [markdown]
-# The folder of the sweep also has the table of trials and pictures of them:
+# The folder of the sweep also has a table of the trials, and pictures:
 
 # %%
 print([file.name for file in outcome.files])
