@@ -28,30 +28,30 @@ def refusal(**values) -> str:
 
 
 def method_names(planned: list[Experiment]) -> list[str]:
-    return [one.to_dict()["method"]["name"] for one in planned]
+    return [experiment.to_dict()["method"]["name"] for experiment in planned]
 
 
-def test_a_component_is_named_or_described_or_given():
+def test_a_component_is_a_name_a_description_or_an_object():
     expected = Experiment(method=Ditto(lam=2.0))
     assert Experiment(method={"name": "ditto", "lam": 2}) == expected
     assert Experiment(method="ditto").override(["method.lam=2"]) == expected
 
 
-def test_a_local_optimizer_is_named_or_described_or_given():
+def test_a_local_optimizer_is_a_name_a_description_or_an_object():
     expected = Experiment(training=TrainingSettings(lr=0.01, optimizer=Adam(beta1=0.5)))
     assert Experiment(training={"lr": 0.01, "optimizer": {"name": "adam", "beta1": 0.5}}) == expected
-    assert (
-        Experiment().override(["training.optimizer.beta1=0.5", "training.optimizer=adam", "training.lr=0.01"])
-        == expected
-    )
+
+    changes = ["training.optimizer.beta1=0.5", "training.optimizer=adam", "training.lr=0.01"]
+    assert Experiment().override(changes) == expected
     assert expected.override(["training.optimizer=sgd", "training.lr=0.1"]) == Experiment()
     assert Experiment(training={"optimizer": "sgd", "momentum": 0.9}).training.local_optimizer == SGD(momentum=0.9)
+
     (compared,) = experiments({"training": {"optimizer": "adam", "lr": 0.01}}, ["training.optimizer.beta1=0.5"])
     assert compared == expected
 
 
 class Phased(FedAvg):
-    """Has an optimizer of its own."""
+    """Has a local optimizer as an option."""
 
     head_optimizer: LocalOptimizer = SGD(momentum=0.9)
 
@@ -64,12 +64,13 @@ def test_a_method_may_have_a_local_optimizer_as_an_option():
     described = {"name": f"{__name__}:Phased", "head_optimizer": {"name": "adamw", "eps": 1e-3}}
     assert Experiment(method=described) == Experiment.from_yaml(expected.to_yaml()) == expected
     assert Experiment(method=Phased()).override(["method.head_optimizer=adamw"]).method.head_optimizer == AdamW()
-    said = refusal(method={"name": f"{__name__}:Phased", "head_optimizer": {"name": "adam", "beta": 1}})
-    assert "method.head_optimizer.beta is not an option of adam; did you mean" in said
+
+    message = refusal(method={"name": f"{__name__}:Phased", "head_optimizer": {"name": "adam", "beta": 1}})
+    assert "method.head_optimizer.beta is not an option of adam; did you mean" in message
 
 
 @pytest.mark.parametrize(
-    "training, said",
+    ("training", "sentence"),
     [
         (
             {"optimizer": "adam", "momentum": 0.9},
@@ -82,29 +83,31 @@ def test_a_method_may_have_a_local_optimizer_as_an_option():
         ({"optimizer": "adam", "lrr": 3}, "training.lrr is not a setting of training; did you mean 'lr'?"),
     ],
 )
-def test_a_local_optimizer_that_cannot_be_is_refused(training, said):
-    assert said in refusal(training=training)
+def test_an_invalid_local_optimizer_is_refused(training, sentence):
+    assert sentence in refusal(training=training)
 
 
-def test_a_method_of_a_comparison_may_have_settings_of_its_own():
-    own = {"training": {"lr": 0.05, "optimizer": "adam"}, "model": {"name": "lenet"}, "rounds": 7}
+def test_a_method_of_a_comparison_may_have_its_own_settings():
+    settings = {"training": {"lr": 0.05, "optimizer": "adam"}, "model": {"name": "lenet"}, "rounds": 7}
     values = {
-        "methods": ["fedavg", {"name": "ditto", "lam": 2, "settings": own}],
+        "methods": ["fedavg", {"name": "ditto", "lam": 2, "settings": settings}],
         "training": {"epochs": 3},
         "seeds": 2,
     }
-    fedavg, again, ditto, _ = experiments(values, ["training.lr=0.2", "training.batch_size=5"])
-    assert fedavg.method == again.method == FedAvg() and fedavg.training == TrainingSettings(
-        lr=0.2, epochs=3, batch_size=5
-    )
+
+    fedavg, second_seed, ditto, _ = experiments(values, ["training.lr=0.2", "training.batch_size=5"])
+
+    assert fedavg.method == second_seed.method == FedAvg()
+    assert fedavg.training == TrainingSettings(lr=0.2, epochs=3, batch_size=5)
     assert ditto.method == Ditto(lam=2.0) and (ditto.model.name, ditto.model.options, ditto.rounds) == ("lenet", {}, 7)
     assert ditto.training == TrainingSettings(lr=0.05, epochs=3, batch_size=5, optimizer=Adam())
-    (same,) = experiments({"method": {"name": "ditto", "settings": {"model.hidden": [3], "training.lr": 0.05}}})
-    assert same.model.options == {"hidden": [3]} and same.training.lr == 0.05
+
+    (alone,) = experiments({"method": {"name": "ditto", "settings": {"model.hidden": [3], "training.lr": 0.05}}})
+    assert alone.model.options == {"hidden": [3]} and alone.training.lr == 0.05
 
 
 @pytest.mark.parametrize(
-    "settings, said",
+    ("settings", "sentence"),
     [
         (
             {"partition.alpha": 1},
@@ -117,21 +120,21 @@ def test_a_method_of_a_comparison_may_have_settings_of_its_own():
         ("fast", "settings of method 'ditto' is 'fast'; it must be dotted keys and values"),
     ],
 )
-def test_settings_of_a_methods_own_that_cannot_be_are_refused(settings, said):
-    with pytest.raises(ConfigError, match=re.escape(said)):
+def test_invalid_settings_of_a_method_are_refused(settings, sentence):
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
         experiments({"methods": ["fedavg", {"name": "ditto", "settings": settings}]})
 
 
 def test_options_without_a_name_are_those_of_the_default():
-    assert Experiment(partition={"clients": 7}, method={"server_lr": 0.5}, model={"hidden": [5]}) == Experiment(
+    without_names = Experiment(partition={"clients": 7}, method={"server_lr": 0.5}, model={"hidden": [5]})
+    assert without_names == Experiment(
         partition=Dirichlet(clients=7), method=FedAvg(server_lr=0.5), model={"name": "mlp", "hidden": [5]}
     )
 
 
 def test_a_partition_is_an_instance_with_its_options():
-    assert Experiment(partition={"name": "dirichlet", "clients": 5, "alpha": 1}).partition == Dirichlet(
-        clients=5, alpha=1.0
-    )
+    described = Experiment(partition={"name": "dirichlet", "clients": 5, "alpha": 1})
+    assert described.partition == Dirichlet(clients=5, alpha=1.0)
 
 
 @pytest.mark.parametrize(
@@ -145,18 +148,18 @@ def test_a_partition_is_an_instance_with_its_options():
         {"training": {"lr": np.float64(0.3)}, "seed": np.int64(2), "name": "Ångström"},
     ],
 )
-def test_yaml_gives_back_an_equal_experiment(values):
+def test_an_experiment_written_as_yaml_and_read_again_is_equal(values):
     experiment = Experiment(**values)
     assert Experiment.from_yaml(experiment.to_yaml()) == experiment
 
 
-def test_a_file_is_read_as_its_text_is(tmp_path: Path):
+def test_a_file_and_its_text_describe_the_same_experiment(tmp_path: Path):
     path = tmp_path / "mine.yaml"
     path.write_text("rounds: 3\nmethod: ditto\n")
     assert Experiment.from_yaml(path) == Experiment.from_yaml(str(path)) == Experiment(rounds=3, method="ditto")
 
 
-def test_an_experiment_travels_to_other_processes():
+def test_an_experiment_can_be_pickled():
     experiment = Experiment(method="ditto")
     assert pickle.loads(pickle.dumps(experiment)) == experiment
 
@@ -252,7 +255,7 @@ def test_a_run_from_before_clients_per_actor_became_the_group_size_can_be_read()
         ({"name": "a/b"}, "name is 'a/b'; it must be letters, digits"),
     ],
 )
-def test_a_mistake_is_told_in_a_sentence(values, sentence):
+def test_a_mistake_is_explained_in_a_sentence(values, sentence):
     assert sentence in refusal(**values)
 
 
@@ -268,7 +271,7 @@ NEEDED = {
     "privacy.clip": ["privacy.noise=1"],
     "privacy.delta": ["privacy.noise=1"],
 }
-"""What gives a setting an effect."""
+"""Setting -> the assignments without which it has no effect, so that it would be refused for that."""
 
 NUMBERS = [name for name in SETTINGS if SETTINGS.type(name).split()[0] in ("integer", "number")]
 
@@ -294,16 +297,14 @@ def test_a_boolean_is_no_number(assignment, key):
         experiments(described, [assignment, *NEEDED.get(key, [])])
 
 
-def test_all_mistakes_are_told_at_once():
+def test_all_mistakes_are_reported_at_once():
     text = refusal(rounds=0, training={"momentun": 0.9}, partition={"name": "iid", "clients": 0}, method="dito")
     assert text.startswith("The experiment has 4 mistakes:")
     for part in ("rounds is 0", "training.momentun", "partition.clients is 0", "'dito'"):
         assert part in text
 
 
-def test_an_object_that_was_made_in_code_is_checked_as_well():
-    from raypfl.learning.settings import TrainingSettings
-
+def test_settings_built_in_python_are_checked_as_well():
     assert "training.lr is -1" in refusal(training=TrainingSettings(lr=-1))
 
 
@@ -326,7 +327,7 @@ def test_text_that_is_no_experiment_is_refused_with_its_place(text, sentence):
 
 
 @pytest.mark.parametrize("text", ["", "# rounds: 3\n"])
-def test_a_file_that_holds_nothing_is_refused(tmp_path: Path, text):
+def test_an_empty_file_is_refused(tmp_path: Path, text):
     (tmp_path / "mine.yaml").write_text(text)
     for read in (Experiment.from_yaml, experiments):
         with pytest.raises(ConfigError, match=r"mine\.yaml is empty; write 'key: value' lines"):
@@ -364,7 +365,7 @@ def test_overriding_leaves_the_original_as_it_was():
         ("lr=1", "did you mean 'training.lr'?"),
     ],
 )
-def test_an_override_that_makes_no_sense_is_told(word, sentence):
+def test_an_override_that_makes_no_sense_is_refused(word, sentence):
     with pytest.raises(ConfigError) as error:
         Experiment().override([word])
     assert sentence in str(error.value)
@@ -378,15 +379,15 @@ def test_replacing_a_field_keeps_the_others():
 def test_a_comparison_runs_each_method_with_each_seed():
     planned = experiments("methods: [fedavg, ditto]\nseeds: 2\nseed: 5\n")
     assert method_names(planned) == ["fedavg", "fedavg", "ditto", "ditto"]
-    assert [one.seed for one in planned] == [5, 6, 5, 6]
+    assert [experiment.seed for experiment in planned] == [5, 6, 5, 6]
 
 
 def test_a_method_option_reaches_the_compared_methods_that_have_it():
     planned = experiments("methods: [fedavg, ditto]\n", ["method.lam=3", "method.server_lr=0.5"])
-    assert [one.method for one in planned] == [FedAvg(server_lr=0.5), Ditto(lam=3.0, server_lr=0.5)]
+    assert [experiment.method for experiment in planned] == [FedAvg(server_lr=0.5), Ditto(lam=3.0, server_lr=0.5)]
 
 
-def test_a_method_option_that_no_compared_method_has_is_told():
+def test_a_method_option_that_no_compared_method_has_is_refused():
     with pytest.raises(ConfigError, match="lamda is not an option of fedavg or ditto; did you mean 'lam'"):
         experiments("methods: [fedavg, ditto]\n", ["method.lamda=3"])
 
@@ -417,11 +418,11 @@ def test_every_recipe_describes_experiments():
         assert RECIPES.summary(name)
 
 
-def test_a_recipe_that_does_not_exist_is_told_with_the_nearest():
+def test_the_error_for_an_unknown_recipe_names_the_nearest():
     with pytest.raises(ConfigError, match="no recipe called 'digts'; did you mean 'digits'"):
         RECIPES.text("digts")
 
 
-def test_a_list_that_holds_itself_is_refused():
+def test_a_list_that_contains_itself_is_refused():
     with pytest.raises(ConfigError, match=r"not valid YAML: .*contains itself"):
         experiments({}, ["ray.mixed_devices=&a [*a]"])

@@ -41,13 +41,15 @@ WITHOUT_EFFECT = {
 }
 
 
-def said(make: Callable[[], object]) -> str:
+def refusal(make: Callable[[], object]) -> str:
+    """The error message of a call that must be refused."""
     with pytest.raises(ConfigError) as caught:
         make()
     return str(caught.value)
 
 
 def nested(assignments: list[str]) -> dict[str, Any]:
+    """Dotted assignments as the nested dict of a description."""
     values: dict[str, Any] = {}
     for path, value in parse_assignments(assignments):
         assign(values, path, value)
@@ -56,22 +58,22 @@ def nested(assignments: list[str]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("setting", WITHOUT_EFFECT)
 def test_a_setting_without_effect_is_refused_in_every_way_and_order(setting: str):
-    assignments = WITHOUT_EFFECT[setting]
-    for order in permutations(assignments):
+    for order in permutations(WITHOUT_EFFECT[setting]):
         for make in (
             lambda order=order: experiments({}, order),
             lambda order=order: Experiment().override(order),
             lambda order=order: Experiment(**nested(list(order))),
         ):
-            assert f"{setting} is" in said(make) and "has no effect while" in said(make)
+            message = refusal(make)
+            assert f"{setting} is" in message and "has no effect while" in message
 
 
-def test_a_setting_is_refused_at_its_default_too_unless_the_one_that_it_depends_on_is_given():
-    assert "set privacy.noise, or leave" in said(lambda: Experiment(privacy={"clip": 1.0}))
-    assert "set privacy.noise, or leave" in said(lambda: Experiment().override(["privacy.clip=1"]))
+def test_a_setting_is_refused_at_its_default_too_unless_the_setting_it_depends_on_is_given():
+    assert "set privacy.noise, or leave" in refusal(lambda: Experiment(privacy={"clip": 1.0}))
+    assert "set privacy.noise, or leave" in refusal(lambda: Experiment().override(["privacy.clip=1"]))
     Experiment(privacy={"clip": 1.0, "noise": None})  # as a complete description has it
     Experiment(privacy=PrivacySettings(clip=1.0))
-    assert "no effect" in said(lambda: Experiment(privacy=PrivacySettings(clip=2.0)))
+    assert "no effect" in refusal(lambda: Experiment(privacy=PrivacySettings(clip=2.0)))
 
 
 @pytest.mark.parametrize(
@@ -84,42 +86,45 @@ def test_a_setting_is_refused_at_its_default_too_unless_the_one_that_it_depends_
         (["ray.actors=2"], "engine.backend=inline"),
     ],
 )
-def test_what_a_change_leaves_without_effect_gets_its_default_again(first: list[str], change: str):
+def test_a_setting_that_a_change_leaves_without_effect_is_reset_to_its_default(first: list[str], change: str):
     changed = Experiment().override(first).override([change])
     assert changed == Experiment().override([change]) == Experiment.from_yaml(changed.to_yaml())
+
     (compared,) = experiments(nested(first), [change])
     assert compared == changed
 
 
-def test_a_file_is_refused_for_its_own_mistake_whatever_is_changed():
-    assert "privacy.clip is 0.5" in said(lambda: experiments({"privacy": {"clip": 0.5}}, ["rounds=3"]))
+def test_a_mistake_in_a_file_is_refused_whatever_is_overridden():
+    assert "privacy.clip is 0.5" in refusal(lambda: experiments({"privacy": {"clip": 0.5}}, ["rounds=3"]))
 
 
 def test_an_option_goes_to_the_methods_of_a_comparison_in_which_it_has_an_effect():
     methods = ["fedavg", {"name": "fedavg", "server_optimizer": "adam"}]
     plain, adam = experiments({"methods": methods}, ["method.server_beta1=0.5"])
     assert plain.method == FedAvg() and adam.method == FedAvg(server_optimizer="adam", server_beta1=0.5)
+
     changed = experiments({"method": "fedavg"}, ["method.server_beta1=0.5", "method.server_optimizer=adam"])
     assert changed[0].method == adam.method
-    assert "set method.server_optimizer to" in said(lambda: experiments({}, ["method.server_beta1=0.5"]))
+    assert "set method.server_optimizer to" in refusal(lambda: experiments({}, ["method.server_beta1=0.5"]))
 
 
 @pytest.mark.parametrize("name", list(METHODS))
 def test_every_number_of_a_method_has_a_range(name: str):
-    outside = {float: math.nan, float | None: math.nan, int: -1, int | None: -1}
+    out_of_range = {float: math.nan, float | None: math.nan, int: -1, int | None: -1}
     for option, hint in typing.get_type_hints(METHODS.get(name)).items():
-        if hint in outside:
-            wrong = {"name": name, option: outside[hint]}
-            assert f"method.{option} is {outside[hint]}" in said(lambda method=wrong: Experiment(method=method))
+        if hint in out_of_range:
+            value = out_of_range[hint]
+            invalid = {"name": name, option: value}
+            assert f"method.{option} is {value}" in refusal(lambda method=invalid: Experiment(method=method))
 
 
-def test_a_range_is_kept_by_a_subclass_that_has_another_default():
-    assert "it must be 0 or more" in said(lambda: Experiment(method={"name": "fedbabu", "finetune_epochs": -1}))
-    assert "method.server_lr is 0.0; it must be above 0" in said(lambda: Experiment(method={"server_lr": 0}))
+def test_an_option_keeps_its_range_in_a_subclass_with_another_default():
+    assert "it must be 0 or more" in refusal(lambda: Experiment(method={"name": "fedbabu", "finetune_epochs": -1}))
+    assert "method.server_lr is 0.0; it must be above 0" in refusal(lambda: Experiment(method={"server_lr": 0}))
 
 
 class Overriding(FedAvg):
-    """Has a round of its own, without the server's optimizer; reads one option in a helper, and one never."""
+    """Overrides `round`, so that no server optimizer is read; reads one option in a helper, and one never."""
 
     strength: float = 1.0
     unread: float = 1.0
@@ -129,7 +134,7 @@ class Overriding(FedAvg):
 
 
 class ByName(Overriding):
-    """May read anything."""
+    """Reads an option by a name that no check of its code can see, so all of its options may be read."""
 
     def round(self, server: dict[str, Any], cohort: Cohort) -> None:
         cohort.log(**{name: getattr(self, name) for name in ("unread",)})
@@ -142,11 +147,12 @@ def scaled(method: Overriding, theta: Tensor) -> Tensor:
 def test_an_option_that_a_method_never_reads_is_refused_when_it_is_set():
     server = {"server_optimizer", "server_lr", "server_beta1", "server_beta2", "server_tau"}
     assert unread_options(Overriding) == {"unread", *server}
+
     name = f"{__name__}:Overriding"
     assert Experiment(method={"name": name, "strength": 2, "weighting": "uniform"})
-    text = said(lambda: Experiment(method={"name": name, "unread": 2}))
-    assert "method.unread is 2.0, which nothing that Overriding does in a run reads" in text
-    assert "method.server_lr is 0.5" in said(lambda: Experiment(method=Overriding(server_lr=0.5)))
+    message = refusal(lambda: Experiment(method={"name": name, "unread": 2}))
+    assert "method.unread is 2.0, which nothing that Overriding does in a run reads" in message
+    assert "method.server_lr is 0.5" in refusal(lambda: Experiment(method=Overriding(server_lr=0.5)))
     assert not unread_options(ByName)
 
 
@@ -155,7 +161,7 @@ def test_every_option_of_every_method_is_read(name: str):
     assert not unread_options(METHODS.get(name))
 
 
-def test_a_run_that_recorded_a_setting_without_effect_can_still_be_read():
+def test_a_record_with_a_setting_without_effect_can_still_be_read():
     record = Experiment(training={"steps": 20}).to_yaml().replace("epochs: 1", "epochs: 5", 1)
-    assert "no effect" in said(lambda: Experiment.from_yaml(record))
+    assert "no effect" in refusal(lambda: Experiment.from_yaml(record))
     assert Experiment.from_record(record) == Experiment(training={"steps": 20})

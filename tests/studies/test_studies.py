@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import csv
-import json
 import os
-import re
 import signal
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,10 +16,8 @@ import matplotlib.image
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from typer.testing import CliRunner
 
 import raypfl
-from raypfl.cli.app import app
 from raypfl.common.errors import ConfigError
 from raypfl.engine.events import RoundFinished, RunStarted
 from raypfl.runs.result import is_finished
@@ -32,6 +29,9 @@ from raypfl.studies.entries import TableEntry
 from raypfl.studies.layout import as_latex, blocks, markdown
 from raypfl.studies.picture import draw
 from raypfl.studies.worker import run_cell
+from tests.support.command import raypfl as command
+from tests.support.command import told
+from tests.support.pages import blocks as yaml_blocks
 
 TINY = """\
 seeds: 2
@@ -73,23 +73,23 @@ def cells_of(source: str, *assignments: str, only: tuple[str, ...] = ()) -> list
     return plan(select(study, only), assignments)
 
 
-def told(*words: str) -> dict:
-    result = CliRunner().invoke(app, ["study", *words, "--json", "--quiet"])
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
-
-
 class Watch:
-    """Hears a study; sends this process a signal when a cell has done so many rounds."""
+    """A study's listener; sends this process a signal when a cell has finished a round.
+
+    Attributes
+    ----------
+    first_rounds : cell -> the round after which it started or went on.
+    """
 
     def __init__(self, cell: int = -1, round: int = 0, number: int = signal.SIGINT):
-        self.wanted, self.number = (cell, round), number
-        self.begun: dict[int, int] = {}
+        self.target = (cell, round)
+        self.number = number
+        self.first_rounds: dict[int, int] = {}
 
     def __call__(self, cell: int, event: object) -> None:
         if isinstance(event, RunStarted):
-            self.begun[cell] = event.first_round
-        if isinstance(event, RoundFinished) and (cell, event.round) == self.wanted:
+            self.first_rounds[cell] = event.first_round
+        if isinstance(event, RoundFinished) and (cell, event.round) == self.target:
             os.kill(os.getpid(), self.number)
 
 
@@ -98,22 +98,20 @@ class Watch:
 
 def test_cells_are_all_methods_in_all_settings_seed_by_seed():
     cells = cells_of("tiny.yaml")
-    assert [(c.method, c.across, c.experiment.seed) for c in cells] == [
-        (method, across, seed)
-        for seed in (0, 1)
-        for across in ("Dir(0.1)", "Dir(1.0)")
-        for method in ("FedAvg", "Ditto")
-    ]
-    assert [c.experiment.method.lam for c in cells if c.method == "Ditto"] == [1.0, 2.0, 1.0, 2.0]
-    assert [c.experiment.partition.alpha for c in cells[:4]] == [0.1, 0.1, 1.0, 1.0]
+    order = product((0, 1), ("Dir(0.1)", "Dir(1.0)"), ("FedAvg", "Ditto"))
+    assert [(cell.experiment.seed, cell.across, cell.method) for cell in cells] == list(order)
+    assert [cell.experiment.method.lam for cell in cells if cell.method == "Ditto"] == [1.0, 2.0, 1.0, 2.0]
+    assert [cell.experiment.partition.alpha for cell in cells[:4]] == [0.1, 0.1, 1.0, 1.0]
 
 
-def test_a_method_of_a_study_may_have_settings_of_its_own_and_a_setting_of_the_study_may_change_them(tiny: Path):
+def test_a_methods_settings_go_before_the_studys_and_may_differ_between_columns(tiny: Path):
     values = yaml.safe_load(TINY)
     values["methods"]["Ditto"] = {"name": "ditto", "settings": {"training.lr": 0.05, "model.hidden": [9]}}
     values["across"]["Dir(1.0)"]["methods"] = {"Ditto": {"settings": {"training.lr": 0.01}}}
     (tiny / "own.yaml").write_text(yaml.safe_dump(values))
+
     cells = cells_of("own.yaml", "seeds=1", "training.lr=0.3")
+
     assert {(cell.method, cell.across): cell.experiment.training.lr for cell in cells} == {
         ("FedAvg", "Dir(0.1)"): 0.3,
         ("FedAvg", "Dir(1.0)"): 0.3,
@@ -123,37 +121,46 @@ def test_a_method_of_a_study_may_have_settings_of_its_own_and_a_setting_of_the_s
     assert {cell.method for cell in cells if cell.experiment.model.options.get("hidden") == [9]} == {"Ditto"}
 
 
-def test_only_chooses_by_labels_whatever_their_case_and_punctuation():
-    assert {c.position for c in cells_of("tiny.yaml", only=("ditto", "dir 0.1"))} == {("Ditto", "", "Dir(0.1)")}
-    assert {c.position[0] for c in cells_of("tiny.yaml", only=("DIR(0.1)",))} == {"FedAvg", "Ditto"}
-    table = {c.position for c in cells_of("fednh-table1", only=("FedNH", "fedavg", "cifar10"))}
-    assert {place[:2] for place in table} == {("FedNH", "CIFAR-10"), ("FedAvg", "CIFAR-10")}
+def test_only_matches_labels_whatever_their_case_and_punctuation():
+    def positions(source: str, *only: str) -> set[tuple[str, str, str]]:
+        return {cell.position for cell in cells_of(source, only=only)}
+
+    assert positions("tiny.yaml", "ditto", "dir 0.1") == {("Ditto", "", "Dir(0.1)")}
+    assert {method for method, _, _ in positions("tiny.yaml", "DIR(0.1)")} == {"FedAvg", "Ditto"}
+    table = positions("fednh-table1", "FedNH", "fedavg", "cifar10")
+    assert {(method, down) for method, down, _ in table} == {("FedNH", "CIFAR-10"), ("FedAvg", "CIFAR-10")}
+
     with pytest.raises(ConfigError, match=r"no setting of fednh-table1; did you mean 'fednh'\?"):
         cells_of("fednh-table1", only=("fednhh",))
 
 
-def test_a_cell_is_known_by_what_decides_its_result_and_by_nothing_else():
+def test_a_cells_identity_depends_on_the_settings_that_decide_its_result_alone():
     (cell,) = cells_of("tiny.yaml", "seeds=1", only=("FedAvg", "Dir(0.1)"))
-    same = ["ray.cpus_per_actor=2", "checkpoint.every=7", "output=elsewhere", "name=other", "engine.backend=ray"]
-    other = ["training.lr=0.5", "seed=1", "rounds=5", "engine.executor=sequential", "data.test_fraction=0.3"]
-    assert {identity(cell.experiment.override([one])) for one in same} == {identity(cell.experiment)}
-    assert len({identity(cell.experiment.override([one])) for one in other} | {identity(cell.experiment)}) == 6
+    whole = identity(cell.experiment)
+
+    without_effect = [
+        *("ray.cpus_per_actor=2", "checkpoint.every=7", "output=elsewhere", "name=other", "engine.backend=ray")
+    ]
+    assert {identity(cell.experiment.override([assignment])) for assignment in without_effect} == {whole}
+
+    decisive = ["training.lr=0.5", "seed=1", "rounds=5", "engine.executor=sequential", "data.test_fraction=0.3"]
+    assert len({identity(cell.experiment.override([assignment])) for assignment in decisive} | {whole}) == 6
 
 
-def test_a_study_that_extends_another_adds_to_it_takes_away_and_is_held_against_it(tiny: Path):
+def test_a_study_that_extends_another_adds_and_drops_methods_and_is_compared_with_it(tiny: Path):
     (tiny / "mine.yaml").write_text(
         "extends: tiny.yaml\nexperiment: {training: {lr: 0.5}}\nmethods: {FedAvg: null, FedPer: fedper}\n"
         "metrics: {PM: {protocol: local}}\n"
     )
     study, reference = load("mine.yaml")
     assert (study.name, list(study.methods), reference.name) == ("mine", ["Ditto", "FedPer"], "tiny")
-    cells = plan(study)
-    lines = deviations(reference, study, cells, plan(reference), {})
+
+    lines = deviations(reference, study, plan(study), plan(reference), {})
     assert "training.lr is 0.5, not 0.1." in lines
     assert "FedPer: not in the published table." in lines and "1 of 2 methods: without FedAvg." in lines
 
 
-def test_a_study_that_extends_another_keeps_its_metrics_but_those_that_are_null(tiny: Path):
+def test_a_study_that_extends_another_keeps_its_metrics_except_those_set_to_null(tiny: Path):
     (tiny / "mine.yaml").write_text("extends: tiny.yaml\nmetrics: {GM: null, WD: {protocol: local, value: std}}\n")
     study, reference = load("mine.yaml")
     assert list(study.metrics) == ["PM", "WD"]
@@ -161,11 +168,12 @@ def test_a_study_that_extends_another_keeps_its_metrics_but_those_that_are_null(
     assert study.metrics["PM"].value is None
 
 
-def test_each_data_set_of_a_study_may_lie_in_a_folder_of_its_own_in_a_format_of_its_own():
+def test_each_data_set_of_a_study_may_have_its_own_folder_and_format():
     words = ["datasets.cifar10={name: parquet, root: /ten}", "datasets.cifar100=/hundred"]
     cell, *_ = cells_of("perada-table1", *words, only=("PerAda", "CIFAR-10"))
     data = cell.experiment.to_dict()["data"]
     assert (data["name"], data["root"]) == ("parquet", "/ten")
+
     pools = data["pools"]
     assert (pools["auxiliary"]["name"], pools["auxiliary"]["root"]) == ("cifar100", "/hundred")
     assert pools["validation"] == 0.1 and pools["ood/cifar10_1"]["root"] is None
@@ -174,9 +182,10 @@ def test_each_data_set_of_a_study_may_lie_in_a_folder_of_its_own_in_a_format_of_
         cells_of("perada-table1", "datasets.cifar=/x", only=("CIFAR-10",))
 
 
-def test_data_that_is_missing_is_one_sentence_before_any_cell_runs(tiny: Path):
-    result = CliRunner().invoke(app, ["study", "perada-table1", "data.root=nowhere", "--only", "cifar10,chexpert"])
+def test_missing_data_is_reported_once_for_each_block_before_any_cell_runs(tiny: Path):
+    result = command("study", "perada-table1", "data.root=nowhere", "--only", "cifar10,chexpert")
     assert result.exit_code == 2
+
     lines = [line for line in result.stderr.splitlines() if "cannot run" in line]
     assert len(lines) == 2 and "17 of 34 cells (CIFAR-10) cannot run." in lines[0], result.stderr
     assert "datasets.NAME=FOLDER" in result.stderr
@@ -237,7 +246,7 @@ def test_published_numbers_may_be_listed_by_metric(tiny: Path):
 )
 def test_a_mistake_in_a_study_is_refused_with_the_nearest_before_anything_runs(tiny: Path, old, new, sentence):
     (tiny / "tiny.yaml").write_text(TINY.replace(old, new))
-    result = CliRunner().invoke(app, ["study", "tiny.yaml"])
+    result = command("study", "tiny.yaml")
     assert result.exit_code == 2 and sentence in result.stderr, result.output
     assert not (tiny / "runs").exists()
 
@@ -252,7 +261,7 @@ def test_a_mistake_in_a_study_is_refused_with_the_nearest_before_anything_runs(t
     ],
 )
 def test_a_mistake_in_the_command_is_a_sentence(words, sentence):
-    result = CliRunner().invoke(app, ["study", *words])
+    result = command("study", *words)
     assert result.exit_code == 2 and sentence in result.stderr, result.output
 
 
@@ -262,33 +271,35 @@ def test_a_mistake_in_the_command_is_a_sentence(words, sentence):
 def test_a_stopped_study_goes_on_without_redoing_what_is_finished_and_to_the_same_bits():
     cells = cells_of("tiny.yaml", "seeds=1")
     stopped = running.run(cells, Watch(cell=1, round=2))
-    assert [one.status for one in stopped] == ["finished", "stopped", "stopped", "stopped"]
+    assert [outcome.status for outcome in stopped] == ["finished", "stopped", "stopped", "stopped"]
     before = {file: file.stat().st_mtime_ns for file in cells[0].folder.rglob("*") if file.is_file()}
 
     watch = Watch()
-    assert {one.status for one in running.run(cells, watch)} == {"finished"}
-    assert watch.begun == {1: 2, 2: 0, 3: 0}
+    assert {outcome.status for outcome in running.run(cells, watch)} == {"finished"}
+    assert watch.first_rounds == {1: 2, 2: 0, 3: 0}
     assert {file: file.stat().st_mtime_ns for file in before} == before
 
     whole = raypfl.run(cells[1].experiment.replace(output="apart"))
     assert raypfl.Result.load(cells[1].folder).weights_hash == whole.weights_hash
     again = Watch()
     running.run(cells, again)
-    assert again.begun == {}
+    assert again.first_rounds == {}
 
 
 def test_a_study_whose_process_is_killed_goes_on_from_the_last_checkpoint(tiny: Path):
-    killed = (
+    program = (
         "import signal; from tests.studies.test_studies import Watch, cells_of, running;"
         "running.run(cells_of('tiny.yaml', 'seeds=1'), Watch(cell=1, round=3, number=signal.SIGKILL))"
     )
     root = str(Path(__file__).parents[2])
-    done = subprocess.run([sys.executable, "-c", killed], env=os.environ | {"PYTHONPATH": root}, check=False)
-    assert done.returncode == -signal.SIGKILL
-    cells, watch = cells_of("tiny.yaml", "seeds=1"), Watch()
+    killed = subprocess.run([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": root}, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    cells = cells_of("tiny.yaml", "seeds=1")
     assert [is_finished(cell.folder) for cell in cells] == [True, False, False, False]
+
+    watch = Watch()
     running.run(cells, watch)
-    assert watch.begun == {1: 2, 2: 0, 3: 0}
+    assert watch.first_rounds == {1: 2, 2: 0, 3: 0}
     assert all(is_finished(cell.folder) for cell in cells)
 
 
@@ -297,10 +308,12 @@ def test_cells_on_ray_are_stopped_with_a_checkpoint_and_end_with_the_bits_of_an_
     (tiny / "tiny.yaml").write_text(TINY.replace("FedAvg: fedavg", "FedAvg: tests.support.federated_methods:Slow"))
     cells = cells_of("tiny.yaml", "seeds=1", "engine.backend=ray", "rounds=20", only=("FedAvg",))
     stopped = running.run(cells, Watch(cell=0, round=2))
-    assert [one.status for one in stopped] == ["stopped", "stopped"]
+    assert [outcome.status for outcome in stopped] == ["stopped", "stopped"]
+
     watch = Watch()
-    assert [one.status for one in running.run(cells, watch)] == ["finished", "finished"]
-    assert 2 <= watch.begun[0] < 20 and 1 in watch.begun
+    assert [outcome.status for outcome in running.run(cells, watch)] == ["finished", "finished"]
+    assert 2 <= watch.first_rounds[0] < 20 and 1 in watch.first_rounds
+
     whole = raypfl.run(cells[0].experiment.override(["method=ditto", "engine.backend=inline", "output=apart"]))
     assert raypfl.Result.load(cells[0].folder).weights_hash == whole.weights_hash
 
@@ -314,31 +327,33 @@ def test_cells_on_ray_run_at_the_same_time(tiny: Path):
     words = ("engine.backend=ray", "ray.cpus_per_actor=0.25", "rounds=2", "cohort.size=1")
     cells = cells_of("tiny.yaml", *words, only=("FedAvg", "Dir(0.1)"))
     assert len(cells) == 2  # each waits for the other, round by round
-    assert [one.error for one in running.run(cells, Watch())] == ["", ""]
+    assert [outcome.error for outcome in running.run(cells, Watch())] == ["", ""]
     assert [raypfl.Result.load(cell.folder).server_state() for cell in cells] == [{"met": 2}, {"met": 2}]
 
 
-def test_a_cell_that_fails_is_told_in_a_sentence_and_leaves_the_others_alone(tiny: Path):
+def test_a_cell_that_fails_is_reported_and_the_other_cells_finish(tiny: Path):
     (tiny / "tiny.yaml").write_text(TINY.replace("{name: ditto, lam: 1.0}", "{name: ditto, lam: 1e30}"))
-    result = CliRunner().invoke(app, ["study", "tiny.yaml", "seeds=1", "--only", "dir0.1", "--quiet"])
+    result = command("study", "tiny.yaml", "seeds=1", "--only", "dir0.1", "--quiet")
     assert result.exit_code == 1
     assert "Ditto · Dir(0.1) · seed 0: " in result.stderr and "1 of 2 cells are finished" in result.stderr
     assert "To continue: raypfl study tiny.yaml seeds=1 --only dir0.1" in result.stderr
     assert "FedAvg" in result.stdout and "1 of 2 cells are not finished" in result.stdout
 
 
-def test_ctrl_c_ends_with_130_tells_what_there_is_and_the_command_that_goes_on(monkeypatch: pytest.MonkeyPatch):
+def test_ctrl_c_exits_with_130_shows_the_table_so_far_and_the_command_to_continue(monkeypatch: pytest.MonkeyPatch):
+    watch = Watch(cell=0, round=1)
+
     def interrupted(experiment, folder, listeners):
-        watch = Watch(cell=0, round=1)
-        seen = listeners if experiment.seed == 0 else [*listeners, lambda event: watch(0, event)]
-        return run_cell(experiment, folder, seen)
+        if experiment.seed == 1:
+            listeners = [*listeners, lambda event: watch(0, event)]
+        return run_cell(experiment, folder, listeners)
 
     monkeypatch.setattr(running, "run_cell", interrupted)
-    words = ["study", "tiny.yaml", "training.lr=0.05", "--only", "FedAvg,Dir(0.1)", "--quiet"]
-    result = CliRunner().invoke(app, words)
+    result = command("study", "tiny.yaml", "training.lr=0.05", "--only", "FedAvg,Dir(0.1)", "--quiet")
+
     assert result.exit_code == 130
-    go_on = "1 of 2 cells are finished. To continue: raypfl study tiny.yaml training.lr=0.05 --only 'FedAvg,Dir(0.1)'"
-    assert go_on in result.stderr
+    advice = "1 of 2 cells are finished. To continue: raypfl study tiny.yaml training.lr=0.05 --only 'FedAvg,Dir(0.1)'"
+    assert advice in result.stderr
     assert "…" in result.stdout and "training.lr is 0.05, not 0.1." in result.stdout
 
 
@@ -348,30 +363,36 @@ def test_ctrl_c_ends_with_130_tells_what_there_is_and_the_command_that_goes_on(m
 @pytest.mark.parametrize("across", [("",), ("Dir(0.1)", "Dir(1.0)")])
 def test_the_whole_legend_is_in_the_picture(tmp_path: Path, across: tuple[str, ...]):
     metrics = ("global", "personal", "worst decile", "std")
-    found = [
-        TableEntry("FedAvg", "", a, metric, (50.0,), (1.0,), 0, None, "clients") for a in across for metric in metrics
-    ]
-    pixels = matplotlib.image.imread(draw(found, "a study", tmp_path / "table.png"))
-    for edge in (pixels[:, :8], pixels[:, -8:]):
+    entries = []
+    for column, metric in product(across, metrics):
+        entries.append(TableEntry("FedAvg", "", column, metric, (50.0,), (1.0,), 0, None, "clients"))
+
+    pixels = matplotlib.image.imread(draw(entries, "a study", tmp_path / "table.png"))
+    for edge in (pixels[:, :8], pixels[:, -8:]):  # a legend that is cut off would reach it
         assert (edge == pixels[0, 0]).all()
 
 
 def test_the_command_runs_a_study_and_leaves_its_table_in_six_files(tiny: Path):
-    study = told("tiny.yaml", "--rounds", "1", "--seeds", "1", "--only", "FedAvg,Dir(0.1)")
+    study = told("study", "tiny.yaml", "--rounds", "1", "--seeds", "1", "--only", "FedAvg,Dir(0.1)")
     folder = Path(study["folder"])
     assert folder == tiny / "runs" / "tiny" and (folder / "table.png").stat().st_size > 10_000
+
     table = pq.ParquetFile(folder / "table.parquet").read().to_pylist()
     assert table == study["entries"]
     gm, pm = table
-    assert len(written := list(csv.DictReader((folder / "table.csv").open()))) == 2
-    assert float(written[0]["measured"]) == gm["measured"] and written[1]["measured"] == ""
-    assert f"{gm['measured']:.2f}" in (folder / "table.tex").read_text()
     assert (gm["method"], gm["across"], gm["metric"], gm["published"]) == ("FedAvg", "Dir(0.1)", "GM", 50.0)
     assert gm["gap"] == pytest.approx(gm["measured"] - 50.0) and gm["seeds"] == 1 and gm["std_over_seeds"] is None
     assert pm["measured"] is None and pm["published"] is None
+
+    csv_rows = list(csv.DictReader((folder / "table.csv").open()))
+    assert len(csv_rows) == 2
+    assert float(csv_rows[0]["measured"]) == gm["measured"] and csv_rows[1]["measured"] == ""
+    assert f"{gm['measured']:.2f}" in (folder / "table.tex").read_text()
+
     runs = pq.ParquetFile(folder / "cells.parquet").read().to_pylist()
-    shown = [row["accuracy"] for row in runs if (row["protocol"], row["model"]) == ("global", "global")]
-    assert 100 * shown[0] == pytest.approx(gm["measured"]) and {row["rounds"] for row in runs} == {1}
+    accuracies = [row["accuracy"] for row in runs if (row["protocol"], row["model"]) == ("global", "global")]
+    assert 100 * accuracies[0] == pytest.approx(gm["measured"]) and {row["rounds"] for row in runs} == {1}
+
     assert study["deviations"] == [
         "1 of 2 methods: without Ditto.",
         "1 of 2 groups of columns: without Dir(1.0).",
@@ -386,14 +407,15 @@ def entry(method: str, across: str, metric: str, *values: float, **changes) -> T
 
 
 def test_the_table_has_measured_published_and_gap_as_the_paper_lays_it_out():
-    found = [
+    entries = [
         entry("A", "x", "GM", 60.0, 62.0, published=PublishedNumber(66.4, 3.13)),
         entry("A", "x", "PM", 70.0, 70.0, missing=1, published=PublishedNumber(70.0)),
         entry("A", "y", "GM", missing=2, published=PublishedNumber(50.0, 1.0)),
         entry("A", "y", "PM"),
-        *(entry("B", across, metric, 10.0) for across in "xy" for metric in ("GM", "PM")),
+        *(entry("B", across, metric, 10.0) for across, metric in product("xy", ("GM", "PM"))),
     ]
-    (block,) = blocks(found)
+
+    (block,) = blocks(entries)
     assert block.title == "Set" and block.headings == [("x", "GM"), ("x", "PM"), ("y", "GM"), ("y", "PM")]
     assert block.lines == [
         ["A", "here", "61.00±1.41", "70.00±0.00…", "…", "–"],
@@ -401,8 +423,10 @@ def test_the_table_has_measured_published_and_gap_as_the_paper_lays_it_out():
         ["", "gap", "-5.40", "+0.00", "–", "–"],
         ["B", "here", "10.00", "10.00", "10.00", "10.00"],
     ]
-    study = load("digits-personal")[0]
-    written = as_latex(study, None, [*found, *(replace(one, down="Other_set") for one in found)], ["Half the data."])
+
+    study, _ = load("digits-personal")
+    second_block = [replace(cell, down="Other_set") for cell in entries]
+    latex = as_latex(study, None, [*entries, *second_block], ["Half the data."])
     for line in (
         r"method &  & x GM & x PM & y GM & y PM \\",
         r"\multicolumn{6}{l}{\emph{Other\_set}} \\",
@@ -410,22 +434,23 @@ def test_the_table_has_measured_published_and_gap_as_the_paper_lays_it_out():
         r" & gap & $-5.40$ & $+0.00$ & -- & -- \\",
         "% Deviations: Half the data.",
     ):
-        assert line in written
-    assert written.count(r"\begin{tabular}{llrrrr}") == 1
+        assert line in latex
+    assert latex.count(r"\begin{tabular}{llrrrr}") == 1
 
 
 def test_a_spread_over_clients_is_a_result_with_a_gap_of_its_own():
-    found = [entry("A", "x", "PM", 70.0, 72.0, spread_over="clients", published=PublishedNumber(70.0, 5.0))]
-    (block,) = blocks(found)
+    published = PublishedNumber(70.0, 5.0)
+    (block,) = blocks([entry("A", "x", "PM", 70.0, 72.0, spread_over="clients", published=published)])
     assert [line[2:] for line in block.lines] == [["71.00±8.00"], ["70.00±5.00"], ["+1.00 (+3.00)"]]
 
 
 def test_deviations_say_where_they_hold_and_are_on_the_page():
     study, _ = load("fednh-table1")
     choice = select(study, ("fedavg", "fednh", "cifar10", "tinyimagenet"))
-    planned = plan(study)
-    cells = plan(choice, ["training.precision=bf16", "method.rho=0.5", "training.weight_decay=1e-5", "seeds=2"])
-    lines = deviations(study, choice, cells, planned, {})
+    changes = ["training.precision=bf16", "method.rho=0.5", "training.weight_decay=1e-5", "seeds=2"]
+
+    lines = deviations(study, choice, plan(choice, changes), plan(study), {})
+
     assert lines == [
         "2 of 10 methods: without Local, FedPer, Ditto, FedRep, FedProto, CReFF, FedBABU, FedROD.",
         "2 of 3 blocks: without CIFAR-100.",
@@ -439,15 +464,14 @@ def test_deviations_say_where_they_hold_and_are_on_the_page():
     assert "**Deviations from the published protocol**" in page and all(f"- {line}" in page for line in lines)
 
 
-def test_what_a_study_says_of_its_methods_is_read_from_their_cells(tiny: Path):
+def test_the_choices_of_a_study_show_the_values_of_its_cells(tiny: Path):
     choices = "choices: ['lambda is {Ditto method.lam}, lr {FedAvg training.lr}.']\n"
     (tiny / "tiny.yaml").write_text(TINY + choices)
     study, _ = load("tiny.yaml")
     assert choices_with_values(study, plan(study)) == ["lambda is 1.0 or 2.0, lr 0.1."]
     assert choices_with_values(study, plan(select(study, ["Dir(0.1)"]))) == ["lambda is 1.0, lr 0.1."]
-    assert (
-        choices_with_values(study, plan(select(study, ["Ditto"]), ["method.lam=3"])) == []
-    )  # of a method that is not run
+    # The sentence also names a value of FedAvg, which is not run.
+    assert choices_with_values(study, plan(select(study, ["Ditto"]), ["method.lam=3"])) == []
 
     (tiny / "tiny.yaml").write_text(TINY + choices.replace("method.lam", "method.lamb"))
     study, _ = load("tiny.yaml")
@@ -455,27 +479,26 @@ def test_what_a_study_says_of_its_methods_is_read_from_their_cells(tiny: Path):
         choices_with_values(study, plan(study))
 
 
-def test_reading_a_copy_in_another_format_is_said_and_where_it_lies_is_not():
+def test_another_format_of_the_data_is_a_deviation_and_another_folder_is_none():
     study, _ = load("fednh-table1")
     choice = select(study, ("cifar10", "fednh", "dir0.3"))
-    planned = plan(study)
-    done = SimpleNamespace(round=1, experiment=raypfl.Experiment(rounds=1))
     cells = plan(choice, ["data.name=parquet", "data.root=/somewhere", "engine.threads=2", "data.label=fine"])
-    assert deviations(study, choice, cells, planned, dict.fromkeys(range(3), done))[3:] == [
-        "data.name is parquet, not cifar10."
-    ]
+    result = SimpleNamespace(round=1, experiment=raypfl.Experiment(rounds=1))
+
+    lines = deviations(study, choice, cells, plan(study), dict.fromkeys(range(3), result))
+
+    assert lines[3:] == ["data.name is parquet, not cifar10."]
 
 
-def test_the_study_of_the_guide_is_one(tiny: Path):
-    guide = (Path(__file__).parents[2] / "docs/studies.md").read_text()
-    own, extending = re.findall(r"^```yaml\n(.*?)^```$", guide, re.MULTILINE | re.DOTALL)
-    for name, text in (("own", own), ("extending", extending)):
-        (tiny / f"{name}.yaml").write_text(text)
+def test_the_studies_of_the_guide_can_be_planned(tiny: Path):
+    own, extending = yaml_blocks("docs/studies.md", "yaml")
+    (tiny / "own.yaml").write_text(own)
+    (tiny / "extending.yaml").write_text(extending)
+
     study, _ = load("own.yaml")
-    assert len(plan(study)) == 12 and study.quoted("Ditto", "digits", "Dir(0.1)", "PM(L)") == (
-        95.0,
-        None,
-    )
+    assert len(plan(study)) == 12
+    assert study.quoted("Ditto", "digits", "Dir(0.1)", "PM(L)") == (95.0, None)
+
     study, reference = load("extending.yaml")
     assert reference.name == "fednh-table1" and len(plan(study)) == 180
 
@@ -484,7 +507,7 @@ def test_the_study_of_the_guide_is_one(tiny: Path):
 
 
 @pytest.mark.parametrize("name", list(STUDIES))
-def test_every_study_has_a_summary_and_cells_that_are_valid_and_differ(name):
+def test_every_study_has_a_summary_and_distinct_valid_cells(name):
     study, reference = load(name)
     cells = plan(study)
     assert reference is study and STUDIES.summary(name) and len({cell.folder for cell in cells}) == len(cells)
@@ -493,10 +516,11 @@ def test_every_study_has_a_summary_and_cells_that_are_valid_and_differ(name):
     assert "{" not in "".join(choices) and set(choices) >= {choice for choice in study.choices if "{" not in choice}
 
 
-def test_what_a_study_of_ones_own_lacks_may_be_given_on_the_command_line(tiny: Path):
+def test_settings_that_a_study_lacks_may_be_given_on_the_command_line(tiny: Path):
     people = "age,city,bought\n" + "".join(f"{20 + k % 40},town{k % 4},{k % 2}\n" for k in range(80))
     (tiny / "people").mkdir()
     (tiny / "people" / "people.csv").write_text(people)
     (tiny / "mine.yaml").write_text(TINY.partition("published:")[0].replace("data: digits", "data: table"))
+
     words = ["mine.yaml", "data.root=people", "data.target=bought", "rounds=1", "seeds=1", "--only", "FedAvg,dir1.0"]
-    assert len(told(*words)["entries"]) == 2
+    assert len(told("study", *words)["entries"]) == 2
