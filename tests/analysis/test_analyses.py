@@ -20,12 +20,12 @@ from tests.support.runs import Interrupt, experiment, same_tables
 OWN = "tests.support.observing_analyses:"
 
 
-def observed(tmp_path: Path, name: str = "Everything", every: int = 2, **changes) -> raypfl.Experiment:
+def observed(tmp_path: Path, name: str = "RecordsSteps", every: int = 2, **changes) -> raypfl.Experiment:
     return experiment(tmp_path, **changes).replace(analyses=[{"name": OWN + name, "every": every}])
 
 
 def kept(result: raypfl.Result, round: int, client: int) -> list[Observation]:
-    return list(load_observations(result.run_dir / "analyses/Everything", round, client))
+    return list(load_observations(result.run_dir / "analyses/RecordsSteps", round, client))
 
 
 @pytest.mark.parametrize("method", ["fedavg", "ditto", "apfl"])
@@ -88,15 +88,17 @@ def test_a_run_that_is_stopped_keeps_the_same_files(tmp_path):
 
 def test_mistakes_are_told_with_their_place(tmp_path):
     with pytest.raises(
-        RaypflError, match=r"(?s)Stumbles.before_step \(observing_analyses.py, line \d+\) failed before step 0"
+        RaypflError, match=r"(?s)FailsInStep.before_step \(observing_analyses.py, line \d+\) failed before step 0"
     ):
-        raypfl.run(observed(tmp_path, "Stumbles"))
-    with pytest.raises(RaypflError, match=r"Remembers.last cannot be set: an analysis keeps nothing between calls"):
-        raypfl.run(observed(tmp_path, "Remembers", every=1))
-    with pytest.raises(RaypflError, match=r"Refuses.after_round .* failed after round 2: ValueError: this cannot be"):
-        raypfl.run(observed(tmp_path, "Refuses"))
+        raypfl.run(observed(tmp_path, "FailsInStep"))
+    with pytest.raises(RaypflError, match=r"KeepsOnSelf.last cannot be set: an analysis keeps nothing between calls"):
+        raypfl.run(observed(tmp_path, "KeepsOnSelf", every=1))
+    with pytest.raises(
+        RaypflError, match=r"FailsAfterRound.after_round .* failed after round 2: ValueError: this cannot be"
+    ):
+        raypfl.run(observed(tmp_path, "FailsAfterRound"))
     with pytest.raises(ConfigError, match="names the same analysis twice"):
-        experiment(tmp_path).replace(analyses=[OWN + "Everything", OWN + "Everything"])
+        experiment(tmp_path).replace(analyses=[OWN + "RecordsSteps", OWN + "RecordsSteps"])
     with pytest.raises(ConfigError, match="must be a list of names"):
         experiment(tmp_path).replace(analyses=3)
     with pytest.raises(ConfigError, match="There is no analysis called 'ntkk'"):
@@ -104,16 +106,16 @@ def test_mistakes_are_told_with_their_place(tmp_path):
 
 
 def test_what_an_analysis_says_at_the_end_is_printed_also_if_it_fails(tmp_path):
-    result = raypfl.run(experiment(tmp_path, rounds=1).replace(analyses=[OWN + "Talks"]))
+    result = raypfl.run(experiment(tmp_path, rounds=1).replace(analyses=[OWN + "WritesSummary"]))
     assert outcome.findings(result) == ["1 round"]
     shutil.rmtree(result.run_dir / "analyses")
     [said] = outcome.findings(result)
-    assert re.match(r"Talks.summary \(observing_analyses.py, line \d+\) failed: FileNotFoundError", said)
+    assert re.match(r"WritesSummary.summary \(observing_analyses.py, line \d+\) failed: FileNotFoundError", said)
 
 
 def test_a_failing_analysis_leaves_the_run_at_the_round_before(tmp_path):
     with pytest.raises(RaypflError):
-        raypfl.run(observed(tmp_path, "Refuses"))
+        raypfl.run(observed(tmp_path, "FailsAfterRound"))
     [folder] = (tmp_path / "runs").iterdir()
     one = raypfl.run(experiment(tmp_path, rounds=1))
     assert raypfl.Result.load(folder).weights_hash == one.weights_hash

@@ -15,7 +15,7 @@ from raypfl.cli.app import main
 from raypfl.common.version import __version__
 from raypfl.engine.events import RoundFinished
 from raypfl.runs import driver, preparing
-from tests.support.command import raypfl, told
+from tests.support.command import raypfl, raypfl_json
 
 SMALL = ["rounds=2", "engine.backend=inline", "tracking.mlflow=false", "partition.clients=4", "evaluation.every=1"]
 
@@ -47,7 +47,7 @@ def test_without_a_recipe_other_data_name_the_run_and_what_is_not_set_is_told():
 
 
 def test_methods_and_seeds_are_chosen_on_the_command_line():
-    runs = told("run", *SMALL, "--method", "local,fedavg", "--seeds", "2")["runs"]
+    runs = raypfl_json("run", *SMALL, "--method", "local,fedavg", "--seeds", "2")["runs"]
     chosen = [(run["experiment"]["method"]["name"], run["experiment"]["seed"]) for run in runs]
     assert chosen == [("local", 0), ("local", 1), ("fedavg", 0), ("fedavg", 1)]
     assert all(run["status"] == "finished" and run["weights_hash"] for run in runs)
@@ -62,7 +62,7 @@ def test_an_assignment_that_is_given_twice_counts_and_is_suggested_as_it_was_giv
 
 def test_a_file_of_ones_own_is_run(elsewhere: Path):
     (elsewhere / "mine.yaml").write_text("method: ditto\n")
-    (run,) = told("run", "mine.yaml", *SMALL, "method.lam=2")["runs"]
+    (run,) = raypfl_json("run", "mine.yaml", *SMALL, "method.lam=2")["runs"]
     assert run["experiment"]["name"] == "mine" and Path(run["run_dir"]).name.startswith("mine-ditto-s0-")
     assert run["experiment"]["method"]["lam"] == 2.0
     assert Path(run["run_dir"], "picture.png").exists()
@@ -70,13 +70,13 @@ def test_a_file_of_ones_own_is_run(elsewhere: Path):
 
 def test_a_name_in_a_file_is_the_runs_name_and_a_copied_description_keeps_its_own(elsewhere: Path):
     (elsewhere / "mine.yaml").write_text("name: ours\n")
-    (run,) = told("run", "mine.yaml", *SMALL)["runs"]
-    (again,) = told("run", f"{run['run_dir']}/experiment.yaml")["runs"]
+    (run,) = raypfl_json("run", "mine.yaml", *SMALL)["runs"]
+    (again,) = raypfl_json("run", f"{run['run_dir']}/experiment.yaml")["runs"]
     assert again["experiment"]["name"] == run["experiment"]["name"] == "ours"
 
 
 def test_a_resumed_run_is_called_by_its_method():
-    (run,) = told("run", *SMALL, "--method", "ditto")["runs"]
+    (run,) = raypfl_json("run", *SMALL, "--method", "ditto")["runs"]
     said = raypfl("resume", run["run_dir"], "rounds=3").stderr
     assert "\nditto: round 3/3, " in said and said.count(Path(run["run_dir"]).name) == 1
 
@@ -97,9 +97,9 @@ def test_nothing_is_run_no_times(words):
 
 
 def test_a_finished_run_is_made_longer_by_resuming_it():
-    (short,) = told("run", *SMALL, "--method", "ditto")["runs"]
-    (longer,) = told("resume", short["run_dir"], "rounds=3")["runs"]
-    (whole,) = told("run", *SMALL, "rounds=3", "--method", "ditto")["runs"]
+    (short,) = raypfl_json("run", *SMALL, "--method", "ditto")["runs"]
+    (longer,) = raypfl_json("resume", short["run_dir"], "rounds=3")["runs"]
+    (whole,) = raypfl_json("run", *SMALL, "rounds=3", "--method", "ditto")["runs"]
     assert longer["weights_hash"] == whole["weights_hash"] != short["weights_hash"]
 
 
@@ -140,7 +140,10 @@ def test_suggested_commands_do_what_was_done_but_for_one_thing():
     (run,) = Path("runs").glob("*/ditto-s0")
     suggested = raypfl("resume", str(run), "rounds=3").stdout.split("Try next")[1]
     assert f"raypfl run {run}/experiment.yaml partition.alpha=0.1 seeds=3\n" in suggested
-    assert told("run", f"{run}/experiment.yaml", "method=ditto")["runs"][0]["experiment"]["data"]["cache"] == "my cache"
+    assert (
+        raypfl_json("run", f"{run}/experiment.yaml", "method=ditto")["runs"][0]["experiment"]["data"]["cache"]
+        == "my cache"
+    )
 
 
 @pytest.mark.parametrize(
@@ -220,7 +223,7 @@ def test_ctrl_c_before_the_first_round_is_no_traceback(monkeypatch: pytest.Monke
         result = raypfl("run", *SMALL, "--method", "fedavg")
     (run,) = Path("runs").iterdir()
     assert result.exit_code == 130 and f"Stopped. To continue: raypfl resume {run}\n" in result.stderr
-    assert told("resume", str(run))["runs"][0]["status"] == "finished"
+    assert raypfl_json("resume", str(run))["runs"][0]["status"] == "finished"
 
 
 def test_a_method_in_the_current_folder_is_found(elsewhere: Path, monkeypatch: pytest.MonkeyPatch):

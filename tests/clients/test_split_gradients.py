@@ -156,7 +156,7 @@ def test_the_updates_of_both_networks_are_those_of_one_graph(weighted, sizes, co
         for name, gradient in zip(("hyper", "embed"), gradients, strict=True):
             assert gradient.norm() > 1e-4
             server[name] = server[name] - RATES[name] * fed.training.lr * gradient
-        fed.play(cohort)
+        fed.run_rounds(cohort)
         for name, expected in server.items():
             torch.testing.assert_close(fed.server[name], expected, rtol=1e-10, atol=1e-10)
     assert fed.warnings == []
@@ -166,7 +166,7 @@ def test_the_updates_of_both_networks_are_those_of_one_graph(weighted, sizes, co
 @pytest.mark.parametrize("resend", [False, True])
 def test_the_ledger_shows_the_six_messages_of_the_three_exchanges(resend, group_size):
     fed = Federation(sizes=(7, 4, 11, 7, 2), group_size=group_size, method=Hyper(resend=resend))
-    fed.play([0, 1, 3])
+    fed.run_rounds([0, 1, 3])
     assert (fed.model.num_parameters, fed.task.networks["embed"].size) == (183, 284)
     seen = [(e.exchange, e.direction, e.name, e.clients, e.numbers, e.bytes) for e in fed.ledger.entries]
     once_more = [(2, "down", "embed", 3, 284, 8 * 284)] if resend else []
@@ -185,7 +185,7 @@ def test_an_embedding_network_that_is_kept_or_sent_again_gives_the_same_bits():
     servers = []
     for resend in (False, True):
         fed = Federation(method=Hyper(resend=resend), group_size=2)
-        servers.append(fed.play(None, [0, 2], None))
+        servers.append(fed.run_rounds(None, [0, 2], None))
     assert all(torch.equal(servers[0][name], servers[1][name]) for name in ("hyper", "embed"))
 
 

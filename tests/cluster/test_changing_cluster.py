@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import raypfl
-from tests.support.changing_cluster import FOLDER, described
+from tests.support.changing_cluster import FOLDER, ray_experiment
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,7 +22,7 @@ def test_actors_grow_and_shrink_with_the_cluster_and_pools_of_any_shape_give_the
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     monkeypatch.setenv(FOLDER, str(tmp_path))
-    inline = raypfl.run(described(tmp_path / "inline", engine__backend="inline"))
+    inline = raypfl.run(ray_experiment(tmp_path / "inline", engine__backend="inline"))
     assert found["hashes"] == [inline.weights_hash] * 3
     assert (found["before"], found["after"]) == (1, 3)
     assert "The cluster has changed: the run now has 3 client actors, not 1." in found["warned"]

@@ -15,10 +15,13 @@ import pytest
 
 import raypfl
 from raypfl.storage.checkpoints import last_round
-from tests.support.nodes import Node, Nodes, allowed
+from tests.support.nodes import Node, Nodes, can_isolate
 from tests.support.runs import experiment
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not allowed(), reason="this machine allows no namespaces")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not can_isolate(), reason="this machine allows no namespaces"),
+]
 
 SETTINGS = {
     "method": "tests.support.federated_methods:WaitsForTheEndOfTrouble",

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import raypfl
-from tests.support.nodes import Node, Nodes, allowed
+from tests.support.nodes import Node, Nodes, can_isolate
 from tests.support.runs import experiment
 
-pytestmark = pytest.mark.skipif(not allowed(), reason="this machine allows no namespaces")
+pytestmark = pytest.mark.skipif(not can_isolate(), reason="this machine allows no namespaces")
 
 RUN = """
 import json, sys, raypfl

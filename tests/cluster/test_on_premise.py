@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 import raypfl
-from tests.support.machines import ROOT, eventually, machines, shell, tried
-from tests.support.nodes import NETWORK, Node, allowed
+from tests.support.machines import ROOT, eventually, machines, run_shell, shell_output
+from tests.support.nodes import NETWORK, Node, can_isolate
 
 VENV = Path(sys.prefix)
 PATH = os.pathsep.join([str(VENV / "bin"), os.environ["PATH"], "/usr/sbin"])
@@ -24,7 +24,7 @@ SETTINGS = "method=ditto rounds=2 tracking.mlflow=false"
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not allowed(), reason="this machine allows no namespaces"),
+    pytest.mark.skipif(not can_isolate(), reason="this machine allows no namespaces"),
 ]
 
 
@@ -44,7 +44,7 @@ def trio(tmp_path: Path) -> Iterator[tuple[list[Node], dict[str, str]]]:
     environment = clean | {"HOME": home, "PATH": PATH}
     with machines(3, [tmp_path]) as three:
         for machine in three:
-            shell(
+            shell_output(
                 machine,
                 # root's home is elsewhere: here, its own may hold the interpreter
                 f"mkdir {home} && mount -t tmpfs tmpfs /run && sed 's#:/root:#:{home}:#' /etc/passwd > /run/passwd && "
@@ -57,16 +57,16 @@ def test_by_hand(trio: tuple[list[Node], dict[str, str]]):
     (_, head, worker), environment = trio
     (token,) = commands("The token")
     mode, first, others, run = (line.replace("HEAD", f"{NETWORK}.2") for line in commands("By hand"))
-    shell(head, token, environment)
-    assert shell(head, "stat --format=%a ~/.ray/auth_token", environment).strip() == "600"
-    copied = shell(head, "cat ~/.ray/auth_token", environment)
-    shell(worker, f"(umask 077; mkdir ~/.ray && echo -n {copied.strip()} > ~/.ray/auth_token)", environment)
+    shell_output(head, token, environment)
+    assert shell_output(head, "stat --format=%a ~/.ray/auth_token", environment).strip() == "600"
+    copied = shell_output(head, "cat ~/.ray/auth_token", environment)
+    shell_output(worker, f"(umask 077; mkdir ~/.ray && echo -n {copied.strip()} > ~/.ray/auth_token)", environment)
     with_code = environment | {"PYTHONPATH": str(ROOT)}
-    shell(head, f"{mode} && {first} --num-cpus=1", with_code)
-    shell(worker, f"{mode} && {others} --num-cpus=1", with_code)
+    shell_output(head, f"{mode} && {first} --num-cpus=1", with_code)
+    shell_output(worker, f"{mode} && {others} --num-cpus=1", with_code)
     enough = f"{run} {SETTINGS} ray.actors=2 engine.group_size=5"  # one CPU a machine: it takes both
-    shell(head, f"mkdir /tmp/at && cd /tmp/at && {enough}", with_code)
-    refused = tried(head, enough.replace("first", "second"), with_code | {"RAY_AUTH_TOKEN": "0" * 64})
+    shell_output(head, f"mkdir /tmp/at && cd /tmp/at && {enough}", with_code)
+    refused = run_shell(head, enough.replace("first", "second"), with_code | {"RAY_AUTH_TOKEN": "0" * 64})
     assert refused.returncode == 2 and "token" in refused.stderr
 
 
@@ -74,7 +74,7 @@ def test_by_hand(trio: tuple[list[Node], dict[str, str]]):
 def test_from_one_place(trio: tuple[list[Node], dict[str, str]], tmp_path: Path):
     (laptop, head, worker), environment = trio
     for machine in (laptop, head, worker):
-        shell(
+        shell_output(
             machine,
             "mkdir -m 700 ~/.ssh /run/sshd && ssh-keygen -q -t ed25519 -N '' -f /run/host && "
             f"(test -e {tmp_path}/id || ssh-keygen -q -t ed25519 -N '' -f {tmp_path}/id) && "
@@ -93,15 +93,15 @@ def test_from_one_place(trio: tuple[list[Node], dict[str, str]], tmp_path: Path)
     up, status, run, fetch, down = (
         line.replace("cluster/on-premise.yaml", f"{tmp_path}/on-premise.yaml") for line in commands("From one place")
     )
-    shell(laptop, token, environment)
-    shell(laptop, up, environment)
+    shell_output(laptop, token, environment)
+    shell_output(laptop, up, environment)
     eventually(laptop, f"{status} | tee /dev/stderr | grep -q ' 2 local.cluster.node'", environment)
-    shell(laptop, run.replace("raypfl run", f"raypfl run {SETTINGS}"), environment)
-    assert tried(laptop, run.replace("raypfl run", "raypfl run nonsense"), environment).returncode != 0
-    shell(laptop, fetch.replace(" runs", f" {tmp_path}/runs"), environment)
+    shell_output(laptop, run.replace("raypfl run", f"raypfl run {SETTINGS}"), environment)
+    assert run_shell(laptop, run.replace("raypfl run", "raypfl run nonsense"), environment).returncode != 0
+    shell_output(laptop, fetch.replace(" runs", f" {tmp_path}/runs"), environment)
     inline = raypfl.Experiment().override([*SETTINGS.split(), "engine.backend=inline", f"output={tmp_path}/inline"])
     assert raypfl.Result.load(tmp_path / "runs/first").weights_hash == raypfl.run(inline).weights_hash
-    shell(laptop, down, environment)
+    shell_output(laptop, down, environment)
     until = time.monotonic() + 200
     while any("raylet/raylet" in command for machine in (head, worker) for _, command in machine.processes()):
         assert time.monotonic() < until

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import raypfl
-from tests.support.machines import ROOT, Node, eventually, machines, shell
-from tests.support.nodes import NETWORK, allowed
+from tests.support.machines import ROOT, Node, eventually, machines, shell_output
+from tests.support.nodes import NETWORK, can_isolate
 
 TOOLS = ("munged", "slurmctld", "slurmd", "sbatch")
 PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"], "/usr/sbin"])
@@ -23,7 +23,7 @@ ABSENT = [tool for tool in TOOLS if shutil.which(tool, path=PATH) is None]
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(bool(ABSENT), reason=f"takes {', '.join(ABSENT)}: apt-get install slurm-wlm munge"),
-    pytest.mark.skipif(not allowed(), reason="this machine allows no namespaces"),
+    pytest.mark.skipif(not can_isolate(), reason="this machine allows no namespaces"),
 ]
 
 CONFIGURATION = f"""
@@ -65,7 +65,7 @@ class Slurm:
 
     def __call__(self, line: str) -> str:
         """What a line of shell prints on the first node."""
-        return shell(self.nodes[0], line, self.environment, self.folder)
+        return shell_output(self.nodes[0], line, self.environment, self.folder)
 
     def submit(self, words: str, options: str = "") -> str:
         """The number of a job that runs a raypfl command."""
@@ -103,10 +103,12 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     with machines(2, [folder]) as nodes:
         started = Slurm(nodes, folder, environment)
         for node in nodes:
-            shell(node, f"mkdir /tmp/slurmd && munged --force --key-file={folder}/munge.key {files}", environment)
+            shell_output(
+                node, f"mkdir /tmp/slurmd && munged --force --key-file={folder}/munge.key {files}", environment
+            )
         started("mkdir /tmp/slurmctld && slurmctld")
         for i, node in enumerate(nodes, 1):
-            shell(node, f"slurmd -N n{i}", environment)
+            shell_output(node, f"slurmd -N n{i}", environment)
         started.wait("test $(sinfo --noheader --partition=low --states=idle --format=%D) = 2")
         yield started
 
@@ -116,7 +118,7 @@ def test_a_job_runs_on_its_nodes_and_leaves_nothing_there(slurm: Slurm):
     assert slurm.ended(job) == "ExitCode=0:0 JobState=COMPLETED", slurm.log(job)
     assert raypfl.Result.load(slurm.folder / f"runs/job-{job}").metadata["actors"] == 2
     for node in slurm.nodes:
-        assert "raypfl-" not in shell(node, "ls /tmp")
+        assert "raypfl-" not in shell_output(node, "ls /tmp")
         assert not [command for _, command in node.processes() if "ray" in command.replace(str(ROOT), "")]
 
 

@@ -11,10 +11,13 @@ import pytest
 
 import raypfl
 from raypfl.storage.checkpoints import last_round
-from tests.support.nodes import Nodes, allowed
+from tests.support.nodes import Nodes, can_isolate
 from tests.support.runs import experiment
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not allowed(), reason="this machine allows no namespaces")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not can_isolate(), reason="this machine allows no namespaces"),
+]
 
 SWEEP = """
 recipe: base.yaml

@@ -15,7 +15,7 @@ import raypfl
 from raypfl.common.errors import MethodError, RaypflError
 from raypfl.common.messages import Each
 from raypfl.methods import FedAvg
-from tests.support.federation import CLASSES, EXECUTORS, FP64, Federation, bare_loop, close
+from tests.support.federation import CLASSES, EXECUTORS, FP64, Federation, assert_close, bare_loop
 from tests.support.runs import experiment
 
 
@@ -103,7 +103,7 @@ class DrawsKeyed(FedAvg):
 def test_a_client_function_that_draws_from_a_global_stream_is_refused_and_told_of_the_keyed_call(stream, whose):
     fed = Federation(method=Draws(stream=stream))
     with pytest.raises(MethodError, match=rf"Draws\.train .* draws from {whose}'s global .*clients\.randn\("):
-        fed.play(None)
+        fed.run_rounds(None)
 
 
 @pytest.mark.parametrize(
@@ -127,9 +127,9 @@ def dropping() -> nn.Module:
 @pytest.mark.filterwarnings("ignore::raypfl.clients.context.FallbackWarning")
 def test_layers_that_draw_and_keyed_draws_are_no_offence(executor):
     fed = Federation(dropping, executor=executor, method=DrawsKeyed())
-    first = fed.play(None)["theta"]
+    first = fed.run_rounds(None)["theta"]
     torch.rand(7)
-    again = Federation(dropping, executor=executor, method=DrawsKeyed()).play(None)["theta"]
+    again = Federation(dropping, executor=executor, method=DrawsKeyed()).run_rounds(None)["theta"]
     assert torch.equal(first, again)
 
 
@@ -150,7 +150,7 @@ def test_noise_inside_a_loss_is_each_clients_own_and_said_for_what_it_is(sizes, 
     torch.manual_seed(1)
     models, said = trained([0, 1, 2])
     torch.manual_seed(2)
-    close(trained([2])[0][0], models[2])
+    assert_close(trained([2])[0][0], models[2])
     if executor == "vectorised":
         assert len(said) == 1 and ("draws random numbers" in said[0] or "random" in said[0])
         assert "batch.weight" not in said[0]
@@ -171,4 +171,4 @@ def test_training_is_no_different_for_the_watch_that_is_kept():
     start = fed.model.init(fed.seed)
     expected = bare_loop(fed, start.expand(4, -1))[0]
     weights = torch.tensor(fed.sizes, dtype=torch.float64)
-    close(fed.play(None)["theta"], (expected * weights[:, None]).sum(0) / weights.sum())
+    assert_close(fed.run_rounds(None)["theta"], (expected * weights[:, None]).sum(0) / weights.sum())

@@ -14,13 +14,13 @@ import raypfl
 from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.data import load_federated
 from raypfl.data.datasets import DescribedData
-from tests.support.federated_data import Described
+from tests.support.federated_data import GeneratedClients
 from tests.support.runs import Interrupt, experiment, same_tables
 
 ROOT = Path(__file__).parents[2]
 
 
-def described(tmp_path: Path, clients: int = 40, name: str = "Described", **changes) -> raypfl.Experiment:
+def described(tmp_path: Path, clients: int = 40, name: str = "GeneratedClients", **changes) -> raypfl.Experiment:
     (tmp_path / "clients").write_text(str(clients))
     defaults = {
         "data__name": f"tests.support.federated_data:{name}",
@@ -51,10 +51,10 @@ def test_samples_are_taken_by_their_numbers_in_any_order_and_any_mixture(tmp_pat
 
 def test_what_a_process_keeps_is_bounded_and_asked_for_once(tmp_path, monkeypatch):
     data = opened(tmp_path)
-    Described.asked.clear()
+    GeneratedClients.requests.clear()
     for client in (0, 1, 0, 1, 2):
         data.take(data.indices(client))
-    assert Described.asked == [(0, "train"), (1, "train"), (2, "train")]
+    assert GeneratedClients.requests == [(0, "train"), (1, "train"), (2, "train")]
     monkeypatch.setattr("raypfl.data.datasets.population.CACHE_BYTES", 2000)
     for client in range(10):
         data.take(data.indices(client))
@@ -72,10 +72,10 @@ def test_described_data_travel_as_their_description(tmp_path):
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("Lying", r"inputs uint8\[5, 1, 8, 8\] for client 1's train split.*must be.*\[6, 1, 8, 8\]"),
-        ("Mislabelled", "train split of client 1: Sample 2 has label 11, but there are 10 classes"),
+        ("OneSampleShort", r"inputs uint8\[5, 1, 8, 8\] for client 1's train split.*must be.*\[6, 1, 8, 8\]"),
+        ("LabelsOutOfRange", "train split of client 1: Sample 2 has label 11, but there are 10 classes"),
         (
-            "Overflowing",
+            "LabelsThatOverflow",
             r"returns int64\[6, 2\] for the train split of client 1; it must .* kind 'labels'",
         ),
     ],
@@ -88,9 +88,9 @@ def test_samples_that_are_not_as_described_are_refused_in_a_sentence(tmp_path, n
 
 def test_populations_that_make_no_sense_are_refused_before_the_first_round(tmp_path):
     with pytest.raises(RaypflError, match=r"sizes\('test'\) must be a whole number, 0 or more, for each of 40 clients"):
-        opened(tmp_path, name="Miscounted").sizes("test")
+        opened(tmp_path, name="SizesOfOneClient").sizes("test")
     with pytest.raises(
-        ConfigError, match=r"cohort\.size is 41, but tests.support.federated_data:Described has 40 clients"
+        ConfigError, match=r"cohort\.size is 41, but tests.support.federated_data:GeneratedClients has 40 clients"
     ):
         raypfl.run(described(tmp_path, cohort__size=41))
     data = opened(tmp_path)
@@ -101,16 +101,16 @@ def test_populations_that_make_no_sense_are_refused_before_the_first_round(tmp_p
 
 
 def test_rounds_ask_for_the_samples_of_their_cohort_alone(tmp_path):
-    Described.asked.clear()
+    GeneratedClients.requests.clear()
     result = raypfl.run(
         described(
             tmp_path, clients=100_000, method="fedavg", engine__executor="sequential", training__channels_last=False
         )
     )
     trained = {client for cohort in result.rounds["cohort"].to_pylist() for client in cohort}
-    assert {client for client, split in Described.asked if split == "train"} == trained
-    assert {client for client, split in Described.asked if split == "test"} == {0, 1, 2}
-    assert len(Described.asked) == len(set(Described.asked)) and len(trained) == 36
+    assert {client for client, split in GeneratedClients.requests if split == "train"} == trained
+    assert {client for client, split in GeneratedClients.requests if split == "test"} == {0, 1, 2}
+    assert len(GeneratedClients.requests) == len(set(GeneratedClients.requests)) and len(trained) == 36
     assert set(result.evaluations["client"].to_pylist()) == {0, 1, 2}
 
 

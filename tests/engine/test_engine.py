@@ -214,7 +214,7 @@ def test_a_diverging_client_stops_the_run_with_its_number_and_round(tmp_path):
 
 def test_a_failed_run_keeps_its_last_finished_round(tmp_path):
     with pytest.raises(RaypflError):
-        raypfl.run(experiment(tmp_path, method=METHODS + "FailsInRound3"), run_dir=tmp_path / "late")
+        raypfl.run(experiment(tmp_path, method=METHODS + "FailsInRound4"), run_dir=tmp_path / "late")
     assert raypfl.Result.load(tmp_path / "late").status == "failed"
     assert raypfl.Result.load(tmp_path / "late").round == 3
 

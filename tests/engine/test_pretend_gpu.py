@@ -27,7 +27,7 @@ from raypfl.engine.prepared import Prepared
 from raypfl.methods import METHODS
 from raypfl.models import FlatModel
 from raypfl.runs.checks.network import refuse_misfit
-from tests.support.federated_data import Described
+from tests.support.federated_data import GeneratedClients
 from tests.support.federation import dropping_mlp, small_mlp
 from tests.support.pretend_gpu import CPU, GPU, pretend_gpu
 from tests.support.runs import experiment
@@ -232,7 +232,7 @@ def test_trying_out_a_network_leaves_the_gpus_stream_alone(tmp_path, faults):
     assert torch.equal(streams.state(GPU), before) and not faults
 
 
-class Seeding(Described):
+class Seeding(GeneratedClients):
     """Seeds torch for what it makes."""
 
     def samples(self, client, split):

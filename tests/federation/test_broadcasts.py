@@ -53,7 +53,7 @@ def test_a_ring_of_past_models_costs_one_model_a_round_on_the_server_and_on_the_
     SEEN.clear()
     fed = Federation(method=Ring(), group_size=2, backend=Counting)
     for round in range(1, 7):
-        fed.play(None)
+        fed.run_rounds(None)
         assert fed.runner.backend.large == round
     values = [[value for value, _ in past] for past in SEEN[::2]]
     assert values == [[0], [0, 1], [0, 1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 5]]

@@ -26,7 +26,7 @@ from tests.support.federation import (
     NormalisedConv,
     as_module,
     as_vector,
-    close,
+    assert_close,
     dropping_mlp,
     small_mlp,
 )
@@ -67,7 +67,7 @@ def test_the_server_trains_as_torchs_own_loop_batch_norm_included(factory, optim
     options = {"lr": 0.02, "optimizer": optimizer, "schedule": "cosine"}
     trained = cohort.sgd(cross_entropy(fed.model), fed.context.initial, batches, **options)
     scheduler = [0.01 * (1 + torch.tensor(torch.pi * s / 5).cos().item()) for s in range(5)]
-    close(trained, by_torch(fed, of_torch, batches, scheduler), 1e-6)
+    assert_close(trained, by_torch(fed, of_torch, batches, scheduler), 1e-6)
     assert torch.equal(trained, fed.cohort().sgd(cross_entropy(fed.model), fed.context.initial, batches, **options))
 
 
@@ -75,7 +75,7 @@ def test_in_evaluation_mode_batch_norm_goes_by_its_statistics_and_leaves_them():
     fed = Federation(NormalisedConv)
     batches = list(fed.cohort().pool("auxiliary").batches(3))
     trained = fed.cohort().sgd(cross_entropy(fed.model), fed.context.initial, batches, lr=0.1, mode="eval")
-    close(trained, by_torch(fed, lambda p: torch.optim.SGD(p, lr=0.1), batches, [0.1] * 3, train=False))
+    assert_close(trained, by_torch(fed, lambda p: torch.optim.SGD(p, lr=0.1), batches, [0.1] * 3, train=False))
     assert torch.equal(fed.model.buffers(trained), fed.model.buffers(fed.context.initial))
 
 
@@ -122,12 +122,12 @@ def test_a_network_of_the_methods_own_is_trained_by_the_same_steps():
     module = as_module(hyper.factory, theta)
     expected = F.mse_loss(module(x), y)
     expected.backward()
-    close(value, expected.detach())
-    close(slope, torch.cat([p.grad.reshape(-1) for p in module.parameters()]))
+    assert_close(value, expected.detach())
+    assert_close(slope, torch.cat([p.grad.reshape(-1) for p in module.parameters()]))
     stepped, optimizer = theta.clone(), Adam()
     optimizer.step_(stepped, slope, optimizer.init(stepped), 0.1)
     by_descent = fed.cohort().descend(lambda p: F.mse_loss(hyper(p, x), y), theta, steps=1, lr=0.1, optimizer=Adam())
-    close(by_descent, stepped)
+    assert_close(by_descent, stepped)
 
 
 def test_a_gradient_in_training_mode_comes_with_the_statistics_after_it():
@@ -136,8 +136,8 @@ def test_a_gradient_in_training_mode_comes_with_the_statistics_after_it():
     net = as_module(fed.factory, theta).train()
     F.cross_entropy(net(batch.x), batch.y).backward()
     _, slope, moved = fed.model.gradient(lambda p: cross_entropy(fed.model)(p, batch), theta, train=True)
-    close(slope, torch.cat([p.grad.reshape(-1) for p in net.parameters()]))
-    close(moved, fed.model.buffers(as_vector(net)))
+    assert_close(slope, torch.cat([p.grad.reshape(-1) for p in net.parameters()]))
+    assert_close(moved, fed.model.buffers(as_vector(net)))
     assert torch.equal(theta, fed.context.initial)
 
 

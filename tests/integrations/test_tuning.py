@@ -190,7 +190,7 @@ def test_a_sweep_leaves_a_table_pictures_and_the_best_configuration_which_runs_t
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_searcher_and_a_scheduler_of_ones_own_and_a_value_that_ends_trials(tmp_path: Path):
     sweep = {
-        "searcher": {"name": "tests.support.own_search:Ladder", "options": {"first": 0.1}},
+        "searcher": {"name": "tests.support.custom_searcher:DoublingSearcher", "options": {"first": 0.1}},
         "scheduler": {"name": "ray.tune.schedulers:MedianStoppingRule", "options": {"min_samples_required": 9}},
         "stop": {"value": 0.0},
         "trials": 2,
@@ -216,8 +216,8 @@ def test_when_its_time_is_over_a_sweep_ends_with_what_its_trials_have_reached(tm
     [
         ({"scheduler": {"name": "pbt", "options": {"quantile": 0.5}}}, "did you mean 'quantile_fraction'"),
         ({"scheduler": {"name": "asha", "options": {"max_t": 3}}}, "other settings determine"),
-        ({"searcher": {"name": "tests.support.own_search:Ladder"}}, "cannot be made: TypeError"),
-        ({"searcher": {"name": "tests.support.own_search:Lader"}}, "has no 'Lader'"),
+        ({"searcher": {"name": "tests.support.custom_searcher:DoublingSearcher"}}, "cannot be made: TypeError"),
+        ({"searcher": {"name": "tests.support.custom_searcher:DoublingSearchr"}}, "has no 'DoublingSearchr'"),
     ],
 )
 @pytest.mark.usefixtures("ray_cluster")

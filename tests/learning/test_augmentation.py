@@ -16,8 +16,16 @@ from raypfl.common.messages import unmarked
 from raypfl.data.datasets import DataConfig
 from raypfl.learning.augmentation import Crop, Cutout, Flip, augmented
 from raypfl.learning.batches import Samples, epoch_order
-from tests.support.federated_images import Brighter, Smaller
-from tests.support.federation import EXECUTORS, Federation, NormalisedConv, bare_loop, close, small_mlp, starts_of
+from tests.support.federated_images import Brighter, ChangesShape
+from tests.support.federation import (
+    EXECUTORS,
+    Federation,
+    NormalisedConv,
+    assert_close,
+    bare_loop,
+    small_mlp,
+    starts_of,
+)
 from tests.support.runs import ON_RAY, Interrupt, experiment, same_tables
 
 SEVERAL = (Crop(padding=1, p=0.8), Flip(), Cutout(size=2, p=0.5))
@@ -146,8 +154,8 @@ def test_training_is_the_bare_loops_on_the_same_changed_images(factory, executor
     clients = fed.clients()
     trained = clients.sgd(clients.loss, raypfl.per_client(starts))
     models, losses = bare_loop(fed, starts)
-    close(trained, models)
-    close(clients.losses, losses)
+    assert_close(trained, models)
+    assert_close(clients.losses, losses)
     unchanged = bare_loop(Federation(factory), starts)[0]
     assert (models - unchanged).abs().max() > 1e-3
 
@@ -160,7 +168,7 @@ def test_mini_batches_one_by_one_are_those_of_sgd_with_their_changes(executor):
     trained = clients.sgd(clients.loss, theta)
     for batch in clients.minibatches():
         theta = batch.step(clients.loss, theta)
-    close(theta, unmarked(trained))
+    assert_close(theta, unmarked(trained))
 
 
 def test_a_client_sees_the_same_images_alone_and_in_any_group():
@@ -201,8 +209,8 @@ def test_whatever_is_no_step_of_training_sees_images_and_labels_as_they_are(exec
 
 
 def test_an_augmentation_that_changes_the_shape_of_images_is_told_so():
-    clients = Federation(augmentation=(Smaller(),)).clients()
-    with pytest.raises(RaypflError, match=r"tests.support.federated_images:Smaller.*not change their shape"):
+    clients = Federation(augmentation=(ChangesShape(),)).clients()
+    with pytest.raises(RaypflError, match=r"tests.support.federated_images:ChangesShape.*not change their shape"):
         clients.sgd(clients.loss, clients.initial)
 
 
@@ -240,10 +248,12 @@ def test_actors_see_the_same_images_as_one_process(tmp_path, ray_cluster):
     assert inline.weights_hash == on_ray.weights_hash
 
 
-@pytest.mark.parametrize("data", ["tests.support.federated_data:Described", "tests.learning.test_multi_label:marked"])
+@pytest.mark.parametrize(
+    "data", ["tests.support.federated_data:GeneratedClients", "tests.learning.test_multi_label:marked"]
+)
 def test_images_of_described_clients_and_with_several_labels_are_changed_too(tmp_path, data):
     (tmp_path / "clients").write_text("12")
-    place = {"data__root": tmp_path} if "Described" in data else {}
+    place = {"data__root": tmp_path} if "GeneratedClients" in data else {}
     base = experiment(tmp_path, data=data, **place, method="fedavg", rounds=1, evaluation__protocols="[local]")
     runs = [raypfl.run(base.override([f"data.augmentation={a}"])) for a in ("[]", AUGMENTED)]
     assert runs[0].weights_hash != runs[1].weights_hash

@@ -34,8 +34,8 @@ from tests.support.federation import (
     NormalisedConv,
     as_module,
     as_vector,
+    assert_close,
     bare_loop,
-    close,
     dropping_mlp,
     small_mlp,
     starts_of,
@@ -67,8 +67,8 @@ def test_training_is_the_bare_loops(name, factory, executor):
     clients = fed.clients()
     trained = clients.sgd(clients.loss, per_client(starts))
     models, losses = bare_loop(fed, starts)
-    close(trained, models)
-    close(clients.losses, losses)
+    assert_close(trained, models)
+    assert_close(clients.losses, losses)
     assert (models - starts).abs().max() > 1e-3
 
 
@@ -106,7 +106,7 @@ def test_one_start_for_all_and_a_copy_for_each_are_the_same_to_the_bit(training,
     assert torch.equal(rows, before)
     for k in range(4):
         alone = fed.clients([k])
-        close(mixed[k], alone.sgd(alone.loss, rows[k])[0])
+        assert_close(mixed[k], alone.sgd(alone.loss, rows[k])[0])
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -121,7 +121,7 @@ def test_weight_decay_acts_on_the_named_segments_alone(train, executor):
     slopes = slopes * (0.3 / (slopes.norm(dim=1, keepdim=True) + 1e-6)).clamp_max(1.0)
     decayed = starts * fed.model.mask("3.weight, 1.bias") * moving
     trained = clients.sgd(clients.loss, starts, train=train, decay="3.weight, 1.bias")
-    close(trained, starts - 0.1 * (slopes + 0.5 * decayed))
+    assert_close(trained, starts - 0.1 * (slopes + 0.5 * decayed))
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -132,7 +132,7 @@ def test_only_the_named_segment_moves_and_the_rest_stays_to_the_bit(training, ex
     clients = fed.clients()
     trained = clients.sgd(clients.loss, per_client(starts), train="head").as_subclass(Tensor)
     bare, head = bare_loop(fed, starts, trained="head")[0], fed.model.mask("head")
-    close(fed.model.parameters(trained), fed.model.parameters(bare))
+    assert_close(fed.model.parameters(trained), fed.model.parameters(bare))
     assert torch.equal(trained[:, ~head], starts[:, ~head])
     assert (trained != starts)[:, head].any(1).all()
     by_mask = fed.clients().sgd(clients.loss, per_client(starts), train=head)
@@ -196,7 +196,7 @@ def test_epochs_steps_rate_and_batch_size_of_a_call_win_over_the_experiments(exe
     wanted = Federation(training=replace(FP64, steps=3, batch_size=2, lr=0.05))
     clients = fed.clients()
     trained = clients.sgd(clients.loss, clients.initial, steps=3, batch_size=2, lr=0.05)
-    close(trained, bare_loop(wanted, wanted.model.init(3).expand(4, -1))[0])
+    assert_close(trained, bare_loop(wanted, wanted.model.init(3).expand(4, -1))[0])
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -213,7 +213,7 @@ def test_a_clients_training_is_the_same_alone_and_in_every_group(executor):
     together = everybody.sgd(everybody.loss, everybody.initial)
     for ids in ([2], [3, 1]):
         group = fed.clients(ids)
-        close(group.sgd(group.loss, group.initial), together[ids].as_subclass(Tensor), 1e-12)
+        assert_close(group.sgd(group.loss, group.initial), together[ids].as_subclass(Tensor), 1e-12)
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -236,7 +236,7 @@ def test_extras_are_passed_row_by_row_or_whole(executor):
             return pulls[k] * (p - anchors[k]).square().sum() + 0.2 * (p - common).square().sum()
 
         torch_sgd(net, fed.visits(k), lr=0.1, penalty=penalty)
-        close(trained[k], as_vector(net))
+        assert_close(trained[k], as_vector(net))
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -260,7 +260,7 @@ def test_a_model_vector_among_the_extras_is_cut_to_its_parameters(executor):
             return (p - anchors[k][:size]).square().sum() + (p - clients.initial[:size]).square().sum()
 
         torch_sgd(net, fed.visits(k), lr=0.1, penalty=penalty)
-        close(trained[k], as_vector(net))
+        assert_close(trained[k], as_vector(net))
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -276,7 +276,7 @@ def test_a_loss_may_evaluate_the_network_elsewhere_than_at_its_parameters(execut
         net = as_module(fed.factory, 0.5 * clients.initial)
         F.cross_entropy(net(fed.samples(k)[0]), fed.samples(k)[1]).backward()
         gradient = torch.cat([p.grad.reshape(-1) for p in net.parameters()])
-        close(trained[k], clients.initial - 0.1 * 0.5 * gradient)
+        assert_close(trained[k], clients.initial - 0.1 * 0.5 * gradient)
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -286,7 +286,7 @@ def test_a_network_with_statistics_may_be_evaluated_elsewhere_than_at_its_parame
     def loss(p, batch):
         return clients.loss(p * 1.0, batch)
 
-    close(clients.sgd(loss, clients.initial), clients.sgd(clients.loss, clients.initial).as_subclass(Tensor))
+    assert_close(clients.sgd(loss, clients.initial), clients.sgd(clients.loss, clients.initial).as_subclass(Tensor))
 
 
 def test_both_executors_draw_the_same_dropout_and_torchs_stream_has_no_part_in_it():
@@ -295,7 +295,7 @@ def test_both_executors_draw_the_same_dropout_and_torchs_stream_has_no_part_in_i
         torch.manual_seed(seed)
         clients = Federation(dropping_mlp, executor=executor, training=replace(FP64, epochs=2)).clients()
         trained.append(clients.sgd(clients.loss, clients.initial).as_subclass(Tensor))
-    close(trained[0], trained[1])
+    assert_close(trained[0], trained[1])
     assert torch.equal(trained[0], trained[2]) and torch.equal(trained[1], trained[3])
 
 
@@ -315,7 +315,7 @@ def test_dropout_is_on_in_training_off_in_maps_and_differs_by_client_and_step(ex
     calm = F.cross_entropy(net(fed.samples(0)[0]), fed.samples(0)[1]).detach()
     values = [*first.tolist(), *(2 * clients.losses - first).tolist(), calm.item()]
     assert len({round(v, 8) for v in values}) == 5
-    close(clients.map(clients.loss, clients.initial), calm.expand(2))
+    assert_close(clients.map(clients.loss, clients.initial), calm.expand(2))
 
 
 def test_dropout_keeps_its_share_scales_it_and_draws_every_layer_and_step_afresh():
@@ -378,7 +378,7 @@ def test_class_means_are_taken_in_fp32_over_features_in_bf16(executor):
     fed.labels[:] = 1
     means, _ = fed.clients().class_means(features, fed.model.init(0))
     assert means.dtype == torch.float32
-    close(means[:, 1], torch.full((2, 1), 256.5))
+    assert_close(means[:, 1], torch.full((2, 1), 256.5))
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -394,7 +394,7 @@ def test_channels_last_is_a_layout_and_nothing_else(executor):
     clients = fed.clients()
     trained = clients.sgd(clients.loss, clients.initial)
     assert all(layouts)
-    close(trained, bare_loop(fed, clients.initial.expand(4, -1))[0])
+    assert_close(trained, bare_loop(fed, clients.initial.expand(4, -1))[0])
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -403,7 +403,7 @@ def test_one_sample_left_over_is_trained_alike_by_both_executors_under_batch_nor
     fed = Federation(NormalisedConv, sizes=(5, 9), executor=executor)
     clients = fed.clients()
     trained = clients.sgd(clients.loss, clients.initial)
-    close(trained, bare_loop(fed, clients.initial.expand(2, -1))[0])
+    assert_close(trained, bare_loop(fed, clients.initial.expand(2, -1))[0])
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -423,8 +423,8 @@ def test_lenet_trains_the_same_by_both_executors():
         fed.inputs = np.random.default_rng(0).integers(0, 17, (18, 2, 16, 16), dtype=np.uint8)
         clients = fed.clients()
         rows.append(clients.sgd(clients.loss, clients.initial).as_subclass(Tensor))
-        close(rows[-1], bare_loop(fed, clients.initial.expand(2, -1))[0])
-    close(*rows)
+        assert_close(rows[-1], bare_loop(fed, clients.initial.expand(2, -1))[0])
+    assert_close(*rows)
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -449,7 +449,7 @@ def test_evaluation_counts_each_models_right_answers_on_its_own_samples(executor
             x, y = (torch.cat(part) for part in zip(*(fed.samples(c) for c in range(4)), strict=True))
             assert union_correct[k] == (net(x).argmax(1) == y).sum()
             assert float(union_loss[k]) == pytest.approx(float(F.cross_entropy(net(x), y, reduction="sum")), rel=1e-5)
-            close(logits[k], net(fed.samples(1)[0]))
+            assert_close(logits[k], net(fed.samples(1)[0]))
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -509,4 +509,4 @@ def test_training_leaves_the_shared_network_as_it_found_it(ends, executor):
     assert list(after) == list(before)
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     trained = clients.sgd(clients.loss, clients.initial)
-    close(trained, bare_loop(fed, clients.initial.expand(4, -1))[0])
+    assert_close(trained, bare_loop(fed, clients.initial.expand(4, -1))[0])

@@ -14,7 +14,7 @@ from tests.support.federation import (
     Federation,
     NormalisedConv,
     as_module,
-    close,
+    assert_close,
     small_mlp,
     starts_of,
 )
@@ -40,7 +40,7 @@ def test_gradients_are_autograds_and_agree_with_finite_differences(factory, exec
         assert float(gradients[k] @ direction) == pytest.approx(float((ahead - behind).detach() / 2e-6), rel=1e-5)
         net = as_module(factory, at[k]).train()
         F.cross_entropy(net(x), y).backward()
-        close(gradients[k], torch.cat([p.grad.reshape(-1) for p in net.parameters()]))
+        assert_close(gradients[k], torch.cat([p.grad.reshape(-1) for p in net.parameters()]))
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -58,7 +58,7 @@ def test_gradients_are_taken_on_the_batches_and_with_the_extras_that_are_given(e
         net = as_module(fed.factory, clients.initial)
         F.cross_entropy(net(batch.x), batch.y).backward()
         expected = torch.cat([p.grad.reshape(-1) for p in net.parameters()]) + clients.initial - anchors[k]
-        close(gradients[k], expected)
+        assert_close(gradients[k], expected)
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -85,7 +85,7 @@ def test_a_map_sees_each_clients_row_samples_and_extras_in_evaluation_mode(execu
     rows = clients.map(describe, per_client(at), scale=per_client(scales))
     for k in range(4):
         net = as_module(fed.factory, at[k]).eval()
-        close(rows[k], scales[k] * net(fed.samples(k)[0]).mean(0).detach())
+        assert_close(rows[k], scales[k] * net(fed.samples(k)[0]).mean(0).detach())
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -103,7 +103,7 @@ def test_pulling_a_cotangent_back_is_autograd_through_the_map(shared, executor):
     for k in range(4):
         net = as_module(fed.factory, at if shared else at[k])
         (net(fed.samples(k)[0]).mean(0) @ cotangent[k]).backward()
-        close(pulled[k], torch.cat([p.grad.reshape(-1) for p in net.parameters()]))
+        assert_close(pulled[k], torch.cat([p.grad.reshape(-1) for p in net.parameters()]))
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -116,4 +116,4 @@ def test_class_means_are_those_of_each_clients_own_samples(executor):
         for c in range(CLASSES):
             mine = x.flatten(1)[y == c, :6]
             assert counts[k, c] == len(mine)
-            close(means[k, c], mine.mean(0) if len(mine) else torch.zeros(6, dtype=torch.float64))
+            assert_close(means[k, c], mine.mean(0) if len(mine) else torch.zeros(6, dtype=torch.float64))

@@ -23,8 +23,8 @@ from tests.support.federation import (
     NormalisedConv,
     as_module,
     as_vector,
+    assert_close,
     bare_loop,
-    close,
     dropping_mlp,
     small_mlp,
     starts_of,
@@ -47,8 +47,8 @@ def test_training_by_another_rule_is_the_bare_loop_with_torchs(name, factory, ex
     for k, start in enumerate(starts):
         net = as_module(factory, start)
         losses = torch_sgd(net, fed.visits(k), **options)
-        close(trained[k], as_vector(net))
-        close(clients.losses[k], torch.tensor(np.mean(losses), dtype=torch.float64))
+        assert_close(trained[k], as_vector(net))
+        assert_close(clients.losses[k], torch.tensor(np.mean(losses), dtype=torch.float64))
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -60,8 +60,8 @@ def test_a_walk_with_a_rule_of_its_own_is_training_with_it(optimizer, executor):
     for batch in clients.minibatches():
         theta = batch.step(clients.loss, theta, of="one", optimizer=optimizer, lr=0.01)
         beside = batch.step(clients.loss, beside, of="other")
-    close(theta, unmarked(clients.sgd(clients.loss, clients.initial, optimizer=optimizer, lr=0.01)))
-    close(beside, unmarked(clients.sgd(clients.loss, clients.initial)))
+    assert_close(theta, unmarked(clients.sgd(clients.loss, clients.initial, optimizer=optimizer, lr=0.01)))
+    assert_close(beside, unmarked(clients.sgd(clients.loss, clients.initial)))
 
 
 def pull(p: Tensor, batch, anchor: Tensor) -> Tensor:
@@ -88,8 +88,8 @@ def test_a_penalty_is_minimised_and_not_reported(executor):
     theta = starts
     for batch in clients.minibatches():
         theta = batch.step(clients.loss, theta, penalty=pull, **extras)
-    close(theta, unmarked(whole))
-    close(clients.losses, reported)
+    assert_close(theta, unmarked(whole))
+    assert_close(clients.losses, reported)
 
 
 def test_several_steps_on_a_mini_batch_report_their_mean():
@@ -100,7 +100,7 @@ def test_several_steps_on_a_mini_batch_report_their_mean():
             theta = batch.step(clients.loss, theta, lr=1e-9)
     tripled = clients.losses
     clients.sgd(clients.loss, clients.initial, lr=1e-9)
-    close(tripled, clients.losses, 1e-6)
+    assert_close(tripled, clients.losses, 1e-6)
 
 
 @pytest.mark.parametrize("method", [FedProx(mu=9.0), Ditto(lam=9.0), MTL(lam=9.0), PFedMe(lam=9.0), FedProto(lam=9.0)])
@@ -130,23 +130,23 @@ def test_a_correction_is_added_to_every_gradient_and_not_reported(training, exec
     by_penalty = clients.sgd(
         clients.loss, per_client(starts), penalty=lambda p, batch, slope: p @ slope, slope=per_client(slopes)
     )
-    close(trained, unmarked(by_penalty))
+    assert_close(trained, unmarked(by_penalty))
     theta = per_client(starts)
     for batch in clients.minibatches():
         theta = batch.step(clients.loss, theta, correction=per_client(slopes))
-    close(theta, unmarked(by_penalty))
+    assert_close(theta, unmarked(by_penalty))
     common = clients.sgd(clients.loss, per_client(starts), correction=slopes[0])
-    close(common[0], unmarked(trained)[0])
+    assert_close(common[0], unmarked(trained)[0])
 
 
 def test_scaffold_written_as_a_user_does_begins_as_fedavg_and_its_variates_are_the_mean_of_the_clients():
     fed = Federation(method=Scaffold(), group_size=3)
     plainly = Federation(method=FedAvg(weighting="uniform"), group_size=3)
-    assert torch.equal(fed.play(None)["theta"], plainly.play(None)["theta"])
-    server = fed.play([0, 2], None)
+    assert torch.equal(fed.run_rounds(None)["theta"], plainly.run_rounds(None)["theta"])
+    server = fed.run_rounds([0, 2], None)
     mean = torch.stack([torch.from_numpy(fed.state_of(k)["c"]) for k in range(4)]).mean(0)
-    close(server["c"], mean)
-    assert float((server["theta"] - plainly.play([0, 2], None)["theta"]).norm()) > 1e-3
+    assert_close(server["c"], mean)
+    assert float((server["theta"] - plainly.run_rounds([0, 2], None)["theta"]).norm()) > 1e-3
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -160,8 +160,8 @@ def test_where_the_loss_is_a_surrogate_the_objective_is_reported_and_moves_nothi
         return 3 * clients.loss(p, batch)
 
     same = clients.sgd(surrogate, per_client(starts), report=clients.loss, lr=0.1 / 3)
-    close(same, unmarked(trained))
-    close(clients.losses, objective)
+    assert_close(same, unmarked(trained))
+    assert_close(clients.losses, objective)
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -187,7 +187,7 @@ def test_the_training_loss_is_the_mean_over_those_steps_that_report_one(reportin
             (x, y), k = fed.visits(1)[s], 1
             expected = F.cross_entropy(as_module(fed.factory, unmarked(theta).expand(4, -1)[k]).train()(x), y)
         theta = batch.step(clients.loss, theta, report="loss" if s == reporting else None)
-    close(clients.losses[k], expected.detach())
+    assert_close(clients.losses[k], expected.detach())
 
 
 def test_an_extra_that_no_function_takes_is_named():
@@ -207,7 +207,9 @@ def test_a_model_or_a_correction_of_the_wrong_shape_is_a_sentence():
                 work(clients.loss, wrong)
     with pytest.raises(MethodError, match=f"A correction has the shape .* {parameters} or {size} numbers"):
         clients.sgd(clients.loss, clients.initial, correction=torch.zeros(5))
-    close(batch.step(clients.loss, clients.initial), unmarked(batch.step(clients.loss, clients.initial.repeat(4, 1))))
+    assert_close(
+        batch.step(clients.loss, clients.initial), unmarked(batch.step(clients.loss, clients.initial.repeat(4, 1)))
+    )
 
 
 def test_the_number_of_local_steps_the_input_shape_and_the_seed_are_known():
@@ -260,8 +262,8 @@ def test_gradients_of_single_samples_are_clipped_without_the_loss_knowing(room, 
         walked = batch.step(clients.loss, walked)
     for k, start in enumerate(starts):
         expected = clipped_by_hand(fed, start, k)
-        close(trained[k], expected)
-        close(walked[k], expected)
+        assert_close(trained[k], expected)
+        assert_close(walked[k], expected)
     assert (unmarked(trained) - bare_loop(fed, starts)[0]).abs().max() > 1e-3
 
 
@@ -278,8 +280,8 @@ def test_a_rule_that_asks_for_single_samples_and_takes_their_mean_is_the_rule_wi
         clients = Federation(small_mlp, executor=executor, training=replace(FP64, optimizer=optimizer)).clients()
         rows.append(unmarked(clients.sgd(clients.loss, clients.initial, train="3")))
         reported.append(clients.losses)
-    close(rows[1], rows[0])
-    close(reported[1], reported[0])
+    assert_close(rows[1], rows[0])
+    assert_close(reported[1], reported[0])
 
 
 @pytest.mark.parametrize("factory", [small_mlp, dropping_mlp])
@@ -289,8 +291,8 @@ def test_noise_is_keyed_by_client_and_step_whatever_the_group_and_the_executor(f
         clients = Federation(factory, executor=executor, training=training).clients()
         rows[executor] = unmarked(clients.sgd(clients.loss, clients.initial))
         alone = Federation(factory, executor=executor, training=training).clients([2])
-        close(alone.sgd(alone.loss, alone.initial), rows[executor][2:3], 1e-12)
-    close(rows["vectorised"], rows["sequential"])
+        assert_close(alone.sgd(alone.loss, alone.initial), rows[executor][2:3], 1e-12)
+    assert_close(rows["vectorised"], rows["sequential"])
     quiet = Federation(factory, training=replace(training, optimizer=Clipped())).clients()
     moved = rows["vectorised"] - unmarked(quiet.sgd(quiet.loss, quiet.initial))
     assert len({round(float(row.norm()), 6) for row in moved}) == 4

@@ -23,8 +23,8 @@ from tests.support.federation import (
     Federation,
     NormalisedConv,
     as_module,
+    assert_close,
     bare_loop,
-    close,
     small_mlp,
     starts_of,
 )
@@ -56,7 +56,7 @@ def test_a_careless_loss_is_found_out_on_no_more_than_a_batch_of_a_large_client(
     with pytest.warns(UserWarning, match=r"does not weigh its samples with batch\.weight"):
         trained = clients.sgd(seen_by(fed, careless, sizes), clients.initial)
     assert max(sizes) <= 2 * fed.training.batch_size
-    close(trained, bare_loop(fed, clients.initial.expand(3, -1))[0])
+    assert_close(trained, bare_loop(fed, clients.initial.expand(3, -1))[0])
     sizes.clear()
     with pytest.warns(UserWarning, match=r"does not weigh its samples with batch\.weight"):
         clients.grad(seen_by(fed, careless, sizes), clients.initial)
@@ -78,7 +78,7 @@ def test_a_function_of_labels_alone_is_found_out_by_the_one_label_that_is_not_pa
 
     with pytest.warns(UserWarning, match=r"does not weigh its samples with batch\.weight"):
         found = clients.map(shares, clients.initial)
-    close(found, (clients.label_counts() / clients.num_samples[:, None]).as_subclass(Tensor))
+    assert_close(found, (clients.label_counts() / clients.num_samples[:, None]).as_subclass(Tensor))
 
 
 def test_a_loss_that_weighs_its_samples_is_trained_together_however_large_clients_are():
@@ -88,7 +88,7 @@ def test_a_loss_that_weighs_its_samples_is_trained_together_however_large_client
         warnings.simplefilter("error")
         trained = clients.sgd(seen_by(fed, lambda fed, p, batch: clients.loss(p, batch), sizes), clients.initial)
     assert max(sizes) <= 2 * fed.training.batch_size
-    close(trained, bare_loop(fed, clients.initial.expand(3, -1))[0])
+    assert_close(trained, bare_loop(fed, clients.initial.expand(3, -1))[0])
 
 
 def test_a_loss_without_weights_is_trained_together_where_nothing_is_padded():
@@ -97,7 +97,7 @@ def test_a_loss_without_weights_is_trained_together_where_nothing_is_padded():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trained = clients.sgd(partial(ignoring, fed), clients.initial)
-    close(trained, bare_loop(fed, clients.initial.expand(3, -1))[0])
+    assert_close(trained, bare_loop(fed, clients.initial.expand(3, -1))[0])
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -109,9 +109,9 @@ def test_gradients_and_maps_of_a_function_without_weights_are_right_on_unequal_b
     for k in range(4):
         x, y = fed.samples(k)
         net = as_module(fed.factory, clients.initial)
-        close(means[k], net(x).mean(0).detach())
+        assert_close(means[k], net(x).mean(0).detach())
         F.cross_entropy(net(x), y).backward()
-        close(gradients[k], torch.cat([p.grad.reshape(-1) for p in net.parameters()]))
+        assert_close(gradients[k], torch.cat([p.grad.reshape(-1) for p in net.parameters()]))
 
 
 def with_item(loss: Tensor) -> Tensor:
@@ -137,9 +137,9 @@ def test_a_loss_that_looks_at_numbers_is_trained_one_by_one_with_a_warning(peek)
     start = clients.initial.clone()
     with pytest.warns(UserWarning, match="cannot be vectorised, so clients run one by one"):
         trained = clients.sgd(loss, clients.initial)
-    close(trained, bare_loop(fed, start.expand(4, -1))[0])
+    assert_close(trained, bare_loop(fed, start.expand(4, -1))[0])
     with pytest.warns(UserWarning, match="one by one"):
-        close(clients.grad(loss, start), clients.grad(clients.loss, start).as_subclass(Tensor))
+        assert_close(clients.grad(loss, start), clients.grad(clients.loss, start).as_subclass(Tensor))
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -230,7 +230,7 @@ def test_a_map_with_a_row_a_sample_is_padded_with_zeros_to_the_largest_client(fa
     assert outputs.shape == (4, 11, CLASSES)
     for k, size in enumerate(fed.sizes):
         net = as_module(factory, starts[k]).eval()
-        close(outputs[k, :size], net(fed.samples(k)[0]).exp().detach())
+        assert_close(outputs[k, :size], net(fed.samples(k)[0]).exp().detach())
         assert not outputs[k, size:].any()
 
 
@@ -242,7 +242,7 @@ def test_a_vector_that_is_by_chance_as_long_as_the_largest_batch_is_not_taken_fo
         return batch.mean(F.one_hot(batch.y, CLASSES).to(p.dtype)) + 1
 
     expected = clients.label_counts() / clients.num_samples[:, None] + 1
-    close(clients.map(shares, clients.initial), expected.as_subclass(Tensor))
+    assert_close(clients.map(shares, clients.initial), expected.as_subclass(Tensor))
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -294,7 +294,7 @@ def test_a_walk_that_has_fallen_back_does_not_try_every_step_anew():
         for batch in clients.minibatches():
             theta = batch.step(peeking, theta)
     assert len(caught) == 1
-    close(theta, bare_loop(fed, clients.initial.expand(4, -1))[0])
+    assert_close(theta, bare_loop(fed, clients.initial.expand(4, -1))[0])
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -305,7 +305,7 @@ def test_all_that_a_client_has_is_asked_for_by_any_large_number(executor):
     assert [len(batch.y) for batch in batches] == list(fed.sizes)
     assert all(torch.equal(b.y.sort()[0], fed.samples(k)[1].sort()[0]) for k, b in enumerate(batches))
     whole = Federation(training=replace(FP64, batch_size=11))
-    close(clients.sgd(clients.loss, clients.initial), bare_loop(whole, clients.initial.expand(4, -1))[0])
+    assert_close(clients.sgd(clients.loss, clients.initial), bare_loop(whole, clients.initial.expand(4, -1))[0])
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -318,10 +318,10 @@ def test_per_fedavg_goes_down_the_slope_after_a_step(executor):
         (slope,) = torch.autograd.grad(F.cross_entropy(fed.model(p, x), y), p, create_graph=True)
         value = F.cross_entropy(fed.model(p - 0.5 * slope, x), y)
         p = (p - fed.training.lr * torch.autograd.grad(value, p)[0]).detach()
-    close(fed.play(None)["theta"], p)
+    assert_close(fed.run_rounds(None)["theta"], p)
 
 
 @pytest.mark.filterwarnings("ignore::raypfl.clients.context.FallbackWarning")
 def test_a_loss_that_differentiates_is_trained_on_unequal_batches_too():
-    theta = [Federation(executor=e, method=PerFedAvg()).play(None)["theta"] for e in EXECUTORS]
-    close(*theta)
+    theta = [Federation(executor=e, method=PerFedAvg()).run_rounds(None)["theta"] for e in EXECUTORS]
+    assert_close(*theta)

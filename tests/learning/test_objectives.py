@@ -30,7 +30,7 @@ from raypfl.learning.objectives import (
 from raypfl.learning.objectives.batch import Batch
 from raypfl.methods import FedAvg
 from raypfl.models import MODELS
-from tests.support.federation import EXECUTORS, Federation, as_module, as_vector, close
+from tests.support.federation import EXECUTORS, Federation, as_module, as_vector, assert_close
 from tests.support.runs import experiment
 
 DRAWS = torch.Generator().manual_seed(0)
@@ -132,7 +132,7 @@ def test_numbers_are_learnt_as_a_bare_loop_learns_them(executor, reduction):
             scale = 1 if reduction == "mean" else len(y) / 2
             (scale * F.mse_loss(net(x)[:, 0], y)).backward()
             optimizer.step()
-        close(trained[k], as_vector(net))
+        assert_close(trained[k], as_vector(net))
 
 
 def test_what_counts_classes_is_refused_in_a_sentence_where_there_are_none():

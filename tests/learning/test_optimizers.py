@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from raypfl.learning.optimizers import SGD, Adam, AdamW, LocalOptimizer, Update
-from tests.support.federation import close
+from tests.support.federation import assert_close
 
 LR = 0.05
 
@@ -57,7 +57,7 @@ def test_steps_are_those_of_torch_optim(name, weight_decay, clip_norm):
     start = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(3, 4)
     update = Update(optimizer, LR, weight_decay, clip_norm)
     expected = by_torch(kind, start, clip_norm, **options | {"weight_decay": weight_decay})
-    close(stepped(update, start), expected, 1e-12)
+    assert_close(stepped(update, start), expected, 1e-12)
     assert (expected - start).abs().max() > 1e-3
 
 
@@ -68,7 +68,7 @@ def test_a_row_steps_as_the_vector_alone(name):
     theta, memory = start[0].clone(), update.init(start[0])
     for grad in gradients(3, 4):
         update.step_(theta, grad[0], memory)
-    close(theta, stepped(update, start)[0], 1e-14)
+    assert_close(theta, stepped(update, start)[0], 1e-14)
 
 
 @pytest.mark.parametrize("name", SAME)
@@ -80,13 +80,13 @@ def test_rows_may_stop_before_the_others_and_each_counts_its_own_steps(name):
     for step, grad in enumerate(gradients(3, 4)):
         active = 3 if step < 2 else 1
         update.step_(theta[:active], grad[:active].clone(), {name: rows[:active] for name, rows in memory.items()})
-    close(theta[0], stepped(update, start)[0], 1e-14)
+    assert_close(theta[0], stepped(update, start)[0], 1e-14)
     for grad in gradients(3, 4):
         update.step_(theta[1:], grad[1:].clone(), {name: rows[1:] for name, rows in memory.items()})
     alone, own = start[1:].clone(), update.init(start[1:])
     for grad in [*list(gradients(3, 4))[:2], *gradients(3, 4)]:
         update.step_(alone, grad[1:].clone(), own)
-    close(theta[1:], alone, 1e-14)
+    assert_close(theta[1:], alone, 1e-14)
 
 
 @pytest.mark.parametrize("optimizer", [SGD(momentum=0.9), Adam(), AdamW()])
@@ -116,7 +116,7 @@ def test_a_rule_of_ones_own_is_its_step_and_its_memory():
     assert Signs(keep=0.1) == Signs(keep=0.1) != Signs()
     moved = stepped(Update(Signs(keep=0.0), LR), torch.zeros(2, 3, dtype=torch.float64))
     signs = sum(grad.sign() for grad in gradients(2, 3))
-    close(moved, -LR * torch.as_tensor(signs))
+    assert_close(moved, -LR * torch.as_tensor(signs))
 
 
 def test_a_rule_without_a_step_says_so():

@@ -17,7 +17,7 @@ from raypfl.learning.augmentation import Crop, Flip
 from raypfl.learning.batches import Samples, epoch_order
 from raypfl.learning.pool import Pool
 from tests.support import datasets
-from tests.support.federation import MEAN, POOLED, STD, Federation, close
+from tests.support.federation import MEAN, POOLED, STD, Federation, assert_close
 from tests.support.runs import experiment
 
 
@@ -51,7 +51,7 @@ class Compares(Method):
 
 def test_a_batch_on_a_client_is_the_servers_of_the_same_round_and_stream():
     fed = Federation(method=Compares(), augmentation=[Crop(padding=1), Flip()], group_size=2)
-    assert float(fed.play(None, None)["apart"]) == 0.0
+    assert float(fed.run_rounds(None, None)["apart"]) == 0.0
 
 
 def test_batches_differ_from_round_to_round_and_from_stream_to_stream_and_are_the_same_again():
@@ -151,5 +151,5 @@ def test_a_pool_from_elsewhere_is_normalised_as_the_clients_data_or_by_its_own_m
     data = load_federated(given.data, given.partition, seed=0)
     pools = Prepared(given, data).server_pools
     (batch,) = pools.pool("auxiliary", 1).batches(len(data.pool("auxiliary")))
-    close(batch.x.std((0, 2, 3), correction=0), torch.ones(3), 1e-4 if normalise == "own" else 1.0)
+    assert_close(batch.x.std((0, 2, 3), correction=0), torch.ones(3), 1e-4 if normalise == "own" else 1.0)
     assert bool((batch.x.mean((0, 2, 3)).abs() < 1e-4).all()) == (normalise == "own")

@@ -26,7 +26,17 @@ from raypfl.methods import MTL, Ditto, FedAvg, FedNH, FedProto, PerAda, PFedMe
 from raypfl.results.epsilons import epsilons, privacy_sentence
 from raypfl.results.groups import group_runs
 from raypfl.runs.driver import check
-from tests.support.federation import CLASSES, EXECUTORS, FP64, SHAPE, Federation, as_module, both, close, starts_of
+from tests.support.federation import (
+    CLASSES,
+    EXECUTORS,
+    FP64,
+    SHAPE,
+    Federation,
+    as_module,
+    assert_close,
+    both,
+    starts_of,
+)
 
 CLIPS = PrivacySettings(noise=0.0, clip=0.3)
 NOISY = PrivacySettings(noise=1.0, clip=1.0)
@@ -64,8 +74,8 @@ def test_clipping_is_a_plain_loop_over_the_samples_of_poisson_batches(executor):
     for batch in again.minibatches():
         walked = batch.step(again.loss, walked)
     for k, start in enumerate(starts):
-        close(trained[k], by_hand(fed, start, k), 1e-12)
-        close(walked[k], trained[k], 1e-12)
+        assert_close(trained[k], by_hand(fed, start, k), 1e-12)
+        assert_close(walked[k], trained[k], 1e-12)
 
 
 @both
@@ -78,7 +88,7 @@ def test_a_pull_is_added_after_clipping_and_is_not_clipped(executor):
 
     trained = clients.sgd(clients.loss, per_client(starts), penalty=pull, anchor=anchor)
     for k, start in enumerate(starts):
-        close(trained[k], by_hand(fed, start, k, anchor, lam=2.0), 1e-12)
+        assert_close(trained[k], by_hand(fed, start, k, anchor, lam=2.0), 1e-12)
 
 
 @both
@@ -107,7 +117,7 @@ def test_without_noise_and_without_a_limit_it_is_ordinary_sgd_on_the_same_batche
         )[0]
         for rule in (None, NoisySum(math.inf, 0.0, 4))
     ]
-    close(trained[1], trained[0], 1e-12)
+    assert_close(trained[1], trained[0], 1e-12)
 
 
 def test_every_sample_is_in_a_batch_with_the_same_chance_and_independently():
@@ -143,7 +153,7 @@ def test_noise_has_the_deviation_asked_for_and_is_new_in_every_training_and_step
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_two_steps_on_a_mini_batch_have_different_noise_and_are_accounted_together(executor):
     fed = Federation(executor=executor, training=replace(FP64, steps=3), privacy=NOISY, method=PFedMe(inner_steps=2))
-    fed.play(None)
+    fed.run_rounds(None)
     rows = fed.cohorts[-1].spent
     assert {(row.branch, row.steps, row.uses) for row in rows} == {("train 1", 3, 2)}
     assert [row.rate for row in sorted(rows)] == [min(1.0, 4 / n) for n in fed.sizes]
@@ -154,7 +164,7 @@ def test_each_branch_is_accounted_with_its_own_steps_whatever_the_groups():
     for size in (None, 1):
         method = Ditto(personal_epochs=3)
         fed = Federation(privacy=NOISY, method=method, group_size=size, training=replace(FP64, batch_size=4))
-        fed.play([0, 2], None)
+        fed.run_rounds([0, 2], None)
         spent.append(sorted(fed.cohorts[0].spent) + sorted(fed.cohorts[1].spent))
     assert spent[0] == spent[1]
     assert [(row.client, row.branch, row.steps) for row in spent[0][:2]] == [(0, "train 1", 6), (0, "train 2", 2)]
@@ -164,10 +174,10 @@ def test_each_branch_is_accounted_with_its_own_steps_whatever_the_groups():
 def test_a_method_that_reads_training_data_without_noise_is_refused(method):
     fed = Federation(privacy=NOISY, method=method)
     if isinstance(method, MTL):
-        fed.play(None)  # it trains by clients.sgd only
+        fed.run_rounds(None)  # it trains by clients.sgd only
     else:
         with pytest.raises(Exception, match="reads clients' data without noise"):
-            fed.play(None)
+            fed.run_rounds(None)
 
 
 REFUSED = {"batches", "class_means", "evaluate", "grad", "label_counts", "losses", "map", "vjp"}
@@ -227,7 +237,7 @@ def test_every_public_name_of_a_cohort_is_classified_and_what_is_measured_withou
         *("descend", "generator", "log", "log_image", "log_table", "other", "pool", "progress", "run", "sgd"),
     }
     fed = Federation(privacy=NOISY, method=FedAvg())
-    fed.play(None)
+    fed.run_rounds(None)
     assert {name for name in dir(fed.cohorts[0]) if not name.startswith("_")} == closed | open_names
     for privacy in (NOISY, replace(NOISY, unit="client"), PrivacySettings(secure_aggregation=True)):
         cohort = Federation(privacy=privacy, method=FedAvg()).cohort()
@@ -275,7 +285,7 @@ class Tracking(torch.nn.Module):
 def test_statistics_that_samples_move_without_noise_are_refused(method):
     fed = Federation(factory=Tracking, executor="sequential", privacy=NOISY, method=method)
     with pytest.raises(PrivacyError, match="Training moved statistics of the network"):
-        fed.play(None)
+        fed.run_rounds(None)
 
 
 def test_the_accountant_is_above_the_exact_curve_and_close_to_published_values():
@@ -327,10 +337,10 @@ def test_a_clients_update_is_clipped_whole_and_the_servers_noise_has_its_size():
     updates = unmarked(clients.sgd(clients.loss, start)) - start
     assert (updates.norm(dim=1) > 0.05).all()
     limited = updates * (0.05 / updates.norm(dim=1, keepdim=True))
-    close(fed.play(None)["theta"], start + limited.mean(0), 1e-12)
-    noise = user_level(noise=100.0).play(None)["theta"] - fed.server["theta"]
+    assert_close(fed.run_rounds(None)["theta"], start + limited.mean(0), 1e-12)
+    noise = user_level(noise=100.0).run_rounds(None)["theta"] - fed.server["theta"]
     assert float(noise.std()) == pytest.approx(100 * 0.05 / 4, rel=0.1)
-    close(user_level(clip=1e9).play(None)["theta"], plain.play(None)["theta"], 1e-12)
+    assert_close(user_level(clip=1e9).run_rounds(None)["theta"], plain.run_rounds(None)["theta"], 1e-12)
 
 
 def test_what_the_server_cannot_clip_is_refused():
@@ -341,7 +351,7 @@ def test_what_the_server_cannot_clip_is_refused():
     ]:
         fed = Federation(method=method, privacy=replace(NOISY, unit="client"))
         with pytest.raises(Exception, match=match):
-            fed.play(None)
+            fed.run_rounds(None)
 
 
 def experiment(tmp_path, *assignments: str) -> Experiment:

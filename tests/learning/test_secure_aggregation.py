@@ -16,7 +16,7 @@ from raypfl.federation.exchange.aggregation import ReplyAggregator
 from raypfl.learning.privacy import Masks, PrivacySettings, unmasked
 from raypfl.learning.privacy.masks import FRACTION_BITS
 from raypfl.methods import Ditto, FedAvg, FedPTR, PerAda, PFedHN, Scaffold
-from tests.support.federation import CLASSES, FP32, Federation, close, played
+from tests.support.federation import CLASSES, FP32, Federation, assert_close, run_method
 from tests.support.runs import experiment
 
 SECURE = PrivacySettings(secure_aggregation=True)
@@ -35,7 +35,7 @@ def test_masks_cancel_exactly_in_the_sum_over_the_cohort_and_in_no_smaller_sum()
         assert (sent[chosen].sum(0) != fixed(rows[chosen]).sum(0)).all()
     assert (sent.sum(0) == fixed(rows).sum(0)).all()
     assert (masks.sum_of((1, 8, 9), rows[[0, 3, 4]]) == sent[[0, 3, 4]].sum(0)).all()
-    close(unmasked(sent.sum(0), torch.float64), rows.double().sum(0), 5 * 2.0**-FRACTION_BITS)
+    assert_close(unmasked(sent.sum(0), torch.float64), rows.double().sum(0), 5 * 2.0**-FRACTION_BITS)
 
 
 def test_what_is_sent_is_uniform_and_new_for_every_message_round_and_seed():
@@ -52,9 +52,9 @@ def test_what_is_sent_is_uniform_and_new_for_every_message_round_and_seed():
 
 @pytest.mark.parametrize("method", [FedAvg(), Ditto(), Scaffold(), PerAda(steps=0)], ids=lambda m: type(m).__name__)
 def test_a_run_under_masks_is_the_run_without_up_to_fixed_point_and_the_same_bits_however_it_is_cut(method):
-    runs = [played(method, privacy=SECURE, group_size=size).server["theta"] for size in (1, 2, None)]
+    runs = [run_method(method, privacy=SECURE, group_size=size).server["theta"] for size in (1, 2, None)]
     assert torch.equal(runs[0], runs[1]) and torch.equal(runs[0], runs[2])
-    close(runs[0], played(method).server["theta"], 1e-5)
+    assert_close(runs[0], run_method(method).server["theta"], 1e-5)
 
 
 def test_the_server_never_sees_an_unmasked_update(monkeypatch):
@@ -67,7 +67,7 @@ def test_the_server_never_sees_an_unmasked_update(monkeypatch):
 
     monkeypatch.setattr(module, "ReplyAggregator", Watched)
     fed = Federation(method=FedAvg(weighting="uniform"), privacy=SECURE, group_size=1, training=FP32)
-    fed.play(None)
+    fed.run_rounds(None)
     clients = fed.clients()
     updates = fixed(clients.sgd(clients.loss, fed.method.start(fed.task)["theta"]).as_subclass(Tensor))
     received = {clients[0]: array for clients, array in seen if array is not None}
@@ -80,13 +80,13 @@ def test_the_server_never_sees_an_unmasked_update(monkeypatch):
 
 def test_a_method_that_needs_more_than_sums_is_refused():
     with pytest.raises(RaypflError, match=r"returns .step. as a row for each client.*sums over the cohort only"):
-        Federation(method=PFedHN(), privacy=SECURE).play(None)
+        Federation(method=PFedHN(), privacy=SECURE).run_rounds(None)
 
 
 def test_peradas_server_needs_sums_only_if_clients_send_the_logits_too_which_are_then_charged():
     method = PerAda(steps=2, batch_size=4)
-    secure, plain = played(method, privacy=SECURE), played(method)
-    close(secure.server["theta"], plain.server["theta"], 1e-3)
+    secure, plain = run_method(method, privacy=SECURE), run_method(method)
+    assert_close(secure.server["theta"], plain.server["theta"], 1e-3)
     sent = {entry.name: entry.numbers for entry in secure.ledger.entries if entry.direction == "up"}
     assert sent == {"theta": secure.model.size, "logits": 8 * CLASSES}
 
@@ -113,25 +113,25 @@ def test_a_sum_that_is_one_clients_own_message_is_refused(way, group_size):
         "group": r"returned 'number' for 1 of the cohort's 4 clients",
     }
     if way == "group" and group_size is None:
-        played(method, None, privacy=SECURE, group_size=None)  # there is a number of every client
+        run_method(method, None, privacy=SECURE, group_size=None)  # there is a number of every client
         return
     with pytest.raises(PrivacyError, match=said[way]):
-        played(method, None, privacy=SECURE, group_size=group_size)
-    played(method, None, group_size=group_size)
+        run_method(method, None, privacy=SECURE, group_size=group_size)
+    run_method(method, None, group_size=group_size)
 
 
 def test_fedptr_sends_sums_only_also_where_one_client_alone_matches():
     method = FedPTR(lam=0.5, per_class=1, outer_steps=2, inner_steps=3, window=1, image_lr=10.0)
     rounds = [[0, 1], [0, 2], [0, 3]]  # client 0 alone has a full window in the last one
-    secure, plain = (played(method, *rounds, privacy=privacy) for privacy in (SECURE, PrivacySettings()))
-    close(secure.server["theta"], plain.server["theta"], 1e-5)
+    secure, plain = (run_method(method, *rounds, privacy=privacy) for privacy in (SECURE, PrivacySettings()))
+    assert_close(secure.server["theta"], plain.server["theta"], 1e-5)
     assert plain.cohorts[-1].logged.values["matching_failed"] == 0
 
 
 def test_what_masks_cannot_hide_or_hold_is_refused(tmp_path):
     fed = Federation(method=FedAvg(), privacy=SECURE)
     with pytest.raises(RaypflError, match=r"is one client alone, whose message is the sum"):
-        fed.play([2])
+        fed.run_rounds([2])
     with pytest.raises(RaypflError, match=r"3e\+09 is too large a number for privacy\.secure_aggregation: with 4"):
         Masks((0, 1, 2, 3), 0, "theta", 1).sum_of((0,), torch.full((1, 2), 3e9))
     with pytest.raises(ConfigError, match=r"the masks of a client that is skipped would not cancel"):

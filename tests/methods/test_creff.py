@@ -15,7 +15,7 @@ from tests.support.federation import (
     NormalisedConv,
     as_module,
     both,
-    played,
+    run_method,
     small_mlp,
     without_bias,
 )
@@ -32,7 +32,7 @@ any_net = pytest.mark.parametrize("factory", [small_mlp, without_bias, Normalise
 def test_its_averaged_and_personal_models_are_fedavgs_to_the_bit(factory, executor):
     options = {"factory": factory, "executor": executor}
     last = PartialPersonalization(personal="", body="last")
-    creff, fedavg, personal = (played(m, **options) for m in (QUICK, FedAvg(), last))
+    creff, fedavg, personal = (run_method(m, **options) for m in (QUICK, FedAvg(), last))
     assert torch.equal(creff.server["theta"], fedavg.server["theta"])
     for client in range(4):
         assert (creff.state_of(client)["model"] == personal.state_of(client)["shared"]).all()
@@ -41,7 +41,7 @@ def test_its_averaged_and_personal_models_are_fedavgs_to_the_bit(factory, execut
 @both
 @any_net
 def test_its_global_model_is_the_averaged_body_under_the_head_that_was_trained_again(factory, executor):
-    fed = played(QUICK, factory=factory, executor=executor)
+    fed = run_method(QUICK, factory=factory, executor=executor)
     head, theta = fed.model.mask("output layer"), fed.method.global_model(fed.server)
     weight, *bias = (fed.model.segment(theta, name) for name in fed.model.names("output layer"))
     assert torch.equal(theta[~head], fed.server["theta"][~head])
@@ -122,7 +122,7 @@ def test_the_head_is_trained_by_plain_descent_on_the_features_of_known_classes()
 def test_a_model_and_the_gradients_of_a_clients_classes_go_up_and_a_model_and_a_head_down():
     fed = Federation(without_bias, method=QUICK, group_size=2)
     fed.labels[fed.split[1]], fed.labels[fed.split[2]] = 0, torch.arange(11) % CLASSES
-    fed.play([1, 2])
+    fed.run_rounds([1, 2])
     model, head = fed.model.size, 5 * CLASSES
     sent = [(e.direction, e.name, e.clients, e.numbers) for e in fed.ledger.entries]
     assert sent == [

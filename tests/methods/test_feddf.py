@@ -10,7 +10,15 @@ import raypfl
 from raypfl.common.errors import ConfigError
 from raypfl.methods import METHODS, FedAvg, FedDF
 from raypfl.runs import driver
-from tests.support.federation import EXECUTORS, Federation, NormalisedConv, as_module, as_vector, close, small_mlp
+from tests.support.federation import (
+    EXECUTORS,
+    Federation,
+    NormalisedConv,
+    as_module,
+    as_vector,
+    assert_close,
+    small_mlp,
+)
 from tests.support.runs import experiment
 
 
@@ -29,7 +37,7 @@ class Recorded(FedDF):
 
 def test_without_distillation_it_is_fedavg_to_the_bit():
     first, second = (
-        Federation(NormalisedConv, method=method).play(None, [0, 2]) for method in (FedAvg(), FedDF(steps=0))
+        Federation(NormalisedConv, method=method).run_rounds(None, [0, 2]) for method in (FedAvg(), FedDF(steps=0))
     )
     assert torch.equal(first["theta"], second["theta"])
 
@@ -39,7 +47,7 @@ def test_without_distillation_it_is_fedavg_to_the_bit():
 def test_the_average_is_trained_by_adam_on_the_divergence_from_the_mean_logits(factory, executor):
     method = Recorded(steps=7, batch_size=4, lr=0.01)
     fed = Federation(factory, method=method, executor=executor, group_size=3)
-    theta = fed.play(None)["theta"]
+    theta = fed.run_rounds(None)["theta"]
     models = [torch.from_numpy(fed.state_of(k)["model"]) for k in range(4)]
     sizes = torch.tensor(fed.sizes, dtype=torch.float64)
     average = (torch.stack(models) * sizes[:, None]).sum(0) / sizes.sum()
@@ -55,14 +63,14 @@ def test_the_average_is_trained_by_adam_on_the_divergence_from_the_mean_logits(f
         losses[-1].backward()
         adam.step()
         cosine.step()
-    close(theta, as_vector(student), 1e-6)
+    assert_close(theta, as_vector(student), 1e-6)
     assert fed.cohorts[0].logged.values["distillation_loss"] == pytest.approx(sum(loss.item() for loss in losses) / 7)
 
 
 def test_a_linear_network_says_what_the_average_of_models_says_so_its_first_gradient_is_zero():
     fed = Federation(linear, method=FedDF(steps=1, weighting="uniform", batch_size=9))
-    theta = fed.play(None)["theta"]
-    plain = Federation(linear, method=FedAvg(weighting="uniform")).play(None)["theta"]
+    theta = fed.run_rounds(None)["theta"]
+    plain = Federation(linear, method=FedAvg(weighting="uniform")).run_rounds(None)["theta"]
     assert 0 < (theta - plain).abs().max() <= 1.01e-3  # Adam takes steps of its rate down gradients of 1e-17
 
 
@@ -71,13 +79,13 @@ def test_labels_of_the_pool_are_not_used():
     for shift in (0, 1):
         fed = Federation(method=FedDF(steps=3, batch_size=4))
         fed.labels[-9:] = (fed.labels[-9:] + shift) % 3
-        hashes.append(fed.play(None)["theta"])
+        hashes.append(fed.run_rounds(None)["theta"])
     assert torch.equal(*hashes)
 
 
 def test_a_round_is_charged_a_model_each_way_and_no_logits():
     fed = Federation(method=FedDF(steps=3, batch_size=4))
-    fed.play(None)
+    fed.run_rounds(None)
     sent = {(e.direction, e.name, e.numbers) for e in fed.ledger.entries}
     assert sent == {("down", "theta", fed.model.size), ("up", "theta", fed.model.size)}
 

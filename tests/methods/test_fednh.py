@@ -26,14 +26,14 @@ from tests.support.federation import (
     ROUNDS,
     Federation,
     any_net,
+    assert_close,
     both,
-    close,
     sent_per_client,
     small_mlp,
     without_bias,
 )
 
-played = partial(support.played, training=FP64)
+run_method = partial(support.run_method, training=FP64)
 
 
 def prototypes(fed: Federation) -> Tensor:
@@ -126,11 +126,13 @@ def test_the_loss_has_the_floor_that_the_scale_sets(classes, scale, floor):
 
 @both
 def test_the_scale_is_trained_and_averaged_without_weight_decay(executor):
-    fixed = played(FedNH(train_scale=False), executor=executor)
+    fixed = run_method(FedNH(train_scale=False), executor=executor)
     assert fixed.model.names("output layer") == ["3.weight"]
     ends = {}
     for decay in (0.0, 0.1):
-        fed = played(FedNH(), None, executor=executor, training=replace(FP64, lr=1e-3, weight_decay=decay, epochs=20))
+        fed = run_method(
+            FedNH(), None, executor=executor, training=replace(FP64, lr=1e-3, weight_decay=decay, epochs=20)
+        )
         place = fed.model.segments["3.scale"].start
         scales = [float(fed.state_of(c)["model"][place]) for c in range(4)]
         assert len(set(scales)) == 4
@@ -145,7 +147,7 @@ def test_the_scale_is_trained_and_averaged_without_weight_decay(executor):
 def test_a_round_by_hand(factory, executor):
     fed = Federation(factory, executor=executor, method=FedNH(rho=0.7), training=FP64, group_size=3)
     start = fed.method.start(fed.task)["theta"]
-    fed.play(None)
+    fed.run_rounds(None)
     name = fed.model.names("output layer")[0]
     old = fed.model.segment(start, name)
     sums, bodies = torch.zeros_like(old), []
@@ -200,7 +202,7 @@ def test_a_head_may_begin_with_the_rows_that_torch_draws_or_with_their_direction
     fed.server = fed.method.start(fed.task)
     drawn = fed.model.segment(fed.model.init(fed.seed), "3.weight")
     assert torch.equal(prototypes(fed), drawn / drawn.norm(dim=1, keepdim=True) if head == "random" else drawn)
-    fed.play(*ROUNDS)
+    fed.run_rounds(*ROUNDS)
     torch.testing.assert_close(prototypes(fed).norm(dim=1), torch.ones(CLASSES, dtype=torch.float64))
 
 
@@ -211,7 +213,7 @@ def test_prototypes_stay_of_length_one_and_move_no_further_than_the_bound(rho):
     bound = 2 * math.sin(0.5 * math.asin((1 - rho) / rho))
     for ids in ROUNDS:
         before = prototypes(fed).clone()
-        fed.play(ids)
+        fed.run_rounds(ids)
         torch.testing.assert_close(prototypes(fed).norm(dim=1), torch.ones(CLASSES, dtype=torch.float64))
         assert 0 < (prototypes(fed) - before).norm(dim=1).max() <= bound + 1e-12
 
@@ -220,7 +222,7 @@ def test_a_class_that_nobody_has_keeps_its_prototype_to_the_bit():
     fed = Federation(method=FedNH(), training=FP64)
     fed.labels = np.minimum(fed.labels, 1)
     start = fed.model.segment(fed.method.start(fed.task)["theta"], "3.weight")
-    fed.play(*ROUNDS)
+    fed.run_rounds(*ROUNDS)
     assert torch.equal(prototypes(fed)[2], start[2]) and not torch.equal(prototypes(fed)[:2], start[:2])
 
 
@@ -229,14 +231,14 @@ def test_without_smoothing_normalising_or_scale_its_body_is_fedbabus_to_the_bit(
     method = FedNH(rho=1.0, head="default", normalise=False, scale=1.0, train_scale=False)
     training = TrainingSettings(batch_size=4, lr=0.1, epochs=2, momentum=0.5)
     nh, babu = (
-        played(m, factory=without_bias, executor=executor, training=training)
+        run_method(m, factory=without_bias, executor=executor, training=training)
         for m in (method, FedBABU(weighting="uniform", finetune_epochs=0))
     )
     assert torch.equal(nh.server["theta"], babu.server["theta"])
 
 
 def test_the_personal_model_is_the_last_trained_with_the_prototypes_it_was_trained_against():
-    fed = played(FedNH(), [0, 1])
+    fed = run_method(FedNH(), [0, 1])
     models = fed.method.personal_model(
         fed.clients([0], model=torch.from_numpy(fed.state_of(0)["model"])[None]), fed.server
     )
@@ -257,7 +259,7 @@ def test_a_client_sends_the_body_the_scale_and_a_row_for_each_class_that_it_has(
     model = Federation(lambda: MODELS.get("conv2cifar")((3, 32, 32), 10), method=FedNH()).model
     assert model.num_parameters == 796_032 + 1 + 10 * 192
     fed = Federation(method=FedNH(missing=missing), group_size=2)
-    with_classes(fed, (0, 1, 2), (1,), (0, 2), (0, 1)).play(None)
+    with_classes(fed, (0, 1, 2), (1,), (0, 2), (0, 1)).run_rounds(None)
     body, d = 32 * 5 + 5 + 1, 5
     sent = [("down", "body", 4, body), ("down", "prototypes", 4, 3 * d), ("up", "body", 4, body)]
     sent += [("up", "means", clients, classes * d) for classes, clients in ((3, 1), (2, 2), (1, 1))]
@@ -274,9 +276,9 @@ def test_a_network_without_a_dense_layer_at_its_end_is_refused():
 def test_it_logs_how_far_prototypes_move_and_their_cosines_the_closest_pair_first():
     fed = Federation(method=FedNH(), training=FP64)
     old = fed.model.segment(fed.method.start(fed.task)["theta"], fed.model.names("output layer")[0])
-    fed.play(None, None)
+    fed.run_rounds(None, None)
     logged = [cohort.logged for cohort in fed.cohorts]
-    fed = played(FedNH(), None)
+    fed = run_method(FedNH(), None)
     new = prototypes(fed)
     assert logged[0].values["prototype_distance"] == pytest.approx(float((new - old).norm(dim=1).mean()))
     table = fed.cohorts[0].logged.tables["prototype_cosines"]
@@ -301,7 +303,7 @@ class FedAvgUnderAFixedHead(PartialPersonalization):
 @both
 def test_prototypes_that_never_move_make_it_fedavg_under_a_fixed_head_to_the_bit(executor):
     methods = (FedAvgUnderAFixedHead(), FedNH(rho=1.0), FedNH())
-    fixed, still, moving = (played(m, executor=executor, training=FP32).server["theta"] for m in methods)
+    fixed, still, moving = (run_method(m, executor=executor, training=FP32).server["theta"] for m in methods)
     assert torch.equal(still, fixed) and not torch.equal(moving, fixed)
 
 
@@ -335,10 +337,10 @@ def test_one_client_alone_is_centralised_training_under_a_head_of_averaged_class
     fed = Federation(sizes=(23,), executor=executor, training=training, method=FedNH(rho=0.8, scale=10.0))
     fed.server = fed.method.start(fed.task)
     body, scale, w = by_hand(fed, rounds=3, rho=0.8, s=10.0)
-    fed.play(None, None, None)
+    fed.run_rounds(None, None, None)
     got = fed.model.unflatten(fed.server["theta"])
     for name, tensor in {**body, "3.scale": scale, "3.weight": w}.items():
-        close(got[name], tensor)
+        assert_close(got[name], tensor)
     assert abs(float(scale) - 10) > 1e-3
 
 
@@ -350,7 +352,7 @@ def test_the_authors_server_step_is_one_of_the_options():
     fed.server = fed.method.start(fed.task)
     for ids in ([0, 1, 3], [0, 3], [2]):
         old, place = prototypes(fed).numpy().copy(), fed.model.segments["3.scale"].start
-        fed.play(ids)
+        fed.run_rounds(ids)
         summed, counted, bodies = np.zeros_like(old), np.zeros((CLASSES, 1)), []
         for client in ids:
             theta = torch.from_numpy(fed.state_of(client)["model"])
@@ -377,7 +379,7 @@ def test_the_authors_server_step_is_one_of_the_options():
 @both
 def test_a_client_may_keep_its_own_scale(executor):
     fed = Federation(method=FedNH(share_scale=False), executor=executor, training=FP64)
-    fed.play([0, 1])
+    fed.run_rounds([0, 1])
     place = fed.model.segments["3.scale"].start
     assert fed.server["theta"][place] == 30
     first = {c: fed.state_of(c)["model"][place] for c in (0, 1)}
@@ -385,5 +387,5 @@ def test_a_client_may_keep_its_own_scale(executor):
     assert sent_per_client(fed.ledger, 0)["up", "body"] == fed.model.size - CLASSES * 5 - 1
     fed.training = replace(fed.training, steps=0)
     fed.context.training = fed.training  # a round without a step
-    fed.play([0])
+    fed.run_rounds([0])
     assert fed.state_of(0)["model"][place] == first[0]

@@ -26,10 +26,10 @@ from tests.support.federation import (
     NormalisedConv,
     as_module,
     as_vector,
+    assert_close,
     both,
-    close,
-    kept,
-    played,
+    client_states,
+    run_method,
     sent_per_client,
     small_mlp,
     torch_sgd,
@@ -44,7 +44,7 @@ each_side = pytest.mark.parametrize("side", [FedPTR, FedPTRServer])
 def globals_of(method, rounds=ALL, **options) -> list[Tensor]:
     """The global models after each round."""
     fed = Federation(method=method, **{"group_size": 2, "training": FP32, **options})
-    return [fed.play(ids)["theta"] for ids in rounds]
+    return [fed.run_rounds(ids)["theta"] for ids in rounds]
 
 
 @both
@@ -58,11 +58,11 @@ def test_without_a_pull_it_is_fedavg_to_the_bit_although_it_matches(side, rounds
 @both
 @each_side
 def test_without_a_pull_a_client_alone_is_central_training_by_torch(side, executor):
-    fed = played(side(lam=0.0, **SMALL), *ALL, sizes=(9,), executor=executor, training=FP64)
+    fed = run_method(side(lam=0.0, **SMALL), *ALL, sizes=(9,), executor=executor, training=FP64)
     net = as_module(fed.factory, fed.model.init(fed.seed))
     for round in range(len(ALL)):
         torch_sgd(net, fed.visits(0, round), lr=FP64.lr)
-    close(fed.server["theta"], as_vector(net), 1e-9)
+    assert_close(fed.server["theta"], as_vector(net), 1e-9)
 
 
 @both
@@ -78,10 +78,10 @@ def test_it_is_fedavg_until_the_window_is_full_and_first_differs_in_the_round_af
 @each_side
 def test_without_projection_steps_it_is_fedprox_from_the_same_model_on(side, executor):
     options = {**SMALL, "project_steps": 0, "regularizer": "fixed"}
-    fed = played(side(lam=0.3, **options), None, None, None, executor=executor)
+    fed = run_method(side(lam=0.3, **options), None, None, None, executor=executor)
     twin = Federation(method=FedProx(mu=0.3), group_size=2, training=FP32, executor=executor)
     twin.server, twin.round = twin.method.start(twin.task) | {"theta": fed.server["theta"]}, 3
-    assert torch.equal(twin.play(None, None)["theta"], fed.play(None, None)["theta"])
+    assert torch.equal(twin.run_rounds(None, None)["theta"], fed.run_rounds(None, None)["theta"])
 
 
 def test_clients_with_one_and_the_same_set_are_the_server_side_method(monkeypatch):
@@ -90,10 +90,10 @@ def test_clients_with_one_and_the_same_set_are_the_server_side_method(monkeypatc
     noise = two.method.start(two.task)["images"]
     monkeypatch.setattr(FedPTR, "initial_images", lambda self, clients, new: noise.repeat(len(new), 1, 1, 1, 1))
     for fed in (one, two):
-        fed.play(None, None, None)
-    a, b = (fed.play(None, None, None)["theta"] for fed in (one, two))
-    close(a, b, 1e-9)
-    close(kept(one, "images")[2], two.server["images"])
+        fed.run_rounds(None, None, None)
+    a, b = (fed.run_rounds(None, None, None)["theta"] for fed in (one, two))
+    assert_close(a, b, 1e-9)
+    assert_close(client_states(one, "images")[2], two.server["images"])
 
 
 @both
@@ -112,11 +112,11 @@ def test_a_client_matches_what_it_has_observed(executor):
     joined: dict[int, int] = {}
     for ids in rounds:
         if not fed.server:
-            fed.play()
+            fed.run_rounds()
         for client in ids:
             received[client].append(fed.server["theta"])
             joined.setdefault(client, fed.round)
-        fed.play(ids)
+        fed.run_rounds(ids)
         matched = sum(len(received[client]) >= 4 for client in ids)
         assert fed.cohorts[-1].logged.values.get("matching_failed", None) == (0 if matched else None)
         for client in ids:
@@ -130,15 +130,15 @@ def test_a_client_matches_what_it_has_observed(executor):
 @each_side
 @pytest.mark.parametrize(("every", "changes"), [(1, [1, 1, 1, 1]), (2, [1, 0, 1, 0]), (0, [1, 0, 0, 0])])
 def test_matching_every_nth_round_leaves_the_set_alone_between_and_still_projects(side, every, changes):
-    fed = played(side(lam=0.5, every=every, **SMALL), None, None, None)
+    fed = run_method(side(lam=0.5, every=every, **SMALL), None, None, None)
     sets = []
     for _ in changes:
         before = fed.server["theta"].clone()
-        fed.play(None)
-        sets.append(fed.server["images"] if side is FedPTRServer else kept(fed, "images"))
+        fed.run_rounds(None)
+        sets.append(fed.server["images"] if side is FedPTRServer else client_states(fed, "images"))
         unpulled = Federation(method=FedAvg(), group_size=2, training=FP32)
         unpulled.server, unpulled.round = unpulled.method.start(unpulled.task) | {"theta": before}, fed.round - 1
-        assert not torch.equal(unpulled.play(None)["theta"], fed.server["theta"])
+        assert not torch.equal(unpulled.run_rounds(None)["theta"], fed.server["theta"])
     moved = [True, *(not torch.equal(a, b) for a, b in itertools.pairwise(sets))]
     assert moved == [bool(change) for change in changes]
 
@@ -168,9 +168,9 @@ def test_the_servers_first_images_do_not_depend_on_data():
 
 
 def test_the_projection_starts_at_the_global_model_and_changes_neither_it_nor_the_images():
-    fed = played(FedPTRServer(lam=0.5, **SMALL), None, None, None)
+    fed = run_method(FedPTRServer(lam=0.5, **SMALL), None, None, None)
     before = fed.server["theta"].clone()
-    fed.play(None)
+    fed.run_rounds(None)
     images, method = fed.server["images"], fed.method
     walk = before.clone()
     for _ in range(method.project_steps):
@@ -180,7 +180,7 @@ def test_the_projection_starts_at_the_global_model_and_changes_neither_it_nor_th
     path = StudentTrajectory(fed.model, labels, method.project_steps)
     kept_images = images.clone()
     projected = path(before[None], images[None], torch.tensor([method.project_lr]))[0]
-    close(projected, walk, 1e-6)
+    assert_close(projected, walk, 1e-6)
     assert torch.equal(images, kept_images)
     assert not torch.equal(projected, before)
 
@@ -200,7 +200,7 @@ def test_layers_are_pulled_by_the_same_force_whatever_their_distance(regularizer
         if name == "1.bias":
             assert not part.any()
         else:
-            close(part, norm * way / way.norm())
+            assert_close(part, norm * way / way.norm())
     ahead = torch.randn(p.shape, generator=torch.Generator().manual_seed(0), dtype=p.dtype)
     if regularizer == "differentiated":
         ahead = torch.where(MODEL.mask("1.bias"), 0.0, ahead)  # where it has a kink
@@ -208,28 +208,28 @@ def test_layers_are_pulled_by_the_same_force_whatever_their_distance(regularizer
             pull_toward_anchor(MODEL, regularizer)(p + e * ahead, None, anchor, torch.tensor(0.3))
             for e in (1e-6, -1e-6)
         ]
-        close((values[0] - values[1]).detach() / 2e-6, slope @ ahead, 1e-6)
+        assert_close((values[0] - values[1]).detach() / 2e-6, slope @ ahead, 1e-6)
 
 
 def test_a_fixed_pull_is_proportional_to_the_distance():
     p, anchor = MODEL.init(0).requires_grad_(), MODEL.init(1)
     (slope,) = torch.autograd.grad(pull_toward_anchor(MODEL, "fixed")(p, None, anchor, torch.tensor(0.3)), p)
-    close(slope, (0.3 * (p - anchor)).detach(), 1e-7)
+    assert_close(slope, (0.3 * (p - anchor)).detach(), 1e-7)
 
 
 @both
 def test_a_strong_fixed_pull_takes_clients_to_the_projected_model(executor):
     training = replace(FP64, lr=0.01, steps=50, batch_size=100)
     fed = Federation(method=FedPTRServer(lam=90.0, regularizer="fixed", **SMALL), training=training, executor=executor)
-    fed.play(None, None, None)
-    fed.play(None)
+    fed.run_rounds(None, None, None)
+    fed.run_rounds(None)
     labels = fed.method.labels(CLASSES, fed.model.device)
     path = StudentTrajectory(fed.model, labels, fed.method.project_steps)
     start = fed.server["past"][-2]
     aim = path(start[None], fed.server["images"][None], torch.full((1,), fed.method.project_lr, dtype=start.dtype))[0]
     assert (fed.server["theta"] - aim).norm() < 0.03
     assert (fed.server["theta"] - aim).norm() < 0.2 * (
-        played(FedAvg(), *[None] * 4, training=training).server["theta"] - aim
+        run_method(FedAvg(), *[None] * 4, training=training).server["theta"] - aim
     ).norm()
 
 
@@ -240,7 +240,7 @@ def test_the_ledger_has_one_extra_model_down_for_the_server_side_and_for_a_globa
         (FedPTR(history="global", **SMALL), [1, 1, 1, 2, 2]),
         (FedPTRServer(**SMALL), [1, 1, 1, 2, 2]),
     ):
-        fed = played(method, *[None] * 5)
+        fed = run_method(method, *[None] * 5)
         for round in range(5):
             sent = sent_per_client(fed.ledger, round)
             ups = sum(numbers for (way, _), numbers in sent.items() if way == "up")
@@ -268,10 +268,10 @@ def test_a_clients_images_leave_it_only_if_pictures_are_asked_for_and_are_then_c
 @each_side
 def test_a_matching_that_diverges_is_survived_and_counted(side, executor):
     method = side(**{**SMALL, "image_lr": 1e30, "outer_steps": 4})
-    fed = played(method, *[None] * 5, executor=executor)
+    fed = run_method(method, *[None] * 5, executor=executor)
     assert fed.server["theta"].isfinite().all()
     broken = side(**{**SMALL, "step_size": 1e30, "project_lr": 1e30})
-    fed = played(broken, *[None] * 4, executor=executor)
+    fed = run_method(broken, *[None] * 4, executor=executor)
     plain = globals_of(FedAvg(), [None] * 4, executor=executor)[-1]
     assert torch.equal(fed.server["theta"], plain)
     assert fed.cohorts[-1].logged.values["matching_failed"] >= 1
@@ -280,10 +280,10 @@ def test_a_matching_that_diverges_is_survived_and_counted(side, executor):
 def test_matching_groups_and_clients_one_by_one_differ_by_rounding_only():
     for side in (FedPTR, FedPTRServer):
         a, b = (
-            played(side(lam=0.5, **SMALL), *ALL, training=FP64, group_size=g, executor=e)
+            run_method(side(lam=0.5, **SMALL), *ALL, training=FP64, group_size=g, executor=e)
             for g, e in ((4, "vectorised"), (3, "sequential"))
         )
-        close(a.server["theta"], b.server["theta"], 1e-9)
+        assert_close(a.server["theta"], b.server["theta"], 1e-9)
 
 
 def test_checkpointing_changes_no_bit():
@@ -292,9 +292,9 @@ def test_checkpointing_changes_no_bit():
 
 
 def test_the_line_goes_on_as_far_as_the_projection_steps_of_a_perfect_match_would():
-    fed = played(FedPTRServer(lam=0.5, guess="line", **SMALL), None, None, None)
+    fed = run_method(FedPTRServer(lam=0.5, guess="line", **SMALL), None, None, None)
     past, theta = fed.server["past"], fed.server["theta"]
-    fed.play(None)
+    fed.run_rounds(None)
     aim = theta + 5 / 3 * (theta - past[0])
     pulled = Federation(method=FedAvg(), group_size=2, training=FP32)
     clients = pulled.clients(round=3)
@@ -302,7 +302,7 @@ def test_the_line_goes_on_as_far_as_the_projection_steps_of_a_perfect_match_woul
         clients.loss, theta, penalty=pull_toward_anchor(clients.model, "adaptive"), anchor=aim, strength=0.5
     )
     weights = torch.tensor(pulled.sizes, dtype=theta.dtype)
-    close(fed.server["theta"], (weights @ theirs.as_subclass(Tensor)) / weights.sum(), 1e-6)
+    assert_close(fed.server["theta"], (weights @ theirs.as_subclass(Tensor)) / weights.sum(), 1e-6)
 
 
 def test_networks_with_batch_norm_statistics_are_refused():

@@ -12,7 +12,7 @@ from raypfl.data.partitions import Traits
 from raypfl.data.partitions.label_skew import Dirichlet
 from raypfl.methods.global_model.fedptr import pull_toward_anchor
 from raypfl.models import FlatModel
-from tests.support.federation import close
+from tests.support.federation import assert_close
 
 D = 12
 MODEL = FlatModel(lambda: nn.Linear(D - 1, 1), dtype=torch.float64)
@@ -58,9 +58,9 @@ def test_a_round_on_quadratics_obeys_the_papers_identity_and_inequalities(seed):
     apart = (local_slope(found) - local_slope(w)).norm(dim=1)
     assert (apart <= (smooth + lam) * (found - w).norm(dim=1) + 1e-9).all()  # Lemma A.1
     left = local_slope(found)
-    close(left, error, 1e-9)
+    assert_close(left, error, 1e-9)
     terms = slope(a, b, found) + lam * eta * near - left
-    close((found - w).mean(0), -terms.sum(0) / (lam * n), 1e-9)  # eq. 10
+    assert_close((found - w).mean(0), -terms.sum(0) / (lam * n), 1e-9)  # eq. 10
     whole, size = (own + lam * eta * near).norm(dim=1), near.norm(dim=1)
     assert (
         left.norm(dim=1) ** 2 <= 2 * gamma**2 * (own.norm(dim=1) ** 2 + smooth**2 * eta**2 * size**2) + 1e-9

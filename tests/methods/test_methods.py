@@ -38,9 +38,9 @@ from tests.support.federation import (
     as_module,
     as_vector,
     both,
+    client_states,
     gradient,
-    kept,
-    played,
+    run_method,
     sent_per_client,
     torch_sgd,
 )
@@ -52,7 +52,7 @@ from tests.support.runs import experiment
 @pytest.mark.parametrize("weighting", ["samples", "uniform"])
 def test_fedavg_is_the_weighted_average_of_what_clients_trained(weighting, factory, executor):
     training = replace(FP64, epochs=2, momentum=0.5)
-    fed = played(FedAvg(weighting=weighting), executor=executor, factory=factory, training=training)
+    fed = run_method(FedAvg(weighting=weighting), executor=executor, factory=factory, training=training)
     theta = fed.model.init(fed.seed)
     for round, ids in enumerate(ROUNDS):
         rows = []
@@ -70,43 +70,43 @@ def test_fedavg_is_the_weighted_average_of_what_clients_trained(weighting, facto
 @both
 @any_net
 def test_fedprox_without_pull_is_fedavg_to_the_bit(factory, executor):
-    a, b = (played(m, executor=executor, factory=factory).server for m in (FedAvg(), FedProx(mu=0.0)))
+    a, b = (run_method(m, executor=executor, factory=factory).server for m in (FedAvg(), FedProx(mu=0.0)))
     assert torch.equal(a["theta"], b["theta"])
-    assert not torch.equal(a["theta"], played(FedProx(mu=0.1), executor=executor, factory=factory).server["theta"])
+    assert not torch.equal(a["theta"], run_method(FedProx(mu=0.1), executor=executor, factory=factory).server["theta"])
 
 
 @both
 @any_net
 def test_ditto_without_pull_is_training_alone_to_the_bit(factory, executor):
-    alone, ditto = (played(m, executor=executor, factory=factory) for m in (Local(), Ditto(lam=0.0)))
-    assert (kept(alone) == kept(ditto)).all()
-    pulled = played(Ditto(lam=0.5), executor=executor, factory=factory)
-    assert (kept(pulled) != kept(alone)).any(axis=1).all()
+    alone, ditto = (run_method(m, executor=executor, factory=factory) for m in (Local(), Ditto(lam=0.0)))
+    assert (client_states(alone) == client_states(ditto)).all()
+    pulled = run_method(Ditto(lam=0.5), executor=executor, factory=factory)
+    assert (client_states(pulled) != client_states(alone)).any(axis=1).all()
 
 
 @both
 @pytest.mark.parametrize("lam", [0.0, 2.0])
 def test_dittos_global_model_is_fedavgs_to_the_bit(lam, executor):
-    a, b = (played(m, executor=executor, factory=NormalisedConv).server for m in (FedAvg(), Ditto(lam=lam)))
+    a, b = (run_method(m, executor=executor, factory=NormalisedConv).server for m in (FedAvg(), Ditto(lam=lam)))
     assert torch.equal(a["theta"], b["theta"])
 
 
 @both
 def test_local_is_each_client_training_on_from_where_it_was(executor):
-    fed = played(Local(), executor=executor, training=FP64)
+    fed = run_method(Local(), executor=executor, training=FP64)
     for client in range(4):
         net = as_module(fed.factory, fed.model.init(fed.seed))
         for round, ids in enumerate(ROUNDS):
             if client in ids:
                 torch_sgd(net, fed.visits(client, round), lr=0.1)
-        np.testing.assert_allclose(kept(fed).numpy()[client], as_vector(net).numpy(), rtol=1e-10, atol=1e-10)
+        np.testing.assert_allclose(client_states(fed).numpy()[client], as_vector(net).numpy(), rtol=1e-10, atol=1e-10)
     assert fed.ledger.entries == []
 
 
 @both
 def test_two_steps_of_fedprox_by_hand(executor):
     mu, lr, weights = 0.7, 0.1, np.array([7, 4, 11, 7]) / 29
-    fed = played(FedProx(mu=mu), None, executor=executor, training=replace(ONE_STEP, steps=2))
+    fed = run_method(FedProx(mu=mu), None, executor=executor, training=replace(ONE_STEP, steps=2))
     start = fed.model.init(fed.seed)
     expected = torch.zeros_like(start)
     for client in range(4):
@@ -120,7 +120,7 @@ def test_two_steps_of_fedprox_by_hand(executor):
 @any_net
 def test_three_rounds_of_feddyn_by_hand(factory, executor):
     alpha, lr, drawn = 0.3, 0.1, [[0, 1, 2, 3], [1, 2, 3], [0, 3]]
-    fed = played(FedDyn(alpha=alpha), *drawn, factory=factory, executor=executor, training=replace(FP64, steps=2))
+    fed = run_method(FedDyn(alpha=alpha), *drawn, factory=factory, executor=executor, training=replace(FP64, steps=2))
     theta, size = fed.model.init(fed.seed), fed.model.num_parameters
     linear, h = torch.zeros(4, size, dtype=theta.dtype), torch.zeros(size, dtype=theta.dtype)
     for round, ids in enumerate(drawn):
@@ -140,36 +140,38 @@ def test_three_rounds_of_feddyn_by_hand(factory, executor):
         if round == 0:
             torch.testing.assert_close(theta[:size], (2 * mean - fed.model.init(fed.seed))[:size])
     torch.testing.assert_close(fed.server["theta"], theta, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(kept(fed, "linear"), linear, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(client_states(fed, "linear"), linear, rtol=1e-9, atol=1e-9)
 
 
 @both
 def test_two_rounds_of_ditto_by_hand(executor):
     lam, lr, weights = 0.7, 0.1, np.array([7, 4, 11, 7]) / 29
-    fed = played(Ditto(lam=lam), None, None, executor=executor, training=ONE_STEP)
+    fed = run_method(Ditto(lam=lam), None, None, executor=executor, training=ONE_STEP)
     start = fed.model.init(fed.seed)
     moved = sum(w * (start - lr * gradient(fed, start, c)) for c, w in enumerate(weights))
     for client in range(4):
         v = start - lr * gradient(fed, start, client)
         v = v - lr * (gradient(fed, v, client) + lam * (v - moved))
-        np.testing.assert_allclose(kept(fed).numpy()[client], v.numpy(), rtol=1e-10, atol=1e-10)
+        np.testing.assert_allclose(client_states(fed).numpy()[client], v.numpy(), rtol=1e-10, atol=1e-10)
 
 
 @both
 def test_dittos_personal_epochs_are_its_own(executor):
-    fed = played(Ditto(personal_epochs=3, lam=0.0), None, executor=executor, training=FP64)
+    fed = run_method(Ditto(personal_epochs=3, lam=0.0), None, executor=executor, training=FP64)
     wanted = Federation(training=replace(FP64, epochs=3))
     for client in range(4):
         net = as_module(fed.factory, fed.model.init(fed.seed))
         torch_sgd(net, wanted.visits(client), lr=0.1)
-        np.testing.assert_allclose(kept(fed).numpy()[client], as_vector(net).numpy(), rtol=1e-10, atol=1e-10)
-    assert torch.equal(fed.server["theta"], played(FedAvg(), None, executor=executor, training=FP64).server["theta"])
+        np.testing.assert_allclose(client_states(fed).numpy()[client], as_vector(net).numpy(), rtol=1e-10, atol=1e-10)
+    assert torch.equal(
+        fed.server["theta"], run_method(FedAvg(), None, executor=executor, training=FP64).server["theta"]
+    )
 
 
 def test_personal_models_are_read_from_the_clients_states():
-    fed = played(Ditto())
-    clients = fed.clients(personal=torch.from_numpy(kept(fed).numpy()))
-    assert (fed.method.personal_model(clients, fed.server).numpy() == kept(fed).numpy()).all()
+    fed = run_method(Ditto())
+    clients = fed.clients(personal=torch.from_numpy(client_states(fed).numpy()))
+    assert (fed.method.personal_model(clients, fed.server).numpy() == client_states(fed).numpy()).all()
 
 
 def moments_by_hand(name: str, theta, means, lr: float, b1: float, b2: float, tau: float) -> list[float]:
@@ -220,7 +222,7 @@ def test_the_plain_server_step_is_the_average_to_the_bit():
 
 def test_fedavg_remembers_its_server_optimizer_from_round_to_round():
     method = FedAvg(server_optimizer="adam", server_lr=0.1, server_beta1=0.8, server_beta2=0.95, server_tau=0.01)
-    fed = played(method, None, None, None, training=ONE_STEP, factory=NormalisedConv)
+    fed = run_method(method, None, None, None, training=ONE_STEP, factory=NormalisedConv)
     P, theta, first, second = 102, fed.model.init(fed.seed), 0.0, 0.01**2
     for round in range(3):
         rows = []
@@ -237,7 +239,7 @@ def test_fedavg_remembers_its_server_optimizer_from_round_to_round():
 
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam", "yogi"])
 def test_batch_norm_statistics_are_averaged_under_every_server_optimizer(optimizer):
-    fed = played(FedAvg(server_optimizer=optimizer, server_lr=0.5), None, factory=NormalisedConv, training=FP64)
+    fed = run_method(FedAvg(server_optimizer=optimizer, server_lr=0.5), None, factory=NormalisedConv, training=FP64)
     statistics = []
     for client in range(4):
         net = as_module(fed.factory, fed.model.init(fed.seed))
@@ -283,12 +285,12 @@ def test_a_method_that_does_not_say_what_it_does_is_told_so():
 )
 def test_fine_tuning_is_the_bare_loop_from_the_global_model_and_leaves_no_trace(method, wanted, factory, executor):
     options = {"executor": executor, "training": FP64, "factory": factory}
-    fed = played(method, **options)
+    fed = run_method(method, **options)
     theta = fed.server["theta"].clone()
     clients, epochs = fed.clients(round=4), Federation(factory, training=replace(FP64, epochs=2))
     tuned = method.personal_model(clients, fed.server).as_subclass(torch.Tensor)
     if wanted is not None:
-        assert torch.equal(theta, played(wanted, **options).server["theta"])
+        assert torch.equal(theta, run_method(wanted, **options).server["theta"])
         assert torch.equal(tuned, method.unseen_model(fed.clients(round=4), fed.server).as_subclass(torch.Tensor))
     for client in range(4):
         net = as_module(factory, theta)
@@ -299,7 +301,7 @@ def test_fine_tuning_is_the_bare_loop_from_the_global_model_and_leaves_no_trace(
 
 @pytest.mark.parametrize("method", [Local(), Ditto(), APFL(), PFedMe(), MTL()], ids=repr)
 def test_a_client_that_never_took_part_has_the_initial_model(method):
-    fed = played(method, [0, 1])
+    fed = run_method(method, [0, 1])
     models = method.personal_model(fed.clients([3]), fed.server)
     torch.testing.assert_close(models.as_subclass(torch.Tensor), fed.model.init(fed.seed)[None])
 
@@ -308,7 +310,7 @@ def test_a_client_that_never_took_part_has_the_initial_model(method):
     "method", [FedAvg(), FedProx(), FedDyn(), Ditto(), APFL(), PFedMe(), MTL(), FedAvgFT(), Local()], ids=repr
 )
 def test_methods_send_one_model_down_and_one_up(method):
-    fed = played(method, factory=NormalisedConv)
+    fed = run_method(method, factory=NormalisedConv)
     sent = {} if isinstance(method, Local) else dict.fromkeys(("down", "up"), 108)
     assert {way: count for (way, _), count in sent_per_client(fed.ledger, 1).items()} == sent
     assert fed.ledger.total("up", 0) == fed.ledger.total("down", 0) == (3 * 108 * 4 if sent else 0)
@@ -325,7 +327,7 @@ def test_methods_send_one_model_down_and_one_up(method):
 )
 def test_how_a_cohort_is_cut_changes_rounding_only(method):
     a, b = (
-        played(method, training=FP64, factory=NormalisedConv, group_size=g, executor=e)
+        run_method(method, training=FP64, factory=NormalisedConv, group_size=g, executor=e)
         for g, e in ((2, "vectorised"), (3, "sequential"))
     )
     mine, theirs = ([fed.server, *map(fed.state_of, range(4))] for fed in (a, b))

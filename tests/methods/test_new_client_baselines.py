@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import raypfl
 from raypfl.common.errors import ConfigError
 from raypfl.methods import FedAvg, KNNPer, Local, PerFedAvg
-from tests.support.federation import FP64, ONE_STEP, Federation, any_net, both, close, gradient, played
+from tests.support.federation import FP64, ONE_STEP, Federation, any_net, assert_close, both, gradient, run_method
 from tests.support.runs import experiment
 
 NEWCOMERS = {"data__unseen_fraction": 0.25, "evaluation__protocols": ["local", "unseen"], "rounds": 2}
@@ -24,8 +24,8 @@ NEWCOMERS = {"data__unseen_fraction": 0.25, "evaluation__protocols": ["local", "
 def test_per_fedavg_without_inner_steps_is_fedavg(factory, executor):
     training = replace(FP64, momentum=0.9, epochs=2)
     rounds = {"factory": factory, "executor": executor, "training": training}
-    maml = played(PerFedAvg(alpha=0.0), **rounds)
-    close(maml.server["theta"], played(FedAvg(weighting="uniform"), **rounds).server["theta"])
+    maml = run_method(PerFedAvg(alpha=0.0), **rounds)
+    assert_close(maml.server["theta"], run_method(FedAvg(weighting="uniform"), **rounds).server["theta"])
 
 
 @both
@@ -38,17 +38,19 @@ def test_a_step_of_per_fedavg_by_autograd(exact, executor):
         (inner,) = torch.autograd.grad(F.cross_entropy(fed.model(w, x), y), w, create_graph=True)
         adapted = F.cross_entropy(fed.model(w - alpha * (inner if exact else inner.detach()), x), y)
         rows.append(start - ONE_STEP.lr * torch.autograd.grad(adapted, w)[0])
-    fed.play(None)
-    close(fed.server["theta"], torch.stack(rows).mean(0))
-    first_order = Federation(method=PerFedAvg(alpha=0.4), training=ONE_STEP, executor=executor).play(None)["theta"]
+    fed.run_rounds(None)
+    assert_close(fed.server["theta"], torch.stack(rows).mean(0))
+    first_order = Federation(method=PerFedAvg(alpha=0.4), training=ONE_STEP, executor=executor).run_rounds(None)[
+        "theta"
+    ]
     assert torch.allclose(fed.server["theta"], first_order, atol=1e-6) is not exact
 
 
 def test_per_fedavg_serves_all_clients_by_a_step_of_alpha():
-    fed = played(PerFedAvg(alpha=0.3), None, training=ONE_STEP)
+    fed = run_method(PerFedAvg(alpha=0.3), None, training=ONE_STEP)
     models = fed.method.personal_model(fed.clients(round=1), fed.server).as_subclass(Tensor)
     for client, row in enumerate(models):
-        close(row, fed.server["theta"] - 0.3 * gradient(fed, fed.server["theta"], client))
+        assert_close(row, fed.server["theta"] - 0.3 * gradient(fed, fed.server["theta"], client))
 
 
 def votes(z: Tensor, memory: Tensor, labels: Tensor, k: int, scale: float, classes: int = 3) -> Tensor:
@@ -69,7 +71,7 @@ def predictions(fed: Federation, method: KNNPer, x: Tensor) -> list[Tensor]:
 @any_net
 @pytest.mark.parametrize(("k", "share", "scale"), [(3, 0.5, 1.0), (10, 0.3, 100.0), (1, 1.0, 0.1)])
 def test_knn_per_mixes_probabilities_of_neighbours_and_of_the_global_model(k, share, scale, factory, executor):
-    fed = played(
+    fed = run_method(
         KNNPer(neighbours=k, share=share, scale=scale), None, factory=factory, training=FP64, executor=executor
     )
     x = fed.samples(2)[0][:6] + 0.1
@@ -79,21 +81,21 @@ def test_knn_per_mixes_probabilities_of_neighbours_and_of_the_global_model(k, sh
             memory, _ = fed.model.features(fed.server["theta"], own)
             z, logits = fed.model.features(fed.server["theta"], x)
             near = torch.stack([votes(row, memory, labels, k, scale) for row in z])
-            close(p, share * near + (1 - share) * logits.softmax(1), 1e-6)
+            assert_close(p, share * near + (1 - share) * logits.softmax(1), 1e-6)
 
 
 def test_knn_per_without_neighbours_is_fedavg_and_trains_as_it():
-    fed, plain = played(KNNPer(share=0.0), training=FP64), played(FedAvg(), training=FP64)
+    fed, plain = run_method(KNNPer(share=0.0), training=FP64), run_method(FedAvg(), training=FP64)
     assert torch.equal(fed.server["theta"], plain.server["theta"])
     x = fed.samples(0)[0]
     for p in predictions(fed, fed.method, x):
-        close(p, fed.model(plain.server["theta"], x).softmax(1), 1e-9)
+        assert_close(p, fed.model(plain.server["theta"], x).softmax(1), 1e-9)
 
 
 @both
 def test_k_and_share_are_those_that_leave_one_out_finds_best(executor):
     method = KNNPer(neighbours=None, share=None, scale=0.05)
-    fed = played(method, None, sizes=(13, 4, 17, 1), training=FP64, executor=executor)
+    fed = run_method(method, None, sizes=(13, 4, 17, 1), training=FP64, executor=executor)
     chosen = fed.method._choices(fed.clients(round=1), fed.server["theta"]).as_subclass(Tensor)
     for client in range(3):
         x, y = fed.samples(client)
@@ -122,7 +124,7 @@ def test_training_alone_makes_a_new_clients_model_from_its_own_samples():
     models = fed.method.unseen_model(fed.clients(round=0), {}).as_subclass(Tensor)
     start = fed.clients().initial
     for client, row in enumerate(models):
-        close(row, start - ONE_STEP.lr * gradient(fed, start, client))
+        assert_close(row, start - ONE_STEP.lr * gradient(fed, start, client))
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ from tests.support.runs import ON_RAY, experiment, same_tables
 ORDERS = ["together", "personal first", "shared first"]
 PRESETS = [FedPer(), FedRep(personal_epochs=1), FedBABU(), LGFedAvg(), FedBN(), FedAlt(), FedSim(personal="conv")]
 NAMES = [type(method).__name__ for method in PRESETS]
-played = applied(support.played, factory=NormalisedConv)
+run_method = applied(support.run_method, factory=NormalisedConv)
 
 
 def models(fed: Federation, **state: Tensor) -> Tensor:
@@ -61,7 +61,10 @@ def charged(fed: Federation) -> dict:
 @pytest.mark.parametrize("order", ORDERS)
 def test_with_nothing_personal_it_is_fedavg_to_the_bit(order, factory, executor):
     options = {"factory": factory, "executor": executor}
-    nothing, fedavg = played(PartialPersonalization(personal="", order=order), **options), played(FedAvg(), **options)
+    nothing, fedavg = (
+        run_method(PartialPersonalization(personal="", order=order), **options),
+        run_method(FedAvg(), **options),
+    )
     assert torch.equal(nothing.server["theta"], fedavg.server["theta"])
     assert nothing.ledger.total("up", 1) == fedavg.ledger.total("up", 1)
     assert torch.equal(models(nothing), fedavg.server["theta"].expand(4, -1))
@@ -72,7 +75,10 @@ def test_with_nothing_personal_it_is_fedavg_to_the_bit(order, factory, executor)
 @pytest.mark.parametrize("order", ORDERS)
 def test_with_nothing_shared_it_is_training_alone_to_the_bit(order, factory, executor):
     options = {"factory": factory, "executor": executor}
-    everything, alone = played(PartialPersonalization(personal="*", order=order), **options), played(Local(), **options)
+    everything, alone = (
+        run_method(PartialPersonalization(personal="*", order=order), **options),
+        run_method(Local(), **options),
+    )
     for client in range(4):
         assert (everything.state_of(client)["personal"] == alone.state_of(client)["personal"]).all()
     assert everything.ledger.entries == []
@@ -80,7 +86,7 @@ def test_with_nothing_shared_it_is_training_alone_to_the_bit(order, factory, exe
 
 @both
 def test_fedbn_without_batch_norm_is_fedavg_to_the_bit_and_says_so(executor):
-    a, b = (played(m, factory=small_mlp, executor=executor) for m in (FedAvg(), FedBN()))
+    a, b = (run_method(m, factory=small_mlp, executor=executor) for m in (FedAvg(), FedBN()))
     assert torch.equal(a.server["theta"], b.server["theta"])
     assert b.warnings and "has no batch norm" in b.warnings[0]
 
@@ -88,27 +94,27 @@ def test_fedbn_without_batch_norm_is_fedavg_to_the_bit_and_says_so(executor):
 @both
 def test_lg_fedavg_of_a_network_that_is_all_head_is_fedavg_to_the_bit(executor):
     factory = applied(torch.nn.Sequential, torch.nn.Flatten(), torch.nn.Linear(32, 3))
-    a, b = (played(m, factory=factory, executor=executor) for m in (FedAvg(), LGFedAvg()))
+    a, b = (run_method(m, factory=factory, executor=executor) for m in (FedAvg(), LGFedAvg()))
     assert torch.equal(a.server["theta"], b.server["theta"])
 
 
 @both
 def test_fedsim_of_the_output_layer_is_fedper_to_the_bit(executor):
-    a, b = (played(m, executor=executor) for m in (FedPer(), FedSim(personal="head")))
+    a, b = (run_method(m, executor=executor) for m in (FedPer(), FedSim(personal="head")))
     assert torch.equal(a.server["theta"], b.server["theta"]) and torch.equal(models(a), models(b))
 
 
 @both
 @pytest.mark.parametrize("method", [FedRep(personal_epochs=0), FedAlt(personal_epochs=0)])
 def test_without_epochs_of_the_head_fedrep_and_fedalt_train_the_body_of_fedbabu(method, executor):
-    a, b = (played(m, executor=executor) for m in (method, FedBABU(finetune_epochs=0)))
+    a, b = (run_method(m, executor=executor) for m in (method, FedBABU(finetune_epochs=0)))
     assert torch.equal(a.server["theta"], b.server["theta"])
     assert torch.equal(models(a), models(b))
 
 
 @pytest.mark.parametrize("method", PRESETS, ids=NAMES)
 def test_a_preset_keeps_and_freezes_what_it_says_and_shares_the_rest(method):
-    fed = played(replace(method, finetune_epochs=0))
+    fed = run_method(replace(method, finetune_epochs=0))
     kept = {FedBABU: "", LGFedAvg: "conv,norm", FedBN: "norm", FedSim: "conv"}.get(type(method), "head")
     personal, frozen = (
         fed.model.mask(p) if p else torch.zeros(fed.model.size, dtype=torch.bool)
@@ -134,7 +140,7 @@ def test_one_part_after_the_other_each_with_its_own_epochs_is_the_bare_loops(ord
     method = PartialPersonalization(
         personal="3", order=order, personal_epochs=personal_epochs, shared_epochs=shared_epochs
     )
-    fed = played(method, None, factory=small_mlp, executor=executor, training=FP64)
+    fed = run_method(method, None, factory=small_mlp, executor=executor, training=FP64)
     phases = [("3", personal_epochs), ("1", shared_epochs)]
     heads, bodies, head = [], [], fed.model.mask("3")
     for client in range(4):
@@ -151,7 +157,7 @@ def test_one_part_after_the_other_each_with_its_own_epochs_is_the_bare_loops(ord
 
 @pytest.mark.parametrize("weighting", ["samples", "uniform"])
 def test_clients_count_by_their_samples_or_all_the_same(weighting):
-    fed = played(FedPer(weighting=weighting, body="last"), None, training=FP64)
+    fed = run_method(FedPer(weighting=weighting, body="last"), None, training=FP64)
     shared = fed.model.mask("conv,norm")
     weights = fed.sizes if weighting == "samples" else None
     mean = np.average([fed.state_of(c)["shared"] for c in range(4)], axis=0, weights=weights)
@@ -159,7 +165,7 @@ def test_clients_count_by_their_samples_or_all_the_same(weighting):
 
 
 def test_the_body_of_a_personal_model_is_the_average_or_the_clients_last():
-    average, last = (played(FedPer(body=body)) for body in ("average", "last"))
+    average, last = (run_method(FedPer(body=body)) for body in ("average", "last"))
     assert torch.equal(average.server["theta"], last.server["theta"])
     head = average.model.mask("head")
     assert torch.equal(models(average)[:, head], models(last)[:, head])
@@ -170,14 +176,14 @@ def test_the_body_of_a_personal_model_is_the_average_or_the_clients_last():
 
 def test_a_client_that_never_took_part_has_the_shared_part_and_its_own_as_it_was_drawn():
     for body in ("average", "last"):
-        fed = played(FedPer(body=body), [0, 1])
+        fed = run_method(FedPer(body=body), [0, 1])
         (model,) = fed.method.personal_model(fed.clients([3]), fed.server).as_subclass(Tensor)
         assert torch.equal(model, fed.server["theta"])
 
 
 @both
 def test_an_unseen_client_trains_its_part_under_the_shared_one_and_then_fine_tunes(executor):
-    fed = played(FedAlt(personal_epochs=3, finetune_epochs=1), executor=executor, training=FP64)
+    fed = run_method(FedAlt(personal_epochs=3, finetune_epochs=1), executor=executor, training=FP64)
     wanted = Federation(NormalisedConv, training=replace(FP64, epochs=3))
     models = fed.method.unseen_model(fed.clients(round=9), fed.server).as_subclass(Tensor)
     head = fed.model.mask("head")
@@ -188,7 +194,7 @@ def test_an_unseen_client_trains_its_part_under_the_shared_one_and_then_fine_tun
         net = as_module(NormalisedConv, half)
         torch_sgd(net, fed.visits(client, 9, "finetuning"), lr=0.1)
         torch.testing.assert_close(models[client], as_vector(net), rtol=1e-10, atol=1e-10)
-    nothing = played(FedBABU(finetune_epochs=0), executor=executor)
+    nothing = run_method(FedBABU(finetune_epochs=0), executor=executor)
     unseen = nothing.method.unseen_model(nothing.clients(round=9), nothing.server)
     assert torch.equal(unseen.as_subclass(Tensor), nothing.server["theta"].expand(4, -1))
 

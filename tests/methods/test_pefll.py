@@ -26,8 +26,8 @@ from tests.support.federation import (
     Federation,
     NormalisedConv,
     as_module,
+    assert_close,
     both,
-    close,
     sent_per_client,
 )
 from tests.support.runs import experiment
@@ -89,9 +89,9 @@ def test_a_round_with_full_batches_is_a_gradient_step_on_the_papers_objective(
         whole = torch.stack(losses).mean() + lam["lam_h"] * squares[0] + lam["lam_v"] * squares[1]
         slopes = gradients(whole, hyper, embed)
         expected = [fed.server[name] - FULL.lr * slope for name, slope in zip(("hyper", "embed"), slopes, strict=True)]
-        fed.play(ids)
-        close(fed.server["hyper"], expected[0])
-        close(fed.server["embed"], expected[1])
+        fed.run_rounds(ids)
+        assert_close(fed.server["hyper"], expected[0])
+        assert_close(fed.server["embed"], expected[1])
     assert min(slope.norm() for slope in slopes) > 1e-4 and fed.warnings == []
 
 
@@ -106,9 +106,9 @@ def test_clients_steps_of_any_kind_are_pulled_back_through_both_networks(executo
     trained = clients.sgd(clients.loss, raypfl.per_client(theta.detach())).as_subclass(Tensor)
     slopes = gradients((theta * (trained - theta.detach())).sum(1).mean(), hyper, embed)
     expected = [fed.server[name] + 0.7 * slope for name, slope in zip(("hyper", "embed"), slopes, strict=True)]
-    fed.play(None)
-    close(fed.server["hyper"], expected[0])
-    close(fed.server["embed"], expected[1])
+    fed.run_rounds(None)
+    assert_close(fed.server["hyper"], expected[0])
+    assert_close(fed.server["embed"], expected[1])
 
 
 @both
@@ -126,9 +126,9 @@ def test_standardised_descriptors_are_those_of_one_graph_and_keep_the_two_number
         losses = [objective(fed, row, client) for row, client in zip(theta, ids, strict=True)]
         slopes = gradients(torch.stack(losses).mean(), hyper, embed)
         expected = [fed.server[name] - FULL.lr * slope for name, slope in zip(("hyper", "embed"), slopes, strict=True)]
-        fed.play(ids)
-        close(fed.server["hyper"], expected[0])
-        close(fed.server["embed"], expected[1])
+        fed.run_rounds(ids)
+        assert_close(fed.server["hyper"], expected[0])
+        assert_close(fed.server["embed"], expected[1])
     assert abs(deviation - 1) > 0.1
 
 
@@ -147,7 +147,7 @@ def test_a_small_step_with_one_client_lowers_its_objective():
         return objective(fed, hyper(descriptors(fed, embed, [2]))[0], 2)
 
     before = reached()
-    fed.play([2])
+    fed.run_rounds([2])
     assert reached() < before
 
 
@@ -155,13 +155,13 @@ def test_neither_the_order_of_clients_nor_having_each_of_them_twice_changes_a_ro
     def after(*data: int) -> dict[str, Tensor]:
         fed = Federation(training=FULL, method=PeFLL(**SOME, batch=None))
         fed.split = [fed.split[i] for i in data] + fed.split[len(data) :]
-        fed.play(list(range(len(data))))
+        fed.run_rounds(list(range(len(data))))
         return fed.server
 
     once, turned, twice = after(0, 1), after(1, 0), after(0, 1, 1, 0)
     for name in ("hyper", "embed"):
-        close(turned[name], once[name])
-        close(twice[name], once[name])
+        assert_close(turned[name], once[name])
+        assert_close(twice[name], once[name])
 
 
 @both
@@ -175,9 +175,9 @@ def test_pfedhn_moves_its_hypernetwork_and_the_cohorts_embeddings_down_one_gradi
     (moved,) = torch.autograd.grad(whole, rows, retain_graph=True)
     (slope,) = gradients(whole, hyper)
     before = fed.server["hyper"]
-    fed.play(ids)
-    close(fed.server["hyper"], before - FULL.lr * slope)
-    close(fed.server["embeddings"], rows.detach() - FULL.lr * moved)
+    fed.run_rounds(ids)
+    assert_close(fed.server["hyper"], before - FULL.lr * slope)
+    assert_close(fed.server["embeddings"], rows.detach() - FULL.lr * moved)
     assert torch.equal(fed.server["embeddings"][1], rows[1].detach())
 
 
@@ -188,8 +188,8 @@ def test_steps_of_zero_only_shrink_what_is_regularized(method):
     before = dict(server)
     vectors = "embed" if isinstance(method, PeFLL) else "embeddings"
     method.move(server, {name: torch.zeros_like(server[name]) for name in ("hyper", vectors)}, lr=0.1)
-    close(server["hyper"], (1 - 2 * 0.1 * 0.05) * before["hyper"])
-    close(server[vectors], (1 - 2 * 0.1 * 0.2) * before[vectors])
+    assert_close(server["hyper"], (1 - 2 * 0.1 * 0.05) * before["hyper"])
+    assert_close(server[vectors], (1 - 2 * 0.1 * 0.2) * before[vectors])
 
 
 @pytest.mark.parametrize(("name", "clip"), [("sgd", None), ("sgd", 0.01), ("adam", None), ("adam", 0.01)])
@@ -208,8 +208,8 @@ def test_the_servers_optimizers_are_torchs_on_the_mean_of_the_pulled_back_steps(
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(leaves, clip)
         optimizer.step()
-    close(server["hyper"], leaves[0].detach())
-    close(server["embeddings"], leaves[1].detach())
+    assert_close(server["hyper"], leaves[0].detach())
+    assert_close(server["embeddings"], leaves[1].detach())
 
 
 @pytest.mark.parametrize("lam", [0.0, 0.05])
@@ -230,12 +230,12 @@ def test_adams_decay_is_apart_from_its_step_which_follows_the_clients_steps_alon
                 shrunk = (1 - 0.02 * 2 * lam) * expected[name][i]
                 expected[name][i] = shrunk - 0.02 * first[name][i] / (1 - 0.9**count) / size
     for name, values in expected.items():
-        close(server[name], torch.tensor(values, dtype=torch.float64))
+        assert_close(server[name], torch.tensor(values, dtype=torch.float64))
 
 
 def test_a_round_of_pefll_is_six_messages_and_of_pfedhn_two():
     fed = Federation(method=PeFLL(**SOME), group_size=2)
-    fed.play([0, 1, 3])
+    fed.run_rounds([0, 1, 3])
     embed, model = fed.task.networks["embed"].size, fed.model.size
     seen = [(e.exchange, e.direction, e.name, e.clients, e.numbers) for e in fed.ledger.entries]
     assert seen == [
@@ -247,7 +247,7 @@ def test_a_round_of_pefll_is_six_messages_and_of_pfedhn_two():
         (2, "up", "embed", 3, embed),
     ]
     fed = Federation(method=PFedHN(**SOME))
-    fed.play(None)
+    fed.run_rounds(None)
     assert sent_per_client(fed.ledger, 0) == {("down", "theta"): model, ("up", "step"): model}
 
 
@@ -255,7 +255,7 @@ def test_nobody_keeps_anything_and_the_server_has_nothing_of_single_clients():
     sizes = []
     for clients in (4, 7):
         fed = Federation(method=PeFLL(**SOME), sizes=[5] * clients)
-        server = fed.play(None, None)
+        server = fed.run_rounds(None, None)
         assert all(fed.state_of(client) == {} for client in range(clients))
         sizes.append({name: value.shape for name, value in server.items() if name != "moments"})
     assert sizes[0] == sizes[1]
@@ -288,15 +288,15 @@ def test_a_descriptor_is_a_mean_over_samples_in_any_order(kind):
     net = EmbeddingNetwork(kind, (3, 16, 16), 10, LENGTH).double()
     x, y = torch.randn(8, 3, 16, 16, dtype=torch.float64), torch.randint(0, 10, (8,))
     order, v = torch.randperm(8), net((x, y)).mean(0)
-    close(net((x[order], y[order])).mean(0), v)
-    close(net((x.repeat(2, 1, 1, 1), y.repeat(2))).mean(0), v)
-    close((3 * net((x[:3], y[:3])).mean(0) + 5 * net((x[3:], y[3:])).mean(0)) / 8, v)
+    assert_close(net((x[order], y[order])).mean(0), v)
+    assert_close(net((x.repeat(2, 1, 1, 1), y.repeat(2))).mean(0), v)
+    assert_close((3 * net((x[:3], y[:3])).mean(0) + 5 * net((x[3:], y[3:])).mean(0)) / 8, v)
     swapped = net((x[order], y)).mean(0)
     if kind == "cnn":
         assert (swapped - v).abs().max() > 1e-6
         assert (net((x, (y + 1) % 10)) - net((x, y))).abs().amax(1).min() > 1e-6
     else:  # it does not look at the images
-        close(swapped, v)
+        assert_close(swapped, v)
 
 
 def test_the_class_of_an_image_is_one_further_channel_full_of_ones():
@@ -317,7 +317,7 @@ def test_a_hypernetwork_makes_models_of_many_clients_as_of_each_alone(size, laye
     hyper = FlatModel(lambda: hypernetwork(4, 30, size), dtype=torch.float64)
     eta, v = hyper.init(0), torch.randn(6, 4, dtype=torch.float64)
     theta = hyper(eta, v)
-    close(theta, torch.cat([hyper(eta, row[None]) for row in v]))
+    assert_close(theta, torch.cat([hyper(eta, row[None]) for row in v]))
     linear = [m for m in hyper.module if isinstance(m, torch.nn.Linear)]
     assert len(linear) == layers and hyper.module[-1] is linear[-1] and (theta < 0).any() and (theta > 0).any()
 
@@ -331,11 +331,11 @@ def same_labels(fed: Federation) -> None:
 def test_the_same_data_give_the_same_model_whoever_has_them(batch):
     fed = Federation(method=PeFLL(**SOME, batch=batch))
     same_labels(fed)
-    fed.play(None)
+    fed.run_rounds(None)
     v = fed.cohort().run(fed.method.describe, embed=fed.server["embed"])["v"]
-    close(v[0], v[3])
+    assert_close(v[0], v[3])
     theta = fed.task.networks["hyper"](fed.server["hyper"], v)
-    close(theta[0], theta[3])
+    assert_close(theta[0], theta[3])
     assert (theta[0] - theta[1]).abs().max() > 1e-6
 
 

@@ -26,11 +26,11 @@ from tests.support.federation import (
     any_net,
     as_module,
     as_vector,
+    assert_close,
     both,
-    close,
+    client_states,
     gradient,
-    kept,
-    played,
+    run_method,
     sent_per_client,
     small_mlp,
 )
@@ -71,31 +71,33 @@ def distillation_loss(fed: Federation) -> float:
 @both
 @any_net
 def test_of_a_whole_network_and_without_distillation_it_is_ditto_to_the_bit(factory, executor):
-    ditto = played(Ditto(lam=0.3), factory=factory, executor=executor)
-    perada = played(PerAda(lam=0.3, steps=0, **SAMPLES), factory=factory, executor=executor)
-    assert torch.equal(perada.server["theta"], ditto.server["theta"]) and torch.equal(kept(perada), kept(ditto))
+    ditto = run_method(Ditto(lam=0.3), factory=factory, executor=executor)
+    perada = run_method(PerAda(lam=0.3, steps=0, **SAMPLES), factory=factory, executor=executor)
+    assert torch.equal(perada.server["theta"], ditto.server["theta"]) and torch.equal(
+        client_states(perada), client_states(ditto)
+    )
 
 
 @any_net
 def test_of_a_whole_network_and_apart_from_the_personal_models_it_is_feddf_to_the_bit(factory):
     options = {"steps": 5, "batch_size": 4, "lr": 0.01}
-    feddf = played(FedDF(**options), factory=factory)
-    perada = played(PerAda(**options, **SAMPLES, student="train"), factory=factory)
+    feddf = run_method(FedDF(**options), factory=factory)
+    perada = run_method(PerAda(**options, **SAMPLES, student="train"), factory=factory)
     assert torch.equal(perada.server["theta"], feddf.server["theta"])
-    assert not torch.equal(perada.server["theta"], played(FedAvg(), factory=factory).server["theta"])
+    assert not torch.equal(perada.server["theta"], run_method(FedAvg(), factory=factory).server["theta"])
 
 
 @both
 def test_without_pull_its_personal_adapters_are_trained_alone_to_the_bit(executor):
     alone, perada = adapting(Local(), executor=executor), adapting(PerAda(lam=0.0, steps=3), executor=executor)
     for fed in (alone, perada):
-        fed.play(*ROUNDS)
-    assert torch.equal(kept(perada), kept(alone))
+        fed.run_rounds(*ROUNDS)
+    assert torch.equal(client_states(perada), client_states(alone))
 
 
 def test_without_distillation_its_adapters_are_fedavgs_of_clients_that_count_equally():
     fedavg, perada = adapting(FedAvg(weighting="uniform")), adapting(PerAda(lam=5.0, steps=0))
-    assert torch.equal(perada.play(*ROUNDS)["theta"], fedavg.play(*ROUNDS)["theta"])
+    assert torch.equal(perada.run_rounds(*ROUNDS)["theta"], fedavg.run_rounds(*ROUNDS)["theta"])
 
 
 # Its steps
@@ -106,19 +108,19 @@ def test_a_personal_step_goes_down_the_loss_and_toward_the_model_that_was_receiv
     fed = Federation(method=PerAda(lam=lam, steps=0), training=ONE_STEP)
     w = v = fed.model.init(fed.seed)
     for _ in range(3):
-        fed.play(None)
+        fed.run_rounds(None)
         v = v - lr * (gradient(fed, v, 1) + lam * (v - w))
         w = torch.stack([w - lr * gradient(fed, w, c) for c in range(4)]).mean(0)
-        close(kept(fed)[1], v)
-        close(fed.server["theta"], w)
+        assert_close(client_states(fed)[1], v)
+        assert_close(fed.server["theta"], w)
 
 
 def test_who_is_not_drawn_keeps_its_adapters_and_who_is_drawn_again_goes_on_from_them():
     fed = adapting(PerAda(steps=0))
-    fed.play([0, 1, 2, 3])
-    before = kept(fed)
-    fed.play([0, 2], [0, 2])
-    after = kept(fed)
+    fed.run_rounds([0, 1, 2, 3])
+    before = client_states(fed)
+    fed.run_rounds([0, 2], [0, 2])
+    after = client_states(fed)
     assert torch.equal(after[[1, 3]], before[[1, 3]]) and not torch.equal(after[0], before[0])
     clients = fed.clients([1, 3], fed.round, personal=before[[1, 3]])
     assert torch.equal(fed.method.personal_model(clients, fed.server).as_subclass(Tensor), before[[1, 3]])
@@ -135,8 +137,8 @@ class LocalFirst(PerAda):
 
 def test_the_order_of_a_clients_two_trainings_does_not_matter_to_the_bit():
     first, second = adapting(PerAda(steps=2, batch_size=4)), adapting(LocalFirst(steps=2, batch_size=4))
-    assert torch.equal(first.play(*ROUNDS)["theta"], second.play(*ROUNDS)["theta"])
-    assert torch.equal(kept(first), kept(second))
+    assert torch.equal(first.run_rounds(*ROUNDS)["theta"], second.run_rounds(*ROUNDS)["theta"])
+    assert torch.equal(client_states(first), client_states(second))
 
 
 @both
@@ -156,7 +158,7 @@ def test_on_a_quadratic_both_trainings_are_the_closed_form_and_a_harder_pull_end
 
     for lam in (0.0, 0.5, 1 / 0.2):
         fixed = (curvature * own + lam * w) / (curvature + lam)
-        close(after(7, lam), fixed + (1 - 0.2 * (curvature + lam)) ** 7 * (start - fixed))
+        assert_close(after(7, lam), fixed + (1 - 0.2 * (curvature + lam)) ** 7 * (start - fixed))
     apart = [(after(200, lam) - w).norm(dim=1) for lam in (0.0, 0.5, 2.0)]
     assert (apart[0] > apart[1]).all() and (apart[1] > apart[2]).all()
 
@@ -173,8 +175,8 @@ def test_squared_gradients_fall_with_the_number_of_rounds_at_the_theorems_step_s
         for _ in range(rounds):
             common = torch.stack([gradient(fed, w, c) for c in range(4)]).mean(0)
             found.append((common.square().sum(), (gradient(fed, v, 1) + lam * (v - w)).square().sum()))
-            fed.play(None)
-            w, v = fed.server["theta"].clone(), kept(fed)[1]
+            fed.run_rounds(None)
+            w, v = fed.server["theta"].clone(), client_states(fed)[1]
         means[rounds] = torch.tensor(found).mean(0)
     assert (means[400] <= means[25] / 2).all(), means
 
@@ -185,7 +187,7 @@ def test_squared_gradients_fall_with_the_number_of_rounds_at_the_theorems_step_s
 def test_a_step_moves_every_tensor_of_the_adapters_and_the_head():
     fed = adapting(PerAda(steps=0))
     start = fed.model.unflatten(fed.model.init(fed.seed))
-    after = fed.model.unflatten(fed.play(None)["theta"])
+    after = fed.model.unflatten(fed.run_rounds(None)["theta"])
     assert after.keys() == {"adapter.norm.weight", "adapter.norm.bias", "adapter.conv.weight", "adapter.conv.bias"} | {
         "adapter.norm.running_mean",
         "adapter.norm.running_var",
@@ -198,7 +200,7 @@ def test_a_step_moves_every_tensor_of_the_adapters_and_the_head():
 def test_what_is_frozen_stays_as_it_is_and_what_is_trained_is_sent_once_each_way():
     fed = adapting(PerAda(steps=3, batch_size=4))
     before = {name: tensor.clone() for name, tensor in fed.model.module.state_dict().items()}
-    fed.play(*ROUNDS)
+    fed.run_rounds(*ROUNDS)
     assert all(torch.equal(tensor, before[name]) for name, tensor in fed.model.module.state_dict().items())
     assert {name.partition(".")[0] for name in fed.model.segments} == {"adapter", "head"}
     for number, cohort in enumerate(ROUNDS):
@@ -239,7 +241,7 @@ def test_the_uniform_average_is_trained_on_the_softmax_of_the_mean_logits_of_tho
     drawn, lr = [0, 1, 3], 0.02
     options = {"training": FP64, "executor": executor, "group_size": 2}
     fed = Federation(AdaptedConv, method=PerAda(steps=7, batch_size=4, lr=lr), **options)
-    theta = fed.play(drawn)["theta"]
+    theta = fed.run_rounds(drawn)["theta"]
     start = fed.model.init(fed.seed)
     clients = fed.clients(drawn)
     models = clients.sgd(clients.loss, start).as_subclass(Tensor)
@@ -255,7 +257,7 @@ def test_the_uniform_average_is_trained_on_the_softmax_of_the_mean_logits_of_tho
         (p * (p.log() - student(batch.x).log_softmax(1))).sum(1).mean().backward()
         adam.step()
         cosine.step()
-    close(theta, as_vector(student), 1e-6)
+    assert_close(theta, as_vector(student), 1e-6)
     assert torch.equal(fed.model.buffers(theta), statistics)  # the pool leaves no trace in them
 
 
@@ -263,24 +265,24 @@ def test_a_head_on_fixed_features_says_what_the_mean_of_heads_says_so_there_is_n
     once = {"steps": 1, "batch_size": POOLED}
     head, adapters = adapting(PerAda(**once), trained="output layer"), adapting(PerAda(**once))
     for fed in (head, adapters):
-        fed.play(None)
+        fed.run_rounds(None)
     assert abs(distillation_loss(head)) < 1e-12 and distillation_loss(adapters) > 1e-8
 
 
 def test_a_single_teacher_teaches_nothing_new_on_whatever_views_of_the_pool_both_see():
     still = {"steps": 6, "batch_size": 4, "lr": 1e-12}
     views = adapting(PerAda(augment=True, **still), augmentation=[Crop(padding=1), Flip()])
-    views.play([2])
+    views.run_rounds([2])
     assert abs(distillation_loss(views)) < 1e-12
-    views.play([0, 2])
+    views.run_rounds([0, 2])
     assert distillation_loss(views) > 1e-8
     alike = Federation(method=PerAda(**still), training=replace(FP64, lr=1e-300))  # all end where they begin
-    alike.play(None)
+    alike.run_rounds(None)
     assert abs(distillation_loss(alike)) < 1e-12
 
 
 def test_the_server_distils_in_the_first_rounds_only_if_asked_to():
     fed = adapting(PerAda(steps=2, batch_size=4, distill_rounds=2))
     fed.round = 1
-    fed.play(None, None, None)
+    fed.run_rounds(None, None, None)
     assert ["distillation_loss" in cohort.logged.values for cohort in fed.cohorts] == [True, True, False]

@@ -17,12 +17,12 @@ from tests.support.federation import (
     ONE_STEP,
     Federation,
     NormalisedConv,
+    assert_close,
     both,
-    close,
+    client_states,
     dropping_mlp,
     gradient,
-    kept,
-    played,
+    run_method,
     sent_per_client,
     small_mlp,
 )
@@ -34,7 +34,7 @@ any_net = pytest.mark.parametrize("factory", [small_mlp, NormalisedConv, droppin
 
 
 def personal_models(fed: Federation) -> Tensor:
-    state = {name: kept(fed, name) for name in fed.state_of(0)}
+    state = {name: client_states(fed, name) for name in fed.state_of(0)}
     return fed.method.personal_model(fed.clients(round=fed.round, **state), fed.server).as_subclass(Tensor)
 
 
@@ -60,33 +60,35 @@ def test_walking_through_the_mini_batches_is_sgd_to_the_bit(training, factory, e
 @both
 @any_net
 def test_apfl_that_is_all_personal_is_training_alone_to_the_bit(factory, executor):
-    alone = played(Local(), factory=factory, executor=executor)
-    apfl = played(APFL(alpha=1.0, adaptive=False), factory=factory, executor=executor)
-    assert torch.equal(kept(apfl), kept(alone)) and torch.equal(personal_models(apfl), kept(alone))
+    alone = run_method(Local(), factory=factory, executor=executor)
+    apfl = run_method(APFL(alpha=1.0, adaptive=False), factory=factory, executor=executor)
+    assert torch.equal(client_states(apfl), client_states(alone)) and torch.equal(
+        personal_models(apfl), client_states(alone)
+    )
 
 
 @both
 @any_net
 def test_apfls_global_model_is_fedavgs_to_the_bit(factory, executor):
-    fedavg = played(FedAvg(), factory=factory, executor=executor)
-    apfl = played(APFL(), factory=factory, executor=executor)
+    fedavg = run_method(FedAvg(), factory=factory, executor=executor)
+    apfl = run_method(APFL(), factory=factory, executor=executor)
     assert torch.equal(apfl.server["theta"], fedavg.server["theta"])
     assert sent_per_client(apfl.ledger, 1) == sent_per_client(fedavg.ledger, 1)
 
 
 @both
 def test_apfl_that_is_not_personal_predicts_as_fedavgs_local_models(executor):
-    local = played(PartialPersonalization(personal="", body="last"), executor=executor)
-    apfl = played(APFL(alpha=0.0, adaptive=False), executor=executor)
-    assert torch.equal(personal_models(apfl), kept(local, "shared"))
-    assert torch.equal(kept(apfl), apfl.model.init(3).expand(4, -1))
+    local = run_method(PartialPersonalization(personal="", body="last"), executor=executor)
+    apfl = run_method(APFL(alpha=0.0, adaptive=False), executor=executor)
+    assert torch.equal(personal_models(apfl), client_states(local, "shared"))
+    assert torch.equal(client_states(apfl), apfl.model.init(3).expand(4, -1))
 
 
 @both
 def test_two_rounds_of_apfl_by_hand(executor):
     lr, alpha_lr, alphas = 0.1, 0.4, [0.3] * 4
     method = APFL(alpha=0.3, alpha_lr=alpha_lr)
-    fed = played(method, None, None, executor=executor, training=ONE_STEP)
+    fed = run_method(method, None, None, executor=executor, training=ONE_STEP)
     w = fed.model.init(fed.seed)
     v = [w] * 4
     for _ in range(2):
@@ -99,22 +101,22 @@ def test_two_rounds_of_apfl_by_hand(executor):
             locals_.append(w - lr * gradient(fed, w, c))
         w = sum(weight * local for weight, local in zip(WEIGHTS, locals_, strict=True))
     assert len({round(alpha, 6) for alpha in alphas}) == 4  # each client went its own way
-    close(kept(fed, "alpha"), torch.tensor(alphas, dtype=torch.float64))
-    close(kept(fed), torch.stack(v))
-    close(fed.server["theta"], w)
+    assert_close(client_states(fed, "alpha"), torch.tensor(alphas, dtype=torch.float64))
+    assert_close(client_states(fed), torch.stack(v))
+    assert_close(fed.server["theta"], w)
     mixed = torch.stack([a * p + (1 - a) * q for a, p, q in zip(alphas, v, locals_, strict=True)])
-    close(personal_models(fed), mixed)
+    assert_close(personal_models(fed), mixed)
 
 
 def test_apfls_share_stays_between_zero_and_one():
-    assert kept(played(APFL(alpha_lr=1e6)), "alpha").tolist() == [1.0] * 4
+    assert client_states(run_method(APFL(alpha_lr=1e6)), "alpha").tolist() == [1.0] * 4
 
 
 @both
 def test_two_mini_batches_of_pfedme_by_hand(executor):
     lam, lr, inner = 0.7, 0.1, 0.05
     method = PFedMe(lam=lam, inner_steps=3, inner_lr=inner)
-    fed = played(method, None, executor=executor, training=replace(FP64, steps=2))
+    fed = run_method(method, None, executor=executor, training=replace(FP64, steps=2))
     start = fed.model.init(fed.seed)
     mean, models = torch.zeros_like(start), []
     for c in range(4):
@@ -124,39 +126,41 @@ def test_two_mini_batches_of_pfedme_by_hand(executor):
                 v = v - inner * (gradient(fed, v, c, (x, y)) + lam * (v - w))
             w = w - lr * lam * (w - v)
         mean, models = mean + WEIGHTS[c] * w, [*models, v]
-    close(fed.server["theta"], mean)
-    close(personal_models(fed), torch.stack(models))
+    assert_close(fed.server["theta"], mean)
+    assert_close(personal_models(fed), torch.stack(models))
 
 
 @both
 @any_net
 def test_pfedme_without_inner_steps_or_pull_leaves_the_global_model(factory, executor):
     for method in (PFedMe(inner_steps=0), PFedMe(lam=0.0)):
-        fed = played(method, factory=factory, executor=executor, training=replace(FP64, lr=0.01))
-        close(fed.server["theta"], fed.model.init(fed.seed))
+        fed = run_method(method, factory=factory, executor=executor, training=replace(FP64, lr=0.01))
+        assert_close(fed.server["theta"], fed.model.init(fed.seed))
 
 
 @both
 def test_pfedme_that_goes_all_the_way_to_one_inner_step_is_fedavg(executor):
     training = replace(FP64, epochs=2)
     a, b = (
-        played(m, executor=executor, training=training, factory=NormalisedConv)
+        run_method(m, executor=executor, training=training, factory=NormalisedConv)
         for m in (FedAvg(), PFedMe(lam=10.0, inner_steps=1))
     )
-    close(a.server["theta"], b.server["theta"])
+    assert_close(a.server["theta"], b.server["theta"])
 
 
 def test_pfedmes_beta_is_the_servers_learning_rate():
     start = Federation(training=FP64).model.init(3)
-    whole, half = (played(PFedMe(server_lr=lr), None, training=FP64).server["theta"] for lr in (1.0, 0.5))
-    close(half, (start + whole) / 2)
+    whole, half = (run_method(PFedMe(server_lr=lr), None, training=FP64).server["theta"] for lr in (1.0, 0.5))
+    assert_close(half, (start + whole) / 2)
 
 
 @both
 @any_net
 def test_mtl_without_pull_is_training_alone_to_the_bit(factory, executor):
-    alone, mtl = (played(m, factory=factory, executor=executor) for m in (Local(), MTL(lam=0.0)))
-    assert torch.equal(kept(mtl), kept(alone)) and torch.equal(personal_models(mtl), kept(alone))
+    alone, mtl = (run_method(m, factory=factory, executor=executor) for m in (Local(), MTL(lam=0.0)))
+    assert torch.equal(client_states(mtl), client_states(alone)) and torch.equal(
+        personal_models(mtl), client_states(alone)
+    )
     assert mtl.method.global_model(mtl.server) is None
 
 
@@ -164,18 +168,18 @@ def test_mtl_without_pull_is_training_alone_to_the_bit(factory, executor):
 def test_two_rounds_of_mtl_by_hand(executor):
     lam, lr = 0.7, 0.1
     for weighting, weights in (("uniform", np.full(4, 0.25)), ("samples", WEIGHTS)):
-        fed = played(MTL(lam=lam, weighting=weighting), None, None, executor=executor, training=ONE_STEP)
+        fed = run_method(MTL(lam=lam, weighting=weighting), None, None, executor=executor, training=ONE_STEP)
         mean = fed.model.init(fed.seed)
         v = [mean] * 4
         for _ in range(2):
             v = [p - lr * (gradient(fed, p, c) + lam * (p - mean)) for c, p in enumerate(v)]
             mean = sum(weight * p for weight, p in zip(weights, v, strict=True))
-        close(kept(fed), torch.stack(v))
-        close(fed.server["mean"], mean)
+        assert_close(client_states(fed), torch.stack(v))
+        assert_close(fed.server["mean"], mean)
 
 
 def test_fine_tuning_for_no_epoch_is_fedavg():
-    fed = played(FedAvgFT(finetune_epochs=0))
+    fed = run_method(FedAvgFT(finetune_epochs=0))
     models = fed.method.personal_model(fed.clients(round=4), fed.server)
     assert torch.equal(models.as_subclass(Tensor), fed.server["theta"].expand(4, -1))
 

@@ -18,8 +18,8 @@ from tests.support.federation import (
     any_net,
     as_module,
     both,
-    kept,
-    played,
+    client_states,
+    run_method,
     sent_per_client,
     small_mlp,
 )
@@ -33,10 +33,10 @@ def latent(net: torch.nn.Module, x: Tensor) -> Tensor:
 @both
 @any_net
 def test_fedproto_without_pull_is_training_alone_to_the_bit(factory, executor):
-    alone, proto = (played(m, factory=factory, executor=executor) for m in (Local(), FedProto(lam=0.0)))
-    assert torch.equal(kept(proto, "model"), kept(alone, "personal"))
-    pulled = played(FedProto(lam=1.0), factory=factory, executor=executor)
-    assert not torch.equal(kept(pulled, "model"), kept(alone, "personal"))
+    alone, proto = (run_method(m, factory=factory, executor=executor) for m in (Local(), FedProto(lam=0.0)))
+    assert torch.equal(client_states(proto, "model"), client_states(alone, "personal"))
+    pulled = run_method(FedProto(lam=1.0), factory=factory, executor=executor)
+    assert not torch.equal(client_states(pulled, "model"), client_states(alone, "personal"))
     assert not proto.warnings
 
 
@@ -45,7 +45,7 @@ def test_fedproto_without_pull_is_training_alone_to_the_bit(factory, executor):
 def test_two_rounds_of_fedproto_by_hand(executor, paper):
     lam, lr = 0.7, 0.1
     options = {"distance": "sum", "weighting": "samples", "prediction": "prototypes"} if paper else {}
-    fed = played(FedProto(lam=lam, **options), None, None, executor=executor, training=ONE_STEP)
+    fed = run_method(FedProto(lam=lam, **options), None, None, executor=executor, training=ONE_STEP)
     nets = [as_module(small_mlp, fed.model.init(fed.seed)) for _ in range(4)]
     means = torch.zeros(CLASSES, 5, dtype=torch.float64)
     for _ in range(2):
@@ -69,7 +69,7 @@ def test_two_rounds_of_fedproto_by_hand(executor, paper):
         means = sums / owners
     torch.testing.assert_close(fed.server["means"], means, rtol=1e-10, atol=1e-10)
     expected = torch.stack([torch.cat([p.detach().reshape(-1) for p in net.parameters()]) for net in nets])
-    torch.testing.assert_close(kept(fed, "model"), expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(client_states(fed, "model"), expected, rtol=1e-10, atol=1e-10)
     if paper:
         x, _ = fed.samples(2)
         predicted = fed.method.personal_model(fed.clients([2]), fed.server)
@@ -81,9 +81,9 @@ def test_a_class_that_nobody_brings_keeps_the_mean_that_it_had():
     fed = Federation(method=FedProto(), training=FP64)
     fed.labels = np.array([c % 2 for c in range(len(fed.labels))])
     fed.labels[fed.split[2]] = 2
-    fed.play([2])
+    fed.run_rounds([2])
     before = fed.server["means"].clone()
-    fed.play([0, 1])
+    fed.run_rounds([0, 1])
     after = fed.server["means"]
     assert torch.equal(after[2], before[2]) and before[2].any() and not before[:2].any() and after[:2].any()
 
@@ -91,7 +91,7 @@ def test_a_class_that_nobody_brings_keeps_the_mean_that_it_had():
 def test_fedproto_sends_a_row_for_each_class_and_no_model():
     fed = Federation(method=FedProto(), group_size=2)
     fed.labels[fed.split[1]], fed.labels[fed.split[2]] = 0, np.arange(11) % 2
-    fed.play([1, 2])
+    fed.run_rounds([1, 2])
     sent = [(e.direction, e.name, e.clients, e.numbers) for e in fed.ledger.entries]
     assert sent == [("down", "means", 2, 15), ("up", "means", 1, 10), ("up", "means", 1, 5)]
     assert fed.method.global_model(fed.server) is None
@@ -110,7 +110,7 @@ def test_fedrods_global_model_is_fedavgs_where_clients_have_all_classes_alike(he
     for fed in (plain, rod):
         for where in fed.split:
             fed.labels[where] = np.arange(len(where)) % CLASSES
-        fed.play(*ROUNDS)
+        fed.run_rounds(*ROUNDS)
     generic = ~rod.model.mask("*.personal.*")
     torch.testing.assert_close(rod.server["theta"][generic], plain.server["theta"], rtol=1e-10, atol=1e-10)
     assert not rod.server["theta"][rod.model.mask("*.prior" if head == "hypernetwork" else "*.personal.*")].any()
@@ -122,7 +122,7 @@ def test_fedrods_global_model_is_fedavgs_where_clients_have_all_classes_alike(he
 @both
 def test_a_round_of_fedrod_by_hand(executor):
     lr = 0.1
-    fed = played(FedROD(personal_epochs=2), None, executor=executor, training=ONE_STEP)
+    fed = run_method(FedROD(personal_epochs=2), None, executor=executor, training=ONE_STEP)
     bodies = []
     for client in range(4):
         x, y = fed.samples(client)
@@ -156,15 +156,15 @@ def test_a_round_of_fedrod_by_hand(executor):
 def test_a_client_without_a_class_trains_together_with_others_under_fedrod():
     fed = Federation(method=FedROD(), training=FP64, group_size=2)
     fed.labels[fed.split[2]] = 1
-    fed.play(*ROUNDS)
+    fed.run_rounds(*ROUNDS)
     assert torch.isfinite(fed.server["theta"]).all() and not fed.warnings
 
 
 def test_fedrods_personal_head_goes_on_from_round_to_round_and_is_never_sent():
-    fed = played(FedROD(), [0, 1])
+    fed = run_method(FedROD(), [0, 1])
     personal = fed.model.mask("*.personal.*")
     first = fed.state_of(0)["model"][personal.numpy()]
-    fed.play([0], [2])
+    fed.run_rounds([0], [2])
     assert (fed.state_of(0)["model"][personal.numpy()] != first).any() and first.any()
     assert not fed.server["theta"][personal].any()
     sent = int((~personal).sum())
@@ -174,7 +174,7 @@ def test_fedrods_personal_head_goes_on_from_round_to_round_and_is_never_sent():
 @both
 def test_a_round_of_fedrods_hypernetwork_by_hand(executor):
     lr, hidden = 0.1, 4
-    fed = played(FedROD(head="hypernetwork", hidden=hidden), None, executor=executor, training=ONE_STEP)
+    fed = run_method(FedROD(head="hypernetwork", hidden=hidden), None, executor=executor, training=ONE_STEP)
     start, generated = fed.model.unflatten(fed.model.init(fed.seed)), []
     for client in range(4):
         x, y = fed.samples(client)

@@ -18,11 +18,11 @@ from tests.support.federation import (
     any_net,
     as_module,
     as_vector,
+    assert_close,
     both,
-    close,
+    client_states,
     gradient,
-    kept,
-    played,
+    run_method,
     sent_per_client,
 )
 
@@ -46,7 +46,7 @@ def stepped(fed, theta, client, round, pull):
 @pytest.mark.parametrize("global_lr", [None, 0.5])
 def test_three_rounds_of_scaffold_by_hand(factory, executor, global_lr):
     method = Scaffold(server_lr=global_lr)
-    fed = played(method, *DRAWN, factory=factory, executor=executor, training=TWO_STEPS)
+    fed = run_method(method, *DRAWN, factory=factory, executor=executor, training=TWO_STEPS)
     theta, size = fed.model.init(fed.seed), fed.model.num_parameters
     own, c = torch.zeros(4, size, dtype=theta.dtype), torch.zeros(size, dtype=theta.dtype)
     for round, ids in enumerate(DRAWN):
@@ -58,16 +58,16 @@ def test_three_rounds_of_scaffold_by_hand(factory, executor, global_lr):
         mean = torch.stack(rows).mean(0)
         theta = torch.cat([theta[:size] + (global_lr or 1.0) * (mean - theta)[:size], mean[size:]])
         c, own = c + (new - own).sum(0) / 4, new
-    close(fed.server["theta"], theta, 1e-9)
-    close(kept(fed, "c"), own, 1e-9)
-    close(fed.server["c"], own.mean(0), 1e-9)
+    assert_close(fed.server["theta"], theta, 1e-9)
+    assert_close(client_states(fed, "c"), own, 1e-9)
+    assert_close(fed.server["c"], own.mean(0), 1e-9)
 
 
 @both
 @any_net
 def test_three_rounds_of_feddc_by_hand(factory, executor):
     alpha = 0.3
-    fed = played(FedDC(alpha=alpha), *DRAWN, factory=factory, executor=executor, training=TWO_STEPS)
+    fed = run_method(FedDC(alpha=alpha), *DRAWN, factory=factory, executor=executor, training=TWO_STEPS)
     theta, size = fed.model.init(fed.seed), fed.model.num_parameters
     drift, own = torch.zeros(2, 4, size, dtype=theta.dtype)
     g = torch.zeros(size, dtype=theta.dtype)
@@ -82,9 +82,9 @@ def test_three_rounds_of_feddc_by_hand(factory, executor):
         g, own = g + (new - own).sum(0) / 4, new
         mean = torch.stack(rows).mean(0)
         theta = torch.cat([mean[:size] + drift.mean(0), mean[size:]])
-    close(fed.server["theta"], theta, 1e-9)
-    close(kept(fed, "drift"), drift, 1e-9)
-    close(kept(fed, "gradient"), own, 1e-9)
+    assert_close(fed.server["theta"], theta, 1e-9)
+    assert_close(client_states(fed, "drift"), drift, 1e-9)
+    assert_close(client_states(fed, "gradient"), own, 1e-9)
 
 
 @both
@@ -92,21 +92,21 @@ def test_three_rounds_of_feddc_by_hand(factory, executor):
 @pytest.mark.parametrize("steps", [1, 5])
 def test_control_variates_are_weighted_means_of_gradients_whatever_the_momentum(nesterov, steps, executor):
     training = replace(FP64, momentum=0.5, nesterov=nesterov, steps=steps, lr=1e-7)  # gradients stay what they are
-    fed = played(Scaffold(), None, executor=executor, training=replace(training, batch_size=100))
+    fed = run_method(Scaffold(), None, executor=executor, training=replace(training, batch_size=100))
     start = fed.model.init(fed.seed)
-    close(kept(fed, "c"), torch.stack([gradient(fed, start, k) for k in range(4)]), 1e-5)
+    assert_close(client_states(fed, "c"), torch.stack([gradient(fed, start, k) for k in range(4)]), 1e-5)
 
 
 def test_control_variates_need_sgd():
     with pytest.raises(ConfigError, match=r"needs training\.optimizer=sgd, but it is Adam"):
-        played(Scaffold(), None, training=replace(FP64, optimizer=Adam()))
+        run_method(Scaffold(), None, training=replace(FP64, optimizer=Adam()))
 
 
 @both
 @any_net
 def test_two_rounds_of_moon_by_hand(factory, executor):
     mu, tau, training = 2.0, 0.5, replace(FP64, batch_size=100)
-    fed = played(Moon(mu=mu, temperature=tau), None, None, factory=factory, executor=executor, training=training)
+    fed = run_method(Moon(mu=mu, temperature=tau), None, None, factory=factory, executor=executor, training=training)
     theta, last = fed.model.init(fed.seed), None
     for round in range(2):
         rows = []
@@ -133,14 +133,14 @@ def test_two_rounds_of_moon_by_hand(factory, executor):
         last = torch.stack(rows)
         weights = torch.tensor(fed.sizes, dtype=theta.dtype)
         theta = weights @ last / weights.sum()
-    close(fed.server["theta"], theta, 1e-9)
+    assert_close(fed.server["theta"], theta, 1e-9)
 
 
 @both
 @any_net
 def test_moon_without_contrast_is_fedavg(factory, executor):
-    a, b = (played(m, factory=factory, executor=executor, training=FP64).server for m in (FedAvg(), Moon(mu=0.0)))
-    close(a["theta"], b["theta"], 1e-9)
+    a, b = (run_method(m, factory=factory, executor=executor, training=FP64).server for m in (FedAvg(), Moon(mu=0.0)))
+    assert_close(a["theta"], b["theta"], 1e-9)
 
 
 @both
@@ -148,24 +148,24 @@ def test_extra_images_are_fedprox_on_the_union(executor):
     options = {"window": 2, "per_class": 2, "outer_steps": 2, "inner_steps": 3, "image_lr": 10.0}
     training = replace(FP64, batch_size=100)
     method = ExtraImages(mu=0.2, **options)
-    fed = played(method, None, None, None, executor=executor, training=training)
-    prox = played(FedProx(mu=0.2), None, None, None, executor=executor, training=training)
-    close(fed.server["theta"], prox.server["theta"], 1e-9)  # the window was not full
+    fed = run_method(method, None, None, None, executor=executor, training=training)
+    prox = run_method(FedProx(mu=0.2), None, None, None, executor=executor, training=training)
+    assert_close(fed.server["theta"], prox.server["theta"], 1e-9)  # the window was not full
     start, rows = fed.server["theta"], []
-    fed.play(None)
-    for k, images in enumerate(kept(fed, "images")):
+    fed.run_rounds(None)
+    for k, images in enumerate(client_states(fed, "images")):
         x, y = fed.samples(k)
         net = as_module(fed.factory, start)
         labels = method.labels(CLASSES, x.device)
         F.cross_entropy(net(torch.cat([x, images])), torch.cat([y, labels])).backward()
         rows.append(start - 0.1 * torch.cat([p.grad.reshape(-1) for p in net.parameters()]))
     weights = torch.tensor(fed.sizes, dtype=start.dtype)
-    close(fed.server["theta"], weights @ torch.stack(rows) / weights.sum(), 1e-8)
+    assert_close(fed.server["theta"], weights @ torch.stack(rows) / weights.sum(), 1e-8)
 
 
 def test_control_variates_double_the_messages():
     for method, messages in ((Scaffold(), 2), (FedDC(), 2), (Moon(), 1)):
-        fed = played(method, factory=NormalisedConv)
+        fed = run_method(method, factory=NormalisedConv)
         sent = sent_per_client(fed.ledger, 1)
         for way in ("down", "up"):
             numbers = sum(count for (direction, _), count in sent.items() if direction == way)

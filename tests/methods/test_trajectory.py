@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from raypfl.methods.global_model.trajectory import MatchingRates, StudentTrajectory, match
 from raypfl.models import MODELS, FlatModel
-from tests.support.federation import close
+from tests.support.federation import assert_close
 
 LABELS = torch.arange(3).repeat_interleave(2)
 STEPS = [MatchingRates(0.0, 0.0)] * 4
@@ -57,8 +57,8 @@ def by_hand(model: FlatModel, images: Tensor, rate: Tensor, start: Tensor, steps
 def test_a_path_is_plain_gradient_descent_on_all_images(count):
     images, rate, start, _ = drawn(count)
     expected = torch.stack([by_hand(MODEL, *one, steps=3).detach() for one in zip(images, rate, start, strict=True)])
-    close(path()(start, images, rate), expected, 1e-12)
-    close(path(0)(start, images, rate), start)
+    assert_close(path()(start, images, rate), expected, 1e-12)
+    assert_close(path(0)(start, images, rate), start)
 
 
 def test_the_loss_is_one_where_nothing_moves_and_zero_at_the_end_and_has_no_scale():
@@ -69,7 +69,7 @@ def test_the_loss_is_one_where_nothing_moves_and_zero_at_the_end_and_has_no_scal
     assert path().distance(images, rate, start, reached).tolist() == [0.0, 0.0]
     zero = torch.zeros_like(start)
     once, twice = (path(0).distance(images, rate, c * start, c * end) for c in (1, 2))
-    close(once, twice)
+    assert_close(once, twice)
     assert path().distance(images, rate, start, start).isfinite().all() and not zero.any()
 
 
@@ -88,9 +88,9 @@ def test_the_unrolled_gradient_is_that_of_finite_differences(count, checkpointin
     way = torch.randn(images.shape, generator=torch.Generator().manual_seed(1), dtype=images.dtype)
     eps = 1e-5
     slope = (loss(images + eps * way, rate) - loss(images - eps * way, rate)).detach() / (2 * eps)
-    close((gx * way).flatten(1).sum(1), slope, 1e-6)
+    assert_close((gx * way).flatten(1).sum(1), slope, 1e-6)
     slope = (loss(images, rate + eps) - loss(images, rate - eps)).detach() / (2 * eps)
-    close(gr, slope, 1e-6)
+    assert_close(gr, slope, 1e-6)
     assert gr.abs().min() > 0
 
 
@@ -103,7 +103,7 @@ def test_the_gradient_is_not_the_first_order_shortcut():
     )
     loss = path(5).distance(images[None], rate[None], start[None], end[None], unrolled=True)
     ours = torch.autograd.grad(loss.sum(), images)[0] * (end - start).square().sum()
-    close(ours, whole, 1e-9)
+    assert_close(ours, whole, 1e-9)
     assert (ours - cut).norm() > 1e-2 * ours.norm()
 
 
@@ -122,7 +122,7 @@ def test_one_step_on_a_linear_model_is_its_closed_form():
     images, rate, start, _ = drawn(1, model)
     x, w = images[0].flatten(1), start.reshape(3, 192)
     slope = ((x @ w.T).softmax(1) - F.one_hot(LABELS, 3)).T @ x / len(x)
-    close(path(1, model)(start, images, rate), (w - rate * slope).reshape(1, -1), 1e-12)
+    assert_close(path(1, model)(start, images, rate), (w - rate * slope).reshape(1, -1), 1e-12)
 
 
 @pytest.mark.parametrize(("factory", "lr"), [(tiny, 1000.0), (dense, 10.0)])
@@ -137,7 +137,7 @@ def test_matching_finds_a_path_that_hidden_images_made(factory, lr):
     assert found.images.shape == images.shape and found.ok.all()
     assert all(torch.equal(a, b) for a, b in zip(before, (images, rate, start, ends), strict=True))
     reached = path(10, model).distance(found.images, found.step_size, start, ends)
-    close(reached, found.last, 1e-12)
+    assert_close(reached, found.last, 1e-12)
 
 
 def test_a_trajectory_that_goes_nowhere_changes_nothing():
@@ -160,7 +160,7 @@ def test_after_a_loss_that_is_not_finite_the_last_finite_set_is_kept(alone):
     assert wild.ok.all() and wild.last.isfinite().all() and wild.images.isfinite().all()
     if not alone:
         mine = match(path(4, model), images[1:], rate[1:], start[1:], end[1:], [MatchingRates(1.0, 0.0)] * 3)
-        close(found.images[1:], mine.images, 1e-5)
+        assert_close(found.images[1:], mine.images, 1e-5)
 
 
 @pytest.mark.parametrize(

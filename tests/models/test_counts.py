@@ -90,7 +90,7 @@ def millions(count: int) -> tuple[str, str, str]:
 def test_parameters_trained_and_sent_are_the_published_counts(name, options, adapters, trained, sent):
     method = METHODS.get(name)(**options)
     fed = federation(method, adapters)
-    fed.play([0])
+    fed.run_rounds([0])
     model = fed.model
     shared = torch.ones(model.size, dtype=torch.bool)
     if isinstance(method, PartialPersonalization):

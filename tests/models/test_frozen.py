@@ -20,8 +20,8 @@ from tests.support.federation import (
     FP64,
     Federation,
     NormalisedConv,
+    assert_close,
     bare_loop,
-    close,
     sent_per_client,
     small_mlp,
 )
@@ -70,8 +70,8 @@ def test_frozen_batch_norm_neither_moves_nor_sends_its_statistics_and_normalises
             optimizer.zero_grad()
             F.cross_entropy(net(x), y).backward()
             optimizer.step()
-        close(trained[k], torch.cat([p.detach().reshape(-1) for p in net.head.parameters()]))
-    fed.play(None)
+        assert_close(trained[k], torch.cat([p.detach().reshape(-1) for p in net.head.parameters()]))
+    fed.run_rounds(None)
     assert set(sent_per_client(fed.ledger, 0).values()) == {model.size}
     after = model.module.state_dict()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
@@ -89,7 +89,7 @@ def test_a_frozen_network_may_be_called_twice_and_batches_of_one_sample_are_no_m
         return (clients.loss(p, batch) + clients.loss(p, batch)) / 2
 
     once = clients.sgd(clients.loss, clients.initial).as_subclass(Tensor)
-    close(clients.sgd(twice, clients.initial), once)
+    assert_close(clients.sgd(twice, clients.initial), once)
 
 
 def test_batch_norm_without_parameters_rests_with_the_layers_around_it():
@@ -126,7 +126,7 @@ def test_what_a_method_keeps_fixed_in_its_rounds_is_what_the_network_freezes(exe
             getattr(model.module.get_submodule("1"), name).copy_(frozen)
     by_network = with_model(model, executor=executor, method=FedAvg())
     learned = by_method.model.mask("3")
-    assert torch.equal(by_method.play(None)["theta"][learned], by_network.play(None)["theta"])
+    assert torch.equal(by_method.run_rounds(None)["theta"][learned], by_network.run_rounds(None)["theta"])
     sent = [list(sent_per_client(fed.ledger, 0).values()) for fed in (by_method, by_network)]
     assert sent[0] == sent[1] == [by_network.model.size] * 2
 
@@ -182,4 +182,4 @@ def test_batch_norm_that_keeps_no_statistics_normalises_by_the_real_rows_of_a_pa
 
     fed = Federation(factory)
     clients = fed.clients()
-    close(clients.sgd(clients.loss, clients.initial), bare_loop(fed, clients.initial.expand(4, -1))[0])
+    assert_close(clients.sgd(clients.loss, clients.initial), bare_loop(fed, clients.initial.expand(4, -1))[0])

@@ -16,7 +16,7 @@ from raypfl.data.datasets import RawData
 from raypfl.engine.events import RunStarted, Warned
 from raypfl.methods import FedAvg
 from raypfl.results.display.console import RunLine
-from tests.support.federation import EXECUTORS, FP64, Federation, close
+from tests.support.federation import EXECUTORS, FP64, Federation, assert_close
 from tests.support.runs import experiment
 
 
@@ -132,7 +132,7 @@ def test_a_function_that_does_not_work_channels_last_runs_without_and_warns(work
                 done.append(getattr(clients, work)(looks_at_rows, clients.initial))
         else:
             done.append(getattr(clients, work)(looks_at_rows, clients.initial))
-    close(*done)
+    assert_close(*done)
 
 
 def test_a_network_that_does_not_work_channels_last_is_judged_without():
@@ -142,7 +142,7 @@ def test_a_network_that_does_not_work_channels_last_is_judged_without():
     )
     x, _ = Federation().samples(0)
     with pytest.warns(UserWarning, match="does not work on images channels last"):
-        close(laid.logits(laid.initial, x), plain.logits(plain.initial, x))
+        assert_close(laid.logits(laid.initial, x), plain.logits(plain.initial, x))
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)

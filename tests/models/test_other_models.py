@@ -20,8 +20,8 @@ from tests.support.federation import (
     NormalisedConv,
     as_module,
     as_vector,
+    assert_close,
     bare_loop,
-    close,
     starts_of,
 )
 
@@ -64,11 +64,11 @@ def test_a_teacher_in_a_loss_is_the_bare_loops(whose, executor):
 
     teacher = clients.other(per_client(teachers) if whose == "each its own" else teachers[0])
     expected = distilled_in_torch(fed, starts, teachers, 0.5)
-    close(clients.sgd(loss, per_client(starts), teacher=teacher), expected)
+    assert_close(clients.sgd(loss, per_client(starts), teacher=teacher), expected)
     theta = per_client(starts)
     for batch in clients.minibatches():
         theta = batch.step(loss, theta, teacher=teacher)
-    close(theta, expected)
+    assert_close(theta, expected)
     assert torch.equal(teachers, before)
 
 
@@ -95,10 +95,10 @@ def test_outputs_and_features_of_another_model_are_its_modules(executor):
     for k in range(2):
         net = as_module(fed.factory, starts[k]).eval()
         features = net.norm(net.conv(x)).relu().flatten(1)
-        close(other(x)[k], net(x).detach())
-        close(other.features(x)[k], features.detach())
-        close(clients.other(starts[k]).features(x), features.detach())
-        close(mapped[k], net(fed.samples(k)[0]).sum(0).detach())
+        assert_close(other(x)[k], net(x).detach())
+        assert_close(other.features(x)[k], features.detach())
+        assert_close(clients.other(starts[k]).features(x), features.detach())
+        assert_close(mapped[k], net(fed.samples(k)[0]).sum(0).detach())
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -111,7 +111,7 @@ def test_a_second_call_in_training_mode_is_refused_and_names_the_call_for_anothe
 
     with pytest.raises(MethodError, match=r"twice in training mode.*clients\.other\(theta\)"):
         getattr(clients, work)(loss, clients.initial, previous=per_client(clients.initial.repeat(4, 1)))
-    close(clients.sgd(clients.loss, clients.initial, epochs=1), bare_loop_of(clients))
+    assert_close(clients.sgd(clients.loss, clients.initial, epochs=1), bare_loop_of(clients))
 
 
 def bare_loop_of(clients) -> Tensor:
@@ -127,7 +127,7 @@ def test_without_batch_norm_a_loss_may_call_the_network_as_often_as_it_likes(exe
     def twice(p, batch):
         return (clients.loss(p, batch) + clients.loss(p, batch)) / 2
 
-    close(clients.sgd(twice, clients.initial), bare_loop(fed, clients.initial.expand(4, -1))[0])
+    assert_close(clients.sgd(twice, clients.initial), bare_loop(fed, clients.initial.expand(4, -1))[0])
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -171,8 +171,8 @@ def test_moon_on_a_network_with_batch_norm_is_its_algorithm(executor):
     theta = previous = fed.model.init(fed.seed)
     for _ in range(2):
         expected = moon_in_torch(fed, theta, previous, 2.0, 0.5)
-        theta = fed.play([0])["theta"]
-        close(theta, expected)
+        theta = fed.run_rounds([0])["theta"]
+        assert_close(theta, expected)
         previous = expected
 
 

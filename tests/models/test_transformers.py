@@ -14,7 +14,7 @@ from raypfl.common.messages import unmarked
 from raypfl.learning.privacy import PrivacySettings
 from raypfl.models import FlatModel
 from raypfl.models.architectures.transformer import Attention, ViTS16
-from tests.support.federation import FP64, Federation, close
+from tests.support.federation import FP64, Federation, assert_close
 
 SMALL = {"size": 8, "width": 12, "depth": 2, "heads": 3, "patch": 4, "adapter_size": 5}
 
@@ -61,7 +61,7 @@ def test_private_training_of_a_transformer_is_the_same_together_and_one_by_one()
         clients = fed.clients()
         rows.append(unmarked(clients.sgd(clients.loss, clients.initial, train="adapters, output layer")))
         assert not fed.warnings
-    close(rows[0], rows[1])
+    assert_close(rows[0], rows[1])
 
 
 def test_sizes_that_do_not_fit_are_refused():

@@ -47,7 +47,7 @@ for name in "Batch Broadcast Each FlatModel METHODS MODELS Mean Method Scatter S
 training = replace(FP64, momentum=0.9, steps=5)
 for executor in ("vectorised", "sequential"):
     federation = Federation(method=Ditto(), executor=executor, group_size=2, training=training)
-    theta = federation.play(None, [0, 2])["theta"]
+    theta = federation.run_rounds(None, [0, 2])["theta"]
     assert torch.isfinite(theta).all() and not torch.equal(theta, federation.model.init(federation.seed))
 assert not [name for name in sys.modules if name.partition(".")[0] in ABSENT]
 print("trained")
@@ -66,7 +66,7 @@ def test_the_core_in_a_bare_run_imports_neither_torchs_compiler_nor_sympy():
         "import sys\n"
         "from raypfl.methods import Ditto\n"
         "from tests.support.federation import Federation\n"
-        "Federation(method=Ditto(), group_size=2).play(None)\n"
+        "Federation(method=Ditto(), group_size=2).run_rounds(None)\n"
         "assert not {'torch._dynamo', 'sympy'} & set(sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)

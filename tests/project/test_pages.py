@@ -29,7 +29,7 @@ from raypfl.integrations.tuning import sweep
 from raypfl.studies import cells, description
 from raypfl.trained.membership import membership
 from tests.support.federation import Federation
-from tests.support.pages import ALL, ROOT, SAVED, Block, blocks, shell_lines, write_files
+from tests.support.pages import BLOCKS, READER_FILES, ROOT, Block, blocks, shell_lines, write_files
 from tests.support.tracking import with_database
 
 NOT_CODE = {"text", "toml"}  # tests/common/test_plugins.py installs what the only block of TOML describes
@@ -59,7 +59,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory, mlflow_database: Path) -> I
         for name in [name for name in os.environ if name.startswith("MLFLOW_")]:
             patch.delenv(name)
         yield folder
-    for name in SAVED:
+    for name in READER_FILES:
         sys.modules.pop(Path(name).stem, None)  # other tests have modules of these names
 
 
@@ -148,7 +148,7 @@ def ran(reader: Path) -> Callable[[str], SimpleNamespace]:
     return run
 
 
-@pytest.mark.parametrize("page", dict.fromkeys(block.page for block in ALL if block.language == "python"))
+@pytest.mark.parametrize("page", dict.fromkeys(block.page for block in BLOCKS if block.language == "python"))
 def test_the_python_of_a_page_runs_from_top_to_bottom(ran, page: str):
     import mlflow
 
@@ -210,7 +210,7 @@ def alternatives(block: Block) -> list[str]:
     return [block.code] if len(keys) == len(set(keys)) else block.code.splitlines()
 
 
-@pytest.mark.parametrize("block", [block for block in ALL if block.language == "yaml"], ids=lambda block: block.name)
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "yaml"], ids=lambda block: block.name)
 def test_a_description_on_a_page_is_accepted(reader: Path, block: Block):
     for text in alternatives(block):
         described = yaml.safe_load(text)
@@ -225,7 +225,7 @@ def test_a_description_on_a_page_is_accepted(reader: Path, block: Block):
 
 
 def test_every_block_is_in_a_language_that_is_checked():
-    assert {block.language for block in ALL} == {"", "python", "yaml", *NOT_CODE}
+    assert {block.language for block in BLOCKS} == {"", "python", "yaml", *NOT_CODE}
 
 
 # The shell
@@ -305,7 +305,7 @@ def test_every_file_of_the_repository_that_a_command_names_is_there():
     assert len(named) > 5 and not [name for name in named if not (ROOT / name).is_file()]
 
 
-@pytest.mark.parametrize("page", dict.fromkeys(block.page for block in ALL if not block.language))
+@pytest.mark.parametrize("page", dict.fromkeys(block.page for block in BLOCKS if not block.language))
 def test_the_shell_can_read_all_commands_of_a_page(page: str):
     done = subprocess.run(["bash", "-n"], input="".join(blocks(page, "")), text=True, capture_output=True)
     assert not done.returncode, done.stderr

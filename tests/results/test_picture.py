@@ -149,9 +149,9 @@ def test_a_setting_names_of_the_partition_what_is_not_by_default_so():
 
 
 def test_a_population_is_announced_with_the_clients_that_it_has_and_no_partition():
-    described = Experiment(data="tests.support.federated_data:Described")
+    described = Experiment(data="tests.support.federated_data:GeneratedClients")
     text = setting_text(described, {"num_clients": 4})
-    assert text == "tests.support.federated_data:Described · 4 clients · mlp"
+    assert text == "tests.support.federated_data:GeneratedClients · 4 clients · mlp"
     assert not [key for key in run_params(described) if key.startswith("partition")]
 
 

@@ -15,7 +15,7 @@ from raypfl.common.errors import NoRun, RaypflError
 from raypfl.results.report import find_runs
 from raypfl.runs import driver
 from raypfl.runs.result import RunResult, description
-from tests.support.command import raypfl, told
+from tests.support.command import raypfl, raypfl_json
 from tests.support.runs import Interrupt
 from tests.support.tracking import runs_of, with_database
 
@@ -58,7 +58,7 @@ def cut_off(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_comparison_has_a_folder_with_its_runs_its_picture_and_what_names_them():
-    outcome = told("run", *QUIETLY, "--method", "fedavg,ditto", "--seeds", "2")
+    outcome = raypfl_json("run", *QUIETLY, "--method", "fedavg,ditto", "--seeds", "2")
     folder = only_folder()
     runs = ["fedavg-s0", "fedavg-s1", "ditto-s0", "ditto-s1"]
     assert yaml.safe_load((folder / "comparison.yaml").read_text()) == {
@@ -73,7 +73,7 @@ def test_a_named_baseline_is_what_methods_are_compared_with_on_the_terminal_and_
     refused = raypfl("run", *QUIETLY, "--method", "fedavg,ditto", "--baseline", "fedavgg")
     assert refused.exit_code == 2 and "did you mean 'fedavg'?" in refused.stderr and not Path("runs").exists()
     words = ["run", *QUIETLY, "--method", "fedavg,ditto", "--baseline", "ditto"]
-    compared = told(*words)["differences"]
+    compared = raypfl_json(*words)["differences"]
     assert {(row["method"], row["against"], row["seeds_paired"]) for row in compared} == {("fedavg", "ditto", 1)}
     folder = only_folder()
     again = raypfl("resume", str(folder), "--baseline", "fedavg")
@@ -85,7 +85,7 @@ def test_a_named_baseline_is_what_methods_are_compared_with_on_the_terminal_and_
 
 
 def test_where_there_is_no_run_those_inside_are_named():
-    told("run", *QUIETLY, "--method", "fedavg,ditto", "--seeds", "4")
+    raypfl_json("run", *QUIETLY, "--method", "fedavg,ditto", "--seeds", "4")
     folder = only_folder()
     inside = sorted(str(one.parent) for one in folder.glob("*/experiment.yaml"))
     for place, kind in ((folder, f"{folder} is a comparison, not a run"), ("runs", "runs is not the folder of a run")):
@@ -96,7 +96,7 @@ def test_where_there_is_no_run_those_inside_are_named():
 
 
 def test_one_method_with_two_sets_of_options_has_two_folders():
-    told("run", *QUIETLY, "methods=[{name: ditto, lam: 1.0}, {name: ditto, lam: 2.0}]")
+    raypfl_json("run", *QUIETLY, "methods=[{name: ditto, lam: 1.0}, {name: ditto, lam: 2.0}]")
     assert [run.name for run in sorted(only_folder().glob("ditto*"))] == ["ditto-s0", "ditto-s0-2"]
 
 
@@ -139,8 +139,8 @@ def test_an_interrupted_comparison_goes_on_to_all_its_ends_and_the_same_bits(
     assert f"raypfl run {shlex.join(['digits', *tracked])} " in suggested
     assert f"raypfl resume {folder} rounds=4\n" in suggested and f"raypfl report {folder}\n" in suggested
 
-    whole = told("run", *QUIETLY, "--method", "fedavg,ditto,local")
-    assert hashes(told("resume", str(folder))) == hashes(whole)
+    whole = raypfl_json("run", *QUIETLY, "--method", "fedavg,ditto,local")
+    assert hashes(raypfl_json("resume", str(folder))) == hashes(whole)
     parents = runs_of(elsewhere / "runs", "tags.kind = 'comparison'")
     assert [parent.info.status for parent in parents] == ["FINISHED"]
     assert all(method in parents[0].data.tags["mlflow.note.content"] for method in ("fedavg", "ditto", "local"))
@@ -170,20 +170,20 @@ def test_a_comparison_interrupted_before_its_first_round_says_how_to_continue(mo
     folder = only_folder()
     assert stopped.exit_code == 130
     assert f"Stopped. 0 of 2 runs are finished. To continue: raypfl resume {folder}\n" in stopped.stderr
-    assert [run["status"] for run in told("resume", str(folder))["runs"]] == ["finished", "finished"]
+    assert [run["status"] for run in raypfl_json("resume", str(folder))["runs"]] == ["finished", "finished"]
 
 
 def test_a_comparison_is_made_longer_and_an_interruption_keeps_the_change(cut_off):
-    told("run", *QUIETLY)
+    raypfl_json("run", *QUIETLY)
     folder = only_folder()
     stopped = cut_off("none", "resume", str(folder), "rounds=3")
     assert stopped.exit_code == 0
-    whole = told("run", *QUIETLY, "rounds=3")
-    assert hashes(told("resume", str(folder))) == hashes(whole)
+    whole = raypfl_json("run", *QUIETLY, "rounds=3")
+    assert hashes(raypfl_json("resume", str(folder))) == hashes(whole)
 
 
 def test_going_on_with_a_change_that_was_interrupted_repeats_the_change(monkeypatch: pytest.MonkeyPatch):
-    told("run", *QUIETLY)
+    raypfl_json("run", *QUIETLY)
     folder = only_folder()
 
     def pressed(*given, **named):
@@ -196,7 +196,7 @@ def test_going_on_with_a_change_that_was_interrupted_repeats_the_change(monkeypa
 
 
 def test_an_interrupted_extension_shows_all_runs_at_what_they_have(cut_off):
-    told("run", *QUIETLY, "--method", "fedavg,local")
+    raypfl_json("run", *QUIETLY, "--method", "fedavg,local")
     folder = only_folder()
     stopped = cut_off("fedavg", "resume", str(folder), "rounds=9", round=3)
     table, places = stopped.stdout.split("Picture")
@@ -206,7 +206,7 @@ def test_an_interrupted_extension_shows_all_runs_at_what_they_have(cut_off):
 
 
 def test_what_is_suggested_starts_from_what_ran_and_not_from_what_was_typed_first():
-    told("run", *QUIETLY, "--method", "fedavg,local", "--seeds", "3")
+    raypfl_json("run", *QUIETLY, "--method", "fedavg,local", "--seeds", "3")
     folder = only_folder()
     for words in ((str(folder), "rounds=3", "checkpoint.keep=4"), (str(folder),)):
         suggested = raypfl("resume", *words).stdout.split("Try next")[1]
@@ -225,7 +225,7 @@ def test_what_is_suggested_starts_from_what_ran_and_not_from_what_was_typed_firs
     ],
 )
 def test_a_change_that_does_not_suit_all_runs_is_refused_before_any_goes_on(change, sentence):
-    told("run", *QUIETLY)
+    raypfl_json("run", *QUIETLY)
     before = {file: file.read_bytes() for file in Path("runs").rglob("*.yaml")}
     refused = raypfl("resume", str(only_folder()), change)
     assert refused.exit_code == 2 and sentence in refused.stderr
@@ -246,12 +246,12 @@ def test_a_failed_run_of_a_comparison_is_run_again_by_resume(monkeypatch: pytest
     folder = only_folder()
     assert failed.exit_code == 1 and "Client 3 lost its mind." in failed.stderr and "fedavg" in failed.stdout
     assert f"1 of 2 runs are finished. To continue: raypfl resume {folder}\n" in failed.stderr
-    assert [run["status"] for run in told("resume", str(folder))["runs"]] == ["finished", "finished"]
+    assert [run["status"] for run in raypfl_json("resume", str(folder))["runs"]] == ["finished", "finished"]
 
 
 def test_checkpoints_in_a_common_place_are_kept_apart_by_comparison(elsewhere: Path):
     for _ in range(2):
-        told("run", *QUIETLY, f"checkpoint.location={elsewhere / 'kept'}")
+        raypfl_json("run", *QUIETLY, f"checkpoint.location={elsewhere / 'kept'}")
     comparisons = sorted(folder.name for folder in Path("runs").glob("digits-*"))
     assert sorted(folder.name for folder in (elsewhere / "kept").iterdir()) == comparisons
     assert {folder.name for folder in (elsewhere / "kept").glob("*/*")} == {"fedavg-s0", "ditto-s0"}
@@ -259,7 +259,7 @@ def test_checkpoints_in_a_common_place_are_kept_apart_by_comparison(elsewhere: P
 
 def test_a_comparison_that_was_not_tracked_is_recorded_below_one_parent(elsewhere: Path, mlflow_database: Path):
     with_database(elsewhere / "runs", mlflow_database)
-    told("run", *QUIETLY, "tracking.system_metrics=false", "tracking.models_mb=0")
+    raypfl_json("run", *QUIETLY, "tracking.system_metrics=false", "tracking.models_mb=0")
     for _ in range(2):
         recorded = raypfl("track", str(only_folder()))
         assert recorded.exit_code == 0, recorded.output

@@ -15,7 +15,7 @@ from raypfl.data import load_federated
 from raypfl.engine.events import Progress, RunStarted, Warned
 from tests.support import datasets
 from tests.support.command import raypfl as command
-from tests.support.command import told
+from tests.support.command import raypfl_json
 from tests.support.runs import experiment
 
 FROZEN = {"model__trained": "output layer", "data__pools": "{backbone: 0.4}"}
@@ -109,10 +109,10 @@ def test_pools_that_cannot_pretrain_are_refused(tmp_path):
 def test_a_command_trains_it_once_records_it_and_a_run_finds_it(tmp_path):
     words = [f"data.cache={tmp_path / 'cache'}", f"output={tmp_path}", "model.pretrain=body", "data.pools={body: 0.3}"]
     words += ["model.pretrain_epochs=2", "model.trained=output layer"]
-    first = told("pretrain", *words)
+    first = raypfl_json("pretrain", *words)
     assert first["seconds"] > 0 and 0 < first["loss"] < 3 and Path(first["weights"]).exists()
-    assert told("pretrain", *words) == first | {"seconds": None}
-    runs = told("run", *words, "engine.backend=inline", "rounds=1", "tracking.mlflow=false")["runs"]
+    assert raypfl_json("pretrain", *words) == first | {"seconds": None}
+    runs = raypfl_json("run", *words, "engine.backend=inline", "rounds=1", "tracking.mlflow=false")["runs"]
     assert {one["experiment"]["model"]["weights"] for one in runs} == {first["weights"]}
     client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
     (run,) = client.search_runs([client.get_experiment_by_name("raypfl").experiment_id])

@@ -16,7 +16,7 @@ from raypfl.experiment import Experiment
 from raypfl.experiment.assignments import assign, flatten
 from raypfl.runs.resuming import MAY_CHANGE, may_change, refuse_changes
 from tests.support.command import raypfl as command
-from tests.support.command import told
+from tests.support.command import raypfl_json
 from tests.support.runs import Interrupt, experiment
 
 KEEP_ALL = {"checkpoint__keep": 100, "checkpoint__every": 1}
@@ -90,7 +90,7 @@ def test_the_refusal_says_how_to_change_it_in_a_new_run(tmp_path):
         raypfl.resume(run, overrides=["training.lr=0.5", "rounds=4"])
     (again,) = re.findall(r"`raypfl (resume .*?)`", str(refused.value))
     words = again.replace("NEWRUN", str(tmp_path / "new")).split()
-    assert told(*words)["runs"][0]["experiment"]["rounds"] == 4
+    assert raypfl_json(*words)["runs"][0]["experiment"]["rounds"] == 4
 
 
 def test_a_finished_run_that_is_resumed_without_a_change_stays_as_it_is(tmp_path):
@@ -99,7 +99,7 @@ def test_a_finished_run_that_is_resumed_without_a_change_stays_as_it_is(tmp_path
     for words in ([], ["training.lr=0.1"], ["ray.cpus_per_actor=0.25", "checkpoint.keep=5"]):
         assert raypfl.resume(done.run_dir, overrides=words).weights_hash == done.weights_hash
         assert content(done.run_dir) == before
-    assert told("resume", str(done.run_dir))["runs"][0]["weights_hash"] == done.weights_hash
+    assert raypfl_json("resume", str(done.run_dir))["runs"][0]["weights_hash"] == done.weights_hash
     drawn = {done.run_dir / "picture.png"}
     assert {file: text for file, text in content(done.run_dir).items() if file not in drawn} == before
 
@@ -197,7 +197,7 @@ def test_the_command_continues_a_run_as_a_new_one(tmp_path):
     parent = raypfl.run(experiment(tmp_path, checkpoint__keep=9)).run_dir
     new = tmp_path / "new"
     words = ["resume", str(parent), "--from-round", "4", "--as", str(new)]
-    (run,) = told(*words, "training.lr=0.001")["runs"]
+    (run,) = raypfl_json(*words, "training.lr=0.001")["runs"]
     assert (run["run_dir"], run["experiment"]["training"]["lr"], run["status"]) == (str(new), 0.001, "finished")
     for wrong, sentence in (
         (words, f"{new} already has a run"),
@@ -259,7 +259,7 @@ def test_a_damaged_table_of_a_finished_run_is_told_with_what_writes_it_again(tmp
 def test_a_comparison_is_not_changed_in_what_decides_its_results(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     small = ["rounds=1", "engine.backend=inline", "partition.clients=4", "tracking.mlflow=false"]
-    told("run", *small, "--method", "fedavg,ditto", "--run-dir", "both")
+    raypfl_json("run", *small, "--method", "fedavg,ditto", "--run-dir", "both")
     before = content(tmp_path / "both")
     refused = command("resume", "both", "training.lr=0.5", "rounds=2")
     assert refused.exit_code == 2 and "training.lr is 0.1" in " ".join(refused.stderr.split())

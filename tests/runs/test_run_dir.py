@@ -11,7 +11,7 @@ import pytest
 
 from raypfl.runs import driver
 from raypfl.runs.result import description
-from tests.support.command import raypfl, told
+from tests.support.command import raypfl, raypfl_json
 from tests.support.runs import Interrupt
 
 SMALL = ["rounds=3", "engine.backend=inline", "partition.clients=4", "evaluation.every=1", "tracking.mlflow=false"]
@@ -48,18 +48,18 @@ def cut_off(monkeypatch: pytest.MonkeyPatch, method: str, *words: str) -> None:
 def test_the_same_command_starts_then_continues_then_shows_what_is_finished(
     monkeypatch: pytest.MonkeyPatch, command: list[str], cut: str
 ):
-    undisturbed = hashes(told(*(word.replace("mine", "undisturbed") for word in command)))
+    undisturbed = hashes(raypfl_json(*(word.replace("mine", "undisturbed") for word in command)))
     cut_off(monkeypatch, cut, *command)
-    assert hashes(told(*command)) == undisturbed
+    assert hashes(raypfl_json(*command)) == undisturbed
     with monkeypatch.context() as patch:
         patch.setattr(driver, "resume", None)  # nothing is left to run
-        assert hashes(told(*command)) == undisturbed
+        assert hashes(raypfl_json(*command)) == undisturbed
 
 
 def test_a_comparison_killed_while_its_folder_was_made_is_begun(elsewhere: Path):
     inside = elsewhere / "kept" / "mine" / "fedavg-s0"
     inside.mkdir(parents=True)
-    assert [run["status"] for run in told(*COMPARISON)["runs"]] == ["finished"] * 2
+    assert [run["status"] for run in raypfl_json(*COMPARISON)["runs"]] == ["finished"] * 2
     assert sorted(one.name for one in inside.parent.iterdir() if one.is_dir()) == ["ditto-s0", "fedavg-s0"]
 
 
@@ -75,7 +75,7 @@ def test_a_comparison_killed_while_its_folder_was_made_is_begun(elsewhere: Path)
 )
 def test_another_run_is_refused_and_left_as_it_was(elsewhere: Path, words: list[str], sentence: str):
     if not (elsewhere / "kept").exists():
-        told(*COMMAND)
+        raypfl_json(*COMMAND)
     before = (elsewhere / "kept" / "mine" / "experiment.yaml").read_text()
     refused = raypfl(*COMMAND, *words)
     assert refused.exit_code == 2
@@ -84,7 +84,7 @@ def test_another_run_is_refused_and_left_as_it_was(elsewhere: Path, words: list[
 
 
 def test_a_comparison_is_not_taken_for_a_run_nor_for_another_comparison():
-    told(*COMPARISON)
+    raypfl_json(*COMPARISON)
     for words, sentence in (
         (COMMAND, "kept/mine has a comparison of 2 runs, and this command a single run"),
         (
@@ -98,16 +98,16 @@ def test_a_comparison_is_not_taken_for_a_run_nor_for_another_comparison():
 
 def test_what_changes_no_result_may_differ_the_second_time(monkeypatch: pytest.MonkeyPatch, elsewhere: Path):
     cut_off(monkeypatch, "fedavg", *COMMAND)
-    assert told(*COMMAND, "ray.address=other:6379", "checkpoint.keep=7")["runs"][0]["status"] == "finished"
+    assert raypfl_json(*COMMAND, "ray.address=other:6379", "checkpoint.keep=7")["runs"][0]["status"] == "finished"
     kept = description(elsewhere / "kept" / "mine")
     assert (kept.ray.address, kept.checkpoint.keep) == ("other:6379", 7)
 
 
 def test_a_folder_that_was_lost_is_written_again_from_the_checkpoints_of_a_finished_run(elsewhere: Path):
     location = f"checkpoint.location=file://{elsewhere}/store"
-    first = told(*COMMAND, location)
+    first = raypfl_json(*COMMAND, location)
     mine, tables = elsewhere / "kept" / "mine", ("rounds", "evaluations", "ledger")
     before = [pq.read_table(mine / f"{name}.parquet") for name in tables]
     shutil.rmtree(elsewhere / "kept")
-    assert hashes(told(*COMMAND, location)) == hashes(first)
+    assert hashes(raypfl_json(*COMMAND, location)) == hashes(first)
     assert [pq.read_table(mine / f"{name}.parquet") for name in tables] == before

@@ -1,4 +1,4 @@
-"""The command line within this process, as several tests call it."""
+"""Call the command line within this process."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from raypfl.cli.app import app
 
 
 def raypfl(*words: str) -> Result:
-    """What a command did: its exit code and what it printed."""
+    """Run a command; returns its exit code and what it printed."""
     return CliRunner().invoke(app, words)
 
 
-def told(*words: str) -> dict:
-    """What a command that went well prints for programs."""
+def raypfl_json(*words: str) -> dict:
+    """Run a command that must succeed; returns the JSON that it prints for programs."""
     result = raypfl(*words, "--json", "--quiet")
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)

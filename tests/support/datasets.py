@@ -18,12 +18,12 @@ WRITERS = {"f0001_41": [0, 10, 36, 61], "f0002_07": [1, 1, 2]}
 
 
 def pixels(*shape: int, seed: int = 0) -> np.ndarray:
-    """``uint8[shape]`` of noise."""
+    """Return noise ``uint8[shape]``."""
     return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
 
 
 def png(image: np.ndarray) -> bytes:
-    """An image ``uint8[H, W]`` or ``uint8[H, W, 3]``, encoded without loss."""
+    """Encode an image ``uint8[H, W]`` or ``uint8[H, W, 3]`` without loss."""
     stream = io.BytesIO()
     Image.fromarray(image).save(stream, "PNG")
     return stream.getvalue()
@@ -36,37 +36,52 @@ def pickled(path: Path, content: object) -> Path:
 
 
 def cifar10(root: Path, each: int = 4) -> np.ndarray:
-    """Five batches to train on and one to test on, of `each` images; returns all images ``uint8[6 * each, 3072]``."""
+    """Write five training batches and a test batch of `each` images; returns all images ``uint8[6 * each, 3072]``."""
     images = pixels(6 * each, 3072)
-    for number, name in enumerate([*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]):
+    labels = [i % 10 for i in range(each)]
+    names = [f"data_batch_{number}" for number in range(1, 6)]
+
+    for number, name in enumerate([*names, "test_batch"]):
         rows = slice(number * each, (number + 1) * each)
-        content = {"batch_label": name, "data": images[rows], "labels": [i % 10 for i in range(each)]}
+        content = {"batch_label": name, "data": images[rows], "labels": labels}
         pickled(root / "cifar-10-batches-py" / name, content)
     pickled(root / "cifar-10-batches-py" / "batches.meta", {"label_names": CIFAR10_CLASSES})
     return images
 
 
 def cifar100(root: Path, train: int = 40, test: int = 20) -> None:
-    fine, coarse = [f"fine{i}" for i in range(100)], [f"coarse{i}" for i in range(20)]
+    """Write images whose pixels depend on their number alone, and the names of both kinds of labels."""
     for name, count in (("train", train), ("test", test)):
-        labels = {"fine_labels": [i % 100 for i in range(count)], "coarse_labels": [i % 20 for i in range(count)]}
-        pickled(root / "cifar-100-python" / name, {"data": pixels(count, 3072, seed=count), **labels})
-    pickled(root / "cifar-100-python" / "meta", {"fine_label_names": fine, "coarse_label_names": coarse})
+        content = {
+            "data": pixels(count, 3072, seed=count),
+            "fine_labels": [i % 100 for i in range(count)],
+            "coarse_labels": [i % 20 for i in range(count)],
+        }
+        pickled(root / "cifar-100-python" / name, content)
+
+    names = {
+        "fine_label_names": [f"fine{i}" for i in range(100)],
+        "coarse_label_names": [f"coarse{i}" for i in range(20)],
+    }
+    pickled(root / "cifar-100-python" / "meta", names)
 
 
 def idx(path: Path, array: np.ndarray) -> Path:
-    """An array of bytes as an IDX file, packed if its name says so."""
-    content = struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape) + array.astype(np.uint8).tobytes()
+    """Write bytes as an IDX file, compressed if its name ends in ``.gz``."""
+    header = struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape)
+    content = header + array.astype(np.uint8).tobytes()
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
     return path
 
 
 def mnist(folder: Path, train: str = "train", test: str = "t10k", packed: bool = False, labels: int = 10) -> np.ndarray:
-    """20 images to train on and 10 to test on; returns all of them ``uint8[30, 28, 28]``."""
-    images, suffix = pixels(30, 28, 28), ".gz" if packed else ""
-    first = 1 if labels == 26 else 0
-    classes = np.arange(30) % labels + first
+    """Write 20 training images and 10 test images; returns all of them ``uint8[30, 28, 28]``."""
+    images = pixels(30, 28, 28)
+    suffix = ".gz" if packed else ""
+    first_label = 1 if labels == 26 else 0  # EMNIST's letters are numbered from 1
+    classes = np.arange(30) % labels + first_label
+
     for part, rows in ((train, slice(0, 20)), (test, slice(20, 30))):
         idx(folder / "raw" / f"{part}-images-idx3-ubyte{suffix}", images[rows])
         idx(folder / "raw" / f"{part}-labels-idx1-ubyte{suffix}", classes[rows])
@@ -74,33 +89,38 @@ def mnist(folder: Path, train: str = "train", test: str = "t10k", packed: bool =
 
 
 def image(path: Path, content: np.ndarray) -> Path:
-    """An image file of the kind that its name says; of JPEG, the best there is, which is off by a few levels."""
+    """Write an image in the format of its file name; JPEG in its best quality, which is off by a few levels."""
+    options = {"quality": 100, "subsampling": 0} if path.suffix == ".JPEG" else {}
     path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(content).save(path, **({"quality": 100, "subsampling": 0} if path.suffix == ".JPEG" else {}))
+    Image.fromarray(content).save(path, **options)
     return path
 
 
 def tiny_imagenet(root: Path) -> Path:
-    """Two classes, with 3 images each to train on and 2 to validate, as the archive unpacks."""
+    """Write two classes with 3 training and 2 validation images each, laid out as the archive unpacks."""
     root.mkdir(parents=True, exist_ok=True)
     wnids = ["n02124075", "n01443537"]
     (root / "wnids.txt").write_text("\n".join(wnids) + "\n")
     (root / "words.txt").write_text("n01443537\tgoldfish, Carassius auratus\nn02124075\tEgyptian cat\n")
+
     for wnid in wnids:
         for i in range(3):
             image(root / "train" / wnid / "images" / f"{wnid}_{i}.JPEG", pixels(8, 8, 3, seed=i))
         (root / "train" / wnid / f"{wnid}_boxes.txt").write_text("")
-    lines = [f"val_{i}.JPEG\t{wnids[i % 2]}\t0\t0\t7\t7" for i in range(4)]
+
+    annotations = [f"val_{i}.JPEG\t{wnids[i % 2]}\t0\t0\t7\t7" for i in range(4)]
     (root / "val").mkdir()
-    (root / "val" / "val_annotations.txt").write_text("\n".join(lines) + "\n")
+    (root / "val" / "val_annotations.txt").write_text("\n".join(annotations) + "\n")
     for i in range(4):
-        image(root / "val" / "images" / f"val_{i}.JPEG", pixels(8, 8, seed=i))  # grey among coloured ones, as there are
+        # Grey: the published data set has some grey images among its coloured ones.
+        image(root / "val" / "images" / f"val_{i}.JPEG", pixels(8, 8, seed=i))
+
     image(root / "test" / "images" / "test_0.JPEG", pixels(8, 8, 3))
     return root
 
 
 def cifar10_c(root: Path, each: int = 4, corruptions: tuple[str, ...] = ("fog", "snow")) -> Path:
-    """`each` images in five severities."""
+    """Write `each` images in five severities of each corruption."""
     root.mkdir(parents=True, exist_ok=True)
     for seed, corruption in enumerate(corruptions):
         np.save(root / f"{corruption}.npy", pixels(5 * each, 32, 32, 3, seed=seed))
@@ -115,8 +135,9 @@ CHEXPERT_COLUMNS = (
 
 
 def chexpert(root: Path, labels: list[tuple[str, str, str, str, str]]) -> Path:
-    """X-rays with these entries for Cardiomegaly, Edema, Consolidation, Atelectasis and Pleural Effusion."""
+    """Write X-rays with these entries for Cardiomegaly, Edema, Consolidation, Atelectasis and Pleural Effusion."""
     lines = [CHEXPERT_COLUMNS]
+
     for i, (cardiomegaly, edema, consolidation, atelectasis, effusion) in enumerate(labels):
         name = f"train/patient{i:05}/study1/view1_frontal.png"
         image(root / name, pixels(9 + i % 3, 8, seed=i))
@@ -124,24 +145,26 @@ def chexpert(root: Path, labels: list[tuple[str, str, str, str, str]]) -> Path:
             f"CheXpert-v1.0-small/{name},Female,68,Frontal,AP,,,{cardiomegaly},,,{edema},{consolidation},,"
             f"{atelectasis},0.0,{effusion},,,1.0"
         )
+
     (root / "train.csv").write_text("\n".join(lines) + "\n")
     return root
 
 
 def cut_short(path: Path, by: int = 100) -> Path:
-    """A file without its last bytes."""
+    """Remove the last bytes of a file."""
     path.write_bytes(path.read_bytes()[:-by])
     return path
 
 
 def leaf_images(labels: list[int]) -> list[list[float]]:
-    """White pages of FEMNIST with as many dark pixels as the label says."""
+    """Return white pages of FEMNIST, each with as many dark pixels as its label says."""
     return [[0.2] * label + [1.0] * (784 - label) for label in labels]
 
 
 def leaf(file: Path, writers: dict[str, list[int]] = WRITERS, **changes: Any) -> None:
-    """A file of LEAF's FEMNIST, with the labels of each writer; or with other entries, `changes`."""
+    """Write a file of LEAF's FEMNIST, with the labels of each writer; `changes` replace its entries."""
     data = {name: {"x": leaf_images(labels), "y": labels} for name, labels in writers.items()}
-    content = {"users": list(writers), "num_samples": [len(y) for y in writers.values()], "user_data": data}
+    counts = [len(labels) for labels in writers.values()]
+    content = {"users": list(writers), "num_samples": counts, "user_data": data}
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(content | changes))

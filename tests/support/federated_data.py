@@ -1,4 +1,4 @@
-"""A data set made on the spot, as large as a test wants it."""
+"""Generated data sets of any size, some with a fault on purpose."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def noise(config: DataConfig) -> RawData:
 
 
 def colours(config: DataConfig) -> RawData:
-    """The same in 3x32x32."""
+    """``$RAYPFL_TEST_SAMPLES`` 3x32x32 images of noise with a class-dependent mean."""
     return _noise((3, 32, 32))
 
 
@@ -29,72 +29,80 @@ def _noise(shape: tuple[int, int, int]) -> RawData:
     return RawData(inputs=inputs, labels=labels, class_names=[str(c) for c in range(10)])
 
 
-class Described(Population):
-    """Samples made on the spot, for as many clients as the file ``clients`` in `data.root` says; three are tested.
+class GeneratedClients(Population):
+    """Clients with generated samples; the file ``clients`` in `data.root` says how many. Three have test samples.
 
-    `asked` notes what this process was asked for.
+    `requests` lists the clients and splits whose samples this process has generated.
     """
 
-    num_classes, input_shape = 10, (1, 8, 8)
-    scale, mean, std = 16.0, 0.5, 0.3
-    asked: ClassVar[list[tuple[int, str]]] = []
+    num_classes = 10
+    input_shape = (1, 8, 8)
+    scale = 16.0
+    mean = 0.5
+    std = 0.3
+    requests: ClassVar[list[tuple[int, str]]] = []
 
     def __init__(self, config: DataConfig):
         super().__init__(config)
         self.num_clients = int(Path(config.root or "", "clients").read_text())
-        self.trained = 5 + np.arange(self.num_clients) % 11
+        self.train_sizes = 5 + np.arange(self.num_clients) % 11
 
     def sizes(self, split: str) -> np.ndarray:
-        return self.trained if split == "train" else 4 * (split == "test") * (np.arange(self.num_clients) < 3)
+        if split == "train":
+            return self.train_sizes
+        return 4 * (split == "test") * (np.arange(self.num_clients) < 3)
 
     def samples(self, client: int, split: str) -> tuple[np.ndarray, np.ndarray]:
-        self.asked.append((client, split))
+        self.requests.append((client, split))
         draws = np.random.default_rng([client, split == "test"])
         count = self.sizes(split)[client]
         return draws.integers(0, 17, (count, 1, 8, 8), dtype=np.uint8), draws.integers(0, 10, count)
 
 
-class Lying(Described):
-    """Gives a sample less than it says."""
+class OneSampleShort(GeneratedClients):
+    """A faulty population: each client has one sample less than `sizes` says."""
 
     def samples(self, client: int, split: str) -> tuple[np.ndarray, np.ndarray]:
         inputs, labels = super().samples(client, split)
         return inputs[1:], labels[1:]
 
 
-class Mislabelled(Described):
-    """Has classes that there are not."""
+class LabelsOutOfRange(GeneratedClients):
+    """A faulty population: some labels are no class."""
 
     def samples(self, client: int, split: str) -> tuple[np.ndarray, np.ndarray]:
         inputs, labels = super().samples(client, split)
         return inputs, labels + 3
 
 
-class Overflowing(Described):
-    """Has two labels a sample, one of them 257, which is 1 in eight bits."""
+class LabelsThatOverflow(GeneratedClients):
+    """A faulty population: two labels a sample, one of them 257, which is 1 in eight bits."""
 
-    kind, num_classes = "labels", 2
+    kind = "labels"
+    num_classes = 2
 
     def samples(self, client: int, split: str) -> tuple[np.ndarray, np.ndarray]:
         inputs, labels = super().samples(client, split)
         return inputs, np.full((len(labels), 2), [0, 257])
 
 
-class Miscounted(Described):
-    """Says how many samples it has of one client only."""
+class SizesOfOneClient(GeneratedClients):
+    """A faulty population: it gives the sizes of one client only."""
 
     def sizes(self, split: str) -> np.ndarray:
         return super().sizes(split)[:1]
 
 
 def hierarchy(config: DataConfig, variant: int = 0) -> RawData:
-    """Twelve Gaussian classes in four super-classes of three neighbours, in 20 dimensions, kept as bytes; 200 training
-    and 200 test samples of each. ``variant`` is the seed."""
+    """Twelve Gaussian classes in four super-classes of three neighbours, in 20 dimensions, stored as bytes; each has
+    200 training and 200 test samples. ``variant`` is the seed."""
     draws = np.random.default_rng(variant)
-    above = 1.2 * draws.standard_normal((4, 20))
-    centres = np.repeat(above, 3, axis=0) + 0.6 * draws.standard_normal((12, 20))
+    super_centres = 1.2 * draws.standard_normal((4, 20))
+    centres = np.repeat(super_centres, 3, axis=0) + 0.6 * draws.standard_normal((12, 20))
+
     labels = np.tile(np.repeat(np.arange(12), 200), 2)
     x = centres[labels] + draws.standard_normal((len(labels), 20))
     inputs = np.rint(128 + x * 16).clip(0, 255).astype(np.uint8)[:, None, :, None]
+
     names = [f"{c // 3}.{c % 3}" for c in range(12)]
     return RawData(inputs=inputs, labels=labels, class_names=names, test_mask=np.arange(len(labels)) >= 2400)

@@ -1,4 +1,4 @@
-"""Augmentations of a user's own, importable by name in actors."""
+"""Augmentations as users write them, one of them faulty on purpose, importable by name in actors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from raypfl.learning.augmentation import Augmentation
 
 @dataclass(frozen=True, kw_only=True)
 class Brighter(Augmentation):
-    """Adds to all pixels of an image."""
+    """Add a random number between 0 and `by` to all pixels of an image."""
 
     by: float = 1.0
     draws: ClassVar[int] = 1
@@ -19,8 +19,8 @@ class Brighter(Augmentation):
         return images + self.by * u[:, :, None, None].to(images)
 
 
-class Smaller(Brighter):
-    """One that cannot work."""
+class ChangesShape(Brighter):
+    """A faulty augmentation: it removes a column of the image."""
 
     def __call__(self, images, u, black):
         return images[..., 1:]

@@ -1,6 +1,6 @@
 """Methods that misbehave on purpose, and methods as users write them, importable by name in actors and subprocesses.
 
-What happens once is remembered by a file in the folder `marks`.
+What must happen only once in a run leaves a file in the folder `marks`, which all processes see.
 """
 
 from __future__ import annotations
@@ -19,11 +19,17 @@ from raypfl.methods import Ditto, FedAvg
 
 
 class Marked(Ditto):
-    """Does something once, on a client of its choice."""
+    """Ditto that can do something once in a run, in whichever process comes first.
+
+    Attributes
+    ----------
+    marks : folder with a file for each thing that has happened.
+    """
 
     marks: str
 
     def once(self, what: str) -> bool:
+        """Return True for the first caller, and False from then on."""
         try:
             (Path(self.marks) / what).touch(exist_ok=False)
         except FileExistsError:
@@ -32,12 +38,13 @@ class Marked(Ditto):
 
 
 class Logs(Marked):
-    """Logs numbers, a table and an image."""
+    """Log numbers, a table and an image; lose the states of rounds 4 and 5 once each."""
 
     def round(self, server, cohort):
         super().round(server, cohort)
         if cohort.round in (4, 5) and self.once(f"lost states {cohort.round}"):
             raise LostState("A node is gone.")
+
         cohort.log(norm=server["theta"].norm(), tenth=cohort.round / 10)
         if cohort.round % 2:
             cohort.log_table("segments", {"round_name": [f"r{cohort.round}", "x"], "entries": [cohort.round, 2]})
@@ -49,7 +56,7 @@ class Logs(Marked):
 
 
 class Slow(Ditto):
-    """Ditto whose rounds take a tenth of a second at least."""
+    """Ditto whose rounds take at least a tenth of a second."""
 
     def round(self, server, cohort):
         time.sleep(0.1)
@@ -57,7 +64,7 @@ class Slow(Ditto):
 
 
 class WaitsForTheEndOfTrouble(Marked):
-    """Ditto whose round 20 begins once there is a file `over`; the others take a tenth of a second at least."""
+    """Ditto whose round 20 waits for a file `over`; every round takes at least a tenth of a second."""
 
     def round(self, server, cohort):
         time.sleep(0.1)
@@ -67,7 +74,7 @@ class WaitsForTheEndOfTrouble(Marked):
 
 
 class KillsItsActor(Marked):
-    """An actor dies at work in round 3, once."""
+    """Kill the client actor in round 3, once."""
 
     def train(self, clients, theta):
         if clients.round == 3 and self.once("actor"):
@@ -76,7 +83,7 @@ class KillsItsActor(Marked):
 
 
 class KillsEveryActor(Marked):
-    """Whoever runs client 3 dies, having written down for how many clients it was to work."""
+    """Kill every process that trains client 3; the file `tries` gets the size of each of its groups."""
 
     def train(self, clients, theta):
         if 3 in clients.ids and clients.round == 1:
@@ -87,19 +94,19 @@ class KillsEveryActor(Marked):
 
 
 class KillsItsServer(Marked):
-    """The server's process dies after the clients of a round have trained, the first so many times."""
+    """Kill the server's process in round `at` after its clients have trained, the first `times` times."""
 
     at: int = 5
     times: int = 1
 
     def round(self, server, cohort):
         super().round(server, cohort)
-        if cohort.round == self.at and any(self.once(f"server-{k}") for k in range(self.times)):
+        if cohort.round == self.at and any(self.once(f"server-{death}") for death in range(self.times)):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 class LosesStates(Marked):
-    """The states of some clients are gone in round 4, once."""
+    """Lose the states of some clients in round 4, once."""
 
     def train(self, clients, theta):
         if clients.round == 4 and self.once("states"):
@@ -108,7 +115,7 @@ class LosesStates(Marked):
 
 
 class FailsOnClient3(FedAvg):
-    """Client 3 raises, always."""
+    """Raise whenever client 3 trains."""
 
     def train(self, clients, theta):
         if 3 in clients.ids:
@@ -116,8 +123,8 @@ class FailsOnClient3(FedAvg):
         return super().train(clients, theta)
 
 
-class FailsInRound3(FedAvg):
-    """Every client raises in round 4."""
+class FailsInRound4(FedAvg):
+    """Raise for every client in round 4."""
 
     def train(self, clients, theta):
         if clients.round == 4:
@@ -126,7 +133,7 @@ class FailsInRound3(FedAvg):
 
 
 class FailsOnce(Marked):
-    """Every group's first try in round 2 fails."""
+    """Raise at the first try of each group in round 2."""
 
     def train(self, clients, theta):
         if clients.round == 2 and self.once(f"group-{clients.ids[0]}"):
@@ -138,7 +145,8 @@ class Scaffold(FedAvg):
     """Stochastic controlled averaging (Karimireddy et al. 2020), with control variates by option II."""
 
     def start(self, task):
-        return {**super().start(task), "c": torch.zeros_like(task.model.parameters(task.model.init(task.seed)))}
+        parameters = task.model.parameters(task.model.init(task.seed))
+        return {**super().start(task), "c": torch.zeros_like(parameters)}
 
     def round(self, server, cohort):
         reply = cohort.run(self.train, theta=server["theta"], c=server["c"])
@@ -146,33 +154,39 @@ class Scaffold(FedAvg):
         server["c"] = server["c"] + reply["moved"] / cohort.task.num_clients
 
     def train(self, clients, theta, c):
-        own = clients.state.get("c", default=torch.zeros_like(c))
-        trained = clients.sgd(clients.loss, theta, correction=c - own)
-        way = clients.model.parameters(theta - trained)
-        clients.state["c"] = own - c + way / (clients.num_steps() * clients.lr)[:, None]
-        return {"theta": Mean(trained), "moved": Sum(clients.state["c"] - own)}
+        client_c = clients.state.get("c", default=torch.zeros_like(c))
+        trained = clients.sgd(clients.loss, theta, correction=c - client_c)
+
+        distance = clients.model.parameters(theta - trained)
+        clients.state["c"] = client_c - c + distance / (clients.num_steps() * clients.lr)[:, None]
+        return {"theta": Mean(trained), "moved": Sum(clients.state["c"] - client_c)}
 
 
 class Moon(FedAvg):
-    """Model-contrastive federated learning (Li et al. 2021): features near the global model's, far from the last own.
+    """Model-contrastive federated learning (Li et al. 2021).
+
+    Pull a client's features towards the global model's, and push them away from those of its own previous model.
 
     Attributes
     ----------
-    mu, temperature : of the contrast.
+    mu : weight of the contrast.
+    temperature : temperature of the contrast.
     """
 
     mu: float = 1.0
     temperature: float = 0.5
 
     def train(self, clients, theta):
-        def loss(p, batch, sent, previous):
+        def loss(p, batch, global_model, previous):
             z, logits = clients.model.features(p, batch.x)
-            near, far = (F.cosine_similarity(z, m.features(batch.x)) / self.temperature for m in (sent, previous))
+            near = F.cosine_similarity(z, global_model.features(batch.x)) / self.temperature
+            far = F.cosine_similarity(z, previous.features(batch.x)) / self.temperature
             return clients.objective.loss(logits, batch) + self.mu * batch.mean(F.softplus(far - near))
 
         previous = clients.state.get("previous", default=theta)
-        trained = clients.sgd(loss, theta, sent=clients.other(theta), previous=clients.other(previous))
+        trained = clients.sgd(loss, theta, global_model=clients.other(theta), previous=clients.other(previous))
         clients.state["previous"] = trained
+
         return {"theta": Mean(trained, clients.num_samples)}
 
 
@@ -181,7 +195,7 @@ class PerFedAvg(FedAvg):
 
     Attributes
     ----------
-    alpha : step size of a client's own step from the shared model.
+    alpha : step size of the inner step, from the shared model to the client's.
     """
 
     alpha: float = 0.1

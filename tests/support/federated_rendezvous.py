@@ -1,4 +1,4 @@
-"""A method whose clients wait for each other: no round ends unless all of its groups run at once."""
+"""A method whose groups wait for each other: no round ends unless all of its groups run at once."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from raypfl.methods import Method
 
 
 class Rendezvous(Method):
-    """Every group of a round waits until as many groups as the cohort has clients are at work.
+    """Let every group of a round wait until `groups` groups are at work.
 
     Attributes
     ----------
-    marks : a folder in which those who have come leave a file. groups : how many there are to be. patience : seconds.
+    marks : folder in which each group leaves a file when it arrives.
+    groups : number of groups to wait for.
+    patience : seconds until a waiting group raises.
     """
 
     marks: str = ""
@@ -37,9 +39,11 @@ class Rendezvous(Method):
         folder = Path(self.marks) / str(clients.round)
         folder.mkdir(exist_ok=True)
         (folder / f"{clients.ids[0]}-{os.getpid()}").touch()
+
         deadline = time.monotonic() + self.patience
         while len(list(folder.iterdir())) < self.groups:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"only {len(list(folder.iterdir()))} of {self.groups} groups run at a time")
             time.sleep(0.01)
+
         return {"met": Sum(torch.ones(len(clients)))}

@@ -1,4 +1,4 @@
-"""A small federation in memory, and plain torch code to hold the engine to."""
+"""A small federation in memory, and plain torch code as a reference for the engine."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def small_mlp() -> nn.Module:
 
 
 class NormalisedConv(nn.Module):
-    """A convolution, batch norm and a head."""
+    """A network with a convolution, batch norm and a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,8 +118,10 @@ class Federation:
         count = sum(self.sizes)
         self.inputs = draws.integers(0, 17, (count + POOLED, *SHAPE), dtype=np.uint8)
         self.labels = draws.integers(0, CLASSES, count + POOLED)
+
         shuffled = draws.permutation(count)
         self.split = np.split(shuffled, np.cumsum(self.sizes)[:-1])
+
         self.states = StateTable()
         self.ledger = Ledger()
         self.round = 0
@@ -136,26 +138,29 @@ class Federation:
     def task(self) -> Task:
         sizes = np.array(self.sizes)
         task = Task(self.model, self.seed, 10, len(sizes), CLASSES, SHAPE, sizes, pools={"auxiliary": POOLED})
-        task.networks.update(self.method.networks(task) if self.method else {})  # type: ignore[attr-defined]
+        if self.method:
+            task.networks.update(self.method.networks(task))  # type: ignore[attr-defined]
         return task
 
     @cached_property
     def all_samples(self) -> Samples:
-        gain, offset = (torch.from_numpy(v).to(self.model.dtype).reshape(-1, 1, 1) for v in (1 / STD, -MEAN / STD))
+        gain = torch.from_numpy(1 / STD).to(self.model.dtype).reshape(-1, 1, 1)
+        offset = torch.from_numpy(-MEAN / STD).to(self.model.dtype).reshape(-1, 1, 1)
         return Samples(self.inputs, self.labels, gain, offset, self.augmentation)
 
     @cached_property
     def pools(self) -> Pools:
-        """One, ``auxiliary``: the nine samples that no client has."""
-        where = np.arange(len(self.labels) - POOLED, len(self.labels))
-        return Pools(self.all_samples, {"auxiliary": where}, seed=self.seed)
+        """The pool ``auxiliary``: the nine samples that no client has."""
+        indices = np.arange(len(self.labels) - POOLED, len(self.labels))
+        return Pools(self.all_samples, {"auxiliary": indices}, seed=self.seed)
 
     @cached_property
     def context(self) -> Context:
         precision = Precision(self.training.precision == "bf16", bool(self.training.channels_last))
+        executor = {"vectorised": Vectorised, "sequential": Executor}[self.executor]
         return Context(
             model=self.model,
-            executor={"vectorised": Vectorised, "sequential": Executor}[self.executor](self.model, precision),
+            executor=executor(self.model, precision),
             samples=self.all_samples,
             split=lambda client, name: self.split[client] if name == "train" else np.zeros(0, dtype=np.int64),
             num_clients=len(self.sizes),
@@ -185,7 +190,7 @@ class Federation:
         )
 
     def clients(self, ids: Iterable[int] | None = None, round: int = 0, **state: Any) -> Clients:
-        """A group; ``states[k]``, or the rows ``state[k]``, are what its k-th client remembers."""
+        """Return a group as a method sees it; ``states[k]``, or the rows ``state[k]``, are its k-th client's state."""
         return Clients(self.group(ids, round, **state))
 
     def group(
@@ -195,20 +200,23 @@ class Federation:
         states: Sequence[Mapping[str, np.ndarray]] | None = None,
         **state: Tensor,
     ) -> ClientGroup:
-        """The same, as the engine sees it."""
+        """Return a group as the engine sees it."""
         ids = tuple(range(len(self.sizes)) if ids is None else ids)
-        rows = [{n: v[k].numpy() for n, v in state.items()} for k in range(len(ids))] if states is None else states
-        return ClientGroup(self.context, ids, round, self.training.lr, list(rows))
+        if states is None:
+            states = [{name: rows[k].numpy() for name, rows in state.items()} for k in range(len(ids))]
+        return ClientGroup(self.context, ids, round, self.training.lr, list(states))
 
     def cohort(self, ids: Iterable[int] | None = None, dropped: tuple[int, ...] = ()) -> Cohort:
+        """Return a cohort of these clients, or of all."""
         ids = tuple(range(len(self.sizes)) if ids is None else ids)
         return Cohort(self.runner, ids, dropped, self.round, self.training.lr)
 
-    def play(self, *cohorts: Iterable[int] | None) -> dict[str, Any]:
-        """Run the method for a round with each of these cohorts (None: everybody); returns the server's state."""
+    def run_rounds(self, *cohorts: Iterable[int] | None) -> dict[str, Any]:
+        """Run a round of the method with each of these cohorts (None: all clients); returns the server's state."""
         assert self.method is not None
         if not self.server:
             self.server = self.method.start(self.task)
+
         for ids in cohorts:
             self.cohorts.append(self.cohort(ids))
             self.method.round(self.server, self.cohorts[-1])
@@ -217,17 +225,17 @@ class Federation:
         return self.server
 
     def state_of(self, client: int) -> dict[str, np.ndarray]:
-        """What a client remembers; empty if nothing."""
+        """Return a client's state; empty if it has none."""
         return merged(ref.stack.state_of(ref.slot) for ref in self.states.refs(client))
 
     def samples(self, client: int, index: np.ndarray | None = None) -> tuple[Tensor, Tensor]:
-        """A client's samples, normalised by NumPy in float64."""
+        """Return a client's samples, normalised by NumPy in float64."""
         where = self.split[client] if index is None else self.split[client][index]
         x = (self.inputs[where].astype(np.float64) - MEAN.reshape(-1, 1, 1)) / STD.reshape(-1, 1, 1)
         return torch.from_numpy(x).to(self.model.dtype), torch.from_numpy(self.labels[where])
 
     def visits(self, client: int, round: int = 0, stream: str = "") -> list[tuple[Tensor, Tensor]]:
-        """The batches of a client's training, one by one."""
+        """Return the batches of a client's training, in their order."""
         t = self.training
         keys = rng.keys(self.seed, "batches" + stream, round, [client])
         visits = epoch_order(keys, np.array([self.sizes[client]]), t.batch_size, t.epochs, t.steps)
@@ -235,41 +243,57 @@ class Federation:
         batches = [self.samples(client, index[:count]) for index, count in pairs]
         if not self.augmentation:
             return batches
+
         keys = rng.keys(self.seed, "augmentation" + stream, round, [client])
-        draws = torch.from_numpy(visits.with_draws(keys, sum(one.draws for one in self.augmentation)).draws[0])
+        draws_per_image = sum(augmentation.draws for augmentation in self.augmentation)
+        draws = torch.from_numpy(visits.with_draws(keys, draws_per_image).draws[0])
         black = torch.from_numpy(-MEAN / STD).to(self.model.dtype).reshape(-1, 1, 1)
-        return [
-            (augmented(x, self.augmentation, u[: len(x)], black), y) for (x, y), u in zip(batches, draws, strict=True)
-        ]
+
+        augmented_batches = []
+        for (x, y), u in zip(batches, draws, strict=True):
+            augmented_batches.append((augmented(x, self.augmentation, u[: len(x)], black), y))
+        return augmented_batches
 
 
 def sent_per_client(ledger: Ledger, round: int) -> dict[tuple[str, str], float]:
-    """Numbers that a client sent or received in training in a round, by direction and name: the mean over those."""
-    sent: dict[tuple[str, str], dict[int, list[LedgerEntry]]] = {}
-    for e in ledger.entries:
-        if (e.round, e.phase) == (round, "training"):
-            sent.setdefault((e.direction, e.name), {}).setdefault(e.exchange, []).append(e)
-    return {
-        message: sum(sum(e.clients * e.numbers for e in es) / sum(e.clients for e in es) for es in exchanges.values())
-        for message, exchanges in sent.items()
-    }
+    """Return how many numbers a client sent or received in a round's training, by direction and name.
+
+    Each exchange counts with its mean over the clients that took part.
+    """
+    entries: dict[tuple[str, str], dict[int, list[LedgerEntry]]] = {}
+    for entry in ledger.entries:
+        if (entry.round, entry.phase) == (round, "training"):
+            exchanges = entries.setdefault((entry.direction, entry.name), {})
+            exchanges.setdefault(entry.exchange, []).append(entry)
+
+    numbers = {}
+    for message, exchanges in entries.items():
+        numbers[message] = 0.0
+        for exchange in exchanges.values():
+            total = sum(entry.clients * entry.numbers for entry in exchange)
+            numbers[message] += total / sum(entry.clients for entry in exchange)
+    return numbers
+
+
+def state_tensors(net: nn.Module) -> list[Tensor]:
+    """Return the tensors of a model vector in their order: trained parameters, then floating-point buffers."""
+    parameters = [p for p in net.parameters() if p.requires_grad]
+    return parameters + [b for b in net.buffers() if b.is_floating_point()]
 
 
 def as_module(factory: Callable[[], nn.Module], theta: Tensor) -> nn.Module:
-    """The network at a model vector, filled in by torch's own means."""
+    """Return the network at a model vector, filled in by torch alone."""
     net = factory().to(theta.dtype)
-    moving = [p for p in net.parameters() if p.requires_grad]
-    moving += [b for b in net.buffers() if b.is_floating_point()]
+    tensors = state_tensors(net)
     with torch.no_grad():
-        for tensor, part in zip(moving, theta.split([t.numel() for t in moving]), strict=True):
+        for tensor, part in zip(tensors, theta.split([t.numel() for t in tensors]), strict=True):
             tensor.copy_(part.reshape(tensor.shape))
     return net
 
 
 def as_vector(net: nn.Module) -> Tensor:
-    """The model vector of a network."""
-    moving = [p for p in net.parameters() if p.requires_grad] + [b for b in net.buffers() if b.is_floating_point()]
-    return torch.cat([t.detach().reshape(-1) for t in moving])
+    """Return the model vector of a network."""
+    return torch.cat([t.detach().reshape(-1) for t in state_tensors(net)])
 
 
 def torch_sgd(
@@ -283,40 +307,43 @@ def torch_sgd(
     penalty: Callable[[Tensor], Tensor] = lambda p: torch.zeros(()),
     **options: Any,
 ) -> list[float]:
-    """The loop that everybody writes: trains `net` in place; returns the losses."""
-    moved = [p for name, p in net.named_parameters() if name.startswith(trained)]
-    optimizer = kind(moved, lr=lr, **options)
+    """Train `net` in place by the bare loop of PyTorch's tutorials; returns the losses."""
+    parameters = [p for name, p in net.named_parameters() if name.startswith(trained)]
+    optimizer = kind(parameters, lr=lr, **options)
     losses = []
+
     net.train()
     for x, y in batches:
         loss = F.cross_entropy(net(x), y) + penalty(nn.utils.parameters_to_vector(net.parameters()))
         optimizer.zero_grad()
         loss.backward()
         if clip_norm is not None:
-            nn.utils.clip_grad_norm_(moved, clip_norm)
+            nn.utils.clip_grad_norm_(parameters, clip_norm)
         optimizer.step()
         losses.append(loss.item())
+
     return losses
 
 
-def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-10) -> None:
+def assert_close(actual: Tensor, expected: Tensor, tolerance: float = 1e-10) -> None:
+    """Assert that tensors are equal within `tolerance`, relative and absolute."""
     torch.testing.assert_close(actual.as_subclass(Tensor), expected, rtol=tolerance, atol=tolerance)
 
 
-def played(method: Method, *rounds: Iterable[int] | None, **options: Any) -> Federation:
-    """A federation after rounds of a method: with these cohorts, or with four of two or three clients."""
+def run_method(method: Method, *rounds: Iterable[int] | None, **options: Any) -> Federation:
+    """Run rounds of a method with these cohorts, or with four of two or three clients; returns the federation."""
     fed = Federation(method=method, **{"group_size": 2, "training": FP32, **options})
-    fed.play(*(rounds or ROUNDS))
+    fed.run_rounds(*(rounds or ROUNDS))
     return fed
 
 
-def kept(fed: Federation, name: str = "personal") -> Tensor:
-    """What each client has in its state under a name, ``[clients, ...]``."""
-    return torch.from_numpy(np.stack([fed.state_of(c)[name] for c in range(len(fed.sizes))]))
+def client_states(fed: Federation, name: str = "personal") -> Tensor:
+    """Return the array of this name in each client's state, ``[clients, ...]``."""
+    return torch.from_numpy(np.stack([fed.state_of(client)[name] for client in range(len(fed.sizes))]))
 
 
 def gradient(fed: Federation, theta: Tensor, client: int, samples: tuple[Tensor, Tensor] | None = None) -> Tensor:
-    """Of a client's mean loss over all its samples, or over these, by torch alone."""
+    """Return the gradient of a client's mean loss over all its samples, or over these, by torch alone."""
     net = as_module(fed.factory, theta).train()
     x, y = samples or fed.samples(client)
     F.cross_entropy(net(x), y).backward()
@@ -324,18 +351,21 @@ def gradient(fed: Federation, theta: Tensor, client: int, samples: tuple[Tensor,
 
 
 def starts_of(fed: Federation) -> Tensor:
-    """A different model for each client, statistics in order."""
+    """Return a different model for each client."""
     return torch.stack([fed.model.init(100 + k) for k in range(len(fed.sizes))])
 
 
 def bare_loop(fed: Federation, starts: Tensor, **options) -> tuple[Tensor, Tensor]:
-    """Each client trained by torch's own optimizer: models ``[K, P+B]`` and mean losses ``[K]``."""
+    """Train each client by torch's own optimizer; returns models ``[K, P+B]`` and mean losses ``[K]``."""
     t = fed.training
     options = {"lr": t.lr, "clip_norm": t.clip_norm} | options
     options |= {"momentum": t.momentum, "nesterov": t.nesterov, "weight_decay": t.weight_decay}
-    rows, losses = [], []
-    for k, start in enumerate(starts):
+
+    models = []
+    losses = []
+    for client, start in enumerate(starts):
         net = as_module(fed.factory, start)
-        losses.append(float(np.mean(torch_sgd(net, fed.visits(k), **options))))
-        rows.append(as_vector(net))
-    return torch.stack(rows), torch.tensor(losses, dtype=starts.dtype)
+        client_losses = torch_sgd(net, fed.visits(client), **options)
+        losses.append(float(np.mean(client_losses)))
+        models.append(as_vector(net))
+    return torch.stack(models), torch.tensor(losses, dtype=starts.dtype)

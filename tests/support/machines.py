@@ -1,4 +1,4 @@
-"""Machines without Ray, on this one, for launchers to start it on: namespaces with addresses."""
+"""Simulated machines on which launchers start Ray: Linux namespaces with addresses."""
 
 from __future__ import annotations
 
@@ -15,39 +15,44 @@ from tests.support.nodes import NETWORK, ROOT, Node, Outside
 
 @contextlib.contextmanager
 def machines(count: int, shared: Sequence[Path]) -> Iterator[list[Node]]:
-    """A context with machines on one network; `shared` folders are the same on all, and so is what is not in /tmp."""
+    """Start machines on one network; they share the `shared` folders and everything outside /tmp."""
     visible = [ROOT, *shared]
     with contextlib.ExitStack() as stack:
         outside = Outside(visible)
         stack.callback(outside.end)
-        made = []
+
+        nodes = []
         for number in range(1, count + 1):
-            made.append(Node(outside, number, visible))
-            stack.callback(made[-1].end)
-            made[-1].network(f"route add default via {NETWORK}.254")  # by which Ray finds its own address
-        yield made
+            node = Node(outside, number, visible)
+            stack.callback(node.end)
+            # Ray finds the address of its machine by the default route.
+            node.network(f"route add default via {NETWORK}.254")
+            nodes.append(node)
+        yield nodes
 
 
-def shell(machine: Node, line: str, env: Mapping[str, str] = os.environ, folder: Path = ROOT) -> str:
-    """What a line of shell prints on a machine; an AssertionError with all that it said if it fails."""
-    done = tried(machine, line, env, folder)
-    assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
-    return done.stdout
+def shell_output(machine: Node, line: str, env: Mapping[str, str] = os.environ, folder: Path = ROOT) -> str:
+    """Run a shell line on a machine; returns what it prints. Its failure is an AssertionError with its output."""
+    process = run_shell(machine, line, env, folder)
+    assert process.returncode == 0, f"{line}\n{process.stdout}{process.stderr}"
+    return process.stdout
 
 
-def tried(
+def run_shell(
     machine: Node, line: str, env: Mapping[str, str] = os.environ, folder: Path = ROOT
 ) -> subprocess.CompletedProcess[str]:
-    """A line of shell after it was run on a machine, in a folder."""
+    """Run a shell line on a machine, in a folder; it may fail."""
     return machine.run(["bash", "-c", f"cd {shlex.quote(str(folder))} && {line}"], env=dict(env), timeout=600)
 
 
 def eventually(
     machine: Node, line: str, env: Mapping[str, str] = os.environ, folder: Path = ROOT, seconds: float = 300
 ) -> str:
-    """What a line of shell prints on a machine once it succeeds there."""
-    until = time.monotonic() + seconds
-    while (last := tried(machine, line, env, folder)).returncode:
-        assert time.monotonic() < until, f"{line}\n{last.stdout}{last.stderr}"
+    """Run a shell line on a machine until it succeeds; returns what it prints then."""
+    deadline = time.monotonic() + seconds
+    process = run_shell(machine, line, env, folder)
+    while process.returncode:
+        assert time.monotonic() < deadline, f"{line}\n{process.stdout}{process.stderr}"
         time.sleep(1)
-    return last.stdout
+        process = run_shell(machine, line, env, folder)
+    return process.stdout

@@ -1,4 +1,4 @@
-"""Methods as their authors get them wrong at first."""
+"""Methods with the mistakes that their authors make at first; each class is named after its mistake."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from raypfl.methods import FedAvg
 
 
 class Base(Method):
-    """Federated averaging in its fewest lines."""
+    """Federated averaging in its fewest lines, without a mistake."""
 
     def start(self, task):
         return {"theta": task.model.init(task.seed)}

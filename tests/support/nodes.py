@@ -1,8 +1,8 @@
-"""A Ray cluster of several nodes on one machine: each has its own processes, address, /tmp and /dev/shm.
+"""A Ray cluster of several nodes on one machine: each node has its own processes, address, /tmp and /dev/shm.
 
-A node is a set of Linux namespaces whose first process waits for the end of its standard input. So a node, with all
-that runs in it, ends when its pipe closes, also if the tests are killed; nobody calls `ray stop`. A bridge joins all
-nodes. It is in a set of namespaces of its own, `outside`, where no Ray runs: the user's laptop.
+A node is a set of Linux namespaces whose first process waits for the end of its standard input. When its pipe closes,
+the node ends with all that runs in it, even if the tests are killed; nobody calls `ray stop`. A bridge joins all
+nodes. It has namespaces of its own, `outside`, where no Ray runs: they stand for the user's laptop.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ HEALTH_CHECKS = {
 
 
 class Namespaces:
-    """A set of namespaces: processes, mounts and network of their own.
+    """A set of namespaces with its own processes, mounts and network.
 
     Parameters
     ----------
-    visible : folders that are seen in it, although they are in /tmp.
+    visible : folders in /tmp that are visible inside, where /tmp is otherwise empty.
     """
 
     def __init__(self, visible: Sequence[Path]):
@@ -49,53 +49,58 @@ class Namespaces:
         assert self._process.stdout is not None
         if self._process.stdout.readline() != "ready\n":
             raise PermissionError("Namespaces cannot be made here.")
+
         children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children")
         self.init = int(children.read_text().split()[0])
 
     def start(self, command: Sequence[str], folder: Path = ROOT, **options: Any) -> subprocess.Popen[str]:
         """Start a command inside, in a folder."""
         enter = ["nsenter", "--target", str(self.init), "--pid", "--mount", "--net"]
-        there = ["sh", "-c", 'cd "$0" && exec "$@"', str(folder)]
-        return subprocess.Popen([*enter, *there, *command], text=True, **options)
+        change_folder = ["sh", "-c", 'cd "$0" && exec "$@"', str(folder)]
+        return subprocess.Popen([*enter, *change_folder, *command], text=True, **options)
 
     def run(self, command: Sequence[str], timeout: float = 300, **options: Any) -> subprocess.CompletedProcess[str]:
         """Run a command inside to its end."""
         process = self.start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
         try:
-            told, complained = process.communicate(timeout=timeout)
+            output, errors = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
             process.kill()
             raise
-        return subprocess.CompletedProcess(command, process.returncode, told, complained)
+        return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
     def network(self, command: str) -> str:
-        """What `ip` says in this network, where it knows processes by their ids outside."""
-        done = ["nsenter", "--target", str(self.init), "--net", "ip", *command.split()]
-        return subprocess.run(done, check=True, capture_output=True, text=True).stdout
+        """Run `ip` in this network, where it knows processes by their ids outside; returns what it prints."""
+        line = ["nsenter", "--target", str(self.init), "--net", "ip", *command.split()]
+        return subprocess.run(line, check=True, capture_output=True, text=True).stdout
 
     def disk(self, path: Path) -> Path:
-        """A path of this machine, as seen from outside."""
+        """Return the path outside of a path inside."""
         return Path(f"/proc/{self.init}/root{path}")
 
     def processes(self) -> list[tuple[int, str]]:
-        """Id, as seen from here, and command of each process inside."""
-        mine, found = os.readlink(f"/proc/{self.init}/ns/pid"), []
+        """Return the id outside and the command of each process inside."""
+        namespace = os.readlink(f"/proc/{self.init}/ns/pid")
+        processes = []
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                if os.readlink(folder / "ns/pid") == mine and (command := (folder / "cmdline").read_text()):
-                    found.append((int(folder.name), command.replace("\0", " ").strip()))
-        return found
+                if os.readlink(folder / "ns/pid") != namespace:
+                    continue
+                command = (folder / "cmdline").read_text()
+                if command:
+                    processes.append((int(folder.name), command.replace("\0", " ").strip()))
+        return processes
 
     def signal(self, name: str, number: int) -> int:
-        """Send a signal to all processes whose command has `name` in it; returns how many there are."""
-        chosen = [process for process, command in self.processes() if name in command]
-        for process in chosen:
+        """Send a signal to all processes whose command contains `name`; returns how many there are."""
+        targets = [process for process, command in self.processes() if name in command]
+        for process in targets:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, number)
-        return len(chosen)
+        return len(targets)
 
     def end(self) -> None:
-        """End all that runs inside, at once."""
+        """Kill all that runs inside, at once."""
         self._process.kill()
         self._process.communicate()
 
@@ -105,7 +110,7 @@ class Outside(Namespaces):
 
     def __init__(self, visible: Sequence[Path]):
         super().__init__(visible)
-        # With an address of its own, which would otherwise be one of its nodes', and change when that dies.
+        # A bridge without an address of its own takes that of one of its nodes, and changes it when that node dies.
         for command in (
             "link add bridge address 02:00:00:00:00:fe type bridge",
             f"addr add {NETWORK}.254/24 dev bridge",
@@ -115,16 +120,19 @@ class Outside(Namespaces):
 
 
 class Node(Namespaces):
-    """A machine with an address.
+    """A machine on the network.
 
     Attributes
     ----------
-    address : of the machine.
+    address : the machine's IP address.
     """
 
     def __init__(self, outside: Outside, number: int, visible: Sequence[Path]):
         super().__init__(visible)
-        self.address, self._outside, self._link = f"{NETWORK}.{number}", outside, f"node{number}"
+        self.address = f"{NETWORK}.{number}"
+        self._outside = outside
+        self._link = f"node{number}"
+
         outside.network(f"link add {self._link} type veth peer name eth0 netns {self.init}")
         outside.network(f"link set {self._link} master bridge up")
         self.network(f"addr add {self.address}/24 dev eth0")
@@ -132,7 +140,7 @@ class Node(Namespaces):
 
     @property
     def received(self) -> int:
-        """Bytes that have come over the network."""
+        """Bytes received over the network."""
         (link,) = json.loads(self.network("-s -j link show eth0"))
         return int(link["stats64"]["rx"]["bytes"])
 
@@ -150,31 +158,34 @@ class Nodes:
 
     Parameters
     ----------
-    cpus : of each node, the head first. visible : folders that all nodes share. dashboard : whether the head has one,
-        which jobs need.
+    cpus : CPUs of each node, the head first.
+    visible : folders that all nodes share.
+    dashboard : whether the head has a dashboard, which jobs need.
 
     Attributes
     ----------
-    head, workers : its nodes. outside : a machine that is none of them. address : of the cluster.
+    head : the head node.
+    workers : the other nodes.
+    outside : a machine that is no node of the cluster.
+    address : the cluster's address.
     """
 
     def __init__(self, cpus: Sequence[int], visible: Sequence[Path] = (), dashboard: bool = False):
         self._visible = [ROOT, *visible]
         self._dashboard = dashboard
         self._running = contextlib.ExitStack()
-        self.environment = (
-            os.environ
-            | HEALTH_CHECKS
-            | {
-                "RAY_AUTH_MODE": "token",
-                "RAY_AUTH_TOKEN": secrets.token_hex(32),
-                "RAYPFL_CACHE": "/tmp/cache",
-                "PYTHONPATH": str(ROOT),
-                "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            }
-        )
+
+        settings = {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+            "RAYPFL_CACHE": "/tmp/cache",
+            "PYTHONPATH": str(ROOT),
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        }
+        self.environment = os.environ | HEALTH_CHECKS | settings
         self.environment.pop("RAY_ADDRESS", None)
         self.address = f"{NETWORK}.1:{PORT}"
+
         try:
             self.outside = self._new(Outside(self._visible))
             self._nodes = [self._new(Node(self.outside, number, self._visible)) for number in range(1, len(cpus) + 1)]
@@ -193,18 +204,18 @@ class Nodes:
         return self._nodes[1:]
 
     def add(self, cpus: int) -> Node:
-        """Another node joins."""
+        """Add a node to the cluster."""
         node = self._new(Node(self.outside, len(self._nodes) + 1, self._visible))
         self._nodes.append(node)
         self._join(node, cpus)
         return node
 
-    def python(self, where: Namespaces, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    def python(self, machine: Namespaces, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
         """Run Python on a machine, with the cluster's token."""
-        return where.run([sys.executable, *arguments], env=self.environment, **options)
+        return machine.run([sys.executable, *arguments], env=self.environment, **options)
 
     def end(self) -> None:
-        """End all nodes at once."""
+        """Kill all nodes at once."""
         self._running.close()
 
     def _new(self, machine: Any) -> Any:
@@ -212,25 +223,27 @@ class Nodes:
         return machine
 
     def _join(self, node: Node, cpus: int) -> None:
-        head = node is self.head
-        role = ["--head", f"--port={PORT}"] if head else [f"--address={self.address}"]
-        if head:
-            role += [f"--include-dashboard={str(self._dashboard).lower()}", "--dashboard-host=0.0.0.0"]
-        own = [f"--node-ip-address={node.address}", f"--num-cpus={cpus}", "--object-store-memory=200000000"]
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", *role, *own, "--block"]
-        started = node.start(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=self.environment)
-        self._running.callback(started.kill)
-        assert started.stdout is not None
-        told = []
-        for line in started.stdout:
-            told.append(line)
+        if node is self.head:
+            dashboard = str(self._dashboard).lower()
+            role = ["--head", f"--port={PORT}", f"--include-dashboard={dashboard}", "--dashboard-host=0.0.0.0"]
+        else:
+            role = [f"--address={self.address}"]
+        resources = [f"--node-ip-address={node.address}", f"--num-cpus={cpus}", "--object-store-memory=200000000"]
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", *role, *resources, "--block"]
+
+        process = node.start(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=self.environment)
+        self._running.callback(process.kill)
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
             if "Ray runtime started" in line:
                 return
-        raise RuntimeError("".join(told))
+        raise RuntimeError("".join(lines))
 
 
-def allowed() -> bool:
-    """Whether this process may make namespaces."""
+def can_isolate() -> bool:
+    """Return whether this process may make namespaces."""
     try:
         machine = Namespaces([])
         machine.network("link add bridge type bridge")

@@ -1,4 +1,4 @@
-"""The federated two-layer network of FL-NTK in plain torch, to test the theory and the engine against."""
+"""The federated two-layer network of FL-NTK in plain torch, as a reference for the theory and the engine."""
 
 from __future__ import annotations
 
@@ -24,61 +24,79 @@ class Problem:
 
     @property
     def h0(self) -> Tensor:
-        at = positive(self.u, self.x)
-        return gram(self.x, self.x, at, at)
+        active = positive(self.u, self.x)
+        return gram(self.x, self.x, active, active)
 
 
 def sphere(n: int, d: int, seed: int = 0) -> Tensor:
+    """Return random points on the unit sphere ``[n, d]``."""
     x = torch.randn(n, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return x / x.norm(dim=1, keepdim=True)
 
 
 def problem(n: int = 20, d: int = 10, m: int = 2048, sigma: float = 1.0, seed: int = 0, paired: bool = False):
-    x, g = sphere(n, d, seed), torch.Generator().manual_seed(seed + 1)
+    """Draw a problem; `paired` neurons have the same weights and opposite signs, so the first outputs are 0."""
+    x = sphere(n, d, seed)
+    g = torch.Generator().manual_seed(seed + 1)
     beta = torch.randn(d, generator=g, dtype=torch.float64)
-    half = m // 2 if paired else m
-    u = sigma * torch.randn(half, d, generator=g, dtype=torch.float64)
-    a = torch.randint(0, 2, (half,), generator=g).double() * 2 - 1
+
+    drawn_neurons = m // 2 if paired else m
+    u = sigma * torch.randn(drawn_neurons, d, generator=g, dtype=torch.float64)
+    a = torch.randint(0, 2, (drawn_neurons,), generator=g).double() * 2 - 1
     if paired:
-        u, a = torch.cat([u, u]), torch.cat([a, -a])
-    return Problem(x, torch.tanh(3 * x @ beta / beta.norm()), TwoLayer(a), u)
+        u = torch.cat([u, u])
+        a = torch.cat([a, -a])
+
+    y = torch.tanh(3 * x @ beta / beta.norm())
+    return Problem(x, y, TwoLayer(a), u)
 
 
 def split(n: int, clients: int, by: Tensor | None = None) -> list[Tensor]:
-    """`clients` parts of n samples, random or in the order of a label."""
-    order = torch.randperm(n, generator=torch.Generator().manual_seed(5)) if by is None else by.argsort(stable=True)
+    """Divide n samples into `clients` parts, at random or in the order of a label."""
+    shuffled = torch.randperm(n, generator=torch.Generator().manual_seed(5))
+    order = shuffled if by is None else by.argsort(stable=True)
     return list(torch.tensor_split(order, clients))
 
 
 def gradient(p: Problem, u: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    pre = x @ u.T
-    error = torch.relu(pre) @ p.network.signs / math.sqrt(len(u)) - y
-    return (p.network.signs[:, None] * (error[:, None] * (pre >= 0)).T @ x) / math.sqrt(len(u))
+    """Return the gradient of half the summed squared error in the weights, by its formula."""
+    preactivation = x @ u.T
+    error = torch.relu(preactivation) @ p.network.signs / math.sqrt(len(u)) - y
+    return (p.network.signs[:, None] * (error[:, None] * (preactivation >= 0)).T @ x) / math.sqrt(len(u))
 
 
 def fl_round(
     p: Problem, u: Tensor, parts: Sequence[Tensor], steps: int, rate: float, server_rate: float = 1.0
 ) -> tuple[Round, list[list[Tensor]]]:
-    """One round of FedAvg, and every client's models before each step and after the last one."""
-    snapshots, moved = [], torch.zeros_like(u)
-    where = torch.zeros(steps, *p.x[:, :1].shape[:1], len(u), dtype=torch.bool)
-    local = torch.zeros(steps, len(p.y), dtype=u.dtype)
+    """Run a round of FedAvg; returns it, and every client's models before each step and after the last one."""
+    snapshots = []
+    mean_update = torch.zeros_like(u)
+    active = torch.zeros(steps, len(p.x), len(u), dtype=torch.bool)
+    outputs = torch.zeros(steps, len(p.y), dtype=u.dtype)
+
     for part in parts:
-        w, seen = u.clone(), []
+        w = u.clone()
+        models = []
         for k in range(steps):
-            seen.append(w)
-            where[k, part], local[k, part] = positive(w, p.x[part]), p.network.outputs(w, p.x[part])
+            models.append(w)
+            active[k, part] = positive(w, p.x[part])
+            outputs[k, part] = p.network.outputs(w, p.x[part])
             w = w - rate * gradient(p, w, p.x[part], p.y[part])
-        snapshots.append([*seen, w])
-        moved += (w - u) / len(parts)
+        snapshots.append([*models, w])
+        mean_update += (w - u) / len(parts)
+
     scale = torch.full((len(p.y),), server_rate * rate / len(parts), dtype=u.dtype)
-    return Round(p.network, p.x, p.y, u, u + server_rate * moved, list(where), local, scale), snapshots
+    after = u + server_rate * mean_update
+    return Round(p.network, p.x, p.y, u, after, list(active), outputs, scale), snapshots
 
 
 def simulate(p: Problem, parts: Sequence[Tensor], steps: int, rate: float, rounds: int, server_rate: float = 1.0):
-    """Errors ``y(t) - y`` before every round and after the last one ``[T+1, n]``, and the last weights."""
-    u, errors = p.u, []
+    """Run rounds of FedAvg; returns the errors ``y(t) - y`` before every round and after the last one ``[T+1, n]``,
+    and the last weights."""
+    u = p.u
+    errors = []
     for _ in range(rounds):
         errors.append(p.network.outputs(u, p.x) - p.y)
         u = fl_round(p, u, parts, steps, rate, server_rate)[0].after
-    return torch.stack([*errors, p.network.outputs(u, p.x) - p.y]), u
+    errors.append(p.network.outputs(u, p.x) - p.y)
+    return torch.stack(errors), u

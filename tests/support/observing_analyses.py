@@ -1,4 +1,4 @@
-"""Analyses for tests."""
+"""Analyses for tests; some fail or disturb the run on purpose."""
 
 from __future__ import annotations
 
@@ -12,57 +12,67 @@ from raypfl.analysis import AnalysedRound, Analysis, LocalStep
 
 
 def dropping(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-    """A network that draws in training mode, with batch norm."""
-    first = [nn.Flatten(), nn.Linear(prod(input_shape), 8), nn.BatchNorm1d(8)]
-    return nn.Sequential(*first, nn.Dropout(0.4), nn.Linear(8, num_classes))
+    """Return a network with batch norm and dropout."""
+    layers = [nn.Flatten(), nn.Linear(prod(input_shape), 8), nn.BatchNorm1d(8)]
+    return nn.Sequential(*layers, nn.Dropout(0.4), nn.Linear(8, num_classes))
 
 
-class Everything(Analysis):
-    """Keeps all that a step shows, and does what could disturb training."""
+class RecordsSteps(Analysis):
+    """Record all that a step shows, and do everything on purpose that could disturb training."""
 
     def start(self, view: AnalysedRound) -> None:
         assert view.round == 0 and torch.equal(view.before, view.after)
         view.log(norm=view.after.norm())
 
     def before_step(self, step: LocalStep):
+        # Draws from the global generator, runs the network, and leaves it in training mode.
         torch.randn(3)
         x = step.samples().x
-        slope = step.model.gradient(lambda p: step.model(p, x).sum(), step.theta)[1]
+        gradient = step.model.gradient(lambda p: step.model(p, x).sum(), step.theta)[1]
         step.model.module.train()
-        kept: dict = {
+
+        arrays: dict = {
             "theta": step.theta.clone(),
             "start": step.start.clone(),
             "batch": step.batch,
-            "slope": slope.norm(),
+            "slope": gradient.norm(),
         }
+
+        # Overwrites what it was given.
         step.theta.zero_()
         step.start.zero_()
-        return kept | {"others": step.samples(0).y}
+        return arrays | {"others": step.samples(0).y}
 
     def after_round(self, view: AnalysedRound) -> None:
-        kept = [one for client in view.clients for one in view.steps(client)]
-        view.log(steps=len(kept), moved=(view.after - view.before).norm())
-        view.log_table("steps", {"client": [one.client for one in kept], "step": [one.step for one in kept]})
+        steps = [step for client in view.clients for step in view.steps(client)]
+        view.log(steps=len(steps), moved=(view.after - view.before).norm())
+        view.log_table("steps", {"client": [step.client for step in steps], "step": [step.step for step in steps]})
         view.after.zero_()
 
 
-class Remembers(Analysis):
+class KeepsOnSelf(Analysis):
+    """Set an attribute on itself, which is refused."""
+
     def after_round(self, view: AnalysedRound) -> None:
         self.last = view.after
 
 
-class Stumbles(Analysis):
+class FailsInStep(Analysis):
+    """Multiply by a matrix of the wrong shape before each step."""
+
     def before_step(self, step: LocalStep):
         return {"x": step.theta @ torch.zeros(3)}
 
 
-class Refuses(Analysis):
+class FailsAfterRound(Analysis):
+    """Raise after each analysed round."""
+
     def after_round(self, view: AnalysedRound) -> None:
         raise ValueError("this cannot be")
 
 
-class Talks(Analysis):
-    """Says what it has written."""
+class WritesSummary(Analysis):
+    """Summarise the file that it has written; fail if it is missing."""
 
     def after_round(self, view: AnalysedRound) -> None:
         (view.folder / "said.txt").write_text(f"{view.round} round")

@@ -1,4 +1,4 @@
-"""Code blocks of the documentation, and the files that a reader has who follows it."""
+"""Code blocks of the documentation, and the files that it tells its reader to write."""
 
 from __future__ import annotations
 
@@ -19,7 +19,14 @@ FENCED = re.compile(r"^```(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 @dataclass(frozen=True)
 class Block:
-    """A code block: its page (from the root of the repository), its language, and its text."""
+    """A code block.
+
+    Attributes
+    ----------
+    page : the page's path, from the root of the repository.
+    language : the block's language; empty for commands.
+    code : the block's text.
+    """
 
     page: str
     language: str
@@ -27,22 +34,23 @@ class Block:
 
     @property
     def name(self) -> str:
-        """Its page and first line."""
+        """The block's page and first line."""
         return f"{self.page}: {self.code.partition(chr(10))[0]}"
 
 
 def blocks(page: str, language: str) -> list[str]:
-    """A page's code blocks in a language; without a language, those for a shell."""
-    return [code for found, code in FENCED.findall((ROOT / page).read_text()) if found == language]
+    """Return a page's code blocks in a language; without a language, its commands."""
+    fenced = FENCED.findall((ROOT / page).read_text())
+    return [code for block_language, code in fenced if block_language == language]
 
 
-ALL = [
+BLOCKS = [
     Block(str(page.relative_to(ROOT)), language, code)
     for page in PAGES
     for language, code in FENCED.findall(page.read_text())
 ]
 
-SAVED = {
+READER_FILES = {
     "authors.py": ("docs/fednh.md", "class AuthorsDitto"),
     "my_analyses.py": ("docs/analyses.md", "class Drift"),
     "my_clients.py": ("docs/data.md", "class Sensors"),
@@ -58,20 +66,28 @@ SAVED = {
     "release.yaml": ("docs/fednh.md", "extends:"),
     "runs/digits-ditto/best.yaml": ("README.md", "rounds: 20"),
 }
-"""Files that pages tell their reader to write, or that a command writes: the page, and what the block contains."""
+"""Files that pages tell their reader to write, or that a command writes: the page, and a text in the block."""
 
 
 def write_files(folder: Path) -> None:
     """Write a reader's files into a folder, as in a clone of the repository."""
-    for name, (page, inside) in SAVED.items():
-        (found,) = [one.code for one in ALL if one.page == page and one.language and inside in one.code]
+    for name, (page, text) in READER_FILES.items():
+        (code,) = [block.code for block in BLOCKS if block.page == page and block.language and text in block.code]
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(found)
+        (folder / name).write_text(code)
+
     for name in ("Makefile", "cluster", "tune_configs"):
         (folder / name).symlink_to(ROOT / name)
 
 
 def shell_lines() -> list[list[str]]:
-    """The words of each command in blocks that name no language."""
-    lines = [line for block in ALL if not block.language for line in block.code.replace("\\\n", " ").splitlines()]
-    return [list(words) for words in dict.fromkeys(tuple(shlex.split(line, comments=True)) for line in lines) if words]
+    """Return the words of each command, once, from blocks that name no language."""
+    commands: dict[tuple[str, ...], None] = {}
+    for block in BLOCKS:
+        if block.language:
+            continue
+        for line in block.code.replace("\\\n", " ").splitlines():
+            words = tuple(shlex.split(line, comments=True))
+            if words:
+                commands[words] = None
+    return [list(words) for words in commands]

@@ -1,4 +1,4 @@
-"""Methods whose clients come by their models in ways of their own, written as a user's file is."""
+"""Methods with their own way of making a client's model, written as in a user's file."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from raypfl import Broadcast, Each, FlatModel, Mean, Method, Predictor, Scatter
 from raypfl.methods import FedAvg
 
 
-class Described(nn.Module):
-    """Images and labels ``[b, ...]`` to descriptors ``[b, size]``."""
+class Embedding(nn.Module):
+    """A network from images and labels ``[b, ...]`` to descriptors ``[b, size]``."""
 
     def __init__(self, pixels: int, classes: int, size: int):
         super().__init__()
@@ -24,7 +24,7 @@ class Described(nn.Module):
 
 
 class Generator(nn.Module):
-    """Descriptors ``[b, size]`` to models ``[b, P]``, which are near a given one at first."""
+    """A network from descriptors ``[b, size]`` to models ``[b, P]``, which are near `model` at first."""
 
     def __init__(self, size: int, model: Tensor):
         super().__init__()
@@ -38,24 +38,26 @@ class Generator(nn.Module):
 
 
 class Hypernetwork(Method):
-    """A hypernetwork on the server makes each client's model from what the client says of its data.
+    """A hypernetwork on the server makes each client's model from a descriptor of the client's data.
 
-    After Scott, Zakerinia and Lampert 2024 (PeFLL), made small. The hypernetwork never leaves the server: a client
-    sends a descriptor of its training samples and gets a model, in training and when it is judged, known or new.
+    A small version of PeFLL (Scott, Zakerinia and Lampert 2024). The hypernetwork never leaves the server: a client
+    sends a descriptor of its training samples and gets a model, in training and in evaluation, whether it has trained
+    or is new.
 
     Attributes
     ----------
-    size : l, numbers in a descriptor.
-    rate : the server's learning rate, for both networks.
+    size : l, length of a descriptor.
+    rate : the server's learning rate for both networks.
     """
 
     size: int = 10
     rate: float = 0.1
 
     def networks(self, task):
-        pixels, model = torch.Size(task.input_shape).numel(), task.model.init(task.seed)
+        pixels = torch.Size(task.input_shape).numel()
+        model = task.model.init(task.seed)
         return {
-            "embed": FlatModel(lambda: Described(pixels, task.num_classes, self.size), dtype=task.model.dtype),
+            "embed": FlatModel(lambda: Embedding(pixels, task.num_classes, self.size), dtype=task.model.dtype),
             "hyper": FlatModel(lambda: Generator(self.size, model), dtype=task.model.dtype),
         }
 
@@ -67,11 +69,14 @@ class Hypernetwork(Method):
         v = cohort.run(self.describe, embed=server["embed"])["v"].requires_grad_()
         theta = cohort.task.networks["hyper"](eta, v)
         step = cohort.run(self.train, theta=Scatter(theta.detach()))["step"]
-        gradients = torch.autograd.grad(theta, [eta, v], step / len(cohort))
-        known = Broadcast(server["embed"], charged=False)  # of the first exchange
-        pulled = cohort.run(self.pull_back, embed=known, step=Scatter(gradients[1]))["embed"]
-        server["hyper"] = server["hyper"] + self.rate * gradients[0]
-        server["embed"] = server["embed"] + self.rate * len(cohort) * pulled
+
+        eta_gradient, v_gradient = torch.autograd.grad(theta, [eta, v], step / len(cohort))
+        # Clients have had the embedding network since the first exchange, so it is not charged again.
+        embed = Broadcast(server["embed"], charged=False)
+        embed_gradient = cohort.run(self.pull_back, embed=embed, step=Scatter(v_gradient))["embed"]
+
+        server["hyper"] = server["hyper"] + self.rate * eta_gradient
+        server["embed"] = server["embed"] + self.rate * len(cohort) * embed_gradient
 
     def personalize(self, server, cohort):
         v = cohort.run(self.describe, embed=server["embed"])["v"]
@@ -99,31 +104,32 @@ class Hypernetwork(Method):
 
 
 class NearestNeighbours(FedAvg):
-    """The global model, mixed with the labels of a client's own nearest training samples (Marfoq et al. 2022, kNN-Per).
+    """The global model, mixed with the labels of a client's nearest training samples (kNN-Per, Marfoq et al. 2022).
 
     Attributes
     ----------
-    neighbours : k, that vote, each by exp(-distance) between what goes into the output layer.
-    share : lambda, of the votes in the prediction.
+    neighbours : k, number of samples that vote, each with exp(-distance) between inputs of the output layer.
+    share : lambda, weight of the votes in the prediction.
     """
 
     neighbours: int = 5
     share: float = 0.5
 
     def personal_model(self, clients, server):
-        theta, inner = server["theta"], clients.model.features
-        memory = clients.map(lambda p, batch: inner(p, batch.x)[0], theta)
+        theta = server["theta"]
+        features = clients.model.features
+        memory = clients.map(lambda p, batch: features(p, batch.x)[0], theta)
         labels = clients.map(lambda p, batch: batch.y, theta)
-        there = clients.map(lambda p, batch: batch.weight, theta)  # 0 where a shorter memory is padded
+        weight = clients.map(lambda p, batch: batch.weight, theta)  # 0 where a shorter memory is padded
 
-        def predict(x, theta, memory, labels, there):
-            z, logits = inner(theta, x)
-            distance = (z[:, None] - memory).norm(dim=2) + torch.where(there > 0, 0.0, torch.inf)
+        def predict(x, theta, memory, labels, weight):
+            z, logits = features(theta, x)
+            distance = (z[:, None] - memory).norm(dim=2) + torch.where(weight > 0, 0.0, torch.inf)
             nearest, index = distance.topk(min(self.neighbours, len(memory)), largest=False)
             votes = torch.softmax(-nearest, dim=1)[..., None] * F.one_hot(labels[index], logits.shape[1])
             mixed = self.share * votes.sum(1) + (1 - self.share) * logits.softmax(dim=1)
             return mixed.clamp_min(1e-12).log()
 
-        return Predictor(predict, theta=theta, memory=memory, labels=labels, there=there)
+        return Predictor(predict, theta=theta, memory=memory, labels=labels, weight=weight)
 
     unseen_model = personal_model

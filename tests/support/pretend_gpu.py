@@ -1,4 +1,4 @@
-"""A GPU that this machine does not have: its tensors are in the CPU's memory, but do not mix with the CPU's."""
+"""A pretended GPU: its tensors are in the CPU's memory, but refuse to mix with tensors of the CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+CPU = torch.device("cpu")
+GPU = torch.device("cuda", 0)
 
 _EXACT = {"bincount", "cat", "embedding", "equal", "gather", "stack"}
 _EXACT |= {"index_add", "index_copy", "index_select", "scatter", "scatter_add"}
@@ -26,15 +27,16 @@ _EXACT |= {"index_add", "index_copy", "index_select", "scatter", "scatter_add"}
 
 @contextlib.contextmanager
 def pretend_gpu() -> Iterator[list[str]]:
-    """Within: this thread has one GPU, ``cuda:0``. Gives the faults so far, which the code under test may have caught.
+    """Give this thread one GPU, ``cuda:0``, within the context.
 
-    A fault is an operation on tensors of both devices, an index on the GPU into a tensor on the CPU, a NumPy array of
-    a tensor on the GPU, or a generator of the other device. It raises what PyTorch would. The GPU has a global
-    generator of its own, and autocast for it rounds as the CPU's.
+    Yields the list of faults so far; the code under test may have caught their errors. A fault is an operation on
+    tensors of both devices, an index on the GPU into a tensor on the CPU, a NumPy array of a tensor on the GPU, or a
+    generator of the other device. It raises what PyTorch would. The GPU has its own global generator, and its autocast
+    rounds like the CPU's.
 
-    It cannot see: other threads and processes; kernels, their rounding and time; memory that runs out; copies that are
-    under way; which device a saved tensor was on; what a C++ function does within one operation; tensors that hooks and
-    custom gradients make; a number on the GPU that is given as a size or a value.
+    It cannot see other threads and processes; kernels, their rounding and time; memory that runs out; unfinished
+    copies; which device a saved tensor was on; what a C++ function does within one operation; tensors that hooks and
+    custom gradients make; a number on the GPU that is passed as a size or a value.
     """
     gpu = _Gpu()
     patches: dict[str, Callable[..., Any]] = {
@@ -46,15 +48,18 @@ def pretend_gpu() -> Iterator[list[str]]:
         "manual_seed": gpu.generator.manual_seed,
         "manual_seed_all": gpu.generator.manual_seed,
     }
-    autocast, numerics = torch.autocast, torch.utils.deterministic
-    deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    autocast = torch.autocast
+    numerics = torch.utils.deterministic
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+
     with contextlib.ExitStack() as stack:
         stack.callback(gpu.forget)
         stack.enter_context(mock.patch.dict(os.environ))
         stack.enter_context(mock.patch.multiple(torch.cuda, **patches))
         stack.enter_context(mock.patch("torch.Generator", _Generator))
         stack.enter_context(mock.patch("torch.autocast", lambda kind, *args, **more: autocast("cpu", *args, **more)))
-        stack.callback(torch.use_deterministic_algorithms, deterministic[0], warn_only=deterministic[1])
+        stack.callback(torch.use_deterministic_algorithms, deterministic, warn_only=warn_only)
         stack.callback(setattr, numerics, "fill_uninitialized_memory", numerics.fill_uninitialized_memory)
         stack.enter_context(torch.backends.cudnn.flags(enabled=True))
         stack.enter_context(_Operations(gpu))
@@ -63,25 +68,25 @@ def pretend_gpu() -> Iterator[list[str]]:
 
 
 class _Generator(torch.Generator):
-    """A generator that says which device it is for, and draws on the CPU."""
+    """A generator that reports the device it was made for, and draws on the CPU."""
 
     def __new__(cls, device: torch.device | str = "cpu") -> _Generator:
-        made = super().__new__(cls, "cpu")
-        made.where = _known(device)
-        return made
+        generator = super().__new__(cls, "cpu")
+        generator.pretended_device = _pretended(device)
+        return generator
 
     @property
     def device(self) -> torch.device:
-        return self.where
+        return self.pretended_device
 
 
 class _Gpu:
-    """What is on the GPU.
+    """The tensors on the GPU, and the faults.
 
     Attributes
     ----------
-    storages : by address, which is not used again as long as there is a reference.
-    makes : the device of tensors that an operation makes from no others.
+    storages : storages on the GPU by address, which is not used again as long as there is a reference.
+    default_device : the device of tensors that an operation makes from no others.
     """
 
     storages: ClassVar[dict[int, StorageWeakRef]] = {}
@@ -89,41 +94,43 @@ class _Gpu:
     def __init__(self) -> None:
         self.faults: list[str] = []
         self.generator = _Generator("cuda")
-        self.makes = CPU
+        self.default_device = CPU
 
     @classmethod
     def forget(cls) -> None:
-        """Forget tensors that are no more; others may be in a cache, and used when there is a GPU again."""
-        cls.storages = {address: one for address, one in cls.storages.items() if not one.expired()}
+        """Forget freed tensors; living ones may be in a cache, and used when a GPU is pretended again."""
+        cls.storages = {address: storage for address, storage in cls.storages.items() if not storage.expired()}
 
     def device(self, tensor: Tensor) -> torch.device:
-        """Where a tensor is."""
+        """Return the device of a tensor."""
         return GPU if _address(tensor) in self.storages else CPU
 
     def put(self, tensor: Tensor, device: torch.device) -> None:
-        """Say where a new tensor is."""
+        """Record the device of a new tensor."""
         if device == GPU:
             self.storages[_address(tensor)] = StorageWeakRef(_plain(tensor).untyped_storage())
         else:
             self.storages.pop(_address(tensor), None)
 
-    def moved(self, result: Tensor, device: torch.device, given: Sequence[Tensor]) -> Tensor:
-        """The result of a call, on a device: if it is one of the tensors that were given, and elsewhere, a copy."""
+    def moved(self, result: Tensor, device: torch.device, arguments: Sequence[Tensor]) -> Tensor:
+        """Put the result of a call on a device; an argument that is on the other device is copied."""
         if self.device(result) == device:
             return result
-        if _address(result) in map(_address, given):
+        if _address(result) in map(_address, arguments):
             return _Copy.apply(result, self, device)
         self.put(result, device)
         return result
 
     def refuse(self, error: type[Exception], text: str) -> None:
-        *_, frame = (f for f in traceback.extract_stack() if "torch/" not in f.filename and f.filename != __file__)
+        """Record a fault at the innermost line outside torch and this file, and raise its error."""
+        frames = traceback.extract_stack()
+        *_, frame = (frame for frame in frames if "torch/" not in frame.filename and frame.filename != __file__)
         self.faults.append(f"{text} ({frame.filename}:{frame.lineno}: {frame.line})")
         raise error(text)
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
-        """Within: what draws from the CPU's global generator draws from the GPU's."""
+        """Let draws from the CPU's global generator come from the GPU's, within the context."""
         state = torch.default_generator.get_state()
         torch.default_generator.set_state(self.generator.get_state())
         try:
@@ -146,8 +153,9 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        tensor, ctx.gpu, _ = inputs
-        ctx.device = ctx.gpu.device(tensor)
+        tensor, gpu, _ = inputs
+        ctx.gpu = gpu
+        ctx.device = gpu.device(tensor)
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None]:
@@ -155,54 +163,67 @@ class _Copy(torch.autograd.Function):
 
 
 class _Calls(TorchFunctionMode):
-    """Calls from Python, which say where results are to be, ask where tensors are, or want them in NumPy."""
+    """Intercept calls from Python: those with a device for results, for a tensor's device, or for NumPy."""
 
     def __init__(self, gpu: _Gpu):
         super().__init__()
         self.gpu = gpu
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        gpu, name, kwargs = self.gpu, getattr(func, "__name__", ""), dict(kwargs or {})
-        given = _tensors((args, kwargs))
-        where = GPU if any(gpu.device(one) == GPU for one in given) else CPU
+        gpu = self.gpu
+        name = getattr(func, "__name__", "")
+        kwargs = dict(kwargs or {})
+        tensors = _tensors((args, kwargs))
+        device = GPU if any(gpu.device(tensor) == GPU for tensor in tensors) else CPU
+
         if name == "_parse_to":  # only reads the arguments of nn.Module.to
             return func(*args, **kwargs)
         if name == "__get__":
-            known = {"device": where, "is_cuda": where == GPU, "is_cpu": where == CPU}
+            answers = {"device": device, "is_cuda": device == GPU, "is_cpu": device == CPU}
             attribute = func.__self__.__name__
-            return known[attribute] if attribute in known else func(*args, **kwargs)
-        if name in ("numpy", "__array__") and where == GPU:
+            return answers[attribute] if attribute in answers else func(*args, **kwargs)
+        if name in ("numpy", "__array__") and device == GPU:
             gpu.refuse(TypeError, "can't convert cuda:0 device type tensor to numpy")
-        asked, func, args = self._asked(name, func, args, kwargs)
-        if kwargs.get("generator") is not None and kwargs["generator"].device != (asked or where):
-            gpu.refuse(RuntimeError, f"Expected a generator for {asked or where}, but that of {name} is for another")
-        outside, gpu.makes = gpu.makes, asked or where
+
+        target, func, args = self._on_cpu(name, func, args, kwargs)
+        if kwargs.get("generator") is not None and kwargs["generator"].device != (target or device):
+            gpu.refuse(RuntimeError, f"Expected a generator for {target or device}, but that of {name} is for another")
+
+        outer_default = gpu.default_device
+        gpu.default_device = target or device
         try:
             result = func(*args, **kwargs)
         finally:
-            gpu.makes = outside
-        return result if asked is None else tree_map_only(Tensor, lambda one: gpu.moved(one, asked, given), result)
+            gpu.default_device = outer_default
 
-    def _asked(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[torch.device | None, Any, Any]:
-        """The device that a call asks for, if it does, and the same call for the CPU."""
+        if target is None:
+            return result
+        return tree_map_only(Tensor, lambda tensor: gpu.moved(tensor, target, tensors), result)
+
+    def _on_cpu(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[torch.device | None, Any, Any]:
+        """Return the device that a call asks for, if it does, and the same call for the CPU."""
         if name in ("cpu", "cuda", "pin_memory"):
             return GPU if name == "cuda" else CPU, Tensor.to, (args[0], CPU)
+
         if kwargs.get("device") is not None:
-            asked, kwargs["device"] = _known(kwargs["device"]), CPU
-            return asked, func, args
+            target = _pretended(kwargs["device"])
+            kwargs["device"] = CPU
+            return target, func, args
+
         if name == "to":
-            for i, one in enumerate(args[1:], 1):
-                if isinstance(one, torch.device | str):
-                    return _known(one), func, (*args[:i], CPU, *args[i + 1 :])
-                if isinstance(one, Tensor):
-                    return self.gpu.device(one), func, args
+            for i, argument in enumerate(args[1:], 1):
+                if isinstance(argument, torch.device | str):
+                    return _pretended(argument), func, (*args[:i], CPU, *args[i + 1 :])
+                if isinstance(argument, Tensor):
+                    return self.gpu.device(argument), func, args
+
         if name.startswith("new_") or name == "__deepcopy__":
             return self.gpu.device(args[0]), func, args
         return None, func, args
 
 
 class _Operations(TorchDispatchMode):
-    """Every operation, also those of vmap and of a backward pass."""
+    """Intercept every operation, also those of vmap and of a backward pass."""
 
     def __init__(self, gpu: _Gpu):
         super().__init__()
@@ -210,32 +231,39 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = _tensors((args, kwargs))
-        where = self._device(func.overloadpacket.__name__, args, given)
+        tensors = _tensors((args, kwargs))
+        device = self._device(func.overloadpacket.__name__, args, tensors)
+
         draws = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None
-        with self.gpu.drawing() if draws and where == GPU else contextlib.nullcontext():
+        with self.gpu.drawing() if draws and device == GPU else contextlib.nullcontext():
             result = func(*args, **kwargs)
-        old = set(map(_address, given))
-        for one in _tensors(result):
-            if _address(one) not in old:
-                self.gpu.put(one, where)
+
+        old = set(map(_address, tensors))
+        for tensor in _tensors(result):
+            if _address(tensor) not in old:
+                self.gpu.put(tensor, device)
         return result
 
-    def _device(self, name: str, args: Any, given: list[Tensor]) -> torch.device:
-        """Where the result is; refuses tensors that are not where they must be."""
-        places = [self.gpu.device(one) for one in given]
-        if len(set(places)) < 2 or name in ("copy_", "_to_copy"):
-            return (places or [self.gpu.makes])[0]
-        plain = name.strip("_")
-        scalars = [one for one in given if one.dim() == 0 and plain not in _EXACT]
-        indices = (
-            [one for one in args[1] if one is not None] if plain in ("index", "index_put", "index_put_impl") else []
-        )
-        free = scalars + (indices if places[0] == GPU else [])
-        bound = {place for one, place in zip(given, places, strict=True) if not any(one is other for other in free)}
-        if CPU in bound or (name.endswith("_") and places[0] == CPU):
-            seen = ", ".join(f"{list(one.shape)} on {place}" for one, place in zip(given, places, strict=True))
-            self.gpu.refuse(RuntimeError, f"Expected all tensors to be on the same device, but {name} got {seen}")
+    def _device(self, name: str, args: Any, tensors: list[Tensor]) -> torch.device:
+        """Return the device of the result; refuse tensors on the wrong device."""
+        devices = [self.gpu.device(tensor) for tensor in tensors]
+        if len(set(devices)) < 2 or name in ("copy_", "_to_copy"):
+            return (devices or [self.gpu.default_device])[0]
+
+        # As in PyTorch: scalars may be on either device, and so may indices into a tensor on the GPU.
+        plain_name = name.strip("_")
+        exempt = [tensor for tensor in tensors if tensor.dim() == 0 and plain_name not in _EXACT]
+        if plain_name in ("index", "index_put", "index_put_impl") and devices[0] == GPU:
+            exempt += [index for index in args[1] if index is not None]
+
+        bound = set()
+        for tensor, device in zip(tensors, devices, strict=True):
+            if not any(tensor is exempt_tensor for exempt_tensor in exempt):
+                bound.add(device)
+
+        if CPU in bound or (name.endswith("_") and devices[0] == CPU):
+            shapes = ", ".join(f"{list(t.shape)} on {device}" for t, device in zip(tensors, devices, strict=True))
+            self.gpu.refuse(RuntimeError, f"Expected all tensors to be on the same device, but {name} got {shapes}")
         return GPU
 
 
@@ -243,12 +271,12 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _known(device: torch.device | str) -> torch.device:
+def _pretended(device: torch.device | str) -> torch.device:
     return GPU if torch.device(device).type == "cuda" else CPU
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """The tensor within those of vmap and of torch.func.grad."""
+    """Return the tensor inside the wrappers of vmap and torch.func.grad."""
     functorch = torch._C._functorch
     while functorch.is_batchedtensor(tensor) or functorch.is_gradtrackingtensor(tensor):
         tensor = functorch.get_unwrapped(tensor)

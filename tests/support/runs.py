@@ -10,13 +10,14 @@ import raypfl
 from raypfl.engine.events import RoundFinished
 
 NEEDED = {name: {"data__pools": "{auxiliary: 0.3}"} for name in ("feddf", "perada")}
-"""What a method must be given."""
+"""Settings without which a method does not run."""
 
 ON_RAY = {"engine__backend": "ray", "ray__actors": 2, "ray__cpus_per_actor": 0.5}
 """Changes of `experiment` for two client actors, which a session keeps for the next test of the same process."""
 
 
 def experiment(tmp_path: Path, **changes) -> raypfl.Experiment:
+    """Return a small experiment in `tmp_path`; a change of ``a.b`` is written ``a__b=value``."""
     changes = NEEDED.get(str(changes.get("method")), {}) | changes
     base = raypfl.Experiment(
         rounds=6,
@@ -30,10 +31,11 @@ def experiment(tmp_path: Path, **changes) -> raypfl.Experiment:
         tracking={"mlflow": False},
         output=str(tmp_path / "runs"),
     )
-    return base.override([f"{k.replace('__', '.')}={v}" for k, v in changes.items()])
+    return base.override([f"{key.replace('__', '.')}={value}" for key, value in changes.items()])
 
 
 def same_tables(a: raypfl.Result, b: raypfl.Result) -> bool:
+    """Return whether two runs recorded the same, except how long their rounds took."""
     deterministic = [name for name in a.rounds.column_names if name != "seconds"]
     return (
         a.evaluations.equals(b.evaluations)
@@ -43,7 +45,7 @@ def same_tables(a: raypfl.Result, b: raypfl.Result) -> bool:
 
 
 class Interrupt:
-    """A listener that sends this process a signal when a round is done."""
+    """A listener that sends this process a signal at the end of a round."""
 
     def __init__(self, round: int, number: int = signal.SIGINT):
         self.round = round

@@ -1,4 +1,4 @@
-"""A searcher of one's own, as a user would write it for Ray Tune."""
+"""A searcher as a user would write it for Ray Tune."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 from ray.tune.search import Searcher
 
 
-class Ladder(Searcher):
-    """Doubles the learning rate from trial to trial."""
+class DoublingSearcher(Searcher):
+    """Double the learning rate from trial to trial."""
 
     def __init__(self, first: float, metric: str | None = None, mode: str | None = None):
         super().__init__(metric=metric, mode=mode)
