@@ -30,7 +30,7 @@ from raypfl.studies.layout import as_latex, blocks, markdown
 from raypfl.studies.picture import draw
 from raypfl.studies.worker import run_cell
 from tests.support.command import raypfl as command
-from tests.support.command import told
+from tests.support.command import raypfl_json
 from tests.support.pages import blocks as yaml_blocks
 
 TINY = """\
@@ -373,7 +373,7 @@ def test_the_whole_legend_is_in_the_picture(tmp_path: Path, across: tuple[str, .
 
 
 def test_the_command_runs_a_study_and_leaves_its_table_in_six_files(tiny: Path):
-    study = told("study", "tiny.yaml", "--rounds", "1", "--seeds", "1", "--only", "FedAvg,Dir(0.1)")
+    study = raypfl_json("study", "tiny.yaml", "--rounds", "1", "--seeds", "1", "--only", "FedAvg,Dir(0.1)")
     folder = Path(study["folder"])
     assert folder == tiny / "runs" / "tiny" and (folder / "table.png").stat().st_size > 10_000
 
@@ -523,4 +523,4 @@ def test_settings_that_a_study_lacks_may_be_given_on_the_command_line(tiny: Path
     (tiny / "mine.yaml").write_text(TINY.partition("published:")[0].replace("data: digits", "data: table"))
 
     words = ["mine.yaml", "data.root=people", "data.target=bought", "rounds=1", "seeds=1", "--only", "FedAvg,dir1.0"]
-    assert len(told("study", *words)["entries"]) == 2
+    assert len(raypfl_json("study", *words)["entries"]) == 2
