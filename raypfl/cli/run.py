@@ -31,12 +31,12 @@ from raypfl.runs.result import (
     RECIPE,
     RunResult,
     description,
-    forget_unbegun,
+    discard_unstarted,
     is_finished,
     rounds_saved,
     write_description,
 )
-from raypfl.runs.resuming import continued, ends_later, refuse_another, resumed
+from raypfl.runs.resuming import continued, ends_later, refuse_other_run, resumed
 
 
 @dataclass(frozen=True)
@@ -135,12 +135,12 @@ def run_experiments(
     if len(planned) > 1:
         comparison = ComparisonFolder.new(planned, words, run_dir)
         work = _Work.of(comparison, [])
-        forget = comparison.forget_unbegun
+        forget = comparison.discard_unstarted
     else:
         folder = (run_dir or new_folder(planned[0])).absolute()
         write_description(folder, planned[0])
         work = _Work(folder, {folder: planned[0]}, words, tags)
-        forget = partial(forget_unbegun, folder)
+        forget = partial(discard_unstarted, folder)
 
     try:
         _carry_out(replace(work, command=command, baseline=baseline), quiet, as_json)
@@ -168,7 +168,7 @@ def _started(folder: Path, planned: Sequence[Experiment]) -> _Work | None:
     run_folders = comparison.folders if comparison else [folder]
     requested = with_checkpoints_apart(planned, folder) if comparison else planned
     for experiment, run_folder in zip(requested, run_folders, strict=True):
-        refuse_another(run_folder, experiment, description(run_folder))
+        refuse_other_run(run_folder, experiment, description(run_folder))
     changes = harmless_changes(planned[0], description(run_folders[0]))
     return _work(folder, comparison, changes)
 

@@ -1,4 +1,4 @@
-"""The analyses of a run on the server: what clients keep goes to files, what analyses log goes to the round's log."""
+"""The analyses of a run, on the server: observations go to files, logged values to the round's log."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class Analyses:
         return tuple(i for i, analysis in enumerate(self._analyses) if analysis.observes(round, rounds))
 
     def keep(self, round: int, observed: Mapping[int, list[Observation]]) -> None:
-        """Write what analyses keep of a group's local steps, a file for each client."""
+        """Write what the analyses observed of a group's local steps, a file for each client."""
         for number, observations in observed.items():
-            for _, of_client in groupby(observations, lambda observation: observation.client):
-                save_observations(self._folders[number], round, list(of_client))
+            for _, client_observations in groupby(observations, lambda observation: observation.client):
+                save_observations(self._folders[number], round, list(client_observations))
 
     def start(self, initial: Tensor | None, logged: Logged, tables: TableColumns) -> None:
         """Analyse the initial model, before the first round."""
@@ -67,7 +67,7 @@ class Analyses:
         logged: Logged,
         tables: TableColumns,
     ) -> None:
-        """Call a hook of each analysis that is due, with models of its own."""
+        """Call a hook of each analysis that is due, with its own copies of the models."""
         for analysis, folder in zip(self._analyses, self._folders, strict=True):
             if round and not analysis.is_due(round, self._run.task.rounds):
                 continue
@@ -86,6 +86,6 @@ class Analyses:
                     f"{where_defined(function)} failed {when}: {type(error).__name__}: {with_location(error)}"
                 ) from error
 
-            # Numbers, tables and images.
+            # The fields of Logged, all dicts: numbers, tables and images.
             for added, total in zip(vars(view.logged).values(), vars(logged).values(), strict=True):
                 total.update(added)

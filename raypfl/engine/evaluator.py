@@ -1,4 +1,4 @@
-"""Evaluation of all clients of a run: make their models, by exchanges where a method needs some, and test them."""
+"""Evaluation of all clients of a run: make their models, with exchanges if the method needs them, and test them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class EvaluationCohort(Cohort):
 
 
 class Evaluator:
-    """Evaluates all clients of a run, and leaves their states and the server's unchanged. Knows the best round so far.
+    """Evaluates all clients of a run without changing any state, and keeps track of the best round.
 
     Parameters
     ----------
@@ -118,10 +118,10 @@ class Evaluator:
             self._validated[round] = aggregates
         return columns, summary
 
-    def evaluated(
+    def evaluate_clients(
         self, state: dict[str, Any], round: int, clients: list[int], protocols: list[str], unseen: bool
     ) -> dict[str, list[Any]]:
-        """Columns of the evaluations table for some clients, which are all `unseen` or all trained."""
+        """Evaluate some clients, all `unseen` or all trained; return their columns of the evaluations table."""
         masks = self.experiment.evaluation.masks
         if not clients or not protocols:
             return tabulate(self.measures, round, {}, [], [])
@@ -130,7 +130,7 @@ class Evaluator:
         lr = self.experiment.training.learning_rate(max(round - 1, 0), self.experiment.rounds)
         arguments = {
             "protocols": protocols,
-            "maker": maker(unseen),
+            "maker": model_hook(unseen),
             "total": len(clients),
             "masks": list(masks),
             "position": Scatter(torch.arange(len(clients))),
@@ -149,7 +149,7 @@ class Evaluator:
             cohort = EvaluationCohort(self.runner, [client for _, client in pairs], round, lr, unseen)
             personalize(self.method, state, cohort)
             call, groups = self.runner.prepare(
-                _score, pairs, round, lr, arguments, self._groups, visible_state, exchange="evaluation"
+                _score, pairs, round, lr, arguments, self._cut, visible_state, exchange="evaluation"
             )
             for group, reply in self.runner.run(call, groups, _refuse_failure):
                 replies.add(group, reply.values)
@@ -168,12 +168,12 @@ class Evaluator:
         protocols = self.experiment.evaluation.protocols
         for_trained = [protocol for protocol in protocols if protocol != "unseen"]
         for_unseen = [protocol for protocol in protocols if protocol == "unseen"]
-        trained = self.evaluated(state, round, self._tested(), for_trained, unseen=False)
-        unseen = self.evaluated(state, round, self.task.unseen.tolist(), for_unseen, unseen=True)
+        trained = self.evaluate_clients(state, round, self._trained_clients(), for_trained, unseen=False)
+        unseen = self.evaluate_clients(state, round, self.task.unseen.tolist(), for_unseen, unseen=True)
         return {name: values + unseen[name] for name, values in trained.items()}
 
     def _portions(self, clients: list[int]) -> list[list[tuple[int, int]]]:
-        """``(position, client)`` of all clients, in cohorts no larger than a round's if the method personalizes."""
+        """``(position, client)`` pairs: in one cohort or, if the method personalizes, in cohorts of a round's size."""
         pairs = list(enumerate(clients))
         if not self.method.has("personalize"):
             return [pairs]
@@ -186,11 +186,11 @@ class Evaluator:
             start += portion_size
         return portions
 
-    def _groups(self, clients: int) -> tuple[list[int], str]:
+    def _cut(self, clients: int) -> tuple[list[int], str]:
         return groups_for(self.experiment, clients, evaluation=True), self.experiment.engine.executor
 
-    def _tested(self) -> list[int]:
-        """The trained clients to evaluate; if only their own test data are used, those that have any."""
+    def _trained_clients(self) -> list[int]:
+        """The trained clients to evaluate: all or, if only their own test data are used, those that have any."""
         is_tested = np.ones(self.task.num_clients, dtype=bool)
         is_tested[self.task.unseen] = False
         if set(self.experiment.evaluation.protocols) <= {"local", "unseen"}:
@@ -199,13 +199,13 @@ class Evaluator:
 
 
 def personalize(method: Method, state: dict[str, Any], cohort: EvaluationCohort) -> None:
-    """Let a method give clients their models, if that takes exchanges. It gets a copy of the server's state."""
+    """Call the method's `personalize`, if it has one, with a copy of the server's state."""
     if method.has("personalize"):
         with refuse_unkeyed(method.personalize, cohort.task.model.device, ON_SERVER):
             method.personalize(clone(state), cohort)
 
 
-def maker(unseen: bool) -> str:
+def model_hook(unseen: bool) -> str:
     """The name of the method's function that makes clients' models."""
     return "unseen_model" if unseen else "personal_model"
 
@@ -250,7 +250,7 @@ def _score(
 def _refuse_misshapen(
     models: torch.Tensor, shape: list[int], maker: Callable[..., Any], hint: str = ""
 ) -> torch.Tensor:
-    """The models that a method's function made; raises a MethodError that ends in `hint` if their shape is wrong."""
+    """Return the models that a method's function made; raise a MethodError, which ends in `hint`, for a wrong shape."""
     if list(models.shape) == shape:
         return models
 

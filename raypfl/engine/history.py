@@ -6,7 +6,7 @@ Each time that a run starts or is resumed, ``history.jsonl`` gets a line of JSON
     parent        the run, and its round, that this run continues; only in the line that says so
     changed       settings that differ from those of the line before, by dotted name
     settings      all settings
-    metadata      as in ``metadata.json``: versions, devices, and other facts found at the start; none before that
+    metadata      as in ``metadata.json``: versions, devices, and other facts found at the start; absent until then
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def parent_of(run_dir: str | Path) -> dict[str, Any] | None:
     return parents[-1] if parents else None
 
 
-def note(run_dir: Path) -> str:
-    """Comments for the head of a run's description, if its settings were not in force from the first round on."""
+def header_comments(run_dir: Path) -> str:
+    """Comments above a run's description, if its settings did not hold from the first round on; else empty."""
     entries = read(run_dir)
     changed_after = None
     for before, entry in pairwise(entries):

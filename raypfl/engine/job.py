@@ -1,4 +1,4 @@
-"""A run as it travels to the process of its server."""
+"""What the process of a run's server gets from the driver."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Job:
-    """A run as it travels to a server actor.
+    """A run, as the driver sends it to its server.
 
     Attributes
     ----------
@@ -23,7 +23,7 @@ class Job:
     why : the reason for the choice of executor.
     fingerprint : hash of the data and the partition.
     weights : hash of the file of initial weights; empty without one.
-    attempt : a name for this try at the run, which its lease on the checkpoints has.
+    attempt : a unique name of this attempt at the run, which the lease on its checkpoints records.
     lockstep : whether the server waits after a checkpoint until all listeners have returned.
     parent : the run that this one continues, and its round; None: it begins with the first round.
     """

@@ -18,12 +18,12 @@ class DataOutline:
 
     Attributes
     ----------
-    known : attributes of :class:`raypfl.data.FederatedData` that need not be read from the data.
+    attributes : attributes of :class:`raypfl.data.FederatedData`, by name, for which the data need not be opened.
     counts : number of samples in each client's ``train`` and ``test`` split, ``int64[num_clients]`` each.
     load : a function that opens the data.
     """
 
-    known: Mapping[str, Any] = field(default_factory=dict)
+    attributes: Mapping[str, Any] = field(default_factory=dict)
     counts: Mapping[str, np.ndarray]
     load: Callable[[], ClientData]
 
@@ -55,4 +55,4 @@ class DataOutline:
         # Copying and pickling look for special methods, for which no data should be opened.
         if name.startswith("__"):
             raise AttributeError(name)
-        return self.known[name] if name in self.known else getattr(self.data, name)
+        return self.attributes[name] if name in self.attributes else getattr(self.data, name)

@@ -38,16 +38,15 @@ if TYPE_CHECKING:
 class Prepared:
     """An experiment with its data, and what is built from both: each part once, when it is first needed.
 
-    It is the same in the driver, the server and every actor. Nothing of it travels: each process makes its own from the
-    experiment and the data that reach it.
+    The driver, the server and every actor each build their own, from the experiment and the data that reach them.
 
     Parameters
     ----------
     experiment : the description of the run.
     data : the federated data, or their outline where no samples are needed.
     device : the device of the network and of all that is computed with it.
-    gpus : the GPUs that this process has for its clients, which limit the data kept on the device; None: as the
-        settings say, and 0 as long as that is to be measured.
+    gpus : the GPUs, or the fraction of one, that this process has for its clients, which limit the data kept on the
+        device; None: those in the settings, or 0 if they have yet to be measured.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class Prepared:
         self._gpus = experiment.ray.gpus if gpus is None else gpus
 
     def on(self, device: torch.device) -> Prepared:
-        """The same experiment and data on a device; this object itself if it is on that device."""
+        """Return the same experiment and data on a device; this object if it is already there."""
         return self if device == self.device else Prepared(self.experiment, self.data, device)
 
     def with_settings(self, experiment: Experiment, gpus: float | None = None) -> Prepared:
@@ -79,7 +78,7 @@ class Prepared:
         return prepared
 
     def build(self) -> Prepared:
-        """Build network and task now, where the caller says in an error what failed; returns this object."""
+        """Build network and task now, so that their errors are raised here; return this object."""
         _ = self.task
         return self
 
@@ -96,7 +95,7 @@ class Prepared:
 
     @property
     def objective(self) -> Objective:
-        """What is learned: as the settings say or, without a word there, what fits the data's targets."""
+        """What is learned: the objective in the settings or, if they name none, the default for the data's targets."""
         return self.measures.objective
 
     @cached_property
@@ -127,8 +126,8 @@ class Prepared:
     def context(self) -> Context:
         """What the clients of this process share."""
         experiment = self.experiment
-        room = device_data_budget(self.device, experiment.ray.data_share, self._gpus)
-        samples = samples_for(self.data, self.model, experiment.data.augmentation, room)
+        data_budget = device_data_budget(self.device, experiment.ray.data_share, self._gpus)
+        samples = samples_for(self.data, self.model, experiment.data.augmentation, data_budget)
         executor_class = Vectorised if experiment.engine.executor == "vectorised" else Executor
         return Context(
             model=self.model,
@@ -146,7 +145,7 @@ class Prepared:
             loss_limit=experiment.failures.loss_limit,
             evaluation_batch=experiment.evaluation.batch_size,
             scale=self.data.scale,
-            room=min(room - samples.resident, ROOM),
+            room=min(data_budget - samples.resident, ROOM),
             unseen=frozenset(self.task.unseen.tolist()),
         )
 
@@ -174,7 +173,7 @@ class Prepared:
 
     @property
     def num_groups(self) -> int:
-        """Number of groups of a cohort, which is as many client actors as have something to do."""
+        """Number of groups of a cohort; more client actors than that would have nothing to do."""
         return len(groups_for(self.experiment, cohort_size(self.experiment.cohort, self.data.num_clients)))
 
     def training_samples(self, client: int) -> Batch:
@@ -190,7 +189,7 @@ class Prepared:
         emit: Callable[[ServerProgress], None],
         warn: Callable[[str], None],
     ) -> GroupRunner:
-        """Make what carries out a server's exchanges on a backend, as the settings say."""
+        """Make the runner of a server's exchanges on a backend."""
         experiment = self.experiment
         return GroupRunner(
             task=self.task,

@@ -38,7 +38,7 @@ class RunTables:
     Parameters
     ----------
     evaluations : the columns of the evaluations table, and their kinds.
-    saved : the tables of a checkpoint, by name, in place of empty ones.
+    saved : the tables of a checkpoint, by name, to begin with; None: all tables are empty.
 
     Attributes
     ----------
@@ -60,7 +60,7 @@ class RunTables:
         self._bytes_down = 0
 
     def count_bytes(self, checkpoints: str) -> None:
-        """Add up the traffic of all rounds in the table, of which files in the folder of checkpoints have the older.
+        """Add up the traffic of all finished rounds; the older rows are read from the checkpoints' files.
 
         Raises
         ------
@@ -120,7 +120,7 @@ class RunTables:
             self.tables["spending"].waiting.append(round=number, phase=phase, **row._asdict())
 
     def logged_columns(self) -> dict[str, dict[str, str]]:
-        """The columns and their kinds of each table that was logged."""
+        """The columns of each logged table, with their kinds, by the table's name."""
         columns_by_table = {}
         for name, table in self.tables.items():
             if name.startswith(ANALYSIS):
@@ -129,7 +129,7 @@ class RunTables:
         return columns_by_table
 
     def whole(self, checkpoints: str) -> dict[str, pa.Table]:
-        """All tables with all their rows, of which files in the folder of checkpoints have the older.
+        """All tables with all their rows; the older rows are read from the checkpoints' files.
 
         Raises
         ------
@@ -138,5 +138,5 @@ class RunTables:
         return {name: read_table(checkpoints, table) for name, table in self.tables.items()}
 
     def waiting(self) -> dict[str, pa.Table]:
-        """All tables with the rows since the last checkpoint only."""
+        """All tables, with only the rows that are newer than the last checkpoint."""
         return {name: to_arrow(table.waiting) for name, table in self.tables.items()}

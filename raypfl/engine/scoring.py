@@ -31,7 +31,7 @@ def score(
     shares: list[tuple[int, int]],
     masks: Sequence[Mask] = (),
 ) -> dict[str, Each | Sum]:
-    """The reply of a group by ``model/protocol``; it is not charged.
+    """Return the reply of a group, by ``model/protocol``; the ledger does not charge it.
 
     Parameters
     ----------
@@ -79,7 +79,7 @@ def _score_personal(
             sums_by_name = _own_sums(group, metric_sums, outputs, protocol, masks)
             rows |= {name: metric_sums.values(sums) for name, sums in sums_by_name.items()}
         elif protocol.startswith("ood/"):
-            sums = _common_sums(group, models, _ood_test_sets(group, protocol), again=True)
+            sums = _common_sums(group, models, _ood_test_sets(group, protocol), reused=True)
             rows[protocol] = metric_sums.values(sums)
     return rows | _score_on_union(group, models, protocols)
 
@@ -108,7 +108,7 @@ def _score_shared(
     shares: list[tuple[int, int]],
     masks: Sequence[Mask],
 ) -> dict[str, Each | Sum]:
-    """What the group finds of the global model ``[P+B]``, by protocol."""
+    """The group's part of the global model's results, by protocol; the model is ``[P+B]``."""
     model = unmarked(theta)[None]
     plain_sums = MetricSums(group.context.measures)
     values: dict[str, Each | Sum] = {}
@@ -122,7 +122,7 @@ def _score_shared(
             continue
 
         metric_sums = MetricSums(group.context.measures, by_class=weighted and protocol == "local")
-        outputs = _outputs_for_owners(group, model, group.split(split))
+        outputs = _outputs_by_client(group, model, group.split(split))
         sums_by_name = _own_sums(group, metric_sums, outputs, protocol, masks if is_requested else ())
         sums = sums_by_name.pop(protocol)
         if is_requested:
@@ -174,7 +174,7 @@ def _sums_of_shares(
 ) -> Tensor:
     """Sums ``[K, W]`` of this group's shares of a common test.
 
-    If the sums of shares do not add up, the test stays whole, and the first client's group does it.
+    A metric that needs all outputs at once has no sums that add up, so the first client's group runs the whole test.
     """
     if MetricSums(group.context.measures).needs_all_outputs:
         has_first_client = any(i == 0 for i, _ in shares)
@@ -182,12 +182,12 @@ def _sums_of_shares(
     else:
         samples = (_shares_of(test_set, shares) for test_set in test_sets)
     sums = _common_sums(group, model, samples)
-    # The sums are the group's; as rows of its clients, the first has them all.
+    # The group's sums, as the row of its first client; the others' rows are zero.
     return torch.cat([sums, sums.new_zeros(len(group) - 1, sums.shape[1])])
 
 
 def _shares_of(test_set: EvaluationSamples, shares: list[tuple[int, int]]) -> EvaluationSamples:
-    """Of a test set, the i-th of n shares for each ``(i, n)``."""
+    """The part of a test set that is its i-th of n shares, for each ``(i, n)``."""
     indices = test_set.indices
     count = len(indices)
     pieces = [indices[count * i // n : count * (i + 1) // n] for i, n in shares]
@@ -195,13 +195,13 @@ def _shares_of(test_set: EvaluationSamples, shares: list[tuple[int, int]]) -> Ev
 
 
 def _common_sums(
-    group: ClientGroup, models: Tensor | Predictor, test_sets: Iterable[EvaluationSamples], again: bool = False
+    group: ClientGroup, models: Tensor | Predictor, test_sets: Iterable[EvaluationSamples], reused: bool = False
 ) -> Tensor:
-    """The metric sums of models on common samples; `again` if other models will be tested on the same."""
+    """The metric sums of models on common samples; `reused` if other models will be tested on the same ones."""
     metric_sums = MetricSums(group.context.measures)
     total = metric_sums.empty(len(models))
     for test_set in test_sets:
-        change = _input_change(group, test_set, again)
+        change = _input_change(group, test_set, reused)
         outputs = group.context.model_outputs(models, test_set.indices, change)
         total = total + metric_sums.accumulate(outputs, len(models))
     return total
@@ -211,23 +211,23 @@ def _ood_test_sets(group: ClientGroup, protocol: str) -> Iterator[EvaluationSamp
     return ood_test_sets(protocol, group.context.union("test"), group.context.pools.indices)
 
 
-def _input_change(group: ClientGroup, test_set: EvaluationSamples, again: bool) -> InputChange | None:
-    """The corruption of a test set's images; they are computed once in this process, if there is room for them."""
+def _input_change(group: ClientGroup, test_set: EvaluationSamples, reused: bool) -> InputChange | None:
+    """What corrupts a test set's images; images that are `reused` are corrupted once, if there is memory for them."""
     context = group.context
     corruption = test_set.corruption
     if corruption is None:
         return None
 
-    if again and corruption not in context.corrupted and len(test_set.indices):
+    if reused and corruption not in context.corrupted and len(test_set.indices):
         _corrupt_once(context, test_set, corruption)
-    if again and corruption in context.corrupted:
+    if reused and corruption in context.corrupted:
         images = context.corrupted[corruption]
         return lambda x, indices, first: images[first : first + len(indices)]
     return lambda x, indices, first: corruption(x, indices, context.scale)
 
 
 def _corrupt_once(context: Context, test_set: EvaluationSamples, corruption: Corruption) -> None:
-    """Keep the corrupted images of a test set in the process, if there is room for them."""
+    """Keep the corrupted images of a test set in this process, if there is memory for them."""
     indices = test_set.indices
     first_image, _ = context.samples.take(indices[:1])
     used = sum(images.numel() for images in context.corrupted.values())
@@ -240,13 +240,13 @@ def _corrupt_once(context: Context, test_set: EvaluationSamples, corruption: Cor
     context.corrupted[corruption] = torch.cat(corrupted)
 
 
-def _outputs_for_owners(group: ClientGroup, model: Tensor, indices: list[np.ndarray]) -> Iterator[ModelOutputs]:
-    """The outputs of one model ``[1, P+B]`` on each client's samples ``indices[k]``, all in the same batches."""
-    owners = torch.from_numpy(np.repeat(np.arange(len(indices)), [len(of_client) for of_client in indices]))
+def _outputs_by_client(group: ClientGroup, model: Tensor, indices: list[np.ndarray]) -> Iterator[ModelOutputs]:
+    """The outputs of one model ``[1, P+B]`` on each client's samples ``indices[k]``, in batches that clients share."""
+    owners = torch.from_numpy(np.repeat(np.arange(len(indices)), [len(client_indices) for client_indices in indices]))
     for batch in group.context.model_outputs(model, np.concatenate(indices)):
         size = batch.outputs.shape[1]
-        of_batch, owners = owners.split([size, len(owners) - size])
-        yield batch._replace(models=slice(None), owners=of_batch.to(batch.outputs.device))
+        batch_owners, owners = owners.split([size, len(owners) - size])
+        yield batch._replace(models=slice(None), owners=batch_owners.to(batch.outputs.device))
 
 
 def _class_counts(group: ClientGroup) -> Tensor:

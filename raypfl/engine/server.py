@@ -8,7 +8,7 @@ import platform
 import time
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -40,9 +40,6 @@ from raypfl.storage.lease import refuse_unless_held
 from raypfl.storage.states import StateTable, digests, merged
 from raypfl.storage.tables import read_parquet
 from raypfl.storage.tree import clone, encode, flatten, unflatten
-
-if TYPE_CHECKING:
-    pass
 
 
 class Server:
@@ -185,7 +182,7 @@ class Server:
 
     @contextlib.contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
-        """If the work within is stopped or fails, everything is as it was before."""
+        """Undo every change of the block if it is stopped or fails."""
         state_before = clone(self.state)
         entries_before = len(self.ledger)
         try:
@@ -193,7 +190,7 @@ class Server:
         except BaseException as error:
             self.state = state_before
             self.states.abandon()
-            # What an empty cohort has sent was sent all the same.
+            # An empty cohort changes nothing, but its messages were sent: the ledger keeps them.
             if not isinstance(error, EmptyCohort):
                 self.ledger.cut(entries_before)
             raise
@@ -203,9 +200,10 @@ class Server:
         start = time.perf_counter()
         number = self.round + 1
         self._runner.compact_states(number)
-        drawn = self._draw(number)
+        cohort_draw = self._draw_cohort(number)
         lr = self.experiment.training.learning_rate(self.round, self.experiment.rounds)
-        cohort = Cohort(self._runner, drawn.clients, drawn.dropped, number, lr, self._records.logged_columns())
+        logged_columns = self._records.logged_columns()
+        cohort = Cohort(self._runner, cohort_draw.clients, cohort_draw.dropped, number, lr, logged_columns)
         model_before = self._global_model()
         self._runner.observers = self._analyses.observers(number)
 
@@ -224,17 +222,17 @@ class Server:
 
         self.states.commit()
         self.round = number
-        self.emit(self._records.add_round(number, cohort, len(drawn.dropped), seconds, self.ledger))
+        self.emit(self._records.add_round(number, cohort, len(cohort_draw.dropped), seconds, self.ledger))
 
     def _analyse(self, cohort: Cohort, number: int, model_before: Tensor | None) -> None:
-        """Let the analyses look at a round; what they log is added to the round's log."""
+        """Run the analyses of a round; what they log joins the round's log."""
         present = tuple(client for client, is_in in zip(cohort.ids, cohort.present, strict=True) if is_in)
         models = (model_before, self._global_model())
         _, logged = round_record(cohort)
         self._analyses.after_round(number, present, models, logged, self._records.logged_columns())
 
     def _refuse_returned(self, returned: object) -> None:
-        """Raise a MethodError if a round returns something, which would be lost: a coroutine, or a new state."""
+        """Raise a MethodError if a round returns a coroutine, a new state or anything else, which would be lost."""
         if returned is not None and returned is not self.state:
             raise MethodError(
                 f"{where_defined(self.method.round)} returned {_kind(returned)}; it must return nothing, and change "
@@ -248,17 +246,18 @@ class Server:
         model = self.method.global_model(self.state)
         return None if model is None else model.clone()
 
-    def _draw(self, number: int) -> CohortDraw:
+    def _draw_cohort(self, number: int) -> CohortDraw:
         """Draw a round's cohort from the clients that are trained."""
         unseen = self.task.unseen
-        drawn = draw_cohort(self.experiment.cohort, self.task.num_clients - len(unseen), self.experiment.seed, number)
+        num_trained = self.task.num_clients - len(unseen)
+        cohort_draw = draw_cohort(self.experiment.cohort, num_trained, self.experiment.seed, number)
         if not len(unseen):
-            return drawn
+            return cohort_draw
 
         # Positions among the trained clients become the clients' numbers.
         trained = np.setdiff1d(np.arange(self.task.num_clients), unseen)
-        clients = tuple(trained[list(drawn.clients)].tolist())
-        dropped = tuple(trained[list(drawn.dropped)].tolist())
+        clients = tuple(trained[list(cohort_draw.clients)].tolist())
+        dropped = tuple(trained[list(cohort_draw.dropped)].tolist())
         return CohortDraw(clients, dropped)
 
     def _evaluate(self) -> None:
@@ -275,8 +274,8 @@ class Server:
             self.emit(Warned(text))
 
     def _end(self, status: Literal["finished", "stopped", "failed"], error: str | None = None) -> RunFinished:
-        """Save what is not saved, and emit the event of the run's end, which has all tables."""
-        # A dict, since saving and reading may fail with the same sentence.
+        """Write a checkpoint if the last round has none, and emit the event of the run's end, with all tables."""
+        # A dict keeps each sentence once: saving and reading may fail with the same one.
         problems = dict.fromkeys([error] if error else [])
         try:
             if self._saved_round != self.round:
@@ -308,13 +307,13 @@ class Server:
         return finished
 
     def _hash(self) -> str:
-        """SHA-256 of the server's tensors, in the order of names, and of every client's SHA-256, in that of clients."""
+        """SHA-256 of the server's tensors, sorted by name, and then of each client's own SHA-256, sorted by client."""
         digest = hashlib.sha256()
         for name, tensor in sorted(flatten(self.state)[1].items()):
             digest.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
 
         digest_of_client: dict[int, bytes] = {}
-        # A few stacks at a time, since all of them may be more than memory.
+        # A few stacks at a time, since all of them may not fit into memory.
         for live_stacks, slots_by_client in self.states.clients_by_stacks():
             stacks = [self.backend.get_states(stack.handle) for stack in live_stacks]
             parts_by_client = {}
@@ -327,7 +326,7 @@ class Server:
         return digest.hexdigest()
 
     def _save(self) -> None:
-        """Write a checkpoint. Files of clients' states that have not changed since an earlier one are used again."""
+        """Write a checkpoint, which reuses an earlier one's files of clients' states that have not changed."""
         files = []
         for file, stacks in self.states.reusable_files():
             if checkpoints.has_file(self.job.checkpoints, file):
@@ -357,7 +356,7 @@ class Server:
         self.states = StateTable()
         self._runner.states = self.states
         # Without what was spent, the epsilon that the run reports would be too small.
-        snapshot = checkpoints.load(self.job.checkpoints, self._warn, needed=("spending",), copies=self._copy)
+        snapshot = checkpoints.load(self.job.checkpoints, self._warn, needed=("spending",), copies=self._table_of_run)
         if snapshot is not None:
             self._restore(snapshot)
         else:
@@ -365,7 +364,7 @@ class Server:
         self.ledger.rows = self._records.tables["ledger"].waiting
 
     def _start(self) -> None:
-        """Let the method make the server's state before the first round."""
+        """Make the server's state before the first round, with the method's `start`."""
         start = self.method.start
         with (
             explain_user_errors("before round 1", function=start),
@@ -385,8 +384,8 @@ class Server:
         self._analyses.start(self._global_model(), logged, {})
         self._records.add_logged(self.round, logged)
 
-    def _copy(self, table: str) -> pa.Table | None:
-        """The table that the run's folder has since the run last ended; None if it has none."""
+    def _table_of_run(self, table: str) -> pa.Table | None:
+        """Read a table from the run's folder, where the run's last end wrote it; None if that fails."""
         with contextlib.suppress(OSError, pa.ArrowException):
             return read_parquet(f"{self.job.run_dir}/{table}.parquet")
         return None

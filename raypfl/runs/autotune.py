@@ -1,4 +1,4 @@
-"""Which executor and image layout a run uses where its settings leave them open: by a rule or, if asked, by timing."""
+"""Choose the executor and image layout that settings leave open: by a rule or, on request, by timing."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from raypfl.learning.vectorised import Vectorised
 from raypfl.runs.checks.network import FEW, error_of_batch, first_line
 
 LARGEST_MODEL = 2**17
-"""Parameters up to which clients train faster together (measured: ``docs/performance/executors.md``)."""
+"""Most parameters with which clients train faster together (measured: ``docs/performance/executors.md``)."""
 
 LARGEST_STEP = 2**22
-"""Multiplications of a client's forward pass up to which clients train faster together."""
+"""Most multiplications in a client's forward pass with which clients train faster together."""
 
 SMALLEST_GROUP = 3
-"""Clients of a group from which on they train faster together."""
+"""Smallest number of clients in a group that train faster together."""
 
 LIMIT = 5.0
-"""Seconds that timing the candidates may take."""
+"""Most seconds that timing all candidates may take."""
 
 STEPS = 3
 """Steps of a timed training."""
@@ -44,7 +44,7 @@ REPEATS = 3
 
 @dataclass(frozen=True, order=True)
 class Candidate:
-    """An executor and a layout to train a group's clients with; the smallest one asks least of a network."""
+    """An executor and an image layout; the smallest candidate in order makes the fewest demands on a network."""
 
     executor: str
     channels_last: bool
@@ -54,7 +54,7 @@ class Candidate:
 
 
 def choose(prepared: Prepared) -> tuple[Candidate, str]:
-    """The executor and layout of a run whose settings leave one of them open, and the reason.
+    """Return the executor and layout of a run whose settings leave one of them open, and the reason.
 
     ``engine.executor=auto`` follows :func:`rule`. ``fastest`` times every candidate, and follows the rule if that would
     take longer than `LIMIT`. Candidates in which a training step of this network fails are left out.
@@ -160,7 +160,7 @@ def _layouts(prepared: Prepared) -> list[bool]:
 
 
 class _Trial:
-    """Some of a run's clients, the largest ones, which train as candidates do; what they learn is thrown away."""
+    """Trains a run's largest clients with a candidate, and discards what they learn."""
 
     def __init__(self, prepared: Prepared):
         self._context = prepared.context
@@ -168,7 +168,7 @@ class _Trial:
         self.batch = min(prepared.experiment.training.batch_size, int(self._sizes.max()))
 
     def error(self, candidate: Candidate) -> Exception | None:
-        """What a step of a few samples raises, or None."""
+        """The error that a step of a few samples raises; None if it works."""
         try:
             self._step(candidate, FEW, FEW)
         except Exception as error:
@@ -176,10 +176,10 @@ class _Trial:
         return None
 
     def seconds(self, candidates: Sequence[Candidate], group: int) -> dict[Candidate, float]:
-        """Seconds of a client's step by candidate; empty if finding out would take longer than `LIMIT`."""
+        """Seconds of a client's step by candidate; empty if timing would take longer than `LIMIT`."""
         start = time.perf_counter()
         seconds: dict[Candidate, float] = {}
-        # One by one first, which tells how long a group may take.
+        # Sequential candidates come first: from their time follows about how long a group may take.
         for candidate in sorted(candidates):
             count = group if candidate.executor == "vectorised" else 1
             estimate = min(seconds.values(), default=0.0)

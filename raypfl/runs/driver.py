@@ -13,9 +13,9 @@ from raypfl.common.files import write
 from raypfl.common.stopping import StopRequest
 from raypfl.common.user_code import explain_user_errors
 from raypfl.engine import history
-from raypfl.engine.audience import Audience
 from raypfl.engine.backends.cluster import connected
 from raypfl.engine.backends.of_this_process import alone_on_ray, on_ray_now, spare
+from raypfl.engine.dispatcher import EventDispatcher
 from raypfl.engine.events import Event, Listener, Progress, RunFinished, RunStarted
 from raypfl.engine.job import Job
 from raypfl.experiment import Experiment
@@ -28,7 +28,7 @@ from raypfl.runs.result import (
     RECIPE,
     RunResult,
     description,
-    forget_unbegun,
+    discard_unstarted,
     is_finished,
     reopen,
     write_description,
@@ -37,7 +37,7 @@ from raypfl.runs.result import (
 from raypfl.runs.resuming import ends_later, resumed
 from raypfl.storage.lease import hold_lease, refuse_unless_held
 
-STOPPING = "Stopping: the rounds that are done are being saved. Ctrl-C again stops without that."
+STOPPING = "Stopping: the finished rounds are being saved. Press Ctrl-C again to stop without saving them."
 
 
 def run(
@@ -47,9 +47,9 @@ def run(
     run_dir: str | Path | None = None,
     lockstep: bool = False,
 ) -> RunResult:
-    """Run an experiment and show nothing; the rest is as in :func:`raypfl.run`.
+    """Run an experiment without showing anything; otherwise like :func:`raypfl.run`.
 
-    `lockstep` : after a checkpoint, the server waits until all listeners have returned.
+    `lockstep` : whether the server waits after a checkpoint until all listeners have returned.
     """
     if not isinstance(experiment, Experiment):
         raise ConfigError(
@@ -67,7 +67,7 @@ def run(
     try:
         return _run(experiment, folder, listeners, lockstep)
     except Refused:
-        forget_unbegun(folder)
+        discard_unstarted(folder)
         raise
 
 
@@ -78,7 +78,7 @@ def resume(
     overrides: Sequence[str] = (),
     lockstep: bool = False,
 ) -> RunResult:
-    """Continue a run and show nothing; the rest is as in :func:`raypfl.resume`, and `lockstep` as in `run`."""
+    """Continue a run without showing anything; otherwise like :func:`raypfl.resume`. `lockstep` is as in `run`."""
     folder = Path(run_dir).resolve()
     before = description(folder)
     experiment = resumed(folder, overrides)
@@ -91,17 +91,17 @@ def resume(
 def check(experiments: Sequence[Experiment], *, listeners: Sequence[Listener] = ()) -> None:
     """Check all runs of a comparison before the first one starts; see :func:`raypfl.runs.preparing.check`."""
     with explain_user_errors():
-        preparing.check(experiments, Audience(listeners))
+        preparing.check(experiments, EventDispatcher(listeners))
 
 
 @contextlib.contextmanager
 def session(experiment: Experiment, *, listeners: Sequence[Listener] = ()) -> Iterator[None]:
-    """A context in which runs on Ray share one connection, one local cluster, and actors; inline runs need none."""
+    """While active, runs on Ray share a connection, a local cluster and actors; for inline runs it does nothing."""
     if experiment.engine.backend == "inline":
         yield
         return
 
-    with connected(experiment.ray, Audience(listeners)) as ray:
+    with connected(experiment.ray, EventDispatcher(listeners)) as ray:
         spare.shared = True
         try:
             yield
@@ -113,7 +113,7 @@ def session(experiment: Experiment, *, listeners: Sequence[Listener] = ()) -> It
 
 def _run(experiment: Experiment, folder: Path, listeners: Sequence[Listener], lockstep: bool) -> RunResult:
     is_inline = experiment.engine.backend == "inline"
-    emit = Audience([partial(_write_start, folder), *listeners])
+    emit = EventDispatcher([partial(_write_start, folder), *listeners])
     stop = StopRequest()
 
     with contextlib.ExitStack() as stack:
@@ -129,13 +129,13 @@ def _run(experiment: Experiment, folder: Path, listeners: Sequence[Listener], lo
 
         run_job = run_inline if is_inline else run_on_ray
         with run_job(job, prepared, emit, stop) as finished:
-            # Before Ray is stopped, which takes seconds.
+            # Within the context, since leaving it stops Ray, which takes seconds.
             _write_end(job, finished)
     return RunResult.load(folder)
 
 
 def _write_start(folder: Path, event: Event) -> None:
-    # Not before the run has begun: a resume whose changes are refused must leave the folder unchanged.
+    # Only once the run has begun: a resume whose changes are refused must leave the folder unchanged.
     if isinstance(event, RunStarted):
         reopen(folder)
         history.add(folder, event.first_round, event.experiment, metadata=event.metadata)

@@ -37,7 +37,7 @@ class ComparisonFolder:
     Attributes
     ----------
     folder : the comparison's folder.
-    words : the recipe or file that started it, and the assignments that changed it.
+    words : the command line that started it: the recipe or file, and the assignments that changed it.
     runs : names of the runs' folders inside, in order.
     """
 
@@ -80,7 +80,7 @@ class ComparisonFolder:
         return cls(Path(folder), tuple(words), tuple(runs))
 
     def write(self, words: Sequence[str]) -> None:
-        """Write into the folder which runs the comparison has, and the `words` that would start them."""
+        """Write the comparison's file: its runs, and the `words` of the command that would start them."""
         files.write(self.folder / COMPARISON, write({"words": list(words), "runs": list(self.runs)}))
 
     @property
@@ -102,8 +102,8 @@ class ComparisonFolder:
                 )
         return [resumed(folder, changes) for folder in self.folders]
 
-    def forget_unbegun(self) -> None:
-        """Undo `new` if no run has begun."""
+    def discard_unstarted(self) -> None:
+        """Delete the folders that `new` made, if no run has begun."""
         if any((folder / METADATA).exists() for folder in self.folders):
             return
 
@@ -116,7 +116,7 @@ class ComparisonFolder:
 
 
 def with_checkpoints_apart(experiments: Sequence[Experiment], folder: Path) -> list[Experiment]:
-    """In a location with checkpoints of many runs, add the comparison's folder: names of its runs are not unique."""
+    """Add the comparison's folder to ``checkpoint.location``, where runs of several comparisons may share a name."""
     location = experiments[0].checkpoint.location
     if location is None:
         return list(experiments)
@@ -141,7 +141,7 @@ def _short_name(experiment: Experiment) -> str:
 
 
 def _file_name(name: str) -> str:
-    """The name with an underscore in place of what a file's name should not have."""
+    """The name, with underscores for characters that file names should not have."""
     return re.sub(r"[^\w.-]+", "_", name)
 
 

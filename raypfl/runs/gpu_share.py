@@ -1,6 +1,6 @@
 """``ray.gpus_per_actor=auto``: how many client actors share a GPU, by the memory that one of them needs.
 
-A process of its own runs a step of training and an evaluation, with one client and with a group of eight. A line
+A separate process runs a step of training and an evaluation, with one client and with a group of eight. A line
 through both gives the memory of the run's own groups. More actors on a GPU change no bit.
 """
 
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from raypfl.engine.backends.shipment import Shipment
 
 PROBED = (1, 8)
-"""Clients of the two groups whose memory is measured."""
+"""Sizes of the two groups whose memory is measured."""
 
-USED = 0.9
-"""Share of a GPU's memory that its actors may need together."""
+USABLE_SHARE = 0.9
+"""Share of a GPU's memory that its actors may use together."""
 
 
 class GpuMemory(Protocol):
@@ -68,12 +68,12 @@ class CudaMemory:
 
 
 @dataclass(frozen=True)
-class Card:
+class GpuMeasurement:
     """What was measured on a GPU.
 
     Attributes
     ----------
-    total : its memory, in bytes.
+    total : the GPU's memory, in bytes.
     actor : the bytes that an actor needs, without the data.
     """
 
@@ -81,14 +81,14 @@ class Card:
     actor: float
 
 
-def line(sizes: Sequence[int], peaks: Sequence[float]) -> tuple[float, float]:
-    """``a, b`` with ``a + b * size`` bytes, from one or two measurements; memory never shrinks with the group."""
+def fit_line(sizes: Sequence[int], peaks: Sequence[float]) -> tuple[float, float]:
+    """Fit ``intercept + slope * size`` bytes to one or two measurements; the slope is never negative."""
     slope = max(0.0, (peaks[-1] - peaks[0]) / max(1, sizes[-1] - sizes[0]))
     intercept = max(peak - slope * size for size, peak in zip(sizes, peaks, strict=True))
     return intercept, slope
 
 
-def actors_on(card: Card, data: float, data_share: float, most: int) -> int:
+def actors_on(gpu: GpuMeasurement, data: float, data_share: float, most: int) -> int:
     """How many actors share a GPU: all that its memory holds, but no more than `most`.
 
     Parameters
@@ -96,8 +96,8 @@ def actors_on(card: Card, data: float, data_share: float, most: int) -> int:
     data : bytes of the data, of which each actor has a copy if all copies stay within `data_share` of the memory.
     """
     for actors in range(max(1, most), 1, -1):
-        data_of_actor = data if actors * data <= data_share * card.total else 0.0
-        if actors * (card.actor + data_of_actor) <= USED * card.total:
+        data_of_actor = data if actors * data <= data_share * gpu.total else 0.0
+        if actors * (gpu.actor + data_of_actor) <= USABLE_SHARE * gpu.total:
             return actors
     return 1
 
@@ -126,13 +126,13 @@ def bytes_needed(prepared: Prepared, memory: GpuMemory) -> float:
             # Each rehearsal builds its own network, as the actor will.
             rehearsal = Rehearsal(Prepared(experiment, prepared.data, prepared.device), size)
             peaks.append(memory.peak(partial(work, rehearsal)))
-        fixed, per_client = line(sizes, peaks)
+        fixed, per_client = fit_line(sizes, peaks)
         needed = max(needed, fixed + per_client * group)
     return memory.context() + needed
 
 
-def with_numbers(ray: Any, prepared: Prepared, emit: Listener) -> Experiment:
-    """The experiment with a number for every ``gpus_per_actor=auto``, which is measured on a GPU of the cluster.
+def with_gpu_shares(ray: Any, prepared: Prepared, emit: Listener) -> Experiment:
+    """Return the experiment with every ``gpus_per_actor=auto`` replaced by a share, measured on a GPU of the cluster.
 
     Raises
     ------
@@ -161,17 +161,17 @@ def _share(ray: Any, pool: ActorPool, prepared: Prepared, emit: Listener) -> flo
             f"ray.gpus_per_actor is auto, but the cluster has no GPU{kind}; leave it out, so that clients run on CPUs."
         )
 
-    card = _measure(ray, whole_gpu, prepared, emit)
+    gpu = _measure(ray, whole_gpu, prepared, emit)
     cpus_allow = max(math.floor(node["CPU"] / (pool.cpus_per_actor * node["GPU"])) for node in nodes_with_gpu)
     data = prepared.data
     data_bytes = data.inputs.nbytes + data.labels.nbytes if isinstance(data, FederatedData) else 0
     most = min(cpus_allow, prepared.num_groups)
-    actors = actors_on(card, data_bytes, prepared.experiment.ray.data_share, most)
-    emit(Progress(f"{actors} client actors a GPU: each needs {card.actor / 2**30:.2f} of {card.total / 2**30:.0f} GiB"))
+    actors = actors_on(gpu, data_bytes, prepared.experiment.ray.data_share, most)
+    emit(Progress(f"{actors} client actors a GPU: each needs {gpu.actor / 2**30:.2f} of {gpu.total / 2**30:.0f} GiB"))
     return share_of(actors)
 
 
-def _measure(ray: Any, resources: Mapping[str, Any], prepared: Prepared, emit: Listener) -> Card:
+def _measure(ray: Any, resources: Mapping[str, Any], prepared: Prepared, emit: Listener) -> GpuMeasurement:
     """Measure in a process with these resources, a whole GPU among them."""
     # Imports Ray, which inline runs do without.
     from raypfl.engine.backends.shipment import Shipment
@@ -187,15 +187,15 @@ def _measure(ray: Any, resources: Mapping[str, Any], prepared: Prepared, emit: L
         ) from error
 
 
-def _probe(shipment: Shipment) -> Card:
+def _probe(shipment: Shipment) -> GpuMeasurement:
     experiment, data = shipment.opened()
     torch.set_num_threads(experiment.engine.threads)
     device = torch.device("cuda")
     total = torch.cuda.get_device_properties(device).total_memory
     try:
-        return Card(total, bytes_needed(Prepared(experiment, data, device), CudaMemory(device)))
+        return GpuMeasurement(total, bytes_needed(Prepared(experiment, data, device), CudaMemory(device)))
     except (RuntimeError, OutOfMemory) as error:
         if not out_of_memory(error):
             raise
-        # The run itself, alone on the GPU, has room or says what has not.
-        return Card(total, total)
+        # Give the GPU to one actor: the run itself then fits, or says what does not.
+        return GpuMeasurement(total, total)

@@ -19,7 +19,7 @@ from raypfl.engine.server import Server
 
 @contextlib.contextmanager
 def run_inline(job: Job, prepared: Prepared, emit: Listener, stop: StopRequest) -> Iterator[RunFinished]:
-    """Run a job in this process, and give its end.
+    """Run a job in this process; yield the event of its end.
 
     `prepared` : the job's experiment, on the clients' device.
     """

@@ -12,14 +12,14 @@ import torch
 
 from raypfl.common.errors import RaypflError, Stopped
 from raypfl.common.stopping import StopRequest
-from raypfl.engine.audience import Audience
 from raypfl.engine.backends.actor_pools import reserved
 from raypfl.engine.backends.cluster import client_actors, connected, for_server, has_died, node_for_server
 from raypfl.engine.backends.of_this_process import spare
+from raypfl.engine.dispatcher import EventDispatcher
 from raypfl.engine.events import Listener, Progress, RunFinished
 from raypfl.engine.job import Job
 from raypfl.engine.prepared import Prepared
-from raypfl.runs.gpu_share import with_numbers
+from raypfl.runs.gpu_share import with_gpu_shares
 
 POLL = 0.2
 """Seconds between looks at whether the server has finished."""
@@ -29,8 +29,8 @@ PATIENCE = 5.0
 
 
 @contextlib.contextmanager
-def run_on_ray(job: Job, prepared: Prepared, emit: Audience, stop: StopRequest) -> Iterator[RunFinished]:
-    """Run a job on Ray, and give its end before Ray is stopped, which takes seconds.
+def run_on_ray(job: Job, prepared: Prepared, emit: EventDispatcher, stop: StopRequest) -> Iterator[RunFinished]:
+    """Run a job on Ray; yield the event of its end before Ray is stopped, which takes seconds.
 
     `prepared` : the job's experiment; its network is freed, since the actors build their own.
     """
@@ -43,7 +43,7 @@ def run_on_ray(job: Job, prepared: Prepared, emit: Audience, stop: StopRequest) 
             ray = stack.enter_context(connected(job.experiment.ray, emit))
             if any(pool.gpus_per_actor == "auto" for pool in job.experiment.ray.actor_pools):
                 spare.release(ray)
-                job = replace(job, experiment=with_numbers(ray, prepared, emit))
+                job = replace(job, experiment=with_gpu_shares(ray, prepared, emit))
 
             emit(Progress("starting actors"))
             settings = job.experiment.ray
@@ -61,7 +61,7 @@ def run_on_ray(job: Job, prepared: Prepared, emit: Audience, stop: StopRequest) 
                 except _ServerDied:
                     if emit.round == round_before:
                         raise
-                    # Ray counts deaths, however much was done between them.
+                    # Ray's count of restarts is used up, but rounds were finished in between: go on with a new actor.
                     server = _server_actor(ray, *kind)
             yield finished
         finally:
@@ -96,7 +96,7 @@ def _server_actor(
 
 
 def _follow(ray: Any, server: Any, job: Job, prepared: Prepared, emit: Listener, stop: StopRequest) -> RunFinished:
-    """Let a server actor run a job, and pass on its events until it ends."""
+    """Run a job on a server actor, and pass on its events until it ends."""
     from raypfl.engine.backends.shipment import Shipment
 
     run = uuid.uuid4().hex
@@ -105,7 +105,11 @@ def _follow(ray: Any, server: Any, job: Job, prepared: Prepared, emit: Listener,
 
     stream = ""
     received = 0
-    silences = (ray.exceptions.RayActorError, ray.exceptions.ActorUnavailableError, ray.exceptions.GetTimeoutError)
+    restart_errors = (
+        ray.exceptions.RayActorError,
+        ray.exceptions.ActorUnavailableError,
+        ray.exceptions.GetTimeoutError,
+    )
     ready: list[Any] = []
     while not ready:
         ready, _ = ray.wait([result], timeout=POLL)
@@ -115,12 +119,12 @@ def _follow(ray: Any, server: Any, job: Job, prepared: Prepared, emit: Listener,
                 f"`raypfl resume {job.run_dir}` continues from the newest checkpoint."
             )
 
-        # Repeatedly, since the server may not have begun, or may have been restarted.
+        # At every look, since the server may not have begun yet, or may have been restarted and forgotten it.
         if stop.received:
             server.stop.remote(run)
 
         # A server that is being restarted is silent; the next look asks again.
-        with contextlib.suppress(*silences):
+        with contextlib.suppress(*restart_errors):
             current_stream, events = ray.get(server.events.remote(run, stream, received), timeout=PATIENCE)
             if current_stream != stream:
                 stream = current_stream

@@ -29,13 +29,13 @@ from raypfl.runs.checks.settings import (
     warn_of_test_data,
 )
 from raypfl.runs.pretraining import with_pretrained
-from raypfl.runs.result import reason_before
+from raypfl.runs.result import recorded_reason
 
 
 def prepare(experiment: Experiment, folder: Path, emit: Listener, lockstep: bool) -> tuple[Job, Prepared]:
-    """Make a run ready to start: load its data, check that all fits together, and settle what its settings leave open.
+    """Make a run ready to start: load its data, check that all fits together, and choose what its settings leave open.
 
-    The job says what was settled, so that a resume does the same.
+    The job records these choices, so that a resume makes the same ones.
 
     Parameters
     ----------
@@ -50,7 +50,7 @@ def prepare(experiment: Experiment, folder: Path, emit: Listener, lockstep: bool
     emit(Progress("preparing data"))
     data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
 
-    # The network is built as the server and the actors build it, also in how many threads.
+    # Build the network exactly as the server and the actors do, with as many threads.
     with threads(threads_of_server(experiment)):
         prepared = Prepared(experiment, data, device_for(experiment.ray.on_gpu))
         refuse_unfit(prepared)
@@ -82,8 +82,7 @@ def check(experiments: Sequence[Experiment], emit: Listener) -> None:
 
     Parameters
     ----------
-    experiments : the experiments, which differ only in methods and seeds, so that the data of one seed are checked for
-        all.
+    experiments : the experiments, which differ only in methods and seeds, so only those of the first seed are checked.
 
     Raises
     ------
@@ -109,7 +108,7 @@ def refuse_unfit(prepared: Prepared) -> None:
     refuse_large_cohort(prepared)
     refuse_missing_pools(prepared)
 
-    # From here on with the network.
+    # The checks above need no network; those below do.
     refuse_misfit(prepared)
     experiment.method.check(prepared.model)
     refuse_lone_samples(prepared)
@@ -121,13 +120,13 @@ def refuse_unfit(prepared: Prepared) -> None:
 
 
 def _with_executor(prepared: Prepared, folder: Path, emit: Listener) -> tuple[Prepared, str]:
-    """Settle executor and layout where the settings leave them open; returns the reason, too."""
+    """Choose executor and layout if the settings leave them open; return the reason as well."""
     experiment = prepared.experiment
     executor = experiment.engine.executor
     layout = experiment.training.channels_last
     is_open = executor in ("auto", "fastest") or (executor == "sequential" and layout is None)
     if not is_open:
-        return prepared, reason_before(folder, experiment)
+        return prepared, recorded_reason(folder, experiment)
 
     emit(Progress("choosing an executor"))
     with threads(experiment.engine.threads):
@@ -140,7 +139,7 @@ def _with_executor(prepared: Prepared, folder: Path, emit: Listener) -> tuple[Pr
 
 
 def _warn_of_random_weights(prepared: Prepared, emit: Listener) -> None:
-    """Warn if settings freeze parameters that were never trained; what a network freezes itself is its design."""
+    """Warn if settings freeze parameters that were never trained; a network that freezes its own does so by design."""
     settings = prepared.experiment.model
     if not settings.frozen and not settings.trained:
         return

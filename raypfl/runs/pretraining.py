@@ -1,4 +1,4 @@
-"""Networks that are trained on a pool, which is no client's, before the first round."""
+"""Training a network on a pool, whose samples belong to no client, before the first round."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ class Pretraining:
     Attributes
     ----------
     path : the file.
-    about : everything that the weights depend on: settings, hashes of data and code, device, versions.
+    provenance : everything that the weights depend on: settings, hashes of data and code, device, versions.
     samples : number of samples in the pool.
     loss : mean loss over all steps.
     seconds : duration of the training; None: the file was there already.
     """
 
     path: Path
-    about: dict[str, Any]
+    provenance: dict[str, Any]
     samples: int
     loss: float
     seconds: float | None
@@ -80,7 +80,7 @@ def pretrain(experiment: Experiment, emit: Listener) -> Pretraining:
 
 
 def with_pretrained(prepared: Prepared, emit: Listener) -> Prepared:
-    """The experiment with the file of its pretrained weights as ``model.weights``; itself if nothing is pretrained.
+    """Return the experiment with its pretrained weights as ``model.weights``; unchanged if it needs no pretraining.
 
     The network is trained if no file in the cache was made from the same :func:`_recipe`. Weights that are given take
     precedence: then nothing is pretrained.
@@ -104,14 +104,14 @@ def _pretrained(prepared: Prepared, emit: Listener) -> Pretraining:
 
     recipe = Prepared(_recipe(prepared), data, device_for(prepared.experiment.ray.gpus_for_server))
     settings = recipe.experiment.model
-    about = {
+    provenance = {
         "settings": recipe.experiment.to_dict(),
         "data": data.fingerprint,
         "code": source_digest(MODELS.get(settings.name)),
         "device": recipe.device.type,
         "versions": {"raypfl": __version__, "torch": torch.__version__},
     }
-    key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:12]
+    key = hashlib.sha256(json.dumps(provenance, sort_keys=True).encode()).hexdigest()[:12]
     path = cache_folder(prepared.experiment.data) / "pretrained" / f"{settings.name}-{pool}-{key}.safetensors"
     path.parent.mkdir(parents=True, exist_ok=True)
 
@@ -124,13 +124,13 @@ def _pretrained(prepared: Prepared, emit: Listener) -> Pretraining:
             emit(Progress(f"pretraining {settings.name} on the pool {pool!r}, {recipe.task.pools[pool]} samples"))
             trained, loss = _train(recipe)
             weights = {name: tensor.contiguous() for name, tensor in trained.items()}
-            files.write(path, save(weights, {"pretraining": json.dumps(about), "loss": str(loss)}))
+            files.write(path, save(weights, {"pretraining": json.dumps(provenance), "loss": str(loss)}))
             seconds = time.perf_counter() - start
 
     with safe_open(path, "pt") as file:
         loss = float((file.metadata() or {}).get("loss", "nan"))
     samples = len(data.pool(pool)) if isinstance(data, FederatedData) else 0
-    return Pretraining(path, about, samples, loss, seconds)
+    return Pretraining(path, provenance, samples, loss, seconds)
 
 
 def _recipe(prepared: Prepared) -> Experiment:
@@ -166,7 +166,7 @@ class _CentralTraining(ServerTraining):
 
 
 def _train(recipe: Prepared) -> tuple[dict[str, Tensor], float]:
-    """Train the network; returns its tensors, but for those of its output layer, and the mean loss of the steps."""
+    """Train the network; return its tensors, except those of the output layer, and the mean loss of all steps."""
     task = recipe.task
     model = recipe.model
     settings = recipe.experiment.model

@@ -57,7 +57,7 @@ def description(run_dir: str | Path) -> Experiment:
 
 
 def _where_runs_are(folder: Path) -> str:
-    """A sentence that says where runs are: up to two levels below a folder that is none itself."""
+    """A sentence on where runs are: up to two levels below this folder, which is not a run's."""
     recipes = [*folder.glob(f"*/{RECIPE}"), *folder.glob(f"*/*/{RECIPE}")]
     run_folders = sorted(str(recipe.parent) for recipe in recipes)
     if not run_folders:
@@ -70,11 +70,11 @@ def _where_runs_are(folder: Path) -> str:
 def write_description(folder: Path, experiment: Experiment) -> None:
     """Write the experiment into its folder, which makes it a run's folder that can be resumed."""
     folder.mkdir(parents=True, exist_ok=True)
-    write(folder / RECIPE, history.note(folder) + experiment.to_yaml())
+    write(folder / RECIPE, history.header_comments(folder) + experiment.to_yaml())
 
 
-def forget_unbegun(folder: Path) -> None:
-    """Undo `write_description` if the run has not begun; an empty folder is deleted."""
+def discard_unstarted(folder: Path) -> None:
+    """Delete the description of a run that has not begun, and its folder if that is then empty."""
     if not (folder / METADATA).exists():
         (folder / RECIPE).unlink()
         with contextlib.suppress(OSError):
@@ -97,7 +97,7 @@ def refuse_shorter(run_dir: str | Path, experiment: Experiment) -> None:
 
 
 def is_finished(run_dir: Path) -> bool:
-    """Whether a run is complete, and its folder says so in files that can be read."""
+    """Whether the files in a run's folder can be read and say that the run is complete."""
     summary = _read_json(run_dir / SUMMARY, _SUMMARY_KEYS)
     if summary is None or summary["status"] != "finished":
         return False
@@ -128,14 +128,14 @@ def _require_json(file: Path, keys: Iterable[str] = ()) -> dict[str, Any]:
     return content
 
 
-def refuse_stranger(client: int, count: int) -> None:
+def refuse_unknown_client(client: int, count: int) -> None:
     """Raise a ConfigError unless `client` is one of `count`."""
     if not 0 <= client < count:
         raise ConfigError(f"There is no client {client}; clients are numbered from 0 to {count - 1}.")
 
 
-def reason_before(folder: Path, experiment: Experiment) -> str:
-    """Why a resumed run has its executor and layout; empty for a new run, or if they were changed."""
+def recorded_reason(folder: Path, experiment: Experiment) -> str:
+    """The recorded reason for a run's executor and layout; empty for a new run, or if they were changed."""
     metadata = _read_json(folder / METADATA, ["why"]) or {}
     chosen = {"executor": experiment.engine.executor, "channels_last": bool(experiment.training.channels_last)}
     is_as_before = chosen.items() <= metadata.items()
@@ -177,14 +177,15 @@ class RunResult:
     round : the last finished round.
     weights_hash : SHA-256 of the final state of server and clients; equal hashes mean equal bits.
     best_round : the best evaluated round by validation data; None without validation.
-    metadata : facts found when the run was last started or resumed, see ``events.RunStarted``; `history` has all.
+    metadata : facts found when the run was last started or resumed, see ``events.RunStarted``; `history` has those of
+        every start.
     rounds : a row for each round: round, loss, seconds, bytes_up, bytes_down, clients, dropped, failed, cohort.
     evaluations : a row for each (round, client, protocol, model): samples, and every metric.
     ledger : a row for each message: round, exchange, direction, name, clients, numbers and bytes per client, and phase,
         ``training`` or ``prediction``.
     logged : a row for each number that the method logged: round, name, value.
-    analysis : the tables that it logged, by name: round, and its own columns.
-    images : a row for each PNG file that it logged: round, name, file.
+    analysis : the tables that the method logged, by name: round, and the table's own columns.
+    images : a row for each PNG file that the method logged: round, name, file.
     privacy : a row for each client and branch of private training, and one for all branches: client, branch, steps,
         epsilon; None without privacy.
 
@@ -268,7 +269,7 @@ class RunResult:
 
     @property
     def last_rounds(self) -> list[int]:
-        """The evaluated rounds of which results are means: the last ones, as many as ``evaluation.last``."""
+        """The evaluated rounds that results are means over: the last ``evaluation.last`` of them."""
         evaluated = sorted(pc.unique(self.evaluations["round"]).to_pylist())
         return evaluated[-self.experiment.evaluation.last :]
 
@@ -317,7 +318,7 @@ class RunResult:
         ------
         ConfigError : if there is no such client.
         """
-        refuse_stranger(client, self.metadata["num_clients"])
+        refuse_unknown_client(client, self.metadata["num_clients"])
         return newest(self.run_dir)[1].state_of(client)
 
 

@@ -43,7 +43,7 @@ MAY_CHANGE = (
     "checkpoint.*",
     "tracking.*",
 )
-"""Settings that may change when a run is resumed. All others decide its result, and stay."""
+"""Settings that may change when a run is resumed. All others decide its result, and must stay."""
 
 _CHECKPOINT_NEEDS = ("model", "method.name", "objective", "training.precision", "evaluation.metrics", "privacy")
 """Settings that the state or the tables of a checkpoint depend on; a run that continues from it must keep them."""
@@ -71,7 +71,7 @@ def may_change(key: str) -> bool:
 
 
 def ends_later(experiment: Experiment, before: Experiment) -> bool:
-    """Whether a run that finished as it was described `before` may have something left to do as `experiment`."""
+    """Whether a run that finished as described `before` may have rounds left as `experiment`."""
     return (experiment.rounds, experiment.evaluation.patience) != (before.rounds, before.evaluation.patience)
 
 
@@ -94,8 +94,8 @@ def refuse_changes(run_dir: str | Path, experiment: Experiment, before: Experime
     _refuse_other_rates(run_dir, experiment, before)
 
 
-def refuse_another(folder: Path, experiment: Experiment, before: Experiment) -> None:
-    """Raise a ConfigError unless the run in a folder, described as `before`, is that of the experiment."""
+def refuse_other_run(folder: Path, experiment: Experiment, before: Experiment) -> None:
+    """Raise a ConfigError unless the run in a folder, described as `before`, is a run of the experiment."""
     keys = differences(experiment, before)
     if experiment.checkpoint.location != before.checkpoint.location:
         keys.append("checkpoint.location")
@@ -142,7 +142,7 @@ def continued(run_dir: str | Path, round: int, new_run_dir: str | Path, override
 
 
 def branch(parent: Path, round: int, folder: Path, experiment: Experiment) -> None:
-    """Let a run in `folder` continue another one after a round; checkpoints of the folder are replaced.
+    """Make a run in `folder` that continues another one after a round; it replaces the folder's checkpoints.
 
     Raises
     ------
@@ -174,7 +174,7 @@ def _decides_checkpoint(key: str) -> bool:
 
 
 def _why_refused(run_dir: str | Path, refused: Sequence[str], experiment: Experiment, before: Experiment) -> str:
-    """Why settings stay, and how to run with others."""
+    """Why settings cannot change, and how to run with other ones."""
     requested = flatten(experiment.to_dict())
     recorded = flatten(before.to_dict())
     key = refused[0]
@@ -198,7 +198,7 @@ def _why_refused(run_dir: str | Path, refused: Sequence[str], experiment: Experi
 
 
 def _as_yaml(value: object) -> str:
-    """The value as a word of the command line, quoted only if YAML would read it as something else."""
+    """The value for the command line, quoted only if YAML would read it as something else."""
     with contextlib.suppress(ConfigError):
         if isinstance(value, str) and parse(value, "The value") == value:
             return value

@@ -23,7 +23,7 @@ from raypfl.common.messages import unmarked
 from raypfl.common.threads import threads
 from raypfl.data import load_federated
 from raypfl.engine.backends.inline import Inline
-from raypfl.engine.evaluator import EvaluationCohort, maker, personalize
+from raypfl.engine.evaluator import EvaluationCohort, model_hook, personalize
 from raypfl.engine.groups import client_costs
 from raypfl.engine.outline import DataOutline
 from raypfl.engine.prepared import Prepared
@@ -38,7 +38,7 @@ from raypfl.learning.privacy import Spending
 from raypfl.learning.privacy.accounting import epsilons_of, refuse_without_accountant
 from raypfl.models.predictor import Predictor
 from raypfl.models.trained_model import TrainedModel
-from raypfl.runs.result import refuse_stranger
+from raypfl.runs.result import refuse_unknown_client
 from raypfl.storage import checkpoints
 from raypfl.storage.checkpoints import Snapshot
 from raypfl.storage.states import StateShard, StateTable, merged
@@ -105,7 +105,7 @@ class TrainedModels:
             values[name] = value.numpy() if isinstance(value, torch.Tensor) else value
         counts = {split: values.pop(split) for split in ("train", "test")}
         load = partial(load_federated, experiment.data, experiment.partition, seed=experiment.seed)
-        outline = DataOutline(known=values, counts=counts, load=load)
+        outline = DataOutline(attributes=values, counts=counts, load=load)
         return cls(experiment, outline, replace(snapshot, server=snapshot.server["server"]))
 
     @property
@@ -133,7 +133,7 @@ class TrainedModels:
         ConfigError : if there is no such client, or the method makes no personal models.
         DataError : if the model is made from the client's data, which is not on this machine.
         """
-        refuse_stranger(client, self.num_clients)
+        refuse_unknown_client(client, self.num_clients)
         unseen = client in self.outline.unseen
         models, _ = self._make_models(self._context, [client], [self._snapshot.state_of(client)], unseen)
         if models is None and unseen:
@@ -231,7 +231,7 @@ class TrainedModels:
             if method.has("personalize"):
                 states, spent = self._after_exchanges(context, clients, states, unseen)
             group = ClientGroup(context, tuple(clients), self.round, self._lr, states)
-            models = getattr(method, maker(unseen))(Clients(group), self.server)
+            models = getattr(method, model_hook(unseen))(Clients(group), self.server)
 
         for training in group.private_trainings:
             spent = [*spent, *training.rows()]

@@ -142,7 +142,7 @@ def outline_in(text: str) -> DataOutline:
     for name in ("mean", "std"):
         values[name] = np.array(values[name], dtype=np.float32)
     values["input_shape"] = tuple(values["input_shape"])
-    return DataOutline(known=values, counts={"train": np.zeros(0, np.int64)}, load=_refuse)
+    return DataOutline(attributes=values, counts={"train": np.zeros(0, np.int64)}, load=_refuse)
 
 
 def _function_of(network: nn.Module, method: Method) -> dict[str, str]:

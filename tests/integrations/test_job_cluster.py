@@ -161,7 +161,7 @@ def test_a_job_that_is_stopped_saves_its_rounds_and_continues_when_it_is_submitt
     assert command("stop", job).stdout == f"{job}: STOPPED\n"
     log = command("logs", job, "--follow")
     assert log.returncode == 130
-    assert "Stopping: the rounds that are done are being saved" in log.stdout
+    assert "Stopping: the finished rounds are being saved" in log.stdout
     saved = json.loads((folder / "summary.json").read_text())["round"]
     assert 2 <= saved < 60
     slow.unlink()

@@ -23,7 +23,7 @@ from raypfl.engine.prepared import Prepared
 from raypfl.experiment.settings import RaySettings
 from raypfl.methods import Ditto
 from raypfl.runs import driver, gpu_share
-from raypfl.runs.gpu_share import Card, actors_on, bytes_needed, line, with_numbers
+from raypfl.runs.gpu_share import GpuMeasurement, actors_on, bytes_needed, fit_line, with_gpu_shares
 from raypfl.studies.worker import run_cell
 from tests.support.pretend_gpu import pretend_gpu
 from tests.support.runs import experiment
@@ -33,19 +33,19 @@ GIB = 2**30
 
 
 def test_a_line_through_two_groups_gives_the_memory_of_any_other():
-    assert line([1, 8], [110, 180]) == (100, 10)
-    assert line([1], [110]) == (110, 0)
-    assert line([1, 8], [120, 110]) == (120, 0)  # what the first step alone needs is not taken off larger groups
+    assert fit_line([1, 8], [110, 180]) == (100, 10)
+    assert fit_line([1], [110]) == (110, 0)
+    assert fit_line([1, 8], [120, 110]) == (120, 0)  # what the first step alone needs is not taken off larger groups
 
 
 def test_as_many_actors_share_a_gpu_as_need_nine_tenths_of_its_memory():
-    assert actors_on(Card(100, 10), data=0, data_share=0.25, most=99) == 9
-    assert actors_on(Card(100, 10), data=0, data_share=0.25, most=4) == 4
-    assert actors_on(Card(100, 95), data=0, data_share=0.25, most=99) == 1
+    assert actors_on(GpuMeasurement(100, 10), data=0, data_share=0.25, most=99) == 9
+    assert actors_on(GpuMeasurement(100, 10), data=0, data_share=0.25, most=4) == 4
+    assert actors_on(GpuMeasurement(100, 95), data=0, data_share=0.25, most=99) == 1
     # Each of six has its copy of the data, 24 bytes together; from the seventh on nobody has, and nine fit again.
-    assert actors_on(Card(100, 10), data=4, data_share=0.25, most=6) == 6
-    assert actors_on(Card(100, 10), data=4, data_share=0.25, most=99) == 9
-    assert actors_on(Card(100, 10), data=4, data_share=0.5, most=8) == 6
+    assert actors_on(GpuMeasurement(100, 10), data=4, data_share=0.25, most=6) == 6
+    assert actors_on(GpuMeasurement(100, 10), data=4, data_share=0.25, most=99) == 9
+    assert actors_on(GpuMeasurement(100, 10), data=4, data_share=0.5, most=8) == 6
 
 
 @given(st.integers(1, 500))
@@ -131,7 +131,7 @@ def test_a_gpu_that_is_too_small_for_what_is_tried_gets_one_actor(tmp_path: Path
     given = experiment(tmp_path, method=f"{__name__}:TooLarge")
     data = load_federated(given.data, given.partition, seed=0)
     with pretend_gpu():
-        assert gpu_share._probe(SimpleNamespace(opened=lambda: (given, data))) == Card(2**36, 2**36)
+        assert gpu_share._probe(SimpleNamespace(opened=lambda: (given, data))) == GpuMeasurement(2**36, 2**36)
 
 
 # --- on a cluster -----------------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def _no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_no_cluster")
 def test_memory_processors_and_groups_limit_the_actors_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(gpu_share, "_probe", lambda pickled: Card(80 * GIB, 8.9 * GIB))
+    monkeypatch.setattr(gpu_share, "_probe", lambda pickled: GpuMeasurement(80 * GIB, 8.9 * GIB))
     given = experiment(tmp_path, ray__gpus_per_actor="auto", engine__group_size=1, engine__backend="ray")
     data = load_federated(given.data, given.partition, seed=0)
     said: list[str] = []
@@ -159,7 +159,7 @@ def test_memory_processors_and_groups_limit_the_actors_on_a_gpu(tmp_path: Path, 
     def share(cpus: float, gpus: float, **changes) -> float:
         asked = given.override([f"{name.replace('__', '.')}={value}" for name, value in changes.items()])
         ray = cluster({"CPU": 64.0}, {"CPU": cpus, "GPU": gpus})
-        return with_numbers(ray, Prepared(asked, data), lambda event: said.append(event.text)).ray.gpus_per_actor
+        return with_gpu_shares(ray, Prepared(asked, data), lambda event: said.append(event.text)).ray.gpus_per_actor
 
     assert share(64, 2, cohort__size=12) == share_of(8)  # in 72 GiB
     assert said[-1] == "8 client actors a GPU: each needs 8.90 of 80 GiB"
@@ -168,7 +168,7 @@ def test_memory_processors_and_groups_limit_the_actors_on_a_gpu(tmp_path: Path, 
     assert share(1, 2, cohort__size=12) == 1.0
     assert share(64, 2, cohort__size=5) == share_of(5)
     assert (
-        with_numbers(cluster(), Prepared(given.override(["ray.gpus_per_actor=0.3"]), data), print).ray.gpus_per_actor
+        with_gpu_shares(cluster(), Prepared(given.override(["ray.gpus_per_actor=0.3"]), data), print).ray.gpus_per_actor
         == 0.3
     )
 
@@ -182,7 +182,7 @@ def test_a_step_that_fails_while_it_is_measured_is_a_sentence(tmp_path: Path, mo
     given = experiment(tmp_path, ray__gpus_per_actor="auto", engine__backend="ray")
     data = load_federated(given.data, given.partition, seed=0)
     with pytest.raises(RaypflError, match=r"could not be measured .*no such layer\. Give a number instead"):
-        with_numbers(cluster({"CPU": 1.0, "GPU": 1.0}), Prepared(given, data), lambda event: None)
+        with_gpu_shares(cluster({"CPU": 1.0, "GPU": 1.0}), Prepared(given, data), lambda event: None)
 
 
 @pytest.mark.usefixtures("ray_cluster")

@@ -23,12 +23,12 @@ def record_pretraining(experiment: Experiment, pretraining: Pretraining) -> None
     tags = {"pretraining": str(experiment.model.pretrain)}
     run_id = client.create_run(home, tags=tags, run_name=pretraining.path.stem).info.run_id
 
-    settings = pretraining.about["settings"]
+    settings = pretraining.provenance["settings"]
     params = settings["model"] | {
         "seed": settings["seed"],
         "augmentation": settings["data"]["augmentation"],
         "precision": settings["training"]["precision"],
-        "data": pretraining.about["data"],
+        "data": pretraining.provenance["data"],
     }
     for key, value in flatten(params).items():
         client.log_param(run_id, key, str(value)[:500])

@@ -1,4 +1,4 @@
-"""Whether the network works with the data: on their shape, on lone samples, in its outputs, channels last."""
+"""Whether the network works with the data: with their shape, batches of one, the outputs, channels-last images."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from raypfl.learning.executor import Precision
 from raypfl.learning.settings import TrainingSettings
 
 FEW = 2
-"""Samples in a batch, and clients in a group, that show whether the network works."""
+"""Samples in a batch, and clients in a group, of a smoke test."""
 
 
 def refuse_misfit(prepared: Prepared) -> None:
@@ -59,16 +59,16 @@ def refuse_lone_samples(prepared: Prepared) -> None:
     size = sizes[first]
     if training.batch_size == 1:
         cause = "training.batch_size is 1"
-        mend = "Raise it"
+        remedy = "Raise it"
     elif size == 1:
         cause = f"client {client} has one training sample"
-        mend = "Let the partition give every client two, such as by partition.min_samples"
+        remedy = "Let the partition give every client two, such as by partition.min_samples"
     else:
         cause = f"client {client}'s {size} training samples leave one in batches of {training.batch_size}"
-        mend = "Set training.smallest_batch=2, which leaves such batches out"
+        remedy = "Set training.smallest_batch=2, which leaves such batches out"
     raise ConfigError(
         f"model is {experiment.model.name!r}, whose batch norm cannot train on a mini-batch of one sample, but "
-        f"{cause}. {mend}, or choose a network without batch norm (model.norm=group where the model has it)."
+        f"{cause}. {remedy}, or choose a network without batch norm (model.norm=group where the model has it)."
     )
 
 
@@ -131,7 +131,7 @@ def outputs_of_batch(prepared: Prepared, channels_last: bool, train: bool, sampl
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error; of a fallback, that of the error which caused it."""
+    """The first line of an error; for a FallbackWarning, of the error that caused it."""
     text = str(error).rpartition(FallbackWarning.BECAUSE)[2]
     if isinstance(error, FallbackWarning):
         return text.splitlines()[0]

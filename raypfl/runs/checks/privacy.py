@@ -11,19 +11,19 @@ from raypfl.learning.privacy.accounting import refuse_without_accountant
 from raypfl.runs.checks.rehearsal import Rehearsal
 
 FEW = 2
-"""Clients of the round that shows whether a method's messages can be protected."""
+"""Clients in the rehearsed round."""
 
 
 def refuse_unprotected(prepared: Prepared) -> None:
-    """Raise a ConfigError if the network or the method does not let the privacy settings hold."""
+    """Raise a ConfigError if the network or the method breaks what the privacy settings promise."""
     privacy = prepared.experiment.privacy
     refuse_without_accountant(privacy)
 
     if privacy.noise is not None and prepared.model.mixes_rows:
         raise ConfigError(
             f"privacy.noise is {privacy.noise}, but batch norm in {prepared.experiment.model.name} mixes the samples "
-            "of a batch, so that the part of one cannot be bounded. Choose group norm (norm: group) or a network "
-            "without batch norm, or freeze what has it."
+            "of a batch, so one sample's influence cannot be bounded. Choose group norm (norm: group) or a network "
+            "without batch norm, or freeze the layers that have it."
         )
 
     if privacy.noise is not None or privacy.secure_aggregation:
@@ -41,6 +41,6 @@ def _refuse_unprotected_messages(prepared: Prepared) -> None:
             rehearsal.evaluate()
     except PrivacyError as error:
         raise ConfigError(with_location(error)) from error
-    # What else may fail, the run itself says with its round and client.
+    # Any other failure is left to the run itself, which reports it with its round and client.
     except Exception:
         return

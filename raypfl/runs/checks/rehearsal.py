@@ -18,7 +18,7 @@ class Rehearsal:
 
     def __init__(self, prepared: Prepared, size: int):
         changes = [f"engine.group_size={size}", "training.steps=1", "failures.loss_limit=.inf"]
-        # On no GPU: the data stay in the host's memory.
+        # With no share of a GPU, the data stay in the host's memory.
         self._prepared = prepared.with_settings(prepared.experiment.override(changes), gpus=0.0)
         self._task = self._prepared.task
         self._method = prepared.experiment.method
@@ -42,7 +42,7 @@ class Rehearsal:
         all_protocols = self._prepared.experiment.evaluation.protocols
         protocols = [protocol for protocol in all_protocols if protocol != "unseen"]
         clients = list(self._largest(self._task.num_test_samples))
-        Evaluator(self._prepared, self._runner).evaluated(self._server, 1, clients, protocols, unseen=False)
+        Evaluator(self._prepared, self._runner).evaluate_clients(self._server, 1, clients, protocols, unseen=False)
 
     def _largest(self, samples: np.ndarray) -> tuple[int, ...]:
         """The trained clients with most of these samples."""

@@ -1,4 +1,4 @@
-"""Whether method, objective, data and the settings of evaluation fit together, as far as no network is needed."""
+"""Checks of method, objective, data and evaluation settings that need no network."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from raypfl.learning.objectives import KINDS, OBJECTIVES
 from raypfl.methods import METHODS, Method
 
 MODEL_HOOKS = ("global_model", "personal_model", "unseen_model")
-"""Functions of a method whose models are evaluated; a method has one of its own."""
+"""Functions of a method that make the evaluated models; a method defines at least one."""
 
 
 def refuse_incomplete(method: Method) -> None:

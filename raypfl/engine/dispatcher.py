@@ -1,4 +1,4 @@
-"""The listeners of a run, and what they are told."""
+"""How the events of a run reach its listeners."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from raypfl.common.user_code import explain_user_errors
 from raypfl.engine.events import Evaluated, Event, Listener, RoundFinished, RunStarted, Warned
 
 
-class Audience:
+class EventDispatcher:
     """Passes each event on to the listeners once, although a restarted server repeats some rounds.
 
-    One event at a time, from any thread.
-
-    The event of a run's start has the seconds since the audience was made, as ``startup_seconds`` of its metadata.
+    Any thread may call it; listeners get one event at a time. The metadata of the run's start get ``startup_seconds``,
+    the seconds since this dispatcher was made.
 
     Attributes
     ----------
@@ -46,7 +45,7 @@ class Audience:
                     listener(event)
 
     def _is_news(self, event: Event) -> bool:
-        """Take note of an event, and return whether it was not heard before."""
+        """Note an event; return whether it is new, or repeats one from before a restart."""
         if isinstance(event, RunStarted):
             is_restart = self._has_started
             self._has_started = True
