@@ -1,7 +1,7 @@
 """Install raypfl and all it needs into a virtual environment: ``python3 bootstrap.py [FOLDER]``, by default `.venv`.
 
-Runs under any Python 3.6+, so that a Python that is too old is told so in a sentence. Running it again is cheap, and
-mends an installation that was interrupted.
+This file runs under any Python from 3.6 on, so that a user whose Python is too old gets a sentence rather than a
+syntax error. Running it again is cheap, and repairs an interrupted installation.
 """
 
 import os
@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
-OLDEST, NEWEST = (3, 11), (3, 13)
+OLDEST = (3, 11)
+NEWEST = (3, 13)
 DISK_GB = float(os.environ.get("RAYPFL_DISK_GB", "8"))
 
 
@@ -21,20 +22,23 @@ class Refused(Exception):
 
 
 def main(folder: str) -> None:
-    """Create `folder` if need be and install into it; the file .installed in it is written last."""
+    """Install into `folder`, which is created if need be; the file .installed in it is written last."""
     venv = Path(folder).absolute()
-    # Stays behind when an installation is interrupted: packages may then be half there and yet look whole.
+    # An interrupted installation leaves this file behind: its packages may be incomplete and yet look whole.
     unfinished = venv / ".unfinished"
+
     check_disk(venv, DISK_GB)
     if unfinished.exists():
-        say("The last installation was interrupted; beginning afresh with what it had downloaded")
+        say("The last installation was interrupted; starting over, with the packages that it downloaded")
     elif venv.exists() and any(venv.iterdir()):
         check_environment(venv)
+
     if unfinished.exists() or not (venv / "pyvenv.cfg").exists():
         python = find_python()
         venv.mkdir(parents=True, exist_ok=True)
         unfinished.touch()
         create(venv, python)
+
     unfinished.touch()
     install(venv)
     unfinished.unlink()
@@ -43,9 +47,9 @@ def main(folder: str) -> None:
 
 def version_of(python: str) -> "tuple[int, ...] | None":
     """(major, minor) of an interpreter, or None if it does not run."""
-    ask = [python, "-c", "import sys; print(*sys.version_info[:2])"]
+    command = [python, "-c", "import sys; print(*sys.version_info[:2])"]
     try:
-        output = subprocess.run(ask, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True).stdout
+        output = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         return None
     return tuple(int(part) for part in output.split())
@@ -60,82 +64,84 @@ def dotted(version: "tuple[int, ...]") -> str:
 
 
 def find_python() -> str:
-    """This interpreter if raypfl runs on it, else another on the PATH."""
-    found = []
+    """This interpreter if raypfl runs on it, else a suitable one on the PATH."""
+    unsuitable = []
     for name in [sys.executable, "python3.13", "python3.12", "python3.11", "python3", "python"]:
         version = version_of(name)
         if is_supported(version):
             return name
         if version:
-            found.append(f"{shutil.which(name)} is {dotted(version)}")
+            unsuitable.append(f"{shutil.which(name)} is {dotted(version)}")
     raise Refused(
-        f"raypfl needs Python 3.11, 3.12 or 3.13, and finds none here ({', '.join(dict.fromkeys(found))}). Install one "
-        f"from your system's packages or from python.org. If there is one elsewhere: make PYTHON=/path/to/python3.12"
+        f"raypfl needs Python 3.11, 3.12 or 3.13, and finds none here ({', '.join(dict.fromkeys(unsuitable))}). "
+        f"Install one from your system's packages or from python.org. If it is elsewhere: make "
+        f"PYTHON=/path/to/python3.12"
     )
 
 
 def check_environment(venv: Path) -> None:
-    """Refuse a folder that is something else, or an environment with a Python that raypfl does not run on."""
+    """Refuse a folder that is not an environment, or one whose Python does not run raypfl."""
     version = version_of(str(venv / "bin" / "python"))
     if not (venv / "pyvenv.cfg").exists():
-        found = "is not empty, and not a virtual environment either"
+        problem = "is not empty, and not a virtual environment either"
     elif version is None:
-        found = "is an environment whose Python does not start"
+        problem = "is an environment whose Python does not start"
     elif not is_supported(version):
-        found = f"is an environment of Python {dotted(version)}, and raypfl needs 3.11, 3.12 or 3.13"
+        problem = f"is an environment of Python {dotted(version)}, and raypfl needs 3.11, 3.12 or 3.13"
     else:
         return
-    raise Refused(f"{venv} {found}. Remove it, or choose another folder: make VENV=FOLDER")
+    raise Refused(f"{venv} {problem}. Remove it, or choose another folder: make VENV=FOLDER")
 
 
 def check_disk(venv: Path, needed_gb: float) -> None:
-    """Refuse to begin what would end with a full disk."""
-    place = next(folder for folder in [venv, *venv.parents] if folder.exists())
-    free = shutil.disk_usage(str(place)).free / 1e9
-    present = sum(file.lstat().st_size for file in venv.rglob("*")) / 1e9
-    if free + present < needed_gb:
+    """Refuse to start if the installation would fill the disk."""
+    existing = next(folder for folder in [venv, *venv.parents] if folder.exists())
+    free = shutil.disk_usage(str(existing)).free / 1e9
+    installed = sum(file.lstat().st_size for file in venv.rglob("*")) / 1e9
+    if free + installed < needed_gb:
         raise Refused(
-            f"raypfl and its dependencies take about {needed_gb:.0f} GB, and the disk of {place} has {free:.1f} GB "
+            f"raypfl and its dependencies take about {needed_gb:.0f} GB, and the disk of {existing} has {free:.1f} GB "
             f"free. Free some space, choose a folder on another disk with make VENV=FOLDER, or try anyway with "
             f"RAYPFL_DISK_GB=0"
         )
 
 
 def create(venv: Path, python: str) -> None:
-    """Make an environment with pip in it, where nothing or an interrupted installation is."""
+    """Create an environment with pip, in place of nothing or of an interrupted installation."""
     say(f"Creating {venv} with {shutil.which(python)}")
     for part in ("bin", "lib"):
         shutil.rmtree(str(venv / part), ignore_errors=True)
     if subprocess.run([python, "-m", "venv", str(venv)]).returncode:
         package = f"python{dotted(version_of(python) or OLDEST)}-venv"
         raise Refused(
-            f"The environment could not be created; Python says above why. On Debian and Ubuntu this takes a package "
-            f"that may be missing: sudo apt install {package}"
+            f"The environment could not be created; the lines above say why. On Debian and Ubuntu, a package may be "
+            f"missing: sudo apt install {package}"
         )
 
 
 def install(venv: Path) -> None:
     """Install uv with pip, and all the rest with uv, which downloads and unpacks many packages at once."""
-    python, uv = str(venv / "bin" / "python"), venv / "bin" / "uv"
+    python = str(venv / "bin" / "python")
+    uv = venv / "bin" / "uv"
     if not uv.exists():
         say("Installing uv, which installs the rest")
         attempt([python, "-m", "pip", "install", "--quiet", "uv"])
     say(
-        "Installing raypfl and its dependencies: a few GB, mostly PyTorch, that are downloaded once. This takes some "
-        "minutes, in which nothing is printed"
+        "Installing raypfl and its dependencies: a few GB, mostly PyTorch, downloaded once. This takes some minutes, "
+        "during which nothing is printed"
     )
-    begun = time.monotonic()
-    # Compiled here, with all cores: else each process of the first run compiles thousands of modules on its own.
+    start = time.monotonic()
+    # Compile now, with all cores: otherwise, each process of the first run compiles thousands of modules by itself.
     options = ["--quiet", "--compile-bytecode", "--constraint", "constraints.txt"]
     attempt([str(uv), "pip", "install", "--python", python, *options, "--editable", ".[dev]"])
-    say(f"Installed in {(time.monotonic() - begun) / 60:.1f} minutes")
+    say(f"Installed in {(time.monotonic() - start) / 60:.1f} minutes")
 
 
 def attempt(command: "list[str]") -> None:
     if subprocess.run(command, cwd=str(ROOT)).returncode:
         raise Refused(
-            "The installation did not succeed; the lines above say why. If it is the network (none, or a proxy), mend "
-            "that and run the same command again: what was downloaded is not downloaded again."
+            "The installation failed; the lines above say why. If the cause is the network (none, or a proxy), fix "
+            "that and run the same command again: nothing is downloaded twice."
         )
 
 
@@ -151,4 +157,4 @@ if __name__ == "__main__":
     except OSError as error:
         sys.exit(f"\nThe environment cannot be written: {error}.")
     except KeyboardInterrupt:
-        sys.exit("\nInterrupted. Run the same command again to go on.")
+        sys.exit("\nInterrupted. Run the same command again to continue.")

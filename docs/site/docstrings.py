@@ -1,4 +1,4 @@
-"""Docstrings as the API pages need them: ``name : meaning`` of their sections, on a line each."""
+"""Docstrings as the API pages need them: sections with each name on a line, and its meaning on the lines below."""
 
 from __future__ import annotations
 
@@ -14,15 +14,20 @@ RETURNS = re.compile(r"^(Returns\n-+\n)((?:.*\n?)*?)(?=^\w+\n-+\n|\Z)", re.MULTI
 
 
 class MeaningsNotTypes(griffe.Extension):
-    """Types are in signatures here, so what follows a name is its meaning, as is the text on what is returned."""
+    """Show the text after a name, or below Returns, as its meaning, which griffe would take for a type."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         if obj.docstring:
-            text = SECTION.sub(lambda section: section[0].replace(section[1], items(section[1])), obj.docstring.value)
+            text = SECTION.sub(lambda match: match[0].replace(match[1], items(match[1])), obj.docstring.value)
             kind = getattr(obj, "returns", None) or "result"
-            obj.docstring.value = RETURNS.sub(lambda found: f"{found[1]}{kind}\n{indent(found[2], '    ')}", text)
+            obj.docstring.value = RETURNS.sub(lambda match: f"{match[1]}{kind}\n{indent(match[2], '    ')}", text)
 
 
 def items(section: str) -> str:
-    """An item for each name, with its meaning on the lines below."""
-    return ITEM.sub(lambda item: "\n".join(f"{name}\n    {item[2]}" for name in item[1].split(", ")), section)
+    """Return a section with an item for each name, and the name's meaning on the lines below it."""
+
+    def as_items(match: re.Match[str]) -> str:
+        names, meaning = match.groups()
+        return "\n".join(f"{name}\n    {meaning}" for name in names.split(", "))
+
+    return ITEM.sub(as_items, section)

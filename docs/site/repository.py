@@ -1,4 +1,4 @@
-"""Files of the repository outside of docs/ that pages link to: the site has a page for each, under repository/."""
+"""Pages for the files outside of docs/ that pages link to; on the site they are under repository/."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ LANGUAGES = {".py": "python", ".yaml": "yaml", ".sh": "bash", ".cff": "yaml"}
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
-    """Add a page for every file that a page links to, and that a page so added links to."""
+    """Add a page for every file that a page links to, and for those that the added pages link to."""
     waiting = [(f"docs/{page.src_uri}", page.content_string) for page in files.documentation_pages()]
     while waiting:
-        where, text = waiting.pop()
+        source, text = waiting.pop()
         for link in LINK.findall(FENCED.sub("", text)):
-            target = posixpath.normpath(posixpath.join(posixpath.dirname(where), link))
-            uri = place(target)
+            target = posixpath.normpath(posixpath.join(posixpath.dirname(source), link))
+            uri = site_path(target)
             if target.startswith(("docs/", "..")) or uri in files.src_uris or not (ROOT / target).exists():
                 continue
+
             if target.endswith(".png"):
                 files.append(File.generated(config, uri, abs_src_path=str(ROOT / target)))
                 continue
@@ -36,26 +37,27 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Lead links out of docs/ to the pages that were added."""
+    """Redirect links that lead out of docs/ to the pages that were added."""
     uri = page.file.src_uri
-    where = uri.removeprefix("repository/").removesuffix("") if uri.startswith("repository/") else f"docs/{uri}"
+    source = uri.removeprefix("repository/") if uri.startswith("repository/") else f"docs/{uri}"
 
-    def moved(link: re.Match[str]) -> str:
-        target = posixpath.normpath(posixpath.join(posixpath.dirname(where), link[1]))
-        return posixpath.relpath(place(target), posixpath.dirname(uri) or ".")
+    def redirected(link: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(source), link[1]))
+        return posixpath.relpath(site_path(target), posixpath.dirname(uri) or ".")
 
+    # Every second part is a fenced block, whose text only looks like links.
     parts = re.split(f"({FENCED.pattern})", markdown, flags=FENCED.flags)
-    parts[::2] = [LINK.sub(moved, part) for part in parts[::2]]
+    parts[::2] = [LINK.sub(redirected, part) for part in parts[::2]]
     return "".join(parts)
 
 
 def on_page_content(html: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Show Sphinx's roles in docstrings as the names that they hold."""
+    """Show each of Sphinx's roles in docstrings as the name in it."""
     return re.sub(r":(?:attr|class|data|func|meth|mod):<code>~?", "<code>", html)
 
 
-def place(target: str) -> str:
-    """Where the site has a file of the repository, from docs/."""
+def site_path(target: str) -> str:
+    """Return where the site has a file of the repository, relative to docs/."""
     if target == "README.md":
         return "index.md"
     if target.startswith("docs/"):
@@ -64,10 +66,10 @@ def place(target: str) -> str:
 
 
 def page_of(path: Path, name: str) -> str:
-    """A file as Markdown; of a folder, links to its modules."""
+    """Return a file as Markdown; for a folder, return links to its modules."""
     if path.suffix == ".md":
         return path.read_text()
     if path.is_dir():
-        inside = sorted(one.name for one in path.glob("*.py") if one.name != "__init__.py")
-        return f"# `{name}`\n\n" + "\n".join(f"- [{one}]({path.name}/{one})" for one in inside)
+        modules = sorted(file.name for file in path.glob("*.py") if file.name != "__init__.py")
+        return f"# `{name}`\n\n" + "\n".join(f"- [{module}]({path.name}/{module})" for module in modules)
     return f"# `{name}`\n\n````{LANGUAGES.get(path.suffix, 'text')}\n{path.read_text()}\n````\n"

@@ -328,11 +328,11 @@ def _pictures(
     try:
         if evaluated:
             pictures["Picture"] = drawing.draw(evaluated, folder / "picture.png")
-        if latent_picture.shown(results):
+        if latent_picture.groups_to_draw(results):
             pictures["Latent space"] = latent_picture.draw(results, folder / "picture-latent.png")
-        if logged_picture.shown(results):
+        if logged_picture.strips_to_draw(results):
             pictures["Logged images"] = logged_picture.draw(results, folder / "picture-images.png")
-        if descriptor_picture.shown(results):
+        if descriptor_picture.groups_to_draw(results):
             pictures["Descriptors"] = descriptor_picture.draw(results, folder / "picture-descriptors.png")
     except Unwritable as problem:
         warn(str(problem))

@@ -17,7 +17,7 @@ from raypfl.common import rng
 DRAWS = 4000
 
 _MANY_CLIENTS = 100
-"""Clients from which the mean of resampled ones is drawn from its limit, a normal distribution, which costs nothing."""
+"""With more clients than this, their resampled mean is drawn from its limit, a normal distribution, at no cost."""
 
 
 def draws(values: Sequence[np.ndarray], same_clients: bool) -> np.ndarray:
@@ -56,7 +56,8 @@ def _crossed(values: np.ndarray, drawn_seeds: np.ndarray, generator: np.random.G
     `values` : ``[seeds, clients]``. `drawn_seeds` : the seeds of each draw, ``[DRAWS, seeds]``.
     """
     seeds, clients = values.shape
-    weights = (drawn_seeds[:, :, None] == np.arange(seeds)).mean(axis=1)  # of each seed in each draw
+    # The share of each seed in each draw: [DRAWS, seeds].
+    weights = (drawn_seeds[:, :, None] == np.arange(seeds)).mean(axis=1)
 
     if clients > _MANY_CLIENTS:
         covariance = np.cov(values, bias=True).reshape(seeds, seeds)

@@ -24,8 +24,8 @@ _SHADES = LinearSegmentedColormap.from_list("shades", [f"{DATA}00", DATA])  # fo
 _FEW_CLASSES = 30
 _CLIENT_INCHES = 0.28
 _NARROWEST_CLIENT_INCHES = 0.17
-_MARGIN_INCHES = 1.8  # of axes and legend
-_MOST_COLUMNS = 1500  # of the picture of many clients; neighbours share one where there are more
+_MARGIN_INCHES = 1.8  # for axes and legend
+_MOST_COLUMNS = 1500  # in the picture of many clients; with more clients, neighbours share a column
 _LONGEST_NAME = 18
 _LARGEST_BUBBLE = 340.0  # square points
 
@@ -78,7 +78,7 @@ def labels_of(summary: Summary) -> dict[str, dict[str, float]]:
 
 
 def number(value: float) -> str:
-    """Return a number with as many decimals as tell samples and shares apart."""
+    """Return a number as text: none, one or two decimals, so that both counts and shares read well."""
     if value == round(value):
         return f"{value:,.0f}"
     if value >= 100:
@@ -152,7 +152,7 @@ def _draw_shades(figure: Figure, axes: Axes, shares: np.ndarray) -> None:
 
     look: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest", "cmap": _SHADES}
     extent = (-0.5, clients - 0.5, classes - 0.5, -0.5)
-    # Up to the largest share that there is, since those of many classes are small.
+    # Scaled to the largest share, since shares are small if there are many classes.
     image = axes.imshow(columns.T, extent=extent, vmin=0, vmax=float(columns.max()) or 1.0, **look)
     axes.grid(False)
 
@@ -183,9 +183,10 @@ def _label_axes(above: Axes, below: Axes, summary: Summary, few_clients: bool) -
     above.set(ylabel="samples")
 
     classes = len(summary.class_names)
-    every = math.ceil(classes / _FEW_CLASSES)
-    names = [_shortened(name) for name in summary.class_names[::every]]
-    below.set_yticks(range(0, classes, every), names)
+    # Name every class or, if there are many, one in `step`.
+    step = math.ceil(classes / _FEW_CLASSES)
+    names = [_shortened(name) for name in summary.class_names[::step]]
+    below.set_yticks(range(0, classes, step), names)
     below.set(ylim=(classes - 0.5, -0.5), xlim=(-0.7, summary.num_clients - 0.3))
     below.xaxis.set_major_locator(MaxNLocator(min(summary.num_clients + 1, 13), integer=True, steps=[1, 2, 5, 10]))
     below.xaxis.set_minor_locator(NullLocator())

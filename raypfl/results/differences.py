@@ -1,4 +1,4 @@
-"""Differences between methods, taken seed by seed and client by client: their intervals, and who is ahead how often."""
+"""Differences between methods, paired by seed and client: their intervals, and how often which method is ahead."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from raypfl.results.units import Unit
 from raypfl.runs.result import RunResult
 
 _ENOUGH_SEEDS = 6
-"""From which a two-sided Wilcoxon test can give a p below .05: it is at least 2 / 2^n over n seeds."""
+"""Fewest seeds with which a two-sided Wilcoxon test can give p < 0.05: over n seeds, p is at least 2 / 2^n."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class Difference:
     Attributes
     ----------
     method, baseline : the labels.
-    best : whether it is in the round that validation data chose, instead of the last one.
-    unit : the metric's.
-    by_seed : the mean over clients, by the seeds that both have on the same data; empty: nothing is paired.
+    best : whether the models are from the round that validation data chose, instead of the last one.
+    unit : the unit of the metric.
+    by_seed : the mean over clients for each seed that both have on the same data; empty: nothing is paired.
     low, high : the middle 95% of the bootstrap's draws; None where there is nothing to resample.
     draws_ahead : the share of draws in which the method is better than the baseline; None likewise.
     over_clients : whether clients are resampled; not if each method has one model on one test set.
@@ -66,7 +66,7 @@ class Difference:
 
     @property
     def cells(self) -> tuple[str, str, str, str]:
-        """Difference, interval, seeds ahead and draws ahead as they are printed, ``"–"`` for what there is not."""
+        """Difference, interval, seeds ahead and draws ahead as they are printed; ``"–"`` where there is none."""
         if self.mean is None:
             return ("–",) * 4
 
@@ -78,7 +78,7 @@ class Difference:
         return self.text(self.mean), interval, seeds_ahead, f"{self.draws_ahead:.0%}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything for programs; None for what there is not."""
+        """Return everything for programs; None where there is none."""
         return {
             "method": self.method,
             "against": self.baseline,
@@ -158,11 +158,11 @@ def remarks(rows: Sequence[Difference], groups: Sequence[RunGroup]) -> list[str]
         return []
 
     unit = rows[0].unit
-    lines = [
-        f"Paired differences{' in points' if unit.sign else ''}, seed by seed and client by client, of the models that "
-        f"clients use.{'' if unit.metric.higher_is_better else ' A method is ahead if it is lower.'}",
-        *_resampling_remarks(rows),
-    ]
+    in_points = " in points" if unit.sign else ""
+    first = f"Paired differences{in_points}, seed by seed and client by client, of the models that clients use."
+    if not unit.metric.higher_is_better:
+        first += " A method is ahead if it is lower."
+    lines = [first, *_resampling_remarks(rows)]
 
     seeds = max(len(row.by_seed) for row in rows)
     if 1 < seeds < _ENOUGH_SEEDS:
@@ -180,30 +180,31 @@ def remarks(rows: Sequence[Difference], groups: Sequence[RunGroup]) -> list[str]
 
 
 def _resampling_remarks(rows: Sequence[Difference]) -> list[str]:
-    """How intervals and draws come about."""
+    """Return sentences on how intervals and draws are computed."""
     resampled = [row for row in rows if row.draws_ahead is not None]
     if not resampled:
         return []
 
     several_seeds = any(len(row.by_seed) > 1 for row in resampled)
-    drawn = ["the seeds"] if several_seeds else []
+    levels = ["the seeds"] if several_seeds else []
     if any(row.over_clients for row in resampled):
-        drawn.append("the clients")
+        levels.append("the clients")
 
-    lines = [f"The 95% interval is that of {bootstrap.DRAWS:,} bootstrap draws of {' and '.join(drawn)}."]
+    lines = [f"The 95% interval is that of {bootstrap.DRAWS:,} bootstrap draws of {' and '.join(levels)}."]
     if not several_seeds:
-        lines.append("There is only one seed: it does not say what others would give.")
+        lines.append("There is only one seed, which does not show how results vary between seeds.")
     return lines
 
 
 def _unpaired_remark(row: Difference, method_seeds: Sequence[int], baseline_seeds: Sequence[int]) -> str:
-    """What is not paired, as a sentence; empty: all seeds are."""
+    """Return a sentence on what is not paired; empty if all seeds are."""
     if not row.by_seed:
         return f"{row.method} and {row.baseline} have no seed with the same data in common, so they are not paired."
     if set(row.by_seed) == {*method_seeds} == {*baseline_seeds}:
         return ""
+    noun = "seeds" if len(row.by_seed) > 1 else "seed"
     seeds = ", ".join(map(str, row.by_seed))
-    return f"{row.method} against {row.baseline}: only over what both have, seed{'s' * (len(row.by_seed) > 1)} {seeds}."
+    return f"{row.method} against {row.baseline}: only over what both have, {noun} {seeds}."
 
 
 def difference(group: RunGroup, reference: RunGroup, protocol: str, best: bool = False) -> Difference:
@@ -247,7 +248,10 @@ def _with_interval(row: Difference, clients: Sequence[np.ndarray], same_clients:
 def _client_by_client(
     result: RunResult, other: RunResult, protocol: str, models: tuple[str, str], best: bool
 ) -> tuple[list[int], np.ndarray]:
-    """Clients that both have, and their differences; one model on one test set counts for every client of the other."""
+    """Return the clients that both runs have, and their differences.
+
+    One model on one test set counts for every client of the other run.
+    """
     clients, scores = client_scores(result, protocol, models[0], best)
     other_clients, other_scores = client_scores(other, protocol, models[1], best)
 
@@ -261,7 +265,7 @@ def _client_by_client(
 
 
 _TESTED_ONCE = [-1]
-"""The clients of one model on one test set."""
+"""The clients in the table for one model on one test set: a single one, numbered -1."""
 
 
 def _is_ahead(unit: Unit, differences: np.ndarray) -> np.ndarray:
@@ -269,7 +273,7 @@ def _is_ahead(unit: Unit, differences: np.ndarray) -> np.ndarray:
 
 
 def _data_hash(result: RunResult) -> str | None:
-    """A hash of the samples and of who holds them."""
+    """Return the hash of the samples and of who holds them."""
     return result.metadata.get("data")
 
 

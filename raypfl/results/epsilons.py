@@ -17,7 +17,8 @@ class Epsilons(NamedTuple):
 
     Attributes
     ----------
-    branch : the client function and the number of the training in it, or ``all`` of them composed.
+    branch : the client function and the number of the training in it; or ``all``, which composes all branches.
+    mean, std, least, most : the mean, standard deviation, least and largest epsilon of these clients.
     """
 
     branch: str
@@ -34,7 +35,7 @@ class Epsilons(NamedTuple):
 
 
 def epsilons(group: RunGroup) -> list[Epsilons]:
-    """Return a row for each branch, and last one for all of them; nothing without privacy."""
+    """Return a row for each branch, and a last one for all of them together; no rows without privacy."""
     by_branch: dict[str, list[float]] = {}
     for result in group.results:
         if result.privacy is None:

@@ -54,7 +54,7 @@ class RunGroup:
 
     @cached_property
     def _summaries(self) -> dict[bool, list[dict[str, Any]]]:
-        """Rows of all seeds: of the last round under False, of the best round under True."""
+        """Summary rows of all seeds, by whether they are of the best round (True) or of the last one (False)."""
         last = [row for result in self.results for row in result.summary()]
         best = [row for result in self.results for row in result.summary(result.best_round)]
         return {False: last, True: best}
@@ -77,7 +77,8 @@ class RunGroup:
 def group_runs(results: Sequence[RunResult]) -> list[RunGroup]:
     """Group results by everything but the seed, in order of first appearance."""
     members: dict[str, list[RunResult]] = {}
-    for label, result in zip(labels([result.experiment for result in results]), results, strict=True):
+    all_labels = labels([result.experiment for result in results])
+    for label, result in zip(all_labels, results, strict=True):
         members.setdefault(label, []).append(result)
 
     return [RunGroup(label, colour(i), tuple(runs)) for i, (label, runs) in enumerate(members.items())]

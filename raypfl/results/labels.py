@@ -20,11 +20,12 @@ def labels(experiments: Sequence[Experiment]) -> list[str]:
     """Return a name for each experiment; those that differ in their seed alone have the same one.
 
     A label is the method with the options in which runs of this method differ, and with the settings in which it
-    differs from the first experiment: ``ditto lam=0.1 training.lr=0.05``. Every label shows its value instead, the
-    first one's too, if all runs are of one method, or if they differ in one setting that no method has as its own.
+    differs from the first experiment: ``ditto lam=0.1 training.lr=0.05``. All labels, the first one's too, show their
+    values if all runs are of one method, or if they differ in a single setting that is not a method's own.
     """
     names = _method_names(experiments)
-    return [" ".join(filter(None, pair)) for pair in zip(names, _setting_texts(names, experiments), strict=True)]
+    texts = _setting_texts(names, experiments)
+    return [f"{name} {text}" if text else name for name, text in zip(names, texts, strict=True)]
 
 
 def differing_settings(experiments: Sequence[Experiment]) -> list[str]:
@@ -44,9 +45,12 @@ def _method_names(experiments: Sequence[Experiment]) -> list[str]:
 
     names = []
     for method in methods:
+        words = [short_names[method["name"]]]
         namesakes = [other for other in methods if other["name"] == method["name"]]
-        differing = [key for key, value in method.items() if any(other[key] != value for other in namesakes)]
-        names.append(" ".join([short_names[method["name"]], *(f"{key}={method[key]}" for key in differing)]))
+        for key, value in method.items():
+            if any(other[key] != value for other in namesakes):
+                words.append(f"{key}={value}")
+        names.append(" ".join(words))
     return names
 
 
@@ -78,7 +82,8 @@ def _deciding_settings(experiment: Experiment) -> dict[str, Any]:
     """The settings, other than method and seed, that decide a result up to rounding."""
     hidden = [*_ONLY_ROUNDING, *_SHOWN_ELSEWHERE]
     if experiment.model.pretrain is not None:
-        hidden.append("model.weights")  # a file that follows from the other settings
+        # The pretrained file, which follows from the other settings.
+        hidden.append("model.weights")
     if is_described(experiment.data):
         hidden.append("partition")
 

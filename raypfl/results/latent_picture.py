@@ -27,8 +27,8 @@ from raypfl.runs.result import RunResult
 
 _SAMPLES = 600
 _ROWS = 4
-_COLUMNS = 3  # rounds at most, of which the first is the start and the last the end
-_INCHES = 2.9  # of a panel
+_COLUMNS = 3  # rounds at most: the start, one between, and the end
+_PANEL_INCHES = 2.9
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class LatentSpace:
         return np.array([class_colour(index, classes)[:3] for index in range(classes)])
 
 
-def shown(results: Sequence[RunResult]) -> list[RunGroup]:
+def groups_to_draw(results: Sequence[RunResult]) -> list[RunGroup]:
     """Return the first four methods with a global model, of those whose runs ask for the picture
     (``tracking.latent``)."""
     groups = [group for group in group_runs(results) if group.results[0].experiment.tracking.latent]
@@ -89,7 +89,9 @@ def latent_of(result: RunResult) -> LatentSpace:
     x, y = context.samples.take(tested[evenly_spread])
     x = context.samples.normalise(x)
 
-    rounds, features, prototypes = [], [], []
+    rounds = []
+    features = []
+    prototypes = []
     for round, state in [(0, experiment.method.start(prepared.task)), *result.server_states()]:
         theta = experiment.method.global_model(state)
         if theta is not None:
@@ -114,20 +116,20 @@ def _features_and_prototypes(model: FlatModel, theta: Tensor, x: Tensor) -> tupl
 
 
 def draw(results: Sequence[RunResult], path: str | Path) -> Path:
-    """Write a PNG: a row for each of :func:`shown` (its first seed), and in it the latent space at the start, halfway
-    (if a checkpoint between is kept) and at the end, and the cosine of every two prototypes at the end.
+    """Write a PNG with a row for each of :func:`groups_to_draw` (its first seed), and return its path.
 
-    In two dimensions, features are drawn to a scale of their own, and arrows are prototypes, the longest of length 1.
-    In more, directions are projected onto the plane in which the classes' mean directions differ most at the end;
-    stars are prototypes, with lines that follow them from the start.
+    A row has the latent space at the start, halfway (if a checkpoint between is kept) and at the end, and the cosine of
+    every two prototypes at the end. In two dimensions, features are drawn to a scale of their own, and arrows are
+    prototypes, the longest of length 1. In more, directions are projected onto the plane in which the classes' mean
+    directions differ most at the end; stars are prototypes, with lines that follow them from the start.
 
-    It returns the path, whose folder must exist.
+    The folder of `path` must exist.
 
     Raises
     ------
     ConfigError : if none of the results is shown.
     """
-    rows = [(group, latent_of(group.results[0])) for group in shown(results)]
+    rows = [(group, latent_of(group.results[0])) for group in groups_to_draw(results)]
     if not rows:
         raise ConfigError(
             "None of these runs has a latent space to draw: give one with tracking.latent=true, of a method with a "
@@ -135,7 +137,7 @@ def draw(results: Sequence[RunResult], path: str | Path) -> Path:
         )
 
     columns = max(len(latent.columns) for _, latent in rows)
-    with png(path, (columns + 1.35) * _INCHES, len(rows) * (_INCHES + 0.25) + 1.1) as figure:
+    with png(path, (columns + 1.35) * _PANEL_INCHES, len(rows) * (_PANEL_INCHES + 0.25) + 1.1) as figure:
         grid = figure.subplots(len(rows), columns + 1, squeeze=False)
         for panels, (group, latent) in zip(grid, rows, strict=True):
             _draw_row(figure, panels, latent)
@@ -178,17 +180,23 @@ def _draw_features(axes: Axes, latent: LatentSpace, index: int) -> None:
 
 
 def _draw_directions(axes: Axes, latent: LatentSpace, index: int) -> None:
-    """Directions of features, projected, with prototypes as stars and their ways from the start to this round."""
+    """Directions of features, projected, with prototypes as stars and their paths from the start to this round."""
     centre, basis = _class_plane(latent)
-    first, points, last = ((_unit_rows(latent.features[i]) - centre) @ basis for i in (0, index, -1))
-    prototypes = np.stack([(_unit_rows(w) - centre) @ basis for w in latent.prototypes])  # [rounds, C, 2]
+
+    def project(rows: np.ndarray) -> np.ndarray:
+        return (_unit_rows(rows) - centre) @ basis
+
+    first, points, last = (project(latent.features[i]) for i in (0, index, -1))
+    # [rounds, C, 2]
+    prototypes = np.stack([project(w) for w in latent.prototypes])
 
     axes.scatter(points[:, 0], points[:, 1], s=5, c=latent.colours[latent.labels], linewidths=0, alpha=0.45)
-    for way, colour in zip(prototypes[: index + 1].swapaxes(0, 1), latent.colours, strict=False):
-        axes.plot(*way.T, color=colour, linewidth=1.0, alpha=0.8)
-        axes.plot(*way[-1], "*", color=colour, markersize=13, markeredgecolor="white", markeredgewidth=0.8)
+    for path, colour in zip(prototypes[: index + 1].swapaxes(0, 1), latent.colours, strict=False):
+        axes.plot(*path.T, color=colour, linewidth=1.0, alpha=0.8)
+        axes.plot(*path[-1], "*", color=colour, markersize=13, markeredgecolor="white", markeredgewidth=0.8)
 
-    everything = np.concatenate([first, last, *prototypes])  # the same limits in every round
+    # All panels of the row have the same limits.
+    everything = np.concatenate([first, last, *prototypes])
     low = everything.min(0)
     high = everything.max(0)
     _frame(axes, (low + high) / 2, float((high - low).max()) * 0.54)
@@ -222,7 +230,7 @@ def _draw_cosines(figure: Figure, axes: Axes, latent: LatentSpace) -> None:
 
 
 def _frame(axes: Axes, centre: np.ndarray, reach: float) -> None:
-    """A square frame without numbers."""
+    """Draw a square frame without numbers."""
     span = reach * np.array([-1, 1])
     axes.set(xlim=centre[0] + span, ylim=centre[1] + span, aspect="equal")
     axes.set(xticks=[], yticks=[])

@@ -1,4 +1,4 @@
-"""Tables as LaTeX, which needs the package ``booktabs`` and no other."""
+"""Tables as LaTeX; the only package that they need is ``booktabs``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def escaped(text: str) -> str:
 
 
 def number(text: str) -> str:
-    """Return numbers that are printed in plain text as LaTeX, with signs and ± as in formulas."""
+    """Return a printed number, such as ``+2.4±0.3``, as LaTeX, with its signs set as in formulas."""
     return _NUMBER.sub(lambda signed: f"${signed[0]}$", escaped(text.replace("±", " ± ")))
 
 
@@ -41,7 +41,7 @@ def table(headings: Sequence[str], parts: Sequence[TitledRows], caption: str, wo
     ----------
     headings : LaTeX.
     caption : plain text.
-    words : number of columns of words, on the left, before those of numbers.
+    words : number of text columns, on the left; the columns after them are numbers.
     """
     lines = [
         r"\begin{table}",

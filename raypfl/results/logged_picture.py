@@ -16,11 +16,11 @@ from raypfl.results.setting_text import setting_text
 from raypfl.runs.result import RunResult
 
 _COLUMNS = 4
-_ROWS = 6  # rounds at most, of which the first and the last are among
-_INCHES = 3.2  # of a column, or more if its images are plots
+_ROWS = 6  # rounds at most, always with the first and the last
+_COLUMN_INCHES = 3.2  # more if the images are plots
 _PLOT_INCHES = 8.0
-_TITLE_WIDTH = 36  # characters of a line above a column
-_PIXELS_PER_INCH = 150  # of a plot
+_TITLE_WIDTH = 36  # characters in a line above a column
+_PIXELS_PER_INCH = 150  # in a plot
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Strip:
     files: list[Path]
 
 
-def shown(results: Sequence[RunResult]) -> list[Strip]:
+def strips_to_draw(results: Sequence[RunResult]) -> list[Strip]:
     """Return the images of each method's first seed, by name; four strips at most."""
     strips = []
     for group in group_runs(results):
@@ -52,13 +52,13 @@ def shown(results: Sequence[RunResult]) -> list[Strip]:
 
 
 def draw(results: Sequence[RunResult], path: str | Path) -> Path:
-    """Write a PNG with a column for each of :func:`shown`, from the first round at the top to the last.
+    """Write a PNG with a column for each of :func:`strips_to_draw`, from the first round at the top to the last.
 
     It returns the path, whose folder must exist; at least one of the results must have logged images.
     """
-    strips = shown(results)
+    strips = strips_to_draw(results)
     columns = [[image.imread(file) for file in strip.files] for strip in strips]
-    widths = [min(max(_INCHES, images[0].shape[1] / _PIXELS_PER_INCH), _PLOT_INCHES) for images in columns]
+    widths = [min(max(_COLUMN_INCHES, images[0].shape[1] / _PIXELS_PER_INCH), _PLOT_INCHES) for images in columns]
     heights = _row_heights(columns, widths)
 
     with png(path, sum(widths) + 0.25 * len(strips), sum(heights) + 0.8) as figure:
@@ -79,7 +79,7 @@ def draw(results: Sequence[RunResult], path: str | Path) -> Path:
 
 
 def _row_heights(columns: Sequence[Sequence[np.ndarray]], widths: Sequence[float]) -> list[float]:
-    """Inches of each row, in which the tallest image and its title fit."""
+    """The height of each row in inches: the tallest image, and its title."""
     heights = []
     for row in range(max(map(len, columns))):
         tallest = 0.0

@@ -163,15 +163,15 @@ def messages(group: RunGroup) -> list[Message]:
 
 
 def prediction_traffic(group: RunGroup) -> tuple[float, float] | None:
-    """Return kB of 10^3 bytes, up and down, for evaluating one client's model; None: it needs no exchange."""
+    """Return the kB (10^3 bytes) up and down for evaluating one client's model; None: it needs no exchange."""
     predictions = [message for message in messages(group) if message.phase == "prediction"]
     if not predictions:
         return None
 
-    sent = {"up": 0.0, "down": 0.0}
+    bytes_sent = {"up": 0.0, "down": 0.0}
     for message in predictions:
-        sent[message.direction] += message.bytes
-    return sent["up"] / 1e3, sent["down"] / 1e3
+        bytes_sent[message.direction] += message.bytes
+    return bytes_sent["up"] / 1e3, bytes_sent["down"] / 1e3
 
 
 def _curve(
@@ -187,8 +187,9 @@ def _curve(
     if not shared:
         return None
 
-    y = np.array([[seed[round] for round in shared] for seed in seeds])  # [seeds, rounds]
+    # Both are [seeds, rounds].
     x = np.array([_positions(result, against)[shared] for result in group.results])
+    y = np.array([[seed[round] for round in shared] for seed in seeds])
     return Curve(x.mean(0), y.mean(0), y.min(0), y.max(0))
 
 
@@ -198,11 +199,10 @@ def _positions(result: RunResult, against: Axis) -> np.ndarray:
         return np.arange(result.rounds.num_rows + 1, dtype=float)
 
     if against == "seconds":
-        cost = result.rounds["seconds"].to_numpy()
+        totals = np.cumsum(result.rounds["seconds"].to_numpy())
     else:
-        cost = result.rounds["bytes_up"].to_numpy() + result.rounds["bytes_down"].to_numpy()
-    scale = 1.0 if against == "seconds" else 1e6
-    return np.append(0.0, np.cumsum(cost) / scale)
+        totals = np.cumsum(result.rounds["bytes_up"].to_numpy() + result.rounds["bytes_down"].to_numpy()) / 1e6
+    return np.append(0.0, totals)
 
 
 def _rows(result: RunResult, protocol: str, model: str) -> pa.Table:

@@ -55,7 +55,8 @@ def data_text(experiment: Experiment, metadata: Mapping[str, Any]) -> str:
         parts.append(f"{clients} clients")
 
     defaults = {field.name: field.default for field in fields(experiment.partition)}
-    always = list(partition)[:2]  # its name and its first option, such as alpha
+    # Its name and its first option, such as alpha.
+    always = list(partition)[:2]
     shown = {key: value for key, value in partition.items() if key in always or value != defaults[key]}
     return " · ".join([*parts, _component_text(shown)])
 
@@ -74,7 +75,8 @@ def _network(experiment: Experiment) -> dict[str, Any]:
     network = {key: value for key, value in model.items() if value != _MODEL_DEFAULTS.get(key)}
 
     if "pretrain" in network:
-        network.pop("weights", None)  # a file that follows from the other settings
+        # The pretrained file, which follows from the other settings.
+        network.pop("weights", None)
     if "weights" in network:
         network["weights"] = Path(network["weights"]).name
     return network

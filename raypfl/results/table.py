@@ -34,7 +34,7 @@ class ProtocolResults:
 
     Attributes
     ----------
-    rows : a cell for each column, by the index of the group, of the groups that have such results.
+    rows : a cell for each column, by the index of the group; groups without such results are absent.
     """
 
     protocol: str
@@ -61,24 +61,30 @@ def result_rows(groups: Sequence[RunGroup], columns: Sequence[Column]) -> list[P
     """Return the rows of all tests, then of tests in the round that validation data chose, then of validation data."""
     results = []
     for protocol, best in tests_of(groups):
-        tested = [i for i, group in enumerate(groups) if protocol in group.protocols and (group.has_best or not best)]
-        by_column = [_cells([groups[i] for i in tested], column, protocol, best) for column in columns]
-        rows = {i: [cells[row] for cells in by_column] for row, i in enumerate(tested)}
+        indices = [i for i, group in enumerate(groups) if protocol in group.protocols and (group.has_best or not best)]
+        rows: dict[int, list[TableCell]] = {i: [] for i in indices}
+        for column in columns:
+            cells = _cells([groups[i] for i in indices], column, protocol, best)
+            for i, cell in zip(indices, cells, strict=True):
+                rows[i].append(cell)
         if rows:
             results.append(ProtocolResults(protocol, best, rows))
     return results
 
 
 def tests_of(groups: Sequence[RunGroup]) -> list[tuple[str, bool]]:
-    """Return protocols in the order of the table, each with whether it is in the round that validation data chose."""
+    """Return each protocol with True for the round that validation data chose, in the order of the table."""
     protocols = list(dict.fromkeys(name for group in groups for name in group.protocols))
     tests = [name for name in protocols if unmasked_name(name) != "val"]
     validation = [name for name in protocols if name not in tests]
-    return [(name, False) for name in tests] + [(name, True) for name in tests] + [(name, False) for name in validation]
+
+    last = [(name, False) for name in tests]
+    best = [(name, True) for name in tests]
+    return [*last, *best, *((name, False) for name in validation)]
 
 
 def _cells(groups: Sequence[RunGroup], column: Column, protocol: str, best: bool) -> list[TableCell]:
-    """A column with as many digits as its largest number needs, and with the best of several means marked."""
+    """Return a column's cells, with as many digits as its largest number needs and the best of several means marked."""
     scores = [group.scores(protocol, column.model, column.aggregate, best) for group in groups]
     rivals = [seeds for seeds in scores if seeds]
     if not rivals:

@@ -1,4 +1,4 @@
-"""How a metric is printed and drawn: its unit, its name and its digits."""
+"""How a metric is printed and drawn: its unit, name and digits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Unit:
 
     @property
     def factor(self) -> float:
-        """From the metric's value to a number in this unit."""
+        """The factor by which the metric's value becomes a number in this unit."""
         return 100.0 if self.metric.percent else 1.0
 
     @property

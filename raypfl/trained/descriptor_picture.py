@@ -27,7 +27,7 @@ _POINTS = 4000
 """Pairs of clients at most in the panel of distances."""
 
 
-def shown(results: Sequence[RunResult]) -> list[RunGroup]:
+def groups_to_draw(results: Sequence[RunResult]) -> list[RunGroup]:
     """Return the first four methods with descriptors, of those that ask for a picture (``tracking.latent``)."""
     groups = []
     for group in group_runs(results):
@@ -38,7 +38,7 @@ def shown(results: Sequence[RunResult]) -> list[RunGroup]:
 
 
 def draw(results: Sequence[RunResult], path: str | Path) -> Path:
-    """Write a PNG with a row for each of :func:`shown` (its first seed), and return its path.
+    """Write a PNG with a row for each of :func:`groups_to_draw` (its first seed), and return its path.
 
     A row has its clients before the first round and at the end, and distances between descriptors over distances
     between label mixes. Descriptors are projected onto the plane in which they differ most. The two colours of a client
@@ -46,7 +46,7 @@ def draw(results: Sequence[RunResult], path: str | Path) -> Path:
 
     The folder of `path` must exist, and at least one of the results must be shown.
     """
-    rows = [(group, *_start_and_end(group.results[0])) for group in shown(results)]
+    rows = [(group, *_start_and_end(group.results[0])) for group in groups_to_draw(results)]
     with png(path, 3 * _PANEL_INCHES, len(rows) * (_PANEL_INCHES + 0.25) + 0.9) as figure:
         grid = figure.subplots(len(rows), 3, squeeze=False)
         for (left, middle, right), (group, start, end, _) in zip(grid, rows, strict=True):

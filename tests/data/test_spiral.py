@@ -129,13 +129,13 @@ def test_the_latent_space_is_shown_from_the_start_with_evenly_spread_prototypes(
 
 
 def test_the_picture_is_drawn_for_those_who_ask_for_it_and_have_a_global_model(run, tmp_path):
-    assert [one.label for one in latent_picture.shown([run])] == ["fednh"]
+    assert [one.label for one in latent_picture.groups_to_draw([run])] == ["fednh"]
     path = latent_picture.draw([run], tmp_path / "latent.png")
     assert path.read_bytes()[:4] == b"\x89PNG" and path.stat().st_size > 20_000
     unasked = SimpleNamespace(experiment=run.experiment.override(["tracking.latent=false"]))
-    assert latent_picture.shown([unasked]) == []
+    assert latent_picture.groups_to_draw([unasked]) == []
     alone = SimpleNamespace(server_state=dict, experiment=run.experiment.replace(method="local"))
-    assert latent_picture.shown([alone]) == []
+    assert latent_picture.groups_to_draw([alone]) == []
     with pytest.raises(ConfigError, match=r"tracking\.latent=true"):
         latent_picture.draw([alone, unasked], tmp_path / "none.png")
 

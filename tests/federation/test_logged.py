@@ -188,7 +188,7 @@ def test_mlflow_has_numbers_by_round_tables_and_images(tmp_path, monkeypatch, ml
 
 
 def test_a_picture_shows_the_logged_images_over_rounds(whole, tmp_path):
-    (strip,) = logged_picture.shown([whole])
+    (strip,) = logged_picture.strips_to_draw([whole])
     assert (strip.group.label, strip.name) == ("Logs", "weights")
     odd = whole.images["round"].to_pylist()
     assert strip.rounds[0] == odd[0] and strip.rounds[-1] == odd[-1] and set(strip.rounds) <= set(odd)

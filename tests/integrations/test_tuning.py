@@ -19,7 +19,7 @@ from raypfl.common.errors import ConfigError, Stopped
 from raypfl.engine.events import Checkpointed
 from raypfl.integrations.tuning.result import tune
 from raypfl.integrations.tuning.search import check, search
-from raypfl.integrations.tuning.spaces import chosen, placed, shown, spaces_of
+from raypfl.integrations.tuning.spaces import draws_of_point, spaces_of, values_by_column, values_by_setting
 from raypfl.integrations.tuning.sweep import Sweep, load
 from raypfl.integrations.tuning.trial import Trial, schedule_of
 from raypfl.runs.driver import resume, run
@@ -79,10 +79,13 @@ def test_what_is_searched_inside_a_choice_counts_only_where_it_is_chosen():
         }
     )
     assert [space.name for space in spaces] == ["method", "method.lam@1", "rounds"]
-    assert chosen(spaces, {"method": 0, "method.lam@1": 3.0, "rounds": 1}) == {"method": "fedavg", "rounds": 4}
+    assert values_by_setting(spaces, {"method": 0, "method.lam@1": 3.0, "rounds": 1}) == {
+        "method": "fedavg",
+        "rounds": 4,
+    }
     ditto = {"method": 1, "method.lam@1": 3.0, "rounds": 0}
-    assert chosen(spaces, ditto) == {"method": {"name": "ditto", "lam": 3.0}, "rounds": 2}
-    assert shown(spaces, ditto) == {"method": "ditto", "method.lam": 3.0, "rounds": 2}
+    assert values_by_setting(spaces, ditto) == {"method": {"name": "ditto", "lam": 3.0}, "rounds": 2}
+    assert values_by_column(spaces, ditto) == {"method": "ditto", "method.lam": 3.0, "rounds": 2}
 
 
 @pytest.mark.parametrize(
@@ -231,14 +234,14 @@ def test_a_point_is_placed_in_the_spaces_that_count_for_it():
     choices = ["fedavg", {"name": "ditto", "lam": {"loguniform": [0.1, 10]}}]
     spaces = spaces_of({"method": {"choice": choices}, "rounds": {"qrandint": [10, 30, 10]}})
     for point in ({"method": "fedavg", "rounds": 30}, {"method": "ditto", "method.lam": 2.5, "rounds": 10}):
-        assert shown(spaces, placed(spaces, point)) == point
+        assert values_by_column(spaces, draws_of_point(spaces, point)) == point
     for point, sentence in (
         ({"method": "fedavg", "rounds": 15}, "search.rounds does not have"),
         ({"method": "fedavg", "rounds": 10, "method.lam": 1.0}, "'method.lam', which is not searched there"),
         ({"method": "ditto", "rounds": 10}, "without method.lam"),
     ):
         with pytest.raises(ConfigError, match=sentence):
-            placed(spaces, point)
+            draws_of_point(spaces, point)
 
 
 @pytest.mark.parametrize("space", [["quniform", [0.1, 1, 0.25]], ["qlograndint", [3, 50, 5]]])

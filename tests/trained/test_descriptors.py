@@ -98,10 +98,10 @@ def test_what_cannot_be_analysed_is_refused_in_a_sentence(models):
 
 
 def test_descriptors_are_drawn_for_the_runs_that_have_them(results, tmp_path: Path):
-    assert [one.label for one in descriptor_picture.shown(list(results.values()))] == ["pefll"]
+    assert [one.label for one in descriptor_picture.groups_to_draw(list(results.values()))] == ["pefll"]
     path = descriptor_picture.draw(list(results.values()), tmp_path / "descriptors.png")
     assert path.stat().st_size > 20_000
-    assert descriptor_picture.shown([results["local"]]) == []
+    assert descriptor_picture.groups_to_draw([results["local"]]) == []
 
 
 def test_descriptors_are_of_all_samples_whatever_the_batch_in_training(models):

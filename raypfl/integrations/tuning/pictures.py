@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 
-from raypfl.integrations.tuning.spaces import Space, shown
+from raypfl.integrations.tuning.spaces import Space, values_by_column
 from raypfl.results.drawing.canvas import png
 
 ABSENT = -0.12
@@ -35,7 +35,7 @@ def draw_configurations(
     configurations : the draws of each trial.
     values : the metric of each trial, in the unit of `label`.
     """
-    rows = [shown(list(spaces), drawn) for drawn in configurations]
+    rows = [values_by_column(list(spaces), drawn) for drawn in configurations]
     keys = list(dict.fromkeys(space.key for space in spaces))
     logarithmic = {space.key for space in spaces if space.is_logarithmic}
 

@@ -22,7 +22,7 @@ from ray.tune.stopper import FunctionStopper
 from raypfl.common.errors import ConfigError, did_you_mean
 from raypfl.common.registry import Registry
 from raypfl.experiment import Experiment
-from raypfl.integrations.tuning.spaces import Space, placed
+from raypfl.integrations.tuning.spaces import Space, draws_of_point
 from raypfl.integrations.tuning.sweep import Scheduler, Searcher, Sweep
 
 SEARCHERS = Registry("searcher")
@@ -163,7 +163,7 @@ class ResumableSearch(SearchGenerator):
 
 def _searcher(sweep: Sweep, names: Sequence[str], modes: Sequence[str], at_once: int) -> Any:
     settings = sweep.searcher
-    points = [placed(sweep.spaces, point) for point in sweep.points]
+    points = [draws_of_point(sweep.spaces, point) for point in sweep.points]
     fixed: dict[str, Any] = {}
 
     if settings.name == "random":

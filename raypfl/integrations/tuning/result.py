@@ -15,7 +15,7 @@ from raypfl.evaluation import Measures
 from raypfl.experiment.yaml_text import write as as_yaml
 from raypfl.integrations.tuning.pictures import draw_configurations, draw_importances, importances
 from raypfl.integrations.tuning.search import TUNE, TrialListener, check, search
-from raypfl.integrations.tuning.spaces import in_words, shown
+from raypfl.integrations.tuning.spaces import in_words, values_by_column
 from raypfl.integrations.tuning.sweep import Sweep, load
 from raypfl.integrations.tuning.trial import Trial, metric_names, run_folder, schedule_of
 from raypfl.results.report.sweeps import CONFIGURATIONS, IMPORTANCE, TABLE
@@ -122,8 +122,8 @@ class SweepResult:
             return []
         parts = schedule_of(run_folder(self.sweep, self.folder, self.best.name, 0))
         if not parts:
-            return [(0, shown(self.sweep.spaces, self.best.drawn))]
-        return [(part["after"], shown(self.sweep.spaces, part["drawn"])) for part in parts]
+            return [(0, values_by_column(self.sweep.spaces, self.best.drawn))]
+        return [(part["after"], values_by_column(self.sweep.spaces, part["drawn"])) for part in parts]
 
     @property
     def changes(self) -> list[str]:
@@ -185,7 +185,7 @@ class SweepResult:
         """Return a row for each trial, the best first: trial, status, round, the metrics, the settings, error."""
         rows = []
         for trial in self.ranked:
-            settings = shown(self.sweep.spaces, trial.drawn)
+            settings = values_by_column(self.sweep.spaces, trial.drawn)
             rows.append(
                 {
                     "trial": trial.name,

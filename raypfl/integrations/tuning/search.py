@@ -110,7 +110,7 @@ def search(
     hear : a function that is called with a trial's name, a seed's number and every event of that run.
     show : a function that is called with all trials so far, whenever one has changed.
     """
-    _refuse_another(sweep, folder)
+    _refuse_other_sweep(sweep, folder)
     # Tune leaves its own handler for SIGINT behind.
     with connected(first.ray) as ray, _events(ray, hear) as events, handlers_restored():
         from ray import tune
@@ -160,7 +160,7 @@ def bundles(settings: RaySettings) -> list[dict[str, float]]:
     return [trial_process, *([server] if server else []), *clients]
 
 
-def _refuse_another(sweep: Sweep, folder: Path) -> None:
+def _refuse_other_sweep(sweep: Sweep, folder: Path) -> None:
     """Raise a ConfigError if the folder has a sweep that this one does not continue."""
     file = folder / SWEEP
     if not file.exists():

@@ -18,7 +18,7 @@ QUANTISED = {f"q{kind}": number for kind, number in RANGES.items()}
 NUMBERS = RANGES | QUANTISED
 
 LISTS = ("choice", "grid")
-"""Kinds of space of ``[value, ...]``: one is drawn, or all are tried."""
+"""Kinds of ``[value, ...]``: one value is drawn (``choice``), or all are tried (``grid``)."""
 
 KINDS = (*NUMBERS, *LISTS)
 
@@ -32,8 +32,8 @@ class Space:
     key : the key of the setting, such as ``training.lr``.
     kind : one of `NUMBERS` or `LISTS`.
     values : ``[low, high]`` of a range, else the values.
-    owner, when : the key of another setting, and the position of the value that it must have for this one to count;
-        empty and -1 if it always counts.
+    owner, when : the key of a choice, and the position of the value in it for which this space counts; empty and -1
+        for a space that always counts.
     step : the number of which all values are multiples; None: they need not be.
     """
 
@@ -143,7 +143,7 @@ def _spaces(key: str, section: Any, owner: str, when: int) -> Iterator[Space]:
 
 
 def _kind(key: str, section: Any) -> tuple[str, Any]:
-    """Return the kind of a space, and what is said of its values."""
+    """Return the kind of a space, and its values as they are written."""
     if not isinstance(section, Mapping) or len(section) != 1:
         raise ConfigError(
             f"search.{key} is {section!r}; it must be one space, such as {{loguniform: [0.001, 0.1]}}, "
@@ -187,8 +187,8 @@ def _bounds(key: str, kind: str, values: Any) -> list[Any]:
     return numbers
 
 
-def placed(spaces: list[Space], point: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the draws for a configuration, by the names of the spaces: the reverse of `chosen`.
+def draws_of_point(spaces: list[Space], point: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the draws for a configuration, by the names of the spaces: the reverse of `values_by_setting`.
 
     A space that does not count in the configuration gets its lowest value.
 
@@ -217,8 +217,8 @@ def placed(spaces: list[Space], point: Mapping[str, Any]) -> dict[str, Any]:
     return drawn
 
 
-def chosen(spaces: list[Space], drawn: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a configuration, by setting, without those that do not count in it.
+def values_by_setting(spaces: list[Space], drawn: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a configuration by setting, as in an experiment; spaces that do not count are left out.
 
     Parameters
     ----------
@@ -234,8 +234,8 @@ def chosen(spaces: list[Space], drawn: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def shown(spaces: list[Space], drawn: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a configuration for a table, by column; those that do not count are absent."""
+def values_by_column(spaces: list[Space], drawn: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a configuration by column, as in a table; spaces that do not count are left out."""
     return {space.key: in_words(value) for space, value in _counting(spaces, drawn)}
 
 

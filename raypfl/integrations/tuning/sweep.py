@@ -18,7 +18,7 @@ from raypfl.experiment.checks.validation import one_message, validation_mistakes
 from raypfl.experiment.comparison import setting_paths
 from raypfl.experiment.recipes import settings_of
 from raypfl.experiment.yaml_text import read
-from raypfl.integrations.tuning.spaces import KINDS, Space, chosen, placed, spaces_of
+from raypfl.integrations.tuning.spaces import KINDS, Space, draws_of_point, spaces_of, values_by_setting
 
 SWEEP = "sweep.yaml"
 """The file in a sweep's folder with its description."""
@@ -164,7 +164,7 @@ class Sweep(_Part):
         if mistakes:
             raise ConfigError(one_message(mistakes, f"The sweep {self.name!r}"))
         for point in self.points:
-            placed(self.spaces, point)
+            draws_of_point(self.spaces, point)
         return self
 
     def _mistakes_of_search(self) -> Iterator[str]:
@@ -221,7 +221,7 @@ class Sweep(_Part):
     def configured(self, drawn: Mapping[str, Any], seed: int = 0) -> Experiment:
         """Return the experiment of one configuration; `seed` counts the runs of a configuration."""
         values = self.base.to_dict()
-        changes = [(key.split("."), value) for key, value in chosen(self.spaces, drawn).items()]
+        changes = [(key.split("."), value) for key, value in values_by_setting(self.spaces, drawn).items()]
         require_effect(assign_all(values, changes))
         experiment = Experiment(**values)
         return experiment.replace(seed=experiment.seed + seed, name=self.name)
@@ -253,7 +253,7 @@ class Sweep(_Part):
                 for drawn in draws:
                     self.configured({**lowest, space.name: drawn})
         for point in self.points:
-            self.configured(placed(self.spaces, point))
+            self.configured(draws_of_point(self.spaces, point))
         return first
 
     def settings(self, drawn: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -265,7 +265,7 @@ class Sweep(_Part):
 
         changes = setting_paths(self.experiment)
         if drawn:
-            changes += [(key.split("."), value) for key, value in chosen(self.spaces, drawn).items()]
+            changes += [(key.split("."), value) for key, value in values_by_setting(self.spaces, drawn).items()]
         require_effect(assign_all(values, changes))
         return values
 

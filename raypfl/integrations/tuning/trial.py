@@ -43,7 +43,7 @@ class Trial:
     Attributes
     ----------
     name : the name of its folder.
-    drawn : the configuration, as :func:`raypfl.integrations.tuning.spaces.chosen` takes it.
+    drawn : the configuration, as :func:`raypfl.integrations.tuning.spaces.values_by_setting` takes it.
     status : ``waiting``, ``running``, ``finished``, ``stopped`` (by the scheduler) or ``failed``.
     round : the round of the last report.
     values : the value of each metric in the last report, by name.

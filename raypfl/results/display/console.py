@@ -37,8 +37,8 @@ from raypfl.results.display.outcome import nearby
 from raypfl.results.labels import labels
 from raypfl.results.units import Unit
 
-_PACE_ROUNDS = 10  # the pace is that of the last ones: the first ones also warm up
-_LABEL_WIDTH = 48  # characters, from which a label goes on in another line
+_PACE_ROUNDS = 10  # the last ones, by which the pace is measured, since the first ones also warm up
+_LABEL_WIDTH = 48  # characters; a longer label continues on another line
 
 
 class RunLine:
@@ -122,7 +122,7 @@ class RunLine:
         return " / ".join(texts)
 
     @property
-    def age(self) -> str:
+    def score_round(self) -> str:
         """``" (round 2)"`` if `scores` are of that round and others have finished since."""
         return f" (round {self._scored_round})" if self._scores and self._scored_round < self.round else ""
 
@@ -136,7 +136,7 @@ class RunLine:
         for model in ("personal", "global"):
             if model in self._scores:
                 texts.append(f"{model} {self.unit.text(self._scores[model])}{self.unit.sign}")
-        return f"{name}{', '.join(texts)}{self.age}"
+        return f"{name}{', '.join(texts)}{self.score_round}"
 
     @property
     def traffic(self) -> str:
@@ -184,10 +184,10 @@ def lines_for(experiments: Sequence[Experiment]) -> list[RunLine]:
     return lines
 
 
-def server_work(event: ServerProgress) -> str:
+def server_step(event: ServerProgress) -> str:
     """Return ``"round 3: distilling 120/500"``."""
-    of = "" if event.total is None else f"/{event.total}"
-    return f"round {event.round}: {event.text} {event.done}{of}"
+    progress = str(event.done) if event.total is None else f"{event.done}/{event.total}"
+    return f"round {event.round}: {event.text} {progress}"
 
 
 def minutes(seconds: float) -> str:
@@ -209,7 +209,7 @@ _MARKS = {
 
 _MOST_LINES = 16
 _DISPENSABLE = ("MB up / down", "rounds", "loss", "time")  # columns, where a terminal is narrow
-_LONGEST_SILENCE = 30.0  # seconds, if rounds end in between
+_LONGEST_SILENCE = 30.0  # seconds between lines, as long as rounds end
 
 
 def warner(console: Console) -> Callable[[str], None]:
@@ -255,7 +255,7 @@ class View:
 
 
 class LiveView(View):
-    """A table of the runs, redrawn while they run, with the current step below it.
+    """Shows a table of the runs, redrawn while they run, with the current step below it.
 
     If a terminal cannot show all runs, it shows those that are running.
     """
@@ -280,7 +280,7 @@ class LiveView(View):
             case Progress():
                 self._step = event.text
             case ServerProgress():
-                self._step = server_work(event)
+                self._step = server_step(event)
             case RunStarted() | RoundFinished():
                 self._step = line.overview
             case RunFinished():
@@ -318,11 +318,11 @@ class LiveView(View):
 
 
 class LogView(View):
-    """A line of text for about every tenth of a run, and after half a minute without one, for logs and pipes.
+    """Prints a line for about every tenth of a run, and after half a minute without one, for logs and pipes.
 
     Parameters
     ----------
-    clock : gives the time in seconds, from any beginning.
+    clock : returns the time in seconds, from any origin.
     """
 
     def __init__(self, console: Console, lines: Sequence[RunLine], clock: Callable[[], float] = time.monotonic):
@@ -365,7 +365,7 @@ class LogView(View):
                 self._printed_steps.add(event.text)
                 return "" if is_printed else event.text
             case ServerProgress() if self._silent_for_long():
-                return f"{line.label}: {server_work(event)}"
+                return f"{line.label}: {server_step(event)}"
             case RunStarted():
                 return f"{line.label}: {line.overview}, in {nearby(Path(event.run_dir))}"
             case RunFinished():
@@ -391,7 +391,7 @@ def _cells(line: RunLine) -> list[RenderableType]:
     bar = ProgressBar(max(line.rounds, 1), line.round, width=18, complete_style=line.colour, finished_style=line.colour)
 
     loss = "" if line.loss is None else f"{line.loss:.3f}"
-    texts = (f"{line.round}/{line.rounds}", loss, f"{line.scores}{line.age}", line.traffic, f"{line.clock:>9}")
+    texts = (f"{line.round}/{line.rounds}", loss, f"{line.scores}{line.score_round}", line.traffic, f"{line.clock:>9}")
     return [Text(mark, mark_style), label, bar, *(Text(text, dim) for text in texts)]
 
 

@@ -28,7 +28,7 @@ from raypfl.results.table import Column, legend, result_columns, result_rows
 from raypfl.results.units import Unit, capitalised
 from raypfl.runs.result import RunResult
 
-_BEST_NOTE = "*: in the round that is best on the clients' validation data, of each seed."
+_BEST_NOTE = "*: in the best round of each seed by the clients' validation data."
 _PREDICTION_NOTE = "{}: evaluating a client's model takes another {:,.2f} kB up and {:,.2f} kB down."
 _MASK_NOTES = {
     "zero": "/zero: with a logit of 0 for every class that a client's training data lack.",
@@ -36,7 +36,7 @@ _MASK_NOTES = {
 }
 _COSTS = ("MB\nup", "MB\ndown", "seconds")
 _NOTE_WIDTH = 78
-_PLACE_WIDTH = 48  # characters, from which a label moves the place behind it, not all places
+_PLACE_WIDTH = 48  # characters; a longer label shifts only its own line
 
 
 def table(results: Sequence[RunResult], without: Sequence[str] = (), fold: bool = False) -> Table:
@@ -116,8 +116,9 @@ def show(
 
     if tried:
         console.print()
-        commands = _suggestions(results, tried, nearby(folder), command)
-        _show_list(console, [("" if i else "Try next", command) for i, command in enumerate(commands)], width)
+        first, *others = _suggestions(results, tried, nearby(folder), command)
+        suggestions = [("Try next", first), *(("", suggestion) for suggestion in others)]
+        _show_list(console, suggestions, width)
 
 
 def findings(result: RunResult) -> list[str]:
@@ -142,7 +143,7 @@ def show_findings(console: Console, results: Sequence[RunResult], lines: Sequenc
 
 
 def as_json(results: Sequence[RunResult], pictures: Mapping[str, Path], baseline: str | None = None) -> dict[str, Any]:
-    """Return the same for programs; ``picture`` is the one of results, if there is one, others have their headings."""
+    """Return the same for programs; ``picture`` is that of the results or None, and other pictures are by heading."""
     files = {heading.lower().replace(" ", "_"): str(path) for heading, path in pictures.items()}
     groups = group_runs([result for result in results if result.evaluations.num_rows])
     return {
@@ -164,7 +165,7 @@ def _show_list(console: Console, lines: Sequence[tuple[str, str]], width: int) -
 
 
 def _show_table(console: Console, evaluated: Sequence[RunResult]) -> None:
-    """The table, with the columns for which there is room, and what its numbers are."""
+    """Print the table, with the columns for which there is room, and what its numbers mean."""
     groups = group_runs(evaluated)
     fitting_table, left_out = _fit_table(console, evaluated, groups)
     console.print(fitting_table)
@@ -173,12 +174,16 @@ def _show_table(console: Console, evaluated: Sequence[RunResult]) -> None:
 
 
 def _table_notes(groups: Sequence[RunGroup], left_out: Sequence[str]) -> list[str]:
-    """Sentences for below the table, whose columns `left_out` are not shown."""
+    """Sentences for below the table, from which the columns `left_out` are missing."""
     unit = groups[0].unit
-    lower = "" if unit.metric.higher_is_better else " (lower is better)"
+    metric_text = capitalised(unit.phrase)
+    if unit.sign:
+        metric_text += " in %"
+    if not unit.metric.higher_is_better:
+        metric_text += " (lower is better)"
     first = (
-        f"{capitalised(unit.phrase)}{' in %' if unit.sign else ''}{lower}, mean over clients, of their personal models "
-        "and of the global one, tested on a client's own data (local) or on everybody's (global)."
+        f"{metric_text}, mean over clients, of their personal models and of the global one, tested on a client's own "
+        "data (local) or on everybody's (global)."
     )
     spread = [name.replace("\n", " ") for name in ("std", "worst\ndecile") if name not in left_out]
     if spread:
@@ -189,9 +194,10 @@ def _table_notes(groups: Sequence[RunGroup], left_out: Sequence[str]) -> list[st
     for column in _metric_columns(groups):
         unit = Unit(groups[0].measures.metric_of(column.aggregate))
         if column.heading not in left_out and unit.metric.phrase:
-            metrics.append(f"{unit.heading}: {unit.phrase}{' in %' if unit.sign else ''}")
+            in_percent = " in %" if unit.sign else ""
+            metrics.append(f"{unit.heading}: {unit.phrase}{in_percent}")
     if metrics:
-        notes.append(f"{'; '.join(metrics)}, of the models that the spread is of.")
+        notes.append(f"{'; '.join(metrics)}, of the same models as the spread.")
 
     masks = dict.fromkeys(mask_of(protocol) for group in groups for protocol in group.protocols)
     notes += [_MASK_NOTES[mask] for mask in masks if mask]
@@ -208,7 +214,7 @@ def _table_notes(groups: Sequence[RunGroup], left_out: Sequence[str]) -> list[st
 
 
 def _show_differences(console: Console, evaluated: Sequence[RunResult], baseline: str | None) -> None:
-    """The table of paired differences between methods, if there are several, and what its numbers are."""
+    """Print the table of paired differences between methods, if there are several, and what its numbers mean."""
     groups = group_runs(evaluated)
     rows = differences(groups, baseline)
     if not rows:
@@ -264,7 +270,7 @@ def _mean_costs(group: RunGroup) -> dict[str, float]:
 
 
 def _suggestions(results: Sequence[RunResult], tried: Sequence[str], folder: Path, command: str) -> list[str]:
-    """Commands that could come next, none of which repeats what was run."""
+    """Commands to try next, none of which repeats what was run."""
     experiment = results[-1].experiment
     partition = applicable_settings(experiment).get("partition", {})
 

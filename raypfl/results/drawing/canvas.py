@@ -20,13 +20,18 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from raypfl.common.files import draft
 
-INK, GREY = "#333333", "#777777"
+INK = "#333333"
+GREY = "#777777"
 
-DATA, PALE = "#1F5FA8", "#B9C3CE"
-"""Clients that are trained, and clients that never are, in pictures of what each client holds."""
+DATA = "#1F5FA8"
+"""Clients that are trained, in pictures of what each client holds."""
 
-FAINT, GRID = "#020202", "#030303"
-"""Placeholders in an SVG of colours that the page's style sheet defines."""
+PALE = "#B9C3CE"
+"""Clients that are never trained, in the same pictures."""
+
+# Placeholders in an SVG of colours that the page's style sheet defines.
+FAINT = "#020202"
+GRID = "#030303"
 
 _SHARED_STYLE: dict[Any, Any] = {
     "axes.axisbelow": True,
@@ -78,14 +83,14 @@ _TIDY = (
     (r"\A.*?<svg[^>]*( viewBox=\"[^\"]*\")[^>]*>", r"<svg\1>"),
     (r"<defs>\s*<style.*?</style>\s*</defs>|<metadata>.*?</metadata>", ""),
     (r" id=\"(of-\d+)\"", r' class="\1"'),
-    (r" id=\"[\w.]+_\d{1,3}\"", ""),  # of groups, which nothing refers to
+    (r" id=\"[\w.]+_\d{1,3}\"", ""),  # ids of groups, to which nothing refers
     (r"#0505([0-9a-f]{2})", lambda match: f"var(--m{int(match[1], 16)})"),
     (r"font: ([\d.]+px) [^;\"]*", r"font-size: \1"),
     (r"font-family: [^;\"]*;? ?| transform=\"rotate\(-0 [^\"]*\"", ""),
     (r"xlink:(?=href)", ""),
     (r">\s+<", "><"),
 )
-"""What a page does not need of Matplotlib's file, or has itself: size, fonts, ids, colours of groups."""
+"""Replacements for what a page defines itself or does not need: size, fonts, ids, colours of groups."""
 
 _GEOMETRY = re.compile(r"\b(?:d|x|y|width|height|transform|viewBox)=\"[^\"]*\"")
 _NUMBER = re.compile(r"-?\d+\.\d{2,}")

@@ -32,7 +32,7 @@ from raypfl.runs.result import RunResult
 
 _LEGEND_WIDTH = 150  # characters across the figure
 _LEGEND_GAP = 8  # characters that an entry takes besides its text
-_LEGEND_LINE = 70  # characters, from which a label goes on in another line
+_LEGEND_LINE = 70  # characters; a longer label continues on another line
 
 
 def draw(results: Sequence[RunResult], path: str | Path) -> Path:
@@ -58,12 +58,12 @@ def draw(results: Sequence[RunResult], path: str | Path) -> Path:
         left, right = figure.subplots(1, 2, width_ratios=(1.15, 1))
 
         _draw_rounds(left, groups, curves, protocol)
-        left.set_title(f"{metric} over rounds{'' if tested_once else ', mean over clients'}")
-
         if tested_once:
+            left.set_title(f"{metric} over rounds")
             _draw_ends(right, groups, protocol)
             right.set_title("The global model at the end")
         else:
+            left.set_title(f"{metric} over rounds, mean over clients")
             draw_clients(right, groups, protocol, _paint)
             right.set_title(f"{metric} of each client at the end")
 
@@ -97,9 +97,9 @@ def _draw_ends(axes: Axes, groups: Sequence[RunGroup], protocol: str) -> None:
 
 def _draw_legend(figure: Figure, groups: Sequence[RunGroup], curves: Curves, protocol: str) -> None:
     """The groups with their final scores, and how lines of personal and of global models look."""
-    handles = [
-        Line2D([], [], color=group.colour, linewidth=5, label=_label_with_score(group, protocol)) for group in groups
-    ]
+    handles = []
+    for group in groups:
+        handles.append(Line2D([], [], color=group.colour, linewidth=5, label=_label_with_score(group, protocol)))
     is_one_round = all(len(curve.x) == 1 for curve in curves.values())
     for model in MODELS:
         if not any(model == drawn_model for _, drawn_model in curves):

@@ -17,14 +17,14 @@ from raypfl.results.numbers import Curve, clients_from_worst
 _STEPS = [1, 2, 2.5, 5, 10]
 _DASH = 3.0
 _MARKERS = {"": None, "●": "o", "■": "s", "▲": "^", "◆": "D", "▼": "v"}
-_MANY_CURVES = 6  # bands of more would hide each other
-_MANY_CLIENTS = 60  # points of more would merge
-_MOST_POINTS = 400  # of a line over clients
+_MANY_CURVES = 6  # the bands of more curves would hide each other
+_MANY_CLIENTS = 60  # the points of more clients would merge
+_MOST_POINTS = 400  # in a line over clients
 
 Curves = Mapping[tuple[int, str], Curve]
 """Curves by the index of a group and the model."""
 Paint = Callable[[int], dict[str, Any]]
-"""What Matplotlib draws the group at an index with: its colour, and what else tells it apart."""
+"""Returns Matplotlib's options for the group at an index: its colour, and what else tells it apart."""
 
 
 def scale(axis: Any, ticks: int = 7, integer: bool = False) -> None:
@@ -98,12 +98,15 @@ def draw_clients(axes: Axes, groups: Sequence[RunGroup], protocol: str, paint: P
     axes.set_xlim(0, 100)
     axes.set(xlabel="clients, from worst to best (%)", ylabel=unit.label)
     scale(axes.yaxis)
-    # The worst clients are at the bottom on the left, or at the top if lower is better: the text goes where none are.
+    # On the left, the worst clients are at the bottom, or at the top if lower is better: put the text at the other end.
     y, side = (0.98, "top") if unit.metric.higher_is_better else (0.02, "bottom")
     axes.text(1.5, y, "worst\ndecile", transform=axes.get_xaxis_transform(), va=side, fontsize="small")
 
 
 def _turns(lines: Sequence[tuple[Any, ...]]) -> list[tuple[int, int]]:
-    """For each line, its place among those that equal it, and how many these are."""
-    keys = [tuple(part.tobytes() if isinstance(part, np.ndarray) else part for part in line) for line in lines]
+    """For each line, its position among the lines that equal it, and their number."""
+    keys = []
+    for line in lines:
+        # The bytes of an array, which can be compared as a whole.
+        keys.append(tuple(part.tobytes() if isinstance(part, np.ndarray) else part for part in line))
     return [(keys[:i].count(key), keys.count(key)) for i, key in enumerate(keys)]

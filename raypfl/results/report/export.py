@@ -64,7 +64,7 @@ def _rows(groups: Sequence[RunGroup], baseline: str | None) -> list[dict[str, An
 
 
 def _scores(group: RunGroup, columns: Sequence[Column], protocol: str, best: bool) -> dict[str, Any]:
-    """Mean and standard deviation over seeds of each column, ``""`` for what there is not."""
+    """Mean and standard deviation over seeds of each column; ``""`` where there is none."""
     numbers: dict[str, Any] = {"seeds": len(group.results)}
     for column in columns:
         name = column.heading.replace("\n", "_").replace(" ", "_")

@@ -1,4 +1,4 @@
-"""The figures of a report: what to draw, the text for those who cannot see it, and a caption."""
+"""The figures of a report: what to draw, a caption, and the text for those who cannot see it."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ SQUARE = (300, 290)
 """CSS pixels of a figure among many."""
 
 _MOST_LOGGED = 12
-_MOST_PLACES = 800  # of clients in the plane
-_DISC = 18.0  # square pixels, for a client
+_MOST_PLACES = 800  # discs in the plane of clients
+_DISC = 18.0  # square pixels for each client
 _LARGEST_DISC = 500.0
 _SMALLEST_DISC = 2.0
 _AXIS_LABELS = {"round": "round", "megabytes": "megabytes sent, up and down", "seconds": "seconds, without evaluation"}
@@ -163,7 +163,7 @@ def clients_figure(groups: Sequence[RunGroup], protocol: str) -> ReportFigure:
 
 
 def personal_against_global(groups: Sequence[RunGroup], protocol: str) -> list[ReportFigure]:
-    """Draw discs where clients are, for each method that has both models; the area is the number of clients."""
+    """Draw each client's scores in a plane, for each method with both models; a disc's area is a number of clients."""
     figures = []
     for i, group in enumerate(groups):
         scores = clients_with_both(group, protocol)
@@ -189,7 +189,7 @@ def partition_figure(summary: Summary) -> ReportFigure:
 
 
 def _caption(groups: Sequence[RunGroup], protocol: str, curves: Curves, unsent: Curves) -> str:
-    """Which methods are not drawn as the others are."""
+    """Sentences on the methods that are drawn in another way, or not at all."""
     sentences = []
     if unsent:
         names = listed(list(dict.fromkeys(groups[i].label for i, _ in unsent)))
@@ -207,8 +207,12 @@ def _plane_figure(index: int, group: RunGroup, scores: np.ndarray) -> ReportFigu
     unit = group.unit
     percent = unit.metric.percent
     low = float(scores.min())
-    high = 100.0 if percent else float(scores.max())
-    span = 100.0 if percent else max(high - low, 1e-9)
+    if percent:
+        high = 100.0
+        span = 100.0
+    else:
+        high = float(scores.max())
+        span = max(high - low, 1e-9)
     places, counts = _places(scores, span)
     margin = 0.05 * (high - low + percent) or 1.0
 
@@ -230,7 +234,7 @@ def _plane_figure(index: int, group: RunGroup, scores: np.ndarray) -> ReportFigu
 
 
 def _gain_caption(group: RunGroup, scores: np.ndarray) -> str:
-    """For how many clients the personal model is better, and how much it gains on average."""
+    """A sentence on how many clients gain by their personal models, and how much on average."""
     unit = group.unit
     gains = scores[:, 1] - scores[:, 0]
     better = int((gains > 0).sum())
@@ -239,12 +243,14 @@ def _gain_caption(group: RunGroup, scores: np.ndarray) -> str:
         better, worse = worse, better
 
     mean = float(gains.mean())
-    gain = f"{mean:+.{unit.digits([mean])}f}{' points' if unit.metric.percent else ''}".replace("-", "−")
+    gain = f"{mean:+.{unit.digits([mean])}f}".replace("-", "−")
+    if unit.metric.percent:
+        gain += " points"
     return f"Better for {better:,} of {len(scores):,} clients, worse for {worse:,}; on average {gain}."
 
 
 def _places(scores: np.ndarray, span: float) -> tuple[np.ndarray, np.ndarray]:
-    """Where clients are in the plane, and how many: on a grid over `span`, as fine as keeps the places few."""
+    """The places of clients in the plane, and the clients at each, on the finest grid over `span` with few places."""
     for step in (span * 0.001, span * 0.005, span * 0.01, span * 0.02):
         places, counts = np.unique(np.round(scores / step), axis=0, return_counts=True)
         if len(places) <= _MOST_PLACES:

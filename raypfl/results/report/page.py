@@ -1,4 +1,4 @@
-"""The page: what goes where, and the sentences where there is nothing to show."""
+"""The report's page: what goes where, and its sentences."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from raypfl.runs.result import RunResult
 
 _FIGURE_ID = re.compile(r"((?:id=\"|href=\"#|url\(#)\w?[0-9a-f]{10})")
 _EXPORTS = {".tex": export.as_latex, ".csv": export.as_csv}
-_MOST_CURVES = 6  # protocols that have a figure of their own
+_MOST_CURVES = 6  # protocols with a figure of their own
 _PER_CLIENT = ("local", "unseen", "pm_l", "pm_v", "val", "train")
 
 # Some colours are a little darker on white, or lighter on the dark page, so that their contrast is 3:1 (WCAG 2.2).
@@ -126,6 +126,8 @@ def _page(
         content["body"] = Markup(_FIGURE_ID.sub(rf"\1{suffix}", body))
         contents.append(content)
 
+    # With several parts, each shows its own notes.
+    all_notes = [*notes, *contents[0]["notes"]] if len(contents) == 1 else list(notes)
     measures = results[0].experiment.measures
     return _template("page.html.jinja").render(
         title=listed(list(dict.fromkeys(result.experiment.name for result in results))),
@@ -133,7 +135,7 @@ def _page(
         shades=[shades(i) for i in range(most_groups)],
         searches=[sweeps.read(Path(folder), measures) for folder in sweep_folders],
         parts=contents,
-        notes=[*notes, *(contents[0]["notes"] if len(contents) == 1 else [])],
+        notes=all_notes,
         version=__version__,
         today=date.today().isoformat(),
     )
@@ -215,15 +217,17 @@ def _part(groups: list[RunGroup], suffix: str, baseline: str | None) -> dict[str
 
 
 def _lead(groups: Sequence[RunGroup], protocol: str) -> str:
-    """The result in a sentence: of the models that clients use, and whose they are."""
+    """The main result as a sentence or two: which method's models are best, and by how much."""
     unit = groups[0].unit
     test_data = protocol_name(protocol)
-    scores = [(group, group.scores(protocol)) for group in groups]
-    ranked = sorted(
-        (pair for pair in scores if pair[1]), key=lambda pair: fmean(pair[1]), reverse=unit.metric.higher_is_better
-    )
+    scored = []
+    for group in groups:
+        scores = group.scores(protocol)
+        if scores:
+            scored.append((group, scores))
+    scored.sort(key=lambda pair: fmean(pair[1]), reverse=unit.metric.higher_is_better)
 
-    (best, best_scores), *rivals = ranked
+    (best, best_scores), *rivals = scored
     models, reach, are = _models(best, protocol)
     if not rivals:
         return f"{capitalised(models)} {reach} {_score_text(unit, best_scores)} on {test_data}."
@@ -231,7 +235,9 @@ def _lead(groups: Sequence[RunGroup], protocol: str) -> str:
     best_text = unit.text(fmean(best_scores))
     equals = [group for group, seeds in rivals if unit.text(fmean(seeds)) == best_text]
     if equals:
-        equal_models = _models(equals[0], protocol)[0] if len(equals) == 1 else f"{len(equals)} others"
+        equal_models = f"{len(equals)} others"
+        if len(equals) == 1:
+            equal_models, _, _ = _models(equals[0], protocol)
         return f"{capitalised(models)} and {equal_models} are best on {test_data}: {_score_text(unit, best_scores)}."
 
     second, second_scores = rivals[0]
@@ -251,7 +257,7 @@ def _lead(groups: Sequence[RunGroup], protocol: str) -> str:
 
 
 def _certainty(row: Difference, best_scores: Sequence[float], second_scores: Sequence[float]) -> str:
-    """What follows the best method's lead: how often it is ahead, or the spread over seeds if they are not paired."""
+    """The end of the sentence on a lead: its interval or, if nothing is paired, whether it is within the spread."""
     if row.low is not None and row.high is not None:
         interval = f"{row.text(row.low)} to {row.text(row.high)}"
         if row.low <= 0 <= row.high:
@@ -271,7 +277,7 @@ def _score_text(unit: Unit, scores: Sequence[float]) -> str:
 
 
 def _models(group: RunGroup, protocol: str) -> tuple[str, str, str]:
-    """``the personal models of ditto``, ``the global model of fedavg``; and their verbs."""
+    """The models that clients use, with their verbs: ``the personal models of ditto``, ``reach``, ``are``."""
     if group.deployed(protocol) == "personal":
         return f"the personal models of {group.label}", "reach", "are"
     return f"the global model of {group.label}", "reaches", "is"
@@ -279,10 +285,12 @@ def _models(group: RunGroup, protocol: str) -> tuple[str, str, str]:
 
 def _other_metrics(measures: Measures, headings: Sequence[str]) -> str:
     """``", the expected calibration error (ECE)"`` and so on, of the other metrics that are shown."""
-    units = [Unit(metric) for metric in measures.secondary if metric.phrase]
-    return "".join(
-        f", the {unit.phrase.removeprefix('the ')} ({unit.heading})" for unit in units if unit.heading in headings
-    )
+    text = ""
+    for metric in measures.secondary:
+        unit = Unit(metric)
+        if metric.phrase and unit.heading in headings:
+            text += f", the {unit.phrase.removeprefix('the ')} ({unit.heading})"
+    return text
 
 
 def _size(groups: Sequence[RunGroup]) -> str:
@@ -294,8 +302,10 @@ def _size(groups: Sequence[RunGroup]) -> str:
 
     parts = []
     for noun, numbers in ((kind, {len(groups)}), ("seed", seeds), ("round", rounds)):
-        span = " to ".join(f"{number:,}" for number in dict.fromkeys((min(numbers), max(numbers))))
-        parts.append(f"{span} {noun}{'s' * (max(numbers) != 1)}")
+        least = min(numbers)
+        most = max(numbers)
+        span = f"{most:,}" if least == most else f"{least:,} to {most:,}"
+        parts.append(f"{span} {noun}" if most == 1 else f"{span} {noun}s")
     return " · ".join(parts)
 
 

@@ -18,8 +18,9 @@ _DAMAGED = (OSError, ValueError, LookupError, TypeError, pa.ArrowException)
 
 
 def find_runs(paths: Sequence[str | Path]) -> tuple[list[RunResult], list[str]]:
-    """Return the runs in folders, each of a run, a comparison, a sweep, or with such in it; and sentences on what is
-    left out.
+    """Return the runs to report on, and sentences on those that are left out.
+
+    Each path is the folder of a run, a comparison or a sweep, or a folder that contains some.
 
     Left out are folders without runs, runs that have not ended, were never evaluated or cannot be read, and all but the
     last of several runs of one experiment from one seed, which are repetitions. Files, such as a picture that a shell's
@@ -59,25 +60,23 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[RunResult], list[str]]:
 
 def _without_repetitions(results: Sequence[RunResult], notes: Sequence[str]) -> tuple[list[RunResult], list[str]]:
     """The last run of each experiment and seed, and the notes with a sentence on each that is left out."""
-    keys = [
-        (label, result.experiment.seed)
-        for label, result in zip(labels([result.experiment for result in results]), results, strict=True)
-    ]
+    experiments = [result.experiment for result in results]
+    keys = [(label, experiment.seed) for label, experiment in zip(labels(experiments), experiments, strict=True)]
     last = dict(zip(keys, results, strict=True))
 
-    kept = []
+    unrepeated = []
     all_notes = list(notes)
     for key, result in zip(keys, results, strict=True):
         if last[key] is result:
-            kept.append(result)
+            unrepeated.append(result)
         else:
             label, seed = key
             all_notes.append(f"{result.run_dir} is left out: {last[key].run_dir} is also {label} from seed {seed}.")
-    return kept, all_notes
+    return unrepeated, all_notes
 
 
 def _run_folders(path: Path) -> list[Path]:
-    """The folders of runs in a path; one without any is returned itself, to be refused with the others."""
+    """The folders of runs in a path; the path itself if there are none, to be refused together with others."""
     if not path.exists():
         raise ConfigError(f"There is no folder {path}. Runs are in the folder that `output` names, else in runs/.")
     if path.is_file():
@@ -95,7 +94,8 @@ def _runs_of(folder: Path) -> list[Path]:
         return [folder]
     try:
         comparison = ComparisonFolder.load(folder)
-    except (RaypflError, *_DAMAGED):  # its runs are in it all the same
+    except (RaypflError, *_DAMAGED):
+        # The comparison's file is damaged, but its runs are there all the same.
         return sorted(file.parent for file in folder.glob(f"*/{RECIPE}"))
     return comparison.folders if comparison else []
 
@@ -106,7 +106,8 @@ def _load_evaluated(folder: Path) -> RunResult:
         raise ConfigError(f"{folder} is no run's folder, and there is none in it: a run's folder has an {RECIPE}.")
 
     result = RunResult.load(folder)
-    result.summary()  # computes with metrics, so that a damaged table is found here
+    # Compute with the metrics, so that a damaged table is found here.
+    result.summary()
     if not result.evaluations.num_rows:
         raise ConfigError(f"{folder} was stopped before its first evaluation.")
     return result

@@ -23,7 +23,7 @@ PICTURES = {
 }
 
 BEST_TRIALS = 6
-"""Number of trials, the best, whose runs are on the page."""
+"""Number of best trials whose runs are on the page."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,8 @@ def read(folder: Path, measures: Measures) -> Search:
     columns = [name for name in trials[0] if any(trial[name] for trial in trials)]
     units = {}
     for name in columns:
-        aggregate = name.split("/")[0]  # of columns such as accuracy/val
+        # A column may be called accuracy/val.
+        aggregate = name.split("/")[0]
         if aggregate in measures.aggregates:
             units[name] = Unit(measures.metric_of(aggregate))
 

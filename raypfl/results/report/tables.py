@@ -19,7 +19,7 @@ from raypfl.results.setting_text import applicable_settings
 from raypfl.results.table import result_columns, result_rows
 from raypfl.results.units import TableCell, over_seeds
 
-_MOST_ROUNDS = 20  # of the curves' numbers
+_MOST_ROUNDS = 20  # in the table of the curves' values
 _MOST_LOGGED_ROWS = 20
 
 _PROTOCOLS = {
@@ -51,7 +51,7 @@ class ProtocolTable:
 
     Attributes
     ----------
-    best : whether in the round that validation data chose.
+    best : whether the models are from the round that validation data chose.
     """
 
     title: str
@@ -62,11 +62,11 @@ class ProtocolTable:
 
 @dataclass(frozen=True)
 class LoggedExcerpt:
-    """What the first seed's last round logged under a name: the first rows of a table, or an image as a URI.
+    """What the first seed logged last under a name: the first rows of a table, or an image as a URI.
 
     Attributes
     ----------
-    index, label : the group's.
+    index, label : index and label of the group.
     more : the number of rows that are left out.
     """
 
@@ -115,7 +115,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def result_tables(groups: Sequence[RunGroup]) -> tuple[list[str], list[ProtocolTable]]:
-    """Return headings, and a table for each protocol; of columns, those in which any group has a number."""
+    """Return headings, and a table for each protocol; columns without any number are left out."""
     columns = result_columns(groups)
     results = result_rows(groups, columns)
 
@@ -146,7 +146,7 @@ def costs(groups: Sequence[RunGroup]) -> list[Line]:
         columns = [(rounds, round_digits), (up, 1), (down, 1), (duration, 1), (a_round, 3), (startup, 1)]
         cells = []
         for values, digits in columns:
-            # Equal costs of all seeds have no deviation that is worth its place.
+            # If all seeds cost the same, a deviation of 0 is not worth its place.
             distinct = values if len(set(values)) > 1 else values[:1]
             cells.append(over_seeds(distinct, digits))
         lines.append((i, group.label, cells))
@@ -184,13 +184,14 @@ def curve_values(groups: Sequence[RunGroup], protocol: str) -> tuple[list[str], 
 
 
 def ledger(groups: Sequence[RunGroup]) -> list[tuple[int, str, list[tuple[Message, float]]]]:
-    """Return each group's messages, each with its share of the megabytes of the group that sends most."""
+    """Return each group's messages, each with its size as a share of the traffic of the group that sends most."""
     by_group = [messages(group) for group in groups]
-    most = max((sum(message.megabytes for message in sent) for sent in by_group), default=0) or 1
+    totals = [sum(message.megabytes for message in group_messages) for group_messages in by_group]
+    most = max(totals, default=0) or 1
 
     lines = []
-    for i, (group, sent) in enumerate(zip(groups, by_group, strict=True)):
-        lines.append((i, group.label, [(message, message.megabytes / most) for message in sent]))
+    for i, (group, group_messages) in enumerate(zip(groups, by_group, strict=True)):
+        lines.append((i, group.label, [(message, message.megabytes / most) for message in group_messages]))
     return lines
 
 
@@ -212,7 +213,7 @@ def logged(groups: Sequence[RunGroup]) -> tuple[list[LoggedExcerpt], list[Logged
 def compare_settings(groups: Sequence[RunGroup]) -> tuple[list[SettingValues], list[tuple[str, str]]]:
     """Return settings in which runs differ, other than method and seed, and those that all runs share.
 
-    An option that only some methods have, and that is at its default, is no difference.
+    An option at its default that only some methods have does not count as a difference.
     """
     runs = []
     defaults: dict[str, Any] = {}
@@ -276,7 +277,7 @@ def _compare(
 
 
 def _with_counts(labels: Sequence[str], runs: Sequence[tuple[str, Any]]) -> list[str]:
-    """Labels once each, with the number of runs where it is not all of that label."""
+    """Each label once; if not all of its runs are meant, with their number."""
     labels_of_runs = [label for label, _ in runs]
     texts = []
     for label in dict.fromkeys(labels):
