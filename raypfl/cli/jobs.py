@@ -33,25 +33,27 @@ STOP_SECONDS = 60
 
 
 def submit(
-    kind: str, words: Sequence[str], about: Description, run_dir: Path | None, address: str | None, detach: bool
+    kind: str, words: Sequence[str], description: Description, run_dir: Path | None, address: str | None, detach: bool
 ) -> int:
     """Submit `raypfl KIND WORDS` as a job, follow it, and return its exit code.
 
     Parameters
     ----------
-    about : what the words describe. run_dir : the folder of the run, if they name it.
+    description : the run, sweep or study that the words describe.
+    run_dir : the folder of the run, if the words name it.
     detach : return 0 as soon as the job is submitted.
 
     Raises
     ------
     ConfigError : if the job cannot work: its results would be lost, or its files are too large.
     """
-    about.refuse_lost_paths(run_dir)
-    files = package.collect(about.files, about.modules)
-    job = f"{re.sub(r'[^A-Za-z0-9_-]+', '-', about.name)}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-    words = [package.inside(word) if word in about.files else word for word in words]
+    description.refuse_lost_paths(run_dir)
+    files = package.collect(description.files, description.modules)
+    name = re.sub(r"[^A-Za-z0-9_-]+", "-", description.name)
+    job = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    words = [package.inside(word) if word in description.files else word for word in words]
     if kind == "run" and run_dir is None:
-        run_dir = Path(about.output, job)
+        run_dir = Path(description.output, job)
         words += ["--run-dir", str(run_dir)]
 
     cluster = client(address)
@@ -64,7 +66,7 @@ def submit(
         )
 
     console = Console(stderr=True)
-    results = run_dir or Path(about.output, about.name)
+    results = run_dir or Path(description.output, description.name)
     _print(console, f"Submitted {job} with {package.listed(files)}. Results: {results}")
     if detach:
         _print(console, _how_to_continue(job, address))
@@ -102,7 +104,7 @@ def stop(job: str, address: str | None) -> None:
     with sentences():
         was_running = cluster.stop_job(job)
     status = wait(cluster, job).status.value
-    remark = "" if was_running else " (it was over before)"
+    remark = "" if was_running else " (it had already ended)"
     print(f"{job}: {status}{remark}")
 
 

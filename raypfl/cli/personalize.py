@@ -68,21 +68,21 @@ def serve(run: Path, host: str, port: int, replicas: int, megabytes: float, samp
     except ImportError as error:
         raise not_installed(f"raypfl serve needs Ray Serve ({error})", "ray[serve]", "serve") from error
 
-    own_token = os.environ.get(TOKEN)
-    if own_token is not None and len(own_token) < SHORTEST_TOKEN:
+    token_from_user = os.environ.get(TOKEN)
+    if token_from_user is not None and len(token_from_user) < SHORTEST_TOKEN:
         raise ConfigError(
-            f"${TOKEN} has {len(own_token)} characters; a token needs {SHORTEST_TOKEN} or more, or leave it unset."
+            f"${TOKEN} has {len(token_from_user)} characters; set one of at least {SHORTEST_TOKEN}, or leave it unset."
         )
-    token = own_token or secrets.token_urlsafe(32)
+    token = token_from_user or secrets.token_urlsafe(32)
     say = partial(Console().print, soft_wrap=True, highlight=False)
     if host not in ("127.0.0.1", "localhost", "::1"):
-        say(Text(f"Whoever reaches {host} can try tokens, and traffic is not encrypted.", "yellow"))
+        say(Text(f"Anyone who can reach {host} can try tokens, and traffic is not encrypted.", "yellow"))
     limits = service.Limits(megabytes, samples)
     with interrupting(), service.served(run, token, host, port, replicas, limits) as address:
         say(f"Serving {run} at {address}")
-        say(f"Token: that of ${TOKEN}" if own_token else f"Token: {token}")
+        say(f"Token: the value of ${TOKEN}" if token_from_user else f"Token: {token}")
         say(f'In Python: raypfl.RemoteRun("{address}", TOKEN).personalize(x, y)')
-        say("Ctrl-C ends it.")
+        say("Press Ctrl-C to stop.")
         sys.stdout.flush()
         try:
             while True:

@@ -38,8 +38,8 @@ def carry_out(experiment: Experiment, quiet: bool, as_json: bool) -> None:
     if as_json:
         console.print_json(json.dumps({"weights": str(result.path), "loss": result.loss, "seconds": result.seconds}))
         return
-    how = "was there already" if result.seconds is None else f"trained in {result.seconds:.1f} s"
+    origin = "made before" if result.seconds is None else f"trained in {result.seconds:.1f} s"
     console.print(
-        Text(f"{result.samples:,} samples of {experiment.model.pretrain}, mean loss {result.loss:.3f}, {how}")
+        Text(f"{result.samples:,} samples of {experiment.model.pretrain}, mean loss {result.loss:.3f}, {origin}")
     )
     console.print(Text(f"model.weights={result.path}"), soft_wrap=True)

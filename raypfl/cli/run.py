@@ -25,7 +25,7 @@ from raypfl.results.differences import find_label
 from raypfl.results.display import outcome
 from raypfl.results.display.console import lines_for, view, warner
 from raypfl.results.labels import labels
-from raypfl.runs import driver as runs
+from raypfl.runs import driver
 from raypfl.runs.folders import ComparisonFolder, new_folder, with_checkpoints_apart
 from raypfl.runs.result import (
     RECIPE,
@@ -229,15 +229,16 @@ def _carry_out(work: _Work, quiet: bool, as_json: bool) -> None:
                 for i, folder in enumerate(work.runs):
                     if folder in unfinished:
                         listeners: list[Listener] = [shown.listener(i), trackers[i]]
-                        results.append(runs.resume(folder, listeners=listeners, overrides=work.changes))
+                        results.append(driver.resume(folder, listeners=listeners, overrides=work.changes))
                     else:
                         results.append(RunResult.load(folder))
                     if results[-1].status == "stopped":
                         raise KeyboardInterrupt
-            if work.changes and (comparison := ComparisonFolder.load(work.folder)):
+            comparison = ComparisonFolder.load(work.folder) if work.changes else None
+            if comparison:
                 comparison.write(work.words)
         except KeyboardInterrupt:
-            # A Ctrl-C before the first round, between two runs, or a second one arrives here directly.
+            # Raised above, or by a Ctrl-C before the first round, between two runs, or a second time.
             raise Stopped(f"Stopped. {_unfinished(work, results)}") from None
         except Refused:
             raise
@@ -256,8 +257,8 @@ def _session(experiments: Sequence[Experiment], listener: Listener) -> Iterator[
     if len(experiments) < 2:
         yield
         return
-    runs.check(experiments, listeners=[listener])
-    with runs.session(experiments[0], listeners=[listener]):
+    driver.check(experiments, listeners=[listener])
+    with driver.session(experiments[0], listeners=[listener]):
         yield
 
 
@@ -269,7 +270,7 @@ def _unfinished(work: _Work, results: Sequence[RunResult]) -> str:
     finished_before = sum(result.status == "finished" for result in _not_reached(work, results))
     changed = ""
     if finished_before:
-        changed = f" with {shlex.join(work.changes)}; of {finished_before}, there are the earlier results"
+        changed = f" with {shlex.join(work.changes)}; earlier results exist for {finished_before}"
     return f"{finished} of {len(work.runs)} runs are finished{changed}. {work.to_continue}"
 
 

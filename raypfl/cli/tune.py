@@ -54,10 +54,11 @@ def carry_out(source: str, assignments: Sequence[str], quiet: bool, as_json: boo
             tags = {"trial": trial, "sweep_seed": str(seed)}
             children.setdefault((trial, seed), tracked.beside(tags))(event)
 
-        outcome = _searched(sweep, progress, quiet, hear)
+        outcome = _run_sweep(sweep, progress, quiet, hear)
         for trial, seed, run in finished_runs(sweep, folder):
             result = None if (trial, seed) in children else RunResult.load(run)
-            if result and not is_recorded(result.experiment, run):  # the sweep was killed before that was done
+            # A run is not recorded if the sweep was killed before that.
+            if result and not is_recorded(result.experiment, run):
                 for event in events_of(result):
                     hear(trial, seed, event)
         for file in outcome.files:
@@ -77,7 +78,7 @@ def carry_out(source: str, assignments: Sequence[str], quiet: bool, as_json: boo
         raise RaypflError("\n".join(["No trial of the sweep was evaluated.", *errors]))
 
 
-def _searched(sweep: Sweep, progress: Console, quiet: bool, hear: TrialListener) -> SweepResult:
+def _run_sweep(sweep: Sweep, progress: Console, quiet: bool, hear: TrialListener) -> SweepResult:
     if quiet or not progress.is_terminal:
         return tune(sweep, hear=hear, show=_lines(progress, quiet))
     with Live(console=progress, refresh_per_second=4) as live:

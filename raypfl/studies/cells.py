@@ -128,9 +128,9 @@ def choices_with_values(study: Study, cells: Sequence[StudyCell]) -> list[str]:
     """
     values: dict[str, dict[str, list[str]]] = {}
     for cell in cells:
-        of_method = values.setdefault(cell.method, {})
+        method_values = values.setdefault(cell.method, {})
         for key, value in flatten(cell.experiment.to_dict()).items():
-            of_method.setdefault(key, []).append(str(value))
+            method_values.setdefault(key, []).append(str(value))
 
     choices = []
     for choice in study.choices:
@@ -151,9 +151,9 @@ def _values_as_text(values: Mapping[str, Mapping[str, Sequence[str]]], label: st
 def _with_datasets(study: Study, assignments: Sequence[str]) -> tuple[Study, list[str]]:
     """Return the study with the data sets that assignments locate, and the other assignments."""
     other_assignments = [text for text in assignments if not text.strip().startswith("datasets.")]
-    of_datasets = [text for text in assignments if text not in other_assignments]
+    dataset_assignments = [text for text in assignments if text not in other_assignments]
     values = {"datasets": dict(study.datasets)}
-    for path, value in parse_assignments(of_datasets):
+    for path, value in parse_assignments(dataset_assignments):
         if path[1] not in study.dataset_names:
             hint = did_you_mean(path[1], study.dataset_names)
             raise ConfigError(f"datasets.{path[1]} is set, but no cell reads a data set of this name; {hint}")

@@ -43,12 +43,12 @@ def blocks(entries: Sequence[TableEntry]) -> list[TableBlock]:
     """Arrange entries as in the paper: a block for each setting down, a column for each metric and setting across."""
     table = []
     for title in dict.fromkeys(entry.down for entry in entries):
-        in_block = [entry for entry in entries if entry.down == title]
-        headings = list(dict.fromkeys((entry.across, entry.metric) for entry in in_block))
+        block_entries = [entry for entry in entries if entry.down == title]
+        headings = list(dict.fromkeys((entry.across, entry.metric) for entry in block_entries))
 
         lines = []
-        for method in dict.fromkeys(entry.method for entry in in_block):
-            by_heading = {(entry.across, entry.metric): entry for entry in in_block if entry.method == method}
+        for method in dict.fromkeys(entry.method for entry in block_entries):
+            by_heading = {(entry.across, entry.metric): entry for entry in block_entries if entry.method == method}
             lines += _lines(method, [by_heading[heading] for heading in headings])
         table.append(TableBlock(title, headings, lines))
     return table
@@ -125,7 +125,7 @@ def _parts(block: TableBlock, console: Console) -> Iterator[Table]:
         yield whole
         return
 
-    # So wide that no word is broken.
+    # Each column is as wide as its longest word, so that no word is broken.
     widths = []
     for heading, texts in zip(block.headings, columns, strict=True):
         words = " ".join((*heading, *texts)).split()

@@ -14,7 +14,7 @@ from raypfl.engine.backends.of_this_process import spare
 from raypfl.engine.backends.shared_folder import refuse_unless_shared
 from raypfl.engine.events import Event, Progress
 from raypfl.experiment import Experiment
-from raypfl.runs import driver as runs
+from raypfl.runs import driver
 from raypfl.runs.result import is_finished
 from raypfl.studies.cells import StudyCell
 from raypfl.studies.worker import FAILED, FINISHED, STOPPED, CellOutcome, run_cell, run_cell_task
@@ -58,7 +58,7 @@ def _run_one_by_one(
     cells: Sequence[StudyCell], unfinished: Sequence[int], listen: CellListener
 ) -> dict[int, CellOutcome]:
     outcomes: dict[int, CellOutcome] = {}
-    with runs.session(cells[unfinished[0]].experiment):
+    with driver.session(cells[unfinished[0]].experiment):
         for i in unfinished:
             outcomes[i] = run_cell(cells[i].experiment, cells[i].folder, [partial(listen, i)])
             if outcomes[i].status == STOPPED:

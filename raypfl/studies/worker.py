@@ -39,7 +39,7 @@ def run_cell(experiment: Experiment, folder: Path, listeners: Sequence[Listener]
     """Run a cell from its start or its newest checkpoint to its end, unless another process is running it."""
     from raypfl.common.errors import RaypflError
     from raypfl.common.files import locked
-    from raypfl.runs import driver as runs
+    from raypfl.runs import driver
     from raypfl.runs.result import RECIPE, is_finished
 
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -52,9 +52,9 @@ def run_cell(experiment: Experiment, folder: Path, listeners: Sequence[Listener]
                 values = experiment.to_dict()
                 changes = [f"{key}={json.dumps(values[key])}" for key in ("ray", "checkpoint")]
                 changes.append(f"engine.backend={experiment.engine.backend}")
-                result = runs.resume(folder, listeners=listeners, overrides=changes)
+                result = driver.resume(folder, listeners=listeners, overrides=changes)
             else:
-                result = runs.run(experiment, listeners=listeners, run_dir=folder)
+                result = driver.run(experiment, listeners=listeners, run_dir=folder)
         return CellOutcome(STOPPED if result.status == STOPPED else FINISHED)
     except RaypflError as error:
         return CellOutcome(FAILED, str(error))

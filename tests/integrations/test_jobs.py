@@ -155,7 +155,7 @@ def test_sweeps_and_studies_take_the_files_that_they_name(server: Server, home: 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["output=runs"], "output is 'runs'. A job's working directory is a folder of Ray's, which is deleted"),
+        (["output=runs"], "output is 'runs', which would be in the job's working directory, and Ray deletes that"),
         (["output=s3://bucket/runs"], "output is 's3://bucket/runs'"),
         (["--run-dir", "here"], "--run-dir is 'here'"),
         (["tracking.uri=sqlite:///runs/mlflow.db"], "tracking.uri is 'sqlite:///runs/mlflow.db'. A job takes along"),

@@ -191,7 +191,7 @@ def test_going_on_with_a_change_that_was_interrupted_repeats_the_change(monkeypa
 
     monkeypatch.setattr(driver, "resume", pressed)
     stopped = raypfl("resume", str(folder), "rounds=3")
-    earlier = "0 of 2 runs are finished with rounds=3; of 2, there are the earlier results."
+    earlier = "0 of 2 runs are finished with rounds=3; earlier results exist for 2."
     assert f"{earlier} To continue: raypfl resume {folder} rounds=3\n" in stopped.stderr
 
 
@@ -202,7 +202,7 @@ def test_an_interrupted_extension_shows_all_runs_at_what_they_have(cut_off):
     table, places = stopped.stdout.split("Picture")
     assert all(word in table for word in ("fedavg", "local", "rounds=2"))
     assert all(f"{folder / run}  weights" in places for run in ("fedavg-s0", "local-s0")) and "Try next" not in places
-    assert "Stopped. 0 of 2 runs are finished with rounds=9; of 1, there are the earlier results." in stopped.stderr
+    assert "Stopped. 0 of 2 runs are finished with rounds=9; earlier results exist for 1." in stopped.stderr
 
 
 def test_what_is_suggested_starts_from_what_ran_and_not_from_what_was_typed_first():

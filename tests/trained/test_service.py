@@ -409,8 +409,8 @@ def test_real_clients_get_their_models_from_ray_serve_until_ctrl_c(
             over.set()
         answers = visited.result(timeout=60)
     assert done.exit_code == 130, done.output
-    assert "Token: that of $RAYPFL_TOKEN" in done.stdout and TOKEN not in done.output
-    assert done.stdout.endswith("Ctrl-C ends it.\nStopping.\n") and done.stderr == "Stopped.\n"
+    assert "Token: the value of $RAYPFL_TOKEN" in done.stdout and TOKEN not in done.output
+    assert done.stdout.endswith("Press Ctrl-C to stop.\nStopping.\n") and done.stderr == "Stopped.\n"
     with pytest.raises(requests.ConnectionError):
         requests.get(f"http://127.0.0.1:{port}", timeout=10)
     assert [one.status_code for one in answers] == [200] * 16, answers[0].text

@@ -41,7 +41,8 @@ def client(address: str | None) -> JobSubmissionClient:
     if address is None:
         raise ConfigError("No cluster is named: give --address http://HEAD:8265, or set RAY_ADDRESS.")
 
-    os.environ.setdefault("RAY_AUTH_MODE", "token")  # with an explicit address, Ray does not switch it on by itself
+    # Given an explicit address, Ray does not switch token authentication on by itself.
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
     from ray.job_submission import JobSubmissionClient
 
     for name in _TALKATIVE_LOGGERS:
@@ -57,7 +58,7 @@ def client(address: str | None) -> JobSubmissionClient:
 
 @contextmanager
 def sentences(address: str = "") -> Iterator[None]:
-    """While active, errors of Ray's job server become errors of raypfl's, each a sentence."""
+    """While active, turn errors of Ray's job server into raypfl's, each a sentence."""
     import ray
     import requests
 

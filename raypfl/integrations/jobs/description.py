@@ -28,7 +28,7 @@ _PATH_SETTING = re.compile(
 
 @dataclass(frozen=True)
 class Description:
-    """A run, study or sweep, checked as far as it can be where its data are not.
+    """A run, study or sweep, checked as far as possible without its data.
 
     Attributes
     ----------
@@ -91,9 +91,9 @@ class Description:
         ):
             if folder is not None and not Path(folder).is_absolute():
                 mistakes.append(
-                    f"{key} is {str(folder)!r}. A job's working directory is a folder of Ray's, which is deleted after "
-                    "the job with all results in it: name a folder that outlives the job and that all nodes share, "
-                    f"such as {example}."
+                    f"{key} is {str(folder)!r}, which would be in the job's working directory, and Ray deletes that after the "
+                    "job: name a folder that outlives the job and that all nodes share, such as "
+                    f"{example}."
                 )
         for key, path in self._paths():
             if _is_relative(key, path):
@@ -106,7 +106,7 @@ class Description:
 
     def _paths(self) -> list[tuple[str, str]]:
         """Return the settings that are paths, and their values; an assignment replaces what is in the files."""
-        paths = _paths_in(self._changed())
+        paths = _paths_in(self._changed_leaves())
         changed = {key for key, _ in paths}
         for values in self.values:
             paths += [(key, path) for key, path in _paths_in(_leaves(values)) if key not in changed]
@@ -115,9 +115,9 @@ class Description:
     def _leaves(self) -> Iterator[tuple[str, Any]]:
         for values in self.values:
             yield from _leaves(values)
-        yield from self._changed()
+        yield from self._changed_leaves()
 
-    def _changed(self) -> list[tuple[str, Any]]:
+    def _changed_leaves(self) -> list[tuple[str, Any]]:
         leaves: list[tuple[str, Any]] = []
         for path, value in parse_assignments(self.changes):
             leaves += _leaves(value, ".".join(path))
@@ -157,7 +157,8 @@ def _paths_in(leaves: Iterable[tuple[str, Any]]) -> list[tuple[str, str]]:
 
 def _is_relative(key: str, path: str) -> bool:
     if key == "model.weights" and not is_file(path):
-        return False  # torchvision's name of pretrained weights
+        # The name of torchvision's or timm's pretrained weights.
+        return False
     if path.startswith("sqlite"):
         return re.match(r"sqlite[^:]*:////", path) is None
     return "://" not in path and not path.startswith(("/", "~"))

@@ -18,13 +18,13 @@ POLL = 1.0
 """Seconds between looks at a job whose log has ended."""
 
 SILENCE = 60.0
-"""Seconds of silence after which a log's stream is opened again: a connection may be lost without an end."""
+"""Seconds of silence after which a log's stream is opened again, since a connection may be lost unnoticed."""
 
 PATIENCE = 300.0
-"""Seconds to wait for a job server that does not answer."""
+"""Most seconds to wait for a job server that does not answer."""
 
 REFUSED = 15.0
-"""Seconds to wait if the server's machine answers that nothing listens there: the head's processes are gone."""
+"""Seconds to wait if the head's machine refuses connections, which means that the head's processes are gone."""
 
 STOPPED = 130
 """The exit code of a job that was stopped: what a shell expects after Ctrl-C."""
@@ -48,7 +48,8 @@ def follow(client: JobSubmissionClient, job: str, show: Callable[[str], None]) -
         _tail(client, job, log)
         details = _details(client, job)
         if details.status.is_terminal():
-            with contextlib.suppress(RaypflError), sentences():  # a broken stream may have missed the end
+            # A broken stream may have missed the end of the log.
+            with contextlib.suppress(RaypflError), sentences():
                 log.restart()
                 log.add(client.get_job_logs(job))
             return details
@@ -57,9 +58,11 @@ def follow(client: JobSubmissionClient, job: str, show: Callable[[str], None]) -
 
 def wait(client: JobSubmissionClient, job: str) -> JobDetails:
     """Wait until a job has ended; return its details."""
-    while not (details := _details(client, job)).status.is_terminal():
+    while True:
+        details = _details(client, job)
+        if details.status.is_terminal():
+            return details
         time.sleep(POLL)
-    return details
 
 
 def exit_code(details: JobDetails) -> int:
@@ -72,7 +75,7 @@ def exit_code(details: JobDetails) -> int:
 
 
 class _RepeatedLog:
-    """A log that is received from its start again and again, and is shown once."""
+    """Shows a log once, although it is received from its start again and again."""
 
     def __init__(self, show: Callable[[str], None]):
         self._show = show

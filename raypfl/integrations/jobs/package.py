@@ -1,7 +1,7 @@
-"""The files that go with a job: its description and the user's own modules, nothing else and nothing from outside.
+"""The files that go with a job: its description and the user's own modules, and nothing else.
 
-Ray packs a folder, sends it and puts it on the path of the job's processes (`runtime_env`), but takes all that is in
-it: data and secrets, and what links lead to. So the files are chosen here, and only they are put into that folder.
+Ray packs a folder, sends it and puts it on the path of the job's processes (`runtime_env`). It takes everything in the
+folder, also data, secrets and what links lead to. So the files are chosen here, and copied into a folder of their own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from raypfl.common.errors import ConfigError
 from raypfl.common.user_modules import module_files
 
 LIMIT = 100 * 2**20
-"""Bytes that a Ray cluster accepts (``DASHBOARD_CLIENT_MAX_SIZE``); its documentation says 500 MiB."""
+"""Most bytes that a Ray cluster accepts (``DASHBOARD_CLIENT_MAX_SIZE``), although Ray's documentation says 500 MiB."""
 
 
 def collect(files: Iterable[str], modules: Iterable[str]) -> dict[str, Path]:
@@ -61,6 +61,9 @@ def listed(package: Mapping[str, Path]) -> str:
     if not package:
         return "no files"
     names = sorted(package)
-    first_names = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+    first_names = ", ".join(names[:4])
+    if len(names) > 4:
+        first_names += ", ..."
+    count = "1 file" if len(names) == 1 else f"{len(names)} files"
     size = sum(path.stat().st_size for path in package.values()) / 2**10
-    return f"{first_names} ({len(names)} file{'s' * (len(names) != 1)}, {size:.0f} KiB)"
+    return f"{first_names} ({count}, {size:.0f} KiB)"

@@ -26,8 +26,8 @@ class ComparisonRun:
 
     Parameters
     ----------
-    folder : a folder that keeps the parent's id, so that a comparison that was cut off continues below it. In a new
-        folder, the first run that was recorded before brings its parent.
+    folder : a folder that keeps the parent's id, so that an interrupted comparison continues below it. A new
+        folder gets the parent of the first run that was recorded before.
     """
 
     def __init__(self, name: str, tags: Mapping[str, str], folder: Path | None = None):

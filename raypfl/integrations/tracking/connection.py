@@ -93,7 +93,7 @@ def existing_run(client: MlflowClient, file: Path) -> Any:
 
 
 def is_recorded(experiment: Experiment, run_dir: Path) -> bool:
-    """Return whether MLflow has a run to its end, or need not record it; False if MLflow does not answer."""
+    """Return whether MLflow has recorded a run to its end, or need not; False if MLflow does not answer."""
     if not experiment.tracking.mlflow:
         return True
 
@@ -140,7 +140,7 @@ def _artifacts_in(folder: str | Path) -> str:
 
 
 def without_password(text: str) -> str:
-    """Return a text whose URIs are without what precedes an @ in them."""
+    """Remove user names and passwords, which precede an @, from the URIs in a text."""
     return re.sub(r"//[^/@\s]*@", "//", text)
 
 

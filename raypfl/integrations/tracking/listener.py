@@ -35,7 +35,7 @@ class MLflowListener:
         listener is a context manager: at its end the parent gets the results of all runs.
     tags : your own tags, for every run.
     warn : a function that is called with a sentence, from another thread, when recording fails; None: a log message.
-    kept_in : a folder for the parent's id, so that a comparison that was cut off continues below the same parent.
+    kept_in : a folder for the parent's id, so that an interrupted comparison continues below the same parent.
 
     Examples
     --------
@@ -166,7 +166,7 @@ class MLflowListener:
 
 
 def track(run_dir: str | Path, uri: str | None = None) -> None:
-    """Record a run or a comparison that is over, from its folder; what MLflow has already is not recorded twice.
+    """Record a finished run or comparison from its folder; what MLflow has already is not recorded twice.
 
     Parameters
     ----------

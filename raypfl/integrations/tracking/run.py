@@ -1,4 +1,4 @@
-"""A run that is recorded in MLflow, in a thread of its own."""
+"""Recording a run in MLflow, in a thread of its own."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ class RunRecord:
         return self._comparison.parent_tags(client, home, self._start_time, self._dataset())
 
     def _continue(self, client: MlflowClient, existing: Any) -> None:
-        """Find out what the existing run has already, and put it below its parent, unless it is below one."""
+        """Find out what is already recorded, and put the run below its parent unless it has one."""
 
         def last_step(metric: str) -> int:
             return max((point.step for point in client.get_metric_history(self.run_id, metric)), default=-1)

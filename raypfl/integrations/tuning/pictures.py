@@ -19,10 +19,10 @@ ABSENT = -0.12
 """The height at which a configuration without a setting crosses that setting's axis."""
 
 FEWEST = 4
-"""Trials that are needed to estimate importance."""
+"""Fewest trials from which importance is estimated."""
 
 ENOUGH = 30
-"""Trials from which on the estimate is not called rough."""
+"""Fewest trials with which the estimate is not called rough."""
 
 
 def draw_configurations(
@@ -137,7 +137,8 @@ def _distribution(space: Space) -> Any:
     if not space.is_range:
         return CategoricalDistribution(list(range(len(space.values))))
     low, high = space.values
-    return (IntDistribution if space.is_integer else FloatDistribution)(low, high, log=space.is_logarithmic)
+    distribution = IntDistribution if space.is_integer else FloatDistribution
+    return distribution(low, high, log=space.is_logarithmic)
 
 
 def draw_importances(shares: dict[str, float], trials: int, metric: str, path: Path) -> None:

@@ -96,7 +96,7 @@ def run_arguments(
 
 
 def _has_begun(folder: Path) -> bool:
-    """Whether Tune has saved its state in a folder; a file that a kill cut off is deleted for the one before."""
+    """Whether Tune has saved its state in a folder; a file that a kill cut off is deleted, and an older one counts."""
     for file in sorted(folder.glob("experiment_state-*.json"), reverse=True):
         try:
             json.loads(file.read_text())
@@ -190,10 +190,10 @@ def _searcher(sweep: Sweep, names: Sequence[str], modes: Sequence[str], at_once:
 
 
 class SavesBeforeTrials:
-    """Mixin of a scheduler that lets Tune save its state before a new trial begins.
+    """Mixin for a scheduler that makes Tune save its state before a new trial begins.
 
-    By itself Tune does so every ten seconds. After a kill it would not know younger trials, propose others in their
-    place and leave their folders behind.
+    By itself Tune does so every ten seconds. After a kill it would not know younger trials, would propose others in
+    their place, and would leave their folders behind.
     """
 
     _saved: frozenset[str] = frozenset()

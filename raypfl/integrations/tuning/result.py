@@ -114,9 +114,9 @@ class SweepResult:
 
     @property
     def schedule(self) -> list[tuple[int, dict[str, Any]]]:
-        """The best trial's settings: after how many rounds each began to hold, and the searched settings.
+        """The best trial's searched settings, each with the number of rounds after which they began to hold.
 
-        More than one only where PBT or PB2 changed them. Checkpoints of other trials count as rounds of this one.
+        There are several entries only if PBT or PB2 changed the settings. Rounds in checkpoints of other trials count.
         """
         if self.best is None:
             return []
@@ -127,7 +127,7 @@ class SweepResult:
 
     @property
     def changes(self) -> list[str]:
-        """Lines that tell how a scheduler changed the best trial's settings on the way; empty if none did."""
+        """Lines on how a scheduler changed the best trial's settings during training; empty if none did."""
         if self.best is None or len(self.schedule) < 2:
             return []
         value = self.best.values[self.name]

@@ -1,4 +1,4 @@
-"""A sweep on Ray Tune: run what is left of it, with the resources that its trials need."""
+"""Run what is left of a sweep on Ray Tune, with the resources that its trials need."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ TUNE = "tune"
 """The folder in a sweep's folder that is Ray Tune's. It holds pickles, so only a folder that is trusted is resumed."""
 
 CHANGEABLE = {"trials", "concurrent", "stop", "tensorboard"}
-"""Settings of a sweep that may be others when it continues."""
+"""Settings of a sweep that may change when it continues."""
 
 POLL = 0.2
 """Seconds between looks at the events of running trials."""
 
 RESTARTS = 3
-"""How often Tune starts again for trials that it gave up when their processes died.
+"""How often Tune is started again for trials that it gave up because their processes died.
 
-It gives one up when two calls fail with the same process, so a node's death can end a trial at once.
+Tune gives up a trial when two calls fail with the same process, so a node's death can end a trial at once.
 """
 
 TrialListener = Callable[[str, int, Event], None]
@@ -66,7 +66,7 @@ TrialListener = Callable[[str, int, Event], None]
 
 
 def check(sweep: Sweep) -> tuple[Experiment, list[str]]:
-    """Return the experiment of a first configuration, and the direction of each metric, if all of it fits together.
+    """Check that a sweep fits together; return the experiment of a first configuration, and each metric's direction.
 
     Raises
     ------
@@ -101,7 +101,7 @@ def search(
     hear: TrialListener,
     show: Callable[[list[Trial]], None],
 ) -> list[Trial]:
-    """Run what is left of a sweep: all trials to their ends, except for those that are stopped or fail.
+    """Run what is left of a sweep, until every trial has finished, was stopped or has failed.
 
     Parameters
     ----------
@@ -169,8 +169,8 @@ def _refuse_other_sweep(sweep: Sweep, folder: Path) -> None:
     is_other = before.model_dump(exclude=CHANGEABLE) != sweep.model_dump(exclude=CHANGEABLE)
     if is_other:
         raise ConfigError(
-            f"{folder} holds another sweep of the name {sweep.name!r}: its {SWEEP} differs from the one given now. "
-            f"Choose another name, or delete that folder. What may change is {', '.join(sorted(CHANGEABLE))}."
+            f"{folder} holds another sweep called {sweep.name!r}: its {SWEEP} differs from the one given now. Choose "
+            f"another name, or delete that folder. Only these may change: {', '.join(sorted(CHANGEABLE))}."
         )
     if sweep.trials < before.trials:
         raise ConfigError(
@@ -179,7 +179,7 @@ def _refuse_other_sweep(sweep: Sweep, folder: Path) -> None:
     if sweep.trials > before.trials and sweep.scheduler.copies:
         raise ConfigError(
             f"trials is {sweep.trials}, but the population of {sweep.scheduler.name} in {folder} has {before.trials} "
-            "members, which evolve together. Start a sweep of another name."
+            "members, which evolve together. Start a sweep with another name."
         )
 
 
@@ -208,14 +208,14 @@ def _at_once(ray: Any, settings: RaySettings, trials: int) -> int:
 
 @contextlib.contextmanager
 def _events(ray: Any, hear: TrialListener) -> Iterator[Any]:
-    """While active, a thread passes on the events of all trials from the queue that this gives."""
+    """Yield a queue for the events of all trials; while active, a thread passes them on to `hear`."""
     from ray.util.queue import Queue
 
     events = Queue(actor_options=on_this_node(ray))
-    over = threading.Event()
+    is_over = threading.Event()
 
     def pass_on() -> None:
-        while not over.wait(POLL) or events.size():
+        while not is_over.wait(POLL) or events.size():
             for trial, seed, event in events.get_nowait_batch(events.size()):
                 hear(trial, seed, ray.cloudpickle.loads(event))
 
@@ -224,7 +224,7 @@ def _events(ray: Any, hear: TrialListener) -> Iterator[Any]:
     try:
         yield events
     finally:
-        over.set()
+        is_over.set()
         thread.join(timeout=60)
         events.shutdown(force=True)
 

@@ -1,7 +1,7 @@
 """One trial: a configuration's run, in the process that Ray Tune gives it.
 
-What a trial reports carries no copy of its checkpoint but says where that is: a trial keeps its checkpoints in its own
-folder, all of them if other trials may continue from them.
+A report to Tune carries no copy of a checkpoint, only its location. A trial keeps its checkpoints in its own folder,
+and all of them if other trials may continue from them.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def _refuse_without_folder(folder: Path) -> None:
 def close(folder: Path, hear: Listener) -> None:
     """Write the results of a stopped trial, as of its last checkpoint, if its process has not done so.
 
-    At a sweep's end Tune gives processes five seconds, too few on a busy machine; some save their rounds all the same.
+    At a sweep's end Tune gives processes five seconds, which is too little on a busy machine; some save in time.
     """
     from raypfl.engine.events import RunStarted
     from raypfl.engine.job import checkpoints_of
@@ -216,7 +216,8 @@ class _TrialRun:
             self._continue_schedule()
         _keep_actors(experiment)
 
-        if not is_copy and is_finished(self.folder):  # and Tune was killed before it took note
+        # A finished run is here if Tune was killed before it took note.
+        if not is_copy and is_finished(self.folder):
             result = RunResult.load(self.folder)
             self.experiment = result.experiment
         elif (self.folder / RECIPE).exists():
@@ -243,7 +244,7 @@ class _TrialRun:
         return self.experiment.override(changes)
 
     def _continue_from(self, checkpoint: Any) -> bool:
-        """Begin with the state of a reported checkpoint; return whether that is another trial's."""
+        """Start from a reported checkpoint; return whether it is another trial's."""
         from raypfl.runs.resuming import branch
 
         with checkpoint.as_directory() as folder:
@@ -257,7 +258,7 @@ class _TrialRun:
         return is_copy
 
     def _continue_schedule(self) -> None:
-        """Continue from the checkpoints in the run's folder, which may be of another configuration."""
+        """Load the run's schedule, and extend it if its last rounds had another configuration."""
         from raypfl.storage import checkpoints
 
         before = schedule_of(self.folder)
@@ -267,7 +268,7 @@ class _TrialRun:
             self._train_from(checkpoints.last_round(str(self.folder / "checkpoints")), before)
 
     def _train_from(self, round: int, before: list[dict[str, Any]]) -> None:
-        """Write down that the rounds after `round` are trained with this configuration."""
+        """Record that this configuration holds for the rounds after `round`."""
         parts = [part for part in before if part["after"] < round]
         self.schedule = [*parts, {"after": round, "drawn": self.drawn}]
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -287,7 +288,7 @@ class _TrialRun:
             self._report(event.round, done=False)
 
     def _must_report(self, round: int) -> bool:
-        """Whether a checkpoint's round was evaluated and is news; the last one is reported when the run is over."""
+        """Whether a checkpoint's round was evaluated and not yet reported; the last one is reported at the run's end."""
         return self.reports and self.reported < round == self.evaluated < self.experiment.rounds
 
     def _forward(self, event: Event) -> None:
