@@ -288,7 +288,7 @@ class _TrialRun:
             self._report(event.round, done=False)
 
     def _must_report(self, round: int) -> bool:
-        """Whether a checkpoint's round was evaluated and not yet reported; the last one is reported at the run's end."""
+        """Whether a checkpoint's round was evaluated but not reported; the last one is reported at the run's end."""
         return self.reports and self.reported < round == self.evaluated < self.experiment.rounds
 
     def _forward(self, event: Event) -> None:
