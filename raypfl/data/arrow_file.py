@@ -86,8 +86,8 @@ def receive_arrays(path: Path, chunks: Iterable[bytes]) -> None:
 
 @contextmanager
 def cache_lock(path: Path) -> Iterator[None]:
-    """Be the only process that works on `path` in a cache, as `files.locked`."""
-    # Errors of taking the lock are explained, those of the work within it pass unchanged.
+    """While active, be the only process that works on `path` in a cache; see `files.locked`."""
+    # Explain errors of taking the lock; those of the work within it pass unchanged.
     with ExitStack() as stack:
         with explain_write_errors(path):
             stack.enter_context(files.locked(path))
@@ -96,7 +96,7 @@ def cache_lock(path: Path) -> Iterator[None]:
 
 @contextmanager
 def explain_write_errors(path: Path) -> Iterator[None]:
-    """Raise a DataError with advice if the cache at `path` cannot be written."""
+    """While active, turn errors of writing the cache at `path` into a DataError with advice."""
     try:
         yield
     except (OSError, Unwritable) as error:

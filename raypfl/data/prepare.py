@@ -1,4 +1,4 @@
-"""From the files of a data set to the columns of the store: all samples in one array, and who holds which."""
+"""Prepare the store's columns from the files of a data set: all samples in one array, and who holds which."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from raypfl.learning.objectives import kind_of
 _FORMAT = 4
 # Bytes of samples read at a time where all samples are visited.
 _BLOCK_BYTES = 12 << 20
-# The pool of samples that are the data set's own.
+# The number in the column ``pool`` for the data set's own samples.
 _NO_POOL = -1
 _LABEL_TYPES = {"classes": np.int64, "labels": np.int8, "tokens": np.int64}
 _INPUT_TYPES = ("uint8", "float32", "float64", "int64")
 
 
 def samples_key(data: DataConfig, cache: Path) -> str:
-    """A key of everything that the prepared samples depend on: readers, their options, and the content of files.
+    """Return a key of all that the prepared samples depend on: readers, their options, and the content of files.
 
     Files are downloaded first if `data` says so; other processes wait for that.
 
@@ -67,7 +67,7 @@ def _identity(source: DataSource, cache: Path) -> tuple[Any, ...]:
 
 
 def holdings_key(samples: str, data: DataConfig, partition: Partition, seed: int) -> str:
-    """A key of everything that the holdings depend on; `samples` is the digest of the prepared samples."""
+    """Return a key of all that the holdings depend on; `samples` is the digest of the prepared samples."""
     held_out = (data.test_fraction, data.val_fraction, data.unseen_fraction, data.split, list(data.shares().items()))
     file_digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in partition.files() if path.is_file()]
     return _key(
@@ -88,7 +88,7 @@ def prepare_samples(data: DataConfig, folder: Path) -> tuple[Mapping[str, Any], 
 
     Returns
     -------
-    Columns ``input``, ``label``, ``published_test``, ``pool`` (the pool's number, or -1), and if there are such
+    The columns ``input``, ``label``, ``published_test`` and ``pool`` (the pool's number, or -1), and where they apply
     ``group`` and ``category`` (combinations of several labels); and facts about them.
     """
     raw = data.read()
@@ -269,7 +269,7 @@ def _check_block(block: np.ndarray, first: np.ndarray, start: int) -> None:
 
 
 def _spans(samples: np.ndarray, count: int) -> Iterator[slice]:
-    """Slices of the blocks that `count` samples of this size are read in."""
+    """Slices of the blocks in which `count` samples of this size are read."""
     step = max(_BLOCK_BYTES // samples[0].nbytes, 1)
     return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
@@ -302,7 +302,7 @@ def _image_moments(images: np.ndarray, chosen: np.ndarray, scale: float) -> tupl
         squares += np.einsum("nchw,nchw->c", block, block, dtype=np.int64)
 
     count = len(chosen) * images[0, 0].size
-    # count² variance, in Python's integers, which neither round nor overflow
+    # The variance times count², in Python's integers, which neither round nor overflow.
     spread = [count * int(q) - int(t) ** 2 for q, t in zip(squares, total, strict=True)]
     std = np.array([math.sqrt(s) / count / scale if s else 1.0 for s in spread])
     return total / count / scale, std
@@ -326,10 +326,10 @@ def _feature_moments(inputs: np.ndarray, chosen: np.ndarray, scale: float) -> tu
 
 
 def _content_hash(paths: list[Path], source: DataSource, cache: Path) -> str:
-    """The SHA-256 of files and their places under ``data.root``.
+    """The SHA-256 of files and their paths below ``data.root``.
 
     Reading them takes time, so the hash is cached until a file's size, time of change or time of status change differs.
-    The last, which only the system sets, shows files that were overwritten and got their old time of change back.
+    Only the system sets the last one: it shows files that were overwritten and given their old time of change.
     """
     root = Path(source.root).expanduser().absolute() if source.root else Path().absolute()
     stats = {path: path.stat() for path in paths if path.is_file()}

@@ -1,4 +1,4 @@
-"""Data sets at addresses of shared storage: copied to a machine once, and read there."""
+"""Data sets in shared storage: each machine copies them once, and reads its copy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ S = TypeVar("S", bound=DataSource)
 
 
 def copy_to_this_machine(data: DataConfig, cache: Path) -> DataConfig:
-    """Copy the files of a data set at an address such as ``s3://bucket/folder``; its description then names the copy.
+    """Copy the files of a data set at an address such as ``s3://bucket/folder``; return a description of the copy.
 
     A copy is made again when the name, the size or the time of change of any file differs.
 

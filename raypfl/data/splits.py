@@ -62,7 +62,7 @@ def allocate(
     rest = rng.generator(seed, "auxiliary").permutation(np.flatnonzero(~is_test))
     total = len(rest)
     for code, share in enumerate(data.shares().values(), start=len(SPLITS)):
-        # The rest, not the pool, is rounded down: so a tenth of CheXpert's 223,414 samples is 22,342.
+        # Round down the rest, not the pool: a tenth of CheXpert's 223,414 samples is then 22,342.
         pool_samples, rest = np.split(rest, [total - int((1 - share) * total + 1e-9)])
         split[pool_samples] = code
 
@@ -135,7 +135,7 @@ def _draw_test_owners(kind: np.ndarray, training_counts: np.ndarray, seed: int) 
     training_counts : ``int64[kinds, clients]``, the clients' training samples of each kind.
     """
     draws = rng.generator(seed, "test")
-    # Nobody trains on such a kind; its test samples go to clients in proportion to their sizes.
+    # Test samples of a kind that nobody trains on go to clients in proportion to their sizes.
     is_untrained = ~training_counts.any(axis=1, keepdims=True)
     weights = np.where(is_untrained, training_counts.sum(axis=0), training_counts)
     counts = largest_remainders(np.bincount(kind, minlength=len(training_counts)), weights, draws)

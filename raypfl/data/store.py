@@ -28,7 +28,7 @@ from raypfl.learning.objectives import kind_of
 class FederatedData:
     """Samples, and the clients that hold them: a read-only view of memory-mapped files.
 
-    Its pickle has a few hundred bytes. Unpickling opens the same files without reading samples; on a machine that does
+    A pickle takes a few hundred bytes. Unpickling opens the same files without reading samples; on a machine that does
     not have them, it raises :class:`PreparedDataMissing`.
 
     Attributes
@@ -193,9 +193,9 @@ def load_federated(data: DataConfig, partition: Partition, *, seed: int, cache: 
 
     A :class:`raypfl.data.datasets.Population` is neither divided nor kept in the cache.
 
-    Samples are prepared again when a file of the data set, an option of its reader or the reader's code changes; the
-    partition when its code, an option of it or of the splits, or `seed` changes. If several processes find nothing
-    prepared, one prepares it and the others wait.
+    Samples are prepared again when a file of the data set, an option of its reader or the reader's code changes. The
+    partition is prepared again when its code, its options, those of the splits, or `seed` changes. If several processes
+    find nothing prepared, one prepares it and the others wait.
 
     Parameters
     ----------
@@ -259,7 +259,7 @@ def _reopen(origin: _Origin, fingerprint: str) -> FederatedData:
 
 
 def _join(samples: Arrays, holdings: Arrays, origin: _Origin) -> FederatedData:
-    """Join the samples with who holds which; rows of `holdings` are sorted by split, then by client."""
+    """Join the samples and their holdings, whose rows are sorted by split, then by client."""
     split = holdings.columns["split"]
     client = holdings.columns["client"]
     sample = holdings.columns["sample"]

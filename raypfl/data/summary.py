@@ -1,4 +1,4 @@
-"""A federated data set in numbers: the sizes of clients, and how far their labels are from the labels of all."""
+"""A federated data set in numbers: the sizes of clients, and how much their labels differ."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raypfl.data.datasets.settings import SPLITS
 from raypfl.data.store import ClientData, FederatedData
 
 _RANGES = 10
-"""Ranges that targets which are numbers are counted in."""
+"""Number of ranges in which targets that are numbers are counted."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,8 @@ class Summary:
     ----------
     name : the data set's name.
     input_shape : shape of a sample.
-    class_names : a name for each class, label or token; if targets are numbers: ranges with equally many of them.
+    class_names : a name for each class, label or token; if targets are numbers: for each range, with as many targets as
+        every other.
     sizes : split -> ``int64[clients]``, samples of each client.
     counts : ``int64[clients, classes]``, each client's training samples of each class. If samples have several labels:
         how often each label is 1; if targets are tokens: how often each is a target.
@@ -122,7 +123,7 @@ def _count_targets(data: FederatedData) -> tuple[list[str], np.ndarray]:
         tokens = (client_targets[client_targets >= 0] for client_targets in targets)
         return data.class_names, _count_each(tokens, data.num_classes)
 
-    # Of several numbers a sample, the first counts.
+    # If a sample has several numbers, its first one counts.
     numbers = [client_targets.reshape(len(client_targets), -1)[:, 0] for client_targets in targets]
     edges = np.unique(np.quantile(np.concatenate(numbers), np.linspace(0, 1, _RANGES + 1)))
     names = [f"{low:.3g} to {high:.3g}" for low, high in itertools.pairwise(edges)]

@@ -10,8 +10,8 @@ from raypfl.experiment.assignments import flatten
 from raypfl.experiment.experiment import Experiment
 
 _NO_EFFECT = ("name", "output", "ray", "checkpoint", "tracking")
-_STAYS = ("name", "output", "checkpoint.location")
-"""Location of a run: a run with another one would not be continued."""
+_LOCATION = ("name", "output", "checkpoint.location")
+"""Settings that say where a run is; with other ones it would not be found."""
 
 
 def deciding_settings(experiment: Experiment) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def differences(requested: Experiment, started: Experiment) -> list[str]:
 def harmless_changes(requested: Experiment, started: Experiment) -> list[str]:
     """Return the assignments with which a started run continues as requested, to the same result."""
     started_settings = flatten(started.to_dict())
-    fixed = {*flatten(deciding_settings(requested)), *_STAYS}
+    fixed = {*flatten(deciding_settings(requested)), *_LOCATION}
     changes = []
     for key, value in flatten(requested.to_dict()).items():
         if value != started_settings.get(key) and key not in fixed:

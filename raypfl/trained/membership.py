@@ -28,14 +28,14 @@ _EVALUATION_BATCH = 512
 
 @dataclass(frozen=True)
 class Membership:
-    """Accuracies of two attacks, each with its best threshold, on as many training samples as others; 0.5: no leak.
+    """Accuracies of two attacks, each at its best threshold, on equally many members and non-members; 0.5: no leak.
 
     Attributes
     ----------
     loss : the accuracy of the attack by the model's loss (Yeom et al. 2018).
-    likelihood : the accuracy of the attack by likelihood ratio: of the model's confidence among models that were
-        trained with the sample, to that among models that were not (LiRA, Carlini et al. 2022), with one variance for
-        each; None: not made.
+    likelihood : the accuracy of the attack by likelihood ratio, LiRA (Carlini et al. 2022): how likely the model's
+        confidence is among models trained with the sample, against models trained without it, with one variance for
+        each kind; None: not made.
     samples : the number of training samples, and of others.
     """
 
@@ -136,7 +136,7 @@ def _log_ratio(confidences: Tensor, in_training: Tensor, observed: Tensor) -> Te
 
 
 def _best_accuracy(scores: Tensor, member: Tensor) -> float:
-    """Return the accuracy of the best threshold on the scores, above which samples are taken for members."""
+    """Return the accuracy of the best threshold; samples with scores above it are taken for members."""
     order = scores.argsort(descending=True)
     gain = torch.where(member[order], 1, -1).cumsum(0)
     is_last_of_equal = torch.cat([scores[order][1:] != scores[order][:-1], torch.tensor([True])])

@@ -77,7 +77,7 @@ class TrainedModels:
         return cls(experiment, DataOutline.of(data), snapshot)
 
     def export(self, folder: str | Path) -> None:
-        """Write a checkpoint of all that the models are made of: it needs neither the run's folder nor its data.
+        """Write a checkpoint of all that the models are made of, which needs neither the run's folder nor its data.
 
         One file of the clients' states at a time is in memory.
         """
@@ -126,7 +126,7 @@ class TrainedModels:
         return self._trained(self._context.model.as_module(theta))
 
     def personal_model(self, client: int) -> TrainedModel:
-        """Return a client's own model, in evaluation mode; for a client that was never trained, what the method gives.
+        """Return a client's own model, in evaluation mode; for an unseen client, the one that the method makes for it.
 
         Raises
         ------

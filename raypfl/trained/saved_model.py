@@ -1,4 +1,4 @@
-"""A personal model in a file: safetensors, with an outline of the module whose tensors they are."""
+"""A personal model in a file: the tensors as safetensors, with an outline of their module."""
 
 from __future__ import annotations
 

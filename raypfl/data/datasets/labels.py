@@ -9,7 +9,7 @@ import numpy as np
 from raypfl.common.errors import DataError
 
 _MAX_CLASSES = 100_000
-"""Classes that numbered labels may stand for, unless there are more samples."""
+"""Most classes that numbered labels may stand for, unless there are more samples."""
 
 
 def checked_labels(labels: np.ndarray, num_classes: int | None, file: str, first: int = 0) -> np.ndarray:

@@ -120,7 +120,7 @@ def read_pool(name: str, source: DataSource, clients_data: RawData) -> PoolSampl
 
 
 def _match_features(raw: RawData, clients_data: RawData, name: str) -> RawData:
-    """Bring a data set's features, by name, into the order of the clients'; a category that it does not have is 0.
+    """Put a data set's features into the clients' order, by name; the indicator of a category that it lacks is 0.
 
     Raises
     ------
@@ -161,7 +161,7 @@ def _matched_labels(raw: RawData, clients_data: RawData, chosen: np.ndarray) -> 
     if raw.kind not in ("classes", "labels"):
         return None
 
-    # If the clients' names are numbers too, the pool's tell which classes they are, as names do.
+    # If the clients' class names are numbers too, the pool's numbers are names, and matched as such.
     class_names = clients_data.class_names
     are_numbers = raw.class_names == [str(number) for number in range(len(raw.class_names))]
     is_unnamed = are_numbers and not all(name.isdecimal() for name in class_names)

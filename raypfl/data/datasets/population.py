@@ -1,4 +1,4 @@
-"""Clients that are described, not stored: their samples are generated or read where and when a client works."""
+"""Clients that are described, not stored: their samples are generated or read when a client works, where it works."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from raypfl.data.datasets.source import DATASETS
 from raypfl.learning.objectives import kind_of
 
 CACHE_BYTES = 64 << 20
-"""Bytes of samples that a process keeps, of the clients that it read last."""
+"""Most bytes of samples that a process keeps, of the clients that it read last."""
 
 _TARGET_TYPES = {"classes": np.int64, "labels": np.int8, "numbers": np.float32, "tokens": np.int64}
 # A sample's number has 64 bits: its row within its client's split in the lower 32, client and split in the upper.
@@ -36,7 +36,7 @@ class Population(ABC):
 
     Attributes
     ----------
-    describes_clients : mark of a population, which tells it from a data set that a partition divides.
+    describes_clients : what distinguishes a population from a data set that a partition divides.
     num_clients : number of clients.
     num_classes : number of classes or, if targets are tokens, of tokens; if they are labels or numbers, how many of
         them a sample has.

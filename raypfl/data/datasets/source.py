@@ -1,4 +1,4 @@
-"""A data set by name, and what a reader is: the class or function that reads it."""
+"""Data sets by name, and their readers: the classes or functions that read them."""
 
 from __future__ import annotations
 

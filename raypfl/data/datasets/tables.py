@@ -45,7 +45,7 @@ def read_csv(path: Path, file_name: str) -> pa.Table:
         return "error"
 
     try:
-        # Arrow chooses types by the first block, so that the whole file is one; with threads, it would not know the
+        # Arrow chooses types by the first block, so make the whole file one block. With threads, it would not know the
         # numbers of invalid rows.
         block_size = min(path.stat().st_size + 1, 2**31 - 1)
         table = pa_csv.read_csv(
@@ -57,7 +57,7 @@ def read_csv(path: Path, file_name: str) -> pa.Table:
     except OSError as error:
         raise DataError(f"{path} is not a readable CSV file: {error}") from error
     except pa.ArrowException as error:
-        # In another encoding, a row may seem to have too few columns.
+        # Read in the wrong encoding, a row may seem to have too few columns.
         _refuse_other_encodings(path, file_name)
         raise DataError(" ".join(invalid_rows) or f"{path} is not a readable CSV file: {error}") from error
 
@@ -95,7 +95,7 @@ class ImageTable(ABC):
     Attributes
     ----------
     file_name : the file as messages name it.
-    is_test : whether its samples belong to the published test split, which the words in its name decide.
+    is_test : whether its samples belong to the published test split, as the words in its name say.
     types : type of each column, by name.
     """
 

@@ -1,4 +1,4 @@
-"""The arithmetic of allocation: totals cut into whole parts, counts with given margins, random owners."""
+"""The arithmetic of allocation: cut totals into whole parts, fit counts to margins, draw owners."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 # Replaces a weight of zero, so that counts with the given margins always exist.
 _TINY = 1e-30
-# Iterations of Sinkhorn's fit at most; it ends earlier once no class is off by a hundredth of a sample.
+# Most iterations of Sinkhorn's fit, which ends earlier once no class is off by a hundredth of a sample.
 _MAX_FITS = 200
 # A share this close to a whole number counts as one.
 _CLOSE = 1e-9

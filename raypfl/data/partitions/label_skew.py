@@ -23,8 +23,8 @@ class Dirichlet(Partition):
     alpha : concentration; small: few classes a client, and clients of very unequal size; large: near IID.
     min_samples : smallest size of a client. Draws that give a client fewer are discarded.
     tries : maximum number of draws.
-    when_short : what happens if no draw will do. ``move``: random samples of the largest clients move to those with
-        too few; ``refuse``: an error.
+    when_short : what happens if all draws are discarded. ``move``: random samples of the largest clients move to those
+        with too few; ``refuse``: an error.
     reserve : samples of every class that every client gets first, independent of the draw (PerAda: 2).
     cap : a client that holds `cap` times the mean number of samples, samples in pools included, gets none of the
         remaining classes (PerAda, FedML: 1); None: no limit.
@@ -114,7 +114,7 @@ class Dirichlet(Partition):
 class DirichletMix(Partition):
     """Each client's label mix from a Dirichlet draw over the classes (Hsu et al. 2019; PeFLL, Scott et al. 2024).
 
-    All samples are used, so mixes are shifted toward classes that would be left over.
+    All samples are used, so mixes shift towards the classes of which samples would be left over.
 
     Attributes
     ----------
@@ -217,7 +217,7 @@ class ClassesPerClient(Partition):
 @PARTITIONS.register("label_sorted")
 @dataclass(frozen=True, kw_only=True)
 class LabelSorted(Partition):
-    """Samples in the order of their labels, or of the number that is their target, cut into equal parts.
+    """Samples sorted by label, or by a numeric target, and cut into equal parts.
 
     No partition into equal parts makes clients differ more in their labels.
     """

@@ -67,7 +67,7 @@ class ByColumn(Partition):
 @PARTITIONS.register("from_file")
 @dataclass(frozen=True, kw_only=True)
 class FromFile(Partition):
-    """From a file that names, for each sample of the data set, counted from 0, the client that holds it.
+    """From a file that names the client of each sample; samples are counted from 0, in the order of the data set.
 
     Parquet: columns ``sample`` and ``client``, of integers. JSON: a list, with a client for each sample; or an object,
     with a list of samples for each client. Its entries for published test samples are ignored: these are divided as

@@ -129,7 +129,7 @@ class Partition(ABC):
                 f"every client needs at least one."
             )
 
-        # The partition may be a user's, so that nothing about what it returns is certain.
+        # The partition may be a user's, so check everything that it returns.
         owner = np.asarray(self.owners(samples, seed))
         if owner.dtype.kind not in "iu":
             raise DataError(

@@ -16,7 +16,7 @@ _CHECKS = {"__post_init__", "check"}
 """Functions that only check options: an option read there alone has no effect."""
 
 _BY_ANY_NAME = {"getattr", "vars", "asdict", "astuple", "fields", "__dict__", "replace"}
-"""Names by which code may read an option without its name."""
+"""Names with which code may read options without naming them."""
 
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 

@@ -91,9 +91,8 @@ class Description:
         ):
             if folder is not None and not Path(folder).is_absolute():
                 mistakes.append(
-                    f"{key} is {str(folder)!r}, which would be in the job's working directory, and Ray deletes that after "
-                    "the job: name a folder that outlives the job and that all nodes share, such as "
-                    f"{example}."
+                    f"{key} is {str(folder)!r}, which would be in the job's working directory, and Ray deletes that "
+                    f"after the job: name a folder that outlives the job and that all nodes share, such as {example}."
                 )
         for key, path in self._paths():
             if _is_relative(key, path):

@@ -38,7 +38,7 @@ BATCH = 8
 """The largest number of clients whose models are made together."""
 
 WAIT = 0.01
-"""Seconds that the first of them waits for others."""
+"""Seconds that the first client of a batch waits for others."""
 
 TIMEOUT = 120.0
 """Seconds that a request's body may take to arrive, and then its model to be made."""
@@ -123,21 +123,22 @@ class Service:
         except _Refused as refused:
             return JSONResponse({"error": str(refused)}, refused.status, refused.headers)
         except ClientDisconnect:
-            return Response(status_code=400)  # which nobody reads
+            # Nobody reads this answer.
+            return Response(status_code=400)
         except Exception:
             logging.getLogger("ray.serve").exception("A request failed.")
             return JSONResponse({"error": "The server failed at this request; its log says why."}, 500)
 
     async def _respond(self, request: Request) -> Response:
         path = request.url.path
-        self._refuse_stranger(request)
+        self._require_token(request)
         self._refuse_wrong_path(path, request.method)
         if path == "/":
             return JSONResponse(self._about())
         if path in self._maker.files:
             return Response(self._maker.files[path], media_type="application/octet-stream")
 
-        with self._place():
+        with self._waiting_place():
             query = await self._read_query(request)
             try:
                 answer = await asyncio.wait_for(self._answer_in_batch(query), TIMEOUT)
@@ -149,7 +150,7 @@ class Service:
             return Response(answer, media_type="application/octet-stream")
         return JSONResponse(answer)
 
-    def _refuse_stranger(self, request: Request) -> None:
+    def _require_token(self, request: Request) -> None:
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not hmac.compare_digest(token.strip().encode(), self._token):
             header = {"WWW-Authenticate": "Bearer"}
@@ -164,8 +165,8 @@ class Service:
             raise _Refused(405, f"{path} takes {allowed}, not {method}.", Allow=allowed)
 
     @contextlib.contextmanager
-    def _place(self) -> Iterator[None]:
-        """While active, a request takes one of the places for those that wait for a model."""
+    def _waiting_place(self) -> Iterator[None]:
+        """While active, occupy one of the places for requests that wait for a model."""
         if self._busy >= PLACES:
             raise _later(f"{PLACES} requests are waiting already.")
         self._busy += 1
@@ -246,15 +247,15 @@ class Service:
         models = self._maker.make([query.client for query in queries])
         return [self._answer(query, model) for query, model in zip(queries, models, strict=True)]
 
-    def _answer(self, query: _Query, made: ClientModel | RaypflError) -> bytes | dict[str, Any] | RaypflError:
-        if isinstance(made, RaypflError):
-            return made
+    def _answer(self, query: _Query, model: ClientModel | RaypflError) -> bytes | dict[str, Any] | RaypflError:
+        if isinstance(model, RaypflError):
+            return model
         if query.inputs is None:
-            return encoded(made.model, self._models.origin, made.facts)
+            return encoded(model.model, self._models.origin, model.facts)
 
         try:
             with torch.no_grad():
-                outputs = made.model(query.inputs)
+                outputs = model.model(query.inputs)
         except (IndexError, RuntimeError) as error:  # such as a token that the network does not know
             return DataError(f"The model cannot predict for these inputs: {error}")
         if not outputs.isfinite().all():
@@ -307,7 +308,7 @@ def _held_out(request: Request) -> float | None:
 
 @contextlib.contextmanager
 def served(run: Path, token: str, host: str, port: int, replicas: int, limits: Limits) -> Iterator[str]:
-    """While active, a run makes models over HTTP; gives the address.
+    """While active, serve models for new clients over HTTP; yield the address.
 
     Raises
     ------
@@ -341,7 +342,10 @@ def served(run: Path, token: str, host: str, port: int, replicas: int, limits: L
 def _wait_until_running() -> None:
     """Wait until the service runs; raise a ConfigError if it cannot start."""
     deadline = time.monotonic() + TIMEOUT
-    while (state := serve.status().applications[APP]).status != "RUNNING":
+    while True:
+        state = serve.status().applications[APP]
+        if state.status == "RUNNING":
+            return
         if state.status == "DEPLOY_FAILED" or time.monotonic() > deadline:
             reasons = [deployment.message for deployment in state.deployments.values()] + [state.message]
             raise ConfigError(
