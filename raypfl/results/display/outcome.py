@@ -28,7 +28,7 @@ from raypfl.results.table import Column, legend, result_columns, result_rows
 from raypfl.results.units import Unit, capitalised
 from raypfl.runs.result import RunResult
 
-_BEST_NOTE = "*: in the best round of each seed by the clients' validation data."
+_BEST_NOTE = "*: in the round of each seed that was best on the clients' validation data."
 _PREDICTION_NOTE = "{}: evaluating a client's model takes another {:,.2f} kB up and {:,.2f} kB down."
 _MASK_NOTES = {
     "zero": "/zero: with a logit of 0 for every class that a client's training data lack.",
