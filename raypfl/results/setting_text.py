@@ -30,8 +30,11 @@ def setting_text(experiment: Experiment, metadata: Mapping[str, Any]) -> str:
 
 def shared_setting_text(results: Sequence[RunResult]) -> str:
     """Return the line of runs on the same data and partition, with what their models have in common."""
-    first, *others = (_network(result.experiment) for result in results)
-    common = {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}
+    networks = [_network(result.experiment) for result in results]
+    common = {}
+    for key, value in networks[0].items():
+        if all(network.get(key) == value for network in networks):
+            common[key] = value
 
     data = data_text(results[0].experiment, results[0].metadata)
     if "name" not in common:

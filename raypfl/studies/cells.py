@@ -73,17 +73,17 @@ def select(study: Study, only: Iterable[str]) -> Study:
     ConfigError : for a word that is no label of the study.
     """
     axes: dict[str, dict[str, Any]] = {"methods": study.methods, "down": study.down, "across": study.across}
-    known = {}
+    label_by_word = {}
     for axis, labels in axes.items():
         for label in labels:
-            known[plain_label(label)] = (axis, label)
+            label_by_word[plain_label(label)] = (axis, label)
 
     named: dict[str, set[str]] = {axis: set() for axis in axes}
     for word in only:
-        if plain_label(word) not in known:
-            hint = did_you_mean(plain_label(word), known)
+        if plain_label(word) not in label_by_word:
+            hint = did_you_mean(plain_label(word), label_by_word)
             raise ConfigError(f"--only names {word!r}, which is no method and no setting of {study.name}; {hint}")
-        axis, label = known[plain_label(word)]
+        axis, label = label_by_word[plain_label(word)]
         named[axis].add(label)
 
     selected = {}
@@ -204,7 +204,7 @@ def _require_metrics(study: Study, cell: StudyCell) -> None:
     evaluation = cell.experiment.evaluation
     protocols = evaluation.protocols
     masks = evaluation.masks
-    known = aggregates(cell.experiment.objective, evaluation.metrics)
+    available = aggregates(cell.experiment.objective, evaluation.metrics)
 
     for heading, metric in study.metrics.items():
         if metric.down is not None and cell.down not in metric.down:
@@ -214,8 +214,8 @@ def _require_metrics(study: Study, cell: StudyCell) -> None:
                 f"The study's metric {heading} is of the protocol {metric.protocol!r}, but evaluation.protocols is "
                 f"[{', '.join(protocols)}] with evaluation.masks=[{', '.join(masks)}]; add what it lacks."
             )
-        if metric.value is not None and metric.value not in known:
+        if metric.value is not None and metric.value not in available:
             raise ConfigError(
                 f"The study's metric {heading} has the value {metric.value!r}, which is no metric; "
-                f"{did_you_mean(metric.value, known)}"
+                f"{did_you_mean(metric.value, available)}"
             )

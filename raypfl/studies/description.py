@@ -242,8 +242,8 @@ def _unknown(path: tuple[int | str, ...]) -> str:
     }
     part = parts.get(str(path[0]), Study) if len(path) > 1 else Study
     where = "a study" if part is Study else f"what a study has in {path[0]}"
-    known = [*part.model_fields, "extends"] if part is Study else part.model_fields
-    return f"is not a key of {where}; {did_you_mean(key, known)}"
+    keys = [*part.model_fields, "extends"] if part is Study else list(part.model_fields)
+    return f"is not a key of {where}; {did_you_mean(key, keys)}"
 
 
 def _label_mistakes(study: Study) -> Iterable[str]:
@@ -269,8 +269,8 @@ def _option_mistakes(study: Study) -> Iterable[str]:
         for label, setting in getattr(study, axis).items():
             for method in setting.methods:
                 if method not in study.methods:
-                    known = did_you_mean(method, study.methods)
-                    yield f"{axis}.{label}.methods.{method} is none of the study's methods; {known}"
+                    hint = did_you_mean(method, study.methods)
+                    yield f"{axis}.{label}.methods.{method} is none of the study's methods; {hint}"
 
 
 def _published_mistakes(study: Study) -> Iterable[str]:

@@ -49,11 +49,11 @@ def draw(results: Sequence[RunResult], path: str | Path) -> Path:
     rows = [(group, *_start_and_end(group.results[0])) for group in groups_to_draw(results)]
     with png(path, 3 * _PANEL_INCHES, len(rows) * (_PANEL_INCHES + 0.25) + 0.9) as figure:
         grid = figure.subplots(len(rows), 3, squeeze=False)
-        for (left, middle, right), (group, start, end, _) in zip(grid, rows, strict=True):
-            _draw_clients(left, start, "start")
-            _draw_clients(middle, end, f"round {group.results[0].round}")
-            _draw_distances(right, end)
-            name_row(left, group, x=-0.1)
+        for panels, (group, start, end, _) in zip(grid, rows, strict=True):
+            _draw_clients(panels[0], start, "start")
+            _draw_clients(panels[1], end, f"round {group.results[0].round}")
+            _draw_distances(panels[2], end)
+            name_row(panels[0], group, x=-0.1)
 
         text = setting_text(results[0].experiment, results[0].metadata)
         figure.suptitle(fill(text, 100), fontsize=10, color=GREY)

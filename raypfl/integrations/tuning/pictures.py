@@ -35,7 +35,7 @@ def draw_configurations(
     configurations : the draws of each trial.
     values : the metric of each trial, in the unit of `label`.
     """
-    rows = [values_by_column(list(spaces), drawn) for drawn in configurations]
+    rows = [values_by_column(list(spaces), draws) for draws in configurations]
     keys = list(dict.fromkeys(space.key for space in spaces))
     logarithmic = {space.key for space in spaces if space.is_logarithmic}
 
@@ -122,8 +122,8 @@ def importances(
     common = [space for space in spaces if not space.owner]
     distributions = {space.name: _distribution(space) for space in common}
     study = optuna.create_study()
-    for drawn, value in zip(configurations, values, strict=True):
-        parameters = {space.name: drawn[space.name] for space in common}
+    for draws, value in zip(configurations, values, strict=True):
+        parameters = {space.name: draws[space.name] for space in common}
         study.add_trial(optuna.trial.create_trial(params=parameters, distributions=distributions, value=value))
 
     evaluator = optuna.importance.FanovaImportanceEvaluator(seed=0)

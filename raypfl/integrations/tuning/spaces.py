@@ -61,13 +61,13 @@ class Space:
     def is_logarithmic(self) -> bool:
         return self.kind.removeprefix("q").startswith("log")
 
-    def value(self, drawn: float) -> Any:
+    def value(self, draw: float) -> Any:
         """Return the setting's value for a draw: a number of four digits, which people can read, or a listed value."""
         if not self.is_range:
-            return self.values[int(drawn)]
+            return self.values[int(draw)]
         if self.is_integer or self.step is not None:
-            return self.inside(drawn)
-        return self.inside(float(f"{drawn:.4g}"))
+            return self.inside(draw)
+        return self.inside(float(f"{draw:.4g}"))
 
     def inside(self, number: float) -> Any:
         """Return the nearest number in a range."""
@@ -200,32 +200,32 @@ def draws_of_point(spaces: list[Space], point: Mapping[str, Any]) -> dict[str, A
     ------
     ConfigError : if a searched setting is missing, or a value is not in its space.
     """
-    drawn: dict[str, Any] = {}
+    draws: dict[str, Any] = {}
     used = set()
     for space in spaces:
-        if space.owner and drawn[space.owner] != space.when:
-            drawn[space.name] = space.values[0] if space.is_range else 0
+        if space.owner and draws[space.owner] != space.when:
+            draws[space.name] = space.values[0] if space.is_range else 0
             continue
         if space.key not in point:
             raise ConfigError(f"points has {dict(point)}, without {space.key}; give a value of every searched setting.")
-        drawn[space.name] = space.position(point[space.key])
+        draws[space.name] = space.position(point[space.key])
         used.add(space.key)
 
     unused = [key for key in point if key not in used]
     if unused:
         raise ConfigError(f"points has {unused[0]!r}, which is not searched there; {did_you_mean(unused[0], used)}")
-    return drawn
+    return draws
 
 
-def values_by_setting(spaces: list[Space], drawn: Mapping[str, Any]) -> dict[str, Any]:
+def values_by_setting(spaces: list[Space], draws: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a configuration by setting, as in an experiment; spaces that do not count are left out.
 
     Parameters
     ----------
-    drawn : what Tune drew for each space, by name: a number or, for a list, the position of a value.
+    draws : Tune's draw for each space, by the space's name: a number or, for a list, the position of a value.
     """
     values: dict[str, Any] = {}
-    for space, value in _counting(spaces, drawn):
+    for space, value in _counting(spaces, draws):
         if space.owner:
             option = space.key.removeprefix(f"{space.owner}.")
             values[space.owner] = {**values[space.owner], option: value}
@@ -234,16 +234,16 @@ def values_by_setting(spaces: list[Space], drawn: Mapping[str, Any]) -> dict[str
     return values
 
 
-def values_by_column(spaces: list[Space], drawn: Mapping[str, Any]) -> dict[str, Any]:
+def values_by_column(spaces: list[Space], draws: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a configuration by column, as in a table; spaces that do not count are left out."""
-    return {space.key: in_words(value) for space, value in _counting(spaces, drawn)}
+    return {space.key: in_words(value) for space, value in _counting(spaces, draws)}
 
 
-def _counting(spaces: list[Space], drawn: Mapping[str, Any]) -> Iterator[tuple[Space, Any]]:
+def _counting(spaces: list[Space], draws: Mapping[str, Any]) -> Iterator[tuple[Space, Any]]:
     """Yield the spaces that count in a configuration, and the values of their settings."""
     for space in spaces:
-        if not space.owner or drawn[space.owner] == space.when:
-            yield space, space.value(drawn[space.name])
+        if not space.owner or draws[space.owner] == space.when:
+            yield space, space.value(draws[space.name])
 
 
 def in_words(value: Any) -> Any:

@@ -218,10 +218,10 @@ class Sweep(_Part):
         """The folder with everything of the sweep, which has its name and is in the experiment's ``output``."""
         return Path(self.base.output).absolute() / self.name
 
-    def configured(self, drawn: Mapping[str, Any], seed: int = 0) -> Experiment:
+    def configured(self, draws: Mapping[str, Any], seed: int = 0) -> Experiment:
         """Return the experiment of one configuration; `seed` counts the runs of a configuration."""
         values = self.base.to_dict()
-        changes = [(key.split("."), value) for key, value in values_by_setting(self.spaces, drawn).items()]
+        changes = [(key.split("."), value) for key, value in values_by_setting(self.spaces, draws).items()]
         require_effect(assign_all(values, changes))
         experiment = Experiment(**values)
         return experiment.replace(seed=experiment.seed + seed, name=self.name)
@@ -250,13 +250,13 @@ class Sweep(_Part):
         for space in self.spaces:
             draws = space.values if space.is_range else range(len(space.values))
             if not space.owner:
-                for drawn in draws:
-                    self.configured({**lowest, space.name: drawn})
+                for draw in draws:
+                    self.configured({**lowest, space.name: draw})
         for point in self.points:
             self.configured(draws_of_point(self.spaces, point))
         return first
 
-    def settings(self, drawn: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def settings(self, draws: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the settings that a YAML file of the experiment has, with those of a configuration."""
         recipe = settings_of(self.recipe) if self.recipe else {}
         values = {**recipe, "name": self.name}
@@ -264,8 +264,8 @@ class Sweep(_Part):
             values.pop("methods", None)
 
         changes = setting_paths(self.experiment)
-        if drawn:
-            changes += [(key.split("."), value) for key, value in values_by_setting(self.spaces, drawn).items()]
+        if draws:
+            changes += [(key.split("."), value) for key, value in values_by_setting(self.spaces, draws).items()]
         require_effect(assign_all(values, changes))
         return values
 

@@ -1,4 +1,4 @@
-"""A comparison of methods as Python prints it, and its table of paired differences on a terminal."""
+"""A comparison of methods as Python prints it: the table of paired differences."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def compare(results: Sequence[RunResult], baseline: str | None = None) -> Differ
 
 
 def _comparable_groups(results: Sequence[RunResult]) -> list[RunGroup]:
-    """The runs by method, if there are at least two with an evaluation; a ConfigError otherwise."""
+    """Return the evaluated runs by method; raise a ConfigError if there are fewer than two methods."""
     groups = group_runs([result for result in results if result.evaluations.num_rows])
     if len(groups) < 2:
         raise ConfigError(
@@ -93,10 +93,11 @@ def _comparable_groups(results: Sequence[RunResult]) -> list[RunGroup]:
 
 def difference_table(rows: Sequence[Difference], width: int) -> tuple[Table, list[str]]:
     """Return a table with a row for each difference, folded to a width, and the headings left out."""
+    # Of neighbouring rows on the same test, only the first one names it.
     tests = []
     previous = ""
     for row in rows:
-        test = f"{row.protocol}{'*' * row.best}"
+        test = f"{row.protocol}*" if row.best else row.protocol
         tests.append("" if test == previous else test)
         previous = test
 

@@ -116,9 +116,8 @@ def show(
 
     if tried:
         console.print()
-        first, *others = _suggestions(results, tried, nearby(folder), command)
-        suggestions = [("Try next", first), *(("", suggestion) for suggestion in others)]
-        _show_list(console, suggestions, width)
+        first, *further = _suggestions(results, tried, nearby(folder), command)
+        _show_list(console, [("Try next", first), *(("", suggestion) for suggestion in further)], width)
 
 
 def findings(result: RunResult) -> list[str]:

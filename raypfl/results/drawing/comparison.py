@@ -102,7 +102,7 @@ def _draw_legend(figure: Figure, groups: Sequence[RunGroup], curves: Curves, pro
         handles.append(Line2D([], [], color=group.colour, linewidth=5, label=_label_with_score(group, protocol)))
     is_one_round = all(len(curve.x) == 1 for curve in curves.values())
     for model in MODELS:
-        if not any(model == drawn_model for _, drawn_model in curves):
+        if all(model != model_of_curve for _, model_of_curve in curves):
             continue
         look = {"ls": "", **point_style(model)} if is_one_round else line_style(model)
         handles.append(Line2D([], [], color=INK, label=f"{model} model", **look))

@@ -195,8 +195,11 @@ def _caption(groups: Sequence[RunGroup], protocol: str, curves: Curves, unsent: 
         names = listed(list(dict.fromkeys(groups[i].label for i, _ in unsent)))
         sentences.append(f"Dotted, at the final value: {names}, where nothing is sent.")
 
-    drawn = {i for i, _ in curves}
-    missing = [group.label for i, group in enumerate(groups) if i not in drawn and protocol in group.protocols]
+    groups_with_curve = {i for i, _ in curves}
+    missing = []
+    for i, group in enumerate(groups):
+        if i not in groups_with_curve and protocol in group.protocols:
+            missing.append(group.label)
     if missing:
         sentences.append(f"Not drawn: {listed(missing)}, whose seeds were never evaluated in the same round.")
     return " ".join(sentences)
