@@ -1,4 +1,4 @@
-"""What all tests share: one thread, caches and Ray's token of their own, one Ray for the session."""
+"""Set up all tests: one thread, their own cache and Ray token, one Ray for the session."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ import torch
 
 from raypfl.common.stopping import STOP_SIGNALS
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a script starts what is in the background with it ignored,
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup ignores this one
+# Tests interrupt runs by signals. A shell starts background jobs with SIGINT ignored, and nohup ignores SIGHUP.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")
@@ -33,7 +35,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _handlers() -> Iterator[None]:
-    """No test, and nothing that it calls, may leave another handler of the signals that ask a run to stop."""
+    """Fail a test that leaves another handler of a signal that stops runs."""
     before = [signal.getsignal(number) for number in STOP_SIGNALS]
     yield
     assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
@@ -49,7 +51,7 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
-    """One local Ray, and its actors, for all tests that need them; it starts with the first of those."""
+    """A local Ray and its actors for all tests that need them; it starts with the first."""
     import raypfl
 
     with raypfl.session(raypfl.Experiment()):
@@ -68,12 +70,13 @@ def mlflow_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def opened(tmp_path: Path) -> Callable[..., Any]:
-    """Open the data set of this name that is in the folder ``data``, for two clients unless a partition says."""
+    """A function that opens the named data set of the folder ``data``, by default for two clients."""
     from raypfl.data import IID, load_federated
     from raypfl.experiment import Experiment
 
     def open_folder(name: str, partition: Any = None, **options: Any) -> Any:
-        config = Experiment(data={"name": name, "root": str(tmp_path / "data")} | options).data
+        described = {"name": name, "root": str(tmp_path / "data")} | options
+        config = Experiment(data=described).data
         return load_federated(config, partition or IID(clients=2), seed=0, cache=tmp_path / "cache")
 
     return open_folder

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +11,9 @@ import pytest
 
 from raypfl.cli.app import main
 from raypfl.common.version import __version__
-from raypfl.engine.events import RoundFinished
 from raypfl.runs import driver, preparing
 from tests.support.command import raypfl, raypfl_json
+from tests.support.runs import Interrupt
 
 SMALL = ["rounds=2", "engine.backend=inline", "tracking.mlflow=false", "partition.clients=4", "evaluation.every=1"]
 
@@ -28,7 +26,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_without_arguments_the_digits_are_compared_and_everything_is_told():
+def test_without_arguments_the_digits_are_compared_and_all_results_are_shown():
     result = raypfl("run", *SMALL)
     assert result.exit_code == 0, result.output
     for part in ("fedavg", "ditto", "worst", "Picture", "weights", "Try next", "raypfl resume runs/digits-2"):
@@ -37,9 +35,10 @@ def test_without_arguments_the_digits_are_compared_and_everything_is_told():
     assert list(Path("runs").glob("digits-*/picture.png"))
 
 
-def test_without_a_recipe_other_data_name_the_run_and_what_is_not_set_is_told():
+def test_without_a_recipe_other_data_name_the_run_and_the_defaults_are_reported():
     small = [word for word in SMALL if "clients" not in word]
     run = raypfl("run", "data=diabetes", "method=fedavg", "partition=by_column", "training.lr=0.001", *small)
+
     assert run.exit_code == 0, run.output
     assert "recipe digits: method fedavg, partition by_column, model mlp, 2 rounds" in run.stderr
     (folder,) = Path("runs").iterdir()
@@ -53,14 +52,14 @@ def test_methods_and_seeds_are_chosen_on_the_command_line():
     assert all(run["status"] == "finished" and run["weights_hash"] for run in runs)
 
 
-def test_an_assignment_that_is_given_twice_counts_and_is_suggested_as_it_was_given_last():
-    done = raypfl("run", *SMALL, "rounds=1", "--method", "fedavg,")
-    assert "round 1/1" in done.stderr
-    again = [line for line in done.stdout.split("Try next")[1].splitlines() if "raypfl run" in line]
-    assert again and all("rounds=1 " in line and "rounds=2" not in line for line in again)
+def test_of_two_assignments_of_a_setting_the_last_counts_and_is_suggested():
+    result = raypfl("run", *SMALL, "rounds=1", "--method", "fedavg,")
+    assert "round 1/1" in result.stderr
+    suggested = [line for line in result.stdout.split("Try next")[1].splitlines() if "raypfl run" in line]
+    assert suggested and all("rounds=1 " in line and "rounds=2" not in line for line in suggested)
 
 
-def test_a_file_of_ones_own_is_run(elsewhere: Path):
+def test_a_users_file_is_run(elsewhere: Path):
     (elsewhere / "mine.yaml").write_text("method: ditto\n")
     (run,) = raypfl_json("run", "mine.yaml", *SMALL, "method.lam=2")["runs"]
     assert run["experiment"]["name"] == "mine" and Path(run["run_dir"]).name.startswith("mine-ditto-s0-")
@@ -77,22 +76,23 @@ def test_a_name_in_a_file_is_the_runs_name_and_a_copied_description_keeps_its_ow
 
 def test_a_resumed_run_is_called_by_its_method():
     (run,) = raypfl_json("run", *SMALL, "--method", "ditto")["runs"]
-    said = raypfl("resume", run["run_dir"], "rounds=3").stderr
-    assert "\nditto: round 3/3, " in said and said.count(Path(run["run_dir"]).name) == 1
+    log = raypfl("resume", run["run_dir"], "rounds=3").stderr
+    assert "\nditto: round 3/3, " in log and log.count(Path(run["run_dir"]).name) == 1
 
 
 @pytest.mark.filterwarnings("default:perada is for a network")
 def test_a_warning_is_a_sentence_on_stderr_once_and_no_line_of_code():
     words = ["method=perada", "method.steps=0", *SMALL, "rounds=1", "evaluation.every=0"]
-    said = raypfl("run", *words).stderr
-    assert said.count("Warning:") == 1 and "Warning: perada is for a network that is mostly frozen" in said
-    assert "perada-digits" in said and ".py" not in said
-    unlike = raypfl("data", "show", "data=tests.data.test_data:dozen", "partition={name: iid, clients: 12}").stderr
-    assert unlike.startswith("Warning: No client of") and ".py" not in unlike
+    log = raypfl("run", *words).stderr
+    assert log.count("Warning:") == 1 and "Warning: perada is for a network that is mostly frozen" in log
+    assert "perada-digits" in log and ".py" not in log
+
+    log = raypfl("data", "show", "data=tests.data.test_data:dozen", "partition={name: iid, clients: 12}").stderr
+    assert log.startswith("Warning: No client of") and ".py" not in log
 
 
 @pytest.mark.parametrize("words", [("run", "--seeds", "0"), ("study", "--seeds", "0"), ("study", "--rounds", "0")])
-def test_nothing_is_run_no_times(words):
+def test_zero_seeds_or_rounds_are_refused(words):
     assert raypfl(*words).exit_code == 2 and not Path("runs").exists()
 
 
@@ -114,17 +114,19 @@ def test_a_finished_run_is_made_longer_by_resuming_it():
 def test_every_suggested_command_runs_and_keeps_methods_and_seeds(elsewhere: Path, words):
     (elsewhere / "my files").mkdir()
     (elsewhere / "my files" / "mine.yaml").write_text("method: {name: fedavg, server_lr: 0.5}\nseeds: 2\n")
+
     suggested = raypfl("run", *words, *SMALL, "rounds=1").stdout.split("Try next")[1]
     commands = [shlex.split(line) for line in suggested.splitlines() if line.strip()]
     assert commands and all(command[0] == "raypfl" for command in commands)
+
     for command in commands:
-        done = raypfl(*command[1:])
-        assert done.exit_code == 0, (command, done.output)
+        result = raypfl(*command[1:])
+        assert result.exit_code == 0, (command, result.output)
         if "seeds=3" in command and "--method" in words:
-            assert done.stdout.count("fedprox, seed") == done.stdout.count("ditto, seed") == 3
+            assert result.stdout.count("fedprox, seed") == result.stdout.count("ditto, seed") == 3
 
 
-def test_methods_and_seeds_that_are_given_in_two_ways_are_refused():
+def test_methods_and_seeds_set_in_two_ways_are_refused():
     for words, sentence in (
         (["--method", "ditto", "method=local"], "Both --method and method=local are given; keep one of them."),
         (["--seeds", "2", "seeds=3"], "Both --seeds and seeds=3 are given; keep one of them."),
@@ -133,10 +135,11 @@ def test_methods_and_seeds_that_are_given_in_two_ways_are_refused():
         assert refused.exit_code == 2 and sentence in refused.stderr
 
 
-def test_suggested_commands_do_what_was_done_but_for_one_thing():
+def test_suggested_commands_repeat_the_run_with_one_change():
     suggested = raypfl("run", *SMALL, "data.cache=my cache").stdout.split("Try next")[1]
-    changed = shlex.join([*SMALL, "data.cache=my cache"])
-    assert f"raypfl run digits {changed} partition.alpha=0.1 seeds=3\n" in suggested
+    assignments = shlex.join([*SMALL, "data.cache=my cache"])
+    assert f"raypfl run digits {assignments} partition.alpha=0.1 seeds=3\n" in suggested
+
     (run,) = Path("runs").glob("*/ditto-s0")
     suggested = raypfl("resume", str(run), "rounds=3").stdout.split("Try next")[1]
     assert f"raypfl run {run}/experiment.yaml partition.alpha=0.1 seeds=3\n" in suggested
@@ -179,7 +182,7 @@ def test_a_mistake_is_a_sentence_on_stderr_and_exit_code_two(words, sentence):
         ),
     ],
 )
-def test_what_does_not_fit_a_later_method_is_told_before_an_earlier_one_is_run(words, sentence):
+def test_settings_that_do_not_fit_a_later_method_are_refused_before_an_earlier_one_runs(words, sentence):
     result = raypfl("run", *SMALL, *words)
     assert result.exit_code == 2 and sentence in result.stderr
     assert "round 1/2" not in result.stderr and not list(Path(".").glob("runs/*"))
@@ -191,30 +194,27 @@ def test_a_folder_that_cannot_be_made_is_refused_in_a_sentence(output):
     assert refused.exit_code == 2 and "cannot be made" in refused.stderr
 
 
-def test_resuming_what_is_no_run_is_a_sentence_and_exit_code_two():
+def test_resuming_a_folder_without_a_run_is_a_sentence_and_exit_code_two():
     result = raypfl("resume", "nowhere")
     assert result.exit_code == 2
     assert "nowhere is not the folder of a run" in result.stderr
 
 
-def test_ctrl_c_in_a_run_ends_with_130_and_says_how_to_continue(monkeypatch: pytest.MonkeyPatch):
-    real = driver.resume
+def test_ctrl_c_in_a_run_exits_with_130_and_says_how_to_continue(monkeypatch: pytest.MonkeyPatch):
+    resume = driver.resume
 
     def interrupted(folder, *, listeners, overrides):
-        def press(event):
-            if isinstance(event, RoundFinished) and event.round == 1:
-                os.kill(os.getpid(), signal.SIGINT)
-
-        return real(folder, listeners=[*listeners, press], overrides=overrides)
+        return resume(folder, listeners=[*listeners, Interrupt(round=1)], overrides=overrides)
 
     monkeypatch.setattr(driver, "resume", interrupted)
     result = raypfl("run", *SMALL, "rounds=50", "--method", "fedavg")
+
     assert result.exit_code == 130
     assert result.output.count("raypfl resume") == 1
     assert "To continue: raypfl resume runs/digits-fedavg" in result.stderr
 
 
-def test_ctrl_c_before_the_first_round_is_no_traceback(monkeypatch: pytest.MonkeyPatch):
+def test_ctrl_c_before_the_first_round_prints_no_traceback(monkeypatch: pytest.MonkeyPatch):
     def interrupted(*data):
         raise KeyboardInterrupt
 
@@ -229,7 +229,7 @@ def test_ctrl_c_before_the_first_round_is_no_traceback(monkeypatch: pytest.Monke
 def test_a_method_in_the_current_folder_is_found(elsewhere: Path, monkeypatch: pytest.MonkeyPatch):
     (elsewhere / "nearby_method.py").write_text("from raypfl.methods import Local\n\nclass Mine(Local): ...\n")
     monkeypatch.setattr("sys.argv", ["raypfl", "run", *SMALL, "--method", "nearby_method:Mine", "--quiet"])
-    monkeypatch.setattr("sys.path", ["", *__import__("sys").path[1:]])
+    monkeypatch.setattr("sys.path", ["", *sys.path[1:]])
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code in (0, None)
@@ -251,22 +251,19 @@ def test_a_method_in_the_current_folder_is_found(elsewhere: Path, monkeypatch: p
         ("studies", ["fednh-table1", "digits-personal"]),
     ],
 )
-def test_what_can_be_named_is_listed_with_its_options(kind, parts):
+def test_components_are_listed_with_their_options(kind, parts):
     result = raypfl("list", kind)
     assert result.exit_code == 0
     assert all(part in result.stdout for part in parts)
 
 
-def test_the_package_is_a_command_and_completes_words():
-    (line,) = subprocess.run(
-        [sys.executable, "-m", "raypfl", "--version"],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=Path(__file__).parents[2],
-    ).stdout.splitlines()
-    assert line == f"raypfl {__version__}" and "--install-completion" in raypfl("--help").stdout
+def test_the_package_can_be_run_as_a_module_and_offers_completion():
+    command = [sys.executable, "-m", "raypfl", "--version"]
+    root = Path(__file__).parents[2]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=root)
+    assert result.stdout.splitlines() == [f"raypfl {__version__}"]
+    assert "--install-completion" in raypfl("--help").stdout
 
 
-def test_the_version_is_told():
+def test_the_version_is_printed():
     assert raypfl("--version").stdout.strip() == f"raypfl {__version__}"

@@ -1,4 +1,4 @@
-"""A machine on which raypfl cannot be installed is told so in a sentence, and nothing on it is changed."""
+"""Where raypfl cannot be installed, a sentence says why, and nothing on the machine is changed."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_python_without_venv_names_the_package_to_install(tmp_path: Path) -> N
         bootstrap.create(tmp_path / "venv", python)
 
 
-def test_what_pip_cannot_install_points_to_the_network() -> None:
+def test_a_failed_installation_points_to_the_network() -> None:
     with pytest.raises(bootstrap.Refused, match=r"lines above say why.*network.*run the same command again"):
         bootstrap.attempt([sys.executable, "-c", "raise SystemExit(1)"])
 

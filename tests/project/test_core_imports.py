@@ -1,4 +1,4 @@
-"""The core runs where there is torch and NumPy and nothing else."""
+"""The core needs torch and NumPy alone."""
 
 from __future__ import annotations
 
@@ -54,11 +54,15 @@ print("trained")
 """
 
 
+def run_python(program: str) -> subprocess.CompletedProcess[str]:
+    """Run a program in a fresh interpreter, which has imported nothing yet."""
+    return subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
 def test_the_core_is_imported_and_trains_without_ray_pydantic_and_the_rest():
-    program = PROGRAM.format(absent=ABSENT)
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "trained\n"
+    result = run_python(PROGRAM.format(absent=ABSENT))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "trained\n"
 
 
 def test_the_core_in_a_bare_run_imports_neither_torchs_compiler_nor_sympy():
@@ -69,5 +73,5 @@ def test_the_core_in_a_bare_run_imports_neither_torchs_compiler_nor_sympy():
         "Federation(method=Ditto(), group_size=2).run_rounds(None)\n"
         "assert not {'torch._dynamo', 'sympy'} & set(sys.modules)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    result = run_python(program)
+    assert result.returncode == 0, result.stderr

@@ -21,35 +21,36 @@ from tests.support.pages import FENCED, PAGES, ROOT, blocks, write_files
 
 TUTORIALS = sorted((ROOT / "docs/tutorials").glob("*.py"))
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-ELSEWHERE = re.compile(r"://|^\.\./\.\./actions/")  # the latter: GitHub's, of the repository that shows the page
+ELSEWHERE = re.compile(r"://|^\.\./\.\./actions/")
+"""Links that lead out of the repository; the latter is GitHub's page of the workflow's runs."""
 
 
 def test_the_readmes_experiment_is_two_methods_from_two_seeds():
     (text,) = blocks("README.md", "yaml")
     planned = raypfl.experiment.experiments(text)
-    assert [(type(one.method).__name__, one.seed) for one in planned] == [
-        ("FedAvg", 0), ("FedAvg", 1), ("Ditto", 0), ("Ditto", 1),
-    ]  # fmt: skip
+    planned_runs = [(type(experiment.method).__name__, experiment.seed) for experiment in planned]
+    assert planned_runs == [("FedAvg", 0), ("FedAvg", 1), ("Ditto", 0), ("Ditto", 1)]
 
 
 def test_the_experiment_for_those_who_come_from_elsewhere_is_two_methods_from_three_seeds():
     (text,) = blocks("docs/coming_from.md", "yaml")
     planned = raypfl.experiment.experiments(text)
-    assert [type(one.method).__name__ for one in planned] == 3 * ["FedAvg"] + 3 * ["Ditto"]
-    here = re.findall(
-        r"\| ([^|]*) \|$", (ROOT / "docs/coming_from.md").read_text().split("## The same experiment")[1], re.M
-    )
-    settings = {name for cell in here for name in re.findall(r"`([a-z]+\.[a-z_]+)`", cell)}
+    assert [type(experiment.method).__name__ for experiment in planned] == 3 * ["FedAvg"] + 3 * ["Ditto"]
+
+    section = (ROOT / "docs/coming_from.md").read_text().split("## The same experiment")[1]
+    last_column = "\n".join(re.findall(r"\| ([^|]*) \|$", section, re.MULTILINE))
+    settings = set(re.findall(r"`([a-z]+\.[a-z_]+)`", last_column))
     assert len(settings) > 5 and settings - set(SETTINGS) == {"partition.clients"}
 
 
 @pytest.fixture
 def my_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module that a reader of docs/write_a_method.md has, in the folder that a reader works in."""
-    return saved("my_methods", tmp_path, monkeypatch)
+    """The module that docs/write_a_method.md has its reader write, in the reader's folder."""
+    return import_from_page("my_methods", tmp_path, monkeypatch)
 
 
-def saved(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def import_from_page(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Import a module that a page has its reader write; the folder becomes the current one."""
     write_files(folder)
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)
@@ -58,14 +59,11 @@ def saved(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleTyp
 
 
 def two_rounds(**changes) -> raypfl.Result:
-    return raypfl.run(
-        raypfl.Experiment(
-            rounds=2, engine={"backend": "inline"}, evaluation={"every": 1}, cohort={"fraction": 0.5}, **changes
-        )
-    )
+    settings = {"engine": {"backend": "inline"}, "evaluation": {"every": 1}, "cohort": {"fraction": 0.5}}
+    return raypfl.run(raypfl.Experiment(rounds=2, **settings, **changes))
 
 
-def test_a_method_of_ones_own_takes_under_forty_lines():
+def test_a_users_method_takes_under_forty_lines():
     (source,) = blocks("docs/write_a_method.md", "python")
     assert len(source.splitlines()) < 40
 
@@ -84,7 +82,7 @@ def test_the_method_of_the_guide_is_local_training_if_nothing_is_shared(my_metho
 
 
 def test_the_network_of_the_guide_learns_whole_or_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    saved("my_networks", tmp_path, monkeypatch)
+    import_from_page("my_networks", tmp_path, monkeypatch)
     model = {"name": "my_networks:SmallCNN", "width": 4, "dropout": 0.1}
     for method in ("fedavg", {"name": "fedper", "personal": "head"}):
         losses = two_rounds(model=model, method=method).rounds["loss"].to_pylist()
@@ -99,8 +97,8 @@ def test_clients_have_exactly_the_members_that_the_guide_documents():
     assert named == {name for name in dir(Federation().clients()) if not name.startswith("_")}
 
 
-def test_the_million_clients_of_the_guide_to_data_are_learnt_from_and_a_thousand_are_tested(tmp_path, monkeypatch):
-    saved("my_clients", tmp_path, monkeypatch)
+def test_a_run_on_the_million_clients_of_the_guide_to_data_learns_and_tests_a_thousand(tmp_path, monkeypatch):
+    import_from_page("my_clients", tmp_path, monkeypatch)
     described = raypfl.Experiment(
         data="my_clients:Sensors",
         rounds=4,
@@ -108,29 +106,40 @@ def test_the_million_clients_of_the_guide_to_data_are_learnt_from_and_a_thousand
         evaluation={"every": 0, "protocols": ("local",)},
         engine={"backend": "inline"},
     )
+
     result = raypfl.run(described)
+
     losses = result.rounds["loss"].to_pylist()
     assert losses[-1] < losses[0] - 0.1 and result.evaluations.num_rows == 1000
 
 
 def test_the_readmes_method_is_the_packages():
-    (shown,) = [code for code in blocks("README.md", "python") if "class " in code]
-    package = ast.parse((ROOT / "raypfl/methods/personal_models/ditto.py").read_text())
-    ours = next(node for node in package.body if isinstance(node, ast.ClassDef))
-    ours.decorator_list, ours.body = [], ours.body[1:]  # but for its registration, docstring and ranges
-    for option in (node for node in ours.body if isinstance(node, ast.AnnAssign)):
-        option.annotation = option.annotation.slice.elts[0]
-    assert ast.dump(ast.parse(shown).body[-1]) == ast.dump(ours)
+    (in_readme,) = [code for code in blocks("README.md", "python") if "class " in code]
+    module = ast.parse((ROOT / "raypfl/methods/personal_models/ditto.py").read_text())
+    in_package = next(node for node in module.body if isinstance(node, ast.ClassDef))
+
+    # The README leaves out the registration, the docstring and the ranges of options.
+    in_package.decorator_list = []
+    in_package.body = in_package.body[1:]
+    for option in in_package.body:
+        if isinstance(option, ast.AnnAssign):
+            option.annotation = option.annotation.slice.elts[0]
+
+    assert ast.dump(ast.parse(in_readme).body[-1]) == ast.dump(in_package)
 
 
-def test_every_method_has_a_row_and_an_example_that_an_experiment_takes():
-    methods, *models = (block.splitlines() for block in blocks("docs/methods.md", "yaml"))
-    examples = [type(raypfl.Experiment.from_yaml(line).method) for line in methods]
-    assert [METHODS.name_of(example) for example in examples] == list(dict.fromkeys(map(METHODS.name_of, examples)))
+def test_every_method_has_a_row_and_one_valid_example():
+    method_block, *model_blocks = blocks("docs/methods.md", "yaml")
+    examples = [type(raypfl.Experiment.from_yaml(line).method) for line in method_block.splitlines()]
+    names = [METHODS.name_of(example) for example in examples]
+    assert len(names) == len(set(names))
+
     rows = re.findall(r"^\| `([\w-]+)` \| .*\|$", (ROOT / "docs/methods.md").read_text(), re.MULTILINE)
-    assert set(METHODS) == {METHODS.name_of(example) for example in examples} and set(METHODS) <= set(rows)
-    named = {raypfl.Experiment.from_yaml(line).model.name for block in models for line in block}
-    assert named == {"resnet18", "vit_s_16"}
+    assert set(METHODS) == set(names) and set(METHODS) <= set(rows)
+
+    model_lines = "".join(model_blocks).splitlines()
+    models = {raypfl.Experiment.from_yaml(line).model.name for line in model_lines}
+    assert models == {"resnet18", "vit_s_16"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -147,19 +156,21 @@ SEVERAL = re.compile(r"\b(?:three|four|five|ten|[3-9]|\d\d) seeds\b|\bseeds[= ](
 
 def tables_of_accuracies(page: str) -> list[tuple[str, str]]:
     """The prose since the heading or table before, and the table itself, of each table of measured accuracies."""
-    found = []
+    tables = []
     for section in re.split(r"^#+ .*\n", FENCED.sub("", page), flags=re.MULTILINE):
-        pieces = re.split(r"^((?:\|.*\n)+)", section, flags=re.MULTILINE)
-        for at in range(1, len(pieces), 2):
-            above = "".join(pieces[0:at:2])
-            if MEASURED.search(pieces[at]) and (ACCURACIES.search(above) or ACCURACIES.search(pieces[at])):
-                found.append((pieces[at - 1], pieces[at]))
-    return found
+        pieces = re.split(r"^((?:\|.*\n)+)", section, flags=re.MULTILINE)  # prose and tables alternate
+        for i in range(1, len(pieces), 2):
+            table = pieces[i]
+            prose_of_section = "".join(pieces[0:i:2])
+            if MEASURED.search(table) and (ACCURACIES.search(prose_of_section) or ACCURACIES.search(table)):
+                tables.append((pieces[i - 1], table))
+    return tables
 
 
 def test_tables_of_accuracies_are_found_with_the_prose_above_them():
     table = "| | local |\n|---|---|\n| Ditto | 80.1 |\n"
-    first, second = "\nAccuracy in %, three seeds:\n\n", "\nOther methods with seed 0:\n\n"
+    first = "\nAccuracy in %, three seeds:\n\n"
+    second = "\nOther methods with seed 0:\n\n"
     page = f"# A title\n{first}{table}{second}{table}\n## Times\n\nSeconds:\n\n{table}"
     assert tables_of_accuracies(page) == [(first, table), (second, table)]
     assert SEVERAL.search(first) and SEVERAL.search("`raypfl run digits seeds=10`") and not SEVERAL.search(second)

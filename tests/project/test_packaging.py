@@ -1,4 +1,4 @@
-"""What is published says the same everywhere."""
+"""Versions, supported Pythons, extras and the licence are the same wherever they are published."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ import bootstrap
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+SUPPORTED = [line.rpartition(" ")[2] for line in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", line)]
+"""Versions of Python, the oldest first."""
 
 
-def test_the_workflow_is_the_script_of_the_repository_on_every_python_that_is_supported():
+def test_the_workflow_runs_the_repositorys_script_on_every_supported_python():
     job = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]["run"]
-    always = [step["run"] for step in job["steps"] if "run" in step and "if" not in step]
-    supported = [line.rpartition(" ")[2] for line in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", line)]
-    assert always == ["bash .ci/run"]
-    assert job["strategy"]["matrix"]["python"] == supported
-    assert [supported[0], supported[-1]] == [bootstrap.dotted(bootstrap.OLDEST), bootstrap.dotted(bootstrap.NEWEST)]
+    unconditional = [step["run"] for step in job["steps"] if "run" in step and "if" not in step]
+    assert unconditional == ["bash .ci/run"]
+    assert job["strategy"]["matrix"]["python"] == SUPPORTED
+    assert [SUPPORTED[0], SUPPORTED[-1]] == [bootstrap.dotted(bootstrap.OLDEST), bootstrap.dotted(bootstrap.NEWEST)]
 
 
-def test_the_badges_say_which_pythons_and_which_licence():
-    supported = [line.rpartition(" ")[2] for line in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", line)]
-    python, licence = ((ROOT / f"docs/images/badge-{name}.svg").read_text() for name in ("python", "licence"))
-    assert f">{' | '.join(supported)}<" in python and f">{PROJECT['license']}<" in licence
+def test_the_badges_name_the_supported_pythons_and_the_licence():
+    python = (ROOT / "docs/images/badge-python.svg").read_text()
+    licence = (ROOT / "docs/images/badge-licence.svg").read_text()
+    assert f">{' | '.join(SUPPORTED)}<" in python and f">{PROJECT['license']}<" in licence
 
 
 def test_the_version_is_the_one_to_cite():

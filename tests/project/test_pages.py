@@ -1,11 +1,10 @@
-"""Every code block of the documentation runs or, where that needs a cluster or files, is what its program accepts."""
+"""Every code block of the documentation runs or, where that needs a cluster or files, is accepted by its program."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import io
-import os
 import re
 import subprocess
 import sys
@@ -30,7 +29,7 @@ from raypfl.studies import cells, description
 from raypfl.trained.membership import membership
 from tests.support.federation import Federation
 from tests.support.pages import BLOCKS, READER_FILES, ROOT, Block, blocks, shell_lines, write_files
-from tests.support.tracking import with_database
+from tests.support.tracking import forget_mlflow_settings, with_database
 
 NOT_CODE = {"text", "toml"}  # tests/common/test_plugins.py installs what the only block of TOML describes
 NOT_RUN = {
@@ -56,8 +55,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory, mlflow_database: Path) -> I
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.syspath_prepend(folder)
-        for name in [name for name in os.environ if name.startswith("MLFLOW_")]:
-            patch.delenv(name)
+        forget_mlflow_settings(patch)
         yield folder
     for name in READER_FILES:
         sys.modules.pop(Path(name).stem, None)  # other tests have modules of these names
@@ -69,47 +67,51 @@ def reader(tmp_path_factory: pytest.TempPathFactory, mlflow_database: Path) -> I
 def quick(experiment: Any, **options: Any) -> raypfl.Result:
     """`raypfl.run`, in this process and for two rounds at most."""
     rounds = min(2, experiment.rounds)
-    return original(experiment.override(["engine.backend=inline", f"rounds={rounds}"]), **options)
+    return run(experiment.override(["engine.backend=inline", f"rounds={rounds}"]), **options)
 
 
-original = raypfl.run
+run = raypfl.run  # which pages get replaced by `quick`
 
 
-def run_of(method: str, **changes: Any) -> raypfl.Result:
+def run_method(method: str, **changes: Any) -> raypfl.Result:
     return quick(raypfl.Experiment(method=method, **changes))
 
 
-def fednh() -> dict[str, Any]:
-    kept = {"checkpoint": {"every": 1, "keep": 2}, "tracking": {"latent": True}}
-    return {"result": run_of("fednh", rounds=2, cohort={"fraction": 0.5}, **kept)}
+def names_for_fednh() -> dict[str, Any]:
+    recorded = {"checkpoint": {"every": 1, "keep": 2}, "tracking": {"latent": True}}
+    return {"result": run_method("fednh", rounds=2, cohort={"fraction": 0.5}, **recorded)}
 
 
-def new_client() -> dict[str, Any]:
-    result = run_of("fedavg-ft", rounds=1)
-    x, y = np.zeros((8, 1, 8, 8), np.uint8), np.arange(8) % 2
+def names_for_fedptr() -> dict[str, Any]:
+    return {"result": run_method("fedavg", rounds=1, data={"pools": {"unused": 0.9}}, partition={"clients": 5})}
+
+
+def names_for_new_clients() -> dict[str, Any]:
+    result = run_method("fedavg-ft", rounds=1)
+    x = np.zeros((8, 1, 8, 8), np.uint8)
+    y = np.arange(8) % 2
     network = raypfl.trained_models(result.run_dir).global_model().network
     return {"result": result, "x": x, "y": y, "network": network, "token": "secret"}
 
 
-def pefll() -> dict[str, Any]:
-    (one, *_) = experiments(settings_of("pefll-digits"), ["methods=[pefll]", "seeds=1", "rounds=1"])
-    quick(one, run_dir="runs/pefll-digits-.../pefll-s0")
+def names_for_pefll() -> dict[str, Any]:
+    """No names; the page reads the run from its folder."""
+    experiment, *_ = experiments(settings_of("pefll-digits"), ["methods=[pefll]", "seeds=1", "rounds=1"])
+    quick(experiment, run_dir="runs/pefll-digits-.../pefll-s0")
     return {}
 
 
-GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
-    "docs/fednh.md": fednh,
-    "docs/fedptr.md": lambda: {
-        "result": run_of("fedavg", rounds=1, data={"pools": {"unused": 0.9}}, partition={"clients": 5})
-    },
-    "docs/new_clients.md": new_client,
-    "docs/pefll.md": pefll,
+NAMES_BEFORE: dict[str, Callable[[], dict[str, Any]]] = {
+    "docs/fednh.md": names_for_fednh,
+    "docs/fedptr.md": names_for_fedptr,
+    "docs/new_clients.md": names_for_new_clients,
+    "docs/pefll.md": names_for_pefll,
 }
-"""What the reader of a page has before its first block."""
+"""Page -> the names that its reader has before the first block."""
 
 
-class Served:
-    """A service in place of the page's: it has the model that the page has made in Python before."""
+class LocalService:
+    """A stand-in for the page's service; it has the model that the page made in Python before."""
 
     about: ClassVar[dict[str, Any]] = {"class_names": list("0123456789")}
 
@@ -120,32 +122,32 @@ class Served:
         return raypfl.load_model(file)
 
 
-def predicted(url: str, json: dict[str, Any], headers: dict[str, str]) -> SimpleNamespace:
-    """What it predicts."""
+def post(url: str, json: dict[str, Any], headers: dict[str, str]) -> SimpleNamespace:
+    """A stand-in for `requests.post`: the predictions of the page's service."""
     assert url.endswith("/predict") and headers["Authorization"] == "Bearer secret"
     return SimpleNamespace(ok=True, json=lambda: {"predictions": ["3"] * len(json["inputs"])})
 
 
 @pytest.fixture(scope="module")
 def ran(reader: Path) -> Callable[[str], SimpleNamespace]:
-    """Run a page's Python once, from top to bottom: the names that it leaves, and what it prints."""
+    """A function that runs a page's Python once, from top to bottom; returns its names and what it printed."""
 
     @functools.cache
-    def run(page: str) -> SimpleNamespace:
+    def run_page(page: str) -> SimpleNamespace:
         module = ModuleType(re.sub(r"\W", "_", page))
         printed = io.StringIO()
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
             sys.modules[module.__name__] = module
             patch.setattr(raypfl, "run", quick, raising=False)
-            patch.setattr("requests.post", predicted)
-            patch.setattr("raypfl.trained.serving.remote.RemoteRun", Served)
+            patch.setattr("requests.post", post)
+            patch.setattr("raypfl.trained.serving.remote.RemoteRun", LocalService)
             patch.setattr("raypfl.trained.membership.membership", functools.partial(membership, epochs=1))
-            vars(module).update(GIVEN.get(page, dict)())
+            vars(module).update(NAMES_BEFORE.get(page, dict)())
             for code in blocks(page, "python"):
                 exec(compile(code, page, "exec"), vars(module))
         return SimpleNamespace(names=vars(module), printed=printed.getvalue())
 
-    return run
+    return run_page
 
 
 @pytest.mark.parametrize("page", dict.fromkeys(block.page for block in BLOCKS if block.language == "python"))
@@ -168,11 +170,13 @@ def test_the_guide_to_tracking_finds_its_runs_and_models(ran):
     assert printed.count("torch.Size([5, 10])") == 3 and "tags.seed" in printed
 
 
-def test_the_clients_of_the_last_round_are_told_from_the_others_as_the_page_on_fednh_says(ran):
+def test_the_page_on_fednh_selects_the_clients_of_the_last_round(ran):
     names = ran("docs/fednh.md").names
-    result, active = names["result"], names["active"]
-    last = [row for row in result.evaluations.to_pylist() if row["round"] == 2 and row["model"] == "personal"]
+    result = names["result"]
+    active = names["active"]
+
     cohort = result.rounds["cohort"].to_pylist()[-1]
+    last = [row for row in result.evaluations.to_pylist() if row["round"] == 2 and row["model"] == "personal"]
     expected = [row["accuracy"] for row in last if row["client"] in cohort and row["protocol"] == "local"]
     assert active.filter(pc.field("protocol") == "local")["accuracy"].to_pylist() == expected
     assert 0 < len(expected) < len({row["client"] for row in last})
@@ -195,17 +199,18 @@ def test_a_model_for_a_new_client_is_in_its_file_as_the_page_says(ran):
 def test_the_rules_of_the_guide_to_optimizers_train(ran):
     rules = ran("docs/optimizers.md").names
     clients = Federation().clients()
-    begun = clients.evaluate(clients.initial, "train")["loss"].sum()
+
+    initial_loss = clients.evaluate(clients.initial, "train")["loss"].sum()
     for rule in (rules["Lion"](), rules["Private"](norm=0.5, noise=0.01)):
         trained = clients.sgd(clients.loss, clients.initial, optimizer=rule, lr=0.02, epochs=5)
-        assert clients.evaluate(trained, "train")["loss"].sum() < begun
+        assert clients.evaluate(trained, "train")["loss"].sum() < initial_loss
 
 
 # Descriptions
 
 
 def alternatives(block: Block) -> list[str]:
-    """A block's descriptions: all of it or, where a key is on several lines, each line."""
+    """A block's descriptions: the whole block or, if a key is on several lines, each line."""
     keys = re.findall(r"^(\w+):", block.code, re.MULTILINE)
     return [block.code] if len(keys) == len(set(keys)) else block.code.splitlines()
 
@@ -231,46 +236,46 @@ def test_every_block_is_in_a_language_that_is_checked():
 # The shell
 
 
+NOT_DONE = (
+    *("cli.run.run_experiments", "cli.run.resume_folder", "cli.run.continue_as_new"),
+    *("cli.pretrain.carry_out", "cli.jobs.submit"),
+    *("cli.personalize.personalize", "cli.personalize.serve", "integrations.tracking.listener.track"),
+    *("data.load_federated", "data.summarised", "results.client_data.draw", "results.client_data.show"),
+    "results.report.write",
+)
+"""Functions that would do what a page's command asks for."""
+
+
 @pytest.fixture(scope="module")
 def accepted(reader: Path) -> Iterator[Callable[[list[str]], bool]]:
-    """Whether `raypfl` takes these words; of what it would then do, descriptions are read and nothing is run."""
+    """A function that holds words to `raypfl`'s command line; descriptions are read and nothing is run."""
 
-    def tuned(source: str, changes: list[str], *others: Any) -> None:
+    def read_sweep(source: str, changes: list[str], *rest: Any) -> None:
         sweep.load(source, changes).first()
 
-    def studied(source: str, only: list[str], changes: list[str], *others: Any) -> None:
-        cells.plan(cells.select(description.load(source)[0], only), changes)
+    def read_study(source: str, only: list[str], changes: list[str], *rest: Any) -> None:
+        study, _ = description.load(source)
+        cells.plan(cells.select(study, only), changes)
 
-    def explained(source: str, changes: list[str], *others: Any) -> None:
+    def read_recipe(source: str, changes: list[str], *rest: Any) -> None:
         assert source == "RUN" or (source in RECIPES and experiments(settings_of(source), changes))
 
-    def nothing(*words: Any, **options: Any) -> Any:
+    def do_nothing(*words: Any, **options: Any) -> Any:
         return 0
 
+    def is_accepted(words: list[str]) -> bool:
+        result = CliRunner().invoke(app, words, catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        return True
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("raypfl.cli.tune.carry_out", tuned)
-        patch.setattr("raypfl.cli.study.run_study", studied)
-        patch.setattr("raypfl.cli.ntk.ntk", explained)
-        for name in (
-            "run.run_experiments",
-            "run.resume_folder",
-            "run.continue_as_new",
-            "pretrain.carry_out",
-            "jobs.submit",
-        ):
-            patch.setattr(f"raypfl.cli.{name}", nothing)
-        for name in ("cli.personalize.personalize", "cli.personalize.serve", "integrations.tracking.listener.track"):
-            patch.setattr(f"raypfl.{name}", nothing)
-        for name in ("data.load_federated", "data.summarised", "results.client_data.draw", "results.client_data.show"):
-            patch.setattr(f"raypfl.{name}", nothing)
+        patch.setattr("raypfl.cli.tune.carry_out", read_sweep)
+        patch.setattr("raypfl.cli.study.run_study", read_study)
+        patch.setattr("raypfl.cli.ntk.ntk", read_recipe)
+        for name in NOT_DONE:
+            patch.setattr(f"raypfl.{name}", do_nothing)
         patch.setattr("raypfl.results.report.find_runs", lambda runs: ([], []))
-        patch.setattr("raypfl.results.report.write", nothing)
-        yield lambda words: not_refused(CliRunner().invoke(app, words, catch_exceptions=False))
-
-
-def not_refused(done: Any) -> bool:
-    assert done.exit_code == 0, done.output
-    return True
+        yield is_accepted
 
 
 @pytest.mark.parametrize("words", shell_lines(), ids=" ".join)
@@ -282,7 +287,7 @@ def test_a_command_on_a_page_is_accepted_by_its_program(accepted, words: list[st
         targets = re.search(r"^\.PHONY: (.*)$", Path("Makefile").read_text(), re.MULTILINE)[1].split()
         assert {word for word in rest if "=" not in word} <= set(targets)
     elif program == "ray":
-        assert taken_by_ray(rest)
+        assert is_accepted_by_ray(rest)
         assert all(accepted(word.split()[1:]) for word in rest if word.startswith("raypfl "))
     elif program == "sbatch":
         assert accepted(rest[rest.index("cluster/slurm.sh") + 1 :])
@@ -292,7 +297,7 @@ def test_a_command_on_a_page_is_accepted_by_its_program(accepted, words: list[st
         assert program in NOT_RUN
 
 
-def taken_by_ray(words: list[str]) -> bool:
+def is_accepted_by_ray(words: list[str]) -> bool:
     from ray.scripts.scripts import cli
 
     name, *rest = words
@@ -300,12 +305,12 @@ def taken_by_ray(words: list[str]) -> bool:
 
 
 def test_every_file_of_the_repository_that_a_command_names_is_there():
-    words = " ".join(word for words in shell_lines() for word in words)
+    words = " ".join(" ".join(line) for line in shell_lines())
     named = set(re.findall(r"(?<!\S)(?:cluster|tune_configs|\.ci)/[\w./-]+", words))
     assert len(named) > 5 and not [name for name in named if not (ROOT / name).is_file()]
 
 
 @pytest.mark.parametrize("page", dict.fromkeys(block.page for block in BLOCKS if not block.language))
 def test_the_shell_can_read_all_commands_of_a_page(page: str):
-    done = subprocess.run(["bash", "-n"], input="".join(blocks(page, "")), text=True, capture_output=True)
-    assert not done.returncode, done.stderr
+    result = subprocess.run(["bash", "-n"], input="".join(blocks(page, "")), text=True, capture_output=True)
+    assert not result.returncode, result.stderr

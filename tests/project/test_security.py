@@ -1,4 +1,4 @@
-"""What is read from disk runs no code."""
+"""Reading files runs no code that they contain."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ MESSAGES = {
     "studies/running.py",
     "integrations/tuning/search.py",
 }
-"""Files that unpickle, with `loads`, what another process of the same run has sent over Ray, or Tune has kept of it."""
+"""Files that unpickle, with `loads`, what a process of the same run sent over Ray or saved with Tune."""
 FILES = {
     "experiment/yaml_text.py": "Loader=_Loader",
     "data/datasets/readers/npy.py": "allow_pickle=False",
     "models/weights.py": "weights_only=True",
     "trained/samples.py": "allow_pickle=False",
 }
-"""Files that read formats which could hold code, and what keeps that from being run."""
+"""Files that read formats which could hold code, and the argument that keeps it from being run."""
 
 
 class Hostile:
@@ -68,18 +68,21 @@ def test_no_file_of_a_runs_folder_is_unpickled(tmp_path: Path):
     marker = tmp_path / "marker"
     with contextlib.suppress(pickle.PickleError):
         pickle.loads(pickle.dumps(Hostile(marker)))
-    assert marker.exists()  # so this would show
+    assert marker.exists(), "unpickling would leave no trace, so this test could not fail"
     marker.rmdir()
-    done = raypfl.run(experiment(tmp_path, rounds=2), run_dir=tmp_path / "run")
-    files = [file.relative_to(done.run_dir) for file in done.run_dir.rglob("*") if file.is_file()]
+
+    run_dir = raypfl.run(experiment(tmp_path, rounds=2), run_dir=tmp_path / "run").run_dir
+    files = [file.relative_to(run_dir) for file in run_dir.rglob("*") if file.is_file()]
     assert len(files) > 6
+
+    copy = tmp_path / "copy"
     for name in files:
-        copy = tmp_path / "copy"
-        shutil.copytree(done.run_dir, copy)
+        shutil.copytree(run_dir, copy)
         (copy / name).write_bytes(pickle.dumps(Hostile(marker)))
-        for look in (lambda: RunResult.load(copy).server_state(), lambda: raypfl.resume(copy, overrides=["rounds=3"])):  # noqa: B023
-            with contextlib.suppress(Exception):
-                look()
+        with contextlib.suppress(Exception):
+            RunResult.load(copy).server_state()
+        with contextlib.suppress(Exception):
+            raypfl.resume(copy, overrides=["rounds=3"])
         assert not marker.exists(), name
         shutil.rmtree(copy)
 

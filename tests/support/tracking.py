@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pytest
 
 from raypfl.engine.events import Checkpointed, Evaluated, Event, RoundFinished, RunFinished, RunStarted
 from raypfl.engine.job import checkpoints_of
 from raypfl.experiment import Experiment
 from raypfl.integrations.tracking.connection import tracking_uri
 from raypfl.integrations.tracking.listener import MLflowListener
+
+
+def forget_mlflow_settings(patch: pytest.MonkeyPatch) -> None:
+    """Unset the variables that would lead MLflow to another server or folder."""
+    for name in [name for name in os.environ if name.startswith("MLFLOW_")]:
+        patch.delenv(name)
 
 
 def with_database(folder: Path, empty_database: Path) -> Path:
