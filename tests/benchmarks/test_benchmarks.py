@@ -45,7 +45,7 @@ def test_raypfl_and_the_bare_loop_take_turns(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("job", "contender", "ratio", "says"),
+    ("job", "contender", "ratio", "sentence"),
     [
         ("mlp", "inline", 6.0, None),
         ("mlp", "inline", 6.0 * (1 - TOLERANCE) + 0.01, None),
@@ -54,13 +54,15 @@ def test_raypfl_and_the_bare_loop_take_turns(tmp_path, monkeypatch):
         ("cnn", "new", 1.0, "cnn: new has no ratio in overhead.json to compare with; write one with --json"),
     ],
 )
-def test_a_ratio_that_is_worse_than_the_committed_one_or_missing_fails(job, contender, ratio, says):
-    others = {name: r for name, r in RATIOS[job].items() if name != contender}
-    measured = RATIOS | {job: others if ratio is None else others | {contender: ratio}}
-    assert check(measured, RATIOS, jobs=list(RATIOS)) == ([] if says is None else [says])
+def test_a_ratio_that_is_worse_than_the_committed_one_or_missing_fails(job, contender, ratio, sentence):
+    ratios = {name: committed for name, committed in RATIOS[job].items() if name != contender}
+    if ratio is not None:
+        ratios[contender] = ratio
+    problems = check(RATIOS | {job: ratios}, RATIOS, jobs=list(RATIOS))
+    assert problems == ([] if sentence is None else [sentence])
 
 
-def test_jobs_and_actors_that_were_left_out_are_not_missed():
+def test_jobs_and_actors_that_were_left_out_are_no_problem():
     inline = {"mlp": {"inline": 6.0}}
     assert check(inline, RATIOS, jobs=["mlp"], actors=()) == []
     assert len(check(inline, RATIOS, jobs=["mlp"])) == 2
@@ -72,27 +74,28 @@ def test_every_job_has_committed_ratios():
 
 def test_evaluations_are_timed_beside_their_forward_passes(monkeypatch):
     monkeypatch.setitem(SETS, "pixels_10", replace(TINY, name="pixels_10"))
-    found = evaluation.measured("mlp", "fp32", 10, repeats=2)
-    assert found["executor"] and found["ratio"] == found["raypfl"]["min"] / found["bare"]["min"] > 0
+    result = evaluation.measured("mlp", "fp32", 10, repeats=2)
+    assert result["executor"] and result["ratio"] == result["raypfl"]["min"] / result["bare"]["min"] > 0
 
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_clients_keep_their_networks_or_do_not(tmp_path, monkeypatch, keep):
     monkeypatch.setitem(SETS, "states", replace(TINY, name="states"))
-    described = states.experiment(str(tmp_path), keep, train=True, rounds=2).override(
-        ["engine.backend=inline", "model.hidden=[4]"]
-    )
-    assert [sorted(raypfl.run(described).client_state(k)) for k in (0, 5)] == [["own"] if keep else []] * 2
+    described = states.experiment(str(tmp_path), keep, train=True, rounds=2)
+    result = raypfl.run(described.override(["engine.backend=inline", "model.hidden=[4]"]))
+    for client in (0, 5):
+        assert sorted(result.client_state(client)) == (["own"] if keep else [])
 
 
 def test_frozen_parts_of_a_network_are_not_in_a_clients_vector(tmp_path):
     frozen.train("head", "frozen", 1, str(tmp_path))
-    found = json.loads((tmp_path / "sizes.json").read_text())
-    assert (found["vector"], found["group"]) == (5130, 1)
+    sizes = json.loads((tmp_path / "sizes.json").read_text())
+    assert (sizes["vector"], sizes["group"]) == (5130, 1)
 
 
 def test_sleepers_report_how_many_sleep_at_a_time(tmp_path):
-    method, engine = {"name": "benchmarks.head:Sleeper"}, {"backend": "inline", "group_size": 1}
+    method = {"name": "benchmarks.head:Sleeper"}
+    engine = {"backend": "inline", "group_size": 1}
     result = raypfl.run(head.experiment(str(tmp_path), 2, rounds=1, method=method, engine=engine))
     assert result.server_state()["at_once"] == [1] and result.server_state()["slept"][0] > 0.2
     times = torch.tensor([[0, 3], [1, 3], [2, 3], [4, 5]], dtype=torch.float64)
@@ -109,10 +112,12 @@ def test_results_name_the_commit_and_whether_what_is_measured_differs_from_it(tm
     for file in files:
         file.parent.mkdir(parents=True)
         file.write_text("committed")
-    assert circumstances(tmp_path)["commit"] is None
-    who = ["-c", "user.name=somebody", "-c", "user.email=somebody@example.org"]
+    assert circumstances(tmp_path)["commit"] is None, "the folder is no repository yet"
+
+    author = ["-c", "user.name=somebody", "-c", "user.email=somebody@example.org"]
     for arguments in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "all of it"]):
-        subprocess.run(["git", "-C", str(tmp_path), *who, *arguments], check=True)
+        subprocess.run(["git", "-C", str(tmp_path), *author, *arguments], check=True)
+
     clean = commit(tmp_path)
     for file, expected in zip(reversed(files), (clean, clean, f"{clean}-dirty"), strict=True):
         file.write_text("changed")
@@ -123,9 +128,14 @@ def test_results_name_the_commit_and_whether_what_is_measured_differs_from_it(tm
 def proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run's processes; sizes in kB, which the kernel means to be 1024 bytes."""
     monkeypatch.setattr(benchmarks.memory, "PROC", tmp_path)
-    running: list[tuple[Any, ...]] = [(1, 0, "init", 7000, 0), (10, 1, "python driver.py", 5000, 2000)]
-    running += [(11, 10, "raylet", 3000, 0), (12, 11, "ray::ServerActor.run", 4000, 1000)]
-    for pid, parent, command, pss, shared in [*running, (13, 11, "ray::ClientActor", 6000, 0)]:
+    running: list[tuple[Any, ...]] = [
+        (1, 0, "init", 7000, 0),
+        (10, 1, "python driver.py", 5000, 2000),
+        (11, 10, "raylet", 3000, 0),
+        (12, 11, "ray::ServerActor.run", 4000, 1000),
+        (13, 11, "ray::ClientActor", 6000, 0),
+    ]
+    for pid, parent, command, pss, shared in running:
         (tmp_path / str(pid)).mkdir()
         (tmp_path / str(pid) / "stat").write_text(f"{pid} (a (name)) S {parent} " + "0 " * 17 + f"{100 + pid} 0\n")
         (tmp_path / str(pid) / "cmdline").write_bytes(command.replace(" ", "\0").encode())
@@ -139,6 +149,7 @@ def test_memory_is_counted_by_what_processes_are_for_in_millions_of_bytes(proc):
     expected = {"driver": 3.072, "server": 3.072, "clients": 6.144, "store": 3.072, "ray": 3.072}
     assert memory(10) == pytest.approx(expected) and tuple(expected) == PARTS
     assert {process.pid for process in descendants(11)} == {11, 12, 13}
+
     (proc / "13" / "smaps_rollup").unlink()  # it has ended meanwhile
     assert memory(10)["clients"] == 0
 

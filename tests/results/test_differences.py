@@ -1,4 +1,4 @@
-"""Paired differences between methods: their intervals, what is said of them, and where they are shown."""
+"""Paired differences between methods: their intervals, the remarks on them, and where they are shown."""
 
 from __future__ import annotations
 
@@ -30,20 +30,23 @@ from tests.results.test_picture import made_up, printed, show, with_columns
 ISSUE = {"fedavg": (91.0, 94.9, 94.3), "ditto": (93.3, 96.8, 97.4)}
 """Accuracies of three seeds, in %: 93.4±2.1 and 95.8±2.2, but +2.3, +1.9 and +3.1 seed by seed."""
 
-
 CLIENTS = 20
 
 
-def levelled(levels: dict[str, tuple[float, ...]]) -> list[RunResult]:
-    """Runs whose mean accuracies are these, in %; a client is as much easier than another for every method."""
-    return [run_of(method, seed, mean) for method, means in levels.items() for seed, mean in enumerate(means)]
+def runs_at(levels: dict[str, tuple[float, ...]]) -> list[RunResult]:
+    """Runs with these mean accuracies, in %, a seed each; a client is equally easy for every method."""
+    runs = []
+    for method, means in levels.items():
+        runs += [run_at(method, seed, mean) for seed, mean in enumerate(means)]
+    return runs
 
 
-def run_of(method: str, seed: int, mean: float) -> RunResult:
+def run_at(method: str, seed: int, mean: float) -> RunResult:
     draws = np.random.default_rng(seed)
-    easier = 10 * draws.normal(size=CLIENTS)
-    suited = draws.normal(size=CLIENTS) if method == "ditto" else np.zeros(CLIENTS)
-    accuracy = (mean + easier - easier.mean() + suited - suited.mean()) / 100
+    ease = 10 * draws.normal(size=CLIENTS)
+    suits_method = draws.normal(size=CLIENTS) if method == "ditto" else np.zeros(CLIENTS)
+    accuracy = (mean + ease - ease.mean() + suits_method - suits_method.mean()) / 100
+
     run = made_up(method, ("global",), seed=seed, clients=CLIENTS, rounds=(10,))
     values = pa.array(np.tile(accuracy, run.evaluations.num_rows // CLIENTS))
     spent = {name: [1_155_000] * 10 for name in ("bytes_up", "bytes_down")}
@@ -64,19 +67,27 @@ def run_of(method: str, seed: int, mean: float) -> RunResult:
     )
 
 
-def local(rows: list[Difference]) -> Difference:
+def of_local_protocol(rows: list[Difference]) -> Difference:
     (row,) = [row for row in rows if row.protocol == "local"]
     return row
 
 
-def drawn_by_loops(values: list[np.ndarray], same: bool, count: int) -> np.ndarray:
-    """The bootstrap as textbooks describe it, draw by draw."""
-    draws, means = np.random.default_rng(5), []
+def bootstrap_by_loops(values: list[np.ndarray], same: bool, count: int) -> np.ndarray:
+    """The bootstrap as textbooks describe it, draw by draw: seeds, and clients within each seed.
+
+    If `same`, all seeds have the same clients, which are drawn once for all of them.
+    """
+    draws = np.random.default_rng(5)
+    means = []
     for _ in range(count):
-        clients = draws.integers(len(values[0]), size=len(values[0]))
+        same_clients = draws.integers(len(values[0]), size=len(values[0]))
         seeds = [values[draws.integers(len(values))] for _ in values]
-        own = [clients if same else draws.integers(len(seed), size=len(seed)) for seed in seeds]
-        means.append(fmean(float(seed[some].mean()) for seed, some in zip(seeds, own, strict=True)))
+
+        seed_means = []
+        for seed in seeds:
+            clients = same_clients if same else draws.integers(len(seed), size=len(seed))
+            seed_means.append(float(seed[clients].mean()))
+        means.append(fmean(seed_means))
     return np.array(means)
 
 
@@ -84,75 +95,88 @@ def drawn_by_loops(values: list[np.ndarray], same: bool, count: int) -> np.ndarr
 @pytest.mark.parametrize("clients", [8, 300], ids=["few", "many"])
 def test_the_bootstrap_over_seeds_and_clients_is_that_of_plain_loops(same: bool, clients: int):
     draws = np.random.default_rng(1)
-    everywhere = draws.exponential(size=clients)  # a client's own part, skewed
-    values = [seed + everywhere + draws.exponential(size=clients) for seed in (0.0, 0.4, 0.5)]
-    found, expected = bootstrap.draws(values, same), drawn_by_loops(values, same, 10_000)
+    of_client = draws.exponential(size=clients)  # the same in every seed, skewed
+    values = [of_seed + of_client + draws.exponential(size=clients) for of_seed in (0.0, 0.4, 0.5)]
+
+    means = bootstrap.draws(values, same)
+    expected = bootstrap_by_loops(values, same, 10_000)
+
     shares = (0.025, 0.25, 0.5, 0.75, 0.975)
-    np.testing.assert_allclose(np.quantile(found, shares), np.quantile(expected, shares), atol=0.08 * expected.std())
-    np.testing.assert_array_equal(found, bootstrap.draws(values, same))
+    np.testing.assert_allclose(np.quantile(means, shares), np.quantile(expected, shares), atol=0.08 * expected.std())
+    np.testing.assert_array_equal(means, bootstrap.draws(values, same))
 
 
-def test_with_one_seed_the_interval_is_scipys_paired_one_over_clients_and_that_is_said():
-    runs = [run for run in levelled(ISSUE) if run.experiment.seed == 0]
-    row = local(differences(group_runs(runs), "fedavg"))
-    theirs, ours = (run.evaluations.slice(0, 20)["accuracy"].to_numpy() for run in runs)
-    statistic = lambda a, b, axis: (a - b).mean(axis)  # noqa: E731
-    expected = scipy.stats.bootstrap(
-        (ours, theirs), statistic, paired=True, method="percentile", random_state=0
-    ).confidence_interval
+def test_with_one_seed_the_interval_is_scipys_paired_one_over_clients_and_the_remarks_say_so():
+    def mean_difference(a: np.ndarray, b: np.ndarray, axis: int) -> np.ndarray:
+        return (a - b).mean(axis)
+
+    runs = [run for run in runs_at(ISSUE) if run.experiment.seed == 0]
+    row = of_local_protocol(differences(group_runs(runs), "fedavg"))
+
+    fedavg, ditto = (run.evaluations.slice(0, 20)["accuracy"].to_numpy() for run in runs)
+    bootstrapped = scipy.stats.bootstrap(
+        (ditto, fedavg), mean_difference, paired=True, method="percentile", random_state=0
+    )
+    expected = bootstrapped.confidence_interval
     np.testing.assert_allclose((row.low, row.high), (100 * expected.low, 100 * expected.high), atol=0.05)
     text = " ".join(remarks([row], group_runs(runs)))
     assert "draws of the clients. There is only one seed" in text
 
 
 def test_a_method_that_is_ahead_in_every_seed_is_shown_ahead_although_deviations_overlap():
-    compared = group_runs(levelled(ISSUE))
-    row = local(differences(compared, "fedavg"))
+    compared = group_runs(runs_at(ISSUE))
+    row = of_local_protocol(differences(compared, "fedavg"))
     assert {seed: round(value, 6) for seed, value in row.by_seed.items()} == {0: 2.3, 1: 1.9, 2: 3.1}
     assert row.seeds_ahead == 3 and row.draws_ahead > 0.999 and 1.5 < row.low < row.mean < row.high < 3.5
-    best = local(differences(compared))
+
+    best = of_local_protocol(differences(compared))
     assert (best.method, best.baseline, best.seeds_ahead, best.draws_ahead) == ("fedavg", "ditto", 0, 0.0)
     np.testing.assert_allclose((best.mean, best.low, best.high), (-row.mean, -row.high, -row.low))
+
     (text,) = [line for line in remarks([row], compared) if "Wilcoxon" in line]
     assert "p = 0.25" in text and "3 seeds" in text and "6 seeds" in text
 
 
 def test_lower_is_ahead_where_lower_is_better():
-    runs = levelled(ISSUE)
+    runs = runs_at(ISSUE)
     errors = [replace(run, experiment=run.experiment.override(["objective=regression"])) for run in runs]
-    row = local(differences(group_runs(with_columns(errors, mse=0.0)), "fedavg"))
+    row = of_local_protocol(differences(group_runs(with_columns(errors, mse=0.0)), "fedavg"))
     assert (row.mean, row.seeds_ahead, row.draws_ahead) == (0, 0, 0)
+
     worse = [*with_columns(errors[:3], mse=2.0), *with_columns(errors[3:], mse=1.0)]
-    row = local(differences(group_runs(worse), "fedavg"))
+    row = of_local_protocol(differences(group_runs(worse), "fedavg"))
     assert (row.mean, row.seeds_ahead, row.draws_ahead) == (-1, 3, 1)
 
 
 def test_only_seeds_on_the_same_data_are_paired_and_the_others_are_named():
-    runs = levelled(ISSUE)
-    fedavg, ditto = runs[:3], runs[3:]
-    row = local(differences(group_runs([*fedavg[:2], *ditto]), "fedavg"))
+    runs = runs_at(ISSUE)
+    fedavg = runs[:3]
+    ditto = runs[3:]
+
+    compared = group_runs([*fedavg[:2], *ditto])
+    row = of_local_protocol(differences(compared, "fedavg"))
     assert list(row.by_seed) == [0, 1]
-    assert "ditto against fedavg: only over what both have, seeds 0, 1." in remarks(
-        [row], group_runs([*fedavg[:2], *ditto])
-    )
-    elsewhere = [replace(run, metadata={"data": "another partition"}) for run in ditto]
-    for others in (elsewhere, [replace(run, experiment=run.experiment.replace(seed=7)) for run in ditto[:1]]):
-        compared = group_runs([*fedavg, *others])
-        row = local(differences(compared, "fedavg"))
+    assert "ditto against fedavg: only over what both have, seeds 0, 1." in remarks([row], compared)
+
+    on_other_data = [replace(run, metadata={"data": "another partition"}) for run in ditto]
+    with_other_seed = [replace(ditto[0], experiment=ditto[0].experiment.replace(seed=7))]
+    sentence = "ditto and fedavg have no seed with the same data in common, so they are not paired."
+    for unpaired in (on_other_data, with_other_seed):
+        compared = group_runs([*fedavg, *unpaired])
+        row = of_local_protocol(differences(compared, "fedavg"))
         assert not row.by_seed and (row.low, row.high, row.draws_ahead) == (None, None, None)
-        assert "ditto and fedavg have no seed with the same data in common, so they are not paired." in remarks(
-            [row], compared
-        )
+        assert sentence in remarks([row], compared)
 
 
 def test_a_baseline_is_a_label_or_the_one_method_of_that_name():
     labels = ["fedavg", "ditto lam=0.1", "ditto lam=1.0", "fedavg"]
     assert find_label(labels, "fedavg") == "fedavg" and find_label(labels, "ditto lam=1.0") == "ditto lam=1.0"
-    for baseline, why in (
+
+    for baseline, sentence in (
         ("ditto", "could be any of: ditto lam=0.1; ditto lam=1.0. Give one of these in full."),
         ("fedavgg", "is none of the methods; did you mean 'fedavg'?"),
     ):
-        with pytest.raises(ConfigError, match=why):
+        with pytest.raises(ConfigError, match=sentence):
             find_label(labels, baseline)
     with pytest.raises(ConfigError, match="needs another method to compare with; there is only fedavg"):
         find_label(["fedavg", "fedavg"], "fedavg")
@@ -160,17 +184,17 @@ def test_a_baseline_is_a_label_or_the_one_method_of_that_name():
 
 def test_a_terminal_of_eighty_columns_and_a_narrow_one_show_every_difference_whole():
     for width in (80, 52):
-        text = printed(lambda console: show(console, levelled(ISSUE), {}, ["digits"]), width)
+        text = printed(lambda console: show(console, runs_at(ISSUE), {}, ["digits"]), width)
         rows = [line for line in text.splitlines() if "-3.1 to -1.8" in line]
         assert len(rows) == 2 and all(part in rows[0] for part in ("fedavg", "ditto", "-2.4", "-3.1 to -1.8"))
         assert max(map(len, rows)) <= width and text.count("Wilcoxon") == 1
         assert rows[0].endswith("0 of 3     0% ") == (width == 80)
         assert ("more columns: draws ahead, seeds ahead" in " ".join(text.split())) == (width == 52)
-    assert "against" not in printed(lambda console: show(console, levelled(ISSUE)[:3], {}, ["digits"]))
+    assert "against" not in printed(lambda console: show(console, runs_at(ISSUE)[:3], {}, ["digits"]))
 
 
 def test_python_gets_the_differences_as_rows_that_print():
-    fedavg, ditto = (run for run in levelled(ISSUE) if run.experiment.seed == 0)
+    fedavg, ditto = (run for run in runs_at(ISSUE) if run.experiment.seed == 0)
     table = raypfl.Result(**vars(ditto)).compare(fedavg, baseline="fedavg")
     assert [(row.protocol, row.method) for row in table] == [("local", "ditto"), ("global", "ditto")]
     assert f"+{table.rows[0].mean:.1f}" in repr(table) and "There is only one seed" in table._repr_html_()
@@ -179,40 +203,45 @@ def test_python_gets_the_differences_as_rows_that_print():
 
 
 def test_the_report_shows_paired_differences_and_its_headline_goes_by_them(tmp_path):
-    text = write(levelled(ISSUE), tmp_path / "report.html", baseline="fedavg").read_text()
-    told = " ".join("".join(ElementTree.fromstring(text).itertext()).split())
-    assert "2.4 points above the global model of fedavg, ahead in 3 of 3 seeds (95% interval +1.8 to +3.1)." in told
-    assert "own test data, against fedavg" in told and "+2.4 +1.8 to +3.1 3 of 3 100%" in told
-    assert told.count("Wilcoxon") == 1 and "within the spread" not in told
-    level = {"fedavg": (90.0, 94.9, 96.3), "ditto": (93.3, 93.8, 97.4)}
-    told = write(levelled(level), tmp_path / "report.html").read_text()
-    assert "but the 95% interval of the difference includes 0" in told
+    text = write(runs_at(ISSUE), tmp_path / "report.html", baseline="fedavg").read_text()
+    page = " ".join("".join(ElementTree.fromstring(text).itertext()).split())
+    assert "2.4 points above the global model of fedavg, ahead in 3 of 3 seeds (95% interval +1.8 to +3.1)." in page
+    assert "own test data, against fedavg" in page and "+2.4 +1.8 to +3.1 3 of 3 100%" in page
+    assert page.count("Wilcoxon") == 1 and "within the spread" not in page
+
+    uncertain = {"fedavg": (90.0, 94.9, 96.3), "ditto": (93.3, 93.8, 97.4)}
+    text = write(runs_at(uncertain), tmp_path / "report.html").read_text()
+    assert "but the 95% interval of the difference includes 0" in text
+
     with pytest.raises(ConfigError, match="none of the methods"):
-        write(levelled(ISSUE), tmp_path / "report.html", baseline="nobody")
+        write(runs_at(ISSUE), tmp_path / "report.html", baseline="nobody")
 
 
 def test_mlflow_gets_the_differences_of_a_comparison_as_metrics_and_in_its_description():
-    runs = levelled(ISSUE)
+    runs = runs_at(ISSUE)
     metrics = comparison_metrics(runs, "fedavg")
     assert metrics["seeds_ahead/local/ditto"] == 3 and metrics["draws_ahead/local/ditto"] > 0.999
     assert metrics["difference/local/ditto"] == pytest.approx(7.3 / 300)  # accuracies are shares there
     assert metrics["difference_low/local/ditto"] < 7.3 / 300 < metrics["difference_high/local/ditto"]
-    namesakes = [
-        replace(run_of("ditto", 0, lam), experiment=Experiment(method={"name": "ditto", "lam": lam})) for lam in (1, 2)
-    ]
+
+    namesakes = []
+    for lam in (1, 2):
+        described = Experiment(method={"name": "ditto", "lam": lam})
+        namesakes.append(replace(run_at("ditto", 0, lam), experiment=described))
     assert "difference/local/ditto lam_1.0" in comparison_metrics(namesakes)  # MLflow takes no "=" in a name
+
     text = comparison_description(runs, "fedavg")
     assert "| local | ditto | fedavg | +2.4 | +1.8 to +3.1 | 3 of 3 | 100% |" in text and "Wilcoxon" in text
 
 
 def test_a_comparison_is_exported_as_csv_with_all_its_numbers(tmp_path):
-    runs = levelled(ISSUE)
+    runs = runs_at(ISSUE)
     rows = list(csv.DictReader(write(runs, tmp_path / "table.csv", baseline="fedavg").open()))
-    assert [(row["method"], row["tested_on"]) for row in rows] == [
-        *(("fedavg", protocol) for protocol in ("local", "global")),
-        *(("ditto", protocol) for protocol in ("local", "global")),
-    ]
-    ditto, (group,) = rows[2], [group for group in group_runs(runs) if group.label == "ditto"]
+    places = [(row["method"], row["tested_on"]) for row in rows]
+    assert places == [("fedavg", "local"), ("fedavg", "global"), ("ditto", "local"), ("ditto", "global")]
+
+    ditto = rows[2]
+    (group,) = [group for group in group_runs(runs) if group.label == "ditto"]
     assert float(ditto["global"]) == pytest.approx(fmean(group.scores("local")))
     assert float(ditto["global_std_over_seeds"]) == pytest.approx(stdev(group.scores("local")))
     assert float(ditto["difference"]) == pytest.approx(7.3 / 3) and ditto["against"] == "fedavg"
@@ -221,17 +250,19 @@ def test_a_comparison_is_exported_as_csv_with_all_its_numbers(tmp_path):
 
 
 def test_a_comparison_is_exported_as_latex_that_needs_booktabs_alone(tmp_path):
-    text = write(levelled(ISSUE), tmp_path / "table.tex", baseline="fedavg").read_text()
+    text = write(runs_at(ISSUE), tmp_path / "table.tex", baseline="fedavg").read_text()
+
     lines = [line.strip() for line in text.splitlines()]
     heading, *rows = [line for line in lines if line.startswith(("method &", "ditto &"))]
     assert all(row.count(" & ") == heading.count(" & ") for row in rows) and len(rows) == 2
     assert all(r" & \textbf{95.8} $\pm$ 2.2 & " in row for row in rows)
     assert all(row.endswith(r" & $+2.4$ [$+1.8$, $+3.1$] & 3/3 \\") for row in rows)
+
     assert text.count(r"\begin{tabular}") == text.count(r"\end{tabular}") == 1
     assert not [line for line in text.splitlines() if line.count("{") != line.count("}")]
 
 
-def test_what_latex_takes_for_commands_is_escaped():
+def test_characters_that_latex_reads_as_commands_are_escaped():
     assert latex.escaped("ditto · lam=0.1 & 50% of {a_b} ~ c^2 \\ d#1 $") == (
         r"ditto $\cdot$ lam=0.1 \& 50\% of \{a\_b\} \textasciitilde{} c\textasciicircum{}2 \textbackslash{} d\#1 \$"
     )

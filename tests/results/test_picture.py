@@ -1,4 +1,4 @@
-"""What is shown of results: the picture, the table and the lines on the way, all from made-up runs."""
+"""The picture, the table and the progress of runs, all from made-up results."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import io
 import json
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 from warnings import catch_warnings
@@ -39,7 +40,7 @@ PNG = b"\x89PNG"
 
 @dataclass(frozen=True)
 class MadeUp:
-    """Has what the picture and the table read of a Result."""
+    """The attributes that the picture and the table read of a Result."""
 
     experiment: Experiment
     run_dir: Path
@@ -58,15 +59,15 @@ class MadeUp:
         return [max(self.evaluations["round"].to_pylist())]
 
     def summary(self, round: int | None = None) -> list[dict]:
-        wanted = round or max(self.evaluations["round"].to_pylist())
-        return summarise(
-            self.experiment.measures,
-            self.evaluations.filter(pa.compute.equal(self.evaluations["round"], wanted)).to_pydict(),
-        )
+        round = round or self.last_rounds[0]
+        of_round = self.evaluations.filter(pa.compute.equal(self.evaluations["round"], round))
+        return summarise(self.experiment.measures, of_round.to_pydict())
 
 
 def made_up(method, models=("global",), level=0.8, seed=0, clients=20, rounds=(5, 10)) -> MadeUp:
-    keys = [(r, c, p, m) for r in rounds for p in ("local", "global") for m in models for c in range(clients)]
+    """A run whose clients' accuracies scatter around a level."""
+    keys = product(rounds, ("local", "global"), models, range(clients))
+    keys = [(round, client, protocol, model) for round, protocol, model, client in keys]
     accuracy = np.clip(level + np.random.default_rng(seed).normal(0, 0.05, len(keys)), 0, 1)
     names = ("round", "client", "protocol", "model")
     columns = dict(zip(names, map(list, zip(*keys, strict=True)), strict=True))
@@ -77,21 +78,25 @@ def made_up(method, models=("global",), level=0.8, seed=0, clients=20, rounds=(5
 
 
 def comparison(seeds: int = 1) -> list[MadeUp]:
-    return [
-        made_up(method, models, level, seed)
-        for method, models, level in (("fedavg", ("global",), 0.8), ("ditto", ("personal", "global"), 0.9))
-        for seed in range(seeds)
-    ]
+    fedavg = [made_up("fedavg", ("global",), 0.8, seed) for seed in range(seeds)]
+    ditto = [made_up("ditto", ("personal", "global"), 0.9, seed) for seed in range(seeds)]
+    return fedavg + ditto
 
 
-def show(console: Console, results: list, pictures: dict, tried: list[str]) -> None:
-    outcome.show(console, results, pictures, tried, Path("runs/2026"), "mlflow ui")
+def show(console: Console, results: list, pictures: dict, words: list[str]) -> None:
+    """Show the outcome of a command with these words."""
+    outcome.show(console, results, pictures, words, Path("runs/2026"), "mlflow ui")
 
 
 def printed(show, width: int = 80) -> str:
     console = Console(width=width, file=io.StringIO())
     show(console)
     return console.file.getvalue()
+
+
+def terminal(width: int) -> Console:
+    """A console that takes itself for a terminal."""
+    return Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
 
 
 @pytest.mark.parametrize(
@@ -111,19 +116,26 @@ def test_a_picture_is_drawn_of(results, tmp_path: Path):
 
 @pytest.mark.parametrize("methods", [1, 3, 6])
 def test_no_legend_covers_data(methods: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    drawn: list[Figure] = []
-    monkeypatch.setattr(canvas, "Figure", lambda **options: drawn.append(Figure(**options)) or drawn[-1])
-    runs = [
-        made_up({"name": "ditto", "lam": i}, ("personal", "global"), seed=s) for i in range(methods) for s in (0, 1)
-    ]
+    figures: list[Figure] = []
+
+    def keep_figure(**options: Any) -> Figure:
+        figures.append(Figure(**options))
+        return figures[-1]
+
+    monkeypatch.setattr(canvas, "Figure", keep_figure)
+    runs = []
+    for lam, seed in product(range(methods), (0, 1)):
+        runs.append(made_up({"name": "ditto", "lam": lam}, ("personal", "global"), seed=seed))
+
     draw(runs, tmp_path / "picture.png")
-    (figure,) = drawn
+
+    (figure,) = figures
     figure.draw_without_rendering()
-    legends = [found for found in (*figure.legends, *(one.get_legend() for one in figure.axes)) if found]
-    told = [text.get_text() for legend in legends for text in legend.get_texts()]
-    assert {"personal model", "global model"} < set(told) and len(told) == methods + 2
-    boxes = [axes.get_window_extent() for axes in figure.axes]
-    assert not any(legend.get_window_extent().overlaps(box) for legend in legends for box in boxes)
+    legends = [*figure.legends, *(axes.get_legend() for axes in figure.axes if axes.get_legend())]
+    labels_shown = [text.get_text() for legend in legends for text in legend.get_texts()]
+    assert {"personal model", "global model"} < set(labels_shown) and len(labels_shown) == methods + 2
+    for legend, axes in product(legends, figure.axes):
+        assert not legend.get_window_extent().overlaps(axes.get_window_extent())
 
 
 def test_a_setting_of_many_words_stays_on_the_picture(tmp_path: Path):
@@ -135,20 +147,21 @@ def test_a_setting_of_many_words_stays_on_the_picture(tmp_path: Path):
 
 
 def test_clients_without_test_data_are_left_out_of_the_picture(tmp_path: Path):
-    one = made_up("fedavg")
-    holes = one.evaluations.to_pydict()
-    holes["samples"][0], holes["accuracy"][0] = 0, float("nan")
-    changed = MadeUp(one.experiment, one.run_dir, one.rounds, pa.table(holes))
-    assert draw([changed], tmp_path / "picture.png").exists()
+    run = made_up("fedavg")
+    columns = run.evaluations.to_pydict()
+    columns["samples"][0] = 0
+    columns["accuracy"][0] = float("nan")
+    assert draw([replace(run, evaluations=pa.table(columns))], tmp_path / "picture.png").exists()
 
 
-def test_a_setting_names_of_the_partition_what_is_not_by_default_so():
-    usual, patient = ({"name": "dirichlet", "alpha": 0.3, **more} for more in ({}, {"tries": 50}))
+def test_a_setting_names_the_options_of_the_partition_that_are_not_at_their_default():
+    usual = {"name": "dirichlet", "alpha": 0.3}
+    patient = usual | {"tries": 50}
     assert setting_text(Experiment(partition=usual), {}) == "digits · 20 clients · dirichlet(alpha=0.3) · mlp"
     assert "dirichlet(alpha=0.3, tries=50)" in setting_text(Experiment(partition=patient), {})
 
 
-def test_a_population_is_announced_with_the_clients_that_it_has_and_no_partition():
+def test_a_population_is_announced_with_its_clients_and_without_a_partition():
     described = Experiment(data="tests.support.federated_data:GeneratedClients")
     text = setting_text(described, {"num_clients": 4})
     assert text == "tests.support.federated_data:GeneratedClients · 4 clients · mlp"
@@ -157,59 +170,82 @@ def test_a_population_is_announced_with_the_clients_that_it_has_and_no_partition
 
 def test_twelve_methods_have_colours_of_their_own():
     runs = [made_up({"name": "ditto", "lam": i}) for i in range(12)]
-    assert len({one.colour for one in group_runs(runs)}) == 12
+    assert len({group.colour for group in group_runs(runs)}) == 12
 
 
-def test_namesakes_are_told_apart_by_the_options_that_differ():
+def test_namesakes_are_labelled_with_the_options_that_differ():
     runs = [Experiment(method=m) for m in ("fedavg", {"name": "ditto", "lam": 0.1}, {"name": "ditto", "lam": 1})]
     assert labels(runs) == ["fedavg", "ditto lam=0.1", "ditto lam=1.0"]
 
 
-def test_settings_of_a_methods_own_are_told_beside_its_name_and_of_the_first_ones_nothing_is():
-    own = {"training": {"lr": 0.05}, "model.hidden": [8]}
-    methods = ["fedavg", {"name": "ditto", "settings": own}, {"name": "local", "settings": {"training.lr": 0.2}}]
-    told = ["fedavg", "ditto training.lr=0.05 model.hidden=[8]", "local training.lr=0.2"]
-    assert labels(experiments({"methods": methods})) == told
-    assert labels(experiments({"methods": methods, "seeds": 2})) == [label for label in told for _ in range(2)]
-    methods[1] = {"name": "ditto", "settings": {"model": "lenet", "training.optimizer": "adam"}}
-    assert labels(experiments({"methods": methods[:2]}))[1] == "ditto model=lenet training.optimizer=adam"
-    many = {f"training.{key}": 3 for key in ("epochs", "batch_size", "clip_norm", "weight_decay")}
-    methods[1] = {"name": "ditto", "settings": many}
-    assert labels(experiments({"methods": methods[:2]})) == [
+def test_a_label_has_the_settings_of_its_method_and_the_first_label_has_none():
+    ditto_settings = {"training": {"lr": 0.05}, "model.hidden": [8]}
+    local_settings = {"training.lr": 0.2}
+    methods = [
         "fedavg",
-        "ditto training.epochs=3 training.batch_size=3 training.weight_decay=3.0 training.clip_norm=3.0",
+        {"name": "ditto", "settings": ditto_settings},
+        {"name": "local", "settings": local_settings},
     ]
-    methods[1] = {"name": "ditto", "settings": {"model.hidden": [8, 8], "training.lr": 0.05, "training.epochs": 3}}
-    label = "ditto training.epochs=3 training.lr=0.05 model.hidden=[8, 8]"
-    assert labels(experiments({"methods": methods[:2]})) == ["fedavg", label]
-    methods[1] = {"name": "ditto", "settings": {"model": "lenet", "training.epochs": 3, "training.weight_decay": 0.001}}
-    label = "ditto model=lenet training.epochs=3 training.weight_decay=0.001"
-    assert labels(experiments({"methods": methods[:2]})) == ["fedavg", label]
-    own = ({"model.hidden": [8, 8]}, {}, {"training": {"lr": 0.2, "epochs": 3}, "model": "lenet"})
-    named = zip(("fedavg", "ditto", "local"), own, strict=True)
-    assert labels(experiments({"methods": [{"name": name, "settings": one} for name, one in named]})) == [
-        "fedavg",
-        "ditto model.hidden=default",
-        "local model=lenet training.epochs=3 training.lr=0.2",
-    ]
+    expected = ["fedavg", "ditto training.lr=0.05 model.hidden=[8]", "local training.lr=0.2"]
+    assert labels(experiments({"methods": methods})) == expected
+    assert labels(experiments({"methods": methods, "seeds": 2})) == [label for label in expected for _ in range(2)]
+
     twice = ["fedavg", {"name": "fedavg", "settings": {"training.lr": 0.2}}]
     assert labels(experiments({"methods": twice})) == ["fedavg training.lr=0.1", "fedavg training.lr=0.2"]
 
 
-def test_runs_of_other_settings_are_told_by_those_that_differ():
+@pytest.mark.parametrize(
+    ("settings", "label"),
+    [
+        ({"model": "lenet", "training.optimizer": "adam"}, "ditto model=lenet training.optimizer=adam"),
+        (
+            {f"training.{key}": 3 for key in ("epochs", "batch_size", "clip_norm", "weight_decay")},
+            "ditto training.epochs=3 training.batch_size=3 training.weight_decay=3.0 training.clip_norm=3.0",
+        ),
+        (
+            {"model.hidden": [8, 8], "training.lr": 0.05, "training.epochs": 3},
+            "ditto training.epochs=3 training.lr=0.05 model.hidden=[8, 8]",
+        ),
+        (
+            {"model": "lenet", "training.epochs": 3, "training.weight_decay": 0.001},
+            "ditto model=lenet training.epochs=3 training.weight_decay=0.001",
+        ),
+    ],
+)
+def test_settings_stand_in_a_label_in_their_order(settings: dict[str, Any], label: str):
+    methods = ["fedavg", {"name": "ditto", "settings": settings}]
+    assert labels(experiments({"methods": methods})) == ["fedavg", label]
+
+
+def test_settings_of_the_first_method_are_those_that_other_labels_differ_from():
+    methods = [
+        {"name": "fedavg", "settings": {"model.hidden": [8, 8]}},
+        {"name": "ditto", "settings": {}},
+        {"name": "local", "settings": {"training": {"lr": 0.2, "epochs": 3}, "model": "lenet"}},
+    ]
+    assert labels(experiments({"methods": methods})) == [
+        "fedavg",
+        "ditto model.hidden=default",
+        "local model=lenet training.epochs=3 training.lr=0.2",
+    ]
+
+
+def test_runs_with_other_settings_are_labelled_with_those_that_differ():
     runs = [Experiment(method=m) for m in ("fedavg", {"name": "ditto", "lam": 0.1}, {"name": "ditto", "lam": 1})]
     faster = runs[1].override(["training.lr=0.5"])
     names = ["fedavg training.lr=0.1", "ditto lam=0.1 training.lr=0.1", "ditto lam=1.0 training.lr=0.1"]
     assert labels([*runs, faster]) == [*names, "ditto lam=0.1 training.lr=0.5"]
+
     longer = faster.override(["rounds=4"])
     assert labels([*runs, faster, longer]) == [
         *("fedavg", "ditto lam=0.1", "ditto lam=1.0"),
         "ditto lam=0.1 training.lr=0.5",
         "ditto lam=0.1 rounds=4 training.lr=0.5",
     ]
+
     searched = [faster.override([f"rounds={n}", f"training.lr={n}"]) for n in range(1, 29)]
     assert labels(searched)[:2] == ["ditto rounds=1 training.lr=1.0", "ditto rounds=2 training.lr=2.0"]
-    many = [one.override([f"training.weight_decay={one.rounds}"]) for one in searched]
+    many = [trial.override([f"training.weight_decay={trial.rounds}"]) for trial in searched]
     assert labels(many)[27] == "ditto rounds=28 training.lr=28.0 training.weight_decay=28.0"
     assert len(set(labels(many))) == 28
 
@@ -217,23 +253,25 @@ def test_runs_of_other_settings_are_told_by_those_that_differ():
 def test_runs_of_one_label_have_the_same_settings():
     networks = [{"name": "mlp", "hidden": [8]}, *({"name": "vit_s_16", "depth": depth} for depth in (1, 2))]
     runs = [Experiment(method="ditto", model=network) for network in networks]
-    told = ["ditto model.hidden=[8]", "ditto model=vit_s_16 model.depth=1", "ditto model=vit_s_16 model.depth=2"]
-    assert labels([Experiment(), *runs]) == ["fedavg", *told]
-    assert labels(runs) == ["ditto model=mlp model.hidden=[8]", *told[1:]]
+    expected = ["ditto model.hidden=[8]", "ditto model=vit_s_16 model.depth=1", "ditto model=vit_s_16 model.depth=2"]
+    assert labels([Experiment(), *runs]) == ["fedavg", *expected]
+    assert labels(runs) == ["ditto model=mlp model.hidden=[8]", *expected[1:]]
+
     private = [Experiment(method="fedavg", privacy={"noise": 1.0}), Experiment(method="ditto")]
     both = [*private, private[1].override(["privacy={noise: 1.0}"])]
     assert labels(both) == ["fedavg privacy.noise=1.0", "ditto privacy.noise=None", "ditto privacy.noise=1.0"]
 
 
-def test_labels_say_what_differs_and_name_no_file_that_follows_from_it():
-    runs = experiments(settings_of("lora-digits"))
-    pretrained = [one.override([f"model.weights=/cache/{one.model.lora}.safetensors"]) for one in runs]
+def test_labels_do_not_name_a_file_of_weights_that_other_differing_settings_determine():
+    pretrained = []
+    for planned in experiments(settings_of("lora-digits")):
+        pretrained.append(planned.override([f"model.weights=/cache/{planned.model.lora}.safetensors"]))
     assert labels(pretrained) == ["fedavg", "partial", "fedper", "fedavg model.lora=0 training.lr=0.02"]
     assert "weights" not in setting_text(pretrained[0], {})
 
 
-def test_runs_that_differ_in_their_seed_alone_are_one_contender():
-    assert [len(one.results) for one in group_runs(comparison(seeds=3))] == [3, 3]
+def test_runs_that_differ_in_their_seed_alone_are_one_group():
+    assert [len(group.results) for group in group_runs(comparison(seeds=3))] == [3, 3]
 
 
 def test_several_seeds_give_mean_and_deviation():
@@ -243,10 +281,8 @@ def test_several_seeds_give_mean_and_deviation():
 def test_the_spread_over_seeds_is_explained_where_there_is_one():
     for seeds in (1, 2):
         results = comparison(seeds=seeds)
-        for text in (
-            printed(lambda console, r=results: show(console, r, {}, ["digits"])),
-            comparison_description(results),
-        ):
+        on_terminal = printed(lambda console, results=results: show(console, results, {}, ["digits"]))
+        for text in (on_terminal, comparison_description(results)):
             assert ("±" in text.replace("±:", "")) == ("±: standard deviation over seeds." in text) == (seeds == 2)
 
 
@@ -258,11 +294,11 @@ def test_the_table_has_a_row_for_each_method_and_protocol_and_fits_eighty_column
     assert max(map(len, text.splitlines())) <= 80
 
 
-def test_runs_whose_best_round_was_chosen_have_a_row_of_it():
+def test_runs_with_a_best_round_have_a_row_for_it():
     results = [replace(result, best_round=5) for result in comparison(seeds=2)]
     text = printed(lambda console: show(console, results, {}, ["digits"]))
     rows = [line for line in text.partition("Accuracy in %")[0].splitlines() if "local*" in line]
-    means = [one.scores("local", best=True) for one in group_runs(results)]
+    means = [group.scores("local", best=True) for group in group_runs(results)]
     assert all(str(over_seeds(mean)) in row for row, mean in zip(rows, means, strict=True))
     assert "best on the clients' validation data" in text
     assert max(len(line) for line in text.splitlines() if "mlflow ui" not in line) <= 80  # that names this folder
@@ -276,7 +312,7 @@ def test_one_model_on_one_test_set_has_no_spread():
 
 
 def with_columns(results: list[MadeUp], **values: float) -> list[MadeUp]:
-    """The same with further metrics, of all rows."""
+    """The same results with further metrics, of the same value in all rows."""
     changed = []
     for result in results:
         columns = result.evaluations.to_pydict()
@@ -285,22 +321,28 @@ def with_columns(results: list[MadeUp], **values: float) -> list[MadeUp]:
     return changed
 
 
-def test_samples_of_several_labels_are_told_by_their_auc():
-    labelled = [replace(one, experiment=one.experiment.override(["objective=multi-label"])) for one in comparison()]
-    results = with_columns(labelled, auc=0.777, left_out=0.0)
+def with_setting(results: list[MadeUp], assignment: str) -> list[MadeUp]:
+    """The same results as if the runs had had another setting."""
+    return [replace(result, experiment=result.experiment.override([assignment])) for result in results]
+
+
+def test_multi_label_runs_are_compared_by_their_auc():
+    results = with_columns(with_setting(comparison(), "objective=multi-label"), auc=0.777, left_out=0.0)
     text = printed(lambda console: show(console, results, {}, ["digits"]))
-    told = [line.split()[2:7] for line in text.splitlines() if line.split()[1:2] == ["local"]]
-    shared, own = (one.scores("local", aggregate="accuracy") for one in group_runs(results))
-    assert told == [
-        ["–", "77.7", "0.0", "77.7", str(over_seeds(shared))],
-        ["77.7", "77.7", "0.0", "77.7", str(over_seeds(own))],
+
+    rows = [line.split()[2:7] for line in text.splitlines() if line.split()[1:2] == ["local"]]
+    fedavg, ditto = (group.scores("local", aggregate="accuracy") for group in group_runs(results))
+    assert rows == [
+        ["–", "77.7", "0.0", "77.7", str(over_seeds(fedavg))],
+        ["77.7", "77.7", "0.0", "77.7", str(over_seeds(ditto))],
     ]
     assert "Macro AUC in %" in text and "Accuracy in %" not in text and "ECE" not in text
 
 
-def test_calibration_errors_are_told_where_there_is_room():
+def test_calibration_errors_are_shown_where_there_is_room():
     results = with_columns(comparison(), ece=0.0666)
-    wide, narrow = (printed(lambda console: show(console, results, {}, ["digits"]), w) for w in (80, 64))
+    wide = printed(lambda console: show(console, results, {}, ["digits"]), 80)
+    narrow = printed(lambda console: show(console, results, {}, ["digits"]), 64)
     assert "ECE" in wide and " 6.7 " in wide
     assert "ECE" not in narrow.partition("Accuracy in %")[0] and " 6.7 " not in narrow
     assert "A wider terminal has room for more columns: ECE" in narrow
@@ -310,13 +352,15 @@ def test_methods_keep_whole_words_where_the_table_is_narrow_and_columns_make_roo
     namesakes = [{"name": "ditto", "lam": lam} for lam in (0.1, 1.0)]
     runs = [made_up(method, ("personal", "global"), seed=seed) for method in namesakes for seed in range(3)]
     runs = with_columns(runs, ece=0.0666)
-    for width, gone in ((80, ["ECE"]), (71, ["ECE", "std"]), (62, ["ECE", "std", "AUC\nstd", "seconds"])):
+    for width, dropped in ((80, ["ECE"]), (71, ["ECE", "std"]), (62, ["ECE", "std", "AUC\nstd", "seconds"])):
         text = printed(lambda console: show(console, runs, {}, ["digits"]), width)
-        whole = printed(lambda console, gone=gone: console.print(outcome.table(runs, gone)), 200)
         table = text.partition("Accuracy in %")[0]
-        assert set(whole.split()) - {"─" * 200} <= {*table.split(), *[w for w in whole.split() if "─" in w]}, table
-        assert not {"…", gone[0], gone[-1]} & set(table.split())
-        assert ("(std, worst decile)" in text) == ("std" not in gone)
+
+        whole = printed(lambda console, dropped=dropped: console.print(outcome.table(runs, dropped)), 200)
+        words = {word for word in whole.split() if "─" not in word}
+        assert words <= set(table.split()), table
+        assert not {"…", dropped[0], dropped[-1]} & set(table.split())
+        assert ("(std, worst decile)" in text) == ("std" not in dropped)
 
 
 @pytest.mark.parametrize("width", [60, 50, 40])
@@ -333,17 +377,17 @@ def test_a_narrow_terminal_has_fewer_columns_and_no_number_is_cropped(width):
 
 
 def test_a_narrow_terminal_shows_progress_without_cropping_it():
-    console = Console(width=50, file=io.StringIO(), force_terminal=True, color_system=None)
+    console = terminal(50)
     line = RunLine("fedavg", 2000)
     with LiveView(console, [line]) as shown:
-        for event in (started(2000), finished(1234), judged(1234)):
+        for event in (started(2000), finished(1234), evaluated(1234)):
             shown.listener(0)(event)
         text = printed(lambda plain: plain.print(shown.render()), 50)
     assert "1234/2000" in text and "– / 12,340.0" in text and "MB" not in text
 
 
-def test_a_warning_is_told_once_and_stays_above_the_table_that_is_redrawn():
-    console = Console(width=80, file=io.StringIO(), force_terminal=True, color_system=None)
+def test_a_warning_is_shown_once_and_stays_above_the_table_that_is_redrawn():
+    console = terminal(80)
     with LiveView(console, [RunLine("fedavg")]) as shown, catch_warnings():
         showwarning = partial(messages._show_warning, None, set())
         for line in (1, 2):
@@ -353,16 +397,17 @@ def test_a_warning_is_told_once_and_stays_above_the_table_that_is_redrawn():
     assert text.count("Warning: beware of it\n") == 1 and text.index("beware") < text.index("and go on")
 
 
-def test_what_is_suggested_keeps_what_was_changed():
-    tried = ["mine.yaml", "data.root=/d/my images", "partition.alpha=1", "methods=[fedavg,ditto]", "method.lam=2"]
-    text = printed(lambda console: show(console, comparison(), {}, tried))
+def test_suggested_commands_keep_changed_settings():
+    words = ["mine.yaml", "data.root=/d/my images", "partition.alpha=1", "methods=[fedavg,ditto]", "method.lam=2"]
+    text = printed(lambda console: show(console, comparison(), {}, words))
     same = "raypfl run mine.yaml 'data.root=/d/my images'"
     assert f"{same} 'methods=[fedavg,ditto]' method.lam=2 partition.alpha=0.1 seeds=3\n" in text
-    skewed = [replace(one, experiment=one.experiment.override(["partition.alpha=0.1"])) for one in comparison()]
+
+    skewed = with_setting(comparison(), "partition.alpha=0.1")
     assert "raypfl run digits seeds=3\n" in printed(lambda console: show(console, skewed, {}, ["digits"]))
 
 
-def test_the_last_words_tell_where_everything_is_and_what_to_try():
+def test_the_outcome_ends_with_all_files_and_suggestions():
     text = printed(lambda console: show(console, comparison(), {"Picture": Path("runs/p.png")}, ["digits"]))
     for part in ("runs/p.png", "3fa2c19d88e0", "mlflow ui", "raypfl resume runs/2026 rounds=20"):
         assert part in text
@@ -370,18 +415,18 @@ def test_the_last_words_tell_where_everything_is_and_what_to_try():
 
 
 def test_the_outcome_as_json_is_plain():
-    told = json.loads(json.dumps(outcome.as_json(comparison(), {})))
-    assert [run["experiment"]["method"]["name"] for run in told["runs"]] == ["fedavg", "ditto"]
-    assert {row["protocol"] for row in told["runs"][0]["summary"]} == {"local", "global"}
+    document = json.loads(json.dumps(outcome.as_json(comparison(), {})))
+    assert [run["experiment"]["method"]["name"] for run in document["runs"]] == ["fedavg", "ditto"]
+    assert {row["protocol"] for row in document["runs"][0]["summary"]} == {"local", "global"}
 
 
 def events(experiment: Experiment):
+    """The events of a run, as a listener gets them."""
     yield Progress("starting Ray")
     metadata = {"num_clients": 20, "parameters": 9610, "executor": "vectorised", "group_size": 10, "actors": 2}
     yield RunStarted("made-up", "runs/made-up", experiment, metadata, first_round=0)
-    for r in range(1, experiment.rounds + 1):
-        sent = {"bytes_up_total": 1_000_000 * r, "bytes_down_total": 2_000_000 * r}
-        yield RoundFinished(r, 1 / r, 0.1, 1_000_000, 2_000_000, clients=20, dropped=0, failed=0, **sent)
+    for round in range(1, experiment.rounds + 1):
+        yield finished(round)
     yield Evaluated(experiment.rounds, [{"protocol": "local", "model": "global", "accuracy": 0.5}])
     yield Warned("The cache was damaged.")
     yield RunFinished("finished", experiment.rounds, "3fa2c1")
@@ -390,15 +435,15 @@ def events(experiment: Experiment):
 def test_a_line_follows_its_run():
     experiment = Experiment(rounds=4)
     line = RunLine("fedavg")
-    seen = []
+    statuses = []
     for event in events(experiment):
         line(event)
-        seen.append(line.status)
+        statuses.append(line.status)
     assert (line.round, line.rounds, line.scores, line.traffic) == (4, 4, "– / 50.0", "4.0 / 8.0")
-    assert list(dict.fromkeys(seen)) == ["waiting", "running", "finished"]
+    assert list(dict.fromkeys(statuses)) == ["waiting", "running", "finished"]
 
 
-def test_a_line_of_a_run_whose_evaluation_found_no_model_has_no_accuracies():
+def test_a_line_has_no_accuracies_after_an_evaluation_without_a_model():
     line = RunLine("mine", 3)
     line(Evaluated(1, []))
     assert line.scores == ""
@@ -441,12 +486,12 @@ def test_without_a_terminal_several_runs_are_announced(seeds: int, line: str):
     assert text.startswith(line) and len(text) < 400 and bool(text) == bool(line)
 
 
-def played(happened, clock=lambda: 0.0) -> list[str]:
-    """What is printed of one run without a terminal, line by line."""
+def logged_lines(events, clock=lambda: 0.0) -> list[str]:
+    """The lines that are printed for a run without a terminal."""
 
     def play(console: Console) -> None:
         with LogView(console, [RunLine("fedavg", colour="#000000")], clock) as shown:
-            for event in happened:
+            for event in events:
                 shown.listener(0)(event)
 
     return printed(play, 200).splitlines()
@@ -457,65 +502,68 @@ def started(rounds: int, first_round: int = 0) -> RunStarted:
 
 
 def finished(round: int) -> RoundFinished:
-    sent = {"bytes_up_total": 1_000_000 * round, "bytes_down_total": 2_000_000 * round}
-    return RoundFinished(round, 1 / round, 0.1, 1_000_000, 2_000_000, clients=20, dropped=0, failed=0, **sent)
+    totals = {"bytes_up_total": 1_000_000 * round, "bytes_down_total": 2_000_000 * round}
+    return RoundFinished(round, 1 / round, 0.1, 1_000_000, 2_000_000, clients=20, dropped=0, failed=0, **totals)
 
 
-def judged(round: int) -> Evaluated:
+def evaluated(round: int) -> Evaluated:
     return Evaluated(round, [{"protocol": "local", "model": "global", "accuracy": round / 10}])
 
 
 def test_after_half_a_minute_of_silence_a_round_has_a_line_before_the_next_tenth():
     now = iter(range(0, 10_000, 4))
-    lines = played([started(2000), *(finished(r) for r in range(1, 41))], lambda: next(now))
-    told = [int(line.split("round ")[1].partition("/")[0]) for line in lines if "fedavg: round" in line]
-    assert len(told) >= 3 and max(told) < 200
-    assert len(played([started(2000), *(finished(r) for r in range(1, 41))])) == 1
+    forty_rounds = [started(2000), *(finished(round) for round in range(1, 41))]
+    lines = logged_lines(forty_rounds, lambda: next(now))
+    rounds = [int(line.split("round ")[1].partition("/")[0]) for line in lines if "fedavg: round" in line]
+    assert len(rounds) >= 3 and max(rounds) < 200
+    assert len(logged_lines(forty_rounds)) == 1
 
 
-def test_the_accuracy_of_an_earlier_round_is_said_to_be_of_that_round():
-    happened = [started(3), finished(1), finished(2), judged(2), finished(3), RunFinished("stopped", 3, "3fa2c1")]
-    first, second, third, end = played(happened)[1:]
+def test_the_accuracy_of_an_earlier_round_is_shown_with_that_round():
+    rounds = [finished(1), finished(2), evaluated(2), finished(3)]
+    first, second, third, end = logged_lines([started(3), *rounds, RunFinished("stopped", 3, "3fa2c1")])[1:]
     assert "global" not in first
     assert "global 20.0 %, " in second
     assert "global 20.0 % (round 2), " in third and end.endswith("global 20.0 % (round 2)")
 
 
 def test_the_table_on_a_terminal_marks_the_accuracy_of_an_earlier_round_too():
-    console = Console(width=100, file=io.StringIO(), force_terminal=True, color_system=None)
+    console = terminal(100)
     with LiveView(console, [RunLine("fedavg")]) as shown:
-        seen = []
-        for event in (started(3), finished(1), finished(2), judged(2), finished(3)):
+        tables = []
+        for event in (started(3), finished(1), finished(2), evaluated(2), finished(3)):
             shown.listener(0)(event)
-            seen.append(printed(lambda plain: plain.print(shown.render()), 100))
-    assert "– / 20.0 (round 2)" in seen[-1] and "– / 20.0" in seen[-2] and "(round 2)" not in seen[-2]
+            tables.append(printed(lambda plain: plain.print(shown.render()), 100))
+    assert "– / 20.0 (round 2)" in tables[-1] and "– / 20.0" in tables[-2] and "(round 2)" not in tables[-2]
 
 
-def test_a_step_of_the_start_up_is_told_once_a_run():
-    begin = [Progress("preparing data"), Progress("starting Ray"), Progress("preparing data"), started(1), finished(1)]
-    lines = played([*begin, RunFinished("finished", 1, "3fa2c1"), Progress("preparing data")])
+def test_a_step_of_the_start_up_is_logged_once_a_run():
+    preparing = Progress("preparing data")
+    first_run = [preparing, Progress("starting Ray"), preparing, started(1), finished(1)]
+    lines = logged_lines([*first_run, RunFinished("finished", 1, "3fa2c1"), preparing])
     assert lines[:2] == ["preparing data", "starting Ray"] and lines.count("preparing data") == 2
     assert lines[-1] == "preparing data"
 
 
-def test_where_the_dashboard_is_stays_on_the_screen():
-    where = Progress("Ray's dashboard: http://127.0.0.1:8265.", stays=True)
-    assert played([Progress("starting Ray"), where, started(1)])[:2] == ["starting Ray", where.text]
-    console = Console(width=80, file=io.StringIO(), force_terminal=True, color_system=None)
+def test_the_address_of_the_dashboard_stays_on_the_screen():
+    dashboard = Progress("Ray's dashboard: http://127.0.0.1:8265.", stays=True)
+    assert logged_lines([Progress("starting Ray"), dashboard, started(1)])[:2] == ["starting Ray", dashboard.text]
+
+    console = terminal(80)
     with LiveView(console, [RunLine("fedavg")]) as shown:
-        shown.listener(0)(where)
-    assert console.file.getvalue().count(where.text) == 1
+        shown.listener(0)(dashboard)
+    assert console.file.getvalue().count(dashboard.text) == 1
 
 
-def test_the_end_tells_how_many_rounds_were_run_in_that_time():
-    whole = played([started(2), finished(1), finished(2), RunFinished("finished", 2, "3fa2c1")])
+def test_the_last_line_has_the_rounds_and_their_time():
+    whole = logged_lines([started(2), finished(1), finished(2), RunFinished("finished", 2, "3fa2c1")])
     assert whole[-1] == "fedavg: finished, 2 rounds in 0:00"
-    resumed = played([started(3, 2), finished(3), RunFinished("finished", 3, "3fa2c1")])
+    resumed = logged_lines([started(3, 2), finished(3), RunFinished("finished", 3, "3fa2c1")])
     assert resumed[-1] == "fedavg: finished after round 3, 1 round in 0:00"
 
 
 def test_on_a_terminal_the_table_shows_every_run():
-    console = Console(width=80, file=io.StringIO(), force_terminal=True, color_system=None)
+    console = terminal(80)
     planned = [Experiment(method=method, rounds=2) for method in ("fedavg", "ditto")]
     with view(console, lines_for(planned)) as shown:
         assert isinstance(shown, LiveView)
@@ -526,8 +574,8 @@ def test_on_a_terminal_the_table_shows_every_run():
     assert max(map(len, text.splitlines())) <= 80
 
 
-def test_of_more_runs_than_a_terminal_shows_it_has_those_that_are_running():
-    console = Console(width=80, file=io.StringIO(), force_terminal=True, color_system=None)
+def test_a_terminal_too_small_for_all_runs_shows_those_that_are_running():
+    console = terminal(80)
     planned = [Experiment(seed=seed, rounds=2) for seed in range(30)]
     with view(console, lines_for(planned)) as shown:
         assert isinstance(shown, LiveView)
@@ -539,13 +587,13 @@ def test_of_more_runs_than_a_terminal_shows_it_has_those_that_are_running():
     assert "fedavg · seed 7" in text
 
 
-def test_lines_of_runs_at_the_same_time_are_not_told_twice():
+def test_lines_of_concurrent_runs_are_not_repeated():
     planned = [Experiment(seed=seed, rounds=1) for seed in range(2)]
 
     def play(console: Console) -> None:
         with view(console, lines_for(planned)) as shown:
-            for both in zip(*(events(one) for one in planned), strict=True):
-                for i, event in enumerate(both):
+            for simultaneous in zip(*map(events, planned), strict=True):
+                for i, event in enumerate(simultaneous):
                     shown.listener(i)(event)
 
     assert printed(play).count("round 1/1") == 2

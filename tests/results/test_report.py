@@ -1,10 +1,11 @@
-"""The report: a page of its own, whose numbers are those of the runs."""
+"""The report: a self-contained page whose numbers are those of the runs."""
 
 from __future__ import annotations
 
 import re
 import shutil
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from statistics import fmean, stdev
 from xml.etree import ElementTree
@@ -13,10 +14,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
-from typer.testing import CliRunner
 
 import raypfl
-from raypfl.cli.app import app
 from raypfl.common.errors import ConfigError
 from raypfl.results import numbers
 from raypfl.results.colours import COLOURS
@@ -24,11 +23,13 @@ from raypfl.results.groups import group_runs
 from raypfl.results.report import find_runs, tables, write
 from raypfl.results.report.figures import metric_figure
 from raypfl.results.report.page import shades
+from tests.support.command import raypfl as command
 from tests.support.runs import experiment
 
 SMALL = {"rounds": 3, "partition__clients": 8, "evaluation__every": 1, "engine__executor": "vectorised"}
 SMALL |= {"evaluation__protocols": "[local,global,val]", "data__val_fraction": 0.2}
-LARGEST = 1_000_000  # bytes of a page on three methods from three seeds with a thousand clients each
+LARGEST = 1_000_000
+"""Bytes of a page on three methods from three seeds with a thousand clients each."""
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +41,13 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[raypfl.Result]:
 
 @pytest.fixture(scope="module")
 def source(results, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The page of all of them, with a note."""
+    """The page of all results, with a note."""
     return write(results, tmp_path_factory.mktemp("page") / "report.html", ["a <b> & c"]).read_text("utf-8")
 
 
 @pytest.fixture(scope="module")
 def whole(source) -> ElementTree.Element:
-    """The page's root: that it parses as XML holds it to well-formedness."""
+    """The page's root; a page that is not well-formed does not parse."""
     return ElementTree.fromstring(source)
 
 
@@ -59,8 +60,8 @@ def text(element: ElementTree.Element) -> str:
 
 
 def section(root: ElementTree.Element, name: str) -> ElementTree.Element:
-    (found_one,) = [one for one in root.iter("section") if one.get("aria-labelledby") == name]
-    return found_one
+    (labelled,) = [element for element in root.iter("section") if element.get("aria-labelledby") == name]
+    return labelled
 
 
 def rows(table: ElementTree.Element) -> list[list[str]]:
@@ -69,41 +70,52 @@ def rows(table: ElementTree.Element) -> list[list[str]]:
 
 
 def accuracy(result: raypfl.Result, protocol: str, model: str) -> np.ndarray:
-    """Of the last round, straight from the run's table."""
-    t = result.evaluations.to_pydict()
-    keys = zip(t["round"], t["protocol"], t["model"], t["accuracy"], strict=True)
-    return np.array([100 * a for r, p, m, a in keys if (r, p, m) == (result.round, protocol, model)])
+    """The clients' accuracies of the last round, in %, straight from the run's table."""
+    accuracies = []
+    for row in result.evaluations.to_pylist():
+        if (row["round"], row["protocol"], row["model"]) == (result.round, protocol, model):
+            accuracies.append(100 * row["accuracy"])
+    return np.array(accuracies)
 
 
 def test_the_results_are_those_of_the_runs_tables_over_seeds(results, whole):
-    table = next(section(whole, "results").iter("table"))
-    printed = rows(table)
-    of = {"fedavg": results[:2], "ditto": results[2:4], "local": results[4:]}
-    assert printed[0][:5] == ["method", "personal", "global", "std", "worstdecile"]
-    for line in printed[2:5]:
-        own = [accuracy(one, "local", "personal") for one in of[line[0]]]
-        shared = [accuracy(one, "local", "global") for one in of[line[0]]]
-        used = own if own[0].size else shared
-        for cell, seeds in ((line[1], own), (line[2], shared)):
-            means = [values.mean() for values in seeds if values.size]
-            assert cell == (f"{fmean(means):.1f}±{stdev(means):.1f}" if means else "–")
-        spreads = [values.std() for values in used]
-        assert line[3] == f"{fmean(spreads):.1f}±{stdev(spreads):.1f}"
-    assert [line[0] for line in printed[2:5]] == list(of)
+    heading, _, *lines = rows(next(section(whole, "results").iter("table")))
+    by_method = {"fedavg": results[:2], "ditto": results[2:4], "local": results[4:]}
+    assert heading[:5] == ["method", "personal", "global", "std", "worstdecile"]
+    assert [line[0] for line in lines[:3]] == list(by_method)
+
+    def over_seeds(values: list[float]) -> str:
+        return f"{fmean(values):.1f}±{stdev(values):.1f}" if values else "–"
+
+    for method, personal_cell, global_cell, spread_cell, *_ in lines[:3]:
+        personal = [accuracy(result, "local", "personal") for result in by_method[method]]
+        shared = [accuracy(result, "local", "global") for result in by_method[method]]
+        assert personal_cell == over_seeds([values.mean() for values in personal if values.size])
+        assert global_cell == over_seeds([values.mean() for values in shared if values.size])
+
+        main_models = personal if personal[0].size else shared
+        assert spread_cell == over_seeds([values.std() for values in main_models])
 
 
-def test_the_best_of_a_column_is_bold_and_equals_all_are(results):
+def test_the_best_values_of_a_column_are_bold_also_if_several_are_equal(results):
     headings, blocks = tables.result_tables(group_runs(results))
     for j, heading in enumerate(headings):
         column = [cells[j] for _, _, cells in blocks[0].lines if cells[j].mean != "–"]
-        wanted = (min if heading in ("std", "ECE") else max)(float(cell.mean) for cell in column)
-        assert [cell.best for cell in column] == [float(cell.mean) == wanted for cell in column]
+        best = min if heading in ("std", "ECE") else max
+        best_value = best(float(cell.mean) for cell in column)
+        assert [cell.best for cell in column] == [float(cell.mean) == best_value for cell in column]
 
 
-def test_runs_on_other_data_partitions_or_models_are_compared_in_parts_of_their_own(results, tmp_path):
-    skewed = [replace(one, experiment=one.experiment.override(["partition.alpha=1"])) for one in results[:4]]
-    skewed = [shifted(one, {"global": 99, "personal": 98}) for one in skewed]
-    root = page([*results[:4], *skewed], tmp_path)
+def changed(result: raypfl.Result, *assignments: str) -> raypfl.Result:
+    """The result as if the run had had other settings."""
+    return replace(result, experiment=result.experiment.override(list(assignments)))
+
+
+def test_runs_on_other_data_partitions_or_models_are_compared_in_separate_parts(results, tmp_path):
+    other_partition = [changed(result, "partition.alpha=1") for result in results[:4]]
+    other_partition = [shifted(result, {"global": 99, "personal": 98}) for result in other_partition]
+    root = page([*results[:4], *other_partition], tmp_path)
+
     links = [link.get("href") for link in root.iter("a")]
     assert links == ["#part-1", "#part-2"] and "dirichlet(alpha=1.0)" in text(section(root, "data-2"))
     for part, headline in ((1, "The personal models of ditto are best"), (2, "The global model of fedavg is best")):
@@ -115,8 +127,7 @@ def test_runs_on_other_data_partitions_or_models_are_compared_in_parts_of_their_
 
 
 def test_options_that_only_some_methods_have_are_differences_if_they_are_not_at_their_default(results):
-    ditto = replace(results[2], experiment=results[2].experiment.override(["method.lam=2"]))
-    for run, expected in ((results[2], []), (ditto, ["method.lam"])):
+    for run, expected in ((results[2], []), (changed(results[2], "method.lam=2"), ["method.lam"])):
         differing, shared = tables.compare_settings(group_runs([results[4], run]))
         assert [key for key, _ in differing] == expected
         assert ("method.lam" in dict(shared)) == (not expected)
@@ -131,42 +142,46 @@ def test_the_only_personal_models_are_bold_where_the_headline_says_that_they_are
 
 
 def test_the_round_that_validation_chose_has_rows_of_its_own(whole):
-    told = text(section(whole, "results"))
-    assert "On each client’s own test data, in the round that validation data chose" in told
-    assert told.index("validation data chose") < told.index("On each client’s own validation data")
+    words = text(section(whole, "results"))
+    assert "On each client’s own test data, in the round that validation data chose" in words
+    assert words.index("validation data chose") < words.index("On each client’s own validation data")
 
 
 def test_a_curve_is_the_seeds_mean_and_its_band_spans_them(results):
     (fedavg, *_) = group_runs(results)
     curve = numbers.metric_curve(fedavg, "local", "global")
-    ends = [accuracy(one, "local", "global").mean() for one in results[:2]]
+    finals = [accuracy(result, "local", "global").mean() for result in results[:2]]
     assert curve.x.tolist() == [1, 2, 3]
-    np.testing.assert_allclose([curve.mean[-1], curve.low[-1], curve.high[-1]], [np.mean(ends), min(ends), max(ends)])
-    sent = numbers.metric_curve(fedavg, "local", "global", "megabytes").x
-    np.testing.assert_allclose(sent[-1], fmean(sum(one.megabytes) for one in results[:2]))
+    last_point = [curve.mean[-1], curve.low[-1], curve.high[-1]]
+    np.testing.assert_allclose(last_point, [np.mean(finals), min(finals), max(finals)])
+
+    megabytes = numbers.metric_curve(fedavg, "local", "global", "megabytes").x
+    np.testing.assert_allclose(megabytes[-1], fmean(sum(result.megabytes) for result in results[:2]))
     assert numbers.metric_curve(fedavg, "local", "personal") is None
 
 
 def test_every_client_is_paired_with_itself(results):
-    both = numbers.clients_with_both(group_runs(results)[1], "local")
-    own, shared = (np.concatenate([accuracy(one, "local", m) for one in results[2:4]]) for m in ("personal", "global"))
-    np.testing.assert_array_equal(both, np.stack([shared, own], axis=1))
+    pairs = numbers.clients_with_both(group_runs(results)[1], "local")
+    personal = np.concatenate([accuracy(result, "local", "personal") for result in results[2:4]])
+    shared = np.concatenate([accuracy(result, "local", "global") for result in results[2:4]])
+    np.testing.assert_array_equal(pairs, np.stack([shared, personal], axis=1))
 
 
 def test_the_ledger_by_tensor_adds_up_to_what_was_sent(results, whole):
     fedavg, _, local = group_runs(results)
-    sent = numbers.messages(fedavg)
-    assert [(message.direction, message.name) for message in sent] == [("down", "theta"), ("up", "theta")]
-    assert sum(message.megabytes for message in sent) == pytest.approx(fmean(sum(one.megabytes) for one in results[:2]))
-    assert sent[0].times == 3 * 6 and sent[0].bytes == 4 * sent[0].numbers[0]
+    messages = numbers.messages(fedavg)
+    assert [(message.direction, message.name) for message in messages] == [("down", "theta"), ("up", "theta")]
+    total = fmean(sum(result.megabytes) for result in results[:2])
+    assert sum(message.megabytes for message in messages) == pytest.approx(total)
+    assert messages[0].times == 3 * 6 and messages[0].bytes == 4 * messages[0].numbers[0]
+
     assert numbers.messages(local) == []
     assert "local: sends nothing" in text(section(whole, "ledger"))
 
 
-def test_what_differs_between_runs_is_listed_and_nothing_else(results):
-    fedavg = results[0]
-    other = replace(fedavg, experiment=fedavg.experiment.override(["training.lr=0.5", "seed=7", "partition.alpha=1"]))
-    differing, shared = tables.compare_settings(group_runs([fedavg, other]))
+def test_only_the_settings_that_differ_between_runs_are_listed(results):
+    other = changed(results[0], "training.lr=0.5", "seed=7", "partition.alpha=1")
+    differing, shared = tables.compare_settings(group_runs([results[0], other]))
     names = ["fedavg partition.alpha=0.3 training.lr=0.1", "fedavg partition.alpha=1.0 training.lr=0.5"]
     assert differing == [
         ("partition.alpha", [("0.3", [names[0]]), ("1.0", [names[1]])]),
@@ -184,9 +199,10 @@ def shifted(result: raypfl.Result, points: dict[str, float]) -> raypfl.Result:
 
 def test_the_headline_says_whose_models_it_compares_and_how_they_spread(results, tmp_path):
     def lead(*levels: dict[str, float], of: list[raypfl.Result] = results[:4]) -> str:
-        runs = [shifted(one, level) for one, level in zip(of, levels, strict=True)]
-        (found_one,) = [one for one in page(runs, tmp_path).iter("p") if one.get("class") == "lead"]
-        return text(found_one)
+        runs = [shifted(result, level) for result, level in zip(of, levels, strict=True)]
+        paragraphs = page(runs, tmp_path).iter("p")
+        (headline,) = [paragraph for paragraph in paragraphs if paragraph.get("class") == "lead"]
+        return text(headline)
 
     close = lead({"global": 94}, {"global": 96}, {"personal": 96, "global": 95}, {"personal": 97, "global": 95})
     assert close == (
@@ -194,41 +210,44 @@ def test_the_headline_says_whose_models_it_compares_and_how_they_spread(results,
         "global model of fedavg, ahead in 2 of 2 seeds (95% interval +1.0 to +2.0). The global model of ditto has "
         "95.0 ± 0.0 %."
     )
-    levels = {"global": 90}, {"global": 96}, {"personal": 96, "global": 95}, {"personal": 94, "global": 95}
+
+    levels = [{"global": 90}, {"global": 96}, {"personal": 96, "global": 95}, {"personal": 94, "global": 95}]
     wide = lead(*levels)
     assert "2.0 points above the global model of fedavg, but the 95% interval of the difference includes 0" in wide
-    elsewhere = [{"data": "another partition"}] * 2 + [{}] * 2
-    apart = [replace(one, metadata=one.metadata | data) for one, data in zip(results[:4], elsewhere, strict=True)]
-    unpaired = lead(*levels, of=apart)
+
+    on_other_data = [replace(run, metadata=run.metadata | {"data": "another partition"}) for run in results[:2]]
+    unpaired = lead(*levels, of=[*on_other_data, *results[2:4]])
     assert "2.0 points above the global model of fedavg, which is within the spread over seeds (± 4.2)." in unpaired
+
     won = lead({"global": 97}, {"global": 97}, {"personal": 90, "global": 95}, {"personal": 90, "global": 95})
     assert won.startswith("The global model of fedavg is best")
     assert "7.0 points above the personal models of ditto, ahead in 2 of 2 seeds" in won
 
 
 def test_runs_with_other_settings_are_no_seeds_of_one_method(results):
-    fedavg = results[0]
-    moved = replace(results[1], experiment=results[1].experiment.override(["checkpoint.every=3", "output=elsewhere"]))
-    other = replace(fedavg, experiment=fedavg.experiment.override(["partition.alpha=1"]))
-    assert [len(one.results) for one in group_runs([fedavg, moved, other])] == [2, 1]
+    moved = changed(results[1], "checkpoint.every=3", "output=elsewhere")
+    other = changed(results[0], "partition.alpha=1")
+    assert [len(group.results) for group in group_runs([results[0], moved, other])] == [2, 1]
 
 
-def test_the_page_needs_nothing_beside_it(whole, source):
-    links = [v for e in whole.iter() for k, v in e.attrib.items() if k in ("src", "href", "srcset", "data")]
+def test_the_page_refers_to_no_other_file(whole, source):
+    links = []
+    for element in whole.iter():
+        links += [value for name, value in element.attrib.items() if name in ("src", "href", "srcset", "data")]
     assert links and all(link.startswith(("#", "data:")) for link in links)
     assert not re.search(r"https?:|//\w+\.|@import|<script|<link", source)
 
 
-def test_ids_are_unique_and_what_is_referred_to_is_there(whole, source):
+def test_ids_are_unique_and_every_reference_has_a_target(whole, source):
     ids = [element.get("id") for element in whole.iter() if element.get("id")]
     assert len(ids) == len(set(ids))
     assert set(re.findall(r"(?:url\(|href=\"|labelledby=\")#?([\w-]+)", source)) <= set(ids)
 
 
-def test_whoever_cannot_see_the_pictures_is_told_what_they_show(whole):
-    pictures = [element for element in whole.iter() if element.tag == "svg"]
+def test_every_picture_has_a_description_for_screen_readers(whole):
+    pictures = list(whole.iter("svg"))
     assert len(pictures) >= 8
-    assert all(one.get("role") == "img" and len(one.get("aria-label", "")) > 40 for one in pictures)
+    assert all(picture.get("role") == "img" and len(picture.get("aria-label", "")) > 40 for picture in pictures)
 
 
 def test_tables_have_headers_of_columns_and_rows(whole):
@@ -238,15 +257,17 @@ def test_tables_have_headers_of_columns_and_rows(whole):
         assert all(row[0].tag == "th" and row[0].get("scope") in ("row", "rowgroup") for row in body)
 
 
-def test_colours_are_the_methods_own_and_every_colour_is_the_style_sheets(source):
-    drawn = "".join(re.findall(r"<svg.*?</svg>", source, re.DOTALL))
-    drawn = re.sub(r"data:image/png[^\"]*", "", drawn)
-    assert not re.findall(r"#(?:[0-9a-f]{6}|[0-9a-f]{3})\b(?=[;\"\s])", re.sub(r"(?:href=\"|url\()#\w+", "", drawn))
-    assert set(re.findall(r"var\(--m(\d)\)", drawn)) == {"0", "1", "2"}
+def test_pictures_take_all_colours_from_the_style_sheet_and_one_for_each_method(source):
+    pictures = "".join(re.findall(r"<svg.*?</svg>", source, re.DOTALL))
+    pictures = re.sub(r"data:image/png[^\"]*", "", pictures)
+    assert set(re.findall(r"var\(--m(\d)\)", pictures)) == {"0", "1", "2"}
+
+    without_links = re.sub(r"(?:href=\"|url\()#\w+", "", pictures)
+    assert not re.findall(r"#(?:[0-9a-f]{6}|[0-9a-f]{3})\b(?=[;\"\s])", without_links)
 
 
 def contrast(a: str, b: str) -> float:
-    """Of two colours ``#rrggbb``, from 1 to 21 (WCAG 2.2)."""
+    """The contrast of two colours ``#rrggbb``, from 1 to 21 (WCAG 2.2)."""
 
     def luminance(colour: str) -> float:
         parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
@@ -264,20 +285,20 @@ def test_colours_stand_out_on_light_and_on_dark_backgrounds(index):
 
 
 def test_a_run_that_was_not_tested_client_by_client_makes_a_page(results, tmp_path):
-    one = replace(results[0], evaluations=results[0].evaluations.filter(pc.field("protocol") == "global"))
-    root = page([one], tmp_path)
+    evaluations = results[0].evaluations.filter(pc.field("protocol") == "global")
+    root = page([replace(results[0], evaluations=evaluations)], tmp_path)
     assert "No protocol tested clients one by one" in text(section(root, "clients"))
     assert "on all clients’ test data together" in text(root.find("body/header"))
 
 
 def test_one_run_makes_a_page(results, tmp_path):
-    told = text(page(results[:1], tmp_path))
-    assert "There is one run, so nothing differs." in told
-    assert "No method has both personal models and a global one" in told
-    assert "±" not in told and "Other seeds" not in told
+    words = text(page(results[:1], tmp_path))
+    assert "There is one run, so nothing differs." in words
+    assert "No method has both personal models and a global one" in words
+    assert "±" not in words and "Other seeds" not in words
 
 
-def test_only_models_that_there_are_have_a_line_in_the_key(results, whole, tmp_path):
+def test_the_key_has_a_line_for_existing_models_only(results, whole, tmp_path):
     learning, effort = (section(page(results[:1], tmp_path), name) for name in ("learning", "effort"))
     assert "by round. global model." in text(learning) and "own test data. global model." in text(effort)
     assert "personal models, global model" in text(section(whole, "learning"))
@@ -286,16 +307,15 @@ def test_only_models_that_there_are_have_a_line_in_the_key(results, whole, tmp_p
 def test_a_single_evaluation_is_in_the_middle_of_whole_rounds(results):
     last = results[0].evaluations.filter(pc.field("round") == results[0].round)
     drawing = metric_figure(group_runs([replace(results[0], evaluations=last)]), "local", "round")
-    words = [text(one) for one in ElementTree.fromstring(drawing.svg).iter() if one.tag.endswith("text")]
+    words = [text(element) for element in ElementTree.fromstring(drawing.svg).iter() if element.tag.endswith("text")]
     assert words[: words.index("round")] == [str(results[0].round + step) for step in (-1, 0, 1)]
 
 
 def test_runs_that_sent_nothing_make_a_page(results, tmp_path):
-    told = text(page(results[4:], tmp_path))
-    assert "Nothing was sent: clients trained alone." in told
+    assert "Nothing was sent: clients trained alone." in text(page(results[4:], tmp_path))
 
 
-def test_seeds_of_different_lengths_are_compared_where_all_were_and_the_reader_is_told(results, tmp_path):
+def test_seeds_of_different_lengths_are_compared_in_common_rounds_and_the_page_says_so(results, tmp_path):
     short = replace(
         results[1],
         status="stopped",
@@ -303,65 +323,65 @@ def test_seeds_of_different_lengths_are_compared_where_all_were_and_the_reader_i
         rounds=results[1].rounds.slice(0, 2),
         evaluations=results[1].evaluations.filter(pc.field("round") <= 2),
     )
-    told = text(page([results[0], short], tmp_path))
-    assert "fedavg, seed 1, stopped after round 2." in told
-    assert "The seeds of fedavg ended after 2 and 3 rounds" in told
+
+    words = text(page([results[0], short], tmp_path))
+    assert "fedavg, seed 1, stopped after round 2." in words
+    assert "The seeds of fedavg ended after 2 and 3 rounds" in words
     assert numbers.metric_curve(group_runs([results[0], short])[0], "local", "global").x.tolist() == [1, 2]
 
 
 def test_a_method_whose_seeds_have_no_round_in_common_is_named(results):
-    first, second = (
-        replace(one, evaluations=one.evaluations.filter(pc.field("round") == number))
-        for one, number in zip(results[:2], (1, 2), strict=True)
-    )
-    drawing = metric_figure(group_runs([first, second, *results[2:]]), "local", "round")
+    disjoint = []
+    for result, round in zip(results[:2], (1, 2), strict=True):
+        disjoint.append(replace(result, evaluations=result.evaluations.filter(pc.field("round") == round)))
+
+    drawing = metric_figure(group_runs([*disjoint, *results[2:]]), "local", "round")
     assert drawing.caption == "Not drawn: fedavg, whose seeds were never evaluated in the same round."
 
 
-def test_data_that_is_gone_is_said_and_the_rest_is_shown(results, tmp_path):
-    gone = ["data={name: cifar10, root: nowhere}"]
-    lost = [replace(one, experiment=one.experiment.override(gone)) for one in results[:1]]
-    told = text(section(page(lost, tmp_path), "data"))
-    assert "There is no picture of this partition." in told and "nowhere" in told
-    changed = [replace(results[0], metadata=results[0].metadata | {"data": "0" * 64})]
-    assert "The data has changed since the run." in text(section(page(changed, tmp_path), "data"))
+def test_data_that_are_missing_or_changed_are_reported_on_a_complete_page(results, tmp_path):
+    without_data = changed(results[0], "data={name: cifar10, root: nowhere}")
+    words = text(section(page([without_data], tmp_path), "data"))
+    assert "There is no picture of this partition." in words and "nowhere" in words
+
+    on_other_data = replace(results[0], metadata=results[0].metadata | {"data": "0" * 64})
+    words = text(section(page([on_other_data], tmp_path), "data"))
+    assert "The data has changed since the run." in words
 
 
-def thousand(result: raypfl.Result, seed: int) -> raypfl.Result:
+def with_a_thousand_clients(result: raypfl.Result, seed: int) -> raypfl.Result:
     """The run as if it had had a thousand clients and fifty evaluations."""
     draws = np.random.default_rng(seed)
-    models = [m for m in ("personal", "global") if accuracy(result, "local", m).size]
-    keys = [(r, m) for r in range(1, 51) for m in models]
+    models = [model for model in ("personal", "global") if accuracy(result, "local", model).size]
+    keys = list(product(range(1, 51), models))
     count = 1000 * len(keys)
     columns = {
-        "round": pa.array(np.repeat([r for r, _ in keys], 1000), pa.int32()),
+        "round": pa.array(np.repeat([round for round, _ in keys], 1000), pa.int32()),
         "client": pa.array(np.tile(np.arange(1000), len(keys)), pa.int32()),
         "protocol": ["local"] * count,
-        "model": np.repeat([m for _, m in keys], 1000),
+        "model": np.repeat([model for _, model in keys], 1000),
         "samples": np.full(count, 997),
         "accuracy": draws.integers(400, 998, count) / 997,
         "loss": np.ones(count),
     }
+
     number = np.arange(1, 51)
-    spent = dict.fromkeys(("bytes_up", "bytes_down"), number)
-    rounds = pa.table({"round": number, "loss": 1 / number, "seconds": 0.1 * number, **spent})
+    traffic = dict.fromkeys(("bytes_up", "bytes_down"), number)
+    rounds = pa.table({"round": number, "loss": 1 / number, "seconds": 0.1 * number, **traffic})
     return replace(result, round=50, rounds=rounds, evaluations=pa.table(columns), best_round=None)
 
 
 def test_a_page_on_a_thousand_clients_stays_small(results, tmp_path):
-    seeds = [(one, seed) for one in results[::2] for seed in range(3)]
-    many = [
-        thousand(replace(one, experiment=one.experiment.replace(seed=seed)), 10 * i + seed)
-        for i, (one, seed) in enumerate(seeds)
-    ]
+    many = []
+    for i, (result, seed) in enumerate(product(results[::2], range(3))):
+        many.append(with_a_thousand_clients(changed(result, f"seed={seed}"), 10 * i + seed))
     assert write(many, tmp_path / "report.html").stat().st_size < LARGEST
 
 
-def test_a_method_of_many_is_told_from_one_of_the_same_colour(results, tmp_path):
-    one = results[2]
-    many = [replace(one, experiment=one.experiment.override([f"method.lam={i}"])) for i in range(len(COLOURS) + 2)]
-    first = next(section(page(many, tmp_path), "learning").iter("svg"))
-    marked = {g.get("class") for g in first.iter("g") if g.get("class") and list(g.iter("use"))}
+def test_methods_that_share_a_colour_differ_in_their_marks(results, tmp_path):
+    many = [changed(results[2], f"method.lam={i}") for i in range(len(COLOURS) + 2)]
+    picture = next(section(page(many, tmp_path), "learning").iter("svg"))
+    marked = {group.get("class") for group in picture.iter("g") if group.get("class") and list(group.iter("use"))}
     assert marked == {f"of-{len(COLOURS)}", f"of-{len(COLOURS) + 1}"}
 
 
@@ -369,14 +389,10 @@ def test_notes_are_escaped(whole):
     assert "a <b> & c" in text(whole)
 
 
-def raypfl_report(*words: str | Path):
-    return CliRunner().invoke(app, ["report", *map(str, words)])
-
-
 def test_the_command_finds_the_runs_of_a_folder_and_prints_the_pages_path(results, tmp_path):
     out = tmp_path / "page.html"
-    told = raypfl_report(results[0].run_dir.parent, "--out", out)
-    assert told.exit_code == 0 and told.stdout == f"Report: {out}\n"
+    reported = command("report", str(results[0].run_dir.parent), "--out", str(out))
+    assert reported.exit_code == 0 and reported.stdout == f"Report: {out}\n"
     assert len(rows(next(section(ElementTree.parse(out).getroot(), "runs").iter("table")))) == 1 + len(results)
 
 
@@ -396,8 +412,9 @@ def test_a_report_without_a_run_is_a_sentence(words, sentence, tmp_path, monkeyp
         Path("picture.png").touch()
         Path("cut-off").mkdir()
         Path("cut-off", "experiment.yaml").write_text("seed: 0\n")
-    told = raypfl_report(*words)
-    assert told.exit_code == 2 and sentence in told.stderr and "Traceback" not in told.output
+
+    refused = command("report", *words)
+    assert refused.exit_code == 2 and sentence in refused.stderr and "Traceback" not in refused.output
     assert not Path("report.html").exists()
 
 
@@ -407,21 +424,23 @@ def test_a_page_for_a_folder_that_does_not_exist_is_a_sentence(results, tmp_path
 
 
 def test_folders_without_a_run_and_runs_that_cannot_be_read_are_left_out_and_listed(results, tmp_path):
-    def copied(name: str) -> Path:
+    def copy(name: str) -> Path:
         return Path(shutil.copytree(results[0].run_dir, tmp_path / name))
 
     (tmp_path / "mlartifacts").mkdir()
-    (copied("bad-json") / "summary.json").write_text("{")
-    (copied("bad-table") / "evaluations.parquet").write_bytes(b"PAR1")
-    (copied("no-key") / "summary.json").write_text("{}")
-    described = copied("no-class") / "experiment.yaml"
+    (copy("bad-json") / "summary.json").write_text("{")
+    (copy("bad-table") / "evaluations.parquet").write_bytes(b"PAR1")
+    (copy("no-key") / "summary.json").write_text("{}")
+    described = copy("no-class") / "experiment.yaml"
     described.write_text(described.read_text().replace("name: fedavg", "name: not_there:Mine"))
     comparison = tmp_path / "comparison"
     shutil.copytree(results[2].run_dir, comparison / "ditto-s0")
     (comparison / "comparison.yaml").write_text("runs: [")
-    kept, notes = find_runs(sorted(tmp_path.iterdir()))
-    assert [one.run_dir.name for one in kept] == ["ditto-s0"]
-    for name, why in (
+
+    runs, notes = find_runs(sorted(tmp_path.iterdir()))
+
+    assert [run.run_dir.name for run in runs] == ["ditto-s0"]
+    for name, reason in (
         ("mlartifacts", "there is none in it"),
         ("bad-json", "is damaged"),
         ("bad-table", "is missing or damaged"),
@@ -429,24 +448,24 @@ def test_folders_without_a_run_and_runs_that_cannot_be_read_are_left_out_and_lis
         ("no-class", "'not_there:Mine' cannot be imported"),
     ):
         (note,) = [note for note in notes if str(tmp_path / name) in note]
-        assert why in note
+        assert reason in note
 
 
-def test_files_are_passed_over_and_a_run_that_repeats_another_is_left_out(results, tmp_path):
+def test_files_are_ignored_and_a_run_that_repeats_another_is_left_out(results, tmp_path):
     (tmp_path / "compared.png").touch()
     again = raypfl.run(results[0].experiment.replace(output=str(tmp_path)))
-    kept, notes = find_runs([results[0].run_dir, again.run_dir, tmp_path / "compared.png", results[2].run_dir])
-    assert [one.run_dir for one in kept] == [again.run_dir, results[2].run_dir]
+    runs, notes = find_runs([results[0].run_dir, again.run_dir, tmp_path / "compared.png", results[2].run_dir])
+    assert [run.run_dir for run in runs] == [again.run_dir, results[2].run_dir]
     assert notes == [f"{results[0].run_dir} is left out: {again.run_dir} is also fedavg from seed 0."]
 
 
-def test_a_run_keeps_what_it_found_out_as_it_began(results):
+def test_a_runs_metadata_have_its_clients_device_and_versions(results):
     metadata = raypfl.Result.load(results[0].run_dir).metadata
     assert metadata["num_clients"] == 8 and metadata["device"] == "cpu"
     assert metadata["versions"]["raypfl"] == raypfl.__version__
 
 
-def test_a_report_in_a_format_that_there_is_not_is_refused(results, tmp_path):
+def test_a_report_in_an_unknown_format_is_refused(results, tmp_path):
     with pytest.raises(ConfigError, match=r"let .*table.pdf end in .html, .tex or .csv"):
         write(results, tmp_path / "table.pdf")
     assert not (tmp_path / "table.pdf").exists()
