@@ -1,4 +1,4 @@
-"""Of which code, when, and beside how much else on the machine something was measured."""
+"""The commit, the date and the machine's load of a measurement."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import raypfl
 
 ROOT = Path(__file__).resolve().parents[1]
 MEASURED = ("raypfl", "benchmarks", ":!benchmarks/results")
-"""What a change of makes a tree another one than its commit; results are written while one measures."""
+"""Paths whose changes make a tree differ from its commit; results are written during a measurement."""
 
 
 def circumstances(root: Path = ROOT) -> dict[str, Any]:
-    """``commit`` (see below), ``date`` (UTC) and ``load``, the average over the last minute."""
+    """The ``commit`` (see `commit`), the ``date`` (UTC) and the ``load``, an average over the last minute."""
     date = time.strftime("%Y-%m-%dT%H:%MZ", time.gmtime())
     return {"commit": commit(root), "date": date, "load": round(os.getloadavg()[0], 2)}
 
@@ -35,12 +35,14 @@ def commit(root: Path) -> str | None:
     short = _git(root, "rev-parse", "--short", "HEAD")
     if short is None:
         return None
-    return short + ("-dirty" if _git(root, "status", "--porcelain", "--untracked-files=no", "--", *MEASURED) else "")
+
+    changes = _git(root, "status", "--porcelain", "--untracked-files=no", "--", *MEASURED)
+    return f"{short}-dirty" if changes else short
 
 
 def _git(root: Path, *arguments: str) -> str | None:
     try:
-        done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True)
+        result = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True)
     except FileNotFoundError:  # no git here
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return result.stdout.strip() if result.returncode == 0 else None

@@ -16,6 +16,7 @@ two take turns. On a machine that others use, compare minima.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import tempfile
@@ -39,36 +40,43 @@ NOISE = {"mlp": {10: "pixels_10", 50: "pixels_50"}, "cnn": {10: "images", 50: "i
 
 
 def measured(model: str, precision: str, samples: int, repeats: int) -> dict[str, Any]:
-    """Seconds of both, in turns; the first turn warms up."""
+    """Seconds of both contenders, in turns; the first turn warms up."""
     noise = SETS[NOISE[model][samples]]
     job = Job("evaluation", "", noise, model, "evaluation", cohort=noise.clients)
-    ours = Contender("raypfl", "raypfl", options={"precision": precision})
+    contender = Contender("raypfl", "raypfl", options={"precision": precision})
     times: dict[str, list[float]] = {"bare": [], "raypfl": []}
-    executor, begun = "", 0.0
+    executor = ""
+    start = 0.0
+
     with tempfile.TemporaryDirectory() as folder:
         source, files = prepare(noise, Path(folder))
-        order = job.order(ours, source, files, Path(folder, "report"), job.cohort)
+        order = job.order(contender, source, files, Path(folder, "report"), job.cohort)
         pairs = prepared(order)
 
         def listen(event: Event) -> None:
-            nonlocal executor, begun
+            nonlocal executor, start
             if isinstance(event, RunStarted):
                 executor = event.experiment.engine.executor
             elif isinstance(event, RoundFinished):
-                begun = time.perf_counter()
+                # The bare loop takes its turn between a round and raypfl's evaluation, which follows it.
+                start = time.perf_counter()
                 with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
                     forward(pairs)
-                times["bare"].append(time.perf_counter() - begun)
-                begun = time.perf_counter()
+                times["bare"].append(time.perf_counter() - start)
+                start = time.perf_counter()
             elif isinstance(event, Evaluated):
-                times["raypfl"].append(time.perf_counter() - begun)
+                times["raypfl"].append(time.perf_counter() - start)
 
         raypfl.run(experiment(order, folder).replace(rounds=1 + repeats), listeners=[listen])
+
+    least = {name: min(seconds[1:]) for name, seconds in times.items()}
+    medians = {name: statistics.median(seconds[1:]) for name, seconds in times.items()}
     result = {"model": model, "precision": precision, "samples": samples, "executor": executor}
-    least, medians = ({name: of(t[1:]) for name, t in times.items()} for of in (min, statistics.median))
-    result |= {name: {"min": least[name], "median": medians[name]} for name in times}
-    ratios = {"ratio": least["raypfl"] / least["bare"], "ratio_of_medians": medians["raypfl"] / medians["bare"]}
-    return result | ratios
+    for name in times:
+        result[name] = {"min": least[name], "median": medians[name]}
+    result["ratio"] = least["raypfl"] / least["bare"]
+    result["ratio_of_medians"] = medians["raypfl"] / medians["bare"]
+    return result
 
 
 def main() -> None:
@@ -81,18 +89,17 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
+
     results = []
-    for model in options.jobs:
-        for precision in options.precision:
-            for samples in options.samples:
-                one = measured(model, precision, samples, options.repeats)
-                results.append(one)
-                print(
-                    f"{model} {precision}, {samples} samples a client, {one['executor']}: "
-                    f"bare {one['bare']['min']:.3f} s, raypfl {one['raypfl']['min']:.3f} s, "
-                    f"ratio {one['ratio']:.2f} (of medians {one['ratio_of_medians']:.2f})",
-                    flush=True,
-                )
+    for model, precision, samples in itertools.product(options.jobs, options.precision, options.samples):
+        result = measured(model, precision, samples, options.repeats)
+        results.append(result)
+        print(
+            f"{model} {precision}, {samples} samples a client, {result['executor']}: "
+            f"bare {result['bare']['min']:.3f} s, raypfl {result['raypfl']['min']:.3f} s, "
+            f"ratio {result['ratio']:.2f} (of medians {result['ratio_of_medians']:.2f})",
+            flush=True,
+        )
     if options.json:
         options.json.write_text(json.dumps({"about": about(), "results": results}, indent=1))
 

@@ -1,8 +1,8 @@
-"""Memory of a group of clients, by what of their network is trained, and by how the rest is kept still.
+"""Memory of a group of clients, by the trained part of their network and by how the rest is kept still.
 
-Eight clients with ResNet-18 and adapters train together, each case in a process of its own: all of the network; all of
-it in the clients' vectors, but only adapters and head moved by a mask (``clients.sgd(train=...)``); and the rest frozen
-(``model.trained``), so that it exists once.
+Eight clients with ResNet-18 and adapters train together, each case in a process of its own. Either all of the network
+is trained. Or all of it is in the clients' vectors, and a mask moves adapters and head alone
+(``clients.sgd(train=...)``). Or the rest is frozen (``model.trained``), so that it exists once.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ STEPS = 2
 
 
 class Watched(FedAvg):
-    """Trains some segments, and writes to a file by how much the process grew at most meanwhile.
+    """Trains some segments, and records by how much the process grew at most meanwhile.
 
     Attributes
     ----------
     moving : the segments that a mask lets move; None: all.
-    file : where `vector`, the numbers in a client's vector, `group`, its clients, and `grown`, in bytes, go as JSON.
+    file : the JSON file for `vector` (numbers in a client's vector), `group` (its clients) and `grown` (bytes).
     """
 
     moving: str | None = None
@@ -56,7 +56,7 @@ def _resident() -> int:
 
 
 def train(part: str, rest: str, clients: int, folder: str) -> None:
-    """One round of a group."""
+    """Run one round of a group."""
     segments = PARTS[part]
     frozen = rest == "frozen"
     experiment = Experiment(
@@ -76,17 +76,17 @@ def train(part: str, rest: str, clients: int, folder: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, nargs="+", default=[8], help="that are trained together")
-    given = parser.parse_args()
+    options = parser.parse_args()
     print("| trained | the rest | numbers in a client's vector | clients together | the process grew by |")
     print("|---|---|---|---|---|")
-    for clients in given.clients:
+    for clients in options.clients:
         for part, rest in CASES:
             with tempfile.TemporaryDirectory() as folder:
                 process = multiprocessing.get_context("spawn").Process(target=train, args=(part, rest, clients, folder))
                 process.start()
                 process.join()
-                found = json.loads(Path(folder, "sizes.json").read_text())
-            print(f"| {part} | {rest} | {found['vector']:,} | {found['group']} | {found['grown'] / 1e6:,.0f} MB |")
+                sizes = json.loads(Path(folder, "sizes.json").read_text())
+            print(f"| {part} | {rest} | {sizes['vector']:,} | {sizes['group']} | {sizes['grown'] / 1e6:,.0f} MB |")
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ PATIENCE = 300.0
 
 @dataclass(frozen=True)
 class Job:
-    """A network, and groups of so many clients that train together or one by one."""
+    """A network, and the clients of a group, which train together or one by one."""
 
     network: str
     shape: tuple[int, int, int]
@@ -81,13 +81,15 @@ JOBS = {
 
 @dataclass(frozen=True)
 class Measured:
-    """What so many processes did together.
+    """The measurements of a number of processes at work together.
 
     Attributes
     ----------
-    rate : clients a second. process, gpu : most GiB that the tensors of a process took, and that the GPU had in use.
-    busy : mean share of the time in which the GPU was at work.
-    models : SHA-256 of the models after `COMPARED` rounds, of all processes.
+    rate : clients a second.
+    process : the most GiB that the tensors of a process took.
+    gpu : the most GiB in use on the GPU; None without a GPU.
+    busy : the mean share of the time in which the GPU was at work; None without a GPU.
+    models : the SHA-256 of each process's model after `COMPARED` rounds.
     """
 
     job: str
@@ -111,7 +113,9 @@ class Actor:
         x = torch.from_numpy(draws.integers(0, 256, (job.group * SAMPLES, *job.shape), dtype=np.uint8)).to(device)
         y = torch.from_numpy(draws.integers(0, CLASSES, job.group * SAMPLES)).to(device)
         samples = Samples(x, y, torch.tensor(1 / 64, device=device), torch.tensor(-2.0, device=device))
-        pools, sizes = Pools(samples, {}, seed=0), np.full(job.group, SAMPLES)
+        pools = Pools(samples, {}, seed=0)
+        sizes = np.full(job.group, SAMPLES)
+
         context = Context(
             model=model,
             executor=(Vectorised if job.executor == "vectorised" else Executor)(model, Precision()),
@@ -155,7 +159,7 @@ def _behind(gate: Any) -> None:
 
 
 def _work(job: Job, device: str, actors: int, seconds: float) -> tuple[float, float, str]:
-    """``clients a second, GiB, SHA-256 of the model`` of one of so many processes."""
+    """Train in one of `actors` processes; returns clients a second, GiB, and the model's SHA-256."""
     try:
         torch.set_num_threads(1)
         if device == "cuda":
@@ -168,15 +172,18 @@ def _work(job: Job, device: str, actors: int, seconds: float) -> tuple[float, fl
     except BaseException:
         _gate.abort()
         raise
-    begun, before = time.perf_counter(), actor.rounds
-    while time.perf_counter() - begun < seconds:
+
+    start = time.perf_counter()
+    rounds_before = actor.rounds
+    while time.perf_counter() - start < seconds:
         actor.round()
-    rate = (actor.rounds - before) * job.group / (time.perf_counter() - begun)
-    return rate, torch.cuda.max_memory_reserved() / 2**30 if device == "cuda" else 0.0, model
+    rate = (actor.rounds - rounds_before) * job.group / (time.perf_counter() - start)
+    memory = torch.cuda.max_memory_reserved() / 2**30 if device == "cuda" else 0.0
+    return rate, memory, model
 
 
 def measured(name: str, actors: int, seconds: float, device: str = "cuda") -> Measured:
-    """What so many processes do in some seconds.
+    """Measure a number of processes for some seconds.
 
     Raises
     ------
@@ -190,25 +197,31 @@ def measured(name: str, actors: int, seconds: float, device: str = "cuda") -> Me
             gate.wait(PATIENCE)
         except BrokenBarrierError:
             raise _cause(work) from None
+
         readings = []
-        while device == "cuda" and not all(one.done() for one in work):
-            readings.append(_smi())
+        while device == "cuda" and not all(future.done() for future in work):
+            readings.append(_read_nvidia_smi())
             time.sleep(0.2)
-        rates, memory, models = zip(*(one.result() for one in work), strict=True)
-    gpu, busy = zip(*readings, strict=True) if readings else ((), ())
-    used = max(gpu) / 1024 if gpu else None
-    return Measured(
-        name, actors, sum(rates), max(memory), used, sum(busy) / len(busy) / 100 if busy else None, [*models]
-    )
+        rates, memory, models = zip(*(future.result() for future in work), strict=True)
+
+    gpu = None
+    busy = None
+    if readings:
+        used_mib, utilisation = zip(*readings, strict=True)
+        gpu = max(used_mib) / 1024
+        busy = sum(utilisation) / len(utilisation) / 100
+    return Measured(name, actors, sum(rates), max(memory), gpu, busy, [*models])
 
 
 def _cause(work: list[Future[Any]]) -> BaseException:
-    errors = [error for one in work if (error := one.exception()) is not None]
+    """The first error of a process, rather than of one that only found the barrier broken by it."""
+    outcomes = [future.exception() for future in work]
+    errors = [error for error in outcomes if error is not None]
     causes = [error for error in errors if not isinstance(error, BrokenBarrierError)]
     return (causes or errors)[0]
 
 
-def _smi() -> tuple[float, float]:
+def _read_nvidia_smi() -> tuple[float, float]:
     """MiB in use on the first GPU, and the percentage of the last moments in which it was at work."""
     query = ["nvidia-smi", "-i", "0", "--query-gpu=memory.used,utilization.gpu", "--format=csv,noheader,nounits"]
     used, busy = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split(",")
@@ -225,6 +238,7 @@ def main() -> None:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("torch sees no GPU on this machine, so there is nothing to measure.")
+
     print(f"{about()}, {torch.cuda.get_device_name()}")
     print(f"{'job':16}{'processes':>10}{'clients/s':>11}{'of one':>8}{'GiB each':>10}{'GiB GPU':>9}{'busy':>6}  models")
     results: list[Measured] = []
@@ -232,23 +246,26 @@ def main() -> None:
         of_job: list[Measured] = []
         for actors in options.actors:
             try:
-                one = measured(name, actors, options.seconds)
+                result = measured(name, actors, options.seconds)
             except (RuntimeError, OutOfMemory) as error:
                 if not out_of_memory(error):
                     raise
                 print(f"{name:16}{actors:10}  do not fit the GPU's memory", flush=True)
                 break
-            of_job.append(one)
-            same = len({model for m in of_job for model in m.models}) == 1
+
+            of_job.append(result)
+            models = {model for measurement in of_job for model in measurement.models}
             print(
-                f"{name:16}{actors:10}{one.rate:11.1f}{one.rate / of_job[0].rate:7.2f}x{one.process:10.2f}"
-                f"{one.gpu or 0:9.2f}{one.busy or 0:6.0%}  {'equal' if same else 'DIFFERENT'}",
+                f"{name:16}{actors:10}{result.rate:11.1f}{result.rate / of_job[0].rate:7.2f}x{result.process:10.2f}"
+                f"{result.gpu or 0:9.2f}{result.busy or 0:6.0%}  {'equal' if len(models) == 1 else 'DIFFERENT'}",
                 flush=True,
             )
         results += of_job
+
     if options.json:
-        found = {"about": about(), "gpu": torch.cuda.get_device_name(), "results": [asdict(one) for one in results]}
-        options.json.write_text(json.dumps(found, indent=1))
+        rows = [asdict(result) for result in results]
+        document = {"about": about(), "gpu": torch.cuda.get_device_name(), "results": rows}
+        options.json.write_text(json.dumps(document, indent=1))
 
 
 if __name__ == "__main__":

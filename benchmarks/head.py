@@ -46,11 +46,11 @@ HERE = "benchmarks.head"
 
 
 class Sleeper(FedAvg):
-    """Every client sleeps.
+    """FedAvg whose clients sleep instead of training.
 
     Attributes
     ----------
-    patience : seconds to let all client actors come up.
+    patience : seconds to wait for all client actors to start.
     """
 
     patience: float = 0.0
@@ -65,16 +65,19 @@ class Sleeper(FedAvg):
         server["at_once"] = [*server["at_once"], at_once(times)]
 
     def sleep(self, clients: Any) -> dict[str, Each]:
-        begun = time.monotonic()
+        start = time.monotonic()
         time.sleep(SLEEP)
-        times = torch.tensor([begun, time.monotonic()], dtype=torch.float64)
+        times = torch.tensor([start, time.monotonic()], dtype=torch.float64)
         return {"times": Each(times.expand(len(clients), -1))}
 
 
 def at_once(times: torch.Tensor) -> int:
     """The most that slept at a time, of ``times[n, 2]``: the seconds at which each began and ended."""
-    begun, ended = times[:, 0].sort().values, times[:, 1].sort().values
-    return int((torch.arange(1, len(begun) + 1) - torch.searchsorted(ended, begun, right=True)).max())
+    starts = times[:, 0].sort().values
+    ends = times[:, 1].sort().values
+    started = torch.arange(1, len(starts) + 1)
+    ended = torch.searchsorted(ends, starts, right=True)
+    return int((started - ended).max())
 
 
 def experiment(folder: str, clients: int, **parts: Any) -> raypfl.Experiment:
@@ -91,26 +94,27 @@ def experiment(folder: str, clients: int, **parts: Any) -> raypfl.Experiment:
 
 def busy(folder: str, actors: int, patience: float) -> None:
     """Print, round by round, how many actors sleep at a time."""
-    share = (os.cpu_count() or 1) / (actors + 1)
-    result = raypfl.run(
-        experiment(
-            folder,
-            4 * actors,
-            rounds=6,
-            method={"name": f"{HERE}:Sleeper", "patience": patience},
-            engine={"group_size": 1},
-            ray={"actors": actors, "cpus_per_actor": share},
-        )
+    share = (os.cpu_count() or 1) / (actors + 1)  # sleeping actors need no core of their own
+    described = experiment(
+        folder,
+        4 * actors,
+        rounds=6,
+        method={"name": f"{HERE}:Sleeper", "patience": patience},
+        engine={"group_size": 1},
+        ray={"actors": actors, "cpus_per_actor": share},
     )
+    result = raypfl.run(described)
+
     ideal = 4 * SLEEP
-    server, rounds = result.server_state(), result.rounds["seconds"].to_pylist()
+    server = result.server_state()
+    rounds = result.rounds["seconds"].to_pylist()
     for seconds, slept, most in zip(rounds, server["slept"], server["at_once"], strict=True):
         average = f"{slept / seconds:.1f} of {actors} actors busy on average"
         print(f"round: {seconds:.3f} s ({ideal:.2f} without a head); {average}, {most} at a time")
 
 
 class Answerer:
-    """A process whose replies are those of a group under FedAvg."""
+    """An actor whose replies are those of a group under FedAvg."""
 
     def reply(self, numbers: int) -> Reply:
         theta = Value("mean", np.ones(numbers, dtype=np.float32), 50.0, np.array([numbers]))
@@ -118,18 +122,20 @@ class Answerer:
 
 
 def per_reply(answerer: Any, numbers: int) -> float:
-    """Seconds a reply of so many numbers, all of `WAITING` being there."""
+    """Seconds that the server takes for a reply, when `WAITING` of them have arrived."""
     import ray
 
     waiting = [answerer.reply.remote(numbers) for _ in range(WAITING)]
     ray.wait(waiting, num_returns=WAITING)
-    total, group = ReplyAggregator(1, torch.device("cpu")), Group(0, (0,), np.zeros(1, dtype=np.int64), {}, [None])
-    begun = time.perf_counter()
+    total = ReplyAggregator(1, torch.device("cpu"))
+    group = Group(0, (0,), np.zeros(1, dtype=np.int64), {}, [None])
+
+    start = time.perf_counter()
     while waiting:
-        (there,), waiting = ray.wait(waiting, num_returns=1)
-        reply: Reply = ray.get(there)
+        (ready,), waiting = ray.wait(waiting, num_returns=1)
+        reply: Reply = ray.get(ready)
         total.add(group, reply.values)
-    return (time.perf_counter() - begun) / WAITING
+    return (time.perf_counter() - start) / WAITING
 
 
 def replies(folder: str) -> None:
@@ -143,15 +149,15 @@ def replies(folder: str) -> None:
             print(f"{4 * numbers:>9,} bytes: {statistics.median(times):.2f} ms a reply ({min(times):.2f} at best)")
 
 
-def held(folder: str, rounds: int) -> None:
-    """Print what processes hold, as rounds go by."""
+def watch_memory(folder: str, rounds: int) -> None:
+    """Print the memory of all processes, as rounds go by."""
     moments = set(np.linspace(WARM, rounds, 11).astype(int).tolist())
     last = rounds + 20  # what the end of a run needs is not looked at
 
     def look(event: Event) -> None:
         if isinstance(event, RoundFinished) and event.round in moments:
-            now = memory()
-            print(f"{event.round:>7}" + "".join(f"{now[part]:>10.1f}" for part in PARTS), flush=True)
+            megabytes = memory()
+            print(f"{event.round:>7}" + "".join(f"{megabytes[part]:>10.1f}" for part in PARTS), flush=True)
 
     print("  round" + "".join(f"{part:>10}" for part in PARTS) + "   (MB)")
     parts: dict[str, Any] = {"rounds": last, "method": "ditto", "cohort": {"size": 10}}
@@ -159,21 +165,21 @@ def held(folder: str, rounds: int) -> None:
 
 
 def main() -> None:
-    """Do what is asked for."""
+    """Run the measurements that the options name."""
     parser = argparse.ArgumentParser(prog=f"python -m {HERE}", description=__doc__.partition("\n")[0])
     parser.add_argument("--actors", type=int, help="client actors that are to be kept busy")
     parser.add_argument("--patience", type=float, default=90.0, help="seconds for them to come up")
     parser.add_argument("--replies", action="store_true", help="time the server's work on a reply")
     parser.add_argument("--rounds", type=int, help="small rounds to look at memory over")
-    given = parser.parse_args()
+    options = parser.parse_args()
     os.environ.setdefault("RAY_worker_niceness", "0")
     with tempfile.TemporaryDirectory() as folder:
-        if given.actors:
-            busy(folder, given.actors, given.patience)
-        if given.replies:
+        if options.actors:
+            busy(folder, options.actors, options.patience)
+        if options.replies:
             replies(folder)
-        if given.rounds:
-            held(folder, given.rounds)
+        if options.rounds:
+            watch_memory(folder, options.rounds)
 
 
 if __name__ == "__main__":

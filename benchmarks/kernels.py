@@ -1,4 +1,4 @@
-"""What kernels of 2,000 samples cost: seconds, peak memory, and bytes on disk of a round.
+"""The cost of kernels of 2,000 samples: seconds, peak memory, and bytes on disk of a round.
 
 ``python -m benchmarks.kernels`` prints a line for each job, every one in a process of its own. None needs the
 gradients of all samples in memory (n x P numbers), let alone all products of their entries (n x n x P).
@@ -27,7 +27,7 @@ OBSERVED = 3
 
 
 def federated(analyses: list[dict[str, object]], width: int) -> str:
-    """Seconds of the start, of rounds without and with observed steps, and of the end; bytes of an observed round."""
+    """Seconds of the start, of rounds without and with observed steps, and of the end; MB of an observed round."""
     times: list[tuple[Event, float]] = []
     with tempfile.TemporaryDirectory() as folder:
         inputs = np.random.default_rng(0).standard_normal((SAMPLES, INPUTS))
@@ -47,15 +47,20 @@ def federated(analyses: list[dict[str, object]], width: int) -> str:
             tracking={"mlflow": False},
             output=f"{folder}/runs",
         )
+
         begin = time.perf_counter()
         result = raypfl.run(experiment, listeners=[lambda event: times.append((event, time.perf_counter()))])
         ends = [at for event, at in times if isinstance(event, RunStarted | RoundFinished)]
         start, *rounds = np.diff([begin, *ends])
+
         files = (result.run_dir / "analyses").glob(f"*/round-{OBSERVED:06d}/*")
         size = sum(file.stat().st_size for file in files) / 1e6
-    plain = np.median([seconds for r, seconds in enumerate(rounds, 1) if r not in (1, OBSERVED, ROUNDS)])
-    times_ = f"start {start:.1f} s, round {plain:.2f} s, observed {rounds[OBSERVED - 1]:.2f} s, last {rounds[-1]:.1f} s"
-    return f"{times_}, {size:.1f} MB on disk an observed round"
+
+    # The first round and the last are observed as well.
+    plain = np.median([seconds for round, seconds in enumerate(rounds, 1) if round not in (1, OBSERVED, ROUNDS)])
+    observed = rounds[OBSERVED - 1]
+    text = f"start {start:.1f} s, round {plain:.2f} s, observed {observed:.2f} s, last {rounds[-1]:.1f} s"
+    return f"{text}, {size:.1f} MB on disk an observed round"
 
 
 def empirical(sketched: int, hidden: int) -> str:
@@ -64,17 +69,22 @@ def empirical(sketched: int, hidden: int) -> str:
     model = FlatModel(build)
     x = torch.randn(SAMPLES, INPUTS, generator=torch.Generator().manual_seed(0))
     side = Side(model, model.init(0), x)
+
     begin = time.perf_counter()
     if sketched:
         sketch(side, 1, sketched)
     else:
         kernel(side, side.part(0, SAMPLES // CLIENTS), 1)
-    seconds, whole = time.perf_counter() - begin, SAMPLES * model.num_parameters * 4 / 1e6
+    seconds = time.perf_counter() - begin
+
+    whole = SAMPLES * model.num_parameters * 4 / 1e6
     return f"{seconds:.1f} s; {model.num_parameters:,} parameters, all samples' gradients would take {whole:,.0f} MB"
 
 
 def measured(name: str, job: partial[str]) -> str:
-    before, text = _peak(), job()
+    """Run a job in a process that does nothing else; returns its line."""
+    before = _peak()
+    text = job()
     return f"{name}: {text}; peak memory {_peak():,.0f} MB, {before:,.0f} MB of them before"
 
 

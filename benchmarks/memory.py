@@ -1,4 +1,4 @@
-"""What a run's processes hold, by what they are for, from Linux's /proc."""
+"""The memory of a run's processes by their part in it, from Linux's /proc."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROC = Path("/proc")
 
 
 class Process(NamedTuple):
-    """A process, told by its beginning (in clock ticks) from a later one that has the same number."""
+    """A process; its start (in clock ticks) distinguishes it from a later one with the same number."""
 
     pid: int
     began: int
@@ -28,15 +28,15 @@ def memory(pid: int | None = None) -> dict[str, float]:
     counted as ``store`` whoever maps them.
     """
     root = os.getpid() if pid is None else pid
-    held = dict.fromkeys(PARTS, 0.0)
+    megabytes = dict.fromkeys(PARTS, 0.0)
     for process in descendants(root):
         with contextlib.suppress(OSError):  # it has ended meanwhile
             sizes = proportional(process.pid)
             command = (PROC / f"{process.pid}/cmdline").read_bytes()
             shared = sizes.get("Pss_Shmem", 0)
-            held["store"] += shared / 1e6
-            held[_part(process.pid == root, command)] += (sizes.get("Pss", 0) - shared) / 1e6
-    return held
+            megabytes["store"] += shared / 1e6
+            megabytes[_part(process.pid == root, command)] += (sizes.get("Pss", 0) - shared) / 1e6
+    return megabytes
 
 
 def proportional(pid: int) -> dict[str, int]:
@@ -47,8 +47,12 @@ def proportional(pid: int) -> dict[str, int]:
     OSError : if they cannot be read, as those of a process that has ended.
     """
     lines = (PROC / f"{pid}/smaps_rollup").read_text().splitlines()
-    # The kernel writes kB, and means 1024 bytes.
-    return {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss")}
+    sizes = {}
+    for line in lines:
+        if line.startswith("Pss"):
+            kilobytes = int(line.split()[1])
+            sizes[line.partition(":")[0]] = kilobytes * 1024  # the kernel writes kB, and means 1024 bytes
+    return sizes
 
 
 def descendants(root: int) -> set[Process]:
@@ -57,13 +61,15 @@ def descendants(root: int) -> set[Process]:
     children: dict[int, list[int]] = {}
     for pid, (_, parent) in running.items():
         children.setdefault(parent, []).append(pid)
-    found, left = set[Process](), [root]
-    while left:
-        pid = left.pop()
+
+    family = set[Process]()
+    unvisited = [root]
+    while unvisited:
+        pid = unvisited.pop()
         if pid in running:
-            found.add(running[pid][0])
-        left += children.get(pid, [])
-    return found
+            family.add(running[pid][0])
+        unvisited += children.get(pid, [])
+    return family
 
 
 def processes() -> Iterator[tuple[Process, int]]:

@@ -1,7 +1,7 @@
-"""The networks of the jobs, as one writes them in a single script.
+"""The networks of the jobs, written as in a single script.
 
-Contenders train these; raypfl trains its own of the same names, which compute the same from the same first weights,
-and `own` as it is.
+The other contenders train these. raypfl trains its own networks of the same names, which compute the same from the same
+first weights, and `own` as it is.
 """
 
 from __future__ import annotations

@@ -52,18 +52,21 @@ class Noise:
     @property
     def sizes(self) -> np.ndarray:
         """Training samples of each client: ``int64[clients]``, the same in every process."""
-        middle, spread = np.log(self.smallest * self.largest) / 2, np.log(self.largest / self.smallest) / 4
-        drawn = np.random.default_rng(1).lognormal(middle, spread, self.clients)
-        return np.clip(np.rint(drawn), self.smallest, self.largest).astype(np.int64)
+        # The middle of both bounds on a logarithmic scale; the bounds are two standard deviations away.
+        middle = np.log(self.smallest * self.largest) / 2
+        spread = np.log(self.largest / self.smallest) / 4
+        sizes = np.random.default_rng(1).lognormal(middle, spread, self.clients)
+        return np.clip(np.rint(sizes), self.smallest, self.largest).astype(np.int64)
 
     @property
     def bytes(self) -> int:
-        """Of all samples, one byte a pixel."""
+        """The size of all samples, one byte a pixel."""
         return (int(self.sizes.sum()) + self.clients * self.tests) * int(np.prod(self.shape))
 
     def read(self, config: DataConfig) -> RawData:
         """The samples; the last ones are the test split."""
-        draws, train = np.random.default_rng(0), int(self.sizes.sum())
+        draws = np.random.default_rng(0)
+        train = int(self.sizes.sum())
         count = train + self.clients * self.tests
         return RawData(
             inputs=draws.integers(0, 256, (count, *self.shape), dtype=np.uint8),
@@ -75,13 +78,14 @@ class Noise:
 
 @dataclass(frozen=True, kw_only=True)
 class InTurn(Partition):
-    """Deals the samples out in their order, client by client. See `Noise` for the options."""
+    """Assigns the samples in their order, client by client. See `Noise` for the options."""
 
     smallest: int = 50
     largest: int = 50
 
     def owners(self, samples: Traits, seed: int) -> np.ndarray:
-        return np.repeat(np.arange(self.clients), Noise("", self.clients, (1, 1, 1), self.smallest, self.largest).sizes)
+        sizes = Noise("", self.clients, (1, 1, 1), self.smallest, self.largest).sizes
+        return np.repeat(np.arange(self.clients), sizes)
 
 
 SETS = {
@@ -116,15 +120,19 @@ class described(Population):
 
     def __init__(self, config: DataConfig):
         super().__init__(config)
-        self.noise, self.num_classes = SETS["described"], CLASSES
-        self.num_clients, self.input_shape = self.noise.clients, self.noise.shape
+        self.noise = SETS["described"]
+        self.num_classes = CLASSES
+        self.num_clients = self.noise.clients
+        self.input_shape = self.noise.shape
+
         raw = self.noise.read(config)
-        self.inputs, self.labels = np.float32(raw.inputs) / 128 - 1, raw.labels
+        self.inputs = np.float32(raw.inputs) / 128 - 1
+        self.labels = raw.labels
 
     def sizes(self, split: str) -> np.ndarray:
         return {"train": self.noise.sizes, "val": 0 * self.noise.sizes, "test": 0 * self.noise.sizes + 1}[split]
 
     def samples(self, client: int, split: str) -> tuple[np.ndarray, np.ndarray]:
         first = client * self.noise.largest
-        mine = slice(first, first + int(self.sizes(split)[client]))
-        return self.inputs[mine], self.labels[mine]
+        rows = slice(first, first + int(self.sizes(split)[client]))
+        return self.inputs[rows], self.labels[rows]

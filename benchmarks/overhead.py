@@ -63,9 +63,9 @@ class Timed(FedAvg):
     """FedAvg whose clients log their share of the seconds that their group worked."""
 
     def train(self, clients: Any, theta: Tensor) -> dict[str, Mean]:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         reply = self.work(clients, theta)
-        clients.log(worked=torch.full((len(clients),), (time.perf_counter() - begun) / len(clients)))
+        clients.log(worked=torch.full((len(clients),), (time.perf_counter() - start) / len(clients)))
         return reply
 
     def work(self, clients: Any, theta: Tensor) -> dict[str, Mean]:
@@ -98,8 +98,9 @@ class Times:
 
     Attributes
     ----------
-    rounds : of each round but the runs' first. first : of the runs' first rounds.
-    worked : seconds that a round's groups worked, all actors together.
+    rounds : the seconds of each round except the runs' first.
+    first : the seconds of the runs' first rounds, which warm up.
+    worked : the seconds that a round's groups worked, all actors together.
     """
 
     rounds: list[float] = field(default_factory=list)
@@ -122,7 +123,8 @@ class Times:
 
     def idle(self, actors: int) -> float:
         """Median over rounds of the seconds beyond the groups' work, evenly shared by the actors."""
-        return statistics.median(r - w / actors for r, w in zip(self.rounds, self.worked, strict=True))
+        pairs = zip(self.rounds, self.worked, strict=True)
+        return statistics.median(seconds - worked / actors for seconds, worked in pairs)
 
 
 def answer(pipe: Any, order: Order) -> None:
@@ -130,28 +132,28 @@ def answer(pipe: Any, order: Order) -> None:
     torch.set_num_threads(1)
     loop = Loop(order)
     while pipe.recv():
-        begun = time.perf_counter()
+        start = time.perf_counter()
         loop.round()
-        pipe.send(time.perf_counter() - begun)
+        pipe.send(time.perf_counter() - start)
 
 
 @contextlib.contextmanager
 def bare_loop(order: Order) -> Iterator[Callable[[], float]]:
     """A function that runs a round of the bare loop in a process of its own and returns the round's seconds."""
     spawn = multiprocessing.get_context("spawn")
-    here, there = spawn.Pipe()
-    process = spawn.Process(target=answer, args=(there, order), daemon=True)
+    pipe, pipe_of_process = spawn.Pipe()
+    process = spawn.Process(target=answer, args=(pipe_of_process, order), daemon=True)
     process.start()
 
-    def one() -> float:
-        here.send(True)
-        return here.recv()
+    def run_round() -> float:
+        pipe.send(True)
+        return pipe.recv()
 
     try:
-        one()
-        yield one
+        run_round()
+        yield run_round
     finally:
-        here.send(False)
+        pipe.send(False)
         process.join()
 
 
@@ -168,7 +170,8 @@ class Plan:
     def order(self, job: Job, contender: Contender = INLINE) -> Order:
         """The job for a contender, its samples prepared."""
         source, files = prepare(job.noise, Path(self.folder))
-        return job.order(contender, source, files, Path("unused"), min(job.cohort, 10) if self.small else job.cohort)
+        cohort = min(job.cohort, 10) if self.small else job.cohort
+        return job.order(contender, source, files, Path("unused"), cohort)
 
     def experiment(
         self, job: str, contender: Contender = INLINE, method: str = "Timed", rounds: int = 0
@@ -179,15 +182,17 @@ class Plan:
 
 
 def on_ray(actors: int) -> Contender:
-    """raypfl with so many client actors."""
+    """raypfl with `actors` client actors."""
     return Contender(f"Ray, {actors} actor{'s' if actors > 1 else ''}", "raypfl", actors, {"actors": actors})
 
 
 def train(job: str, plan: Plan) -> dict[str, Times]:
     """Contender -> times, for one job."""
-    faster = {name: contender for name, contender in FASTER.items() if contender in JOBS[job].contenders}
-    others = faster | {ray.name: ray for ray in map(on_ray, plan.actors)}
-    times: dict[str, Times] = {name: Times() for name in ("bare", "inline", *others)}
+    after_inline = {name: contender for name, contender in FASTER.items() if contender in JOBS[job].contenders}
+    for contender in map(on_ray, plan.actors):
+        after_inline[contender.name] = contender
+
+    times: dict[str, Times] = {name: Times() for name in ("bare", "inline", *after_inline)}
     with bare_loop(plan.order(JOBS[job])) as bare:
         for _ in range(plan.repeats):
             loops: list[float] = []
@@ -198,15 +203,16 @@ def train(job: str, plan: Plan) -> dict[str, Times]:
 
             times["inline"].add(*run(plan.experiment(job), alternate))
             times["bare"].add(loops)
-            for name, contender in others.items():
+            for name, contender in after_inline.items():
                 times[name].add(*run(plan.experiment(job, contender)))
     return times
 
 
 def engine(plan: Plan) -> dict[str, float]:
-    """What is sent -> seconds that a round of eight groups takes beyond its groups' work."""
-    beyond, ray = {}, on_ray(max(plan.actors))
-    for what, job, method in (
+    """Message -> seconds that a round of eight groups takes beyond its groups' work."""
+    ray = on_ray(max(plan.actors))
+    beyond = {}
+    for message, job, method in (
         ("nothing", "mlp", "Nothing"),
         ("a small model", "mlp", "Echo"),
         ("a large one", "cnn", "Echo"),
@@ -214,7 +220,7 @@ def engine(plan: Plan) -> dict[str, float]:
         described = plan.experiment(job, ray, method, rounds=20 * plan.rounds)
         times = Times()
         times.add(*run(described.override(["cohort.size=48", "engine.group_size=6"])))
-        beyond[what] = times.idle(ray.processes)
+        beyond[message] = times.idle(ray.processes)
     return beyond
 
 
@@ -223,7 +229,8 @@ def run(described: raypfl.Experiment, *listeners: Any) -> tuple[list[float], lis
     result = raypfl.run(described, listeners=listeners)
     shares = [row["value"] for row in result.logged.to_pylist() if row["name"] == "worked"]
     clients = result.rounds["clients"].to_pylist()
-    return result.rounds["seconds"].to_pylist(), [a * b for a, b in zip(shares, clients, strict=True)]
+    worked = [share * count for share, count in zip(shares, clients, strict=True)]  # a share is the clients' mean
+    return result.rounds["seconds"].to_pylist(), worked
 
 
 def show(job: str, times: dict[str, Times]) -> None:
@@ -239,10 +246,11 @@ def show(job: str, times: dict[str, Times]) -> None:
 
 def ratios(jobs: dict[str, dict[str, Times]]) -> dict[str, dict[str, float]]:
     """Job -> contender -> how many of its rounds fit into one of the bare loop's, by minima."""
-    return {
-        job: {name: round(times["bare"].best / t.best, 3) for name, t in times.items() if name != "bare"}
-        for job, times in jobs.items()
-    }
+    ratios = {}
+    for job, times in jobs.items():
+        floor = times["bare"].best
+        ratios[job] = {name: round(floor / t.best, 3) for name, t in times.items() if name != "bare"}
+    return ratios
 
 
 def check(
@@ -253,20 +261,24 @@ def check(
     A ratio fails if it is more than `TOLERANCE` below the committed one, or if only one of the two exists: what is not
     measured is not guarded. Jobs not in `jobs`, and Ray with numbers of actors not in `actors`, are left out.
     """
-    found = []
+    problems = []
     for job in jobs:
-        here, there = measured.get(job, {}), committed.get(job, {})
-        for name in dict.fromkeys([*there, *here]):
-            now, then = here.get(name), there.get(name)
+        measured_ratios = measured.get(job, {})
+        committed_ratios = committed.get(job, {})
+        for name in dict.fromkeys([*committed_ratios, *measured_ratios]):
             if actors_of(name) not in (*actors, None):
                 continue
+
+            now = measured_ratios.get(name)
+            then = committed_ratios.get(name)
             if now is None:
-                found.append(f"{job}: {name} was not measured; it was {then:.2f} times as fast as the bare loop")
+                problems.append(f"{job}: {name} was not measured; it was {then:.2f} times as fast as the bare loop")
             elif then is None:
-                found.append(f"{job}: {name} has no ratio in {COMMITTED.name} to compare with; write one with --json")
+                sentence = f"{name} has no ratio in {COMMITTED.name} to compare with; write one with --json"
+                problems.append(f"{job}: {sentence}")
             elif now < then * (1 - TOLERANCE):
-                found.append(f"{job}: {name} is {now:.2f} times as fast as the bare loop, but was {then:.2f} times")
-    return found
+                problems.append(f"{job}: {name} is {now:.2f} times as fast as the bare loop, but was {then:.2f} times")
+    return problems
 
 
 def actors_of(name: str) -> int | None:
@@ -284,35 +296,48 @@ def main() -> None:
     parser.add_argument("--inline", action="store_true", help="leave Ray out")
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
     parser.add_argument("--check", action="store_true", help="fail if ratios are below the committed ones, or missing")
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     # Ray lowers its workers' priority, while the bare loop keeps its own.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    actors = () if given.inline else (1, 2) if (os.cpu_count() or 1) > 1 else (1,)
-    repeats, rounds = (1, 1) if given.quick else (given.repeats, given.rounds)
-    begun = circumstances() | {"about": about()}
-    print(begun["about"])
+
+    if options.inline:
+        actors: tuple[int, ...] = ()
+    elif (os.cpu_count() or 1) > 1:
+        actors = (1, 2)
+    else:
+        actors = (1,)
+    repeats, rounds = (1, 1) if options.quick else (options.repeats, options.rounds)
+
+    origin = circumstances() | {"about": about()}
+    print(origin["about"])
     jobs: dict[str, dict[str, Times]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        plan = Plan(folder, repeats, rounds, actors, given.quick)
-        with raypfl.session(plan.experiment("mlp", INLINE if given.inline else ACTORS)):
-            for job in given.jobs:
-                many = Plan(folder, repeats, rounds * (10 if job == "mlp" else 1), actors, given.quick)
+        plan = Plan(folder, repeats, rounds, actors, options.quick)
+        with raypfl.session(plan.experiment("mlp", INLINE if options.inline else ACTORS)):
+            for job in options.jobs:
+                many = Plan(folder, repeats, rounds * (10 if job == "mlp" else 1), actors, options.quick)
                 jobs[job] = train(job, many)
                 show(job, jobs[job])
+
             beyond = engine(plan) if actors else {}
             if beyond:
                 print(f"\nEngine: a round of 8 groups on {max(actors)} actors takes, beyond its groups' work,")
-            for what, seconds in beyond.items():
-                print(f"  {1000 * seconds:6.1f} ms where clients do nothing and {what} is sent")
-    if given.json:
-        times = {job: {name: asdict(t) for name, t in of.items()} for job, of in jobs.items()}
-        how = begun | {"repeats": repeats, "rounds": rounds}
-        numbers = how | {"ratios": ratios(jobs), "engine": beyond, "seconds": times}
-        given.json.write_text(json.dumps(numbers, indent=1))
-    if given.check:
-        found = check(ratios(jobs), json.loads(COMMITTED.read_text())["ratios"], given.jobs, actors)
-        sys.exit("\n".join(found) or None)
+            for message, seconds in beyond.items():
+                print(f"  {1000 * seconds:6.1f} ms where clients do nothing and {message} is sent")
+
+    if options.json:
+        seconds_of_jobs = {}
+        for job, times in jobs.items():
+            seconds_of_jobs[job] = {name: asdict(t) for name, t in times.items()}
+        settings = origin | {"repeats": repeats, "rounds": rounds}
+        numbers = settings | {"ratios": ratios(jobs), "engine": beyond, "seconds": seconds_of_jobs}
+        options.json.write_text(json.dumps(numbers, indent=1))
+
+    if options.check:
+        committed = json.loads(COMMITTED.read_text())["ratios"]
+        problems = check(ratios(jobs), committed, options.jobs, actors)
+        sys.exit("\n".join(problems) or None)
 
 
 if __name__ == "__main__":

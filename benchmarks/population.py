@@ -1,4 +1,4 @@
-"""What the size of the population costs: the same cohort drawn from 1,000 and from 100,000 clients, in turns.
+"""The cost of a large population: the same cohort drawn from 1,000 and from 100,000 clients, in turns.
 
     python -m benchmarks.population                  # two minutes, half of it to make the data
     python -m benchmarks.population --quick          # cohorts of 300, few rounds: rough
@@ -34,7 +34,16 @@ HERE = "benchmarks.population"
 
 @dataclass
 class Measured:
-    """Of one population: seconds of rounds, of a run beside them, of preparing and opening the data, and MB in use."""
+    """The measurements of one population.
+
+    Attributes
+    ----------
+    data : MB of samples.
+    rounds : the seconds of each round.
+    beside : the seconds of each run beside its rounds.
+    prepared, opened : the seconds to make the data, and to open them again.
+    peak : the most MB in use, by part.
+    """
 
     clients: int
     data: float
@@ -46,10 +55,10 @@ class Measured:
 
 
 class Peak:
-    """While entered, watches the memory of this process and all below it; `held` is the highest, in MB by part."""
+    """A context that watches the memory of this process and all below it; `megabytes` is the highest, by part."""
 
     def __enter__(self) -> Peak:
-        self.held: dict[str, float] = {}
+        self.megabytes: dict[str, float] = {}
         self._over = threading.Event()
         self._watcher = threading.Thread(target=self._watch)
         self._watcher.start()
@@ -61,7 +70,12 @@ class Peak:
 
     def _watch(self) -> None:
         while not self._over.wait(1.0):
-            self.held = max(self.held, memory(), key=lambda held: sum(held.values()))
+            self.megabytes = higher(self.megabytes, memory())
+
+
+def higher(a: dict[str, float], b: dict[str, float]) -> dict[str, float]:
+    """The one of two measurements of memory, in MB by part, with the larger sum."""
+    return max(a, b, key=lambda megabytes: sum(megabytes.values()))
 
 
 def experiment(folder: str, noise: str, cohort: int, rounds: int, actors: int) -> raypfl.Experiment:
@@ -74,9 +88,9 @@ def experiment(folder: str, noise: str, cohort: int, rounds: int, actors: int) -
 def prepare(described: raypfl.Experiment, measured: Measured) -> None:
     """Make the data, and open them again."""
     for step in ("prepared", "opened"):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         load_federated(described.data, described.partition, seed=described.seed)
-        setattr(measured, step, time.perf_counter() - begun)
+        setattr(measured, step, time.perf_counter() - start)
 
 
 def main() -> None:
@@ -87,30 +101,33 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6, help="counted rounds a run")
     parser.add_argument("--actors", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     os.environ.setdefault("RAY_worker_niceness", "0")
-    cohort = 300 if given.quick else 1000
+
+    cohort = 300 if options.quick else 1000
     machine = about()
-    print(f"{machine}; cohorts of {cohort}, {given.actors} actors")
+    print(f"{machine}; cohorts of {cohort}, {options.actors} actors")
     small, large = (Measured(SETS[noise].clients, SETS[noise].bytes / 1e6) for noise in ("village", "country"))
     with tempfile.TemporaryDirectory() as folder:
-        names = {"village": small, "country": large}
-        runs = [(experiment(folder, name, cohort, given.rounds, given.actors), m) for name, m in names.items()]
-        for one, measured in runs:
-            prepare(one, measured)
+        runs = []
+        for noise, measured in (("village", small), ("country", large)):
+            runs.append((experiment(folder, noise, cohort, options.rounds, options.actors), measured))
+        for described, measured in runs:
+            prepare(described, measured)
+
         with raypfl.session(runs[0][0]):
-            for _ in range(1 if given.quick else given.repeats):
-                for one, measured in runs:
-                    begun = time.perf_counter()
+            for _ in range(1 if options.quick else options.repeats):
+                for described, measured in runs:
+                    start = time.perf_counter()
                     with Peak() as peak:
-                        seconds = raypfl.run(one).rounds["seconds"].to_pylist()
-                    measured.beside.append(time.perf_counter() - begun - sum(seconds))
+                        seconds = raypfl.run(described).rounds["seconds"].to_pylist()
+                    measured.beside.append(time.perf_counter() - start - sum(seconds))
                     measured.rounds += seconds[1:]
-                    measured.peak = max(measured.peak, peak.held, key=lambda held: sum(held.values()))
+                    measured.peak = higher(measured.peak, peak.megabytes)
     show(small, large)
-    if given.json:
-        given.json.write_text(json.dumps({"about": machine, "small": vars(small), "large": vars(large)}, indent=1))
+    if options.json:
+        options.json.write_text(json.dumps({"about": machine, "small": vars(small), "large": vars(large)}, indent=1))
 
 
 def show(small: Measured, large: Measured) -> None:
@@ -120,7 +137,8 @@ def show(small: Measured, large: Measured) -> None:
     for m in (small, large):
         print(f"{m.clients:11d}{statistics.median(m.rounds):11.4f}{min(m.rounds):11.4f}{min(m.beside):11.2f}", end="")
         print(f"{m.prepared:11.2f}{m.opened:11.2f}{m.data:11.0f}{sum(m.peak.values()):11.0f}", end="")
-        print("  " + ", ".join(f"{part} {held:.0f}" for part, held in m.peak.items()))
+        print("  " + ", ".join(f"{part} {megabytes:.0f}" for part, megabytes in m.peak.items()))
+
     ratio = statistics.median(large.rounds) / statistics.median(small.rounds)
     least = min(large.rounds) / min(small.rounds)
     more = sum(large.peak.values()) - sum(small.peak.values())

@@ -1,4 +1,4 @@
-"""How long client actors idle on clusters larger than this machine: measured times, replayed through the scheduler.
+"""The idle time of client actors on clusters larger than this machine: measured times, replayed by the scheduler.
 
     python -m benchmarks.scheduling                  # prints a table
     python -m benchmarks.scheduling --reply 3        # if the server took 3 ms for each reply
@@ -45,12 +45,14 @@ HERE = "benchmarks.scheduling"
 
 @dataclass(frozen=True)
 class Times:
-    """What a job's groups and replies take, in seconds.
+    """The seconds that a job's groups and replies take.
 
     Attributes
     ----------
-    group : a group's own. step : each step of the group; a vectorised group takes as many as its longest client.
-    client_step : each step of each client. reply : the server's work on a reply.
+    group : the seconds of a group, whatever its clients.
+    step : the seconds of each step; a vectorised group takes as many steps as its longest client.
+    client_step : the seconds of each step of each client.
+    reply : the seconds of the server's work on a reply.
     """
 
     executor: str
@@ -60,7 +62,7 @@ class Times:
     reply: float
 
     def seconds(self, steps: np.ndarray) -> float:
-        """Of a group whose clients take so many steps."""
+        """The seconds of a group, by the steps of its clients."""
         return self.group + self.step * float(steps.max()) + self.client_step * float(steps.sum())
 
 
@@ -77,8 +79,8 @@ def replay(groups: Sequence[Group], seconds: Sequence[float], actors: int, reply
     dispatch = Dispatch(groups)
     for actor in range(actors):
         dispatch.join(actor, "node")
-    free = [0.0] * actors
-    ends: list[tuple[float, int, int]] = []
+    free = [0.0] * actors  # when each actor has finished its groups
+    ends: list[tuple[float, int, int]] = []  # a heap of (time, actor, group) of groups at work
 
     def hand_out(now: float) -> None:
         while chosen := dispatch.next(now):
@@ -104,14 +106,20 @@ def replay(groups: Sequence[Group], seconds: Sequence[float], actors: int, reply
 def longest_first(seconds: Sequence[float], actors: int) -> float:
     """Seconds of the greedy schedule that knows all times beforehand and costs nothing."""
     loads = [0.0] * actors
-    for one in sorted(seconds, reverse=True):
-        heapq.heappush(loads, heapq.heappop(loads) + one)
+    for duration in sorted(seconds, reverse=True):
+        heapq.heappush(loads, heapq.heappop(loads) + duration)
     return max(loads)
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """Medians over rounds: shares of idle time, of :func:`replay` and of :func:`longest_first`, seconds, groups."""
+    """Medians over rounds.
+
+    Attributes
+    ----------
+    idle, bound : the actors' share of idle time, by :func:`replay` and by :func:`longest_first`.
+    seconds, groups : the seconds of a round, and its groups.
+    """
 
     idle: float
     bound: float
@@ -120,63 +128,83 @@ class Replayed:
 
 
 def rounds(times: Times, actors: int, largest: int | None = None) -> Replayed:
-    """What rounds take on so many actors; in all of them the clients and cohorts are the same.
+    """Replay rounds on a number of actors, always with the same clients and cohorts.
 
     Sequential groups shrink from the `largest`, or as the engine's do.
     """
     if largest is None or times.executor == "vectorised":
-        wanted = group_sizes(COHORT, times.executor)
+        cut = group_sizes(COHORT, times.executor)
     else:
-        wanted = shrinking_sizes(COHORT, largest)
+        cut = shrinking_sizes(COHORT, largest)
+
     draws = np.random.default_rng(0)
     sizes = np.maximum(1, draws.lognormal(np.log(50) - 0.8**2 / 2, 0.8, POPULATION))
     steps = np.ceil(sizes / BATCH)
+
     timings = Timings(steps)
     replayed = []
     for _ in range(ROUNDS):
         cohort = np.sort(draws.choice(POPULATION, COHORT, replace=False))
-        members = [cohort[part] for part in cut_into_groups(steps[cohort], wanted, times.executor)]
-        groups = [
-            Group(i, tuple(m.tolist()), m, {}, [], timings.length(m), timings.seconds("train", m))
-            for i, m in enumerate(members)
-        ]
-        seconds = [times.seconds(steps[m]) * float(draws.lognormal(0, 0.05)) for m in members]
+        members = [cohort[part] for part in cut_into_groups(steps[cohort], cut, times.executor)]
+        groups = []
+        for i, clients in enumerate(members):
+            length = timings.length(clients)
+            expected = timings.seconds("train", clients)
+            groups.append(Group(i, tuple(clients.tolist()), clients, {}, [], length, expected))
+        seconds = [times.seconds(steps[clients]) * float(draws.lognormal(0, 0.05)) for clients in members]
+
         whole = replay(groups, seconds, actors, times.reply)
-        for group, one in zip(groups, seconds, strict=True):
-            timings.note("train", group.clients, one)
-        idle, bound = (1 - sum(seconds) / (actors * took) for took in (whole, longest_first(seconds, actors)))
+        for group, duration in zip(groups, seconds, strict=True):
+            timings.note("train", group.clients, duration)
+
+        idle = 1 - sum(seconds) / (actors * whole)
+        bound = 1 - sum(seconds) / (actors * longest_first(seconds, actors))
         replayed.append(Replayed(idle, bound, whole, len(groups)))
-    return Replayed(*(statistics.median(values) for values in zip(*map(astuple, replayed[1:]), strict=True)))
+
+    counted = map(astuple, replayed[1:])  # without the first round, in which nothing is known of times
+    return Replayed(*(statistics.median(values) for values in zip(*counted, strict=True)))
 
 
 def fitted(job: str, plan: Plan) -> Times:
     """A job's times, by least squares on the relative errors of rounds in groups of several sizes."""
     executor = JOBS[job].executor
-    shapes, seconds = [], []
-    for size, epochs in itertools.product((10, 25, 50) if executor == "vectorised" else (1, 2, 5), (1, 2)):
+    sizes = (10, 25, 50) if executor == "vectorised" else (1, 2, 5)
+    shapes = []
+    seconds = []
+    for size, epochs in itertools.product(sizes, (1, 2)):
         changes = [f"engine.group_size={size}", f"engine.executor={executor}", f"training.epochs={epochs}"]
-        taken = raypfl.run(plan.experiment(job, on_ray(1)).override(changes))
-        seconds.append(statistics.median(taken.rounds["seconds"].to_pylist()[1:]))
-        groups, steps = 50 / size, epochs * 50 / BATCH
+        result = raypfl.run(plan.experiment(job, on_ray(1)).override(changes))
+        seconds.append(statistics.median(result.rounds["seconds"].to_pylist()[1:]))
+
+        groups = 50 / size
+        steps = epochs * 50 / BATCH
         shapes.append([groups, groups * steps * (executor == "vectorised"), 50 * steps])
-    weighed = np.array(shapes) / np.array(seconds)[:, None]
-    group, step, client_step = np.linalg.lstsq(weighed, np.ones(len(seconds)))[0]
+
+    # Divided by the seconds, so that the residuals are relative.
+    relative = np.array(shapes) / np.array(seconds)[:, None]
+    group, step, client_step = np.linalg.lstsq(relative, np.ones(len(seconds)))[0]
     return replace(JOBS[job], group=float(group), step=float(step), client_step=float(client_step))
 
 
 def main() -> None:
-    """Print a table; draw it if asked to."""
+    """Print a table, and draw it with --plot."""
     parser = argparse.ArgumentParser(prog=f"python -m {HERE}", description=__doc__.partition("\n")[0])
     parser.add_argument("--plot", type=Path, help="draw idle time over actors into this file")
     parser.add_argument("--reply", type=float, help="ms that the server takes for a reply, in place of the measured")
     parser.add_argument("--largest", type=int, help="clients of the largest sequential group, in place of raypfl's")
     parser.add_argument("--fit", action="store_true", help="measure what groups take; nothing is replayed")
-    given = parser.parse_args()
-    if given.fit:
+    options = parser.parse_args()
+    if options.fit:
         fit()
         return
-    jobs = JOBS if given.reply is None else {job: replace(t, reply=given.reply / 1000) for job, t in JOBS.items()}
-    results = {job: {n: rounds(times, n, given.largest) for n in ACTORS} for job, times in jobs.items()}
+
+    jobs = JOBS
+    if options.reply is not None:
+        jobs = {job: replace(times, reply=options.reply / 1000) for job, times in JOBS.items()}
+    results = {}
+    for job, times in jobs.items():
+        results[job] = {actors: rounds(times, actors, options.largest) for actors in ACTORS}
+
     for job, rows in results.items():
         groups = next(iter(rows.values())).groups
         print(f"\n{job}: cohort of {COHORT} in {groups:.0f} groups, {1000 * jobs[job].reply:g} ms a reply")
@@ -184,8 +212,8 @@ def main() -> None:
         print("  idle   " + "".join(f"{row.idle:>8.1%}" for row in rows.values()))
         print("  bound  " + "".join(f"{row.bound:>8.1%}" for row in rows.values()))
         print("  seconds" + "".join(f"{row.seconds:>8.3f}" for row in rows.values()))
-    if given.plot:
-        plot(results, given.plot)
+    if options.plot:
+        plot(results, options.plot)
 
 
 def fit() -> None:

@@ -1,4 +1,4 @@
-"""What client states between rounds cost.
+"""The cost of client states between rounds.
 
     python -m benchmarks.states                      # two minutes
     python -m benchmarks.states --json states.json
@@ -35,12 +35,12 @@ HERE = "benchmarks.states"
 
 
 class Local(FedAvg):
-    """Every client trains a network of its own.
+    """Every client trains its own network.
 
     Attributes
     ----------
-    keep : whether it is the client's state, or begins at the server's model in every round.
-    train_it : whether it is trained; else a constant is added to it.
+    keep : whether the network is the client's state; else it begins at the server's model in every round.
+    train_it : whether the network is trained; else a constant is added to it.
     """
 
     keep: bool = True
@@ -51,10 +51,10 @@ class Local(FedAvg):
 
     def train(self, clients: Any, theta: Tensor) -> dict[str, Mean]:
         start = clients.state.get("own", default=theta) if self.keep else theta.expand(len(clients), -1)
-        own = clients.sgd(clients.loss, start) if self.train_it else start + 0.01
+        trained = clients.sgd(clients.loss, start) if self.train_it else start + 0.01
         if self.keep:
-            clients.state["own"] = own
-        return {"first": Mean(own[:, :1])}
+            clients.state["own"] = trained
+        return {"first": Mean(trained[:, :1])}  # one number: no model is sent up
 
 
 def experiment(folder: str, keep: bool, train: bool, rounds: int) -> raypfl.Experiment:
@@ -82,16 +82,16 @@ def compare(folder: str, train: bool, repeats: int, rounds: int) -> dict[str, li
     return seconds
 
 
-def grown(folder: str, rounds: int) -> dict[str, list[float]]:
+def memory_growth(folder: str, rounds: int) -> dict[str, list[float]]:
     """Part -> MB after the second round and after the last."""
-    held: list[dict[str, float]] = []
+    measurements: list[dict[str, float]] = []
 
-    def look(event: Event) -> None:
+    def measure(event: Event) -> None:
         if isinstance(event, RoundFinished) and event.round in (2, rounds):
-            held.append(memory())
+            measurements.append(memory())
 
-    raypfl.run(experiment(folder, keep=True, train=False, rounds=rounds), listeners=[look])
-    return {part: [h[part] for h in held] for part in PARTS}
+    raypfl.run(experiment(folder, keep=True, train=False, rounds=rounds), listeners=[measure])
+    return {part: [megabytes[part] for megabytes in measurements] for part in PARTS}
 
 
 def main() -> None:
@@ -101,21 +101,26 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="counted rounds a run")
     parser.add_argument("--memory", type=int, default=60, help="rounds of the run whose memory is measured")
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     os.environ.setdefault("RAY_worker_niceness", "0")
+
     numbers: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder, raypfl.session(experiment(folder, True, True, 1)):
         for job, train in (("train", True), ("touch", False)):
-            times = numbers[job] = compare(folder, train, given.repeats, given.rounds)
-            kept, sent = (statistics.median(times[name]) for name in ("kept", "sent"))
+            times = compare(folder, train, options.repeats, options.rounds)
+            numbers[job] = times
+            with_states = statistics.median(times["kept"])
+            without = statistics.median(times["sent"])
+            ratio = with_states / without
             best = min(times["kept"]) / min(times["sent"])
-            print(f"{job}: kept {kept:.3f} s, sent {sent:.3f} s; ratio {kept / sent:.2f} (of minima {best:.2f})")
-        numbers["memory"] = grown(folder, given.memory)
+            print(f"{job}: kept {with_states:.3f} s, sent {without:.3f} s; ratio {ratio:.2f} (of minima {best:.2f})")
+
+        numbers["memory"] = memory_growth(folder, options.memory)
         for part, (early, late) in numbers["memory"].items():
-            print(f"{part:8} {early:7.0f} MB after 2 rounds, {late:7.0f} MB after {given.memory}")
-    if given.json:
-        given.json.write_text(json.dumps(numbers, indent=1))
+            print(f"{part:8} {early:7.0f} MB after 2 rounds, {late:7.0f} MB after {options.memory}")
+    if options.json:
+        options.json.write_text(json.dumps(numbers, indent=1))
 
 
 if __name__ == "__main__":

@@ -44,39 +44,56 @@ SAME_SEEDS = 3
 
 def main() -> None:
     """Run, write down, and redraw."""
-    given = _parser().parse_args()
-    path = None if given.quick else RESULTS
+    options = _parser().parse_args()
+    path = None if options.quick else RESULTS
     results = json.loads(path.read_text()) if path and path.exists() else {"versions": {}, "runs": []}
-    if not given.redraw:
+    if not options.redraw:
         torch.set_num_threads(1)
-        _run(given, results)
+        _run(options, results)
         _write(results, path)
     if not results["runs"]:
         sys.exit("There are no results to draw. Run first: python -m benchmarks.parity")
-    if given.quick:
+    if options.quick:
         print(report.page(results))
     else:
         PAGE.write_text(insert(PAGE.read_text(), report.page(results), report.BEGIN, report.END))
         print(f"Wrote {PAGE.relative_to(ROOT)}")
 
 
-def _run(given: argparse.Namespace, results: dict[str, Any]) -> None:
-    """Replace the runs of the given methods."""
-    folder = Path(given.environments).expanduser()
+def _run(options: argparse.Namespace, results: dict[str, Any]) -> None:
+    """Replace the runs of the chosen methods."""
+    folder = Path(options.environments).expanduser()
     try:
-        found = {system: environment(system, folder, given.rebuild) for system in ("raypfl", "fluke")}
-    except Unavailable as why:
-        sys.exit(f"fluke cannot be compared with: {why}.")
-    results["versions"] = {system: each.versions for system, each in found.items()}
-    results["runs"] = [run for run in results["runs"] if run["method"] not in given.methods]
-    jobs, rounds = [JOBS[name] for name in given.methods], QUICK_ROUNDS if given.quick else ROUNDS
-    for same, seeds in ((False, 2 if given.quick else given.seeds), (True, 1 if given.quick else SAME_SEEDS)):
-        results["runs"] += both(jobs, range(seeds), same, rounds, found["fluke"].python)
+        environments = {system: environment(system, folder, options.rebuild) for system in ("raypfl", "fluke")}
+    except Unavailable as reason:
+        sys.exit(f"fluke cannot be compared with: {reason}.")
+
+    results["versions"] = {system: installed.versions for system, installed in environments.items()}
+    results["runs"] = [run for run in results["runs"] if run["method"] not in options.methods]
+
+    jobs = [JOBS[name] for name in options.methods]
+    rounds = ROUNDS
+    seeds = options.seeds
+    same_seeds = SAME_SEEDS
+    if options.quick:
+        rounds = QUICK_ROUNDS
+        seeds = 2
+        same_seeds = 1
+    fluke = environments["fluke"].python
+    results["runs"] += both(jobs, range(seeds), False, rounds, fluke)
+    results["runs"] += both(jobs, range(same_seeds), True, rounds, fluke)
 
 
 def both(jobs: Sequence[Job], seeds: Sequence[int], same: bool, rounds: int, python: str) -> list[dict[str, Any]]:
-    """The records of raypfl's runs and readings, and of fluke's, which `python` has; see `Order` for `same`."""
-    records, orders = [], []
+    """The records of raypfl's runs and readings, and of fluke's.
+
+    Parameters
+    ----------
+    same : see `Order`.
+    python : the interpreter of fluke's environment.
+    """
+    records = []
+    orders = []
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         write(digits(), scratch / "samples")
@@ -85,10 +102,11 @@ def both(jobs: Sequence[Job], seeds: Sequence[int], same: bool, rounds: int, pyt
                 scores, cohorts = raypfl.run(job, seed, job.method, same, rounds)
                 records += _records(job, seed, report.RAYPFL, same, scores)
                 if job.reading:
-                    read, _ = raypfl.run(job, seed, job.reading, same, rounds)
-                    records += _records(job, seed, report.READING, same, read)
+                    scores_of_reading, _ = raypfl.run(job, seed, job.reading, same, rounds)
+                    records += _records(job, seed, report.READING, same, scores_of_reading)
                 orders.append(_order(job, seed, same, cohorts, scratch))
             print(f"raypfl, {'the same' if same else 'own'} mini-batches: {job.title}", flush=True)
+
         for order, scores in zip(orders, _ask_fluke(python, orders, scratch), strict=True):
             records += _records(JOBS[order.method], order.seed, report.FLUKE, same, scores)
     return records
@@ -103,24 +121,30 @@ def _order(job: Job, seed: int, same: bool, cohorts: list[list[int]], scratch: P
 
 
 def _ask_fluke(python: str, orders: list[Order], scratch: Path) -> list[Mapping[str, Scores]]:
-    """The scores of its models, run by run."""
-    given, answer = scratch / "orders.json", scratch / "scores.json"
-    given.write_text(json.dumps([asdict(order) for order in orders]))
-    command = [python, "-m", "benchmarks.parity.systems.fluke", str(given), str(answer)]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if done.returncode:
-        sys.exit(f"fluke failed:\n{done.stdout}")
-    return json.loads(answer.read_text())
+    """The scores of fluke's models, run by run."""
+    orders_file = scratch / "orders.json"
+    scores_file = scratch / "scores.json"
+    orders_file.write_text(json.dumps([asdict(order) for order in orders]))
+
+    command = [python, "-m", "benchmarks.parity.systems.fluke", str(orders_file), str(scores_file)]
+    result = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if result.returncode:
+        sys.exit(f"fluke failed:\n{result.stdout}")
+    return json.loads(scores_file.read_text())
 
 
 def _records(job: Job, seed: int, system: str, same: bool, scores: Mapping[str, Scores]) -> list[dict[str, Any]]:
-    """A record for each model that is judged."""
-    about = {"method": job.method, "seed": seed, "system": system, "same": same}
-    return [about | {"model": m, "accuracies": scores[m]["accuracy"], "losses": scores[m]["loss"]} for m in job.models]
+    """A record for each model that is compared."""
+    run = {"method": job.method, "seed": seed, "system": system, "same": same}
+    records = []
+    for model in job.models:
+        of_model = scores[model]
+        records.append(run | {"model": model, "accuracies": of_model["accuracy"], "losses": of_model["loss"]})
+    return records
 
 
 def _write(results: Mapping[str, Any], path: Path | None) -> None:
-    """As JSON with a line for each record."""
+    """Write the results as JSON with a line for each record."""
     if path is None:
         return
     runs = ",\n  ".join(json.dumps(_rounded(run)) for run in results["runs"])

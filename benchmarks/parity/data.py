@@ -19,11 +19,14 @@ def dealt_digits(config: DataConfig) -> RawData:
     """scikit-learn's digits with their owners as a column, and each owner's test samples as a published test split."""
     partition = Dirichlet(clients=CLIENTS, alpha=ALPHA)
     dealt = load_federated(DataConfig(), partition, seed=0, cache=config.cache)
-    owner, is_test = np.empty(len(dealt.labels), np.int64), np.zeros(len(dealt.labels), bool)
+
+    owner = np.empty(len(dealt.labels), np.int64)
+    is_test = np.zeros(len(dealt.labels), bool)
     for client in range(CLIENTS):
         for split in ("train", "test"):
             owner[dealt.indices(client, split)] = client
         is_test[dealt.indices(client, "test")] = True
+
     return RawData(
         inputs=np.asarray(dealt.inputs),
         labels=np.asarray(dealt.labels),
@@ -35,7 +38,7 @@ def dealt_digits(config: DataConfig) -> RawData:
 
 
 def digits() -> FederatedData:
-    """The same, as raypfl's runs open them."""
+    """The dealt digits, as raypfl's runs open them."""
     from raypfl.experiment import Experiment
 
     experiment = Experiment(**SOURCE)

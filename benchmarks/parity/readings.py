@@ -64,5 +64,5 @@ class FedBN(FedAvg):
 
     def _with_own_norm(self, clients: Clients, theta: Tensor) -> Tensor:
         norm = clients.model.mask("batch norm")
-        own = clients.state.get("norm", default=theta[norm])
-        return per_client(theta.repeat(len(clients), 1).masked_scatter(norm, torch.as_tensor(own)))
+        norm_of_clients = clients.state.get("norm", default=theta[norm])
+        return per_client(theta.repeat(len(clients), 1).masked_scatter(norm, torch.as_tensor(norm_of_clients)))

@@ -1,4 +1,4 @@
-"""From runs to a verdict for each method, and to tables."""
+"""A verdict for each method, and tables, from the results of runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Comparison:
 
     @property
     def difference(self) -> float:
-        """Of the means, ours less theirs."""
+        """The difference of the means, ours less theirs."""
         return statistics.mean(self.ours) - statistics.mean(self.theirs)
 
     @property
@@ -49,30 +49,37 @@ class Comparison:
 
 def compared(runs: Sequence[Mapping[str, Any]], job: Job, model: str, ours: str, theirs: str) -> Comparison:
     """The mean accuracies over clients of the seeds that both systems have run."""
-    mine, yours = (_by_seed(runs, job, model, system) for system in (ours, theirs))
-    seeds = sorted(mine.keys() & yours.keys())
-    return Comparison([_accuracy(mine[s]) for s in seeds], [_accuracy(yours[s]) for s in seeds])
+    our_runs = _by_seed(runs, job, model, ours)
+    their_runs = _by_seed(runs, job, model, theirs)
+    seeds = sorted(our_runs.keys() & their_runs.keys())
+    return Comparison([_accuracy(our_runs[seed]) for seed in seeds], [_accuracy(their_runs[seed]) for seed in seeds])
 
 
 def farthest(runs: Sequence[Mapping[str, Any]], job: Job, model: str, ours: str) -> tuple[float, float]:
     """The largest difference of a client's accuracy and of its test loss to fluke's from the same mini-batches."""
-    mine, yours = (_by_seed(runs, job, model, system, same=True) for system in (ours, FLUKE))
-    pairs = [(mine[seed], yours[seed]) for seed in mine.keys() & yours.keys()]
-    accuracy, loss = (
-        max(abs(x - y) for a, b in pairs for x, y in zip(a[name], b[name], strict=True))
-        for name in ("accuracies", "losses")
-    )
-    return accuracy, loss
+    our_runs = _by_seed(runs, job, model, ours, same=True)
+    flukes_runs = _by_seed(runs, job, model, FLUKE, same=True)
+    seeds = our_runs.keys() & flukes_runs.keys()
+
+    def largest_difference(name: str) -> float:
+        differences = []
+        for seed in seeds:
+            pairs = zip(our_runs[seed][name], flukes_runs[seed][name], strict=True)
+            differences += [abs(our_value - their_value) for our_value, their_value in pairs]
+        return max(differences)
+
+    return largest_difference("accuracies"), largest_difference("losses")
 
 
 def page(results: Mapping[str, Any]) -> str:
-    """What stands between the marks in the documentation, in Markdown."""
+    """The Markdown between the marks in the documentation."""
     runs = results["runs"]
     return "\n\n".join([_about(results), _verdicts(runs), _same(runs)]) + "\n"
 
 
 def _about(results: Mapping[str, Any]) -> str:
-    seeds, same = (len({run["seed"] for run in results["runs"] if run["same"] is same}) for same in (False, True))
+    seeds = len({run["seed"] for run in results["runs"] if run["same"] is False})
+    same = len({run["seed"] for run in results["runs"] if run["same"] is True})
     versions = results["versions"]
     return (
         f"raypfl {versions['raypfl']['raypfl']} and fluke {versions['fluke']['fluke-fl']}, "
@@ -82,8 +89,11 @@ def _about(results: Mapping[str, Any]) -> str:
 
 
 def _rows(runs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Job, str]]:
-    there = {(run["method"], run["model"]) for run in runs}
-    return ((job, model) for job in JOBS.values() for model in job.models if (job.method, model) in there)
+    measured = {(run["method"], run["model"]) for run in runs}
+    for job in JOBS.values():
+        for model in job.models:
+            if (job.method, model) in measured:
+                yield job, model
 
 
 def _verdicts(runs: Sequence[Mapping[str, Any]]) -> str:
@@ -92,18 +102,18 @@ def _verdicts(runs: Sequence[Mapping[str, Any]]) -> str:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for job, model in _rows(runs):
-        found = compared(runs, job, model, RAYPFL, FLUKE)
-        read = compared(runs, job, model, READING, FLUKE) if job.reading else None
+        comparison = compared(runs, job, model, RAYPFL, FLUKE)
+        reading = compared(runs, job, model, READING, FLUKE) if job.reading else None
         cells = [
             job.title,
             model,
-            _spread(found.ours),
-            _spread(found.theirs),
-            _signed(found.difference),
-            f"{100 * found.bound:.2f}",
-            YES[found.is_within],
-            f"{_signed(found.difference)} ± {100 * found.paired:.2f}",
-            f"{_spread(read.ours)}, {YES[read.is_within]}" if read else "",
+            _spread(comparison.ours),
+            _spread(comparison.theirs),
+            _signed(comparison.difference),
+            f"{100 * comparison.bound:.2f}",
+            YES[comparison.is_within],
+            f"{_signed(comparison.difference)} ± {100 * comparison.paired:.2f}",
+            f"{_spread(reading.ours)}, {YES[reading.is_within]}" if reading else "",
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -115,8 +125,12 @@ def _same(runs: Sequence[Mapping[str, Any]]) -> str:
         "|---|---|---|---|",
     ]
     for job, model in _rows(runs):
-        sides = [farthest(runs, job, model, ours) for ours in (RAYPFL, READING)[: 2 if job.reading else 1]]
-        cells = [f"{100 * accuracy:.1f}, {_small(loss)}" for accuracy, loss in sides] + [""] * (2 - len(sides))
+        systems = (RAYPFL, READING) if job.reading else (RAYPFL,)
+        cells = []
+        for system in systems:
+            accuracy, loss = farthest(runs, job, model, system)
+            cells.append(f"{100 * accuracy:.1f}, {_small(loss)}")
+        cells += [""] * (2 - len(systems))
         lines.append("| " + " | ".join([job.title, model, *cells]) + " |")
     return "\n".join(lines)
 
@@ -124,8 +138,8 @@ def _same(runs: Sequence[Mapping[str, Any]]) -> str:
 def _by_seed(
     runs: Sequence[Mapping[str, Any]], job: Job, model: str, system: str, same: bool = False
 ) -> dict[int, Mapping[str, Any]]:
-    wanted = {"method": job.method, "model": model, "system": system, "same": same}
-    return {run["seed"]: run for run in runs if run | wanted == run}
+    key = {"method": job.method, "model": model, "system": system, "same": same}
+    return {run["seed"]: run for run in runs if run | key == run}
 
 
 def _accuracy(run: Mapping[str, Any]) -> float:

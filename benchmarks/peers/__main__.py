@@ -44,12 +44,12 @@ QUICK_COHORT = 10
 
 def main() -> None:
     """Measure, write down, and redraw."""
-    given = _parser().parse_args()
-    path = given.json or (None if given.quick else RESULTS)
+    options = _parser().parse_args()
+    path = options.json or (None if options.quick else RESULTS)
     results = _read(path)
-    if not given.redraw:
+    if not options.redraw:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit("Stopped; --go-on measures what is missing."))
-        _measure(given, results, path)
+        _measure(options, results, path)
     if not results["runs"]:
         sys.exit("There are no results to draw. Measure first: python -m benchmarks.peers")
     if path != RESULTS:
@@ -61,28 +61,37 @@ def main() -> None:
         print(f"Wrote {', '.join(str(file.relative_to(ROOT)) for file in (PAGE, README, PICTURE))}")
 
 
-def _measure(given: argparse.Namespace, results: dict[str, Any], path: Path | None) -> None:
+def _measure(options: argparse.Namespace, results: dict[str, Any], path: Path | None) -> None:
     """Add runs to the results, which are written down after each."""
-    jobs = [JOBS[name] for name in given.jobs or (QUICK_JOBS if given.quick else JOBS)]
-    environments = _environments(given, results)
+    jobs = [JOBS[name] for name in options.jobs or (QUICK_JOBS if options.quick else JOBS)]
+    environments = _environments(options, results)
     results["machine"] = machine()
     for contender in CONTENDERS:
         if not is_possible(contender):
             needs = " or ".join(contender.needs)
             results["left_out"][contender.name] = f"{contender.name}, because this CPU has no {needs}."
-    if not given.go_on:
-        again = {(job.name, c.name) for job in jobs for c in job.contenders if c.system in environments}
-        results["runs"] = [run for run in results["runs"] if (run["job"], run["contender"]) not in again]
-    folder = Path(given.environments).expanduser() / "samples"
+
+    if not options.go_on:
+        replaced = set()
+        for job in jobs:
+            replaced.update((job.name, c.name) for c in job.contenders if c.system in environments)
+        results["runs"] = [run for run in results["runs"] if (run["job"], run["contender"]) not in replaced]
+
+    folder = Path(options.environments).expanduser() / "samples"
     folder.mkdir(parents=True, exist_ok=True)
-    repeats = given.repeats or (1 if given.quick else 3)
+    repeats = options.repeats or (1 if options.quick else 3)
     for repeat, job, contender in missing(results["runs"], jobs, tuple(environments), repeats):
-        found = environments[contender.system]
-        begun = circumstances()
+        environment_of_system = environments[contender.system]
+        origin = circumstances()
         with tempfile.TemporaryDirectory() as scratch:
-            run = _one(job, contender, found, folder, Path(scratch), given.quick)
-        record = {"job": job.name, "contender": contender.name, "repeat": repeat, "versions": found.versions}
-        results["runs"].append(record | begun | dataclasses.asdict(run))
+            run = _run_contender(job, contender, environment_of_system, folder, Path(scratch), options.quick)
+        record = {
+            "job": job.name,
+            "contender": contender.name,
+            "repeat": repeat,
+            "versions": environment_of_system.versions,
+        }
+        results["runs"].append(record | origin | dataclasses.asdict(run))
         _write(results, path)
         row = report.summarise(results["runs"][-1:])[job.name][contender.name]
         print(repeat, job.name, report.cells(contender.name, row), run.problem or "", flush=True)
@@ -91,13 +100,13 @@ def _measure(given: argparse.Namespace, results: dict[str, Any], path: Path | No
 def missing(
     runs: list[dict[str, Any]], jobs: list[Job], systems: tuple[str, ...], repeats: int
 ) -> Iterator[tuple[int, Job, Contender]]:
-    """The runs that are not there yet, contenders taking turns."""
-    done = {(run["job"], run["contender"], run["repeat"]) for run in runs}
+    """The runs that the results lack, contenders taking turns."""
+    measured = {(run["job"], run["contender"], run["repeat"]) for run in runs}
     for repeat in range(repeats):
         for job in jobs:
             for contender in job.contenders:
-                wanted = contender.system in systems and is_possible(contender)
-                if wanted and (job.name, contender.name, repeat) not in done:
+                can_run = contender.system in systems and is_possible(contender)
+                if can_run and (job.name, contender.name, repeat) not in measured:
                     yield repeat, job, contender
 
 
@@ -128,30 +137,42 @@ def _flags() -> set[str]:
     return {flag for line in _cpuinfo() if line.startswith(("flags", "Features")) for flag in line.split()}
 
 
-def _environments(given: argparse.Namespace, results: dict[str, Any]) -> dict[str, Environment]:
-    found = {}
-    for system in given.systems:
+def _environments(options: argparse.Namespace, results: dict[str, Any]) -> dict[str, Environment]:
+    environments = {}
+    for system in options.systems:
         try:
-            found[system] = environment(system, Path(given.environments).expanduser(), given.rebuild)
-        except Unavailable as why:
-            results["left_out"][system] = f"{system}, because {why}."
+            environments[system] = environment(system, Path(options.environments).expanduser(), options.rebuild)
+        except Unavailable as reason:
+            results["left_out"][system] = f"{system}, because {reason}."
             print(f"Left out: {results['left_out'][system]}", flush=True)
         else:
             results["left_out"].pop(system, None)
-            results["versions"][system] = found[system].versions
-            compile_modules(found[system].python, ROOT / "raypfl", ROOT / "benchmarks")
-    return found
+            results["versions"][system] = environments[system].versions
+            compile_modules(environments[system].python, ROOT / "raypfl", ROOT / "benchmarks")
+    return environments
 
 
-def _one(job: Job, contender: Contender, found: Environment, folder: Path, scratch: Path, quick: bool) -> Run:
+def _run_contender(
+    job: Job, contender: Contender, environment: Environment, folder: Path, scratch: Path, quick: bool
+) -> Run:
+    """Run a job with a contender in its environment, with samples in `folder`."""
     source, files = prepare(job.noise, folder)
-    cohort = min(job.cohort, QUICK_COHORT) if quick and job.method != "evaluation" else job.cohort
-    report_file, order = scratch / "report", scratch / "order.json"
+    cohort = job.cohort
+    patience = Patience(rounds=job.rounds)
+    if quick:
+        patience = Patience(settle=1.0, rounds=1, seconds=1.0, limit=60.0)
+        if job.method != "evaluation":  # which evaluates every client, whatever the cohort
+            cohort = min(job.cohort, QUICK_COHORT)
+
+    report_file = scratch / "report"
+    order = scratch / "order.json"
     job.order(contender, source, files, report_file, cohort).write(order)
-    patience = Patience(settle=1.0, rounds=1, seconds=1.0, limit=60.0) if quick else Patience(rounds=job.rounds)
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={contender.processes}"]
-    start = [found.python, *(launcher if contender.by_torchrun else []), "-m", "benchmarks.peers.contender"]
-    return measure([*start, contender.system, str(order)], report_file, patience)
+
+    command = [environment.python]
+    if contender.by_torchrun:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={contender.processes}"]
+    command += ["-m", "benchmarks.peers.contender", contender.system, str(order)]
+    return measure(command, report_file, patience)
 
 
 def _read(path: Path | None) -> dict[str, Any]:

@@ -26,7 +26,8 @@ def prepare(noise: Noise, folder: Path) -> tuple[dict[str, Any], Path]:
     -------
     ``data`` and ``partition`` of a raypfl experiment, and the folder of the files.
     """
-    source, files = noise.source(store(folder)), folder / noise.name
+    source = noise.source(store(folder))
+    files = folder / noise.name
     if not (files / "about.json").exists():
         described = raypfl.Experiment(**source)
         write(load_federated(described.data, described.partition, seed=0), files)

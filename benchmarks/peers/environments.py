@@ -15,7 +15,7 @@ import torch
 import raypfl
 
 PACKAGES = ("flwr", "pfl", "fluke-fl", "torch", "ray", "numpy")
-"""Whose versions are written down, where they are installed."""
+"""Packages whose versions are recorded, where they are installed."""
 
 ASK = """
 import importlib.metadata, json, platform, sys
@@ -28,7 +28,7 @@ print(json.dumps(found))
 
 
 class Unavailable(Exception):
-    """A sentence: why a system cannot be measured here."""
+    """Raised with the reason why a system cannot be measured on this machine."""
 
 
 @dataclass(frozen=True)
@@ -95,13 +95,13 @@ def find_uv() -> str:
     Unavailable : if there is none.
     """
     beside = Path(sys.executable).parent / "uv"
-    found = str(beside) if beside.exists() else shutil.which("uv")
-    if found is None:
+    uv = str(beside) if beside.exists() else shutil.which("uv")
+    if uv is None:
         raise Unavailable(
             f"there is no uv beside {Path(sys.executable).name} or on the PATH to make an environment with; "
             "`make install` brings it, and so does `pip install uv`"
         )
-    return found
+    return uv
 
 
 def _build(recipe: Recipe, place: Path) -> None:
@@ -126,8 +126,8 @@ def _python(recipe: Recipe) -> str:
 
 
 def _attempt(command: list[str]) -> None:
-    kept = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH")}
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=kept)
-    if done.returncode:
-        lines = [line.strip() for line in done.stdout.splitlines() if line.strip()] or ["(it says nothing)"]
+    variables = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH")}
+    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=variables)
+    if result.returncode:
+        lines = [line.strip() for line in result.stdout.splitlines() if line.strip()] or ["(it says nothing)"]
         raise Unavailable(f"it could not be installed: `{Path(command[0]).name} {command[1]}` says: {lines[-1]}")

@@ -1,4 +1,4 @@
-"""What is measured, and who is measured at it."""
+"""The jobs, and the contenders that are measured at them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Contender:
     Attributes
     ----------
     system : a module of ``benchmarks.peers.systems``.
-    processes : that work at a time; ``torchrun`` starts them where the system does not.
-    options : its own settings.
-    needs : a CPU flag, one of several, without which it is left out.
+    processes : the processes that work at a time; ``torchrun`` starts them where the system does not.
+    options : the system's settings.
+    needs : CPU flags, of which one is needed.
     """
 
     name: str
@@ -60,8 +60,8 @@ class Job:
 
     Attributes
     ----------
-    rounds : that are counted in a run, at least.
-    left_out : contender -> why it is not measured.
+    rounds : the least number of rounds that are counted in a run.
+    left_out : contender -> the reason why it is not measured.
     """
 
     name: str

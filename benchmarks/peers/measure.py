@@ -143,23 +143,23 @@ def _variables(scratch: str) -> dict[str, str]:
 
     Bytecode is kept, as on a user's machine.
     """
-    dropped = ("VIRTUAL_ENV", "RAY_ADDRESS", "MLFLOW_TRACKING_URI", "PYTHONDONTWRITEBYTECODE")
-    kept = {name: value for name, value in os.environ.items() if name not in dropped}
+    unset = ("VIRTUAL_ENV", "RAY_ADDRESS", "MLFLOW_TRACKING_URI", "PYTHONDONTWRITEBYTECODE")
+    variables = {name: value for name, value in os.environ.items() if name not in unset}
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     ray = {"RAY_worker_niceness": "0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": scratch}
     temporary = {"TMPDIR": scratch}  # a run that is killed leaves gigabytes of states behind
     quiet = {"FLWR_TELEMETRY_ENABLED": "0", "WANDB_MODE": "disabled", "PYTHONPATH": str(ROOT)}
-    return kept | threads | ray | temporary | quiet
+    return variables | threads | ray | temporary | quiet
 
 
 def _stop(process: subprocess.Popen[bytes], tree: set[Process]) -> None:
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(STOPPING)
-    alive = {found for found, _ in processes()}
-    for left in tree & alive:
+    alive = {running for running, _ in processes()}
+    for survivor in tree & alive:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(left.pid, signal.SIGKILL)
+            os.kill(survivor.pid, signal.SIGKILL)
     if process.poll() is None:
         process.kill()
     process.wait()

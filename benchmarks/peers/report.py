@@ -1,4 +1,4 @@
-"""From runs to statistics, ratios, a page and a picture."""
+"""Statistics, ratios, a page and a picture from the results of runs."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ class Summary:
 
     Attributes
     ----------
-    median, best : seconds a round, over the counted rounds of all runs; None if none was counted.
-    startup : median seconds to the end of the first round. memory : highest, in bytes.
-    rounds, runs : how many were counted.
-    problem : what went wrong in a run, if in any.
+    median, best : the seconds a round, over the counted rounds of all runs; None if none was counted.
+    startup : the median seconds to the end of the first round.
+    memory : the highest memory, in bytes.
+    rounds, runs : the numbers of counted rounds and of runs.
+    problem : the problem of a run, if there was any.
     chosen : the executor that a run of raypfl chose, and in how many runs if they differ; empty for the others.
     """
 
@@ -59,9 +60,9 @@ def summarise(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Summary]
     table: dict[str, dict[str, Summary]] = {}
     for job in JOBS:
         for contender in CONTENDERS:
-            mine = [run for run in runs if (run["job"], run["contender"]) == (job, contender.name)]
-            if mine:
-                table.setdefault(job, {})[contender.name] = _summary(mine)
+            of_contender = [run for run in runs if (run["job"], run["contender"]) == (job, contender.name)]
+            if of_contender:
+                table.setdefault(job, {})[contender.name] = _summary(of_contender)
     return table
 
 
@@ -89,12 +90,13 @@ def _chosen(runs: Sequence[Mapping[str, Any]]) -> str:
 
 @dataclass(frozen=True)
 class Target:
-    """A ratio that is to be reached.
+    """A target for a ratio.
 
     Attributes
     ----------
-    what : in words.
-    bound : the ratio. at_least : whether it is to be reached, or not exceeded.
+    what : the description.
+    bound : the ratio.
+    at_least : whether the bound is to be reached; else it must not be exceeded.
     above, below : (job, contenders) whose medians are divided; of several contenders the fastest counts.
     value : the `Summary` field that is divided: ``median`` or ``startup``.
     """
@@ -108,8 +110,11 @@ class Target:
 
     def measured(self, table: Mapping[str, Mapping[str, Summary]]) -> float | None:
         """The ratio; None if one of its sides was not measured."""
-        above, below = (self._side(table, *side) for side in (self.above, self.below))
-        return above / below if above is not None and below else None
+        above = self._side(table, *self.above)
+        below = self._side(table, *self.below)
+        if above is None or not below:
+            return None
+        return above / below
 
     def is_met(self, ratio: float) -> bool:
         return ratio >= self.bound if self.at_least else ratio <= self.bound
@@ -161,7 +166,7 @@ ALIKE: tuple[tuple[Contender, Contender], ...] = ((INLINE, PFL), (INLINE, FLUKE)
 
 
 def page(results: Mapping[str, Any]) -> str:
-    """What stands between the marks in the documentation, in Markdown."""
+    """The Markdown between the marks in the documentation."""
     table = summarise(results["runs"])
     picture = "![Seconds per round, by job and system](performance/peers.png)"
     parts = [_about(results), picture, _targets(table), _alike(table)]
@@ -170,23 +175,30 @@ def page(results: Mapping[str, Any]) -> str:
 
 
 def summary(results: Mapping[str, Any]) -> str:
-    """What stands between the marks in the README: each system at its fastest in fp32, on one process or two."""
+    """The Markdown between the marks in the README: each system at its fastest in fp32, on one process or two."""
     table = summarise(results["runs"])
-    systems = {"bare PyTorch loop": (BARE,), "raypfl": FP32, "Flower": (FLOWER,), "pfl-research": (PFL, PFL_TWO)}
-    systems["fluke"] = (FLUKE,)
+    systems: dict[str, tuple[Contender, ...]] = {
+        "bare PyTorch loop": (BARE,),
+        "raypfl": FP32,
+        "Flower": (FLOWER,),
+        "pfl-research": (PFL, PFL_TWO),
+        "fluke": (FLUKE,),
+    }
+
     lines = [_cells("", *systems), _cells(*["---"] * (1 + len(systems)))]
-    for job, what in IN_SHORT.items():
-        cells = {name: _fastest(table.get(job, {}), contenders) for name, contenders in systems.items()}
-        lines.append(_cells(what, *(f"**{text}**" if name == "raypfl" else text for name, text in cells.items())))
+    for job, description in IN_SHORT.items():
+        seconds = {name: _fastest(table.get(job, {}), contenders) for name, contenders in systems.items()}
+        seconds["raypfl"] = f"**{seconds['raypfl']}**"
+        lines.append(_cells(description, *seconds.values()))
     return "\n".join(lines) + "\n"
 
 
 def _fastest(rows: Mapping[str, Summary], contenders: Sequence[Contender]) -> str:
     medians = [rows[c.name].median for c in contenders if c.name in rows]
-    found = [median for median in medians if median is not None]
-    if found:
-        return f"{min(found):.2g}"
-    return f"over {Patience.limit:.0f}" if medians else "—"
+    counted = [median for median in medians if median is not None]
+    if counted:
+        return f"{min(counted):.2g}"
+    return f"over {Patience.limit:.0f}" if medians else "—"  # a run without a finished round took that long
 
 
 def _cells(*cells: str) -> str:
@@ -195,7 +207,9 @@ def _cells(*cells: str) -> str:
 
 def _about(results: Mapping[str, Any]) -> str:
     machine = results["machine"]
-    versions = {name: version for found in results["versions"].values() for name, version in found.items()}
+    versions = {}
+    for of_system in results["versions"].values():
+        versions.update(of_system)
     names = {"flwr": "Flower", "pfl": "pfl-research", "fluke-fl": "fluke"}
     systems = ", ".join(f"{names.get(n, n)} {versions[n]}" for n in ("raypfl", *names) if n in versions)
     lines = [
@@ -208,7 +222,7 @@ def _about(results: Mapping[str, Any]) -> str:
 
 
 def _origin(runs: Sequence[Mapping[str, Any]]) -> str:
-    """Of which commits the runs are, when they were made and beside what load."""
+    """The commits and dates of the runs, and the machine's load."""
     dates: dict[str, set[str]] = {}
     for run in runs:
         name = f"commit {run['commit']}" if run["commit"] else "no known commit"
@@ -224,10 +238,13 @@ def _span(days: Sequence[str]) -> str:
 
 def _each(results: Mapping[str, Any], package: str) -> str:
     """A package's version, or its versions by environment where they differ."""
-    found = {system: v[package] for system, v in results["versions"].items() if package in v and system != "bare"}
-    if len(set(found.values())) == 1:
-        return next(iter(found.values()))
-    return ", ".join(f"{version} ({system})" for system, version in found.items())
+    by_system = {}
+    for system, versions in results["versions"].items():
+        if package in versions and system != "bare":
+            by_system[system] = versions[package]
+    if len(set(by_system.values())) == 1:
+        return next(iter(by_system.values()))
+    return ", ".join(f"{version} ({system})" for system, version in by_system.items())
 
 
 def _targets(table: Mapping[str, Mapping[str, Summary]]) -> str:
@@ -235,21 +252,30 @@ def _targets(table: Mapping[str, Mapping[str, Summary]]) -> str:
     for target in TARGETS:
         ratio = target.measured(table)
         sign = "≥" if target.at_least else "≤"
-        said = (_times(ratio), "not measured" if ratio is None else "met" if target.is_met(ratio) else "not met")
-        lines.append(_cells(target.what, f"{sign} {target.bound:g}x", *said))
+        lines.append(_cells(target.what, f"{sign} {target.bound:g}x", _times(ratio), _verdict(target, ratio)))
     lines += [_memory_target(table, INLINE.name, "in one process"), _memory_target(table, ACTORS.name, "on two actors")]
     return "\n".join(lines)
 
 
+def _verdict(target: Target, ratio: float | None) -> str:
+    if ratio is None:
+        return "not measured"
+    return "met" if target.is_met(ratio) else "not met"
+
+
 def _memory_target(table: Mapping[str, Mapping[str, Summary]], contender: str, where: str) -> str:
     memory = getattr(table.get("population", {}).get(contender), "memory", None)
-    data = JOBS["population"].noise.bytes
-    said = ("—", "not measured") if memory is None else (_gib(memory), "met" if memory <= data + GIB else "not met")
-    return f"| `population`: memory {where}: the data and 1 GiB | ≤ {_gib(data + GIB)} | {said[0]} | {said[1]} |"
+    bound = JOBS["population"].noise.bytes + GIB
+    measured = "—"
+    verdict = "not measured"
+    if memory is not None:
+        measured = _gib(memory)
+        verdict = "met" if memory <= bound else "not met"
+    return f"| `population`: memory {where}: the data and 1 GiB | ≤ {_gib(bound)} | {measured} | {verdict} |"
 
 
 def _alike(table: Mapping[str, Mapping[str, Summary]]) -> str:
-    """Their median over ours, where both have as many processes at work."""
+    """The other systems' medians divided by raypfl's, where both have as many processes at work."""
     compared = []
     for job, rows in table.items():
         ratios = [_ratio(rows.get(theirs.name), rows.get(ours.name)) for ours, theirs in ALIKE]
@@ -263,7 +289,7 @@ def _alike(table: Mapping[str, Mapping[str, Summary]]) -> str:
 
 
 def _ratio(above: Summary | None, below: Summary | None) -> float | None:
-    """Of medians; None if one of them was not measured."""
+    """The ratio of two medians; None if one of them was not measured."""
     if above is None or below is None or above.median is None or not below.median:
         return None
     return above.median / below.median
@@ -277,7 +303,7 @@ def _job(name: str, rows: Mapping[str, Summary]) -> str:
         "| | s/round, median | min | speed-up over bare loop | start-up, s | memory | rounds counted |",
         "|---|---|---|---|---|---|---|",
     ]
-    notes = [f"- {left}: {why}." for left, why in JOBS[name].left_out.items()]
+    notes = [f"- {contender}: {reason}." for contender, reason in JOBS[name].left_out.items()]
     notes += [f"- {contender}: chose {row.chosen}." for contender, row in rows.items() if row.chosen]
     for contender, row in rows.items():
         lines.append(cells(contender, row, floor))
@@ -299,7 +325,9 @@ def _times(ratio: float | None) -> str:
 
 
 def _seconds(value: float | None) -> str:
-    return "—" if value is None else f"{value:.3g}" if value >= 1 else f"{value:.4f}"
+    if value is None:
+        return "—"
+    return f"{value:.3g}" if value >= 1 else f"{value:.4f}"
 
 
 def _gib(count: float) -> str:
@@ -307,15 +335,15 @@ def _gib(count: float) -> str:
 
 
 def insert(document: str, text: str, begin: str = BEGIN, end: str = END) -> str:
-    """A document with what stands between its marks replaced.
+    """Replace the text between the marks of a document.
 
     Raises
     ------
     ValueError : if it has not both marks, in their order.
     """
-    before, begun, rest = document.partition(begin)
-    _, ended, after = rest.partition(end)
-    if not begun or not ended:
+    before, begin_mark, rest = document.partition(begin)
+    _, end_mark, after = rest.partition(end)
+    if not begin_mark or not end_mark:
         raise ValueError(f"The page has no place for the table: put {begin} and {end} on lines of their own.")
     return f"{before}{begin}\n{text}{end}{after}"
 
@@ -328,16 +356,23 @@ def draw(results: Mapping[str, Any], path: Path) -> None:
     table = summarise(results["runs"])
     names = [c.name for c in CONTENDERS if any(c.name in rows for rows in table.values())]
     ink = "#222222"
+
     figure = Figure(figsize=(12, 5.6), facecolor="white", layout="constrained")
     axes = figure.add_subplot(facecolor="white")
     for at in range(0, len(table), 2):
         axes.axvspan(at - 0.5, at + 0.5, color="#f3f3f3", zorder=0)
+
     for i, name in enumerate(names):
-        marks = [(at, row.median) for at, rows in enumerate(table.values()) if (row := rows.get(name)) and row.median]
-        places = [at + 0.8 * ((i + 0.5) / len(names) - 0.5) for at, _ in marks]
-        marker = "o" if name.startswith("raypfl") else "D" if name == BARE.name else "s"
+        offset = 0.8 * ((i + 0.5) / len(names) - 0.5)
+        places = []
+        medians = []
+        for at, rows in enumerate(table.values()):
+            if name in rows and rows[name].median:
+                places.append(at + offset)
+                medians.append(rows[name].median)
         style = {"color": COLOURS[name], "markeredgecolor": ink, "markeredgewidth": 0.6, "markersize": 9}
-        axes.plot(places, [median for _, median in marks], marker, label=name, **style)
+        axes.plot(places, medians, _marker(name), label=name, **style)
+
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
@@ -350,8 +385,15 @@ def draw(results: Mapping[str, Any], path: Path) -> None:
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside upper center", ncols=5, frameon=False, labelcolor=ink)
+
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
+
+
+def _marker(contender: str) -> str:
+    if contender.startswith("raypfl"):
+        return "o"
+    return "D" if contender == BARE.name else "s"
 
 
 COLOURS = dict(

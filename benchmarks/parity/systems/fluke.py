@@ -92,18 +92,20 @@ class Watch(ClientObserver, FederationObserver):
 def run(order: Order) -> Mapping[str, Scores]:
     """The scores of ``personal`` and ``global`` models, as far as there are such."""
     dtype = torch.float64 if order.same else torch.float32
-    trains, tests = (Shards(order.files, split, dtype) for split in ("train", "test"))
+    trains = Shards(order.files, "train", dtype)
+    tests = Shards(order.files, "test", dtype)
     net = _network(order, trains)
     make_loader = partial(SameBatches, order=order) if order.same else loader
-    made = federation(ALGORITHMS[order.method], order.seed, trains, settings(order, net), make_loader)
-    if order.method == "fedrep":
-        for client in made.clients:
+    algorithm = federation(ALGORITHMS[order.method], order.seed, trains, settings(order, net), make_loader)
+    if order.method == "fedrep":  # whose clients would otherwise share one first model
+        for client in algorithm.clients:
             client.model = EncoderGlobalHeadLocalNet(deepcopy(net))
-    made.server.get_eligible_clients = lambda _: [made.clients[k] for k in order.cohorts[made.rounds]]
-    watch = Watch(made, len(order.cohorts))
-    made.set_callbacks(watch)
-    made.run(n_rounds=len(order.cohorts), eligible_perc=len(order.cohorts[0]) / len(trains))
-    return _scores(order, made, watch.last, net, [tests.client(k) for k in range(len(tests))])
+
+    algorithm.server.get_eligible_clients = lambda _: [algorithm.clients[k] for k in order.cohorts[algorithm.rounds]]
+    watch = Watch(algorithm, len(order.cohorts))
+    algorithm.set_callbacks(watch)
+    algorithm.run(n_rounds=len(order.cohorts), eligible_perc=len(order.cohorts[0]) / len(trains))
+    return _scores(order, algorithm, watch.last, net, [tests.client(k) for k in range(len(tests))])
 
 
 def settings(order: Order, net: EncoderHeadNet) -> dict[str, Any]:
@@ -160,6 +162,6 @@ def _scores(
 if __name__ == "__main__":
     torch.set_num_threads(1)
     scores = []
-    for given in json.loads(Path(sys.argv[1]).read_text()):
-        scores.append(run(Order(**given)))
+    for fields in json.loads(Path(sys.argv[1]).read_text()):
+        scores.append(run(Order(**fields)))
         Path(sys.argv[2]).write_text(json.dumps(scores))

@@ -63,8 +63,8 @@ def client_app(text: str) -> ClientApp:
         x, y = shards.client(int(context.node_config["partition-id"]))
         received = message.content["arrays"].to_torch_state_dict()
         if order.method == "ditto":
-            kept = context.state.get("personal")
-            net.load_state_dict(first(text) if kept is None else kept.to_torch_state_dict())
+            personal = context.state.get("personal")
+            net.load_state_dict(first(text) if personal is None else personal.to_torch_state_dict())
             fit(net, x, y, order, [received[name] for name, _ in net.named_parameters()])
             context.state["personal"] = ArrayRecord(net.state_dict())
         net.load_state_dict(received)

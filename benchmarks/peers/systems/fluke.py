@@ -38,11 +38,13 @@ def run(order: Order) -> None:
         algorithm = Ditto
         client |= {"model": net, "tau": order.epochs, "lam": order.lam}
         del client["optimizer"]["momentum"]
-    made = federation(algorithm, 0, shards, {"client": client, "server": {"weighted": True}, "model": net}, loader)
-    made.set_callbacks(Timed(Stamps(order.report)))
-    made.run(
-        n_rounds=ENDLESS, eligible_perc=(order.cohort + 0.5) / order.clients if order.cohort < order.clients else 1
-    )
+    settings = {"client": client, "server": {"weighted": True}, "model": net}
+    simulation = federation(algorithm, 0, shards, settings, loader)
+    simulation.set_callbacks(Timed(Stamps(order.report)))
+    share = 1.0
+    if order.cohort < order.clients:
+        share = (order.cohort + 0.5) / order.clients
+    simulation.run(n_rounds=ENDLESS, eligible_perc=share)
 
 
 def training(batch: int, epochs: int, lr: float) -> dict[str, Any]:
