@@ -18,13 +18,14 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 def test_actors_grow_and_shrink_with_the_cluster_and_pools_of_any_shape_give_the_same_bits(tmp_path: Path, monkeypatch):
     program = [sys.executable, "-m", "tests.support.changing_cluster", str(tmp_path)]
-    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    result = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout.splitlines()[-1])
+
     monkeypatch.setenv(FOLDER, str(tmp_path))
     inline = raypfl.run(ray_experiment(tmp_path / "inline", engine__backend="inline"))
-    assert found["hashes"] == [inline.weights_hash] * 3
-    assert (found["before"], found["after"]) == (1, 3)
-    assert "The cluster has changed: the run now has 3 client actors, not 1." in found["warned"]
-    assert "The cluster has changed: the run now has 1 client actors, not 3." in found["warned"]
-    assert found["demand"] == [[{"CPU": 1.0}, 3]]  # of four actors, three wait for an autoscaler's nodes
+    assert report["hashes"] == [inline.weights_hash] * 3
+    assert (report["before"], report["after"]) == (1, 3)
+    assert "The cluster has changed: the run now has 3 client actors, not 1." in report["warned"]
+    assert "The cluster has changed: the run now has 1 client actors, not 3." in report["warned"]
+    assert report["demand"] == [[{"CPU": 1.0}, 3]]  # of four actors, three wait for an autoscaler's nodes

@@ -24,7 +24,7 @@ CLUSTER = ROOT / "cluster"
 RAY_UP = ["aws", "on-premise"]
 KUBERAY = ["kubernetes-cluster", "kubernetes-job"]
 CRDS = os.environ.get("RAYPFL_KUBERAY_CRDS")
-"""A folder with KubeRay's resource definitions, `ray.io_*.yaml`, as in its repository: they are 2 MB, and not ours."""
+"""A folder with KubeRay's resource definitions, `ray.io_*.yaml`; they are 2 MB of another project."""
 
 DISK = {"DeviceName": str, "Ebs": {"VolumeSize": int, "VolumeType": str}}
 MACHINE = {
@@ -45,7 +45,7 @@ PROVIDERS = {
         "available_node_types": {"head": MACHINE, "worker": MACHINE},
     },
 }
-"""What Ray lets pass unread in a file for `ray up`: keys, and what they hold, of which these files use some."""
+"""The parts of a file for `ray up` that Ray's own schema does not check: the keys that our files use, and types."""
 
 RESOURCES = {"requests": {"cpu": str, "memory": str}, "limits": {"cpu": str, "memory": str, "nvidia.com/gpu": str}}
 POD = {
@@ -75,7 +75,7 @@ KUBERNETES = {
     kind: {"apiVersion": str, "kind": str, "metadata": {"name": str, "generateName": str}, "spec": spec}
     for kind, spec in (("RayCluster", RAY_CLUSTER), ("RayJob", RAY_JOB), ("PersistentVolumeClaim", CLAIM))
 }
-"""The fields that our manifests use, of KubeRay's thousands: what checks them where its schemas are not given."""
+"""The fields that our manifests use, of KubeRay's thousands; they serve where KubeRay's schemas are absent."""
 
 
 def read(name: str) -> dict[str, Any]:
@@ -83,26 +83,32 @@ def read(name: str) -> dict[str, Any]:
 
 
 def unknown(value: Any, shape: Any, path: str = "") -> Iterator[str]:
-    """Where a value is not of a shape: a dict of known keys, a list of one shape, or a type."""
+    """The paths at which a value departs from a shape: a dict of known keys, a list of one shape, or a type."""
     if isinstance(shape, dict) and isinstance(value, dict):
         for key, inner in value.items():
-            yield from unknown(inner, shape[key], f"{path}.{key}") if key in shape else [f"{path}.{key}"]
+            if key in shape:
+                yield from unknown(inner, shape[key], f"{path}.{key}")
+            else:
+                yield f"{path}.{key}"
     elif isinstance(shape, list) and isinstance(value, list):
-        for one in value:
-            yield from unknown(one, shape[0], path)
+        for item in value:
+            yield from unknown(item, shape[0], path)
     elif not (isinstance(shape, type) and type(value) is shape):
         yield path
 
 
 def closed(schema: Any) -> Any:
-    """A JSON schema that forbids unknown fields at every level that lists its own."""
+    """A JSON schema that forbids unknown fields at every level that lists its fields."""
     if isinstance(schema, list):
-        return [closed(one) for one in schema]
+        return [closed(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    inner = {key: closed(one) for key, one in schema.items()}
-    keeps = schema.get("x-kubernetes-preserve-unknown-fields") or "additionalProperties" in schema
-    return inner if keeps or "properties" not in schema else inner | {"additionalProperties": False}
+
+    inner = {key: closed(value) for key, value in schema.items()}
+    is_open = schema.get("x-kubernetes-preserve-unknown-fields") or "additionalProperties" in schema
+    if is_open or "properties" not in schema:
+        return inner
+    return inner | {"additionalProperties": False}
 
 
 def mistyped(document: Any) -> Iterator[tuple[str, Any]]:
@@ -123,14 +129,15 @@ def test_ray_up_takes_the_file(name: str):
 
     config = read(name)
     validate_config(prepare_config(config))
-    ours = PROVIDERS[config["provider"]["type"]]
-    assert not list(unknown({key: config[key] for key in ours}, ours))
+    shape = PROVIDERS[config["provider"]["type"]]
+    assert not list(unknown({key: config[key] for key in shape}, shape))
+
     for target, source in config["file_mounts"].items():
         assert source.startswith("~") or (ROOT / source).exists(), target
 
 
 @pytest.mark.parametrize("name", RAY_UP)
-def test_no_command_of_a_cluster_stops_the_ray_of_others_or_opens_one_to_everybody(name: str):
+def test_no_command_of_a_cluster_stops_another_ray_or_opens_one_to_everybody(name: str):
     config = read(name)
     starts = config["head_start_ray_commands"] + config["worker_start_ray_commands"]
     assert len(starts) == 2 and not any("ray stop" in command or "0.0.0.0" in command for command in starts)
@@ -139,7 +146,9 @@ def test_no_command_of_a_cluster_stops_the_ray_of_others_or_opens_one_to_everybo
 
 
 def ray_starts() -> Iterator[str]:
-    for file in (*(CLUSTER / f"{name}.yaml" for name in RAY_UP), CLUSTER / "README.md", CLUSTER / "slurm.sh"):
+    """The options of every `ray start` in the launchers and their page."""
+    launchers = [CLUSTER / f"{name}.yaml" for name in RAY_UP]
+    for file in (*launchers, CLUSTER / "README.md", CLUSTER / "slurm.sh"):
         text = re.sub(r"\\\n", " ", file.read_text())
         yield from re.findall(r"^[^#`\n]*?\bray start (--[^`\n#]*)", text, re.MULTILINE)
 
@@ -147,12 +156,12 @@ def ray_starts() -> Iterator[str]:
 def test_every_ray_start_has_options_that_ray_knows():
     from ray.scripts.scripts import start
 
-    found = list(ray_starts())
-    assert len(found) >= 7
-    known = {option for parameter in start.params for option in parameter.opts}
-    for line in found:
+    lines = list(ray_starts())
+    assert len(lines) >= 7
+    options = {option for parameter in start.params for option in parameter.opts}
+    for line in lines:
         used = {word.partition("=")[0].rstrip("'") for word in line.split() if word.startswith("--")}
-        assert used <= known, line
+        assert used <= options, line
 
 
 @pytest.mark.parametrize("name", [*KUBERAY, "kubernetes-storage"])
@@ -168,57 +177,69 @@ def test_a_manifest_has_no_field_that_is_unknown(name: str):
 @pytest.mark.parametrize("name", KUBERAY)
 def test_kubernetes_takes_the_manifest(name: str):
     document = read(name)
-    definition = yaml.load(
-        (Path(CRDS or "") / f"ray.io_{document['kind'].lower()}s.yaml").read_text(), yaml.CSafeLoader
-    )
-    (version,) = [one for one in definition["spec"]["versions"] if f"ray.io/{one['name']}" == document["apiVersion"]]
+    file = Path(CRDS or "") / f"ray.io_{document['kind'].lower()}s.yaml"
+    definition = yaml.load(file.read_text(), yaml.CSafeLoader)
+    versions = {f"ray.io/{version['name']}": version for version in definition["spec"]["versions"]}
+    version = versions[document["apiVersion"]]
     schema = closed(version["schema"]["openAPIV3Schema"])
     schema["properties"]["metadata"] = {"type": "object"}  # Kubernetes' own
+
     validator = jsonschema.Draft202012Validator(schema)
     assert not list(validator.iter_errors(document))
     for key, wrong in mistyped({"spec": document["spec"]}):
-        free = "rayStartParams" in key or any(f"{limit}." in key for limit in ("requests", "limits"))
-        assert free or list(validator.iter_errors(document | wrong)), key
+        takes_any_key = "rayStartParams" in key or any(f"{limit}." in key for limit in ("requests", "limits"))
+        assert takes_any_key or list(validator.iter_errors(document | wrong)), key
 
 
 def test_a_job_has_the_cluster_that_stays_and_a_command_that_continues():
-    cluster, job = read("kubernetes-cluster")["spec"], read("kubernetes-job")["spec"]
+    cluster = read("kubernetes-cluster")["spec"]
+    job = read("kubernetes-job")["spec"]
     assert job["rayClusterSpec"] == cluster
+
     versions = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split() if "==" in line)
     assert cluster["rayVersion"] == versions["ray"]
+
+    head = cluster["headGroupSpec"]["template"]["spec"]
     program, command, recipe, *words = job["entrypoint"].split()
     (experiment,) = experiments(RECIPES.text(recipe), [word for word in words if "=" in word])
-    (mount,) = cluster["headGroupSpec"]["template"]["spec"]["containers"][0]["volumeMounts"]
+    (mount,) = head["containers"][0]["volumeMounts"]
     assert (program, command, words[-2]) == ("raypfl", "run", "--run-dir")
     assert {Path(words[-1]).parts[1], Path(experiment.output).parts[1]} == {Path(mount["mountPath"]).name}
-    (volume,) = cluster["headGroupSpec"]["template"]["spec"]["volumes"]
+    (volume,) = head["volumes"]
     assert volume["persistentVolumeClaim"]["claimName"] == read("kubernetes-storage")["metadata"]["name"]
 
 
-def checked(tool: str, file: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    found = shutil.which(tool, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
-    assert found is not None, f"{tool} is not installed; it comes with raypfl[dev]"
-    return subprocess.run([found, *options, str(file)], capture_output=True, text=True)
+def lint(tool: str, file: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run a linter of the environment, or another on the PATH."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    program = shutil.which(tool, path=path)
+    assert program is not None, f"{tool} is not installed; it comes with raypfl[dev]"
+    return subprocess.run([program, *options, str(file)], capture_output=True, text=True)
 
 
 def test_shellcheck_finds_nothing_in_the_script_for_slurm():
-    done = checked("shellcheck", CLUSTER / "slurm.sh")
-    assert done.returncode == 0, done.stdout
+    result = lint("shellcheck", CLUSTER / "slurm.sh")
+    assert result.returncode == 0, result.stdout
 
 
 def test_hadolint_finds_nothing_in_the_container_file():
-    done = checked("hadolint", CLUSTER / "Containerfile", "--no-color")
-    assert done.returncode == 0, done.stdout
+    result = lint("hadolint", CLUSTER / "Containerfile", "--no-color")
+    assert result.returncode == 0, result.stdout
 
 
-def test_the_image_has_a_python_that_raypfl_runs_on_and_all_that_its_package_needs():
+def test_the_image_has_a_supported_python_and_all_files_that_the_package_needs():
     lines = (CLUSTER / "Containerfile").read_text().splitlines()
     (base,) = [line for line in lines if line.startswith("FROM ")]
     assert re.search(r"python:3\.1[123]-", base)
-    copied = {word for line in lines if line.startswith("COPY ") for word in shlex.split(line)[1:-1]}
+
+    copied = set()
+    for line in lines:
+        if line.startswith("COPY "):
+            copied.update(shlex.split(line)[1:-1])
     assert {"pyproject.toml", "constraints.txt", "README.md", "LICENSE", "raypfl"} == copied
 
 
-def test_the_page_leads_to_every_file():
+def test_the_page_names_every_file():
     page = (CLUSTER / "README.md").read_text()
-    assert not [file.name for file in CLUSTER.iterdir() if file.name != "README.md" and file.name not in page]
+    names = {file.name for file in CLUSTER.iterdir()} - {"README.md"}
+    assert not [name for name in names if name not in page]

@@ -1,4 +1,4 @@
-"""Nodes that die, freeze or cannot be reached in the middle of a run, which ends with an undisturbed one's bits."""
+"""A run ends with the bits of an undisturbed one although nodes die, freeze or cannot be reached."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import raypfl
-from raypfl.storage.checkpoints import last_round
-from tests.support.nodes import Node, Nodes, can_isolate
+from tests.support.nodes import Node, Nodes, can_isolate, rounds_saved, wait_for
 from tests.support.runs import experiment
 
 pytestmark = [
@@ -46,21 +45,15 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
     cluster.end()
 
 
-def wait_for(what: Callable[[], object], seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.2)
-
-
-def start(nodes: Nodes, where: Node, folder: Path, **changes: Any) -> subprocess.Popen[str]:
-    """Start a run with an actor on each node, whose results go to a folder; it has a checkpoint when this returns."""
+def start(nodes: Nodes, driver: Node, folder: Path, **changes: Any) -> subprocess.Popen[str]:
+    """Start a run with an actor on each node and results in a folder; return once it has a checkpoint."""
     on_nodes = {"engine__backend": "ray", "ray__address": nodes.address, "ray__actors": 2, "method__marks": folder}
     settings = SETTINGS | on_nodes | changes
     (folder / "mine.yaml").write_text(experiment(folder, **settings).to_yaml())
     command = [sys.executable, "-m", "raypfl", "run", str(folder / "mine.yaml"), "--run-dir", str(folder / "run")]
-    run = where.start(command, env=nodes.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    wait_for(lambda: (folder / "run/checkpoints").exists() and last_round(str(folder / "run/checkpoints")) >= 5)
+
+    run = driver.start(command, env=nodes.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    wait_for(lambda: rounds_saved(folder / "run") >= 5, seconds=120)
     return run
 
 
@@ -94,23 +87,33 @@ def has_a_raylet_that_freezes(worker: Node) -> None:
 def test_a_node_that_fails_changes_no_bit(tmp_path, nodes, undisturbed, happens):
     (worker,) = nodes.workers
     run = start(nodes, nodes.head, tmp_path)
+
     happens(worker)
     (tmp_path / "over").touch()
-    told, _ = run.communicate(timeout=300)
-    print(told)
+    output, _ = run.communicate(timeout=300)
+
+    print(output)
     assert run.returncode == 0 and hash_in(tmp_path) == undisturbed
-    wait_for(lambda: not any("Actor" in command for _, command in nodes.head.processes() if "Agent" not in command))
+
+    def no_actor_is_left() -> bool:
+        commands = [command for _, command in nodes.head.processes() if "Agent" not in command]
+        return not any("Actor" in command for command in commands)
+
+    wait_for(no_actor_is_left, seconds=120)
 
 
 def test_a_head_that_dies_ends_the_run_with_how_to_continue(tmp_path, nodes, undisturbed):
     nodes.environment["RAY_gcs_rpc_server_reconnect_timeout_s"] = "5"
     (worker,) = nodes.workers
     run = start(nodes, worker, tmp_path)
+
     nodes.head.end()
-    told, _ = run.communicate(timeout=300)
-    print(told)
-    assert run.returncode != 0 and f"raypfl resume {tmp_path / 'run'}" in told
-    wait_for(lambda: not any(command.startswith("ray::") for _, command in worker.processes()))
+    output, _ = run.communicate(timeout=300)
+
+    print(output)
+    assert run.returncode != 0 and f"raypfl resume {tmp_path / 'run'}" in output
+    wait_for(lambda: not any(command.startswith("ray::") for _, command in worker.processes()), seconds=120)
+
     (tmp_path / "over").touch()
     resumed = raypfl.resume(tmp_path / "run", overrides=["engine.backend=inline"])
     assert resumed.weights_hash == undisturbed

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import raypfl
-from tests.support.nodes import Node, Nodes, can_isolate
+from tests.support.nodes import Nodes, can_isolate
 from tests.support.runs import experiment
 
 pytestmark = pytest.mark.skipif(not can_isolate(), reason="this machine allows no namespaces")
@@ -31,7 +31,7 @@ except raypfl.RaypflError as error:
 """
 
 OWN_DISK = Path("/tmp/own")
-"""A folder that each node has for itself."""
+"""A folder that is another one on each node."""
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pair(shared: Path) -> Iterator[Nodes]:
-    """A head without CPUs, and a worker with two; what has run there may still be in their caches."""
+    """A head without CPUs, and a worker with two; earlier tests may have filled their caches."""
     nodes = Nodes([0, 2], visible=[shared])
     yield nodes
     nodes.end()
@@ -56,23 +56,23 @@ def on_nodes(nodes: Nodes, folder: Path, **changes: Any) -> Path:
     return file
 
 
-def told(nodes: Nodes, file: Path, where: Node | None = None, **options: Any) -> str:
-    """What a run says at its end that is started on the head, or on another node."""
-    done = nodes.python(where or nodes.head, "-c", RUN, str(file), **options)
-    lines = [line for line in done.stdout.splitlines() if line.startswith(("END ", "SENTENCE "))]
-    assert len(lines) == 1, done.stdout + done.stderr
+def last_words(nodes: Nodes, file: Path, **options: Any) -> str:
+    """Start a run on the head; return the line that it prints at its end."""
+    result = nodes.python(nodes.head, "-c", RUN, str(file), **options)
+    lines = [line for line in result.stdout.splitlines() if line.startswith(("END ", "SENTENCE "))]
+    assert len(lines) == 1, result.stdout + result.stderr
     return lines[0]
 
 
-def ended(nodes: Nodes, file: Path, where: Node | None = None, **options: Any) -> dict[str, Any]:
-    """The end of a run that does not fail: its hash, its warnings, its number of actors."""
-    end = told(nodes, file, where, **options)
-    assert end.startswith("END "), end
-    return json.loads(end.removeprefix("END "))
+def outcome(nodes: Nodes, file: Path, **options: Any) -> dict[str, Any]:
+    """Start a run on the head that must not fail; return its hash, warnings and number of actors."""
+    line = last_words(nodes, file, **options)
+    assert line.startswith("END "), line
+    return json.loads(line.removeprefix("END "))
 
 
 def write_images(folder: Path, count: int) -> None:
-    """Noise in two classes, as ``npy`` reads it: 12 KB an image."""
+    """Write noise in two classes, as ``npy`` reads it: 12 KB an image."""
     folder.mkdir(parents=True)
     draw = np.random.default_rng(0)
     np.save(folder / "image.npy", draw.integers(0, 256, (count, 64, 64, 3), dtype=np.uint8))
@@ -83,12 +83,14 @@ def test_data_that_only_the_driver_has_reach_each_node_once(pair, shared, tmp_pa
     (worker,) = pair.workers
     write_images(pair.head.disk(OWN_DISK / "images"), 2000)
     settings = {"data": f"{{name: npy, root: {OWN_DISK}/images}}", "rounds": 2, "model": "{name: mlp, hidden: [4]}"}
+
     before = worker.received
-    result = ended(pair, on_nodes(pair, shared, ray__actors=2, **settings))
+    result = outcome(pair, on_nodes(pair, shared, ray__actors=2, **settings))
     size = sum(file.stat().st_size for file in worker.disk(Path("/tmp/cache")).rglob("*.arrow"))
     print(f"{(worker.received - before) / 1e6:.1f} MB received for {size / 1e6:.1f} MB of data")
     assert result["actors"] == 2 and size > 24e6
     assert size < worker.received - before < 1.5 * size
+
     write_images(tmp_path / "images", 2000)
     settings["data"] = f"{{name: npy, root: {tmp_path}/images}}"
     assert raypfl.run(experiment(tmp_path, **settings)).weights_hash == result["hash"]
@@ -97,23 +99,24 @@ def test_data_that_only_the_driver_has_reach_each_node_once(pair, shared, tmp_pa
 @pytest.mark.slow
 def test_a_server_is_on_another_node_only_if_that_reaches_its_checkpoints(pair, shared, tmp_path):
     large = {"ray__actors": 1, "ray__cpus_for_server": 1}
-    sentence = told(pair, on_nodes(pair, shared, **large))
+    sentence = last_words(pair, on_nodes(pair, shared, **large))
     assert "The server reserves 1 CPUs and 0 GPUs, which this node does not have" in sentence
     assert "Set checkpoint.location to an address that all nodes can reach" in sentence
-    result = ended(pair, on_nodes(pair, shared, **large, checkpoint__location=f"file://{shared}/checkpoints"))
+
+    result = outcome(pair, on_nodes(pair, shared, **large, checkpoint__location=f"file://{shared}/checkpoints"))
     assert result["hash"] == raypfl.run(experiment(tmp_path)).weights_hash
 
 
 @pytest.mark.slow
-def test_a_broadcast_goes_once_to_a_node(pair, shared, tmp_path):
+def test_a_broadcast_is_sent_once_to_a_node(pair, shared, tmp_path):
     (worker,) = pair.workers
-    model, settings = (
-        4 * 16_000 * (64 + 10),
-        {"model": "{name: mlp, hidden: [16000]}", "method": "fedavg", "rounds": 12},
-    )
+    settings = {"model": "{name: mlp, hidden: [16000]}", "method": "fedavg", "rounds": 12}
+    model = 4 * 16_000 * (64 + 10)
+
     before = worker.received
-    result = ended(pair, on_nodes(pair, shared, ray__actors=2, evaluation__every=0, **settings))
+    result = outcome(pair, on_nodes(pair, shared, ray__actors=2, evaluation__every=0, **settings))
     arrived = worker.received - before
+
     print(f"{arrived / 1e6:.0f} MB arrived in 12 rounds, for two actors, of a model of {model / 1e6:.1f} MB")
     assert 12 * model < arrived < 1.2 * 12 * model
     assert result["hash"] == raypfl.run(experiment(tmp_path, evaluation__every=0, **settings)).weights_hash
@@ -141,12 +144,13 @@ def test_a_sweep_or_study_whose_output_another_node_lacks_is_refused_before_anyt
     output = OWN_DISK / command
 
     def refusal() -> str:
-        done = pair.python(pair.head, "-m", "raypfl", command, str(file), f"output={output}", "--quiet")
-        assert done.returncode == 2, done.stdout + done.stderr
-        return " ".join(done.stderr.split())
+        result = pair.python(pair.head, "-m", "raypfl", command, str(file), f"output={output}", "--quiet")
+        assert result.returncode == 2, result.stdout + result.stderr
+        return " ".join(result.stderr.split())
 
     assert f"on node {worker.address} there is no such folder. Nothing was started. Set output to" in refusal()
     assert not list(pair.head.disk(output).rglob("*.yaml"))
+
     elsewhere = output if command == "tune" else output / "cells"
     for folder in (elsewhere, elsewhere / "tune"):
         worker.disk(folder).mkdir(parents=True, exist_ok=True)
@@ -177,14 +181,13 @@ def pulled(clients, lam):
 
 
 @pytest.mark.slow
-def test_modules_of_ones_own_reach_other_nodes_with_what_they_import(pair, shared, tmp_path, monkeypatch):
-    mine = pair.head.disk(OWN_DISK / "mine")
-    for folder in (mine, tmp_path):
+def test_a_users_modules_reach_other_nodes_with_their_imports(pair, shared, tmp_path, monkeypatch):
+    for folder in (pair.head.disk(OWN_DISK / "mine"), tmp_path):
         folder.mkdir(exist_ok=True, parents=True)
         (folder / "my_methods.py").write_text(OWN_METHOD)
         (folder / "my_losses.py").write_text(OWN_LOSSES)
     monkeypatch.syspath_prepend(tmp_path)
     changes = {"method": "my_methods:Mine", "method__lam": 0.25}
     file = on_nodes(pair, shared, ray__actors=2, **changes)
-    result = ended(pair, file, folder=OWN_DISK / "mine")
+    result = outcome(pair, file, folder=OWN_DISK / "mine")
     assert result["hash"] == raypfl.run(experiment(tmp_path, **changes)).weights_hash

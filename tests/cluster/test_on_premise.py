@@ -1,4 +1,4 @@
-"""cluster/README.md's paths for machines of one's own, followed to the letter on three that this one pretends to be."""
+"""cluster/README.md's ways for machines of one's own, followed to the letter on three simulated machines."""
 
 from __future__ import annotations
 

@@ -13,9 +13,12 @@ import os
 import secrets
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from raypfl.storage.checkpoints import last_round
 
 ROOT = Path(__file__).parents[2]
 NETWORK = "10.77.0"
@@ -251,3 +254,22 @@ def can_isolate() -> bool:
         return False
     machine.end()
     return True
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 300) -> None:
+    """Wait until a condition holds.
+
+    Raises
+    ------
+    AssertionError : if it does not within so many seconds.
+    """
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.2)
+
+
+def rounds_saved(run_dir: Path) -> int:
+    """Return the round of a run's newest checkpoint; 0 if there is none."""
+    checkpoints = run_dir / "checkpoints"
+    return last_round(str(checkpoints)) if checkpoints.exists() else 0
