@@ -1,4 +1,4 @@
-"""How a client comes by its model is a program: exchanges as in a round, apart from training, and then forgotten."""
+"""Making a client's model takes exchanges like a round's, which are apart from training and leave no state."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NEWCOMERS = {"data__unseen_fraction": 0.25, "evaluation__protocols": ["local", "
 
 
 class Shifted(FedAvg):
-    """Sends each client the global model, shifted by its number, and changes everything that it can reach."""
+    """Send each client the global model, shifted by its number; on purpose, change every state within reach."""
 
     def personalize(self, server, cohort):
         shifts = torch.tensor(cohort.ids).float()[:, None] / 100
@@ -38,12 +38,12 @@ class Shifted(FedAvg):
         clients.state["theta"] = theta
 
     def personal_model(self, clients, server):
-        clients.state["judged"] = clients.state["theta"]
+        clients.state["evaluated"] = clients.state["theta"]
         return clients.state["theta"]
 
 
 class ShiftedAlone(FedAvg):
-    """The same without an exchange: what each client must be judged with."""
+    """Make the models of `Shifted` without an exchange, as a reference."""
 
     def personal_model(self, clients, server):
         shifts = torch.tensor(clients.ids).float()[:, None] / 100
@@ -53,17 +53,19 @@ class ShiftedAlone(FedAvg):
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_clients_known_and_new_are_judged_with_what_the_exchanges_gave_them_and_nothing_stays(tmp_path, executor):
+def test_known_and_new_clients_are_evaluated_with_models_from_exchanges_that_leave_no_state(tmp_path, executor):
     base = experiment(tmp_path, rounds=3, engine__executor=executor, **NEWCOMERS)
-    result, alone = (raypfl.run(base.replace(method=method)) for method in (Shifted(), ShiftedAlone()))
+    result = raypfl.run(base.replace(method=Shifted()))
+    alone = raypfl.run(base.replace(method=ShiftedAlone()))
+
     assert set(pc.unique(result.evaluations["model"]).to_pylist()) == {"personal", "global"}
     assert result.evaluations.equals(alone.evaluations)
     assert result.weights_hash == alone.weights_hash and result.client_state(3) == {}
     assert result.rounds["bytes_down"].equals(alone.rounds["bytes_down"]) and result.megabytes == alone.megabytes
 
 
-class Watched(Shifted):
-    """Counts the clients of its cohorts, which a list remembers."""
+class RecordsCohorts(Shifted):
+    """Append the clients of each cohort of an evaluation to a list."""
 
     def personalize(self, server, cohort):
         assert bool(torch.isfinite(server["theta"]).all()) and "more" not in server
@@ -74,61 +76,77 @@ class Watched(Shifted):
 COHORTS: list[tuple[int, bool, tuple[int, ...]]] = []
 
 
-def test_nobody_is_left_out_and_no_cohort_is_larger_than_in_training(tmp_path):
+def test_every_client_gets_a_model_in_cohorts_no_larger_than_in_training(tmp_path):
     COHORTS.clear()
     base = experiment(tmp_path, cohort__size=4, rounds=1, evaluation__every=1, **NEWCOMERS)
-    result = raypfl.run(base.replace(method=Watched()))
+    result = raypfl.run(base.replace(method=RecordsCohorts()))
+
     new = set(result.evaluations.filter(pc.field("protocol") == "unseen")["client"].to_pylist())
-    by_kind = {kind: [ids for _, unseen, ids in COHORTS if unseen is kind] for kind in (False, True)}
-    assert len(new) == 3 and by_kind[True] == [tuple(sorted(new))]
-    assert sorted(c for ids in by_kind[False] for c in ids) == sorted(set(range(12)) - new)
-    assert [len(ids) for ids in by_kind[False]] == [3, 3, 3] and {number for number, _, _ in COHORTS} == {1}
+    new_cohorts = [ids for _, unseen, ids in COHORTS if unseen is True]
+    known_cohorts = [ids for _, unseen, ids in COHORTS if unseen is False]
+
+    assert len(new) == 3 and new_cohorts == [tuple(sorted(new))]
+    assert sorted(client for ids in known_cohorts for client in ids) == sorted(set(range(12)) - new)
+    assert [len(ids) for ids in known_cohorts] == [3, 3, 3] and {number for number, _, _ in COHORTS} == {1}
 
 
-def test_the_ledger_keeps_prediction_apart_and_a_hypernetwork_stays_at_home(tmp_path, monkeypatch):
-    taken, take = set(), Worker._writable
-    monkeypatch.setattr(Worker, "_writable", lambda self, array: taken.add(array.size) or take(self, array))
+def test_the_ledger_separates_prediction_and_a_hypernetwork_never_leaves_the_server(tmp_path, monkeypatch):
+    received = set()
+    writable = Worker._writable
+    monkeypatch.setattr(Worker, "_writable", lambda self, array: received.add(array.size) or writable(self, array))
+
     base = experiment(tmp_path, rounds=2, evaluation__every=2, cohort__size=6, **NEWCOMERS)
     result = raypfl.run(base.replace(method=Hypernetwork(size=7)))
-    (embed,), model = taken, result.metadata["parameters"]
+
+    (embed,) = received
+    model = result.metadata["parameters"]
     rows = result.ledger.to_pylist()
     messages = [("down", "embed", embed), ("up", "v", 7), ("down", "theta", model)]
-    predicted = [(r["direction"], r["name"], r["numbers"]) for r in rows if r["phase"] == "prediction"]
-    assert predicted == messages * 3  # two cohorts of known clients, one of new ones
+
+    prediction = [(r["direction"], r["name"], r["numbers"]) for r in rows if r["phase"] == "prediction"]
+    assert prediction == messages * 3  # two cohorts of known clients, one of new ones
     assert {r["round"] for r in rows if r["phase"] == "prediction"} == {2}
-    trained = [(r["direction"], r["name"], r["numbers"]) for r in rows if r["phase"] == "training"]
-    after = [("up", "step", model), ("down", "step", 7), ("up", "embed", embed)]
-    assert trained == [*messages, *after] * 2
+
+    training = [(r["direction"], r["name"], r["numbers"]) for r in rows if r["phase"] == "training"]
+    after_prediction = [("up", "step", model), ("down", "step", 7), ("up", "embed", embed)]
+    assert training == [*messages, *after_prediction] * 2
+
     down = [sum(r["clients"] * r["bytes"] for r in rows if r["phase"] == "training" and r["direction"] == "down")]
     assert [pc.sum(result.rounds["bytes_down"]).as_py()] == down
 
 
-def test_a_run_that_goes_on_is_judged_as_if_it_had_never_stopped(tmp_path):
+def test_a_resumed_run_is_evaluated_as_if_it_had_never_stopped(tmp_path):
     base = experiment(tmp_path, rounds=2, evaluation__every=1, checkpoint__every=1)
     base = base.override(["method=tests.support.prediction_methods:Hypernetwork"])
     half = raypfl.run(base.override(["rounds=1"]))
-    whole, resumed = raypfl.run(base), raypfl.resume(half.run_dir, overrides=["rounds=2"])
+
+    whole = raypfl.run(base)
+    resumed = raypfl.resume(half.run_dir, overrides=["rounds=2"])
     assert resumed.evaluations.equals(whole.evaluations) and resumed.ledger.equals(whole.ledger)
 
 
 class LooksAtTheServer(Shifted):
-    """What it is given takes an exchange, and it sees the server's state too, as it is without that exchange."""
+    """Read the server's state in `personal_model`, where the changes by `personalize` must not show."""
 
     def personal_model(self, clients, server):
         assert "theta" in server and "more" not in server
         return server["theta"] + clients.state["theta"] - clients.state["theta"]
 
 
-def test_a_model_that_takes_exchanges_may_need_the_servers_state_too(tmp_path):
+def test_a_model_from_exchanges_may_need_the_servers_state_too(tmp_path):
     base = experiment(tmp_path, rounds=2)
     rows = raypfl.run(base.replace(method=LooksAtTheServer())).evaluations.to_pylist()
-    of = {
-        m: [r["accuracy"] for r in rows if (r["model"], r["protocol"]) == (m, "local")] for m in ("global", "personal")
-    }
-    assert of["global"] == of["personal"] != []
+
+    accuracies = {"global": [], "personal": []}
+    for row in rows:
+        if row["protocol"] == "local":
+            accuracies[row["model"]].append(row["accuracy"])
+    assert accuracies["global"] == accuracies["personal"] != []
 
 
 class Diverges(Shifted):
+    """Train with a step size at which the loss overflows."""
+
     def keep(self, clients, theta):
         clients.state["theta"] = clients.sgd(clients.loss, theta, lr=1e30)
 
@@ -152,19 +170,19 @@ class Adrift(Diverges):
         (MistakenOnTheServer(), r"(?s)failed in the evaluation after round 1:.*'speed'.*keep"),
     ],
 )
-def test_what_goes_wrong_is_said_in_a_sentence(tmp_path, method, text):
+def test_a_failure_while_models_are_made_is_reported_in_a_sentence(tmp_path, method, text):
     with pytest.raises(RaypflError, match=text):
         raypfl.run(experiment(tmp_path, rounds=1).replace(method=method))
 
 
-def test_a_client_that_cannot_be_given_its_model_is_not_left_out_of_the_mean(tmp_path):
+def test_a_client_without_its_model_ends_the_run_rather_than_being_left_out_of_the_mean(tmp_path):
     skipping = experiment(tmp_path, rounds=1, failures__on_client_failure="skip", failures__retries=0)
     with pytest.raises(RaypflError, match=r"Client \d+ could not be given its model. Training diverged on client"):
         raypfl.run(skipping.replace(method=Adrift()))
 
 
 class Hiccups(Shifted):
-    """Fails at the first try of each group of clients that is given its models."""
+    """Raise at the first try of each group that gets its models."""
 
     def keep(self, clients, theta):
         if (clients.round, clients.ids) not in TRIED:
@@ -179,41 +197,49 @@ TRIED: list[tuple[int, tuple[int, ...]]] = []
 def test_clients_that_fail_to_get_their_models_are_tried_again(tmp_path):
     TRIED.clear()
     base = experiment(tmp_path, rounds=1, **NEWCOMERS)
-    result, calm = (raypfl.run(base.replace(method=method)) for method in (Hiccups(), Shifted()))
+    retried = raypfl.run(base.replace(method=Hiccups()))
+    smooth = raypfl.run(base.replace(method=Shifted()))
+
     assert sorted(client for _, ids in TRIED for client in ids) == list(range(12))
-    assert result.evaluations.equals(calm.evaluations) and result.ledger.equals(calm.ledger)
+    assert retried.evaluations.equals(smooth.evaluations) and retried.ledger.equals(smooth.ledger)
 
 
-def test_the_table_and_the_report_say_what_a_model_takes_beside_training(tmp_path):
+def test_the_table_and_the_report_show_the_messages_of_prediction(tmp_path):
     base = experiment(tmp_path, rounds=2, evaluation__every=1, **NEWCOMERS)
-    result, plain = (raypfl.run(base.replace(method=method)) for method in (Hypernetwork(size=7), FedAvg()))
+    result = raypfl.run(base.replace(method=Hypernetwork(size=7)))
+    plain = raypfl.run(base.replace(method=FedAvg()))
+
     (embed,) = pc.unique(result.ledger.filter(pc.field("name") == "embed")["numbers"]).to_pylist()
     down = 4 * (embed + result.metadata["parameters"]) / 1e3
     console = Console(record=True, width=100)
     outcome.show(console, [result, plain], {}, ["digits"], tmp_path)
     text = " ".join(console.export_text().split())
+
     assert text.count("takes another") == 1 and f"takes another 0.03 kB up and {down:,.2f} kB down" in text
-    sent = [message for one in group_runs([result]) for message in messages(one)]
+
+    sent = [message for group in group_runs([result]) for message in messages(group)]
     assert [message.phase for message in sent] == ["training"] * 6 + ["prediction"] * 3
-    trained = sum(message.megabytes for message in sent if message.phase == "training")
-    assert trained == pytest.approx(sum(result.megabytes))
-    pages = [report.write([one], tmp_path / "page.html").read_text() for one in (result, plain)]
+    training = sum(message.megabytes for message in sent if message.phase == "training")
+    assert training == pytest.approx(sum(result.megabytes))
+
+    pages = [report.write([run], tmp_path / "page.html").read_text() for run in (result, plain)]
     assert ["Messages of prediction give clients" in page for page in pages] == [True, False]
     assert [page.count("<small>prediction</small>") for page in pages] == [3, 0]
 
 
 # ------------------------------------------------------------------------------- predictors that are no vector
 class Wrapped(ShiftedAlone):
-    """The same models as predictors: the mean of what a vector and another model, which are the same, say."""
+    """Make the same models as predictors: the mean of a vector's outputs and those of an equal `clients.other`."""
 
     def personal_model(self, clients, server):
-        theta, shift = server["theta"], per_client(torch.tensor(clients.ids) / 100)
-        own = clients.other(theta + shift[:, None])
+        theta = server["theta"]
+        shift = per_client(torch.tensor(clients.ids) / 100)
+        twin = clients.other(theta + shift[:, None])
 
-        def mean(x, theta, shift, own):
-            return (clients.model(theta + shift, x) + own(x)) / 2
+        def mean(x, theta, shift, twin):
+            return (clients.model(theta + shift, x) + twin(x)) / 2
 
-        return Predictor(mean, theta=theta, shift=shift, own=own)
+        return Predictor(mean, theta=theta, shift=shift, twin=twin)
 
     unseen_model = personal_model
 
@@ -222,74 +248,89 @@ PROTOCOLS = ["local", "global", "unseen", "pm_l", "ood/corrupt/brightness/2"]
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_a_predictor_of_the_network_is_judged_as_the_network(tmp_path, executor):
-    base = experiment(
-        tmp_path, rounds=1, engine__executor=executor, **(NEWCOMERS | {"evaluation__protocols": PROTOCOLS})
-    )
-    predictors, vectors = (raypfl.run(base.replace(method=method)) for method in (Wrapped(), ShiftedAlone()))
-    a, b = predictors.evaluations.to_pylist(), vectors.evaluations.to_pylist()
+def test_a_predictor_of_the_network_scores_as_the_network(tmp_path, executor):
+    changes = NEWCOMERS | {"evaluation__protocols": PROTOCOLS}
+    base = experiment(tmp_path, rounds=1, engine__executor=executor, **changes)
+    a = raypfl.run(base.replace(method=Wrapped())).evaluations.to_pylist()
+    b = raypfl.run(base.replace(method=ShiftedAlone())).evaluations.to_pylist()
+
     assert [row["accuracy"] for row in a] == [row["accuracy"] for row in b]
     assert [row["loss"] for row in a] == pytest.approx([row["loss"] for row in b], rel=1e-5)
     assert {row["protocol"] for row in a} == set(PROTOCOLS)
 
 
-def votes(
+def knn_per_by_hand(
     fed: Federation, method: NearestNeighbours, theta: torch.Tensor, client: int, x: torch.Tensor
 ) -> torch.Tensor:
-    """A client's probabilities, one sample at a time, by modules of torch alone."""
+    """Return a client's probabilities, one sample at a time, by modules of torch alone."""
     net = as_module(fed.factory, theta)
-    inner, head = net[:-1], net[-1]
-    own, labels = fed.samples(client)
+    body = net[:-1]
+    head = net[-1]
+    train_x, labels = fed.samples(client)
+
+    rows = []
     with torch.no_grad():
-        memory, rows = inner(own), []
-        for z in inner(x):
-            chance = torch.zeros(CLASSES, dtype=torch.float64)
+        memory = body(train_x)
+        for z in body(x):
+            votes = torch.zeros(CLASSES, dtype=torch.float64)
             distances = (memory - z).norm(dim=1)
             nearest = distances.argsort()[: method.neighbours]
             for i in nearest:
-                chance[labels[i]] += torch.exp(-distances[i])
-            rows.append(method.share * chance / chance.sum() + (1 - method.share) * head(z).softmax(0))
+                votes[labels[i]] += torch.exp(-distances[i])
+            rows.append(method.share * votes / votes.sum() + (1 - method.share) * head(z).softmax(0))
+
     return torch.stack(rows)
 
 
 @pytest.mark.parametrize("sizes", [(7, 7, 7, 7), (7, 3, 11, 7)], ids=["equal", "unequal"])
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_nearest_neighbours_vote_as_they_do_by_hand_also_where_some_clients_have_fewer_than_k(executor, sizes):
+def test_nearest_neighbours_vote_as_by_hand_even_if_clients_have_fewer_than_k_samples(executor, sizes):
     method = NearestNeighbours(neighbours=5, share=0.7)
     fed = Federation(sizes=sizes, executor=executor, method=method)
+    # A client's test samples are the training samples of another client.
     fed.context.split = lambda client, name: fed.split[client] if name == "train" else fed.split[3 - client]
-    theta, clients = fed.model.init(1), fed.clients()
-    found = clients.evaluate(method.personal_model(clients, {"theta": theta}), "test")
-    for k in range(4):
-        x, y = fed.samples(3 - k)
-        chances = votes(fed, method, theta, k, x)
-        right, loss = (chances.argmax(1) == y).double().mean(), -chances.gather(1, y[:, None]).log().mean()
-        assert [float(found[name][k]) for name in ("samples", "accuracy")] == [len(y), pytest.approx(float(right))]
-        assert float(found["loss"][k]) == pytest.approx(float(loss), rel=1e-9)
+    theta = fed.model.init(1)
+    clients = fed.clients()
+
+    scores = clients.evaluate(method.personal_model(clients, {"theta": theta}), "test")
+
+    for client in range(4):
+        x, y = fed.samples(3 - client)
+        probabilities = knn_per_by_hand(fed, method, theta, client, x)
+        accuracy = (probabilities.argmax(1) == y).double().mean()
+        loss = -probabilities.gather(1, y[:, None]).log().mean()
+        assert [float(scores[name][client]) for name in ("samples", "accuracy")] == [
+            len(y),
+            pytest.approx(float(accuracy)),
+        ]
+        assert float(scores["loss"][client]) == pytest.approx(float(loss), rel=1e-9)
+
     assert fed.warnings == []
 
 
-def test_a_predictor_is_a_network_like_any_other_once_it_is_trained(tmp_path):
-    described = experiment(
-        tmp_path, method="tests.support.prediction_methods:NearestNeighbours", rounds=2, evaluation__every=2
-    )
-    result = raypfl.run(described)
+def test_a_trained_predictor_is_used_like_any_network(tmp_path):
+    method = "tests.support.prediction_methods:NearestNeighbours"
+    result = raypfl.run(experiment(tmp_path, method=method, rounds=2, evaluation__every=2))
+
     models = raypfl.trained_models(result.run_dir)
     data = models.outline.data
     rows = result.evaluations.filter((pc.field("protocol") == "local") & (pc.field("model") == "personal")).to_pylist()
     assert rows
+
     for row in rows:
-        where = data.indices(row["client"], "test")
-        guesses = models.personal_model(row["client"])(torch.from_numpy(data.inputs[where])).argmax(1).numpy()
-        assert (guesses == data.labels[where]).mean() == pytest.approx(row["accuracy"], abs=1e-9)
+        indices = data.indices(row["client"], "test")
+        network = models.personal_model(row["client"])
+        guesses = network(torch.from_numpy(data.inputs[indices])).argmax(1).numpy()
+        assert (guesses == data.labels[indices]).mean() == pytest.approx(row["accuracy"], abs=1e-9)
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_what_a_predictor_gets_wrong_is_said_in_a_sentence(executor):
+def test_mistakes_in_a_predictor_are_reported_in_a_sentence(executor):
     fed = Federation(executor=executor, method=FedAvg())
     clients = fed.clients()
     fed.context.split = lambda client, name: np.arange(4)
-    theta, rows = clients.initial, per_client(torch.zeros(len(clients), 1, dtype=torch.float64))
+    theta = clients.initial
+    rows = per_client(torch.zeros(len(clients), 1, dtype=torch.float64))
 
     def predict(x, theta, rows):
         return clients.model(theta, x).mean(0)

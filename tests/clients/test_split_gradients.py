@@ -2,8 +2,8 @@
 
 The method below has what makes hypernetwork methods hard (PeFLL, Scott et al. 2024): a hypernetwork on the server turns
 each client's descriptor, which an embedding network computed on the client, into that client's model. The client trains
-the model; the step it took is pulled back through the hypernetwork on the server, and through the embedding network on
-the client. Held against one graph that has all of it in one process.
+the model; its step is pulled back through the hypernetwork on the server, and through the embedding network on the
+client. The reference is one graph that has all of it in one process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def hypernetwork(size: int) -> nn.Module:
 
 
 class Embedding(nn.Module):
-    """Sees a batch's images and labels; its descriptor is the mean of what it makes of each sample."""
+    """A network from images and labels to a vector for each sample; a client's descriptor is their mean."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,16 +40,17 @@ class Embedding(nn.Module):
 
     def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
         x, y = pair
-        return self.out((self.pixels(x.flatten(1)) + self.classes(F.one_hot(y, CLASSES).to(x.dtype))).tanh())
+        one_hot = F.one_hot(y, CLASSES).to(x.dtype)
+        return self.out((self.pixels(x.flatten(1)) + self.classes(one_hot)).tanh())
 
 
 class Hyper(Method):
-    """One model a client, made by a hypernetwork from the client's descriptor.
+    """A hypernetwork makes each client's model from the client's descriptor.
 
     Attributes
     ----------
-    weighted : whether a client's gradient counts by its samples (``Mean``), or as it is (``Sum``).
-    resend : whether the embedding network is sent once more to be pulled back through, or the client keeps it so long.
+    weighted : whether clients' gradients are weighted by their samples (``Mean``), or added up (``Sum``).
+    resend : whether the embedding network is sent again for the pull-back, or the client keeps it until then.
     """
 
     weighted: bool = False
@@ -70,13 +71,18 @@ class Hyper(Method):
         eta = server["hyper"].detach().requires_grad_()
         v = cohort.run(self.describe, embed=server["embed"])["v"].requires_grad_()
         theta = hyper(eta, v)
+
         reply = cohort.run(self.train, theta=Scatter(theta.detach()))
         step = reply["step"] * self._weights(cohort)[:, None]
-        down, g_v = torch.autograd.grad(theta, [eta, v], step)
-        again = {"embed": server["embed"]} if self.resend else {}
-        pulled = cohort.run(self.pull_back, cotangent=Scatter(g_v), **again)["embed"]
-        server["hyper"] = server["hyper"] + RATES["hyper"] * down
-        server["embed"] = server["embed"] + RATES["embed"] * pulled * (len(cohort) if self.weighted else 1)
+        eta_step, v_step = torch.autograd.grad(theta, [eta, v], step)
+
+        resent = {"embed": server["embed"]} if self.resend else {}
+        embed_step = cohort.run(self.pull_back, cotangent=Scatter(v_step), **resent)["embed"]
+
+        # `Mean` has divided by the cohort, but the weights in `step` have been applied already.
+        scale = len(cohort) if self.weighted else 1
+        server["hyper"] = server["hyper"] + RATES["hyper"] * eta_step
+        server["embed"] = server["embed"] + RATES["embed"] * embed_step * scale
 
     def _weights(self, cohort) -> Tensor:
         sizes = torch.tensor(cohort.task.num_samples[list(cohort.ids)], dtype=torch.float64)
@@ -108,20 +114,28 @@ class Hyper(Method):
 
 
 def one_graph(fed: Federation, hyper: Tensor, embed: Tensor, ids, weights: Tensor, batches) -> tuple[Tensor, Tensor]:
-    """Gradients of the weighted sum of the clients' losses in one graph of ordinary modules."""
-    H = as_module(lambda: hypernetwork(fed.model.num_parameters), hyper)
-    E = as_module(Embedding, embed)
-    whole = torch.zeros((), dtype=torch.float64)
+    """Return the gradients of the weighted sum of the clients' losses in one graph of ordinary modules."""
+    hyper_net = as_module(lambda: hypernetwork(fed.model.num_parameters), hyper)
+    embed_net = as_module(Embedding, embed)
+
+    total = torch.zeros((), dtype=torch.float64)
     for weight, client, batch in zip(weights, ids, batches, strict=True):
-        descriptor = E((batch.x, batch.y)).mean(0)
+        descriptor = embed_net((batch.x, batch.y)).mean(0)
         net = fed.factory().to(torch.float64).train()
-        shapes = {n: p.shape for n, p in net.named_parameters()}
-        parts = H(descriptor).split([s.numel() for s in shapes.values()])
-        tensors = {n: part.reshape(s) for (n, s), part in zip(shapes.items(), parts, strict=True)}
+        shapes = {name: parameter.shape for name, parameter in net.named_parameters()}
+        parts = hyper_net(descriptor).split([shape.numel() for shape in shapes.values()])
+
+        tensors = {}
+        for (name, shape), part in zip(shapes.items(), parts, strict=True):
+            tensors[name] = part.reshape(shape)
+
         x, y = fed.samples(client)
-        whole = whole + weight * F.cross_entropy(torch.func.functional_call(net, tensors, (x,)), y)
-    whole.backward()
-    return tuple(torch.cat([p.grad.reshape(-1) for p in net.parameters()]) for net in (H, E))
+        total = total + weight * F.cross_entropy(torch.func.functional_call(net, tensors, (x,)), y)
+
+    total.backward()
+    hyper_gradient = torch.cat([p.grad.reshape(-1) for p in hyper_net.parameters()])
+    embed_gradient = torch.cat([p.grad.reshape(-1) for p in embed_net.parameters()])
+    return hyper_gradient, embed_gradient
 
 
 @pytest.mark.parametrize("factory", [small_mlp, NormalisedConv])
@@ -147,18 +161,22 @@ def test_the_updates_of_both_networks_are_those_of_one_graph(weighted, sizes, co
         training=replace(FP64, batch_size=100),
     )
     server = fed.method.start(fed.task)
+
     for round, cohort in enumerate(cohorts):
         ids = list(range(len(sizes)) if cohort is None else cohort)
-        amounts = torch.tensor([sizes[c] for c in ids], dtype=torch.float64)
-        weights = amounts / amounts.sum() if weighted else torch.ones(len(ids), dtype=torch.float64)
+        num_samples = torch.tensor([sizes[client] for client in ids], dtype=torch.float64)
+        weights = num_samples / num_samples.sum() if weighted else torch.ones(len(ids), dtype=torch.float64)
         batches = fed.clients(ids, round).batches(DESCRIBED, "describe")
+
         gradients = one_graph(fed, server["hyper"], server["embed"], ids, weights, batches)
         for name, gradient in zip(("hyper", "embed"), gradients, strict=True):
             assert gradient.norm() > 1e-4
             server[name] = server[name] - RATES[name] * fed.training.lr * gradient
+
         fed.run_rounds(cohort)
         for name, expected in server.items():
             torch.testing.assert_close(fed.server[name], expected, rtol=1e-10, atol=1e-10)
+
     assert fed.warnings == []
 
 
@@ -167,21 +185,22 @@ def test_the_updates_of_both_networks_are_those_of_one_graph(weighted, sizes, co
 def test_the_ledger_shows_the_six_messages_of_the_three_exchanges(resend, group_size):
     fed = Federation(sizes=(7, 4, 11, 7, 2), group_size=group_size, method=Hyper(resend=resend))
     fed.run_rounds([0, 1, 3])
+
     assert (fed.model.num_parameters, fed.task.networks["embed"].size) == (183, 284)
-    seen = [(e.exchange, e.direction, e.name, e.clients, e.numbers, e.bytes) for e in fed.ledger.entries]
-    once_more = [(2, "down", "embed", 3, 284, 8 * 284)] if resend else []
-    assert seen == [
+    messages = [(e.exchange, e.direction, e.name, e.clients, e.numbers, e.bytes) for e in fed.ledger.entries]
+    resent = [(2, "down", "embed", 3, 284, 8 * 284)] if resend else []
+    assert messages == [
         (0, "down", "embed", 3, 284, 8 * 284),
         (0, "up", "v", 3, 4, 8 * 4),
         (1, "down", "theta", 3, 183, 8 * 183),
         (1, "up", "step", 3, 183, 8 * 183),
         (2, "down", "cotangent", 3, 4, 8 * 4),
-        *once_more,
+        *resent,
         (2, "up", "embed", 3, 284, 8 * 284),
     ]
 
 
-def test_an_embedding_network_that_is_kept_or_sent_again_gives_the_same_bits():
+def test_keeping_the_embedding_network_or_sending_it_again_gives_the_same_bits():
     servers = []
     for resend in (False, True):
         fed = Federation(method=Hyper(resend=resend), group_size=2)
@@ -201,16 +220,18 @@ def test_a_methods_own_network_is_in_evaluation_mode_in_maps_too(executor):
     fed = Federation(executor=executor, method=Dropped())
     clients = fed.clients()
     embed = clients.networks["embed"]
-    at = embed.init(0)
-    rows = clients.map(lambda p, batch: batch.mean(embed(p, batch.x)), at)
-    for k in range(4):
-        expected = as_module(embedding, at).eval()(fed.samples(k)[0]).mean(0).detach()
-        torch.testing.assert_close(torch.Tensor(rows[k]), expected, rtol=1e-10, atol=1e-10)
+    theta = embed.init(0)
+    rows = clients.map(lambda p, batch: batch.mean(embed(p, batch.x)), theta)
+
+    for client in range(4):
+        x, _ = fed.samples(client)
+        expected = as_module(embedding, theta).eval()(x).mean(0).detach()
+        torch.testing.assert_close(torch.Tensor(rows[client]), expected, rtol=1e-10, atol=1e-10)
 
 
 def test_the_embedding_sees_the_samples_that_the_reference_sees():
     fed = Federation(sizes=(7, 4, 11), method=Hyper())
-    for k, batch in enumerate(fed.clients().batches(DESCRIBED, "describe")):
-        own = {tuple(x.flatten().tolist()) for x in fed.samples(k)[0]}
-        assert {tuple(x.flatten().tolist()) for x in batch.x} <= own
-        assert len(batch.y) == min(DESCRIBED, fed.sizes[k])
+    for client, batch in enumerate(fed.clients().batches(DESCRIBED, "describe")):
+        samples = {tuple(x.flatten().tolist()) for x in fed.samples(client)[0]}
+        assert {tuple(x.flatten().tolist()) for x in batch.x} <= samples
+        assert len(batch.y) == min(DESCRIBED, fed.sizes[client])

@@ -55,12 +55,15 @@ def test_a_ring_of_past_models_costs_one_model_a_round_on_the_server_and_on_the_
     for round in range(1, 7):
         fed.run_rounds(None)
         assert fed.runner.backend.large == round
+
     values = [[value for value, _ in past] for past in SEEN[::2]]
     assert values == [[0], [0, 1], [0, 1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 5]]
     assert SEEN[::2] == SEEN[1::2]  # both groups are shown the same memory
+
     for before, after in zip(SEEN[::2], SEEN[2::2], strict=False):
         kept = dict(after)
         assert all(kept[value] == where for value, where in before if value in kept)
+
     assert fed.ledger.entries == []
 
 
@@ -72,8 +75,10 @@ def sends(fed: Federation, **arguments: Any) -> float:
 @pytest.mark.parametrize("changed", ["in place", "through data", "through NumPy", "in one bit"])
 def test_a_tensor_that_was_changed_is_sent_again_however_it_was_changed(changed):
     first = lambda clients, theta: {"theta": Mean(theta[:1].repeat(len(clients), 1)[:, 0])}  # noqa: E731
-    fed, theta = federation(first, group_size=2, backend=Counting), torch.zeros(LARGE, dtype=torch.float64)
+    fed = federation(first, group_size=2, backend=Counting)
+    theta = torch.zeros(LARGE, dtype=torch.float64)
     assert [sends(fed, theta=theta), sends(fed, theta=theta), fed.runner.backend.large] == [0, 0, 1]
+
     if changed == "in place":
         theta += 2
     elif changed == "through data":
@@ -82,6 +87,7 @@ def test_a_tensor_that_was_changed_is_sent_again_however_it_was_changed(changed)
         theta.numpy()[0] = 2
     else:
         theta[-1] = -0.0
+
     assert sends(fed, theta=theta) == (0 if changed == "in one bit" else 2) and fed.runner.backend.large == 2
 
 
@@ -91,13 +97,16 @@ def test_what_is_not_sent_for_a_round_is_forgotten_on_the_server_and_on_the_clie
     def answer(clients, **arguments):
         seen.extend(weakref.ref(tensor) for tensor in arguments.values())
 
-    fed, theta = federation(answer, backend=Counting), torch.zeros(LARGE, dtype=torch.float64)
+    fed = federation(answer, backend=Counting)
+    theta = torch.zeros(LARGE, dtype=torch.float64)
     exchange(fed, theta=theta)
     exchange(fed)
+
     assert fed.runner.backend.large == 1 and seen[0]() is not None
     fed.round = 2
     exchange(fed)
     exchange(fed, small=torch.zeros(2))
+
     assert seen[0]() is None
     exchange(fed, theta=theta)
     assert fed.runner.backend.large == 2
@@ -113,6 +122,7 @@ def test_what_clients_change_in_place_is_refused_and_the_server_keeps_its_own(si
     with pytest.raises(MethodError, match="changed its argument 'past/1' in place"):
         exchange(fed, past=past)
     assert not past[1].any()
+
     fed.method.__dict__["answer"] = lambda clients, past: {"x": Mean(past[1].repeat(len(clients), 1))}
     assert not exchange(fed, past=past)["x"].any()
 
@@ -123,8 +133,10 @@ def test_a_list_of_tensors_goes_down_and_each_is_charged():
         return {"x": Mean((past[0].sum() + again[0].sum()).expand(len(clients)))}
 
     fed = federation(answer)
-    three, four = torch.ones(3), torch.ones(4)
+    three = torch.ones(3)
+    four = torch.ones(4)
     assert float(exchange(fed, past=[three, four], again=Broadcast((four,), charged=1))["x"]) == 7
+
     down = [(e.name, e.numbers) for e in fed.ledger.entries if e.direction == "down"]
     assert down == [("past/0", 3), ("past/1", 4), ("again/0", 1)]
     with pytest.raises(MethodError, match="cannot send 'past', a list"):

@@ -82,29 +82,35 @@ def test_in_evaluation_mode_batch_norm_goes_by_its_statistics_and_leaves_them():
 def test_only_the_segments_that_are_named_move():
     fed = Federation()
     batches = fed.cohort().pool("auxiliary").batches(3)
-    loss, start = cross_entropy(fed.model), fed.context.initial
+    loss = cross_entropy(fed.model)
+    start = fed.context.initial
     trained = fed.cohort().sgd(loss, start, batches, lr=0.1, optimizer=Adam(), train="output layer")
     assert ((trained != start) == fed.model.mask("output layer")).all()
 
 
 def test_dropout_on_the_server_is_keyed_by_round_and_stream():
     fed = Federation(dropping_mlp)
-    loss, batches = cross_entropy(fed.model), list(fed.cohort().pool("auxiliary").batches(9))
+    loss = cross_entropy(fed.model)
+    batches = list(fed.cohort().pool("auxiliary").batches(9))
 
     def trained(stream: str) -> Tensor:
         return fed.cohort().sgd(loss, fed.context.initial, batches, lr=0.1, stream=stream)
 
-    first, again = trained(""), trained("")
+    first = trained("")
+    again = trained("")
     torch.rand(3)  # whatever happened to torch's own stream
     assert torch.equal(first, again) and not torch.equal(first, trained("b"))
+
     fed.round = 1
     assert not torch.equal(first, trained(""))
 
 
 def test_batches_that_are_made_by_the_network_itself_leave_its_statistics_alone():
     fed = Federation(NormalisedConv)
-    start, teacher = fed.context.initial, fed.model.init(5)
-    batches, before = list(fed.cohort().pool("auxiliary").batches(3)), teacher.clone()
+    start = fed.context.initial
+    teacher = fed.model.init(5)
+    batches = list(fed.cohort().pool("auxiliary").batches(3))
+    before = teacher.clone()
 
     def loss(p: Tensor, batch) -> Tensor:
         return batch.mean((fed.model(p, batch.x) - batch.y).square().sum(1))
@@ -116,26 +122,34 @@ def test_batches_that_are_made_by_the_network_itself_leave_its_statistics_alone(
 
 
 def test_a_network_of_the_methods_own_is_trained_by_the_same_steps():
-    fed, hyper = Federation(), FlatModel(lambda: nn.Linear(2, 3), dtype=torch.float64)
-    theta, x, y = hyper.init(0), torch.ones(4, 2, dtype=torch.float64), torch.zeros(4, 3, dtype=torch.float64)
+    fed = Federation()
+    hyper = FlatModel(lambda: nn.Linear(2, 3), dtype=torch.float64)
+    theta = hyper.init(0)
+    x = torch.ones(4, 2, dtype=torch.float64)
+    y = torch.zeros(4, 3, dtype=torch.float64)
     value, slope, _ = hyper.gradient(lambda p: F.mse_loss(hyper(p, x), y), theta)
     module = as_module(hyper.factory, theta)
     expected = F.mse_loss(module(x), y)
     expected.backward()
+
     assert_close(value, expected.detach())
     assert_close(slope, torch.cat([p.grad.reshape(-1) for p in module.parameters()]))
-    stepped, optimizer = theta.clone(), Adam()
+    stepped = theta.clone()
+    optimizer = Adam()
     optimizer.step_(stepped, slope, optimizer.init(stepped), 0.1)
     by_descent = fed.cohort().descend(lambda p: F.mse_loss(hyper(p, x), y), theta, steps=1, lr=0.1, optimizer=Adam())
+
     assert_close(by_descent, stepped)
 
 
 def test_a_gradient_in_training_mode_comes_with_the_statistics_after_it():
     fed = Federation(NormalisedConv)
-    theta, (batch,) = fed.context.initial, fed.cohort().pool("auxiliary").batches(9)
+    theta = fed.context.initial
+    (batch,) = fed.cohort().pool("auxiliary").batches(9)
     net = as_module(fed.factory, theta).train()
     F.cross_entropy(net(batch.x), batch.y).backward()
     _, slope, moved = fed.model.gradient(lambda p: cross_entropy(fed.model)(p, batch), theta, train=True)
+
     assert_close(slope, torch.cat([p.grad.reshape(-1) for p in net.parameters()]))
     assert_close(moved, fed.model.buffers(as_vector(net)))
     assert torch.equal(theta, fed.context.initial)
@@ -192,7 +206,8 @@ def test_on_a_terminal_the_servers_work_is_shown_until_its_round_is_over():
 
 
 def test_without_a_terminal_the_servers_work_is_told_after_long_silence():
-    file, now = io.StringIO(), [0.0]
+    file = io.StringIO()
+    now = [0.0]
     with LogView(Console(width=100, file=file), [RunLine("feddf")], lambda: now[0]) as view:
         view.listener(0)(started())
         for seconds in (1.0, 31.0, 32.0):

@@ -73,6 +73,7 @@ def test_a_mean_is_weighted_over_the_cohort_however_it_is_cut(group_size):
         group_size=group_size,
     )
     reply = exchange(fed)
+
     np.testing.assert_allclose(reply["even"], ROWS.mean(0), rtol=1e-12)
     np.testing.assert_allclose(reply["by_size"], np.average(ROWS, axis=0, weights=SIZES), rtol=1e-12)
     np.testing.assert_allclose(reply["scalar"], np.average(ROWS[:, 0], weights=range(5)), rtol=1e-12)
@@ -122,6 +123,7 @@ def test_partial_sums_are_added_in_the_same_order_however_replies_arrive():
         fed = federation(answer, group_size=1)
         fed.runner.backend = backend(fed.runner.backend._worker)
         replies.append(exchange(fed))
+
     for name, tensor in replies[0].items():
         assert torch.equal(tensor, replies[1][name])
     forwards, backwards = (sum(order, torch.zeros(200)) for order in (replies[0]["rows"], replies[0]["rows"].flip(0)))
@@ -149,6 +151,7 @@ def test_every_message_is_counted_once_for_each_client_that_it_reaches_or_leaves
             name="x",
             number=1,
         )
+
     assert set(reply) == {"mean", "total", "rows", "teacher", "hint", "score"}
     expected = []
     for number, receivers in ((0, 4), (1, 3)):
@@ -159,6 +162,7 @@ def test_every_message_is_counted_once_for_each_client_that_it_reaches_or_leaves
             LedgerEntry(0, number, "up", "total", 3, 7, 56),
             LedgerEntry(0, number, "up", "rows", 3, 4, 32),
         ]
+
     assert fed.ledger.entries == expected
     assert fed.ledger.total("down", round=0) == 7 * (80 + 48)
     assert fed.ledger.total("up", round=0) == 6 * (12 + 56 + 32)
@@ -166,6 +170,7 @@ def test_every_message_is_counted_once_for_each_client_that_it_reaches_or_leaves
     assert sent_per_client(fed.ledger, 0) == {
         ("down", "theta"): 40, ("down", "mine"): 12, ("up", "mean"): 6, ("up", "total"): 14, ("up", "rows"): 8
     }  # fmt: skip
+
     fed.ledger.cut(3)
     assert fed.ledger.entries == expected[:3]
 
@@ -178,6 +183,7 @@ def test_what_clients_send_of_their_rows_is_counted_by_size():
     reply = exchange(fed)
     plainly = exchange(federation(lambda clients: {"rows": Sum(rows_of(clients, 7))}, group_size=2))
     assert torch.equal(reply["rows"], plainly["rows"])
+
     size = fed.ledger.entries[0].bytes // fed.ledger.entries[0].numbers
     # clients 0 and 3 send nothing, 1 and 4 two numbers, 2 four
     assert fed.ledger.entries == [
@@ -197,7 +203,8 @@ def test_nobody_is_charged_for_more_than_a_row(charged):
 
 def test_what_goes_down_is_charged_as_it_says():
     fed = federation(lambda clients, **arguments: {"sum": Sum(sum(arguments.values()) * torch.ones(len(clients), 4))})
-    four, rows = torch.ones(4), torch.arange(12.0).reshape(3, 4)
+    four = torch.ones(4)
+    rows = torch.arange(12.0).reshape(3, 4)
     cohort = fed.cohort([0, 1, 3], dropped=(2,))
     reply = cohort.run(
         fed.method.reply,
@@ -209,6 +216,7 @@ def test_what_goes_down_is_charged_as_it_says():
         nothing=Scatter(rows, charged=False),
         some=Scatter(rows, charged=torch.tensor([1, 1, 4])),
     )
+
     assert torch.equal(reply["sum"], 5 * 3 * four + 2 * rows.sum(0))
     down = [(e.name, e.clients, e.numbers, e.bytes) for e in fed.ledger.entries if e.direction == "down"]
     assert down == [
@@ -250,6 +258,7 @@ def test_a_state_is_what_each_client_itself_was_left_with():
         cohort = fed.cohort(ids)
         reply = cohort.run(fed.method.reply)
         fed.states.commit()
+
     assert reply["seen"][:, 0].tolist() == [4.0, 3.0, 0.0]
     assert {c: fed.state_of(c)["rounds"][1] for c in range(5)} == {0: 1, 1: 6, 2: 6, 3: 4, 4: 5}
     assert float(fed.state_of(1)["other"]) == 1
@@ -263,6 +272,7 @@ def test_a_state_that_a_round_does_not_touch_stays_each_clients_own():
     for ids, name in (([1, 2, 4], "a"), ([0, 1, 2, 3, 4], "bb"), ([2, 4], "ccc")):
         exchange(fed, ids, name=name)
         fed.states.commit()
+
     assert [set(fed.state_of(c)) for c in range(5)] == [
         {"bb"},
         {"a", "bb"},
@@ -270,6 +280,7 @@ def test_a_state_that_a_round_does_not_touch_stays_each_clients_own():
         {"bb"},
         {"a", "bb", "ccc"},
     ]
+
     for client in range(5):
         for name, row in fed.state_of(client).items():
             np.testing.assert_allclose(row, ROWS[client] + len(name), rtol=1e-12)
@@ -402,6 +413,7 @@ def test_a_skipped_client_is_left_out_of_means_and_gets_a_row_of_zeros(group_siz
     cohort = fed.cohort()
     reply = cohort.run(fed.method.reply)
     kept = [0, 1, 2, 4]
+
     np.testing.assert_allclose(reply["rows"][kept], ROWS[kept] + 1, rtol=1e-12)
     assert torch.equal(reply["rows"][3], torch.zeros(3))
     expected = np.average(ROWS[kept], axis=0, weights=np.array(SIZES)[kept])
@@ -409,6 +421,7 @@ def test_a_skipped_client_is_left_out_of_means_and_gets_a_row_of_zeros(group_siz
     assert cohort.present.tolist() == [True, True, True, False, True]
     assert list(cohort.failed) == [3] and "nothing left on 3" in fed.warnings[0]
     assert {e.clients for e in fed.ledger.entries} == {4}
+
     again = cohort.run(fed.method.reply)
     assert torch.equal(again["rows"], reply["rows"])
 
@@ -430,6 +443,7 @@ def test_scattered_rows_find_their_clients_after_others_were_skipped(group_size)
         expected[1] = 0
         assert torch.equal(reply["mine"][:, 0], expected)
         assert reply["ids"].tolist() == [0, 0, 2, 3, 4]
+
     fed.states.commit()
     assert [float(fed.state_of(c)["mine"][0]) for c in (0, 2, 3, 4)] == [20, 22, 23, 24]
     assert not fed.state_of(1)
@@ -504,10 +518,12 @@ def test_training_reads_test_samples_only_if_the_method_declares_it_and_evaluati
     with pytest.raises(MethodError, match=r"'reply' asks for clients' test samples in training, so that an evaluation"):
         exchange(fed)
     assert not seen
+
     EvaluationCohort(fed.runner, range(5), 1, 0.1, unseen=False).run(fed.method.reply)
     declared = Federation(sizes=SIZES, method=TrainsOnTests(answer=answer))
     declared.context.split = lambda client, split: declared.split[client]
     exchange(declared)
+
     assert len(seen) == 2
 
 

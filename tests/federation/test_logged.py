@@ -75,6 +75,7 @@ def test_a_runs_tables_have_what_its_method_logged_by_round(whole):
         "entries": [1, 2, 3, 2, 5, 2],
     }
     assert whole.images.select(["round", "name"]).to_pydict() == {"round": [1, 3, 5], "name": ["weights"] * 3}
+
     with Image.open(whole.images["file"][0].as_py()) as image:
         assert image.size == (8, 8)
 
@@ -96,9 +97,11 @@ def test_a_run_that_is_stopped_or_sent_back_logs_every_round_once(tmp_path, whol
     stopped = raypfl.run(logging(tmp_path), listeners=[Interrupt(3)])
     assert stopped.analysis["segments"]["round"].to_pylist() == [1, 1, 3, 3]
     assert same_log(raypfl.resume(stopped.run_dir), whole)
+
     heard = []
     sent_back = raypfl.run(logging(tmp_path, never_lost=False, checkpoint__every=3), listeners=[heard.append])
     assert sent_back.weights_hash == whole.weights_hash and same_log(sent_back, whole)
+
     told = [event.logged for event in heard if isinstance(event, RoundFinished)]
     assert [logged.values["tenth"] for logged in told] == [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
     assert [sorted(logged.images) for logged in told] == [["weights"], []] * 3
@@ -174,7 +177,9 @@ def test_mlflow_has_numbers_by_round_tables_and_images(tmp_path, monkeypatch, ml
     track(live.run_dir)  # the same from the folder
     client = client_of(home)
     runs = runs_of(home)
+
     assert len(runs) == 2
+
     for run in runs:
         points = client.get_metric_history(run.info.run_id, "method/tenth")
         assert [(point.step, point.value) for point in points] == [(r, r / 10) for r in range(1, 7)]

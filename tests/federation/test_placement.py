@@ -73,14 +73,17 @@ def test_a_lost_actors_groups_wait_again_before_all_others_or_after_them():
     dispatch = dispatching(*groups, nodes="x")
     assert handed(dispatch) == [(0, 0), (0, 1)]
     assert [g.index for g in dispatch.lost(0)] == [0, 1]
+
     dispatch.drop(groups[0])
     dispatch.append(groups[0])
     dispatch.join(9, "x")
     assert handed(dispatch) == [(9, 1), (9, 2)]
     assert not dispatch.done
+
     for finished in groups[1:3]:
         dispatch.finished(9, finished, 1.0)
     assert handed(dispatch) == [(9, 3), (9, 0)]
+
     for finished in groups[3], groups[0]:
         dispatch.finished(9, finished, 2.0)
     assert dispatch.done
@@ -91,12 +94,14 @@ def test_a_group_that_is_to_be_alone_waits_for_an_idle_actor_and_has_nothing_beh
     dispatch = dispatching(*groups, nodes="xy")
     assert handed(dispatch) == [(1, 0), (0, 1)]
     assert dispatch.pause(0.0) == math.inf
+
     dispatch.finished(1, groups[0], 1.0)
     assert handed(dispatch) == [(1, 2), (1, 3)]
 
     busy = [group(0, 9), replace(group(1, 8), alone=True), group(2, 7)]
     dispatch = dispatching(*busy, nodes="x")
     assert handed(dispatch) == [(0, 0)] and dispatch.pause(0.0) == math.inf
+
     dispatch.finished(0, busy[0], 1.0)
     assert handed(dispatch) == [(0, 1)]
 
@@ -111,6 +116,7 @@ def test_a_client_that_turned_out_slow_is_expected_to_be_slow_again():
     for _ in range(10):
         for client, seconds in ((0, 0.1), (1, 0.4), (2, 0.2)):
             timings.note("train", [client], seconds)
+
     assert timings.seconds("train", [1]) > 3 * timings.seconds("train", [0])
     assert timings.length([0, 1]) > timings.length([0, 2])
     np.testing.assert_allclose(timings.seconds("train", [1]), 0.4, rtol=0.2)
@@ -122,22 +128,30 @@ def test_a_client_that_turned_out_slow_is_expected_to_be_slow_again():
 
 def replayed(groups: list[Group], slowness: list[float], known: list[float]) -> tuple[float, int]:
     """Seconds until all groups are done by actors that are so slow and believed to be; and how often it was looked."""
-    dispatch, now, looks = Dispatch(groups), 0.0, 0
+    dispatch = Dispatch(groups)
+    now = 0.0
+    looks = 0
     for actor, believed in enumerate(known):
         dispatch.join(actor, "x", believed)
-    free, ends = [0.0] * len(slowness), []
+    free = [0.0] * len(slowness)
+    ends = []
+
     while not dispatch.done:
         while chosen := dispatch.next(now):
             actor, one = chosen
             free[actor] = max(free[actor], now) + slowness[actor] * one.seconds
             heapq.heappush(ends, (free[actor], actor, one.index))
+
         looks += 1
-        end, moment = ends[0][0], now + dispatch.pause(now)
+        end = ends[0][0]
+        moment = now + dispatch.pause(now)
         if moment < end:
             now = moment
             continue
+
         now, actor, index = heapq.heappop(ends)
         dispatch.finished(actor, groups[index], now)
+
     return now, looks
 
 
@@ -172,18 +186,23 @@ def test_small_differences_between_actors_are_taken_for_chance():
 
 def test_a_place_that_takes_longer_is_known_after_a_few_groups_and_its_clients_are_not_blamed():
     draws = np.random.default_rng(0)
-    true, timings, speeds = {"gpu": 1.0, "cpu": 4.0, "old": 8.0}, Timings(np.ones(300)), Speeds()
+    true = {"gpu": 1.0, "cpu": 4.0, "old": 8.0}
+    timings = Timings(np.ones(300))
+    speeds = Speeds()
     for place in true:
         speeds.slowness(place)
+
     for _ in range(20):
         for place, clients in zip([*true] * 4, draws.permutation(300)[:120].reshape(12, 10), strict=True):
             one = replace(group(0, timings.length(clients)), clients=tuple(clients.tolist()))
             seconds = 0.1 * true[place] * 10 * draws.lognormal(0, 0.1)
             timings.note("train", one.clients, speeds.note(place, "train", one, seconds))
+
     known = {place: speeds.slowness(place) / speeds.slowness("gpu") for place in true}
     assert known == {place: pytest.approx(slow, rel=0.2) for place, slow in true.items()}
     few, many = np.quantile([timings.length([client]) for client in range(300)], [0.05, 0.95])
     assert many < 1.7 * few
+
     expected = timings.seconds("train", range(10)) * speeds.slowness("cpu")
     assert expected == pytest.approx(4.0, rel=0.25)
 

@@ -50,6 +50,7 @@ def test_sequential_groups_shrink_so_that_any_number_of_actors_ends_together():
     assert sizes[0] == 5 and sizes[-1] == 1
     costs = np.random.default_rng(0).lognormal(3, 0.5, 1000)
     groups = cut_into_groups(costs, sizes, "sequential")
+
     for actors in (2, 3, 7, 16, 50):
         busy = np.zeros(actors)
         for group in groups:
@@ -107,10 +108,12 @@ def test_vectorised_groups_are_larger_when_they_are_judged_as_long_as_there_are_
     assert evaluation_group_sizes(1000, "vectorised") == [100] * 10
     assert evaluation_group_sizes(100, "vectorised") == group_sizes(100, "vectorised")
     assert len(evaluation_group_sizes(400, "vectorised")) == 8
+
     for count in (1, 7, 950, 2345):
         assert (
             sum(evaluation_group_sizes(count, "vectorised"))
             == sum(evaluation_group_sizes(count, "sequential"))
             == count
         )
+
     assert evaluation_group_sizes(300, "sequential") == group_sizes(300, "sequential")

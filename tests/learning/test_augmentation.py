@@ -37,7 +37,8 @@ SEVERAL = (Crop(padding=1, p=0.8), Flip(), Cutout(size=2, p=0.5))
 def photographs(count: int = 12, height: int = 9, width: int = 7) -> tuple[torch.Tensor, Samples]:
     """Bytes ``[n, 3, H, W]``, and what normalises them."""
     pixels = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (count, 3, height, width), dtype=np.uint8))
-    gain, offset = torch.tensor([0.02, 0.03, 0.01]), torch.tensor([-2.0, -1.7, -1.9])
+    gain = torch.tensor([0.02, 0.03, 0.01])
+    offset = torch.tensor([-2.0, -1.7, -1.9])
     return pixels, Samples(pixels, torch.zeros(count), gain.reshape(-1, 1, 1), offset.reshape(-1, 1, 1))
 
 
@@ -47,6 +48,7 @@ def test_a_crop_is_torchvisions_on_images_before_or_after_they_are_normalised(fi
     corners = np.random.default_rng(1).integers(0, 7, (12, 2))
     u = torch.from_numpy(np.column_stack([np.zeros(12), (corners + 0.5) / 7]))
     cropped = Crop(padding=3, fill=fill)(source.normalise(pixels), u, source.offset)
+
     for one, image, (top, left) in zip(cropped, pixels, corners.tolist(), strict=True):
         if fill == "black":
             expected = source.normalise(torchvision.crop(torchvision.pad(image, 3), top, left, 9, 7))
@@ -71,6 +73,7 @@ def test_a_cutout_is_a_square_around_a_pixel_as_far_as_the_image_goes(size, abov
     centres = np.stack(np.divmod(np.arange(9 * 7), 7), axis=1)
     u = torch.from_numpy(np.column_stack([np.zeros(9 * 7), (centres + 0.5) / (9, 7)]))
     cut = Cutout(size=size, fill=fill)(x, u, source.offset)
+
     for one, image, (row, column) in zip(cut, x, centres.tolist(), strict=True):
         expected = image.clone()
         square = np.s_[:, max(0, row - above) : row + below, max(0, column - above) : column + below]
@@ -82,7 +85,8 @@ def test_a_cutout_is_a_square_around_a_pixel_as_far_as_the_image_goes(size, abov
 def test_a_chance_of_none_changes_nothing_and_what_is_given_is_never_changed(kind):
     pixels, source = photographs()
     x = source.normalise(pixels)
-    before, u = x.clone(), torch.from_numpy(np.random.default_rng(2).random((12, kind.draws)))
+    before = x.clone()
+    u = torch.from_numpy(np.random.default_rng(2).random((12, kind.draws)))
     assert torch.equal(kind(p=0.0)(x, u, source.offset), x)
     assert not torch.equal(kind(p=1.0)(x, u, source.offset), x)
     assert torch.equal(x, before)
@@ -90,7 +94,8 @@ def test_a_chance_of_none_changes_nothing_and_what_is_given_is_never_changed(kin
 
 def test_augmentations_work_one_after_another_each_with_draws_of_its_own():
     pixels, source = photographs()
-    x, u = source.normalise(pixels), torch.from_numpy(np.random.default_rng(3).random((12, 4)))
+    x = source.normalise(pixels)
+    u = torch.from_numpy(np.random.default_rng(3).random((12, 4)))
     black = source.offset
     expected = Flip()(Crop()(x, u[:, :3], black), u[:, 3:], black)
     assert torch.equal(augmented(x, (Crop(), Flip()), u, black), expected)
@@ -118,10 +123,12 @@ def test_all_windows_are_equally_likely_and_half_of_the_images_are_flipped():
     # With a border as wide as the image, less one, the centre of the window tells which one it is.
     centre = Crop(padding=4, fill="mean")(at, u[:, :3], zero)[:, 0, 4, 4].long()
     times = torch.bincount(centre, minlength=81).double()
+
     assert len(times) == 81
     assert (
         (times - count / 81).square() / (count / 81)
     ).sum() < 135  # chi-squared with 80 degrees of freedom: 1 in 10,000
+
     flipped = Flip()(at, u[:, 3:], zero)[:, 0, 0, 0] != 0
     assert abs(flipped.double().mean() - 0.5) < 4 * 0.5 / count**0.5
     together = torch.corrcoef(torch.stack([centre.double(), flipped.double()]))[0, 1]
@@ -154,6 +161,7 @@ def test_training_is_the_bare_loops_on_the_same_changed_images(factory, executor
     clients = fed.clients()
     trained = clients.sgd(clients.loss, raypfl.per_client(starts))
     models, losses = bare_loop(fed, starts)
+
     assert_close(trained, models)
     assert_close(clients.losses, losses)
     unchanged = bare_loop(Federation(factory), starts)[0]
@@ -173,7 +181,8 @@ def test_mini_batches_one_by_one_are_those_of_sgd_with_their_changes(executor):
 
 def test_a_client_sees_the_same_images_alone_and_in_any_group():
     fed = Federation(executor="sequential", augmentation=SEVERAL)
-    clients, alone = fed.clients(), fed.clients([2])
+    clients = fed.clients()
+    alone = fed.clients([2])
     together = clients.sgd(clients.loss, clients.initial)
     assert torch.equal(together[2], alone.sgd(alone.loss, alone.initial)[0])
 
@@ -202,6 +211,7 @@ def test_whatever_is_no_step_of_training_sees_images_and_labels_as_they_are(exec
             clients.map(lambda p, batch: batch.mean(batch.x), theta),
             *(tensor for batch in batches for tensor in batch),
         ]
+
         return [unmarked(part) for part in (means, counts, *parts)]
 
     changed, unchanged = (looked_at(Federation(executor=executor, augmentation=a)) for a in (SEVERAL, ()))

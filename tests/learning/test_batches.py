@@ -104,6 +104,7 @@ def test_an_order_is_the_one_that_it_always_was():
         [[2, 0], [1, 0], [0, 2], [1, 0]],
     ]
     assert visits.counts.tolist() == [[1, 1, 1, 1], [2, 2, 2, 2], [2, 1, 2, 1]]
+
     visits = epoch_order(keys_for(2), np.array([5, 3]), 2, epochs=2)
     assert visits.index.tolist() == [
         [[4, 0], [3, 1], [2, 0], [4, 1], [0, 3], [2, 0]],
@@ -146,6 +147,7 @@ def test_samples_are_a_clients_own_and_normalised(resident):
     if resident:
         source = Samples(torch.from_numpy(fed.inputs), torch.from_numpy(fed.labels), source.gain, source.offset)
     group = GroupSamples(source, [fed.split[2], fed.split[0]])
+
     for k, client in enumerate((2, 0)):
         batch = group.client(k)
         numbers = fed.split[client]
@@ -169,6 +171,7 @@ def test_a_groups_padded_batches_hold_the_same_samples_as_each_clients_own(augme
         visits = visits.with_draws(keys_for(3, seed=1), 7)
     chosen = np.array([2, 0, 1])
     batches = group.stacked(chosen, visits)
+
     for s in range(visits.index.shape[1]):
         together = batches(slice(3), s)
         for row, k in enumerate(chosen):
@@ -193,12 +196,14 @@ def test_batches_of_some_clients_are_gathered_at_once_and_no_wider_than_is_asked
     if augmentation:
         visits = visits.with_draws(keys_for(3, seed=1), 1)
     batches = group.stacked(np.arange(3), visits)
+
     for s, clients, width in [(0, [1, 2], 4), (0, [1], 3), (1, [0, 2], 4), (2, [2], 3)]:
         together = batches(torch.tensor(clients), s, width)
         assert together.x.shape == (len(clients), width, *fed.inputs.shape[1:])
         assert together.y.shape == together.weight.shape == (len(clients), width)
         for row, k in enumerate(clients):
-            alone, count = group.step(k, visits, s), int(visits.counts[k, s])
+            alone = group.step(k, visits, s)
+            count = int(visits.counts[k, s])
             assert torch.equal(together.x[row, :count], alone.x) and torch.equal(together.y[row, :count], alone.y)
             assert together.weight[row].tolist() == [1.0] * count + [0.0] * (width - count)
 
@@ -210,12 +215,17 @@ def test_some_of_a_clients_samples_are_spread_over_its_labels_with_the_largest_a
     assert sorted(batch.subset(11).x.flatten().tolist()) == batch.x.flatten().tolist()
     assert [len(batch.subset(count).y) for count in (1, 2, 5, 10, 99)] == [1, 2, 4, 6, 11]
     assert len(Batch(torch.zeros(0, 1), torch.zeros(0), torch.zeros(0)).subset(4).y) == 0
+
     several = torch.zeros(9, 3, dtype=torch.int8)
     several[7, 1] = 1
     assert Batch(batch.x[:9], several, torch.ones(9)).subset(3).y[0].tolist() == [0, 1, 0]
+
     fed = Federation(sizes=(7, 40))
-    group, labels = GroupSamples(fed.context.samples, fed.split), fed.labels[fed.split[1]]
-    some, own = group.subset(1, 10), group.client(1)
+    group = GroupSamples(fed.context.samples, fed.split)
+    labels = fed.labels[fed.split[1]]
+    some = group.subset(1, 10)
+    own = group.client(1)
+
     assert len(some.y) == 10 and some.y[0] == labels.max()
     assert all((own.x == x).flatten(1).all(1).any() for x in some.x)
 
@@ -232,10 +242,12 @@ def test_a_named_batch_is_part_of_the_clients_samples_and_the_same_for_the_same_
     clients = fed.clients()
     batches = clients.batches(5, "describe")
     assert [len(b.y) for b in batches] == [5, 4, 5]
+
     for k, batch in enumerate(batches):
         own = [tuple(x.flatten().tolist()) for x in fed.samples(k)[0]]
         rows = [tuple(x.flatten().tolist()) for x in batch.x]
         assert len(set(rows)) == len(rows) and set(rows) <= set(own)
+
     again = fed.clients([2, 0]).batches(5, "describe")
     assert torch.equal(again[0].x, batches[2].x) and torch.equal(again[1].x, batches[0].x)
     assert not torch.equal(clients.batches(5, "other")[2].x, batches[2].x)

@@ -83,6 +83,7 @@ def test_training_normalises_the_samples_that_it_visits_and_no_others(sizes, exe
     clients = fed.clients()
     visited = 3 * 2 * fed.training.batch_size * math.prod(SHAPE)
     clients.sgd(clients.loss, clients.initial)
+
     assert sum(normalised) == visited
     normalised.clear()
     theta = clients.initial.repeat(3, 1)
@@ -96,14 +97,18 @@ def test_training_normalises_the_samples_that_it_visits_and_no_others(sizes, exe
 @pytest.mark.parametrize("training", [FP64, SETTINGS["momentum"]], ids=["plain", "momentum"])
 def test_one_start_for_all_and_a_copy_for_each_are_the_same_to_the_bit(training, factory, executor):
     fed = Federation(factory, executor=executor, training=training)
-    clients, start = fed.clients(), fed.model.init(5)
+    clients = fed.clients()
+    start = fed.model.init(5)
     common = clients.sgd(clients.loss, start).as_subclass(Tensor)
     each = clients.sgd(clients.loss, per_client(start.repeat(4, 1))).as_subclass(Tensor)
+
     assert torch.equal(common, each)
     rows = starts_of(fed)
     before = rows.clone()
     mixed = clients.sgd(clients.loss, per_client(rows)).as_subclass(Tensor)
+
     assert torch.equal(rows, before)
+
     for k in range(4):
         alone = fed.clients([k])
         assert_close(mixed[k], alone.sgd(alone.loss, rows[k])[0])
@@ -114,13 +119,15 @@ def test_one_start_for_all_and_a_copy_for_each_are_the_same_to_the_bit(training,
 def test_weight_decay_acts_on_the_named_segments_alone(train, executor):
     once = replace(FP64, weight_decay=0.5, clip_norm=0.3, steps=1, batch_size=100)
     fed = Federation(executor=executor, training=once)
-    starts, clients = per_client(starts_of(fed)), fed.clients()
+    starts = per_client(starts_of(fed))
+    clients = fed.clients()
     slopes = clients.grad(clients.loss, starts)
     moving = fed.model.mask(train or "*").double()
     slopes = slopes * moving
     slopes = slopes * (0.3 / (slopes.norm(dim=1, keepdim=True) + 1e-6)).clamp_max(1.0)
     decayed = starts * fed.model.mask("3.weight, 1.bias") * moving
     trained = clients.sgd(clients.loss, starts, train=train, decay="3.weight, 1.bias")
+
     assert_close(trained, starts - 0.1 * (slopes + 0.5 * decayed))
 
 
@@ -131,10 +138,13 @@ def test_only_the_named_segment_moves_and_the_rest_stays_to_the_bit(training, ex
     starts = starts_of(fed)
     clients = fed.clients()
     trained = clients.sgd(clients.loss, per_client(starts), train="head").as_subclass(Tensor)
-    bare, head = bare_loop(fed, starts, trained="head")[0], fed.model.mask("head")
+    bare = bare_loop(fed, starts, trained="head")[0]
+    head = fed.model.mask("head")
+
     assert_close(fed.model.parameters(trained), fed.model.parameters(bare))
     assert torch.equal(trained[:, ~head], starts[:, ~head])
     assert (trained != starts)[:, head].any(1).all()
+
     by_mask = fed.clients().sgd(clients.loss, per_client(starts), train=head)
     assert torch.equal(by_mask.as_subclass(Tensor), trained)
 
@@ -184,7 +194,8 @@ def test_no_gradient_goes_back_past_what_stands_still(train, through, executor):
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_where_nothing_moves_the_loss_is_all_that_comes_out(executor):
     fed = Federation(executor=executor, training=FP64)
-    clients, nothing = fed.clients(), torch.zeros(fed.model.size, dtype=torch.bool)
+    clients = fed.clients()
+    nothing = torch.zeros(fed.model.size, dtype=torch.bool)
     trained = clients.sgd(clients.loss, clients.initial, train=nothing)
     assert torch.equal(trained.as_subclass(Tensor), clients.initial.expand(len(trained), -1))
     assert (clients.losses > 0).all()
@@ -221,7 +232,8 @@ def test_extras_are_passed_row_by_row_or_whole(executor):
     fed = Federation(executor=executor)
     clients = fed.clients()
     starts = starts_of(fed)
-    anchors, common = torch.randn(4, fed.model.size).double(), torch.randn(fed.model.size).double()
+    anchors = torch.randn(4, fed.model.size).double()
+    common = torch.randn(fed.model.size).double()
 
     def loss(p, batch, anchor, pull, common, by):
         return clients.loss(p, batch) + pull * (p - anchor).square().sum() + by / 2 * (p - common).square().sum()
@@ -253,6 +265,7 @@ def test_a_model_vector_among_the_extras_is_cut_to_its_parameters(executor):
     trained = clients.sgd(loss, clients.initial, anchor=per_client(anchors), common=clients.initial)
     size = fed.model.num_parameters
     assert set(seen) == {((size,), (size,), (size,))}
+
     for k in range(4):
         net = as_module(fed.factory, clients.initial)
 
@@ -314,6 +327,7 @@ def test_dropout_is_on_in_training_off_in_maps_and_differs_by_client_and_step(ex
     net = as_module(factory, clients.initial).eval()
     calm = F.cross_entropy(net(fed.samples(0)[0]), fed.samples(0)[1]).detach()
     values = [*first.tolist(), *(2 * clients.losses - first).tolist(), calm.item()]
+
     assert len({round(v, 8) for v in values}) == 5
     assert_close(clients.map(clients.loss, clients.initial), calm.expand(2))
 
@@ -324,9 +338,11 @@ def test_dropout_keeps_its_share_scales_it_and_draws_every_layer_and_step_afresh
     for step in range(3):
         with RowWise(None, torch.tensor(12345 + step)):
             masks += [F.dropout(ones, 0.3, training=True) for _ in range(3)]
+
     for mask in masks:
         assert mask.unique().tolist() == pytest.approx([0.0, 1 / 0.7])
         assert float((mask > 0).float().mean()) == pytest.approx(0.7, abs=0.01)
+
     for i, mask in enumerate(masks):
         for other in masks[:i]:
             assert float(((mask > 0) & (other > 0)).float().mean()) == pytest.approx(0.49, abs=0.01)
@@ -338,7 +354,8 @@ def test_other_kinds_of_dropout_are_keyed_too(kind, executor):
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
-            self.conv, self.head = nn.Conv2d(2, 3, 3), nn.Linear(12, CLASSES)
+            self.conv = nn.Conv2d(2, 3, 3)
+            self.head = nn.Linear(12, CLASSES)
             self.drop = nn.Dropout2d(0.5) if kind == "channels" else nn.Identity()
 
         def forward(self, x):
@@ -437,9 +454,12 @@ def test_evaluation_counts_each_models_right_answers_on_its_own_samples(executor
     samples, correct, loss = (judged[name] for name in ("samples", "accuracy", "loss"))
     everywhere = np.concatenate(fed.split)
     union = MetricSums(fed.context.measures).accumulate(fed.context.model_outputs(models, everywhere), 4)
-    union_correct, union_loss = union[:, 1], union[:, 2]
+    union_correct = union[:, 1]
+    union_loss = union[:, 2]
     logits = clients.logits(models, fed.samples(1)[0])
+
     assert samples.tolist() == list(fed.sizes)
+
     for k in range(4):
         net = as_module(fed.factory, models[k]).eval()
         with torch.no_grad():
@@ -479,14 +499,17 @@ def test_the_learning_rate_follows_its_schedule():
         "cosine": partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=4),
     }
     options = {"exponential": {"decay": 0.5}, "step": {"milestones": (1, 3), "gamma": 0.1}, "cosine": {}}
+
     for name, scheduler_of in torchs.items():
         optimizer = torch.optim.SGD(net.parameters(), lr=0.8)
-        scheduler, expected = scheduler_of(optimizer), []
+        scheduler = scheduler_of(optimizer)
+        expected = []
         for _ in range(4):
             expected.append(optimizer.param_groups[0]["lr"])
             optimizer.step()
             scheduler.step()
         assert rates(schedule=name, **options[name]) == pytest.approx(expected)
+
     assert rates() == [0.8] * 4
     assert rates(warmup_rounds=2) == pytest.approx([0.4, 0.8, 0.8, 0.8])
 
@@ -508,5 +531,6 @@ def test_training_leaves_the_shared_network_as_it_found_it(ends, executor):
     after = fed.model.module.state_dict()
     assert list(after) == list(before)
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
     trained = clients.sgd(clients.loss, clients.initial)
     assert_close(trained, bare_loop(fed, clients.initial.expand(4, -1))[0])

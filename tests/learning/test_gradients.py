@@ -29,6 +29,7 @@ def test_gradients_are_autograds_and_agree_with_finite_differences(factory, exec
     gradients = clients.grad(clients.loss, per_client(at)).as_subclass(Tensor)
     size = fed.model.num_parameters
     direction = torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
     for k in range(4):
         x, y = fed.samples(k)
 

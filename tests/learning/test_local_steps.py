@@ -41,9 +41,11 @@ def test_training_by_another_rule_is_the_bare_loop_with_torchs(name, factory, ex
     optimizer, kind = BY_TORCH[name]
     training = replace(FP64, optimizer=optimizer, lr=0.01, weight_decay=0.1, clip_norm=0.5, epochs=2)
     fed = Federation(factory, executor=executor, training=training)
-    starts, clients = starts_of(fed), fed.clients()
+    starts = starts_of(fed)
+    clients = fed.clients()
     trained = clients.sgd(clients.loss, per_client(starts))
     options = {"lr": 0.01, "weight_decay": 0.1, "clip_norm": 0.5, "eps": 1e-3, "kind": kind}
+
     for k, start in enumerate(starts):
         net = as_module(factory, start)
         losses = torch_sgd(net, fed.visits(k), **options)
@@ -56,10 +58,13 @@ def test_training_by_another_rule_is_the_bare_loop_with_torchs(name, factory, ex
 def test_a_walk_with_a_rule_of_its_own_is_training_with_it(optimizer, executor):
     fed = Federation(NormalisedConv, executor=executor, training=replace(FP64, epochs=2))
     clients = fed.clients()
-    theta, beside = clients.initial, clients.initial
+    theta = clients.initial
+    beside = clients.initial
+
     for batch in clients.minibatches():
         theta = batch.step(clients.loss, theta, of="one", optimizer=optimizer, lr=0.01)
         beside = batch.step(clients.loss, beside, of="other")
+
     assert_close(theta, unmarked(clients.sgd(clients.loss, clients.initial, optimizer=optimizer, lr=0.01)))
     assert_close(beside, unmarked(clients.sgd(clients.loss, clients.initial)))
 
@@ -76,15 +81,18 @@ def test_a_penalty_is_minimised_and_not_reported(executor):
     def both(p, batch, anchor):
         return clients.loss(p, batch) + pull(p, batch, anchor)
 
-    starts, extras = per_client(starts_of(fed)), {"anchor": clients.initial}
+    starts = per_client(starts_of(fed))
+    extras = {"anchor": clients.initial}
     whole = clients.sgd(both, starts, **extras)
     reported_whole = clients.losses
     apart = clients.sgd(clients.loss, starts, penalty=pull, **extras)
     reported = clients.losses
     pair = clients.sgd(lambda p, b, anchor: (clients.loss(p, b), pull(p, b, anchor)), starts, **extras)
+
     assert torch.equal(apart, whole) and torch.equal(pair, whole)
     assert torch.equal(clients.losses, reported)
     assert (reported_whole - reported > 0.1).all()
+
     theta = starts
     for batch in clients.minibatches():
         theta = batch.step(clients.loss, theta, penalty=pull, **extras)
@@ -124,17 +132,20 @@ def objective(fed: Federation, rows: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("training", [FP64, replace(FP64, momentum=0.9, epochs=2)], ids=["plain", "momentum"])
 def test_a_correction_is_added_to_every_gradient_and_not_reported(training, executor):
     fed = Federation(executor=executor, training=training)
-    clients, starts = fed.clients(), starts_of(fed)
+    clients = fed.clients()
+    starts = starts_of(fed)
     slopes = torch.randn(4, fed.model.size, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     trained = clients.sgd(clients.loss, per_client(starts), correction=per_client(slopes))
     by_penalty = clients.sgd(
         clients.loss, per_client(starts), penalty=lambda p, batch, slope: p @ slope, slope=per_client(slopes)
     )
+
     assert_close(trained, unmarked(by_penalty))
     theta = per_client(starts)
     for batch in clients.minibatches():
         theta = batch.step(clients.loss, theta, correction=per_client(slopes))
     assert_close(theta, unmarked(by_penalty))
+
     common = clients.sgd(clients.loss, per_client(starts), correction=slopes[0])
     assert_close(common[0], unmarked(trained)[0])
 
@@ -152,7 +163,8 @@ def test_scaffold_written_as_a_user_does_begins_as_fedavg_and_its_variates_are_t
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_where_the_loss_is_a_surrogate_the_objective_is_reported_and_moves_nothing(executor):
     fed = Federation(NormalisedConv, executor=executor)
-    clients, starts = fed.clients(), starts_of(fed)
+    clients = fed.clients()
+    starts = starts_of(fed)
     trained = clients.sgd(clients.loss, per_client(starts))
     objective = clients.losses
 
@@ -169,9 +181,11 @@ def test_what_reports_nothing_has_no_training_loss_but_still_diverges_in_a_sente
     clients = Federation(executor=executor).clients()
     clients.sgd(lambda p, batch: -3 * clients.loss(p, batch), clients.initial, report=None)
     assert clients.losses is None
+
     for batch in clients.minibatches():
         batch.step(clients.loss, clients.initial, report=None)
     assert clients.losses is None
+
     clients.sgd(clients.loss, clients.initial, steps=0)
     assert clients.losses is None
     with pytest.raises(ClientError, match="Training diverged on client 0 in round 0: its model is not finite"):
@@ -181,12 +195,15 @@ def test_what_reports_nothing_has_no_training_loss_but_still_diverges_in_a_sente
 @pytest.mark.parametrize("reporting", [0, 1], ids=["the first", "the second"])
 def test_the_training_loss_is_the_mean_over_those_steps_that_report_one(reporting):
     fed = Federation(training=replace(FP64, steps=2))
-    clients, theta = fed.clients(), fed.context.initial
+    clients = fed.clients()
+    theta = fed.context.initial
     for s, batch in enumerate(clients.minibatches()):
         if s == reporting:
-            (x, y), k = fed.visits(1)[s], 1
+            x, y = fed.visits(1)[s]
+            k = 1
             expected = F.cross_entropy(as_module(fed.factory, unmarked(theta).expand(4, -1)[k]).train()(x), y)
         theta = batch.step(clients.loss, theta, report="loss" if s == reporting else None)
+
     assert_close(clients.losses[k], expected.detach())
 
 
@@ -198,13 +215,17 @@ def test_an_extra_that_no_function_takes_is_named():
 
 def test_a_model_or_a_correction_of_the_wrong_shape_is_a_sentence():
     fed = Federation(NormalisedConv)
-    clients, size, parameters = fed.clients(), fed.model.size, fed.model.num_parameters
+    clients = fed.clients()
+    size = fed.model.size
+    parameters = fed.model.num_parameters
     batch = next(clients.minibatches())
+
     for wrong in (clients.initial[:parameters], clients.initial.repeat(3, 1), clients.initial[None, None]):
         said = re.escape(f"has the shape {list(wrong.shape)}; it must be a vector of {size} numbers")
         for work in (clients.sgd, batch.step):
             with pytest.raises(MethodError, match="A model to train " + said):
                 work(clients.loss, wrong)
+
     with pytest.raises(MethodError, match=f"A correction has the shape .* {parameters} or {size} numbers"):
         clients.sgd(clients.loss, clients.initial, correction=torch.zeros(5))
     assert_close(
@@ -247,6 +268,7 @@ def clipped_by_hand(fed: Federation, start: Tensor, k: int) -> Tensor:
             slope = torch.cat([p.grad.reshape(-1) for p in net.parameters()])
             total += slope * min(1.0, 0.5 / float(slope.norm()))
         theta = theta - fed.training.lr * total / len(y)
+
     return theta
 
 
@@ -255,15 +277,18 @@ def clipped_by_hand(fed: Federation, start: Tensor, k: int) -> Tensor:
 def test_gradients_of_single_samples_are_clipped_without_the_loss_knowing(room, executor, monkeypatch):
     monkeypatch.setattr("raypfl.learning.descent.ROOM", room)
     fed = Federation(executor=executor, training=replace(FP64, optimizer=Clipped()))
-    clients, starts = fed.clients(), starts_of(fed)
+    clients = fed.clients()
+    starts = starts_of(fed)
     trained = clients.sgd(clients.loss, per_client(starts))
     walked = per_client(starts)
     for batch in clients.minibatches():
         walked = batch.step(clients.loss, walked)
+
     for k, start in enumerate(starts):
         expected = clipped_by_hand(fed, start, k)
         assert_close(trained[k], expected)
         assert_close(walked[k], expected)
+
     assert (unmarked(trained) - bare_loop(fed, starts)[0]).abs().max() > 1e-3
 
 
@@ -275,23 +300,27 @@ def test_a_rule_that_asks_for_single_samples_and_takes_their_mean_is_the_rule_wi
 
         per_sample = True
 
-    rows, reported = [], []
+    rows = []
+    reported = []
     for optimizer in (Adam(eps=1e-3), Asking(eps=1e-3)):
         clients = Federation(small_mlp, executor=executor, training=replace(FP64, optimizer=optimizer)).clients()
         rows.append(unmarked(clients.sgd(clients.loss, clients.initial, train="3")))
         reported.append(clients.losses)
+
     assert_close(rows[1], rows[0])
     assert_close(reported[1], reported[0])
 
 
 @pytest.mark.parametrize("factory", [small_mlp, dropping_mlp])
 def test_noise_is_keyed_by_client_and_step_whatever_the_group_and_the_executor(factory):
-    training, rows = replace(FP64, optimizer=Clipped(noise=0.4), epochs=2), {}
+    training = replace(FP64, optimizer=Clipped(noise=0.4), epochs=2)
+    rows = {}
     for executor in EXECUTORS:
         clients = Federation(factory, executor=executor, training=training).clients()
         rows[executor] = unmarked(clients.sgd(clients.loss, clients.initial))
         alone = Federation(factory, executor=executor, training=training).clients([2])
         assert_close(alone.sgd(alone.loss, alone.initial), rows[executor][2:3], 1e-12)
+
     assert_close(rows["vectorised"], rows["sequential"])
     quiet = Federation(factory, training=replace(training, optimizer=Clipped())).clients()
     moved = rows["vectorised"] - unmarked(quiet.sgd(quiet.loss, quiet.initial))
@@ -310,7 +339,8 @@ def test_noise_has_the_deviation_asked_for_and_is_new_in_each_step():
 
 def test_what_stands_still_gets_no_noise():
     fed = Federation(executor="sequential", training=replace(FP64, optimizer=Clipped(noise=1.0)))
-    clients, head = fed.clients(), fed.model.mask("3")
+    clients = fed.clients()
+    head = fed.model.mask("3")
     seen = []
 
     def loss(p, batch):

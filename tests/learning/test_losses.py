@@ -51,16 +51,19 @@ def seen_by(fed: Federation, loss, sizes: list[int]):
 @pytest.mark.parametrize("factory", [small_mlp, NormalisedConv])
 @pytest.mark.parametrize("careless", [ignoring, wrongly_divided])
 def test_a_careless_loss_is_found_out_on_no_more_than_a_batch_of_a_large_client(careless, factory):
-    fed, sizes = Federation(factory, sizes=(41, 4, 11)), []
+    fed = Federation(factory, sizes=(41, 4, 11))
+    sizes = []
     clients = fed.clients()
     with pytest.warns(UserWarning, match=r"does not weigh its samples with batch\.weight"):
         trained = clients.sgd(seen_by(fed, careless, sizes), clients.initial)
     assert max(sizes) <= 2 * fed.training.batch_size
     assert_close(trained, bare_loop(fed, clients.initial.expand(3, -1))[0])
+
     sizes.clear()
     with pytest.warns(UserWarning, match=r"does not weigh its samples with batch\.weight"):
         clients.grad(seen_by(fed, careless, sizes), clients.initial)
     assert max(sizes) == 41
+
     sizes.clear()
     with pytest.warns(UserWarning, match=r"does not weigh its samples with batch\.weight"):
         next(clients.minibatches()).step(seen_by(fed, careless, sizes), trained)
@@ -82,7 +85,8 @@ def test_a_function_of_labels_alone_is_found_out_by_the_one_label_that_is_not_pa
 
 
 def test_a_loss_that_weighs_its_samples_is_trained_together_however_large_clients_are():
-    fed, sizes = Federation(sizes=(41, 4, 11)), []
+    fed = Federation(sizes=(41, 4, 11))
+    sizes = []
     clients = fed.clients()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -106,6 +110,7 @@ def test_gradients_and_maps_of_a_function_without_weights_are_right_on_unequal_b
     clients = fed.clients()
     gradients = clients.grad(partial(ignoring, fed), clients.initial)
     means = clients.map(lambda p, batch: fed.model(p, batch.x).mean(0), clients.initial)
+
     for k in range(4):
         x, y = fed.samples(k)
         net = as_module(fed.factory, clients.initial)
@@ -178,6 +183,7 @@ def test_an_extra_with_as_many_rows_as_clients_must_say_whose_they_are():
     for work in (clients.sgd, clients.grad, clients.map):
         with pytest.raises(ValueError, match=re.escape("pass raypfl.per_client(table)")):
             work(loss, clients.initial, table=rows)
+
     group.received([rows])
     clients.sgd(loss, clients.initial, table=rows)
     clients.sgd(loss, clients.initial, table=per_client(rows))
@@ -223,11 +229,14 @@ def test_a_loss_above_the_limit_and_a_model_that_overflows_are_refused(executor)
 @pytest.mark.parametrize("factory", [small_mlp, NormalisedConv])
 def test_a_map_with_a_row_a_sample_is_padded_with_zeros_to_the_largest_client(factory, executor):
     fed = Federation(factory, executor=executor)
-    clients, starts = fed.clients(), starts_of(fed)
+    clients = fed.clients()
+    starts = starts_of(fed)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         outputs = clients.map(lambda p, batch: fed.model(p, batch.x).exp(), per_client(starts))
+
     assert outputs.shape == (4, 11, CLASSES)
+
     for k, size in enumerate(fed.sizes):
         net = as_module(factory, starts[k]).eval()
         assert_close(outputs[k, :size], net(fed.samples(k)[0]).exp().detach())
@@ -269,7 +278,8 @@ def test_a_mistake_that_no_way_mends_is_raised_as_the_plainest_way_raises_it(exe
     ids=str,
 )
 def test_memory_that_runs_out_is_no_reason_to_fall_back(error):
-    clients, tries = Federation().clients(), []
+    clients = Federation().clients()
+    tries = []
 
     def huge(p, batch):
         tries.append(1)
@@ -281,7 +291,8 @@ def test_memory_that_runs_out_is_no_reason_to_fall_back(error):
 
 
 def test_a_walk_that_has_fallen_back_does_not_try_every_step_anew():
-    fed, tries = Federation(training=replace(FP64, epochs=3)), []
+    fed = Federation(training=replace(FP64, epochs=3))
+    tries = []
     clients = fed.clients()
 
     def peeking(p, batch):
@@ -293,6 +304,7 @@ def test_a_walk_that_has_fallen_back_does_not_try_every_step_anew():
         warnings.simplefilter("always")
         for batch in clients.minibatches():
             theta = batch.step(peeking, theta)
+
     assert len(caught) == 1
     assert_close(theta, bare_loop(fed, clients.initial.expand(4, -1))[0])
 

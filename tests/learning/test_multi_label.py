@@ -44,10 +44,12 @@ def test_a_sample_counts_for_each_label_that_it_has():
     clients = fed.clients()
     held = [fed.labels[fed.split[k]] for k in range(len(clients))]
     assert clients.label_counts().tolist() == [y.sum(0).tolist() for y in held]
+
     means, counts = clients.class_means(lambda theta, x: x.flatten(1), fed.context.initial)
     assert counts.tolist() == clients.label_counts().tolist()
     x, y = fed.samples(2)
     chosen = x[y[:, 1] == 1].flatten(1)
+
     torch.testing.assert_close(torch.Tensor(means[2, 1]), chosen.mean(0))
 
 

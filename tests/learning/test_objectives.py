@@ -57,6 +57,7 @@ def torchs(name: str, outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
             return F.mse_loss(outputs, y)
         case "sum":
             return F.mse_loss(outputs[:, 0], y, reduction="sum") / 2
+
     return F.cross_entropy(outputs.transpose(1, 2), y, ignore_index=-1)
 
 
@@ -87,7 +88,9 @@ def test_metrics_of_numbers_are_scikit_learns_in_the_targets_own_units():
     objective = Regression(mean=7.0, std=3.0)
     y = 7 + 3 * torch.randn(40, 2, generator=DRAWS)
     outputs = (y - 7) / 3 + 0.3 * torch.randn(40, 2, generator=DRAWS)
-    found, predicted = judged(objective, outputs, y, targets=2), 3 * outputs + 7
+    found = judged(objective, outputs, y, targets=2)
+    predicted = 3 * outputs + 7
+
     assert found["mse"] == pytest.approx(sklearn.metrics.mean_squared_error(y, predicted), rel=1e-5)
     assert found["mae"] == pytest.approx(sklearn.metrics.mean_absolute_error(y, predicted), rel=1e-5)
     assert found["r2"] == pytest.approx(sklearn.metrics.r2_score(y, predicted), rel=1e-5)
@@ -124,6 +127,7 @@ def test_numbers_are_learnt_as_a_bare_loop_learns_them(executor, reduction):
     fed.context.measures = Measures(Regression(reduction=reduction))
     clients = fed.clients()
     trained = clients.sgd(clients.loss, clients.initial, lr=0.01)
+
     for k in range(len(clients)):
         net = as_module(small_regressor, fed.context.initial).train()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
@@ -223,7 +227,10 @@ def test_targets_that_are_no_numbers_are_refused_where_they_stand():
 class Planes(Population):
     """Clients whose samples lie on a plane, made where they are at work."""
 
-    num_clients, num_classes, input_shape, kind = 4, 1, (3,), "numbers"
+    num_clients = 4
+    num_classes = 1
+    input_shape = (3,)
+    kind = "numbers"
 
     def sizes(self, split: str) -> np.ndarray:
         return np.full(4, 30 if split == "train" else 10)
@@ -327,6 +334,7 @@ def test_each_text_is_a_client_and_the_target_is_the_text_one_character_on(tmp_p
     config = DataConfig(name="text", root=folder_of_texts(tmp_path), options={"size": 16}, test_fraction=0.2)
     data = load_federated(config, ByColumn(), seed=0, cache=tmp_path)
     assert data.num_clients == 3 and data.kind == "tokens" and data.discrete and data.input_shape == (16,)
+
     for client, name in enumerate(("ada", "bob", "cyd")):
         held = np.sort(np.concatenate([data.indices(client, split) for split in ("train", "test")]))
         x, y = data.take(held)
@@ -362,5 +370,6 @@ def test_a_causal_network_does_not_look_ahead(name):
     x = torch.randint(0, 5, (1, 12), generator=DRAWS)
     other = x.clone()
     other[0, 7:] = (other[0, 7:] + 1) % 5
-    before, after = net(x), net(other)
+    before = net(x)
+    after = net(other)
     assert torch.equal(before[:, :7], after[:, :7]) and not torch.equal(before[:, 7:], after[:, 7:])

@@ -46,6 +46,7 @@ def by_torch(kind: type[torch.optim.Optimizer], start: Tensor, clip_norm: float 
             if clip_norm is not None:
                 nn.utils.clip_grad_norm_([row], clip_norm)
             optimizer.step()
+
     return torch.stack([row.detach() for row in rows])
 
 
@@ -65,7 +66,8 @@ def test_steps_are_those_of_torch_optim(name, weight_decay, clip_norm):
 def test_a_row_steps_as_the_vector_alone(name):
     update = Update(SAME[name][0], LR)
     start = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(3, 4)
-    theta, memory = start[0].clone(), update.init(start[0])
+    theta = start[0].clone()
+    memory = update.init(start[0])
     for grad in gradients(3, 4):
         update.step_(theta, grad[0], memory)
     assert_close(theta, stepped(update, start)[0], 1e-14)
@@ -77,13 +79,17 @@ def test_rows_may_stop_before_the_others_and_each_counts_its_own_steps(name):
     start = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(3, 4)
     theta = start.clone()
     memory = update.init(theta)
+
     for step, grad in enumerate(gradients(3, 4)):
         active = 3 if step < 2 else 1
         update.step_(theta[:active], grad[:active].clone(), {name: rows[:active] for name, rows in memory.items()})
+
     assert_close(theta[0], stepped(update, start)[0], 1e-14)
+
     for grad in gradients(3, 4):
         update.step_(theta[1:], grad[1:].clone(), {name: rows[1:] for name, rows in memory.items()})
-    alone, own = start[1:].clone(), update.init(start[1:])
+    alone = start[1:].clone()
+    own = update.init(start[1:])
     for grad in [*list(gradients(3, 4))[:2], *gradients(3, 4)]:
         update.step_(alone, grad[1:].clone(), own)
     assert_close(theta[1:], alone, 1e-14)
@@ -92,10 +98,12 @@ def test_rows_may_stop_before_the_others_and_each_counts_its_own_steps(name):
 @pytest.mark.parametrize("optimizer", [SGD(momentum=0.9), Adam(), AdamW()])
 def test_what_stands_still_keeps_its_bits_and_decay_acts_on_the_named_entries_alone(optimizer):
     start = torch.linspace(-1, 1, 4, dtype=torch.float64).expand(2, 4).clone()
-    trained, decayed = torch.tensor([True, True, True, False]), torch.tensor([True, False, False, False])
+    trained = torch.tensor([True, True, True, False])
+    decayed = torch.tensor([True, False, False, False])
     masked, bare = (
         stepped(Update(optimizer, LR, weight_decay, None, trained, decayed), start) for weight_decay in (0.3, 0.0)
     )
+
     assert torch.equal(masked[:, 3], start[:, 3])
     assert torch.equal(masked[:, 1:], bare[:, 1:])
     assert (masked[:, 0] != bare[:, 0]).all()

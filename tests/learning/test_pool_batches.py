@@ -57,8 +57,10 @@ def test_a_batch_on_a_client_is_the_servers_of_the_same_round_and_stream():
 def test_batches_differ_from_round_to_round_and_from_stream_to_stream_and_are_the_same_again():
     fed = Federation()
     batches = pool_of(fed).batches(POOLED)
-    (first,), (again,) = batches, batches
-    (other,), (next_round,) = pool_of(fed).batches(POOLED, stream="b"), pool_of(fed, 2).batches(POOLED)
+    (first,) = batches
+    (again,) = batches
+    (other,) = pool_of(fed).batches(POOLED, stream="b")
+    (next_round,) = pool_of(fed, 2).batches(POOLED)
     assert torch.equal(first.x, again.x)
     assert not torch.equal(first.x, other.x) and not torch.equal(first.x, next_round.x)
 
@@ -110,7 +112,8 @@ def test_a_fraction_is_the_same_samples_in_all_rounds_and_a_part_of_every_larger
 
 
 def test_no_more_than_a_batch_of_a_pool_is_in_memory_as_floats(monkeypatch):
-    fed, taken = Federation(), []
+    fed = Federation()
+    taken = []
     take = Samples.take
     monkeypatch.setattr(Samples, "take", lambda self, where: taken.append(len(where)) or take(self, where))
     for _ in pool_of(fed).batches(2, epochs=3):
@@ -151,5 +154,6 @@ def test_a_pool_from_elsewhere_is_normalised_as_the_clients_data_or_by_its_own_m
     data = load_federated(given.data, given.partition, seed=0)
     pools = Prepared(given, data).server_pools
     (batch,) = pools.pool("auxiliary", 1).batches(len(data.pool("auxiliary")))
+
     assert_close(batch.x.std((0, 2, 3), correction=0), torch.ones(3), 1e-4 if normalise == "own" else 1.0)
     assert bool((batch.x.mean((0, 2, 3)).abs() < 1e-4).all()) == (normalise == "own")

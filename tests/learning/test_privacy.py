@@ -44,7 +44,8 @@ NOISY = PrivacySettings(noise=1.0, clip=1.0)
 
 def sampled(fed: Federation, k: int) -> list[tuple[Tensor, Tensor]]:
     """The k-th client's batches in its first private training."""
-    group, t = fed.clients()._group, fed.training
+    group = fed.clients()._group
+    t = fed.training
     keys = group.keys("batches  1")[k : k + 1]
     visits = sampled_order(keys, np.array(fed.sizes)[k : k + 1], t.batch_size, t.epochs, t.steps)
     return [fed.samples(k, index[:count]) for index, count in zip(visits.index[0], visits.counts[0], strict=True)]
@@ -62,14 +63,17 @@ def by_hand(fed: Federation, start: Tensor, k: int, anchor: Tensor | None = None
             total += slope * min(1.0, fed.privacy.clip / float(slope.norm()))
         pull = 0.0 if anchor is None else lam * (theta - anchor)
         theta = theta - fed.training.lr * (total / fed.training.batch_size + pull)
+
     return theta
 
 
 @both
 def test_clipping_is_a_plain_loop_over_the_samples_of_poisson_batches(executor):
     fed = Federation(executor=executor, training=replace(FP64, epochs=2), privacy=CLIPS)
-    clients, starts = fed.clients(), starts_of(fed)
-    trained, walked = clients.sgd(clients.loss, per_client(starts)), per_client(starts)
+    clients = fed.clients()
+    starts = starts_of(fed)
+    trained = clients.sgd(clients.loss, per_client(starts))
+    walked = per_client(starts)
     again = fed.clients()
     for batch in again.minibatches():
         walked = batch.step(again.loss, walked)
@@ -81,7 +85,9 @@ def test_clipping_is_a_plain_loop_over_the_samples_of_poisson_batches(executor):
 @both
 def test_a_pull_is_added_after_clipping_and_is_not_clipped(executor):
     fed = Federation(executor=executor, training=replace(FP64, epochs=2), privacy=CLIPS)
-    clients, starts, anchor = fed.clients(), starts_of(fed), starts_of(fed)[0] + 1.0
+    clients = fed.clients()
+    starts = starts_of(fed)
+    anchor = starts_of(fed)[0] + 1.0
 
     def pull(p, batch, anchor):
         return 2.0 / 2 * (p - anchor).square().sum()
@@ -108,8 +114,10 @@ def test_a_penalty_that_looks_at_the_samples_is_clipped_with_their_loss(executor
 def test_without_noise_and_without_a_limit_it_is_ordinary_sgd_on_the_same_batches(executor):
     fed = Federation(executor=executor, sizes=(8, 4, 12, 8))
     clients = fed.clients()
-    group, keys = clients._group, clients._group.keys("batches")
-    visits, rows = epoch_order(keys, np.array(fed.sizes), 4, 3), group.models(clients.initial)
+    group = clients._group
+    keys = clients._group.keys("batches")
+    visits = epoch_order(keys, np.array(fed.sizes), 4, 3)
+    rows = group.models(clients.initial)
     local = LocalLoss(fed.model, clients.loss)
     trained = [
         fed.context.executor.sgd(
@@ -117,6 +125,7 @@ def test_without_noise_and_without_a_limit_it_is_ordinary_sgd_on_the_same_batche
         )[0]
         for rule in (None, NoisySum(math.inf, 0.0, 4))
     ]
+
     assert_close(trained[1], trained[0], 1e-12)
 
 
@@ -124,6 +133,7 @@ def test_every_sample_is_in_a_batch_with_the_same_chance_and_independently():
     keys = np.random.default_rng(0).integers(0, 2**63, 3).astype(np.uint64)
     visits = sampled_order(keys, np.array([40, 400, 5]), 8, steps=4000)
     assert visits.steps.tolist() == [4000] * 3
+
     for k, (n, rate) in enumerate([(40, 0.2), (400, 0.02), (5, 1.0)]):
         counts = visits.counts[k]
         assert counts.mean() == pytest.approx(n * rate, rel=0.02)
@@ -132,6 +142,7 @@ def test_every_sample_is_in_a_batch_with_the_same_chance_and_independently():
         assert all((np.diff(one) > 0).all() for one in taken), "a sample is twice in a batch"
         often = np.bincount(np.concatenate(taken), minlength=n) / 4000
         assert abs(often - rate).max() < 5 * math.sqrt(rate * (1 - rate) / 4000) + 1e-12
+
     alone = sampled_order(keys[1:2], np.array([400]), 8, steps=4000)
     assert (alone.counts[0] == visits.counts[1]).all()
 
@@ -144,6 +155,7 @@ def test_noise_has_the_deviation_asked_for_and_is_new_in_every_training_and_step
     rows = [unmarked(clients.sgd(clients.loss, clients.initial)) - clients.initial for _ in range(20)]
     two_steps = unmarked(fed.clients().sgd(clients.loss, clients.initial, steps=2)) - clients.initial
     draws = torch.cat([*rows, two_steps - rows[0]])
+
     assert float(draws.std()) == pytest.approx(1 / 4, rel=0.03)
     assert float(draws.mean()) == pytest.approx(0, abs=0.01)
     correlation = torch.corrcoef(draws) - torch.eye(len(draws), dtype=draws.dtype)
@@ -215,10 +227,12 @@ def test_every_public_name_of_clients_is_refused_under_noise_or_tells_nothing_of
     plain = Federation().clients()
     names = {name for name in dir(plain) if not name.startswith("_")}
     assert names == WITHOUT_CONTENTS | WITH_NOISE | REFUSED, "a name is new: does it read clients' samples?"
+
     for name in REFUSED:
         with pytest.raises(PrivacyError, match=rf"^clients\.{name} reads clients' data without noise"):
             getattr(clients, name)
         getattr(plain, name)
+
     for name in WITHOUT_CONTENTS - {"model", "networks"}:  # the same function of a vector for all
         ask = CALLS.get(name, lambda value: value)
         told, again = (ask(getattr(group, name)) for group in (clients, twins))
@@ -226,6 +240,7 @@ def test_every_public_name_of_clients_is_refused_under_noise_or_tells_nothing_of
             assert torch.equal(told, again), name
         else:
             assert str(told) == str(again), name
+
     batch = next(clients.minibatches())
     assert {name for name in dir(batch) if not name.startswith("_")} == {"active", "step"}
 
@@ -238,7 +253,9 @@ def test_every_public_name_of_a_cohort_is_classified_and_what_is_measured_withou
     }
     fed = Federation(privacy=NOISY, method=FedAvg())
     fed.run_rounds(None)
+
     assert {name for name in dir(fed.cohorts[0]) if not name.startswith("_")} == closed | open_names
+
     for privacy in (NOISY, replace(NOISY, unit="client"), PrivacySettings(secure_aggregation=True)):
         cohort = Federation(privacy=privacy, method=FedAvg()).cohort()
         for name in closed:
@@ -297,9 +314,11 @@ def test_the_accountant_is_above_the_exact_curve_and_close_to_published_values()
     for noise, low, high in [(0.8, 4.9, 8.3), (1.0, 3.0, 5.0), (1.5, 1.5, 2.5)]:
         spent = [epsilon({(min(1, 32 / n), noise): 10 * math.ceil(n / 32)}, 1e-5) for n in sizes.clip(20)]
         assert low < np.mean(spent) < high
+
     # Balle and Wang 2018: the exact curve of T Gaussian steps; Renyi's bound is above it, by little.
     for steps, noise in [(1, 1.0), (10, 3.0)]:
-        mu, spent = math.sqrt(steps) / noise, epsilon({(1.0, noise): steps}, 1e-5)
+        mu = math.sqrt(steps) / noise
+        spent = epsilon({(1.0, noise): steps}, 1e-5)
         assert _exact_delta(spent, mu) < 1e-5 < _exact_delta(0.8 * spent, mu)
 
 
@@ -316,11 +335,13 @@ def test_epsilon_grows_with_steps_and_rate_falls_with_noise_and_composes():
     assert epsilon({(0.2, 1.0): 100}, 1e-5) > base > epsilon({(0.1, 1.0): 100}, 1e-4)
     assert epsilon({(0.1, 1.0): 60, (0.1, 1.0000001): 40}, 1e-5) == pytest.approx(base, rel=1e-5)
     assert epsilon({(0.1, 0.0): 1}, 1e-5) == math.inf and epsilon({}, 1e-5) == 0.0
+
     rows = [(r, "training", 7, b, 0.1, 50, 1) for r in (1, 2) for b in ("train 1", "train 2")]
     rows += [(r, "prediction", 7, "personal model 1", 0.1, 50, 1) for r in (1, 2)]
     names = ("round", "phase", "client", "branch", "rate", "steps", "uses")
     table = accounted({n: list(v) for n, v in zip(names, zip(*rows, strict=True), strict=True)}, NOISY)
     of = dict(zip(table["branch"], zip(table["steps"], table["epsilon"], strict=True), strict=True))
+
     assert of["train 1"] == (100, pytest.approx(base)) and of["personal model 1"][0] == 50
     assert of[ALL] == (250, pytest.approx(epsilon({(0.1, 1.0): 250}, 1e-5)))
 
@@ -332,12 +353,15 @@ def user_level(**changes) -> Federation:
 
 def test_a_clients_update_is_clipped_whole_and_the_servers_noise_has_its_size():
     plain = Federation(method=FedAvg(weighting="uniform"))
-    start, fed = plain.method.start(plain.task)["theta"], user_level()
+    start = plain.method.start(plain.task)["theta"]
+    fed = user_level()
     clients = plain.clients(round=0)
     updates = unmarked(clients.sgd(clients.loss, start)) - start
+
     assert (updates.norm(dim=1) > 0.05).all()
     limited = updates * (0.05 / updates.norm(dim=1, keepdim=True))
     assert_close(fed.run_rounds(None)["theta"], start + limited.mean(0), 1e-12)
+
     noise = user_level(noise=100.0).run_rounds(None)["theta"] - fed.server["theta"]
     assert float(noise.std()) == pytest.approx(100 * 0.05 / 4, rel=0.1)
     assert_close(user_level(clip=1e9).run_rounds(None)["theta"], plain.run_rounds(None)["theta"], 1e-12)
@@ -363,6 +387,7 @@ def experiment(tmp_path, *assignments: str) -> Experiment:
         "partition.clients=6",
         "privacy.noise=1.0",
     ]
+
     return Experiment().override([*base, "engine.backend=inline", "evaluation.every=1", *assignments])
 
 
@@ -378,13 +403,16 @@ def test_a_run_reports_the_epsilon_of_each_client_and_a_resume_keeps_it(tmp_path
     result = run(experiment(tmp_path, *changes, "rounds=3"))
     shorter = run(experiment(tmp_path, *changes, "rounds=2"))
     resumed = resume(shorter.run_dir, overrides=["rounds=3"])
+
     assert resumed.weights_hash == result.weights_hash and resumed.privacy == result.privacy
     assert shorter.privacy != result.privacy
     table = Result.load(result.run_dir).privacy.to_pydict()
     drawn = [c for row in result.rounds["cohort"].to_pylist() for c in row]
+
     assert set(table["branch"]) >= {"train 1", ALL}
     sizes = {c: s for c, b, s in zip(table["client"], table["branch"], table["steps"], strict=True) if b == "train 1"}
     assert set(sizes) == set(drawn)
+
     for client, steps in sizes.items():
         assert steps % drawn.count(client) == 0
     assert all(0 < value < 100 for value in table["epsilon"])
@@ -393,8 +421,10 @@ def test_a_run_reports_the_epsilon_of_each_client_and_a_resume_keeps_it(tmp_path
 def test_a_model_for_a_new_client_is_trained_privately_and_says_what_that_spent(tmp_path):
     changes = ["method=fedavg-ft", "method.finetune_epochs=2", "evaluation.every=0", "training.batch_size=4"]
     models = raypfl.trained_models(run(experiment(tmp_path, *changes)).run_dir)
-    x, y = np.zeros((12, 1, 8, 8), np.uint8), np.arange(12) % 3
+    x = np.zeros((12, 1, 8, 8), np.uint8)
+    y = np.arange(12) % 3
     made = models.personalize_all([(x, y), (x[:9], y[:9])], held_out=1 / 3)
+
     assert [one.epsilon for one in made] == [epsilon({(4 / 8, 1.0): 4}, 1e-5), epsilon({(4 / 6, 1.0): 4}, 1e-5)]
     assert json.loads(json.dumps(made[0].facts))["epsilon"] == made[0].epsilon
     plain = raypfl.trained_models(run(experiment(tmp_path, *changes, "privacy.noise=null")).run_dir)
@@ -405,7 +435,9 @@ def test_the_privacy_of_a_run_is_a_sentence_that_names_its_trainings(tmp_path):
     (group,) = group_runs([run(experiment(tmp_path, "method=ditto", "evaluation.every=0"))])
     rows = {row.training: row for row in epsilons(group)}
     assert list(rows) == ["model 1 of train", "model 2 of train", "all"]
-    whole, own = rows["all"], rows["model 1 of train"]
+
+    whole = rows["all"]
+    own = rows["model 1 of train"]
     assert privacy_sentence(group) == (
         f"ditto, privacy of one sample of a client: epsilon {whole.mean:.2f} at delta 1e-05, the mean over clients "
         f"(standard deviation {whole.std:.2f}, largest {whole.most:.2f}). Mean epsilon of each training alone: "

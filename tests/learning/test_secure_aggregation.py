@@ -27,12 +27,15 @@ def fixed(rows: Tensor) -> np.ndarray:
 
 
 def test_masks_cancel_exactly_in_the_sum_over_the_cohort_and_in_no_smaller_sum():
-    rows, cohort = torch.randn(5, 3, 2, generator=torch.Generator().manual_seed(0)), (1, 4, 5, 8, 9)
+    rows = torch.randn(5, 3, 2, generator=torch.Generator().manual_seed(0))
+    cohort = (1, 4, 5, 8, 9)
     masks = Masks(cohort, 0, "mask", 7)
     sent = np.stack([masks.sum_of((client,), rows[k : k + 1]) for k, client in enumerate(cohort)])
+
     for part in range(1, 2**5 - 1):
         chosen = [k for k in range(5) if part >> k & 1]
         assert (sent[chosen].sum(0) != fixed(rows[chosen]).sum(0)).all()
+
     assert (sent.sum(0) == fixed(rows).sum(0)).all()
     assert (masks.sum_of((1, 8, 9), rows[[0, 3, 4]]) == sent[[0, 3, 4]].sum(0)).all()
     assert_close(unmasked(sent.sum(0), torch.float64), rows.double().sum(0), 5 * 2.0**-FRACTION_BITS)
@@ -46,6 +49,7 @@ def test_what_is_sent_is_uniform_and_new_for_every_message_round_and_seed():
         for one in (base, replace(base, purpose="control"), replace(base, round=2), replace(base, seed=1))
     ]
     shares = np.stack(sent) / 2.0**64
+
     assert abs(shares.mean(1) - 0.5).max() < 0.02 and abs(shares.var(1) - 1 / 12).max() < 0.004
     assert abs(np.corrcoef(shares) - np.eye(4)).max() < 0.07
 
@@ -71,10 +75,13 @@ def test_the_server_never_sees_an_unmasked_update(monkeypatch):
     clients = fed.clients()
     updates = fixed(clients.sgd(clients.loss, fed.method.start(fed.task)["theta"]).as_subclass(Tensor))
     received = {clients[0]: array for clients, array in seen if array is not None}
+
     assert received.keys() == {0, 1, 2, 3}
+
     for client, array in received.items():
         assert array.dtype == np.uint64 and (array != updates[client]).all()
         assert (array - updates[client] > 2**40).mean() > 0.99, "a mask is small"
+
     assert {entry.bytes // entry.numbers for entry in fed.ledger.entries if entry.direction == "up"} == {8}
 
 
@@ -85,7 +92,8 @@ def test_a_method_that_needs_more_than_sums_is_refused():
 
 def test_peradas_server_needs_sums_only_if_clients_send_the_logits_too_which_are_then_charged():
     method = PerAda(steps=2, batch_size=4)
-    secure, plain = run_method(method, privacy=SECURE), run_method(method)
+    secure = run_method(method, privacy=SECURE)
+    plain = run_method(method)
     assert_close(secure.server["theta"], plain.server["theta"], 1e-3)
     sent = {entry.name: entry.numbers for entry in secure.ledger.entries if entry.direction == "up"}
     assert sent == {"theta": secure.model.size, "logits": 8 * CLASSES}
@@ -112,9 +120,11 @@ def test_a_sum_that_is_one_clients_own_message_is_refused(way, group_size):
         "mean": r"returned 'number' with zeros, or a weight of zero, for all clients of the cohort but one",
         "group": r"returned 'number' for 1 of the cohort's 4 clients",
     }
+
     if way == "group" and group_size is None:
         run_method(method, None, privacy=SECURE, group_size=None)  # there is a number of every client
         return
+
     with pytest.raises(PrivacyError, match=said[way]):
         run_method(method, None, privacy=SECURE, group_size=group_size)
     run_method(method, None, group_size=group_size)

@@ -42,7 +42,8 @@ def test_its_averaged_and_personal_models_are_fedavgs_to_the_bit(factory, execut
 @any_net
 def test_its_global_model_is_the_averaged_body_under_the_head_that_was_trained_again(factory, executor):
     fed = run_method(QUICK, factory=factory, executor=executor)
-    head, theta = fed.model.mask("output layer"), fed.method.global_model(fed.server)
+    head = fed.model.mask("output layer")
+    theta = fed.method.global_model(fed.server)
     weight, *bias = (fed.model.segment(theta, name) for name in fed.model.names("output layer"))
     assert torch.equal(theta[~head], fed.server["theta"][~head])
     assert not torch.equal(theta[head], fed.server["theta"][head])
@@ -55,7 +56,9 @@ def test_clients_report_the_gradients_of_each_of_their_classes(factory, executor
     fed = Federation(factory, executor=executor, method=QUICK, training=FP64, group_size=3)
     server = fed.method.start(fed.task)
     reply = fed.cohort().run(fed.method.train, theta=server["theta"], head=server["head"])
-    expected, owners = torch.zeros_like(reply["gradients"]), torch.zeros(CLASSES, dtype=torch.float64)
+    expected = torch.zeros_like(reply["gradients"])
+    owners = torch.zeros(CLASSES, dtype=torch.float64)
+
     for client in range(4):
         x, y = fed.samples(client)
         for c in y.unique():
@@ -64,6 +67,7 @@ def test_clients_report_the_gradients_of_each_of_their_classes(factory, executor
             slopes = [p.grad.reshape(CLASSES, -1) for p in net[3].parameters()]
             expected[c] += torch.cat(slopes, dim=1)
             owners[c] += 1
+
     torch.testing.assert_close(reply["gradients"], expected, rtol=1e-10, atol=1e-12)
     assert torch.equal(reply["owners"], owners)
 
@@ -74,10 +78,13 @@ def test_features_come_to_give_the_gradients_that_were_reported():
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=draws, dtype=torch.float64)
 
-    head, real, start = normal(3, 6), normal(3, 9, 5), normal(3, 4, 5)
+    head = normal(3, 6)
+    real = normal(3, 9, 5)
+    start = normal(3, 4, 5)
     inputs = F.pad(real, (0, 1), value=1.0)
     error = (inputs @ head.T).softmax(-1) - torch.eye(3, dtype=torch.float64)[:, None]
-    gradients, owned = error.mT @ inputs / 9, torch.tensor([True, True, False])
+    gradients = error.mT @ inputs / 9
+    owned = torch.tensor([True, True, False])
 
     def apart(features: Tensor) -> Tensor:
         z = F.pad(features, (0, 1), value=1.0)
@@ -88,6 +95,7 @@ def test_features_come_to_give_the_gradients_that_were_reported():
         float(apart(CReFF(feature_steps=n, feature_lr=0.5).match_features(CENTRE, head, start, gradients, owned)))
         for n in (0, 50, 500)
     ]
+
     assert losses[2] < losses[1] < losses[0] and losses[2] < 0.1 * losses[0]
     moved = CReFF(feature_lr=0.5).match_features(CENTRE, head, start, gradients, owned)
     assert torch.equal(moved[2], start[2])  # nobody has that class
@@ -105,26 +113,32 @@ def test_a_classs_features_move_as_if_it_were_alone():
 
 
 def test_the_head_is_trained_by_plain_descent_on_the_features_of_known_classes():
-    head, of = torch.zeros(3, 3, dtype=torch.float64), torch.randn(3, 4, 2, dtype=torch.float64)
+    head = torch.zeros(3, 3, dtype=torch.float64)
+    of = torch.randn(3, 4, 2, dtype=torch.float64)
     known = torch.tensor([True, False, True])
     layer = nn.Linear(2, 3).double()
     nn.init.zeros_(layer.weight), nn.init.zeros_(layer.bias)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.3)
     labels = torch.tensor([0] * 4 + [2] * 4)
+
     for _ in range(7):
         optimizer.zero_grad()
         F.cross_entropy(layer(of[known].reshape(8, 2)), labels).backward()
         optimizer.step()
+
     trained = CReFF(head_steps=7, head_lr=0.3).retrain_head(CENTRE, head, of, known)
     torch.testing.assert_close(trained, torch.cat([layer.weight, layer.bias[:, None]], dim=1).detach())
 
 
 def test_a_model_and_the_gradients_of_a_clients_classes_go_up_and_a_model_and_a_head_down():
     fed = Federation(without_bias, method=QUICK, group_size=2)
-    fed.labels[fed.split[1]], fed.labels[fed.split[2]] = 0, torch.arange(11) % CLASSES
+    fed.labels[fed.split[1]] = 0
+    fed.labels[fed.split[2]] = torch.arange(11) % CLASSES
     fed.run_rounds([1, 2])
-    model, head = fed.model.size, 5 * CLASSES
+    model = fed.model.size
+    head = 5 * CLASSES
     sent = [(e.direction, e.name, e.clients, e.numbers) for e in fed.ledger.entries]
+
     assert sent == [
         ("down", "theta", 2, model),
         ("down", "head", 2, head),

@@ -51,10 +51,12 @@ def test_the_average_is_trained_by_adam_on_the_divergence_from_the_mean_logits(f
     models = [torch.from_numpy(fed.state_of(k)["model"]) for k in range(4)]
     sizes = torch.tensor(fed.sizes, dtype=torch.float64)
     average = (torch.stack(models) * sizes[:, None]).sum(0) / sizes.sum()
-    teachers, student = [as_module(factory, one).eval() for one in models], as_module(factory, average).train()
+    teachers = [as_module(factory, one).eval() for one in models]
+    student = as_module(factory, average).train()
     adam = torch.optim.Adam(student.parameters(), lr=0.01)
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(adam, 7)
     losses: list[Tensor] = []
+
     for batch in fed.pools.pool("auxiliary", 0).batches(4, steps=7):
         with torch.no_grad():
             p = torch.stack([teacher(batch.x) for teacher in teachers]).mean(0).softmax(1)
@@ -63,6 +65,7 @@ def test_the_average_is_trained_by_adam_on_the_divergence_from_the_mean_logits(f
         losses[-1].backward()
         adam.step()
         cosine.step()
+
     assert_close(theta, as_vector(student), 1e-6)
     assert fed.cohorts[0].logged.values["distillation_loss"] == pytest.approx(sum(loss.item() for loss in losses) / 7)
 

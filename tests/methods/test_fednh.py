@@ -51,9 +51,11 @@ def test_up_to_one_more_prototype_than_dimensions_are_a_regular_simplex(count, d
     torch.testing.assert_close(w.norm(dim=1), torch.ones(count, dtype=torch.float64), rtol=0, atol=1e-12)
     assert (cosines(w) + 1 / (count - 1)).abs().max() < 1e-12
     assert w.sum(0).norm() < 1e-12
+
     other = uniform_prototypes(count, dimension, seed=2)
     assert torch.equal(w, uniform_prototypes(count, dimension, seed=1)) and not torch.allclose(w, other)
     torch.testing.assert_close(w @ w.T, other @ other.T, rtol=0, atol=1e-12)
+
     noise = torch.randn(count, dimension, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     assert cosines(F.normalize(noise)).max() > cosines(w).max()
 
@@ -87,13 +89,15 @@ def test_a_prototype_head_compares_directions_only():
     torch.testing.assert_close(head.directions(z).norm(dim=1), torch.ones(7))
     torch.testing.assert_close(head(3.7 * z), out)
     assert out.abs().max() <= 30 and out.sum(1).abs().max() < 1e-4  # a simplex: the rows sum to zero
+
     nothing = torch.zeros(2, 8, requires_grad=True)
     head(nothing).sum().backward()
     assert torch.isfinite(nothing.grad).all()
 
 
 def test_gradients_through_the_head_are_those_derived_for_it():
-    s, w = 20.0, uniform_prototypes(4, 6, 0)
+    s = 20.0
+    w = uniform_prototypes(4, 6, 0)
     head = PrototypeHead(w, s, trainable=True, normalise=True).double()
     z = torch.randn(1, 6, dtype=torch.float64, requires_grad=True)
     F.cross_entropy(head(z), torch.tensor([2])).backward()
@@ -101,6 +105,7 @@ def test_gradients_through_the_head_are_those_derived_for_it():
     p = (s * w @ f).softmax(0)
     error = p - F.one_hot(torch.tensor(2), 4)
     slope = s * w.T @ error
+
     torch.testing.assert_close(z.grad[0], (slope - f * (f @ slope)) / z[0].detach().norm())
     assert abs(float(z.grad[0] @ z[0].detach())) < 1e-12
     torch.testing.assert_close(head.scale.grad, (p @ (w @ f) - w[2] @ f))
@@ -138,6 +143,7 @@ def test_the_scale_is_trained_and_averaged_without_weight_decay(executor):
         assert len(set(scales)) == 4
         ends[decay] = float(fed.server["theta"][place])
         assert ends[decay] == pytest.approx(np.mean(scales), rel=1e-12)
+
     # With weight decay it would be 30 * 0.1 * 1e-3 less for each of some 40 steps.
     assert ends[0.1] == pytest.approx(ends[0.0], abs=0.02) and abs(ends[0.0] - 30) > 1e-6
 
@@ -150,7 +156,9 @@ def test_a_round_by_hand(factory, executor):
     fed.run_rounds(None)
     name = fed.model.names("output layer")[0]
     old = fed.model.segment(start, name)
-    sums, bodies = torch.zeros_like(old), []
+    sums = torch.zeros_like(old)
+    bodies = []
+
     for client in range(4):
         theta = torch.from_numpy(fed.state_of(client)["model"])
         module = fed.model.factory().double().eval()
@@ -167,6 +175,7 @@ def test_a_round_by_hand(factory, executor):
         for c in y.unique():
             sums[c] += f[y == c].mean(0)
         bodies.append(theta)
+
     new = 0.7 * old + 0.3 * sums / 4
     torch.testing.assert_close(prototypes(fed), new / new.norm(dim=1, keepdim=True), rtol=1e-10, atol=1e-10)
     body = ~fed.model.mask(name)
@@ -178,10 +187,12 @@ def test_the_prototypes_of_the_worked_example():
     means = torch.tensor([[[0.3, 0.4], [0, 0], [0, 0]], [[0.8, 0.0], [0.5, 0.5], [0, 0]]], dtype=torch.float64)
     literal = FedNH(rho=0.9).move_prototypes(old, means.sum(0), 2.0)
     expected = [[0.99978078, 0.02093782], [0.02701716, 0.99963497], [-1, 0]]
+
     torch.testing.assert_close(literal, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-8)
     assert torch.equal(literal[2], old[2])
     owners = torch.tensor([[2.0], [1.0], [0.0]], dtype=torch.float64)
     theirs = FedNH(rho=0.9, missing="owners").move_prototypes(old, means.sum(0), owners)
+
     torch.testing.assert_close(
         theirs[1], torch.tensor([0.05255883, 0.99861783], dtype=torch.float64), rtol=0, atol=1e-8
     )
@@ -260,7 +271,8 @@ def test_a_client_sends_the_body_the_scale_and_a_row_for_each_class_that_it_has(
     assert model.num_parameters == 796_032 + 1 + 10 * 192
     fed = Federation(method=FedNH(missing=missing), group_size=2)
     with_classes(fed, (0, 1, 2), (1,), (0, 2), (0, 1)).run_rounds(None)
-    body, d = 32 * 5 + 5 + 1, 5
+    body = 32 * 5 + 5 + 1
+    d = 5
     sent = [("down", "body", 4, body), ("down", "prototypes", 4, 3 * d), ("up", "body", 4, body)]
     sent += [("up", "means", clients, classes * d) for classes, clients in ((3, 1), (2, 2), (1, 1))]
     if missing == "samples":
@@ -280,6 +292,7 @@ def test_it_logs_how_far_prototypes_move_and_their_cosines_the_closest_pair_firs
     logged = [cohort.logged for cohort in fed.cohorts]
     fed = run_method(FedNH(), None)
     new = prototypes(fed)
+
     assert logged[0].values["prototype_distance"] == pytest.approx(float((new - old).norm(dim=1).mean()))
     table = fed.cohorts[0].logged.tables["prototype_cosines"]
     pairs = zip(table["class"].tolist(), table["other"].tolist(), strict=True)
@@ -312,8 +325,10 @@ def by_hand(fed: Federation, rounds: int, rho: float, s: float) -> tuple[dict[st
     body = nn.Sequential(*list(small_mlp().double())[:3])
     start = fed.model.unflatten(fed.server["theta"])
     body.load_state_dict({name: start[name] for name in body.state_dict()})
-    w, scale = start["3.weight"].clone(), torch.tensor(s, dtype=torch.float64, requires_grad=True)
+    w = start["3.weight"].clone()
+    scale = torch.tensor(s, dtype=torch.float64, requires_grad=True)
     t = fed.training
+
     for round in range(rounds):
         groups = [{"params": body.parameters(), "weight_decay": t.weight_decay}, {"params": [scale]}]
         optimizer = torch.optim.SGD(groups, lr=t.lr, momentum=t.momentum)
@@ -322,11 +337,13 @@ def by_hand(fed: Federation, rounds: int, rho: float, s: float) -> tuple[dict[st
             F.cross_entropy(scale * F.normalize(body(x)) @ w.T, y).backward()
             nn.utils.clip_grad_norm_([*body.parameters(), scale], t.clip_norm or math.inf)
             optimizer.step()
+
         x, y = fed.samples(0)
         with torch.no_grad():
             f = F.normalize(body(x))
         for c in y.unique():
             w[c] = F.normalize(rho * w[c] + (1 - rho) * f[y == c].mean(0), dim=0)
+
     return body.state_dict(), scale.detach(), w
 
 
@@ -350,10 +367,15 @@ def test_the_authors_server_step_is_one_of_the_options():
     fed.labels[fed.split[1]] = 2
     fed.labels[np.concatenate([fed.split[0], fed.split[3]])] %= 2  # classes have 3, 3 and 2 owners
     fed.server = fed.method.start(fed.task)
+
     for ids in ([0, 1, 3], [0, 3], [2]):
-        old, place = prototypes(fed).numpy().copy(), fed.model.segments["3.scale"].start
+        old = prototypes(fed).numpy().copy()
+        place = fed.model.segments["3.scale"].start
         fed.run_rounds(ids)
-        summed, counted, bodies = np.zeros_like(old), np.zeros((CLASSES, 1)), []
+        summed = np.zeros_like(old)
+        counted = np.zeros((CLASSES, 1))
+        bodies = []
+
         for client in ids:
             theta = torch.from_numpy(fed.state_of(client)["model"])
             bodies.append(theta.numpy())
@@ -365,11 +387,13 @@ def test_the_authors_server_step_is_one_of_the_options():
                 mean = f[y.numpy() == c].mean(axis=0)
                 summed[c] += (y.numpy() == c).sum() * mean / np.linalg.norm(mean)
                 counted[c] += (y.numpy() == c).sum()
+
         new = old.copy()
         here = counted[:, 0] > 0
         mean = summed[here] / counted[here]
         new[here] = 0.9 * old[here] + 0.1 * mean / np.linalg.norm(mean, axis=1, keepdims=True)
         new /= np.linalg.norm(new, axis=1, keepdims=True)
+
         np.testing.assert_allclose(prototypes(fed), new, rtol=0, atol=1e-12)
         body = ~fed.model.mask("3.weight").numpy()
         np.testing.assert_allclose(fed.server["theta"].numpy()[body], np.mean(bodies, axis=0)[body], atol=1e-12)
@@ -382,9 +406,11 @@ def test_a_client_may_keep_its_own_scale(executor):
     fed.run_rounds([0, 1])
     place = fed.model.segments["3.scale"].start
     assert fed.server["theta"][place] == 30
+
     first = {c: fed.state_of(c)["model"][place] for c in (0, 1)}
     assert first[0] != first[1] and 30 not in first.values()
     assert sent_per_client(fed.ledger, 0)["up", "body"] == fed.model.size - CLASSES * 5 - 1
+
     fed.training = replace(fed.training, steps=0)
     fed.context.training = fed.training  # a round without a step
     fed.run_rounds([0])

@@ -62,7 +62,8 @@ def chance_that_family_is_closer(w: torch.Tensor) -> float:
     """The area under the ROC curve of cosines, pairs of one family being positive; ties count half."""
     w = torch.nn.functional.normalize(w)
     cosines = (w @ w.T).numpy()
-    within, between = cosines[PAIRS & SAME], cosines[PAIRS & ~SAME]
+    within = cosines[PAIRS & SAME]
+    between = cosines[PAIRS & ~SAME]
     apart = within[:, None] - between[None]
     return float((apart > 1e-6).mean() + (abs(apart) <= 1e-6).mean() / 2)
 
@@ -100,4 +101,5 @@ def test_over_seeds_its_global_model_is_better_than_fedavgs_and_than_without_a_s
         )
         check(fednh)
         gains.append([accuracy(fednh) - accuracy(fedavg), accuracy(fednh) - accuracy(unscaled)])
+
     assert (np.mean(gains, axis=0) > 0).all()

@@ -80,7 +80,8 @@ def test_without_projection_steps_it_is_fedprox_from_the_same_model_on(side, exe
     options = {**SMALL, "project_steps": 0, "regularizer": "fixed"}
     fed = run_method(side(lam=0.3, **options), None, None, None, executor=executor)
     twin = Federation(method=FedProx(mu=0.3), group_size=2, training=FP32, executor=executor)
-    twin.server, twin.round = twin.method.start(twin.task) | {"theta": fed.server["theta"]}, 3
+    twin.server = twin.method.start(twin.task) | {"theta": fed.server["theta"]}
+    twin.round = 3
     assert torch.equal(twin.run_rounds(None, None)["theta"], fed.run_rounds(None, None)["theta"])
 
 
@@ -92,6 +93,7 @@ def test_clients_with_one_and_the_same_set_are_the_server_side_method(monkeypatc
     for fed in (one, two):
         fed.run_rounds(None, None, None)
     a, b = (fed.run_rounds(None, None, None)["theta"] for fed in (one, two))
+
     assert_close(a, b, 1e-9)
     assert_close(client_states(one, "images")[2], two.server["images"])
 
@@ -110,15 +112,18 @@ def test_a_client_matches_what_it_has_observed(executor):
     fed = Federation(method=FedPTR(lam=0.5, **SMALL), group_size=2, training=FP32, executor=executor)
     received: dict[int, list[Tensor]] = {c: [] for c in range(4)}
     joined: dict[int, int] = {}
+
     for ids in rounds:
         if not fed.server:
             fed.run_rounds()
         for client in ids:
             received[client].append(fed.server["theta"])
             joined.setdefault(client, fed.round)
+
         fed.run_rounds(ids)
         matched = sum(len(received[client]) >= 4 for client in ids)
         assert fed.cohorts[-1].logged.values.get("matching_failed", None) == (0 if matched else None)
+
         for client in ids:
             state = fed.state_of(client)
             expected = torch.stack(received[client][-2:])
@@ -137,8 +142,10 @@ def test_matching_every_nth_round_leaves_the_set_alone_between_and_still_project
         fed.run_rounds(None)
         sets.append(fed.server["images"] if side is FedPTRServer else client_states(fed, "images"))
         unpulled = Federation(method=FedAvg(), group_size=2, training=FP32)
-        unpulled.server, unpulled.round = unpulled.method.start(unpulled.task) | {"theta": before}, fed.round - 1
+        unpulled.server = unpulled.method.start(unpulled.task) | {"theta": before}
+        unpulled.round = fed.round - 1
         assert not torch.equal(unpulled.run_rounds(None)["theta"], fed.server["theta"])
+
     moved = [True, *(not torch.equal(a, b) for a, b in itertools.pairwise(sets))]
     assert moved == [bool(change) for change in changes]
 
@@ -151,12 +158,15 @@ def test_the_first_images_are_a_clients_own_where_it_has_the_class_and_noise_whe
     fed.labels[fed.split[1]] = 2
     clients = fed.clients()
     images = method.initial_images(clients, torch.arange(4)).as_subclass(Tensor)
+
     assert images.shape == (4, 2 * CLASSES, 2, 4, 4)
+
     for client in range(4):
         x, y = fed.samples(client)
         for image, label in zip(images[client], method.labels(CLASSES, clients.device), strict=True):
             mine = any(torch.allclose(image, one) for one in x[y == label])
             assert mine == (initial == "own" and bool((y == label).any()))
+
     again = method.initial_images(fed.clients([3, 1]), torch.tensor([1])).as_subclass(Tensor)
     assert torch.equal(again[0], images[1])
 
@@ -171,12 +181,15 @@ def test_the_projection_starts_at_the_global_model_and_changes_neither_it_nor_th
     fed = run_method(FedPTRServer(lam=0.5, **SMALL), None, None, None)
     before = fed.server["theta"].clone()
     fed.run_rounds(None)
-    images, method = fed.server["images"], fed.method
+    images = fed.server["images"]
+    method = fed.method
     walk = before.clone()
+
     for _ in range(method.project_steps):
         labels = method.labels(CLASSES, before.device)
         _, slope, _ = fed.model.gradient(lambda p: nn.functional.cross_entropy(fed.model(p, images), labels), walk)  # noqa: B023
         walk = walk - method.project_lr * slope
+
     path = StudentTrajectory(fed.model, labels, method.project_steps)
     kept_images = images.clone()
     projected = path(before[None], images[None], torch.tensor([method.project_lr]))[0]
@@ -190,17 +203,20 @@ MODEL = FlatModel(small_mlp, dtype=torch.float64)
 
 @pytest.mark.parametrize(("regularizer", "norm"), [("adaptive", 0.3), ("differentiated", 0.15)])
 def test_layers_are_pulled_by_the_same_force_whatever_their_distance(regularizer, norm):
-    p, anchor = MODEL.init(0).requires_grad_(), MODEL.init(1)
+    p = MODEL.init(0).requires_grad_()
+    anchor = MODEL.init(1)
     with torch.no_grad():
         anchor = torch.where(MODEL.mask("1.bias"), p, anchor)
     value = pull_toward_anchor(MODEL, regularizer)(p, None, anchor, torch.tensor(0.3, dtype=p.dtype))
     (slope,) = torch.autograd.grad(value, p)
+
     for name, part in MODEL.unflatten(slope).items():
         way = MODEL.segment((p - anchor).detach(), name)
         if name == "1.bias":
             assert not part.any()
         else:
             assert_close(part, norm * way / way.norm())
+
     ahead = torch.randn(p.shape, generator=torch.Generator().manual_seed(0), dtype=p.dtype)
     if regularizer == "differentiated":
         ahead = torch.where(MODEL.mask("1.bias"), 0.0, ahead)  # where it has a kink
@@ -212,7 +228,8 @@ def test_layers_are_pulled_by_the_same_force_whatever_their_distance(regularizer
 
 
 def test_a_fixed_pull_is_proportional_to_the_distance():
-    p, anchor = MODEL.init(0).requires_grad_(), MODEL.init(1)
+    p = MODEL.init(0).requires_grad_()
+    anchor = MODEL.init(1)
     (slope,) = torch.autograd.grad(pull_toward_anchor(MODEL, "fixed")(p, None, anchor, torch.tensor(0.3)), p)
     assert_close(slope, (0.3 * (p - anchor)).detach(), 1e-7)
 
@@ -227,6 +244,7 @@ def test_a_strong_fixed_pull_takes_clients_to_the_projected_model(executor):
     path = StudentTrajectory(fed.model, labels, fed.method.project_steps)
     start = fed.server["past"][-2]
     aim = path(start[None], fed.server["images"][None], torch.full((1,), fed.method.project_lr, dtype=start.dtype))[0]
+
     assert (fed.server["theta"] - aim).norm() < 0.03
     assert (fed.server["theta"] - aim).norm() < 0.2 * (
         run_method(FedAvg(), *[None] * 4, training=training).server["theta"] - aim
@@ -255,6 +273,7 @@ def test_a_clients_images_leave_it_only_if_pictures_are_asked_for_and_are_then_c
         raypfl.run(experiment(tmp_path, method=method | options, rounds=3, evaluation__every=0))
         for options in ({}, {"pictures": 2})
     )
+
     assert quiet.images.num_rows == 0 and set(quiet.ledger["name"].to_pylist()) == {"theta"}
     assert shown.images["round"].to_pylist() == [1, 3] and shown.weights_hash == quiet.weights_hash
     sent = [row for row in shown.ledger.to_pylist() if row["name"] == "pictures"]
@@ -293,7 +312,8 @@ def test_checkpointing_changes_no_bit():
 
 def test_the_line_goes_on_as_far_as_the_projection_steps_of_a_perfect_match_would():
     fed = run_method(FedPTRServer(lam=0.5, guess="line", **SMALL), None, None, None)
-    past, theta = fed.server["past"], fed.server["theta"]
+    past = fed.server["past"]
+    theta = fed.server["theta"]
     fed.run_rounds(None)
     aim = theta + 5 / 3 * (theta - past[0])
     pulled = Federation(method=FedAvg(), group_size=2, training=FP32)
@@ -302,6 +322,7 @@ def test_the_line_goes_on_as_far_as_the_projection_steps_of_a_perfect_match_woul
         clients.loss, theta, penalty=pull_toward_anchor(clients.model, "adaptive"), anchor=aim, strength=0.5
     )
     weights = torch.tensor(pulled.sizes, dtype=theta.dtype)
+
     assert_close(fed.server["theta"], (weights @ theirs.as_subclass(Tensor)) / weights.sum(), 1e-6)
 
 
@@ -330,10 +351,12 @@ def test_it_learns_digits_logs_its_loss_and_shows_its_images(tmp_path):
     result = raypfl.run(experiment(tmp_path, method=method, **settings))
     logged = result.logged.to_pandas()
     losses = {name: logged[logged.name == name] for name in ("matching_loss_before", "matching_loss")}
+
     assert losses["matching_loss"]["round"].tolist() == [5, 6, 7, 8]
     assert (losses["matching_loss"].value.to_numpy() < losses["matching_loss_before"].value.to_numpy()).all()
     steps = logged[logged.name == "matching_step_size"].value
     assert (steps != FedPTR.step_size).all() and steps.between(0.005, 0.02).all()  # it is learned, far from its limits
+
     images = result.images.to_pandas()
     assert images["round"].tolist() == [1, 3, 5, 7, 8] and set(images["name"]) == {"auxiliary"}
     assert np.isfinite(result.rounds["loss"].to_numpy()).all()
@@ -345,7 +368,8 @@ class Compass(FedPTRServer):
     lam: float = 0.0
 
     def round(self, server, cohort):
-        aim, theta = self.projected_model(server, cohort), server["theta"]
+        aim = self.projected_model(server, cohort)
+        theta = server["theta"]
         reply = cohort.run(self.each, theta=theta)
         server["theta"] = reply["theta"]
         self.remember_model(server)
@@ -369,6 +393,7 @@ def test_the_projection_points_to_where_the_global_model_goes_better_than_client
     }
     logged = raypfl.run(experiment(tmp_path, method=method, **changes)).logged.to_pandas()
     projected, local = (logged[(logged.name == name) & (logged["round"] > 4)].value for name in ("projected", "local"))
+
     assert len(projected) == len(local) == 12
     assert projected.mean() > local.mean() + 0.05, (projected.mean(), local.mean())
 
@@ -376,7 +401,9 @@ def test_the_projection_points_to_where_the_global_model_goes_better_than_client
 def test_on_one_class_a_client_own_images_begin_nearer_to_the_trajectory_than_noise_and_matching_comes_nearer(tmp_path):
     changes = {"partition": "{name: classes_per_client, clients: 10, classes: 1}", "cohort__size": 10}
     changes |= {"rounds": 5, "evaluation__every": 0, "training": "{batch_size: 50, lr: 0.05, momentum: 0.5}"}
-    before, after = {}, {}
+    before = {}
+    after = {}
+
     for initial in ("own", "noise"):
         method = {
             "name": "fedptr",
@@ -387,6 +414,8 @@ def test_on_one_class_a_client_own_images_begin_nearer_to_the_trajectory_than_no
             "pictures": 0,
         }
         logged = raypfl.run(experiment(tmp_path, method=method, **changes)).logged.to_pandas().set_index("name").value
-        before[initial], after[initial] = logged["matching_loss_before"], logged["matching_loss"]
+        before[initial] = logged["matching_loss_before"]
+        after[initial] = logged["matching_loss"]
+
     assert before["own"] < before["noise"], before
     assert all(after[initial] < 0.9 * before[initial] for initial in before), (before, after)

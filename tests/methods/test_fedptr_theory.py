@@ -33,14 +33,17 @@ def slope(a: Tensor, b: Tensor, w: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_round_on_quadratics_obeys_the_papers_identity_and_inequalities(seed):
-    draws, n = torch.Generator().manual_seed(seed), 10
+    draws = torch.Generator().manual_seed(seed)
+    n = 10
     a, b = quadratics(draws, n)
     near = slope(*quadratics(draws, n), w := torch.randn(D, generator=draws, dtype=torch.float64).expand(n, D))
     eta, gamma, extra = (float(x) for x in torch.rand(3, generator=draws))
     curvature = float(-torch.linalg.eigvalsh(a).min())
     lam = curvature + 0.1 + 3 * extra  # so that local problems are strongly convex
-    mu, smooth = lam - curvature, 1.0
-    centre, own = w - eta * near, slope(a, b, w)
+    mu = lam - curvature
+    smooth = 1.0
+    centre = w - eta * near
+    own = slope(a, b, w)
     exact = torch.linalg.solve(a + lam * torch.eye(D, dtype=torch.float64), b + lam * centre)
     # Short of the exact solution by as much as the inexactness allows.
     error = torch.randn(n, D, generator=draws, dtype=torch.float64)
@@ -59,14 +62,19 @@ def test_a_round_on_quadratics_obeys_the_papers_identity_and_inequalities(seed):
     assert (apart <= (smooth + lam) * (found - w).norm(dim=1) + 1e-9).all()  # Lemma A.1
     left = local_slope(found)
     assert_close(left, error, 1e-9)
+
     terms = slope(a, b, found) + lam * eta * near - left
     assert_close((found - w).mean(0), -terms.sum(0) / (lam * n), 1e-9)  # eq. 10
-    whole, size = (own + lam * eta * near).norm(dim=1), near.norm(dim=1)
+    whole = (own + lam * eta * near).norm(dim=1)
+    size = near.norm(dim=1)
+
     assert (
         left.norm(dim=1) ** 2 <= 2 * gamma**2 * (own.norm(dim=1) ** 2 + smooth**2 * eta**2 * size**2) + 1e-9
     ).all()  # eq. 9
     assert ((exact - w).norm(dim=1) <= whole / mu + 1e-9).all()  # eq. 12
-    moved, rest = (found - w).norm(dim=1), gamma * eta * (smooth + lam) * size / mu
+
+    moved = (found - w).norm(dim=1)
+    rest = gamma * eta * (smooth + lam) * size / mu
     assert (moved <= (1 + gamma) / mu * whole + rest + 1e-9).all()  # eq. 13
     assert (moved**2 <= (2 + 4 * gamma**2) / mu**2 * whole**2 + 4 * rest**2 + 1e-9).all()  # eq. 14
 
@@ -76,12 +84,16 @@ def squared_slopes(eta: float, sigma: float, rounds: int, lam: float = 1.0) -> T
 
     The clients' losses are quadratics with one and the same minimiser, 0.
     """
-    draws, n = torch.Generator().manual_seed(0), 10
+    draws = torch.Generator().manual_seed(0)
+    n = 10
     root, w, error = (torch.randn(*shape, generator=draws, dtype=torch.float64) for shape in ((n, D, D), (D,), (D,)))
     a = root @ root.mT
     a = a / torch.linalg.matrix_norm(a, 2)[:, None, None]
     back = (lam * torch.linalg.inv(a + lam * torch.eye(D, dtype=torch.float64))).mean(0)
-    whole, error, found = a.mean(0), sigma * error / error.norm(), []
+    whole = a.mean(0)
+    error = sigma * error / error.norm()
+    found = []
+
     for _ in range(rounds):
         w = back @ (w - eta * (whole @ w + error))
         found.append((whole @ w).square().sum())

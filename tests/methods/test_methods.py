@@ -62,6 +62,7 @@ def test_fedavg_is_the_weighted_average_of_what_clients_trained(weighting, facto
             rows.append(as_vector(net).numpy())
         weights = [fed.sizes[c] for c in ids] if weighting == "samples" else None
         theta = torch.from_numpy(np.average(rows, axis=0, weights=weights))
+
     torch.testing.assert_close(fed.server["theta"], theta, rtol=1e-10, atol=1e-10)
     assert torch.equal(fed.method.global_model(fed.server), fed.server["theta"])
     assert fed.method.personal_model(fed.clients(), fed.server) is None
@@ -105,24 +106,33 @@ def test_local_is_each_client_training_on_from_where_it_was(executor):
 
 @both
 def test_two_steps_of_fedprox_by_hand(executor):
-    mu, lr, weights = 0.7, 0.1, np.array([7, 4, 11, 7]) / 29
+    mu = 0.7
+    lr = 0.1
+    weights = np.array([7, 4, 11, 7]) / 29
     fed = run_method(FedProx(mu=mu), None, executor=executor, training=replace(ONE_STEP, steps=2))
     start = fed.model.init(fed.seed)
     expected = torch.zeros_like(start)
+
     for client in range(4):
         first = start - lr * gradient(fed, start, client)
         second = first - lr * (gradient(fed, first, client) + mu * (first - start))
         expected += weights[client] * second
+
     torch.testing.assert_close(fed.server["theta"], expected, rtol=1e-10, atol=1e-10)
 
 
 @both
 @any_net
 def test_three_rounds_of_feddyn_by_hand(factory, executor):
-    alpha, lr, drawn = 0.3, 0.1, [[0, 1, 2, 3], [1, 2, 3], [0, 3]]
+    alpha = 0.3
+    lr = 0.1
+    drawn = [[0, 1, 2, 3], [1, 2, 3], [0, 3]]
     fed = run_method(FedDyn(alpha=alpha), *drawn, factory=factory, executor=executor, training=replace(FP64, steps=2))
-    theta, size = fed.model.init(fed.seed), fed.model.num_parameters
-    linear, h = torch.zeros(4, size, dtype=theta.dtype), torch.zeros(size, dtype=theta.dtype)
+    theta = fed.model.init(fed.seed)
+    size = fed.model.num_parameters
+    linear = torch.zeros(4, size, dtype=theta.dtype)
+    h = torch.zeros(size, dtype=theta.dtype)
+
     for round, ids in enumerate(drawn):
         moved = []
         for c in ids:
@@ -134,21 +144,26 @@ def test_three_rounds_of_feddyn_by_hand(factory, executor):
                 w = torch.cat([w[:size] - lr * pulled, as_vector(net)[size:]])
             linear[c] -= alpha * (w - theta)[:size]
             moved.append(w)
+
         mean = torch.stack(moved).mean(0)
         h = h - alpha / 4 * sum((w - theta)[:size] for w in moved)
         theta = torch.cat([mean[:size] - h / alpha, mean[size:]])
         if round == 0:
             torch.testing.assert_close(theta[:size], (2 * mean - fed.model.init(fed.seed))[:size])
+
     torch.testing.assert_close(fed.server["theta"], theta, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(client_states(fed, "linear"), linear, rtol=1e-9, atol=1e-9)
 
 
 @both
 def test_two_rounds_of_ditto_by_hand(executor):
-    lam, lr, weights = 0.7, 0.1, np.array([7, 4, 11, 7]) / 29
+    lam = 0.7
+    lr = 0.1
+    weights = np.array([7, 4, 11, 7]) / 29
     fed = run_method(Ditto(lam=lam), None, None, executor=executor, training=ONE_STEP)
     start = fed.model.init(fed.seed)
     moved = sum(w * (start - lr * gradient(fed, start, c)) for c, w in enumerate(weights))
+
     for client in range(4):
         v = start - lr * gradient(fed, start, client)
         v = v - lr * (gradient(fed, v, client) + lam * (v - moved))
@@ -163,6 +178,7 @@ def test_dittos_personal_epochs_are_its_own(executor):
         net = as_module(fed.factory, fed.model.init(fed.seed))
         torch_sgd(net, wanted.visits(client), lr=0.1)
         np.testing.assert_allclose(client_states(fed).numpy()[client], as_vector(net).numpy(), rtol=1e-10, atol=1e-10)
+
     assert torch.equal(
         fed.server["theta"], run_method(FedAvg(), None, executor=executor, training=FP64).server["theta"]
     )
@@ -176,7 +192,8 @@ def test_personal_models_are_read_from_the_clients_states():
 
 def moments_by_hand(name: str, theta, means, lr: float, b1: float, b2: float, tau: float) -> list[float]:
     """Reddi et al. 2021, Algorithm 2, number by number in Python."""
-    m, v = [0.0] * len(theta), [tau**2] * len(theta)
+    m = [0.0] * len(theta)
+    v = [tau**2] * len(theta)
     theta = list(theta)
     for mean in means:
         for i, target in enumerate(mean):
@@ -193,7 +210,9 @@ def moments_by_hand(name: str, theta, means, lr: float, b1: float, b2: float, ta
                     sign = (v[i] > d * d) - (v[i] < d * d)
                     v[i] -= (1 - b2) * d * d * sign
                 step = m[i] / (v[i] ** 0.5 + tau)
+
             theta[i] += lr * step
+
     return theta
 
 
@@ -201,21 +220,25 @@ def moments_by_hand(name: str, theta, means, lr: float, b1: float, b2: float, ta
 @pytest.mark.parametrize("lr", [1.0, 0.3])
 def test_server_optimizers_follow_their_papers_recursion(name, lr):
     means = torch.randn(5, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 0.1
-    theta, model = torch.linspace(-1, 1, 8, dtype=torch.float64), SimpleNamespace(num_parameters=6)
+    theta = torch.linspace(-1, 1, 8, dtype=torch.float64)
+    model = SimpleNamespace(num_parameters=6)
     expected = moments_by_hand(name, theta[:6].tolist(), means[:, :6].tolist(), lr, 0.8, 0.95, 0.01)
     method = FedAvg(server_optimizer=name, server_lr=lr, server_beta1=0.8, server_beta2=0.95, server_tau=0.01)
     server = {"theta": theta, "moments": {}}
+
     for mean in means:
         before = server["theta"], server["theta"].clone(), mean.clone()
         method.step(server, mean, model)
         assert torch.equal(before[0], before[1]) and torch.equal(mean, before[2])
+
     theta = server["theta"]
     assert theta[:6].tolist() == pytest.approx(expected, rel=1e-12)
     assert torch.equal(theta[6:], means[-1, 6:])
 
 
 def test_the_plain_server_step_is_the_average_to_the_bit():
-    mean, server = torch.randn(100), {"theta": torch.randn(100), "moments": {}}
+    mean = torch.randn(100)
+    server = {"theta": torch.randn(100), "moments": {}}
     FedAvg().step(server, mean, SimpleNamespace(num_parameters=90))
     assert torch.equal(server["theta"], mean)
 
@@ -223,7 +246,11 @@ def test_the_plain_server_step_is_the_average_to_the_bit():
 def test_fedavg_remembers_its_server_optimizer_from_round_to_round():
     method = FedAvg(server_optimizer="adam", server_lr=0.1, server_beta1=0.8, server_beta2=0.95, server_tau=0.01)
     fed = run_method(method, None, None, None, training=ONE_STEP, factory=NormalisedConv)
-    P, theta, first, second = 102, fed.model.init(fed.seed), 0.0, 0.01**2
+    P = 102
+    theta = fed.model.init(fed.seed)
+    first = 0.0
+    second = 0.01**2
+
     for round in range(3):
         rows = []
         for client in range(4):
@@ -232,8 +259,10 @@ def test_fedavg_remembers_its_server_optimizer_from_round_to_round():
             rows.append(as_vector(net))
         mean = torch.from_numpy(np.average(torch.stack(rows).numpy(), axis=0, weights=fed.sizes))
         d = mean[:P] - theta[:P]
-        first, second = 0.8 * first + 0.2 * d, 0.95 * second + 0.05 * d**2
+        first = 0.8 * first + 0.2 * d
+        second = 0.95 * second + 0.05 * d**2
         theta = torch.cat([theta[:P] + 0.1 * first / (second.sqrt() + 0.01), mean[P:]])
+
     torch.testing.assert_close(fed.server["theta"], theta, rtol=1e-10, atol=1e-10)
 
 
@@ -287,15 +316,19 @@ def test_fine_tuning_is_the_bare_loop_from_the_global_model_and_leaves_no_trace(
     options = {"executor": executor, "training": FP64, "factory": factory}
     fed = run_method(method, **options)
     theta = fed.server["theta"].clone()
-    clients, epochs = fed.clients(round=4), Federation(factory, training=replace(FP64, epochs=2))
+    clients = fed.clients(round=4)
+    epochs = Federation(factory, training=replace(FP64, epochs=2))
     tuned = method.personal_model(clients, fed.server).as_subclass(torch.Tensor)
+
     if wanted is not None:
         assert torch.equal(theta, run_method(wanted, **options).server["theta"])
         assert torch.equal(tuned, method.unseen_model(fed.clients(round=4), fed.server).as_subclass(torch.Tensor))
+
     for client in range(4):
         net = as_module(factory, theta)
         torch_sgd(net, epochs.visits(client, 4, "finetuning"), lr=0.05)
         torch.testing.assert_close(tuned[client], as_vector(net), rtol=1e-10, atol=1e-10)
+
     assert torch.equal(fed.server["theta"], theta) and not clients.state.changed
 
 

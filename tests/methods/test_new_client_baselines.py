@@ -31,18 +31,24 @@ def test_per_fedavg_without_inner_steps_is_fedavg(factory, executor):
 @both
 @pytest.mark.parametrize("exact", [False, True])
 def test_a_step_of_per_fedavg_by_autograd(exact, executor):
-    alpha, fed = 0.4, Federation(method=PerFedAvg(alpha=0.4, exact=exact), training=ONE_STEP, executor=executor)
-    start, rows = fed.model.init(fed.seed), []
+    alpha = 0.4
+    fed = Federation(method=PerFedAvg(alpha=0.4, exact=exact), training=ONE_STEP, executor=executor)
+    start = fed.model.init(fed.seed)
+    rows = []
+
     for client in range(4):
-        w, (x, y) = start.clone().requires_grad_(), fed.samples(client)
+        w = start.clone().requires_grad_()
+        x, y = fed.samples(client)
         (inner,) = torch.autograd.grad(F.cross_entropy(fed.model(w, x), y), w, create_graph=True)
         adapted = F.cross_entropy(fed.model(w - alpha * (inner if exact else inner.detach()), x), y)
         rows.append(start - ONE_STEP.lr * torch.autograd.grad(adapted, w)[0])
+
     fed.run_rounds(None)
     assert_close(fed.server["theta"], torch.stack(rows).mean(0))
     first_order = Federation(method=PerFedAvg(alpha=0.4), training=ONE_STEP, executor=executor).run_rounds(None)[
         "theta"
     ]
+
     assert torch.allclose(fed.server["theta"], first_order, atol=1e-6) is not exact
 
 
@@ -75,6 +81,7 @@ def test_knn_per_mixes_probabilities_of_neighbours_and_of_the_global_model(k, sh
         KNNPer(neighbours=k, share=share, scale=scale), None, factory=factory, training=FP64, executor=executor
     )
     x = fed.samples(2)[0][:6] + 0.1
+
     with fed.model.mode(train=False):
         for client, p in enumerate(predictions(fed, fed.method, x)):
             own, labels = fed.samples(client)
@@ -85,7 +92,8 @@ def test_knn_per_mixes_probabilities_of_neighbours_and_of_the_global_model(k, sh
 
 
 def test_knn_per_without_neighbours_is_fedavg_and_trains_as_it():
-    fed, plain = run_method(KNNPer(share=0.0), training=FP64), run_method(FedAvg(), training=FP64)
+    fed = run_method(KNNPer(share=0.0), training=FP64)
+    plain = run_method(FedAvg(), training=FP64)
     assert torch.equal(fed.server["theta"], plain.server["theta"])
     x = fed.samples(0)[0]
     for p in predictions(fed, fed.method, x):
@@ -109,6 +117,7 @@ def test_k_and_share_are_those_that_leave_one_out_finds_best(executor):
                 scores[k, tenths / 10] = (mixed.argmax(1) == y).double().mean().item()
         k, share = chosen[client].tolist()
         assert scores[k, share] == max(scores.values())
+
     assert torch.isfinite(chosen).all()
 
 

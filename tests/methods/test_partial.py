@@ -61,10 +61,8 @@ def charged(fed: Federation) -> dict:
 @pytest.mark.parametrize("order", ORDERS)
 def test_with_nothing_personal_it_is_fedavg_to_the_bit(order, factory, executor):
     options = {"factory": factory, "executor": executor}
-    nothing, fedavg = (
-        run_method(PartialPersonalization(personal="", order=order), **options),
-        run_method(FedAvg(), **options),
-    )
+    nothing = run_method(PartialPersonalization(personal="", order=order), **options)
+    fedavg = run_method(FedAvg(), **options)
     assert torch.equal(nothing.server["theta"], fedavg.server["theta"])
     assert nothing.ledger.total("up", 1) == fedavg.ledger.total("up", 1)
     assert torch.equal(models(nothing), fedavg.server["theta"].expand(4, -1))
@@ -75,10 +73,8 @@ def test_with_nothing_personal_it_is_fedavg_to_the_bit(order, factory, executor)
 @pytest.mark.parametrize("order", ORDERS)
 def test_with_nothing_shared_it_is_training_alone_to_the_bit(order, factory, executor):
     options = {"factory": factory, "executor": executor}
-    everything, alone = (
-        run_method(PartialPersonalization(personal="*", order=order), **options),
-        run_method(Local(), **options),
-    )
+    everything = run_method(PartialPersonalization(personal="*", order=order), **options)
+    alone = run_method(Local(), **options)
     for client in range(4):
         assert (everything.state_of(client)["personal"] == alone.state_of(client)["personal"]).all()
     assert everything.ledger.entries == []
@@ -120,12 +116,15 @@ def test_a_preset_keeps_and_freezes_what_it_says_and_shares_the_rest(method):
         fed.model.mask(p) if p else torch.zeros(fed.model.size, dtype=torch.bool)
         for p in (kept, "head" if isinstance(method, FedBABU) else "")
     )
-    start, rows = fed.model.init(fed.seed), models(fed)
+    start = fed.model.init(fed.seed)
+    rows = models(fed)
+
     assert torch.equal(fed.server["theta"][personal | frozen], start[personal | frozen])
     assert torch.equal(rows[:, frozen], start[frozen].expand(4, -1))
     shared = ~(personal | frozen)
     assert torch.equal(rows[:, shared], fed.server["theta"][shared].expand(4, -1))
     assert (fed.server["theta"] != start)[shared].any()
+
     sizes = {len(fed.state_of(c).get("personal", ())) for c in range(4)}
     assert sizes == {int(personal.sum())}
     if personal.any():
@@ -136,13 +135,17 @@ def test_a_preset_keeps_and_freezes_what_it_says_and_shares_the_rest(method):
 @both
 @pytest.mark.parametrize("order", ["personal first", "shared first"])
 def test_one_part_after_the_other_each_with_its_own_epochs_is_the_bare_loops(order, executor):
-    personal_epochs, shared_epochs = 3, 1
+    personal_epochs = 3
+    shared_epochs = 1
     method = PartialPersonalization(
         personal="3", order=order, personal_epochs=personal_epochs, shared_epochs=shared_epochs
     )
     fed = run_method(method, None, factory=small_mlp, executor=executor, training=FP64)
     phases = [("3", personal_epochs), ("1", shared_epochs)]
-    heads, bodies, head = [], [], fed.model.mask("3")
+    heads = []
+    bodies = []
+    head = fed.model.mask("3")
+
     for client in range(4):
         net = as_module(small_mlp, fed.model.init(fed.seed))
         for segment, epochs in phases if order == "personal first" else phases[::-1]:
@@ -150,6 +153,7 @@ def test_one_part_after_the_other_each_with_its_own_epochs_is_the_bare_loops(ord
             torch_sgd(net, fed.visits(client), lr=0.1, trained=segment)
         heads.append(as_vector(net)[head])
         bodies.append(as_vector(net)[~head])
+
     body = torch.from_numpy(np.average(torch.stack(bodies), axis=0, weights=fed.sizes))
     torch.testing.assert_close(fed.server["theta"][~head], body, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(models(fed)[:, head], torch.stack(heads), rtol=1e-10, atol=1e-10)
@@ -187,6 +191,7 @@ def test_an_unseen_client_trains_its_part_under_the_shared_one_and_then_fine_tun
     wanted = Federation(NormalisedConv, training=replace(FP64, epochs=3))
     models = fed.method.unseen_model(fed.clients(round=9), fed.server).as_subclass(Tensor)
     head = fed.model.mask("head")
+
     for client in range(4):
         net = as_module(NormalisedConv, fed.server["theta"])
         torch_sgd(net, wanted.visits(client, 9, "unseen"), lr=0.1, trained="head")
@@ -194,6 +199,7 @@ def test_an_unseen_client_trains_its_part_under_the_shared_one_and_then_fine_tun
         net = as_module(NormalisedConv, half)
         torch_sgd(net, fed.visits(client, 9, "finetuning"), lr=0.1)
         torch.testing.assert_close(models[client], as_vector(net), rtol=1e-10, atol=1e-10)
+
     nothing = run_method(FedBABU(finetune_epochs=0), executor=executor)
     unseen = nothing.method.unseen_model(nothing.clients(round=9), nothing.server)
     assert torch.equal(unseen.as_subclass(Tensor), nothing.server["theta"].expand(4, -1))

@@ -81,6 +81,7 @@ def test_a_round_with_full_batches_is_a_gradient_step_on_the_papers_objective(
     method = PeFLL(**SOME, **lam, embedding=embedding, batch=batch)
     fed = Federation(executor=executor, training=FULL, method=method, group_size=group_size)
     fed.server = method.start(fed.task)
+
     for _ in range(2):
         hyper, embed = networks(fed)
         theta = hyper(descriptors(fed, embed, ids))
@@ -92,6 +93,7 @@ def test_a_round_with_full_batches_is_a_gradient_step_on_the_papers_objective(
         fed.run_rounds(ids)
         assert_close(fed.server["hyper"], expected[0])
         assert_close(fed.server["embed"], expected[1])
+
     assert min(slope.norm() for slope in slopes) > 1e-4 and fed.warnings == []
 
 
@@ -107,6 +109,7 @@ def test_clients_steps_of_any_kind_are_pulled_back_through_both_networks(executo
     slopes = gradients((theta * (trained - theta.detach())).sum(1).mean(), hyper, embed)
     expected = [fed.server[name] + 0.7 * slope for name, slope in zip(("hyper", "embed"), slopes, strict=True)]
     fed.run_rounds(None)
+
     assert_close(fed.server["hyper"], expected[0])
     assert_close(fed.server["embed"], expected[1])
 
@@ -117,18 +120,23 @@ def test_standardised_descriptors_are_those_of_one_graph_and_keep_the_two_number
     fed = Federation(executor=executor, training=FULL, method=method, group_size=2)
     fed.server = method.start(fed.task)
     mean = deviation = None
+
     for ids in ([2, 0, 3], [1, 3]):
         hyper, embed = networks(fed)
         v = descriptors(fed, embed, ids)
         if mean is None:
-            mean, deviation = v[0].mean().detach(), v[0].std().detach()
+            mean = v[0].mean().detach()
+            deviation = v[0].std().detach()
+
         theta = hyper((v - mean) / deviation)
         losses = [objective(fed, row, client) for row, client in zip(theta, ids, strict=True)]
         slopes = gradients(torch.stack(losses).mean(), hyper, embed)
         expected = [fed.server[name] - FULL.lr * slope for name, slope in zip(("hyper", "embed"), slopes, strict=True)]
         fed.run_rounds(ids)
+
         assert_close(fed.server["hyper"], expected[0])
         assert_close(fed.server["embed"], expected[1])
+
     assert abs(deviation - 1) > 0.1
 
 
@@ -158,7 +166,9 @@ def test_neither_the_order_of_clients_nor_having_each_of_them_twice_changes_a_ro
         fed.run_rounds(list(range(len(data))))
         return fed.server
 
-    once, turned, twice = after(0, 1), after(1, 0), after(0, 1, 1, 0)
+    once = after(0, 1)
+    turned = after(1, 0)
+    twice = after(0, 1, 1, 0)
     for name in ("hyper", "embed"):
         assert_close(turned[name], once[name])
         assert_close(twice[name], once[name])
@@ -168,14 +178,17 @@ def test_neither_the_order_of_clients_nor_having_each_of_them_twice_changes_a_ro
 def test_pfedhn_moves_its_hypernetwork_and_the_cohorts_embeddings_down_one_gradient(executor):
     method = PFedHN(**SOME)
     fed = Federation(executor=executor, training=FULL, method=method, group_size=2)
-    fed.server, ids = method.start(fed.task), [0, 2, 3]
-    (hyper, _), rows = networks(fed), fed.server["embeddings"].clone().requires_grad_()
+    fed.server = method.start(fed.task)
+    ids = [0, 2, 3]
+    hyper, _ = networks(fed)
+    rows = fed.server["embeddings"].clone().requires_grad_()
     losses = [objective(fed, row, client) for row, client in zip(hyper(rows[ids]), ids, strict=True)]
     whole = torch.stack(losses).mean()
     (moved,) = torch.autograd.grad(whole, rows, retain_graph=True)
     (slope,) = gradients(whole, hyper)
     before = fed.server["hyper"]
     fed.run_rounds(ids)
+
     assert_close(fed.server["hyper"], before - FULL.lr * slope)
     assert_close(fed.server["embeddings"], rows.detach() - FULL.lr * moved)
     assert torch.equal(fed.server["embeddings"][1], rows[1].detach())
@@ -201,6 +214,7 @@ def test_the_servers_optimizers_are_torchs_on_the_mean_of_the_pulled_back_steps(
     leaves = [torch.nn.Parameter(server[key].clone()) for key in ("hyper", "embeddings")]
     kind, options = (torch.optim.SGD, {"momentum": 0.9}) if name == "sgd" else (torch.optim.AdamW, {})
     optimizer = kind(leaves, lr=0.02, weight_decay=0.1, **options)
+
     for _ in range(3):
         for leaf in leaves:
             leaf.grad = -torch.randn(leaf.shape, generator=draws, dtype=leaf.dtype)
@@ -208,6 +222,7 @@ def test_the_servers_optimizers_are_torchs_on_the_mean_of_the_pulled_back_steps(
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(leaves, clip)
         optimizer.step()
+
     assert_close(server["hyper"], leaves[0].detach())
     assert_close(server["embeddings"], leaves[1].detach())
 
@@ -220,6 +235,7 @@ def test_adams_decay_is_apart_from_its_step_which_follows_the_clients_steps_alon
     step = {name: 1e-3 * torch.randn_like(server[name]) for name in ("hyper", "embed")}
     expected = {name: server[name].tolist() for name in step}
     first, second = ({name: [0.0] * len(step[name]) for name in step} for _ in range(2))
+
     for count in (1, 2, 3):
         method.move(server, {name: -step[name] for name in step}, lr=0.1)
         for name, gradient in step.items():
@@ -229,6 +245,7 @@ def test_adams_decay_is_apart_from_its_step_which_follows_the_clients_steps_alon
                 size = (second[name][i] / (1 - 0.999**count)) ** 0.5 + 1e-8
                 shrunk = (1 - 0.02 * 2 * lam) * expected[name][i]
                 expected[name][i] = shrunk - 0.02 * first[name][i] / (1 - 0.9**count) / size
+
     for name, values in expected.items():
         assert_close(server[name], torch.tensor(values, dtype=torch.float64))
 
@@ -236,8 +253,10 @@ def test_adams_decay_is_apart_from_its_step_which_follows_the_clients_steps_alon
 def test_a_round_of_pefll_is_six_messages_and_of_pfedhn_two():
     fed = Federation(method=PeFLL(**SOME), group_size=2)
     fed.run_rounds([0, 1, 3])
-    embed, model = fed.task.networks["embed"].size, fed.model.size
+    embed = fed.task.networks["embed"].size
+    model = fed.model.size
     seen = [(e.exchange, e.direction, e.name, e.clients, e.numbers) for e in fed.ledger.entries]
+
     assert seen == [
         (0, "down", "embed", 3, embed),
         (0, "up", "v", 3, LENGTH),
@@ -246,6 +265,7 @@ def test_a_round_of_pefll_is_six_messages_and_of_pfedhn_two():
         (2, "down", "step", 3, LENGTH),
         (2, "up", "embed", 3, embed),
     ]
+
     fed = Federation(method=PFedHN(**SOME))
     fed.run_rounds(None)
     assert sent_per_client(fed.ledger, 0) == {("down", "theta"): model, ("up", "step"): model}
@@ -271,14 +291,17 @@ def test_networks_have_the_papers_numbers_of_parameters():
     assert count(MODELS.get("lenet")(**LENET)) == 121_182
     assert count(MODELS.get("lenet")(input_shape=(3, 32, 32), num_classes=100)) == 128_832
     assert count(MODELS.get("lenet")(input_shape=(1, 28, 28), num_classes=62)) == 90_242
+
     embeddings = {(10, 25): 126_457, (10, 125): 134_957, (10, 250): 145_582, (100, 25): 162_457, (100, 250): 181_582}
     for (classes, length), expected in embeddings.items():
         assert count(EmbeddingNetwork("cnn", (3, 32, 32), classes, length)) == expected
     assert count(EmbeddingNetwork("cnn", (1, 28, 28), 62, 899)) == 186_187
     assert count(EmbeddingNetwork("linear", (3, 32, 32), 10, 25)) == 275
+
     with torch.device("meta"):
         sizes = {size: count(hypernetwork(25, 121_182, size)) for size in ("S", "M", "L")}
         assert count(hypernetwork(899, 90_242, "M")) == 9_234_742
+
     assert sizes == {"S": 12_252_082, "M": 12_272_282, "L": 12_292_482}
 
 
@@ -286,11 +309,15 @@ def test_networks_have_the_papers_numbers_of_parameters():
 def test_a_descriptor_is_a_mean_over_samples_in_any_order(kind):
     torch.manual_seed(0)
     net = EmbeddingNetwork(kind, (3, 16, 16), 10, LENGTH).double()
-    x, y = torch.randn(8, 3, 16, 16, dtype=torch.float64), torch.randint(0, 10, (8,))
-    order, v = torch.randperm(8), net((x, y)).mean(0)
+    x = torch.randn(8, 3, 16, 16, dtype=torch.float64)
+    y = torch.randint(0, 10, (8,))
+    order = torch.randperm(8)
+    v = net((x, y)).mean(0)
+
     assert_close(net((x[order], y[order])).mean(0), v)
     assert_close(net((x.repeat(2, 1, 1, 1), y.repeat(2))).mean(0), v)
     assert_close((3 * net((x[:3], y[:3])).mean(0) + 5 * net((x[3:], y[3:])).mean(0)) / 8, v)
+
     swapped = net((x[order], y)).mean(0)
     if kind == "cnn":
         assert (swapped - v).abs().max() > 1e-6
@@ -305,6 +332,7 @@ def test_the_class_of_an_image_is_one_further_channel_full_of_ones():
     net.layers.features[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     x = torch.randn(2, 3, 16, 20)
     net((x, torch.tensor([4, 0])))
+
     assert seen[0].shape == (2, 8, 16, 20) and torch.equal(seen[0][:, :3], x)
     planes = seen[0][:, 3:]
     assert torch.equal(planes.sum(1), torch.ones(2, 16, 20)) and bool(
@@ -315,7 +343,8 @@ def test_the_class_of_an_image_is_one_further_channel_full_of_ones():
 @pytest.mark.parametrize(("size", "layers"), [("S", 3), ("M", 5), ("L", 7)])
 def test_a_hypernetwork_makes_models_of_many_clients_as_of_each_alone(size, layers):
     hyper = FlatModel(lambda: hypernetwork(4, 30, size), dtype=torch.float64)
-    eta, v = hyper.init(0), torch.randn(6, 4, dtype=torch.float64)
+    eta = hyper.init(0)
+    v = torch.randn(6, 4, dtype=torch.float64)
     theta = hyper(eta, v)
     assert_close(theta, torch.cat([hyper(eta, row[None]) for row in v]))
     linear = [m for m in hyper.module if isinstance(m, torch.nn.Linear)]
@@ -345,7 +374,8 @@ NEWCOMERS = {"data__unseen_fraction": 0.25, "evaluation__protocols": ["local", "
 def test_a_client_gets_its_model_by_three_messages_whether_it_was_trained_or_not(tmp_path):
     result = raypfl.run(experiment(tmp_path, method="pefll", **NEWCOMERS))
     rows = [r for r in result.ledger.to_pylist() if r["phase"] == "prediction"]
-    embed, model = 10 * 3 + 3, result.metadata["parameters"]
+    embed = 10 * 3 + 3
+    model = result.metadata["parameters"]
     messages = [("down", "embed", embed), ("up", "v", 3), ("down", "theta", model)]
     assert [(r["direction"], r["name"], r["numbers"]) for r in rows] == messages * 3  # two cohorts known, one new
     unseen = result.evaluations.filter(pc.field("protocol") == "unseen")
@@ -359,6 +389,7 @@ def test_a_client_new_to_pfedhn_trains_its_embedding_alone_for_twenty_exchanges(
     assert rows == [("down", "theta", 5), ("down", "theta", 4)] + [("down", "theta", 3), ("up", "step", 3)] * 20 + [
         ("down", "theta", 3)
     ]
+
     still = raypfl.run(base.override(["method.adapt_rounds=0"]))
     assert still.weights_hash == result.weights_hash
     losses = [pc.mean(r.evaluations.filter(pc.field("protocol") == "unseen")["loss"]).as_py() for r in (result, still)]
@@ -369,11 +400,13 @@ def test_the_recipes_have_the_papers_settings_and_those_of_the_authors_code():
     def described(recipe: str) -> list[dict]:
         return [one.to_dict() for one in experiments(settings_of(recipe))]
 
-    (paper, paper_pfedhn), (code, code_pfedhn) = described("pefll-paper"), described("pefll-release")
+    paper, paper_pfedhn = described("pefll-paper")
+    code, code_pfedhn = described("pefll-release")
     for one in (paper, paper_pfedhn, code, code_pfedhn):
         assert one["method"]["size"] == "M" and one["training"]["steps"] == 50 and one["training"]["momentum"] == 0.9
     assert {"server_optimizer": "average", "lam_h": 0.001, "standardise": False}.items() <= paper["method"].items()
     assert {"server_optimizer": "adam", "lam_h": 0.0, "standardise": True}.items() <= code["method"].items()
+
     decays = [one["training"]["weight_decay"] for one in (paper, paper_pfedhn, code, code_pfedhn)]
     assert decays == [0, 5e-5, 5e-5, 5e-5]
     assert (code["training"]["lr"], code["training"]["batch_size"], code["cohort"]["size"]) == (0.002, 32, 5)
@@ -386,10 +419,12 @@ def test_in_the_recipe_pefll_is_ahead_of_fedavg_and_of_training_alone_on_clients
     changes = ["engine.backend=inline", "tracking={mlflow: false}", f"output={tmp_path}"]
     planned = experiments(settings_of("pefll-digits"), changes)
     assert len(planned) == 9
+
     reached: dict[tuple[str, str], list[float]] = {}
     for one in planned:
         for row in raypfl.run(one).summary():
             reached.setdefault((type(one.method).__name__, row["protocol"]), []).append(row["accuracy"])
+
     pefll = np.array(reached["PeFLL", "unseen"])
     assert (pefll > reached["FedAvg", "unseen"]).all() and (pefll > reached["Local", "unseen"]).all()
     assert abs(pefll.mean() - np.mean(reached["PeFLL", "local"])) < 0.03

@@ -89,14 +89,16 @@ def test_of_a_whole_network_and_apart_from_the_personal_models_it_is_feddf_to_th
 
 @both
 def test_without_pull_its_personal_adapters_are_trained_alone_to_the_bit(executor):
-    alone, perada = adapting(Local(), executor=executor), adapting(PerAda(lam=0.0, steps=3), executor=executor)
+    alone = adapting(Local(), executor=executor)
+    perada = adapting(PerAda(lam=0.0, steps=3), executor=executor)
     for fed in (alone, perada):
         fed.run_rounds(*ROUNDS)
     assert torch.equal(client_states(perada), client_states(alone))
 
 
 def test_without_distillation_its_adapters_are_fedavgs_of_clients_that_count_equally():
-    fedavg, perada = adapting(FedAvg(weighting="uniform")), adapting(PerAda(lam=5.0, steps=0))
+    fedavg = adapting(FedAvg(weighting="uniform"))
+    perada = adapting(PerAda(lam=5.0, steps=0))
     assert torch.equal(perada.run_rounds(*ROUNDS)["theta"], fedavg.run_rounds(*ROUNDS)["theta"])
 
 
@@ -104,9 +106,11 @@ def test_without_distillation_its_adapters_are_fedavgs_of_clients_that_count_equ
 
 
 def test_a_personal_step_goes_down_the_loss_and_toward_the_model_that_was_received():
-    lam, lr = 0.7, 0.1
+    lam = 0.7
+    lr = 0.1
     fed = Federation(method=PerAda(lam=lam, steps=0), training=ONE_STEP)
     w = v = fed.model.init(fed.seed)
+
     for _ in range(3):
         fed.run_rounds(None)
         v = v - lr * (gradient(fed, v, 1) + lam * (v - w))
@@ -136,7 +140,8 @@ class LocalFirst(PerAda):
 
 
 def test_the_order_of_a_clients_two_trainings_does_not_matter_to_the_bit():
-    first, second = adapting(PerAda(steps=2, batch_size=4)), adapting(LocalFirst(steps=2, batch_size=4))
+    first = adapting(PerAda(steps=2, batch_size=4))
+    second = adapting(LocalFirst(steps=2, batch_size=4))
     assert torch.equal(first.run_rounds(*ROUNDS)["theta"], second.run_rounds(*ROUNDS)["theta"])
     assert torch.equal(client_states(first), client_states(second))
 
@@ -144,7 +149,8 @@ def test_the_order_of_a_clients_two_trainings_does_not_matter_to_the_bit():
 @both
 def test_on_a_quadratic_both_trainings_are_the_closed_form_and_a_harder_pull_ends_closer(executor):
     fed = Federation(executor=executor, training=replace(FP64, lr=0.2))
-    clients, draws = fed.clients(), torch.Generator().manual_seed(0)
+    clients = fed.clients()
+    draws = torch.Generator().manual_seed(0)
     size = fed.model.size
     curvature = torch.rand(size, generator=draws, dtype=torch.float64) + 0.1
     w, own, start = (torch.randn(n, size, generator=draws, dtype=torch.float64) for n in (1, 4, 4))
@@ -159,25 +165,31 @@ def test_on_a_quadratic_both_trainings_are_the_closed_form_and_a_harder_pull_end
     for lam in (0.0, 0.5, 1 / 0.2):
         fixed = (curvature * own + lam * w) / (curvature + lam)
         assert_close(after(7, lam), fixed + (1 - 0.2 * (curvature + lam)) ** 7 * (start - fixed))
+
     apart = [(after(200, lam) - w).norm(dim=1) for lam in (0.0, 0.5, 2.0)]
     assert (apart[0] > apart[1]).all() and (apart[1] > apart[2]).all()
 
 
 @pytest.mark.slow
 def test_squared_gradients_fall_with_the_number_of_rounds_at_the_theorems_step_sizes():
-    lam, means = 1.0, {}
+    lam = 1.0
+    means = {}
     for rounds in (25, 400):
         step = 1 / math.sqrt(rounds)  # of a loss that is about 1-smooth, with one local step
         method = PerAda(lam=lam, steps=2, batch_size=POOLED, lr=1e-3 * step, schedule="constant")
         fed = Federation(method=method, training=replace(ONE_STEP, lr=step / (1 + lam)))
         found = []
         w = v = fed.model.init(fed.seed)
+
         for _ in range(rounds):
             common = torch.stack([gradient(fed, w, c) for c in range(4)]).mean(0)
             found.append((common.square().sum(), (gradient(fed, v, 1) + lam * (v - w)).square().sum()))
             fed.run_rounds(None)
-            w, v = fed.server["theta"].clone(), client_states(fed)[1]
+            w = fed.server["theta"].clone()
+            v = client_states(fed)[1]
+
         means[rounds] = torch.tensor(found).mean(0)
+
     assert (means[400] <= means[25] / 2).all(), means
 
 
@@ -203,6 +215,7 @@ def test_what_is_frozen_stays_as_it_is_and_what_is_trained_is_sent_once_each_way
     fed.run_rounds(*ROUNDS)
     assert all(torch.equal(tensor, before[name]) for name, tensor in fed.model.module.state_dict().items())
     assert {name.partition(".")[0] for name in fed.model.segments} == {"adapter", "head"}
+
     for number, cohort in enumerate(ROUNDS):
         assert sent_per_client(fed.ledger, number) == {(d, "theta"): fed.model.size for d in ("down", "up")}
         sent = {(e.direction, e.clients) for e in fed.ledger.entries if e.round == number}
@@ -238,7 +251,8 @@ def test_a_network_of_which_all_is_trained_is_told():
 
 @both
 def test_the_uniform_average_is_trained_on_the_softmax_of_the_mean_logits_of_those_who_took_part(executor):
-    drawn, lr = [0, 1, 3], 0.02
+    drawn = [0, 1, 3]
+    lr = 0.02
     options = {"training": FP64, "executor": executor, "group_size": 2}
     fed = Federation(AdaptedConv, method=PerAda(steps=7, batch_size=4, lr=lr), **options)
     theta = fed.run_rounds(drawn)["theta"]
@@ -250,6 +264,7 @@ def test_the_uniform_average_is_trained_on_the_softmax_of_the_mean_logits_of_tho
     statistics = models.mean(0)[fed.model.num_parameters :]
     adam = torch.optim.Adam(student.parameters(), lr=lr)
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(adam, 7)
+
     for batch in fed.pools.pool("auxiliary", 0).batches(4, steps=7):
         with torch.no_grad():
             p = torch.stack([teacher(batch.x) for teacher in teachers]).mean(0).softmax(1)
@@ -257,13 +272,15 @@ def test_the_uniform_average_is_trained_on_the_softmax_of_the_mean_logits_of_tho
         (p * (p.log() - student(batch.x).log_softmax(1))).sum(1).mean().backward()
         adam.step()
         cosine.step()
+
     assert_close(theta, as_vector(student), 1e-6)
     assert torch.equal(fed.model.buffers(theta), statistics)  # the pool leaves no trace in them
 
 
 def test_a_head_on_fixed_features_says_what_the_mean_of_heads_says_so_there_is_nothing_to_distil():
     once = {"steps": 1, "batch_size": POOLED}
-    head, adapters = adapting(PerAda(**once), trained="output layer"), adapting(PerAda(**once))
+    head = adapting(PerAda(**once), trained="output layer")
+    adapters = adapting(PerAda(**once))
     for fed in (head, adapters):
         fed.run_rounds(None)
     assert abs(distillation_loss(head)) < 1e-12 and distillation_loss(adapters) > 1e-8
@@ -274,10 +291,12 @@ def test_a_single_teacher_teaches_nothing_new_on_whatever_views_of_the_pool_both
     views = adapting(PerAda(augment=True, **still), augmentation=[Crop(padding=1), Flip()])
     views.run_rounds([2])
     assert abs(distillation_loss(views)) < 1e-12
+
     views.run_rounds([0, 2])
     assert distillation_loss(views) > 1e-8
     alike = Federation(method=PerAda(**still), training=replace(FP64, lr=1e-300))  # all end where they begin
     alike.run_rounds(None)
+
     assert abs(distillation_loss(alike)) < 1e-12
 
 

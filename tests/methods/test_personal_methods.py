@@ -45,12 +45,15 @@ def personal_models(fed: Federation) -> Tensor:
 )
 def test_walking_through_the_mini_batches_is_sgd_to_the_bit(training, factory, executor):
     fed = Federation(factory, executor=executor, training=training)
-    clients, other = fed.clients(), fed.clients()
+    clients = fed.clients()
+    other = fed.clients()
     theta = clients.initial.repeat(4, 1)
     active = []
+
     for batch in clients.minibatches():
         theta = batch.step(clients.loss, theta)
         active.append(batch.active[:, 0].tolist())
+
     trained = other.sgd(other.loss, other.initial)
     assert torch.equal(theta.as_subclass(Tensor), trained.as_subclass(Tensor))
     torch.testing.assert_close(clients.losses, other.losses)
@@ -86,11 +89,14 @@ def test_apfl_that_is_not_personal_predicts_as_fedavgs_local_models(executor):
 
 @both
 def test_two_rounds_of_apfl_by_hand(executor):
-    lr, alpha_lr, alphas = 0.1, 0.4, [0.3] * 4
+    lr = 0.1
+    alpha_lr = 0.4
+    alphas = [0.3] * 4
     method = APFL(alpha=0.3, alpha_lr=alpha_lr)
     fed = run_method(method, None, None, executor=executor, training=ONE_STEP)
     w = fed.model.init(fed.seed)
     v = [w] * 4
+
     for _ in range(2):
         locals_ = []
         for c in range(4):
@@ -100,10 +106,12 @@ def test_two_rounds_of_apfl_by_hand(executor):
             v[c] = v[c] - lr * alphas[c] * g
             locals_.append(w - lr * gradient(fed, w, c))
         w = sum(weight * local for weight, local in zip(WEIGHTS, locals_, strict=True))
+
     assert len({round(alpha, 6) for alpha in alphas}) == 4  # each client went its own way
     assert_close(client_states(fed, "alpha"), torch.tensor(alphas, dtype=torch.float64))
     assert_close(client_states(fed), torch.stack(v))
     assert_close(fed.server["theta"], w)
+
     mixed = torch.stack([a * p + (1 - a) * q for a, p, q in zip(alphas, v, locals_, strict=True)])
     assert_close(personal_models(fed), mixed)
 
@@ -114,18 +122,24 @@ def test_apfls_share_stays_between_zero_and_one():
 
 @both
 def test_two_mini_batches_of_pfedme_by_hand(executor):
-    lam, lr, inner = 0.7, 0.1, 0.05
+    lam = 0.7
+    lr = 0.1
+    inner = 0.05
     method = PFedMe(lam=lam, inner_steps=3, inner_lr=inner)
     fed = run_method(method, None, executor=executor, training=replace(FP64, steps=2))
     start = fed.model.init(fed.seed)
-    mean, models = torch.zeros_like(start), []
+    mean = torch.zeros_like(start)
+    models = []
+
     for c in range(4):
         w = v = start
         for x, y in fed.visits(c):
             for _ in range(3):
                 v = v - inner * (gradient(fed, v, c, (x, y)) + lam * (v - w))
             w = w - lr * lam * (w - v)
-        mean, models = mean + WEIGHTS[c] * w, [*models, v]
+        mean = mean + WEIGHTS[c] * w
+        models = [*models, v]
+
     assert_close(fed.server["theta"], mean)
     assert_close(personal_models(fed), torch.stack(models))
 
@@ -166,7 +180,8 @@ def test_mtl_without_pull_is_training_alone_to_the_bit(factory, executor):
 
 @both
 def test_two_rounds_of_mtl_by_hand(executor):
-    lam, lr = 0.7, 0.1
+    lam = 0.7
+    lr = 0.1
     for weighting, weights in (("uniform", np.full(4, 0.25)), ("samples", WEIGHTS)):
         fed = run_method(MTL(lam=lam, weighting=weighting), None, None, executor=executor, training=ONE_STEP)
         mean = fed.model.init(fed.seed)

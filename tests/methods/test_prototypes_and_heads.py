@@ -43,13 +43,16 @@ def test_fedproto_without_pull_is_training_alone_to_the_bit(factory, executor):
 @both
 @pytest.mark.parametrize("paper", [False, True])
 def test_two_rounds_of_fedproto_by_hand(executor, paper):
-    lam, lr = 0.7, 0.1
+    lam = 0.7
+    lr = 0.1
     options = {"distance": "sum", "weighting": "samples", "prediction": "prototypes"} if paper else {}
     fed = run_method(FedProto(lam=lam, **options), None, None, executor=executor, training=ONE_STEP)
     nets = [as_module(small_mlp, fed.model.init(fed.seed)) for _ in range(4)]
     means = torch.zeros(CLASSES, 5, dtype=torch.float64)
+
     for _ in range(2):
-        sums, owners = torch.zeros_like(means), torch.zeros(CLASSES, 1, dtype=torch.float64)
+        sums = torch.zeros_like(means)
+        owners = torch.zeros(CLASSES, 1, dtype=torch.float64)
         for client, net in enumerate(nets):
             x, y = fed.samples(client)
             z = latent(net, x)
@@ -58,6 +61,7 @@ def test_two_rounds_of_fedproto_by_hand(executor, paper):
             loss = loss + lam * sum(pulls) / (1 if paper else max(len(pulls), 1))
             net.zero_grad()
             loss.backward()
+
             with torch.no_grad():
                 for p in net.parameters():
                     p.sub_(lr * p.grad)
@@ -66,10 +70,13 @@ def test_two_rounds_of_fedproto_by_hand(executor, paper):
                     weight = (y == c).sum() if paper else 1
                     sums[c] += weight * z[y == c].mean(0)
                     owners[c] += weight
+
         means = sums / owners
+
     torch.testing.assert_close(fed.server["means"], means, rtol=1e-10, atol=1e-10)
     expected = torch.stack([torch.cat([p.detach().reshape(-1) for p in net.parameters()]) for net in nets])
     torch.testing.assert_close(client_states(fed, "model"), expected, rtol=1e-10, atol=1e-10)
+
     if paper:
         x, _ = fed.samples(2)
         predicted = fed.method.personal_model(fed.clients([2]), fed.server)
@@ -90,9 +97,11 @@ def test_a_class_that_nobody_brings_keeps_the_mean_that_it_had():
 
 def test_fedproto_sends_a_row_for_each_class_and_no_model():
     fed = Federation(method=FedProto(), group_size=2)
-    fed.labels[fed.split[1]], fed.labels[fed.split[2]] = 0, np.arange(11) % 2
+    fed.labels[fed.split[1]] = 0
+    fed.labels[fed.split[2]] = np.arange(11) % 2
     fed.run_rounds([1, 2])
     sent = [(e.direction, e.name, e.clients, e.numbers) for e in fed.ledger.entries]
+
     assert sent == [("down", "means", 2, 15), ("up", "means", 1, 10), ("up", "means", 1, 5)]
     assert fed.method.global_model(fed.server) is None
     never = FedProto().personal_model(fed.clients([3]), fed.server)
@@ -107,13 +116,16 @@ def test_fedrods_global_model_is_fedavgs_where_clients_have_all_classes_alike(he
         Federation(factory, sizes=(6, 3, 12, 6), method=m, executor=executor, training=FP64, group_size=2)
         for m in (FedAvg(), FedROD(head=head))
     )
+
     for fed in (plain, rod):
         for where in fed.split:
             fed.labels[where] = np.arange(len(where)) % CLASSES
         fed.run_rounds(*ROUNDS)
+
     generic = ~rod.model.mask("*.personal.*")
     torch.testing.assert_close(rod.server["theta"][generic], plain.server["theta"], rtol=1e-10, atol=1e-10)
     assert not rod.server["theta"][rod.model.mask("*.prior" if head == "hypernetwork" else "*.personal.*")].any()
+
     x, _ = rod.samples(0)
     with torch.no_grad(), rod.model.mode(train=False), plain.model.mode(train=False):
         torch.testing.assert_close(rod.model(rod.server["theta"], x), plain.model(plain.server["theta"], x))
@@ -132,10 +144,13 @@ def test_a_round_of_fedrod_by_hand(executor):
         net.load_state_dict({mine: start[theirs] for mine, theirs in names.items()})
         prior = torch.bincount(y, minlength=CLASSES).double().clamp_min(1e-30).log()
         F.cross_entropy(net(x) + prior, y).backward()
+
         with torch.no_grad():
             for p in net.parameters():
                 p.sub_(lr * p.grad)
-            z, generic = latent(net, x), net(x)
+            z = latent(net, x)
+            generic = net(x)
+
         bodies.append(torch.cat([p.detach().reshape(-1) for p in net.parameters()]))
         head = torch.nn.Linear(5, CLASSES).double()
         torch.nn.init.zeros_(head.weight), torch.nn.init.zeros_(head.bias)
@@ -145,9 +160,11 @@ def test_a_round_of_fedrod_by_hand(executor):
             with torch.no_grad():
                 for p in head.parameters():
                     p.sub_(lr * p.grad)
+
         mine = fed.model.unflatten(torch.from_numpy(fed.state_of(client)["model"]))
         torch.testing.assert_close(mine["3.personal.weight"], head.weight.detach(), rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(mine["3.personal.bias"], head.bias.detach(), rtol=1e-10, atol=1e-10)
+
     generic = ~fed.model.mask("*.personal.*")
     mean = torch.from_numpy(np.average(torch.stack(bodies), axis=0, weights=fed.sizes))
     torch.testing.assert_close(fed.server["theta"][generic], mean, rtol=1e-10, atol=1e-10)
@@ -173,14 +190,18 @@ def test_fedrods_personal_head_goes_on_from_round_to_round_and_is_never_sent():
 
 @both
 def test_a_round_of_fedrods_hypernetwork_by_hand(executor):
-    lr, hidden = 0.1, 4
+    lr = 0.1
+    hidden = 4
     fed = run_method(FedROD(head="hypernetwork", hidden=hidden), None, executor=executor, training=ONE_STEP)
-    start, generated = fed.model.unflatten(fed.model.init(fed.seed)), []
+    start = fed.model.unflatten(fed.model.init(fed.seed))
+    generated = []
+
     for client in range(4):
         x, y = fed.samples(client)
         mine = fed.model.unflatten(torch.from_numpy(fed.state_of(client)["model"]))
         shares = torch.bincount(y, minlength=CLASSES).double() / len(y)
         assert torch.equal(mine["3.personal.prior"], shares)
+
         z = (x.flatten(1) @ mine["1.weight"].T + mine["1.bias"]).tanh()
         generic = z @ mine["3.generic.weight"].T + mine["3.generic.bias"]
         names = [f"3.personal.generator.{n}" for n in ("0.weight", "0.bias", "2.weight", "2.bias")]
@@ -191,6 +212,7 @@ def test_a_round_of_fedrods_hypernetwork_by_hand(executor):
         for name, expected in zip(names, after, strict=True):
             torch.testing.assert_close(mine[name], expected, rtol=1e-10, atol=1e-10)
         generated.append(torch.cat([p.reshape(-1) for p in after]))
+
     mean = torch.from_numpy(np.average(torch.stack(generated), axis=0, weights=fed.sizes))
     theta = fed.server["theta"][fed.model.mask("*.generator.*")]
     torch.testing.assert_close(theta, mean, rtol=1e-10, atol=1e-10)

@@ -32,12 +32,17 @@ TWO_STEPS = replace(FP64, steps=2)
 
 def stepped(fed, theta, client, round, pull):
     """A client after its steps down gradient plus ``pull(w)``, and the mean of those sums."""
-    size, lr, w, met = fed.model.num_parameters, 0.1, theta.clone(), []
+    size = fed.model.num_parameters
+    lr = 0.1
+    w = theta.clone()
+    met = []
+
     for samples in fed.visits(client, round)[:2]:
         met.append(gradient(fed, w, client, samples) + pull(w))
         net = as_module(fed.factory, w).train()
         net(samples[0])  # moves the statistics
         w = torch.cat([w[:size] - lr * met[-1], as_vector(net)[size:]])
+
     return w, torch.stack(met).mean(0)
 
 
@@ -47,17 +52,23 @@ def stepped(fed, theta, client, round, pull):
 def test_three_rounds_of_scaffold_by_hand(factory, executor, global_lr):
     method = Scaffold(server_lr=global_lr)
     fed = run_method(method, *DRAWN, factory=factory, executor=executor, training=TWO_STEPS)
-    theta, size = fed.model.init(fed.seed), fed.model.num_parameters
-    own, c = torch.zeros(4, size, dtype=theta.dtype), torch.zeros(size, dtype=theta.dtype)
+    theta = fed.model.init(fed.seed)
+    size = fed.model.num_parameters
+    own = torch.zeros(4, size, dtype=theta.dtype)
+    c = torch.zeros(size, dtype=theta.dtype)
+
     for round, ids in enumerate(DRAWN):
-        new, rows = own.clone(), []
+        new = own.clone()
+        rows = []
         for k in ids:
             w, met = stepped(fed, theta, k, round, lambda w: c - own[k])  # noqa: B023
             new[k] = own[k] - c + met
             rows.append(w)
         mean = torch.stack(rows).mean(0)
         theta = torch.cat([theta[:size] + (global_lr or 1.0) * (mean - theta)[:size], mean[size:]])
-        c, own = c + (new - own).sum(0) / 4, new
+        c = c + (new - own).sum(0) / 4
+        own = new
+
     assert_close(fed.server["theta"], theta, 1e-9)
     assert_close(client_states(fed, "c"), own, 1e-9)
     assert_close(fed.server["c"], own.mean(0), 1e-9)
@@ -68,20 +79,26 @@ def test_three_rounds_of_scaffold_by_hand(factory, executor, global_lr):
 def test_three_rounds_of_feddc_by_hand(factory, executor):
     alpha = 0.3
     fed = run_method(FedDC(alpha=alpha), *DRAWN, factory=factory, executor=executor, training=TWO_STEPS)
-    theta, size = fed.model.init(fed.seed), fed.model.num_parameters
+    theta = fed.model.init(fed.seed)
+    size = fed.model.num_parameters
     drift, own = torch.zeros(2, 4, size, dtype=theta.dtype)
     g = torch.zeros(size, dtype=theta.dtype)
+
     for round, ids in enumerate(DRAWN):
-        new, rows = own.clone(), []
+        new = own.clone()
+        rows = []
         for k in ids:
             w, met = stepped(fed, theta, k, round, lambda w: alpha * ((w - theta)[:size] + drift[k]) + g - own[k])  # noqa: B023
             new[k] = own[k] - g + met
             rows.append(w)
+
         for k, w in zip(ids, rows, strict=True):
             drift[k] += (w - theta)[:size]
-        g, own = g + (new - own).sum(0) / 4, new
+        g = g + (new - own).sum(0) / 4
+        own = new
         mean = torch.stack(rows).mean(0)
         theta = torch.cat([mean[:size] + drift.mean(0), mean[size:]])
+
     assert_close(fed.server["theta"], theta, 1e-9)
     assert_close(client_states(fed, "drift"), drift, 1e-9)
     assert_close(client_states(fed, "gradient"), own, 1e-9)
@@ -105,34 +122,46 @@ def test_control_variates_need_sgd():
 @both
 @any_net
 def test_two_rounds_of_moon_by_hand(factory, executor):
-    mu, tau, training = 2.0, 0.5, replace(FP64, batch_size=100)
+    mu = 2.0
+    tau = 0.5
+    training = replace(FP64, batch_size=100)
     fed = run_method(Moon(mu=mu, temperature=tau), None, None, factory=factory, executor=executor, training=training)
-    theta, last = fed.model.init(fed.seed), None
+    theta = fed.model.init(fed.seed)
+    last = None
+
     for round in range(2):
         rows = []
         for k in range(4):
-            net, others = as_module(factory, theta), [as_module(factory, theta)]
+            net = as_module(factory, theta)
+            others = [as_module(factory, theta)]
             others.append(as_module(factory, theta if last is None else last[k]))
-            (x, y), seen = fed.visits(k, round)[0], []
+            x, y = fed.visits(k, round)[0]
+            seen = []
             head = list(net.modules())[-1]
+
             for one in (net, *others):
                 head = next(m for m in reversed(list(one.modules())) if isinstance(m, torch.nn.Linear))
                 head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))  # noqa: B023
+
             net.train()
             loss = F.cross_entropy(net(x), y)
             with torch.no_grad():
                 for one in others:
                     one.eval()(x)
+
             near, far = (F.cosine_similarity(seen[0], z) / tau for z in seen[1:])
             contrast = -torch.log(near.exp() / (near.exp() + far.exp())).mean()
             for p, slope in zip(
                 net.parameters(), torch.autograd.grad(loss + mu * contrast, list(net.parameters())), strict=True
             ):
                 p.data -= 0.1 * slope
+
             rows.append(as_vector(net))
+
         last = torch.stack(rows)
         weights = torch.tensor(fed.sizes, dtype=theta.dtype)
         theta = weights @ last / weights.sum()
+
     assert_close(fed.server["theta"], theta, 1e-9)
 
 
@@ -150,15 +179,19 @@ def test_extra_images_are_fedprox_on_the_union(executor):
     method = ExtraImages(mu=0.2, **options)
     fed = run_method(method, None, None, None, executor=executor, training=training)
     prox = run_method(FedProx(mu=0.2), None, None, None, executor=executor, training=training)
+
     assert_close(fed.server["theta"], prox.server["theta"], 1e-9)  # the window was not full
-    start, rows = fed.server["theta"], []
+    start = fed.server["theta"]
+    rows = []
     fed.run_rounds(None)
+
     for k, images in enumerate(client_states(fed, "images")):
         x, y = fed.samples(k)
         net = as_module(fed.factory, start)
         labels = method.labels(CLASSES, x.device)
         F.cross_entropy(net(torch.cat([x, images])), torch.cat([y, labels])).backward()
         rows.append(start - 0.1 * torch.cat([p.grad.reshape(-1) for p in net.parameters()]))
+
     weights = torch.tensor(fed.sizes, dtype=start.dtype)
     assert_close(fed.server["theta"], weights @ torch.stack(rows) / weights.sum(), 1e-8)
 

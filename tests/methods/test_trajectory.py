@@ -44,7 +44,8 @@ def path(steps: int = 3, model: FlatModel = MODEL, checkpointing: bool = False) 
 
 def by_hand(model: FlatModel, images: Tensor, rate: Tensor, start: Tensor, steps: int, cut: bool = False) -> Tensor:
     """Plain descent of one model, with its graph; `cut` drops what later slopes owe to earlier images."""
-    w, moved = start, torch.zeros_like(start)
+    w = start
+    moved = torch.zeros_like(start)
     for _ in range(steps):
         at = (start - moved.detach() if cut else w).requires_grad_()
         (slope,) = torch.autograd.grad(F.cross_entropy(model(at, images), LABELS), at, create_graph=True)
@@ -65,10 +66,12 @@ def test_the_loss_is_one_where_nothing_moves_and_zero_at_the_end_and_has_no_scal
     images, rate, start, end = drawn()
     assert path(0).distance(images, rate, start, end).tolist() == [1.0, 1.0]
     assert path().distance(images, 0 * rate, start, end).tolist() == [1.0, 1.0]
+
     reached = path()(start, images, rate)
     assert path().distance(images, rate, start, reached).tolist() == [0.0, 0.0]
     zero = torch.zeros_like(start)
     once, twice = (path(0).distance(images, rate, c * start, c * end) for c in (1, 2))
+
     assert_close(once, twice)
     assert path().distance(images, rate, start, start).isfinite().all() and not zero.any()
 
@@ -88,6 +91,7 @@ def test_the_unrolled_gradient_is_that_of_finite_differences(count, checkpointin
     way = torch.randn(images.shape, generator=torch.Generator().manual_seed(1), dtype=images.dtype)
     eps = 1e-5
     slope = (loss(images + eps * way, rate) - loss(images - eps * way, rate)).detach() / (2 * eps)
+
     assert_close((gx * way).flatten(1).sum(1), slope, 1e-6)
     slope = (loss(images, rate + eps) - loss(images, rate - eps)).detach() / (2 * eps)
     assert_close(gr, slope, 1e-6)
@@ -103,6 +107,7 @@ def test_the_gradient_is_not_the_first_order_shortcut():
     )
     loss = path(5).distance(images[None], rate[None], start[None], end[None], unrolled=True)
     ours = torch.autograd.grad(loss.sum(), images)[0] * (end - start).square().sum()
+
     assert_close(ours, whole, 1e-9)
     assert (ours - cut).norm() > 1e-2 * ours.norm()
 
@@ -120,7 +125,8 @@ def test_checkpointed_and_plain_unrolls_have_the_same_bits():
 def test_one_step_on_a_linear_model_is_its_closed_form():
     model = FlatModel(lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 3, bias=False)), dtype=torch.float64)
     images, rate, start, _ = drawn(1, model)
-    x, w = images[0].flatten(1), start.reshape(3, 192)
+    x = images[0].flatten(1)
+    w = start.reshape(3, 192)
     slope = ((x @ w.T).softmax(1) - F.one_hot(LABELS, 3)).T @ x / len(x)
     assert_close(path(1, model)(start, images, rate), (w - rate * slope).reshape(1, -1), 1e-12)
 
@@ -133,9 +139,11 @@ def test_matching_finds_a_path_that_hidden_images_made(factory, lr):
     ends = path(10, model)(start, hidden, rate)
     before = [tensor.clone() for tensor in (images, rate, start, ends)]
     found = match(path(10, model), images, rate, start, ends, [MatchingRates(lr, 1e-5)] * 20)
+
     assert (found.last < 0.5 * found.first).all() and (found.step_size != rate).all()
     assert found.images.shape == images.shape and found.ok.all()
     assert all(torch.equal(a, b) for a, b in zip(before, (images, rate, start, ends), strict=True))
+
     reached = path(10, model).distance(found.images, found.step_size, start, ends)
     assert_close(reached, found.last, 1e-12)
 
@@ -155,9 +163,11 @@ def test_after_a_loss_that_is_not_finite_the_last_finite_set_is_kept(alone):
     rate[0] = 1e30  # its first loss is not finite
     rows = slice(0, 1) if alone else slice(None)
     found = match(path(4, model), *(t[rows] for t in (images, rate, start, end)), [MatchingRates(1.0, 0.0)] * 3)
+
     assert torch.equal(found.images[0], images[0]) and not found.ok[0]
     wild = match(path(4, model), images[1:], rate[1:], start[1:], end[1:], [MatchingRates(1e12, 0.0)] * 6)
     assert wild.ok.all() and wild.last.isfinite().all() and wild.images.isfinite().all()
+
     if not alone:
         mine = match(path(4, model), images[1:], rate[1:], start[1:], end[1:], [MatchingRates(1.0, 0.0)] * 3)
         assert_close(found.images[1:], mine.images, 1e-5)

@@ -50,12 +50,14 @@ def federation(method: Method, adapters: str = "none") -> Federation:
 
 def trained_by_client_0(fed: Federation) -> int:
     """Parameters that moved in what the client keeps and in what it sent, the same model in both counted once."""
-    start, models = fed.context.initial, []
+    start = fed.context.initial
+    models = []
     own = fed.method.parts(fed.model).personal if isinstance(fed.method, PartialPersonalization) else slice(None)
     for kept in fed.state_of(0).values():
         if kept.size > 1:
             models.append(start.clone())
             models[-1][own] = torch.from_numpy(kept)
+
     models += [value for value in fed.server.values() if isinstance(value, Tensor) and value.shape == start.shape]
     moved = [fed.model.parameters(model - start) for model in models]
     distinct = [m for i, m in enumerate(moved) if not any(torch.allclose(m, other, atol=1e-4) for other in moved[:i])]
@@ -97,6 +99,7 @@ def test_parameters_trained_and_sent_are_the_published_counts(name, options, ada
         shared = method.parts(model).shared
     counted = {d: n for (d, _), n in sent_per_client(fed.ledger, 0).items()} or {"down": 0, "up": 0}
     statistics = int(model.buffers(shared).sum()) if name != "local" else 0  # the table counts parameters alone
+
     assert counted["up"] == counted["down"]
     assert trained in millions(trained_by_client_0(fed)) and sent in millions(counted["up"] - statistics)
 

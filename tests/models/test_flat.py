@@ -63,6 +63,7 @@ def test_a_vector_as_a_module_computes_the_same_and_is_a_copy(factory):
     with model.mode(train=False):
         expected = model(theta, x)
     assert torch.equal(module(x), expected) and not module.training
+
     with torch.no_grad():
         next(module.parameters()).zero_()
     assert torch.equal(model.as_module(theta)(x), expected) and model.module.training
@@ -84,12 +85,14 @@ def test_segments_follow_the_network_without_gap_or_overlap(factory):
     net = model.factory()
     expected = {n: p.shape for n, p in net.named_parameters() if p.requires_grad}
     expected |= {n: b.shape for n, b in net.named_buffers() if b.is_floating_point() and n in net.state_dict()}
+
     assert {n: s.shape for n, s in model.segments.items()} == expected
     ends = [0]
     for segment in model.segments.values():
         assert segment.start == ends[-1]
         assert segment.stop - segment.start == segment.shape.numel()
         ends.append(segment.stop)
+
     assert ends[-1] == model.size
 
 
@@ -111,9 +114,11 @@ def test_calls_in_training_mode_move_a_copy_of_the_statistics():
     net = as_module(NormalisedConv, theta).train()
     batches = torch.randn(2, 5, 2, 4, 4, dtype=torch.float64)
     call = FunctionalCall(model, model.buffers(theta))
+
     for x in batches:
         with model.mode(train=True), call:
             assert torch.equal(model(model.parameters(theta), x), net(x))
+
     torch.testing.assert_close(call.moved(), as_vector(net)[model.num_parameters :], rtol=0, atol=0)
     assert not torch.equal(call.moved(), model.buffers(before))
     assert torch.equal(theta, before)
@@ -141,6 +146,7 @@ def test_a_tied_weight_is_counted_once_and_learns_from_both_places(bound):
     net = as_module(Tied, theta)
     net(x).square().sum().backward()
     expected = torch.cat([p.grad.reshape(-1) for p in net.parameters()])
+
     if bound:
         with model.bound() as vector, vector:
             vector.bind(theta)
@@ -151,6 +157,7 @@ def test_a_tied_weight_is_counted_once_and_learns_from_both_places(bound):
     else:
         p = theta.clone().requires_grad_()
         (gradient,) = torch.autograd.grad(model(p, x).square().sum(), p)
+
     torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -158,12 +165,16 @@ def test_frozen_parameters_are_in_no_vector_and_stay_those_of_the_template():
     model = FlatModel(HalfFrozen, seed=5)
     assert list(model.segments) == ["first.weight", "first.bias", "last.weight", "last.bias"]
     assert model.num_buffers == 0
+
     with torch.random.fork_rng():
         torch.manual_seed(5)
         template = HalfFrozen()
-    theta, x = model.init(9), torch.randn(3, 4)
+
+    theta = model.init(9)
+    x = torch.randn(3, 4)
     parts = model.unflatten(theta)
     hidden = template.frozen(x @ parts["first.weight"].T + parts["first.bias"])
+
     torch.testing.assert_close(model(theta, x), hidden @ parts["last.weight"].T + parts["last.bias"])
 
 
@@ -181,10 +192,13 @@ def test_initial_vectors_depend_on_their_seed_alone_and_leave_the_global_stream_
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
-    a, b = FlatModel(small_mlp, seed=1), FlatModel(small_mlp, seed=2)
+    a = FlatModel(small_mlp, seed=1)
+    b = FlatModel(small_mlp, seed=2)
+
     assert torch.equal(a.init(7), b.init(7))
     assert not torch.equal(a.init(7), a.init(8))
     assert torch.equal(torch.rand(3), expected)
+
     with torch.random.fork_rng():
         torch.manual_seed(7)
         assert torch.equal(a.init(7), as_vector(small_mlp()))
@@ -267,18 +281,22 @@ def test_training_a_bound_network_moves_the_vector_and_leaves_the_network_as_it_
     theta = torch.rand(model.size, dtype=torch.float64)
     x = torch.randn(4, 2, 4, 4, dtype=torch.float64)
     net = as_module(NormalisedConv, theta).train()
-    out, template = theta.clone(), [t.clone() for t in model.module.state_dict().values()]
+    out = theta.clone()
+    template = [t.clone() for t in model.module.state_dict().values()]
+
     with model.bound() as bound, model.mode(train=True), bound:
         bound.bind(out)
         loss = model(bound.parameters, x).square().sum()
         grads = torch.autograd.grad(loss, bound.tensors)
         with torch.no_grad():
             bound.parameters.sub_(torch.cat([g.reshape(-1) for g in grads]), alpha=0.1)
+
     assert all(torch.equal(a, b) for a, b in zip(template, model.module.state_dict().values(), strict=True))
     net(x).square().sum().backward()
     with torch.no_grad():
         for p in net.parameters():
             p.sub_(p.grad, alpha=0.1)
+
     torch.testing.assert_close(out, as_vector(net), rtol=1e-12, atol=1e-12)
     assert not torch.equal(model.buffers(out), model.buffers(theta))
 
@@ -304,4 +322,5 @@ def test_a_mode_holds_for_every_layer_but_those_that_have_a_mind_of_their_own(no
         with model.mode(train=True):
             assert modes() == usual
         assert not any(modes())
+
     assert modes() == usual

@@ -63,6 +63,7 @@ def test_frozen_batch_norm_neither_moves_nor_sends_its_statistics_and_normalises
     clients = fed.clients()
     before = {name: tensor.clone() for name, tensor in model.module.state_dict().items()}
     trained = clients.sgd(clients.loss, start)
+
     for k in range(4):
         net = model.as_module(start)
         optimizer = torch.optim.SGD(net.head.parameters(), lr=fed.training.lr)
@@ -71,6 +72,7 @@ def test_frozen_batch_norm_neither_moves_nor_sends_its_statistics_and_normalises
             F.cross_entropy(net(x), y).backward()
             optimizer.step()
         assert_close(trained[k], torch.cat([p.detach().reshape(-1) for p in net.head.parameters()]))
+
     fed.run_rounds(None)
     assert set(sent_per_client(fed.ledger, 0).values()) == {model.size}
     after = model.module.state_dict()
@@ -124,9 +126,11 @@ def test_what_a_method_keeps_fixed_in_its_rounds_is_what_the_network_freezes(exe
         for name in ("weight", "bias"):
             frozen = by_method.model.segment(by_method.model.init(3), f"1.{name}")
             getattr(model.module.get_submodule("1"), name).copy_(frozen)
+
     by_network = with_model(model, executor=executor, method=FedAvg())
     learned = by_method.model.mask("3")
     assert torch.equal(by_method.run_rounds(None)["theta"][learned], by_network.run_rounds(None)["theta"])
+
     sent = [list(sent_per_client(fed.ledger, 0).values()) for fed in (by_method, by_network)]
     assert sent[0] == sent[1] == [by_network.model.size] * 2
 

@@ -68,7 +68,8 @@ class TrainsHelped(FedAvg):
 def coloured(config) -> RawData:
     """200 colour images, of three classes."""
     draws = np.random.default_rng(0)
-    inputs, labels = draws.integers(0, 60, (200, 3, 4, 4), dtype=np.uint8), draws.integers(0, 3, 200)
+    inputs = draws.integers(0, 60, (200, 3, 4, 4), dtype=np.uint8)
+    labels = draws.integers(0, 3, 200)
     inputs[np.arange(200), labels] += 150
     return RawData(inputs, labels, ["red", "green", "blue"])
 
@@ -97,6 +98,7 @@ def test_channels_last_for_a_network_that_cannot_is_refused_before_the_run(tmp_p
         r"RuntimeError: view size is not compatible.*flatten\(1\).* or leave training\.channels_last out\."
     )
     laid = {"training__channels_last": "true", "engine__executor": executor}
+
     with pytest.raises(ConfigError, match=sentence):
         raypfl.run(described(tmp_path, Viewing, **laid))
     done = raypfl.run(described(tmp_path, Reshaping, **laid))
@@ -132,6 +134,7 @@ def test_a_function_that_does_not_work_channels_last_runs_without_and_warns(work
                 done.append(getattr(clients, work)(looks_at_rows, clients.initial))
         else:
             done.append(getattr(clients, work)(looks_at_rows, clients.initial))
+
     assert_close(*done)
 
 

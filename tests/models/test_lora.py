@@ -16,14 +16,18 @@ from raypfl.engine.prepared import Prepared
 from raypfl.models import MODELS, FlatModel
 from raypfl.models.lora import TRAINED, with_lora
 
-TOKENS, LENGTH, WIDTH, RANK = 7, 6, 8, 2
+TOKENS = 7
+LENGTH = 6
+WIDTH = 8
+RANK = 2
 transformer = partial(MODELS.get("causal_transformer"), (LENGTH,), TOKENS, width=WIDTH, depth=2, heads=2)
 adapted = partial(with_lora, transformer, RANK)
 IN_A_BLOCK = RANK * (WIDTH + 3 * WIDTH) + RANK * (WIDTH + WIDTH) + 2 * RANK * (WIDTH + 4 * WIDTH)
 
 
 def test_adapters_start_as_nothing_to_the_bit_and_the_base_has_its_own_first_weights():
-    plain, model = FlatModel(transformer, 3), FlatModel(adapted, 3, trained=TRAINED)
+    plain = FlatModel(transformer, 3)
+    model = FlatModel(adapted, 3, trained=TRAINED)
     x = torch.randint(0, TOKENS, (4, LENGTH))
     assert torch.equal(model.module(x), plain.module(x))
     given = plain.module.state_dict()
@@ -39,13 +43,16 @@ def test_the_numbers_of_a_model_are_the_adapters_and_the_output_layers():
 
 def test_only_adapters_and_the_output_layer_have_gradients_and_an_update_is_of_low_rank():
     model = FlatModel(adapted, 3, trained=TRAINED)
-    network, x = model.module, torch.randint(0, TOKENS, (4, LENGTH))
+    network = model.module
+    x = torch.randint(0, TOKENS, (4, LENGTH))
     network(x).square().sum().backward()
     moved = {name for name, parameter in network.named_parameters() if parameter.grad is not None}
+
     assert moved == set(model.names(TRAINED)) and all(".adapter." in name or name.startswith("head") for name in moved)
     layer = network.blocks[0].mlp.fc1
     nn.init.normal_(layer.adapter[1].weight)
     effect = layer(torch.eye(WIDTH)) - nn.functional.linear(torch.eye(WIDTH), layer.weight, layer.bias)
+
     assert torch.linalg.matrix_rank(effect, atol=1e-5) == RANK
 
 
@@ -67,6 +74,7 @@ def described(tmp_path: Path, **changes) -> raypfl.Experiment:
         evaluation={"every": 1},
         output=str(tmp_path),
     )
+
     return base.override(["engine.backend=inline", *(f"{key.replace('__', '.')}={v}" for key, v in changes.items())])
 
 

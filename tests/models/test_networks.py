@@ -66,7 +66,8 @@ def test_conv2cifar_computes_what_the_papers_order_of_its_layers_does():
             x = F.max_pool2d(convolution(x).relu(), 2)
         return net.head(net.linear2(net.linear1(x.flatten(1)).relu()).relu())
 
-    x, parameters = torch.randn(3, *CIFAR), list(net.parameters())
+    x = torch.randn(3, *CIFAR)
+    parameters = list(net.parameters())
     ours, theirs = ([y, *torch.autograd.grad(y.square().sum(), parameters)] for y in (net(x), papers(x)))
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
@@ -85,6 +86,7 @@ def test_gradients_go_back_through_convolutions_in_the_layout_of_the_images(name
     for layout in (torch.channels_last, torch.contiguous_format):
         net(torch.randn(2, *CIFAR).contiguous(memory_format=layout)).sum().backward()
     seen = len(formats) // 2
+
     assert seen == (1 if name == "cnn" else 2)
     assert formats == [True] * seen + [False] * seen
 
@@ -104,6 +106,7 @@ def test_adapter_sets_count_what_perada_counts(name, classes, convolutions, bias
     assert count(with_bias, "*adapter?.conv.bias") == biases
     assert count(with_bias, "*adapter?.norm.*") == norms
     assert len(with_bias.names("*adapter?.conv.weight")) == (16 if name == "resnet18" else 32)
+
     tuned = "adapters, output layer, bn1.*, *.bn1.*, *.bn2.*"
     assert sets == (
         count(with_bias, "adapters, output layer"),
@@ -151,7 +154,8 @@ def test_resnets_begin_with_convolutions_as_wide_as_torchvisions():
 @pytest.mark.parametrize("norm", ["batch", "group"])
 def test_fresh_adapters_change_next_to_nothing(norm):
     plain, adapted = (network("resnet18", norm=norm, adapters=adapters) for adapters in ("none", "bias"))
-    theta, shared = adapted.init(0), ~adapted.mask("adapters")
+    theta = adapted.init(0)
+    shared = ~adapted.mask("adapters")
     x = torch.randn(2, *CIFAR)
     with torch.no_grad(), plain.mode(train=False), adapted.mode(train=False):
         torch.testing.assert_close(adapted(theta, x), plain(theta[shared], x), rtol=1e-2, atol=1e-2)

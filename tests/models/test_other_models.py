@@ -37,7 +37,8 @@ def distilled_in_torch(fed: Federation, starts: Tensor, teachers: Tensor, weight
     """Each client trained toward its teacher's outputs, by a loop over ordinary modules."""
     rows = []
     for k, start in enumerate(starts):
-        net, teacher = as_module(fed.factory, start).train(), as_module(fed.factory, teachers[k]).eval()
+        net = as_module(fed.factory, start).train()
+        teacher = as_module(fed.factory, teachers[k]).eval()
         optimizer = torch.optim.SGD(net.parameters(), lr=fed.training.lr)
         for x, y in fed.visits(k):
             outputs = net(x)
@@ -46,6 +47,7 @@ def distilled_in_torch(fed: Federation, starts: Tensor, teachers: Tensor, weight
             loss.backward()
             optimizer.step()
         rows.append(as_vector(net))
+
     return torch.stack(rows)
 
 
@@ -53,7 +55,8 @@ def distilled_in_torch(fed: Federation, starts: Tensor, teachers: Tensor, weight
 @pytest.mark.parametrize("whose", ["each its own", "one for all"])
 def test_a_teacher_in_a_loss_is_the_bare_loops(whose, executor):
     fed = Federation(NormalisedConv, executor=executor)
-    clients, starts = fed.clients(), starts_of(fed)
+    clients = fed.clients()
+    starts = starts_of(fed)
     teachers = starts.flip(0) + 0.3 if whose == "each its own" else (starts[:1] + 0.3).expand(4, -1)
     before = teachers.clone()
 
@@ -65,6 +68,7 @@ def test_a_teacher_in_a_loss_is_the_bare_loops(whose, executor):
     teacher = clients.other(per_client(teachers) if whose == "each its own" else teachers[0])
     expected = distilled_in_torch(fed, starts, teachers, 0.5)
     assert_close(clients.sgd(loss, per_client(starts), teacher=teacher), expected)
+
     theta = per_client(starts)
     for batch in clients.minibatches():
         theta = batch.step(loss, theta, teacher=teacher)
@@ -76,7 +80,8 @@ def test_a_teacher_in_a_loss_is_the_bare_loops(whose, executor):
 def test_asking_another_model_changes_no_bit_of_what_is_trained(executor):
     """Not the statistics, and not what dropout draws."""
     fed = Federation(DroppingNorm, executor=executor)
-    clients, starts = fed.clients(), per_client(starts_of(fed))
+    clients = fed.clients()
+    starts = per_client(starts_of(fed))
 
     def loss(p, batch, teacher):
         return 0 * teacher.features(batch.x).sum() + clients.loss(p, batch) + 0 * teacher(batch.x).sum()
@@ -88,10 +93,12 @@ def test_asking_another_model_changes_no_bit_of_what_is_trained(executor):
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_outputs_and_features_of_another_model_are_its_modules(executor):
     fed = Federation(DroppingNorm, executor=executor, sizes=(6, 6))
-    clients, starts = fed.clients(), starts_of(fed)
+    clients = fed.clients()
+    starts = starts_of(fed)
     other = clients.other(starts)
     mapped = clients.map(lambda p, batch, other: other(batch.x).sum(0), clients.initial, other=other)
     x, _ = fed.samples(0)
+
     for k in range(2):
         net = as_module(fed.factory, starts[k]).eval()
         features = net.norm(net.conv(x)).relu().flatten(1)
@@ -161,6 +168,7 @@ def moon_in_torch(fed: Federation, theta: Tensor, previous: Tensor, mu: float, t
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+
     return as_vector(copy.deepcopy(net))
 
 

@@ -28,6 +28,7 @@ def targets(config: DataConfig, kind: str) -> RawData:
     }
     y = made[kind]()
     inputs = y if kind == "tokens" else draws.normal(size=(80, 5))
+
     return RawData(inputs, y, ["height"] if kind == "numbers" else list("abcd"[: 3 if kind == "labels" else 4]))
 
 
@@ -36,7 +37,8 @@ class Sized(torch.nn.Module):
 
     def __init__(self, input_shape: tuple[int, ...], num_classes: int, outputs: int):
         super().__init__()
-        self.outputs, self.head = outputs, torch.nn.Linear(math.prod(input_shape), abs(outputs))
+        self.outputs = outputs
+        self.head = torch.nn.Linear(math.prod(input_shape), abs(outputs))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor]:
         y = self.head(x.flatten(1).float())

@@ -27,7 +27,8 @@ def test_a_network_of_torchvision_computes_what_torchvision_does():
 
     model = FlatModel(partial(MODELS.get("torchvision:squeezenet1_1"), (3, 32, 32), 7), seed=3)
     theirs = models.squeezenet1_1(num_classes=7).eval()
-    theta, x = model.init(5), torch.randn(2, 3, 32, 32)
+    theta = model.init(5)
+    x = torch.randn(2, 3, 32, 32)
     theirs.load_state_dict(model.unflatten(theta))
     with model.mode(train=False):
         assert torch.equal(model(theta, x), theirs(x))
@@ -69,7 +70,8 @@ def test_without_timm_a_sentence_says_how_to_install_it(monkeypatch: pytest.Monk
 def test_timms_weights_are_found_by_the_name_of_their_training(monkeypatch: pytest.MonkeyPatch):
     import timm
 
-    made, asked = timm.create_model, []
+    made = timm.create_model
+    asked = []
 
     def without_network(name: str, pretrained: bool = False, **options):
         asked.extend([name] * pretrained)
@@ -81,6 +83,7 @@ def test_timms_weights_are_found_by_the_name_of_their_training(monkeypatch: pyte
     assert asked == ["test_vit.r160_in1k"] and "head drawn at random (1000 classes there, 10 here)" in network.origin
     with pytest.raises(ConfigError, match=r"timm has no weights 'r160' for test_vit; did you mean 'r160_in1k'"):
         Pretrained(factory, "timm:test_vit", "r160")()
+
     monkeypatch.setattr(timm, "create_model", lambda *args, **options: made("nothing of the kind"))
     with pytest.raises(ConfigError, match=r"timm's weights r160_in1k for test_vit could not be downloaded"):
         Pretrained(lambda: network, "timm:test_vit", "r160_in1k")()
@@ -128,6 +131,7 @@ def test_a_data_set_of_the_hub_that_is_not_in_the_cache_is_downloaded_only_if_as
     monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
     with pytest.raises(DataError, match=r"ada/digits could not be downloaded .*no route to host\). Is there a network"):
         opened("hf:ada/digits", download=True)
+
     described = experiment(tmp_path, data__name="hf:ada/digits", data__download=True)
     with pytest.raises(DataError, match="could not be downloaded"):
         raypfl.run(described)

@@ -25,7 +25,9 @@ def small(adapters: str = "bottleneck") -> nn.Module:
 
 def test_a_vit_s_16_has_the_published_number_of_parameters_and_599050_of_them_adapt():
     with torch.device("meta"):
-        plain, adapted = ViTS16((3, 32, 32), 10), ViTS16((3, 32, 32), 10, adapters="bottleneck")
+        plain = ViTS16((3, 32, 32), 10)
+        adapted = ViTS16((3, 32, 32), 10, adapters="bottleneck")
+
     counts = [sum(p.numel() for p in network.parameters()) for network in (plain, adapted)]
     assert counts == [21_669_514, 21_669_514 + 595_200]
     model = FlatModel(small, 0, torch.float32, trained="adapters, output layer")
@@ -37,16 +39,21 @@ def test_a_vit_s_16_has_the_published_number_of_parameters_and_599050_of_them_ad
 
 
 def test_attention_is_torchs_and_adapters_begin_as_the_identity():
-    attention, x = Attention(12, 3), torch.randn(2, 7, 12)
+    attention = Attention(12, 3)
+    x = torch.randn(2, 7, 12)
     theirs = nn.MultiheadAttention(12, 3, batch_first=True)
     with torch.no_grad():
         theirs.in_proj_weight.copy_(attention.qkv.weight)
         theirs.in_proj_bias.copy_(attention.qkv.bias)
         theirs.out_proj.weight.copy_(attention.proj.weight)
         theirs.out_proj.bias.copy_(attention.proj.bias)
+
     torch.testing.assert_close(attention(x), theirs(x, x, x)[0])
-    adapted, plain, x = small(), small("none"), torch.randn(2, 2, 4, 4)
+    adapted = small()
+    plain = small("none")
+    x = torch.randn(2, 2, 4, 4)
     plain.load_state_dict({n: t for n, t in adapted.state_dict().items() if "adapter" not in n})
+
     assert torch.equal(adapted(x), plain(x))
     nn.init.normal_(adapted.blocks[0].adapter.up.weight)
     F.cross_entropy(adapted(x), torch.tensor([0, 1])).backward()

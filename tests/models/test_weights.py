@@ -33,7 +33,8 @@ def loaded(source: str, factory=NormalisedConv, name: str = "mine") -> nn.Module
 
 
 def same(a: nn.Module, b: nn.Module, but_for: str = "nothing") -> bool:
-    x, y = a.state_dict(), b.state_dict()
+    x = a.state_dict()
+    y = b.state_dict()
     return list(x) == list(y) and all(torch.equal(x[n], y[n]) for n in x if not n.startswith(but_for))
 
 
@@ -85,8 +86,12 @@ def test_the_head_is_drawn_anew_for_another_number_of_classes_and_said(tmp_path)
     network = loaded(source, partial(resnet, num_classes=10))
     assert origin(network).endswith("100 of 102 tensors; fc drawn at random (1000 classes there, 10 here)")
     assert network.fc.weight.shape == (10, 512) and network.fc.weight.std() > 0
+
     model = FlatModel(Pretrained(partial(resnet, num_classes=10), "resnet18", source))
-    a, b, head = model.init(1), model.init(2), model.mask("fc")
+    a = model.init(1)
+    b = model.init(2)
+    head = model.mask("fc")
+
     assert torch.equal(a[~head], b[~head]) and not torch.equal(a[head], b[head])
 
 
@@ -201,6 +206,7 @@ def test_a_run_begins_with_the_files_weights_and_says_which(tmp_path):
     base = experiment(tmp_path, rounds=1, training__lr=1e-9, method="fedavg")
     path = stored(tmp_path, network)
     result = raypfl.run(base.override([f"model.weights={path}"]), listeners=[events.append])
+
     torch.testing.assert_close(result.global_model(), FlatModel(factory).flatten(network.state_dict()))
     raypfl.run(base, listeners=[events.append])
     first, second = (e.metadata["weights"] for e in events if isinstance(e, RunStarted))
@@ -213,6 +219,7 @@ def test_a_run_is_not_resumed_with_a_weights_file_that_has_changed(tmp_path):
     before = path.read_bytes()
     run = raypfl.run(experiment(tmp_path, rounds=1).override([f"model.weights={path}"])).run_dir
     stored(tmp_path, factory())
+
     with pytest.raises(CheckpointError, match=rf"began with other weights than {re.escape(str(path))} holds now"):
         raypfl.resume(run, overrides=["rounds=2"])
     path.write_bytes(before)
