@@ -32,7 +32,7 @@ class Ring(Method):
         server["past"] = [*server["past"], reply["mean"]][-RING:]
 
     def train(self, clients, past):
-        SEEN.append([(float(one[0]), one.data_ptr()) for one in past])
+        SEEN.append([(float(tensor[0]), tensor.data_ptr()) for tensor in past])
         return {"mean": Mean(past[-1].repeat(len(clients), 1) + 1, charged=False)}
 
 
@@ -61,8 +61,8 @@ def test_a_ring_of_past_models_costs_one_model_a_round_on_the_server_and_on_the_
     assert SEEN[::2] == SEEN[1::2]  # both groups are shown the same memory
 
     for before, after in zip(SEEN[::2], SEEN[2::2], strict=False):
-        kept = dict(after)
-        assert all(kept[value] == where for value, where in before if value in kept)
+        after_places = dict(after)
+        assert all(after_places[value] == where for value, where in before if value in after_places)
 
     assert fed.ledger.entries == []
 
@@ -91,29 +91,29 @@ def test_a_tensor_that_was_changed_is_sent_again_however_it_was_changed(changed)
     assert sends(fed, theta=theta) == (0 if changed == "in one bit" else 2) and fed.runner.backend.large == 2
 
 
-def test_what_is_not_sent_for_a_round_is_forgotten_on_the_server_and_on_the_clients():
-    seen = []
+def test_a_tensor_not_sent_for_a_round_is_forgotten_on_the_server_and_on_the_clients():
+    references = []
 
     def answer(clients, **arguments):
-        seen.extend(weakref.ref(tensor) for tensor in arguments.values())
+        references.extend(weakref.ref(tensor) for tensor in arguments.values())
 
     fed = federation(answer, backend=Counting)
     theta = torch.zeros(LARGE, dtype=torch.float64)
     exchange(fed, theta=theta)
     exchange(fed)
 
-    assert fed.runner.backend.large == 1 and seen[0]() is not None
+    assert fed.runner.backend.large == 1 and references[0]() is not None
     fed.round = 2
     exchange(fed)
     exchange(fed, small=torch.zeros(2))
 
-    assert seen[0]() is None
+    assert references[0]() is None
     exchange(fed, theta=theta)
     assert fed.runner.backend.large == 2
 
 
 @pytest.mark.parametrize("size", [3, LARGE])
-def test_what_clients_change_in_place_is_refused_and_the_server_keeps_its_own(size):
+def test_changing_a_broadcast_in_place_is_refused_and_leaves_the_servers_tensor_unchanged(size):
     def answer(clients, past):
         past[1].add_(1)
 
@@ -152,7 +152,7 @@ def test_a_tensor_of_a_list_is_an_extra_that_all_clients_share():
     exchange(fed, past=[torch.zeros(5, fed.model.num_parameters, dtype=torch.float64)])  # as many rows as clients
 
 
-def test_a_round_leaves_the_servers_tensors_alone():
+def test_a_round_leaves_the_servers_tensors_unchanged():
     fed = federation(lambda clients, theta: {"theta": Mean(theta.repeat(len(clients), 1))})
     theta = torch.arange(float(LARGE), dtype=torch.float64)
     reply = exchange(fed, theta=theta)

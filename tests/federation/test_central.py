@@ -71,7 +71,7 @@ def test_the_server_trains_as_torchs_own_loop_batch_norm_included(factory, optim
     assert torch.equal(trained, fed.cohort().sgd(cross_entropy(fed.model), fed.context.initial, batches, **options))
 
 
-def test_in_evaluation_mode_batch_norm_goes_by_its_statistics_and_leaves_them():
+def test_in_evaluation_mode_batch_norm_uses_its_statistics_unchanged():
     fed = Federation(NormalisedConv)
     batches = list(fed.cohort().pool("auxiliary").batches(3))
     trained = fed.cohort().sgd(cross_entropy(fed.model), fed.context.initial, batches, lr=0.1, mode="eval")
@@ -79,7 +79,7 @@ def test_in_evaluation_mode_batch_norm_goes_by_its_statistics_and_leaves_them():
     assert torch.equal(fed.model.buffers(trained), fed.model.buffers(fed.context.initial))
 
 
-def test_only_the_segments_that_are_named_move():
+def test_only_named_segments_move():
     fed = Federation()
     batches = fed.cohort().pool("auxiliary").batches(3)
     loss = cross_entropy(fed.model)
@@ -105,7 +105,7 @@ def test_dropout_on_the_server_is_keyed_by_round_and_stream():
     assert not torch.equal(first, trained(""))
 
 
-def test_batches_that_are_made_by_the_network_itself_leave_its_statistics_alone():
+def test_batches_made_by_the_network_itself_leave_its_statistics_unchanged():
     fed = Federation(NormalisedConv)
     start = fed.context.initial
     teacher = fed.model.init(5)
@@ -121,7 +121,7 @@ def test_batches_that_are_made_by_the_network_itself_leave_its_statistics_alone(
     assert torch.equal(teacher, before) and torch.equal(trained, fed.cohort().sgd(loss, start, ready, lr=0.01))
 
 
-def test_a_network_of_the_methods_own_is_trained_by_the_same_steps():
+def test_a_methods_own_network_is_trained_by_the_same_steps():
     fed = Federation()
     hyper = FlatModel(lambda: nn.Linear(2, 3), dtype=torch.float64)
     theta = hyper.init(0)
@@ -155,7 +155,7 @@ def test_a_gradient_in_training_mode_comes_with_the_statistics_after_it():
     assert torch.equal(theta, fed.context.initial)
 
 
-def test_a_synthetic_set_of_any_shape_moves_down_a_gradient():
+def test_a_synthetic_set_of_any_shape_can_be_trained_by_gradients():
     fed = Federation()
     start = torch.randn(3, 2, 4, 4, generator=torch.Generator().manual_seed(0))
     moved = fed.cohort().descend(lambda x: x.square().sum(), start, steps=60, lr=0.1, optimizer=Adam())
@@ -163,7 +163,7 @@ def test_a_synthetic_set_of_any_shape_moves_down_a_gradient():
     assert not moved.requires_grad and not start.requires_grad
 
 
-def test_what_diverges_or_cannot_be_trained_is_told():
+def test_divergence_and_untrainable_input_on_the_server_are_reported():
     fed = Federation()
     batches = fed.cohort().pool("auxiliary").batches(3)
     with pytest.raises(MethodError, match=r"Distilling diverged in round 0.*Lower the learning rate"):
@@ -177,13 +177,13 @@ def test_what_diverges_or_cannot_be_trained_is_told():
 # --- progress ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("seconds", "told"), [(0.01, []), (0.2, [3, 6, 9])])
-def test_long_work_is_told_of_now_and_then_and_short_work_never(monkeypatch, seconds, told):
+@pytest.mark.parametrize(("seconds", "reported"), [(0.01, []), (0.2, [3, 6, 9])])
+def test_long_server_work_is_reported_at_intervals_and_short_work_never(monkeypatch, seconds, reported):
     clock = count(0.0, seconds)
     monkeypatch.setattr(server_training.time, "monotonic", lambda: next(clock))
     fed = Federation()
     fed.cohort().descend(lambda x: x.sum(), torch.zeros(2), steps=10, lr=0.1, text="distilling")
-    assert fed.events == [ServerProgress(0, "distilling", done, 10) for done in told]
+    assert fed.events == [ServerProgress(0, "distilling", steps, 10) for steps in reported]
 
 
 ROUND = RoundFinished(3, 0.5, 9.0, 1, 1, 1, 0, 0, 1, 1)
@@ -205,7 +205,7 @@ def test_on_a_terminal_the_servers_work_is_shown_until_its_round_is_over():
         assert "distilling" not in seen() and "20 clients" in seen()
 
 
-def test_without_a_terminal_the_servers_work_is_told_after_long_silence():
+def test_without_a_terminal_the_servers_work_is_reported_after_long_silence():
     file = io.StringIO()
     now = [0.0]
     with LogView(Console(width=100, file=file), [RunLine("feddf")], lambda: now[0]) as view:
@@ -225,10 +225,10 @@ def started() -> RunStarted:
 # --- on another device ------------------------------------------------------------------------------------------------
 
 
-def trained_and_moved(fed, where: str) -> list[Tensor]:
+def trained_and_moved(fed, device: str) -> list[Tensor]:
     """What a server on a device makes of its samples, by each of its two ways to train."""
-    model = FlatModel(NormalisedConv, dtype=torch.float64, device=where)
-    gain, offset = (part.to(where) for part in (fed.all_samples.gain, fed.all_samples.offset))
+    model = FlatModel(NormalisedConv, dtype=torch.float64, device=device)
+    gain, offset = (part.to(device) for part in (fed.all_samples.gain, fed.all_samples.offset))
     samples = replace(fed.all_samples, gain=gain, offset=offset)
     cohort = fed.cohort()
     cohort.task = replace(fed.task, model=model)
@@ -246,10 +246,10 @@ def trained_and_moved(fed, where: str) -> list[Tensor]:
     return [trained, moved]
 
 
-def test_all_that_the_server_trains_with_is_on_its_device():
+def test_everything_the_server_trains_with_is_on_its_device():
     fed = Federation(NormalisedConv, augmentation=[Crop(padding=1), Flip()])
     expected = trained_and_moved(fed, "cpu")
     with pretend_gpu() as faults:
         made = trained_and_moved(fed, "cuda")
-        assert all(one.is_cuda for one in made) and not faults
-    assert all(torch.equal(one, other) for one, other in zip(made, expected, strict=True))
+        assert all(tensor.is_cuda for tensor in made) and not faults
+    assert all(torch.equal(tensor, other) for tensor, other in zip(made, expected, strict=True))

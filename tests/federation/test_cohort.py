@@ -87,21 +87,21 @@ def test_a_sum_is_over_the_cohort_however_it_is_cut(group_size):
 
 
 @pytest.mark.parametrize("group_size", GROUPS)
-def test_rows_come_up_in_cohort_order_and_scattered_rows_go_to_their_clients(group_size):
-    def answer(clients, mine, shared, name):
-        assert isinstance(mine, PerClient) and not isinstance(shared, PerClient)
+def test_rows_arrive_in_cohort_order_and_scattered_rows_reach_their_clients(group_size):
+    def answer(clients, scattered, shared, name):
+        assert isinstance(scattered, PerClient) and not isinstance(shared, PerClient)
         return {
             "rows": Each(rows_of(clients)),
-            "back": Each(mine * shared),
+            "back": Each(scattered * shared),
             "ids": Each(unmarked(ids_of(clients)).long()),
         }
 
     fed = federation(answer, group_size=group_size)
     for ids in (range(5), [0, 2, 3, 4]):
-        mine = torch.arange(2.0 * len(ids)).reshape(len(ids), 2)
-        reply = exchange(fed, ids, mine=Scatter(mine), shared=torch.tensor([2.0, 3.0]), name="x")
+        scattered = torch.arange(2.0 * len(ids)).reshape(len(ids), 2)
+        reply = exchange(fed, ids, scattered=Scatter(scattered), shared=torch.tensor([2.0, 3.0]), name="x")
         np.testing.assert_allclose(reply["rows"], ROWS[list(ids)], rtol=1e-12)
-        assert torch.equal(reply["back"], mine * torch.tensor([2.0, 3.0]))
+        assert torch.equal(reply["back"], scattered * torch.tensor([2.0, 3.0]))
         assert reply["ids"].tolist() == list(ids)
         assert not isinstance(reply["back"], PerClient) and reply["ids"].dtype == torch.int64
 
@@ -131,7 +131,7 @@ def test_partial_sums_are_added_in_the_same_order_however_replies_arrive():
 
 
 def test_every_message_is_counted_once_for_each_client_that_it_reaches_or_leaves():
-    def answer(clients, theta, mine, name, number):
+    def answer(clients, theta, scattered, name, number):
         return {
             "mean": Mean(rows_of(clients).float(), weight=clients.num_samples),
             "total": Sum(rows_of(clients, 7)),
@@ -147,7 +147,7 @@ def test_every_message_is_counted_once_for_each_client_that_it_reaches_or_leaves
         reply = cohort.run(
             fed.method.reply,
             theta=torch.zeros(10, 2),
-            mine=Scatter(torch.zeros(3, 6, dtype=torch.float64)),
+            scattered=Scatter(torch.zeros(3, 6, dtype=torch.float64)),
             name="x",
             number=1,
         )
@@ -157,7 +157,7 @@ def test_every_message_is_counted_once_for_each_client_that_it_reaches_or_leaves
     for number, receivers in ((0, 4), (1, 3)):
         expected += [
             LedgerEntry(0, number, "down", "theta", receivers, 20, 80),
-            LedgerEntry(0, number, "down", "mine", receivers, 6, 48),
+            LedgerEntry(0, number, "down", "scattered", receivers, 6, 48),
             LedgerEntry(0, number, "up", "mean", 3, 3, 12),
             LedgerEntry(0, number, "up", "total", 3, 7, 56),
             LedgerEntry(0, number, "up", "rows", 3, 4, 32),
@@ -168,14 +168,14 @@ def test_every_message_is_counted_once_for_each_client_that_it_reaches_or_leaves
     assert fed.ledger.total("up", round=0) == 6 * (12 + 56 + 32)
     assert fed.ledger.total("up", round=1) == 0
     assert sent_per_client(fed.ledger, 0) == {
-        ("down", "theta"): 40, ("down", "mine"): 12, ("up", "mean"): 6, ("up", "total"): 14, ("up", "rows"): 8
+        ("down", "theta"): 40, ("down", "scattered"): 12, ("up", "mean"): 6, ("up", "total"): 14, ("up", "rows"): 8
     }  # fmt: skip
 
     fed.ledger.cut(3)
     assert fed.ledger.entries == expected[:3]
 
 
-def test_what_clients_send_of_their_rows_is_counted_by_size():
+def test_rows_that_clients_send_partly_are_counted_by_size():
     def answer(clients):
         return {"rows": Sum(rows_of(clients, 7), charged=ids_of(clients) % 3 * 2)}
 
@@ -195,13 +195,13 @@ def test_what_clients_send_of_their_rows_is_counted_by_size():
 
 
 @pytest.mark.parametrize("charged", [torch.tensor([1, 8]), torch.tensor([-1, 1]), torch.tensor([1])])
-def test_nobody_is_charged_for_more_than_a_row(charged):
+def test_no_client_is_charged_for_more_than_a_row(charged):
     fed = federation(lambda clients: {"rows": Sum(rows_of(clients, 7), charged=charged)}, group_size=2)
     with pytest.raises(MethodError, match=r"What 'rows' is charged must be a whole number between 0 and 7"):
         exchange(fed, ids=[0, 1])
 
 
-def test_what_goes_down_is_charged_as_it_says():
+def test_a_broadcast_is_charged_as_declared():
     fed = federation(lambda clients, **arguments: {"sum": Sum(sum(arguments.values()) * torch.ones(len(clients), 4))})
     four = torch.ones(4)
     rows = torch.arange(12.0).reshape(3, 4)
@@ -231,7 +231,7 @@ def test_what_goes_down_is_charged_as_it_says():
 
 
 @pytest.mark.parametrize("charged", [5, -1, torch.tensor([1, 2])])
-def test_nobody_is_charged_for_more_than_goes_down(charged):
+def test_no_client_is_charged_for_more_than_was_sent_down(charged):
     fed = federation(lambda clients, theta: None)
     for message in (Broadcast(torch.zeros(4), charged), Scatter(torch.zeros(5, 4), charged)):
         with pytest.raises(MethodError, match=r"What 'theta' is charged must be a whole number between 0 and 4"):
@@ -239,13 +239,13 @@ def test_nobody_is_charged_for_more_than_goes_down(charged):
     assert fed.ledger.entries == []
 
 
-def test_what_is_only_sent_down_is_counted_too():
+def test_messages_without_a_reply_are_counted_too():
     fed = federation(lambda clients, theta: None)
     assert exchange(fed, theta=torch.zeros(4)) == {}
     assert fed.ledger.entries == [LedgerEntry(0, 0, "down", "theta", 5, 4, 16)]
 
 
-def test_a_state_is_what_each_client_itself_was_left_with():
+def test_each_client_gets_back_the_state_it_left():
     def answer(clients):
         seen = clients.state.get("rounds", default=torch.zeros(2))
         clients.state["rounds"] = seen + 1 + ids_of(clients)[:, None]
@@ -264,7 +264,7 @@ def test_a_state_is_what_each_client_itself_was_left_with():
     assert float(fed.state_of(1)["other"]) == 1
 
 
-def test_a_state_that_a_round_does_not_touch_stays_each_clients_own():
+def test_a_state_that_a_round_does_not_touch_is_kept():
     def answer(clients, name):
         clients.state[name] = rows_of(clients) + len(name)
 
@@ -328,7 +328,7 @@ def test_a_state_needs_a_row_for_each_client_and_a_value_before_it_is_read():
         (lambda clients: {"x": Sum(torch.tensor(1.0))}, "returned 'x' of shape (), but the group has"),
     ],
 )
-def test_a_reply_that_does_not_say_how_it_comes_up_is_refused(answer, sentence):
+def test_a_reply_without_an_aggregation_is_refused(answer, sentence):
     with pytest.raises(MethodError, match=re.escape(sentence)):
         exchange(federation(answer))
 
@@ -341,7 +341,7 @@ def test_a_reply_that_does_not_say_how_it_comes_up_is_refused(answer, sentence):
         (torch.ones(4), "must be a non-negative number for each of the group's 5 clients"),
     ],
 )
-def test_weights_of_a_mean_must_make_one(weight, sentence):
+def test_a_means_weights_must_be_usable(weight, sentence):
     fed = federation(lambda clients: {"x": Mean(rows_of(clients), weight=weight)})
     with pytest.raises(MethodError, match=re.escape(sentence)):
         exchange(fed)
@@ -349,8 +349,10 @@ def test_weights_of_a_mean_must_make_one(weight, sentence):
 
 def test_arguments_that_cannot_be_sent_are_refused_before_anything_is_counted():
     fed = federation(lambda clients, **arguments: None)
-    with pytest.raises(MethodError, match="Scatter for 'mine' has 4 rows, but the cohort of round 0 has 5 clients"):
-        exchange(fed, mine=Scatter(torch.zeros(4, 2)))
+    with pytest.raises(
+        MethodError, match="Scatter for 'scattered' has 4 rows, but the cohort of round 0 has 5 clients"
+    ):
+        exchange(fed, scattered=Scatter(torch.zeros(4, 2)))
     with pytest.raises(MethodError, match="cannot send 'names', a list"):
         exchange(fed, names=["a"])
     with pytest.raises(MethodError, match="a client function of the method, as in"):
@@ -380,12 +382,12 @@ def test_a_default_made_from_a_broadcast_is_the_groups_own(group_size):
 
 
 def test_rows_of_a_scatter_are_the_functions_own():
-    def answer(clients, mine):
-        mine += 1
-        return {"mine": Each(mine)}
+    def answer(clients, scattered):
+        scattered += 1
+        return {"scattered": Each(scattered)}
 
     rows = torch.zeros(5, 2)
-    assert torch.equal(exchange(federation(answer), mine=Scatter(rows))["mine"], torch.ones(5, 2))
+    assert torch.equal(exchange(federation(answer), scattered=Scatter(rows))["scattered"], torch.ones(5, 2))
     assert torch.equal(rows, torch.zeros(5, 2))
 
 
@@ -412,11 +414,11 @@ def test_a_skipped_client_is_left_out_of_means_and_gets_a_row_of_zeros(group_siz
     fed = federation(failing(3), group_size=group_size, failures=FailureSettings(on_client_failure="skip", retries=1))
     cohort = fed.cohort()
     reply = cohort.run(fed.method.reply)
-    kept = [0, 1, 2, 4]
+    survivors = [0, 1, 2, 4]
 
-    np.testing.assert_allclose(reply["rows"][kept], ROWS[kept] + 1, rtol=1e-12)
+    np.testing.assert_allclose(reply["rows"][survivors], ROWS[survivors] + 1, rtol=1e-12)
     assert torch.equal(reply["rows"][3], torch.zeros(3))
-    expected = np.average(ROWS[kept], axis=0, weights=np.array(SIZES)[kept])
+    expected = np.average(ROWS[survivors], axis=0, weights=np.array(SIZES)[survivors])
     np.testing.assert_allclose(reply["mean"], expected, rtol=1e-12)
     assert cohort.present.tolist() == [True, True, True, False, True]
     assert list(cohort.failed) == [3] and "nothing left on 3" in fed.warnings[0]
@@ -427,35 +429,35 @@ def test_a_skipped_client_is_left_out_of_means_and_gets_a_row_of_zeros(group_siz
 
 
 @pytest.mark.parametrize("group_size", GROUPS)
-def test_scattered_rows_find_their_clients_after_others_were_skipped(group_size):
-    def answer(clients, mine):
+def test_scattered_rows_reach_their_clients_after_others_were_skipped(group_size):
+    def answer(clients, scattered):
         if 1 in clients.ids:
             raise ZeroDivisionError
-        clients.state["mine"] = mine
-        return {"mine": Each(mine), "ids": Each(ids_of(clients))}
+        clients.state["scattered"] = scattered
+        return {"scattered": Each(scattered), "ids": Each(ids_of(clients))}
 
     fed = federation(answer, group_size=group_size, failures=FailureSettings(on_client_failure="skip", retries=0))
     cohort = fed.cohort()
     for first in (10.0, 20.0):
-        mine = first + torch.arange(5.0)
-        reply = cohort.run(fed.method.reply, mine=Scatter(mine[:, None]))
-        expected = mine.clone()
+        scattered = first + torch.arange(5.0)
+        reply = cohort.run(fed.method.reply, scattered=Scatter(scattered[:, None]))
+        expected = scattered.clone()
         expected[1] = 0
-        assert torch.equal(reply["mine"][:, 0], expected)
+        assert torch.equal(reply["scattered"][:, 0], expected)
         assert reply["ids"].tolist() == [0, 0, 2, 3, 4]
 
     fed.states.commit()
-    assert [float(fed.state_of(c)["mine"][0]) for c in (0, 2, 3, 4)] == [20, 22, 23, 24]
+    assert [float(fed.state_of(c)["scattered"][0]) for c in (0, 2, 3, 4)] == [20, 22, 23, 24]
     assert not fed.state_of(1)
 
 
-def test_too_many_failures_stop_the_run_even_if_they_may_be_skipped():
+def test_too_many_failures_stop_the_run_even_if_failures_are_skipped():
     fed = federation(failing(1, 3, 4), failures=FailureSettings(on_client_failure="skip", retries=0))
     with pytest.raises(ClientError, match=r"Only 2 of 5 clients of round 0 succeeded.*min_success_fraction = 0\.5"):
         exchange(fed)
 
 
-def test_a_failure_that_passes_is_tried_again_to_the_same_result():
+def test_retrying_a_passing_failure_gives_the_same_result():
     tries = []
 
     def answer(clients):
@@ -469,8 +471,8 @@ def test_a_failure_that_passes_is_tried_again_to_the_same_result():
     assert len(tries) == 3
 
 
-@pytest.mark.parametrize("arguments", [{}, {"mine": Scatter(torch.zeros(0, 4))}])
-def test_a_cohort_of_nobody_is_said_to_be_one(arguments):
+@pytest.mark.parametrize("arguments", [{}, {"scattered": Scatter(torch.zeros(0, 4))}])
+def test_an_empty_cohort_is_an_error_that_says_so(arguments):
     fed = federation(lambda clients, **arguments: None)
     with pytest.raises(EmptyCohort, match="Nobody is left in the cohort of round 0"):
         fed.cohort([], dropped=(2,)).run(fed.method.reply, **arguments)
@@ -486,7 +488,7 @@ def test_the_warnings_of_client_functions_reach_the_server():
     assert fed.warnings == ["slow today"]
 
 
-def test_training_losses_are_known_by_client():
+def test_training_losses_are_recorded_by_client():
     def answer(clients):
         clients.sgd(
             lambda p, batch, by: clients.loss(p, batch) * 0 + by, clients.initial, by=per_client(ids_of(clients))
@@ -527,7 +529,7 @@ def test_training_reads_test_samples_only_if_the_method_declares_it_and_evaluati
     assert len(seen) == 2
 
 
-def test_an_evaluation_by_a_method_must_say_on_which_samples():
+def test_an_evaluation_by_a_method_must_name_its_split():
     with pytest.raises(Exception, match=r"missing 1 required positional argument: 'split'"):
         exchange(federation(lambda clients: clients.evaluate(clients.initial)))
 

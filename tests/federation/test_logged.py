@@ -47,7 +47,7 @@ def whole(folder: Path) -> raypfl.Result:
 
 
 @pytest.mark.parametrize("group_size", [None, 1, 2])
-def test_clients_numbers_come_up_as_their_mean_over_the_cohort_uncharged(group_size):
+def test_logged_numbers_of_clients_become_their_cohort_mean_uncharged(group_size):
     def answer(clients):
         clients.log(id=ids_of(clients) + 9)
         clients.log(id=ids_of(clients), samples=clients.num_samples)
@@ -65,10 +65,10 @@ def test_clients_numbers_come_up_as_their_mean_over_the_cohort_uncharged(group_s
 
 
 def test_a_runs_tables_have_what_its_method_logged_by_round(whole):
-    told = {(row["round"], row["name"]): row["value"] for row in whole.logged.to_pylist()}
-    assert set(told) == {(r, n) for r in range(1, 7) for n in ("norm", "tenth", "samples", "seen")}
-    assert [told[r, "tenth"] for r in range(1, 7)] == [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
-    assert told[6, "norm"] == pytest.approx(float(whole.global_model().norm()))
+    logged = {(row["round"], row["name"]): row["value"] for row in whole.logged.to_pylist()}
+    assert set(logged) == {(r, n) for r in range(1, 7) for n in ("norm", "tenth", "samples", "seen")}
+    assert [logged[r, "tenth"] for r in range(1, 7)] == [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
+    assert logged[6, "norm"] == pytest.approx(float(whole.global_model().norm()))
     assert whole.analysis["segments"].to_pydict() == {
         "round": [1, 1, 3, 3, 5, 5],
         "round_name": ["r1", "x", "r3", "x", "r5", "x"],
@@ -102,9 +102,9 @@ def test_a_run_that_is_stopped_or_sent_back_logs_every_round_once(tmp_path, whol
     sent_back = raypfl.run(logging(tmp_path, never_lost=False, checkpoint__every=3), listeners=[heard.append])
     assert sent_back.weights_hash == whole.weights_hash and same_log(sent_back, whole)
 
-    told = [event.logged for event in heard if isinstance(event, RoundFinished)]
-    assert [logged.values["tenth"] for logged in told] == [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
-    assert [sorted(logged.images) for logged in told] == [["weights"], []] * 3
+    logged_rounds = [event.logged for event in heard if isinstance(event, RoundFinished)]
+    assert [logged.values["tenth"] for logged in logged_rounds] == [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
+    assert [sorted(logged.images) for logged in logged_rounds] == [["weights"], []] * 3
 
 
 @pytest.mark.parametrize(
@@ -126,19 +126,19 @@ def test_a_run_that_is_stopped_or_sent_back_logs_every_round_once(tmp_path, whol
         (lambda c: c.log_image("i", torch.zeros(3, 4, 4)), "not [3, 4, 4]"),
     ],
 )
-def test_what_cannot_be_logged_is_refused_in_a_sentence(log, sentence):
+def test_values_that_cannot_be_logged_are_refused_in_a_sentence(log, sentence):
     cohort = federation(lambda clients: None).cohort()
     cohort._earlier_kinds = {"old": {"a": "int64"}}
     with pytest.raises(MethodError, match=re.escape(sentence)):
         log(cohort)
 
 
-def test_clients_log_a_number_each():
+def test_each_client_logs_a_number():
     with pytest.raises(MethodError, match=r"one number for each of the group's 5 clients for 'x', not \[5, 2\]"):
         exchange(federation(lambda clients: clients.log(x=torch.zeros(5, 2))))
 
 
-def test_whole_numbers_fit_a_column_of_others():
+def test_integers_fit_a_column_of_floats():
     cohort = federation(lambda clients: None).cohort()
     cohort._earlier_kinds = {"t": {"a": "float64"}}
     cohort.log_table("t", {"a": [1, 2]})
@@ -162,7 +162,7 @@ def test_the_report_shows_curves_tables_and_images(tmp_path, whole):
     assert re.search(r"<td>r5</td><td>5</td>", page) and "data:image/png;base64," in page
 
 
-def test_a_report_on_methods_that_log_nothing_does_not_speak_of_it(tmp_path):
+def test_a_report_without_logged_values_has_no_section_for_them(tmp_path):
     silent = raypfl.run(experiment(tmp_path, rounds=1))
     assert "What methods logged" not in write([silent], tmp_path / "report.html").read_text("utf-8")
 

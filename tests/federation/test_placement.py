@@ -33,12 +33,12 @@ def handed(dispatch: Dispatch, now: float = 0.0) -> list[tuple[object, int]]:
     return out
 
 
-def test_the_longest_groups_go_first_and_everybody_gets_one_before_anybody_gets_two():
+def test_the_longest_groups_go_first_and_every_actor_gets_one_before_any_gets_two():
     dispatch = dispatching(*[group(i, length) for i, length in enumerate([1, 5, 3, 4, 2])], nodes="xx")
     assert handed(dispatch) == [(0, 1), (1, 3), (0, 2), (1, 4)]
 
 
-def test_a_group_is_not_bound_to_an_actor_long_before_that_has_time_for_it():
+def test_a_group_is_not_assigned_long_before_its_actor_is_free():
     long = [group(i, 10, seconds=10) for i in range(3)]
     dispatch = dispatching(*long, nodes="xx")
     assert handed(dispatch, 0.0) == [(0, 0), (1, 1)]
@@ -49,7 +49,7 @@ def test_a_group_is_not_bound_to_an_actor_long_before_that_has_time_for_it():
     assert dispatch.pause(9.0) == math.inf
 
 
-def test_the_next_group_is_there_just_before_an_actor_runs_dry():
+def test_the_next_group_arrives_just_before_an_actor_is_idle():
     groups = [group(i, 1, seconds=1) for i in range(3)]
     dispatch = dispatching(*groups, nodes="x")
     assert handed(dispatch, 0.0) == [(0, 0)]
@@ -57,18 +57,18 @@ def test_the_next_group_is_there_just_before_an_actor_runs_dry():
     assert handed(dispatch, 1 - PREFETCH_SECONDS) == []
 
 
-def test_of_actors_that_wait_the_one_that_has_a_group_s_states_gets_it():
+def test_a_group_goes_to_the_waiting_actor_that_has_its_states():
     groups = [group(i, 10, homes=home * 2) for i, home in enumerate("yyxx")]
     assert handed(dispatching(*groups, nodes="xyxy")) == [(1, 0), (3, 1), (0, 2), (2, 3)]
 
 
-def test_among_groups_that_take_about_as_long_the_one_whose_states_are_near_goes():
+def test_among_groups_of_similar_length_the_one_with_states_nearby_goes_first():
     groups = [group(0, 10, homes="yy"), group(1, 9.5, homes="yx"), group(2, 9.4, homes="xx"), group(3, 5, homes="xx")]
     assert handed(dispatching(*groups, nodes="xy"))[:2] == [(1, 0), (0, 2)]
     assert handed(dispatching(*groups, nodes="xx"))[:1] == [(0, 0)]
 
 
-def test_a_lost_actors_groups_wait_again_before_all_others_or_after_them():
+def test_a_lost_actors_groups_are_queued_again_before_or_after_all_others():
     groups = [group(i, 5 - i) for i in range(4)]
     dispatch = dispatching(*groups, nodes="x")
     assert handed(dispatch) == [(0, 0), (0, 1)]
@@ -89,7 +89,7 @@ def test_a_lost_actors_groups_wait_again_before_all_others_or_after_them():
     assert dispatch.done
 
 
-def test_a_group_that_is_to_be_alone_waits_for_an_idle_actor_and_has_nothing_behind_it():
+def test_a_group_that_must_run_alone_waits_for_an_idle_actor_and_nothing_queues_behind_it():
     groups = [replace(group(i, 9 - i, homes="y"), alone=i < 2) for i in range(4)]
     dispatch = dispatching(*groups, nodes="xy")
     assert handed(dispatch) == [(1, 0), (0, 1)]
@@ -110,7 +110,7 @@ def test_a_group_that_is_to_be_alone_waits_for_an_idle_actor_and_has_nothing_beh
     assert handed(dispatch) == [(0, 0), (1, 1), (1, 2)]
 
 
-def test_a_client_that_turned_out_slow_is_expected_to_be_slow_again():
+def test_a_client_that_was_slow_is_expected_to_be_slow_again():
     timings = Timings(np.array([1.0, 1.0, 2.0, 1.0]))
     assert timings.seconds("train", [0]) == 0.0 and timings.length([2]) == 2 * timings.length([0])
     for _ in range(10):
@@ -138,9 +138,9 @@ def replayed(groups: list[Group], slowness: list[float], known: list[float]) -> 
 
     while not dispatch.done:
         while chosen := dispatch.next(now):
-            actor, one = chosen
-            free[actor] = max(free[actor], now) + slowness[actor] * one.seconds
-            heapq.heappush(ends, (free[actor], actor, one.index))
+            actor, group = chosen
+            free[actor] = max(free[actor], now) + slowness[actor] * group.seconds
+            heapq.heappush(ends, (free[actor], actor, group.index))
 
         looks += 1
         end = ends[0][0]
@@ -156,7 +156,7 @@ def replayed(groups: list[Group], slowness: list[float], known: list[float]) -> 
 
 
 @pytest.mark.parametrize("slowness", [[1, 1, 4], [1, 1, 1, 3, 3], [1, 10], [1, 2, 4, 8]])
-def test_slow_actors_get_less_to_do_and_nothing_that_others_would_have_done_sooner(slowness):
+def test_slow_actors_get_less_work_and_none_that_others_would_finish_sooner(slowness):
     lengths = [5] * 6 + [4] * 6 + [3] * 6 + [2] * 6 + [1] * 6
     groups = [group(i, length, seconds=float(length)) for i, length in enumerate(lengths)]
     least = sum(lengths) / sum(1 / slow for slow in slowness)
@@ -176,7 +176,7 @@ def test_a_last_group_waits_for_a_fast_actor_rather_than_going_to_a_slow_one():
     assert handed(dispatch, 2 - PREFETCH_SECONDS) == [(1, 1)]
 
 
-def test_small_differences_between_actors_are_taken_for_chance():
+def test_small_differences_between_actors_count_as_noise():
     groups = [group(i, 2, seconds=2) for i in range(2)]
     dispatch = Dispatch(groups)
     for actor, slowness in enumerate([0.99 * UNEQUAL_RATIO, 1.0]):
@@ -184,7 +184,7 @@ def test_small_differences_between_actors_are_taken_for_chance():
     assert handed(dispatch) == [(0, 0), (1, 1)]
 
 
-def test_a_place_that_takes_longer_is_known_after_a_few_groups_and_its_clients_are_not_blamed():
+def test_a_slow_place_is_recognised_after_a_few_groups_and_its_clients_are_not_blamed():
     draws = np.random.default_rng(0)
     true = {"gpu": 1.0, "cpu": 4.0, "old": 8.0}
     timings = Timings(np.ones(300))
@@ -198,8 +198,8 @@ def test_a_place_that_takes_longer_is_known_after_a_few_groups_and_its_clients_a
             seconds = 0.1 * true[place] * 10 * draws.lognormal(0, 0.1)
             timings.note("train", one.clients, speeds.note(place, "train", one, seconds))
 
-    known = {place: speeds.slowness(place) / speeds.slowness("gpu") for place in true}
-    assert known == {place: pytest.approx(slow, rel=0.2) for place, slow in true.items()}
+    slowness = {place: speeds.slowness(place) / speeds.slowness("gpu") for place in true}
+    assert slowness == {place: pytest.approx(slow, rel=0.2) for place, slow in true.items()}
     few, many = np.quantile([timings.length([client]) for client in range(300)], [0.05, 0.95])
     assert many < 1.7 * few
 
@@ -207,7 +207,7 @@ def test_a_place_that_takes_longer_is_known_after_a_few_groups_and_its_clients_a
     assert expected == pytest.approx(4.0, rel=0.25)
 
 
-def test_where_all_actors_are_in_one_place_nothing_is_learned_of_it():
+def test_nothing_is_learned_about_places_if_there_is_only_one():
     speeds = Speeds()
     assert [speeds.note("here", "train", group(0, 1.0), seconds) for seconds in (1.0, 9.0)] == [1.0, 9.0]
     assert speeds.slowness("here") == 1.0

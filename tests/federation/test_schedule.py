@@ -37,7 +37,7 @@ def test_equal_sequential_groups_cost_about_the_same_and_vectorised_ones_hold_cl
 
 
 @given(st.integers(1, 2000), st.sampled_from(["vectorised", "sequential"]))
-def test_groups_have_all_clients_of_a_cohort_and_no_more_than_they_should(cohort, executor):
+def test_groups_cover_the_cohort_and_stay_within_their_size(cohort, executor):
     sizes = group_sizes(cohort, executor)
     assert sum(sizes) == cohort and min(sizes) >= 1
     assert max(sizes) <= (6 if executor == "sequential" else 75)
@@ -65,12 +65,12 @@ def test_the_number_of_vectorised_groups_follows_from_the_cohort(cohort, groups)
 
 def test_cohorts_are_drawn_without_replacement_uniformly_and_by_seed():
     settings = CohortSettings(size=8)
-    drawn = [draw_cohort(settings, 40, 0, r).clients for r in range(400)]
-    assert all(len(set(d)) == 8 and list(d) == sorted(d) for d in drawn)
-    shares = np.bincount(np.concatenate(drawn), minlength=40) / 400
+    cohorts = [draw_cohort(settings, 40, 0, r).clients for r in range(400)]
+    assert all(len(set(cohort)) == 8 and list(cohort) == sorted(cohort) for cohort in cohorts)
+    shares = np.bincount(np.concatenate(cohorts), minlength=40) / 400
     assert abs(shares.mean() - 0.2) < 1e-9 and shares.min() > 0.12 and shares.max() < 0.28
-    assert drawn[:5] == [draw_cohort(settings, 40, 0, r).clients for r in range(5)]
-    assert drawn[:5] != [draw_cohort(settings, 40, 1, r).clients for r in range(5)]
+    assert cohorts[:5] == [draw_cohort(settings, 40, 0, r).clients for r in range(5)]
+    assert cohorts[:5] != [draw_cohort(settings, 40, 1, r).clients for r in range(5)]
 
 
 def test_a_fraction_of_the_clients_is_drawn_if_no_size_is_given():
@@ -80,31 +80,34 @@ def test_a_fraction_of_the_clients_is_drawn_if_no_size_is_given():
     assert len(draw_cohort(CohortSettings(fraction=0.1), 30, 0, 0).clients) == 3
 
 
-def test_a_cohort_of_reachable_clients_is_uniform_over_them_and_takes_all_if_they_are_few():
+def test_a_cohort_is_uniform_over_reachable_clients_and_takes_all_of_them_if_they_are_few():
     settings = CohortSettings(size=10, availability={"low": 0.3, "high": 0.3})
-    drawn = [draw_cohort(settings, 40, 0, r).clients for r in range(600)]
-    assert {len(d) for d in drawn} <= set(range(11)) and sum(len(d) == 10 for d in drawn) > 300
-    shares = np.bincount(np.concatenate(drawn), minlength=40) / 600
+    cohorts = [draw_cohort(settings, 40, 0, r).clients for r in range(600)]
+    assert {len(cohort) for cohort in cohorts} <= set(range(11)) and sum(len(cohort) == 10 for cohort in cohorts) > 300
+    shares = np.bincount(np.concatenate(cohorts), minlength=40) / 600
     assert shares.min() > 0.16 and shares.max() < 0.29  # 0.22 in the mean
     everybody = draw_cohort(CohortSettings(size=40, availability={"low": 1.0, "high": 1.0}), 40, 0, 0)
     assert everybody.clients == tuple(range(40))
 
 
-def test_clients_vanish_with_the_chance_that_was_asked_for():
+def test_clients_drop_out_with_the_set_chance():
     draws = [draw_cohort(CohortSettings(size=20, dropout=0.3), 40, 0, r) for r in range(200)]
-    assert all(len(d.clients) + len(d.dropped) == 20 and not set(d.clients) & set(d.dropped) for d in draws)
-    assert abs(sum(len(d.dropped) for d in draws) / 4000 - 0.3) < 0.03
+    assert all(
+        len(cohort.clients) + len(cohort.dropped) == 20 and not set(cohort.clients) & set(cohort.dropped)
+        for cohort in draws
+    )
+    assert abs(sum(len(cohort.dropped) for cohort in draws) / 4000 - 0.3) < 0.03
 
 
 def test_a_draw_from_a_billion_clients_takes_memory_for_the_cohort_only():
     tracemalloc.start()
-    drawn = draw_cohort(CohortSettings(size=1000, availability={"low": 0.2, "high": 0.9}, dropout=0.1), 10**9, 0, 0)
+    cohort = draw_cohort(CohortSettings(size=1000, availability={"low": 0.2, "high": 0.9}, dropout=0.1), 10**9, 0, 0)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert len(drawn.clients) + len(drawn.dropped) == 1000 and peak < 2e6
+    assert len(cohort.clients) + len(cohort.dropped) == 1000 and peak < 2e6
 
 
-def test_vectorised_groups_are_larger_when_they_are_judged_as_long_as_there_are_enough():
+def test_vectorised_groups_are_larger_in_evaluation_if_there_are_enough_clients():
     assert evaluation_group_sizes(1000, "vectorised") == [100] * 10
     assert evaluation_group_sizes(100, "vectorised") == group_sizes(100, "vectorised")
     assert len(evaluation_group_sizes(400, "vectorised")) == 8

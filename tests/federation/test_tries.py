@@ -47,14 +47,14 @@ def test_a_client_that_kills_its_processes_is_singled_out_whatever_the_retries()
     assert mortal.dead == [(0, 1, 2, 3, 4), (3,)]
 
 
-def test_a_group_that_dies_although_each_of_its_clients_lives_alone_is_tried_again():
+def test_a_group_that_dies_although_each_client_survives_alone_is_retried():
     fed = federation(failing(), failures=THREE_TRIES)
     fed.runner.backend = mortal = Mortal(fed.runner.backend, lambda clients, deaths: len(clients) == 5 and deaths < 2)
     np.testing.assert_allclose(exchange(fed)["rows"], ROWS + 1, rtol=1e-12)
     assert mortal.dead == [(0, 1, 2, 3, 4)] * 2
 
 
-def test_a_group_that_dies_only_as_a_whole_is_given_up_after_its_tries():
+def test_a_group_that_dies_only_as_a_whole_fails_after_its_tries():
     fed = federation(failing(), failures=THREE_TRIES)
     fed.runner.backend = mortal = Mortal(fed.runner.backend, lambda clients, deaths: len(clients) == 5)
     with pytest.raises(ClientError, match=r"^All 5 clients of a group failed 5 times in a row"):
@@ -62,7 +62,7 @@ def test_a_group_that_dies_only_as_a_whole_is_given_up_after_its_tries():
     assert mortal.dead == [(0, 1, 2, 3, 4)] * 3
 
 
-def test_what_is_left_of_a_group_without_its_culprits_is_tried_as_often_again():
+def test_a_group_without_its_failing_clients_gets_all_its_tries_again():
     tries = []
 
     def answer(clients):
@@ -78,7 +78,7 @@ def test_what_is_left_of_a_group_without_its_culprits_is_tried_as_often_again():
     np.testing.assert_allclose(reply["rows"][[0, 1, 2, 4]], ROWS[[0, 1, 2, 4]] + 1, rtol=1e-12)
 
 
-def test_clients_of_a_group_that_fail_one_after_the_other_are_each_skipped_for_a_reason_of_their_own():
+def test_clients_of_a_group_that_fail_in_turn_are_each_skipped_with_their_own_reason():
     def answer(clients):
         for culprit in sorted({1, 3} & set(clients.ids)):
             raise ClientError(f"Client {culprit} diverged.", [culprit], repeatable=True)

@@ -43,7 +43,7 @@ def photographs(count: int = 12, height: int = 9, width: int = 7) -> tuple[torch
 
 
 @pytest.mark.parametrize("fill", ["black", "mean"])
-def test_a_crop_is_torchvisions_on_images_before_or_after_they_are_normalised(fill):
+def test_a_crop_is_torchvisions_before_or_after_normalisation(fill):
     pixels, source = photographs()
     corners = np.random.default_rng(1).integers(0, 7, (12, 2))
     u = torch.from_numpy(np.column_stack([np.zeros(12), (corners + 0.5) / 7]))
@@ -57,7 +57,7 @@ def test_a_crop_is_torchvisions_on_images_before_or_after_they_are_normalised(fi
         assert torch.equal(one, expected)
 
 
-def test_a_flip_is_torchvisions_on_the_images_that_are_drawn():
+def test_a_flip_is_torchvisions_on_the_chosen_images():
     pixels, source = photographs(4)
     x = source.normalise(pixels)
     flipped = Flip(p=0.3)(x, torch.tensor([[0.29], [0.3], [0.0], [0.99]], dtype=torch.float64), source.offset)
@@ -67,7 +67,7 @@ def test_a_flip_is_torchvisions_on_the_images_that_are_drawn():
 
 @pytest.mark.parametrize(("size", "above", "below"), [(4, 2, 2), (3, 1, 2), (1, 0, 1), (40, 20, 20)])
 @pytest.mark.parametrize("fill", ["black", "mean"])
-def test_a_cutout_is_a_square_around_a_pixel_as_far_as_the_image_goes(size, above, below, fill):
+def test_a_cutout_is_a_square_around_a_pixel_cut_off_at_the_border(size, above, below, fill):
     pixels, source = photographs(9 * 7)
     x = source.normalise(pixels)
     centres = np.stack(np.divmod(np.arange(9 * 7), 7), axis=1)
@@ -82,7 +82,7 @@ def test_a_cutout_is_a_square_around_a_pixel_as_far_as_the_image_goes(size, abov
 
 
 @pytest.mark.parametrize("kind", [Crop, Flip, Cutout])
-def test_a_chance_of_none_changes_nothing_and_what_is_given_is_never_changed(kind):
+def test_a_chance_of_zero_changes_nothing_and_inputs_are_never_modified(kind):
     pixels, source = photographs()
     x = source.normalise(pixels)
     before = x.clone()
@@ -92,7 +92,7 @@ def test_a_chance_of_none_changes_nothing_and_what_is_given_is_never_changed(kin
     assert torch.equal(x, before)
 
 
-def test_augmentations_work_one_after_another_each_with_draws_of_its_own():
+def test_augmentations_apply_in_order_each_with_its_own_draws():
     pixels, source = photographs()
     x = source.normalise(pixels)
     u = torch.from_numpy(np.random.default_rng(3).random((12, 4)))
@@ -135,7 +135,7 @@ def test_all_windows_are_equally_likely_and_half_of_the_images_are_flipped():
     assert abs(together) < 4 / count**0.5
 
 
-def test_clients_steps_places_and_rounds_draw_for_themselves():
+def test_draws_differ_between_clients_steps_places_and_rounds():
     u = random_draws()
     count = u.size
     for other in (np.roll(u, 1, 0), np.roll(u, 1, 1), np.roll(u, 1, 2), np.roll(u, 1, 3), random_draws(round=1)):
@@ -243,17 +243,17 @@ def test_a_run_on_changed_images_learns_otherwise_and_is_judged_alike(tmp_path):
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_a_resumed_run_goes_on_to_the_same_bits(tmp_path, executor):
     described = experiment(tmp_path, data__augmentation=AUGMENTED, engine__executor=executor)
-    whole = raypfl.run(described)
+    inline = raypfl.run(described)
     stopped = raypfl.run(described, listeners=[Interrupt(3)])
     assert stopped.status == "stopped"
     resumed = raypfl.resume(stopped.run_dir)
-    assert resumed.weights_hash == whole.weights_hash and same_tables(resumed, whole)
+    assert resumed.weights_hash == inline.weights_hash and same_tables(resumed, inline)
 
 
 def test_actors_see_the_same_images_as_one_process(tmp_path, ray_cluster):
-    own = "[crop, {name: 'tests.support.federated_images:Brighter', by: 0.5}]"
+    augmentations = "[crop, {name: 'tests.support.federated_images:Brighter', by: 0.5}]"
     inline, on_ray = (
-        raypfl.run(experiment(tmp_path, rounds=2, data__augmentation=own, **where)) for where in ({}, ON_RAY)
+        raypfl.run(experiment(tmp_path, rounds=2, data__augmentation=augmentations, **place)) for place in ({}, ON_RAY)
     )
     assert inline.weights_hash == on_ray.weights_hash
 

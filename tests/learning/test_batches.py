@@ -46,13 +46,15 @@ def test_every_epoch_visits_each_sample_once_and_only_its_last_batch_is_partial(
 
 
 @given(sizes=SIZES, batch_size=st.integers(1, 12), smallest=st.integers(1, 12), steps=st.sampled_from([None, 7]))
-def test_a_last_batch_that_is_too_small_is_left_out_unless_it_is_the_only_one(sizes, batch_size, smallest, steps):
+def test_a_last_batch_that_is_too_small_is_dropped_unless_it_is_the_only_batch(sizes, batch_size, smallest, steps):
     whole = epoch_order(keys_for(len(sizes)), np.array(sizes), batch_size, epochs=12)
     fewer = epoch_order(keys_for(len(sizes)), np.array(sizes), batch_size, 2, steps, smallest)
     for k, size in enumerate(sizes):
-        kept = [batch for batch in visited(whole, k) if len(batch) >= min(smallest, batch_size) or size <= batch_size]
-        assert visited(fewer, k) == kept[: len(visited(fewer, k))]
-        assert len(visited(fewer, k)) == (steps or 2 * len(kept) // 12)
+        expected = [
+            batch for batch in visited(whole, k) if len(batch) >= min(smallest, batch_size) or size <= batch_size
+        ]
+        assert visited(fewer, k) == expected[: len(visited(fewer, k))]
+        assert len(visited(fewer, k)) == (steps or 2 * len(expected) // 12)
 
 
 @given(
@@ -96,7 +98,7 @@ def test_a_clients_order_is_its_epochs_one_after_the_other_each_shuffled_by_its_
         assert not visits.index[k][past].any()
 
 
-def test_an_order_is_the_one_that_it_always_was():
+def test_an_epochs_order_is_the_recorded_one():
     visits = epoch_order(keys_for(3), np.array([1, 6, 3]), 2, steps=4)
     assert visits.index.tolist() == [
         [[0, 0], [0, 0], [0, 0], [0, 0]],
@@ -113,7 +115,7 @@ def test_an_order_is_the_one_that_it_always_was():
 
 
 @pytest.mark.parametrize("sizes", [[1, *[400] * 9], [*[1] * 9, 400]], ids=["one is small", "one is large"])
-def test_the_many_epochs_of_a_small_client_are_not_drawn_for_the_large_ones(sizes):
+def test_large_clients_do_not_draw_the_many_epochs_of_a_small_client(sizes):
     keys = keys_for(10)
     tracemalloc.start()
     try:
@@ -128,8 +130,8 @@ def test_every_sample_comes_first_about_as_often():
     keys = np.array([rng.key(1, "batches", round, 0) for round in range(4000)], dtype=np.uint64)
     visits = epoch_order(keys, np.full(4000, 8), 8)
     for place in (0, 3, 7):
-        seen = np.bincount(visits.index[:, 0, place], minlength=8)
-        assert ((seen - 500.0) ** 2 / 500).sum() < 30  # chi-squared with 7 degrees of freedom: 1 in 10,000
+        first_counts = np.bincount(visits.index[:, 0, place], minlength=8)
+        assert ((first_counts - 500.0) ** 2 / 500).sum() < 30  # chi-squared with 7 degrees of freedom: 1 in 10,000
 
 
 def test_a_row_of_permutations_depends_on_its_own_key_and_size_alone():
@@ -177,9 +179,9 @@ def test_a_groups_padded_batches_hold_the_same_samples_as_each_clients_own(augme
         for row, k in enumerate(chosen):
             count = int(visits.counts[k, s])
             assert together.weight[row].tolist() == [1.0] * count + [0.0] * (4 - count)
-            own = group.client(int(k), torch.from_numpy(visits.index[k, s, :count]))
+            samples = group.client(int(k), torch.from_numpy(visits.index[k, s, :count]))
             alone = group.step(int(k), visits, s)
-            assert torch.equal(alone.x, own.x) == (not augmentation or not count)
+            assert torch.equal(alone.x, samples.x) == (not augmentation or not count)
             assert torch.equal(alone.x, group.steps(int(k), visits)(s).x)
             assert torch.equal(together.x[row, :count], alone.x)
             assert torch.equal(together.y[row, :count], alone.y)
@@ -187,7 +189,7 @@ def test_a_groups_padded_batches_hold_the_same_samples_as_each_clients_own(augme
 
 @pytest.mark.parametrize("ready", [False, True], ids=["normalised anew", "normalised once"])
 @pytest.mark.parametrize("augmentation", [(), (Flip(),)], ids=["as they are", "changed"])
-def test_batches_of_some_clients_are_gathered_at_once_and_no_wider_than_is_asked_for(augmentation, ready, monkeypatch):
+def test_batches_of_some_clients_are_gathered_together_no_wider_than_requested(augmentation, ready, monkeypatch):
     if not ready:
         monkeypatch.setattr("raypfl.learning.batches.NORMALISE_ONCE_LIMIT", 0)
     fed = Federation(sizes=(7, 3, 11), augmentation=augmentation)
@@ -224,10 +226,10 @@ def test_some_of_a_clients_samples_are_spread_over_its_labels_with_the_largest_a
     group = GroupSamples(fed.context.samples, fed.split)
     labels = fed.labels[fed.split[1]]
     some = group.subset(1, 10)
-    own = group.client(1)
+    samples = group.client(1)
 
     assert len(some.y) == 10 and some.y[0] == labels.max()
-    assert all((own.x == x).flatten(1).all(1).any() for x in some.x)
+    assert all((samples.x == x).flatten(1).all(1).any() for x in some.x)
 
 
 def test_the_mean_of_a_batch_leaves_padding_out():
@@ -244,9 +246,9 @@ def test_a_named_batch_is_part_of_the_clients_samples_and_the_same_for_the_same_
     assert [len(b.y) for b in batches] == [5, 4, 5]
 
     for k, batch in enumerate(batches):
-        own = [tuple(x.flatten().tolist()) for x in fed.samples(k)[0]]
+        samples = [tuple(x.flatten().tolist()) for x in fed.samples(k)[0]]
         rows = [tuple(x.flatten().tolist()) for x in batch.x]
-        assert len(set(rows)) == len(rows) and set(rows) <= set(own)
+        assert len(set(rows)) == len(rows) and set(rows) <= set(samples)
 
     again = fed.clients([2, 0]).batches(5, "describe")
     assert torch.equal(again[0].x, batches[2].x) and torch.equal(again[1].x, batches[0].x)

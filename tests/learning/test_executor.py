@@ -204,10 +204,10 @@ def test_where_nothing_moves_the_loss_is_all_that_comes_out(executor):
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_epochs_steps_rate_and_batch_size_of_a_call_win_over_the_experiments(executor):
     fed = Federation(executor=executor, training=FP64)
-    wanted = Federation(training=replace(FP64, steps=3, batch_size=2, lr=0.05))
+    reference = Federation(training=replace(FP64, steps=3, batch_size=2, lr=0.05))
     clients = fed.clients()
     trained = clients.sgd(clients.loss, clients.initial, steps=3, batch_size=2, lr=0.05)
-    assert_close(trained, bare_loop(wanted, wanted.model.init(3).expand(4, -1))[0])
+    assert_close(trained, bare_loop(reference, reference.model.init(3).expand(4, -1))[0])
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -450,8 +450,8 @@ def test_evaluation_counts_each_models_right_answers_on_its_own_samples(executor
     fed.context.evaluation_batch = 3
     clients = fed.clients()
     models = starts_of(fed) + 0.1
-    judged = clients.evaluate(per_client(models), split="train")
-    samples, correct, loss = (judged[name] for name in ("samples", "accuracy", "loss"))
+    scores = clients.evaluate(per_client(models), split="train")
+    samples, correct, loss = (scores[name] for name in ("samples", "accuracy", "loss"))
     everywhere = np.concatenate(fed.split)
     union = MetricSums(fed.context.measures).accumulate(fed.context.model_outputs(models, everywhere), 4)
     union_correct = union[:, 1]
@@ -475,8 +475,8 @@ def test_evaluation_counts_each_models_right_answers_on_its_own_samples(executor
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_clients_without_test_samples_score_nothing(executor):
     clients = Federation(executor=executor).clients()
-    judged = clients.evaluate(clients.initial, split="test")
-    assert judged["samples"].tolist() == [0] * 4 and judged["accuracy"].isnan().all()
+    scores = clients.evaluate(clients.initial, split="test")
+    assert scores["samples"].tolist() == [0] * 4 and scores["accuracy"].isnan().all()
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)

@@ -115,6 +115,8 @@ def test_class_means_are_those_of_each_clients_own_samples(executor):
     for k in range(3):
         x, y = fed.samples(k)
         for c in range(CLASSES):
-            mine = x.flatten(1)[y == c, :6]
-            assert counts[k, c] == len(mine)
-            assert_close(means[k, c], mine.mean(0) if len(mine) else torch.zeros(6, dtype=torch.float64))
+            class_pixels = x.flatten(1)[y == c, :6]
+            assert counts[k, c] == len(class_pixels)
+            assert_close(
+                means[k, c], class_pixels.mean(0) if len(class_pixels) else torch.zeros(6, dtype=torch.float64)
+            )

@@ -55,7 +55,7 @@ def test_training_by_another_rule_is_the_bare_loop_with_torchs(name, factory, ex
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("optimizer", [Adam(), SGD(momentum=0.9)])
-def test_a_walk_with_a_rule_of_its_own_is_training_with_it(optimizer, executor):
+def test_stepping_with_a_custom_rule_is_training_with_it(optimizer, executor):
     fed = Federation(NormalisedConv, executor=executor, training=replace(FP64, epochs=2))
     clients = fed.clients()
     theta = clients.initial
@@ -150,7 +150,7 @@ def test_a_correction_is_added_to_every_gradient_and_not_reported(training, exec
     assert_close(common[0], unmarked(trained)[0])
 
 
-def test_scaffold_written_as_a_user_does_begins_as_fedavg_and_its_variates_are_the_mean_of_the_clients():
+def test_a_users_scaffold_starts_as_fedavg_and_its_variates_are_the_clients_mean():
     fed = Federation(method=Scaffold(), group_size=3)
     plainly = Federation(method=FedAvg(weighting="uniform"), group_size=3)
     assert torch.equal(fed.run_rounds(None)["theta"], plainly.run_rounds(None)["theta"])
@@ -161,7 +161,7 @@ def test_scaffold_written_as_a_user_does_begins_as_fedavg_and_its_variates_are_t
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_where_the_loss_is_a_surrogate_the_objective_is_reported_and_moves_nothing(executor):
+def test_under_a_surrogate_loss_the_objective_is_reported_and_moves_nothing(executor):
     fed = Federation(NormalisedConv, executor=executor)
     clients = fed.clients()
     starts = starts_of(fed)
@@ -177,7 +177,7 @@ def test_where_the_loss_is_a_surrogate_the_objective_is_reported_and_moves_nothi
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_what_reports_nothing_has_no_training_loss_but_still_diverges_in_a_sentence(executor):
+def test_training_that_reports_nothing_has_no_loss_but_divergence_is_still_an_error(executor):
     clients = Federation(executor=executor).clients()
     clients.sgd(lambda p, batch: -3 * clients.loss(p, batch), clients.initial, report=None)
     assert clients.losses is None
@@ -193,7 +193,7 @@ def test_what_reports_nothing_has_no_training_loss_but_still_diverges_in_a_sente
 
 
 @pytest.mark.parametrize("reporting", [0, 1], ids=["the first", "the second"])
-def test_the_training_loss_is_the_mean_over_those_steps_that_report_one(reporting):
+def test_the_training_loss_is_the_mean_over_the_steps_that_report_it(reporting):
     fed = Federation(training=replace(FP64, steps=2))
     clients = fed.clients()
     theta = fed.context.initial
@@ -213,7 +213,7 @@ def test_an_extra_that_no_function_takes_is_named():
         clients.sgd(clients.loss, clients.initial, penalty=pull, anchor=clients.initial, ancor=1.0)
 
 
-def test_a_model_or_a_correction_of_the_wrong_shape_is_a_sentence():
+def test_a_model_or_correction_of_the_wrong_shape_is_refused_in_a_sentence():
     fed = Federation(NormalisedConv)
     clients = fed.clients()
     size = fed.model.size
@@ -221,9 +221,9 @@ def test_a_model_or_a_correction_of_the_wrong_shape_is_a_sentence():
     batch = next(clients.minibatches())
 
     for wrong in (clients.initial[:parameters], clients.initial.repeat(3, 1), clients.initial[None, None]):
-        said = re.escape(f"has the shape {list(wrong.shape)}; it must be a vector of {size} numbers")
+        message = re.escape(f"has the shape {list(wrong.shape)}; it must be a vector of {size} numbers")
         for work in (clients.sgd, batch.step):
-            with pytest.raises(MethodError, match="A model to train " + said):
+            with pytest.raises(MethodError, match="A model to train " + message):
                 work(clients.loss, wrong)
 
     with pytest.raises(MethodError, match=f"A correction has the shape .* {parameters} or {size} numbers"):
@@ -274,7 +274,7 @@ def clipped_by_hand(fed: Federation, start: Tensor, k: int) -> Tensor:
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("room", [1, 10**9], ids=["a sample at a time", "whole batches"])
-def test_gradients_of_single_samples_are_clipped_without_the_loss_knowing(room, executor, monkeypatch):
+def test_per_sample_gradients_are_clipped_without_changes_to_the_loss(room, executor, monkeypatch):
     monkeypatch.setattr("raypfl.learning.descent.ROOM", room)
     fed = Federation(executor=executor, training=replace(FP64, optimizer=Clipped()))
     clients = fed.clients()
@@ -294,7 +294,7 @@ def test_gradients_of_single_samples_are_clipped_without_the_loss_knowing(room, 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("factory", [small_mlp, dropping_mlp])
-def test_a_rule_that_asks_for_single_samples_and_takes_their_mean_is_the_rule_without(factory, executor):
+def test_a_per_sample_rule_that_takes_the_mean_is_the_plain_rule(factory, executor):
     class Asking(Adam):
         """Adam, the long way round."""
 
@@ -327,7 +327,7 @@ def test_noise_is_keyed_by_client_and_step_whatever_the_group_and_the_executor(f
     assert len({round(float(row.norm()), 6) for row in moved}) == 4
 
 
-def test_noise_has_the_deviation_asked_for_and_is_new_in_each_step():
+def test_noise_has_the_set_deviation_and_is_new_in_each_step():
     training = replace(FP64, optimizer=Clipped(norm=1e-9, noise=1e9), lr=1.0, steps=1, batch_size=4)
     clients = Federation(training=training).clients()
     first = unmarked(clients.sgd(clients.loss, clients.initial)) - clients.initial
@@ -337,7 +337,7 @@ def test_noise_has_the_deviation_asked_for_and_is_new_in_each_step():
     assert float((first * second).mean() / first.square().mean()) == pytest.approx(0.0, abs=0.1)
 
 
-def test_what_stands_still_gets_no_noise():
+def test_untrained_entries_get_no_noise():
     fed = Federation(executor="sequential", training=replace(FP64, optimizer=Clipped(noise=1.0)))
     clients = fed.clients()
     head = fed.model.mask("3")
@@ -351,13 +351,13 @@ def test_what_stands_still_gets_no_noise():
     assert all(torch.equal(rows, clients.initial[~head]) for rows in seen)
 
 
-def test_batch_norm_is_refused_where_single_samples_are_asked_for():
+def test_batch_norm_is_refused_for_per_sample_gradients():
     clients = Federation(NormalisedConv, training=replace(FP64, optimizer=Clipped())).clients()
     with pytest.raises(MethodError, match="Clipped needs the gradient of each sample, but batch norm"):
         clients.sgd(clients.loss, clients.initial)
 
 
-def test_a_subclass_of_sgd_that_steps_otherwise_is_not_taken_for_sgd():
+def test_a_subclass_of_sgd_with_another_step_is_not_treated_as_sgd():
     class Signs(SGD):
         """Sign descent."""
 

@@ -80,8 +80,8 @@ def test_a_function_of_labels_alone_is_found_out_by_the_one_label_that_is_not_pa
         return F.one_hot(batch.y, CLASSES).double().mean(0)
 
     with pytest.warns(UserWarning, match=r"does not weigh its samples with batch\.weight"):
-        found = clients.map(shares, clients.initial)
-    assert_close(found, (clients.label_counts() / clients.num_samples[:, None]).as_subclass(Tensor))
+        rows = clients.map(shares, clients.initial)
+    assert_close(rows, (clients.label_counts() / clients.num_samples[:, None]).as_subclass(Tensor))
 
 
 def test_a_loss_that_weighs_its_samples_is_trained_together_however_large_clients_are():

@@ -42,8 +42,8 @@ def test_several_labels_are_learnt_by_their_mean_binary_cross_entropy(executor, 
 def test_a_sample_counts_for_each_label_that_it_has():
     fed = federation("vectorised")
     clients = fed.clients()
-    held = [fed.labels[fed.split[k]] for k in range(len(clients))]
-    assert clients.label_counts().tolist() == [y.sum(0).tolist() for y in held]
+    labels = [fed.labels[fed.split[k]] for k in range(len(clients))]
+    assert clients.label_counts().tolist() == [y.sum(0).tolist() for y in labels]
 
     means, counts = clients.class_means(lambda theta, x: x.flatten(1), fed.context.initial)
     assert counts.tolist() == clients.label_counts().tolist()
@@ -70,13 +70,13 @@ def labelled(tmp_path, method: str) -> raypfl.Experiment:
 @pytest.mark.parametrize("method", ["ditto", "fedper", "apfl", "pfedme"])
 def test_a_run_on_samples_of_several_labels_learns_them(tmp_path, method):
     result = raypfl.run(labelled(tmp_path, method))
-    judged = {(row["protocol"], row["model"]): row for row in result.summary()}
-    assert judged["global", "global"]["auc"] > 0.9
-    assert judged["local", "personal"]["auc"] > 0.7
+    rows = {(row["protocol"], row["model"]): row for row in result.summary()}
+    assert rows["global", "global"]["auc"] > 0.9
+    assert rows["local", "personal"]["auc"] > 0.7
 
 
 @pytest.mark.parametrize("method", ["creff", "fednh", "fedproto", "fedrod"])
-def test_a_method_that_learns_classification_alone_says_so(tmp_path, method):
+def test_a_method_for_classification_only_says_so(tmp_path, method):
     sentence = (
         f"method is '{method}', which learns the objective 'classification', but that of .*:marked' is 'multi-label'"
     )

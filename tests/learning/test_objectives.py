@@ -88,13 +88,13 @@ def test_metrics_of_numbers_are_scikit_learns_in_the_targets_own_units():
     objective = Regression(mean=7.0, std=3.0)
     y = 7 + 3 * torch.randn(40, 2, generator=DRAWS)
     outputs = (y - 7) / 3 + 0.3 * torch.randn(40, 2, generator=DRAWS)
-    found = judged(objective, outputs, y, targets=2)
+    scores = judged(objective, outputs, y, targets=2)
     predicted = 3 * outputs + 7
 
-    assert found["mse"] == pytest.approx(sklearn.metrics.mean_squared_error(y, predicted), rel=1e-5)
-    assert found["mae"] == pytest.approx(sklearn.metrics.mean_absolute_error(y, predicted), rel=1e-5)
-    assert found["r2"] == pytest.approx(sklearn.metrics.r2_score(y, predicted), rel=1e-5)
-    assert found["loss"] == pytest.approx(found["mse"] / 9, rel=1e-5)
+    assert scores["mse"] == pytest.approx(sklearn.metrics.mean_squared_error(y, predicted), rel=1e-5)
+    assert scores["mae"] == pytest.approx(sklearn.metrics.mean_absolute_error(y, predicted), rel=1e-5)
+    assert scores["r2"] == pytest.approx(sklearn.metrics.r2_score(y, predicted), rel=1e-5)
+    assert scores["loss"] == pytest.approx(scores["mse"] / 9, rel=1e-5)
 
 
 def test_numbers_that_are_all_the_same_have_no_coefficient_of_determination():
@@ -103,9 +103,9 @@ def test_numbers_that_are_all_the_same_have_no_coefficient_of_determination():
 
 def test_perplexity_is_that_of_the_tokens_that_are_there():
     _, outputs, y = CASES["next-token"]
-    found = judged(NextToken(), outputs, y, targets=4)
-    assert found["perplexity"] == pytest.approx(float(torchs("next-token", outputs, y).exp()), rel=1e-5)
-    assert found["accuracy"] == pytest.approx(float((outputs.argmax(-1) == y)[y >= 0].float().mean()), rel=1e-5)
+    scores = judged(NextToken(), outputs, y, targets=4)
+    assert scores["perplexity"] == pytest.approx(float(torchs("next-token", outputs, y).exp()), rel=1e-5)
+    assert scores["accuracy"] == pytest.approx(float((outputs.argmax(-1) == y)[y >= 0].float().mean()), rel=1e-5)
 
 
 def test_of_what_should_be_small_the_worst_decile_has_the_largest():
@@ -269,8 +269,8 @@ class Absolute(Objective):
 
 
 def test_a_metric_of_ones_own_is_named_once_and_decides(tmp_path):
-    own = f"[{{name: '{__name__}:Within', reach: 0.3}}]"
-    changes = {"evaluation__metrics": own, "evaluation__metric": "within", "data__val_fraction": 0.2}
+    metrics = f"[{{name: '{__name__}:Within', reach: 0.3}}]"
+    changes = {"evaluation__metrics": metrics, "evaluation__metric": "within", "data__val_fraction": 0.2}
     result = raypfl.run(of_lines(tmp_path, **changes, evaluation__protocols="[local,val]"))
     rows = [row for row in result.evaluations.to_pylist() if (row["protocol"], row["model"]) == ("val", "personal")]
     by_round = {n: np.mean([row["within"] for row in rows if row["round"] == n]) for n in (3, 6, 9)}
@@ -336,9 +336,9 @@ def test_each_text_is_a_client_and_the_target_is_the_text_one_character_on(tmp_p
     assert data.num_clients == 3 and data.kind == "tokens" and data.discrete and data.input_shape == (16,)
 
     for client, name in enumerate(("ada", "bob", "cyd")):
-        held = np.sort(np.concatenate([data.indices(client, split) for split in ("train", "test")]))
-        x, y = data.take(held)
-        codes = np.array([data.class_names.index(one) for one in (tmp_path / f"{name}.txt").read_text()])
+        indices = np.sort(np.concatenate([data.indices(client, split) for split in ("train", "test")]))
+        x, y = data.take(indices)
+        codes = np.array([data.class_names.index(character) for character in (tmp_path / f"{name}.txt").read_text()])
         assert x.ravel()[: len(codes) - 1].tolist() == codes[:-1].tolist()
         assert y.ravel()[: len(codes) - 1].tolist() == codes[1:].tolist()
         assert (y.ravel()[len(codes) - 1 :] == -1).all()

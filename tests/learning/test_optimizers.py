@@ -63,7 +63,7 @@ def test_steps_are_those_of_torch_optim(name, weight_decay, clip_norm):
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_a_row_steps_as_the_vector_alone(name):
+def test_a_row_steps_like_a_vector_alone(name):
     update = Update(SAME[name][0], LR)
     start = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(3, 4)
     theta = start[0].clone()
@@ -74,7 +74,7 @@ def test_a_row_steps_as_the_vector_alone(name):
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_rows_may_stop_before_the_others_and_each_counts_its_own_steps(name):
+def test_rows_may_stop_early_and_each_counts_its_own_steps(name):
     update = Update(SAME[name][0], LR)
     start = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(3, 4)
     theta = start.clone()
@@ -89,14 +89,14 @@ def test_rows_may_stop_before_the_others_and_each_counts_its_own_steps(name):
     for grad in gradients(3, 4):
         update.step_(theta[1:], grad[1:].clone(), {name: rows[1:] for name, rows in memory.items()})
     alone = start[1:].clone()
-    own = update.init(start[1:])
+    row_memory = update.init(start[1:])
     for grad in [*list(gradients(3, 4))[:2], *gradients(3, 4)]:
-        update.step_(alone, grad[1:].clone(), own)
+        update.step_(alone, grad[1:].clone(), row_memory)
     assert_close(theta[1:], alone, 1e-14)
 
 
 @pytest.mark.parametrize("optimizer", [SGD(momentum=0.9), Adam(), AdamW()])
-def test_what_stands_still_keeps_its_bits_and_decay_acts_on_the_named_entries_alone(optimizer):
+def test_untrained_entries_keep_their_bits_and_decay_acts_on_named_entries_only(optimizer):
     start = torch.linspace(-1, 1, 4, dtype=torch.float64).expand(2, 4).clone()
     trained = torch.tensor([True, True, True, False])
     decayed = torch.tensor([True, False, False, False])
@@ -109,7 +109,7 @@ def test_what_stands_still_keeps_its_bits_and_decay_acts_on_the_named_entries_al
     assert (masked[:, 0] != bare[:, 0]).all()
 
 
-def test_a_rule_of_ones_own_is_its_step_and_its_memory():
+def test_a_custom_rule_is_its_step_and_its_memory():
     class Signs(LocalOptimizer):
         """Sign descent on an average of gradients."""
 

@@ -28,8 +28,8 @@ def pool_of(fed: Federation, round: int = 1) -> Pool:
 def places(fed: Federation, batch) -> list[int]:
     """Which of the pool's samples a batch has."""
     pixels = batch.x * torch.from_numpy(STD).reshape(-1, 1, 1) + torch.from_numpy(MEAN).reshape(-1, 1, 1)
-    own = fed.inputs[-POOLED:].reshape(POOLED, -1)
-    return [int((own == row.round().numpy().reshape(-1)).all(1).argmax()) for row in pixels]
+    pool = fed.inputs[-POOLED:].reshape(POOLED, -1)
+    return [int((pool == row.round().numpy().reshape(-1)).all(1).argmax()) for row in pixels]
 
 
 class Compares(Method):
@@ -87,8 +87,8 @@ def test_a_teachers_row_goes_to_its_sample_however_often_that_is_visited(steps):
     batches = pool_of(fed).batches(4, steps=steps)
     once = [place for batch in batches.once(2) for place in places(fed, batch)]
     assert once == sorted({place for batch in batches for place in places(fed, batch)})
-    told = batches.with_targets(torch.tensor(once) * 10.0)
-    assert [batch.y.tolist() for batch in told] == [[10.0 * p for p in places(fed, batch)] for batch in batches]
+    labelled = batches.with_targets(torch.tensor(once) * 10.0)
+    assert [batch.y.tolist() for batch in labelled] == [[10.0 * p for p in places(fed, batch)] for batch in batches]
 
 
 @pytest.mark.parametrize("steps", [1, 3, 7])
@@ -113,12 +113,12 @@ def test_a_fraction_is_the_same_samples_in_all_rounds_and_a_part_of_every_larger
 
 def test_no_more_than_a_batch_of_a_pool_is_in_memory_as_floats(monkeypatch):
     fed = Federation()
-    taken = []
+    sizes = []
     take = Samples.take
-    monkeypatch.setattr(Samples, "take", lambda self, where: taken.append(len(where)) or take(self, where))
+    monkeypatch.setattr(Samples, "take", lambda self, where: sizes.append(len(where)) or take(self, where))
     for _ in pool_of(fed).batches(2, epochs=3):
         pass
-    assert max(taken) == 2
+    assert max(sizes) == 2
 
 
 @pytest.mark.parametrize(
@@ -150,9 +150,9 @@ def test_a_pool_from_elsewhere_is_normalised_as_the_clients_data_or_by_its_own_m
     datasets.cifar100(Path(root))
     pool = {"name": "cifar100", "root": root, "normalise": normalise}
     config = {"name": "cifar10", "root": root, "pools": {"auxiliary": pool}}
-    given = experiment(tmp_path, cohort__size=2).replace(data=config, partition=IID(clients=2))
-    data = load_federated(given.data, given.partition, seed=0)
-    pools = Prepared(given, data).server_pools
+    described = experiment(tmp_path, cohort__size=2).replace(data=config, partition=IID(clients=2))
+    data = load_federated(described.data, described.partition, seed=0)
+    pools = Prepared(described, data).server_pools
     (batch,) = pools.pool("auxiliary", 1).batches(len(data.pool("auxiliary")))
 
     assert_close(batch.x.std((0, 2, 3), correction=0), torch.ones(3), 1e-4 if normalise == "own" else 1.0)

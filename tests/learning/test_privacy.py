@@ -74,9 +74,9 @@ def test_clipping_is_a_plain_loop_over_the_samples_of_poisson_batches(executor):
     starts = starts_of(fed)
     trained = clients.sgd(clients.loss, per_client(starts))
     walked = per_client(starts)
-    again = fed.clients()
-    for batch in again.minibatches():
-        walked = batch.step(again.loss, walked)
+    new_clients = fed.clients()
+    for batch in new_clients.minibatches():
+        walked = batch.step(new_clients.loss, walked)
     for k, start in enumerate(starts):
         assert_close(trained[k], by_hand(fed, start, k), 1e-12)
         assert_close(walked[k], trained[k], 1e-12)
@@ -129,7 +129,7 @@ def test_without_noise_and_without_a_limit_it_is_ordinary_sgd_on_the_same_batche
     assert_close(trained[1], trained[0], 1e-12)
 
 
-def test_every_sample_is_in_a_batch_with_the_same_chance_and_independently():
+def test_poisson_batches_draw_every_sample_independently_with_the_same_chance():
     keys = np.random.default_rng(0).integers(0, 2**63, 3).astype(np.uint64)
     visits = sampled_order(keys, np.array([40, 400, 5]), 8, steps=4000)
     assert visits.steps.tolist() == [4000] * 3
@@ -138,9 +138,9 @@ def test_every_sample_is_in_a_batch_with_the_same_chance_and_independently():
         counts = visits.counts[k]
         assert counts.mean() == pytest.approx(n * rate, rel=0.02)
         assert counts.var() == pytest.approx(n * rate * (1 - rate), rel=0.1)
-        taken = [visits.index[k, s, : counts[s]] for s in range(4000)]
-        assert all((np.diff(one) > 0).all() for one in taken), "a sample is twice in a batch"
-        often = np.bincount(np.concatenate(taken), minlength=n) / 4000
+        batches = [visits.index[k, s, : counts[s]] for s in range(4000)]
+        assert all((np.diff(batch) > 0).all() for batch in batches), "a sample is twice in a batch"
+        often = np.bincount(np.concatenate(batches), minlength=n) / 4000
         assert abs(often - rate).max() < 5 * math.sqrt(rate * (1 - rate) / 4000) + 1e-12
 
     alone = sampled_order(keys[1:2], np.array([400]), 8, steps=4000)
@@ -148,7 +148,7 @@ def test_every_sample_is_in_a_batch_with_the_same_chance_and_independently():
 
 
 @both
-def test_noise_has_the_deviation_asked_for_and_is_new_in_every_training_and_step(executor):
+def test_noise_has_the_set_deviation_and_is_new_in_every_training_and_step(executor):
     far = replace(NOISY, noise=1e9, clip=1e-9)
     fed = Federation(executor=executor, training=replace(FP64, lr=1.0, steps=1), privacy=far)
     clients = fed.clients()
@@ -216,14 +216,14 @@ STEEP = torch.linspace(-1, 1, 183, dtype=torch.float64)
 def other_contents(**options) -> Federation:
     """A federation whose clients have as many samples as others, but no sample of them."""
     fed = Federation(**options)
-    own = slice(0, sum(fed.sizes))
-    fed.inputs[own] = 16 - fed.inputs[own]
-    fed.labels[own] = (fed.labels[own] + 1) % CLASSES
+    indices = slice(0, sum(fed.sizes))
+    fed.inputs[indices] = 16 - fed.inputs[indices]
+    fed.labels[indices] = (fed.labels[indices] + 1) % CLASSES
     return fed
 
 
-def test_every_public_name_of_clients_is_refused_under_noise_or_tells_nothing_of_the_samples():
-    clients, twins = (made(privacy=NOISY).clients() for made in (Federation, other_contents))
+def test_every_public_name_of_clients_is_refused_under_noise_or_reveals_nothing_of_the_samples():
+    clients, twins = (make(privacy=NOISY).clients() for make in (Federation, other_contents))
     plain = Federation().clients()
     names = {name for name in dir(plain) if not name.startswith("_")}
     assert names == WITHOUT_CONTENTS | WITH_NOISE | REFUSED, "a name is new: does it read clients' samples?"
@@ -235,11 +235,11 @@ def test_every_public_name_of_clients_is_refused_under_noise_or_tells_nothing_of
 
     for name in WITHOUT_CONTENTS - {"model", "networks"}:  # the same function of a vector for all
         ask = CALLS.get(name, lambda value: value)
-        told, again = (ask(getattr(group, name)) for group in (clients, twins))
-        if isinstance(told, Tensor):
-            assert torch.equal(told, again), name
+        answer, twin_answer = (ask(getattr(group, name)) for group in (clients, twins))
+        if isinstance(answer, Tensor):
+            assert torch.equal(answer, twin_answer), name
         else:
-            assert str(told) == str(again), name
+            assert str(answer) == str(twin_answer), name
 
     batch = next(clients.minibatches())
     assert {name for name in dir(batch) if not name.startswith("_")} == {"active", "step"}
@@ -299,7 +299,7 @@ class Tracking(torch.nn.Module):
 
 
 @pytest.mark.parametrize("method", [FedAvg(), PFedMe()], ids=["sgd", "batch.step"])
-def test_statistics_that_samples_move_without_noise_are_refused(method):
+def test_batch_statistics_without_noise_are_refused(method):
     fed = Federation(factory=Tracking, executor="sequential", privacy=NOISY, method=method)
     with pytest.raises(PrivacyError, match="Training moved statistics of the network"):
         fed.run_rounds(None)
@@ -351,7 +351,7 @@ def user_level(**changes) -> Federation:
     return Federation(privacy=replace(settings, **changes), method=FedAvg(weighting="uniform"))
 
 
-def test_a_clients_update_is_clipped_whole_and_the_servers_noise_has_its_size():
+def test_a_clients_whole_update_is_clipped_and_the_servers_noise_scales_with_the_clip():
     plain = Federation(method=FedAvg(weighting="uniform"))
     start = plain.method.start(plain.task)["theta"]
     fed = user_level()
@@ -367,7 +367,7 @@ def test_a_clients_update_is_clipped_whole_and_the_servers_noise_has_its_size():
     assert_close(user_level(clip=1e9).run_rounds(None)["theta"], plain.run_rounds(None)["theta"], 1e-12)
 
 
-def test_what_the_server_cannot_clip_is_refused():
+def test_replies_that_the_server_cannot_clip_are_refused():
     for method, match in [
         (FedAvg(), "set method.weighting=uniform"),
         (PerAda(steps=2, batch_size=4), "'logits', which is not the mean of an argument"),
@@ -407,26 +407,29 @@ def test_a_run_reports_the_epsilon_of_each_client_and_a_resume_keeps_it(tmp_path
     assert resumed.weights_hash == result.weights_hash and resumed.privacy == result.privacy
     assert shorter.privacy != result.privacy
     table = Result.load(result.run_dir).privacy.to_pydict()
-    drawn = [c for row in result.rounds["cohort"].to_pylist() for c in row]
+    participants = [c for row in result.rounds["cohort"].to_pylist() for c in row]
 
     assert set(table["branch"]) >= {"train 1", ALL}
     sizes = {c: s for c, b, s in zip(table["client"], table["branch"], table["steps"], strict=True) if b == "train 1"}
-    assert set(sizes) == set(drawn)
+    assert set(sizes) == set(participants)
 
     for client, steps in sizes.items():
-        assert steps % drawn.count(client) == 0
+        assert steps % participants.count(client) == 0
     assert all(0 < value < 100 for value in table["epsilon"])
 
 
-def test_a_model_for_a_new_client_is_trained_privately_and_says_what_that_spent(tmp_path):
+def test_a_new_clients_model_is_trained_privately_and_reports_its_epsilon(tmp_path):
     changes = ["method=fedavg-ft", "method.finetune_epochs=2", "evaluation.every=0", "training.batch_size=4"]
     models = raypfl.trained_models(run(experiment(tmp_path, *changes)).run_dir)
     x = np.zeros((12, 1, 8, 8), np.uint8)
     y = np.arange(12) % 3
-    made = models.personalize_all([(x, y), (x[:9], y[:9])], held_out=1 / 3)
+    new_models = models.personalize_all([(x, y), (x[:9], y[:9])], held_out=1 / 3)
 
-    assert [one.epsilon for one in made] == [epsilon({(4 / 8, 1.0): 4}, 1e-5), epsilon({(4 / 6, 1.0): 4}, 1e-5)]
-    assert json.loads(json.dumps(made[0].facts))["epsilon"] == made[0].epsilon
+    assert [new_model.epsilon for new_model in new_models] == [
+        epsilon({(4 / 8, 1.0): 4}, 1e-5),
+        epsilon({(4 / 6, 1.0): 4}, 1e-5),
+    ]
+    assert json.loads(json.dumps(new_models[0].facts))["epsilon"] == new_models[0].epsilon
     plain = raypfl.trained_models(run(experiment(tmp_path, *changes, "privacy.noise=null")).run_dir)
     assert plain.personalize(x, y).epsilon is None
 
@@ -437,11 +440,11 @@ def test_the_privacy_of_a_run_is_a_sentence_that_names_its_trainings(tmp_path):
     assert list(rows) == ["model 1 of train", "model 2 of train", "all"]
 
     whole = rows["all"]
-    own = rows["model 1 of train"]
+    step_row = rows["model 1 of train"]
     assert privacy_sentence(group) == (
         f"ditto, privacy of one sample of a client: epsilon {whole.mean:.2f} at delta 1e-05, the mean over clients "
         f"(standard deviation {whole.std:.2f}, largest {whole.most:.2f}). Mean epsilon of each training alone: "
-        f"model 1 of train {own.mean:.2f}, model 2 of train {own.mean:.2f}."
+        f"model 1 of train {step_row.mean:.2f}, model 2 of train {step_row.mean:.2f}."
     )
 
 
@@ -467,7 +470,7 @@ def test_the_privacy_of_a_run_is_a_sentence_that_names_its_trainings(tmp_path):
         *("losses", "fit", "losses on the server", "own images", "pictures"),
     ],
 )
-def test_a_method_that_does_not_let_privacy_hold_is_refused_before_anything_is_written(tmp_path, settings, match):
+def test_a_method_that_breaks_privacy_is_refused_before_anything_is_written(tmp_path, settings, match):
     refused = experiment(tmp_path, *settings)
     with pytest.raises(ConfigError, match=match):
         run(refused)

@@ -45,8 +45,8 @@ def test_what_is_sent_is_uniform_and_new_for_every_message_round_and_seed():
     zeros = torch.zeros(1, 4000)
     base = Masks((0, 1, 2), 0, "theta", 1)
     sent = [
-        one.sum_of((1,), zeros)
-        for one in (base, replace(base, purpose="control"), replace(base, round=2), replace(base, seed=1))
+        masks.sum_of((1,), zeros)
+        for masks in (base, replace(base, purpose="control"), replace(base, round=2), replace(base, seed=1))
     ]
     shares = np.stack(sent) / 2.0**64
 
@@ -115,7 +115,7 @@ class Exposed(FedAvg):
 @pytest.mark.parametrize("way", ["sum", "mean", "group"])
 def test_a_sum_that_is_one_clients_own_message_is_refused(way, group_size):
     method = Exposed(way=way)
-    said = {
+    messages = {
         "sum": r"returned 'number' with zeros, or a weight of zero, for all clients of the cohort but one",
         "mean": r"returned 'number' with zeros, or a weight of zero, for all clients of the cohort but one",
         "group": r"returned 'number' for 1 of the cohort's 4 clients",
@@ -125,7 +125,7 @@ def test_a_sum_that_is_one_clients_own_message_is_refused(way, group_size):
         run_method(method, None, privacy=SECURE, group_size=None)  # there is a number of every client
         return
 
-    with pytest.raises(PrivacyError, match=said[way]):
+    with pytest.raises(PrivacyError, match=messages[way]):
         run_method(method, None, privacy=SECURE, group_size=group_size)
     run_method(method, None, group_size=group_size)
 

@@ -29,7 +29,7 @@ any_net = pytest.mark.parametrize("factory", [small_mlp, without_bias, Normalise
 
 @both
 @any_net
-def test_its_averaged_and_personal_models_are_fedavgs_to_the_bit(factory, executor):
+def test_creffs_averaged_and_personal_models_are_fedavgs_to_the_bit(factory, executor):
     options = {"factory": factory, "executor": executor}
     last = PartialPersonalization(personal="", body="last")
     creff, fedavg, personal = (run_method(m, **options) for m in (QUICK, FedAvg(), last))
@@ -40,7 +40,7 @@ def test_its_averaged_and_personal_models_are_fedavgs_to_the_bit(factory, execut
 
 @both
 @any_net
-def test_its_global_model_is_the_averaged_body_under_the_head_that_was_trained_again(factory, executor):
+def test_creffs_global_model_is_the_averaged_body_under_the_retrained_head(factory, executor):
     fed = run_method(QUICK, factory=factory, executor=executor)
     head = fed.model.mask("output layer")
     theta = fed.method.global_model(fed.server)
@@ -72,7 +72,7 @@ def test_clients_report_the_gradients_of_each_of_their_classes(factory, executor
     assert torch.equal(reply["owners"], owners)
 
 
-def test_features_come_to_give_the_gradients_that_were_reported():
+def test_features_are_fitted_to_the_reported_gradients():
     draws = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -101,7 +101,7 @@ def test_features_come_to_give_the_gradients_that_were_reported():
     assert torch.equal(moved[2], start[2])  # nobody has that class
 
 
-def test_a_classs_features_move_as_if_it_were_alone():
+def test_each_classs_features_are_fitted_independently():
     draws = torch.Generator().manual_seed(1)
     shapes = ((3, 6), (3, 4, 5), (3, 3, 6))
     head, start, gradients = (torch.randn(shape, generator=draws, dtype=torch.float64) for shape in shapes)
@@ -115,7 +115,7 @@ def test_a_classs_features_move_as_if_it_were_alone():
 def test_the_head_is_trained_by_plain_descent_on_the_features_of_known_classes():
     head = torch.zeros(3, 3, dtype=torch.float64)
     of = torch.randn(3, 4, 2, dtype=torch.float64)
-    known = torch.tensor([True, False, True])
+    known_classes = torch.tensor([True, False, True])
     layer = nn.Linear(2, 3).double()
     nn.init.zeros_(layer.weight), nn.init.zeros_(layer.bias)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.3)
@@ -123,14 +123,14 @@ def test_the_head_is_trained_by_plain_descent_on_the_features_of_known_classes()
 
     for _ in range(7):
         optimizer.zero_grad()
-        F.cross_entropy(layer(of[known].reshape(8, 2)), labels).backward()
+        F.cross_entropy(layer(of[known_classes].reshape(8, 2)), labels).backward()
         optimizer.step()
 
-    trained = CReFF(head_steps=7, head_lr=0.3).retrain_head(CENTRE, head, of, known)
+    trained = CReFF(head_steps=7, head_lr=0.3).retrain_head(CENTRE, head, of, known_classes)
     torch.testing.assert_close(trained, torch.cat([layer.weight, layer.bias[:, None]], dim=1).detach())
 
 
-def test_a_model_and_the_gradients_of_a_clients_classes_go_up_and_a_model_and_a_head_down():
+def test_a_model_and_class_gradients_go_up_and_a_model_and_a_head_go_down():
     fed = Federation(without_bias, method=QUICK, group_size=2)
     fed.labels[fed.split[1]] = 0
     fed.labels[fed.split[2]] = torch.arange(11) % CLASSES

@@ -35,7 +35,7 @@ class Recorded(FedDF):
         return reply
 
 
-def test_without_distillation_it_is_fedavg_to_the_bit():
+def test_feddf_without_distillation_is_fedavg_to_the_bit():
     first, second = (
         Federation(NormalisedConv, method=method).run_rounds(None, [0, 2]) for method in (FedAvg(), FedDF(steps=0))
     )
@@ -51,7 +51,7 @@ def test_the_average_is_trained_by_adam_on_the_divergence_from_the_mean_logits(f
     models = [torch.from_numpy(fed.state_of(k)["model"]) for k in range(4)]
     sizes = torch.tensor(fed.sizes, dtype=torch.float64)
     average = (torch.stack(models) * sizes[:, None]).sum(0) / sizes.sum()
-    teachers = [as_module(factory, one).eval() for one in models]
+    teachers = [as_module(factory, model).eval() for model in models]
     student = as_module(factory, average).train()
     adam = torch.optim.Adam(student.parameters(), lr=0.01)
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(adam, 7)
@@ -70,7 +70,7 @@ def test_the_average_is_trained_by_adam_on_the_divergence_from_the_mean_logits(f
     assert fed.cohorts[0].logged.values["distillation_loss"] == pytest.approx(sum(loss.item() for loss in losses) / 7)
 
 
-def test_a_linear_network_says_what_the_average_of_models_says_so_its_first_gradient_is_zero():
+def test_for_a_linear_network_the_average_equals_the_ensemble_so_the_first_gradient_is_zero():
     fed = Federation(linear, method=FedDF(steps=1, weighting="uniform", batch_size=9))
     theta = fed.run_rounds(None)["theta"]
     plain = Federation(linear, method=FedAvg(weighting="uniform")).run_rounds(None)["theta"]
@@ -101,7 +101,7 @@ def test_a_round_is_charged_a_model_each_way_and_no_logits():
         {"model__pretrain": "auxiliary"},
     ],
 )
-def test_a_pool_that_is_not_there_is_refused_before_anything_is_started(tmp_path, needs):
+def test_a_missing_pool_is_refused_before_anything_starts(tmp_path, needs):
     with pytest.raises(ConfigError, match=r"no pool called 'auxiliary'; data.pools has none"):
         driver.check([experiment(tmp_path, **needs, data__pools="{}")])
 
@@ -110,7 +110,7 @@ def test_a_method_that_does_not_distil_needs_no_pool(tmp_path):
     driver.check([experiment(tmp_path, method="feddf", method__steps=0, data__pools="{}")])
 
 
-def test_nothing_of_a_pool_is_in_the_servers_state(tmp_path):
+def test_the_servers_state_contains_no_pool(tmp_path):
     result = raypfl.run(experiment(tmp_path, method="feddf", method__steps=5, rounds=2))
     state = result.server_state()
     assert sum(value.numel() for value in state.values() if isinstance(value, Tensor)) == state["theta"].numel()

@@ -64,7 +64,7 @@ def test_up_to_one_more_prototype_than_dimensions_are_a_regular_simplex(count, d
     ("count", "dimension", "squared"),
     [(6, 2, 1.0), (6, 3, 2.0), (12, 3, 1.105573), (10, 16, 2.222222), (5, 3, 2.0), (8, 4, 2.0)],
 )
-def test_the_search_reaches_the_largest_smallest_distance_that_is_known(count, dimension, squared):
+def test_the_search_reaches_the_best_known_smallest_distance(count, dimension, squared):
     for w in (
         search_prototypes(count, dimension, torch.Generator().manual_seed(0)),
         uniform_prototypes(count, dimension, 0),
@@ -95,7 +95,7 @@ def test_a_prototype_head_compares_directions_only():
     assert torch.isfinite(nothing.grad).all()
 
 
-def test_gradients_through_the_head_are_those_derived_for_it():
+def test_gradients_through_the_head_are_the_derived_formula():
     s = 20.0
     w = uniform_prototypes(4, 6, 0)
     head = PrototypeHead(w, s, trainable=True, normalise=True).double()
@@ -119,7 +119,7 @@ def test_gradients_through_the_head_are_those_derived_for_it():
         (200, 30, 1.60157e-11),
     ],
 )
-def test_the_loss_has_the_floor_that_the_scale_sets(classes, scale, floor):
+def test_the_scale_sets_the_loss_floor(classes, scale, floor):
     w = uniform_prototypes(classes, classes + 1, 0)
     head = PrototypeHead(w, scale, trainable=False, normalise=True).double()
     losses = F.cross_entropy(head(w), torch.arange(classes))
@@ -164,14 +164,14 @@ def test_a_round_by_hand(factory, executor):
         module = fed.model.factory().double().eval()
         tensors = fed.model.unflatten(theta)
         module.load_state_dict(tensors, strict=False)
-        seen = []
+        features = []
         module.get_submodule(name.rpartition(".")[0]).register_forward_pre_hook(
-            lambda _, z, seen=seen: seen.append(z[0])
+            lambda _, z, features=features: features.append(z[0])
         )
         x, y = fed.samples(client)
         with torch.no_grad():
             module(x)
-        f = seen[0] / seen[0].norm(dim=1, keepdim=True)
+        f = features[0] / features[0].norm(dim=1, keepdim=True)
         for c in y.unique():
             sums[c] += f[y == c].mean(0)
         bodies.append(theta)
@@ -191,15 +191,15 @@ def test_the_prototypes_of_the_worked_example():
     torch.testing.assert_close(literal, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-8)
     assert torch.equal(literal[2], old[2])
     owners = torch.tensor([[2.0], [1.0], [0.0]], dtype=torch.float64)
-    theirs = FedNH(rho=0.9, missing="owners").move_prototypes(old, means.sum(0), owners)
+    by_owners = FedNH(rho=0.9, missing="owners").move_prototypes(old, means.sum(0), owners)
 
     torch.testing.assert_close(
-        theirs[1], torch.tensor([0.05255883, 0.99861783], dtype=torch.float64), rtol=0, atol=1e-8
+        by_owners[1], torch.tensor([0.05255883, 0.99861783], dtype=torch.float64), rtol=0, atol=1e-8
     )
-    assert torch.equal(theirs[2], old[2])
+    assert torch.equal(by_owners[2], old[2])
 
 
-def test_a_prototype_that_means_pull_to_nothing_stays_where_it_was():
+def test_a_prototype_whose_update_would_be_zero_stays_unchanged():
     old = F.normalize(torch.randn(2, 4, dtype=torch.float64))
     sums = torch.stack([-old[0], old[1]])
     moved = FedNH(rho=0.5).move_prototypes(old, sums, 1.0)
@@ -208,17 +208,17 @@ def test_a_prototype_that_means_pull_to_nothing_stays_where_it_was():
 
 
 @pytest.mark.parametrize("head", ["random", "default"])
-def test_a_head_may_begin_with_the_rows_that_torch_draws_or_with_their_directions(head):
+def test_a_head_may_start_from_torchs_random_rows_or_from_their_directions(head):
     fed = Federation(method=FedNH(head=head), training=FP64)
     fed.server = fed.method.start(fed.task)
-    drawn = fed.model.segment(fed.model.init(fed.seed), "3.weight")
-    assert torch.equal(prototypes(fed), drawn / drawn.norm(dim=1, keepdim=True) if head == "random" else drawn)
+    initial = fed.model.segment(fed.model.init(fed.seed), "3.weight")
+    assert torch.equal(prototypes(fed), initial / initial.norm(dim=1, keepdim=True) if head == "random" else initial)
     fed.run_rounds(*ROUNDS)
     torch.testing.assert_close(prototypes(fed).norm(dim=1), torch.ones(CLASSES, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("rho", [0.9, 0.7])
-def test_prototypes_stay_of_length_one_and_move_no_further_than_the_bound(rho):
+def test_prototypes_keep_unit_length_and_move_no_further_than_the_bound(rho):
     fed = Federation(method=FedNH(rho=rho), training=replace(FP64, epochs=3))
     fed.server = fed.method.start(fed.task)
     bound = 2 * math.sin(0.5 * math.asin((1 - rho) / rho))
@@ -229,7 +229,7 @@ def test_prototypes_stay_of_length_one_and_move_no_further_than_the_bound(rho):
         assert 0 < (prototypes(fed) - before).norm(dim=1).max() <= bound + 1e-12
 
 
-def test_a_class_that_nobody_has_keeps_its_prototype_to_the_bit():
+def test_a_class_without_samples_keeps_its_prototype_to_the_bit():
     fed = Federation(method=FedNH(), training=FP64)
     fed.labels = np.minimum(fed.labels, 1)
     start = fed.model.segment(fed.method.start(fed.task)["theta"], "3.weight")
@@ -238,7 +238,7 @@ def test_a_class_that_nobody_has_keeps_its_prototype_to_the_bit():
 
 
 @both
-def test_without_smoothing_normalising_or_scale_its_body_is_fedbabus_to_the_bit(executor):
+def test_without_smoothing_normalising_or_scale_fednhs_body_is_fedbabus_to_the_bit(executor):
     method = FedNH(rho=1.0, head="default", normalise=False, scale=1.0, train_scale=False)
     training = TrainingSettings(batch_size=4, lr=0.1, epochs=2, momentum=0.5)
     nh, babu = (
@@ -260,8 +260,8 @@ def test_the_personal_model_is_the_last_trained_with_the_prototypes_it_was_train
 
 def with_classes(fed: Federation, *owned: tuple[int, ...]) -> Federation:
     """Give each client samples of these classes alone."""
-    for where, classes in zip(fed.split, owned, strict=True):
-        fed.labels[where] = np.resize(classes, len(where))
+    for indices, classes in zip(fed.split, owned, strict=True):
+        fed.labels[indices] = np.resize(classes, len(indices))
     return fed
 
 
@@ -285,7 +285,7 @@ def test_a_network_without_a_dense_layer_at_its_end_is_refused():
         output_layer(nn.Sequential(nn.Conv2d(1, 1, 1), nn.Flatten()))
 
 
-def test_it_logs_how_far_prototypes_move_and_their_cosines_the_closest_pair_first():
+def test_it_logs_prototype_movement_and_cosines_with_the_closest_pair_first():
     fed = Federation(method=FedNH(), training=FP64)
     old = fed.model.segment(fed.method.start(fed.task)["theta"], fed.model.names("output layer")[0])
     fed.run_rounds(None, None)
@@ -314,7 +314,7 @@ class FedAvgUnderAFixedHead(PartialPersonalization):
 
 
 @both
-def test_prototypes_that_never_move_make_it_fedavg_under_a_fixed_head_to_the_bit(executor):
+def test_with_fixed_prototypes_fednh_is_fedavg_under_a_fixed_head_to_the_bit(executor):
     methods = (FedAvgUnderAFixedHead(), FedNH(rho=1.0), FedNH())
     fixed, still, moving = (run_method(m, executor=executor, training=FP32).server["theta"] for m in methods)
     assert torch.equal(still, fixed) and not torch.equal(moving, fixed)
@@ -349,7 +349,7 @@ def by_hand(fed: Federation, rounds: int, rho: float, s: float) -> tuple[dict[st
 
 @both
 @pytest.mark.parametrize("clip_norm", [None, 0.2])
-def test_one_client_alone_is_centralised_training_under_a_head_of_averaged_class_means(executor, clip_norm):
+def test_a_single_client_is_centralised_training_under_a_head_of_averaged_class_means(executor, clip_norm):
     training = replace(FP64, momentum=0.9, weight_decay=0.01, lr=0.01, clip_norm=clip_norm)
     fed = Federation(sizes=(23,), executor=executor, training=training, method=FedNH(rho=0.8, scale=10.0))
     fed.server = fed.method.start(fed.task)

@@ -78,7 +78,7 @@ def check(fednh: raypfl.Result) -> None:
     assert 0 < max(moved) <= bound + 1e-5
 
 
-def test_prototypes_of_one_family_end_closer_and_a_scale_is_needed(tmp_path):
+def test_prototypes_of_a_super_class_end_closer_and_a_scale_is_needed(tmp_path):
     fednh = trained(tmp_path, "fednh", seed=0, rounds=25)
     unscaled = trained(tmp_path, {"name": "fednh", "scale": 1.0, "train_scale": False}, seed=0, rounds=25)
     check(fednh)
@@ -88,7 +88,7 @@ def test_prototypes_of_one_family_end_closer_and_a_scale_is_needed(tmp_path):
 
 
 @pytest.mark.slow
-def test_over_seeds_its_global_model_is_better_than_fedavgs_and_than_without_a_scale(tmp_path):
+def test_over_seeds_fednhs_global_model_beats_fedavgs_and_one_without_a_scale(tmp_path):
     gains = []
     for seed in range(3):
         fednh, fedavg, unscaled = (

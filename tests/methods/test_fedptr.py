@@ -50,14 +50,14 @@ def globals_of(method, rounds=ALL, **options) -> list[Tensor]:
 @both
 @each_side
 @pytest.mark.parametrize("rounds", [ALL, [*ROUNDS, *ROUNDS]])
-def test_without_a_pull_it_is_fedavg_to_the_bit_although_it_matches(side, rounds, executor):
+def test_fedptr_without_pull_is_fedavg_to_the_bit_although_it_matches(side, rounds, executor):
     plain, pulled = (globals_of(m, rounds, executor=executor) for m in (FedAvg(), side(lam=0.0, **SMALL)))
     assert all(torch.equal(a, b) for a, b in zip(plain, pulled, strict=True))
 
 
 @both
 @each_side
-def test_without_a_pull_a_client_alone_is_central_training_by_torch(side, executor):
+def test_a_single_client_without_pull_is_central_training_by_torch(side, executor):
     fed = run_method(side(lam=0.0, **SMALL), *ALL, sizes=(9,), executor=executor, training=FP64)
     net = as_module(fed.factory, fed.model.init(fed.seed))
     for round in range(len(ALL)):
@@ -76,7 +76,7 @@ def test_it_is_fedavg_until_the_window_is_full_and_first_differs_in_the_round_af
 
 @both
 @each_side
-def test_without_projection_steps_it_is_fedprox_from_the_same_model_on(side, executor):
+def test_fedptr_without_projection_steps_is_fedprox_from_the_same_model(side, executor):
     options = {**SMALL, "project_steps": 0, "regularizer": "fixed"}
     fed = run_method(side(lam=0.3, **options), None, None, None, executor=executor)
     twin = Federation(method=FedProx(mu=0.3), group_size=2, training=FP32, executor=executor)
@@ -85,7 +85,7 @@ def test_without_projection_steps_it_is_fedprox_from_the_same_model_on(side, exe
     assert torch.equal(twin.run_rounds(None, None)["theta"], fed.run_rounds(None, None)["theta"])
 
 
-def test_clients_with_one_and_the_same_set_are_the_server_side_method(monkeypatch):
+def test_clients_with_identical_sets_are_the_server_side_method(monkeypatch):
     options = {"lam": 0.5, "outer_steps": 4, **{k: v for k, v in SMALL.items() if k != "outer_steps"}}
     one, two = (Federation(method=side(**options), training=FP64) for side in (FedPTR, FedPTRServer))
     noise = two.method.start(two.task)["images"]
@@ -99,7 +99,7 @@ def test_clients_with_one_and_the_same_set_are_the_server_side_method(monkeypatc
 
 
 @both
-def test_observed_and_global_windows_coincide_when_everybody_takes_part(executor):
+def test_observed_and_global_windows_coincide_under_full_participation(executor):
     a, b = (
         globals_of(FedPTR(lam=0.5, history=history, **SMALL), executor=executor) for history in ("observed", "global")
     )
@@ -134,7 +134,7 @@ def test_a_client_matches_what_it_has_observed(executor):
 
 @each_side
 @pytest.mark.parametrize(("every", "changes"), [(1, [1, 1, 1, 1]), (2, [1, 0, 1, 0]), (0, [1, 0, 0, 0])])
-def test_matching_every_nth_round_leaves_the_set_alone_between_and_still_projects(side, every, changes):
+def test_matching_every_nth_round_keeps_the_set_in_between_and_still_projects(side, every, changes):
     fed = run_method(side(lam=0.5, every=every, **SMALL), None, None, None)
     sets = []
     for _ in changes:
@@ -152,7 +152,7 @@ def test_matching_every_nth_round_leaves_the_set_alone_between_and_still_project
 
 @both
 @pytest.mark.parametrize("initial", ["own", "noise"])
-def test_the_first_images_are_a_clients_own_where_it_has_the_class_and_noise_where_not(initial, executor):
+def test_initial_images_are_the_clients_own_samples_or_noise_for_missing_classes(initial, executor):
     method = FedPTR(**{**SMALL, "per_class": 2, "initial": initial})
     fed = Federation(method=method, training=FP64, executor=executor)
     fed.labels[fed.split[1]] = 2
@@ -164,14 +164,14 @@ def test_the_first_images_are_a_clients_own_where_it_has_the_class_and_noise_whe
     for client in range(4):
         x, y = fed.samples(client)
         for image, label in zip(images[client], method.labels(CLASSES, clients.device), strict=True):
-            mine = any(torch.allclose(image, one) for one in x[y == label])
-            assert mine == (initial == "own" and bool((y == label).any()))
+            is_sample = any(torch.allclose(image, one) for one in x[y == label])
+            assert is_sample == (initial == "own" and bool((y == label).any()))
 
     again = method.initial_images(fed.clients([3, 1]), torch.tensor([1])).as_subclass(Tensor)
     assert torch.equal(again[0], images[1])
 
 
-def test_the_servers_first_images_do_not_depend_on_data():
+def test_the_servers_initial_images_do_not_depend_on_data():
     one, other = (Federation(method=FedPTRServer(**SMALL), sizes=sizes) for sizes in ((7, 4, 11, 7), (5, 5, 5, 5)))
     a, b = (fed.method.start(fed.task)["images"] for fed in (one, other))
     assert torch.equal(a, b) and not torch.equal(a, FedPTRServer(**SMALL).start(replace(one.task, seed=9))["images"])
@@ -211,11 +211,11 @@ def test_layers_are_pulled_by_the_same_force_whatever_their_distance(regularizer
     (slope,) = torch.autograd.grad(value, p)
 
     for name, part in MODEL.unflatten(slope).items():
-        way = MODEL.segment((p - anchor).detach(), name)
+        direction = MODEL.segment((p - anchor).detach(), name)
         if name == "1.bias":
             assert not part.any()
         else:
-            assert_close(part, norm * way / way.norm())
+            assert_close(part, norm * direction / direction.norm())
 
     ahead = torch.randn(p.shape, generator=torch.Generator().manual_seed(0), dtype=p.dtype)
     if regularizer == "differentiated":
@@ -251,7 +251,7 @@ def test_a_strong_fixed_pull_takes_clients_to_the_projected_model(executor):
     ).norm()
 
 
-def test_the_ledger_has_one_extra_model_down_for_the_server_side_and_for_a_global_window_alone():
+def test_only_the_server_side_and_a_global_window_send_an_extra_model_down():
     size = Federation().model.size
     for method, down in (
         (FedPTR(**SMALL), [1] * 5),
@@ -261,13 +261,13 @@ def test_the_ledger_has_one_extra_model_down_for_the_server_side_and_for_a_globa
         fed = run_method(method, *[None] * 5)
         for round in range(5):
             sent = sent_per_client(fed.ledger, round)
-            ups = sum(numbers for (way, _), numbers in sent.items() if way == "up")
-            downs = sum(numbers for (way, _), numbers in sent.items() if way == "down")
+            ups = sum(numbers for (direction, _), numbers in sent.items() if direction == "up")
+            downs = sum(numbers for (direction, _), numbers in sent.items() if direction == "down")
             assert (downs, ups) == (down[round] * size, size)
 
 
 @pytest.mark.parametrize("name", ["fedptr", "extra-images"])
-def test_a_clients_images_leave_it_only_if_pictures_are_asked_for_and_are_then_charged(name, tmp_path):
+def test_a_clients_images_are_sent_and_charged_only_if_pictures_are_enabled(name, tmp_path):
     method = {"name": name, "per_class": 2}
     quiet, shown = (
         raypfl.run(experiment(tmp_path, method=method | options, rounds=3, evaluation__every=0))
@@ -285,7 +285,7 @@ def test_a_clients_images_leave_it_only_if_pictures_are_asked_for_and_are_then_c
 
 @both
 @each_side
-def test_a_matching_that_diverges_is_survived_and_counted(side, executor):
+def test_a_diverging_matching_is_counted_and_does_not_stop_the_run(side, executor):
     method = side(**{**SMALL, "image_lr": 1e30, "outer_steps": 4})
     fed = run_method(method, *[None] * 5, executor=executor)
     assert fed.server["theta"].isfinite().all()
@@ -310,7 +310,7 @@ def test_checkpointing_changes_no_bit():
     assert torch.equal(a, b)
 
 
-def test_the_line_goes_on_as_far_as_the_projection_steps_of_a_perfect_match_would():
+def test_the_line_extends_as_far_as_the_projection_steps_of_a_perfect_match():
     fed = run_method(FedPTRServer(lam=0.5, guess="line", **SMALL), None, None, None)
     past = fed.server["past"]
     theta = fed.server["theta"]
@@ -318,12 +318,12 @@ def test_the_line_goes_on_as_far_as_the_projection_steps_of_a_perfect_match_woul
     aim = theta + 5 / 3 * (theta - past[0])
     pulled = Federation(method=FedAvg(), group_size=2, training=FP32)
     clients = pulled.clients(round=3)
-    theirs = clients.sgd(
+    by_server = clients.sgd(
         clients.loss, theta, penalty=pull_toward_anchor(clients.model, "adaptive"), anchor=aim, strength=0.5
     )
     weights = torch.tensor(pulled.sizes, dtype=theta.dtype)
 
-    assert_close(fed.server["theta"], (weights @ theirs.as_subclass(Tensor)) / weights.sum(), 1e-6)
+    assert_close(fed.server["theta"], (weights @ by_server.as_subclass(Tensor)) / weights.sum(), 1e-6)
 
 
 def test_networks_with_batch_norm_statistics_are_refused():
@@ -332,16 +332,16 @@ def test_networks_with_batch_norm_statistics_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"window": 0}, "method.window is 0"),
         ({"every": -1}, "method.every is -1"),
         ({"per_class": 0}, "method.per_class"),
     ],
 )
-def test_options_out_of_range_are_refused(options, said):
+def test_options_out_of_range_are_refused(options, message):
     for name in ("fedptr", "fedptr-s"):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             raypfl.Experiment(method={"name": name, **options})
 
 
@@ -373,10 +373,10 @@ class Compass(FedPTRServer):
         reply = cohort.run(self.each, theta=theta)
         server["theta"] = reply["theta"]
         self.remember_model(server)
-        way = reply["theta"] - theta
-        cohort.log(local=nn.functional.cosine_similarity(reply["own"] - theta, way[None]).mean())
+        direction = reply["theta"] - theta
+        cohort.log(local=nn.functional.cosine_similarity(reply["own"] - theta, direction[None]).mean())
         if aim is not None:
-            cohort.log(projected=nn.functional.cosine_similarity(aim - theta, way, dim=0))
+            cohort.log(projected=nn.functional.cosine_similarity(aim - theta, direction, dim=0))
 
     def each(self, clients, theta):
         trained = clients.sgd(clients.loss, theta)
@@ -398,7 +398,9 @@ def test_the_projection_points_to_where_the_global_model_goes_better_than_client
     assert projected.mean() > local.mean() + 0.05, (projected.mean(), local.mean())
 
 
-def test_on_one_class_a_client_own_images_begin_nearer_to_the_trajectory_than_noise_and_matching_comes_nearer(tmp_path):
+def test_with_one_class_a_client_own_images_start_nearer_to_the_trajectory_than_noise_and_matching_gets_nearer(
+    tmp_path,
+):
     changes = {"partition": "{name: classes_per_client, clients: 10, classes: 1}", "cohort__size": 10}
     changes |= {"rounds": 5, "evaluation__every": 0, "training": "{batch_size: 50, lr: 0.05, momentum: 0.5}"}
     before = {}

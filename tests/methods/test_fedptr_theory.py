@@ -43,7 +43,7 @@ def test_a_round_on_quadratics_obeys_the_papers_identity_and_inequalities(seed):
     mu = lam - curvature
     smooth = 1.0
     centre = w - eta * near
-    own = slope(a, b, w)
+    local_gradient = slope(a, b, w)
     exact = torch.linalg.solve(a + lam * torch.eye(D, dtype=torch.float64), b + lam * centre)
     # Short of the exact solution by as much as the inexactness allows.
     error = torch.randn(n, D, generator=draws, dtype=torch.float64)
@@ -65,18 +65,18 @@ def test_a_round_on_quadratics_obeys_the_papers_identity_and_inequalities(seed):
 
     terms = slope(a, b, found) + lam * eta * near - left
     assert_close((found - w).mean(0), -terms.sum(0) / (lam * n), 1e-9)  # eq. 10
-    whole = (own + lam * eta * near).norm(dim=1)
+    total = (local_gradient + lam * eta * near).norm(dim=1)
     size = near.norm(dim=1)
 
     assert (
-        left.norm(dim=1) ** 2 <= 2 * gamma**2 * (own.norm(dim=1) ** 2 + smooth**2 * eta**2 * size**2) + 1e-9
+        left.norm(dim=1) ** 2 <= 2 * gamma**2 * (local_gradient.norm(dim=1) ** 2 + smooth**2 * eta**2 * size**2) + 1e-9
     ).all()  # eq. 9
-    assert ((exact - w).norm(dim=1) <= whole / mu + 1e-9).all()  # eq. 12
+    assert ((exact - w).norm(dim=1) <= total / mu + 1e-9).all()  # eq. 12
 
     moved = (found - w).norm(dim=1)
     rest = gamma * eta * (smooth + lam) * size / mu
-    assert (moved <= (1 + gamma) / mu * whole + rest + 1e-9).all()  # eq. 13
-    assert (moved**2 <= (2 + 4 * gamma**2) / mu**2 * whole**2 + 4 * rest**2 + 1e-9).all()  # eq. 14
+    assert (moved <= (1 + gamma) / mu * total + rest + 1e-9).all()  # eq. 13
+    assert (moved**2 <= (2 + 4 * gamma**2) / mu**2 * total**2 + 4 * rest**2 + 1e-9).all()  # eq. 14
 
 
 def squared_slopes(eta: float, sigma: float, rounds: int, lam: float = 1.0) -> Tensor:
@@ -90,17 +90,17 @@ def squared_slopes(eta: float, sigma: float, rounds: int, lam: float = 1.0) -> T
     a = root @ root.mT
     a = a / torch.linalg.matrix_norm(a, 2)[:, None, None]
     back = (lam * torch.linalg.inv(a + lam * torch.eye(D, dtype=torch.float64))).mean(0)
-    whole = a.mean(0)
+    total = a.mean(0)
     error = sigma * error / error.norm()
     found = []
 
     for _ in range(rounds):
-        w = back @ (w - eta * (whole @ w + error))
-        found.append((whole @ w).square().sum())
+        w = back @ (w - eta * (total @ w + error))
+        found.append((total @ w).square().sum())
     return torch.stack(found)
 
 
-def test_the_rates_of_the_corollary_hold_where_clients_share_their_minimiser():
+def test_the_corollarys_rates_hold_if_clients_share_their_minimiser():
     assert squared_slopes(0.01, 0.0, 1000)[-1] < 1e-20
     floor, double_eta, double_sigma = (
         float(squared_slopes(eta, sigma, 1000)[-1]) for eta, sigma in ((0.01, 1.0), (0.02, 1.0), (0.01, 2.0))
@@ -119,14 +119,16 @@ def shares(alpha: float, clients: int, seed: int, **options) -> tuple[np.ndarray
 
 
 @pytest.mark.parametrize(("alpha", "largest"), [(0.01, 0.94), (0.04, 0.82)])
-def test_partitions_are_disjoint_covers_as_skewed_as_the_papers(alpha, largest):
-    found = [shares(alpha, 10, seed) for seed in range(40)]
-    for counts, owners in found:
+def test_partitions_are_disjoint_and_complete_and_as_skewed_as_the_papers(alpha, largest):
+    partitions = [shares(alpha, 10, seed) for seed in range(40)]
+    for counts, owners in partitions:
         assert counts.sum() == 6000 == len(owners) and (counts.sum(1) == 600).all() and counts.sum(0).min() >= 25
-    assert np.mean([counts.max(1).mean() / 600 for counts, _ in found]) == pytest.approx(largest, abs=0.05)
-    assert np.array_equal(found[3][1], shares(alpha, 10, 3)[1]) and not np.array_equal(found[3][1], found[4][1])
+    assert np.mean([counts.max(1).mean() / 600 for counts, _ in partitions]) == pytest.approx(largest, abs=0.05)
+    assert np.array_equal(partitions[3][1], shares(alpha, 10, 3)[1]) and not np.array_equal(
+        partitions[3][1], partitions[4][1]
+    )
 
 
-def test_more_clients_than_a_skewed_draw_can_serve_is_an_error_if_it_is_to_be_drawn():
+def test_a_skewed_partition_that_cannot_serve_all_clients_is_an_error():
     with pytest.raises(ConfigError, match=r"None of 200 Dirichlet\(0.01\) draws gives each of 40 clients 25 samples"):
         shares(0.01, 40, 0, when_short="refuse")

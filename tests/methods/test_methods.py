@@ -50,7 +50,7 @@ from tests.support.runs import experiment
 @both
 @any_net
 @pytest.mark.parametrize("weighting", ["samples", "uniform"])
-def test_fedavg_is_the_weighted_average_of_what_clients_trained(weighting, factory, executor):
+def test_fedavg_is_the_weighted_average_of_the_clients_models(weighting, factory, executor):
     training = replace(FP64, epochs=2, momentum=0.5)
     fed = run_method(FedAvg(weighting=weighting), executor=executor, factory=factory, training=training)
     theta = fed.model.init(fed.seed)
@@ -93,7 +93,7 @@ def test_dittos_global_model_is_fedavgs_to_the_bit(lam, executor):
 
 
 @both
-def test_local_is_each_client_training_on_from_where_it_was(executor):
+def test_local_training_continues_from_each_clients_last_model(executor):
     fed = run_method(Local(), executor=executor, training=FP64)
     for client in range(4):
         net = as_module(fed.factory, fed.model.init(fed.seed))
@@ -126,14 +126,14 @@ def test_two_steps_of_fedprox_by_hand(executor):
 def test_three_rounds_of_feddyn_by_hand(factory, executor):
     alpha = 0.3
     lr = 0.1
-    drawn = [[0, 1, 2, 3], [1, 2, 3], [0, 3]]
-    fed = run_method(FedDyn(alpha=alpha), *drawn, factory=factory, executor=executor, training=replace(FP64, steps=2))
+    cohorts = [[0, 1, 2, 3], [1, 2, 3], [0, 3]]
+    fed = run_method(FedDyn(alpha=alpha), *cohorts, factory=factory, executor=executor, training=replace(FP64, steps=2))
     theta = fed.model.init(fed.seed)
     size = fed.model.num_parameters
     linear = torch.zeros(4, size, dtype=theta.dtype)
     h = torch.zeros(size, dtype=theta.dtype)
 
-    for round, ids in enumerate(drawn):
+    for round, ids in enumerate(cohorts):
         moved = []
         for c in ids:
             w = theta.clone()
@@ -171,12 +171,12 @@ def test_two_rounds_of_ditto_by_hand(executor):
 
 
 @both
-def test_dittos_personal_epochs_are_its_own(executor):
+def test_dittos_personal_epochs_do_not_change_its_global_model(executor):
     fed = run_method(Ditto(personal_epochs=3, lam=0.0), None, executor=executor, training=FP64)
-    wanted = Federation(training=replace(FP64, epochs=3))
+    reference = Federation(training=replace(FP64, epochs=3))
     for client in range(4):
         net = as_module(fed.factory, fed.model.init(fed.seed))
-        torch_sgd(net, wanted.visits(client), lr=0.1)
+        torch_sgd(net, reference.visits(client), lr=0.1)
         np.testing.assert_allclose(client_states(fed).numpy()[client], as_vector(net).numpy(), rtol=1e-10, atol=1e-10)
 
     assert torch.equal(
@@ -184,7 +184,7 @@ def test_dittos_personal_epochs_are_its_own(executor):
     )
 
 
-def test_personal_models_are_read_from_the_clients_states():
+def test_dittos_personal_models_are_read_from_the_clients_states():
     fed = run_method(Ditto())
     clients = fed.clients(personal=torch.from_numpy(client_states(fed).numpy()))
     assert (fed.method.personal_model(clients, fed.server).numpy() == client_states(fed).numpy()).all()
@@ -279,7 +279,7 @@ def test_batch_norm_statistics_are_averaged_under_every_server_optimizer(optimiz
 
 
 @pytest.mark.parametrize("name", list(METHODS))
-def test_every_method_trains_in_bf16_and_sends_what_its_model_is_made_of(name, tmp_path):
+def test_every_method_trains_in_bf16_and_sends_the_models_dtype(name, tmp_path):
     settings = {"rounds": 2, "training__precision": "bf16", "partition__clients": 4, "cohort__size": 2}
     result = raypfl.run(experiment(tmp_path, method=name, **settings))
     assert np.isfinite(result.rounds["loss"].to_numpy()).all()
@@ -296,7 +296,7 @@ def test_methods_are_found_by_name_and_frozen():
         FedProx(0.5)
 
 
-def test_a_method_that_does_not_say_what_it_does_is_told_so():
+def test_a_method_without_required_functions_gets_an_error_that_names_them():
     class Empty(Method):
         pass
 
@@ -309,10 +309,10 @@ def test_a_method_that_does_not_say_what_it_does_is_told_so():
 @both
 @any_net
 @pytest.mark.parametrize(
-    ("method", "wanted"),
+    ("method", "reference"),
     [(FedAvgFT(finetune_epochs=2, finetune_lr=0.05), FedAvg()), (FedBABU(finetune_epochs=2, finetune_lr=0.05), None)],
 )
-def test_fine_tuning_is_the_bare_loop_from_the_global_model_and_leaves_no_trace(method, wanted, factory, executor):
+def test_fine_tuning_is_the_bare_loop_from_the_global_model_and_leaves_no_trace(method, reference, factory, executor):
     options = {"executor": executor, "training": FP64, "factory": factory}
     fed = run_method(method, **options)
     theta = fed.server["theta"].clone()
@@ -320,8 +320,8 @@ def test_fine_tuning_is_the_bare_loop_from_the_global_model_and_leaves_no_trace(
     epochs = Federation(factory, training=replace(FP64, epochs=2))
     tuned = method.personal_model(clients, fed.server).as_subclass(torch.Tensor)
 
-    if wanted is not None:
-        assert torch.equal(theta, run_method(wanted, **options).server["theta"])
+    if reference is not None:
+        assert torch.equal(theta, run_method(reference, **options).server["theta"])
         assert torch.equal(tuned, method.unseen_model(fed.clients(round=4), fed.server).as_subclass(torch.Tensor))
 
     for client in range(4):
@@ -345,7 +345,7 @@ def test_a_client_that_never_took_part_has_the_initial_model(method):
 def test_methods_send_one_model_down_and_one_up(method):
     fed = run_method(method, factory=NormalisedConv)
     sent = {} if isinstance(method, Local) else dict.fromkeys(("down", "up"), 108)
-    assert {way: count for (way, _), count in sent_per_client(fed.ledger, 1).items()} == sent
+    assert {direction: count for (direction, _), count in sent_per_client(fed.ledger, 1).items()} == sent
     assert fed.ledger.total("up", 0) == fed.ledger.total("down", 0) == (3 * 108 * 4 if sent else 0)
 
 
@@ -363,12 +363,12 @@ def test_how_a_cohort_is_cut_changes_rounding_only(method):
         run_method(method, training=FP64, factory=NormalisedConv, group_size=g, executor=e)
         for g, e in ((2, "vectorised"), (3, "sequential"))
     )
-    mine, theirs = ([fed.server, *map(fed.state_of, range(4))] for fed in (a, b))
-    torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
+    a_states, b_states = ([fed.server, *map(fed.state_of, range(4))] for fed in (a, b))
+    torch.testing.assert_close(a_states, b_states, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"name": "apfl", "alpha": 1.5}, r"method.alpha is 1.5; it must be between 0 and 1"),
         ({"name": "pfedme", "inner_steps": -1}, r"method.inner_steps is -1; it must be 0 or more"),
@@ -379,8 +379,8 @@ def test_how_a_cohort_is_cut_changes_rounding_only(method):
         ({"name": "fednh", "rho": 1.2}, r"method.rho is 1.2; it must be between 0 and 1"),
     ],
 )
-def test_options_out_of_range_are_refused_with_the_experiment(options, said):
-    with pytest.raises(ConfigError, match=said):
+def test_options_out_of_range_are_refused_with_the_experiment(options, message):
+    with pytest.raises(ConfigError, match=message):
         raypfl.Experiment(method=options)
 
 

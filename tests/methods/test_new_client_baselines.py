@@ -30,7 +30,7 @@ def test_per_fedavg_without_inner_steps_is_fedavg(factory, executor):
 
 @both
 @pytest.mark.parametrize("exact", [False, True])
-def test_a_step_of_per_fedavg_by_autograd(exact, executor):
+def test_a_step_of_per_fedavg_is_autograds(exact, executor):
     alpha = 0.4
     fed = Federation(method=PerFedAvg(alpha=0.4, exact=exact), training=ONE_STEP, executor=executor)
     start = fed.model.init(fed.seed)
@@ -84,14 +84,14 @@ def test_knn_per_mixes_probabilities_of_neighbours_and_of_the_global_model(k, sh
 
     with fed.model.mode(train=False):
         for client, p in enumerate(predictions(fed, fed.method, x)):
-            own, labels = fed.samples(client)
-            memory, _ = fed.model.features(fed.server["theta"], own)
+            train_x, labels = fed.samples(client)
+            memory, _ = fed.model.features(fed.server["theta"], train_x)
             z, logits = fed.model.features(fed.server["theta"], x)
             near = torch.stack([votes(row, memory, labels, k, scale) for row in z])
             assert_close(p, share * near + (1 - share) * logits.softmax(1), 1e-6)
 
 
-def test_knn_per_without_neighbours_is_fedavg_and_trains_as_it():
+def test_knn_per_without_neighbours_is_fedavg():
     fed = run_method(KNNPer(share=0.0), training=FP64)
     plain = run_method(FedAvg(), training=FP64)
     assert torch.equal(fed.server["theta"], plain.server["theta"])
@@ -101,7 +101,7 @@ def test_knn_per_without_neighbours_is_fedavg_and_trains_as_it():
 
 
 @both
-def test_k_and_share_are_those_that_leave_one_out_finds_best(executor):
+def test_k_and_share_are_the_best_by_leave_one_out(executor):
     method = KNNPer(neighbours=None, share=None, scale=0.05)
     fed = run_method(method, None, sizes=(13, 4, 17, 1), training=FP64, executor=executor)
     chosen = fed.method._choices(fed.clients(round=1), fed.server["theta"]).as_subclass(Tensor)
@@ -122,7 +122,7 @@ def test_k_and_share_are_those_that_leave_one_out_finds_best(executor):
 
 
 @pytest.mark.parametrize("method", ["per-fedavg", "knn-per", "local"])
-def test_new_clients_are_served_from_their_own_samples(tmp_path, method):
+def test_new_clients_get_models_from_their_own_samples(tmp_path, method):
     result = raypfl.run(experiment(tmp_path, method=method, **NEWCOMERS))
     rows = result.evaluations.filter((pc.field("protocol") == "unseen") & (pc.field("model") == "personal"))
     assert rows.num_rows == 3 and pc.min(rows["accuracy"]).as_py() > 0.2

@@ -46,9 +46,11 @@ run_method = applied(support.run_method, factory=NormalisedConv)
 
 
 def models(fed: Federation, **state: Tensor) -> Tensor:
-    """The personal models of all clients, ``[4, P+B]``."""
-    kept = [fed.state_of(c) for c in range(4)]
-    state = {n: torch.from_numpy(np.stack([one[n] for one in kept])) for n in kept[0] if all(n in k for k in kept)}
+    """Return the personal models of all clients, ``[4, P+B]``."""
+    states = [fed.state_of(client) for client in range(4)]
+    for name in states[0]:
+        if all(name in client_state for client_state in states):
+            state[name] = torch.from_numpy(np.stack([client_state[name] for client_state in states]))
     return fed.method.personal_model(fed.clients(round=fed.round, **state), fed.server).as_subclass(Tensor)
 
 
@@ -59,7 +61,7 @@ def charged(fed: Federation) -> dict:
 @both
 @any_net
 @pytest.mark.parametrize("order", ORDERS)
-def test_with_nothing_personal_it_is_fedavg_to_the_bit(order, factory, executor):
+def test_with_nothing_personal_partial_personalization_is_fedavg_to_the_bit(order, factory, executor):
     options = {"factory": factory, "executor": executor}
     nothing = run_method(PartialPersonalization(personal="", order=order), **options)
     fedavg = run_method(FedAvg(), **options)
@@ -71,7 +73,7 @@ def test_with_nothing_personal_it_is_fedavg_to_the_bit(order, factory, executor)
 @both
 @any_net
 @pytest.mark.parametrize("order", ORDERS)
-def test_with_nothing_shared_it_is_training_alone_to_the_bit(order, factory, executor):
+def test_with_nothing_shared_partial_personalization_is_training_alone_to_the_bit(order, factory, executor):
     options = {"factory": factory, "executor": executor}
     everything = run_method(PartialPersonalization(personal="*", order=order), **options)
     alone = run_method(Local(), **options)
@@ -81,14 +83,14 @@ def test_with_nothing_shared_it_is_training_alone_to_the_bit(order, factory, exe
 
 
 @both
-def test_fedbn_without_batch_norm_is_fedavg_to_the_bit_and_says_so(executor):
+def test_fedbn_without_batch_norm_warns_and_is_fedavg_to_the_bit(executor):
     a, b = (run_method(m, factory=small_mlp, executor=executor) for m in (FedAvg(), FedBN()))
     assert torch.equal(a.server["theta"], b.server["theta"])
     assert b.warnings and "has no batch norm" in b.warnings[0]
 
 
 @both
-def test_lg_fedavg_of_a_network_that_is_all_head_is_fedavg_to_the_bit(executor):
+def test_lg_fedavg_of_a_network_with_only_a_head_is_fedavg_to_the_bit(executor):
     factory = applied(torch.nn.Sequential, torch.nn.Flatten(), torch.nn.Linear(32, 3))
     a, b = (run_method(m, factory=factory, executor=executor) for m in (FedAvg(), LGFedAvg()))
     assert torch.equal(a.server["theta"], b.server["theta"])
@@ -102,14 +104,14 @@ def test_fedsim_of_the_output_layer_is_fedper_to_the_bit(executor):
 
 @both
 @pytest.mark.parametrize("method", [FedRep(personal_epochs=0), FedAlt(personal_epochs=0)])
-def test_without_epochs_of_the_head_fedrep_and_fedalt_train_the_body_of_fedbabu(method, executor):
+def test_fedrep_and_fedalt_without_head_epochs_train_fedbabus_body(method, executor):
     a, b = (run_method(m, executor=executor) for m in (method, FedBABU(finetune_epochs=0)))
     assert torch.equal(a.server["theta"], b.server["theta"])
     assert torch.equal(models(a), models(b))
 
 
 @pytest.mark.parametrize("method", PRESETS, ids=NAMES)
-def test_a_preset_keeps_and_freezes_what_it_says_and_shares_the_rest(method):
+def test_a_preset_keeps_and_freezes_its_named_parts_and_shares_the_rest(method):
     fed = run_method(replace(method, finetune_epochs=0))
     kept = {FedBABU: "", LGFedAvg: "conv,norm", FedBN: "norm", FedSim: "conv"}.get(type(method), "head")
     personal, frozen = (
@@ -134,7 +136,7 @@ def test_a_preset_keeps_and_freezes_what_it_says_and_shares_the_rest(method):
 
 @both
 @pytest.mark.parametrize("order", ["personal first", "shared first"])
-def test_one_part_after_the_other_each_with_its_own_epochs_is_the_bare_loops(order, executor):
+def test_training_part_after_part_with_separate_epochs_is_the_bare_loops(order, executor):
     personal_epochs = 3
     shared_epochs = 1
     method = PartialPersonalization(
@@ -160,7 +162,7 @@ def test_one_part_after_the_other_each_with_its_own_epochs_is_the_bare_loops(ord
 
 
 @pytest.mark.parametrize("weighting", ["samples", "uniform"])
-def test_clients_count_by_their_samples_or_all_the_same(weighting):
+def test_clients_are_weighted_by_samples_or_equally(weighting):
     fed = run_method(FedPer(weighting=weighting, body="last"), None, training=FP64)
     shared = fed.model.mask("conv,norm")
     weights = fed.sizes if weighting == "samples" else None
@@ -173,12 +175,12 @@ def test_the_body_of_a_personal_model_is_the_average_or_the_clients_last():
     assert torch.equal(average.server["theta"], last.server["theta"])
     head = average.model.mask("head")
     assert torch.equal(models(average)[:, head], models(last)[:, head])
-    kept = torch.from_numpy(np.stack([last.state_of(c)["shared"] for c in range(4)]))
-    assert torch.equal(models(last)[:, ~head], kept) and not torch.equal(kept[0], kept[1])
+    last_bodies = torch.from_numpy(np.stack([last.state_of(c)["shared"] for c in range(4)]))
+    assert torch.equal(models(last)[:, ~head], last_bodies) and not torch.equal(last_bodies[0], last_bodies[1])
     assert "shared" not in average.state_of(0)
 
 
-def test_a_client_that_never_took_part_has_the_shared_part_and_its_own_as_it_was_drawn():
+def test_a_client_that_never_took_part_has_the_shared_part_and_an_initial_personal_part():
     for body in ("average", "last"):
         fed = run_method(FedPer(body=body), [0, 1])
         (model,) = fed.method.personal_model(fed.clients([3]), fed.server).as_subclass(Tensor)
@@ -186,15 +188,15 @@ def test_a_client_that_never_took_part_has_the_shared_part_and_its_own_as_it_was
 
 
 @both
-def test_an_unseen_client_trains_its_part_under_the_shared_one_and_then_fine_tunes(executor):
+def test_an_unseen_client_trains_its_part_with_the_shared_one_fixed_and_then_fine_tunes(executor):
     fed = run_method(FedAlt(personal_epochs=3, finetune_epochs=1), executor=executor, training=FP64)
-    wanted = Federation(NormalisedConv, training=replace(FP64, epochs=3))
+    reference = Federation(NormalisedConv, training=replace(FP64, epochs=3))
     models = fed.method.unseen_model(fed.clients(round=9), fed.server).as_subclass(Tensor)
     head = fed.model.mask("head")
 
     for client in range(4):
         net = as_module(NormalisedConv, fed.server["theta"])
-        torch_sgd(net, wanted.visits(client, 9, "unseen"), lr=0.1, trained="head")
+        torch_sgd(net, reference.visits(client, 9, "unseen"), lr=0.1, trained="head")
         half = torch.where(head, as_vector(net), fed.server["theta"])  # the body's statistics stay, too
         net = as_module(NormalisedConv, half)
         torch_sgd(net, fed.visits(client, 9, "finetuning"), lr=0.1)
@@ -206,7 +208,7 @@ def test_an_unseen_client_trains_its_part_under_the_shared_one_and_then_fine_tun
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"personal": "haed"}, "method.personal is 'haed'.*did you mean 'head'"),
         ({"frozen": "norm, cnov.weight"}, "method.frozen is 'norm, cnov.weight'.*did you mean 'conv.weight'"),
@@ -214,12 +216,12 @@ def test_an_unseen_client_trains_its_part_under_the_shared_one_and_then_fine_tun
         ({"personal": "head", "frozen": "*.bias"}, "both select head.bias"),
     ],
 )
-def test_segments_that_are_not_there_are_refused(options, said):
-    with pytest.raises(ConfigError, match=said):
+def test_missing_segments_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
         PartialPersonalization(**options).check(Federation(NormalisedConv).model)
 
 
-def test_segments_that_are_not_there_are_refused_before_anything_is_started(tmp_path):
+def test_missing_segments_are_refused_before_anything_starts(tmp_path):
     heard: list = []
     wrong = experiment(tmp_path, method="{name: partial, personal: haed}", engine__backend="ray")
     with pytest.raises(ConfigError, match=r"method.personal is 'haed'"):
@@ -227,7 +229,7 @@ def test_segments_that_are_not_there_are_refused_before_anything_is_started(tmp_
     assert [event.text for event in heard] == ["preparing data"]
 
 
-def test_epochs_that_cannot_be_meant_are_refused_with_the_experiment():
+def test_contradictory_epochs_are_refused_with_the_experiment():
     with pytest.raises(
         ConfigError, match=r"personal_epochs is 3, which has no effect while method.order is 'together'"
     ):
@@ -235,6 +237,6 @@ def test_epochs_that_cannot_be_meant_are_refused_with_the_experiment():
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_on_ray_it_is_the_inline_run_to_the_bit(tmp_path):
+def test_partial_personalization_on_ray_is_the_inline_run_to_the_bit(tmp_path):
     inline, ray = (raypfl.run(experiment(tmp_path, method="fedalt", rounds=3, **where)) for where in ({}, ON_RAY))
     assert inline.weights_hash == ray.weights_hash and same_tables(inline, ray)

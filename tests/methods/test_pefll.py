@@ -51,7 +51,7 @@ def gradients(loss: Tensor, *modules: torch.nn.Module) -> list[Tensor]:
     parts = [list(module.parameters()) for module in modules]
     flat = torch.autograd.grad(loss, [p for part in parts for p in part])
     split = np.split(np.arange(len(flat)), np.cumsum([len(part) for part in parts])[:-1])
-    return [torch.cat([flat[i].reshape(-1) for i in where]) for where in split]
+    return [torch.cat([flat[i].reshape(-1) for i in indices]) for indices in split]
 
 
 def objective(fed: Federation, theta: Tensor, client: int) -> Tensor:
@@ -87,8 +87,8 @@ def test_a_round_with_full_batches_is_a_gradient_step_on_the_papers_objective(
         theta = hyper(descriptors(fed, embed, ids))
         losses = [objective(fed, row, client) for row, client in zip(theta, ids, strict=True)]
         squares = [sum(p.square().sum() for p in net.parameters()) for net in (hyper, embed)]
-        whole = torch.stack(losses).mean() + lam["lam_h"] * squares[0] + lam["lam_v"] * squares[1]
-        slopes = gradients(whole, hyper, embed)
+        loss = torch.stack(losses).mean() + lam["lam_h"] * squares[0] + lam["lam_v"] * squares[1]
+        slopes = gradients(loss, hyper, embed)
         expected = [fed.server[name] - FULL.lr * slope for name, slope in zip(("hyper", "embed"), slopes, strict=True)]
         fed.run_rounds(ids)
         assert_close(fed.server["hyper"], expected[0])
@@ -98,7 +98,7 @@ def test_a_round_with_full_batches_is_a_gradient_step_on_the_papers_objective(
 
 
 @both
-def test_clients_steps_of_any_kind_are_pulled_back_through_both_networks(executor):
+def test_steps_of_any_local_training_are_pulled_back_through_both_networks(executor):
     method = PeFLL(**SOME, server_lr=0.7)
     fed = Federation(executor=executor, training=SEVERAL, method=method, group_size=3)
     fed.server = method.start(fed.task)
@@ -115,7 +115,7 @@ def test_clients_steps_of_any_kind_are_pulled_back_through_both_networks(executo
 
 
 @both
-def test_standardised_descriptors_are_those_of_one_graph_and_keep_the_two_numbers_of_the_first_round(executor):
+def test_standardised_descriptors_match_one_graph_and_keep_the_first_rounds_mean_and_deviation(executor):
     method = PeFLL(**SOME, standardise=True)
     fed = Federation(executor=executor, training=FULL, method=method, group_size=2)
     fed.server = method.start(fed.task)
@@ -150,16 +150,16 @@ def test_a_small_step_with_one_client_lowers_its_objective():
     fed = Federation(training=replace(FULL, lr=1e-3), method=method)
     fed.server = method.start(fed.task)
 
-    def reached() -> Tensor:
+    def objective_now() -> Tensor:
         hyper, embed = networks(fed)
         return objective(fed, hyper(descriptors(fed, embed, [2]))[0], 2)
 
-    before = reached()
+    before = objective_now()
     fed.run_rounds([2])
-    assert reached() < before
+    assert objective_now() < before
 
 
-def test_neither_the_order_of_clients_nor_having_each_of_them_twice_changes_a_round():
+def test_neither_reordering_nor_duplicating_clients_changes_a_round():
     def after(*data: int) -> dict[str, Tensor]:
         fed = Federation(training=FULL, method=PeFLL(**SOME, batch=None))
         fed.split = [fed.split[i] for i in data] + fed.split[len(data) :]
@@ -175,7 +175,7 @@ def test_neither_the_order_of_clients_nor_having_each_of_them_twice_changes_a_ro
 
 
 @both
-def test_pfedhn_moves_its_hypernetwork_and_the_cohorts_embeddings_down_one_gradient(executor):
+def test_pfedhn_moves_its_hypernetwork_and_the_cohorts_embeddings_by_one_gradient_step(executor):
     method = PFedHN(**SOME)
     fed = Federation(executor=executor, training=FULL, method=method, group_size=2)
     fed.server = method.start(fed.task)
@@ -183,14 +183,14 @@ def test_pfedhn_moves_its_hypernetwork_and_the_cohorts_embeddings_down_one_gradi
     hyper, _ = networks(fed)
     rows = fed.server["embeddings"].clone().requires_grad_()
     losses = [objective(fed, row, client) for row, client in zip(hyper(rows[ids]), ids, strict=True)]
-    whole = torch.stack(losses).mean()
-    (moved,) = torch.autograd.grad(whole, rows, retain_graph=True)
-    (slope,) = gradients(whole, hyper)
+    loss = torch.stack(losses).mean()
+    (embedding_gradient,) = torch.autograd.grad(loss, rows, retain_graph=True)
+    (slope,) = gradients(loss, hyper)
     before = fed.server["hyper"]
     fed.run_rounds(ids)
 
     assert_close(fed.server["hyper"], before - FULL.lr * slope)
-    assert_close(fed.server["embeddings"], rows.detach() - FULL.lr * moved)
+    assert_close(fed.server["embeddings"], rows.detach() - FULL.lr * embedding_gradient)
     assert torch.equal(fed.server["embeddings"][1], rows[1].detach())
 
 
@@ -228,7 +228,7 @@ def test_the_servers_optimizers_are_torchs_on_the_mean_of_the_pulled_back_steps(
 
 
 @pytest.mark.parametrize("lam", [0.0, 0.05])
-def test_adams_decay_is_apart_from_its_step_which_follows_the_clients_steps_alone(lam):
+def test_adams_weight_decay_is_decoupled_from_its_step(lam):
     method = PeFLL(**SOME | {"server_optimizer": "adam"}, server_lr=0.02, lam_h=lam, lam_v=lam)
     fed = Federation(method=method)
     server = method.start(fed.task)
@@ -271,7 +271,7 @@ def test_a_round_of_pefll_is_six_messages_and_of_pfedhn_two():
     assert sent_per_client(fed.ledger, 0) == {("down", "theta"): model, ("up", "step"): model}
 
 
-def test_nobody_keeps_anything_and_the_server_has_nothing_of_single_clients():
+def test_pefll_keeps_no_client_state_and_no_server_state_per_client():
     sizes = []
     for clients in (4, 7):
         fed = Federation(method=PeFLL(**SOME), sizes=[5] * clients)
@@ -326,7 +326,7 @@ def test_a_descriptor_is_a_mean_over_samples_in_any_order(kind):
         assert_close(swapped, v)
 
 
-def test_the_class_of_an_image_is_one_further_channel_full_of_ones():
+def test_an_images_class_is_an_extra_channel_of_ones():
     seen = []
     net = EmbeddingNetwork("cnn", (3, 16, 20), 5, LENGTH)
     net.layers.features[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
@@ -341,7 +341,7 @@ def test_the_class_of_an_image_is_one_further_channel_full_of_ones():
 
 
 @pytest.mark.parametrize(("size", "layers"), [("S", 3), ("M", 5), ("L", 7)])
-def test_a_hypernetwork_makes_models_of_many_clients_as_of_each_alone(size, layers):
+def test_a_hypernetwork_makes_the_same_models_for_many_clients_as_for_each_alone(size, layers):
     hyper = FlatModel(lambda: hypernetwork(4, 30, size), dtype=torch.float64)
     eta = hyper.init(0)
     v = torch.randn(6, 4, dtype=torch.float64)
@@ -357,7 +357,7 @@ def same_labels(fed: Federation) -> None:
 
 
 @pytest.mark.parametrize("batch", [None, 32])
-def test_the_same_data_give_the_same_model_whoever_has_them(batch):
+def test_clients_with_the_same_data_get_the_same_model(batch):
     fed = Federation(method=PeFLL(**SOME, batch=batch))
     same_labels(fed)
     fed.run_rounds(None)
@@ -371,7 +371,7 @@ def test_the_same_data_give_the_same_model_whoever_has_them(batch):
 NEWCOMERS = {"data__unseen_fraction": 0.25, "evaluation__protocols": ["local", "unseen"], "rounds": 2}
 
 
-def test_a_client_gets_its_model_by_three_messages_whether_it_was_trained_or_not(tmp_path):
+def test_known_and_new_clients_get_their_model_in_three_messages(tmp_path):
     result = raypfl.run(experiment(tmp_path, method="pefll", **NEWCOMERS))
     rows = [r for r in result.ledger.to_pylist() if r["phase"] == "prediction"]
     embed = 10 * 3 + 3
@@ -396,7 +396,7 @@ def test_a_client_new_to_pfedhn_trains_its_embedding_alone_for_twenty_exchanges(
     assert losses[0] < losses[1]
 
 
-def test_the_recipes_have_the_papers_settings_and_those_of_the_authors_code():
+def test_the_recipes_have_the_settings_of_the_paper_and_of_the_authors_code():
     def described(recipe: str) -> list[dict]:
         return [one.to_dict() for one in experiments(settings_of(recipe))]
 
@@ -415,23 +415,23 @@ def test_the_recipes_have_the_papers_settings_and_those_of_the_authors_code():
 
 
 @pytest.mark.slow
-def test_in_the_recipe_pefll_is_ahead_of_fedavg_and_of_training_alone_on_clients_that_were_never_trained(tmp_path):
+def test_in_the_recipe_pefll_beats_fedavg_and_local_training_on_new_clients(tmp_path):
     changes = ["engine.backend=inline", "tracking={mlflow: false}", f"output={tmp_path}"]
     planned = experiments(settings_of("pefll-digits"), changes)
     assert len(planned) == 9
 
-    reached: dict[tuple[str, str], list[float]] = {}
+    accuracies: dict[tuple[str, str], list[float]] = {}
     for one in planned:
         for row in raypfl.run(one).summary():
-            reached.setdefault((type(one.method).__name__, row["protocol"]), []).append(row["accuracy"])
+            accuracies.setdefault((type(one.method).__name__, row["protocol"]), []).append(row["accuracy"])
 
-    pefll = np.array(reached["PeFLL", "unseen"])
-    assert (pefll > reached["FedAvg", "unseen"]).all() and (pefll > reached["Local", "unseen"]).all()
-    assert abs(pefll.mean() - np.mean(reached["PeFLL", "local"])) < 0.03
+    pefll = np.array(accuracies["PeFLL", "unseen"])
+    assert (pefll > accuracies["FedAvg", "unseen"]).all() and (pefll > accuracies["Local", "unseen"]).all()
+    assert abs(pefll.mean() - np.mean(accuracies["PeFLL", "local"])) < 0.03
 
 
 @pytest.mark.parametrize("method", ["pefll", "pfedhn"])
-def test_batch_norm_is_refused_since_no_gradient_makes_its_statistics(tmp_path, method):
+def test_pefll_refuses_batch_norm_whose_statistics_have_no_gradient(tmp_path, method):
     with pytest.raises(ConfigError, match="batch-norm statistics, which no gradient moves"):
         raypfl.run(experiment(tmp_path, method=method, model="resnet18"))
     fed = Federation(NormalisedConv, method=PeFLL(**SOME))

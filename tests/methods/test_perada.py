@@ -70,7 +70,7 @@ def distillation_loss(fed: Federation) -> float:
 
 @both
 @any_net
-def test_of_a_whole_network_and_without_distillation_it_is_ditto_to_the_bit(factory, executor):
+def test_perada_without_adapters_and_distillation_is_ditto_to_the_bit(factory, executor):
     ditto = run_method(Ditto(lam=0.3), factory=factory, executor=executor)
     perada = run_method(PerAda(lam=0.3, steps=0, **SAMPLES), factory=factory, executor=executor)
     assert torch.equal(perada.server["theta"], ditto.server["theta"]) and torch.equal(
@@ -79,7 +79,7 @@ def test_of_a_whole_network_and_without_distillation_it_is_ditto_to_the_bit(fact
 
 
 @any_net
-def test_of_a_whole_network_and_apart_from_the_personal_models_it_is_feddf_to_the_bit(factory):
+def test_peradas_global_model_without_adapters_is_feddfs_to_the_bit(factory):
     options = {"steps": 5, "batch_size": 4, "lr": 0.01}
     feddf = run_method(FedDF(**options), factory=factory)
     perada = run_method(PerAda(**options, **SAMPLES, student="train"), factory=factory)
@@ -88,7 +88,7 @@ def test_of_a_whole_network_and_apart_from_the_personal_models_it_is_feddf_to_th
 
 
 @both
-def test_without_pull_its_personal_adapters_are_trained_alone_to_the_bit(executor):
+def test_peradas_personal_adapters_without_pull_are_trained_alone_to_the_bit(executor):
     alone = adapting(Local(), executor=executor)
     perada = adapting(PerAda(lam=0.0, steps=3), executor=executor)
     for fed in (alone, perada):
@@ -96,7 +96,7 @@ def test_without_pull_its_personal_adapters_are_trained_alone_to_the_bit(executo
     assert torch.equal(client_states(perada), client_states(alone))
 
 
-def test_without_distillation_its_adapters_are_fedavgs_of_clients_that_count_equally():
+def test_peradas_adapters_without_distillation_are_uniform_fedavgs():
     fedavg = adapting(FedAvg(weighting="uniform"))
     perada = adapting(PerAda(lam=5.0, steps=0))
     assert torch.equal(perada.run_rounds(*ROUNDS)["theta"], fedavg.run_rounds(*ROUNDS)["theta"])
@@ -105,7 +105,7 @@ def test_without_distillation_its_adapters_are_fedavgs_of_clients_that_count_equ
 # Its steps
 
 
-def test_a_personal_step_goes_down_the_loss_and_toward_the_model_that_was_received():
+def test_a_personal_step_descends_the_loss_and_pulls_toward_the_received_model():
     lam = 0.7
     lr = 0.1
     fed = Federation(method=PerAda(lam=lam, steps=0), training=ONE_STEP)
@@ -119,7 +119,7 @@ def test_a_personal_step_goes_down_the_loss_and_toward_the_model_that_was_receiv
         assert_close(fed.server["theta"], w)
 
 
-def test_who_is_not_drawn_keeps_its_adapters_and_who_is_drawn_again_goes_on_from_them():
+def test_clients_keep_their_adapters_between_the_rounds_they_take_part_in():
     fed = adapting(PerAda(steps=0))
     fed.run_rounds([0, 1, 2, 3])
     before = client_states(fed)
@@ -139,7 +139,7 @@ class LocalFirst(PerAda):
         return reply
 
 
-def test_the_order_of_a_clients_two_trainings_does_not_matter_to_the_bit():
+def test_the_order_of_a_clients_two_trainings_changes_no_bit():
     first = adapting(PerAda(steps=2, batch_size=4))
     second = adapting(LocalFirst(steps=2, batch_size=4))
     assert torch.equal(first.run_rounds(*ROUNDS)["theta"], second.run_rounds(*ROUNDS)["theta"])
@@ -147,23 +147,23 @@ def test_the_order_of_a_clients_two_trainings_does_not_matter_to_the_bit():
 
 
 @both
-def test_on_a_quadratic_both_trainings_are_the_closed_form_and_a_harder_pull_ends_closer(executor):
+def test_on_a_quadratic_both_trainings_match_the_closed_form_and_a_stronger_pull_ends_closer(executor):
     fed = Federation(executor=executor, training=replace(FP64, lr=0.2))
     clients = fed.clients()
     draws = torch.Generator().manual_seed(0)
     size = fed.model.size
     curvature = torch.rand(size, generator=draws, dtype=torch.float64) + 0.1
-    w, own, start = (torch.randn(n, size, generator=draws, dtype=torch.float64) for n in (1, 4, 4))
+    w, personal, start = (torch.randn(n, size, generator=draws, dtype=torch.float64) for n in (1, 4, 4))
 
-    def quadratic(p, batch, own):
-        return (curvature * (p - own).square()).sum() / 2
+    def quadratic(p, batch, personal):
+        return (curvature * (p - personal).square()).sum() / 2
 
     def after(steps: int, lam: float) -> Tensor:
-        options = {"penalty": proximal(lam), "anchor": w[0], "own": per_client(own), "steps": steps}
+        options = {"penalty": proximal(lam), "anchor": w[0], "personal": per_client(personal), "steps": steps}
         return clients.sgd(quadratic, per_client(start), **options).as_subclass(Tensor)
 
     for lam in (0.0, 0.5, 1 / 0.2):
-        fixed = (curvature * own + lam * w) / (curvature + lam)
+        fixed = (curvature * personal + lam * w) / (curvature + lam)
         assert_close(after(7, lam), fixed + (1 - 0.2 * (curvature + lam)) ** 7 * (start - fixed))
 
     apart = [(after(200, lam) - w).norm(dim=1) for lam in (0.0, 0.5, 2.0)]
@@ -178,17 +178,17 @@ def test_squared_gradients_fall_with_the_number_of_rounds_at_the_theorems_step_s
         step = 1 / math.sqrt(rounds)  # of a loss that is about 1-smooth, with one local step
         method = PerAda(lam=lam, steps=2, batch_size=POOLED, lr=1e-3 * step, schedule="constant")
         fed = Federation(method=method, training=replace(ONE_STEP, lr=step / (1 + lam)))
-        found = []
+        squares = []
         w = v = fed.model.init(fed.seed)
 
         for _ in range(rounds):
             common = torch.stack([gradient(fed, w, c) for c in range(4)]).mean(0)
-            found.append((common.square().sum(), (gradient(fed, v, 1) + lam * (v - w)).square().sum()))
+            squares.append((common.square().sum(), (gradient(fed, v, 1) + lam * (v - w)).square().sum()))
             fed.run_rounds(None)
             w = fed.server["theta"].clone()
             v = client_states(fed)[1]
 
-        means[rounds] = torch.tensor(found).mean(0)
+        means[rounds] = torch.tensor(squares).mean(0)
 
     assert (means[400] <= means[25] / 2).all(), means
 
@@ -209,7 +209,7 @@ def test_a_step_moves_every_tensor_of_the_adapters_and_the_head():
     assert all(bool((after[name] != start[name]).any()) for name in after)
 
 
-def test_what_is_frozen_stays_as_it_is_and_what_is_trained_is_sent_once_each_way():
+def test_frozen_tensors_stay_unchanged_and_trained_ones_are_sent_once_each_way():
     fed = adapting(PerAda(steps=3, batch_size=4))
     before = {name: tensor.clone() for name, tensor in fed.model.module.state_dict().items()}
     fed.run_rounds(*ROUNDS)
@@ -231,7 +231,7 @@ def test_what_is_frozen_stays_as_it_is_and_what_is_trained_is_sent_once_each_way
     ],
     ids=["strict_bias", "strict", "bn_tuned"],
 )
-def test_an_adapter_set_of_a_resnet_is_what_the_paper_counts_and_the_statistics_of_its_batch_norm(
+def test_a_resnets_adapter_set_is_the_papers_count_plus_its_batch_norm_statistics(
     adapters, trained, parameters, statistics
 ):
     resnet = partial(MODELS.get("resnet18"), (3, 32, 32), 10, adapters=adapters)
@@ -239,7 +239,7 @@ def test_an_adapter_set_of_a_resnet_is_what_the_paper_counts_and_the_statistics_
     assert (model.num_parameters, model.num_buffers) == (parameters, statistics)
 
 
-def test_a_network_of_which_all_is_trained_is_told():
+def test_perada_warns_about_a_network_that_is_trained_whole():
     fed = adapting(PerAda())
     fed.method.check(fed.model)
     with pytest.warns(UserWarning, match=r"all 183 parameters of this one are trained and sent: set model\.trained"):
@@ -250,16 +250,16 @@ def test_a_network_of_which_all_is_trained_is_told():
 
 
 @both
-def test_the_uniform_average_is_trained_on_the_softmax_of_the_mean_logits_of_those_who_took_part(executor):
-    drawn = [0, 1, 3]
+def test_the_uniform_average_is_trained_on_the_softmax_of_the_cohorts_mean_logits(executor):
+    cohort = [0, 1, 3]
     lr = 0.02
     options = {"training": FP64, "executor": executor, "group_size": 2}
     fed = Federation(AdaptedConv, method=PerAda(steps=7, batch_size=4, lr=lr), **options)
-    theta = fed.run_rounds(drawn)["theta"]
+    theta = fed.run_rounds(cohort)["theta"]
     start = fed.model.init(fed.seed)
-    clients = fed.clients(drawn)
+    clients = fed.clients(cohort)
     models = clients.sgd(clients.loss, start).as_subclass(Tensor)
-    teachers = [as_module(AdaptedConv, one).eval() for one in models]
+    teachers = [as_module(AdaptedConv, model).eval() for model in models]
     student = as_module(AdaptedConv, models.mean(0)).eval()
     statistics = models.mean(0)[fed.model.num_parameters :]
     adam = torch.optim.Adam(student.parameters(), lr=lr)
@@ -277,7 +277,7 @@ def test_the_uniform_average_is_trained_on_the_softmax_of_the_mean_logits_of_tho
     assert torch.equal(fed.model.buffers(theta), statistics)  # the pool leaves no trace in them
 
 
-def test_a_head_on_fixed_features_says_what_the_mean_of_heads_says_so_there_is_nothing_to_distil():
+def test_with_fixed_features_the_mean_head_equals_the_ensemble_and_distilling_changes_nothing():
     once = {"steps": 1, "batch_size": POOLED}
     head = adapting(PerAda(**once), trained="output layer")
     adapters = adapting(PerAda(**once))
@@ -286,7 +286,7 @@ def test_a_head_on_fixed_features_says_what_the_mean_of_heads_says_so_there_is_n
     assert abs(distillation_loss(head)) < 1e-12 and distillation_loss(adapters) > 1e-8
 
 
-def test_a_single_teacher_teaches_nothing_new_on_whatever_views_of_the_pool_both_see():
+def test_a_single_teacher_changes_nothing_whatever_view_of_the_pool_both_see():
     still = {"steps": 6, "batch_size": 4, "lr": 1e-12}
     views = adapting(PerAda(augment=True, **still), augmentation=[Crop(padding=1), Flip()])
     views.run_rounds([2])
@@ -300,7 +300,7 @@ def test_a_single_teacher_teaches_nothing_new_on_whatever_views_of_the_pool_both
     assert abs(distillation_loss(alike)) < 1e-12
 
 
-def test_the_server_distils_in_the_first_rounds_only_if_asked_to():
+def test_distillation_can_be_limited_to_the_first_rounds():
     fed = adapting(PerAda(steps=2, batch_size=4, distill_rounds=2))
     fed.round = 1
     fed.run_rounds(None, None, None)

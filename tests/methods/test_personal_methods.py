@@ -43,7 +43,7 @@ def personal_models(fed: Federation) -> Tensor:
 @pytest.mark.parametrize(
     "training", [FP32, replace(FP32, momentum=0.9, nesterov=True, weight_decay=0.01, clip_norm=0.5)]
 )
-def test_walking_through_the_mini_batches_is_sgd_to_the_bit(training, factory, executor):
+def test_stepping_through_mini_batches_is_sgd_to_the_bit(training, factory, executor):
     fed = Federation(factory, executor=executor, training=training)
     clients = fed.clients()
     other = fed.clients()
@@ -62,7 +62,7 @@ def test_walking_through_the_mini_batches_is_sgd_to_the_bit(training, factory, e
 
 @both
 @any_net
-def test_apfl_that_is_all_personal_is_training_alone_to_the_bit(factory, executor):
+def test_apfl_with_share_one_is_training_alone_to_the_bit(factory, executor):
     alone = run_method(Local(), factory=factory, executor=executor)
     apfl = run_method(APFL(alpha=1.0, adaptive=False), factory=factory, executor=executor)
     assert torch.equal(client_states(apfl), client_states(alone)) and torch.equal(
@@ -80,7 +80,7 @@ def test_apfls_global_model_is_fedavgs_to_the_bit(factory, executor):
 
 
 @both
-def test_apfl_that_is_not_personal_predicts_as_fedavgs_local_models(executor):
+def test_apfl_with_share_zero_predicts_as_fedavgs_local_models(executor):
     local = run_method(PartialPersonalization(personal="", body="last"), executor=executor)
     apfl = run_method(APFL(alpha=0.0, adaptive=False), executor=executor)
     assert torch.equal(personal_models(apfl), client_states(local, "shared"))
@@ -153,7 +153,7 @@ def test_pfedme_without_inner_steps_or_pull_leaves_the_global_model(factory, exe
 
 
 @both
-def test_pfedme_that_goes_all_the_way_to_one_inner_step_is_fedavg(executor):
+def test_pfedme_that_moves_all_the_way_to_a_single_inner_step_is_fedavg(executor):
     training = replace(FP64, epochs=2)
     a, b = (
         run_method(m, executor=executor, training=training, factory=NormalisedConv)
@@ -164,8 +164,8 @@ def test_pfedme_that_goes_all_the_way_to_one_inner_step_is_fedavg(executor):
 
 def test_pfedmes_beta_is_the_servers_learning_rate():
     start = Federation(training=FP64).model.init(3)
-    whole, half = (run_method(PFedMe(server_lr=lr), None, training=FP64).server["theta"] for lr in (1.0, 0.5))
-    assert_close(half, (start + whole) / 2)
+    full_rate, half_rate = (run_method(PFedMe(server_lr=lr), None, training=FP64).server["theta"] for lr in (1.0, 0.5))
+    assert_close(half_rate, (start + full_rate) / 2)
 
 
 @both
@@ -193,12 +193,12 @@ def test_two_rounds_of_mtl_by_hand(executor):
         assert_close(fed.server["mean"], mean)
 
 
-def test_fine_tuning_for_no_epoch_is_fedavg():
+def test_fine_tuning_for_zero_epochs_is_fedavg():
     fed = run_method(FedAvgFT(finetune_epochs=0))
     models = fed.method.personal_model(fed.clients(round=4), fed.server)
     assert torch.equal(models.as_subclass(Tensor), fed.server["theta"].expand(4, -1))
 
 
-def test_a_personal_step_that_diverges_is_told_with_its_client(tmp_path):
+def test_the_error_of_a_diverging_personal_step_names_its_client(tmp_path):
     with pytest.raises(raypfl.RaypflError, match=r"Training diverged on client \d+ in round 1"):
         raypfl.run(experiment(tmp_path, method="pfedme", method__inner_lr=1e6, rounds=1))

@@ -84,7 +84,7 @@ def test_two_rounds_of_fedproto_by_hand(executor, paper):
         assert outputs.argmax(1).equal(torch.cdist(latent(nets[2], x), means).argmin(1))
 
 
-def test_a_class_that_nobody_brings_keeps_the_mean_that_it_had():
+def test_a_class_without_samples_in_the_cohort_keeps_its_mean():
     fed = Federation(method=FedProto(), training=FP64)
     fed.labels = np.array([c % 2 for c in range(len(fed.labels))])
     fed.labels[fed.split[2]] = 2
@@ -111,15 +111,15 @@ def test_fedproto_sends_a_row_for_each_class_and_no_model():
 @both
 @any_net
 @pytest.mark.parametrize("head", ["linear", "hypernetwork"])
-def test_fedrods_global_model_is_fedavgs_where_clients_have_all_classes_alike(head, factory, executor):
+def test_fedrods_global_model_is_fedavgs_if_every_client_has_all_classes_equally_often(head, factory, executor):
     plain, rod = (
         Federation(factory, sizes=(6, 3, 12, 6), method=m, executor=executor, training=FP64, group_size=2)
         for m in (FedAvg(), FedROD(head=head))
     )
 
     for fed in (plain, rod):
-        for where in fed.split:
-            fed.labels[where] = np.arange(len(where)) % CLASSES
+        for indices in fed.split:
+            fed.labels[indices] = np.arange(len(indices)) % CLASSES
         fed.run_rounds(*ROUNDS)
 
     generic = ~rod.model.mask("*.personal.*")
@@ -141,7 +141,7 @@ def test_a_round_of_fedrod_by_hand(executor):
         start = fed.model.unflatten(fed.model.init(fed.seed))
         net = small_mlp().double()
         names = {"1.weight": "1.weight", "1.bias": "1.bias", "3.weight": "3.generic.weight", "3.bias": "3.generic.bias"}
-        net.load_state_dict({mine: start[theirs] for mine, theirs in names.items()})
+        net.load_state_dict({network_name: start[model_name] for network_name, model_name in names.items()})
         prior = torch.bincount(y, minlength=CLASSES).double().clamp_min(1e-30).log()
         F.cross_entropy(net(x) + prior, y).backward()
 
@@ -161,9 +161,9 @@ def test_a_round_of_fedrod_by_hand(executor):
                 for p in head.parameters():
                     p.sub_(lr * p.grad)
 
-        mine = fed.model.unflatten(torch.from_numpy(fed.state_of(client)["model"]))
-        torch.testing.assert_close(mine["3.personal.weight"], head.weight.detach(), rtol=1e-10, atol=1e-10)
-        torch.testing.assert_close(mine["3.personal.bias"], head.bias.detach(), rtol=1e-10, atol=1e-10)
+        client_tensors = fed.model.unflatten(torch.from_numpy(fed.state_of(client)["model"]))
+        torch.testing.assert_close(client_tensors["3.personal.weight"], head.weight.detach(), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(client_tensors["3.personal.bias"], head.bias.detach(), rtol=1e-10, atol=1e-10)
 
     generic = ~fed.model.mask("*.personal.*")
     mean = torch.from_numpy(np.average(torch.stack(bodies), axis=0, weights=fed.sizes))
@@ -177,7 +177,7 @@ def test_a_client_without_a_class_trains_together_with_others_under_fedrod():
     assert torch.isfinite(fed.server["theta"]).all() and not fed.warnings
 
 
-def test_fedrods_personal_head_goes_on_from_round_to_round_and_is_never_sent():
+def test_fedrods_personal_head_carries_over_between_rounds_and_is_never_sent():
     fed = run_method(FedROD(), [0, 1])
     personal = fed.model.mask("*.personal.*")
     first = fed.state_of(0)["model"][personal.numpy()]
@@ -198,19 +198,19 @@ def test_a_round_of_fedrods_hypernetwork_by_hand(executor):
 
     for client in range(4):
         x, y = fed.samples(client)
-        mine = fed.model.unflatten(torch.from_numpy(fed.state_of(client)["model"]))
+        client_tensors = fed.model.unflatten(torch.from_numpy(fed.state_of(client)["model"]))
         shares = torch.bincount(y, minlength=CLASSES).double() / len(y)
-        assert torch.equal(mine["3.personal.prior"], shares)
+        assert torch.equal(client_tensors["3.personal.prior"], shares)
 
-        z = (x.flatten(1) @ mine["1.weight"].T + mine["1.bias"]).tanh()
-        generic = z @ mine["3.generic.weight"].T + mine["3.generic.bias"]
+        z = (x.flatten(1) @ client_tensors["1.weight"].T + client_tensors["1.bias"]).tanh()
+        generic = z @ client_tensors["3.generic.weight"].T + client_tensors["3.generic.bias"]
         names = [f"3.personal.generator.{n}" for n in ("0.weight", "0.bias", "2.weight", "2.bias")]
         w1, b1, w2, b2 = parameters = [start[n].clone().requires_grad_() for n in names]
         head = (w2 @ (w1 @ shares + b1).relu() + b2).reshape(CLASSES, 5)
         slopes = torch.autograd.grad(F.cross_entropy(generic + z @ head.T, y), parameters)
         after = [(p - lr * g).detach() for p, g in zip(parameters, slopes, strict=True)]
         for name, expected in zip(names, after, strict=True):
-            torch.testing.assert_close(mine[name], expected, rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(client_tensors[name], expected, rtol=1e-10, atol=1e-10)
         generated.append(torch.cat([p.reshape(-1) for p in after]))
 
     mean = torch.from_numpy(np.average(torch.stack(generated), axis=0, weights=fed.sizes))

@@ -35,15 +35,15 @@ def stepped(fed, theta, client, round, pull):
     size = fed.model.num_parameters
     lr = 0.1
     w = theta.clone()
-    met = []
+    gradients = []
 
     for samples in fed.visits(client, round)[:2]:
-        met.append(gradient(fed, w, client, samples) + pull(w))
+        gradients.append(gradient(fed, w, client, samples) + pull(w))
         net = as_module(fed.factory, w).train()
         net(samples[0])  # moves the statistics
-        w = torch.cat([w[:size] - lr * met[-1], as_vector(net)[size:]])
+        w = torch.cat([w[:size] - lr * gradients[-1], as_vector(net)[size:]])
 
-    return w, torch.stack(met).mean(0)
+    return w, torch.stack(gradients).mean(0)
 
 
 @both
@@ -54,24 +54,24 @@ def test_three_rounds_of_scaffold_by_hand(factory, executor, global_lr):
     fed = run_method(method, *DRAWN, factory=factory, executor=executor, training=TWO_STEPS)
     theta = fed.model.init(fed.seed)
     size = fed.model.num_parameters
-    own = torch.zeros(4, size, dtype=theta.dtype)
+    variates = torch.zeros(4, size, dtype=theta.dtype)
     c = torch.zeros(size, dtype=theta.dtype)
 
     for round, ids in enumerate(DRAWN):
-        new = own.clone()
+        new_variates = variates.clone()
         rows = []
         for k in ids:
-            w, met = stepped(fed, theta, k, round, lambda w: c - own[k])  # noqa: B023
-            new[k] = own[k] - c + met
+            w, mean_gradient = stepped(fed, theta, k, round, lambda w: c - variates[k])  # noqa: B023
+            new_variates[k] = variates[k] - c + mean_gradient
             rows.append(w)
         mean = torch.stack(rows).mean(0)
         theta = torch.cat([theta[:size] + (global_lr or 1.0) * (mean - theta)[:size], mean[size:]])
-        c = c + (new - own).sum(0) / 4
-        own = new
+        c = c + (new_variates - variates).sum(0) / 4
+        variates = new_variates
 
     assert_close(fed.server["theta"], theta, 1e-9)
-    assert_close(client_states(fed, "c"), own, 1e-9)
-    assert_close(fed.server["c"], own.mean(0), 1e-9)
+    assert_close(client_states(fed, "c"), variates, 1e-9)
+    assert_close(fed.server["c"], variates.mean(0), 1e-9)
 
 
 @both
@@ -81,27 +81,31 @@ def test_three_rounds_of_feddc_by_hand(factory, executor):
     fed = run_method(FedDC(alpha=alpha), *DRAWN, factory=factory, executor=executor, training=TWO_STEPS)
     theta = fed.model.init(fed.seed)
     size = fed.model.num_parameters
-    drift, own = torch.zeros(2, 4, size, dtype=theta.dtype)
+    drift, variates = torch.zeros(2, 4, size, dtype=theta.dtype)
     g = torch.zeros(size, dtype=theta.dtype)
 
     for round, ids in enumerate(DRAWN):
-        new = own.clone()
+        new_variates = variates.clone()
         rows = []
         for k in ids:
-            w, met = stepped(fed, theta, k, round, lambda w: alpha * ((w - theta)[:size] + drift[k]) + g - own[k])  # noqa: B023
-            new[k] = own[k] - g + met
+
+            def pull(w, theta=theta, k=k, g=g, variates=variates):
+                return alpha * ((w - theta)[:size] + drift[k]) + g - variates[k]
+
+            w, mean_gradient = stepped(fed, theta, k, round, pull)
+            new_variates[k] = variates[k] - g + mean_gradient
             rows.append(w)
 
         for k, w in zip(ids, rows, strict=True):
             drift[k] += (w - theta)[:size]
-        g = g + (new - own).sum(0) / 4
-        own = new
+        g = g + (new_variates - variates).sum(0) / 4
+        variates = new_variates
         mean = torch.stack(rows).mean(0)
         theta = torch.cat([mean[:size] + drift.mean(0), mean[size:]])
 
     assert_close(fed.server["theta"], theta, 1e-9)
     assert_close(client_states(fed, "drift"), drift, 1e-9)
-    assert_close(client_states(fed, "gradient"), own, 1e-9)
+    assert_close(client_states(fed, "gradient"), variates, 1e-9)
 
 
 @both
@@ -133,23 +137,23 @@ def test_two_rounds_of_moon_by_hand(factory, executor):
         rows = []
         for k in range(4):
             net = as_module(factory, theta)
-            others = [as_module(factory, theta)]
-            others.append(as_module(factory, theta if last is None else last[k]))
+            reference_nets = [as_module(factory, theta)]
+            reference_nets.append(as_module(factory, theta if last is None else last[k]))
             x, y = fed.visits(k, round)[0]
-            seen = []
+            features = []
             head = list(net.modules())[-1]
 
-            for one in (net, *others):
-                head = next(m for m in reversed(list(one.modules())) if isinstance(m, torch.nn.Linear))
-                head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))  # noqa: B023
+            for module in (net, *reference_nets):
+                head = next(m for m in reversed(list(module.modules())) if isinstance(m, torch.nn.Linear))
+                head.register_forward_pre_hook(lambda _, inputs: features.append(inputs[0]))  # noqa: B023
 
             net.train()
             loss = F.cross_entropy(net(x), y)
             with torch.no_grad():
-                for one in others:
-                    one.eval()(x)
+                for module in reference_nets:
+                    module.eval()(x)
 
-            near, far = (F.cosine_similarity(seen[0], z) / tau for z in seen[1:])
+            near, far = (F.cosine_similarity(features[0], z) / tau for z in features[1:])
             contrast = -torch.log(near.exp() / (near.exp() + far.exp())).mean()
             for p, slope in zip(
                 net.parameters(), torch.autograd.grad(loss + mu * contrast, list(net.parameters())), strict=True
@@ -200,6 +204,6 @@ def test_control_variates_double_the_messages():
     for method, messages in ((Scaffold(), 2), (FedDC(), 2), (Moon(), 1)):
         fed = run_method(method, factory=NormalisedConv)
         sent = sent_per_client(fed.ledger, 1)
-        for way in ("down", "up"):
-            numbers = sum(count for (direction, _), count in sent.items() if direction == way)
+        for message_direction in ("down", "up"):
+            numbers = sum(count for (direction, _), count in sent.items() if direction == message_direction)
             assert numbers == 108 + (messages - 1) * 102

@@ -42,12 +42,14 @@ def path(steps: int = 3, model: FlatModel = MODEL, checkpointing: bool = False) 
     return StudentTrajectory(model, LABELS, steps, checkpointing)
 
 
-def by_hand(model: FlatModel, images: Tensor, rate: Tensor, start: Tensor, steps: int, cut: bool = False) -> Tensor:
-    """Plain descent of one model, with its graph; `cut` drops what later slopes owe to earlier images."""
+def by_hand(
+    model: FlatModel, images: Tensor, rate: Tensor, start: Tensor, steps: int, first_order: bool = False
+) -> Tensor:
+    """Plain descent of one model, with its graph; `first_order` drops what later slopes owe to earlier images."""
     w = start
     moved = torch.zeros_like(start)
     for _ in range(steps):
-        at = (start - moved.detach() if cut else w).requires_grad_()
+        at = (start - moved.detach() if first_order else w).requires_grad_()
         (slope,) = torch.autograd.grad(F.cross_entropy(model(at, images), LABELS), at, create_graph=True)
         moved = moved + rate * slope
         w = start - moved
@@ -57,12 +59,14 @@ def by_hand(model: FlatModel, images: Tensor, rate: Tensor, start: Tensor, steps
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_path_is_plain_gradient_descent_on_all_images(count):
     images, rate, start, _ = drawn(count)
-    expected = torch.stack([by_hand(MODEL, *one, steps=3).detach() for one in zip(images, rate, start, strict=True)])
+    expected = torch.stack(
+        [by_hand(MODEL, *client, steps=3).detach() for client in zip(images, rate, start, strict=True)]
+    )
     assert_close(path()(start, images, rate), expected, 1e-12)
     assert_close(path(0)(start, images, rate), start)
 
 
-def test_the_loss_is_one_where_nothing_moves_and_zero_at_the_end_and_has_no_scale():
+def test_the_loss_is_one_at_the_start_zero_at_the_end_and_scale_free():
     images, rate, start, end = drawn()
     assert path(0).distance(images, rate, start, end).tolist() == [1.0, 1.0]
     assert path().distance(images, 0 * rate, start, end).tolist() == [1.0, 1.0]
@@ -88,11 +92,11 @@ def test_the_unrolled_gradient_is_that_of_finite_differences(count, checkpointin
         return unrolled.distance(images, rate, start, end, unrolled=True)
 
     gx, gr = torch.autograd.grad(loss(images, rate).sum(), (images, rate))
-    way = torch.randn(images.shape, generator=torch.Generator().manual_seed(1), dtype=images.dtype)
+    direction = torch.randn(images.shape, generator=torch.Generator().manual_seed(1), dtype=images.dtype)
     eps = 1e-5
-    slope = (loss(images + eps * way, rate) - loss(images - eps * way, rate)).detach() / (2 * eps)
+    slope = (loss(images + eps * direction, rate) - loss(images - eps * direction, rate)).detach() / (2 * eps)
 
-    assert_close((gx * way).flatten(1).sum(1), slope, 1e-6)
+    assert_close((gx * direction).flatten(1).sum(1), slope, 1e-6)
     slope = (loss(images, rate + eps) - loss(images, rate - eps)).detach() / (2 * eps)
     assert_close(gr, slope, 1e-6)
     assert gr.abs().min() > 0
@@ -101,25 +105,25 @@ def test_the_unrolled_gradient_is_that_of_finite_differences(count, checkpointin
 def test_the_gradient_is_not_the_first_order_shortcut():
     (images,), (rate,), (start,), (end,) = drawn(1)
     images.requires_grad_()
-    whole, cut = (
-        torch.autograd.grad((by_hand(MODEL, images, rate, start, 5, cut) - end).square().sum(), images)[0]
-        for cut in (False, True)
+    plain, first_order = (
+        torch.autograd.grad((by_hand(MODEL, images, rate, start, 5, first_order) - end).square().sum(), images)[0]
+        for first_order in (False, True)
     )
     loss = path(5).distance(images[None], rate[None], start[None], end[None], unrolled=True)
     ours = torch.autograd.grad(loss.sum(), images)[0] * (end - start).square().sum()
 
-    assert_close(ours, whole, 1e-9)
-    assert (ours - cut).norm() > 1e-2 * ours.norm()
+    assert_close(ours, plain, 1e-9)
+    assert (ours - first_order).norm() > 1e-2 * ours.norm()
 
 
 def test_checkpointed_and_plain_unrolls_have_the_same_bits():
     images, rate, start, end = drawn(2)
-    found = []
+    matched = []
     for checkpointing in (False, True):
         x = images.clone().requires_grad_()
         loss = path(4, checkpointing=checkpointing).distance(x, rate, start, end, unrolled=True)
-        found.append((loss.detach(), *torch.autograd.grad(loss.sum(), x)))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        matched.append((loss.detach(), *torch.autograd.grad(loss.sum(), x)))
+    assert all(torch.equal(a, b) for a, b in zip(*matched, strict=True))
 
 
 def test_one_step_on_a_linear_model_is_its_closed_form():
@@ -132,45 +136,45 @@ def test_one_step_on_a_linear_model_is_its_closed_form():
 
 
 @pytest.mark.parametrize(("factory", "lr"), [(tiny, 1000.0), (dense, 10.0)])
-def test_matching_finds_a_path_that_hidden_images_made(factory, lr):
+def test_matching_recovers_a_path_made_by_hidden_images(factory, lr):
     model = FlatModel(factory, dtype=torch.float64)
     hidden, rate, start, _ = drawn(2, model, seed=5)
     images, _, _, _ = drawn(2, model, seed=6)
     ends = path(10, model)(start, hidden, rate)
     before = [tensor.clone() for tensor in (images, rate, start, ends)]
-    found = match(path(10, model), images, rate, start, ends, [MatchingRates(lr, 1e-5)] * 20)
+    matched = match(path(10, model), images, rate, start, ends, [MatchingRates(lr, 1e-5)] * 20)
 
-    assert (found.last < 0.5 * found.first).all() and (found.step_size != rate).all()
-    assert found.images.shape == images.shape and found.ok.all()
+    assert (matched.last < 0.5 * matched.first).all() and (matched.step_size != rate).all()
+    assert matched.images.shape == images.shape and matched.ok.all()
     assert all(torch.equal(a, b) for a, b in zip(before, (images, rate, start, ends), strict=True))
 
-    reached = path(10, model).distance(found.images, found.step_size, start, ends)
-    assert_close(reached, found.last, 1e-12)
+    reached = path(10, model).distance(matched.images, matched.step_size, start, ends)
+    assert_close(reached, matched.last, 1e-12)
 
 
-def test_a_trajectory_that_goes_nowhere_changes_nothing():
+def test_a_trajectory_that_does_not_move_changes_nothing():
     images, rate, start, end = drawn(2)
     end[1] = start[1]
-    found = match(path(), images, rate, start, end, [MatchingRates(100.0, 1e-3)] * 3)
-    assert torch.equal(found.images[1], images[1]) and found.step_size[1] == rate[1]
-    assert not torch.equal(found.images[0], images[0]) and found.ok.tolist() == [True, False]
+    matched = match(path(), images, rate, start, end, [MatchingRates(100.0, 1e-3)] * 3)
+    assert torch.equal(matched.images[1], images[1]) and matched.step_size[1] == rate[1]
+    assert not torch.equal(matched.images[0], images[0]) and matched.ok.tolist() == [True, False]
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_after_a_loss_that_is_not_finite_the_last_finite_set_is_kept(alone):
+def test_after_a_non_finite_loss_the_last_finite_set_is_kept(alone):
     model = FlatModel(dense)
     images, rate, start, end = drawn(2, model)
     rate[0] = 1e30  # its first loss is not finite
     rows = slice(0, 1) if alone else slice(None)
-    found = match(path(4, model), *(t[rows] for t in (images, rate, start, end)), [MatchingRates(1.0, 0.0)] * 3)
+    matched = match(path(4, model), *(t[rows] for t in (images, rate, start, end)), [MatchingRates(1.0, 0.0)] * 3)
 
-    assert torch.equal(found.images[0], images[0]) and not found.ok[0]
+    assert torch.equal(matched.images[0], images[0]) and not matched.ok[0]
     wild = match(path(4, model), images[1:], rate[1:], start[1:], end[1:], [MatchingRates(1e12, 0.0)] * 6)
     assert wild.ok.all() and wild.last.isfinite().all() and wild.images.isfinite().all()
 
     if not alone:
-        mine = match(path(4, model), images[1:], rate[1:], start[1:], end[1:], [MatchingRates(1.0, 0.0)] * 3)
-        assert_close(found.images[1:], mine.images, 1e-5)
+        rest = match(path(4, model), images[1:], rate[1:], start[1:], end[1:], [MatchingRates(1.0, 0.0)] * 3)
+        assert_close(matched.images[1:], rest.images, 1e-5)
 
 
 @pytest.mark.parametrize(

@@ -36,13 +36,13 @@ class Strides(Executor):
 
 
 @cache
-def drawn(adapters: str) -> nn.Module:
+def initial_network(adapters: str) -> nn.Module:
     return MODELS.get("resnet18")(input_shape=(3, 32, 32), num_classes=10, adapters=adapters)
 
 
 def federation(method: Method, adapters: str = "none") -> Federation:
     """Its clients take one stride, of whatever they train."""
-    factory = partial(copy.deepcopy, drawn(adapters))  # drawing it anew takes ten times as long
+    factory = partial(copy.deepcopy, initial_network(adapters))  # drawing it anew takes ten times as long
     fed = Federation(factory, training=ONE_STEP, method=method)
     fed.context.executor = Strides(fed.model)
     return fed
@@ -52,11 +52,11 @@ def trained_by_client_0(fed: Federation) -> int:
     """Parameters that moved in what the client keeps and in what it sent, the same model in both counted once."""
     start = fed.context.initial
     models = []
-    own = fed.method.parts(fed.model).personal if isinstance(fed.method, PartialPersonalization) else slice(None)
-    for kept in fed.state_of(0).values():
-        if kept.size > 1:
+    personal = fed.method.parts(fed.model).personal if isinstance(fed.method, PartialPersonalization) else slice(None)
+    for array in fed.state_of(0).values():
+        if array.size > 1:
             models.append(start.clone())
-            models[-1][own] = torch.from_numpy(kept)
+            models[-1][personal] = torch.from_numpy(array)
 
     models += [value for value in fed.server.values() if isinstance(value, Tensor) and value.shape == start.shape]
     moved = [fed.model.parameters(model - start) for model in models]
@@ -107,7 +107,7 @@ def test_parameters_trained_and_sent_are_the_published_counts(name, options, ada
 @pytest.mark.parametrize(
     ("name", "count"), [("lg-fedavg", 5_130), ("fedrep", 11_176_512), ("fedbn", 11_172_042), ("fedbabu", 11_176_512)]
 )
-def test_the_shared_parameters_of_a_preset_are(name, count):
+def test_a_preset_shares_this_many_parameters(name, count):
     method = METHODS.get(name)()
     model = federation(method).model
     assert int(model.parameters(method.parts(model).shared).sum()) == count

@@ -70,7 +70,7 @@ def test_a_vector_as_a_module_computes_the_same_and_is_a_copy(factory):
 
 
 @pytest.mark.parametrize("factory", [small_mlp, NormalisedConv, Tied, Scaled, HalfFrozen])
-def test_a_vector_taken_apart_and_put_together_is_the_same_to_the_bit(factory):
+def test_unflattening_and_flattening_a_vector_changes_no_bit(factory):
     model = FlatModel(factory)
     theta = torch.randn(model.size)
     parts = model.unflatten(theta)
@@ -252,7 +252,7 @@ def test_words_go_by_layers_that_learn_and_may_select_nothing():
     assert alone.names("output layer") == ["weight", "bias"] and not alone.mask("feature extractor").any()
 
 
-def test_a_module_whose_name_begins_alike_is_not_selected():
+def test_a_module_with_the_same_prefix_is_not_selected():
     model = FlatModel(lambda: nn.ModuleDict({"head": nn.Linear(2, 2), "head2": nn.Linear(2, 2)}))
     assert model.names("head") == ["head.weight", "head.bias"]
 
@@ -309,7 +309,7 @@ class Frozen(nn.BatchNorm2d):
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm2d, Frozen])
-def test_a_mode_holds_for_every_layer_but_those_that_have_a_mind_of_their_own(norm):
+def test_a_mode_holds_for_every_layer_that_does_not_override_train(norm):
     model = FlatModel(lambda: nn.Sequential(nn.Conv2d(1, 2, 1), nn.Sequential(norm(2)), nn.Dropout()))
 
     def modes() -> list[bool]:

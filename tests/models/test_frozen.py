@@ -80,7 +80,7 @@ def test_frozen_batch_norm_neither_moves_nor_sends_its_statistics_and_normalises
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_a_frozen_network_may_be_called_twice_and_batches_of_one_sample_are_no_matter(executor):
+def test_a_frozen_network_may_be_called_twice_and_takes_batches_of_one_sample(executor):
     def factory() -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(32, 4), nn.BatchNorm1d(4), nn.Linear(4, CLASSES))
 
@@ -94,7 +94,7 @@ def test_a_frozen_network_may_be_called_twice_and_batches_of_one_sample_are_no_m
     assert_close(clients.sgd(twice, clients.initial), once)
 
 
-def test_batch_norm_without_parameters_rests_with_the_layers_around_it():
+def test_batch_norm_without_parameters_is_frozen_with_the_layers_around_it():
     def factory() -> nn.Module:
         body = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3, affine=False))
         return nn.Sequential(body, nn.Flatten(), nn.Linear(12, CLASSES))
@@ -107,7 +107,7 @@ def test_batch_norm_without_parameters_rests_with_the_layers_around_it():
 @pytest.mark.parametrize(
     ("adapters", "numbers"), [("bias", 1_404_160 + 5_130), ("no bias", 1_400_320 + 5_130)], ids=["bias", "no bias"]
 )
-def test_a_resnet_of_which_adapters_and_head_are_trained_sends_those_and_their_statistics(adapters, numbers):
+def test_a_resnet_that_trains_adapters_and_head_sends_them_and_their_statistics(adapters, numbers):
     resnet = partial(MODELS.get("resnet18"), (3, 32, 32), 10, stem="cifar", adapters=adapters)
     model = FlatModel(resnet, trained="adapters, output layer")
     adapter_norms = 2 * (4 * 64 + 4 * 128 + 4 * 256 + 4 * 512)
@@ -119,7 +119,7 @@ def test_a_resnet_of_which_adapters_and_head_are_trained_sends_those_and_their_s
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_what_a_method_keeps_fixed_in_its_rounds_is_what_the_network_freezes(executor):
+def test_freezing_by_the_method_is_freezing_by_the_network(executor):
     by_method = Federation(executor=executor, method=PartialPersonalization(personal="", frozen="1"))
     model = FlatModel(small_mlp, seed=11, dtype=torch.float64, frozen="1")
     with torch.no_grad():
@@ -136,7 +136,7 @@ def test_what_a_method_keeps_fixed_in_its_rounds_is_what_the_network_freezes(exe
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_a_method_trains_as_ever_beside_what_is_frozen(executor):
+def test_a_method_trains_as_usual_beside_frozen_layers(executor):
     """Another model, momentum, a mask and steps of a method's own, on a network of which a part is in no vector."""
     fed = with_model(frozen_by("frozen"), executor=executor)
     clients = fed.clients()
@@ -153,7 +153,7 @@ def test_a_method_trains_as_ever_beside_what_is_frozen(executor):
     assert torch.isfinite(theta).all() and not torch.equal(theta[0], theta[1])
 
 
-def test_patterns_that_freeze_nothing_all_or_contradict_are_told():
+def test_patterns_that_freeze_nothing_everything_or_contradict_are_refused():
     with pytest.raises(ConfigError, match=r"'cnov'; did you mean 'conv'"):
         FlatModel(NormalisedConv, frozen="cnov")
     with pytest.raises(ConfigError, match="no trainable parameters"):
@@ -174,12 +174,12 @@ def test_words_mean_the_same_parts_whatever_is_frozen():
         model.names("output layer")
 
 
-def test_a_setting_freezes_and_comes_back_from_yaml():
+def test_the_setting_frozen_survives_yaml():
     experiment = raypfl.Experiment(model={"name": "mlp", "frozen": "input layer"}, training=FP64)
     assert raypfl.Experiment.from_yaml(experiment.to_yaml()).model.frozen == "input layer"
 
 
-def test_batch_norm_that_keeps_no_statistics_normalises_by_the_real_rows_of_a_padded_batch():
+def test_batch_norm_without_running_statistics_ignores_the_padding_of_a_batch():
     def factory() -> nn.Module:
         body = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3, track_running_stats=False))
         return nn.Sequential(body, nn.Flatten(), nn.Linear(12, CLASSES))

@@ -82,13 +82,13 @@ def described(tmp_path, network: type[nn.Module], method: str = "fedavg", **chan
 
 def test_a_network_that_flattens_by_view_runs_by_default_and_the_run_says_why_it_is_not_channels_last(tmp_path):
     events = []
-    done = raypfl.run(described(tmp_path, Viewing), listeners=[events.append])
-    said = "sequential, channels last does not work with this network: view size is not compatible"
-    assert done.metadata["channels_last"] is False and said in done.metadata["why"]
+    result = raypfl.run(described(tmp_path, Viewing), listeners=[events.append])
+    reason = "sequential, channels last does not work with this network: view size is not compatible"
+    assert result.metadata["channels_last"] is False and reason in result.metadata["why"]
     assert not [e for e in events if isinstance(e, Warned)]
     line = RunLine("fedavg")
     line(next(e for e in events if isinstance(e, RunStarted)))
-    assert said in line.overview and f"{done.metadata['executor']} in groups of" in line.overview
+    assert reason in line.overview and f"{result.metadata['executor']} in groups of" in line.overview
 
 
 @pytest.mark.parametrize("executor", ["auto", "sequential"])
@@ -101,18 +101,18 @@ def test_channels_last_for_a_network_that_cannot_is_refused_before_the_run(tmp_p
 
     with pytest.raises(ConfigError, match=sentence):
         raypfl.run(described(tmp_path, Viewing, **laid))
-    done = raypfl.run(described(tmp_path, Reshaping, **laid))
-    assert done.metadata["channels_last"] is True
+    result = raypfl.run(described(tmp_path, Reshaping, **laid))
+    assert result.metadata["channels_last"] is True
 
 
-def test_outputs_that_the_usual_loss_does_not_take_are_trained_the_plain_way_and_that_is_said(tmp_path):
-    done = raypfl.run(described(tmp_path, Helped, f"{__name__}:TrainsHelped"))
-    assert (done.metadata["executor"], done.metadata["channels_last"]) == ("sequential", False)
+def test_a_network_whose_outputs_the_usual_loss_refuses_trains_sequentially_and_the_run_says_so(tmp_path):
+    result = raypfl.run(described(tmp_path, Helped, f"{__name__}:TrainsHelped"))
+    assert (result.metadata["executor"], result.metadata["channels_last"]) == ("sequential", False)
     why = "not tried, since clients.loss failed: AttributeError: 'tuple' object"
-    assert done.metadata["why"].startswith(why)
+    assert result.metadata["why"].startswith(why)
 
 
-def test_a_mistake_in_a_network_is_told_as_it_is_whatever_the_settings(tmp_path):
+def test_a_mistake_in_a_network_is_reported_unchanged_under_any_settings(tmp_path):
     settled = [{"engine__executor": "sequential", "training__channels_last": layout} for layout in ("true", "false")]
     for changes in ({}, *settled):
         with pytest.raises(ConfigError, match="AttributeError: 'Mistaken' object has no attribute 'tail'"):
@@ -121,7 +121,7 @@ def test_a_mistake_in_a_network_is_told_as_it_is_whatever_the_settings(tmp_path)
 
 @pytest.mark.parametrize("work", ["sgd", "grad", "map"])
 def test_a_function_that_does_not_work_channels_last_runs_without_and_warns(work):
-    done = []
+    trained = []
     for laid in (False, True):
         clients = Federation(Reshaping, executor="sequential", training=replace(FP64, channels_last=laid)).clients()
 
@@ -129,16 +129,16 @@ def test_a_function_that_does_not_work_channels_last_runs_without_and_warns(work
             return clients.loss(p, batch) + p.sum() * batch.mean(batch.x.view(len(batch.x), -1).mean(1))
 
         if laid:
-            said = "does not work on images channels last, so they stay as they are. torch says: view size"
-            with pytest.warns(UserWarning, match=re.escape(said)):
-                done.append(getattr(clients, work)(looks_at_rows, clients.initial))
+            reason = "does not work on images channels last, so they stay as they are. torch says: view size"
+            with pytest.warns(UserWarning, match=re.escape(reason)):
+                trained.append(getattr(clients, work)(looks_at_rows, clients.initial))
         else:
-            done.append(getattr(clients, work)(looks_at_rows, clients.initial))
+            trained.append(getattr(clients, work)(looks_at_rows, clients.initial))
 
-    assert_close(*done)
+    assert_close(*trained)
 
 
-def test_a_network_that_does_not_work_channels_last_is_judged_without():
+def test_a_network_that_does_not_work_channels_last_is_evaluated_without_it():
     plain, laid = (
         Federation(Viewing, executor="sequential", training=replace(FP64, channels_last=last)).clients()
         for last in (False, True)
@@ -149,7 +149,7 @@ def test_a_network_that_does_not_work_channels_last_is_judged_without():
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_an_error_of_a_function_itself_is_not_laid_to_the_way_in_which_it_runs(executor):
+def test_a_functions_own_error_is_not_blamed_on_how_it_runs(executor):
     clients = Federation(Reshaping, executor=executor, training=replace(FP64, channels_last=True)).clients()
 
     def failing(p, batch):

@@ -25,13 +25,16 @@ adapted = partial(with_lora, transformer, RANK)
 IN_A_BLOCK = RANK * (WIDTH + 3 * WIDTH) + RANK * (WIDTH + WIDTH) + 2 * RANK * (WIDTH + 4 * WIDTH)
 
 
-def test_adapters_start_as_nothing_to_the_bit_and_the_base_has_its_own_first_weights():
+def test_new_adapters_change_no_output_and_the_base_has_its_usual_initial_weights():
     plain = FlatModel(transformer, 3)
     model = FlatModel(adapted, 3, trained=TRAINED)
     x = torch.randint(0, TOKENS, (4, LENGTH))
     assert torch.equal(model.module(x), plain.module(x))
-    given = plain.module.state_dict()
-    assert all(torch.equal(given[name], tensor) for name, tensor in model.module.state_dict().items() if name in given)
+
+    plain_tensors = plain.module.state_dict()
+    adapted_tensors = model.module.state_dict()
+    shared = [name for name in adapted_tensors if name in plain_tensors]
+    assert all(torch.equal(plain_tensors[name], adapted_tensors[name]) for name in shared)
 
 
 def test_the_numbers_of_a_model_are_the_adapters_and_the_output_layers():
@@ -56,7 +59,7 @@ def test_only_adapters_and_the_output_layer_have_gradients_and_an_update_is_of_l
     assert torch.linalg.matrix_rank(effect, atol=1e-5) == RANK
 
 
-def test_layers_that_torch_reads_past_their_forward_get_no_adapters():
+def test_layers_whose_weights_torch_reads_directly_get_no_adapters():
     encoder = nn.Sequential(nn.Linear(8, 8), nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.Linear(8, 3))
     network = with_lora(lambda: encoder, 2).eval()
     assert [name for name, _ in network.named_modules() if name.endswith("adapter")] == ["0.adapter"]
@@ -94,7 +97,7 @@ def test_personal_adapters_stay_with_the_client(tmp_path: Path):
     assert result.client_state(client)["personal"].shape == (2 * (64 + 32),)
 
 
-def test_what_is_trained_may_be_named_all_the_same(tmp_path: Path):
+def test_the_setting_trained_still_applies_with_lora(tmp_path: Path):
     experiment = described(tmp_path, model__trained="adapters")
     data = load_federated(experiment.data, experiment.partition, seed=0)
     assert Prepared(experiment, data).model.num_parameters == 2 * (64 + 32)

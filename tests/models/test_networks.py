@@ -58,7 +58,7 @@ def test_the_layers_of_conv2cifar_are_the_papers():
     assert count(model, "feature extractor") == 796_032 and model.names("output layer") == ["head.weight"]
 
 
-def test_conv2cifar_computes_what_the_papers_order_of_its_layers_does():
+def test_conv2cifar_computes_the_papers_order_of_layers():
     net = MODELS.get("conv2cifar")(input_shape=CIFAR, num_classes=10)
 
     def papers(x: Tensor) -> Tensor:
@@ -68,12 +68,12 @@ def test_conv2cifar_computes_what_the_papers_order_of_its_layers_does():
 
     x = torch.randn(3, *CIFAR)
     parameters = list(net.parameters())
-    ours, theirs = ([y, *torch.autograd.grad(y.square().sum(), parameters)] for y in (net(x), papers(x)))
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    ours, reference = ([y, *torch.autograd.grad(y.square().sum(), parameters)] for y in (net(x), papers(x)))
+    assert all(torch.equal(a, b) for a, b in zip(ours, reference, strict=True))
 
 
 @pytest.mark.parametrize("name", ["lenet", "cnn", "conv2cifar"])
-def test_gradients_go_back_through_convolutions_in_the_layout_of_the_images(name):
+def test_gradients_keep_the_memory_layout_of_the_images(name):
     net = MODELS.get(name)(input_shape=CIFAR, num_classes=10)
     formats = []
 
@@ -85,10 +85,10 @@ def test_gradients_go_back_through_convolutions_in_the_layout_of_the_images(name
         pool.register_forward_hook(note)
     for layout in (torch.channels_last, torch.contiguous_format):
         net(torch.randn(2, *CIFAR).contiguous(memory_format=layout)).sum().backward()
-    seen = len(formats) // 2
+    pools_seen = len(formats) // 2
 
-    assert seen == (1 if name == "cnn" else 2)
-    assert formats == [True] * seen + [False] * seen
+    assert pools_seen == (1 if name == "cnn" else 2)
+    assert formats == [True] * pools_seen + [False] * pools_seen
 
 
 @pytest.mark.parametrize(
@@ -132,15 +132,15 @@ def test_the_parts_that_baselines_personalize_count_what_perada_counts(
 
 
 @pytest.mark.parametrize("name", ["resnet18", "resnet34"])
-def test_resnets_compute_what_torchvisions_do_with_the_same_tensors(name):
+def test_resnets_with_torchvisions_weights_compute_the_same(name):
     import torchvision
 
-    theirs = getattr(torchvision.models, name)(num_classes=7).eval()
+    reference = getattr(torchvision.models, name)(num_classes=7).eval()
     ours = MODELS.get(name)(input_shape=CIFAR, num_classes=7).eval()
-    ours.load_state_dict(theirs.state_dict())
+    ours.load_state_dict(reference.state_dict())
     x = torch.randn(2, *CIFAR)
     with torch.no_grad():
-        torch.testing.assert_close(ours(x), theirs(x), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(ours(x), reference(x), rtol=1e-5, atol=1e-5)
 
 
 def test_resnets_begin_with_convolutions_as_wide_as_torchvisions():
@@ -163,7 +163,7 @@ def test_fresh_adapters_change_next_to_nothing(norm):
         assert not torch.allclose(adapted(half, x), adapted(theta, x), rtol=1e-2, atol=1e-2)
 
 
-def test_group_norm_has_two_groups_and_stands_wherever_batch_norm_did():
+def test_group_norm_has_two_groups_and_replaces_every_batch_norm():
     norms = {
         norm: [m for m in network("resnet18", norm=norm).module.modules() if isinstance(m, kind)]
         for norm, kind in (("batch", nn.BatchNorm2d), ("group", nn.GroupNorm))

@@ -77,7 +77,7 @@ def test_a_teacher_in_a_loss_is_the_bare_loops(whose, executor):
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_asking_another_model_changes_no_bit_of_what_is_trained(executor):
+def test_calling_another_model_changes_no_bit_of_training(executor):
     """Not the statistics, and not what dropout draws."""
     fed = Federation(DroppingNorm, executor=executor)
     clients = fed.clients()
@@ -86,8 +86,8 @@ def test_asking_another_model_changes_no_bit_of_what_is_trained(executor):
     def loss(p, batch, teacher):
         return 0 * teacher.features(batch.x).sum() + clients.loss(p, batch) + 0 * teacher(batch.x).sum()
 
-    asked = clients.sgd(loss, starts, teacher=clients.other(starts))
-    assert torch.equal(asked.as_subclass(Tensor), clients.sgd(clients.loss, starts).as_subclass(Tensor))
+    with_teacher = clients.sgd(loss, starts, teacher=clients.other(starts))
+    assert torch.equal(with_teacher.as_subclass(Tensor), clients.sgd(clients.loss, starts).as_subclass(Tensor))
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -145,7 +145,7 @@ def test_another_model_of_each_client_that_a_loss_closes_over_must_come_by_name(
         clients.sgd(lambda p, batch: clients.loss(p, batch) + teacher(batch.x).sum(), clients.initial)
 
 
-def test_parameters_without_statistics_are_no_other_model():
+def test_parameters_without_statistics_are_refused_as_another_model():
     clients = Federation(NormalisedConv).clients()
     with pytest.raises(MethodError, match=r"needs a whole model vector \[108\].*this has shape \[102\]"):
         clients.other(clients.model.parameters(clients.initial))
@@ -158,11 +158,11 @@ def moon_in_torch(fed: Federation, theta: Tensor, previous: Tensor, mu: float, t
         return net.norm(net.conv(x)).relu().flatten(1)
 
     net = as_module(fed.factory, theta).train()
-    sent, before = (as_module(fed.factory, v).eval() for v in (theta, previous))
+    received, before = (as_module(fed.factory, v).eval() for v in (theta, previous))
     optimizer = torch.optim.SGD(net.parameters(), lr=fed.training.lr)
     for x, y in fed.visits(0, round=fed.round):
         z = features(net, x)
-        near, far = (F.cosine_similarity(z, features(one, x)) / temperature for one in (sent, before))
+        near, far = (F.cosine_similarity(z, features(other_net, x)) / temperature for other_net in (received, before))
         contrast = -torch.log(near.exp() / (near.exp() + far.exp())).mean()
         loss = F.cross_entropy(net.head(z), y) + mu * contrast
         optimizer.zero_grad()
@@ -185,7 +185,7 @@ def test_moon_on_a_network_with_batch_norm_is_its_algorithm(executor):
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_the_model_that_is_trained_is_no_other_model(executor):
+def test_the_trained_model_is_refused_as_another_model(executor):
     fed = Federation(executor=executor)
     clients = fed.clients()
     with pytest.raises(MethodError, match=r"called inside a loss.*clients\.model\.features\(p, batch\.x\)"):

@@ -21,12 +21,12 @@ from tests.support.runs import experiment
 def targets(config: DataConfig, kind: str) -> RawData:
     """80 samples of one number or three labels each, or sequences of five of four tokens."""
     draws = np.random.default_rng(0)
-    made = {
+    targets_of = {
         "numbers": lambda: draws.normal(size=80),
         "labels": lambda: draws.integers(0, 2, (80, 3), dtype=np.int8),
         "tokens": lambda: draws.integers(0, 4, (80, 5)),
     }
-    y = made[kind]()
+    y = targets_of[kind]()
     inputs = y if kind == "tokens" else draws.normal(size=(80, 5))
 
     return RawData(inputs, y, ["height"] if kind == "numbers" else list("abcd"[: 3 if kind == "labels" else 4]))
@@ -59,7 +59,7 @@ def described(kind: str, outputs: int, **changes) -> Experiment:
 
 
 @pytest.mark.parametrize(
-    ("kind", "outputs", "said"),
+    ("kind", "outputs", "message"),
     [
         ("classes", 4, r"^model is .*Sized', which does not fit 'digits': .* shape \(4,\) .*\(classes: 10\).*, 10\.$"),
         ("classes", -10, "returns a tuple"),
@@ -69,9 +69,9 @@ def described(kind: str, outputs: int, **changes) -> Experiment:
     ],
 )
 def test_a_network_whose_outputs_cannot_be_evaluated_is_refused_unless_the_method_may_predict_otherwise(
-    kind: str, outputs: int, said: str
+    kind: str, outputs: int, message: str
 ):
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         driver.check([described(kind, outputs)])
     driver.check([described(kind, outputs, method=Surveyed())])
 

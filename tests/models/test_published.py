@@ -26,12 +26,12 @@ def test_a_network_of_torchvision_computes_what_torchvision_does():
     from torchvision import models
 
     model = FlatModel(partial(MODELS.get("torchvision:squeezenet1_1"), (3, 32, 32), 7), seed=3)
-    theirs = models.squeezenet1_1(num_classes=7).eval()
+    reference = models.squeezenet1_1(num_classes=7).eval()
     theta = model.init(5)
     x = torch.randn(2, 3, 32, 32)
-    theirs.load_state_dict(model.unflatten(theta))
+    reference.load_state_dict(model.unflatten(theta))
     with model.mode(train=False):
-        assert torch.equal(model(theta, x), theirs(x))
+        assert torch.equal(model(theta, x), reference(x))
 
 
 def test_a_network_of_timm_is_trained(tmp_path: Path):
@@ -51,7 +51,7 @@ def test_a_network_of_timm_is_trained(tmp_path: Path):
         ("torchvison:resnet18", "There is no model called 'torchvison:resnet18'; did you mean 'torchvision:resnet18'"),
     ],
 )
-def test_a_name_that_is_not_there_is_refused_with_the_nearest(model: str, sentence: str):
+def test_an_unknown_name_is_refused_with_the_nearest(model: str, sentence: str):
     with pytest.raises(ConfigError, match=sentence):
         raypfl.Experiment(model=model)
 
@@ -70,21 +70,21 @@ def test_without_timm_a_sentence_says_how_to_install_it(monkeypatch: pytest.Monk
 def test_timms_weights_are_found_by_the_name_of_their_training(monkeypatch: pytest.MonkeyPatch):
     import timm
 
-    made = timm.create_model
-    asked = []
+    create_model = timm.create_model
+    requests = []
 
     def without_network(name: str, pretrained: bool = False, **options):
-        asked.extend([name] * pretrained)
-        return made(name.partition(".")[0], **options)
+        requests.extend([name] * pretrained)
+        return create_model(name.partition(".")[0], **options)
 
     monkeypatch.setattr(timm, "create_model", without_network)
     factory = partial(MODELS.get("timm:test_vit"), (3, 160, 160), 10)
     network = Pretrained(factory, "timm:test_vit", "r160_in1k")()
-    assert asked == ["test_vit.r160_in1k"] and "head drawn at random (1000 classes there, 10 here)" in network.origin
+    assert requests == ["test_vit.r160_in1k"] and "head drawn at random (1000 classes there, 10 here)" in network.origin
     with pytest.raises(ConfigError, match=r"timm has no weights 'r160' for test_vit; did you mean 'r160_in1k'"):
         Pretrained(factory, "timm:test_vit", "r160")()
 
-    monkeypatch.setattr(timm, "create_model", lambda *args, **options: made("nothing of the kind"))
+    monkeypatch.setattr(timm, "create_model", lambda *args, **options: create_model("nothing of the kind"))
     with pytest.raises(ConfigError, match=r"timm's weights r160_in1k for test_vit could not be downloaded"):
         Pretrained(lambda: network, "timm:test_vit", "r160_in1k")()
 
@@ -110,7 +110,7 @@ def test_a_data_set_of_the_hub_is_read_from_its_cache_without_a_network(tmp_path
     assert sum(len(data.indices(client, "test")) for client in range(2)) == 2
 
 
-def test_of_several_subsets_one_must_be_named(tmp_path: Path, opened):
+def test_a_data_set_with_several_subsets_needs_a_named_subset(tmp_path: Path, opened):
     hub(tmp_path / "data", "balanced", "by_writer")
     with pytest.raises(
         ConfigError, match=r"data\.subset is None, but ada/digits has 2 subsets; known are: balanced, by"
@@ -119,7 +119,7 @@ def test_of_several_subsets_one_must_be_named(tmp_path: Path, opened):
     assert len(opened("hf:ada/digits", image="img", subset="by_writer").labels) == 6
 
 
-def test_a_data_set_of_the_hub_that_is_not_in_the_cache_is_downloaded_only_if_asked_for(
+def test_a_hub_data_set_outside_the_cache_is_downloaded_only_on_request(
     tmp_path: Path, opened, monkeypatch: pytest.MonkeyPatch
 ):
     with pytest.raises(ConfigError, match=r"ada/digits is not in the cache .* Set data\.download to true once"):

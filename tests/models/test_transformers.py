@@ -41,14 +41,14 @@ def test_a_vit_s_16_has_the_published_number_of_parameters_and_599050_of_them_ad
 def test_attention_is_torchs_and_adapters_begin_as_the_identity():
     attention = Attention(12, 3)
     x = torch.randn(2, 7, 12)
-    theirs = nn.MultiheadAttention(12, 3, batch_first=True)
+    reference = nn.MultiheadAttention(12, 3, batch_first=True)
     with torch.no_grad():
-        theirs.in_proj_weight.copy_(attention.qkv.weight)
-        theirs.in_proj_bias.copy_(attention.qkv.bias)
-        theirs.out_proj.weight.copy_(attention.proj.weight)
-        theirs.out_proj.bias.copy_(attention.proj.bias)
+        reference.in_proj_weight.copy_(attention.qkv.weight)
+        reference.in_proj_bias.copy_(attention.qkv.bias)
+        reference.out_proj.weight.copy_(attention.proj.weight)
+        reference.out_proj.bias.copy_(attention.proj.bias)
 
-    torch.testing.assert_close(attention(x), theirs(x, x, x)[0])
+    torch.testing.assert_close(attention(x), reference(x, x, x)[0])
     adapted = small()
     plain = small("none")
     x = torch.randn(2, 2, 4, 4)
@@ -60,7 +60,7 @@ def test_attention_is_torchs_and_adapters_begin_as_the_identity():
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for n, p in adapted.named_parameters() if "0.adapter" in n)
 
 
-def test_private_training_of_a_transformer_is_the_same_together_and_one_by_one():
+def test_private_training_of_a_transformer_is_the_same_vectorised_and_sequential():
     rows = []
     for executor in ("vectorised", "sequential"):
         settings = PrivacySettings(noise=0.5, clip=0.1)

@@ -67,13 +67,13 @@ def test_a_state_dict_inside_a_checkpoint_is_found(trained, tmp_path):
     assert same(loaded(str(tmp_path / "a.ckpt")), trained)
 
 
-def test_a_flat_models_vectors_begin_with_the_files_weights_whatever_the_seed(trained, tmp_path):
+def test_a_flat_models_vectors_start_from_the_files_weights_for_any_seed(trained, tmp_path):
     model = FlatModel(Pretrained(NormalisedConv, "mine", stored(tmp_path, trained)))
     expected = model.flatten({**trained.state_dict()})
     assert torch.equal(model.init(1), expected) and torch.equal(model.init(2), expected)
 
 
-def test_a_flat_models_vector_can_be_stored_and_begun_with(trained, tmp_path):
+def test_a_flat_models_vector_can_be_stored_and_loaded(trained, tmp_path):
     model = FlatModel(NormalisedConv)
     theta = model.init(5)
     path = tmp_path / "result.safetensors"
@@ -81,7 +81,7 @@ def test_a_flat_models_vector_can_be_stored_and_begun_with(trained, tmp_path):
     assert torch.equal(FlatModel(Pretrained(NormalisedConv, "mine", str(path))).init(9), theta)
 
 
-def test_the_head_is_drawn_anew_for_another_number_of_classes_and_said(tmp_path):
+def test_the_head_is_initialised_anew_for_another_number_of_classes_and_the_origin_says_so(tmp_path):
     source = stored(tmp_path, resnet(num_classes=1000))
     network = loaded(source, partial(resnet, num_classes=10))
     assert origin(network).endswith("100 of 102 tensors; fc drawn at random (1000 classes there, 10 here)")
@@ -95,7 +95,7 @@ def test_the_head_is_drawn_anew_for_another_number_of_classes_and_said(tmp_path)
     assert torch.equal(a[~head], b[~head]) and not torch.equal(a[head], b[head])
 
 
-def test_a_head_without_bias_takes_a_body_with_one_of_another_number_of_classes(tmp_path):
+def test_a_head_without_bias_accepts_weights_with_a_biased_head_of_another_size(tmp_path):
     network = loaded(stored(tmp_path, resnet(num_classes=7)), partial(resnet, num_classes=10, head_bias=False))
     assert "fc drawn at random (7 classes there, 10 here)" in origin(network)
 
@@ -108,7 +108,7 @@ def test_a_file_without_a_head_gives_the_body(trained, tmp_path):
     assert origin(network).endswith("6 of 8 tensors; head drawn at random")
 
 
-def test_adapters_are_drawn_around_a_body_that_has_none(tmp_path):
+def test_adapters_are_initialised_around_a_body_without_them(tmp_path):
     body = resnet(num_classes=10)
     network = loaded(stored(tmp_path, body), partial(resnet, num_classes=10, adapters="bias"))
     assert torch.equal(network.layer4[1].conv2.weight, body.layer4[1].conv2.weight)
@@ -116,15 +116,15 @@ def test_adapters_are_drawn_around_a_body_that_has_none(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"stem": "cifar"}, r"conv1.weight has shape \(64, 3, 7, 7\) there and \(64, 3, 3, 3\) here\."),
         ({"norm": "group"}, r"the network has no bn1.running_mean; .*; and 36 more\."),
     ],
 )
-def test_tensors_that_do_not_fit_are_named(options, said, tmp_path):
+def test_tensors_that_do_not_fit_are_named(options, message, tmp_path):
     source = stored(tmp_path, resnet(num_classes=10))
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         loaded(source, partial(resnet, num_classes=10, **options))
 
 
@@ -169,16 +169,16 @@ def test_a_file_of_something_else_is_refused(content, tmp_path):
 def test_torchvisions_weights_are_found_by_name(hub):
     from torchvision.models import ResNet18_Weights
 
-    there = resnet(num_classes=1000)
-    torch.save(there.state_dict(), hub / Path(ResNet18_Weights.IMAGENET1K_V1.url).name)
+    source = resnet(num_classes=1000)
+    torch.save(source.state_dict(), hub / Path(ResNet18_Weights.IMAGENET1K_V1.url).name)
     network = loaded("IMAGENET1K_V1", partial(resnet, num_classes=10), "resnet18")
-    assert same(network, there, but_for="fc")
+    assert same(network, source, but_for="fc")
     assert origin(network).startswith(
         "weights from IMAGENET1K_V1, 100 of 102 tensors; fc drawn at random (1000 classes"
     )
 
 
-def test_torchvisions_weights_that_cannot_be_downloaded_are_told_where_to_put(hub, monkeypatch):
+def test_if_torchvisions_weights_cannot_be_downloaded_the_error_says_where_to_put_them(hub, monkeypatch):
     def offline(*args: object, **kwargs: object) -> Tensor:
         raise OSError("no route to host")
 
@@ -188,18 +188,18 @@ def test_torchvisions_weights_that_cannot_be_downloaded_are_told_where_to_put(hu
 
 
 @pytest.mark.parametrize(
-    ("name", "source", "said"),
+    ("name", "source", "message"),
     [
         ("resnet18", "IMAGENET1K_V3", "did you mean 'IMAGENET1K_V1'"),
         ("mlp", "IMAGENET1K_V1", "torchvision has no weights for mlp"),
     ],
 )
-def test_weights_that_torchvision_does_not_have_are_refused(name, source, said):
-    with pytest.raises(ConfigError, match=said):
+def test_weights_that_torchvision_does_not_have_are_refused(name, source, message):
+    with pytest.raises(ConfigError, match=message):
         loaded(source, name=name)
 
 
-def test_a_run_begins_with_the_files_weights_and_says_which(tmp_path):
+def test_a_run_starts_from_the_files_weights_and_records_their_origin(tmp_path):
     factory = partial(MODELS.get("mlp"), input_shape=(1, 8, 8), num_classes=10, hidden=[16])
     network = factory()
     events: list = []
@@ -228,8 +228,8 @@ def test_a_run_is_not_resumed_with_a_weights_file_that_has_changed(tmp_path):
 
 def test_a_relative_path_is_made_absolute_since_actors_may_run_elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    one = raypfl.Experiment(model={"name": "mlp", "weights": "my.pt"})
-    assert one.model.weights == str(tmp_path / "my.pt")
-    assert raypfl.Experiment.from_yaml(one.to_yaml()) == one
+    described = raypfl.Experiment(model={"name": "mlp", "weights": "my.pt"})
+    assert described.model.weights == str(tmp_path / "my.pt")
+    assert raypfl.Experiment.from_yaml(described.to_yaml()) == described
     with pytest.raises(ConfigError, match=r"model.weights is 3; it must be text"):
         raypfl.Experiment(model={"name": "mlp", "weights": 3})
