@@ -1,4 +1,4 @@
-"""A tensor that goes down again and has not changed is neither put anywhere nor copied on the actors again."""
+"""An unchanged tensor that is sent down again is neither stored again nor copied again on the actors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RING = 3
 
 
 class Ring(Method):
-    """The last models of the server stay with it, and are sent down each round."""
+    """The server keeps its last models and sends them down each round."""
 
     def start(self, task):
         return {"past": [torch.full((LARGE,), 0.0, dtype=torch.float64)], "seen": []}
@@ -68,7 +68,7 @@ def test_a_ring_of_past_models_costs_one_model_a_round_on_the_server_and_on_the_
 
 
 def sends(fed: Federation, **arguments: Any) -> float:
-    """The first number of `theta` as clients see it."""
+    """Return the first number of `theta` as clients see it."""
     return float(exchange(fed, **arguments)["theta"])
 
 

@@ -1,4 +1,4 @@
-"""What the server trains itself: as torch's own loop would, by the optimizers of clients, with progress."""
+"""Training on the server: as torch's own loop, with the clients' optimizers, and with progress."""
 
 from __future__ import annotations
 
@@ -115,9 +115,9 @@ def test_batches_made_by_the_network_itself_leave_its_statistics_unchanged():
     def loss(p: Tensor, batch) -> Tensor:
         return batch.mean((fed.model(p, batch.x) - batch.y).square().sum(1))
 
-    made = (batch._replace(y=fed.model(teacher, batch.x)) for batch in batches)
+    labelled = (batch._replace(y=fed.model(teacher, batch.x)) for batch in batches)
     ready = [batch._replace(y=fed.cohort().other(teacher)(batch.x)) for batch in batches]
-    trained = fed.cohort().sgd(loss, start, made, lr=0.01)
+    trained = fed.cohort().sgd(loss, start, labelled, lr=0.01)
     assert torch.equal(teacher, before) and torch.equal(trained, fed.cohort().sgd(loss, start, ready, lr=0.01))
 
 
@@ -226,7 +226,7 @@ def started() -> RunStarted:
 
 
 def trained_and_moved(fed, device: str) -> list[Tensor]:
-    """What a server on a device makes of its samples, by each of its two ways to train."""
+    """Train on the server, on a device, by each of its two ways; returns the results."""
     model = FlatModel(NormalisedConv, dtype=torch.float64, device=device)
     gain, offset = (part.to(device) for part in (fed.all_samples.gain, fed.all_samples.offset))
     samples = replace(fed.all_samples, gain=gain, offset=offset)
@@ -250,6 +250,6 @@ def test_everything_the_server_trains_with_is_on_its_device():
     fed = Federation(NormalisedConv, augmentation=[Crop(padding=1), Flip()])
     expected = trained_and_moved(fed, "cpu")
     with pretend_gpu() as faults:
-        made = trained_and_moved(fed, "cuda")
-        assert all(tensor.is_cuda for tensor in made) and not faults
-    assert all(torch.equal(tensor, other) for tensor, other in zip(made, expected, strict=True))
+        on_gpu = trained_and_moved(fed, "cuda")
+        assert all(tensor.is_cuda for tensor in on_gpu) and not faults
+    assert all(torch.equal(tensor, other) for tensor, other in zip(on_gpu, expected, strict=True))

@@ -1,4 +1,4 @@
-"""What is passed to and returned from ``cohort.run`` is what crosses the wire, and what the ledger counts."""
+"""The arguments and results of ``cohort.run`` are what crosses the wire, and what the ledger counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a method logs is in its run's tables, the report and MLflow, once, and changes nothing else."""
+"""What a method logs is in the tables, the report and MLflow, once, and changes nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which group goes where, and when: decided without a clock or an actor."""
+"""Which group runs where, and when: decided without a clock or an actor."""
 
 from __future__ import annotations
 
@@ -126,12 +126,12 @@ def test_a_client_that_was_slow_is_expected_to_be_slow_again():
 # --- actors of unequal speed ------------------------------------------------------------------------------------------
 
 
-def replayed(groups: list[Group], slowness: list[float], known: list[float]) -> tuple[float, int]:
+def replayed(groups: list[Group], slowness: list[float], known_slowness: list[float]) -> tuple[float, int]:
     """Seconds until all groups are done by actors that are so slow and believed to be; and how often it was looked."""
     dispatch = Dispatch(groups)
     now = 0.0
     looks = 0
-    for actor, believed in enumerate(known):
+    for actor, believed in enumerate(known_slowness):
         dispatch.join(actor, "x", believed)
     free = [0.0] * len(slowness)
     ends = []
@@ -194,9 +194,9 @@ def test_a_slow_place_is_recognised_after_a_few_groups_and_its_clients_are_not_b
 
     for _ in range(20):
         for place, clients in zip([*true] * 4, draws.permutation(300)[:120].reshape(12, 10), strict=True):
-            one = replace(group(0, timings.length(clients)), clients=tuple(clients.tolist()))
+            next_group = replace(group(0, timings.length(clients)), clients=tuple(clients.tolist()))
             seconds = 0.1 * true[place] * 10 * draws.lognormal(0, 0.1)
-            timings.note("train", one.clients, speeds.note(place, "train", one, seconds))
+            timings.note("train", next_group.clients, speeds.note(place, "train", next_group, seconds))
 
     slowness = {place: speeds.slowness(place) / speeds.slowness("gpu") for place in true}
     assert slowness == {place: pytest.approx(slow, rel=0.2) for place, slow in true.items()}

@@ -1,4 +1,4 @@
-"""How a cohort is drawn and cut."""
+"""How a cohort is drawn and cut into groups."""
 
 from __future__ import annotations
 

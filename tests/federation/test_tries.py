@@ -1,4 +1,4 @@
-"""A group is tried as often as the settings say, and its failing clients are found."""
+"""A group is tried as often as the settings say, and its failing clients are identified."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training images are changed at random: by the right windows and squares, in training alone, the same in every run."""
+"""Augmentations change training images only, by the right windows and squares, the same in every run."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def test_a_crop_is_torchvisions_before_or_after_normalisation(fill):
     u = torch.from_numpy(np.column_stack([np.zeros(12), (corners + 0.5) / 7]))
     cropped = Crop(padding=3, fill=fill)(source.normalise(pixels), u, source.offset)
 
-    for one, image, (top, left) in zip(cropped, pixels, corners.tolist(), strict=True):
+    for crop, image, (top, left) in zip(cropped, pixels, corners.tolist(), strict=True):
         if fill == "black":
             expected = source.normalise(torchvision.crop(torchvision.pad(image, 3), top, left, 9, 7))
         else:
             expected = torchvision.crop(torchvision.pad(source.normalise(image), 3), top, left, 9, 7)
-        assert torch.equal(one, expected)
+        assert torch.equal(crop, expected)
 
 
 def test_a_flip_is_torchvisions_on_the_chosen_images():
@@ -74,11 +74,11 @@ def test_a_cutout_is_a_square_around_a_pixel_cut_off_at_the_border(size, above, 
     u = torch.from_numpy(np.column_stack([np.zeros(9 * 7), (centres + 0.5) / (9, 7)]))
     cut = Cutout(size=size, fill=fill)(x, u, source.offset)
 
-    for one, image, (row, column) in zip(cut, x, centres.tolist(), strict=True):
+    for cut_image, image, (row, column) in zip(cut, x, centres.tolist(), strict=True):
         expected = image.clone()
         square = np.s_[:, max(0, row - above) : row + below, max(0, column - above) : column + below]
         expected[square] = source.offset if fill == "black" else 0.0
-        assert torch.equal(one, expected)
+        assert torch.equal(cut_image, expected)
 
 
 @pytest.mark.parametrize("kind", [Crop, Flip, Cutout])
@@ -138,8 +138,8 @@ def test_all_windows_are_equally_likely_and_half_of_the_images_are_flipped():
 def test_draws_differ_between_clients_steps_places_and_rounds():
     u = random_draws()
     count = u.size
-    for other in (np.roll(u, 1, 0), np.roll(u, 1, 1), np.roll(u, 1, 2), np.roll(u, 1, 3), random_draws(round=1)):
-        assert abs(np.corrcoef(u.ravel(), other.ravel())[0, 1]) < 4 / count**0.5
+    for b in (np.roll(u, 1, 0), np.roll(u, 1, 1), np.roll(u, 1, 2), np.roll(u, 1, 3), random_draws(round=1)):
+        assert abs(np.corrcoef(u.ravel(), b.ravel())[0, 1]) < 4 / count**0.5
 
 
 def test_draws_are_the_same_in_every_group_and_whatever_the_number_of_steps_and_places():
@@ -194,8 +194,8 @@ def test_rounds_and_streams_change_the_same_samples_in_other_ways():
     for round, stream in ((0, ""), (0, "other"), (1, "")):
         clients = fed.clients(round=round)
         trained.append(unmarked(clients.sgd(clients.loss, clients.initial, stream=stream)))
-    for one, other in combinations(trained, 2):
-        assert (one != other).any(dim=1).all()
+    for a, b in combinations(trained, 2):
+        assert (a != b).any(dim=1).all()
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -215,7 +215,7 @@ def test_whatever_is_no_step_of_training_sees_images_and_labels_as_they_are(exec
         return [unmarked(part) for part in (means, counts, *parts)]
 
     changed, unchanged = (looked_at(Federation(executor=executor, augmentation=a)) for a in (SEVERAL, ()))
-    assert all(torch.equal(one, other) for one, other in zip(changed, unchanged, strict=True))
+    assert all(torch.equal(one, b) for one, b in zip(changed, unchanged, strict=True))
 
 
 def test_an_augmentation_that_changes_the_shape_of_images_is_told_so():

@@ -1,4 +1,4 @@
-"""Clients visit their own samples in an order that is theirs alone."""
+"""Clients visit their own samples, each in its own order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def keys_for(count: int, seed: int = 0) -> np.ndarray:
 
 
 def visited(visits: SampleOrder, k: int) -> list[list[int]]:
-    """The real positions of a client's batches, and that real ones come first."""
+    """Return a client's batches without padding; assert that padding comes last."""
     batches = [index[:count].tolist() for index, count in zip(visits.index[k], visits.counts[k], strict=True)]
     steps = int(visits.steps[k])
     assert all(batches[:steps]) and not any(batches[steps:])
@@ -74,7 +74,7 @@ def test_a_clients_batches_are_the_same_in_every_group(sizes, batch_size, work, 
 
 
 def by_hand(key: np.uint64, size: int, batch_size: int, epochs: int) -> list[list[int]]:
-    """The batches of one client, of which nothing else is known."""
+    """Return the batches of a client that is drawn alone."""
     batches = []
     for epoch in range(epochs):
         of_epoch = rng.mix(np.array([key]) + np.uint64(epoch))

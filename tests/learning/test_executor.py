@@ -150,7 +150,7 @@ def test_only_the_named_segment_moves_and_the_rest_stays_to_the_bit(training, ex
 
 
 class Gate(torch.autograd.Function):
-    """The identity; notes gradients that go back through it."""
+    """The identity, which records the gradients that go back through it."""
 
     generate_vmap_rule = True
     passed: ClassVar[list[torch.Size]] = []
@@ -170,7 +170,7 @@ class Gate(torch.autograd.Function):
 
 
 class Gated(nn.Module):
-    """A body and a head with a gate between."""
+    """A network with a gate between body and head."""
 
     def __init__(self):
         super().__init__()

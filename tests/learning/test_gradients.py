@@ -1,4 +1,4 @@
-"""Gradients, maps, cotangents and class means of a group are autograd's on one client alone, by either executor."""
+"""Gradients, maps, cotangents and class means of a group are autograd's on one client, with both executors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Local training by other rules than SGD; penalties, corrections and what is reported; gradients sample by sample."""
+"""Local training by rules other than SGD; penalties, corrections and reported losses; per-sample gradients."""
 
 from __future__ import annotations
 

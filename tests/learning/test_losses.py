@@ -1,4 +1,4 @@
-"""A loss that clients cannot share as it is written is trained one by one, or refused in a sentence."""
+"""A loss that cannot be vectorised over clients is trained client by client, or refused in a sentence."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def wrongly_divided(fed: Federation, p: Tensor, batch) -> Tensor:
 
 
 def seen_by(fed: Federation, loss, sizes: list[int]):
-    """The loss, which notes how many samples it is given."""
+    """The loss, which records how many samples it gets."""
 
     def noting(p, batch):
         sizes.append(len(batch.y))

@@ -1,4 +1,4 @@
-"""Clients whose samples have several labels each are trained and judged label by label."""
+"""Clients whose samples have several labels each are trained and evaluated label by label."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is learned: losses against torch's, metrics against scikit-learn's, and runs that learn numbers and text."""
+"""Objectives: losses against torch's, metrics against scikit-learn's, and runs that learn numbers and text."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ def test_a_population_may_have_targets_that_are_numbers(tmp_path):
 
 # ------------------------------------------------------------------------------------------------- of one's own
 class Within(SampleMean):
-    """The share of predictions that are no farther off than this."""
+    """The share of predictions that are off by at most `reach`."""
 
     reach: float = 0.5
     name: ClassVar[str] = "within"

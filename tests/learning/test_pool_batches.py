@@ -1,4 +1,4 @@
-"""Mini-batches of samples that belong to no client: the same on the server and on every client."""
+"""Mini-batches of pools, whose samples belong to no client: the same on the server and on every client."""
 
 from __future__ import annotations
 

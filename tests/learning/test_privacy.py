@@ -1,4 +1,4 @@
-"""Differential privacy: clipping, noise, what is spent, and what is refused."""
+"""Differential privacy: clipping, noise, accounting, and refusals."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ NOISY = PrivacySettings(noise=1.0, clip=1.0)
 
 
 def sampled(fed: Federation, k: int) -> list[tuple[Tensor, Tensor]]:
-    """The k-th client's batches in its first private training."""
+    """Return the k-th client's batches in its first private training."""
     group = fed.clients()._group
     t = fed.training
     keys = group.keys("batches  1")[k : k + 1]
@@ -214,7 +214,7 @@ STEEP = torch.linspace(-1, 1, 183, dtype=torch.float64)
 
 
 def other_contents(**options) -> Federation:
-    """A federation whose clients have as many samples as others, but no sample of them."""
+    """Return a federation with the same sizes, in which every sample and label is different."""
     fed = Federation(**options)
     indices = slice(0, sum(fed.sizes))
     fed.inputs[indices] = 16 - fed.inputs[indices]

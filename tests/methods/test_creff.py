@@ -1,4 +1,4 @@
-"""CReFF is FedAvg whose head the server trains again on features that give the clients' gradients."""
+"""CReFF is FedAvg with a head that the server retrains on features fitted to the clients' gradients."""
 
 from __future__ import annotations
 

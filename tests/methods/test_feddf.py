@@ -1,4 +1,4 @@
-"""FedDF: limiting cases, and the formulas of the paper in plain torch."""
+"""FedDF: limiting cases, and the paper's formulas in plain torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FedNH keeps to its paper: evenly spread prototypes, a head of cosines, a slow move toward the clients' features."""
+"""FedNH follows its paper: evenly spread prototypes, a head of cosines, slow updates toward clients' features."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def prototypes(fed: Federation) -> Tensor:
 
 
 def cosines(w: Tensor) -> Tensor:
-    """Of every two different rows."""
+    """Return the cosines of all pairs of different rows."""
     return (w @ w.T)[~torch.eye(len(w), dtype=torch.bool)]
 
 
@@ -321,7 +321,7 @@ def test_with_fixed_prototypes_fednh_is_fedavg_under_a_fixed_head_to_the_bit(exe
 
 
 def by_hand(fed: Federation, rounds: int, rho: float, s: float) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """One client's training in plain torch, the head an average of its class means that forgets: body, scale, head."""
+    """Train a client in plain torch under a moving average of its class means; returns body, scale and head."""
     body = nn.Sequential(*list(small_mlp().double())[:3])
     start = fed.model.unflatten(fed.server["theta"])
     body.load_state_dict({name: start[name] for name in body.state_dict()})
@@ -355,9 +355,9 @@ def test_a_single_client_is_centralised_training_under_a_head_of_averaged_class_
     fed.server = fed.method.start(fed.task)
     body, scale, w = by_hand(fed, rounds=3, rho=0.8, s=10.0)
     fed.run_rounds(None, None, None)
-    got = fed.model.unflatten(fed.server["theta"])
+    trained = fed.model.unflatten(fed.server["theta"])
     for name, tensor in {**body, "3.scale": scale, "3.weight": w}.items():
-        assert_close(got[name], tensor)
+        assert_close(trained[name], tensor)
     assert abs(float(scale) - 10) > 1e-3
 
 
@@ -389,9 +389,9 @@ def test_the_authors_server_step_is_one_of_the_options():
                 counted[c] += (y.numpy() == c).sum()
 
         new = old.copy()
-        here = counted[:, 0] > 0
-        mean = summed[here] / counted[here]
-        new[here] = 0.9 * old[here] + 0.1 * mean / np.linalg.norm(mean, axis=1, keepdims=True)
+        present = counted[:, 0] > 0
+        mean = summed[present] / counted[present]
+        new[present] = 0.9 * old[present] + 0.1 * mean / np.linalg.norm(mean, axis=1, keepdims=True)
         new /= np.linalg.norm(new, axis=1, keepdims=True)
 
         np.testing.assert_allclose(prototypes(fed), new, rtol=0, atol=1e-12)

@@ -49,17 +49,17 @@ def trained(tmp_path, method, seed: int, rounds: int) -> raypfl.Result:
 
 
 def accuracy(result: raypfl.Result) -> float:
-    """Of the global model on the test split: that of all clients' shares of it, by their samples."""
+    """Return the global model's accuracy on the test split: the clients' mean, weighted by their samples."""
     return next(row["weighted"] for row in result.summary() if row["model"] == "global")
 
 
 def prototypes(server: dict) -> torch.Tensor:
-    """The last rows of 16 features: ``[12, 16]``, before the scale."""
+    """Return the prototypes ``[12, 16]``, the model's last rows before the scale."""
     return server["theta"][-193:-1].reshape(12, 16).double()
 
 
 def chance_that_family_is_closer(w: torch.Tensor) -> float:
-    """The area under the ROC curve of cosines, pairs of one family being positive; ties count half."""
+    """Return the area under the ROC curve of cosines; pairs of one super-class are positive, and ties count half."""
     w = torch.nn.functional.normalize(w)
     cosines = (w @ w.T).numpy()
     within = cosines[PAIRS & SAME]

@@ -1,4 +1,4 @@
-"""FedPTR and FedPTR-S are FedAvg where they should be, project as they say, and send what their paper counts."""
+"""FedPTR and FedPTR-S: where they equal FedAvg, how they project, and the messages that their paper counts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ each_side = pytest.mark.parametrize("side", [FedPTR, FedPTRServer])
 
 
 def globals_of(method, rounds=ALL, **options) -> list[Tensor]:
-    """The global models after each round."""
+    """Return the global model after each round."""
     fed = Federation(method=method, **{"group_size": 2, "training": FP32, **options})
     return [fed.run_rounds(ids)["theta"] for ids in rounds]
 
@@ -87,15 +87,15 @@ def test_fedptr_without_projection_steps_is_fedprox_from_the_same_model(side, ex
 
 def test_clients_with_identical_sets_are_the_server_side_method(monkeypatch):
     options = {"lam": 0.5, "outer_steps": 4, **{k: v for k, v in SMALL.items() if k != "outer_steps"}}
-    one, two = (Federation(method=side(**options), training=FP64) for side in (FedPTR, FedPTRServer))
-    noise = two.method.start(two.task)["images"]
+    by_clients, by_server = (Federation(method=side(**options), training=FP64) for side in (FedPTR, FedPTRServer))
+    noise = by_server.method.start(by_server.task)["images"]
     monkeypatch.setattr(FedPTR, "initial_images", lambda self, clients, new: noise.repeat(len(new), 1, 1, 1, 1))
-    for fed in (one, two):
+    for fed in (by_clients, by_server):
         fed.run_rounds(None, None, None)
-    a, b = (fed.run_rounds(None, None, None)["theta"] for fed in (one, two))
+    a, b = (fed.run_rounds(None, None, None)["theta"] for fed in (by_clients, by_server))
 
     assert_close(a, b, 1e-9)
-    assert_close(client_states(one, "images")[2], two.server["images"])
+    assert_close(client_states(by_clients, "images")[2], by_server.server["images"])
 
 
 @both
@@ -164,7 +164,7 @@ def test_initial_images_are_the_clients_own_samples_or_noise_for_missing_classes
     for client in range(4):
         x, y = fed.samples(client)
         for image, label in zip(images[client], method.labels(CLASSES, clients.device), strict=True):
-            is_sample = any(torch.allclose(image, one) for one in x[y == label])
+            is_sample = any(torch.allclose(image, sample) for sample in x[y == label])
             assert is_sample == (initial == "own" and bool((y == label).any()))
 
     again = method.initial_images(fed.clients([3, 1]), torch.tensor([1])).as_subclass(Tensor)

@@ -49,7 +49,7 @@ def test_a_round_on_quadratics_obeys_the_papers_identity_and_inequalities(seed):
     error = torch.randn(n, D, generator=draws, dtype=torch.float64)
     allowed = gamma * slope(a, b, centre).norm(dim=1, keepdim=True)
     error = error / error.norm(dim=1, keepdim=True) * allowed
-    found = exact + torch.linalg.solve(a + lam * torch.eye(D, dtype=torch.float64), error)
+    inexact = exact + torch.linalg.solve(a + lam * torch.eye(D, dtype=torch.float64), error)
 
     def pulled(p: Tensor, anchor: Tensor) -> Tensor:
         p = p.clone().requires_grad_()
@@ -58,22 +58,23 @@ def test_a_round_on_quadratics_obeys_the_papers_identity_and_inequalities(seed):
     def local_slope(at: Tensor) -> Tensor:
         return slope(a, b, at) + torch.stack([pulled(p, c) for p, c in zip(at, centre, strict=True)])
 
-    apart = (local_slope(found) - local_slope(w)).norm(dim=1)
-    assert (apart <= (smooth + lam) * (found - w).norm(dim=1) + 1e-9).all()  # Lemma A.1
-    left = local_slope(found)
-    assert_close(left, error, 1e-9)
+    apart = (local_slope(inexact) - local_slope(w)).norm(dim=1)
+    assert (apart <= (smooth + lam) * (inexact - w).norm(dim=1) + 1e-9).all()  # Lemma A.1
+    residual = local_slope(inexact)
+    assert_close(residual, error, 1e-9)
 
-    terms = slope(a, b, found) + lam * eta * near - left
-    assert_close((found - w).mean(0), -terms.sum(0) / (lam * n), 1e-9)  # eq. 10
+    terms = slope(a, b, inexact) + lam * eta * near - residual
+    assert_close((inexact - w).mean(0), -terms.sum(0) / (lam * n), 1e-9)  # eq. 10
     total = (local_gradient + lam * eta * near).norm(dim=1)
     size = near.norm(dim=1)
 
     assert (
-        left.norm(dim=1) ** 2 <= 2 * gamma**2 * (local_gradient.norm(dim=1) ** 2 + smooth**2 * eta**2 * size**2) + 1e-9
+        residual.norm(dim=1) ** 2
+        <= 2 * gamma**2 * (local_gradient.norm(dim=1) ** 2 + smooth**2 * eta**2 * size**2) + 1e-9
     ).all()  # eq. 9
     assert ((exact - w).norm(dim=1) <= total / mu + 1e-9).all()  # eq. 12
 
-    moved = (found - w).norm(dim=1)
+    moved = (inexact - w).norm(dim=1)
     rest = gamma * eta * (smooth + lam) * size / mu
     assert (moved <= (1 + gamma) / mu * total + rest + 1e-9).all()  # eq. 13
     assert (moved**2 <= (2 + 4 * gamma**2) / mu**2 * total**2 + 4 * rest**2 + 1e-9).all()  # eq. 14
@@ -92,12 +93,12 @@ def squared_slopes(eta: float, sigma: float, rounds: int, lam: float = 1.0) -> T
     back = (lam * torch.linalg.inv(a + lam * torch.eye(D, dtype=torch.float64))).mean(0)
     total = a.mean(0)
     error = sigma * error / error.norm()
-    found = []
+    slopes = []
 
     for _ in range(rounds):
         w = back @ (w - eta * (total @ w + error))
-        found.append((total @ w).square().sum())
-    return torch.stack(found)
+        slopes.append((total @ w).square().sum())
+    return torch.stack(slopes)
 
 
 def test_the_corollarys_rates_hold_if_clients_share_their_minimiser():

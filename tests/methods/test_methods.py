@@ -1,4 +1,4 @@
-"""Methods do what their papers say, and become each other where they should."""
+"""Methods follow their papers, and equal each other in limiting cases."""
 
 from __future__ import annotations
 

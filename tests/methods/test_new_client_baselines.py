@@ -1,4 +1,4 @@
-"""Per-FedAvg and kNN-Per: their formulas in plain torch, limiting cases, and how a new client is served."""
+"""Per-FedAvg and kNN-Per: their formulas in plain torch, limiting cases, and models for new clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Partial personalization is one mechanism, and its presets are what their papers say."""
+"""Partial personalization is one mechanism, and its presets are the methods of their papers."""
 
 from __future__ import annotations
 

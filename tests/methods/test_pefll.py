@@ -1,4 +1,4 @@
-"""PeFLL and pFedHN are one graph split over server and clients; what is sent, counted and remembered is the papers'."""
+"""PeFLL and pFedHN are one graph, split over server and clients; messages, counts and state are the papers'."""
 
 from __future__ import annotations
 
@@ -398,16 +398,20 @@ def test_a_client_new_to_pfedhn_trains_its_embedding_alone_for_twenty_exchanges(
 
 def test_the_recipes_have_the_settings_of_the_paper_and_of_the_authors_code():
     def described(recipe: str) -> list[dict]:
-        return [one.to_dict() for one in experiments(settings_of(recipe))]
+        return [experiment.to_dict() for experiment in experiments(settings_of(recipe))]
 
     paper, paper_pfedhn = described("pefll-paper")
     code, code_pfedhn = described("pefll-release")
-    for one in (paper, paper_pfedhn, code, code_pfedhn):
-        assert one["method"]["size"] == "M" and one["training"]["steps"] == 50 and one["training"]["momentum"] == 0.9
+    for planned_run in (paper, paper_pfedhn, code, code_pfedhn):
+        assert (
+            planned_run["method"]["size"] == "M"
+            and planned_run["training"]["steps"] == 50
+            and planned_run["training"]["momentum"] == 0.9
+        )
     assert {"server_optimizer": "average", "lam_h": 0.001, "standardise": False}.items() <= paper["method"].items()
     assert {"server_optimizer": "adam", "lam_h": 0.0, "standardise": True}.items() <= code["method"].items()
 
-    decays = [one["training"]["weight_decay"] for one in (paper, paper_pfedhn, code, code_pfedhn)]
+    decays = [planned_run["training"]["weight_decay"] for planned_run in (paper, paper_pfedhn, code, code_pfedhn)]
     assert decays == [0, 5e-5, 5e-5, 5e-5]
     assert (code["training"]["lr"], code["training"]["batch_size"], code["cohort"]["size"]) == (0.002, 32, 5)
     assert (code_pfedhn["training"]["batch_size"], code_pfedhn["cohort"]["size"]) == (64, 1)
@@ -421,9 +425,9 @@ def test_in_the_recipe_pefll_beats_fedavg_and_local_training_on_new_clients(tmp_
     assert len(planned) == 9
 
     accuracies: dict[tuple[str, str], list[float]] = {}
-    for one in planned:
-        for row in raypfl.run(one).summary():
-            accuracies.setdefault((type(one.method).__name__, row["protocol"]), []).append(row["accuracy"])
+    for planned_run in planned:
+        for row in raypfl.run(planned_run).summary():
+            accuracies.setdefault((type(planned_run.method).__name__, row["protocol"]), []).append(row["accuracy"])
 
     pefll = np.array(accuracies["PeFLL", "unseen"])
     assert (pefll > accuracies["FedAvg", "unseen"]).all() and (pefll > accuracies["Local", "unseen"]).all()
@@ -431,7 +435,7 @@ def test_in_the_recipe_pefll_beats_fedavg_and_local_training_on_new_clients(tmp_
 
 
 @pytest.mark.parametrize("method", ["pefll", "pfedhn"])
-def test_pefll_refuses_batch_norm_whose_statistics_have_no_gradient(tmp_path, method):
+def test_hypernetwork_methods_refuse_batch_norm_whose_statistics_have_no_gradient(tmp_path, method):
     with pytest.raises(ConfigError, match="batch-norm statistics, which no gradient moves"):
         raypfl.run(experiment(tmp_path, method=method, model="resnet18"))
     fed = Federation(NormalisedConv, method=PeFLL(**SOME))

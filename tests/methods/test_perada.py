@@ -1,4 +1,4 @@
-"""PerAda: limiting cases to the bit, its steps by hand, what it trains and sends, and what it distils."""
+"""PerAda: limiting cases to the bit, its steps by hand, what it trains and sends, and its distillation."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class AdaptedConv(nn.Module):
 
 
 def adapting(method, trained: str = ADAPTED, **options) -> Federation:
-    """A federation whose clients train a part of a network; all else is frozen."""
+    """Return a federation whose clients train a part of the network; the rest is frozen."""
     fed = Federation(AdaptedConv, method=method, group_size=2, **options)
     fed.model = FlatModel(AdaptedConv, seed=11, dtype=torch.float64, trained=trained)
     return fed

@@ -1,4 +1,4 @@
-"""Methods with a personal model beside the global one follow their papers' steps, and become each other."""
+"""Methods with personal models beside a global one follow their papers, and equal each other in limiting cases."""
 
 from __future__ import annotations
 

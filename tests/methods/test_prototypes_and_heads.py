@@ -1,4 +1,4 @@
-"""FedProto and FedROD keep to their papers, and become methods that are simpler."""
+"""FedProto and FedROD follow their papers, and equal simpler methods in limiting cases."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.federation import (
 
 
 def latent(net: torch.nn.Module, x: Tensor) -> Tensor:
-    """What goes into the last layer of small_mlp."""
+    """Return the inputs of small_mlp's last layer."""
     return net[2](net[1](net[0](x)))
 
 

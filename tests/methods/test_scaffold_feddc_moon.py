@@ -31,7 +31,7 @@ TWO_STEPS = replace(FP64, steps=2)
 
 
 def stepped(fed, theta, client, round, pull):
-    """A client after its steps down gradient plus ``pull(w)``, and the mean of those sums."""
+    """Step along gradient plus ``pull(w)``; returns the client's model and the mean of those sums."""
     size = fed.model.num_parameters
     lr = 0.1
     w = theta.clone()

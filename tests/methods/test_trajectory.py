@@ -1,4 +1,4 @@
-"""Matched images: the unrolled gradient, what matching does to its loss, and how it survives a bad step."""
+"""Matched images: the unrolled gradient, the effect of matching on its loss, and recovery from a bad step."""
 
 from __future__ import annotations
 

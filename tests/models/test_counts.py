@@ -1,4 +1,4 @@
-"""What methods train and send of a ResNet-18 is what PerAda's Table 1 prints, in millions (docs/methods.md)."""
+"""Methods train and send as many parameters of a ResNet-18 as PerAda's Table 1 prints (docs/methods.md)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ONE_STEP = TrainingSettings(steps=1, batch_size=4)
 
 
 class Strides(Executor):
-    """Trains without computing anything: the n-th time, whatever may move moves by n, so that no two models agree."""
+    """Train without computing: the n-th call moves every trained parameter by n, so that no two models agree."""
 
     strides = 0
 
@@ -41,7 +41,7 @@ def initial_network(adapters: str) -> nn.Module:
 
 
 def federation(method: Method, adapters: str = "none") -> Federation:
-    """Its clients take one stride, of whatever they train."""
+    """Return a federation whose clients move each trained parameter once, by `Strides`."""
     factory = partial(copy.deepcopy, initial_network(adapters))  # drawing it anew takes ten times as long
     fed = Federation(factory, training=ONE_STEP, method=method)
     fed.context.executor = Strides(fed.model)
@@ -49,7 +49,7 @@ def federation(method: Method, adapters: str = "none") -> Federation:
 
 
 def trained_by_client_0(fed: Federation) -> int:
-    """Parameters that moved in what the client keeps and in what it sent, the same model in both counted once."""
+    """Count the parameters that moved in what the client keeps and what it sent; a model in both counts once."""
     start = fed.context.initial
     models = []
     personal = fed.method.parts(fed.model).personal if isinstance(fed.method, PartialPersonalization) else slice(None)
@@ -65,7 +65,7 @@ def trained_by_client_0(fed: Federation) -> int:
 
 
 def millions(count: int) -> tuple[str, str, str]:
-    """A count as it may be printed: rounded, truncated, or with another digit if it is small."""
+    """Return the ways in which a paper may print a count: rounded, truncated, or with one more digit."""
     return f"{count / 1e6:.2f}", f"{count // 10_000 / 100:.2f}", f"{count / 1e6:.3f}"
 
 

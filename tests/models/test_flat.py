@@ -28,7 +28,7 @@ class Tied(nn.Module):
 
 
 class Scaled(nn.Module):
-    """A layer, and a number that its outputs are multiplied by."""
+    """A layer whose outputs are multiplied by a trained number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Scaled(nn.Module):
 
 
 class HalfFrozen(nn.Module):
-    """A frozen layer between two that learn, beside a table that is not stored and a counter."""
+    """A frozen layer between two that learn, with a buffer that is not stored and an integer buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -302,7 +302,7 @@ def test_training_a_bound_network_moves_the_vector_and_leaves_the_network_as_it_
 
 
 class Frozen(nn.BatchNorm2d):
-    """Batch norm that keeps the statistics it has."""
+    """Batch norm that stays in evaluation mode."""
 
     def train(self, mode: bool = True) -> Self:
         return super().train(False)

@@ -1,4 +1,4 @@
-"""What is frozen is frozen whole: it is in no vector, nothing moves it, and batch norm normalises by what it has."""
+"""Frozen layers are in no vector and never move, and their batch norm normalises by its stored statistics."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.federation import (
 
 
 class HalfFrozenConv(NormalisedConv):
-    """Its convolution and the scale and shift of its batch norm do not learn."""
+    """A network whose convolution and batch norm are frozen, with statistics that are not the initial ones."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Networks and functions that take images in one layout alone, or give what the usual loss does not take."""
+"""Networks that work in one memory layout only, and networks with outputs that the usual loss refuses."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Reshaping(nn.Module):
 
 
 class Viewing(Reshaping):
-    """Flattens as many tutorials do, which fails channels last."""
+    """A network that flattens by `view`, as in many tutorials; this fails channels last."""
 
     def forward(self, x):
         x = self.conv(x)
@@ -42,21 +42,21 @@ class Viewing(Reshaping):
 
 
 class Helped(Reshaping):
-    """Has a second output to train on."""
+    """A network with a second output in training."""
 
     def forward(self, x):
         return (super().forward(x), x.flatten(1)) if self.training else super().forward(x)
 
 
 class Mistaken(Reshaping):
-    """Has a mistake in its forward."""
+    """A network with a mistake in its forward, on purpose."""
 
     def forward(self, x):
         return self.tail(x)
 
 
 class TrainsHelped(FedAvg):
-    """Has a loss of its own, for networks with a second output."""
+    """FedAvg with a loss for networks with a second output."""
 
     def train(self, clients, theta):
         def loss(p, batch):
@@ -66,7 +66,7 @@ class TrainsHelped(FedAvg):
 
 
 def coloured(config) -> RawData:
-    """200 colour images, of three classes."""
+    """Return 200 colour images of three classes."""
     draws = np.random.default_rng(0)
     inputs = draws.integers(0, 60, (200, 3, 4, 4), dtype=np.uint8)
     labels = draws.integers(0, 3, 200)

@@ -1,4 +1,4 @@
-"""LoRA: adapters of dense layers that start as nothing, are all that is trained, and are all that is sent."""
+"""LoRA: adapters of dense layers start without effect, and only they and the output layer are trained and sent."""
 
 from __future__ import annotations
 

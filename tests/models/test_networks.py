@@ -1,4 +1,4 @@
-"""Networks have the published layers, and as many parameters as their papers and specifications count."""
+"""Networks have the published layers and the parameter counts of their papers and specifications."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A loss may look at another model as it is: nothing of that moves, and nothing of it moves the one that is trained."""
+"""A loss may call another model: that model does not move, and calling it changes nothing in training."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class DroppingNorm(NormalisedConv):
 
 
 def distilled_in_torch(fed: Federation, starts: Tensor, teachers: Tensor, weight: float) -> Tensor:
-    """Each client trained toward its teacher's outputs, by a loop over ordinary modules."""
+    """Train each client toward its teacher's outputs, by a loop over ordinary modules."""
     rows = []
     for k, start in enumerate(starts):
         net = as_module(fed.factory, start).train()
@@ -152,7 +152,7 @@ def test_parameters_without_statistics_are_refused_as_another_model():
 
 
 def moon_in_torch(fed: Federation, theta: Tensor, previous: Tensor, mu: float, temperature: float) -> Tensor:
-    """One client's round of MOON (Li et al. 2021, Algorithm 1), by a loop over ordinary modules."""
+    """Run a client's round of MOON (Li et al. 2021, Algorithm 1), by a loop over ordinary modules."""
 
     def features(net: nn.Module, x: Tensor) -> Tensor:
         return net.norm(net.conv(x)).relu().flatten(1)

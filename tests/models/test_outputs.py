@@ -1,4 +1,4 @@
-"""Networks whose outputs do not suit the targets."""
+"""Networks whose outputs do not fit the targets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.runs import experiment
 
 
 def targets(config: DataConfig, kind: str) -> RawData:
-    """80 samples of one number or three labels each, or sequences of five of four tokens."""
+    """Return 80 samples with a number or three labels each, or sequences of five tokens out of four."""
     draws = np.random.default_rng(0)
     targets_of = {
         "numbers": lambda: draws.normal(size=80),
@@ -33,7 +33,7 @@ def targets(config: DataConfig, kind: str) -> RawData:
 
 
 class Sized(torch.nn.Module):
-    """Has as many outputs as it was told, whatever the data; below 0: in a tuple."""
+    """A network with `outputs` outputs, whatever the data; if negative, in a tuple."""
 
     def __init__(self, input_shape: tuple[int, ...], num_classes: int, outputs: int):
         super().__init__()
@@ -46,7 +46,7 @@ class Sized(torch.nn.Module):
 
 
 class Surveyed(Ditto):
-    """Has no global model, and may predict by a function of the network's outputs."""
+    """A method without a global model, which may predict by a function of the network's outputs."""
 
     def global_model(self, server: object) -> None:
         return None

@@ -1,4 +1,4 @@
-"""Networks and data by their names in other libraries: torchvision, timm, the Hugging Face hub."""
+"""Networks and data sets by their names in torchvision, timm and the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_timms_weights_are_found_by_the_name_of_their_training(monkeypatch: pyte
 
 
 def hub(cache: Path, *subsets: str) -> None:
-    """What the hub's client leaves in its cache of the data set ada/digits."""
+    """Write what the hub's client leaves in its cache of the data set ada/digits."""
     repository = cache / "datasets--ada--digits"
     (repository / "refs/refs/convert").mkdir(parents=True)
     (repository / "refs/refs/convert/parquet").write_text("0123abc")

@@ -1,4 +1,4 @@
-"""ViT-S/16: its counts, its adapters, and the attention."""
+"""ViT-S/16: parameter counts, adapters, and attention."""
 
 from __future__ import annotations
 

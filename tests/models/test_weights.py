@@ -1,4 +1,4 @@
-"""Networks begin with the weights that were asked for, which is said, or a sentence tells why they cannot."""
+"""Networks start from the weights that the settings name and record their origin, or an error says why not."""
 
 from __future__ import annotations
 
