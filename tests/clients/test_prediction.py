@@ -18,7 +18,7 @@ from raypfl.models import Predictor
 from raypfl.results.display import outcome
 from raypfl.results.groups import group_runs
 from raypfl.results.numbers import messages
-from tests.support.federation import CLASSES, EXECUTORS, Federation, as_module
+from tests.support.federation import CLASSES, Federation, as_module, both_executors
 from tests.support.prediction_methods import Hypernetwork, NearestNeighbours
 from tests.support.runs import experiment
 
@@ -52,7 +52,7 @@ class ShiftedAlone(FedAvg):
     unseen_model = personal_model
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 def test_known_and_new_clients_are_evaluated_with_models_from_exchanges_that_leave_no_state(tmp_path, executor):
     base = experiment(tmp_path, rounds=3, engine__executor=executor, **NEWCOMERS)
     result = raypfl.run(base.replace(method=Shifted()))
@@ -247,7 +247,7 @@ class Wrapped(ShiftedAlone):
 PROTOCOLS = ["local", "global", "unseen", "pm_l", "ood/corrupt/brightness/2"]
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 def test_a_predictor_of_the_network_scores_as_the_network(tmp_path, executor):
     changes = NEWCOMERS | {"evaluation__protocols": PROTOCOLS}
     base = experiment(tmp_path, rounds=1, engine__executor=executor, **changes)
@@ -283,7 +283,7 @@ def knn_per_by_hand(
 
 
 @pytest.mark.parametrize("sizes", [(7, 7, 7, 7), (7, 3, 11, 7)], ids=["equal", "unequal"])
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 def test_nearest_neighbours_vote_as_by_hand_even_if_clients_have_fewer_than_k_samples(executor, sizes):
     method = NearestNeighbours(neighbours=5, share=0.7)
     fed = Federation(sizes=sizes, executor=executor, method=method)
@@ -324,7 +324,7 @@ def test_a_trained_predictor_is_used_like_any_network(tmp_path):
         assert (guesses == data.labels[indices]).mean() == pytest.approx(row["accuracy"], abs=1e-9)
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 def test_mistakes_in_a_predictor_are_reported_in_a_sentence(executor):
     fed = Federation(executor=executor, method=FedAvg())
     clients = fed.clients()

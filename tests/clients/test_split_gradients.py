@@ -18,7 +18,14 @@ from torch.nn import functional as F
 from raypfl.common.messages import Each, Mean, Scatter, Sum
 from raypfl.methods import Method, Task
 from raypfl.models import FlatModel
-from tests.support.federation import CLASSES, FP64, Federation, NormalisedConv, as_module, small_mlp
+from tests.support.federation import (
+    CLASSES,
+    FP64,
+    Federation,
+    as_module,
+    both_executors,
+    both_networks,
+)
 
 DESCRIPTOR = 4
 DESCRIBED = 5
@@ -138,8 +145,8 @@ def one_graph(fed: Federation, hyper: Tensor, embed: Tensor, ids, weights: Tenso
     return hyper_gradient, embed_gradient
 
 
-@pytest.mark.parametrize("factory", [small_mlp, NormalisedConv])
-@pytest.mark.parametrize("executor", ["vectorised", "sequential"])
+@both_networks
+@both_executors
 @pytest.mark.parametrize(
     ("sizes", "cohorts", "group_size"),
     [
@@ -208,7 +215,7 @@ def test_keeping_the_embedding_network_or_sending_it_again_gives_the_same_bits()
     assert all(torch.equal(servers[0][name], servers[1][name]) for name in ("hyper", "embed"))
 
 
-@pytest.mark.parametrize("executor", ["vectorised", "sequential"])
+@both_executors
 def test_a_methods_own_network_is_in_evaluation_mode_in_maps_too(executor):
     def embedding():
         return nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(32, 4))

@@ -27,8 +27,8 @@ from tests.support.federation import (
     as_module,
     as_vector,
     assert_close,
+    both_networks,
     dropping_mlp,
-    small_mlp,
 )
 from tests.support.pretend_gpu import pretend_gpu
 
@@ -51,7 +51,7 @@ def by_torch(fed: Federation, optimizer, batches, rates, train: bool = True) -> 
     return as_vector(net)
 
 
-@pytest.mark.parametrize("factory", [small_mlp, NormalisedConv])
+@both_networks
 @pytest.mark.parametrize(
     ("optimizer", "of_torch"),
     [

@@ -18,12 +18,11 @@ from raypfl.learning.augmentation import Crop, Cutout, Flip, augmented
 from raypfl.learning.batches import Samples, epoch_order
 from tests.support.federated_images import Brighter, ChangesShape
 from tests.support.federation import (
-    EXECUTORS,
     Federation,
-    NormalisedConv,
     assert_close,
     bare_loop,
-    small_mlp,
+    both_executors,
+    both_networks,
     starts_of,
 )
 from tests.support.runs import ON_RAY, Interrupt, experiment, same_tables
@@ -153,8 +152,8 @@ def test_draws_are_the_same_in_every_group_and_whatever_the_number_of_steps_and_
 # What is trained on
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
-@pytest.mark.parametrize("factory", [small_mlp, NormalisedConv])
+@both_executors
+@both_networks
 def test_training_is_the_bare_loops_on_the_same_changed_images(factory, executor):
     fed = Federation(factory, executor=executor, augmentation=SEVERAL)
     starts = starts_of(fed)
@@ -168,7 +167,7 @@ def test_training_is_the_bare_loops_on_the_same_changed_images(factory, executor
     assert (models - unchanged).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 def test_mini_batches_one_by_one_are_those_of_sgd_with_their_changes(executor):
     fed = Federation(executor=executor, augmentation=SEVERAL)
     clients = fed.clients()
@@ -198,7 +197,7 @@ def test_rounds_and_streams_change_the_same_samples_in_other_ways():
         assert (a != b).any(dim=1).all()
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 def test_whatever_is_no_step_of_training_sees_images_and_labels_as_they_are(executor):
     def looked_at(fed: Federation) -> list[torch.Tensor]:
         clients = fed.clients()
@@ -240,7 +239,7 @@ def test_a_run_on_changed_images_learns_otherwise_and_is_judged_alike(tmp_path):
     assert plain_run.evaluations.select(columns).equals(changed.evaluations.select(columns))
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 def test_a_resumed_run_goes_on_to_the_same_bits(tmp_path, executor):
     described = experiment(tmp_path, data__augmentation=AUGMENTED, engine__executor=executor)
     inline = raypfl.run(described)

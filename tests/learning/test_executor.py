@@ -36,8 +36,9 @@ from tests.support.federation import (
     as_vector,
     assert_close,
     bare_loop,
+    both_executors,
+    both_networks,
     dropping_mlp,
-    small_mlp,
     starts_of,
     torch_sgd,
 )
@@ -58,8 +59,8 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
-@pytest.mark.parametrize("factory", [small_mlp, NormalisedConv])
+@both_executors
+@both_networks
 @pytest.mark.parametrize("name", SETTINGS)
 def test_training_is_the_bare_loops(name, factory, executor):
     fed = Federation(factory, executor=executor, training=SETTINGS[name])
@@ -72,7 +73,7 @@ def test_training_is_the_bare_loops(name, factory, executor):
     assert (models - starts).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 @pytest.mark.parametrize("sizes", [(40, 40, 40), (40, 9, 23)], ids=["equal", "unequal"])
 def test_training_normalises_the_samples_that_it_visits_and_no_others(sizes, executor, monkeypatch):
     normalised = []
@@ -92,8 +93,8 @@ def test_training_normalises_the_samples_that_it_visits_and_no_others(sizes, exe
     assert sum(normalised) == visited
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
-@pytest.mark.parametrize("factory", [small_mlp, NormalisedConv])
+@both_executors
+@both_networks
 @pytest.mark.parametrize("training", [FP64, SETTINGS["momentum"]], ids=["plain", "momentum"])
 def test_one_start_for_all_and_a_copy_for_each_are_the_same_to_the_bit(training, factory, executor):
     fed = Federation(factory, executor=executor, training=training)
@@ -114,7 +115,7 @@ def test_one_start_for_all_and_a_copy_for_each_are_the_same_to_the_bit(training,
         assert_close(mixed[k], alone.sgd(alone.loss, rows[k])[0])
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 @pytest.mark.parametrize("train", [None, "1.weight, 3"])
 def test_weight_decay_acts_on_the_named_segments_alone(train, executor):
     once = replace(FP64, weight_decay=0.5, clip_norm=0.3, steps=1, batch_size=100)
@@ -131,7 +132,7 @@ def test_weight_decay_acts_on_the_named_segments_alone(train, executor):
     assert_close(trained, starts - 0.1 * (slopes + 0.5 * decayed))
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 @pytest.mark.parametrize("training", [FP64, SETTINGS["all of it"]], ids=["plain", "all of it"])
 def test_only_the_named_segment_moves_and_the_rest_stays_to_the_bit(training, executor):
     fed = Federation(NormalisedConv, executor=executor, training=training)
@@ -181,7 +182,7 @@ class Gated(nn.Module):
         return self.head(Gate.apply(self.body(x)))
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 @pytest.mark.parametrize("train, through", [("head", False), ("body", True), ("head, body.1.bias", True)])
 def test_no_gradient_goes_back_past_what_stands_still(train, through, executor):
     fed = Federation(Gated, executor=executor, training=replace(FP64, momentum=0.9))
@@ -191,7 +192,7 @@ def test_no_gradient_goes_back_past_what_stands_still(train, through, executor):
     assert bool(Gate.passed) == through
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 def test_where_nothing_moves_the_loss_is_all_that_comes_out(executor):
     fed = Federation(executor=executor, training=FP64)
     clients = fed.clients()
@@ -201,7 +202,7 @@ def test_where_nothing_moves_the_loss_is_all_that_comes_out(executor):
     assert (clients.losses > 0).all()
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 def test_epochs_steps_rate_and_batch_size_of_a_call_win_over_the_experiments(executor):
     fed = Federation(executor=executor, training=FP64)
     reference = Federation(training=replace(FP64, steps=3, batch_size=2, lr=0.05))
@@ -210,14 +211,14 @@ def test_epochs_steps_rate_and_batch_size_of_a_call_win_over_the_experiments(exe
     assert_close(trained, bare_loop(reference, reference.model.init(3).expand(4, -1))[0])
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 @pytest.mark.parametrize("nothing", [{"epochs": 0}, {"steps": 0}])
 def test_no_epoch_or_step_leaves_the_models_alone(nothing, executor):
     clients = Federation(executor=executor).clients()
     assert torch.equal(clients.sgd(clients.loss, clients.initial, **nothing), clients.initial.expand(4, -1))
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 def test_a_clients_training_is_the_same_alone_and_in_every_group(executor):
     fed = Federation(executor=executor, training=SETTINGS["all of it"])
     everybody = fed.clients()
@@ -227,7 +228,7 @@ def test_a_clients_training_is_the_same_alone_and_in_every_group(executor):
         assert_close(group.sgd(group.loss, group.initial), together[ids].as_subclass(Tensor), 1e-12)
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 def test_extras_are_passed_row_by_row_or_whole(executor):
     fed = Federation(executor=executor)
     clients = fed.clients()
@@ -251,7 +252,7 @@ def test_extras_are_passed_row_by_row_or_whole(executor):
         assert_close(trained[k], as_vector(net))
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 def test_a_model_vector_among_the_extras_is_cut_to_its_parameters(executor):
     fed = Federation(NormalisedConv, executor=executor)
     clients = fed.clients()
@@ -276,7 +277,7 @@ def test_a_model_vector_among_the_extras_is_cut_to_its_parameters(executor):
         assert_close(trained[k], as_vector(net))
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 def test_a_loss_may_evaluate_the_network_elsewhere_than_at_its_parameters(executor):
     fed = Federation(executor=executor)
     clients = fed.clients()
@@ -292,7 +293,7 @@ def test_a_loss_may_evaluate_the_network_elsewhere_than_at_its_parameters(execut
         assert_close(trained[k], clients.initial - 0.1 * 0.5 * gradient)
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 def test_a_network_with_statistics_may_be_evaluated_elsewhere_than_at_its_parameters(executor):
     clients = Federation(NormalisedConv, executor=executor).clients()
 
@@ -312,7 +313,7 @@ def test_both_executors_draw_the_same_dropout_and_torchs_stream_has_no_part_in_i
     assert torch.equal(trained[0], trained[2]) and torch.equal(trained[1], trained[3])
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 def test_dropout_is_on_in_training_off_in_maps_and_differs_by_client_and_step(executor):
     def factory():
         return nn.Sequential(nn.Flatten(), nn.Dropout(0.4), nn.Linear(32, CLASSES))
@@ -348,7 +349,7 @@ def test_dropout_keeps_its_share_scales_it_and_draws_every_layer_and_step_afresh
             assert float(((mask > 0) & (other > 0)).float().mean()) == pytest.approx(0.49, abs=0.01)
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 @pytest.mark.parametrize("kind", ["channels", "functional"])
 def test_other_kinds_of_dropout_are_keyed_too(kind, executor):
     class Net(nn.Module):
@@ -372,7 +373,7 @@ def test_other_kinds_of_dropout_are_keyed_too(kind, executor):
     assert torch.equal(train(0), train(1))
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 def test_bf16_is_near_fp32_and_keeps_weights_in_fp32(executor):
     rows = {}
     for precision in ("fp32", "bf16"):
@@ -384,7 +385,7 @@ def test_bf16_is_near_fp32_and_keeps_weights_in_fp32(executor):
     assert (error > 0).all() and (error < 0.1).all()
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 def test_class_means_are_taken_in_fp32_over_features_in_bf16(executor):
     """Half of each feature is 256, half 257: in bf16 their mean would be 256."""
 
@@ -398,7 +399,7 @@ def test_class_means_are_taken_in_fp32_over_features_in_bf16(executor):
     assert_close(means[:, 1], torch.full((2, 1), 256.5))
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 def test_channels_last_is_a_layout_and_nothing_else(executor):
     layouts = []
 
@@ -414,7 +415,7 @@ def test_channels_last_is_a_layout_and_nothing_else(executor):
     assert_close(trained, bare_loop(fed, clients.initial.expand(4, -1))[0])
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 def test_one_sample_left_over_is_trained_alike_by_both_executors_under_batch_norm(executor):
     # Two dimensions after the channels, so torch's own batch norm takes a batch of one as well.
     fed = Federation(NormalisedConv, sizes=(5, 9), executor=executor)
@@ -423,7 +424,7 @@ def test_one_sample_left_over_is_trained_alike_by_both_executors_under_batch_nor
     assert_close(trained, bare_loop(fed, clients.initial.expand(2, -1))[0])
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 def test_a_batch_of_one_sample_under_batch_norm_is_refused_in_a_sentence(executor):
     def factory():
         return nn.Sequential(nn.Flatten(), nn.Linear(32, 4), nn.BatchNorm1d(4), nn.Linear(4, CLASSES))
@@ -444,7 +445,7 @@ def test_lenet_trains_the_same_by_both_executors():
     assert_close(*rows)
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 def test_evaluation_counts_each_models_right_answers_on_its_own_samples(executor):
     fed = Federation(NormalisedConv, executor=executor)
     fed.context.evaluation_batch = 3
@@ -472,14 +473,14 @@ def test_evaluation_counts_each_models_right_answers_on_its_own_samples(executor
             assert_close(logits[k], net(fed.samples(1)[0]))
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 def test_clients_without_test_samples_score_nothing(executor):
     clients = Federation(executor=executor).clients()
     scores = clients.evaluate(clients.initial, split="test")
     assert scores["samples"].tolist() == [0] * 4 and scores["accuracy"].isnan().all()
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 def test_a_method_may_change_what_a_state_defaults_to_without_changing_the_initial_model(executor):
     fed = Federation(executor=executor, sizes=(5,))
     clients = fed.clients()
@@ -514,7 +515,7 @@ def test_the_learning_rate_follows_its_schedule():
     assert rates(warmup_rounds=2) == pytest.approx([0.4, 0.8, 0.8, 0.8])
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 @pytest.mark.parametrize("ends", ["well", "badly"])
 def test_training_leaves_the_shared_network_as_it_found_it(ends, executor):
     fed = Federation(NormalisedConv, executor=executor)

@@ -10,18 +10,18 @@ from torch.nn import functional as F
 from raypfl.common.messages import per_client
 from tests.support.federation import (
     CLASSES,
-    EXECUTORS,
     Federation,
     NormalisedConv,
     as_module,
     assert_close,
-    small_mlp,
+    both_executors,
+    both_networks,
     starts_of,
 )
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
-@pytest.mark.parametrize("factory", [small_mlp, NormalisedConv])
+@both_executors
+@both_networks
 def test_gradients_are_autograds_and_agree_with_finite_differences(factory, executor):
     fed = Federation(factory, executor=executor)
     clients = fed.clients()
@@ -44,7 +44,7 @@ def test_gradients_are_autograds_and_agree_with_finite_differences(factory, exec
         assert_close(gradients[k], torch.cat([p.grad.reshape(-1) for p in net.parameters()]))
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 def test_gradients_are_taken_on_the_batches_and_with_the_extras_that_are_given(executor):
     fed = Federation(executor=executor)
     clients = fed.clients()
@@ -62,7 +62,7 @@ def test_gradients_are_taken_on_the_batches_and_with_the_extras_that_are_given(e
         assert_close(gradients[k], expected)
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 def test_gradients_leave_model_vectors_as_they_are(executor):
     fed = Federation(NormalisedConv, executor=executor)
     clients = fed.clients()
@@ -72,7 +72,7 @@ def test_gradients_leave_model_vectors_as_they_are(executor):
     assert torch.equal(at, before)
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 def test_a_map_sees_each_clients_row_samples_and_extras_in_evaluation_mode(executor):
     fed = Federation(NormalisedConv, executor=executor)
     clients = fed.clients()
@@ -89,7 +89,7 @@ def test_a_map_sees_each_clients_row_samples_and_extras_in_evaluation_mode(execu
         assert_close(rows[k], scales[k] * net(fed.samples(k)[0]).mean(0).detach())
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 @pytest.mark.parametrize("shared", [True, False])
 def test_pulling_a_cotangent_back_is_autograd_through_the_map(shared, executor):
     fed = Federation(executor=executor)
@@ -107,7 +107,7 @@ def test_pulling_a_cotangent_back_is_autograd_through_the_map(shared, executor):
         assert_close(pulled[k], torch.cat([p.grad.reshape(-1) for p in net.parameters()]))
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 def test_class_means_are_those_of_each_clients_own_samples(executor):
     fed = Federation(executor=executor, sizes=(7, 1, 11))
     clients = fed.clients()

@@ -25,6 +25,8 @@ from tests.support.federation import (
     as_vector,
     assert_close,
     bare_loop,
+    both_executors,
+    both_networks,
     dropping_mlp,
     small_mlp,
     starts_of,
@@ -34,8 +36,8 @@ from tests.support.federation import (
 BY_TORCH = {"adam": (Adam(eps=1e-3), torch.optim.Adam), "adamw": (AdamW(eps=1e-3), torch.optim.AdamW)}
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
-@pytest.mark.parametrize("factory", [small_mlp, NormalisedConv])
+@both_executors
+@both_networks
 @pytest.mark.parametrize("name", BY_TORCH)
 def test_training_by_another_rule_is_the_bare_loop_with_torchs(name, factory, executor):
     optimizer, kind = BY_TORCH[name]
@@ -53,7 +55,7 @@ def test_training_by_another_rule_is_the_bare_loop_with_torchs(name, factory, ex
         assert_close(clients.losses[k], torch.tensor(np.mean(losses), dtype=torch.float64))
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 @pytest.mark.parametrize("optimizer", [Adam(), SGD(momentum=0.9)])
 def test_stepping_with_a_custom_rule_is_training_with_it(optimizer, executor):
     fed = Federation(NormalisedConv, executor=executor, training=replace(FP64, epochs=2))
@@ -73,7 +75,7 @@ def pull(p: Tensor, batch, anchor: Tensor) -> Tensor:
     return 0.3 * (p - anchor).square().sum()
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 def test_a_penalty_is_minimised_and_not_reported(executor):
     fed = Federation(NormalisedConv, executor=executor)
     clients = fed.clients()
@@ -128,7 +130,7 @@ def objective(fed: Federation, rows: Tensor) -> list[Tensor]:
     return [F.cross_entropy(net(x), y).detach() for net, x, y in pairs]
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 @pytest.mark.parametrize("training", [FP64, replace(FP64, momentum=0.9, epochs=2)], ids=["plain", "momentum"])
 def test_a_correction_is_added_to_every_gradient_and_not_reported(training, executor):
     fed = Federation(executor=executor, training=training)
@@ -160,7 +162,7 @@ def test_a_users_scaffold_starts_as_fedavg_and_its_variates_are_the_clients_mean
     assert float((server["theta"] - plainly.run_rounds([0, 2], None)["theta"]).norm()) > 1e-3
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 def test_under_a_surrogate_loss_the_objective_is_reported_and_moves_nothing(executor):
     fed = Federation(NormalisedConv, executor=executor)
     clients = fed.clients()
@@ -176,7 +178,7 @@ def test_under_a_surrogate_loss_the_objective_is_reported_and_moves_nothing(exec
     assert_close(clients.losses, objective)
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 def test_training_that_reports_nothing_has_no_loss_but_divergence_is_still_an_error(executor):
     clients = Federation(executor=executor).clients()
     clients.sgd(lambda p, batch: -3 * clients.loss(p, batch), clients.initial, report=None)
@@ -272,7 +274,7 @@ def clipped_by_hand(fed: Federation, start: Tensor, k: int) -> Tensor:
     return theta
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 @pytest.mark.parametrize("room", [1, 10**9], ids=["a sample at a time", "whole batches"])
 def test_per_sample_gradients_are_clipped_without_changes_to_the_loss(room, executor, monkeypatch):
     monkeypatch.setattr("raypfl.learning.descent.ROOM", room)
@@ -292,7 +294,7 @@ def test_per_sample_gradients_are_clipped_without_changes_to_the_loss(room, exec
     assert (unmarked(trained) - bare_loop(fed, starts)[0]).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 @pytest.mark.parametrize("factory", [small_mlp, dropping_mlp])
 def test_a_per_sample_rule_that_takes_the_mean_is_the_plain_rule(factory, executor):
     class Asking(Adam):

@@ -25,7 +25,8 @@ from tests.support.federation import (
     as_module,
     assert_close,
     bare_loop,
-    small_mlp,
+    both_executors,
+    both_networks,
     starts_of,
 )
 
@@ -48,7 +49,7 @@ def seen_by(fed: Federation, loss, sizes: list[int]):
     return noting
 
 
-@pytest.mark.parametrize("factory", [small_mlp, NormalisedConv])
+@both_networks
 @pytest.mark.parametrize("careless", [ignoring, wrongly_divided])
 def test_a_careless_loss_is_found_out_on_no_more_than_a_batch_of_a_large_client(careless, factory):
     fed = Federation(factory, sizes=(41, 4, 11))
@@ -147,7 +148,7 @@ def test_a_loss_that_looks_at_numbers_is_trained_one_by_one_with_a_warning(peek)
         assert_close(clients.grad(loss, start), clients.grad(clients.loss, start).as_subclass(Tensor))
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 @pytest.mark.parametrize("work", ["sgd", "grad", "map"])
 def test_a_loss_that_closes_over_rows_of_all_clients_is_refused(work, executor):
     fed = Federation(executor=executor)
@@ -163,7 +164,7 @@ def test_a_loss_that_closes_over_rows_of_all_clients_is_refused(work, executor):
     clients.sgd(clients.loss, clients.initial)
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 def test_what_is_computed_from_rows_of_all_clients_may_not_be_closed_over_either(executor):
     clients = Federation(executor=executor).clients()
     derived = (clients.sgd(clients.loss, clients.initial) * 2)[1] + clients.num_samples[1]
@@ -190,7 +191,7 @@ def test_an_extra_with_as_many_rows_as_clients_must_say_whose_they_are():
     clients.sgd(loss, clients.initial, table=torch.zeros(5, 4))
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 def test_a_loss_that_is_not_a_number_names_its_clients_and_the_round(executor):
     fed = Federation(executor=executor)
     starts = starts_of(fed)
@@ -202,14 +203,14 @@ def test_a_loss_that_is_not_a_number_names_its_clients_and_the_round(executor):
     assert caught.value.repeatable
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 def test_a_client_without_training_samples_is_named_in_a_sentence(executor):
     clients = Federation(sizes=(5, 0, 3), executor=executor).clients()
     with pytest.raises(RaypflError, match="client 1"):
         clients.sgd(clients.loss, clients.initial)
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 def test_a_loss_above_the_limit_and_a_model_that_overflows_are_refused(executor):
     fed = Federation(executor=executor, loss_limit=10.0)
     clients = fed.clients()
@@ -225,8 +226,8 @@ def test_a_loss_above_the_limit_and_a_model_that_overflows_are_refused(executor)
         clients.sgd(clients.loss, clients.initial, steps=1, lr=float("inf"))
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
-@pytest.mark.parametrize("factory", [small_mlp, NormalisedConv])
+@both_executors
+@both_networks
 def test_a_map_with_a_row_a_sample_is_padded_with_zeros_to_the_largest_client(factory, executor):
     fed = Federation(factory, executor=executor)
     clients = fed.clients()
@@ -243,7 +244,7 @@ def test_a_map_with_a_row_a_sample_is_padded_with_zeros_to_the_largest_client(fa
         assert not outputs[k, size:].any()
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 def test_a_vector_that_is_by_chance_as_long_as_the_largest_batch_is_not_taken_for_rows(executor):
     clients = Federation(executor=executor, sizes=(2, 3)).clients()
 
@@ -254,7 +255,7 @@ def test_a_vector_that_is_by_chance_as_long_as_the_largest_batch_is_not_taken_fo
     assert_close(clients.map(shares, clients.initial), expected.as_subclass(Tensor))
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 def test_a_mistake_that_no_way_mends_is_raised_as_the_plainest_way_raises_it(executor):
     clients = Federation(executor=executor, sizes=(4, 4)).clients()
 
@@ -309,7 +310,7 @@ def test_a_walk_that_has_fallen_back_does_not_try_every_step_anew():
     assert_close(theta, bare_loop(fed, clients.initial.expand(4, -1))[0])
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 def test_all_that_a_client_has_is_asked_for_by_any_large_number(executor):
     fed = Federation(executor=executor, training=replace(FP64, batch_size=10**9))
     clients = fed.clients()
@@ -320,7 +321,7 @@ def test_all_that_a_client_has_is_asked_for_by_any_large_number(executor):
     assert_close(clients.sgd(clients.loss, clients.initial), bare_loop(whole, clients.initial.expand(4, -1))[0])
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 @pytest.mark.filterwarnings("ignore::raypfl.clients.context.FallbackWarning")
 def test_per_fedavg_goes_down_the_slope_after_a_step(executor):
     fed = Federation(sizes=(9,), executor=executor, method=PerFedAvg(alpha=0.5))

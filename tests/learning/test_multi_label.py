@@ -11,10 +11,18 @@ import raypfl
 from raypfl.common.errors import ConfigError
 from raypfl.data.datasets import RawData
 from raypfl.methods import FedAvg
-from tests.support.federation import CLASSES, FP64, Federation, NormalisedConv, as_module, as_vector, small_mlp
+from tests.support.federation import (
+    CLASSES,
+    FP64,
+    Federation,
+    as_module,
+    as_vector,
+    both_executors,
+    both_networks,
+    small_mlp,
+    torch_sgd,
+)
 from tests.support.runs import experiment
-
-both = pytest.mark.parametrize("executor", ["vectorised", "sequential"])
 
 
 def federation(executor: str, factory=small_mlp) -> Federation:
@@ -23,19 +31,19 @@ def federation(executor: str, factory=small_mlp) -> Federation:
     return fed
 
 
-@both
-@pytest.mark.parametrize("factory", [small_mlp, NormalisedConv])
+@both_executors
+@both_networks
 def test_several_labels_are_learnt_by_their_mean_binary_cross_entropy(executor, factory):
     fed = federation(executor, factory)
     clients = fed.clients()
     trained = clients.sgd(clients.loss, clients.initial)
+
+    def loss(outputs, y):
+        return F.binary_cross_entropy_with_logits(outputs, y.double())
+
     for k in range(len(clients)):
-        net = as_module(factory, fed.context.initial).train()
-        optimizer = torch.optim.SGD(net.parameters(), lr=FP64.lr)
-        for x, y in fed.visits(k):
-            optimizer.zero_grad()
-            F.binary_cross_entropy_with_logits(net(x), y.double()).backward()
-            optimizer.step()
+        net = as_module(factory, fed.context.initial)
+        torch_sgd(net, fed.visits(k), lr=FP64.lr, loss=loss)
         torch.testing.assert_close(torch.Tensor(trained[k]), as_vector(net))
 
 

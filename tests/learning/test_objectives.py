@@ -30,7 +30,14 @@ from raypfl.learning.objectives import (
 from raypfl.learning.objectives.batch import Batch
 from raypfl.methods import FedAvg
 from raypfl.models import MODELS
-from tests.support.federation import EXECUTORS, Federation, as_module, as_vector, assert_close
+from tests.support.federation import (
+    Federation,
+    as_module,
+    as_vector,
+    assert_close,
+    both_executors,
+    torch_sgd,
+)
 from tests.support.runs import experiment
 
 DRAWS = torch.Generator().manual_seed(0)
@@ -120,7 +127,7 @@ def small_regressor() -> nn.Module:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 def test_numbers_are_learnt_as_a_bare_loop_learns_them(executor, reduction):
     fed = Federation(small_regressor, executor=executor, method=FedAvg())
     fed.labels = np.random.default_rng(2).normal(size=len(fed.labels))
@@ -128,14 +135,14 @@ def test_numbers_are_learnt_as_a_bare_loop_learns_them(executor, reduction):
     clients = fed.clients()
     trained = clients.sgd(clients.loss, clients.initial, lr=0.01)
 
+    def loss(outputs, y):
+        # Regression's "sum" is half the sum of squares.
+        scale = 1 if reduction == "mean" else len(y) / 2
+        return scale * F.mse_loss(outputs[:, 0], y)
+
     for k in range(len(clients)):
-        net = as_module(small_regressor, fed.context.initial).train()
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-        for x, y in fed.visits(k):
-            optimizer.zero_grad()
-            scale = 1 if reduction == "mean" else len(y) / 2
-            (scale * F.mse_loss(net(x)[:, 0], y)).backward()
-            optimizer.step()
+        net = as_module(small_regressor, fed.context.initial)
+        torch_sgd(net, fed.visits(k), lr=0.01, loss=loss)
         assert_close(trained[k], as_vector(net))
 
 

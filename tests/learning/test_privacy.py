@@ -28,13 +28,12 @@ from raypfl.results.groups import group_runs
 from raypfl.runs.driver import check
 from tests.support.federation import (
     CLASSES,
-    EXECUTORS,
     FP64,
     SHAPE,
     Federation,
     as_module,
     assert_close,
-    both,
+    both_executors,
     starts_of,
 )
 
@@ -67,7 +66,7 @@ def by_hand(fed: Federation, start: Tensor, k: int, anchor: Tensor | None = None
     return theta
 
 
-@both
+@both_executors
 def test_clipping_is_a_plain_loop_over_the_samples_of_poisson_batches(executor):
     fed = Federation(executor=executor, training=replace(FP64, epochs=2), privacy=CLIPS)
     clients = fed.clients()
@@ -82,7 +81,7 @@ def test_clipping_is_a_plain_loop_over_the_samples_of_poisson_batches(executor):
         assert_close(walked[k], trained[k], 1e-12)
 
 
-@both
+@both_executors
 def test_a_pull_is_added_after_clipping_and_is_not_clipped(executor):
     fed = Federation(executor=executor, training=replace(FP64, epochs=2), privacy=CLIPS)
     clients = fed.clients()
@@ -97,7 +96,7 @@ def test_a_pull_is_added_after_clipping_and_is_not_clipped(executor):
         assert_close(trained[k], by_hand(fed, start, k, anchor, lam=2.0), 1e-12)
 
 
-@both
+@both_executors
 def test_a_penalty_that_looks_at_the_samples_is_clipped_with_their_loss(executor):
     fed = Federation(executor=executor, training=replace(FP64, steps=1), privacy=replace(CLIPS, clip=1e-3))
     clients = fed.clients()
@@ -110,7 +109,7 @@ def test_a_penalty_that_looks_at_the_samples_is_clipped_with_their_loss(executor
     assert (moved.norm(dim=1) <= torch.from_numpy(most) * 1e-3 * fed.training.lr / 4 + 1e-15).all()
 
 
-@both
+@both_executors
 def test_without_noise_and_without_a_limit_it_is_ordinary_sgd_on_the_same_batches(executor):
     fed = Federation(executor=executor, sizes=(8, 4, 12, 8))
     clients = fed.clients()
@@ -147,7 +146,7 @@ def test_poisson_batches_draw_every_sample_independently_with_the_same_chance():
     assert (alone.counts[0] == visits.counts[1]).all()
 
 
-@both
+@both_executors
 def test_noise_has_the_set_deviation_and_is_new_in_every_training_and_step(executor):
     far = replace(NOISY, noise=1e9, clip=1e-9)
     fed = Federation(executor=executor, training=replace(FP64, lr=1.0, steps=1), privacy=far)
@@ -162,7 +161,7 @@ def test_noise_has_the_set_deviation_and_is_new_in_every_training_and_step(execu
     assert float(correlation.abs().max()) < 0.5, "two draws are the same"
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 def test_two_steps_on_a_mini_batch_have_different_noise_and_are_accounted_together(executor):
     fed = Federation(executor=executor, training=replace(FP64, steps=3), privacy=NOISY, method=PFedMe(inner_steps=2))
     fed.run_rounds(None)

@@ -14,7 +14,8 @@ from tests.support.federation import (
     Federation,
     NormalisedConv,
     as_module,
-    both,
+    both_executors,
+    both_networks,
     run_method,
     small_mlp,
     without_bias,
@@ -27,8 +28,8 @@ CENTRE = Federation(method=QUICK).cohort()
 any_net = pytest.mark.parametrize("factory", [small_mlp, without_bias, NormalisedConv])
 
 
-@both
-@any_net
+@both_executors
+@both_networks
 def test_creffs_averaged_and_personal_models_are_fedavgs_to_the_bit(factory, executor):
     options = {"factory": factory, "executor": executor}
     last = PartialPersonalization(personal="", body="last")
@@ -38,8 +39,8 @@ def test_creffs_averaged_and_personal_models_are_fedavgs_to_the_bit(factory, exe
         assert (creff.state_of(client)["model"] == personal.state_of(client)["shared"]).all()
 
 
-@both
-@any_net
+@both_executors
+@both_networks
 def test_creffs_global_model_is_the_averaged_body_under_the_retrained_head(factory, executor):
     fed = run_method(QUICK, factory=factory, executor=executor)
     head = fed.model.mask("output layer")
@@ -50,7 +51,7 @@ def test_creffs_global_model_is_the_averaged_body_under_the_retrained_head(facto
     assert torch.equal(torch.cat([weight, *(b[:, None] for b in bias)], dim=1), fed.server["head"])
 
 
-@both
+@both_executors
 @pytest.mark.parametrize("factory", [small_mlp, without_bias])
 def test_clients_report_the_gradients_of_each_of_their_classes(factory, executor):
     fed = Federation(factory, executor=executor, method=QUICK, training=FP64, group_size=3)

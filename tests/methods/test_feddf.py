@@ -11,13 +11,13 @@ from raypfl.common.errors import ConfigError
 from raypfl.methods import METHODS, FedAvg, FedDF
 from raypfl.runs import driver
 from tests.support.federation import (
-    EXECUTORS,
     Federation,
     NormalisedConv,
     as_module,
     as_vector,
     assert_close,
-    small_mlp,
+    both_executors,
+    both_networks,
 )
 from tests.support.runs import experiment
 
@@ -42,8 +42,8 @@ def test_feddf_without_distillation_is_fedavg_to_the_bit():
     assert torch.equal(first["theta"], second["theta"])
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
-@pytest.mark.parametrize("factory", [small_mlp, NormalisedConv])
+@both_executors
+@both_networks
 def test_the_average_is_trained_by_adam_on_the_divergence_from_the_mean_logits(factory, executor):
     method = Recorded(steps=7, batch_size=4, lr=0.01)
     fed = Federation(factory, method=method, executor=executor, group_size=3)

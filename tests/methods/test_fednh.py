@@ -25,9 +25,9 @@ from tests.support.federation import (
     FP64,
     ROUNDS,
     Federation,
-    any_net,
     assert_close,
-    both,
+    both_executors,
+    both_networks,
     sent_per_client,
     small_mlp,
     without_bias,
@@ -124,12 +124,12 @@ def test_the_scale_sets_the_loss_floor(classes, scale, floor):
     head = PrototypeHead(w, scale, trainable=False, normalise=True).double()
     losses = F.cross_entropy(head(w), torch.arange(classes))
     assert losses.item() == pytest.approx(floor, rel=1e-4, abs=1e-15)
-    assert floor == pytest.approx(
-        math.log1p((classes - 1) * math.exp(-scale * classes / (classes - 1))), rel=1e-4, abs=0
-    )
+
+    formula = math.log1p((classes - 1) * math.exp(-scale * classes / (classes - 1)))
+    assert floor == pytest.approx(formula, rel=1e-4, abs=0)
 
 
-@both
+@both_executors
 def test_the_scale_is_trained_and_averaged_without_weight_decay(executor):
     fixed = run_method(FedNH(train_scale=False), executor=executor)
     assert fixed.model.names("output layer") == ["3.weight"]
@@ -148,8 +148,8 @@ def test_the_scale_is_trained_and_averaged_without_weight_decay(executor):
     assert ends[0.1] == pytest.approx(ends[0.0], abs=0.02) and abs(ends[0.0] - 30) > 1e-6
 
 
-@both
-@any_net
+@both_executors
+@both_networks
 def test_a_round_by_hand(factory, executor):
     fed = Federation(factory, executor=executor, method=FedNH(rho=0.7), training=FP64, group_size=3)
     start = fed.method.start(fed.task)["theta"]
@@ -237,7 +237,7 @@ def test_a_class_without_samples_keeps_its_prototype_to_the_bit():
     assert torch.equal(prototypes(fed)[2], start[2]) and not torch.equal(prototypes(fed)[:2], start[:2])
 
 
-@both
+@both_executors
 def test_without_smoothing_normalising_or_scale_fednhs_body_is_fedbabus_to_the_bit(executor):
     method = FedNH(rho=1.0, head="default", normalise=False, scale=1.0, train_scale=False)
     training = TrainingSettings(batch_size=4, lr=0.1, epochs=2, momentum=0.5)
@@ -313,7 +313,7 @@ class FedAvgUnderAFixedHead(PartialPersonalization):
         return with_output_layer(network, PrototypeHead(rows, 30.0, trainable=True, normalise=True))
 
 
-@both
+@both_executors
 def test_with_fixed_prototypes_fednh_is_fedavg_under_a_fixed_head_to_the_bit(executor):
     methods = (FedAvgUnderAFixedHead(), FedNH(rho=1.0), FedNH())
     fixed, still, moving = (run_method(m, executor=executor, training=FP32).server["theta"] for m in methods)
@@ -347,7 +347,7 @@ def by_hand(fed: Federation, rounds: int, rho: float, s: float) -> tuple[dict[st
     return body.state_dict(), scale.detach(), w
 
 
-@both
+@both_executors
 @pytest.mark.parametrize("clip_norm", [None, 0.2])
 def test_a_single_client_is_centralised_training_under_a_head_of_averaged_class_means(executor, clip_norm):
     training = replace(FP64, momentum=0.9, weight_decay=0.01, lr=0.01, clip_norm=clip_norm)
@@ -400,7 +400,7 @@ def test_the_authors_server_step_is_one_of_the_options():
         assert fed.server["theta"][place] != 1
 
 
-@both
+@both_executors
 def test_a_client_may_keep_its_own_scale(executor):
     fed = Federation(method=FedNH(share_scale=False), executor=executor, training=FP64)
     fed.run_rounds([0, 1])

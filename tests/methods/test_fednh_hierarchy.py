@@ -20,7 +20,7 @@ PAIRS = np.triu(np.ones((12, 12), dtype=bool), 1)
 
 
 def trained(tmp_path, method, seed: int, rounds: int) -> raypfl.Result:
-    """20 clients of which 5 train in each round."""
+    """Run a method with 20 clients, of which 5 train in each round."""
     return raypfl.run(
         raypfl.Experiment(
             rounds=rounds,

@@ -27,7 +27,7 @@ from tests.support.federation import (
     as_module,
     as_vector,
     assert_close,
-    both,
+    both_executors,
     client_states,
     run_method,
     sent_per_client,
@@ -47,7 +47,7 @@ def globals_of(method, rounds=ALL, **options) -> list[Tensor]:
     return [fed.run_rounds(ids)["theta"] for ids in rounds]
 
 
-@both
+@both_executors
 @each_side
 @pytest.mark.parametrize("rounds", [ALL, [*ROUNDS, *ROUNDS]])
 def test_fedptr_without_pull_is_fedavg_to_the_bit_although_it_matches(side, rounds, executor):
@@ -55,7 +55,7 @@ def test_fedptr_without_pull_is_fedavg_to_the_bit_although_it_matches(side, roun
     assert all(torch.equal(a, b) for a, b in zip(plain, pulled, strict=True))
 
 
-@both
+@both_executors
 @each_side
 def test_a_single_client_without_pull_is_central_training_by_torch(side, executor):
     fed = run_method(side(lam=0.0, **SMALL), *ALL, sizes=(9,), executor=executor, training=FP64)
@@ -65,7 +65,7 @@ def test_a_single_client_without_pull_is_central_training_by_torch(side, executo
     assert_close(fed.server["theta"], as_vector(net), 1e-9)
 
 
-@both
+@both_executors
 @each_side
 @pytest.mark.parametrize("guess", ["matching", "line"])
 def test_it_is_fedavg_until_the_window_is_full_and_first_differs_in_the_round_after(side, guess, executor):
@@ -74,7 +74,7 @@ def test_it_is_fedavg_until_the_window_is_full_and_first_differs_in_the_round_af
     assert equal == [True, True, True, False, False, False]  # w^1 to w^3, for a window of 2
 
 
-@both
+@both_executors
 @each_side
 def test_fedptr_without_projection_steps_is_fedprox_from_the_same_model(side, executor):
     options = {**SMALL, "project_steps": 0, "regularizer": "fixed"}
@@ -98,7 +98,7 @@ def test_clients_with_identical_sets_are_the_server_side_method(monkeypatch):
     assert_close(client_states(by_clients, "images")[2], by_server.server["images"])
 
 
-@both
+@both_executors
 def test_observed_and_global_windows_coincide_under_full_participation(executor):
     a, b = (
         globals_of(FedPTR(lam=0.5, history=history, **SMALL), executor=executor) for history in ("observed", "global")
@@ -106,7 +106,7 @@ def test_observed_and_global_windows_coincide_under_full_participation(executor)
     assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-@both
+@both_executors
 def test_a_client_matches_what_it_has_observed(executor):
     rounds = [[0, 1], [0, 2], [0, 1], [1, 2], [0, 1], [0, 1], [1, 3]]
     fed = Federation(method=FedPTR(lam=0.5, **SMALL), group_size=2, training=FP32, executor=executor)
@@ -150,7 +150,7 @@ def test_matching_every_nth_round_keeps_the_set_in_between_and_still_projects(si
     assert moved == [bool(change) for change in changes]
 
 
-@both
+@both_executors
 @pytest.mark.parametrize("initial", ["own", "noise"])
 def test_initial_images_are_the_clients_own_samples_or_noise_for_missing_classes(initial, executor):
     method = FedPTR(**{**SMALL, "per_class": 2, "initial": initial})
@@ -234,7 +234,7 @@ def test_a_fixed_pull_is_proportional_to_the_distance():
     assert_close(slope, (0.3 * (p - anchor)).detach(), 1e-7)
 
 
-@both
+@both_executors
 def test_a_strong_fixed_pull_takes_clients_to_the_projected_model(executor):
     training = replace(FP64, lr=0.01, steps=50, batch_size=100)
     fed = Federation(method=FedPTRServer(lam=90.0, regularizer="fixed", **SMALL), training=training, executor=executor)
@@ -283,7 +283,7 @@ def test_a_clients_images_are_sent_and_charged_only_if_pictures_are_enabled(name
     ]
 
 
-@both
+@both_executors
 @each_side
 def test_a_diverging_matching_is_counted_and_does_not_stop_the_run(side, executor):
     method = side(**{**SMALL, "image_lr": 1e30, "outer_steps": 4})

@@ -125,9 +125,8 @@ def test_partitions_are_disjoint_and_complete_and_as_skewed_as_the_papers(alpha,
     for counts, owners in partitions:
         assert counts.sum() == 6000 == len(owners) and (counts.sum(1) == 600).all() and counts.sum(0).min() >= 25
     assert np.mean([counts.max(1).mean() / 600 for counts, _ in partitions]) == pytest.approx(largest, abs=0.05)
-    assert np.array_equal(partitions[3][1], shares(alpha, 10, 3)[1]) and not np.array_equal(
-        partitions[3][1], partitions[4][1]
-    )
+    assert np.array_equal(partitions[3][1], shares(alpha, 10, 3)[1])
+    assert not np.array_equal(partitions[3][1], partitions[4][1])
 
 
 def test_a_skewed_partition_that_cannot_serve_all_clients_is_an_error():

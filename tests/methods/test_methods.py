@@ -34,10 +34,10 @@ from tests.support.federation import (
     ROUNDS,
     Federation,
     NormalisedConv,
-    any_net,
     as_module,
     as_vector,
-    both,
+    both_executors,
+    both_networks,
     client_states,
     gradient,
     run_method,
@@ -47,8 +47,8 @@ from tests.support.federation import (
 from tests.support.runs import experiment
 
 
-@both
-@any_net
+@both_executors
+@both_networks
 @pytest.mark.parametrize("weighting", ["samples", "uniform"])
 def test_fedavg_is_the_weighted_average_of_the_clients_models(weighting, factory, executor):
     training = replace(FP64, epochs=2, momentum=0.5)
@@ -68,16 +68,16 @@ def test_fedavg_is_the_weighted_average_of_the_clients_models(weighting, factory
     assert fed.method.personal_model(fed.clients(), fed.server) is None
 
 
-@both
-@any_net
+@both_executors
+@both_networks
 def test_fedprox_without_pull_is_fedavg_to_the_bit(factory, executor):
     a, b = (run_method(m, executor=executor, factory=factory).server for m in (FedAvg(), FedProx(mu=0.0)))
     assert torch.equal(a["theta"], b["theta"])
     assert not torch.equal(a["theta"], run_method(FedProx(mu=0.1), executor=executor, factory=factory).server["theta"])
 
 
-@both
-@any_net
+@both_executors
+@both_networks
 def test_ditto_without_pull_is_training_alone_to_the_bit(factory, executor):
     alone, ditto = (run_method(m, executor=executor, factory=factory) for m in (Local(), Ditto(lam=0.0)))
     assert (client_states(alone) == client_states(ditto)).all()
@@ -85,14 +85,14 @@ def test_ditto_without_pull_is_training_alone_to_the_bit(factory, executor):
     assert (client_states(pulled) != client_states(alone)).any(axis=1).all()
 
 
-@both
+@both_executors
 @pytest.mark.parametrize("lam", [0.0, 2.0])
 def test_dittos_global_model_is_fedavgs_to_the_bit(lam, executor):
     a, b = (run_method(m, executor=executor, factory=NormalisedConv).server for m in (FedAvg(), Ditto(lam=lam)))
     assert torch.equal(a["theta"], b["theta"])
 
 
-@both
+@both_executors
 def test_local_training_continues_from_each_clients_last_model(executor):
     fed = run_method(Local(), executor=executor, training=FP64)
     for client in range(4):
@@ -104,7 +104,7 @@ def test_local_training_continues_from_each_clients_last_model(executor):
     assert fed.ledger.entries == []
 
 
-@both
+@both_executors
 def test_two_steps_of_fedprox_by_hand(executor):
     mu = 0.7
     lr = 0.1
@@ -121,8 +121,8 @@ def test_two_steps_of_fedprox_by_hand(executor):
     torch.testing.assert_close(fed.server["theta"], expected, rtol=1e-10, atol=1e-10)
 
 
-@both
-@any_net
+@both_executors
+@both_networks
 def test_three_rounds_of_feddyn_by_hand(factory, executor):
     alpha = 0.3
     lr = 0.1
@@ -155,7 +155,7 @@ def test_three_rounds_of_feddyn_by_hand(factory, executor):
     torch.testing.assert_close(client_states(fed, "linear"), linear, rtol=1e-9, atol=1e-9)
 
 
-@both
+@both_executors
 def test_two_rounds_of_ditto_by_hand(executor):
     lam = 0.7
     lr = 0.1
@@ -170,7 +170,7 @@ def test_two_rounds_of_ditto_by_hand(executor):
         np.testing.assert_allclose(client_states(fed).numpy()[client], v.numpy(), rtol=1e-10, atol=1e-10)
 
 
-@both
+@both_executors
 def test_dittos_personal_epochs_do_not_change_its_global_model(executor):
     fed = run_method(Ditto(personal_epochs=3, lam=0.0), None, executor=executor, training=FP64)
     reference = Federation(training=replace(FP64, epochs=3))
@@ -306,8 +306,8 @@ def test_a_method_without_required_functions_gets_an_error_that_names_them():
         Empty().round({}, Federation().cohort())
 
 
-@both
-@any_net
+@both_executors
+@both_networks
 @pytest.mark.parametrize(
     ("method", "reference"),
     [(FedAvgFT(finetune_epochs=2, finetune_lr=0.05), FedAvg()), (FedBABU(finetune_epochs=2, finetune_lr=0.05), None)],

@@ -13,14 +13,23 @@ from torch.nn import functional as F
 import raypfl
 from raypfl.common.errors import ConfigError
 from raypfl.methods import FedAvg, KNNPer, Local, PerFedAvg
-from tests.support.federation import FP64, ONE_STEP, Federation, any_net, assert_close, both, gradient, run_method
+from tests.support.federation import (
+    FP64,
+    ONE_STEP,
+    Federation,
+    assert_close,
+    both_executors,
+    both_networks,
+    gradient,
+    run_method,
+)
 from tests.support.runs import experiment
 
 NEWCOMERS = {"data__unseen_fraction": 0.25, "evaluation__protocols": ["local", "unseen"], "rounds": 2}
 
 
-@both
-@any_net
+@both_executors
+@both_networks
 def test_per_fedavg_without_inner_steps_is_fedavg(factory, executor):
     training = replace(FP64, momentum=0.9, epochs=2)
     rounds = {"factory": factory, "executor": executor, "training": training}
@@ -28,7 +37,7 @@ def test_per_fedavg_without_inner_steps_is_fedavg(factory, executor):
     assert_close(maml.server["theta"], run_method(FedAvg(weighting="uniform"), **rounds).server["theta"])
 
 
-@both
+@both_executors
 @pytest.mark.parametrize("exact", [False, True])
 def test_a_step_of_per_fedavg_is_autograds(exact, executor):
     alpha = 0.4
@@ -73,8 +82,8 @@ def predictions(fed: Federation, method: KNNPer, x: Tensor) -> list[Tensor]:
     return [predictor.outputs_of(k, x).exp() for k in range(len(fed.sizes))]
 
 
-@both
-@any_net
+@both_executors
+@both_networks
 @pytest.mark.parametrize(("k", "share", "scale"), [(3, 0.5, 1.0), (10, 0.3, 100.0), (1, 1.0, 0.1)])
 def test_knn_per_mixes_probabilities_of_neighbours_and_of_the_global_model(k, share, scale, factory, executor):
     fed = run_method(
@@ -100,7 +109,7 @@ def test_knn_per_without_neighbours_is_fedavg():
         assert_close(p, fed.model(plain.server["theta"], x).softmax(1), 1e-9)
 
 
-@both
+@both_executors
 def test_k_and_share_are_the_best_by_leave_one_out(executor):
     method = KNNPer(neighbours=None, share=None, scale=0.05)
     fed = run_method(method, None, sizes=(13, 4, 17, 1), training=FP64, executor=executor)

@@ -29,10 +29,10 @@ from tests.support.federation import (
     FP64,
     Federation,
     NormalisedConv,
-    any_net,
     as_module,
     as_vector,
-    both,
+    both_executors,
+    both_networks,
     sent_per_client,
     small_mlp,
     torch_sgd,
@@ -58,8 +58,8 @@ def charged(fed: Federation) -> dict:
     return sent_per_client(fed.ledger, 1)
 
 
-@both
-@any_net
+@both_executors
+@both_networks
 @pytest.mark.parametrize("order", ORDERS)
 def test_with_nothing_personal_partial_personalization_is_fedavg_to_the_bit(order, factory, executor):
     options = {"factory": factory, "executor": executor}
@@ -70,8 +70,8 @@ def test_with_nothing_personal_partial_personalization_is_fedavg_to_the_bit(orde
     assert torch.equal(models(nothing), fedavg.server["theta"].expand(4, -1))
 
 
-@both
-@any_net
+@both_executors
+@both_networks
 @pytest.mark.parametrize("order", ORDERS)
 def test_with_nothing_shared_partial_personalization_is_training_alone_to_the_bit(order, factory, executor):
     options = {"factory": factory, "executor": executor}
@@ -82,27 +82,27 @@ def test_with_nothing_shared_partial_personalization_is_training_alone_to_the_bi
     assert everything.ledger.entries == []
 
 
-@both
+@both_executors
 def test_fedbn_without_batch_norm_warns_and_is_fedavg_to_the_bit(executor):
     a, b = (run_method(m, factory=small_mlp, executor=executor) for m in (FedAvg(), FedBN()))
     assert torch.equal(a.server["theta"], b.server["theta"])
     assert b.warnings and "has no batch norm" in b.warnings[0]
 
 
-@both
+@both_executors
 def test_lg_fedavg_of_a_network_with_only_a_head_is_fedavg_to_the_bit(executor):
     factory = applied(torch.nn.Sequential, torch.nn.Flatten(), torch.nn.Linear(32, 3))
     a, b = (run_method(m, factory=factory, executor=executor) for m in (FedAvg(), LGFedAvg()))
     assert torch.equal(a.server["theta"], b.server["theta"])
 
 
-@both
+@both_executors
 def test_fedsim_of_the_output_layer_is_fedper_to_the_bit(executor):
     a, b = (run_method(m, executor=executor) for m in (FedPer(), FedSim(personal="head")))
     assert torch.equal(a.server["theta"], b.server["theta"]) and torch.equal(models(a), models(b))
 
 
-@both
+@both_executors
 @pytest.mark.parametrize("method", [FedRep(personal_epochs=0), FedAlt(personal_epochs=0)])
 def test_fedrep_and_fedalt_without_head_epochs_train_fedbabus_body(method, executor):
     a, b = (run_method(m, executor=executor) for m in (method, FedBABU(finetune_epochs=0)))
@@ -134,7 +134,7 @@ def test_a_preset_keeps_and_freezes_its_named_parts_and_shares_the_rest(method):
     assert charged(fed) == dict.fromkeys((("down", "shared"), ("up", "shared")), int(shared.sum()))
 
 
-@both
+@both_executors
 @pytest.mark.parametrize("order", ["personal first", "shared first"])
 def test_training_part_after_part_with_separate_epochs_is_the_bare_loops(order, executor):
     personal_epochs = 3
@@ -187,7 +187,7 @@ def test_a_client_that_never_took_part_has_the_shared_part_and_an_initial_person
         assert torch.equal(model, fed.server["theta"])
 
 
-@both
+@both_executors
 def test_an_unseen_client_trains_its_part_with_the_shared_one_fixed_and_then_fine_tunes(executor):
     fed = run_method(FedAlt(personal_epochs=3, finetune_epochs=1), executor=executor, training=FP64)
     reference = Federation(NormalisedConv, training=replace(FP64, epochs=3))

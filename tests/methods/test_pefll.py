@@ -27,7 +27,7 @@ from tests.support.federation import (
     NormalisedConv,
     as_module,
     assert_close,
-    both,
+    both_executors,
     sent_per_client,
 )
 from tests.support.runs import experiment
@@ -70,7 +70,7 @@ def descriptors(fed: Federation, embed: torch.nn.Module, ids: list[int]) -> Tens
     return torch.stack([embed((batch.x, batch.y)).mean(0) for batch in batches])
 
 
-@both
+@both_executors
 @pytest.mark.parametrize("embedding", ["linear", "mlp1"])
 @pytest.mark.parametrize(("batch", "group_size"), [(None, None), (5, 2)])
 @pytest.mark.parametrize("ids", [[0, 1, 2, 3], [0, 2, 3]])
@@ -97,7 +97,7 @@ def test_a_round_with_full_batches_is_a_gradient_step_on_the_papers_objective(
     assert min(slope.norm() for slope in slopes) > 1e-4 and fed.warnings == []
 
 
-@both
+@both_executors
 def test_steps_of_any_local_training_are_pulled_back_through_both_networks(executor):
     method = PeFLL(**SOME, server_lr=0.7)
     fed = Federation(executor=executor, training=SEVERAL, method=method, group_size=3)
@@ -114,7 +114,7 @@ def test_steps_of_any_local_training_are_pulled_back_through_both_networks(execu
     assert_close(fed.server["embed"], expected[1])
 
 
-@both
+@both_executors
 def test_standardised_descriptors_match_one_graph_and_keep_the_first_rounds_mean_and_deviation(executor):
     method = PeFLL(**SOME, standardise=True)
     fed = Federation(executor=executor, training=FULL, method=method, group_size=2)
@@ -174,7 +174,7 @@ def test_neither_reordering_nor_duplicating_clients_changes_a_round():
         assert_close(twice[name], once[name])
 
 
-@both
+@both_executors
 def test_pfedhn_moves_its_hypernetwork_and_the_cohorts_embeddings_by_one_gradient_step(executor):
     method = PFedHN(**SOME)
     fed = Federation(executor=executor, training=FULL, method=method, group_size=2)
@@ -335,9 +335,8 @@ def test_an_images_class_is_an_extra_channel_of_ones():
 
     assert seen[0].shape == (2, 8, 16, 20) and torch.equal(seen[0][:, :3], x)
     planes = seen[0][:, 3:]
-    assert torch.equal(planes.sum(1), torch.ones(2, 16, 20)) and bool(
-        (planes[0, 4] == 1).all() & (planes[1, 0] == 1).all()
-    )
+    assert torch.equal(planes.sum(1), torch.ones(2, 16, 20))
+    assert (planes[0, 4] == 1).all() and (planes[1, 0] == 1).all()
 
 
 @pytest.mark.parametrize(("size", "layers"), [("S", 3), ("M", 5), ("L", 7)])

@@ -23,11 +23,11 @@ from tests.support.federation import (
     POOLED,
     ROUNDS,
     Federation,
-    any_net,
     as_module,
     as_vector,
     assert_close,
-    both,
+    both_executors,
+    both_networks,
     client_states,
     gradient,
     run_method,
@@ -68,17 +68,16 @@ def distillation_loss(fed: Federation) -> float:
 # Limiting cases
 
 
-@both
-@any_net
+@both_executors
+@both_networks
 def test_perada_without_adapters_and_distillation_is_ditto_to_the_bit(factory, executor):
     ditto = run_method(Ditto(lam=0.3), factory=factory, executor=executor)
     perada = run_method(PerAda(lam=0.3, steps=0, **SAMPLES), factory=factory, executor=executor)
-    assert torch.equal(perada.server["theta"], ditto.server["theta"]) and torch.equal(
-        client_states(perada), client_states(ditto)
-    )
+    assert torch.equal(perada.server["theta"], ditto.server["theta"])
+    assert torch.equal(client_states(perada), client_states(ditto))
 
 
-@any_net
+@both_networks
 def test_peradas_global_model_without_adapters_is_feddfs_to_the_bit(factory):
     options = {"steps": 5, "batch_size": 4, "lr": 0.01}
     feddf = run_method(FedDF(**options), factory=factory)
@@ -87,7 +86,7 @@ def test_peradas_global_model_without_adapters_is_feddfs_to_the_bit(factory):
     assert not torch.equal(perada.server["theta"], run_method(FedAvg(), factory=factory).server["theta"])
 
 
-@both
+@both_executors
 def test_peradas_personal_adapters_without_pull_are_trained_alone_to_the_bit(executor):
     alone = adapting(Local(), executor=executor)
     perada = adapting(PerAda(lam=0.0, steps=3), executor=executor)
@@ -146,7 +145,7 @@ def test_the_order_of_a_clients_two_trainings_changes_no_bit():
     assert torch.equal(client_states(first), client_states(second))
 
 
-@both
+@both_executors
 def test_on_a_quadratic_both_trainings_match_the_closed_form_and_a_stronger_pull_ends_closer(executor):
     fed = Federation(executor=executor, training=replace(FP64, lr=0.2))
     clients = fed.clients()
@@ -249,7 +248,7 @@ def test_perada_warns_about_a_network_that_is_trained_whole():
 # Distillation
 
 
-@both
+@both_executors
 def test_the_uniform_average_is_trained_on_the_softmax_of_the_cohorts_mean_logits(executor):
     cohort = [0, 1, 3]
     lr = 0.02

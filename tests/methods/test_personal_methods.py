@@ -18,7 +18,8 @@ from tests.support.federation import (
     Federation,
     NormalisedConv,
     assert_close,
-    both,
+    both_executors,
+    both_networks,
     client_states,
     dropping_mlp,
     gradient,
@@ -38,8 +39,8 @@ def personal_models(fed: Federation) -> Tensor:
     return fed.method.personal_model(fed.clients(round=fed.round, **state), fed.server).as_subclass(Tensor)
 
 
-@both
-@any_net
+@both_executors
+@both_networks
 @pytest.mark.parametrize(
     "training", [FP32, replace(FP32, momentum=0.9, nesterov=True, weight_decay=0.01, clip_norm=0.5)]
 )
@@ -60,18 +61,17 @@ def test_stepping_through_mini_batches_is_sgd_to_the_bit(training, factory, exec
     assert np.array(active).sum(0).tolist() == [4, 2, 6, 4]
 
 
-@both
-@any_net
+@both_executors
+@both_networks
 def test_apfl_with_share_one_is_training_alone_to_the_bit(factory, executor):
     alone = run_method(Local(), factory=factory, executor=executor)
     apfl = run_method(APFL(alpha=1.0, adaptive=False), factory=factory, executor=executor)
-    assert torch.equal(client_states(apfl), client_states(alone)) and torch.equal(
-        personal_models(apfl), client_states(alone)
-    )
+    assert torch.equal(client_states(apfl), client_states(alone))
+    assert torch.equal(personal_models(apfl), client_states(alone))
 
 
-@both
-@any_net
+@both_executors
+@both_networks
 def test_apfls_global_model_is_fedavgs_to_the_bit(factory, executor):
     fedavg = run_method(FedAvg(), factory=factory, executor=executor)
     apfl = run_method(APFL(), factory=factory, executor=executor)
@@ -79,7 +79,7 @@ def test_apfls_global_model_is_fedavgs_to_the_bit(factory, executor):
     assert sent_per_client(apfl.ledger, 1) == sent_per_client(fedavg.ledger, 1)
 
 
-@both
+@both_executors
 def test_apfl_with_share_zero_predicts_as_fedavgs_local_models(executor):
     local = run_method(PartialPersonalization(personal="", body="last"), executor=executor)
     apfl = run_method(APFL(alpha=0.0, adaptive=False), executor=executor)
@@ -87,7 +87,7 @@ def test_apfl_with_share_zero_predicts_as_fedavgs_local_models(executor):
     assert torch.equal(client_states(apfl), apfl.model.init(3).expand(4, -1))
 
 
-@both
+@both_executors
 def test_two_rounds_of_apfl_by_hand(executor):
     lr = 0.1
     alpha_lr = 0.4
@@ -120,7 +120,7 @@ def test_apfls_share_stays_between_zero_and_one():
     assert client_states(run_method(APFL(alpha_lr=1e6)), "alpha").tolist() == [1.0] * 4
 
 
-@both
+@both_executors
 def test_two_mini_batches_of_pfedme_by_hand(executor):
     lam = 0.7
     lr = 0.1
@@ -144,15 +144,15 @@ def test_two_mini_batches_of_pfedme_by_hand(executor):
     assert_close(personal_models(fed), torch.stack(models))
 
 
-@both
-@any_net
+@both_executors
+@both_networks
 def test_pfedme_without_inner_steps_or_pull_leaves_the_global_model(factory, executor):
     for method in (PFedMe(inner_steps=0), PFedMe(lam=0.0)):
         fed = run_method(method, factory=factory, executor=executor, training=replace(FP64, lr=0.01))
         assert_close(fed.server["theta"], fed.model.init(fed.seed))
 
 
-@both
+@both_executors
 def test_pfedme_that_moves_all_the_way_to_a_single_inner_step_is_fedavg(executor):
     training = replace(FP64, epochs=2)
     a, b = (
@@ -168,17 +168,16 @@ def test_pfedmes_beta_is_the_servers_learning_rate():
     assert_close(half_rate, (start + full_rate) / 2)
 
 
-@both
-@any_net
+@both_executors
+@both_networks
 def test_mtl_without_pull_is_training_alone_to_the_bit(factory, executor):
     alone, mtl = (run_method(m, factory=factory, executor=executor) for m in (Local(), MTL(lam=0.0)))
-    assert torch.equal(client_states(mtl), client_states(alone)) and torch.equal(
-        personal_models(mtl), client_states(alone)
-    )
+    assert torch.equal(client_states(mtl), client_states(alone))
+    assert torch.equal(personal_models(mtl), client_states(alone))
     assert mtl.method.global_model(mtl.server) is None
 
 
-@both
+@both_executors
 def test_two_rounds_of_mtl_by_hand(executor):
     lam = 0.7
     lr = 0.1

@@ -15,9 +15,9 @@ from tests.support.federation import (
     ONE_STEP,
     ROUNDS,
     Federation,
-    any_net,
     as_module,
-    both,
+    both_executors,
+    both_networks,
     client_states,
     run_method,
     sent_per_client,
@@ -30,8 +30,8 @@ def latent(net: torch.nn.Module, x: Tensor) -> Tensor:
     return net[2](net[1](net[0](x)))
 
 
-@both
-@any_net
+@both_executors
+@both_networks
 def test_fedproto_without_pull_is_training_alone_to_the_bit(factory, executor):
     alone, proto = (run_method(m, factory=factory, executor=executor) for m in (Local(), FedProto(lam=0.0)))
     assert torch.equal(client_states(proto, "model"), client_states(alone, "personal"))
@@ -40,7 +40,7 @@ def test_fedproto_without_pull_is_training_alone_to_the_bit(factory, executor):
     assert not proto.warnings
 
 
-@both
+@both_executors
 @pytest.mark.parametrize("paper", [False, True])
 def test_two_rounds_of_fedproto_by_hand(executor, paper):
     lam = 0.7
@@ -108,8 +108,8 @@ def test_fedproto_sends_a_row_for_each_class_and_no_model():
     assert never.shape == (1, fed.model.size)
 
 
-@both
-@any_net
+@both_executors
+@both_networks
 @pytest.mark.parametrize("head", ["linear", "hypernetwork"])
 def test_fedrods_global_model_is_fedavgs_if_every_client_has_all_classes_equally_often(head, factory, executor):
     plain, rod = (
@@ -131,7 +131,7 @@ def test_fedrods_global_model_is_fedavgs_if_every_client_has_all_classes_equally
         torch.testing.assert_close(rod.model(rod.server["theta"], x), plain.model(plain.server["theta"], x))
 
 
-@both
+@both_executors
 def test_a_round_of_fedrod_by_hand(executor):
     lr = 0.1
     fed = run_method(FedROD(personal_epochs=2), None, executor=executor, training=ONE_STEP)
@@ -188,7 +188,7 @@ def test_fedrods_personal_head_carries_over_between_rounds_and_is_never_sent():
     assert sent_per_client(fed.ledger, 1) == {("down", "shared"): sent, ("up", "shared"): sent}
 
 
-@both
+@both_executors
 def test_a_round_of_fedrods_hypernetwork_by_hand(executor):
     lr = 0.1
     hidden = 4

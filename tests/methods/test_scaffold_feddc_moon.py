@@ -15,11 +15,11 @@ from tests.support.federation import (
     CLASSES,
     FP64,
     NormalisedConv,
-    any_net,
     as_module,
     as_vector,
     assert_close,
-    both,
+    both_executors,
+    both_networks,
     client_states,
     gradient,
     run_method,
@@ -46,8 +46,8 @@ def stepped(fed, theta, client, round, pull):
     return w, torch.stack(gradients).mean(0)
 
 
-@both
-@any_net
+@both_executors
+@both_networks
 @pytest.mark.parametrize("global_lr", [None, 0.5])
 def test_three_rounds_of_scaffold_by_hand(factory, executor, global_lr):
     method = Scaffold(server_lr=global_lr)
@@ -74,8 +74,8 @@ def test_three_rounds_of_scaffold_by_hand(factory, executor, global_lr):
     assert_close(fed.server["c"], variates.mean(0), 1e-9)
 
 
-@both
-@any_net
+@both_executors
+@both_networks
 def test_three_rounds_of_feddc_by_hand(factory, executor):
     alpha = 0.3
     fed = run_method(FedDC(alpha=alpha), *DRAWN, factory=factory, executor=executor, training=TWO_STEPS)
@@ -108,7 +108,7 @@ def test_three_rounds_of_feddc_by_hand(factory, executor):
     assert_close(client_states(fed, "gradient"), variates, 1e-9)
 
 
-@both
+@both_executors
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("steps", [1, 5])
 def test_control_variates_are_weighted_means_of_gradients_whatever_the_momentum(nesterov, steps, executor):
@@ -123,8 +123,8 @@ def test_control_variates_need_sgd():
         run_method(Scaffold(), None, training=replace(FP64, optimizer=Adam()))
 
 
-@both
-@any_net
+@both_executors
+@both_networks
 def test_two_rounds_of_moon_by_hand(factory, executor):
     mu = 2.0
     tau = 0.5
@@ -169,14 +169,14 @@ def test_two_rounds_of_moon_by_hand(factory, executor):
     assert_close(fed.server["theta"], theta, 1e-9)
 
 
-@both
-@any_net
+@both_executors
+@both_networks
 def test_moon_without_contrast_is_fedavg(factory, executor):
     a, b = (run_method(m, factory=factory, executor=executor, training=FP64).server for m in (FedAvg(), Moon(mu=0.0)))
     assert_close(a["theta"], b["theta"], 1e-9)
 
 
-@both
+@both_executors
 def test_extra_images_are_fedprox_on_the_union(executor):
     options = {"window": 2, "per_class": 2, "outer_steps": 2, "inner_steps": 3, "image_lr": 10.0}
     training = replace(FP64, batch_size=100)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from raypfl.common.errors import ConfigError
 from raypfl.models import FlatModel
 from raypfl.models.flat import FunctionalCall
-from tests.support.federation import NormalisedConv, as_module, as_vector, small_mlp
+from tests.support.federation import NormalisedConv, as_module, as_vector, both_networks, small_mlp
 
 
 class Tied(nn.Module):
@@ -96,7 +96,7 @@ def test_segments_follow_the_network_without_gap_or_overlap(factory):
     assert ends[-1] == model.size
 
 
-@pytest.mark.parametrize("factory", [small_mlp, NormalisedConv])
+@both_networks
 @pytest.mark.parametrize("train", [True, False])
 def test_the_function_of_a_vector_is_the_module(factory, train):
     model = FlatModel(factory, dtype=torch.float64)

@@ -16,12 +16,12 @@ from raypfl.methods import FedAvg, PartialPersonalization
 from raypfl.models import MODELS, FlatModel
 from tests.support.federation import (
     CLASSES,
-    EXECUTORS,
     FP64,
     Federation,
     NormalisedConv,
     assert_close,
     bare_loop,
+    both_executors,
     sent_per_client,
     small_mlp,
 )
@@ -53,7 +53,7 @@ def with_model(model: FlatModel, **options) -> Federation:
     return fed
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 @pytest.mark.parametrize("how", ["the network", "frozen", "trained"])
 def test_frozen_batch_norm_neither_moves_nor_sends_its_statistics_and_normalises_by_them(how, executor):
     model = frozen_by(how)
@@ -65,7 +65,7 @@ def test_frozen_batch_norm_neither_moves_nor_sends_its_statistics_and_normalises
     trained = clients.sgd(clients.loss, start)
 
     for k in range(4):
-        net = model.as_module(start)
+        net = model.as_module(start)  # in evaluation mode, so its batch norm uses its statistics
         optimizer = torch.optim.SGD(net.head.parameters(), lr=fed.training.lr)
         for x, y in fed.visits(k):
             optimizer.zero_grad()
@@ -79,7 +79,7 @@ def test_frozen_batch_norm_neither_moves_nor_sends_its_statistics_and_normalises
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 def test_a_frozen_network_may_be_called_twice_and_takes_batches_of_one_sample(executor):
     def factory() -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(32, 4), nn.BatchNorm1d(4), nn.Linear(4, CLASSES))
@@ -118,7 +118,7 @@ def test_a_resnet_that_trains_adapters_and_head_sends_them_and_their_statistics(
     assert len(training) == 16 and all("adapter" in name for name in training)
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 def test_freezing_by_the_method_is_freezing_by_the_network(executor):
     by_method = Federation(executor=executor, method=PartialPersonalization(personal="", frozen="1"))
     model = FlatModel(small_mlp, seed=11, dtype=torch.float64, frozen="1")
@@ -135,7 +135,7 @@ def test_freezing_by_the_method_is_freezing_by_the_network(executor):
     assert sent[0] == sent[1] == [by_network.model.size] * 2
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 def test_a_method_trains_as_usual_beside_frozen_layers(executor):
     """Another model, momentum, a mask and steps of a method's own, on a network of which a part is in no vector."""
     fed = with_model(frozen_by("frozen"), executor=executor)

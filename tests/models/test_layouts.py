@@ -16,7 +16,7 @@ from raypfl.data.datasets import RawData
 from raypfl.engine.events import RunStarted, Warned
 from raypfl.methods import FedAvg
 from raypfl.results.display.console import RunLine
-from tests.support.federation import EXECUTORS, FP64, Federation, assert_close
+from tests.support.federation import FP64, Federation, assert_close, both_executors
 from tests.support.runs import experiment
 
 
@@ -148,7 +148,7 @@ def test_a_network_that_does_not_work_channels_last_is_evaluated_without_it():
         assert_close(laid.logits(laid.initial, x), plain.logits(plain.initial, x))
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 def test_a_functions_own_error_is_not_blamed_on_how_it_runs(executor):
     clients = Federation(Reshaping, executor=executor, training=replace(FP64, channels_last=True)).clients()
 

@@ -15,6 +15,7 @@ from raypfl.data import load_federated
 from raypfl.engine.prepared import Prepared
 from raypfl.models import MODELS, FlatModel
 from raypfl.models.lora import TRAINED, with_lora
+from tests.support.federation import both_executors
 
 TOKENS = 7
 LENGTH = 6
@@ -81,7 +82,7 @@ def described(tmp_path: Path, **changes) -> raypfl.Experiment:
     return base.override(["engine.backend=inline", *(f"{key.replace('__', '.')}={v}" for key, v in changes.items())])
 
 
-@pytest.mark.parametrize("executor", ["vectorised", "sequential"])
+@both_executors
 def test_adapters_on_a_pretrained_body_learn_and_are_all_that_is_sent(tmp_path: Path, executor: str):
     result = raypfl.run(described(tmp_path, engine__executor=executor))
     losses = result.rounds["loss"].to_pylist()

@@ -14,7 +14,6 @@ from raypfl.common.errors import MethodError
 from raypfl.common.messages import per_client
 from tests.support.federated_methods import Moon
 from tests.support.federation import (
-    EXECUTORS,
     FP64,
     Federation,
     NormalisedConv,
@@ -22,6 +21,7 @@ from tests.support.federation import (
     as_vector,
     assert_close,
     bare_loop,
+    both_executors,
     starts_of,
 )
 
@@ -51,7 +51,7 @@ def distilled_in_torch(fed: Federation, starts: Tensor, teachers: Tensor, weight
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 @pytest.mark.parametrize("whose", ["each its own", "one for all"])
 def test_a_teacher_in_a_loss_is_the_bare_loops(whose, executor):
     fed = Federation(NormalisedConv, executor=executor)
@@ -76,7 +76,7 @@ def test_a_teacher_in_a_loss_is_the_bare_loops(whose, executor):
     assert torch.equal(teachers, before)
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 def test_calling_another_model_changes_no_bit_of_training(executor):
     """Not the statistics, and not what dropout draws."""
     fed = Federation(DroppingNorm, executor=executor)
@@ -90,7 +90,7 @@ def test_calling_another_model_changes_no_bit_of_training(executor):
     assert torch.equal(with_teacher.as_subclass(Tensor), clients.sgd(clients.loss, starts).as_subclass(Tensor))
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 def test_outputs_and_features_of_another_model_are_its_modules(executor):
     fed = Federation(DroppingNorm, executor=executor, sizes=(6, 6))
     clients = fed.clients()
@@ -108,7 +108,7 @@ def test_outputs_and_features_of_another_model_are_its_modules(executor):
         assert_close(mapped[k], net(fed.samples(k)[0]).sum(0).detach())
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 @pytest.mark.parametrize("work", ["sgd", "grad"])
 def test_a_second_call_in_training_mode_is_refused_and_names_the_call_for_another_model(work, executor):
     clients = Federation(NormalisedConv, executor=executor).clients()
@@ -126,7 +126,7 @@ def bare_loop_of(clients) -> Tensor:
     return bare_loop(fed, clients.initial.expand(4, -1))[0]
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 def test_without_batch_norm_a_loss_may_call_the_network_as_often_as_it_likes(executor):
     fed = Federation(executor=executor)
     clients = fed.clients()
@@ -137,7 +137,7 @@ def test_without_batch_norm_a_loss_may_call_the_network_as_often_as_it_likes(exe
     assert_close(clients.sgd(twice, clients.initial), bare_loop(fed, clients.initial.expand(4, -1))[0])
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 def test_another_model_of_each_client_that_a_loss_closes_over_must_come_by_name(executor):
     clients = Federation(NormalisedConv, executor=executor).clients()
     teacher = clients.other(clients.initial.repeat(4, 1))
@@ -172,7 +172,7 @@ def moon_in_torch(fed: Federation, theta: Tensor, previous: Tensor, mu: float, t
     return as_vector(copy.deepcopy(net))
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 def test_moon_on_a_network_with_batch_norm_is_its_algorithm(executor):
     method = Moon(mu=2.0, temperature=0.5)
     fed = Federation(NormalisedConv, sizes=(9, 7), executor=executor, training=replace(FP64, epochs=2), method=method)
@@ -184,7 +184,7 @@ def test_moon_on_a_network_with_batch_norm_is_its_algorithm(executor):
         previous = expected
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both_executors
 def test_the_trained_model_is_refused_as_another_model(executor):
     fed = Federation(executor=executor)
     clients = fed.clients()

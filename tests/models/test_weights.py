@@ -24,7 +24,8 @@ resnet = partial(MODELS.get("resnet18"), input_shape=(3, 32, 32))
 
 def stored(tmp_path: Path, network: nn.Module, name: str = "weights.pt") -> str:
     path = tmp_path / name
-    (safetensors.torch.save_file if path.suffix == ".safetensors" else torch.save)(network.state_dict(), path)
+    save = safetensors.torch.save_file if path.suffix == ".safetensors" else torch.save
+    save(network.state_dict(), path)
     return str(path)
 
 
@@ -137,6 +138,8 @@ def test_tensors_that_are_missing_are_named(trained, tmp_path):
 
 
 class Treacherous:
+    """An object that touches a file when it is unpickled, on purpose."""
+
     def __reduce__(self):
         return (Path.touch, (Path("ran"),))
 

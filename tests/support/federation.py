@@ -50,7 +50,7 @@ NO_RETRIES = FailureSettings(retries=0)
 
 ROUNDS = ([0, 1, 3], [2, 3], [0, 2], [1, 3])
 EXECUTORS = ["vectorised", "sequential"]
-both = pytest.mark.parametrize("executor", EXECUTORS)
+both_executors = pytest.mark.parametrize("executor", EXECUTORS)
 CLASSES = 3
 SHAPE = (2, 4, 4)
 POOLED = 9
@@ -85,7 +85,7 @@ def dropping_mlp() -> nn.Module:
     )
 
 
-any_net = pytest.mark.parametrize("factory", [small_mlp, NormalisedConv])
+both_networks = pytest.mark.parametrize("factory", [small_mlp, NormalisedConv])
 
 
 @dataclass(eq=False)
@@ -304,6 +304,7 @@ def torch_sgd(
     clip_norm: float | None = None,
     trained: str = "",
     kind: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+    loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,
     penalty: Callable[[Tensor], Tensor] = lambda p: torch.zeros(()),
     **options: Any,
 ) -> list[float]:
@@ -314,13 +315,13 @@ def torch_sgd(
 
     net.train()
     for x, y in batches:
-        loss = F.cross_entropy(net(x), y) + penalty(nn.utils.parameters_to_vector(net.parameters()))
+        value = loss(net(x), y) + penalty(nn.utils.parameters_to_vector(net.parameters()))
         optimizer.zero_grad()
-        loss.backward()
+        value.backward()
         if clip_norm is not None:
             nn.utils.clip_grad_norm_(parameters, clip_norm)
         optimizer.step()
-        losses.append(loss.item())
+        losses.append(value.item())
 
     return losses
 
