@@ -117,10 +117,10 @@ def random_draws(clients: int = 40, steps: int = 30, size: int = 25, each: int =
 def test_all_windows_are_equally_likely_and_half_of_the_images_are_flipped():
     u = torch.from_numpy(random_draws()).flatten(0, 2)
     count = len(u)
-    at = torch.arange(81.0).reshape(1, 1, 9, 9).repeat(count, 1, 1, 1)
+    positions = torch.arange(81.0).reshape(1, 1, 9, 9).repeat(count, 1, 1, 1)
     zero = torch.zeros(1, 1, 1)
     # With a border as wide as the image, less one, the centre of the window tells which one it is.
-    centre = Crop(padding=4, fill="mean")(at, u[:, :3], zero)[:, 0, 4, 4].long()
+    centre = Crop(padding=4, fill="mean")(positions, u[:, :3], zero)[:, 0, 4, 4].long()
     times = torch.bincount(centre, minlength=81).double()
 
     assert len(times) == 81
@@ -128,7 +128,7 @@ def test_all_windows_are_equally_likely_and_half_of_the_images_are_flipped():
         (times - count / 81).square() / (count / 81)
     ).sum() < 135  # chi-squared with 80 degrees of freedom: 1 in 10,000
 
-    flipped = Flip()(at, u[:, 3:], zero)[:, 0, 0, 0] != 0
+    flipped = Flip()(positions, u[:, 3:], zero)[:, 0, 0, 0] != 0
     assert abs(flipped.double().mean() - 0.5) < 4 * 0.5 / count**0.5
     together = torch.corrcoef(torch.stack([centre.double(), flipped.double()]))[0, 1]
     assert abs(together) < 4 / count**0.5

@@ -157,9 +157,9 @@ def test_samples_are_a_clients_own_and_normalised(resident):
         np.testing.assert_allclose(batch.x.numpy(), expected, rtol=1e-12, atol=1e-12)
         assert batch.y.tolist() == fed.labels[numbers].tolist()
         assert batch.weight.tolist() == [1.0] * len(numbers)
-        some = group.client(k, torch.tensor([3, 0]))
-        assert torch.equal(some.x, batch.x[[3, 0]])
-        assert torch.equal(some.y, batch.y[[3, 0]])
+        chosen = group.client(k, torch.tensor([3, 0]))
+        assert torch.equal(chosen.x, batch.x[[3, 0]])
+        assert torch.equal(chosen.y, batch.y[[3, 0]])
 
 
 @pytest.mark.parametrize(
@@ -225,11 +225,11 @@ def test_some_of_a_clients_samples_are_spread_over_its_labels_with_the_largest_a
     fed = Federation(sizes=(7, 40))
     group = GroupSamples(fed.context.samples, fed.split)
     labels = fed.labels[fed.split[1]]
-    some = group.subset(1, 10)
+    chosen = group.subset(1, 10)
     samples = group.client(1)
 
-    assert len(some.y) == 10 and some.y[0] == labels.max()
-    assert all((samples.x == x).flatten(1).all(1).any() for x in some.x)
+    assert len(chosen.y) == 10 and chosen.y[0] == labels.max()
+    assert all((samples.x == x).flatten(1).all(1).any() for x in chosen.x)
 
 
 def test_the_mean_of_a_batch_leaves_padding_out():

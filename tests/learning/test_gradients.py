@@ -25,8 +25,8 @@ from tests.support.federation import (
 def test_gradients_are_autograds_and_agree_with_finite_differences(factory, executor):
     fed = Federation(factory, executor=executor)
     clients = fed.clients()
-    at = starts_of(fed)
-    gradients = clients.grad(clients.loss, per_client(at)).as_subclass(Tensor)
+    theta = starts_of(fed)
+    gradients = clients.grad(clients.loss, per_client(theta)).as_subclass(Tensor)
     size = fed.model.num_parameters
     direction = torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
@@ -34,12 +34,12 @@ def test_gradients_are_autograds_and_agree_with_finite_differences(factory, exec
         x, y = fed.samples(k)
 
         def value(parameters: Tensor, k=k, x=x, y=y) -> Tensor:
-            net = as_module(factory, torch.cat([parameters, at[k, size:]])).train()
+            net = as_module(factory, torch.cat([parameters, theta[k, size:]])).train()
             return F.cross_entropy(net(x), y)
 
-        ahead, behind = (value(at[k, :size] + step * direction) for step in (1e-6, -1e-6))
+        ahead, behind = (value(theta[k, :size] + step * direction) for step in (1e-6, -1e-6))
         assert float(gradients[k] @ direction) == pytest.approx(float((ahead - behind).detach() / 2e-6), rel=1e-5)
-        net = as_module(factory, at[k]).train()
+        net = as_module(factory, theta[k]).train()
         F.cross_entropy(net(x), y).backward()
         assert_close(gradients[k], torch.cat([p.grad.reshape(-1) for p in net.parameters()]))
 
@@ -66,10 +66,10 @@ def test_gradients_are_taken_on_the_batches_and_with_the_extras_that_are_given(e
 def test_gradients_leave_model_vectors_as_they_are(executor):
     fed = Federation(NormalisedConv, executor=executor)
     clients = fed.clients()
-    at = starts_of(fed)
-    before = at.clone()
-    clients.grad(clients.loss, per_client(at))
-    assert torch.equal(at, before)
+    theta = starts_of(fed)
+    before = theta.clone()
+    clients.grad(clients.loss, per_client(theta))
+    assert torch.equal(theta, before)
 
 
 @both_executors

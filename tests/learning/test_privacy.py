@@ -339,10 +339,10 @@ def test_epsilon_grows_with_steps_and_rate_falls_with_noise_and_composes():
     rows += [(r, "prediction", 7, "personal model 1", 0.1, 50, 1) for r in (1, 2)]
     names = ("round", "phase", "client", "branch", "rate", "steps", "uses")
     table = accounted({n: list(v) for n, v in zip(names, zip(*rows, strict=True), strict=True)}, NOISY)
-    of = dict(zip(table["branch"], zip(table["steps"], table["epsilon"], strict=True), strict=True))
+    spent = dict(zip(table["branch"], zip(table["steps"], table["epsilon"], strict=True), strict=True))
 
-    assert of["train 1"] == (100, pytest.approx(base)) and of["personal model 1"][0] == 50
-    assert of[ALL] == (250, pytest.approx(epsilon({(0.1, 1.0): 250}, 1e-5)))
+    assert spent["train 1"] == (100, pytest.approx(base)) and spent["personal model 1"][0] == 50
+    assert spent[ALL] == (250, pytest.approx(epsilon({(0.1, 1.0): 250}, 1e-5)))
 
 
 def user_level(**changes) -> Federation:

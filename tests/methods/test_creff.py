@@ -115,7 +115,7 @@ def test_each_classs_features_are_fitted_independently():
 
 def test_the_head_is_trained_by_plain_descent_on_the_features_of_known_classes():
     head = torch.zeros(3, 3, dtype=torch.float64)
-    of = torch.randn(3, 4, 2, dtype=torch.float64)
+    features = torch.randn(3, 4, 2, dtype=torch.float64)
     known_classes = torch.tensor([True, False, True])
     layer = nn.Linear(2, 3).double()
     nn.init.zeros_(layer.weight), nn.init.zeros_(layer.bias)
@@ -124,10 +124,10 @@ def test_the_head_is_trained_by_plain_descent_on_the_features_of_known_classes()
 
     for _ in range(7):
         optimizer.zero_grad()
-        F.cross_entropy(layer(of[known_classes].reshape(8, 2)), labels).backward()
+        F.cross_entropy(layer(features[known_classes].reshape(8, 2)), labels).backward()
         optimizer.step()
 
-    trained = CReFF(head_steps=7, head_lr=0.3).retrain_head(CENTRE, head, of, known_classes)
+    trained = CReFF(head_steps=7, head_lr=0.3).retrain_head(CENTRE, head, features, known_classes)
     torch.testing.assert_close(trained, torch.cat([layer.weight, layer.bias[:, None]], dim=1).detach())
 
 

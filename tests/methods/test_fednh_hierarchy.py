@@ -83,8 +83,8 @@ def test_prototypes_of_a_super_class_end_closer_and_a_scale_is_needed(tmp_path):
     unscaled = trained(tmp_path, {"name": "fednh", "scale": 1.0, "train_scale": False}, seed=0, rounds=25)
     check(fednh)
     assert accuracy(fednh) > accuracy(unscaled)
-    still = trained(tmp_path, {"name": "fednh", "rho": 1.0}, seed=0, rounds=2)
-    assert chance_that_family_is_closer(prototypes(still.server_state())) == 0.5
+    fixed = trained(tmp_path, {"name": "fednh", "rho": 1.0}, seed=0, rounds=2)
+    assert chance_that_family_is_closer(prototypes(fixed.server_state())) == 0.5
 
 
 @pytest.mark.slow

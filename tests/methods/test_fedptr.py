@@ -217,14 +217,14 @@ def test_layers_are_pulled_by_the_same_force_whatever_their_distance(regularizer
         else:
             assert_close(part, norm * direction / direction.norm())
 
-    ahead = torch.randn(p.shape, generator=torch.Generator().manual_seed(0), dtype=p.dtype)
+    offset = torch.randn(p.shape, generator=torch.Generator().manual_seed(0), dtype=p.dtype)
     if regularizer == "differentiated":
-        ahead = torch.where(MODEL.mask("1.bias"), 0.0, ahead)  # where it has a kink
+        offset = torch.where(MODEL.mask("1.bias"), 0.0, offset)  # where it has a kink
         values = [
-            pull_toward_anchor(MODEL, regularizer)(p + e * ahead, None, anchor, torch.tensor(0.3))
+            pull_toward_anchor(MODEL, regularizer)(p + e * offset, None, anchor, torch.tensor(0.3))
             for e in (1e-6, -1e-6)
         ]
-        assert_close((values[0] - values[1]).detach() / 2e-6, slope @ ahead, 1e-6)
+        assert_close((values[0] - values[1]).detach() / 2e-6, slope @ offset, 1e-6)
 
 
 def test_a_fixed_pull_is_proportional_to_the_distance():

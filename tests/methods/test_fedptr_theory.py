@@ -36,15 +36,20 @@ def test_a_round_on_quadratics_obeys_the_papers_identity_and_inequalities(seed):
     draws = torch.Generator().manual_seed(seed)
     n = 10
     a, b = quadratics(draws, n)
-    near = slope(*quadratics(draws, n), w := torch.randn(D, generator=draws, dtype=torch.float64).expand(n, D))
+    image_a, image_b = quadratics(draws, n)
+    w = torch.randn(D, generator=draws, dtype=torch.float64).expand(n, D)
+    near = slope(image_a, image_b, w)
+
     eta, gamma, extra = (float(x) for x in torch.rand(3, generator=draws))
     curvature = float(-torch.linalg.eigvalsh(a).min())
     lam = curvature + 0.1 + 3 * extra  # so that local problems are strongly convex
     mu = lam - curvature
     smooth = 1.0
+
     centre = w - eta * near
     local_gradient = slope(a, b, w)
     exact = torch.linalg.solve(a + lam * torch.eye(D, dtype=torch.float64), b + lam * centre)
+
     # Short of the exact solution by as much as the inexactness allows.
     error = torch.randn(n, D, generator=draws, dtype=torch.float64)
     allowed = gamma * slope(a, b, centre).norm(dim=1, keepdim=True)

@@ -42,6 +42,7 @@ from tests.support.federation import (
     gradient,
     run_method,
     sent_per_client,
+    step_by_hand,
     torch_sgd,
 )
 from tests.support.runs import experiment
@@ -139,9 +140,7 @@ def test_three_rounds_of_feddyn_by_hand(factory, executor):
             w = theta.clone()
             for samples in fed.visits(c, round)[:2]:
                 pulled = gradient(fed, w, c, samples) - linear[c] + alpha * (w - theta)[:size]
-                net = as_module(factory, w).train()
-                net(samples[0])  # moves the statistics
-                w = torch.cat([w[:size] - lr * pulled, as_vector(net)[size:]])
+                w = step_by_hand(fed, w, samples[0], pulled, lr)
             linear[c] -= alpha * (w - theta)[:size]
             moved.append(w)
 

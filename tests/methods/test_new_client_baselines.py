@@ -96,8 +96,8 @@ def test_knn_per_mixes_probabilities_of_neighbours_and_of_the_global_model(k, sh
             train_x, labels = fed.samples(client)
             memory, _ = fed.model.features(fed.server["theta"], train_x)
             z, logits = fed.model.features(fed.server["theta"], x)
-            near = torch.stack([votes(row, memory, labels, k, scale) for row in z])
-            assert_close(p, share * near + (1 - share) * logits.softmax(1), 1e-6)
+            neighbour_votes = torch.stack([votes(row, memory, labels, k, scale) for row in z])
+            assert_close(p, share * neighbour_votes + (1 - share) * logits.softmax(1), 1e-6)
 
 
 def test_knn_per_without_neighbours_is_fedavg():
@@ -120,9 +120,9 @@ def test_k_and_share_are_the_best_by_leave_one_out(executor):
         scores = {}
         for k in (5, 10):
             others = [torch.arange(len(y)) != i for i in range(len(y))]
-            near = torch.stack([votes(z[i], z[rest], y[rest], k, 0.05) for i, rest in enumerate(others)])
+            neighbour_votes = torch.stack([votes(z[i], z[rest], y[rest], k, 0.05) for i, rest in enumerate(others)])
             for tenths in range(11):
-                mixed = tenths / 10 * near + (1 - tenths / 10) * logits.softmax(1)
+                mixed = tenths / 10 * neighbour_votes + (1 - tenths / 10) * logits.softmax(1)
                 scores[k, tenths / 10] = (mixed.argmax(1) == y).double().mean().item()
         k, share = chosen[client].tolist()
         assert scores[k, share] == max(scores.values())

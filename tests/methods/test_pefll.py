@@ -167,10 +167,10 @@ def test_neither_reordering_nor_duplicating_clients_changes_a_round():
         return fed.server
 
     once = after(0, 1)
-    turned = after(1, 0)
+    reordered = after(1, 0)
     twice = after(0, 1, 1, 0)
     for name in ("hyper", "embed"):
-        assert_close(turned[name], once[name])
+        assert_close(reordered[name], once[name])
         assert_close(twice[name], once[name])
 
 
@@ -389,9 +389,11 @@ def test_a_client_new_to_pfedhn_trains_its_embedding_alone_for_twenty_exchanges(
         ("down", "theta", 3)
     ]
 
-    still = raypfl.run(base.override(["method.adapt_rounds=0"]))
-    assert still.weights_hash == result.weights_hash
-    losses = [pc.mean(r.evaluations.filter(pc.field("protocol") == "unseen")["loss"]).as_py() for r in (result, still)]
+    unadapted = raypfl.run(base.override(["method.adapt_rounds=0"]))
+    assert unadapted.weights_hash == result.weights_hash
+    losses = [
+        pc.mean(r.evaluations.filter(pc.field("protocol") == "unseen")["loss"]).as_py() for r in (result, unadapted)
+    ]
     assert losses[0] < losses[1]
 
 

@@ -286,14 +286,14 @@ def test_with_fixed_features_the_mean_head_equals_the_ensemble_and_distilling_ch
 
 
 def test_a_single_teacher_changes_nothing_whatever_view_of_the_pool_both_see():
-    still = {"steps": 6, "batch_size": 4, "lr": 1e-12}
-    views = adapting(PerAda(augment=True, **still), augmentation=[Crop(padding=1), Flip()])
+    standing = {"steps": 6, "batch_size": 4, "lr": 1e-12}
+    views = adapting(PerAda(augment=True, **standing), augmentation=[Crop(padding=1), Flip()])
     views.run_rounds([2])
     assert abs(distillation_loss(views)) < 1e-12
 
     views.run_rounds([0, 2])
     assert distillation_loss(views) > 1e-8
-    alike = Federation(method=PerAda(**still), training=replace(FP64, lr=1e-300))  # all end where they begin
+    alike = Federation(method=PerAda(**standing), training=replace(FP64, lr=1e-300))  # all end where they begin
     alike.run_rounds(None)
 
     assert abs(distillation_loss(alike)) < 1e-12

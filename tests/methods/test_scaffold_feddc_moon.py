@@ -24,6 +24,7 @@ from tests.support.federation import (
     gradient,
     run_method,
     sent_per_client,
+    step_by_hand,
 )
 
 DRAWN = [[0, 1, 2, 3], [1, 2, 3], [0, 3]]
@@ -32,17 +33,11 @@ TWO_STEPS = replace(FP64, steps=2)
 
 def stepped(fed, theta, client, round, pull):
     """Step along gradient plus ``pull(w)``; returns the client's model and the mean of those sums."""
-    size = fed.model.num_parameters
-    lr = 0.1
     w = theta.clone()
     gradients = []
-
     for samples in fed.visits(client, round)[:2]:
         gradients.append(gradient(fed, w, client, samples) + pull(w))
-        net = as_module(fed.factory, w).train()
-        net(samples[0])  # moves the statistics
-        w = torch.cat([w[:size] - lr * gradients[-1], as_vector(net)[size:]])
-
+        w = step_by_hand(fed, w, samples[0], gradients[-1], lr=0.1)
     return w, torch.stack(gradients).mean(0)
 
 
@@ -137,12 +132,11 @@ def test_two_rounds_of_moon_by_hand(factory, executor):
         rows = []
         for k in range(4):
             net = as_module(factory, theta)
-            reference_nets = [as_module(factory, theta)]
-            reference_nets.append(as_module(factory, theta if last is None else last[k]))
+            previous = as_module(factory, theta if last is None else last[k])
+            reference_nets = [as_module(factory, theta), previous]
             x, y = fed.visits(k, round)[0]
-            features = []
-            head = list(net.modules())[-1]
 
+            features = []
             for module in (net, *reference_nets):
                 head = next(m for m in reversed(list(module.modules())) if isinstance(m, torch.nn.Linear))
                 head.register_forward_pre_hook(lambda _, inputs: features.append(inputs[0]))  # noqa: B023
@@ -155,9 +149,9 @@ def test_two_rounds_of_moon_by_hand(factory, executor):
 
             near, far = (F.cosine_similarity(features[0], z) / tau for z in features[1:])
             contrast = -torch.log(near.exp() / (near.exp() + far.exp())).mean()
-            for p, slope in zip(
-                net.parameters(), torch.autograd.grad(loss + mu * contrast, list(net.parameters())), strict=True
-            ):
+            parameters = list(net.parameters())
+            slopes = torch.autograd.grad(loss + mu * contrast, parameters)
+            for p, slope in zip(parameters, slopes, strict=True):
                 p.data -= 0.1 * slope
 
             rows.append(as_vector(net))

@@ -49,8 +49,8 @@ def by_hand(
     w = start
     moved = torch.zeros_like(start)
     for _ in range(steps):
-        at = (start - moved.detach() if first_order else w).requires_grad_()
-        (slope,) = torch.autograd.grad(F.cross_entropy(model(at, images), LABELS), at, create_graph=True)
+        theta = (start - moved.detach() if first_order else w).requires_grad_()
+        (slope,) = torch.autograd.grad(F.cross_entropy(model(theta, images), LABELS), theta, create_graph=True)
         moved = moved + rate * slope
         w = start - moved
     return w

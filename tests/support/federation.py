@@ -351,6 +351,14 @@ def gradient(fed: Federation, theta: Tensor, client: int, samples: tuple[Tensor,
     return torch.cat([p.grad.reshape(-1) for p in net.parameters()])
 
 
+def step_by_hand(fed: Federation, theta: Tensor, x: Tensor, direction: Tensor, lr: float) -> Tensor:
+    """Return a model after a step of its parameters along `direction`, with the statistics after a batch `x`."""
+    size = fed.model.num_parameters
+    net = as_module(fed.factory, theta).train()
+    net(x)
+    return torch.cat([theta[:size] - lr * direction, as_vector(net)[size:]])
+
+
 def starts_of(fed: Federation) -> Tensor:
     """Return a different model for each client."""
     return torch.stack([fed.model.init(100 + k) for k in range(len(fed.sizes))])
