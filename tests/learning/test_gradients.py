@@ -76,16 +76,16 @@ def test_gradients_leave_model_vectors_as_they_are(executor):
 def test_a_map_sees_each_clients_row_samples_and_extras_in_evaluation_mode(executor):
     fed = Federation(NormalisedConv, executor=executor)
     clients = fed.clients()
-    at = starts_of(fed)
-    at[:, fed.model.num_parameters :] += 0.5
+    vectors = starts_of(fed)
+    vectors[:, fed.model.num_parameters :] += 0.5
     scales = torch.arange(1.0, 5.0, dtype=torch.float64)
 
     def describe(theta, batch, scale):
         return scale * batch.mean(fed.model(theta, batch.x))
 
-    rows = clients.map(describe, per_client(at), scale=per_client(scales))
+    rows = clients.map(describe, per_client(vectors), scale=per_client(scales))
     for k in range(4):
-        net = as_module(fed.factory, at[k]).eval()
+        net = as_module(fed.factory, vectors[k]).eval()
         assert_close(rows[k], scales[k] * net(fed.samples(k)[0]).mean(0).detach())
 
 
@@ -94,15 +94,15 @@ def test_a_map_sees_each_clients_row_samples_and_extras_in_evaluation_mode(execu
 def test_pulling_a_cotangent_back_is_autograd_through_the_map(shared, executor):
     fed = Federation(executor=executor)
     clients = fed.clients()
-    at = fed.model.init(1) if shared else starts_of(fed)
+    vectors = fed.model.init(1) if shared else starts_of(fed)
     cotangent = torch.randn(4, CLASSES, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
     def describe(theta, batch):
         return batch.mean(fed.model(theta, batch.x))
 
-    pulled = clients.vjp(describe, at if shared else per_client(at), per_client(cotangent))
+    pulled = clients.vjp(describe, vectors if shared else per_client(vectors), per_client(cotangent))
     for k in range(4):
-        net = as_module(fed.factory, at if shared else at[k])
+        net = as_module(fed.factory, vectors if shared else vectors[k])
         (net(fed.samples(k)[0]).mean(0) @ cotangent[k]).backward()
         assert_close(pulled[k], torch.cat([p.grad.reshape(-1) for p in net.parameters()]))
 
@@ -116,7 +116,6 @@ def test_class_means_are_those_of_each_clients_own_samples(executor):
         x, y = fed.samples(k)
         for c in range(CLASSES):
             class_pixels = x.flatten(1)[y == c, :6]
+            expected = class_pixels.mean(0) if len(class_pixels) else torch.zeros(6, dtype=torch.float64)
             assert counts[k, c] == len(class_pixels)
-            assert_close(
-                means[k, c], class_pixels.mean(0) if len(class_pixels) else torch.zeros(6, dtype=torch.float64)
-            )
+            assert_close(means[k, c], expected)

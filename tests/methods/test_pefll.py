@@ -391,10 +391,11 @@ def test_a_client_new_to_pfedhn_trains_its_embedding_alone_for_twenty_exchanges(
 
     unadapted = raypfl.run(base.override(["method.adapt_rounds=0"]))
     assert unadapted.weights_hash == result.weights_hash
-    losses = [
-        pc.mean(r.evaluations.filter(pc.field("protocol") == "unseen")["loss"]).as_py() for r in (result, unadapted)
-    ]
-    assert losses[0] < losses[1]
+
+    def unseen_loss(run: raypfl.Result) -> float:
+        return pc.mean(run.evaluations.filter(pc.field("protocol") == "unseen")["loss"]).as_py()
+
+    assert unseen_loss(result) < unseen_loss(unadapted)
 
 
 def test_the_recipes_have_the_settings_of_the_paper_and_of_the_authors_code():
