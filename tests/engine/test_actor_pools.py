@@ -15,13 +15,14 @@ from raypfl.experiment import Experiment
 from raypfl.experiment.settings import ActorPool
 from tests.support.runs import experiment
 
-A100, H100 = {"accelerator_type:A100": 1.0}, {"accelerator_type:H100": 1.0}
+A100 = {"accelerator_type:A100": 1.0}
+H100 = {"accelerator_type:H100": 1.0}
 NODES = [{"CPU": 4.0}, {"CPU": 8.0, "GPU": 2.0} | A100, {"CPU": 8.0, "GPU": 1.0} | H100]
 
 
 def counts(*pools: ActorPool, groups: int = 99, server: dict[str, float] | None = None) -> tuple[list[int], list[int]]:
-    of = ActorPools(pools, server or {}, groups, lambda: NODES)
-    return of.wanted(), of.with_room()
+    actor_pools = ActorPools(pools, server or {}, groups, lambda: NODES)
+    return actor_pools.wanted(), actor_pools.with_room()
 
 
 def pool(**settings) -> ActorPool:
@@ -46,7 +47,7 @@ def test_the_first_pools_take_room_and_groups_first():
     assert counts(pool(actors=3), pool(), groups=5) == ([3, 2], [3, 2])
 
 
-def test_a_number_of_actors_is_wanted_whatever_there_is_and_others_wait_for_nodes_as_the_settings_say():
+def test_a_fixed_number_of_actors_is_wanted_on_any_cluster_and_those_without_room_wait_for_nodes():
     assert counts(pool(actors=30)) == ([30], [20])
     assert counts(pool(max_actors=30)) == ([30], [20])
     assert counts(pool(max_actors=30), groups=4) == ([4], [4])
@@ -55,10 +56,16 @@ def test_a_number_of_actors_is_wanted_whatever_there_is_and_others_wait_for_node
 
 
 def test_fewer_actors_share_a_gpu_step_by_step_until_one_has_it_alone():
-    pools, steps = ActorPools([pool(gpus_per_actor=share_of(16), actors=40)], {}, 99, lambda: NODES), []
-    while (numbers := pools.fewer_on_a_gpu(0)) is not None:
-        steps.append(numbers[1])
-        assert pools.options(0)["num_gpus"] == share_of(numbers[1])
+    pools = ActorPools([pool(gpus_per_actor=share_of(16), actors=40)], {}, 99, lambda: NODES)
+    steps = []
+
+    while True:
+        change = pools.fewer_on_a_gpu(0)
+        if change is None:
+            break
+        _, actors = change
+        steps.append(actors)
+        assert pools.options(0)["num_gpus"] == share_of(actors)
     assert steps == [12, 9, 7, 6, 5, 4, 3, 2, 1]
     assert pools.wanted() == [3]  # the others would never have room
     assert ActorPools([pool()], {}, 9, lambda: NODES).fewer_on_a_gpu(0) is None
@@ -68,30 +75,39 @@ shares = st.one_of(st.just(0.0), st.integers(1, 20).map(share_of), st.integers(1
 sizes = st.fixed_dictionaries({"CPU": st.integers(0, 64).map(float), "GPU": st.integers(0, 8).map(float)})
 
 
-@given(st.lists(sizes, max_size=4), st.integers(1, 16).map(lambda n: n / 4), shares)
-def test_what_is_counted_really_has_room_and_one_more_has_not(nodes, cpus, gpus):
+@given(st.lists(sizes, max_size=4), st.integers(1, 16).map(lambda quarters: quarters / 4), shares)
+def test_the_counted_actors_have_room_and_one_more_has_not(nodes, cpus, gpus):
     room = room_for(reserved(ActorPool(cpus_per_actor=cpus, gpus_per_actor=gpus)), nodes, {})
-    per_gpu = math.floor(1 / gpus + 1e-9) if 0 < gpus < 1 else 0
-    most = [
-        min(n["CPU"] // cpus, math.inf if not gpus else n["GPU"] * per_gpu if per_gpu else n["GPU"] // gpus)
-        for n in nodes
-    ]
-    assert room == sum(most)
+
+    expected = 0
+    for node in nodes:
+        by_cpus = node["CPU"] // cpus
+        if gpus == 0:
+            by_gpus = math.inf
+        elif gpus < 1:
+            # Several actors share a GPU, each on one only: 1e-9 undoes the rounding of 1 / gpus.
+            by_gpus = node["GPU"] * math.floor(1 / gpus + 1e-9)
+        else:
+            by_gpus = node["GPU"] // gpus
+        expected += min(by_cpus, by_gpus)
+
+    assert room == expected
 
 
 # --- the description --------------------------------------------------------------------------------------------------
 
 
 def test_pools_are_read_written_and_overridden():
-    given = Experiment.from_yaml("ray: {pools: [{gpus_per_actor: 0.25, accelerator: A100}, {gpus_per_actor: auto, "
+    settings = Experiment.from_yaml("ray: {pools: [{gpus_per_actor: 0.25, accelerator: A100}, {gpus_per_actor: auto, "
                                  "accelerator: A100, actors: 2}]}")  # fmt: skip
-    assert given.ray.actor_pools == (
+    assert settings.ray.actor_pools == (
         ActorPool(gpus_per_actor=0.25, accelerator="A100"),
         ActorPool(gpus_per_actor="auto", accelerator="A100", actors=2),
     )
-    assert Experiment.from_yaml(given.to_yaml()) == given
-    assert given.ray.on_gpu and given.ray.gpus == 0.25
-    plain = given.override(["ray.pools=[]", "ray.actors=3"])
+    assert Experiment.from_yaml(settings.to_yaml()) == settings
+    assert settings.ray.on_gpu and settings.ray.gpus == 0.25
+
+    plain = settings.override(["ray.pools=[]", "ray.actors=3"])
     assert plain.ray.actor_pools == (plain.ray,) and not plain.ray.on_gpu
 
 
@@ -107,7 +123,7 @@ def test_pools_are_read_written_and_overridden():
         ("{actors: 1}", r"ray\.pools.*must be a list"),
     ],
 )
-def test_mistakes_in_pools_are_sentences(tmp_path: Path, pools: str, says: str):
+def test_mistakes_in_pools_are_refused_with_the_settings_name(tmp_path: Path, pools: str, says: str):
     with pytest.raises(ConfigError, match=says):
         experiment(tmp_path, engine__backend="ray", ray__pools=pools)
 
@@ -117,7 +133,9 @@ def test_pools_and_the_settings_of_one_kind_of_actor_exclude_each_other(tmp_path
         experiment(tmp_path, engine__backend="ray", ray__pools="[{}]", ray__cpus_per_actor=2)
     with pytest.raises(ConfigError, match=r"ray\.actors and ray\.max_actors are both set"):
         experiment(tmp_path, engine__backend="ray", ray__actors=2, ray__max_actors=2)
+
     mixed = experiment(
         tmp_path, engine__backend="ray", ray__pools="[{gpus_per_actor: 1}, {}]", ray__mixed_devices="true"
     )
+
     assert len(mixed.ray.actor_pools) == 2

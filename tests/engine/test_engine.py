@@ -29,6 +29,7 @@ def test_a_run_tells_its_listeners_everything_in_order(tmp_path):
     events = []
     result = raypfl.run(experiment(tmp_path), listeners=[events.append])
     kinds = [type(e) for e in events if not isinstance(e, Warned | Progress)]
+
     assert kinds[0] is RunStarted and kinds[-1] is RunFinished
     assert [e.round for e in events if isinstance(e, RoundFinished)] == [1, 2, 3, 4, 5, 6]
     assert [e.round for e in events if isinstance(e, Evaluated)] == [3, 6]
@@ -39,10 +40,10 @@ def test_a_run_tells_its_listeners_everything_in_order(tmp_path):
 @pytest.mark.parametrize("executor", ["vectorised", "sequential"])
 def test_a_process_in_which_something_left_gradients_off_trains_all_the_same(tmp_path, executor):
     """A KeyboardInterrupt in an earlier run of the process can leave torch's gradient mode switched off."""
-    one = experiment(tmp_path, rounds=2, engine__executor=executor)
-    whole = raypfl.run(one)
+    settings = experiment(tmp_path, rounds=2, engine__executor=executor)
+    whole = raypfl.run(settings)
     with torch.no_grad():
-        assert raypfl.run(one).weights_hash == whole.weights_hash
+        assert raypfl.run(settings).weights_hash == whole.weights_hash
     assert whole.rounds["loss"][1].as_py() < whole.rounds["loss"][0].as_py()
 
 
@@ -53,12 +54,13 @@ def test_training_learns_and_personal_models_fit_their_own_clients_better(tmp_pa
     assert accuracy["personal", "local"] > accuracy["personal", "global"]
 
 
-def test_a_result_reads_back_what_the_run_gave(tmp_path):
+def test_a_loaded_result_equals_that_of_the_run(tmp_path):
     result = raypfl.run(experiment(tmp_path))
     again = raypfl.Result.load(result.run_dir)
     assert again.weights_hash == result.weights_hash and same_tables(again, result)
     assert again.experiment == result.experiment
     assert result.global_model().shape == (64 * 16 + 16 + 16 * 10 + 10,)
+
     trained = set(np.unique(np.concatenate(result.rounds["cohort"].to_pylist())).tolist())
     for client in range(12):
         assert ("personal" in result.client_state(client)) == (client in trained)
@@ -68,11 +70,12 @@ def test_the_ledger_counts_one_model_down_and_one_up_for_each_client_of_each_rou
     result = raypfl.run(experiment(tmp_path))
     parameters = 64 * 16 + 16 + 16 * 10 + 10
     rows = result.ledger.to_pylist()
+
     assert len(rows) == 12
     assert all(r["numbers"] == parameters and r["bytes"] == 4 * parameters and r["clients"] == 6 for r in rows)
-    assert {(r["round"], r["direction"], r["name"]) for r in rows} == {
-        (i, d, "theta") for i in range(1, 7) for d in ("up", "down")
-    }
+
+    expected = {(round, direction, "theta") for round in range(1, 7) for direction in ("up", "down")}
+    assert {(r["round"], r["direction"], r["name"]) for r in rows} == expected
 
 
 @pytest.mark.parametrize(
@@ -101,45 +104,49 @@ def test_a_run_killed_in_the_middle_of_a_round_resumes_to_the_same_bits(tmp_path
     assert resumed.weights_hash == raypfl.run(experiment(tmp_path)).weights_hash
 
 
-def test_a_finished_run_that_is_made_longer_is_unfinished_until_its_end(tmp_path):
-    folder, seen = Path(raypfl.run(experiment(tmp_path, rounds=1)).run_dir), []
-    raypfl.resume(folder, overrides=["rounds=2"], listeners=[lambda event: seen.append((event, is_finished(folder)))])
-    assert [done for event, done in seen if isinstance(event, RoundFinished)] == [False]
+def test_an_extended_run_is_unfinished_until_its_end(tmp_path):
+    folder = Path(raypfl.run(experiment(tmp_path, rounds=1)).run_dir)
+    events = []
+    raypfl.resume(folder, overrides=["rounds=2"], listeners=[lambda event: events.append((event, is_finished(folder)))])
+
+    assert [finished for event, finished in events if isinstance(event, RoundFinished)] == [False]
     assert is_finished(folder)
 
 
 def test_lost_states_send_the_run_back_to_its_checkpoint_and_on_to_the_same_bits(tmp_path):
-    said = []
+    events = []
     whole = raypfl.run(experiment(tmp_path))
     losing = experiment(tmp_path, method=METHODS + "LosesStates", method__marks=tmp_path)
-    result = raypfl.run(losing, listeners=[said.append])
-    assert any("Going on from round 2 again, 1 rounds back" in e.text for e in said if isinstance(e, Warned))
+    result = raypfl.run(losing, listeners=[events.append])
+    assert any("Going on from round 2 again, 1 rounds back" in e.text for e in events if isinstance(e, Warned))
     assert result.weights_hash == whole.weights_hash and same_tables(result, whole)
 
 
 def test_bytes_are_counted_on_from_a_checkpoint_and_in_a_repeated_round_once(tmp_path):
-    said = []
-    whole = raypfl.run(experiment(tmp_path), listeners=[said.append])
+    events = []
+    whole = raypfl.run(experiment(tmp_path), listeners=[events.append])
     stopped = raypfl.run(experiment(tmp_path), listeners=[Interrupt(3)])
-    raypfl.resume(stopped.run_dir, listeners=[said.append])
-    raypfl.run(experiment(tmp_path, method=METHODS + "LosesStates", method__marks=tmp_path), listeners=[said.append])
-    for way in ("up", "down"):
-        sent = np.cumsum(whole.rounds[f"bytes_{way}"].to_pylist())
-        told = [(e.round, getattr(e, f"bytes_{way}_total")) for e in said if isinstance(e, RoundFinished)]
-        assert [round for round, _ in told] == [1, 2, 3, 4, 5, 6, 4, 5, 6, 1, 2, 3, 4, 5, 6]
-        assert all(total == sent[round - 1] for round, total in told)
+    raypfl.resume(stopped.run_dir, listeners=[events.append])
+    raypfl.run(experiment(tmp_path, method=METHODS + "LosesStates", method__marks=tmp_path), listeners=[events.append])
+
+    for direction in ("up", "down"):
+        expected = np.cumsum(whole.rounds[f"bytes_{direction}"].to_pylist())
+        reported = [(e.round, getattr(e, f"bytes_{direction}_total")) for e in events if isinstance(e, RoundFinished)]
+        assert [round for round, _ in reported] == [1, 2, 3, 4, 5, 6, 4, 5, 6, 1, 2, 3, 4, 5, 6]
+        assert all(total == expected[round - 1] for round, total in reported)
 
 
-def test_a_damaged_checkpoint_is_skipped_for_the_one_before_and_said(tmp_path):
+def test_a_damaged_checkpoint_is_skipped_for_the_one_before_with_a_warning(tmp_path):
     whole = raypfl.run(experiment(tmp_path))
     stopped = raypfl.run(experiment(tmp_path), listeners=[Interrupt(4)])
     newest = max((stopped.run_dir / "checkpoints").glob("*-round-*"))
     file = newest / "server.safetensors"
     file.write_bytes(file.read_bytes()[:-7])
-    said = []
-    resumed = raypfl.resume(stopped.run_dir, listeners=[said.append])
-    assert any(isinstance(e, Warned) and newest.name in e.text for e in said)
-    assert next(e for e in said if isinstance(e, RunStarted)).first_round == 2
+    events = []
+    resumed = raypfl.resume(stopped.run_dir, listeners=[events.append])
+
+    assert any(isinstance(e, Warned) and newest.name in e.text for e in events)
+    assert next(e for e in events if isinstance(e, RunStarted)).first_round == 2
     assert resumed.weights_hash == whole.weights_hash
 
 
@@ -166,8 +173,8 @@ def test_a_folder_without_a_run_is_not_resumed(tmp_path):
 
 
 def test_the_cohort_cut_into_groups_changes_results_by_rounding_only(tmp_path):
-    one, many = (raypfl.run(experiment(tmp_path, engine__group_size=size)) for size in (1, 6))
-    torch.testing.assert_close(one.global_model(), many.global_model(), rtol=1e-4, atol=1e-6)
+    one_by_one, together = (raypfl.run(experiment(tmp_path, engine__group_size=size)) for size in (1, 6))
+    torch.testing.assert_close(one_by_one.global_model(), together.global_model(), rtol=1e-4, atol=1e-6)
 
 
 def test_seeds_give_different_runs_and_the_same_seed_the_same_run(tmp_path):
@@ -184,14 +191,16 @@ def test_a_client_that_keeps_failing_is_named_with_its_round_and_first_traceback
 
 
 def test_a_failing_client_can_be_skipped_and_is_counted_and_costs_nobody_else(tmp_path):
-    said = []
+    events = []
     skipping = {"method": METHODS + "FailsOnClient3", "cohort__size": 12, "failures__on_client_failure": "skip"}
-    result = raypfl.run(experiment(tmp_path, **skipping), listeners=[said.append])
+    result = raypfl.run(experiment(tmp_path, **skipping), listeners=[events.append])
+
     assert result.rounds["failed"].to_pylist() == [1] * 6
     assert result.rounds["clients"].to_pylist() == [11] * 6
+
     ups = [r["clients"] for r in result.ledger.to_pylist() if r["direction"] == "up"]
     assert ups == [11] * 6
-    assert sum("Client 3" in e.text for e in said if isinstance(e, Warned)) >= 1
+    assert sum("Client 3" in e.text for e in events if isinstance(e, Warned)) >= 1
 
 
 def test_too_few_successes_stop_a_run_even_if_failures_are_skipped(tmp_path):
@@ -221,12 +230,15 @@ def test_a_failed_run_keeps_its_last_finished_round(tmp_path):
 
 def test_clients_drop_out_after_the_first_message_by_seed(tmp_path):
     result = raypfl.run(experiment(tmp_path, cohort__dropout=0.4, rounds=10))
-    rounds, ledger = result.rounds.to_pylist(), result.ledger.to_pylist()
+    rounds = result.rounds.to_pylist()
+    ledger = result.ledger.to_pylist()
     assert sum(r["dropped"] for r in rounds) > 0
+
     for r in rounds:
-        mine = {e["direction"]: e["clients"] for e in ledger if e["round"] == r["round"]}
+        clients_by_direction = {e["direction"]: e["clients"] for e in ledger if e["round"] == r["round"]}
         assert r["clients"] + r["dropped"] == 6
-        assert mine["down"] == 6 and mine["up"] == r["clients"]
+        assert clients_by_direction["down"] == 6 and clients_by_direction["up"] == r["clients"]
+
     again = raypfl.run(experiment(tmp_path, cohort__dropout=0.4, rounds=10))
     assert again.weights_hash == result.weights_hash
 
@@ -247,20 +259,23 @@ def test_availability_is_uneven_over_clients(tmp_path):
         )
     )
     taken_part = np.bincount(np.concatenate(result.rounds["cohort"].to_pylist()), minlength=12)
+
     assert taken_part.max() > 2 * taken_part.min()
 
 
 @pytest.mark.parametrize("method", sorted(raypfl.methods.METHODS))
-def test_a_round_in_which_everybody_vanishes_changes_nothing(tmp_path, method):
+def test_a_round_without_a_reply_changes_nothing(tmp_path, method):
     small = {"rounds": 2, "partition__clients": 2, "cohort__size": 2, "evaluation__every": 0, "checkpoint__every": 0}
     result = raypfl.run(experiment(tmp_path, method=method, cohort__dropout=0.999, **small))
     assert result.status == "finished" and np.isnan(result.rounds["loss"].to_pylist()).all()
     assert result.rounds["clients"].to_pylist() == [0, 0]
-    given = result.experiment
-    data = load_federated(given.data, given.partition, seed=given.seed)
-    begun = flatten(given.method.start(Prepared(given, data).task))
-    ended = flatten(result.server_state())
-    assert ended[0] == begun[0] and all(torch.equal(ended[1][name], tensor) for name, tensor in begun[1].items())
+
+    settings = result.experiment
+    data = load_federated(settings.data, settings.partition, seed=settings.seed)
+    initial = flatten(settings.method.start(Prepared(settings, data).task))
+    final = flatten(result.server_state())
+
+    assert final[0] == initial[0] and all(torch.equal(final[1][name], tensor) for name, tensor in initial[1].items())
 
 
 def test_evaluations_have_a_row_for_each_client_protocol_and_model(tmp_path):
@@ -268,6 +283,7 @@ def test_evaluations_have_a_row_for_each_client_protocol_and_model(tmp_path):
     assert table.schema.names == [
         *["round", "client", "protocol", "model", "samples", "accuracy", "loss", "ece", "auc", "left_out"]
     ]
+
     last = [r for r in table.to_pylist() if r["round"] == 6]
     for protocol, model, clients in (
         ("local", "personal", 12),
@@ -276,9 +292,11 @@ def test_evaluations_have_a_row_for_each_client_protocol_and_model(tmp_path):
         ("global", "global", 1),
     ):
         assert len([r for r in last if (r["protocol"], r["model"]) == (protocol, model)]) == clients
+
     local = [r for r in last if r["protocol"] == "local" and r["model"] == "global"]
     pooled = next(r for r in last if r["protocol"] == "global" and r["model"] == "global")
     assert pooled["samples"] == sum(r["samples"] for r in local)
+
     correct = sum(r["accuracy"] * r["samples"] for r in local)
     assert pooled["accuracy"] == pytest.approx(correct / pooled["samples"])
 
@@ -296,13 +314,14 @@ def test_batch_norm_statistics_train_travel_and_evaluate(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     result = raypfl.run(experiment(tmp_path, rounds=15, cohort__size=12, model="normed:net"))
     theta = result.global_model()
+
     assert theta.shape == (4 * 9 + 4 + 8 + 1440 + 10 + 8,)
     assert not torch.equal(theta[-8:-4], torch.zeros(4)) and (theta[-4:] > 0).all()
     assert next(s for s in result.summary() if s["model"] == "global")["accuracy"] > 0.7
 
 
-class MistakenOnTheServer(raypfl.methods.FedAvg):
-    """Its server code fails in round 4."""
+class FailsOnTheServer(raypfl.methods.FedAvg):
+    """FedAvg whose server code fails in round 4."""
 
     def start(self, task):
         return {"theta": task.model.init(task.seed)}
@@ -312,10 +331,10 @@ class MistakenOnTheServer(raypfl.methods.FedAvg):
             raise KeyError("moments")
 
 
-def test_a_mistake_in_a_methods_server_code_keeps_what_was_finished_and_is_shown(tmp_path):
+def test_an_error_in_a_methods_server_code_keeps_the_finished_rounds_and_is_shown(tmp_path):
     events = []
-    with pytest.raises(RaypflError, match=r"(?s)MistakenOnTheServer.* failed in round 4: KeyError: 'moments'"):
-        mistaken = experiment(tmp_path).replace(method=MistakenOnTheServer())
+    with pytest.raises(RaypflError, match=r"(?s)FailsOnTheServer.* failed in round 4: KeyError: 'moments'"):
+        mistaken = experiment(tmp_path).replace(method=FailsOnTheServer())
         raypfl.run(mistaken, run_dir=tmp_path / "run", listeners=[events.append])
     assert events[-1].status == "failed" and raypfl.Result.load(tmp_path / "run").round == 3
 
@@ -333,23 +352,23 @@ def test_a_client_that_does_not_exist_has_no_state(tmp_path):
             result.client_state(stranger)
 
 
-def test_what_is_no_experiment_is_not_run(tmp_path):
+def test_only_an_experiment_can_be_run(tmp_path):
     with pytest.raises(ConfigError, match=r"takes an Experiment, not 'mine\.yaml'; .*Experiment\.from_yaml"):
         raypfl.run("mine.yaml")
 
 
-def test_a_folder_that_is_not_there_is_said_not_to_be(tmp_path):
+def test_a_folder_that_does_not_exist_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"There is no folder .*nothing"):
         raypfl.Result.load(tmp_path / "nothing")
 
 
-def test_without_test_samples_there_is_nothing_to_judge_and_the_run_ends_well(tmp_path):
+def test_a_run_without_test_samples_finishes(tmp_path):
     result = raypfl.run(experiment(tmp_path, data__test_fraction=0.0, rounds=2))
     assert result.status == "finished"
 
 
-class Nothing(raypfl.Method):
-    """Never has the global model that it might have."""
+class NeverHasAModel(raypfl.Method):
+    """A method that has no global model at any time."""
 
     def global_model(self, server):
         return None
@@ -362,7 +381,7 @@ class Nothing(raypfl.Method):
 
 
 def test_a_method_that_has_no_model_yet_runs_to_its_end(tmp_path):
-    result = raypfl.run(experiment(tmp_path).replace(method=Nothing()))
+    result = raypfl.run(experiment(tmp_path).replace(method=NeverHasAModel()))
     assert result.status == "finished" and result.server_state() == {"rounds": 6}
     assert result.summary() == [] and np.isnan(result.rounds["loss"].to_pylist()).all()
 

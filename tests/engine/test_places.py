@@ -1,4 +1,4 @@
-"""Where a run's server and clients compute, what they reserve for it, and what of the data lies there."""
+"""The devices of a run's server and clients: what they reserve, and which data lie on them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_server_and_client_actors_reserve_what_the_settings_say(tmp_path, settin
 
 
 def cluster(**resources: float) -> Any:
-    """Stands for Ray on a cluster of one node with these resources."""
+    """A pretended Ray on a cluster of one node with these resources."""
     return SimpleNamespace(nodes=lambda: [{"Alive": True, "Resources": resources}])
 
 
@@ -66,8 +66,10 @@ def test_client_actors_get_what_the_server_leaves():
 
 @pytest.mark.parametrize("settings", [{"gpus_for_server": 1}, {"cpus_for_server": 2, "gpus_per_actor": 0}])
 def test_a_server_that_leaves_no_room_for_clients_is_refused(settings):
-    said = r"1 client actors .* beside a server with .* more than this cluster has: 2 CPUs and 0 GPUs.*gpus_for_server"
-    with pytest.raises(ConfigError, match=said):
+    message = (
+        r"1 client actors .* beside a server with .* more than this cluster has: 2 CPUs and 0 GPUs.*gpus_for_server"
+    )
+    with pytest.raises(ConfigError, match=message):
         client_actors(cluster(CPU=2.0), RaySettings(**settings), 4)
 
 
@@ -86,9 +88,11 @@ def test_a_process_computes_on_a_gpu_if_ray_reserved_one_for_it(monkeypatch, res
     assert client_actor.reserved_device() == torch.device(device)
 
 
-@pytest.mark.parametrize(("gpus", "there", "device"), [(0.5, True, "cuda"), (0.5, False, "cpu"), (0.0, True, "cpu")])
-def test_in_one_process_the_device_is_what_would_be_reserved_if_it_is_there(monkeypatch, gpus, there, device):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+@pytest.mark.parametrize(
+    ("gpus", "available", "device"), [(0.5, True, "cuda"), (0.5, False, "cpu"), (0.0, True, "cpu")]
+)
+def test_in_one_process_the_device_is_a_requested_gpu_if_there_is_one(monkeypatch, gpus, available, device):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
     assert device_for(gpus) == torch.device(device)
 
 
@@ -115,6 +119,8 @@ def test_in_one_process_server_and_clients_each_have_a_network_on_their_own_devi
 
 
 class CountsThreads(raypfl.methods.FedAvg):
+    """Records the number of torch threads of a client and of the server."""
+
     def round(self, server, cohort):
         reply = cohort.run(self.count, theta=server["theta"])
         server["threads"] = [int(reply["threads"]), torch.get_num_threads()]
@@ -123,12 +129,12 @@ class CountsThreads(raypfl.methods.FedAvg):
         return {"threads": Mean(torch.full((len(clients),), float(torch.get_num_threads())))}
 
 
-def test_what_the_server_computes_has_threads_of_its_own(tmp_path):
+def test_the_server_computes_with_its_number_of_threads(tmp_path):
     result = raypfl.run(experiment(tmp_path, rounds=1, engine__threads_for_server=2).replace(method=CountsThreads()))
     assert result.server_state()["threads"] == [1, 2]
 
 
-def test_what_clients_send_arrives_on_the_servers_device():
+def test_replies_arrive_on_the_servers_device():
     fed = Federation(method=raypfl.methods.FedAvg())
     cohort = fed.cohort()
     cohort.task = SimpleNamespace(model=SimpleNamespace(device=GPU))
@@ -149,14 +155,15 @@ def test_actors_on_one_card_divide_the_share_of_it_that_data_may_take(monkeypatc
 
 
 @pytest.mark.parametrize("room", [0.0, 10.0**9])
-def test_data_that_need_more_than_their_room_stay_on_the_host_and_arrive_on_the_device_all_the_same(tmp_path, room):
-    given = experiment(tmp_path)
-    data = load_federated(given.data, given.partition, seed=given.seed)
+def test_data_larger_than_their_room_stay_on_the_host_and_batches_arrive_on_the_device(tmp_path, room):
+    settings = experiment(tmp_path)
+    data = load_federated(settings.data, settings.partition, seed=settings.seed)
     model = SimpleNamespace(device=GPU, dtype=torch.float32)
     with pretend_gpu() as faults:
         samples = samples_for(data, model, (), room)
         x, y = samples.take(np.array([3, 1, 4]))
         assert x.device == y.device == samples.labels_of(np.array([3])).device == samples.normalise(x).device == GPU
         assert x.shape == (3, 1, 8, 8) and x.dtype == torch.uint8 and not faults
+
     size = data.inputs.nbytes + data.labels.nbytes
     assert samples.resident == (size if room else 0)

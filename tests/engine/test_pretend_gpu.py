@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import raypfl
-from benchmarks import gpu
+from benchmarks import gpu as gpu_benchmark
 from raypfl.common import streams
 from raypfl.data import load_federated
 from raypfl.data.datasets import RawData
@@ -35,105 +35,120 @@ from tests.support.runs import experiment
 
 @pytest.fixture
 def faults() -> Iterator[list[str]]:
-    """Of a GPU; PyTorch warns also of what it has warned another test of."""
+    """Faults of a pretended GPU. PyTorch repeats warnings that an earlier test has had."""
     always = torch.is_warn_always_enabled()
     torch.set_warn_always(True)
     try:
-        with pretend_gpu() as found:
-            yield found
+        with pretend_gpu() as faults:
+            yield faults
     finally:
         torch.set_warn_always(always)
 
 
 REFUSED = {
-    "an operation on both devices": lambda here, there: here + there,
-    "a scalar of the GPU": lambda here, there: here + there.sum(),
-    "a scalar of the GPU, in place": lambda here, there: here.sum().add_(there.sum()),
-    "a loss": lambda here, there: F.cross_entropy(there[None], here[:1].long()),
-    "an index of the GPU": lambda here, there: here[there.long()],
-    "a mask of the GPU": lambda here, there: here[there > 0],
-    "values of the CPU": lambda here, there: there.index_put_((here.long(),), here),
-    "concatenation": lambda here, there: torch.cat([here, there]),
-    "scalars in a stack": lambda here, there: torch.stack([here.sum(), there.sum()]),
-    "vmap": lambda here, there: torch.vmap(lambda a, b: a * b)(here, there),
-    "a method of a module": lambda here, there: nn.Linear(3, 1)(there),
-    "a NumPy array": lambda here, there: there.numpy(),
-    "NumPy's view of a list": lambda here, there: np.array([there.sum()]),
-    "a generator of the CPU": lambda here, there: torch.rand(3, device=GPU, generator=torch.Generator()),
-    "a generator of the GPU": lambda here, there: here.normal_(generator=torch.Generator("cuda")),
+    "an operation on both devices": lambda cpu, gpu: cpu + gpu,
+    "a scalar of the GPU": lambda cpu, gpu: cpu + gpu.sum(),
+    "a scalar of the GPU, in place": lambda cpu, gpu: cpu.sum().add_(gpu.sum()),
+    "a loss": lambda cpu, gpu: F.cross_entropy(gpu[None], cpu[:1].long()),
+    "an index of the GPU": lambda cpu, gpu: cpu[gpu.long()],
+    "a mask of the GPU": lambda cpu, gpu: cpu[gpu > 0],
+    "values of the CPU": lambda cpu, gpu: gpu.index_put_((cpu.long(),), cpu),
+    "concatenation": lambda cpu, gpu: torch.cat([cpu, gpu]),
+    "scalars in a stack": lambda cpu, gpu: torch.stack([cpu.sum(), gpu.sum()]),
+    "vmap": lambda cpu, gpu: torch.vmap(lambda a, b: a * b)(cpu, gpu),
+    "a method of a module": lambda cpu, gpu: nn.Linear(3, 1)(gpu),
+    "a NumPy array": lambda cpu, gpu: gpu.numpy(),
+    "NumPy's view of a list": lambda cpu, gpu: np.array([gpu.sum()]),
+    "a generator of the CPU": lambda cpu, gpu: torch.rand(3, device=GPU, generator=torch.Generator()),
+    "a generator of the GPU": lambda cpu, gpu: cpu.normal_(generator=torch.Generator("cuda")),
 }
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_a_gpu_refuses_is_refused_and_noted(faults, what):
-    here, there = torch.ones(3), torch.ones(3, device="cuda")
+def test_the_pretended_gpu_refuses_and_records_what_a_gpu_refuses(faults, what):
+    cpu = torch.ones(3)
+    gpu = torch.ones(3, device="cuda")
     with pytest.raises((RuntimeError, TypeError), match=r"same device|can't convert cuda|generator"):
-        REFUSED[what](here, there)
+        REFUSED[what](cpu, gpu)
     assert len(faults) == 1 and __file__ in faults[0]
 
 
-def test_what_a_gpu_allows_is_allowed_and_gives_tensors_on_it(faults):
-    here, there = torch.arange(3), torch.ones(3, device="cuda")
+def test_the_pretended_gpu_allows_what_a_gpu_allows(faults):
+    cpu = torch.arange(3)
+    gpu = torch.ones(3, device="cuda")
     network = nn.BatchNorm1d(3).to("cuda")
     on_gpu = [
-        there.sum() + 1,
-        there * torch.tensor(2.0),
-        there[here],
-        there[None, :2],
-        there.new_tensor([1]),
-        torch.vmap(lambda row: row.sum())(there[None]),
+        gpu.sum() + 1,
+        gpu * torch.tensor(2.0),
+        gpu[cpu],
+        gpu[None, :2],
+        gpu.new_tensor([1]),
+        torch.vmap(lambda row: row.sum())(gpu[None]),
         torch.randn(3, device=GPU, generator=torch.Generator("cuda")),
-        here.to(there),
-        copy.deepcopy(there),
+        cpu.to(gpu),
+        copy.deepcopy(gpu),
         copy.deepcopy(network).running_mean,
-        network(torch.stack([there, there])),
-        there.index_fill(0, there.long(), 0.0),
-        here.pin_memory().to("cuda", non_blocking=True),
+        network(torch.stack([gpu, gpu])),
+        gpu.index_fill(0, gpu.long(), 0.0),
+        cpu.pin_memory().to("cuda", non_blocking=True),
     ]
-    assert all(one.device == GPU and one.is_cuda for one in on_gpu)
-    there.copy_(here), here.copy_(there)
-    on_cpu = [there.cpu(), torch.as_tensor(there.tolist()), torch.tensor([there.sum()]), here.pin_memory()]
-    assert all(one.device == CPU and one.is_cpu for one in on_cpu) and there.cpu().numpy().sum() == 3
+
+    assert all(tensor.device == GPU and tensor.is_cuda for tensor in on_gpu)
+
+    gpu.copy_(cpu)
+    cpu.copy_(gpu)
+    on_cpu = [gpu.cpu(), torch.as_tensor(gpu.tolist()), torch.tensor([gpu.sum()]), cpu.pin_memory()]
+    assert all(tensor.device == CPU and tensor.is_cpu for tensor in on_cpu) and gpu.cpu().numpy().sum() == 3
     assert not faults
 
 
 def test_a_gradient_goes_back_to_the_device_that_a_tensor_came_from(faults):
-    here = torch.ones(3, requires_grad=True)
-    (slope,) = torch.autograd.grad((here.to("cuda") ** 2).sum(), here, create_graph=True)
+    x = torch.ones(3, requires_grad=True)
+    (slope,) = torch.autograd.grad((x.to("cuda") ** 2).sum(), x, create_graph=True)
     assert slope.device == CPU and slope.tolist() == [2, 2, 2]
-    assert torch.autograd.grad(slope.sum(), here)[0].device == CPU and not faults
+    assert torch.autograd.grad(slope.sum(), x)[0].device == CPU and not faults
 
 
-def test_the_gpu_has_a_global_generator_of_its_own(faults):
-    before, others = torch.cuda.get_rng_state(), torch.get_rng_state()
+def test_the_gpu_has_its_global_generator(faults):
+    gpu_state = torch.cuda.get_rng_state()
+    cpu_state = torch.get_rng_state()
     first = torch.rand(3, device="cuda")
-    assert not torch.equal(torch.cuda.get_rng_state(), before) and torch.equal(torch.get_rng_state(), others)
+    assert not torch.equal(torch.cuda.get_rng_state(), gpu_state) and torch.equal(torch.get_rng_state(), cpu_state)
+
     with torch.random.fork_rng(devices=[GPU]):
         torch.manual_seed(1)
-        drawn = F.dropout(torch.ones(100, device="cuda"))
-        assert drawn.device == GPU
-    torch.cuda.set_rng_state(before)
+        dropped = F.dropout(torch.ones(100, device="cuda"))
+        assert dropped.device == GPU
+
+    torch.cuda.set_rng_state(gpu_state)
     assert torch.equal(torch.rand(3, device="cuda"), first)
+
     torch.manual_seed(1)
-    assert not torch.equal(torch.cuda.get_rng_state(), before)
+    assert not torch.equal(torch.cuda.get_rng_state(), gpu_state)
 
 
-def test_nothing_of_it_is_left():
-    there, generator, autocast = torch.cuda.is_available(), torch.Generator, torch.autocast
+def test_a_pretended_gpu_leaves_torch_as_it_was():
+    available = torch.cuda.is_available()
+    generator = torch.Generator
+    autocast = torch.autocast
+
     with pretend_gpu():
         torch.use_deterministic_algorithms(True, warn_only=True)
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-        kept = torch.ones(3, device="cuda")
-    assert torch.cuda.is_available() == there and torch.Generator is generator and torch.autocast is autocast
+        survivor = torch.ones(3, device="cuda")
+
+    assert torch.cuda.is_available() == available and torch.Generator is generator and torch.autocast is autocast
     assert not torch.are_deterministic_algorithms_enabled() and "CUBLAS_WORKSPACE_CONFIG" not in os.environ
-    assert (kept + torch.ones(3)).device == CPU
+    assert (survivor + torch.ones(3)).device == CPU
+
     with pretend_gpu():
-        assert kept.device == GPU and torch.ones(3).device == CPU
+        assert survivor.device == GPU and torch.ones(3).device == CPU
 
 
 @pytest.mark.parametrize("factory", [small_mlp, dropping_mlp])
-def test_a_network_begins_with_the_same_weights_on_a_gpu_and_leaves_its_streams_alone(faults, factory):
-    before, expected = streams.state(GPU), FlatModel(factory).init(7)
+def test_a_network_starts_with_the_same_weights_on_a_gpu_and_leaves_its_streams_alone(faults, factory):
+    before = streams.state(GPU)
+    expected = FlatModel(factory).init(7)
     theta = FlatModel(factory, device="cuda").init(7)
     assert theta.device == GPU and torch.equal(theta.cpu(), expected)
     assert torch.equal(streams.state(GPU), before)
@@ -192,17 +207,19 @@ def run(tmp_path, faults: list[str], **changes) -> raypfl.Result:
         }
         | changes,
     )
-    told: list[str] = []
-    result = raypfl.run(
-        described, listeners=[lambda event: told.append(event.text) if isinstance(event, Warned) else None]
-    )
-    assert not faults and not [text for text in told if not text.startswith("Nobody is left in the cohort")]
+    events: list = []
+    result = raypfl.run(described, listeners=[events.append])
+
+    warnings = [event.text for event in events if isinstance(event, Warned)]
+    assert not faults
+    assert not [text for text in warnings if not text.startswith("Nobody is left in the cohort")]
     assert result.metadata["device"] == ("cuda" if described.ray.on_gpu else "cpu")
+
     return result
 
 
 @pytest.mark.parametrize(
-    ("executor", "clients", "server"),
+    ("executor", "client_gpus", "server_gpus"),
     [
         ("vectorised", 1, 1),
         pytest.param("sequential", 1, 0, marks=pytest.mark.slow),
@@ -210,9 +227,9 @@ def run(tmp_path, faults: list[str], **changes) -> raypfl.Result:
     ],
 )
 @pytest.mark.parametrize("method", sorted(METHODS))
-def test_every_method_runs_on_a_gpu(tmp_path, faults, method, executor, clients, server):
-    where = {"engine__executor": executor, "ray__gpus_per_actor": clients, "ray__gpus_for_server": server}
-    run(tmp_path, faults, method=method, **where, **CHANGES.get(method, {}))
+def test_every_method_runs_on_a_gpu(tmp_path, faults, method, executor, client_gpus, server_gpus):
+    devices = {"engine__executor": executor, "ray__gpus_per_actor": client_gpus, "ray__gpus_for_server": server_gpus}
+    run(tmp_path, faults, method=method, **devices, **CHANGES.get(method, {}))
 
 
 def test_a_client_without_test_samples_is_evaluated_on_a_gpu(tmp_path, faults):
@@ -222,7 +239,7 @@ def test_a_client_without_test_samples_is_evaluated_on_a_gpu(tmp_path, faults):
     assert 0 < len(set(tested)) < 15
 
 
-def test_trying_out_a_network_leaves_the_gpus_stream_alone(tmp_path, faults):
+def test_checking_a_network_leaves_the_gpus_stream_alone(tmp_path, faults):
     described = experiment(tmp_path, data__name=f"{__name__}:tiny", model=f"{__name__}:Dropping")
     data = load_federated(described.data, described.partition, seed=0)
     prepared = Prepared(described, data, GPU)
@@ -248,12 +265,13 @@ def test_a_population_may_seed_torch_on_a_gpu(tmp_path, faults):
     run(tmp_path, faults, method="fedavg", engine__executor="vectorised", **described, **protocols)
 
 
-def test_an_actor_lets_the_last_jobs_data_go_before_the_next_ones_come(tmp_path, faults, monkeypatch):
+def test_an_actor_frees_the_last_jobs_data_before_it_opens_the_next(tmp_path, faults, monkeypatch):
     described = experiment(tmp_path, data__name=f"{__name__}:tiny", engine__executor="sequential")
-    data, held = load_federated(described.data, described.partition, seed=0), []
+    data = load_federated(described.data, described.partition, seed=0)
+    inputs_of_last_job = []
 
     def opened():
-        assert not held or held[0]() is None
+        assert not inputs_of_last_job or inputs_of_last_job[0]() is None
         return SimpleNamespace(experiment=described), data
 
     context = SimpleNamespace(get_assigned_resources=lambda: {"GPU": 1.0}, get_node_id=lambda: "node")
@@ -264,11 +282,11 @@ def test_an_actor_lets_the_last_jobs_data_go_before_the_next_ones_come(tmp_path,
     for _ in range(2):
         assert actor.prepare(SimpleNamespace(opened=opened)).device == "a pretended GPU"
         assert actor._worker.context.samples.resident
-        held = [weakref.ref(actor._worker.context.samples.inputs)]
+        inputs_of_last_job[:] = [weakref.ref(actor._worker.context.samples.inputs)]
 
 
 def test_the_benchmark_of_a_gpu_trains_on_it_as_a_client_actor_does(faults):
-    actor = gpu.Actor(gpu.Job("mlp", (1, 4, 4), "vectorised", 2), GPU)
+    actor = gpu_benchmark.Actor(gpu_benchmark.Job("mlp", (1, 4, 4), "vectorised", 2), GPU)
     actor.round()
     assert actor.server["theta"].device == GPU and torch.are_deterministic_algorithms_enabled() and not faults
 
@@ -347,8 +365,8 @@ def test_other_settings_run_on_a_gpu(tmp_path, faults, what):
 
 
 @pytest.mark.parametrize("method", ["ditto", "fedptr"])
-def test_a_run_on_a_gpu_goes_on_from_its_checkpoint(tmp_path, faults, method):
-    where = {"engine__executor": "vectorised", "ray__gpus_for_server": 1}
-    half = run(tmp_path, faults, method=method, **where, **CHANGES.get(method, {}))
+def test_a_run_on_a_gpu_continues_from_its_checkpoint(tmp_path, faults, method):
+    devices = {"engine__executor": "vectorised", "ray__gpus_for_server": 1}
+    half = run(tmp_path, faults, method=method, **devices, **CHANGES.get(method, {}))
     whole = raypfl.resume(half.run_dir, overrides=["rounds=3"])
     assert whole.status == "finished" and whole.rounds.num_rows == 3 and not faults

@@ -65,8 +65,10 @@ def test_a_client_that_kills_every_actor_is_named_once_nothing_else_is_left_to_d
         failures__deaths=2,
         cohort__size=12,
     )
+
     with pytest.raises(RaypflError, match=r"(?s)Client 3 failed 2 times in a row.*process died"):
         raypfl.run(killing)
+
     deaths = (tmp_path / "tries").read_text().split()
     alone = deaths.index("1")
     assert 2 <= alone <= 4 and set(deaths[:alone]) == {"2"}  # the group of two clients; others finished meanwhile
@@ -93,27 +95,28 @@ def test_a_stopped_run_resumes_to_the_same_bits(tmp_path, undisturbed, number):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
-def test_a_run_with_a_ray_of_its_own_is_saved_and_leaves_nothing_behind_when_it_is_told_to_end(tmp_path, number):
+def test_a_signalled_run_with_a_local_ray_is_saved_and_leaves_nothing_behind(tmp_path, number):
     (tmp_path / "experiment.yaml").write_text(on_ray(tmp_path, 1, rounds=500, checkpoint__every=0).to_yaml())
     script = (
         "import os, sys, raypfl\n"
-        "def told(event):  # SIGHUP as a terminal sends it: to Ray's processes too\n"
+        "def send_signal(event):  # SIGHUP as a terminal sends it: to Ray's processes too\n"
         "    if isinstance(event, raypfl.engine.events.RoundFinished) and event.round == 2:\n"
         "        import ray\n"
         "        global folder\n"
         "        folder = ray._private.worker._global_node.get_temp_dir_path()\n"
         "        (os.killpg if sys.argv[2] == '1' else os.kill)(os.getpid(), int(sys.argv[2]))\n"
-        "result = raypfl.run(raypfl.Experiment.from_yaml(sys.argv[1]), listeners=[told])\n"
+        "result = raypfl.run(raypfl.Experiment.from_yaml(sys.argv[1]), listeners=[send_signal])\n"
         "print(result.status, result.round >= 2, os.path.exists(folder))\n"
     )
     command = [sys.executable, "-c", script, str(tmp_path / "experiment.yaml"), str(int(number))]
-    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, start_new_session=True)
-    assert done.stdout.split() == ["stopped", "True", "False"], done.stderr
+    process = subprocess.run(command, env=os.environ, capture_output=True, text=True, start_new_session=True)
+
+    assert process.stdout.split() == ["stopped", "True", "False"], process.stderr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("process", ["raylet", "gcs_server"])
-def test_a_ray_that_dies_is_a_sentence_that_says_how_to_continue(tmp_path, process):
+@pytest.mark.parametrize("killed_process", ["raylet", "gcs_server"])
+def test_if_ray_dies_the_error_says_how_to_continue(tmp_path, killed_process):
     (tmp_path / "experiment.yaml").write_text(on_ray(tmp_path, rounds=500).to_yaml())
     script = (
         "import os, sys, raypfl\n"
@@ -124,12 +127,14 @@ def test_a_ray_that_dies_is_a_sentence_that_says_how_to_continue(tmp_path, proce
         "try: raypfl.run(raypfl.Experiment.from_yaml(sys.argv[1]), listeners=[kill])\n"
         "except raypfl.RaypflError as error: print('SENTENCE', error)\n"
     )
-    command = [sys.executable, "-c", script, str(tmp_path / "experiment.yaml"), process]
-    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, start_new_session=True)
-    assert "SENTENCE Ray has died" in done.stdout and "`raypfl resume" in done.stdout, done.stderr
+    command = [sys.executable, "-c", script, str(tmp_path / "experiment.yaml"), killed_process]
+    process = subprocess.run(command, env=os.environ, capture_output=True, text=True, start_new_session=True)
+
+    assert "SENTENCE Ray has died" in process.stdout and "`raypfl resume" in process.stdout, process.stderr
+
     (folder,) = (tmp_path / "runs").iterdir()
-    done = last_round(str(folder / "checkpoints"))
-    assert raypfl.resume(folder, overrides=[f"rounds={done + 1}"]).round == done + 1
+    round = last_round(str(folder / "checkpoints"))
+    assert raypfl.resume(folder, overrides=[f"rounds={round + 1}"]).round == round + 1
 
 
 def test_a_failing_client_is_named_once_with_its_first_traceback(tmp_path):
@@ -140,7 +145,7 @@ def test_a_failing_client_is_named_once_with_its_first_traceback(tmp_path):
     assert text.count("LookupError: the client's disk is on fire") == 1 and len(text.splitlines()) < 30
 
 
-def test_more_than_the_cluster_has_is_refused_in_a_sentence(tmp_path):
+def test_actors_that_exceed_the_cluster_are_refused_in_a_sentence(tmp_path):
     with pytest.raises(ConfigError, match=r"GPUs each need more than this cluster has.*Lower ray.actors"):
         raypfl.run(on_ray(tmp_path, ray__gpus_per_actor=0.25))
     with pytest.raises(ConfigError, match="900 client actors"):
@@ -158,35 +163,40 @@ def test_a_run_attaches_to_a_running_cluster_and_leaves_it_running(tmp_path, und
         "print(json.dumps(r.weights_hash))"
     )
     command = [sys.executable, "-c", script, str(tmp_path)]
-    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout.splitlines()[-1]) == undisturbed.weights_hash
+    process = subprocess.run(command, env=os.environ, capture_output=True, text=True, check=True)
+    assert json.loads(process.stdout.splitlines()[-1]) == undisturbed.weights_hash
     assert ray.cluster_resources()["CPU"] > 0
 
 
-def test_a_cluster_that_is_not_there_is_a_sentence(tmp_path):
+def test_an_unreachable_cluster_is_reported_in_a_sentence(tmp_path):
     code = (
         "import raypfl\n"
         "from raypfl.common.errors import ConfigError\n"
         f"try: raypfl.run(raypfl.Experiment(ray={{'address': '127.0.0.1:1'}}, output={str(tmp_path)!r}))\n"
         "except ConfigError as error: print('SENTENCE', error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "SENTENCE No Ray cluster can be reached at '127.0.0.1:1'" in done.stdout
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+    assert "SENTENCE No Ray cluster can be reached at '127.0.0.1:1'" in process.stdout
 
 
-def test_a_cluster_that_asks_for_a_token_is_a_sentence_that_says_where_to_put_it(tmp_path, monkeypatch):
+def test_a_cluster_that_needs_a_token_is_reported_with_where_to_put_it(tmp_path, monkeypatch):
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))  # Ray looks for a token there
     with socket.create_server(("127.0.0.1", 0)) as cluster:
         words = ["run", f"ray.address=127.0.0.1:{cluster.getsockname()[1]}", "tracking.mlflow=false"]
         words += [f"output={tmp_path / 'runs'}", "method=fedavg"]
-        done = subprocess.run([sys.executable, "-m", "raypfl", *words], capture_output=True, text=True)
-    assert done.returncode == 2 and "asks for a token. Set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH" in done.stderr
-    assert "or RAY_AUTH_TOKEN" in done.stderr and "propagated" not in done.stderr
+        process = subprocess.run([sys.executable, "-m", "raypfl", *words], capture_output=True, text=True)
+
+    assert (
+        process.returncode == 2
+        and "asks for a token. Set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH" in process.stderr
+    )
+    assert "or RAY_AUTH_TOKEN" in process.stderr and "propagated" not in process.stderr
 
 
-def test_events_end_with_the_end(tmp_path):
+def test_the_last_event_is_the_end_of_the_run(tmp_path):
     events = []
     raypfl.run(on_ray(tmp_path, rounds=1), listeners=[events.append])
     assert isinstance(events[-1], RunFinished) and events[-1].status == "finished"
@@ -200,23 +210,25 @@ def test_any_number_of_actors_gives_the_bits_of_an_inline_run(tmp_path, undistur
 @pytest.mark.parametrize("changes", [{"noise": 1.0}, {"noise": 1.0, "unit": "client", "secure_aggregation": True}])
 def test_noise_and_masks_have_the_same_bits_on_any_number_of_actors(tmp_path, actors, changes):
     settings = {"rounds": 2, "method__weighting": "uniform"} | {f"privacy__{k}": v for k, v in changes.items()}
-    inline, result = raypfl.run(experiment(tmp_path, **settings)), raypfl.run(on_ray(tmp_path, actors, **settings))
+    inline = raypfl.run(experiment(tmp_path, **settings))
+    result = raypfl.run(on_ray(tmp_path, actors, **settings))
     assert result.weights_hash == inline.weights_hash and result.privacy.equals(inline.privacy)
 
 
 def test_analyses_keep_the_same_files_on_any_number_of_actors(tmp_path, actors):
     def files(**changes) -> tuple[str, dict[Path, bytes]]:
         result = raypfl.run(observed(tmp_path, rounds=2, **changes))
-        return result.weights_hash, {
-            p.relative_to(result.run_dir): p.read_bytes() for p in result.run_dir.rglob("client-*")
-        }
+        observations = {}
+        for file in result.run_dir.rglob("client-*"):
+            observations[file.relative_to(result.run_dir)] = file.read_bytes()
+        return result.weights_hash, observations
 
     inline = files()
     assert len(inline[1]) == 6
     assert inline == files(**(ON_RAY | {"ray__actors": actors}))
 
 
-def test_cross_silo_studies_have_an_actor_per_client_and_all_of_them_work_at_once(tmp_path):
+def test_with_an_actor_per_client_all_clients_work_at_once(tmp_path):
     events = []
     meeting = on_ray(
         tmp_path,
@@ -230,7 +242,9 @@ def test_cross_silo_studies_have_an_actor_per_client_and_all_of_them_work_at_onc
         method__groups=4,
     )
     result = raypfl.run(meeting, listeners=[events.append])
+
     assert result.server_state() == {"met": 12} and result.status == "finished"
+
     metadata = next(e.metadata for e in events if isinstance(e, RunStarted))
     assert metadata["actors"] == 4 and metadata["group_size"] == 1
 
@@ -271,5 +285,6 @@ def test_more_states_than_the_object_store_holds_spill_and_give_the_bits_of_an_i
         "import shutil; shutil.rmtree(folder, ignore_errors=True)\n"
     )
     command = [sys.executable, "-c", script, str(tmp_path / "experiment.yaml")]
-    done = subprocess.run(command, env=os.environ, capture_output=True, text=True)
-    assert f"HASH {inline.weights_hash}" in done.stdout and "SPILLED True" in done.stdout, done.stderr
+    process = subprocess.run(command, env=os.environ, capture_output=True, text=True)
+
+    assert f"HASH {inline.weights_hash}" in process.stdout and "SPILLED True" in process.stdout, process.stderr

@@ -1,4 +1,4 @@
-"""What the Ray backend puts into objects, and what it asks for."""
+"""The Ray backend: what it puts into objects, and how it starts and replaces client actors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def backend_of(
     pools: ActorPools | None = None,
     **options: Any,
 ) -> RayBackend:
-    """A backend of these actors, all of one kind, of which there are always to be as many."""
+    """A backend of one pool with these actors, which keeps their number."""
     pools = pools or ActorPools([ActorPool(actors=len(actors))], {}, 99, lambda: [{"CPU": 99.0}])
     every = [(0, actor) for actor in actors]
     return RayBackend(every, lambda reserved: start(), pools, b"", lambda: False, warn, **options)
@@ -43,11 +43,11 @@ def sharing(shares: float, gpus: float = 1.0, **counts: int) -> ActorPools:
 
 
 class Stand:
-    """Stands for a client actor: its clients keep much when they train, and nothing when they are evaluated.
+    """A pretended client actor: its clients' states are large after training, and there are none after evaluation.
 
     Attributes
     ----------
-    objects : how many it was to return, for each group.
+    objects : the number of objects that each group was to return.
     """
 
     def __init__(self, home: Home | None = None) -> None:
@@ -63,8 +63,8 @@ class Stand:
     def _returning(self, count: int) -> Any:
         def work(call: Call, group: Group, apart: bool) -> list[Any]:
             self.objects.append(count)
-            kept = Contents(({"w": APART},) * len(group.clients)) if call.function == "train" else None
-            return [self.put(Reply({}, None, 0.0, kept)), *[self.put(None)] * (count - 1)]
+            states = Contents(({"w": APART},) * len(group.clients)) if call.function == "train" else None
+            return [self.put(Reply({}, None, 0.0, states)), *[self.put(None)] * (count - 1)]
 
         return work
 
@@ -99,7 +99,7 @@ def test_a_small_broadcast_travels_with_the_call_and_a_large_one_is_an_object(ba
 
 
 class DiesInSetup:
-    """Stands for a client actor that dies while it is set up."""
+    """A pretended client actor that dies while it is set up."""
 
     def __init__(self, failed: bool = False) -> None:
         import ray
@@ -111,7 +111,7 @@ class DiesInSetup:
 
 
 class Clock:
-    """Stands for the module `time`. `look` : seconds that a look at it takes."""
+    """A pretended module `time`, in which reading the clock takes `look` seconds."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -126,7 +126,7 @@ class Clock:
 
 
 @pytest.fixture
-def killed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def killed_actors(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The actors that were killed."""
     gone: list[Any] = []
     monkeypatch.setattr(ray_backend.ray, "kill", gone.append)
@@ -146,7 +146,7 @@ def groups(count: int, **options: Any) -> list[Group]:
 
 
 class DiesAtWork(Stand):
-    """Stands for a client actor that dies at some of the calls of its kind: `dies` is called with their number."""
+    """A pretended client actor that dies at the calls for whose number `dies` is true, counted over all such actors."""
 
     calls = 0
 
@@ -169,7 +169,7 @@ class DiesAtWork(Stand):
         return work
 
 
-def test_groups_whose_actors_keep_dying_run_again_as_long_as_others_finish(killed, monkeypatch):
+def test_groups_whose_actors_keep_dying_run_again_as_long_as_others_finish(killed_actors, monkeypatch):
     monkeypatch.setattr(DiesAtWork, "calls", 0)
 
     def start() -> DiesAtWork:
@@ -178,10 +178,10 @@ def test_groups_whose_actors_keep_dying_run_again_as_long_as_others_finish(kille
     backend = backend_of([start()], start)
     outcomes = [outcome for _, outcome in backend.run(Call("evaluate", 1, 0.1), groups(12, deaths=3))]
     assert len(outcomes) == 12 and not any(isinstance(outcome, Failed) for outcome in outcomes)
-    assert len(killed) >= 12
+    assert len(killed_actors) >= 12
 
 
-def test_a_group_whose_actors_die_while_nothing_finishes_is_given_up(killed, monkeypatch):
+def test_a_group_whose_actors_die_while_nothing_finishes_is_given_up(killed_actors, monkeypatch):
     monkeypatch.setattr(DiesAtWork, "calls", 0)
 
     def start() -> DiesAtWork:
@@ -190,23 +190,24 @@ def test_a_group_whose_actors_die_while_nothing_finishes_is_given_up(killed, mon
     backend = backend_of([start()], start)
     [(group, failed)] = backend.run(Call("evaluate", 1, 0.1), groups(1, deaths=4))
     assert isinstance(failed, Failed) and failed.deaths == 4 and "process died" in failed.trace
-    assert group.index == 0 and len(killed) == 4
+    assert group.index == 0 and len(killed_actors) == 4
 
 
-def test_actors_that_die_while_they_are_set_up_end_no_run_in_which_another_works(stand, clock):
+def test_actors_that_die_in_setup_do_not_end_a_run_in_which_another_works(stand, clock):
     started: list[DiesInSetup] = []
 
     def start() -> DiesInSetup:
         started.append(DiesInSetup())
         return started[-1]
 
-    backend, clock.look = backend_of([stand, start()], start), 2.0
+    backend = backend_of([stand, start()], start)
+    clock.look = 2.0
     for _ in range(75):
         assert len(list(backend.run(Call("evaluate", 1, 0.1), groups(3)))) == 3
     assert clock.now > PATIENCE and len(started) > MAX_SETUP_FAILURES
 
 
-def test_where_every_actor_dies_while_it_is_set_up_the_run_ends_after_fewer_and_fewer_tries(clock):
+def test_if_every_actor_dies_in_setup_the_run_ends_after_ever_rarer_tries(clock):
     moments: list[float] = []
 
     def start() -> DiesInSetup:
@@ -222,7 +223,7 @@ def test_where_every_actor_dies_while_it_is_set_up_the_run_ends_after_fewer_and_
     assert len(warnings) == 1
 
 
-def test_where_setting_actors_up_fails_nobody_waits_for_better_times(clock):
+def test_an_error_in_setting_actors_up_ends_the_run_without_waiting(clock):
     backend = backend_of([DiesInSetup(True)], lambda: DiesInSetup(True))
     with pytest.raises(RaypflError, match=f"{MAX_SETUP_FAILURES} since the last group"):
         list(backend.run(Call("evaluate", 1, 0.1), groups(1)))
@@ -239,7 +240,7 @@ def test_an_actor_that_comes_up_after_others_have_died_does_the_work(stand, cloc
 
 
 class Waits:
-    """Stands for a client actor that the cluster has no room for."""
+    """A pretended client actor for which the cluster never has room."""
 
     def __init__(self) -> None:
         import ray
@@ -252,8 +253,9 @@ def evaluated(backend: RayBackend, round: int, count: int = 6) -> list[Any]:
     return list(backend.run(Call("evaluate", round, 0.1), groups(count)))
 
 
-def test_actors_follow_the_nodes_from_round_to_round_and_never_outnumber_the_groups(clock, killed):
-    nodes, warnings = [{"CPU": 2.0}], []
+def test_actors_follow_the_nodes_from_round_to_round_and_never_outnumber_the_groups(clock, killed_actors):
+    nodes = [{"CPU": 2.0}]
+    warnings: list[str] = []
     started: list[Any] = []
 
     def start() -> Any:
@@ -275,23 +277,27 @@ def test_actors_follow_the_nodes_from_round_to_round_and_never_outnumber_the_gro
     del nodes[1:]
     clock.now += 10
     assert len(evaluated(backend, 4)) == 6
-    assert killed == [started[3]] and len(backend.actors) == 5
-    assert warnings == [
-        f"The cluster has changed: the run now has {n} client actors, not {m}." for n, m in ((5, 2), (6, 5), (2, 6))
-    ]
+    assert killed_actors == [started[3]] and len(backend.actors) == 5
+
+    changes = ((5, 2), (6, 5), (2, 6))
+    assert warnings == [f"The cluster has changed: the run now has {n} client actors, not {m}." for n, m in changes]
 
 
-def test_a_server_that_is_started_again_waits_for_its_first_actors_also_where_the_cluster_has_grown():
-    nodes, warnings = [{"CPU": 2.0}], []
+def test_a_restarted_server_waits_for_its_first_actors_even_if_the_cluster_has_grown():
+    nodes = [{"CPU": 2.0}]
+    warnings: list[str] = []
     pools = ActorPools([ActorPool(max_actors=2, cpus_per_actor=2), ActorPool()], {}, 6, lambda: nodes)
-    actors = [(pool, Stand()) for pool, count in enumerate(pools.wanted()) for _ in range(count)]
+    actors = []
+    for pool, count in enumerate(pools.wanted()):
+        actors += [(pool, Stand()) for _ in range(count)]
+
     nodes.append({"CPU": 8.0})
     backend = RayBackend(actors, lambda options: Stand(), pools, b"", lambda: False, warnings.append)
     backend.wait_for_actors(20)
     assert not warnings
 
 
-def test_actors_on_devices_of_several_types_are_refused_unless_they_are_asked_for(killed):
+def test_actors_on_devices_of_several_types_are_refused_unless_the_settings_allow_them(killed_actors):
     homes = [Home("a", "A100"), Home("b", "H100")]
     backend = backend_of([Stand(home) for home in homes], Stand)
     with pytest.raises(RaypflError, match=r"compute on A100 and on H100.*ray\.accelerator.*ray\.mixed_devices=true"):
@@ -302,7 +308,9 @@ def test_actors_on_devices_of_several_types_are_refused_unless_they_are_asked_fo
 
 
 def test_an_actor_on_another_type_of_device_that_comes_later_is_left_out(clock):
-    nodes, warnings, late = [{"CPU": 1.0}], [], Stand(Home("b", "H100"))
+    nodes = [{"CPU": 1.0}]
+    warnings: list[str] = []
+    late = Stand(Home("b", "H100"))
     pools = ActorPools([ActorPool()], {}, 6, lambda: nodes)
     backend = backend_of([Stand(Home("a", "A100"))], lambda: late, warnings.append, pools)
     evaluated(backend, 1)
@@ -310,6 +318,7 @@ def test_an_actor_on_another_type_of_device_that_comes_later_is_left_out(clock):
     for round in (2, 3):
         clock.now += 10
         assert len(evaluated(backend, round)) == 6
+
     assert not late.objects and len(backend.actors) == 2
     assert warnings[1:] == ["A client actor that came up later is left out: it computes on H100, not A100."]
 
@@ -328,7 +337,7 @@ def test_more_actors_on_a_gpu_than_it_has_shares_for_are_reported():
 
 
 class Full(Stand):
-    """Stands for a client actor whose share of a GPU is too small for a group of more than so many clients."""
+    """A pretended client actor whose share of a GPU is too small for a group of more than `most` clients."""
 
     def __init__(self, most: int, in_setup: bool = False) -> None:
         super().__init__()
@@ -342,7 +351,7 @@ class Full(Stand):
     def _returning(self, count: int) -> Any:
         work = super()._returning(count)
 
-        def tried(call: Call, group: Group, apart: bool) -> list[Any]:
+        def work_or_fail(call: Call, group: Group, apart: bool) -> list[Any]:
             if len(group.clients) <= self.most:
                 return work(call, group, apart)
             return [
@@ -350,32 +359,32 @@ class Full(Stand):
                 *[self.put(None)] * (count - 1),
             ]
 
-        return tried
+        return work_or_fail
 
 
 @pytest.mark.parametrize("in_setup", [False, True])
-def test_where_memory_runs_out_fewer_actors_share_a_gpu_and_the_groups_stay_whole(killed, in_setup):
-    asked: list[float] = []
+def test_if_memory_runs_out_fewer_actors_share_a_gpu_and_groups_stay_whole(killed_actors, in_setup):
+    shares: list[float] = []
 
     def start(reserved: dict[str, float]) -> Full:
-        asked.append(reserved["num_gpus"])
+        shares.append(reserved["num_gpus"])
         return Full(5 if reserved["num_gpus"] > 0.3 else 2, in_setup=in_setup and reserved["num_gpus"] < 0.3)
 
     warnings: list[str] = []
     first = [(0, start({"num_gpus": 0.2})) for _ in range(5)]
     backend = RayBackend(first, start, sharing(0.2), b"", lambda: False, warnings.append)
     large = [Group(i, tuple(range(5)), np.arange(5), {}, [None] * 5, tries=1) for i in range(7)]
-    done = list(backend.run(Call("train", 1, 0.1), large))
-    assert sorted(group.index for group, _ in done) == list(range(7))
-    assert all(not isinstance(outcome, Failed) for _, outcome in done)
-    assert asked == [0.2] * 5 + [0.25] * 4 + [0.3333] * 3
+    outcomes = list(backend.run(Call("train", 1, 0.1), large))
+    assert sorted(group.index for group, _ in outcomes) == list(range(7))
+    assert all(not isinstance(outcome, Failed) for _, outcome in outcomes)
+    assert shares == [0.2] * 5 + [0.25] * 4 + [0.3333] * 3
     assert warnings == [
         "A GPU's memory was too small for 5 client actors; from now on 4 share it.",
         "A GPU's memory was too small for 4 client actors; from now on 3 share it.",
     ]
 
 
-def test_a_group_that_does_not_fit_a_whole_gpu_is_a_failure(killed):
+def test_a_group_that_does_not_fit_a_whole_gpu_is_a_failure(killed_actors):
     backend = backend_of([Full(2)], lambda: Full(2), pools=sharing(0.5, actors=1))
     large = [Group(0, (0, 1, 2), np.arange(3), {}, [None] * 3, tries=1)]
     ((_, outcome),) = backend.run(Call("train", 1, 0.1), large)

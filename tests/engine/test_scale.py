@@ -1,4 +1,4 @@
-"""What a large population costs."""
+"""The memory of large populations, long runs and large networks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ import pytest
 
 from benchmarks.memory import memory
 
-CLIENTS, COHORT, ROUNDS = 10_000, 500, 4
+CLIENTS = 10_000
+COHORT = 500
+ROUNDS = 4
 
 
 @pytest.mark.slow
@@ -67,9 +69,10 @@ def test_nothing_grows_over_two_thousand_rounds(tmp_path):
         "parts = {'rounds': 2020, 'method': 'ditto', 'cohort': {'size': 10}, 'ray': {'actors': 2}}\n"
         "raypfl.run(experiment(sys.argv[1], 40, **parts), listeners=[look])\n"
     )
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True)
-    early, late = (json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("HELD "))
+    process = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True)
+    early, late = (json.loads(line[5:]) for line in process.stdout.splitlines() if line.startswith("HELD "))
     grown = {part: (early[part], late[part]) for part in early if late[part] > 1.03 * early[part] + 1}  # MB
+
     assert not grown
 
 

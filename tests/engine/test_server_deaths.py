@@ -1,4 +1,4 @@
-"""How often a server may die: what counts is whether a round was done in between."""
+"""How often a server may die: only deaths without a finished round in between count."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class Died(Exception):
 
 
 @pytest.fixture
-def dying(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Servers that do so many rounds before they die as often as Ray may start them; what is left of them."""
+def server_lives(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rounds that each successive server finishes before it dies for good; a server takes its number from the list."""
     lives: list[int] = []
-    done = 0
+    finished_rounds = 0
 
     def follow(ray, server, job, prepared, emit, stop):
-        nonlocal done
+        nonlocal finished_rounds
         if not lives:
             raise Died
         for _ in range(lives.pop(0)):
-            done += 1
-            emit(RoundFinished(done, 1.0, 0.1, 0, 0, 1, 0, 0, 0, 0))
+            finished_rounds += 1
+            emit(RoundFinished(finished_rounds, 1.0, 0.1, 0, 0, 1, 0, 0, 0, 0))
         raise on_ray._ServerDied("The server's process died.")
 
     monkeypatch.setattr(
@@ -45,15 +45,17 @@ def dying(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return lives
 
 
-def test_a_server_that_dies_now_and_then_over_many_rounds_does_not_end_the_run(tmp_path: Path, dying: list[int]):
-    dying += [3] * 10
+def test_deaths_of_the_server_with_rounds_in_between_do_not_end_the_run(tmp_path: Path, server_lives: list[int]):
+    server_lives += [3] * 10
     with pytest.raises(RaypflError, match="Died"):
         raypfl.run(experiment(tmp_path, engine__backend="ray"))
-    assert not dying
+    assert not server_lives
 
 
-def test_a_server_that_dies_without_a_round_in_between_ends_the_run_in_a_sentence(tmp_path: Path, dying: list[int]):
-    dying += [3, 0, 3]
+def test_a_server_that_dies_without_a_round_in_between_ends_the_run_in_a_sentence(
+    tmp_path: Path, server_lives: list[int]
+):
+    server_lives += [3, 0, 3]
     with pytest.raises(RaypflError, match="The server's process died"):
         raypfl.run(experiment(tmp_path, engine__backend="ray"))
-    assert dying == [3]
+    assert server_lives == [3]

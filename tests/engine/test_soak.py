@@ -1,4 +1,4 @@
-"""A run whose processes are killed all the time ends with the bits of one that nobody disturbed."""
+"""A run whose processes are killed all the time ends with the bits of an undisturbed one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ import raypfl
 from raypfl.engine.events import Event, RoundFinished, Warned
 from tests.support.runs import experiment, same_tables
 
-CLIENT, SERVER = "ray::ClientActor", "ray::ServerActor"
+CLIENT = "ray::ClientActor"
+SERVER = "ray::ServerActor"
 STARTING = re.compile(r"__init__|prepare").search
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
@@ -42,18 +43,19 @@ class Killer(threading.Thread):
             self._kill(SERVER, starting=False)
 
     def _kill(self, name: str, starting: bool) -> None:
-        if processes := sorted(_of_this_test(name, starting)):
+        processes = sorted(_of_this_test(name, starting))
+        if processes:
             os.kill(self._draws.choice(processes), signal.SIGKILL)
             self.killed[name] += 1
 
 
 def _of_this_test(name: str, starting: bool) -> list[int]:
     """Processes of the actors with this name that belong to the Ray which this process has started."""
-    told = subprocess.run(["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
-    rows = [line.split(maxsplit=2) for line in told.splitlines()]
+    listing = subprocess.run(["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
+    rows = [line.split(maxsplit=2) for line in listing.splitlines()]
     parents = {int(pid): int(parent) for pid, parent, _ in rows}
-    mine = [int(pid) for pid, _, command in rows if command.startswith(name) and bool(STARTING(command)) == starting]
-    return [pid for pid in mine if parents.get(parents[pid]) == os.getpid()]
+    pids = [int(pid) for pid, _, command in rows if command.startswith(name) and bool(STARTING(command)) == starting]
+    return [pid for pid in pids if parents.get(parents[pid]) == os.getpid()]
 
 
 def test_sixty_rounds_end_with_the_same_bits_although_their_processes_are_killed_all_the_time(tmp_path: Path):
@@ -74,7 +76,8 @@ def test_sixty_rounds_end_with_the_same_bits_although_their_processes_are_killed
     finally:
         killer.over.set()
         killer.join()
-    done = [event.round for event in events if isinstance(event, RoundFinished)]
+    finished_rounds = [event.round for event in events if isinstance(event, RoundFinished)]
     print(killer.killed, sum(isinstance(event, Warned) for event in events), "warnings")
-    assert done == list(range(1, 61)) and min(killer.killed.values()) > 0
+
+    assert finished_rounds == list(range(1, 61)) and min(killer.killed.values()) > 0
     assert result.weights_hash == whole.weights_hash and same_tables(result, whole)

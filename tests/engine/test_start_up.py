@@ -1,4 +1,4 @@
-"""What processes do before the first round: who imports when, and what is kept from being done twice."""
+"""Start-up: which process imports what, and when; and the garbage collector meanwhile."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Remote:
     def options(self, **options):
         return self
     def remote(self):
-        asked.append("torch" in sys.modules)
+        torch_imported.append("torch" in sys.modules)
         return self
 
-asked = []
+torch_imported = []
 ray.remote = lambda kind: Remote()
 from raypfl.engine.backends.server_actor import ServerActor
 ServerActor([2], [{}])
-print(asked, "torch" in sys.modules)
+print(torch_imported, "torch" in sys.modules)
 """
 
 
@@ -48,17 +48,17 @@ def _collector() -> Iterator[None]:
     gc.enable()
 
 
-def test_a_server_asks_for_its_client_actors_before_it_imports_torch_itself() -> None:
-    done = subprocess.run([sys.executable, "-c", START], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.stdout == "[False, False] True\n", done.stderr
+def test_a_server_requests_its_client_actors_before_it_imports_torch() -> None:
+    process = subprocess.run([sys.executable, "-c", START], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert process.stdout == "[False, False] True\n", process.stderr
 
 
-def test_the_report_is_there_with_the_package_and_imported_when_it_is_asked_for() -> None:
-    done = subprocess.run([sys.executable, "-c", LAZY], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.stdout == "[] True True\n", done.stderr
+def test_the_report_is_imported_at_its_first_use() -> None:
+    process = subprocess.run([sys.executable, "-c", LAZY], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert process.stdout == "[] True True\n", process.stderr
 
 
-def test_nothing_is_collected_while_modules_are_imported_and_all_is_again_afterwards() -> None:
+def test_the_garbage_collector_pauses_while_modules_are_imported() -> None:
     with pytest.raises(ImportError), importing():
         assert not gc.isenabled()
         raise ImportError
@@ -72,7 +72,7 @@ def test_a_collector_that_was_switched_off_stays_off() -> None:
     assert not gc.isenabled()
 
 
-def test_what_was_imported_is_not_gone_through_again() -> None:
+def test_imported_objects_are_frozen_for_the_garbage_collector() -> None:
     with importing():
-        kept = [[number] for number in range(10_000)]
-    assert gc.get_freeze_count() >= len(kept)
+        objects = [[number] for number in range(10_000)]
+    assert gc.get_freeze_count() >= len(objects)

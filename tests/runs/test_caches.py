@@ -30,7 +30,7 @@ CHANGES = [
     *("model.pretrain_lr=0.01", "model.hidden=[5]", "seed=1", "engine.threads_for_server=2", "partition.alpha=9"),
     *("training.channels_last=true", "training.lr=0.5", "rounds=3", "evaluation.batch_size=7"),
 ]
-"""Some of them decide the weights, and some do not."""
+"""Changes of one setting: some decide the pretrained weights, and some do not."""
 
 
 def body_of(cache: Path, *changes: str) -> dict[str, torch.Tensor]:
@@ -48,11 +48,15 @@ def used(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_pretrained_network_does_not_depend_on_what_ran_before(used: Path, tmp_path: Path, change: str):
-    found, made = body_of(used, change), body_of(tmp_path, change)
-    assert found.keys() == made.keys() and all(torch.equal(found[name], made[name]) for name in made)
+    from_used_cache = body_of(used, change)
+    from_new_cache = body_of(tmp_path, change)
+
+    assert from_used_cache.keys() == from_new_cache.keys()
+    for name, tensor in from_new_cache.items():
+        assert torch.equal(from_used_cache[name], tensor)
 
 
-def test_a_network_of_ones_own_is_pretrained_again_when_its_code_changes(tmp_path: Path, monkeypatch):
+def test_a_users_network_is_pretrained_again_when_its_code_changes(tmp_path: Path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     code = """
         from torch import nn
@@ -63,29 +67,30 @@ def test_a_network_of_ones_own_is_pretrained_again_when_its_code_changes(tmp_pat
     """
     bodies = []
     for activation in ("ReLU", "Tanh"):
-        (tmp_path / "net_of_mine.py").write_text(dedent(code).replace("ACTIVATION", activation))
-        sys.modules.pop("net_of_mine", None)
-        network = "model={name: 'net_of_mine:MyNet', pretrain: body, pretrain_epochs: 1}"
+        (tmp_path / "my_net.py").write_text(dedent(code).replace("ACTIVATION", activation))
+        sys.modules.pop("my_net", None)
+        network = "model={name: 'my_net:MyNet', pretrain: body, pretrain_epochs: 1}"
         bodies.append(body_of(tmp_path / "cache", network))
     assert not torch.equal(bodies[0]["1.weight"], bodies[1]["1.weight"])
 
 
-def test_a_module_that_imports_random_later_is_looked_at_again(monkeypatch):
-    """As a notebook's, in which a method ran before."""
-    notebook = types.ModuleType("notebook_of_mine")
+def test_a_module_that_imports_random_later_is_checked_again(monkeypatch):
+    """A notebook's cell may import `random` after a method of the notebook has run once."""
+    notebook = types.ModuleType("my_notebook")
     monkeypatch.setitem(sys.modules, notebook.__name__, notebook)
     exec("class Mine:\n    def round(self):\n        return random.random()", notebook.__dict__)
     function = notebook.Mine().round
-    for known in (False, True):
-        if known:
+
+    for imported in (False, True):
+        if imported:
             exec("import random", notebook.__dict__)
-        refused = pytest.raises(MethodError, match="Python's global random stream") if known else nullcontext()
+        refused = pytest.raises(MethodError, match="Python's global random stream") if imported else nullcontext()
         with refused, refuse_unkeyed(function, torch.device("cpu"), "a generator"):
             random.random()
 
 
 def by_share(config: DataConfig) -> RawData:
-    """A reader that looks at a setting which is not its own."""
+    """A reader whose samples depend on a setting that is not the reader's: the test fraction."""
     inputs = np.full((40, 2), getattr(config, "test_fraction", 0.0), dtype=np.float32)
     return RawData(inputs, np.arange(40) % 2, ["a", "b"])
 

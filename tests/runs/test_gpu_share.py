@@ -49,140 +49,144 @@ def test_as_many_actors_share_a_gpu_as_need_nine_tenths_of_its_memory():
 
 
 @given(st.integers(1, 500))
-def test_the_share_that_ray_is_asked_for_lets_that_many_actors_on_a_gpu(actors: int):
+def test_the_share_requested_from_ray_lets_that_many_actors_on_a_gpu(actors: int):
     share = share_of(actors)
     assert share * actors <= 1 and round(share * 10_000) == pytest.approx(share * 10_000)
     assert share > 1 / (actors + 1) or actors > 99
 
 
-GROUPS: list[int] = []
+GROUP_SIZES: list[int] = []
 
 
 class Recording(Ditto):
-    """Notes how many clients are trained, and get a model to be tested, at a time."""
+    """Ditto that records the size of each group; groups whose models are tested count a hundredfold."""
 
     def train(self, clients, theta):
-        GROUPS.append(len(clients))
+        GROUP_SIZES.append(len(clients))
         return super().train(clients, theta)
 
     def personal_model(self, clients, server):
-        GROUPS.append(100 * len(clients))
+        GROUP_SIZES.append(100 * len(clients))
         return super().personal_model(clients, server)
 
 
 class Counting:
-    """Stands for a GPU's memory: a training needs 10 bytes a client and 100, an evaluation 50 a client."""
+    """A pretended GPU memory: training takes 100 bytes and 10 a client, evaluation 50 bytes a client."""
 
     def __init__(self) -> None:
         self.groups: list[list[int]] = []
 
     def peak(self, work: Callable[[], object]) -> float:
-        GROUPS.clear()
+        GROUP_SIZES.clear()
         work()
-        self.groups.append(list(GROUPS))
-        (group,) = GROUPS
+        self.groups.append(list(GROUP_SIZES))
+        (group,) = GROUP_SIZES
         return group // 100 * 50 if group >= 100 else 100 + 10 * group
 
     def context(self) -> float:
         return 7
 
 
-def needed(tmp_path: Path, memory: Counting, **changes) -> float:
+def bytes_of_largest_group(tmp_path: Path, memory: Counting, **changes) -> float:
     changes = {"engine__executor": "vectorised", "cohort__size": 10, "partition__clients": 40} | changes
-    given = experiment(tmp_path, method=f"{__name__}:Recording", **changes)
-    return bytes_needed(Prepared(given, load_federated(given.data, given.partition, seed=0), CPU), memory)
+    settings = experiment(tmp_path, method=f"{__name__}:Recording", **changes)
+    return bytes_needed(Prepared(settings, load_federated(settings.data, settings.partition, seed=0), CPU), memory)
 
 
-def test_a_step_and_an_evaluation_of_one_client_and_of_eight_tell_what_the_runs_own_groups_need(tmp_path: Path):
+def test_groups_of_one_and_of_eight_clients_tell_the_memory_of_the_runs_groups(tmp_path: Path):
     memory = Counting()
-    assert needed(tmp_path, memory, engine__group_size=10) == 7 + 50 * 10  # the evaluation needs more
+    assert bytes_of_largest_group(tmp_path, memory, engine__group_size=10) == 7 + 50 * 10  # the evaluation needs more
     assert memory.groups == [[1], [8], [100], [800]]
-    assert needed(tmp_path, memory, engine__group_size=3) == 7 + 50 * 3
+    assert bytes_of_largest_group(tmp_path, memory, engine__group_size=3) == 7 + 50 * 3
     assert memory.groups[4:] == [[1], [3], [100], [300]]
-    assert needed(tmp_path, memory, engine__group_size=1) == 7 + 110
+    assert bytes_of_largest_group(tmp_path, memory, engine__group_size=1) == 7 + 110
     assert memory.groups[8:] == [[1], [100]]
-    assert needed(tmp_path, memory, engine__group_size=10, privacy__secure_aggregation=True) == 7 + 50 * 10
+    assert (
+        bytes_of_largest_group(tmp_path, memory, engine__group_size=10, privacy__secure_aggregation=True) == 7 + 50 * 10
+    )
 
 
 @pytest.mark.parametrize("method", ["pfedme", "apfl", "fednh", "feddf", "creff", "partial", "fedavg-ft"])
-def test_methods_with_networks_and_exchanges_of_their_own_can_be_measured(tmp_path: Path, method: str):
-    given = experiment(tmp_path, method=method, engine__executor="vectorised")
+def test_methods_with_further_networks_and_exchanges_can_be_measured(tmp_path: Path, method: str):
+    settings = experiment(tmp_path, method=method, engine__executor="vectorised")
     peaks: list[float] = []
 
-    class Any(Counting):
+    class AlwaysOneByte(Counting):
         def peak(self, work):
             work()
             peaks.append(1.0)
             return 1.0
 
-    data = load_federated(given.data, given.partition, seed=0)
-    assert bytes_needed(Prepared(given, data, CPU), Any()) == 8 and len(peaks) == 4
+    data = load_federated(settings.data, settings.partition, seed=0)
+    assert bytes_needed(Prepared(settings, data, CPU), AlwaysOneByte()) == 8 and len(peaks) == 4
 
 
 class TooLarge(Ditto):
-    """Needs more memory than there is."""
+    """A method that needs more memory than there is."""
 
     def train(self, clients, theta):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB.")
 
 
-def test_a_gpu_that_is_too_small_for_what_is_tried_gets_one_actor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_gpu_too_small_for_the_measured_step_gets_one_actor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(gpu_share, "CudaMemory", lambda device: Counting())
-    given = experiment(tmp_path, method=f"{__name__}:TooLarge")
-    data = load_federated(given.data, given.partition, seed=0)
+    settings = experiment(tmp_path, method=f"{__name__}:TooLarge")
+    data = load_federated(settings.data, settings.partition, seed=0)
     with pretend_gpu():
-        assert gpu_share._probe(SimpleNamespace(opened=lambda: (given, data))) == GpuMeasurement(2**36, 2**36)
+        assert gpu_share._probe(SimpleNamespace(opened=lambda: (settings, data))) == GpuMeasurement(2**36, 2**36)
 
 
 # --- on a cluster -----------------------------------------------------------------------------------------------------
 
 
-def cluster(*nodes: dict[str, float]) -> SimpleNamespace:
-    """Stands for Ray, whose tasks run here."""
+def ray_with_nodes(*nodes: dict[str, float]) -> SimpleNamespace:
+    """A pretended Ray with these nodes; its tasks run in this process."""
     tasks = {"remote": lambda **options: lambda task: SimpleNamespace(remote=task), "get": lambda result: result}
-    alive = [{"Alive": True, "Resources": one} for one in nodes]
+    alive = [{"Alive": True, "Resources": resources} for resources in nodes]
     return SimpleNamespace(nodes=lambda: alive, exceptions=ray.exceptions, **tasks)
 
 
 @pytest.fixture
-def _no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Shipment, "of", lambda *of: None)
+def _no_shipment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Shipment, "of", lambda *arguments: None)
 
 
-@pytest.mark.usefixtures("_no_cluster")
+@pytest.mark.usefixtures("_no_shipment")
 def test_memory_processors_and_groups_limit_the_actors_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(gpu_share, "_probe", lambda pickled: GpuMeasurement(80 * GIB, 8.9 * GIB))
-    given = experiment(tmp_path, ray__gpus_per_actor="auto", engine__group_size=1, engine__backend="ray")
-    data = load_federated(given.data, given.partition, seed=0)
-    said: list[str] = []
+    settings = experiment(tmp_path, ray__gpus_per_actor="auto", engine__group_size=1, engine__backend="ray")
+    data = load_federated(settings.data, settings.partition, seed=0)
+    messages: list[str] = []
 
     def share(cpus: float, gpus: float, **changes) -> float:
-        asked = given.override([f"{name.replace('__', '.')}={value}" for name, value in changes.items()])
-        ray = cluster({"CPU": 64.0}, {"CPU": cpus, "GPU": gpus})
-        return with_gpu_shares(ray, Prepared(asked, data), lambda event: said.append(event.text)).ray.gpus_per_actor
+        changed = settings.override([f"{name.replace('__', '.')}={value}" for name, value in changes.items()])
+        ray = ray_with_nodes({"CPU": 64.0}, {"CPU": cpus, "GPU": gpus})
+        return with_gpu_shares(
+            ray, Prepared(changed, data), lambda event: messages.append(event.text)
+        ).ray.gpus_per_actor
 
     assert share(64, 2, cohort__size=12) == share_of(8)  # in 72 GiB
-    assert said[-1] == "8 client actors a GPU: each needs 8.90 of 80 GiB"
+    assert messages[-1] == "8 client actors a GPU: each needs 8.90 of 80 GiB"
     assert share(6, 2, cohort__size=12) == share_of(3)
     assert share(6, 2, cohort__size=12, ray__cpus_per_actor=0.5) == share_of(6)
     assert share(1, 2, cohort__size=12) == 1.0
     assert share(64, 2, cohort__size=5) == share_of(5)
-    assert (
-        with_gpu_shares(cluster(), Prepared(given.override(["ray.gpus_per_actor=0.3"]), data), print).ray.gpus_per_actor
-        == 0.3
-    )
+
+    # A number in the settings stays: nothing is measured, so a cluster without nodes will do.
+    with_share = settings.override(["ray.gpus_per_actor=0.3"])
+    assert with_gpu_shares(ray_with_nodes(), Prepared(with_share, data), print).ray.gpus_per_actor == 0.3
 
 
-@pytest.mark.usefixtures("_no_cluster")
-def test_a_step_that_fails_while_it_is_measured_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.usefixtures("_no_shipment")
+def test_an_error_in_the_measured_step_is_reported_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def fail(pickled: bytes) -> None:
         raise ray.exceptions.RayTaskError("f", "trace", ValueError("no such layer."))
 
     monkeypatch.setattr(gpu_share, "_probe", fail)
-    given = experiment(tmp_path, ray__gpus_per_actor="auto", engine__backend="ray")
-    data = load_federated(given.data, given.partition, seed=0)
+    settings = experiment(tmp_path, ray__gpus_per_actor="auto", engine__backend="ray")
+    data = load_federated(settings.data, settings.partition, seed=0)
     with pytest.raises(RaypflError, match=r"could not be measured .*no such layer\. Give a number instead"):
-        with_gpu_shares(cluster({"CPU": 1.0, "GPU": 1.0}), Prepared(given, data), lambda event: None)
+        with_gpu_shares(ray_with_nodes({"CPU": 1.0, "GPU": 1.0}), Prepared(settings, data), lambda event: None)
 
 
 @pytest.mark.usefixtures("ray_cluster")
@@ -196,9 +200,9 @@ def test_auto_on_a_cluster_without_a_gpu_is_refused_in_a_sentence(tmp_path: Path
 @pytest.mark.parametrize("setting", ["ray.gpus_per_actor=1", "ray.gpus_per_actor=auto", "ray.gpus_for_server=0.5"])
 def test_a_run_in_this_process_that_asks_for_a_gpu_is_refused_where_there_is_none(tmp_path: Path, setting: str):
     asks = experiment(tmp_path).override([setting])
-    name, asked = setting.split("=")
+    name, value = setting.split("=")
     for refuse in (raypfl.run, lambda asks: driver.check([asks])):
-        with pytest.raises(ConfigError, match=rf"^{name} is '?{asked}.* finds no GPU .* Set {name}=0"):
+        with pytest.raises(ConfigError, match=rf"^{name} is '?{value}.* finds no GPU .* Set {name}=0"):
             refuse(asks)
     assert not list((tmp_path / "runs").iterdir())
 
@@ -208,7 +212,7 @@ def test_a_cell_of_a_study_whose_gpu_pytorch_does_not_find_fails_with_the_same_s
     assert outcome.status == "failed" and "finds no GPU" in outcome.error
 
 
-def test_what_runs_beside_others_needs_a_number():
+def test_trials_and_cells_that_share_a_cluster_need_a_number():
     with pytest.raises(ConfigError, match="one run at a time; a sweep's trials and a study's cells each"):
         for_client(RaySettings(gpus_per_actor="auto"))
 
@@ -220,11 +224,11 @@ def test_a_share_is_a_number_or_auto(tmp_path: Path, value: object):
 
 
 def test_a_process_with_a_gpu_uses_full_fp32_and_the_algorithms_that_give_the_same_bits(tmp_path: Path):
-    given = experiment(tmp_path)
-    data = load_federated(given.data, given.partition, seed=0)
+    settings = experiment(tmp_path)
+    data = load_federated(settings.data, settings.partition, seed=0)
     with pretend_gpu():
-        Prepared(given, data, CPU).build()
+        Prepared(settings, data, CPU).build()
         assert not torch.are_deterministic_algorithms_enabled() and torch.backends.cudnn.allow_tf32
-        Prepared(given, data, "cuda").build()
+        Prepared(settings, data, "cuda").build()
         assert torch.are_deterministic_algorithms_enabled() and torch.is_deterministic_algorithms_warn_only_enabled()
         assert not torch.backends.cudnn.allow_tf32

@@ -1,4 +1,4 @@
-"""A resume never falsifies what was run: what decides a result stays, and what was in force can be read."""
+"""A resume never falsifies a run: settings that decide a result stay, and the history tells what was in force when."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.support.runs import Interrupt, experiment
 KEEP_ALL = {"checkpoint__keep": 100, "checkpoint__every": 1}
 
 
-def content(folder: Path) -> dict[Path, bytes]:
+def file_contents(folder: Path) -> dict[Path, bytes]:
     return {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
 def other_values(value: Any) -> Iterator[Any]:
-    """Values of a setting that may be valid too, and differ from its present one."""
+    """Other values that may be valid for a setting with this value."""
     if isinstance(value, bool):
         yield not value
     elif isinstance(value, int | float):
@@ -41,32 +41,35 @@ def other_values(value: Any) -> Iterator[Any]:
         yield from (["local"], ["loss"], ["flip"], [3])
 
 
-def changed(begun: Experiment) -> Iterator[tuple[str, Experiment]]:
+def changed_in_one_setting(original: Experiment) -> Iterator[tuple[str, Experiment]]:
     """Valid experiments that differ from `begun` in one setting, with its name."""
-    for key, value in flatten(begun.to_dict()).items():
+    for key, value in flatten(original.to_dict()).items():
         for other in other_values(value):
-            values = begun.to_dict()
+            values = original.to_dict()
             assign(values, key.split("."), other)
+
             try:
-                asked = Experiment(**values)
+                variant = Experiment(**values)
             except ConfigError:
                 continue
-            if asked != begun:
-                yield key, asked
+
+            if variant != original:
+                yield key, variant
                 break
 
 
 def test_every_setting_that_decides_a_result_stays(tmp_path):
     validated = {"evaluation__protocols": "[local,val]", "evaluation__patience": 2, "data__val_fraction": 0.2}
-    begun = experiment(tmp_path, privacy__noise=1, model__weights="a.pt", **validated)
+    original = experiment(tmp_path, privacy__noise=1, model__weights="a.pt", **validated)
     refused = set()
-    for key, asked in changed(begun):
+    for key, variant in changed_in_one_setting(original):
         try:
-            refuse_changes(tmp_path, asked, begun)
+            refuse_changes(tmp_path, variant, original)
         except ConfigError as error:
             assert key in str(error)
             refused.add(key)
-    tried = {key for key, _ in changed(begun)}
+
+    tried = {key for key, _ in changed_in_one_setting(original)}
     assert tried - refused == {key for key in tried if may_change(key)}
     assert len(refused) > 40 and {"training.lr", "seed", "engine.executor", "method.lam", "data.val_fraction"} < refused
     assert {key.partition(".")[0] for key in tried - refused} == {key.partition(".")[0] for key in MAY_CHANGE}
@@ -75,64 +78,72 @@ def test_every_setting_that_decides_a_result_stays(tmp_path):
 @pytest.mark.parametrize("change", ["training.lr=0.5", "model.hidden=[7]", "partition.alpha=5", "name=other"])
 def test_a_change_that_would_falsify_a_run_is_refused_and_nothing_is_written(tmp_path, change):
     run = raypfl.run(experiment(tmp_path, rounds=2)).run_dir
-    before = content(run)
+    before = file_contents(run)
     for words in ([change], [change, "rounds=4"]):
         with pytest.raises(ConfigError, match=f"^{change.partition('=')[0]} "):
             raypfl.resume(run, overrides=words)
         refused = command("resume", str(run), *words)
         assert refused.exit_code == 2 and change.partition("=")[0] in refused.stderr
-    assert content(run) == before
+
+    assert file_contents(run) == before
 
 
 def test_the_refusal_says_how_to_change_it_in_a_new_run(tmp_path):
     run = raypfl.run(experiment(tmp_path, rounds=2)).run_dir
     with pytest.raises(ConfigError) as refused:
         raypfl.resume(run, overrides=["training.lr=0.5", "rounds=4"])
-    (again,) = re.findall(r"`raypfl (resume .*?)`", str(refused.value))
-    words = again.replace("NEWRUN", str(tmp_path / "new")).split()
+    (suggested,) = re.findall(r"`raypfl (resume .*?)`", str(refused.value))
+    words = suggested.replace("NEWRUN", str(tmp_path / "new")).split()
     assert raypfl_json(*words)["runs"][0]["experiment"]["rounds"] == 4
 
 
 def test_a_finished_run_that_is_resumed_without_a_change_stays_as_it_is(tmp_path):
-    done = raypfl.run(experiment(tmp_path, rounds=2))
-    before = content(done.run_dir)
+    finished = raypfl.run(experiment(tmp_path, rounds=2))
+    before = file_contents(finished.run_dir)
     for words in ([], ["training.lr=0.1"], ["ray.cpus_per_actor=0.25", "checkpoint.keep=5"]):
-        assert raypfl.resume(done.run_dir, overrides=words).weights_hash == done.weights_hash
-        assert content(done.run_dir) == before
-    assert raypfl_json("resume", str(done.run_dir))["runs"][0]["weights_hash"] == done.weights_hash
-    drawn = {done.run_dir / "picture.png"}
-    assert {file: text for file, text in content(done.run_dir).items() if file not in drawn} == before
+        assert raypfl.resume(finished.run_dir, overrides=words).weights_hash == finished.weights_hash
+        assert file_contents(finished.run_dir) == before
+    assert raypfl_json("resume", str(finished.run_dir))["runs"][0]["weights_hash"] == finished.weights_hash
+
+    # The command draws a picture, and changes nothing else.
+    after = file_contents(finished.run_dir)
+    after.pop(finished.run_dir / "picture.png", None)
+    assert after == before
 
 
 def test_more_rounds_are_refused_where_they_would_have_changed_the_rounds_before(tmp_path):
     cosine = experiment(tmp_path, training__schedule="cosine")
-    begun = raypfl.run(cosine, listeners=[Interrupt(2)])
-    assert begun.status == "stopped"
+    stopped = raypfl.run(cosine, listeners=[Interrupt(2)])
+    assert stopped.status == "stopped"
     with pytest.raises(ConfigError, match=r"rounds is 6 .* not 8.* training.schedule is 'cosine'"):
-        raypfl.resume(begun.run_dir, overrides=["rounds=8"])
-    assert raypfl.resume(begun.run_dir).weights_hash == raypfl.run(cosine).weights_hash
+        raypfl.resume(stopped.run_dir, overrides=["rounds=8"])
+    assert raypfl.resume(stopped.run_dir).weights_hash == raypfl.run(cosine).weights_hash
 
 
 def test_a_location_without_the_runs_checkpoints_is_refused(tmp_path):
     run = raypfl.run(experiment(tmp_path, rounds=2)).run_dir
     with pytest.raises(ConfigError, match=r"checkpoint.location .* has no checkpoint of this run"):
         raypfl.resume(run, overrides=["rounds=4", f"checkpoint.location={tmp_path / 'empty'}"])
+
     moved = tmp_path / "moved" / run.name
     moved.parent.mkdir()
     (run / "checkpoints").rename(moved)
     longer = raypfl.resume(run, overrides=["rounds=6", f"checkpoint.location={moved.parent}"])
+
     assert longer.weights_hash == raypfl.run(experiment(tmp_path)).weights_hash
 
 
-def test_what_was_in_force_in_which_round_can_be_read(tmp_path):
+def test_the_history_tells_the_settings_of_each_round(tmp_path):
     stopped = raypfl.run(experiment(tmp_path, rounds=4), listeners=[Interrupt(3)])
     raypfl.resume(stopped.run_dir, overrides=["checkpoint.keep=7"])
     longer = raypfl.resume(stopped.run_dir, overrides=["rounds=6"])
+
     assert [entry["from_round"] for entry in longer.history] == [0, 3, 4]
     assert [entry["changed"] for entry in longer.history] == [{}, {"checkpoint.keep": 7}, {"rounds": 6}]
     assert [entry["settings"]["rounds"] for entry in longer.history] == [4, 4, 6]
     assert Experiment(**longer.history[-1]["settings"]) == longer.experiment
     assert longer.history[-1]["metadata"] == longer.metadata
+
     head = (longer.run_dir / "experiment.yaml").read_text().splitlines()[0]
     assert head == "# In force after round 4; history.jsonl says what was before."
     assert Experiment.from_yaml(longer.run_dir / "experiment.yaml") == longer.experiment
@@ -140,15 +151,19 @@ def test_what_was_in_force_in_which_round_can_be_read(tmp_path):
 
 def test_a_run_that_continues_another_from_a_round_names_it_and_leaves_it_as_it_was(tmp_path):
     parent = raypfl.run(experiment(tmp_path, **KEEP_ALL))
-    before = content(parent.run_dir)
+    before = file_contents(parent.run_dir)
     same = raypfl.resume(parent.run_dir, from_round=4, new_run_dir=tmp_path / "same")
+
     assert same.weights_hash == parent.weights_hash
+
     lower = raypfl.resume(
         parent.run_dir, from_round=4, new_run_dir=tmp_path / "lower", overrides=["training.lr=0.001", "rounds=8"]
     )
-    assert content(parent.run_dir) == before
-    honest = [raypfl.run(experiment(tmp_path, training__lr=0.001, rounds=rounds)) for rounds in (4, 8)]
-    assert len({run.weights_hash for run in (parent, lower, *honest)}) == 4
+
+    assert file_contents(parent.run_dir) == before
+
+    from_scratch = [raypfl.run(experiment(tmp_path, training__lr=0.001, rounds=rounds)) for rounds in (4, 8)]
+    assert len({run.weights_hash for run in (parent, lower, *from_scratch)}) == 4
     assert lower.round == 8 and lower.experiment.training.lr == 0.001
     assert lower.metadata["parent"] == {"run": str(parent.run_dir), "round": 4}
     assert lower.rounds["loss"][:4].equals(parent.rounds["loss"][:4])
@@ -157,6 +172,7 @@ def test_a_run_that_continues_another_from_a_round_names_it_and_leaves_it_as_it_
         (4, 0.001),
     ]
     assert "parent" not in lower.history[0] and lower.history[1]["parent"] == lower.metadata["parent"]
+
     head = (lower.run_dir / "experiment.yaml").read_text().splitlines()[:2]
     assert head[0].startswith("# In force after round 4;")
     assert head[1] == f"# The rounds up to 4 are those of {parent.run_dir}."
@@ -166,12 +182,14 @@ def test_a_run_that_continues_another_is_resumed_to_the_same_bits_and_keeps_its_
     parent = raypfl.run(experiment(tmp_path, **KEEP_ALL)).run_dir
     words = {"from_round": 3, "overrides": ["method.lam=3", "rounds=8"]}
     whole = raypfl.resume(parent, new_run_dir=tmp_path / "whole", **words)
-    cut = raypfl.resume(parent, new_run_dir=tmp_path / "cut", listeners=[Interrupt(5)], **words)
-    assert cut.status == "stopped"
-    again = raypfl.resume(cut.run_dir)
-    assert again.weights_hash == whole.weights_hash
-    assert again.metadata["parent"] == whole.metadata["parent"]
-    assert [entry["from_round"] for entry in again.history] == [0, 3, 5]
+    stopped = raypfl.resume(parent, new_run_dir=tmp_path / "cut", listeners=[Interrupt(5)], **words)
+
+    assert stopped.status == "stopped"
+
+    resumed = raypfl.resume(stopped.run_dir)
+    assert resumed.weights_hash == whole.weights_hash
+    assert resumed.metadata["parent"] == whole.metadata["parent"]
+    assert [entry["from_round"] for entry in resumed.history] == [0, 3, 5]
 
 
 @pytest.mark.parametrize(
@@ -186,7 +204,7 @@ def test_a_run_that_continues_another_is_resumed_to_the_same_bits_and_keeps_its_
         (4, ["training.lr=-1"], r"training.lr is -1"),
     ],
 )
-def test_what_cannot_be_continued_from_a_round_is_refused_and_leaves_nothing(tmp_path, round, words, sentence):
+def test_an_impossible_continuation_is_refused_and_leaves_nothing(tmp_path, round, words, sentence):
     parent = raypfl.run(experiment(tmp_path, checkpoint__keep=9)).run_dir
     with pytest.raises((ConfigError, CheckpointError), match=sentence):
         raypfl.resume(parent, from_round=round, new_run_dir=tmp_path / "new", overrides=words)
@@ -198,7 +216,9 @@ def test_the_command_continues_a_run_as_a_new_one(tmp_path):
     new = tmp_path / "new"
     words = ["resume", str(parent), "--from-round", "4", "--as", str(new)]
     (run,) = raypfl_json(*words, "training.lr=0.001")["runs"]
+
     assert (run["run_dir"], run["experiment"]["training"]["lr"], run["status"]) == (str(new), 0.001, "finished")
+
     for wrong, sentence in (
         (words, f"{new} already has a run"),
         (words[:4], "--from-round needs --as"),
@@ -210,59 +230,67 @@ def test_the_command_continues_a_run_as_a_new_one(tmp_path):
 
 @pytest.mark.parametrize("copies", [True, False])
 def test_damaged_tables_cost_no_model(tmp_path, copies):
-    """One bit of each file of each table: all rows come back from the tables of the run's folder, or are left out."""
+    """One bit of each file is flipped; the rows come back from the tables in the run's folder, or are left out."""
     whole = raypfl.run(experiment(tmp_path))
     run = raypfl.run(experiment(tmp_path, rounds=4)).run_dir
     parts = list((run / "checkpoints" / "tables").glob("*.parquet"))
+
     assert {part.name.partition("-")[0] for part in parts} == {"rounds", "evaluations", "ledger"}
+
     for part in parts:
         flipped = bytearray(part.read_bytes())
         flipped[len(flipped) // 2] ^= 1
         part.write_bytes(flipped)
+
     for table in () if copies else run.glob("*.parquet"):
         table.unlink()
+
     events: list = []
     longer = raypfl.resume(run, overrides=["rounds=6"], listeners=[events.append])
     assert longer.weights_hash == whole.weights_hash
-    said = [event.text for event in events if isinstance(event, Warned)]
-    assert len(said) == 3  # the newest checkpoint has one file of each table
+
+    warnings = [event.text for event in events if isinstance(event, Warned)]
+    assert len(warnings) == 3  # the newest checkpoint has one file of each table
+
     if copies:
-        assert all("were written again from its copy" in text for text in said)
+        assert all("were written again from its copy" in text for text in warnings)
         assert longer.ledger.equals(whole.ledger) and longer.rounds["loss"].equals(whole.rounds["loss"])
     else:
-        assert all("are lost, and the run continues without them" in text for text in said)
+        assert all("are lost, and the run continues without them" in text for text in warnings)
         assert longer.rounds["round"].to_pylist() == [5, 6]
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", "null", '"finished"', "{", '{"status": "finished"}'])
 @pytest.mark.parametrize("name", ["summary.json", "metadata.json"])
-def test_an_odd_file_of_a_runs_folder_is_told_and_written_again(tmp_path, name, text):
-    done = raypfl.run(experiment(tmp_path, rounds=1, evaluation__every=1))
-    (done.run_dir / name).write_text(text)
+def test_an_odd_file_in_a_runs_folder_is_reported_and_written_again(tmp_path, name, text):
+    finished = raypfl.run(experiment(tmp_path, rounds=1, evaluation__every=1))
+    (finished.run_dir / name).write_text(text)
     if name == "summary.json" or not text.startswith(("{}", '{"')):
-        with pytest.raises(NoRun, match=rf"{name} is damaged; `raypfl resume {done.run_dir}` writes it again"):
-            raypfl.Result.load(done.run_dir)
-        raypfl.resume(done.run_dir)
-    assert raypfl.Result.load(done.run_dir).weights_hash == done.weights_hash
+        with pytest.raises(NoRun, match=rf"{name} is damaged; `raypfl resume {finished.run_dir}` writes it again"):
+            raypfl.Result.load(finished.run_dir)
+        raypfl.resume(finished.run_dir)
+    assert raypfl.Result.load(finished.run_dir).weights_hash == finished.weights_hash
 
 
-def test_a_damaged_table_of_a_finished_run_is_told_with_what_writes_it_again(tmp_path):
-    done = raypfl.run(experiment(tmp_path, rounds=1, evaluation__every=1))
-    file = done.run_dir / "ledger.parquet"
+def test_a_damaged_table_of_a_finished_run_is_reported_with_what_writes_it_again(tmp_path):
+    finished = raypfl.run(experiment(tmp_path, rounds=1, evaluation__every=1))
+    file = finished.run_dir / "ledger.parquet"
     file.write_bytes(file.read_bytes()[:-40])
     with pytest.raises(NoRun, match=r"ledger.parquet is missing or damaged .* Delete .*summary.json"):
-        raypfl.resume(done.run_dir)
-    (done.run_dir / "summary.json").unlink()
-    assert raypfl.resume(done.run_dir).ledger.equals(done.ledger)
+        raypfl.resume(finished.run_dir)
+    (finished.run_dir / "summary.json").unlink()
+    assert raypfl.resume(finished.run_dir).ledger.equals(finished.ledger)
 
 
-def test_a_comparison_is_not_changed_in_what_decides_its_results(tmp_path, monkeypatch):
+def test_a_comparison_refuses_a_change_that_decides_its_results(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     small = ["rounds=1", "engine.backend=inline", "partition.clients=4", "tracking.mlflow=false"]
     raypfl_json("run", *small, "--method", "fedavg,ditto", "--run-dir", "both")
-    before = content(tmp_path / "both")
+    before = file_contents(tmp_path / "both")
     refused = command("resume", "both", "training.lr=0.5", "rounds=2")
+
     assert refused.exit_code == 2 and "training.lr is 0.1" in " ".join(refused.stderr.split())
-    assert content(tmp_path / "both") == before
+    assert file_contents(tmp_path / "both") == before
+
     branched = command("resume", "both", "--from-round", "1", "--as", "new")
     assert branched.exit_code == 2 and "is a comparison, not a run" in " ".join(branched.stderr.split())

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from typer.testing import CliRunner, Result
 
 from raypfl.cli.app import app
+from raypfl.runs import driver
+from raypfl.runs.result import description
+from tests.support.runs import Interrupt
 
 
 def raypfl(*words: str) -> Result:
@@ -19,3 +23,23 @@ def raypfl_json(*words: str) -> dict:
     result = raypfl(*words, "--json", "--quiet")
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
+
+
+def hashes(outcome: dict) -> list[str]:
+    """The weights' hash of each run in a command's JSON."""
+    return [run["weights_hash"] for run in outcome["runs"]]
+
+
+def interrupted(monkeypatch: pytest.MonkeyPatch, method: str, *words: str, round: int = 1) -> Result:
+    """Carry out a command; Ctrl-C interrupts the run of `method` after `round`."""
+    resume = driver.resume
+
+    def resume_interrupted(folder, *, listeners, overrides):
+        run_method = type(description(folder).method).__name__.lower()
+        if run_method == method:
+            listeners = [*listeners, Interrupt(round)]
+        return resume(folder, listeners=listeners, overrides=overrides)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "resume", resume_interrupted)
+        return raypfl(*words)
