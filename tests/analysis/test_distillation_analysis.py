@@ -18,7 +18,7 @@ POOLS = {"data__pools": "{auxiliary: 0.2, validation: 0.2}"}
 
 
 def logged(tmp_path, **changes) -> list[dict[str, float]]:
-    """What each round logged."""
+    """The values that each round logged, by name."""
     described = experiment(tmp_path, **POOLS | {"rounds": 2, "evaluation__every": 0} | changes)
     result = raypfl.run(described.replace(analyses=[{"name": "distillation", "samples": 100}]))
     rounds: list[dict[str, float]] = [{} for _ in range(result.rounds.num_rows)]
@@ -37,10 +37,10 @@ def test_the_inequalities_hold_for_any_two_points_of_the_simplex_and_are_not_emp
 
 
 def test_a_lone_client_is_the_ensemble_and_the_bound_is_twice_its_loss(tmp_path):
-    for found in logged(tmp_path, method="fedavg", cohort__size=1):
-        assert found["distillation_distance"] < 1e-6 and found["inequalities_violated"] == 0
-        assert found["global_bound"] == pytest.approx(2 * found["ensemble_loss"], abs=1e-5)
-        assert 0 < found["global_error"] <= found["global_bound"] and "personal_error" not in found
+    for values in logged(tmp_path, method="fedavg", cohort__size=1):
+        assert values["distillation_distance"] < 1e-6 and values["inequalities_violated"] == 0
+        assert values["global_bound"] == pytest.approx(2 * values["ensemble_loss"], abs=1e-5)
+        assert 0 < values["global_error"] <= values["global_bound"] and "personal_error" not in values
 
 
 def test_distillation_brings_the_global_model_closer_to_the_ensemble(tmp_path):
@@ -52,30 +52,33 @@ def test_distillation_brings_the_global_model_closer_to_the_ensemble(tmp_path):
 
 def test_personal_models_are_closer_to_the_global_one_the_harder_they_are_pulled(tmp_path):
     pulled = [logged(tmp_path, method="ditto", method__lam=lam)[1] for lam in (0.0, 1.0, 8.0)]
-    distances = [found["personal_distance"] for found in pulled]
+    distances = [values["personal_distance"] for values in pulled]
     assert distances[0] > distances[1] > distances[2] > 0
-    assert all(found["personal_error"] <= found["personal_bound"] for found in pulled)
-    assert not any(found["inequalities_violated"] for found in pulled)
+    assert all(values["personal_error"] <= values["personal_bound"] for values in pulled)
+    assert not any(values["inequalities_violated"] for values in pulled)
 
 
-def test_a_row_for_each_client_is_in_a_table(tmp_path):
+def test_the_table_has_a_row_for_each_client_of_each_round(tmp_path):
     described = experiment(tmp_path, **POOLS, rounds=2, evaluation__every=0, method="perada", method__steps=3)
     described = described.replace(analyses=[{"name": "distillation", "samples": 50}])
     result = raypfl.run(described)
     table = result.analysis["distillation"].to_pydict()
-    drawn = [c for row in result.rounds["cohort"].to_pylist() for c in sorted(row)]
-    assert table["client"] == drawn and np.isfinite(table["personal_bound"]).all()
+    clients = []
+    for cohort in result.rounds["cohort"].to_pylist():
+        clients += sorted(cohort)
+
+    assert table["client"] == clients and np.isfinite(table["personal_bound"]).all()
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"data__pools": "{auxiliary: 0.2}"}, "no pool called 'validation'"),
         ({"method": "local"}, "Local has none"),
     ],
 )
-def test_what_it_cannot_compare_is_refused(tmp_path, changes, said):
-    with pytest.raises(ConfigError, match=said):
+def test_runs_without_a_pool_or_a_global_model_are_refused(tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message):
         logged(tmp_path, **{"method": "fedavg"} | changes)
 
 
@@ -84,6 +87,6 @@ def test_a_pool_without_the_clients_labels_is_refused(tmp_path):
     datasets.cifar10(Path(root))
     datasets.cifar100(Path(root))
     data = {"name": "cifar10", "root": root, "pools": {"auxiliary": {"name": "cifar100", "root": root}}}
-    asked = experiment(tmp_path, method="fedavg", rounds=1, cohort__size=2, partition__clients=2)
+    settings = experiment(tmp_path, method="fedavg", rounds=1, cohort__size=2, partition__clients=2)
     with pytest.raises(ConfigError, match="needs classes of the clients' for the pool 'auxiliary'"):
-        raypfl.run(asked.replace(data=data, analyses=[{"name": "distillation", "labelled": "auxiliary"}]))
+        raypfl.run(settings.replace(data=data, analyses=[{"name": "distillation", "labelled": "auxiliary"}]))

@@ -34,22 +34,24 @@ def x() -> torch.Tensor:
     return torch.randn(7, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-def test_the_kernel_of_two_layers_is_the_one_in_closed_form():
+def test_the_kernel_of_two_layers_is_the_closed_form():
     p = problem(m=64)
-    one = Side(lambda u, x: p.network.outputs(u.view(64, 10), x)[:, None], p.u.flatten(), p.x)
-    assert torch.allclose(kernel(one, one, 1), p.h0, atol=1e-10)
+    network_side = Side(lambda u, x: p.network.outputs(u.view(64, 10), x)[:, None], p.u.flatten(), p.x)
+    assert torch.allclose(kernel(network_side, network_side, 1), p.h0, atol=1e-10)
 
 
 def test_blocks_of_any_size_give_the_same_kernel_in_the_memory_of_one_block(x, monkeypatch):
-    model, largest = tanh_net(), 0
-    rows, columns = side(model, 0, x), side(model, 1, x[:4])
+    model = tanh_net()
+    rows = side(model, 0, x)
+    columns = side(model, 1, x[:4])
+    largest = 0
     whole = torch.einsum("icp,jdp->icjd", jacobian(rows), jacobian(columns)).reshape(21, 12)
 
-    def counted(one: Side) -> torch.Tensor:
+    def counted(block_side: Side) -> torch.Tensor:
         nonlocal largest
-        found = jacobian(one)
-        largest = max(largest, found.numel())
-        return found
+        block = jacobian(block_side)
+        largest = max(largest, block.numel())
+        return block
 
     monkeypatch.setattr(empirical, "jacobian", counted)
     room = 4 * 3 * model.num_parameters
@@ -61,26 +63,32 @@ def test_sketches_have_the_kernel_as_their_mean_and_err_with_the_square_root_of_
     model = FlatModel(lambda: nn.Sequential(nn.Linear(5, 200), nn.Tanh(), nn.Linear(200, 50)), dtype=torch.float64)
     x = torch.randn(5, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     rows, columns = (Side(lambda p, x: model(p, x).sum(1, keepdim=True), model.init(seed), x) for seed in (0, 1))
-    exact, sizes, errors = kernel(rows, columns, 1), (50, 200, 800), []
+    exact = kernel(rows, columns, 1)
+    sizes = (50, 200, 800)
+    errors = []
+
     for size in sizes:
-        found = torch.stack([sketch(rows, 1, size, s) @ sketch(columns, 1, size, s).T for s in range(50)])
-        assert ((found.mean(0) - exact).abs() <= 4 * found.std(0) / 50**0.5).all()
-        errors.append(float((found - exact).square().sum((1, 2)).mean().sqrt() / exact.norm()))
+        estimates = torch.stack([sketch(rows, 1, size, s) @ sketch(columns, 1, size, s).T for s in range(50)])
+        assert ((estimates.mean(0) - exact).abs() <= 4 * estimates.std(0) / 50**0.5).all()
+        errors.append(float((estimates - exact).square().sum((1, 2)).mean().sqrt() / exact.norm()))
+
     assert np.polyfit(np.log(sizes), np.log(errors), 1)[0] == pytest.approx(-0.5, abs=0.1)
 
 
 def test_a_sketch_as_long_as_the_parameters_is_exact_in_blocks_of_any_size(x):
     model = tanh_net()
-    rows, columns = side(model, 0, x), side(model, 1, x[:4])
+    rows = side(model, 0, x)
+    columns = side(model, 1, x[:4])
     for size in (model.num_parameters, 2 * model.num_parameters):
-        found = sketch(rows, 3, size) @ sketch(columns, 3, size, room=1).T
-        assert torch.allclose(found, kernel(rows, columns, 3), atol=1e-12)
+        estimate = sketch(rows, 3, size) @ sketch(columns, 3, size, room=1).T
+        assert torch.allclose(estimate, kernel(rows, columns, 3), atol=1e-12)
 
 
 @pytest.mark.filterwarnings("error::FutureWarning")
-def test_products_without_the_kernel_are_those_with_it(x):
+def test_products_without_the_kernel_equal_those_with_it(x):
     model = tanh_net()
-    rows, clients = side(model, 0, x), [side(model, 1, x[:3]), side(model, 2, x[3:])]
+    rows = side(model, 0, x)
+    clients = [side(model, 1, x[:3]), side(model, 2, x[3:])]
     parts = [torch.randn(len(c.x), 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64) for c in clients]
     dense = sum(kernel(rows, c, 3) @ v.flatten() for c, v in zip(clients, parts, strict=True))
     assert torch.allclose(product(rows, list(zip(clients, parts, strict=True))).flatten(), dense, atol=1e-10)
@@ -90,27 +98,34 @@ def test_products_without_the_kernel_are_those_with_it(x):
 
 def test_a_round_is_the_clients_kernels_times_their_errors_to_first_order(x):
     """The identity of section 9.2, for two clients that take two steps on the sum of halved squared errors."""
-    model, rate = tanh_net(), 0.01
-    start, y = model.init(0), torch.randn(7, 3, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
-    parts, moved, columns = (slice(0, 3), slice(3, 7)), torch.zeros_like(start), []
-    for part in parts:
+    model = tanh_net()
+    rate = 0.01
+    start = model.init(0)
+    y = torch.randn(7, 3, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+
+    moved = torch.zeros_like(start)
+    columns = []
+    for part in (slice(0, 3), slice(3, 7)):
         w = start.clone()
         for _ in range(2):
             error = (model(w, x[part]) - y[part]).detach()
             columns.append((Side(model, w, x[part]), -rate / 2 * error))
             w = w + 2 * empirical.pull_back(*columns[-1])
         moved += (w - start) / 2
+
     rows = Side(model, start, x)
     assert torch.allclose(push_forward(rows, moved), product(rows, columns), atol=1e-12)
 
 
 def test_a_round_of_cross_entropy_is_predicted_to_first_order_and_from_the_midpoint_to_second(x):
-    """What the kernels leave over halves with the clients' rate, and falls to a quarter with rows of the midpoint."""
-    model, start = tanh_net(), tanh_net().init(0)
+    """Halving the clients' rate halves the relative error; with rows at the midpoint of the step, it quarters it."""
+    model = tanh_net()
+    start = model.init(0)
     y = nn.functional.one_hot(torch.arange(7) % 3, 3)
-    left: dict[bool, list[float]] = {False: [], True: []}
+    errors: dict[bool, list[float]] = {False: [], True: []}
     for rate in (0.04, 0.02, 0.01):
-        columns, moved = [], torch.zeros_like(start)
+        columns = []
+        moved = torch.zeros_like(start)
         for part in (slice(0, 3), slice(3, 7)):
             w = start.clone()
             for _ in range(4):
@@ -118,29 +133,32 @@ def test_a_round_of_cross_entropy_is_predicted_to_first_order_and_from_the_midpo
                 columns.append((Side(model, w, x[part]), -rate / 2 * slope))
                 w = w + 2 * empirical.pull_back(*columns[-1])
             moved += (w - start) / 2
+
         change = (model(start + moved, x) - model(start, x)).detach()
-        for midpoint, found in left.items():
+        for midpoint, relative_errors in errors.items():
             rows = Side(model, start + moved / 2 if midpoint else start, x)
-            found.append(float((product(rows, columns) - change).norm() / change.norm()))
-    assert all(1.8 <= a / b <= 3 for a, b in pairwise(left[False]))
-    assert all(2.8 <= a / b <= 4.5 for a, b in pairwise(left[True])) and left[True][0] < 0.3 * left[False][0]
+            relative_errors.append(float((product(rows, columns) - change).norm() / change.norm()))
+
+    assert all(1.8 <= a / b <= 3 for a, b in pairwise(errors[False]))
+    assert all(2.8 <= a / b <= 4.5 for a, b in pairwise(errors[True])) and errors[True][0] < 0.3 * errors[False][0]
 
 
-def test_what_is_not_linear_halves_with_the_step(x):
-    model, direction = tanh_net(), torch.randn(tanh_net().size, generator=torch.Generator().manual_seed(5)).double()
+def test_the_nonlinear_part_halves_with_the_step(x):
+    model = tanh_net()
+    direction = torch.randn(model.size, generator=torch.Generator().manual_seed(5)).double()
     start = model.init(0)
     parts = [nonlinear(model, start, start + scale * direction, x) for scale in (0.02, 0.01, 0.005)]
     assert all(1.8 <= a / b <= 2.2 for a, b in ((parts[0], parts[1]), (parts[1], parts[2])))
 
 
 def test_relu_in_place_has_the_same_jacobian(x):
-    found = []
+    jacobians = []
     for in_place in (False, True):
         layers = [nn.Linear(5, 12), nn.ReLU(inplace=in_place), nn.Linear(12, 3)]
         model = FlatModel(lambda layers=layers: nn.Sequential(*layers), dtype=torch.float64)
         theta = torch.randn(model.size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-        found.append(jacobian(Side(model, theta, x)))
-    assert torch.equal(*found)
+        jacobians.append(jacobian(Side(model, theta, x)))
+    assert torch.equal(*jacobians)
 
 
 def analysed(folder: Path, **changes) -> raypfl.Experiment:
@@ -152,48 +170,57 @@ def analysed(folder: Path, **changes) -> raypfl.Experiment:
 def test_clients_compute_their_columns_with_the_statistics_of_each_model(tmp_path, model):
     """The second network has batch norm and dropout: in evaluation mode, its kernel has no trace of the batch."""
     run = raypfl.run(analysed(tmp_path, model=model, training__smallest_batch=2, training__precision="fp64"))
-    folder, clients = run.run_dir / "analyses/ntk", run.rounds["cohort"][1].as_py()
-    seen = {c: list(load_observations(folder, 2, c)) for c in clients}
-    assert all([one.step for one in steps] == [0, 2] for steps in seen.values())
+    folder = run.run_dir / "analyses/ntk"
+    clients = run.rounds["cohort"][1].as_py()
+    observed = {c: list(load_observations(folder, 2, c)) for c in clients}
+
+    assert all([step.step for step in steps] == [0, 2] for steps in observed.values())
+
     first, last = (np.load(folder / f"round-000002/kernel{end}.npy") for end in ("", "-last-step"))
     assert first.shape == (9, 9) and np.allclose(first, first.T, atol=1e-10) and not np.allclose(last, first, rtol=1e-3)
-    assert np.array_equal(
-        first[:, 3:6], seen[clients[1]][0].arrays["kernel"][[3 * c + i for c in clients for i in range(3)]]
-    )
+
+    # The second client's columns hold the rows of all four clients, of which three are in the cohort.
+    rows = np.concatenate([3 * client + np.arange(3) for client in clients])
+    assert np.array_equal(first[:, 3:6], observed[clients[1]][0].arrays["kernel"][rows])
 
 
 def test_the_run_says_what_departs_from_a_linear_model(tmp_path):
-    told = {}
+    diagnoses = {}
     for lr in (0.001, 1.0):
         run = raypfl.run(analysed(tmp_path, training__lr=lr, training__steps=5))
-        told[lr] = json.loads((run.run_dir / "analyses/ntk/diagnosis.json").read_text())
+        diagnoses[lr] = json.loads((run.run_dir / "analyses/ntk/diagnosis.json").read_text())
         values = {row["name"] for row in run.logged.to_pylist() if row["round"] == 2}
         assert {"ntk_least", "ntk_largest", "ntk_drift", "ntk_between", "ntk_nonlinear"} <= values
-    assert told[0.001]["nonlinear"] < 0.1 < told[1.0]["nonlinear"]
-    assert "almost that of a linear model" in told[0.001]["sentence"] and "departs most" in told[1.0]["sentence"]
+
+    assert diagnoses[0.001]["nonlinear"] < 0.1 < diagnoses[1.0]["nonlinear"]
+    assert (
+        "almost that of a linear model" in diagnoses[0.001]["sentence"] and "departs most" in diagnoses[1.0]["sentence"]
+    )
 
 
-def test_a_sketch_of_all_parameters_finds_what_the_exact_kernel_does_from_each_clients_own_samples(tmp_path):
-    found = {}
+def test_a_sketch_as_long_as_the_parameters_gives_the_exact_kernel_in_a_run(tmp_path):
+    kernels = {}
     for sketch_of in (0, 100_000):
-        made = analysed(tmp_path, training__precision="fp64")
-        run = raypfl.run(made.replace(analyses=[NTK(every=2, probe=12, outputs="all", sketch=sketch_of)]))
+        settings = analysed(tmp_path, training__precision="fp64")
+        run = raypfl.run(settings.replace(analyses=[NTK(every=2, probe=12, outputs="all", sketch=sketch_of)]))
         [folder] = (run.run_dir / "analyses/ntk").glob("round-*")
-        found[sketch_of] = [np.load(folder / f"kernel{end}.npy") for end in ("", "-last-step")], run
-    for exact, sketched in zip(found[0][0], found[100_000][0], strict=True):
+        kernels[sketch_of] = [np.load(folder / f"kernel{end}.npy") for end in ("", "-last-step")]
+
+    for exact, sketched in zip(kernels[0], kernels[100_000], strict=True):
         assert exact.shape == (90, 90) and np.allclose(exact, sketched, rtol=1e-9)
-    folder, run = run.run_dir / "analyses/ntk", found[100_000][1]
+
+    folder = run.run_dir / "analyses/ntk"
     [seen, *_] = load_observations(folder, 2, run.rounds["cohort"][1].as_py()[0])
     assert seen.arrays["gradients"].shape == (30, 100_000)
     assert "least" not in json.loads((folder / "diagnosis.json").read_text())
 
 
 @pytest.mark.parametrize("method", ["ditto", "local"])
-def test_methods_without_a_global_model_or_with_two_trainings_are_analysed_too(tmp_path, method):
+def test_methods_without_a_global_model_or_with_two_trainings_are_analysed(tmp_path, method):
     run = raypfl.run(analysed(tmp_path, method=method))
     assert (run.run_dir / "analyses/ntk/round-000002/kernel.npy").exists()
 
 
-def test_all_outputs_are_rows_if_asked(tmp_path):
+def test_all_outputs_are_rows_with_outputs_all(tmp_path):
     run = raypfl.run(analysed(tmp_path).replace(analyses=[NTK(probe=4, outputs="all")]))
     assert np.load(run.run_dir / "analyses/ntk/round-000002/kernel.npy").shape == (30, 30)

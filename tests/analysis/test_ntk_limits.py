@@ -1,4 +1,4 @@
-"""What limits convergence: the run overrules its prediction, and runs with the change that is named save rounds."""
+"""What limits convergence: an observed run overrules its prediction, and the recommended change saves rounds."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ STEP_SIZES = {"a local rate of": "rate", "a server's rate of": "server_rate"}
 
 @dataclass(frozen=True)
 class Case:
-    """A problem, how it is trained, and until which share of the squared error."""
+    """A problem, its training, and the share of the squared error that ends it."""
 
     problem: Problem
     setting: TheoremSetting
     share: float = 0.1
 
     def squared_errors(self, rounds: int) -> Tensor:
-        """Of a run, ``[rounds + 1]``."""
+        """Squared errors of a run, ``[rounds + 1]``."""
         s = self.setting
         return simulate(self.problem, s.parts, s.steps, s.rate, rounds, s.server_rate)[0].square().sum(1)
 
     def diagnosis(self, rounds: int, every: int = 1) -> Diagnosis:
-        """Of a run with so many rounds, each `every`-th of which is observed."""
-        s, p = self.setting, self.problem
+        """Diagnosis of a run with `rounds` rounds, of which each `every`-th is observed."""
+        s = self.setting
+        p = self.problem
         errors, weights = simulate(p, s.parts, s.steps, s.rate, rounds, s.server_rate)
         squared = dict(enumerate(errors.square().sum(1).tolist()))
         seen = {t: squared[t] for t in squared if t % every == 0 or t == rounds}
@@ -41,18 +42,21 @@ class Case:
         return diagnose(s, p.h0, infinite_width(p.x), errors[0], self.share, seen, switched)
 
     def with_change(self, words: str) -> Case:
-        """The same with a change that a diagnosis names."""
+        """This case with a change that a diagnosis recommends."""
         if words == "a very wide network":
             wide = problem(4, self.problem.x.shape[1], WIDE, self.setting.sigma, seed=50, paired=self.is_paired)
             network = replace(self.problem, network=wide.network, u=wide.u)
             return replace(self, problem=network, setting=replace(self.setting, width=WIDE))
+
         if words == "the same samples dealt at random":
             order = torch.randperm(len(self.problem.y), generator=torch.Generator().manual_seed(51))
             parts = order.split([len(part) for part in self.setting.parts])
             return replace(self, setting=replace(self.setting, parts=parts))
+
         name, _, value = words.rpartition(" ")
         if name == "a number of local steps of":
             return replace(self, setting=replace(self.setting, steps=int(value)))
+
         return replace(self, setting=replace(self.setting, **{STEP_SIZES[name]: float(value)}))
 
     @property
@@ -60,7 +64,7 @@ class Case:
         return bool((self.problem.network.outputs(self.problem.u, self.problem.x) == 0).all())
 
     def rounds_to_share(self, most: int = 400) -> int | None:
-        """The rounds that a run takes; None: more than `most`."""
+        """Number of rounds to the share; None if more than `most`."""
         squared = self.squared_errors(most)
         reached = (squared <= self.share * squared[0]).nonzero()
         return int(reached[0]) if len(reached) else None
@@ -102,28 +106,30 @@ CASES: Mapping[str, tuple[Case, int, str]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_run_with_the_change_that_is_named_takes_the_rounds_that_are_predicted(name: str):
+def test_a_run_with_the_recommended_change_takes_the_predicted_rounds(name: str):
     before, rounds, limit = CASES[name]
-    found = before.diagnosis(rounds)
-    assert found.limit == limit and found.change is not None and found.change in found.sentence
-    taken = before.with_change(found.change).rounds_to_share()
-    assert taken == pytest.approx(found.changed[found.change], rel=0.2, abs=1)
-    needed = before.rounds_to_share()
-    assert needed is None or taken <= 0.9 * needed
+    diagnosis = before.diagnosis(rounds)
+    assert diagnosis.limit == limit and diagnosis.change is not None and diagnosis.change in diagnosis.sentence
+
+    after = before.with_change(diagnosis.change).rounds_to_share()
+    assert after == pytest.approx(diagnosis.changed[diagnosis.change], rel=0.2, abs=1)
+
+    without_change = before.rounds_to_share()
+    assert without_change is None or after <= 0.9 * without_change
 
 
 def test_steps_that_are_stable_but_too_long_are_halved():
-    found = CASES["long local steps that are stable"][0].diagnosis(200)
-    assert found.rounds > 15 * found.changed[found.change] and float(found.change.split()[-1]) < 1
+    diagnosis = CASES["long local steps that are stable"][0].diagnosis(200)
+    assert diagnosis.rounds > 15 * diagnosis.changed[diagnosis.change] and float(diagnosis.change.split()[-1]) < 1
 
 
 def test_a_network_whose_kernel_stays_put_is_too_narrow_if_a_wide_one_is_predicted_to_be_faster():
     narrow = CASES["few neurons whose kernel stays put"][0]
-    found = narrow.diagnosis(60)
+    diagnosis = narrow.diagnosis(60)
     moved = simulate(narrow.problem, narrow.setting.parts, narrow.setting.steps, narrow.setting.rate, 60)[1]
     switched = positive(moved, narrow.problem.x) != positive(narrow.problem.u, narrow.problem.x)
     assert float(switched.double().mean()) < 0.01
-    assert found.limit == "width" and found.rounds > 8 * found.changed["a very wide network"]
+    assert diagnosis.limit == "width" and diagnosis.rounds > 8 * diagnosis.changed["a very wide network"]
 
 
 def test_rounding_diverges_neither_at_an_eigenvalue_of_zero_nor_at_a_factor_below_one():
@@ -132,54 +138,60 @@ def test_rounding_diverges_neither_at_an_eigenvalue_of_zero_nor_at_a_factor_belo
         p = problem(8, 5, 64, seed=seed, paired=True)
         twice = replace(p, x=torch.cat([p.x, p.x[:3]]), y=torch.cat([p.y, p.y[:3]]))
         rate = 0.889 / Spectrum.of(twice.h0).largest
-        found = Case(twice, TheoremSetting(parts=[torch.arange(11)], width=64, steps=1, rate=rate))
-        frozen = found.setting.map(twice.h0)
+        run = Case(twice, TheoremSetting(parts=[torch.arange(11)], width=64, steps=1, rate=rate))
+        frozen = run.setting.map(twice.h0)
         radii.append(frozen.spectral_radius)
         assert float(1 - frozen.steps[-1]) == pytest.approx(0.111)
-        assert not frozen.diverges and found.diagnosis(3).limit != "divergence"
+        assert not frozen.diverges and run.diagnosis(3).limit != "divergence"
+
     assert 1 < max(radii) < 1 + 1e-12
 
 
 def test_a_run_that_converges_overrules_a_prediction_that_it_diverges():
     run = case(2.4, m=16, sigma=0.5, seed=3)
-    found = run.diagnosis(60)
-    assert run.setting.map(run.problem.h0).diverges and found.rounds is None
-    assert found.observed == run.rounds_to_share() and found.limit != "divergence" and "grows" not in found.sentence
+    diagnosis = run.diagnosis(60)
+    assert run.setting.map(run.problem.h0).diverges and diagnosis.rounds is None
+    assert (
+        diagnosis.observed == run.rounds_to_share()
+        and diagnosis.limit != "divergence"
+        and "grows" not in diagnosis.sentence
+    )
 
 
 @pytest.mark.parametrize("rounds", [8, 60, 400])
 def test_a_wide_network_that_has_converged_long_ago_is_not_limited_by_its_width(rounds: int):
-    found = case(0.5, 2, 2).diagnosis(rounds)
-    assert found.limit == "local step size" and found.rounds == pytest.approx(found.observed, abs=1)
+    diagnosis = case(0.5, 2, 2).diagnosis(rounds)
+    assert diagnosis.limit == "local step size" and diagnosis.rounds == pytest.approx(diagnosis.observed, abs=1)
 
 
 def test_a_run_that_is_faster_than_predicted_is_not_slowed_down_by_its_kernel():
     run = case(1.99, share=0.03)
-    found = run.diagnosis(100)
-    assert found.observed < found.rounds / 1.5 and "makes the run faster" in found.sentence
-    assert run.with_change(found.change).rounds_to_share() < found.observed
+    diagnosis = run.diagnosis(100)
+    assert diagnosis.observed < diagnosis.rounds / 1.5 and "makes the run faster" in diagnosis.sentence
+    assert run.with_change(diagnosis.change).rounds_to_share() < diagnosis.observed
 
 
 @pytest.mark.parametrize("c", [1.2, 1.9])
 def test_a_change_that_diverges_is_not_recommended_even_if_the_share_is_reached_before(c: float):
     run = case(c, share=0.3, sigma=20)
-    found = run.diagnosis(20)
+    diagnosis = run.diagnosis(20)
     longer = f"a local rate of {2 * run.setting.rate:.3g}"
     # A finite network may come back from there, with another kernel: no prediction says whether.
     assert run.with_change(longer).squared_errors(60).max() > 5 * run.squared_errors(1)[0]
-    assert found.changed[longer] is None and found.change != longer
+    assert diagnosis.changed[longer] is None and diagnosis.change != longer
 
 
 def test_a_share_that_is_reached_between_two_observed_rounds_is_no_sign_of_a_slow_run():
     run = case(0.5, 2, 2)
-    seen, whole = run.diagnosis(60, every=20), run.diagnosis(60)
-    assert seen.observed == 20 > 1.5 * whole.observed and seen.limit == whole.limit
-    assert "slows" not in seen.sentence
+    sparse = run.diagnosis(60, every=20)
+    whole = run.diagnosis(60)
+    assert sparse.observed == 20 > 1.5 * whole.observed and sparse.limit == whole.limit
+    assert "slows" not in sparse.sentence
 
 
 def test_if_no_change_helps_the_kernel_limits_convergence():
     run = case(1.0, share=0.3, by_target=True)
-    found = run.diagnosis(20)
-    assert found.limit == "kernel" and found.change is None
-    rounds = [run.with_change(words).rounds_to_share() for words in found.changed]
-    assert all(count is None or count >= found.observed for count in rounds)
+    diagnosis = run.diagnosis(20)
+    assert diagnosis.limit == "kernel" and diagnosis.change is None
+    rounds = [run.with_change(words).rounds_to_share() for words in diagnosis.changed]
+    assert all(count is None or count >= diagnosis.observed for count in rounds)

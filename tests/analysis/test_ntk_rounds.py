@@ -1,7 +1,8 @@
-"""What a round of federated averaging does to the error, exactly and with a frozen kernel (FL-NTK, section 8.3)."""
+"""The error after a round of federated averaging, exactly and with a frozen kernel (FL-NTK, section 8.3)."""
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -19,41 +20,50 @@ def rate_of(p, c: float) -> float:
 
 
 def even(parts, kernel, steps: int, rate: float, server_rate: float = 1.0) -> RoundMap:
-    return RoundMap.of(
-        kernel, parts, [1 / len(parts)] * len(parts), [rate] * len(parts), [steps] * len(parts), server_rate
-    )
+    """The map of a round in which all clients have the same weight, rate and number of steps."""
+    clients = len(parts)
+    return RoundMap.of(kernel, parts, [1 / clients] * clients, [rate] * clients, [steps] * clients, server_rate)
 
 
 @pytest.mark.parametrize("m", [16, 256])
 @pytest.mark.parametrize("server_rate", [1.0, 1.7])
 def test_the_secant_kernel_gives_the_change_of_predictions_exactly(m: int, server_rate: float):
     p = problem(m=m)
-    one, _ = fl_round(p, p.u, split(20, 3, by=p.y), 5, rate_of(p, 1.0), server_rate)
-    change = p.network.outputs(one.after, p.x) - p.network.outputs(one.before, p.x)
-    assert float((one.change() - change).abs().max()) <= 1e-12 * max(1.0, float(change.abs().max()))
-    assert float((one.change() - change).abs().max()) < 1e-3 * float((one.change(secant=False) - change).abs().max())
+    simulated, _ = fl_round(p, p.u, split(20, 3, by=p.y), 5, rate_of(p, 1.0), server_rate)
+    change = p.network.outputs(simulated.after, p.x) - p.network.outputs(simulated.before, p.x)
+    assert float((simulated.change() - change).abs().max()) <= 1e-12 * max(1.0, float(change.abs().max()))
+    assert float((simulated.change() - change).abs().max()) < 1e-3 * float(
+        (simulated.change(secant=False) - change).abs().max()
+    )
 
 
 @pytest.mark.parametrize("certified", [False, True])
 def test_four_terms_add_up_to_the_change_of_the_error(certified: bool):
-    p, parts = problem(16, 8), split(16, 4)
-    u, rate = p.u, rate_of(p, 0.5)
+    p = problem(16, 8)
+    parts = split(16, 4)
+    rate = rate_of(p, 0.5)
+    u = p.u
+
     for _ in range(5):
-        one, snapshots = fl_round(p, u, parts, 4, rate)
-        radius = max(float((w - p.u).norm(dim=1).max()) for seen in [*snapshots, [one.after]] for w in seen)
-        terms = one.terms(p.network.stable(p.u, p.x, radius) if certified else None)
-        before, after = (float((p.y - p.network.outputs(w, p.x)).square().sum()) for w in (one.before, one.after))
+        simulated, snapshots = fl_round(p, u, parts, 4, rate)
+        weights = [*itertools.chain(*snapshots), simulated.after]
+        radius = max(float((w - p.u).norm(dim=1).max()) for w in weights)
+        terms = simulated.terms(p.network.stable(p.u, p.x, radius) if certified else None)
+        before = float((p.y - p.network.outputs(simulated.before, p.x)).square().sum())
+        after = float((p.y - p.network.outputs(simulated.after, p.x)).square().sum())
+
         assert math.isclose(before + terms.total, after, rel_tol=1e-10)
         assert terms.descent < 0 < terms.second_order
-        assert terms.descent == pytest.approx(-2 * rate * one.effective_eigenvalue * before, rel=1e-12), (
+        assert terms.descent == pytest.approx(-2 * rate * simulated.effective_eigenvalue * before, rel=1e-12), (
             "rho = eta K/N, K = N"
         )
-        u = one.after
+        u = simulated.after
 
 
 @pytest.mark.parametrize("clients", [1, 4, 7])
 def test_one_local_step_is_centralised_gradient_descent_for_any_partition(clients: int):
-    p, rate = problem(), 0.2
+    p = problem()
+    rate = 0.2
     u = w = p.u
     for _ in range(10):
         u = fl_round(p, u, split(20, clients, by=p.y), 1, rate, 1.5)[0].after
@@ -62,7 +72,8 @@ def test_one_local_step_is_centralised_gradient_descent_for_any_partition(client
 
 
 def test_one_client_with_k_steps_is_k_steps_of_centralised_descent():
-    p, w = problem(), problem().u
+    p = problem()
+    w = p.u
     u = fl_round(p, p.u, split(20, 1), 6, 0.1)[0].after
     for _ in range(6):
         w = w - 0.1 * gradient(p, w, p.x, p.y)
@@ -72,8 +83,9 @@ def test_one_client_with_k_steps_is_k_steps_of_centralised_descent():
 def test_clients_with_the_same_data_are_one_client():
     p = problem()
     everything = torch.arange(20)
-    many, one = simulate(p, [everything] * 3, 4, 0.1, 5)[1], simulate(p, [everything], 4, 0.1, 5)[1]
-    assert float((many - one).abs().max()) <= 1e-12
+    three_clients = simulate(p, [everything] * 3, 4, 0.1, 5)[1]
+    one_client = simulate(p, [everything], 4, 0.1, 5)[1]
+    assert float((three_clients - one_client).abs().max()) <= 1e-12
 
 
 @pytest.mark.parametrize("by_label", [False, True])
@@ -82,7 +94,9 @@ def test_the_frozen_kernel_predicts_the_simulation(by_label: bool):
     parts = split(20, 4, by=p.y if by_label else None)
     observed = simulate(p, parts, 5, rate_of(p, 0.2), 20)[0]
     predicted = even(parts, p.h0, 5, rate_of(p, 0.2)).errors(observed[0], 20)
+
     assert torch.allclose(predicted, observed.square().sum(1), rtol=0.1)
+
     wrong = even(parts, p.h0, 1, rate_of(p, 0.2)).errors(observed[0], 20)
     assert not torch.allclose(wrong, observed.square().sum(1), rtol=0.1), (
         "another number of steps is another prediction"
@@ -90,35 +104,44 @@ def test_the_frozen_kernel_predicts_the_simulation(by_label: bool):
 
 
 def test_the_frozen_kernel_predicts_better_the_wider_the_network_is():
-    def off(m: int) -> float:
-        found = []
+    def mean_error(m: int) -> float:
+        errors = []
         for seed in range(6):
             p = problem(16, 8, m, seed=seed)
-            parts, rate = split(16, 4), rate_of(p, 0.5)
+            parts = split(16, 4)
+            rate = rate_of(p, 0.5)
             observed = simulate(p, parts, 4, rate, 10)[0]
             end = float(observed[-1].square().sum())
-            found.append(abs(float(even(parts, p.h0, 4, rate).errors(observed[0], 10)[-1]) / end - 1))
-        return sum(found) / len(found)
+            predicted = float(even(parts, p.h0, 4, rate).errors(observed[0], 10)[-1])
+            errors.append(abs(predicted / end - 1))
 
-    assert off(512) > off(2048) > off(8192)
+        return sum(errors) / len(errors)
+
+    assert mean_error(512) > mean_error(2048) > mean_error(8192)
 
 
 def test_the_round_map_is_the_product_of_local_steps_and_its_eigenvalues_are_real():
-    p, parts = problem(m=512), split(20, 3)
-    rate, steps, weights = [0.1, 0.2, 0.05], [4, 1, 7], [0.5, 0.2, 0.3]
-    found = RoundMap.of(p.h0, parts, weights, rate, steps, 1.3)
+    p = problem(m=512)
+    parts = split(20, 3)
+    rates = [0.1, 0.2, 0.05]
+    steps = [4, 1, 7]
+    weights = [0.5, 0.2, 0.3]
+    round_map = RoundMap.of(p.h0, parts, weights, rates, steps, 1.3)
+
     error = torch.randn(20, dtype=torch.float64)
     moved = torch.zeros(20, dtype=torch.float64)
-    for part, w, r, k in zip(parts, weights, rate, steps, strict=True):
-        own = error[part].clone()
+    for part, w, r, k in zip(parts, weights, rates, steps, strict=True):
+        local_error = error[part].clone()
         for _ in range(k):
-            moved[part] += w * r * own
-            own = own - r * p.h0[part][:, part] @ own
-    assert torch.allclose(found.matrix @ error, error - 1.3 * p.h0 @ moved, atol=1e-13)
-    values = torch.linalg.eigvals(found.matrix)
+            moved[part] += w * r * local_error
+            local_error = local_error - r * p.h0[part][:, part] @ local_error
+
+    assert torch.allclose(round_map.matrix @ error, error - 1.3 * p.h0 @ moved, atol=1e-13)
+
+    values = torch.linalg.eigvals(round_map.matrix)
     assert float(values.imag.abs().max()) <= 1e-10
-    assert float(values.abs().max()) == pytest.approx(found.spectral_radius, rel=1e-9)
-    assert float(torch.linalg.matrix_norm(found.matrix, 2)) == pytest.approx(found.norm, rel=1e-12)
+    assert float(values.abs().max()) == pytest.approx(round_map.spectral_radius, rel=1e-9)
+    assert float(torch.linalg.matrix_norm(round_map.matrix, 2)) == pytest.approx(round_map.norm, rel=1e-12)
 
 
 def test_rounds_grow_with_clients_and_fall_with_steps():
@@ -142,71 +165,91 @@ def test_rounds_by_clients_and_steps_are_those_of_simulated_runs_with_samples_de
             errors = simulate(p, split(24, clients), steps, 0.1, rounds + 3)[0].square().sum(1)
             reached = int((errors <= 0.2 * errors[0]).nonzero()[0])
             assert reached == pytest.approx(rounds, rel=0.05, abs=1)
+
     assert around(20, most=50) == [5, 10, 20, 40] and around(1, most=4) == [1, 2, 4]
 
 
 def test_a_server_step_that_is_too_large_diverges_as_predicted():
-    p, parts = problem(m=512), split(20, 4)
-    found = even(parts, p.h0, 5, rate_of(p, 0.1), server_rate=40)
+    p = problem(m=512)
+    parts = split(20, 4)
+    round_map = even(parts, p.h0, 5, rate_of(p, 0.1), server_rate=40)
     observed = simulate(p, parts, 5, rate_of(p, 0.1), 3, server_rate=40)[0].square().sum(1)
-    assert found.spectral_radius > 1 and observed[-1] > 10 * observed[0]
-    assert found.rounds_to(torch.ones(20, dtype=torch.float64), 0.1) is None
+    assert round_map.spectral_radius > 1 and observed[-1] > 10 * observed[0]
+    assert round_map.rounds_to(torch.ones(20, dtype=torch.float64), 0.1) is None
 
 
 def test_local_steps_obey_their_deterministic_bounds_at_any_width():
     for m in (16, 256):
-        p, parts = problem(m=m), split(20, 4, by=problem(m=m).y)
-        steps, rate, n = 4, 1.25 / (20 * 4), 20
+        p = problem(m=m)
+        parts = split(20, 4, by=p.y)
+        n = 20
+        steps = 4
+        rate = 1.25 / (n * steps)
         u = p.u
+
         for _ in range(5):
-            one, snapshots = fl_round(p, u, parts, steps, rate)
+            simulated, snapshots = fl_round(p, u, parts, steps, rate)
             error = float((p.y - p.network.outputs(u, p.x)).norm())
             for part, models in zip(parts, snapshots, strict=True):
-                seen = [p.network.outputs(w, p.x[part]) for w in models]
-                first = float((seen[0] - p.y[part]).norm())
+                outputs = [p.network.outputs(w, p.x[part]) for w in models]
+                first = float((outputs[0] - p.y[part]).norm())
                 for k in range(steps):
-                    assert float((seen[k + 1] - seen[k]).norm()) <= rate * len(part) * float(
-                        (seen[k] - p.y[part]).norm()
-                    )
-                    assert float((seen[k] - seen[0]).norm()) <= 2 * rate * n * steps * first  # L1
+                    local_error = float((outputs[k] - p.y[part]).norm())
+                    assert float((outputs[k + 1] - outputs[k]).norm()) <= rate * len(part) * local_error
+                    assert float((outputs[k] - outputs[0]).norm()) <= 2 * rate * n * steps * first  # L1
+
             factor = 1 + 2 * rate * n * steps
-            assert all(float((p.y - local).norm()) <= 2 * factor * error for local in one.local)  # L2
+            assert all(float((p.y - local).norm()) <= 2 * factor * error for local in simulated.local)  # L2
             bound = 2 * rate * steps * factor * math.sqrt(n) / (len(parts) * math.sqrt(m)) * error
-            assert float((one.after - one.before).norm(dim=1).max()) <= bound  # L3
-            assert one.terms().second_order <= (2 * rate * n * steps * factor / len(parts) * error) ** 2
-            u = one.after
+            assert float((simulated.after - simulated.before).norm(dim=1).max()) <= bound  # L3
+            assert simulated.terms().second_order <= (2 * rate * n * steps * factor / len(parts) * error) ** 2
+            u = simulated.after
 
 
 def test_the_order_of_clients_changes_rounding_only():
-    p, parts = problem(m=256), split(20, 4)
+    p = problem(m=256)
+    parts = split(20, 4)
     assert torch.allclose(simulate(p, parts, 4, 0.2, 5)[1], simulate(p, parts[::-1], 4, 0.2, 5)[1], atol=1e-12)
 
 
 def test_wide_networks_stay_within_the_radii_and_kernels_within_the_distances_of_the_lemmas():
     """F1, F2, G1 and the four bounds of a round, each with the largest movement that is seen as radius."""
-    p, parts, steps, n = problem(m=4096), split(20, 4), 4, 20
+    p = problem(m=4096)
+    parts = split(20, 4)
+    n = 20
+    steps = 4
     values = Spectrum.of(p.h0)
     rate = 1 / (steps * values.largest)
-    rho, first = rate * steps / len(parts), float((p.network.outputs(p.u, p.x) - p.y).norm())
-    far, seen, u = 8 * math.sqrt(n) * first / (math.sqrt(4096) * values.least), [], p.u
+    rho = rate * steps / len(parts)
+    first = float((p.network.outputs(p.u, p.x) - p.y).norm())
+    far = 8 * math.sqrt(n) * first / (math.sqrt(4096) * values.least)
+
+    simulations = []
+    weights = []
+    u = p.u
     for _ in range(10):
-        one, snapshots = fl_round(p, u, parts, steps, rate)
+        simulated, snapshots = fl_round(p, u, parts, steps, rate)
         for part, models in zip(parts, snapshots, strict=True):
             errors = [float((p.network.outputs(w, p.x[part]) - p.y[part]).norm()) for w in models]
             assert all(e**2 <= (1 - rate * values.least / 2) ** k * errors[0] ** 2 for k, e in enumerate(errors))
             reach = 4 * math.sqrt(n) * errors[0] / (math.sqrt(4096) * values.least)
             assert all(float((w - u).norm(dim=1).max()) <= reach for w in models)
-        assert float((one.after - p.u).norm(dim=1).max()) <= far
-        seen.append((one, snapshots))
-        u = one.after
-    radius = max(float((w - p.u).norm(dim=1).max()) for _, kept in seen for models in kept for w in models)
+            weights += models
+        assert float((simulated.after - p.u).norm(dim=1).max()) <= far
+        simulations.append(simulated)
+        u = simulated.after
+
+    radius = max(float((w - p.u).norm(dim=1).max()) for w in weights)
     assert n**2 * math.exp(-4096 * radius / 10) <= 0.01, "else the bounds say nothing"
+
     unstable = ~p.network.stable(p.u, p.x, radius)
     assert float(unstable.sum(1).max()) <= 4 * 4096 * radius
+
     factor = 1 + 2 * rate * n * steps
-    for one, _ in seen:
-        assert all(float((one.kernel(k) - p.h0).norm()) <= 2 * n * radius for k in range(steps))
-        error, terms = float(one.error.square().sum()), one.terms(~unstable)
+    for simulated in simulations:
+        assert all(float((simulated.kernel(k) - p.h0).norm()) <= 2 * n * radius for k in range(steps))
+        error = float(simulated.error.square().sum())
+        terms = simulated.terms(~unstable)
         drift = 4 * n * radius * factor + 2 * rate * values.largest * steps * n
         assert terms.descent <= 2 * rho * error * (drift - values.least)
         assert max(terms.unstable_kernel, terms.unstable_output) <= 16 * rho * factor * n * radius * error
@@ -218,8 +261,8 @@ def test_first_outputs_have_half_the_variance_of_the_weights():
     for seed in range(200):
         p = problem(20, 10, 64, sigma=0.5, seed=seed)
         squares.append(float(p.network.outputs(p.u, p.x).square().sum()))
-    found = torch.tensor(squares)
-    assert abs(float(found.mean()) - 20 * 0.5**2 / 2) <= 4 * float(found.std()) / 200**0.5
+    sums = torch.tensor(squares)
+    assert abs(float(sums.mean()) - 20 * 0.5**2 / 2) <= 4 * float(sums.std()) / 200**0.5
 
 
 @pytest.mark.parametrize(("clients", "steps"), [(1, 1), (4, 5)])

@@ -1,4 +1,4 @@
-"""PeFLL's bound and rate have the values that were worked out by hand, and move as the theorems say."""
+"""PeFLL's bound and rate: values computed by hand, and the limits of the theorems."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ def test_the_terms_without_divergence_have_their_reference_values(clients, sampl
     assert client_term(clients, samples, 0.05) == pytest.approx(0.0151687, rel=1e-5)
 
 
-def test_the_divergence_is_torchs():
+def test_the_divergence_equals_torchs():
     mean = torch.randn(7, generator=torch.Generator().manual_seed(0))
     of_mean, of_zero = (Independent(Normal(m, 0.3), 1) for m in (mean, torch.zeros(7)))
     assert gaussian_kl(float(mean.square().sum()), 0.09) == pytest.approx(float(kl_divergence(of_mean, of_zero)))
 
 
-def test_more_clients_bring_the_meta_term_to_zero_and_the_clients_term_to_that_of_their_norms():
+def test_with_many_clients_the_meta_term_vanishes_and_the_clients_term_depends_on_their_norms():
     assert meta_term(10**8, 0.05, kl=50) < 1e-3 < meta_term(10**3, 0.05, kl=50)
-    norm, variance, samples = 3.0, 0.5, 40
+    norm = 3.0
+    variance = 0.5
+    samples = 40
     many = client_term(10**9, samples, 0.05, kl=10**9 * gaussian_kl(norm, variance))
     assert many == pytest.approx((norm / (4 * variance * samples)) ** 0.5, rel=1e-4)
     assert client_term(90, 4000, 0.05) < client_term(90, 400, 0.05) < client_term(90, 400, 0.05, kl=1)
@@ -61,6 +63,7 @@ def test_the_rate_is_that_of_its_four_terms_and_refuses_a_learning_rate_that_the
     noisy = replace(CONSTANTS, gradient_variance=1.5, dissimilarity=0.7)
     value = gradient_bound(noisy, 2.0, lr=0.001, steps=10, rounds=100, cohort=4)
     smooth = noisy.of_objective
+
     assert value == pytest.approx(
         2 * 2.0 / (0.001 * 10 * 100)
         + 56 * 0.3**2 * 2**2 * 0.5**2 * 0.001**2 * 10**2

@@ -1,7 +1,8 @@
-"""What whole runs are judged on, which round they choose, when they stop, and what they refuse."""
+"""Evaluation in whole runs: protocols, the best round, early stopping, and mistakes."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -25,8 +26,8 @@ from tests.support.runs import Interrupt, experiment, same_tables
 
 # -------------------------------------------------------------------------------------------------------- whole runs
 @pytest.fixture
-def arranged(monkeypatch):
-    """Arranges a data set as a run finds it: its pools, its unseen clients, its labels."""
+def arrange_data(monkeypatch):
+    """Changes the data that a run loads: its pools, its unseen clients, its labels."""
 
     def arrange(unseen=(), pools=None, labels=None):
         def load(*args, **kwargs):
@@ -40,57 +41,67 @@ def arranged(monkeypatch):
     return arrange
 
 
-def rows_of(result, **wanted):
-    return [row for row in result.evaluations.to_pylist() if all(row[name] == value for name, value in wanted.items())]
+def rows_of(result, **columns):
+    """The evaluations with these values in their columns."""
+    rows = []
+    for row in result.evaluations.to_pylist():
+        if all(row[name] == value for name, value in columns.items()):
+            rows.append(row)
+    return rows
 
 
 class Adapting(FedAvg):
-    """Gives a new client the global model trained on that client's data for two epochs."""
+    """FedAvg that trains the global model on an unseen client's data for two epochs."""
 
     def unseen_model(self, clients, server):
         clients.state["touched"] = clients.initial.repeat(len(clients), 1)
         return clients.sgd(clients.loss, server["theta"], epochs=2)
 
 
-def test_unseen_clients_are_never_drawn_and_get_the_global_model(tmp_path, arranged):
-    arranged(unseen=(3, 7))
+def test_unseen_clients_are_never_in_a_cohort_and_get_the_global_model(tmp_path, arrange_data):
+    arrange_data(unseen=(3, 7))
     result = raypfl.run(experiment(tmp_path, method="fedavg", evaluation__protocols=["local", "unseen", "global"]))
-    drawn = {client for cohort in result.rounds["cohort"].to_pylist() for client in cohort}
-    assert drawn == set(range(12)) - {3, 7}
+    trained = set(np.concatenate(result.rounds["cohort"].to_pylist()).tolist())
+
+    assert trained == set(range(12)) - {3, 7}
     assert {row["client"] for row in rows_of(result, protocol="unseen", round=6)} == {3, 7}
     assert {row["model"] for row in rows_of(result, protocol="unseen")} == {"global"}
     assert {row["client"] for row in rows_of(result, protocol="local", round=6)} == set(range(12)) - {3, 7}
+
     tests = sum(row["samples"] for row in rows_of(result, protocol="local", round=6))
     assert rows_of(result, protocol="global", round=6)[0]["samples"] == tests
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_a_method_that_adapts_to_unseen_clients_is_judged_with_what_it_makes_of_them(tmp_path, arranged, executor):
-    arranged(unseen=(3, 7))
+def test_a_method_that_adapts_to_unseen_clients_is_judged_by_its_adapted_models(tmp_path, arrange_data, executor):
+    arrange_data(unseen=(3, 7))
     base = experiment(tmp_path, evaluation__protocols=["unseen"], engine__executor=executor)
     result = raypfl.run(base.replace(method=Adapting()))
     rows = {(row["client"], row["model"]): row["loss"] for row in rows_of(result, round=6)}
+
     assert set(rows) == {(3, "personal"), (7, "personal"), (3, "global"), (7, "global")}
     assert rows[3, "personal"] != rows[3, "global"]
     assert result.client_state(3) == {}
+
     plain = raypfl.run(base.replace(method=FedAvg()))
     assert result.weights_hash == plain.weights_hash
 
 
-def test_runs_are_judged_on_pools_and_on_corrupted_tests_with_both_models(tmp_path, arranged):
-    arranged(pools={"ood/odd": np.arange(100)})
+def test_runs_are_judged_on_pools_and_on_corrupted_tests_with_both_models(tmp_path, arrange_data):
+    arrange_data(pools={"ood/odd": np.arange(100)})
     protocols = ["ood/odd", "ood/corrupt/gaussian_noise/5", "ood/corrupt/contrast", "global"]
     result = raypfl.run(experiment(tmp_path, evaluation__protocols=protocols))
     summary = {(row["protocol"], row["model"]): row for row in result.summary()}
-    assert set(summary) == {(protocol, model) for protocol in protocols for model in ("personal", "global")}
-    assert [len(rows_of(result, protocol="ood/odd", model=model, round=6)) for model in ("personal", "global")] == [
-        12,
-        1,
-    ]
+
+    assert set(summary) == set(itertools.product(protocols, ("personal", "global")))
+    assert len(rows_of(result, protocol="ood/odd", model="personal", round=6)) == 12
+    assert len(rows_of(result, protocol="ood/odd", model="global", round=6)) == 1
+
     tests = rows_of(result, protocol="global", model="global", round=6)[0]["samples"]
     assert rows_of(result, protocol="ood/corrupt/contrast", model="global", round=6)[0]["samples"] == 5 * tests
-    clean, noisy = summary["global", "global"], summary["ood/corrupt/gaussian_noise/5", "global"]
-    assert noisy["loss"] != clean["loss"]
+
+    noisy = summary["ood/corrupt/gaussian_noise/5", "global"]
+    assert noisy["loss"] != summary["global", "global"]["loss"]
 
 
 def test_fairness_is_the_population_deviation_over_clients_of_the_class_weighted_accuracy(tmp_path):
@@ -106,28 +117,29 @@ def test_aggregates_are_means_deviations_and_the_worst_tenth():
     columns = {"protocol": ["local"] * 20, "model": ["personal"] * 20, "samples": [1, 3] * 10, "accuracy": accuracy}
     columns |= {"loss": [1.0, 2.0] * 10, "ece": [0.1, None] * 10, "auc": [None] * 20, "left_out": [None] * 20}
     (row,) = summarise(Measures(), columns)
+
     assert row["accuracy"] == pytest.approx(0.45) and row["std"] == pytest.approx(np.std(accuracy))
     assert row["worst_decile"] == pytest.approx(0.1) and row["loss"] == pytest.approx(1.5)
     assert row["weighted"] == pytest.approx((0.1 + 2.7 + 0.5 + 0.9) / 8)
     assert row["ece"] == pytest.approx(0.1) and "auc" not in row
 
 
-class Laden(FedAvg):
-    """Has much on its server that no client needs."""
+class LargeServer(FedAvg):
+    """FedAvg with a large server entry that no client needs."""
 
     def start(self, task):
         return super().start(task) | {"hypernetwork": torch.zeros(100_000)}
 
 
-class LadenDitto(Ditto):
-    """The same, with personal models that need nothing of the server's."""
+class LargeServerDitto(Ditto):
+    """Ditto with such an entry; its personal models need nothing from the server."""
 
     def start(self, task):
         return super().start(task) | {"hypernetwork": torch.zeros(100_000)}
 
 
-class LadenFT(FedAvgFT):
-    """The same, whose clients train the server's model on in each evaluation."""
+class LargeServerFT(FedAvgFT):
+    """Fine-tuning with such an entry; its clients read the server's model in each evaluation."""
 
     finetune_epochs: int = 0
 
@@ -135,13 +147,21 @@ class LadenFT(FedAvgFT):
         return super().start(task) | {"hypernetwork": torch.zeros(100_000)}
 
 
-@pytest.mark.parametrize(("method", "sent"), [(Laden(), 1), (LadenDitto(), 1), (LadenFT(), 2), (Local(), 0)])
-def test_an_entry_of_the_server_that_no_client_asks_for_is_not_transferred(tmp_path, monkeypatch, method, sent):
-    taken, take = [], Worker._writable
-    monkeypatch.setattr(Worker, "_writable", lambda self, array: taken.append(array.size) or take(self, array))
+@pytest.mark.parametrize(
+    ("method", "sent_for_evaluation"), [(LargeServer(), 1), (LargeServerDitto(), 1), (LargeServerFT(), 2), (Local(), 0)]
+)
+def test_a_server_entry_that_no_client_reads_is_not_transferred(tmp_path, monkeypatch, method, sent_for_evaluation):
+    sizes = []
+    writable = Worker._writable
+
+    def record_size(self, array):
+        sizes.append(array.size)
+        return writable(self, array)
+
+    monkeypatch.setattr(Worker, "_writable", record_size)
     raypfl.run(experiment(tmp_path, rounds=1).replace(method=method))
-    trained_on = 0 if isinstance(method, Local) else 1
-    assert len(taken) == trained_on + sent and 100_000 not in taken
+    sent_for_training = 0 if isinstance(method, Local) else 1
+    assert len(sizes) == sent_for_training + sent_for_evaluation and 100_000 not in sizes
 
 
 # -------------------------------------------------------------------------------------------- choosing and stopping
@@ -158,14 +178,18 @@ def validated(tmp_path, **changes):
     )
 
 
-def chosen(result):
+def status_and_rounds(result):
     return result.status, result.round, result.best_round
 
 
 def validation_losses(result):
-    """By round, of the personal models."""
-    rows = {round: rows_of(result, protocol="val", model="personal", round=round) for round in range(1, 13)}
-    return {round: np.mean([row["loss"] for row in found]) for round, found in rows.items() if found}
+    """Mean validation loss of the personal models, by round."""
+    losses = {}
+    for round in range(1, 13):
+        rows = rows_of(result, protocol="val", model="personal", round=round)
+        if rows:
+            losses[round] = np.mean([row["loss"] for row in rows])
+    return losses
 
 
 def test_the_best_round_is_the_one_with_the_best_validation_metric(tmp_path):
@@ -173,8 +197,10 @@ def test_the_best_round_is_the_one_with_the_best_validation_metric(tmp_path):
     losses = validation_losses(result)
     assert len(losses) == 12 and result.best_round == min(losses, key=losses.get)
     assert raypfl.Result.load(result.run_dir).best_round == result.best_round
+
     best = next(row for row in result.summary(result.best_round) if row["protocol"] == "val")
     assert best["loss"] == pytest.approx(min(losses.values()))
+
     worst = raypfl.run(validated(tmp_path, evaluation__mode="max"))
     assert worst.best_round == max(losses, key=losses.get)
 
@@ -183,8 +209,8 @@ def test_without_validation_no_round_is_chosen(tmp_path):
     assert raypfl.run(experiment(tmp_path, rounds=2)).best_round is None
 
 
-def ending(losses, patience):
-    """The round that a run with this patience ends with if more loss is better, and the best one until then."""
+def expected_end(losses, patience):
+    """The last and the best round of a run with this patience, if more loss is better."""
     for last in losses:
         best = max(range(1, last + 1), key=losses.get)
         if last - best >= patience:
@@ -192,33 +218,39 @@ def ending(losses, patience):
     return last, best
 
 
-def test_a_run_stops_when_its_patience_is_at_its_end_and_stays_stopped(tmp_path):
+def test_a_run_out_of_patience_stops_and_stays_stopped(tmp_path):
     losses = validation_losses(raypfl.run(validated(tmp_path, evaluation__mode="max")))
-    assert ending(losses, 1)[0] < ending(losses, 3)[0] < 12
+    assert expected_end(losses, 1)[0] < expected_end(losses, 3)[0] < 12
+
     result = raypfl.run(validated(tmp_path, evaluation__patience=1, evaluation__mode="max"))
-    assert chosen(result) == ("finished", *ending(losses, 1))
-    assert chosen(raypfl.resume(result.run_dir)) == ("finished", *ending(losses, 1))
+    assert status_and_rounds(result) == ("finished", *expected_end(losses, 1))
+    assert status_and_rounds(raypfl.resume(result.run_dir)) == ("finished", *expected_end(losses, 1))
+
     longer = raypfl.resume(result.run_dir, overrides=["evaluation.patience=3"])
-    assert chosen(longer) == ("finished", *ending(losses, 3))
+    assert status_and_rounds(longer) == ("finished", *expected_end(losses, 3))
+
     patient = raypfl.run(validated(tmp_path, evaluation__patience=3, evaluation__mode="max"))
     assert longer.weights_hash == patient.weights_hash and longer.evaluations.equals(patient.evaluations)
 
 
-def test_poisoned_test_data_changes_no_choice(tmp_path, arranged):
-    honest = raypfl.run(validated(tmp_path, evaluation__patience=2))
+def test_poisoned_test_data_changes_no_choice(tmp_path, arrange_data):
+    clean = raypfl.run(validated(tmp_path, evaluation__patience=2))
 
-    def poisoned(data):
+    def wrong_test_labels(data):
         labels = data.labels.copy()
         for client in range(data.num_clients):
             tests = data.indices(client, "test")
             labels[tests] = (labels[tests] + 1) % data.num_classes
         return labels
 
-    arranged(labels=poisoned)
-    misled = raypfl.run(validated(tmp_path, evaluation__patience=2))
-    assert rows_of(misled, protocol="local") != rows_of(honest, protocol="local")
-    assert rows_of(misled, protocol="val") == rows_of(honest, protocol="val")
-    assert chosen(misled) == chosen(honest) and misled.weights_hash == honest.weights_hash
+    arrange_data(labels=wrong_test_labels)
+    with_wrong_tests = raypfl.run(validated(tmp_path, evaluation__patience=2))
+    assert rows_of(with_wrong_tests, protocol="local") != rows_of(clean, protocol="local")
+    assert rows_of(with_wrong_tests, protocol="val") == rows_of(clean, protocol="val")
+    assert (
+        status_and_rounds(with_wrong_tests) == status_and_rounds(clean)
+        and with_wrong_tests.weights_hash == clean.weights_hash
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------- mistakes
@@ -252,46 +284,48 @@ def test_patience_without_validation_is_refused():
         ("unseen", r"has 'unseen', but all clients take part in training; set data\.unseen_fraction"),
     ],
 )
-def test_what_the_data_does_not_have_is_refused_before_anything_runs(tmp_path, arranged, protocol, sentence):
-    arranged(pools={"ood/odd": np.arange(9)})
+def test_protocols_without_their_data_are_refused_before_anything_runs(tmp_path, arrange_data, protocol, sentence):
+    arrange_data(pools={"ood/odd": np.arange(9)})
     with pytest.raises(ConfigError, match=sentence):
         raypfl.run(experiment(tmp_path, evaluation__protocols=[protocol]))
 
 
-def test_a_pool_of_other_classes_is_refused(tmp_path, arranged):
-    arranged(
-        pools={"odd": np.arange(9)}, labels=lambda data: np.where(np.arange(len(data.labels)) < 5, -1, data.labels)
-    )
+def test_a_pool_of_other_classes_is_refused(tmp_path, arrange_data):
+    def without_first_labels(data):
+        return np.where(np.arange(len(data.labels)) < 5, -1, data.labels)
+
+    arrange_data(pools={"odd": np.arange(9)}, labels=without_first_labels)
     with pytest.raises(ConfigError, match="samples of the pool 'odd' have no known class"):
         raypfl.run(experiment(tmp_path, evaluation__protocols=["ood/odd"]))
 
 
-def test_class_weights_for_samples_of_several_labels_are_refused(tmp_path, arranged):
-    arranged(labels=lambda data: np.zeros((len(data.labels), 3), dtype=np.float32))
+def test_class_weights_for_samples_of_several_labels_are_refused(tmp_path, arrange_data):
+    arrange_data(labels=lambda data: np.zeros((len(data.labels), 3), dtype=np.float32))
     with pytest.raises(ConfigError, match="has 'pm_v', which needs one class for each sample"):
         raypfl.run(experiment(tmp_path, evaluation__protocols=["pm_v"]))
 
 
 @pytest.mark.parametrize("method", sorted(set(METHODS) - {"partial"}))
-def test_evaluation_before_the_first_round_is_of_the_models_that_a_run_begins_with(tmp_path, method):
+def test_evaluation_before_the_first_round_is_of_the_initial_models(tmp_path, method):
     short = {"rounds": 1, "partition__clients": 4, "cohort__size": 2, "evaluation__every": 0}
     without = raypfl.run(experiment(tmp_path, method=method, **short))
     events = []
     result = raypfl.run(
         experiment(tmp_path, method=method, **short, evaluation__at_start="true"), listeners=[events.append]
     )
-    begun = result.evaluations.filter(pc.field("round") == 0)
-    assert result.evaluations.slice(begun.num_rows).equals(without.evaluations)
+    at_start = result.evaluations.filter(pc.field("round") == 0)
+
+    assert result.evaluations.slice(at_start.num_rows).equals(without.evaluations)
+
     trained = pc.field("phase") == "training"
     assert result.weights_hash == without.weights_hash
     assert result.ledger.filter(trained).equals(without.ledger.filter(trained))
-    assert [type(e) for e in events if isinstance(e, RoundFinished | Evaluated)] == [
-        Evaluated,
-        RoundFinished,
-        Evaluated,
-    ]
+
+    kinds = [type(event) for event in events if isinstance(event, RoundFinished | Evaluated)]
+    assert kinds == [Evaluated, RoundFinished, Evaluated]
+
     keys = ["client", "protocol", "model", "samples"]
-    assert begun.select(keys).equals(without.evaluations.select(keys))
+    assert at_start.select(keys).equals(without.evaluations.select(keys))
 
 
 def test_round_0_is_in_the_report_and_a_stopped_run_does_not_evaluate_it_again(tmp_path):
@@ -299,27 +333,33 @@ def test_round_0_is_in_the_report_and_a_stopped_run_does_not_evaluate_it_again(t
     whole = raypfl.run(experiment(tmp_path, **changes))
     assert set(whole.evaluations["round"].to_pylist()) == {0, 3, 6}
     assert whole.summary(0)[0]["accuracy"] < 0.3 < 0.5 < whole.summary()[0]["accuracy"]
-    (one,) = group_runs([whole])
-    curve = numbers.metric_curve(one, "local", "global", "megabytes")
+
+    (group,) = group_runs([whole])
+    curve = numbers.metric_curve(group, "local", "global", "megabytes")
     assert curve.x[0] == 0 and len(curve.x) == 3
+
     stopped = raypfl.run(experiment(tmp_path, **changes), listeners=[Interrupt(2)])
     assert same_tables(raypfl.resume(stopped.run_dir), whole)
+
     replayed = [e.round for e in events_of(whole) if isinstance(e, Evaluated)]
     assert replayed == [0, 3, 6]
 
 
-def test_results_are_means_over_as_many_of_the_last_evaluated_rounds_as_the_settings_say(tmp_path):
+def test_results_are_means_over_the_number_of_last_rounds_in_the_settings(tmp_path):
     changes = {"rounds": 6, "evaluation__every": 2, "method": "ditto"}
     whole = raypfl.run(experiment(tmp_path, **changes))
     averaged = raypfl.run(experiment(tmp_path, **changes, evaluation__last=2))
+
     assert averaged.weights_hash == whole.weights_hash and averaged.last_rounds == [4, 6]
     for mean, before, after in zip(averaged.summary(), whole.summary(4), whole.summary(6), strict=True):
         assert (mean["protocol"], mean["model"]) == (before["protocol"], before["model"])
         assert mean["worst_decile"] == pytest.approx((before["worst_decile"] + after["worst_decile"]) / 2)
+
     by_client = {}
     for row in whole.evaluations.to_pylist():
         if row["protocol"] == "local" and row["model"] == "personal" and row["round"] in (4, 6):
             by_client.setdefault(row["client"], []).append(50 * row["accuracy"])
+
     ids, scores = numbers.client_scores(averaged, "local", "personal")
     assert dict(zip(ids.tolist(), scores.tolist(), strict=True)) == pytest.approx(
         {k: sum(v) for k, v in by_client.items()}

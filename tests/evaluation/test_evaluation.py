@@ -1,4 +1,4 @@
-"""How models are judged: metrics against other people's code, protocols against counting by hand."""
+"""Evaluation of models: metrics against scikit-learn and torch, protocols against counting by hand."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.support.federation import CLASSES, EXECUTORS, Federation, as_module
 
 
 def judged_federation(executor, factory=None, **options):
-    """A federation whose clients have tests of unequal sizes, one of them none."""
+    """A federation whose clients have 3, 1, 0 and 11 test samples."""
     fed = Federation(executor=executor, **({"factory": factory} if factory else {}), **options)
     tests = [np.array([3, 1, 8]), np.array([2]), np.zeros(0, dtype=np.int64), np.arange(9, 20)]
     fed.context.split = lambda client, name: fed.split[client] if name == "train" else tests[client]
@@ -46,44 +46,52 @@ def models_of(fed):
     return 0.4 * torch.randn(4, fed.model.size, generator=draws, dtype=torch.float64)
 
 
-def by_hand(fed, theta, where):
-    """Right answers, summed loss, guesses."""
-    x = (fed.inputs[where].astype(np.float64) - np.array([3.0, 5.0]).reshape(-1, 1, 1)) / np.array([2.0, 4.0]).reshape(
-        -1, 1, 1
-    )
-    y = torch.from_numpy(fed.labels[where])
+def by_hand(fed, theta, samples):
+    """Number of right answers, summed loss, logits and labels of these samples, by torch alone."""
+    y = torch.from_numpy(fed.labels[samples])
     with torch.no_grad():
-        logits = as_module(fed.factory, theta).eval()(torch.from_numpy(x))
-    return int((logits.argmax(1) == y).sum()), float(F.cross_entropy(logits, y, reduction="sum")), logits, y
+        logits = as_module(fed.factory, theta).eval()(fed.normalised(samples))
+
+    right = int((logits.argmax(1) == y).sum())
+    loss = float(F.cross_entropy(logits, y, reduction="sum"))
+    return right, loss, logits, y
 
 
 def scored(fed, personal=None, shared=None, protocols=("local", "global"), groups=((0, 1, 2, 3),), masks=()):
-    """A table, put together as the server does."""
+    """The rows of an evaluation by protocol, model and client, added up over groups as the server does."""
     total: dict[str, torch.Tensor] = {}
     for ids in groups:
         group = fed.group(ids)
-        mine = (
-            (lambda clients: per_client(personal[list(clients.ids)])) if personal is not None else lambda clients: None
-        )
-        for name, value in score(group, mine, shared, protocols, [(i, 4) for i in ids], masks).items():
+
+        def personal_model(clients):
+            return None if personal is None else per_client(personal[list(clients.ids)])
+
+        for name, value in score(group, personal_model, shared, protocols, [(i, 4) for i in ids], masks).items():
             rows = value.rows
             if isinstance(value, raypfl.Each):
                 total.setdefault(name, torch.zeros(4, rows.shape[1], dtype=torch.float64))[list(ids)] = rows
             else:
                 total[name] = total.get(name, 0) + rows.sum(0)
+
     table = tabulate(fed.context.measures, 7, total, range(4), protocols, masks)
-    known = [[None if value != value else value for value in values] for values in table.values()]  # NaN as None
-    rows = [dict(zip(table, values, strict=True)) for values in zip(*known, strict=True)]
-    return {(row["protocol"], row["model"], row["client"]): row for row in rows}
+    rows = {}
+    for values in zip(*table.values(), strict=True):
+        # NaN as None, so that rows can be compared: NaN differs from itself.
+        row = {name: None if value != value else value for name, value in zip(table, values, strict=True)}
+        rows[row["protocol"], row["model"], row["client"]] = row
+    return rows
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_every_client_is_judged_on_its_own_and_on_everybodys_tests_with_both_models(executor):
     fed = judged_federation(executor)
-    personal, shared = models_of(fed), models_of(fed)[0] + 0.3
+    personal = models_of(fed)
+    shared = personal[0] + 0.3
     table = scored(fed, personal, shared, groups=((0, 2), (1, 3)))
     union = np.concatenate(fed.tests)
+
     assert len(table) == 3 + 3 + 4 + 1  # client 2 has no tests; one row for the global model on everybody's
+
     for k in (0, 1, 3):
         for model, theta in (("personal", personal[k]), ("global", shared)):
             right, loss, *_ = by_hand(fed, theta, fed.tests[k])
@@ -91,6 +99,7 @@ def test_every_client_is_judged_on_its_own_and_on_everybodys_tests_with_both_mod
             assert row["samples"] == len(fed.tests[k]) and row["round"] == 7
             assert row["accuracy"] == pytest.approx(right / len(fed.tests[k]))
             assert row["loss"] == pytest.approx(loss / len(fed.tests[k]), rel=1e-6)
+
     for k, theta in [*enumerate(personal), (-1, shared)]:
         right, loss, *_ = by_hand(fed, theta, union)
         row = table["global", "global" if k < 0 else "personal", k]
@@ -99,13 +108,14 @@ def test_every_client_is_judged_on_its_own_and_on_everybodys_tests_with_both_mod
 
 
 class Watched(nn.Module):
-    """Notes how it is called."""
+    """A network that records whether it runs under autocast, and whether images have channels last."""
 
     calls: ClassVar[list[tuple[bool, bool]]] = []
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.head = nn.Conv2d(2, 4, 3), nn.Linear(16, CLASSES)
+        self.conv = nn.Conv2d(2, 4, 3)
+        self.head = nn.Linear(16, CLASSES)
 
     def forward(self, x):
         last = not torch._C._functorch.is_batchedtensor(x) and x.is_contiguous(memory_format=torch.channels_last)
@@ -120,14 +130,15 @@ def test_precision_and_layout_of_training_hold_when_models_are_judged(executor):
     personal = models_of(fed).float()
     Watched.calls.clear()
     table = scored(fed, personal, personal[1])
+
     assert all(autocast for autocast, _ in Watched.calls)
     assert executor == "vectorised" or all(last for _, last in Watched.calls)
-    x, y = fed.inputs[fed.tests[3]], torch.from_numpy(fed.labels[fed.tests[3]])
-    x = (torch.from_numpy(x).float() - torch.tensor([3.0, 5.0]).reshape(-1, 1, 1)) / torch.tensor([2.0, 4.0]).reshape(
-        -1, 1, 1
-    )
+
+    x = fed.normalised(fed.tests[3]).float()
+    y = torch.from_numpy(fed.labels[fed.tests[3]])
     with torch.no_grad():
         exact = float(F.cross_entropy(as_module(Watched, personal[3])(x), y))
+
     assert table["local", "personal", 3]["loss"] == pytest.approx(exact, rel=0.05)
     assert table["local", "personal", 3]["loss"] != pytest.approx(exact, rel=1e-7)
 
@@ -135,9 +146,11 @@ def test_precision_and_layout_of_training_hold_when_models_are_judged(executor):
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_class_weighted_accuracy_is_the_sum_over_everybodys_tests_weighed_by_the_clients_classes(executor):
     fed = judged_federation(executor)
-    personal, shared = models_of(fed), models_of(fed)[0] + 0.3
+    personal = models_of(fed)
+    shared = personal[0] + 0.3
     table = scored(fed, personal, shared, ("pm_v", "pm_l"), groups=((0, 1, 2), (3,)))
     union = np.concatenate(fed.tests)
+
     for k in range(4):
         counts = np.bincount(fed.labels[fed.split[k]], minlength=CLASSES)
         for model, theta in (("personal", personal[k]), ("global", shared)):
@@ -152,20 +165,23 @@ def test_class_weighted_accuracy_is_the_sum_over_everybodys_tests_weighed_by_the
 def test_a_common_test_set_is_passed_once_through_the_global_model(executor, monkeypatch):
     fed = judged_federation(executor)
     fed.context.pools = Pools(fed.context.samples, {"ood/strange": np.arange(20, 31)})
-    seen = []
-    predict = type(fed.context.executor).predict
-    monkeypatch.setattr(
-        type(fed.context.executor),
-        "predict",
-        lambda self, at, x, own: seen.append(x.shape[0]) or predict(self, at, x, own),
-    )
+    batch_sizes = []
+    executor_class = type(fed.context.executor)
+    predict = executor_class.predict
+
+    def record_batch(self, at, x, **options):
+        batch_sizes.append(x.shape[0])
+        return predict(self, at, x, **options)
+
+    monkeypatch.setattr(executor_class, "predict", record_batch)
     shared = models_of(fed)[1]
     table = scored(fed, None, shared, ("ood/strange",), groups=((0, 2), (1,), (3,)))
     right, loss, *_ = by_hand(fed, shared, np.arange(20, 31))
     (row,) = table.values()
+
     assert (row["client"], row["samples"], row["accuracy"]) == (-1, 11, pytest.approx(right / 11))
     assert row["loss"] == pytest.approx(loss / 11, rel=1e-6)
-    assert sum(seen) == 11
+    assert sum(batch_sizes) == 11
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -174,22 +190,24 @@ def test_several_labels_a_sample_give_every_client_and_the_union_an_area_under_t
     fed.labels = (np.random.default_rng(2).random((len(fed.labels), CLASSES)) < 0.5).astype(np.int8)
     fed.context.samples = replace(fed.context.samples, labels=fed.labels)
     fed.context.measures = Measures(MultiLabel(), targets=CLASSES)
-    personal, shared = models_of(fed), models_of(fed)[0] + 0.3
+    personal = models_of(fed)
+    shared = personal[0] + 0.3
     table = scored(fed, personal, shared, ("local", "global"), groups=((0, 2), (1, 3)))
     union = np.concatenate(fed.tests)
 
-    def area(theta, where):
-        x = torch.from_numpy(fed.inputs[where] - np.array([3.0, 5.0]).reshape(-1, 1, 1))
+    def area(theta, samples):
         with torch.no_grad():
-            scores = as_module(fed.factory, theta)(x / torch.tensor([2.0, 4.0]).reshape(-1, 1, 1).double())
-        return roc_auc_score(fed.labels[where], scores.numpy(), average="macro")
+            scores = as_module(fed.factory, theta)(fed.normalised(samples))
+        return roc_auc_score(fed.labels[samples], scores.numpy(), average="macro")
 
     assert table["global", "global", -1]["auc"] == pytest.approx(area(shared, union))
     for k in range(4):
         assert table["global", "personal", k]["auc"] == pytest.approx(area(personal[k], union))
     assert table["local", "personal", 3]["auc"] == pytest.approx(area(personal[3], fed.tests[3]))
-    one = table["local", "personal", 1]  # a single sample has positives or negatives of a label, never both
-    assert one["auc"] is None and one["left_out"] == CLASSES and one["ece"] is None
+
+    # A single sample has positives or negatives of a label, never both.
+    row = table["local", "personal", 1]
+    assert row["auc"] is None and row["left_out"] == CLASSES and row["ece"] is None
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -200,6 +218,7 @@ def test_a_common_set_whose_labels_are_several_is_scored_as_a_whole(executor):
     fed.context.measures = Measures(MultiLabel(), targets=CLASSES)
     fed.context.pools = Pools(fed.context.samples, {"strange": np.arange(20, 34)})
     cut = scored(fed, None, models_of(fed)[1], ("ood/strange",), groups=((0, 2), (1,), (3,)))
+
     assert cut == scored(fed, None, models_of(fed)[1], ("ood/strange",))
     assert cut["ood/strange", "global", -1]["samples"] == 14
 
@@ -207,8 +226,8 @@ def test_a_common_set_whose_labels_are_several_is_scored_as_a_whole(executor):
 # -------------------------------------------------------------------------------------------------- states in place
 
 
-class Meddling(Ditto):
-    """Changes in place what it reads from a client's state."""
+class ChangesItsState(Ditto):
+    """Ditto that changes in place the model that it reads from a client's state."""
 
     def personal_model(self, clients, server):
         theta = clients.state.get("personal", default=clients.initial)
@@ -218,46 +237,49 @@ class Meddling(Ditto):
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_a_method_may_change_what_it_reads_when_it_is_judged_and_the_state_stays(executor):
+def test_a_method_may_change_a_state_in_evaluation_and_the_stored_state_stays(executor):
     fed = judged_federation(executor)
-    kept = models_of(fed).numpy().copy()
-    kept.flags.writeable = False
-    group = fed.group(states=[{"personal": row} for row in kept])
-    values = score(group, lambda clients: Meddling().personal_model(clients, {}), None, ("local",), [])
-    changed = torch.tensor(kept) + 1.0
+    states = models_of(fed).numpy().copy()
+    states.flags.writeable = False
+    group = fed.group(states=[{"personal": row} for row in states])
+    values = score(group, lambda clients: ChangesItsState().personal_model(clients, {}), None, ("local",), [])
+    changed = torch.tensor(states) + 1.0
     changed[:, :3] = 0.0
+
     for k in (0, 1, 3):
         right, *_ = by_hand(fed, changed[k], fed.tests[k])
         assert values["personal/local"].rows[k, 1] == pytest.approx(right / len(fed.tests[k]))
 
 
-def test_a_model_that_is_judged_alone_is_read_where_its_state_lies():
+def test_a_model_that_is_judged_alone_is_read_without_a_copy_of_its_state():
     fed = judged_federation("sequential")
-    kept = models_of(fed).numpy()
-    group = fed.group(states=[{"personal": row} for row in kept])
-    places = []
-    score(
-        group,
-        lambda clients: places.append(clients.state["personal"].data_ptr()) or clients.state["personal"],
-        None,
-        ("local",),
-        [],
-    )
-    assert places == [row.ctypes.data for row in kept]
+    states = models_of(fed).numpy()
+    group = fed.group(states=[{"personal": row} for row in states])
+    addresses = []
+
+    def personal_model(clients):
+        addresses.append(clients.state["personal"].data_ptr())
+        return clients.state["personal"]
+
+    score(group, personal_model, None, ("local",), [])
+
+    assert addresses == [row.ctypes.data for row in states]
 
 
 # ------------------------------------------------------------------------------------------------------- corruptions
 
 
 @pytest.mark.parametrize("room", [0, 10**9])
-def test_every_model_sees_the_same_corrupted_images_whether_they_are_kept_or_made_again(room):
+def test_every_model_sees_the_same_corrupted_images_cached_or_not(room):
     fed = judged_federation("sequential")
-    fed.context.scale, fed.context.room = 16.0, room
+    fed.context.scale = 16.0
+    fed.context.room = room
     personal = models_of(fed)
     personal[2] = personal[0]
     table = scored(fed, personal, personal[0], ("ood/corrupt/impulse_noise/5",), groups=((0, 2), (1, 3)))
     rows = [table["ood/corrupt/impulse_noise/5", "personal", k] for k in range(4)]
     shared = table["ood/corrupt/impulse_noise/5", "global", -1]
+
     assert rows[0] | {"client": 2} == rows[2] and bool(fed.context.corrupted) == bool(room)
     assert shared["loss"] == pytest.approx(rows[0]["loss"]) and shared["samples"] == 15
     assert rows[0]["loss"] != pytest.approx(by_hand(fed, personal[0], np.concatenate(fed.tests))[1] / 15)
@@ -269,13 +291,16 @@ def pictures(channels=3, side=32):
 
 @pytest.mark.parametrize("name", CORRUPTIONS)
 def test_a_corruption_is_the_same_in_any_batch_and_grows_with_its_severity(name):
-    x, where = pictures(), np.array([4, 90, 2, 17, 3])
-    whole = Corruption(name, 3)(x, where, 255.0)
+    x = pictures()
+    sample_ids = np.array([4, 90, 2, 17, 3])
+    whole = Corruption(name, 3)(x, sample_ids, 255.0)
     assert whole.dtype == torch.uint8 and whole.shape == x.shape and not torch.equal(whole, x)
-    assert torch.equal(Corruption(name, 3)(x[1:3], where[1:3], 255.0), whole[1:3])
-    assert len({Corruption(name, s)(x, where, 255.0).numpy().tobytes() for s in SEVERITIES}) == len(SEVERITIES)
-    if name != "saturation":  # of which the first two severities take away, and the others add
-        damage = [(Corruption(name, s)(x, where, 255.0).float() - x.float()).square().mean() for s in SEVERITIES]
+    assert torch.equal(Corruption(name, 3)(x[1:3], sample_ids[1:3], 255.0), whole[1:3])
+    assert len({Corruption(name, s)(x, sample_ids, 255.0).numpy().tobytes() for s in SEVERITIES}) == len(SEVERITIES)
+
+    # The first two severities of saturation take colour away, and the others add some.
+    if name != "saturation":
+        damage = [(Corruption(name, s)(x, sample_ids, 255.0).float() - x.float()).square().mean() for s in SEVERITIES]
         assert damage == sorted(damage)
 
 
@@ -305,7 +330,7 @@ def as_jpeg(x, quality):
 
 @pytest.mark.parametrize("severity", SEVERITIES)
 @pytest.mark.parametrize(
-    ("name", "strengths", "theirs"),
+    ("name", "strengths", "reference"),
     [
         ("gaussian_blur", (0.4, 0.6, 0.7, 0.8, 1.0), blurred),
         ("brightness", (0.05, 0.1, 0.15, 0.2, 0.3), lambda x, added: x + added),
@@ -314,9 +339,9 @@ def as_jpeg(x, quality):
         ("jpeg", (80, 65, 58, 50, 40), as_jpeg),
     ],
 )
-def test_a_corruption_is_what_others_make_at_its_strength(name, strengths, theirs, severity):
+def test_a_corruption_equals_a_reference_implementation_at_its_strength(name, strengths, reference, severity):
     x = pictures()
-    expected = 255 * theirs(x / 255, strengths[severity - 1]).clamp(0, 1)
+    expected = 255 * reference(x / 255, strengths[severity - 1]).clamp(0, 1)
     torch.testing.assert_close(Corruption(name, severity)(x, np.arange(5), 255.0).float(), expected, atol=1.01, rtol=0)
 
 
@@ -341,7 +366,7 @@ def test_noise_is_as_strong_as_its_severity_says(severity):
     assert float((impulse > 0).sum() / (impulse != 0).sum()) == pytest.approx(0.5, abs=0.1)
 
 
-def test_noise_has_the_strength_it_says_and_differs_from_sample_to_sample():
+def test_noise_has_its_strength_and_differs_from_sample_to_sample():
     x = torch.full((8, 1, 40, 40), 128, dtype=torch.uint8)
     worse = Corruption("gaussian_noise", 5)(x, np.arange(8), 255.0).float()
     assert float(worse.std() / 255) == pytest.approx(0.10, rel=0.03)

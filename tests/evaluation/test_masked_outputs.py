@@ -1,4 +1,4 @@
-"""Clients are also judged as if they predicted only the classes that their training data have."""
+"""Masked outputs: evaluation with the logits of classes that a client has no training data of masked."""
 
 from __future__ import annotations
 
@@ -23,39 +23,41 @@ from tests.evaluation.test_evaluation import judged_federation, models_of, score
 from tests.support.federation import CLASSES, EXECUTORS, as_module
 from tests.support.runs import ON_RAY, experiment, same_tables
 
-KNOWN = [{0, 1}, {2}, {0, 1, 2}, {0, 2}]
+TRAINED_CLASSES = [{0, 1}, {2}, {0, 1, 2}, {0, 2}]
 """The classes of each client's training data."""
 
 
 def federation(executor: str):
-    """Clients that lack classes, some of which are in their tests; a client without training data is the second."""
+    """Clients that lack classes, some of which are in their tests."""
     fed = judged_federation(executor)
-    for client, classes in enumerate(KNOWN):
+    for client, classes in enumerate(TRAINED_CLASSES):
         fed.labels[fed.split[client]] = np.resize(sorted(classes), len(fed.split[client]))
-    fed.labels[0] = 1  # what batches are padded with is of a class that two clients lack
+    # Batches are padded with sample 0: it must not count, also for clients that lack its class.
+    fed.labels[0] = 1
     return fed
 
 
 def masked_by_hand(fed, theta, client: int, mask: str) -> dict[str, float]:
     """Accuracy and loss in float64, sample by sample."""
     right = loss = 0.0
-    where = fed.tests[client]
-    for index in where:
-        x = (fed.inputs[index].astype(np.float64) - [[[3.0]], [[5.0]]]) / [[[2.0]], [[4.0]]]
+    tests = fed.tests[client]
+    for index in tests:
         with torch.no_grad():
-            logits = as_module(fed.factory, theta).eval()(torch.from_numpy(x)[None])[0].tolist()
-        for label in set(range(CLASSES)) - KNOWN[client]:
+            logits = as_module(fed.factory, theta).eval()(fed.normalised(index)[None])[0].tolist()
+        for label in set(range(CLASSES)) - TRAINED_CLASSES[client]:
             logits[label] = 0.0 if mask == "zero" else -math.inf
         target = int(fed.labels[index])
         right += max(range(CLASSES), key=lambda label: logits[label]) == target
         loss += math.log(sum(math.exp(logit) for logit in logits)) - logits[target]
-    return {"accuracy": right / len(where), "loss": loss / len(where)}
+
+    return {"accuracy": right / len(tests), "loss": loss / len(tests)}
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_masked_outputs_are_those_of_a_loop_over_samples_for_personal_and_global_models(executor):
+def test_masked_outputs_equal_those_of_a_loop_over_samples(executor):
     fed = federation(executor)
-    personal, shared = models_of(fed), models_of(fed)[0] + 0.3
+    personal = models_of(fed)
+    shared = personal[0] + 0.3
     table = scored(fed, personal, shared, ("local", "val"), groups=((0, 2), (1, 3)), masks=MASKS)
     changed = 0
     for client in (0, 1, 3):  # client 2 has no tests
@@ -67,6 +69,7 @@ def test_masked_outputs_are_those_of_a_loop_over_samples_for_personal_and_global
                 assert row["loss"] == pytest.approx(expected["loss"], rel=1e-6)
                 assert table[f"val/{mask}", model, client] == row | {"protocol": f"val/{mask}"}
                 changed += row["accuracy"] != table["local", model, client]["accuracy"]
+
     assert changed >= 4
     assert table["local/exclude", "personal", 0]["loss"] == math.inf  # a test sample is of a class that it lacks
 
@@ -77,9 +80,9 @@ def test_masks_cost_no_forward_pass_and_leave_unmasked_numbers_as_they_are(execu
     predict = type(fed.context.executor).predict
     calls = []
 
-    def counted(self, at, x, own):
+    def counted(self, at, x, **options):
         calls.append(x.shape)
-        return predict(self, at, x, own)
+        return predict(self, at, x, **options)
 
     monkeypatch.setattr(type(fed.context.executor), "predict", counted)
     plain = scored(fed, models_of(fed), models_of(fed)[0])
@@ -112,6 +115,7 @@ def test_excluding_nothing_gives_the_unmasked_bits_and_masks_change_no_weight_in
     plain = raypfl.run(experiment(tmp_path, **all_classes))
     masked = raypfl.run(experiment(tmp_path, **all_classes, **BOTH_MASKS))
     on_ray = raypfl.run(experiment(tmp_path, **all_classes, **BOTH_MASKS, **ON_RAY))
+
     assert rows_of(masked, "local/exclude") == rows_of(masked, "local") == rows_of(plain, "local")
     assert rows_of(masked, "local/zero") == rows_of(masked, "local")
     assert masked.weights_hash == plain.weights_hash == on_ray.weights_hash
@@ -128,7 +132,7 @@ ONE_CLASS = {
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("method", ["fedavg", "ditto", "pefll", "knn-per", "fedbabu"])
-def test_a_client_of_one_class_is_always_right_when_the_others_are_excluded_also_if_it_was_never_trained(
+def test_a_client_of_one_class_is_always_right_with_the_others_excluded_even_if_never_trained(
     tmp_path, method, executor
 ):
     result = raypfl.run(experiment(tmp_path, method=method, engine__executor=executor, **ONE_CLASS, **BOTH_MASKS))
@@ -145,26 +149,34 @@ def test_masked_numbers_stand_beside_the_others_in_tables_the_report_and_mlflow(
     result = raypfl.run(experiment(tmp_path, method="fedavg", **changes, evaluation__masks="[exclude]"))
     groups = group_runs([result])
     tests = [(rows.protocol, rows.best) for rows in result_rows(groups, result_columns(groups))]
+
     assert tests == [
         *[("local", False), ("local/exclude", False), ("local", True), ("local/exclude", True)],
         *[("val", False), ("val/exclude", False)],  # validation data, not a test
     ]
     assert result.best_round is not None
+
     page = raypfl.report.write([result], tmp_path / "report.html").read_text("utf-8")
     assert "each client’s own test data, with the classes that a client lacks excluded" in page
+
     evaluated = [event for event in events_of(result) if isinstance(event, Evaluated)]
-    logged = {name for event in evaluated for name, *_ in evaluation_points(event)}
+    logged = set()
+    for event in evaluated:
+        logged |= {name for name, *_ in evaluation_points(event)}
     assert {"accuracy/local/global", "accuracy/local/exclude/global"} <= logged
 
 
-def test_studies_and_sweeps_can_be_about_masked_numbers(tmp_path):
+def test_studies_and_sweeps_accept_masked_metrics(tmp_path):
     study = tmp_path / "masked.yaml"
     text = "methods: {FedAvg: fedavg}\nmetrics: {masked: {protocol: local/zero, model: global}}\nexperiment: "
     study.write_text(text + "{evaluation: {masks: [zero]}}")
+
     assert plan(load_study(str(study))[0])[0].experiment.evaluation.masks == ("zero",)
+
     study.write_text(text + "{data: digits}")
     with pytest.raises(ConfigError, match=r"of the protocol 'local/zero', but .* with evaluation\.masks=\[\]; add"):
         plan(load_study(str(study))[0])
+
     sweep = load_sweep(
         {
             "name": "masked",
@@ -175,6 +187,7 @@ def test_studies_and_sweeps_can_be_about_masked_numbers(tmp_path):
         }
     )
     evaluation = sweep.base.evaluation
+
     assert evaluation.masks == ("exclude",) and "val" in evaluation.protocols
 
 

@@ -231,8 +231,12 @@ class Federation:
     def samples(self, client: int, index: np.ndarray | None = None) -> tuple[Tensor, Tensor]:
         """Return a client's samples, normalised by NumPy in float64."""
         where = self.split[client] if index is None else self.split[client][index]
-        x = (self.inputs[where].astype(np.float64) - MEAN.reshape(-1, 1, 1)) / STD.reshape(-1, 1, 1)
-        return torch.from_numpy(x).to(self.model.dtype), torch.from_numpy(self.labels[where])
+        return self.normalised(where).to(self.model.dtype), torch.from_numpy(self.labels[where])
+
+    def normalised(self, index: Any) -> Tensor:
+        """Inputs of samples by their numbers, normalised by NumPy in float64: ``[..., 2, 4, 4]``."""
+        inputs = self.inputs[index].astype(np.float64)
+        return torch.from_numpy((inputs - MEAN.reshape(-1, 1, 1)) / STD.reshape(-1, 1, 1))
 
     def visits(self, client: int, round: int = 0, stream: str = "") -> list[tuple[Tensor, Tensor]]:
         """Return the batches of a client's training, in their order."""
