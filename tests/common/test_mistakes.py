@@ -1,4 +1,4 @@
-"""What the author of a method is told of a mistake: what, where in the own file, and how to mend it."""
+"""Error messages for a method's author: the mistake, its line in the author's file, and how to mend it."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ FILE = Path(mistaken_methods.__file__)
 
 
 def line_of(text: str, after: str) -> int:
-    """Where `text` stands first below `after`."""
+    """The first line below `after` that has `text`."""
     lines = FILE.read_text().splitlines()
     start = next(i for i, line in enumerate(lines) if after in line)
     return next(i for i, line in enumerate(lines[start:], start + 1) if text in line)
 
 
-def told(tmp_path: Path, name: str, **changes) -> str:
-    always = {"evaluation__every": 1, "engine__executor": "vectorised"}  # whose groups do not depend on the machine
+def error_of(tmp_path: Path, name: str, **changes) -> str:
+    """The message with which a run of a mistaken method fails; no line of it is raypfl's."""
+    # Measured executors would make groups, and so messages, depend on the machine.
+    always = {"evaluation__every": 1, "engine__executor": "vectorised"}
     with pytest.raises(RaypflError) as caught:
         raypfl.run(experiment(tmp_path, method=f"{MODULE}:{name}", **(always | changes)))
     text = str(caught.value)
@@ -40,24 +42,24 @@ def told(tmp_path: Path, name: str, **changes) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "owner", "said"),
+    ("name", "owner", "returned"),
     [
         ("ForgetsToReturn", "ForgetsToReturn", "returned nothing"),
         ("ReturnsAnotherKey", "ReturnsAnotherKey", "returned 'model'"),
         ("MistypesInRound", "Base", "returned 'theta'"),
     ],
 )
-def test_a_reply_that_is_not_there_is_told_with_what_the_clients_returned(tmp_path, name, owner, said):
-    text = told(tmp_path, name)
-    where = f"{owner}.train (mistaken_methods.py, line {line_of('def train', f'class {owner}')})"
-    asked = "thta" if name == "MistypesInRound" else "theta"
-    assert f"{where} {said}; there is no {asked!r}" in text
+def test_a_missing_reply_is_reported_with_what_the_clients_returned(tmp_path, name, owner, returned):
+    text = error_of(tmp_path, name)
+    function = f"{owner}.train (mistaken_methods.py, line {line_of('def train', f'class {owner}')})"
+    entry = "thta" if name == "MistypesInRound" else "theta"
+    assert f"{function} {returned}; there is no {entry!r}" in text
     reader = "MistypesInRound" if name == "MistypesInRound" else "Base"
     assert f'File "{FILE}", line {line_of("cohort.run", f"class {reader}")}, in {reader}.round' in text
 
 
-def test_a_reply_that_is_no_dict_is_told_with_the_function(tmp_path):
-    text = told(tmp_path, "ReturnsNoDict")
+def test_a_reply_that_is_no_dict_is_reported_with_the_function(tmp_path):
+    text = error_of(tmp_path, "ReturnsNoDict")
     assert "ReturnsNoDict.train (mistaken_methods.py, line" in text and "returned a Mean; it must return a dict" in text
 
 
@@ -69,17 +71,17 @@ def test_a_method_without_a_model_to_judge_is_refused_before_the_first_round(tmp
 
 
 def test_a_model_of_the_wrong_shape_is_its_functions_fault_and_no_clients(tmp_path):
-    text = told(tmp_path, "ShortGlobalModel")
+    text = error_of(tmp_path, "ShortGlobalModel")
     line = line_of("def global_model", "class ShortGlobalModel")
     assert text.startswith(f"ShortGlobalModel.global_model (mistaken_methods.py, line {line}) returned [100]")
     assert "[1210]" in text and "lient" not in text.splitlines()[0]
-    text = told(tmp_path, "ShortPersonalModels")
+    text = error_of(tmp_path, "ShortPersonalModels")
     assert text.startswith("ShortPersonalModels.personal_model (mistaken_methods.py, line")
     assert "returned [3, 1210]" in text and "[2, 1210]" in text
 
 
-def test_a_mistake_in_a_client_function_is_tried_once_and_shown_by_the_authors_lines_alone(tmp_path):
-    first, *rest = told(tmp_path, "RaisesInTrain", engine__group_size=6).splitlines()
+def test_a_mistake_in_a_client_function_is_tried_once_and_shown_by_the_authors_lines_only(tmp_path):
+    first, *rest = error_of(tmp_path, "RaisesInTrain", engine__group_size=6).splitlines()
     assert first.startswith("All 6 clients of a group failed in round 1 (") and "and 1 more" in first
     assert rest[-1] == "AttributeError: 'RaisesInTrain' object has no attribute 'mu'"
     places = [line.split(", ")[1:] for line in rest if line.startswith("  File")]
@@ -87,30 +89,30 @@ def test_a_mistake_in_a_client_function_is_tried_once_and_shown_by_the_authors_l
     assert places[-1][0] == f"line {line_of('lambda', 'class RaisesInTrain')}" and len(places) == 2
 
 
-def test_what_may_pass_is_tried_again(tmp_path):
-    text = told(tmp_path, "RaisesInTorch")
+def test_an_error_that_may_pass_is_tried_again(tmp_path):
+    text = error_of(tmp_path, "RaisesInTorch")
     assert text.startswith("All 2 clients of a group failed 3 times in a row in round 1")
     assert "in RaisesInTorch.train" in text and "@ torch.zeros(3, 3)" in text
 
 
-def test_keeping_something_on_the_method_is_refused_with_where_it_belongs(tmp_path):
-    text = told(tmp_path, "KeepsOnSelf")
+def test_setting_an_attribute_of_the_method_is_refused_with_where_state_belongs(tmp_path):
+    text = error_of(tmp_path, "KeepsOnSelf")
     assert "KeepsOnSelf.last cannot be set" in text
     assert 'clients.state["last"]' in text and 'server["last"]' in text
     assert f"line {line_of('self.last', 'class KeepsOnSelf')}, in KeepsOnSelf.train" in text
 
 
-def test_what_clients_sent_is_told_where_the_server_cannot_use_it(tmp_path):
+def test_an_error_on_the_server_names_what_the_clients_returned(tmp_path):
     line = line_of("def train", "class SendsTooLittle")
-    where = f"SendsTooLittle.train (mistaken_methods.py, line {line})"
+    function = f"SendsTooLittle.train (mistaken_methods.py, line {line})"
     for optimizer in ("adam", "sgd"):
         changes = {"method__server_optimizer": optimizer, "evaluation__every": 1}
         with pytest.raises(RaypflError) as caught:
             raypfl.run(experiment(tmp_path, method=f"{MODULE}:SendsTooLittle", **changes))
-        assert f"{where} got theta [1210] and returned theta [1207]." in str(caught.value)
+        assert f"{function} got theta [1210] and returned theta [1207]." in str(caught.value)
 
 
-def test_a_hyperparameter_without_a_type_is_told_how_to_get_one():
+def test_a_hyperparameter_without_a_type_hint_is_refused_with_how_to_write_one():
     sentence = "LacksATypeHint has gamma, but without a type; write `gamma: float = 3.0` in the class"
     with pytest.raises(ConfigError) as caught:
         raypfl.Experiment(method={"name": f"{MODULE}:LacksATypeHint", "gamma": 1})
@@ -121,7 +123,7 @@ def test_a_hyperparameter_without_a_type_is_told_how_to_get_one():
 
 
 @pytest.mark.parametrize(
-    ("source", "said", "line"),
+    ("source", "message", "line"),
     [
         ("import os\nfrom raypfl import Meen\n", "ImportError: cannot import name 'Meen' from 'raypfl'", 2),
         ("import no_such_library\n", "ModuleNotFoundError: No module named 'no_such_library'", 1),
@@ -129,18 +131,20 @@ def test_a_hyperparameter_without_a_type_is_told_how_to_get_one():
         ("x = y\n", "NameError: name 'y' is not defined", 1),
     ],
 )
-def test_a_module_that_cannot_be_imported_is_told_by_its_line(tmp_path, monkeypatch, source, said, line):
+def test_a_module_that_cannot_be_imported_is_reported_with_its_line(tmp_path, monkeypatch, source, message, line):
     (tmp_path / "wrong_inside.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "wrong_inside", raising=False)
+
     with pytest.raises(ConfigError) as caught:
         raypfl.Experiment(method="wrong_inside:Mine")
+
     text = str(caught.value)
-    assert said in text and f'wrong_inside.py", line {line}' in text
+    assert message in text and f'wrong_inside.py", line {line}' in text
     assert "PYTHONPATH" not in text and "raypfl/common/registry.py" not in text
 
 
-def test_an_import_that_fails_is_one_mistake_beside_others_with_its_traceback_below_it(tmp_path, monkeypatch):
+def test_a_failed_import_is_one_mistake_in_the_list_with_its_traceback_below_it(tmp_path, monkeypatch):
     (tmp_path / "raises.py").write_text("x = y\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     for setting in ("method", "data", "model", "partition"):
@@ -148,6 +152,7 @@ def test_an_import_that_fails_is_one_mistake_beside_others_with_its_traceback_be
             raypfl.Experiment(**{setting: "raises:X"})
         assert "because its module raises an error:\n  File" in str(alone.value)
         assert str(alone.value).endswith("\nNameError: name 'y' is not defined")
+
         with pytest.raises(ConfigError) as beside:
             raypfl.Experiment(**{setting: "raises:X"}, rounds=0, training={"epochs": 0, "batch_size": 0})
         assert str(beside.value).startswith("The experiment has 4 mistakes:")
@@ -155,7 +160,7 @@ def test_an_import_that_fails_is_one_mistake_beside_others_with_its_traceback_be
         assert len(bullets) == 4 and "\n    NameError: name 'y'" in str(beside.value)
 
 
-def test_a_module_that_is_not_there_is_asked_for():
+def test_a_missing_module_is_reported_with_pythonpath():
     with pytest.raises(ConfigError, match=r"No module named 'nowhere_at_all'.*PYTHONPATH"):
         raypfl.Experiment(method="nowhere_at_all:Mine")
 
@@ -170,7 +175,7 @@ def test_a_network_that_cannot_be_built_is_refused_in_a_sentence(model: object, 
 
 
 class Misfit(torch.nn.Module):
-    """Takes eight numbers a sample, whatever it is given."""
+    """A network for eight numbers a sample, whatever the input shape."""
 
     def __init__(self, input_shape: tuple[int, ...], num_classes: int):
         super().__init__()
@@ -185,7 +190,7 @@ def test_a_network_that_does_not_fit_the_data_is_refused_with_its_line_before_an
         driver.check([Experiment(model=f"{__name__}:Misfit")])
 
 
-def test_a_methods_class_stands_for_the_method_with_its_defaults():
+def test_a_methods_class_means_the_method_with_its_defaults():
     assert Experiment(method=Ditto) == Experiment(method="ditto")
 
 
@@ -204,6 +209,7 @@ def test_a_mini_batch_of_one_sample_is_refused_before_the_run_if_batch_norm_fail
     ]:
         with pytest.raises(ConfigError, match=rf"model is 'resnet10', whose batch norm .* {mend}"):
             driver.check([experiment(tmp_path, **network, **changes)])
+
     driver.check([experiment(tmp_path, **network, training__smallest_batch=2)])
     driver.check([experiment(tmp_path, **network, training__steps=1)])
     driver.check([experiment(tmp_path, model="{name: resnet10, width: 4, norm: group}", training__batch_size=1)])
@@ -251,7 +257,7 @@ class FailsToDivide(Partition):
 
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("backend", ["inline", "ray"])
-def test_an_error_in_start_is_told_by_function_line_and_error_on_both_backends(tmp_path: Path, backend: str):
+def test_an_error_in_start_is_reported_by_function_line_and_error_on_both_backends(tmp_path: Path, backend: str):
     wrong = experiment(tmp_path, method=f"{__name__}:FailsAtStart", engine__backend=backend)
     with pytest.raises(RaypflError) as caught:
         raypfl.run(wrong)
@@ -274,7 +280,7 @@ def test_an_error_in_start_is_told_by_function_line_and_error_on_both_backends(t
     ],
     ids=str,
 )
-def test_an_error_in_any_function_of_the_users_is_one_sentence_with_its_line(tmp_path: Path, changes: dict[str, str]):
+def test_an_error_in_any_function_of_a_user_is_one_sentence_with_its_line(tmp_path: Path, changes: dict[str, str]):
     with pytest.raises(RaypflError) as caught:
         raypfl.run(experiment(tmp_path).replace(**changes))
     text = str(caught.value)
@@ -284,8 +290,8 @@ def test_an_error_in_any_function_of_the_users_is_one_sentence_with_its_line(tmp
 
 @pytest.mark.parametrize("event", [RunStarted, RoundFinished, RunFinished])
 def test_an_error_in_a_listener_is_not_blamed_on_the_method(tmp_path: Path, event: type):
-    def listener(heard: object) -> None:
-        if isinstance(heard, event):
+    def listener(received: object) -> None:
+        if isinstance(received, event):
             fails()
 
     with pytest.raises(RaypflError) as caught:
@@ -336,7 +342,7 @@ class HasNoStart(Method):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         (
             "StartsWithNothing",
@@ -354,7 +360,7 @@ class HasNoStart(Method):
     ],
 )
 @pytest.mark.filterwarnings("ignore:coroutine")
-def test_what_a_methods_functions_take_and_return_is_checked(tmp_path: Path, name: str, said: str):
-    with pytest.raises(RaypflError, match=said) as caught:
+def test_arguments_and_results_of_a_methods_functions_are_checked(tmp_path: Path, name: str, message: str):
+    with pytest.raises(RaypflError, match=message) as caught:
         raypfl.run(experiment(tmp_path, method=f"{__name__}:{name}"))
     assert "raypfl/engine" not in str(caught.value)

@@ -23,12 +23,12 @@ class Alone(Local):
 
 
 def install(folder: Path, source: str, entry_points: str) -> None:
-    """What an installer leaves in site-packages."""
+    """Write the files that an installer leaves in site-packages."""
     (folder / "federated_extras.py").write_text(source)
-    about = folder / "federated_extras-1.0.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: federated-extras\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text(entry_points)
+    metadata = folder / "federated_extras-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: federated-extras\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(entry_points)
 
 
 @pytest.fixture
@@ -44,16 +44,18 @@ def test_a_method_of_an_installed_package_is_found_by_its_name_listed_and_run(si
     assert "alone" in METHODS and "alone" in list(METHODS)
     assert METHODS.summary("alone") == "Training alone, from a package."
     assert METHODS.get("fedavg") is FedAvg  # a name that raypfl has stays raypfl's
+
     experiment = raypfl.Experiment(
         method="alone", rounds=2, output=str(site / "runs"), engine={"backend": "inline"}, evaluation={"every": 1}
     )
+
     assert raypfl.Experiment.from_yaml(experiment.to_yaml()) == experiment and "name: alone" in experiment.to_yaml()
     assert raypfl.run(experiment).evaluations.equals(raypfl.run(experiment.replace(method=Local())).evaluations)
 
 
-def test_the_entry_point_of_the_page_is_found(site: Path):
-    (shown,) = blocks("docs/plugins.md", "toml")
-    project = tomllib.loads(shown)["project"]
+def test_the_entry_point_in_the_documentation_is_found(site: Path):
+    (block,) = blocks("docs/plugins.md", "toml")
+    project = tomllib.loads(block)["project"]
     ((group, entries),) = project["entry-points"].items()
     install(site, SOURCE, f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in entries.items()))
     assert METHODS.get("alone").__module__ == "federated_extras"

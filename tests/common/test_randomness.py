@@ -1,4 +1,4 @@
-"""Draws of a method's own are keyed by seed, round and client; those that are not are refused."""
+"""A method's random draws are keyed by seed, round and client; other draws are refused."""
 
 from __future__ import annotations
 
@@ -21,27 +21,32 @@ from tests.support.runs import experiment
 
 def test_a_clients_draws_depend_on_seed_round_stream_and_client_alone():
     fed = Federation()
-    together, alone = fed.clients([2, 0, 3], round=4), fed.clients([0], round=4)
+    together = fed.clients([2, 0, 3], round=4)
+    alone = fed.clients([0], round=4)
     noise = together.randn(3, 2, stream="noise")
+
     assert noise.shape == (3, 3, 2) and noise.dtype == torch.float64
     assert torch.equal(alone.randn(3, 2, stream="noise")[0], noise[1])
-    others = [alone.randn(3, 2), fed.clients([0], round=5).randn(3, 2, stream="noise"), noise[:1]]
-    others.append(Federation(seed=4).clients([0], round=4).randn(3, 2, stream="noise"))
-    assert not any(torch.equal(other[0], noise[1]) for other in others)
+
+    different = [alone.randn(3, 2), fed.clients([0], round=5).randn(3, 2, stream="noise"), noise[:1]]
+    different.append(Federation(seed=4).clients([0], round=4).randn(3, 2, stream="noise"))
+    assert not any(torch.equal(other[0], noise[1]) for other in different)
+
     (generator,) = alone.generators("noise")
     assert torch.equal(torch.randn(3, 2, generator=generator, dtype=torch.float64), noise[1])
     assert not torch.equal(torch.randn(3, 2, generator=generator, dtype=torch.float64), noise[1])
 
 
 def test_the_servers_draws_depend_on_seed_round_and_stream_alone():
-    def drawn(fed: Federation, stream: str = "") -> list[float]:
+    def draws(fed: Federation, stream: str = "") -> list[float]:
         return torch.rand(3, generator=fed.cohort().generator(stream)).tolist()
 
-    fed, other = Federation(), Federation(seed=4)
-    first = drawn(fed)
-    assert drawn(fed) == first == drawn(Federation())
+    fed = Federation()
+    other = Federation(seed=4)
+    first = draws(fed)
+    assert draws(fed) == first == draws(Federation())
     fed.round += 1
-    assert len({tuple(x) for x in (first, drawn(fed), drawn(other), drawn(fed, "b"))}) == 4
+    assert len({tuple(x) for x in (first, draws(fed), draws(other), draws(fed, "b"))}) == 4
 
 
 STREAMS = {
@@ -53,7 +58,7 @@ STREAMS = {
 
 
 class Draws(FedAvg):
-    """Draws from a global stream on the clients."""
+    """FedAvg whose clients draw from a global stream."""
 
     stream: str = "torch"
 
@@ -63,14 +68,14 @@ class Draws(FedAvg):
 
 
 class DrawsAtStart(FedAvg):
-    """Draws from a global stream before the first round."""
+    """FedAvg that draws from a global stream before the first round."""
 
     def start(self, task):
         return super().start(task) | {"noise": torch.randn(3)}
 
 
 class DrawsOnServer(FedAvg):
-    """Draws from a global stream in its round."""
+    """FedAvg whose server draws from a global stream in each round."""
 
     def round(self, server, cohort):
         super().round(server, cohort)
@@ -78,14 +83,14 @@ class DrawsOnServer(FedAvg):
 
 
 class DrawsWhenJudged(FedAvg):
-    """Draws from a global stream for the model that a client is judged by."""
+    """FedAvg that draws from a global stream for the model that a client is evaluated with."""
 
     def personal_model(self, clients, server):
         return server["theta"].repeat(len(clients), 1) + 0 * torch.randn(())
 
 
 class DrawsKeyed(FedAvg):
-    """Draws by keys, beside what the engine and the network draw."""
+    """FedAvg with keyed draws on server and clients, beside those of the engine and the network."""
 
     def round(self, server, cohort):
         super().round(server, cohort)
@@ -100,22 +105,22 @@ class DrawsKeyed(FedAvg):
 @pytest.mark.parametrize(
     ("stream", "whose"), [("torch", "torch"), ("numpy", "NumPy"), ("python", "Python"), ("seeding", "torch")]
 )
-def test_a_client_function_that_draws_from_a_global_stream_is_refused_and_told_of_the_keyed_call(stream, whose):
+def test_a_client_function_that_draws_from_a_global_stream_is_refused_with_the_keyed_call(stream, whose):
     fed = Federation(method=Draws(stream=stream))
     with pytest.raises(MethodError, match=rf"Draws\.train .* draws from {whose}'s global .*clients\.randn\("):
         fed.run_rounds(None)
 
 
 @pytest.mark.parametrize(
-    ("method", "told"),
+    ("method", "message"),
     [
         ("DrawsAtStart", r"start .*manual_seed\(task\.seed\)"),
         ("DrawsOnServer", r"round .*cohort\.generator"),
         ("DrawsWhenJudged", r"personal_model .*clients\.generators"),
     ],
 )
-def test_so_are_start_round_and_what_makes_personal_models(method, told, tmp_path):
-    with pytest.raises(RaypflError, match=told):
+def test_start_round_and_personal_model_may_not_draw_from_a_global_stream(method, message, tmp_path):
+    with pytest.raises(RaypflError, match=message):
         raypfl.run(experiment(tmp_path, rounds=1, method=f"{__name__}:{method}"))
 
 
@@ -125,7 +130,7 @@ def dropping() -> nn.Module:
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.filterwarnings("ignore::raypfl.clients.context.FallbackWarning")
-def test_layers_that_draw_and_keyed_draws_are_no_offence(executor):
+def test_dropout_and_keyed_draws_are_allowed(executor):
     fed = Federation(dropping, executor=executor, method=DrawsKeyed())
     first = fed.run_rounds(None)["theta"]
     torch.rand(7)
@@ -135,7 +140,7 @@ def test_layers_that_draw_and_keyed_draws_are_no_offence(executor):
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("sizes", [(7, 4, 11), (8, 8, 8)], ids=["unequal", "equal"])
-def test_noise_inside_a_loss_is_each_clients_own_and_said_for_what_it_is(sizes, executor):
+def test_noise_inside_a_loss_is_separate_for_each_client_and_warned_of(sizes, executor):
     def trained(ids: list[int]) -> tuple[Tensor, list[str]]:
         clients = Federation(executor=executor, sizes=sizes).clients(ids)
 
@@ -148,17 +153,17 @@ def test_noise_inside_a_loss_is_each_clients_own_and_said_for_what_it_is(sizes, 
         return models, [str(w.message) for w in caught]
 
     torch.manual_seed(1)
-    models, said = trained([0, 1, 2])
+    models, messages = trained([0, 1, 2])
     torch.manual_seed(2)
     assert_close(trained([2])[0][0], models[2])
     if executor == "vectorised":
-        assert len(said) == 1 and ("draws random numbers" in said[0] or "random" in said[0])
-        assert "batch.weight" not in said[0]
+        assert len(messages) == 1 and ("draws random numbers" in messages[0] or "random" in messages[0])
+        assert "batch.weight" not in messages[0]
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_noise_in_a_map_is_each_clients_own(executor):
+def test_noise_in_a_map_is_separate_for_each_client(executor):
     def mapped(ids: list[int]) -> Tensor:
         clients = Federation(executor=executor).clients(ids)
         return clients.map(lambda p, batch: p[0] + torch.randn(2), clients.initial).as_subclass(Tensor)
@@ -166,7 +171,7 @@ def test_noise_in_a_map_is_each_clients_own(executor):
     assert torch.equal(mapped([0, 2, 3])[1], mapped([2])[0])
 
 
-def test_training_is_no_different_for_the_watch_that_is_kept():
+def test_the_check_for_global_draws_changes_no_training():
     fed = Federation(method=FedAvg(), training=replace(FP64, epochs=2))
     start = fed.model.init(fed.seed)
     expected = bare_loop(fed, start.expand(4, -1))[0]

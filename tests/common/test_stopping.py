@@ -1,4 +1,4 @@
-"""Runs that are cut off as they begin, and what is said when one is asked to stop."""
+"""Stopping: runs interrupted at the start, signals, and the messages about them."""
 
 from __future__ import annotations
 
@@ -20,27 +20,30 @@ from raypfl.results.display.console import RunLine, View
 from tests.support.runs import experiment
 
 
-def test_a_run_killed_as_it_begins_is_begun_by_resume(tmp_path: Path):
+def test_a_run_killed_at_its_start_is_started_by_resume(tmp_path: Path):
     (tmp_path / "experiment.yaml").write_text(experiment(tmp_path, rounds=1).to_yaml())
     script = (
         "import os, signal, sys, raypfl\n"
         "raypfl.run(raypfl.Experiment.from_yaml(sys.argv[1]), listeners=[lambda event: os.kill(os.getpid(), 9)])"
     )
     command = [sys.executable, "-c", script, str(tmp_path / "experiment.yaml")]
+
     assert subprocess.run(command).returncode == -signal.SIGKILL
+
     (folder,) = (tmp_path / "runs").iterdir()
     assert [file.name for file in folder.iterdir()] == ["experiment.yaml"]
+
     resumed = raypfl.resume(folder)
     assert (resumed.status, resumed.round) == ("finished", 1)
 
 
-def test_a_run_that_is_refused_leaves_no_folder(tmp_path: Path):
+def test_a_refused_run_leaves_no_folder(tmp_path: Path):
     with pytest.raises(ConfigError, match="haed"):
         raypfl.run(experiment(tmp_path, method="{name: partial, personal: haed}"))
     assert not list((tmp_path / "runs").iterdir())
 
 
-def test_a_refused_run_leaves_a_folder_of_ones_own_as_it_was(tmp_path: Path):
+def test_a_refused_run_leaves_an_existing_folder_as_it_was(tmp_path: Path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").touch()
     for _ in range(2):
@@ -50,22 +53,23 @@ def test_a_refused_run_leaves_a_folder_of_ones_own_as_it_was(tmp_path: Path):
 
 
 def test_a_request_to_stop_is_acknowledged_while_the_main_thread_is_busy():
-    stop, told = StopRequest(), threading.Event()
-    with stop.acknowledged(told.set), stop.listening():
-        assert not told.is_set()
+    stop = StopRequest()
+    acknowledged = threading.Event()
+    with stop.acknowledged(acknowledged.set), stop.listening():
+        assert not acknowledged.is_set()
         os.kill(os.getpid(), signal.SIGINT)
-        assert told.wait(timeout=30)
+        assert acknowledged.wait(timeout=30)
 
 
-def test_nothing_is_acknowledged_where_nobody_asked():
-    told = []
-    with StopRequest().acknowledged(lambda: told.append(True)):
+def test_without_a_request_to_stop_nothing_is_acknowledged():
+    acknowledged = []
+    with StopRequest().acknowledged(lambda: acknowledged.append(True)):
         pass
-    assert not told
+    assert not acknowledged
 
 
 class Interrupted(raypfl.methods.FedAvg):
-    """Is asked to stop in its round, and waits there until the run has said so."""
+    """A method that interrupts its run in a round, and waits until the run has acknowledged it."""
 
     heard = threading.Event()
 
@@ -75,19 +79,19 @@ class Interrupted(raypfl.methods.FedAvg):
 
 
 def test_a_run_says_that_it_is_stopping_before_it_has_stopped(tmp_path: Path):
-    said = []
+    events = []
 
     def hear(event):
-        said.append(event)
+        events.append(event)
         if isinstance(event, Progress) and event.text.startswith("Stopping"):
             Interrupted.heard.set()
 
     assert raypfl.run(experiment(tmp_path).replace(method=Interrupted()), listeners=[hear]).status == "stopped"
-    assert isinstance(said[-1], RunFinished)
+    assert isinstance(events[-1], RunFinished)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_run_that_is_stopped_before_its_first_round_ends_at_once_and_is_begun_by_resume(tmp_path: Path, number: int):
+def test_a_run_stopped_before_its_first_round_ends_at_once_and_is_started_by_resume(tmp_path: Path, number: int):
     def impatient(event):
         os.kill(os.getpid(), number)
 
@@ -97,26 +101,27 @@ def test_a_run_that_is_stopped_before_its_first_round_ends_at_once_and_is_begun_
     assert raypfl.resume(folder).status == "finished"
 
 
-def test_signals_wait_until_what_must_not_be_cut_off_is_done():
-    done = False
+def test_signals_wait_until_an_undisturbed_block_is_done():
+    finished = False
     with pytest.raises(KeyboardInterrupt), interrupting(), undisturbed():
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGTERM)
-        done = True
-    assert done
+        finished = True
+    assert finished
 
 
-def test_what_a_library_does_to_handlers_is_undone():
+def test_signal_handlers_that_a_library_changes_are_restored():
     before = signal.getsignal(signal.SIGTERM)
-    for kept in (handlers_restored, undisturbed):
-        with kept():
+    for guard in (handlers_restored, undisturbed):
+        with guard():
             signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(15))
         assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_what_ends_a_process_without_a_word_interrupts_it_unless_the_person_wants_it_ignored():
+def test_sigterm_and_sighup_interrupt_a_process_unless_they_are_ignored():
     with pytest.raises(KeyboardInterrupt), interrupting():
         os.kill(os.getpid(), signal.SIGTERM)
+
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
         with interrupting(), StopRequest().listening() as stop:
@@ -126,7 +131,7 @@ def test_what_ends_a_process_without_a_word_interrupts_it_unless_the_person_want
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_command_in_the_background_of_a_script_which_ignores_ctrl_c_is_ended_by_it_too():
+def test_ctrl_c_ends_a_command_in_a_scripts_background_although_it_is_ignored_there():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with pytest.raises(KeyboardInterrupt), interrupting():
@@ -146,18 +151,18 @@ def test_a_terminal_that_is_closed_does_not_end_the_run(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("end", "said"), [("os.kill(os.getpid(), 9)", ["To continue: raypfl resume runs/a"]), ("", [])]
+    ("end", "expected"), [("os.kill(os.getpid(), 9)", ["To continue: raypfl resume runs/a"]), ("", [])]
 )
-def test_a_process_that_is_killed_is_followed_by_how_to_continue(end: str, said: list[str]):
+def test_a_killed_process_is_followed_by_how_to_continue(end: str, expected: list[str]):
     imports = f"import os\nfrom {message_if_killed.__module__} import message_if_killed\n"
     script = f"{imports}with message_if_killed('To continue: raypfl resume runs/a'):\n    {end or 'pass'}"
-    # The pipe ends once the process that says so has ended too.
-    told = subprocess.run([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True).stderr.splitlines()
-    assert [line[-len(text) :] for line, text in zip(told, said, strict=True)] == said
+    # A second process prints the message: the pipe closes when that one ends too.
+    lines = subprocess.run([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True).stderr.splitlines()
+    assert [line[-len(text) :] for line, text in zip(lines, expected, strict=True)] == expected
 
 
 def test_a_run_cannot_be_made_shorter_than_it_is(tmp_path: Path):
-    done = raypfl.run(experiment(tmp_path, rounds=3))
+    finished = raypfl.run(experiment(tmp_path, rounds=3))
     with pytest.raises(ConfigError, match=r"rounds is 2, but the run in .* has already done 3"):
-        raypfl.resume(done.run_dir, overrides=["rounds=2"])
-    assert raypfl.resume(done.run_dir).weights_hash == done.weights_hash  # its description is as it was
+        raypfl.resume(finished.run_dir, overrides=["rounds=2"])
+    assert raypfl.resume(finished.run_dir).weights_hash == finished.weights_hash  # its description is as it was

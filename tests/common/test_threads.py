@@ -1,10 +1,11 @@
-"""What several threads of one process call at once gives what each would get alone, or is refused."""
+"""Several threads of a process: their results are those of one thread, or the call is refused."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def test_personal_models_that_threads_fine_tune_at_once_are_those_of_one_thread(
 
     alone = [outputs(client) for client in range(THREADS)]
     for _ in range(3):
-        at_once = together([lambda client=client: outputs(client) for client in range(THREADS)])
+        at_once = together([partial(outputs, client) for client in range(THREADS)])
         wrong = [client for client in range(THREADS) if not torch.equal(at_once[client], alone[client])]
         assert wrong == []
 
@@ -62,12 +63,11 @@ def test_inline_runs_in_two_threads_have_the_bits_of_runs_one_after_the_other(tm
         experiment(tmp_path, rounds=3, method="pefll", model="{name: mlp, hidden: [16]}"),
     ]
     alone = [raypfl.run(settings, run_dir=tmp_path / f"alone{k}") for k, settings in enumerate(described)]
-    runs = together(
-        [
-            lambda k=k, settings=settings: raypfl.run(settings, run_dir=tmp_path / f"together{k}")
-            for k, settings in enumerate(described)
-        ]
-    )
+    calls = []
+    for k, settings in enumerate(described):
+        calls.append(partial(raypfl.run, settings, run_dir=tmp_path / f"together{k}"))
+    runs = together(calls)
+
     assert [run.weights_hash for run in runs] == [run.weights_hash for run in alone]
     assert runs[0].evaluations.equals(alone[0].evaluations)
 

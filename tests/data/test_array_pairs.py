@@ -21,6 +21,7 @@ def test_integer_targets_are_classes_that_a_run_learns(tmp_path):
     few = {"partition": "iid", "partition__clients": 2, "cohort__size": 2, "method": "fedavg", "training__lr": 0.1}
     result = raypfl.run(experiment(tmp_path, **data, **named, **few, rounds=20, evaluation__every=0))
     (accuracy,) = [row["accuracy"] for row in result.summary() if row["protocol"] == "local"]
+
     assert accuracy > 0.6
 
 

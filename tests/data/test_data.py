@@ -1,8 +1,7 @@
-"""The federated store: what it holds, who holds it, and what it does about damage."""
+"""The federated store: its samples, who holds them, its cache and damage to it."""
 
 from __future__ import annotations
 
-import io
 import json
 import pickle
 import re
@@ -16,7 +15,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
 from sklearn.datasets import load_digits
 
 from raypfl.common.errors import ConfigError, DataError
@@ -26,6 +24,8 @@ from raypfl.data.datasets import DataConfig, RawData
 from raypfl.data.datasets.settings import SPLITS
 from raypfl.data.splits import allocate
 from raypfl.data.store import PreparedDataMissing
+from tests.support import datasets
+from tests.support.datasets import encoded
 
 SMALL = IID(clients=2)
 
@@ -36,10 +36,12 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> FederatedData:
     return load_federated(config, Dirichlet(), seed=0, cache=tmp_path_factory.mktemp("cache"))
 
 
-def held(data: FederatedData) -> np.ndarray:
-    """All samples that a client or a pool holds."""
-    mine = [data.indices(client, split) for client in range(data.num_clients) for split in SPLITS]
-    return np.concatenate(mine + [data.pool(name) for name in data.pools])
+def all_held(data: FederatedData) -> np.ndarray:
+    """The numbers of all samples that a client or a pool holds."""
+    indices = [data.pool(name) for name in data.pools]
+    for client in range(data.num_clients):
+        indices += [data.indices(client, split) for split in SPLITS]
+    return np.concatenate(indices)
 
 
 # --- digits -----------------------------------------------------------------------------------------------------------
@@ -54,15 +56,15 @@ def test_digits_are_scikit_learns_to_the_pixel(digits):
 
 
 def test_every_sample_is_held_exactly_once(digits):
-    assert np.array_equal(np.sort(held(digits)), np.arange(1797))
+    assert np.array_equal(np.sort(all_held(digits)), np.arange(1797))
     assert len(digits.pool("auxiliary")) == 1797 - int(0.8 * 1797)
 
 
 def test_sizes_and_label_counts_agree_with_the_samples_held(digits):
     for split in SPLITS:
-        mine = [digits.indices(client, split) for client in range(digits.num_clients)]
-        assert digits.sizes(split).tolist() == [len(samples) for samples in mine]
-        expected = [np.bincount(digits.labels[samples], minlength=10) for samples in mine]
+        indices = [digits.indices(client, split) for client in range(digits.num_clients)]
+        assert digits.sizes(split).tolist() == [len(samples) for samples in indices]
+        expected = [np.bincount(digits.labels[samples], minlength=10) for samples in indices]
         assert np.array_equal(digits.label_counts(split), expected)
 
 
@@ -74,7 +76,7 @@ def test_samples_are_normalised_by_the_training_samples_alone(digits):
     assert digits.mean.dtype == digits.std.dtype == np.float32
 
 
-def test_what_is_held_cannot_be_written_to(digits):
+def test_the_arrays_of_the_store_are_read_only(digits):
     for array in (digits.inputs, digits.labels, digits.indices(0), digits.pool("auxiliary")):
         assert not array.flags.writeable
 
@@ -133,10 +135,12 @@ def test_options_out_of_range_are_refused_with_a_sentence(options, sentence):
 def test_a_client_with_two_samples_trains_on_one_and_tests_on_one(samples, data, seed):
     clients = data.draw(st.integers(1, samples))
     config = DataConfig(test_fraction=data.draw(st.floats(0.01, 0.6)), val_fraction=data.draw(st.floats(0, 0.3)))
-    labels, unpublished = np.zeros(samples, dtype=np.int64), np.zeros(samples, dtype=bool)
+    labels = np.zeros(samples, dtype=np.int64)
+    unpublished = np.zeros(samples, dtype=bool)
     holdings = allocate(Traits(labels, 1), unpublished, config, IID(clients=clients), seed)
     train, _, test = (np.bincount(holdings.client[holdings.split == code], minlength=clients) for code in range(3))
     several = np.bincount(holdings.client, minlength=clients) >= 2
+
     assert (train >= 1).all()
     assert (test[several] >= 1).all()
 
@@ -153,11 +157,11 @@ def test_a_published_test_split_is_shared_in_the_class_proportions_of_the_client
     labels, published_test = published_problem()
     holdings = allocate(Traits(labels, 5), published_test, DataConfig(), Dirichlet(clients=8), 0)
     assert np.array_equal(holdings.split == SPLITS.index("test"), published_test)
+
     for label in range(5):
-        train, test = (
-            np.bincount(holdings.client[(labels == label) & (published_test == part)], minlength=8)
-            for part in (False, True)
-        )
+        of_label = labels == label
+        train = np.bincount(holdings.client[of_label & ~published_test], minlength=8)
+        test = np.bincount(holdings.client[of_label & published_test], minlength=8)
         assert (np.abs(test - train * test.sum() / train.sum()) < 1).all()
 
 
@@ -192,10 +196,6 @@ def test_the_fingerprint_tells_seeds_and_partitions_apart_but_not_machines(tmp_p
     assert len({fingerprint(), fingerprint(seed=1), fingerprint(IID(clients=3)), fingerprint(test_fraction=0.5)}) == 4
 
 
-def cut_short(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-100])
-
-
 def emptied(path: Path) -> None:
     path.write_bytes(b"")
 
@@ -206,7 +206,7 @@ def one_bit_flipped(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("damage", [cut_short, emptied, one_bit_flipped])
+@pytest.mark.parametrize("damage", [datasets.cut_short, emptied, one_bit_flipped])
 @pytest.mark.parametrize("file", ["samples.arrow", "partitions/*.arrow"])
 def test_a_damaged_cache_file_is_built_again_with_a_warning(tmp_path, file, damage):
     sound = load_federated(DataConfig(), SMALL, seed=0, cache=tmp_path).fingerprint
@@ -218,13 +218,13 @@ def test_a_damaged_cache_file_is_built_again_with_a_warning(tmp_path, file, dama
         load_federated(DataConfig(), SMALL, seed=0, cache=tmp_path)
 
 
-def test_a_building_that_fails_leaves_nothing_behind(tmp_path):
+def test_a_failed_build_of_the_store_leaves_nothing_behind(tmp_path):
     with pytest.raises(DataError):
-        load_federated(DataConfig(name=f"{__name__}:breaks_off"), SMALL, seed=0, cache=tmp_path)
+        load_federated(DataConfig(name=f"{__name__}:fails_in_the_second_block"), SMALL, seed=0, cache=tmp_path)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
-def breaks_off(config: DataConfig) -> RawData:
+def fails_in_the_second_block(config: DataConfig) -> RawData:
     """A reader that fails after its first block."""
 
     def blocks():
@@ -256,12 +256,6 @@ def test_federated_data_is_pickled_as_a_reference(digits):
 
 
 # --- Parquet ----------------------------------------------------------------------------------------------------------
-
-
-def encoded(pixels: np.ndarray, form: str = "PNG") -> bytes:
-    stream = io.BytesIO()
-    Image.fromarray(pixels).save(stream, form)
-    return stream.getvalue()
 
 
 def colours(count: int, seed: int = 0) -> list[np.ndarray]:
@@ -335,11 +329,14 @@ def test_unpickling_finds_the_files_in_either_cache_or_says_where_they_belong(tm
     data = opened("parquet")
     pickled = pickle.dumps(data)
     (tmp_path / "cache").rename(tmp_path / "elsewhere")
+
     with pytest.raises(PreparedDataMissing, match="does not have the prepared data") as missing:
         pickle.loads(pickled)
-    for there, here in missing.value.files:
-        receive_arrays(here, [(tmp_path / "elsewhere" / there.relative_to(tmp_path / "cache")).read_bytes()])
+
+    for source, target in missing.value.files:
+        receive_arrays(target, [(tmp_path / "elsewhere" / source.relative_to(tmp_path / "cache")).read_bytes()])
     assert pickle.loads(pickled).fingerprint == data.fingerprint
+
     monkeypatch.setenv("RAYPFL_CACHE", str(tmp_path / "elsewhere"))
     assert np.array_equal(pickle.loads(pickled).labels, [0, 1, 0, 1])
 
@@ -347,9 +344,10 @@ def test_unpickling_finds_the_files_in_either_cache_or_says_where_they_belong(tm
 def test_a_file_that_arrives_damaged_is_refused(tmp_path, opened):
     write_table(tmp_path / "data/train.parquet", [encoded(p) for p in colours(4)], [0, 1, 0, 1])
     opened("parquet")
-    (sent,) = (tmp_path / "cache").rglob("samples.arrow")
-    content = bytearray(sent.read_bytes())
+    (file,) = (tmp_path / "cache").rglob("samples.arrow")
+    content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
+
     with pytest.raises(DataError, match="did not arrive as it was sent"):
         receive_arrays(tmp_path / "here/samples.arrow", [bytes(content)])
     assert not list((tmp_path / "here").iterdir())
@@ -413,7 +411,7 @@ def test_a_file_that_is_not_parquet_is_named(tmp_path, opened):
         opened("parquet")
 
 
-# --- a reader of one's own --------------------------------------------------------------------------------------------
+# --- a user's reader --------------------------------------------------------------------------------------------------
 
 
 def stripes(config: DataConfig) -> RawData:
@@ -422,7 +420,7 @@ def stripes(config: DataConfig) -> RawData:
     return RawData(blocks, np.array([0, 0, 1, 1]), ["dark", "bright"], scale=9.0)
 
 
-def test_a_reader_of_ones_own_is_named_by_its_module(tmp_path):
+def test_a_users_reader_is_named_by_its_module(tmp_path):
     data = load_federated(DataConfig(name=f"{__name__}:stripes"), SMALL, seed=0, cache=tmp_path)
     assert data.inputs[:, 0, 0, 0].tolist() == [0, 0, 9, 9]
     assert data.scale == 9.0
@@ -438,14 +436,14 @@ def test_a_reader_of_ones_own_is_named_by_its_module(tmp_path):
     ],
 )
 def test_a_reader_whose_parts_do_not_fit_is_refused(tmp_path, monkeypatch, inputs, labels, sentence):
-    monkeypatch.setattr(odd, "parts", (inputs, np.array(labels), ["a", "b"]), raising=False)
+    monkeypatch.setattr(unfitting, "parts", (inputs, np.array(labels), ["a", "b"]), raising=False)
     with pytest.raises(DataError, match=sentence):
-        load_federated(DataConfig(name=f"{__name__}:odd"), SMALL, seed=0, cache=tmp_path)
+        load_federated(DataConfig(name=f"{__name__}:unfitting"), SMALL, seed=0, cache=tmp_path)
 
 
-def odd(config: DataConfig) -> RawData:
-    """Whatever a test sets as its parts."""
-    return RawData(*odd.parts)
+def unfitting(config: DataConfig) -> RawData:
+    """A reader of the parts that a test has set."""
+    return RawData(*unfitting.parts)
 
 
 # --- Addresses --------------------------------------------------------------------------------------------------------
@@ -453,12 +451,16 @@ def odd(config: DataConfig) -> RawData:
 
 def test_a_folder_at_an_address_is_copied_once_and_again_when_a_file_changes(tmp_path, opened):
     path = write_table(tmp_path / "data/train.parquet", [encoded(p) for p in colours(4)], [0, 1, 0, 1])
-    local, address = opened("parquet"), f"file://{tmp_path}/data"
+    local = opened("parquet")
+    address = f"file://{tmp_path}/data"
     assert opened("parquet", root=address).fingerprint == local.fingerprint
+
     (copy,) = (tmp_path / "cache/copies").iterdir()
     before = copy.stat().st_mtime_ns
     opened("parquet", root=address)
-    assert [one.stat().st_mtime_ns for one in (tmp_path / "cache/copies").iterdir()] == [before]
+
+    assert [copied_file.stat().st_mtime_ns for copied_file in (tmp_path / "cache/copies").iterdir()] == [before]
+
     write_table(path, [encoded(p) for p in colours(4, seed=1)], [0, 1, 0, 1])
     assert opened("parquet", root=address).fingerprint == opened("parquet").fingerprint != local.fingerprint
 
@@ -471,7 +473,7 @@ def test_a_folder_at_an_address_is_copied_once_and_again_when_a_file_changes(tmp
         ({"root": "s3://bucket/mnist", "download": True}, "a download needs a folder of this machine"),
     ],
 )
-def test_an_address_that_cannot_be_used_is_a_sentence(opened, options, sentence):
+def test_an_address_that_cannot_be_used_is_refused_in_a_sentence(opened, options, sentence):
     with pytest.raises(ConfigError, match=sentence):
         opened("parquet", **options)
 
@@ -489,7 +491,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_tensors_lists_and_names_of_classes_are_taken_for_the_arrays_that_they_are(form: str):
+def test_tensors_lists_and_names_of_classes_are_read_as_arrays(form: str):
     inputs, labels = FORMS[form]
     raw = RawData(inputs, labels, NAMES)
     assert np.array_equal(np.concatenate(list(raw.blocks())), PIXELS)
@@ -517,16 +519,16 @@ def test_data_that_cannot_be_taken_are_refused_in_a_sentence(inputs, labels, sen
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"name": "spiral", "test_fraction": 0.4}, "data.test_fraction is 0.4, but has no effect.* data.split=merged"),
         ({"name": "digits", "rare": 5}, "data.rare is 5, but has no effect"),
         ({"name": "spiral", "test_fraction": 0.4, "split": "merged"}, ""),
     ],
 )
-def test_a_setting_that_the_samples_leave_without_effect_is_warned_of(tmp_path: Path, options: dict, said: str):
+def test_a_setting_without_effect_on_these_samples_is_warned_of(tmp_path: Path, options: dict, message: str):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         load_federated(DataConfig(**options), SMALL, seed=0, cache=tmp_path)
     texts = [str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
-    assert len(texts) == bool(said) and all(re.search(said, text) for text in texts)
+    assert len(texts) == bool(message) and all(re.search(message, text) for text in texts)

@@ -1,4 +1,4 @@
-"""What clients hold, in numbers and as a picture."""
+"""The clients' data in numbers and as a picture."""
 
 from __future__ import annotations
 
@@ -29,32 +29,34 @@ def summary(counts: list | np.ndarray, unseen: tuple[int, ...] = ()) -> Summary:
 
 
 def test_entropy_is_in_bits_and_distance_is_the_share_of_samples_to_be_moved():
-    made = summary([[10, 0, 0, 0], [5, 5, 5, 5], [0, 10, 10, 10]])
-    np.testing.assert_allclose(made.entropy, [0, 2, np.log2(3)])
-    np.testing.assert_allclose(made.distance, [0.75, 0, 0.25])
-    assert made.classes_held.tolist() == [1, 4, 3]
+    data = summary([[10, 0, 0, 0], [5, 5, 5, 5], [0, 10, 10, 10]])
+    np.testing.assert_allclose(data.entropy, [0, 2, np.log2(3)])
+    np.testing.assert_allclose(data.distance, [0.75, 0, 0.25])
+    assert data.classes_held.tolist() == [1, 4, 3]
 
 
 def test_a_client_without_samples_has_no_mix():
-    made = summary([[0, 0], [1, 1]])
-    assert made.shares.tolist() == [[0, 0], [0.5, 0.5]]
-    assert np.isfinite(made.entropy).all() and np.isfinite(made.distance).all()
+    data = summary([[0, 0], [1, 1]])
+    assert data.shares.tolist() == [[0, 0], [0.5, 0.5]]
+    assert np.isfinite(data.entropy).all() and np.isfinite(data.distance).all()
 
 
-def test_a_summary_counts_what_the_data_set_holds(tmp_path):
+def test_a_summary_counts_the_samples_of_the_data_set(tmp_path):
     data = load_federated(
         DataConfig(pools={"auxiliary": 0.1}, unseen_fraction=0.2), Dirichlet(clients=10), seed=0, cache=tmp_path
     )
-    made = summarised(data)
-    assert np.array_equal(made.counts, data.label_counts("train"))
-    assert made.pools == {"auxiliary": len(data.pool("auxiliary"))}
-    assert len(made.unseen) == 2
+    data_summary = summarised(data)
+    assert np.array_equal(data_summary.counts, data.label_counts("train"))
+    assert data_summary.pools == {"auxiliary": len(data.pool("auxiliary"))}
+    assert len(data_summary.unseen) == 2
 
 
-class Nobody(Population):
-    """One described client."""
+class OneClient(Population):
+    """A population of a single client with one training sample."""
 
-    num_clients, num_classes, input_shape = 1, 2, (1, 2, 2)
+    num_clients = 1
+    num_classes = 2
+    input_shape = (1, 2, 2)
 
     def sizes(self, split):
         return np.array([1])
@@ -64,7 +66,7 @@ class Nobody(Population):
 
 
 def test_described_clients_have_no_summary():
-    data = load_federated(DataConfig(name=f"{__name__}:Nobody"), Dirichlet(), seed=0)
+    data = load_federated(DataConfig(name=f"{__name__}:OneClient"), Dirichlet(), seed=0)
     with pytest.raises(ConfigError, match="is a population, whose labels are known only when a client works"):
         summarised(data)
 
@@ -72,10 +74,12 @@ def test_described_clients_have_no_summary():
 def test_the_table_tells_sizes_label_mixes_and_pools():
     console = Console(file=io.StringIO(), width=100)
     client_data.show(console, summary([[30, 0], [10, 10]], unseen=(1,)))
-    told = console.file.getvalue()
+    table = console.file.getvalue()
+
     for part in ("made up: 1x8x8, 2 classes, 2 clients, 1 of them never trained", "pool auxiliary: 1,200 samples"):
-        assert part in told
-    rows = {line.split("  ")[0].strip(): line.split()[-5:] for line in told.splitlines() if line.strip()}
+        assert part in table
+
+    rows = {line.split("  ")[0].strip(): line.split()[-5:] for line in table.splitlines() if line.strip()}
     assert rows["train"] == ["20", "25", "25", "30", "50"]
     assert rows["earth mover's distance to all clients' mix"][1:] == ["0.20", "0.25", "0.25", "0.30"]
 
@@ -113,10 +117,10 @@ def test_small_shares_of_many_classes_are_drawn_in_dark_shades(tmp_path):
 
 
 @pytest.mark.parametrize("clients", [10, 200])
-def test_clients_that_are_never_trained_are_grey_among_few_and_among_many(tmp_path, clients):
+def test_clients_that_are_never_trained_are_grey_in_pictures_of_few_and_of_many_clients(tmp_path, clients):
     def grey_pixels(unseen: tuple[int, ...]) -> int:
-        drawn = imread(client_data.draw(summary(np.full((clients, 10), 5), unseen), tmp_path / "data.png"))
-        return int((np.abs(drawn[..., :3] - np.array([0xB9, 0xC3, 0xCE]) / 255).max(axis=2) < 0.01).sum())
+        picture = imread(client_data.draw(summary(np.full((clients, 10), 5), unseen), tmp_path / "data.png"))
+        return int((np.abs(picture[..., :3] - np.array([0xB9, 0xC3, 0xCE]) / 255).max(axis=2) < 0.01).sum())
 
     assert grey_pixels(()) == 0
     assert grey_pixels(tuple(range(clients // 2))) > 2000
@@ -131,15 +135,18 @@ def test_several_labels_a_sample_are_called_labels():
 def test_the_command_shows_the_data_of_an_experiment(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     changes = ["partition.clients=5", "data.pools.auxiliary=0.1", "--picture", "mine.png"]
-    shown = CliRunner().invoke(app, ["data", "show", "digits", *changes])
-    assert shown.exit_code == 0, shown.output
-    assert "digits: 1x8x8, 10 classes, 5 clients" in shown.output and "Picture: mine.png" in shown.output
+    result = CliRunner().invoke(app, ["data", "show", "digits", *changes])
+
+    assert result.exit_code == 0, result.output
+    assert "digits: 1x8x8, 10 classes, 5 clients" in result.output and "Picture: mine.png" in result.output
     assert Path("mine.png").stat().st_size > 10_000
-    told = json.loads(CliRunner().invoke(app, ["data", "show", *changes, "--json"]).stdout)
-    assert told["clients"] == 5 and told["pools"] == {"auxiliary": 180} and told["samples"]["train"]["total"] == 1215
+
+    numbers = json.loads(CliRunner().invoke(app, ["data", "show", *changes, "--json"]).stdout)
+    assert numbers["clients"] == 5 and numbers["pools"] == {"auxiliary": 180}
+    assert numbers["samples"]["train"]["total"] == 1215
 
 
-def test_the_command_says_in_a_sentence_what_it_cannot_show(tmp_path, monkeypatch):
+def test_the_command_refuses_data_that_it_cannot_show_in_a_sentence(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, ["data", "show", "data=cifar10"])
     assert result.exit_code == 2

@@ -62,6 +62,7 @@ def test_a_table_becomes_numbers_categories_and_classes_by_client(tmp_path, open
         [74, 5000.0, 0, 0, 1, 1, 0],
         [85, 6000.0, 2, 1, 0, 0, 1],
     ]
+
     assert data.feature_names == NAMES and np.array_equal(data.inputs, expected)
     assert (data.class_names, data.labels.tolist()) == (["maybe", "no", "yes"], [2, 1, 1, 2, 0, 1])
     assert [data.indices(client).tolist() for client in range(3)] == [[1, 4], [3, 5], [0, 2]]
@@ -72,7 +73,9 @@ def test_numbers_are_standardised_by_training_samples_alone_and_categories_are_n
     written(tmp_path / "data", ROWS.replace("000", "999999"), name="test.csv")
     data = opened("table", **OPTIONS)
     trained = np.concatenate([data.indices(client) for client in range(2)])
+
     assert sorted(trained) == [0, 1, 2, 3, 4, 5] and len(data.labels) == 12
+
     numbers = data.inputs[:6, :3].astype(np.float64)
     np.testing.assert_allclose(data.mean, [*numbers.mean(0), 0, 0, 0, 0], rtol=1e-6)
     np.testing.assert_allclose(data.std, [*numbers.std(0), 1, 1, 1, 1], rtol=1e-6)
@@ -99,6 +102,7 @@ def test_missing_values_are_filled_as_the_page_says_without_a_look_at_test_files
     written(tmp_path / "data", ROWS.replace("0,", "0000,"), name="test.csv")
     data = opened("table", target="bought", ordinal={"level": LEVELS}, missing="fill")
     named = dict(zip(data.feature_names, data.inputs[:6].T, strict=True))
+
     assert named["age"].tolist() == [68.5, 41, 68.5, 63, 74, 85]
     assert named["level"].tolist() == [0, 2, 0, 0, 0, 2]
     assert named["city=(missing)"].tolist() == [1, 0, 0, 0, 0, 0]
@@ -155,11 +159,14 @@ def test_a_type_that_shows_only_late_in_a_large_file_is_seen(tmp_path, opened):
         ("a,y\n", {"target": "y"}, r"no samples|no rows"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_its_row_and_what_to_do(tmp_path, opened, text, options, sentence):
+def test_a_table_that_does_not_fit_is_refused_with_its_row_and_a_remedy(tmp_path, opened, text, options, sentence):
     written(tmp_path / "data", text)
-    given = {"target": "bought", "group": "city", "ordinal": {"level": LEVELS}} if text[:4] == "city" else {}
+    defaults = {}
+    if text.startswith("city"):
+        defaults = {"target": "bought", "group": "city", "ordinal": {"level": LEVELS}}
+
     with pytest.raises((ConfigError, DataError), match=sentence):
-        opened("table", **{**given, **options})
+        opened("table", **{**defaults, **options})
 
 
 def test_files_with_other_columns_or_other_types_are_named(tmp_path, opened):
@@ -167,6 +174,7 @@ def test_files_with_other_columns_or_other_types_are_named(tmp_path, opened):
     other = written(tmp_path / "data", ROWS.replace("income", "salary"), name="more.csv")
     with pytest.raises(DataError, match=r"more\.csv has the column 'salary', but people\.csv has not"):
         opened("table", **OPTIONS)
+
     other.write_text(ROWS.replace("1000.5", "much"))
     with pytest.raises(
         DataError, match=r"Row 0 of more\.csv has 'much' for 'income', but most of its values are numbers"
@@ -217,6 +225,7 @@ def test_a_new_client_may_have_negative_numbers_to_predict(tmp_path):
     described = described.override(["objective={name: regression, mean: 3000, std: 2000}"])
     models = TrainedModels.of_snapshot(*newest(raypfl.run(described).run_dir))
     x, y = samples_in(file.parent, models)
+
     assert np.array_equal(x, models.outline.data.inputs) and y.tolist() == [1000.5, -2000, 3000, 4000, 5000, 6000]
     assert np.isfinite(models.personalize(x, y).metrics["mse"])
 

@@ -1,4 +1,4 @@
-"""Pairs of ``.npy`` files, CIFAR-10.1 and CIFAR-10-C among them, are read to the pixel; what is damaged is named."""
+"""Pairs of ``.npy`` files, such as CIFAR-10.1 and CIFAR-10-C, are read to the pixel; damaged files are named."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from tests.support.runs import experiment
 
 def test_cifar10_c_is_read_by_corruption_and_severity(tmp_path, opened):
     root = datasets.cifar10_c(tmp_path / "data")
-    all_five, fourth = opened("cifar10_c", image="snow.npy"), opened("cifar10_c", image="snow.npy", variant=4)
+    all_five = opened("cifar10_c", image="snow.npy")
+    fourth = opened("cifar10_c", image="snow.npy", variant=4)
+
     assert np.array_equal(all_five.inputs, np.load(root / "snow.npy").transpose(0, 3, 1, 2))
     assert np.array_equal(fourth.inputs, all_five.inputs[12:16])
     assert fourth.class_names == datasets.CIFAR10_CLASSES
@@ -26,16 +28,16 @@ def test_all_corruptions_are_one_pool_whose_accuracy_is_the_mean_over_corruption
     np.save(root / "cifar10.1_v6_data.npy", datasets.pixels(6, 32, 32, 3))
     np.save(root / "cifar10.1_v6_labels.npy", np.arange(6))
     corrupted = {"name": "cifar10_c", "root": str(root / "CIFAR-10-C")}
-    pools = {"ood/all": corrupted | {"image": "all"}, "ood/c-*": corrupted, "ood/new": {"name": "cifar10_1"}}
-    protocols = ["ood/all", "ood/new", *(f"ood/c-{name}" for name in ("fog", "frost", "snow"))]
-    asked = experiment(tmp_path, method="fedavg", rounds=1, cohort__size=2, partition__clients=2)
-    pools["ood/new"]["root"] = str(root)
-    asked = asked.replace(data={"name": "cifar10", "root": str(root), "pools": pools})
-    result = raypfl.run(asked.replace(evaluation={"protocols": protocols}))
+    new = {"name": "cifar10_1", "root": str(root)}
+    pools = {"ood/all": corrupted | {"image": "all"}, "ood/c-*": corrupted, "ood/new": new}
+    protocols = ["ood/all", "ood/new", "ood/c-fog", "ood/c-frost", "ood/c-snow"]
+    settings = experiment(tmp_path, method="fedavg", rounds=1, cohort__size=2, partition__clients=2)
+    settings = settings.replace(data={"name": "cifar10", "root": str(root), "pools": pools})
+    result = raypfl.run(settings.replace(evaluation={"protocols": protocols}))
     rows = {row["protocol"]: row for row in result.evaluations.to_pylist() if row["client"] == -1}
-    assert {name: row["samples"] for name, row in rows.items()} == dict(
-        zip(protocols, [120, 6, 40, 40, 40], strict=True)
-    )
+
+    sizes = dict(zip(protocols, [120, 6, 40, 40, 40], strict=True))
+    assert {name: row["samples"] for name, row in rows.items()} == sizes
     assert rows["ood/all"]["accuracy"] == pytest.approx(np.mean([rows[name]["accuracy"] for name in protocols[2:]]))
     assert len({row["loss"] for row in rows.values()}) == 5
 
@@ -60,8 +62,9 @@ def test_images_that_are_not_of_cifar10s_shape_are_refused(tmp_path, opened, nam
     (tmp_path / "data").mkdir()
     np.save(tmp_path / "data" / image, datasets.pixels(5, *shape))
     np.save(tmp_path / "data" / label, np.zeros(5, int))
-    found = ", ".join(map(str, (5, *shape)))
-    with pytest.raises(DataError, match=rf"{image} holds images as uint8\[{found}\], but CIFAR-10's are uint8\[n, 32"):
+    shown_shape = ", ".join(map(str, (5, *shape)))
+    sentence = rf"{image} holds images as uint8\[{shown_shape}\], but CIFAR-10's are uint8\[n, 32"
+    with pytest.raises(DataError, match=sentence):
         opened(name, **({"image": image} if name == "cifar10_c" else {}))
 
 
@@ -71,6 +74,7 @@ def test_cifar10_1_is_read_to_the_pixel(tmp_path, opened):
     for variant, rows in (("v4", slice(0, 3)), ("v6", slice(0, 5))):
         np.save(tmp_path / f"data/cifar10.1_{variant}_data.npy", images[rows])
         np.save(tmp_path / f"data/cifar10.1_{variant}_labels.npy", np.array([0, 9, 3, 1, 7], np.int32)[rows])
+
     data = opened("cifar10_1")
     assert np.array_equal(data.inputs, images.transpose(0, 3, 1, 2))
     assert (data.labels.tolist(), data.class_names) == ([0, 9, 3, 1, 7], datasets.CIFAR10_CLASSES)
@@ -78,7 +82,7 @@ def test_cifar10_1_is_read_to_the_pixel(tmp_path, opened):
 
 
 def test_a_variant_may_be_written_as_a_number_or_as_text():
-    severities = [raypfl.Experiment(data={"name": "cifar10_c", "variant": given}).data for given in (4, "4")]
+    severities = [raypfl.Experiment(data={"name": "cifar10_c", "variant": variant}).data for variant in (4, "4")]
     assert severities[0] == severities[1] and severities[0].options == {"variant": 4}
 
 
@@ -89,7 +93,9 @@ def test_a_pair_of_npy_files_is_read(tmp_path, opened):
     np.save(tmp_path / "data/coloured.npy", datasets.pixels(5, 6, 7, 3))
     np.save(tmp_path / "data/y.npy", np.array([0, 2, 1, 2, 0], np.uint8))
     data = opened("npy", image="x.npy", label="y.npy")
+
     assert np.array_equal(data.inputs, images[:, None])
+
     coloured = opened("npy", image="coloured.npy", label="y.npy")
     assert np.array_equal(coloured.inputs, datasets.pixels(5, 6, 7, 3).transpose(0, 3, 1, 2))
     assert (data.input_shape, data.labels.tolist(), data.num_classes) == ((1, 6, 7), [0, 2, 1, 2, 0], 3)
@@ -104,6 +110,7 @@ def test_channels_may_be_first_unless_they_could_be_last(tmp_path, opened, shape
     for images in (last, last.transpose(0, 3, 1, 2)):
         np.save(tmp_path / "data/image.npy", images)
         read.append(np.array(opened("npy").inputs))
+
     assert np.array_equal(read[0], last.transpose(0, 3, 1, 2))
     assert np.array_equal(*read) == (last.shape[2] not in (1, 3))
 

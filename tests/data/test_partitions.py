@@ -64,6 +64,7 @@ def test_every_sample_goes_to_one_client_and_none_goes_empty(problem, data, seed
     alpha = data.draw(st.sampled_from([1e-3, 0.1, 1.0, 100.0]))
     sigma = data.draw(st.sampled_from([0.0, 1.0, 5.0]))
     sized = {"clients": clients, "min_samples": minimum}
+
     for partition in (
         IID(clients=clients),
         Dirichlet(alpha=alpha, **sized),
@@ -83,12 +84,13 @@ def test_every_sample_goes_to_one_client_and_none_goes_empty(problem, data, seed
 
 @given(st.integers(1, 6), st.integers(1, 12), st.data(), st.integers(0, 2**31))
 @settings(max_examples=60)
-def test_counts_have_the_margins_that_were_asked_for(num_classes, clients, data, seed):
+def test_counts_have_the_requested_margins(num_classes, clients, data, seed):
     draws = np.random.default_rng(seed)
     sizes = np.array(data.draw(st.lists(st.integers(0, 30), min_size=clients, max_size=clients)))
     totals = np.bincount(draws.integers(0, num_classes, sizes.sum()), minlength=num_classes)
     weights = draws.dirichlet(np.full(clients, data.draw(st.sampled_from([1e-3, 0.1, 10.0]))), size=num_classes)
     counts = fit_margins(weights, totals, sizes)
+
     assert counts.min(initial=0) >= 0
     assert np.array_equal(counts.sum(axis=1), totals)
     assert np.array_equal(counts.sum(axis=0), sizes)
@@ -96,7 +98,7 @@ def test_counts_have_the_margins_that_were_asked_for(num_classes, clients, data,
 
 @given(labelled(), st.integers(1, 40), st.integers(0, 2**31))
 @settings(max_examples=60)
-def test_a_column_is_kept_whole_divided_or_put_together(problem, clients, seed):
+def test_the_groups_of_a_column_stay_whole_are_divided_or_merged(problem, clients, seed):
     column, values = problem
     present = np.unique(column)
     samples = Traits(np.zeros_like(column), 1, column, tuple(map(str, range(values))))
@@ -122,7 +124,9 @@ def test_classes_per_client_gives_each_client_exactly_that_many_classes_in_balan
     clients = max(clients, -(-num_classes // classes))
     labels = balanced(clients, num_classes)
     shares = ClassesPerClient(clients=clients, classes=classes).assign(Traits(labels, num_classes), seed)
+
     assert_allocated(shares, clients, len(labels))
+
     owned = class_counts(labels, shares, num_classes) > 0
     assert (owned.sum(axis=1) == classes).all()
     assert np.ptp(owned.sum(axis=0)) <= 1
@@ -137,7 +141,7 @@ def test_apportioned_parts_add_up_and_are_their_shares_rounded_up_or_down(total,
     assert (parts[np.array(weights) == 0] == 0).all()
 
 
-def test_a_share_that_is_whole_stays_what_it_is_between_two_halves():
+def test_a_whole_share_stays_unchanged_between_two_halves():
     assert apportion(2, np.array([0.5, 1.0, 0.5]))[1] == 1
     assert apportion(np.array([6, 6]), np.array([[1.5, 3.0, 1.5], [0.5, 3.0, 2.5]]))[:, 1].tolist() == [3, 3]
 
@@ -277,20 +281,20 @@ def test_clients_are_as_one_sided_as_in_fednhs_settings(num_classes, alpha, per_
     labels = balanced(per_class, num_classes)
     partition = Dirichlet(clients=100, alpha=alpha)
     counts = [class_counts(labels, partition.assign(Traits(labels, num_classes), s), num_classes) for s in range(4)]
-    held = np.concatenate(counts)
-    assert (held > 0).sum(axis=1).mean() == pytest.approx(classes, rel=0.03)
-    assert (held.max(axis=1) / held.sum(axis=1)).mean() == pytest.approx(largest, rel=0.06)
+    by_class = np.concatenate(counts)
+    assert (by_class > 0).sum(axis=1).mean() == pytest.approx(classes, rel=0.03)
+    assert (by_class.max(axis=1) / by_class.sum(axis=1)).mean() == pytest.approx(largest, rel=0.06)
 
 
 @pytest.mark.parametrize("exponent", [0.5, 1.0, 2.0])
-def test_sizes_fall_with_the_power_that_is_asked_for(exponent):
+def test_sizes_fall_with_the_power_in_the_settings(exponent):
     shares = PowerLaw(clients=8, exponent=exponent).assign(Traits(balanced(2000), 10), 0)
     sizes = sorted(map(len, shares), reverse=True)
     np.testing.assert_allclose(sizes[0] / np.array(sizes), np.arange(1, 9) ** exponent, rtol=0.02)
 
 
 @pytest.mark.parametrize("sigma", [0.3, 1.0, 1.5])
-def test_the_logarithms_of_sizes_spread_as_far_as_is_asked(sigma):
+def test_the_logarithms_of_sizes_have_the_standard_deviation_in_the_settings(sigma):
     shares = LogNormal(clients=2000, sigma=sigma, min_samples=1).assign(Traits(np.zeros(1_000_000, np.int64), 1), 0)
     assert np.log([len(share) for share in shares]).std() == pytest.approx(sigma, rel=0.05)
 
@@ -317,12 +321,12 @@ def written(path: Path, content: object) -> FromFile:
         ("table.parquet", {"sample": [3, 2, 1, 0], "client": [2, 1, 0, 1]}),
     ],
 )
-def test_a_file_says_who_holds_what(tmp_path, name, content):
+def test_a_file_assigns_samples_to_clients(tmp_path, name, content):
     shares = written(tmp_path / name, content).assign(Traits(np.zeros(4, np.int64), 1), 0)
     assert [share.tolist() for share in shares] == [[1], [0, 2], [3]]
 
 
-def test_a_file_goes_by_the_samples_numbers_in_the_data_set(tmp_path):
+def test_a_file_counts_samples_by_their_numbers_in_the_data_set(tmp_path):
     partition = written(tmp_path / "list.json", [9, 0, 9, 1])
     samples = Traits(np.zeros(4, np.int64), 1).at(np.array([1, 3]))
     assert partition.owners(samples, 0).tolist() == [0, 1]
@@ -340,7 +344,7 @@ def test_a_file_goes_by_the_samples_numbers_in_the_data_set(tmp_path):
         ("a.parquet", {"sample": [0, 1], "who": [0, 1]}, "does not have columns 'sample' and 'client' of integers"),
     ],
 )
-def test_a_file_that_does_not_say_it_is_refused(tmp_path, name, content, sentence):
+def test_a_file_that_names_no_client_for_each_sample_is_refused(tmp_path, name, content, sentence):
     with pytest.raises(DataError, match=sentence):
         written(tmp_path / name, content).assign(Traits(np.zeros(4, np.int64), 1), 0)
 
@@ -360,16 +364,21 @@ def test_owners_of_a_class_hold_nearly_equal_shares_of_it():
     shares = ClassesPerClient(clients=20, classes=2).assign(Traits(labels, 10), 0)
     counts = class_counts(labels, shares, 10)
     for per_client in counts.T:
-        held = per_client[per_client > 0]
-        assert held.max() / held.min() <= 0.6 / 0.4 + 0.01
+        shares_of_owners = per_client[per_client > 0]
+        assert shares_of_owners.max() / shares_of_owners.min() <= 0.6 / 0.4 + 0.01
 
 
-def test_what_owners_of_a_class_hold_of_it_is_drawn_evenly_between_two_fifths_and_three():
+def test_the_shares_of_a_class_are_drawn_evenly_between_two_fifths_and_three():
     labels = balanced(50_000)
     counts = class_counts(labels, ClassesPerClient(clients=200, classes=2).assign(Traits(labels, 10), 0), 10)
-    held = np.concatenate([per_client[per_client > 0] / per_client[per_client > 0].mean() for per_client in counts.T])
-    assert 0.77 < held.min() < 0.82 and 1.18 < held.max() < 1.24  # U(0.4, 0.6) over its mean, 0.5
-    assert held.std() == pytest.approx(0.4 / 12**0.5, rel=0.1)
+    shares = []
+    for per_client in counts.T:
+        of_owners = per_client[per_client > 0]
+        shares.append(of_owners / of_owners.mean())
+
+    relative_shares = np.concatenate(shares)
+    assert 0.77 < relative_shares.min() < 0.82 and 1.18 < relative_shares.max() < 1.24  # U(0.4, 0.6) over its mean, 0.5
+    assert relative_shares.std() == pytest.approx(0.4 / 12**0.5, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -384,7 +393,7 @@ def test_what_owners_of_a_class_hold_of_it_is_drawn_evenly_between_two_fifths_an
         (IID(clients=501), "partition.clients is 501, but there are only 500 training samples"),
     ],
 )
-def test_what_cannot_be_dealt_out_is_refused_with_a_sentence(partition, sentence):
+def test_a_partition_that_cannot_be_met_is_refused_in_a_sentence(partition, sentence):
     with pytest.raises(ConfigError, match=sentence):
         partition.assign(Traits(balanced(50), 10), 0)
 
@@ -416,7 +425,7 @@ class Greedy(Partition):
         return np.zeros(len(samples), dtype=np.int64)
 
 
-def test_a_partition_of_ones_own_that_leaves_a_client_empty_is_refused():
+def test_a_users_partition_that_leaves_a_client_empty_is_refused():
     with pytest.raises(DataError, match="Greedy gives client 1 no sample"):
         Greedy(clients=2).assign(Traits(balanced(5), 10), 0)
 
@@ -428,6 +437,6 @@ class OffByOne(Partition):
         return np.arange(len(samples)) % self.clients + 1
 
 
-def test_a_partition_of_ones_own_that_invents_a_client_is_refused():
+def test_a_users_partition_that_invents_a_client_is_refused():
     with pytest.raises(DataError, match=r"OffByOne must return a client from 0 to 1 .* from 1 to 2"):
         OffByOne(clients=2).assign(Traits(balanced(5), 10), 0)

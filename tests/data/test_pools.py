@@ -1,8 +1,8 @@
-"""Samples that belong to no client, clients that are never trained, and a store that many build at once."""
+"""Pools of samples, clients that are never trained, and a store that several processes build at once."""
 
 from __future__ import annotations
 
-import io
+import itertools
 import os
 import signal
 import subprocess
@@ -17,7 +17,6 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
 
 from raypfl.common.errors import ConfigError, DataError
 from raypfl.data import IID, ByColumn, ClassesPerClient, Dirichlet, Traits, load_federated
@@ -31,7 +30,7 @@ TWO = IID(clients=2)
 NOTHING_PUBLISHED = np.zeros(0, bool)
 
 
-def opened(tmp_path: Path, partition=TWO, **options):
+def open_data(tmp_path: Path, partition=TWO, **options):
     return load_federated(Experiment(data=options).data, partition, seed=0, cache=tmp_path / "cache")
 
 
@@ -39,10 +38,10 @@ def opened(tmp_path: Path, partition=TWO, **options):
 
 
 def test_pools_come_from_shares_other_data_sets_and_every_file_that_a_star_stands_for(tmp_path):
-    own = datasets.cifar10(tmp_path / "cifar").reshape(-1, 3, 32, 32)
+    images = datasets.cifar10(tmp_path / "cifar").reshape(-1, 3, 32, 32)
     datasets.cifar100(tmp_path / "cifar")
     root = datasets.cifar10_c(tmp_path / "corrupted")
-    data = opened(
+    data = open_data(
         tmp_path,
         name="cifar10",
         root=str(tmp_path / "cifar"),
@@ -52,27 +51,33 @@ def test_pools_come_from_shares_other_data_sets_and_every_file_that_a_star_stand
             "ood/c-*": {"name": "cifar10_c", "root": str(root), "variant": "5"},
         },
     )
+
     assert data.pools == ("validation", "auxiliary", "ood/c-fog", "ood/c-snow")
     assert [len(data.pool(name)) for name in data.pools] == [2, 40, 4, 4]
-    assert np.array_equal(data.inputs[:24], own)
+    assert np.array_equal(data.inputs[:24], images)
     assert np.array_equal(data.inputs[data.pool("ood/c-snow")], np.load(root / "snow.npy")[16:].transpose(0, 3, 1, 2))
     assert data.labels[data.pool("ood/c-snow")].tolist() == [0, 1, 2, 3]
     assert set(data.labels[data.pool("auxiliary")]) == {-1}
-    held = np.concatenate([data.indices(k, split) for k in range(2) for split in SPLITS])
-    assert np.array_equal(np.sort(np.concatenate([held, *map(data.pool, data.pools)])), np.arange(24 + 40 + 8))
-    assert len(held) == 22
+
+    of_clients = [data.indices(client, split) for client, split in itertools.product(range(2), SPLITS)]
+    of_pools = [data.pool(name) for name in data.pools]
+    assert np.array_equal(np.sort(np.concatenate(of_clients + of_pools)), np.arange(24 + 40 + 8))
+    assert len(np.concatenate(of_clients)) == 22
 
 
 def test_a_pool_is_brought_to_the_shape_and_channels_of_the_clients_data(tmp_path):
     images = datasets.mnist(tmp_path / "MNIST")
     datasets.cifar10(tmp_path)
-    grey = opened(
+    grey = open_data(
         tmp_path, name="mnist", root=str(tmp_path), pools={"auxiliary": {"name": "cifar10", "root": str(tmp_path)}}
     )
+
     assert grey.inputs.shape == (30 + 20, 1, 28, 28)
+
     other = {"name": "mnist", "root": str(tmp_path)}
-    coloured = opened(tmp_path, name="cifar10", root=str(tmp_path), pools={"auxiliary": other})
+    coloured = open_data(tmp_path, name="cifar10", root=str(tmp_path), pools={"auxiliary": other})
     added = coloured.inputs[coloured.pool("auxiliary")]
+
     assert added.shape == (20, 3, 32, 32)
     assert (added == added[:, :1]).all()
     assert abs(float(added.mean()) - float(images[:20].mean())) < 2
@@ -82,12 +87,14 @@ def test_a_pool_to_be_tested_on_is_a_published_test_split_with_the_clients_class
     datasets.mnist(tmp_path / "MNIST")
     datasets.mnist(tmp_path / "FashionMNIST")
     mnist = {"name": "mnist", "root": str(tmp_path)}
-    same = opened(tmp_path, **mnist, pools={"ood/again": mnist})
+    same = open_data(tmp_path, **mnist, pools={"ood/again": mnist})
+
     assert same.pool("ood/again").tolist() == list(range(30, 40))
-    everything = opened(tmp_path, **mnist, pools={"ood/again": {**mnist, "split": "merged"}})
+
+    everything = open_data(tmp_path, **mnist, pools={"ood/again": {**mnist, "split": "merged"}})
     assert len(everything.pool("ood/again")) == 30
     with pytest.raises(DataError, match=r"'ood/clothes' is for tests, but not all its classes, T-shirt"):
-        opened(tmp_path, **mnist, pools={"ood/clothes": {"name": "fashion_mnist", "root": str(tmp_path)}})
+        open_data(tmp_path, **mnist, pools={"ood/clothes": {"name": "fashion_mnist", "root": str(tmp_path)}})
 
 
 def test_classes_of_a_pool_go_by_their_names(tmp_path):
@@ -95,7 +102,7 @@ def test_classes_of_a_pool_go_by_their_names(tmp_path):
         for kind in kinds:
             datasets.image(tmp_path / folder / kind / "1.png", datasets.pixels(4, 4, 3))
     other = {"name": "image_folder", "root": str(tmp_path / "other")}
-    data = opened(tmp_path, name="image_folder", root=str(tmp_path / "own"), pools={"ood/other": other})
+    data = open_data(tmp_path, name="image_folder", root=str(tmp_path / "own"), pools={"ood/other": other})
     assert data.labels[data.pool("ood/other")].tolist() == [1, 2]
 
 
@@ -119,8 +126,8 @@ def test_a_pool_that_is_not_described_is_refused(pools, sentence):
 
 def test_a_star_without_files_and_an_unknown_pool_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"'ood/\*', but there is no \*\.npy in .* for its star"):
-        opened(tmp_path, pools={"ood/*": {"name": "cifar10_c", "root": str(tmp_path)}})
-    data = opened(tmp_path, pools={"auxiliary": 0.1})
+        open_data(tmp_path, pools={"ood/*": {"name": "cifar10_c", "root": str(tmp_path)}})
+    data = open_data(tmp_path, pools={"auxiliary": 0.1})
     with pytest.raises(ConfigError, match="no pool called 'auxilary'; did you mean 'auxiliary'"):
         data.pool("auxilary")
 
@@ -128,30 +135,32 @@ def test_a_star_without_files_and_an_unknown_pool_are_refused(tmp_path):
 # --- splits -----------------------------------------------------------------------------------------------------------
 
 
-def held(labels, num_classes, partition, groups=None, test=NOTHING_PUBLISHED, **options):
+def allocated(labels, num_classes, partition, groups=None, test=NOTHING_PUBLISHED, **options):
     test = test if test.size else np.zeros(len(labels), bool)
     names = tuple(map(str, range(int(groups.max()) + 1))) if groups is not None else ()
     return allocate(Traits(labels, num_classes, groups, names), test, DataConfig(**options), partition, 0)
 
 
 def test_a_tenth_of_the_clients_is_never_trained_and_does_not_settle_the_normalisation(tmp_path):
-    data = opened(tmp_path, Dirichlet(clients=20), unseen_fraction=0.1)
+    data = open_data(tmp_path, Dirichlet(clients=20), unseen_fraction=0.1)
     assert len(data.unseen) == 2
     seen = np.setdiff1d(np.arange(20), data.unseen)
     pixels = data.inputs[np.concatenate([data.indices(client) for client in seen])] / 16.0
     np.testing.assert_allclose(data.mean, [pixels.mean()], rtol=1e-6)
     assert all(len(data.indices(client, "test")) for client in data.unseen)
-    assert opened(tmp_path, Dirichlet(clients=20)).unseen.tolist() == []
+    assert open_data(tmp_path, Dirichlet(clients=20)).unseen.tolist() == []
 
 
 def test_which_clients_are_unseen_depends_on_the_seed_and_not_on_their_number_of_samples():
     labels = np.arange(1000) % 10
-    chosen = [
-        allocate(Traits(labels, 10), labels < 0, DataConfig(unseen_fraction=0.2), IID(clients=50), seed).unseen.tolist()
-        for seed in (0, 0, 1)
-    ]
-    assert chosen[0] == chosen[1] != chosen[2]
-    assert len(chosen[0]) == 10
+    config = DataConfig(unseen_fraction=0.2)
+    unseen = []
+    for seed in (0, 0, 1):
+        allocation = allocate(Traits(labels, 10), labels < 0, config, IID(clients=50), seed)
+        unseen.append(allocation.unseen.tolist())
+
+    assert unseen[0] == unseen[1] != unseen[2]
+    assert len(unseen[0]) == 10
 
 
 def test_each_client_has_the_same_classes_in_all_its_splits():
@@ -159,25 +168,27 @@ def test_each_client_has_the_same_classes_in_all_its_splits():
     published = np.zeros(60_000, bool)
     for label in range(100):
         published[np.flatnonzero(labels == label)[:100]] = True
-    holdings = held(
+
+    holdings = allocated(
         labels, 100, ClassesPerClient(clients=1000, classes=10, equal=True), test=published, val_fraction=0.2
     )
     seen = np.zeros((3, 1000, 100), bool)
     seen[holdings.split, holdings.client, labels] = True
+
     assert (seen[0].sum(axis=1) == 10).all()
     assert np.array_equal(seen[0], seen[1]) and np.array_equal(seen[0], seen[2])
 
 
-def test_the_sizes_are_peradas():
+def test_the_sizes_of_pools_and_tests_are_peradas():
     labels = np.random.default_rng(0).integers(0, 19, 223_414)
-    holdings = held(labels, 19, Dirichlet(alpha=0.3), pools={"validation": 0.1}, test_fraction=0.1)
+    holdings = allocated(labels, 19, Dirichlet(alpha=0.3), pools={"validation": 0.1}, test_fraction=0.1)
     pooled = (holdings.split == len(SPLITS)).sum()
     sizes = np.bincount(holdings.client[holdings.client >= 0])
     assert pooled == 22_342
     assert (holdings.split == SPLITS.index("test")).sum() == (sizes // 10).sum()
 
     labels = np.arange(60_000) % 10
-    holdings = held(
+    holdings = allocated(
         labels, 10, Dirichlet(alpha=0.1, reserve=2, cap=1.0), test=labels.cumsum() < 0, pools={"validation": 0.1}
     )
     assert (holdings.split == len(SPLITS)).sum() == 6_000
@@ -202,60 +213,63 @@ def test_every_sample_has_one_place_among_splits_and_pools_whose_sizes_are_exact
     assert first.split.min() >= 0 and first.split.max() <= len(SPLITS)
     if published.any():
         assert np.array_equal(first.split == SPLITS.index("test"), published)
-    own = ~(pooled | published)
+
+    of_clients = ~(pooled | published)
     for client in range(clients):
-        held_here = own & (first.client == client)
-        size = held_here.sum()
+        of_client = of_clients & (first.client == client)
+        size = of_client.sum()
         tests = 0 if published.any() or not test else min(max(int(size * test + 1e-9), 1), size - 1)
         vals = min(max(int(size * val + 1e-9), 1), size - tests - 1) if val else 0
-        of_split = np.bincount(first.split[held_here], minlength=len(SPLITS))
+        of_split = np.bincount(first.split[of_client], minlength=len(SPLITS))
         assert of_split.tolist() == [size - tests - vals, vals, tests]
         if reserve:
-            assert np.bincount(labels[held_here], minlength=classes).min() >= 1
+            assert np.bincount(labels[of_client], minlength=classes).min() >= 1
 
 
 def test_peradas_cap_is_a_clients_share_of_the_data_set_before_pools_took_theirs():
     labels = np.arange(50_000) % 10
     partition = Dirichlet(clients=100, alpha=0.1, reserve=2, cap=1.0)
-    holdings = held(labels, 10, partition, pools={"validation": 0.1}, test_fraction=0.0)
+    holdings = allocated(labels, 10, partition, pools={"validation": 0.1}, test_fraction=0.0)
     counts = np.zeros((100, 10), np.int64)
     dealt = holdings.client >= 0
     np.add.at(counts, (holdings.client[dealt], labels[dealt]), 1)
     had = 20 + np.cumsum(counts - 2, axis=1) - (counts - 2)  # when the class was dealt
+
     assert (counts[had >= 500] == 2).all()
     assert (counts[(had >= 450) & (had < 500)] > 2).any()
 
 
-@pytest.mark.parametrize(("fraction", "said"), [(0.01, "unseen"), (0.99, "left to train")])
-def test_a_share_of_unseen_clients_that_is_none_or_all_of_them_is_refused(fraction, said):
+@pytest.mark.parametrize(("fraction", "consequence"), [(0.01, "unseen"), (0.99, "left to train")])
+def test_a_fraction_of_unseen_clients_that_rounds_to_none_or_all_is_refused(fraction, consequence):
     with pytest.raises(
-        ConfigError, match=f"data.unseen_fraction is {fraction}, but with 20 clients none would be {said}"
+        ConfigError, match=f"data.unseen_fraction is {fraction}, but with 20 clients none would be {consequence}"
     ):
-        held(np.arange(200) % 10, 10, IID(clients=20), unseen_fraction=fraction)
+        allocated(np.arange(200) % 10, 10, IID(clients=20), unseen_fraction=fraction)
 
 
 def test_published_test_samples_stay_in_their_domain():
     domain = np.arange(600) % 4
     published = np.arange(600) >= 400
-    holdings = held(np.arange(600) % 3, 3, ByColumn(), groups=domain, test=published)
+    holdings = allocated(np.arange(600) % 3, 3, ByColumn(), groups=domain, test=published)
     assert np.array_equal(holdings.client, domain)
 
 
 # --- the store --------------------------------------------------------------------------------------------------------
 
 
-def counted(config: DataConfig) -> RawData:
-    """Says in a file that it was read."""
+def records_reading(config: DataConfig) -> RawData:
+    """A reader that adds a line to a file each time it reads."""
     with open(os.environ["RAYPFL_TEST_COUNT"], "a") as file:
         file.write("read\n")
     return RawData(datasets.pixels(400, 1, 64, 64), np.arange(400) % 10, [str(c) for c in range(10)])
 
 
 def fingerprint(cache: Path) -> str:
-    return load_federated(DataConfig(name="tests.data.test_pools:counted"), TWO, seed=0, cache=cache).fingerprint
+    config = DataConfig(name="tests.data.test_pools:records_reading")
+    return load_federated(config, TWO, seed=0, cache=cache).fingerprint
 
 
-def test_of_three_processes_that_want_a_store_built_one_builds_it(tmp_path, monkeypatch):
+def test_one_of_three_processes_builds_the_store(tmp_path, monkeypatch):
     monkeypatch.setenv("RAYPFL_TEST_COUNT", str(tmp_path / "count"))
     with ProcessPoolExecutor(3, mp_context=get_context("spawn")) as pool:
         fingerprints = set(pool.map(fingerprint, [tmp_path / "cache"] * 3))
@@ -264,60 +278,63 @@ def test_of_three_processes_that_want_a_store_built_one_builds_it(tmp_path, monk
     assert {path.suffix for path in (tmp_path / "cache").rglob("*") if path.is_file()} == {".arrow"}
 
 
-def dying(config: DataConfig) -> RawData:
-    """Kills the first process that reads it."""
+def kills_its_first_reader(config: DataConfig) -> RawData:
+    """A reader that kills the first process that reads with it."""
     mark = Path(os.environ["RAYPFL_TEST_COUNT"])
     if not mark.exists():
         mark.touch()
         os.kill(os.getpid(), signal.SIGKILL)
-    return counted(config)
+    return records_reading(config)
 
 
-def build_dying(cache: Path) -> None:
-    load_federated(DataConfig(name="tests.data.test_pools:dying"), TWO, seed=0, cache=cache)
+def build_with_a_death(cache: Path) -> None:
+    load_federated(DataConfig(name="tests.data.test_pools:kills_its_first_reader"), TWO, seed=0, cache=cache)
 
 
-def test_a_process_that_is_killed_while_it_builds_locks_nobody_out(tmp_path, monkeypatch):
+def test_a_process_killed_while_it_builds_the_store_locks_nobody_out(tmp_path, monkeypatch):
     monkeypatch.setenv("RAYPFL_TEST_COUNT", str(tmp_path / "count"))
-    builder = get_context("spawn").Process(target=build_dying, args=[tmp_path / "cache"])
+    builder = get_context("spawn").Process(target=build_with_a_death, args=[tmp_path / "cache"])
     builder.start()
     builder.join()
     assert builder.exitcode == -signal.SIGKILL
-    build_dying(tmp_path / "cache")
+    build_with_a_death(tmp_path / "cache")
     assert {path.suffix for path in (tmp_path / "cache").rglob("*") if path.is_file()} == {".arrow"}
 
 
-def test_the_store_is_kept_for_the_content_of_files_and_not_for_their_times_or_place(tmp_path):
+def test_the_store_depends_on_the_content_of_files_not_on_their_times_or_place(tmp_path):
     datasets.mnist(tmp_path / "a/MNIST")
-    first = opened(tmp_path, name="mnist", root=str(tmp_path / "a"))
+    first = open_data(tmp_path, name="mnist", root=str(tmp_path / "a"))
     for path in (tmp_path / "a").rglob("*ubyte"):
         os.utime(path, (1, 1))
+
     (tmp_path / "a/CIFAR").mkdir()
     (tmp_path / "a/CIFAR/other").write_text("a data set beside it")
     (tmp_path / "a").rename(tmp_path / "b")
-    again = opened(tmp_path, name="mnist", root=str(tmp_path / "b"))
+    again = open_data(tmp_path, name="mnist", root=str(tmp_path / "b"))
+
     assert first.fingerprint == again.fingerprint
     assert len(list((tmp_path / "cache").rglob("samples.arrow"))) == 1
 
 
-def test_a_file_that_keeps_its_size_and_its_time_of_change_is_read_again_when_its_content_differs(tmp_path):
+def test_a_file_with_new_content_is_read_again_even_if_size_and_time_are_unchanged(tmp_path):
     datasets.mnist(tmp_path / "MNIST")
     mnist = {"name": "mnist", "root": str(tmp_path)}
-    before = opened(tmp_path, **mnist)
+    before = open_data(tmp_path, **mnist)
     labels = tmp_path / "MNIST/raw/train-labels-idx1-ubyte"
     state = labels.stat()
     datasets.idx(labels, np.arange(20)[::-1] % 10)
     os.utime(labels, ns=(state.st_atime_ns, state.st_mtime_ns))
+
     assert (labels.stat().st_size, labels.stat().st_mtime_ns) == (state.st_size, state.st_mtime_ns)
     assert before.labels[:3].tolist() == [0, 1, 2]
-    assert opened(tmp_path, **mnist).labels[:3].tolist() == [9, 8, 7]
+    assert open_data(tmp_path, **mnist).labels[:3].tolist() == [9, 8, 7]
 
 
-def test_files_that_stay_as_they_are_are_not_read_again(tmp_path, monkeypatch):
+def test_unchanged_files_are_not_read_again(tmp_path, monkeypatch):
     datasets.mnist(tmp_path / "MNIST")
-    opened(tmp_path, name="mnist", root=str(tmp_path))
+    open_data(tmp_path, name="mnist", root=str(tmp_path))
     monkeypatch.setattr("hashlib.file_digest", None)
-    opened(tmp_path, name="mnist", root=str(tmp_path))
+    open_data(tmp_path, name="mnist", root=str(tmp_path))
 
 
 LARGE = """
@@ -385,27 +402,27 @@ except MemoryError:
 """
 
 
-def printed(code: str, *arguments: Path) -> str:
-    """What a process of its own prints that runs this code."""
+def output_of(code: str, *arguments: Path) -> str:
+    """The output of a new process that runs this code."""
     environment = {**os.environ, "ARROW_DEFAULT_MEMORY_POOL": "system", "OPENBLAS_NUM_THREADS": "1"}
     command = [sys.executable, "-c", code, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[2])
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    process = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[2])
+    assert process.returncode == 0, process.stderr
+    return process.stdout
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
 def test_a_data_set_larger_than_the_memory_allowed_is_built(tmp_path):
-    image = io.BytesIO()
-    Image.fromarray(datasets.pixels(64, 64, 3)).save(image, "BMP")
-    table = pa.table({"image": [image.getvalue()] * 7000, "label": np.arange(7000) % 10})
+    image = datasets.encoded(datasets.pixels(64, 64, 3), "BMP")
+    table = pa.table({"image": [image] * 7000, "label": np.arange(7000) % 10})
     (tmp_path / "parquet").mkdir()
     options = {"compression": "none", "use_dictionary": False, "write_batch_size": 64}
     pq.write_table(table, tmp_path / "parquet/86 MB in one row group.parquet", **options)
-    shapes = printed(LARGE + BUILDING, tmp_path, tmp_path / "parquet")
+    shapes = output_of(LARGE + BUILDING, tmp_path, tmp_path / "parquet")
+
     assert shapes == "(25600, 1, 64, 64)\n(7000, 3, 64, 64)\n"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
 def test_a_few_clients_of_a_data_set_larger_than_the_memory_allowed_are_read_and_trained(tmp_path):
-    assert printed(LARGE + TRAINING, tmp_path, tmp_path / "runs").endswith("rounds 1\nall at once are too many\n")
+    assert output_of(LARGE + TRAINING, tmp_path, tmp_path / "runs").endswith("rounds 1\nall at once are too many\n")

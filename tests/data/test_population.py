@@ -1,4 +1,4 @@
-"""Clients that are described, not stored: only those at work are touched, and all promises hold."""
+"""Populations, whose clients are described and not stored: only clients at work are read, to the same bits."""
 
 from __future__ import annotations
 
@@ -30,43 +30,50 @@ def described(tmp_path: Path, clients: int = 40, name: str = "GeneratedClients",
     return experiment(tmp_path, **(defaults | changes))
 
 
-def opened(tmp_path: Path, **changes) -> DescribedData:
+def open_data(tmp_path: Path, **changes) -> DescribedData:
     config = described(tmp_path, **changes).data
     data = load_federated(config, raypfl.Experiment().partition, seed=0)
     assert isinstance(data, DescribedData)
     return data
 
 
-def test_samples_are_taken_by_their_numbers_in_any_order_and_any_mixture(tmp_path):
-    data = opened(tmp_path)
-    where = np.concatenate([data.indices(7)[::-1], data.indices(2, "test"), data.indices(7), data.indices(3)[:1]])
-    inputs, labels = data.take(where)
-    (x7, y7), (x2, y2), (x3, y3) = (data.population.samples(*one) for one in ((7, "train"), (2, "test"), (3, "train")))
+def test_samples_are_read_by_their_numbers_in_any_order_and_mixture(tmp_path):
+    data = open_data(tmp_path)
+    indices = np.concatenate([data.indices(7)[::-1], data.indices(2, "test"), data.indices(7), data.indices(3)[:1]])
+    inputs, labels = data.take(indices)
+    x7, y7 = data.population.samples(7, "train")
+    x2, y2 = data.population.samples(2, "test")
+    x3, y3 = data.population.samples(3, "train")
+
     assert np.array_equal(inputs, np.concatenate([x7[::-1], x2, x7, x3[:1]]))
     assert np.array_equal(labels, np.concatenate([y7[::-1], y2, y7, y3[:1]])) and labels.dtype == np.int64
+
     empty = data.take(data.indices(9, "val"))
     assert empty[0].shape == (0, 1, 8, 8) and empty[1].shape == (0,)
     assert data.sizes("train")[7] == len(data.indices(7)) == 12
 
 
-def test_what_a_process_keeps_is_bounded_and_asked_for_once(tmp_path, monkeypatch):
-    data = opened(tmp_path)
+def test_a_process_reads_samples_once_and_caches_a_bounded_number(tmp_path, monkeypatch):
+    data = open_data(tmp_path)
     GeneratedClients.requests.clear()
     for client in (0, 1, 0, 1, 2):
         data.take(data.indices(client))
+
     assert GeneratedClients.requests == [(0, "train"), (1, "train"), (2, "train")]
+
     monkeypatch.setattr("raypfl.data.datasets.population.CACHE_BYTES", 2000)
     for client in range(10):
         data.take(data.indices(client))
+
     assert 0 < sum(x.nbytes + y.nbytes for x, y in data._cache.values()) <= 2000
 
 
-def test_described_data_travel_as_their_description(tmp_path):
-    data = opened(tmp_path)
+def test_described_data_are_pickled_as_their_description(tmp_path):
+    data = open_data(tmp_path)
     data.take(data.indices(0))
-    there = pickle.loads(pickle.dumps(data))
-    assert len(pickle.dumps(data)) < 1200 and there.fingerprint == data.fingerprint
-    assert there.fingerprint != opened(tmp_path, clients=41).fingerprint
+    copy = pickle.loads(pickle.dumps(data))
+    assert len(pickle.dumps(data)) < 1200 and copy.fingerprint == data.fingerprint
+    assert copy.fingerprint != open_data(tmp_path, clients=41).fingerprint
 
 
 @pytest.mark.parametrize(
@@ -81,33 +88,32 @@ def test_described_data_travel_as_their_description(tmp_path):
     ],
 )
 def test_samples_that_are_not_as_described_are_refused_in_a_sentence(tmp_path, name, sentence):
-    data = opened(tmp_path, name=name)
+    data = open_data(tmp_path, name=name)
     with pytest.raises(RaypflError, match=sentence):
         data.take(data.indices(1))
 
 
 def test_populations_that_make_no_sense_are_refused_before_the_first_round(tmp_path):
     with pytest.raises(RaypflError, match=r"sizes\('test'\) must be a whole number, 0 or more, for each of 40 clients"):
-        opened(tmp_path, name="SizesOfOneClient").sizes("test")
+        open_data(tmp_path, name="SizesOfOneClient").sizes("test")
     with pytest.raises(
         ConfigError, match=r"cohort\.size is 41, but tests.support.federated_data:GeneratedClients has 40 clients"
     ):
         raypfl.run(described(tmp_path, cohort__size=41))
-    data = opened(tmp_path)
+
+    data = open_data(tmp_path)
     with pytest.raises(ConfigError, match="There is no client 40"):
         data.indices(40)
     with pytest.raises(ConfigError, match="no split called 'tran'"):
         data.sizes("tran")
 
 
-def test_rounds_ask_for_the_samples_of_their_cohort_alone(tmp_path):
+def test_rounds_read_the_samples_of_their_cohort_only(tmp_path):
     GeneratedClients.requests.clear()
-    result = raypfl.run(
-        described(
-            tmp_path, clients=100_000, method="fedavg", engine__executor="sequential", training__channels_last=False
-        )
-    )
-    trained = {client for cohort in result.rounds["cohort"].to_pylist() for client in cohort}
+    sequential = {"engine__executor": "sequential", "training__channels_last": False}
+    result = raypfl.run(described(tmp_path, clients=100_000, method="fedavg", **sequential))
+    trained = set(np.concatenate(result.rounds["cohort"].to_pylist()).tolist())
+
     assert {client for client, split in GeneratedClients.requests if split == "train"} == trained
     assert {client for client, split in GeneratedClients.requests if split == "test"} == {0, 1, 2}
     assert len(GeneratedClients.requests) == len(set(GeneratedClients.requests)) and len(trained) == 36
@@ -118,8 +124,10 @@ def test_a_stopped_run_of_described_clients_resumes_to_the_same_bits(tmp_path):
     whole = raypfl.run(described(tmp_path))
     stopped = raypfl.run(described(tmp_path), listeners=[Interrupt(3)])
     assert stopped.round == 3
+
     resumed = raypfl.resume(stopped.run_dir)
     assert resumed.weights_hash == whole.weights_hash and same_tables(resumed, whole)
+
     (tmp_path / "clients").write_text("39")
     with pytest.raises(RaypflError, match="other data"):
         raypfl.resume(stopped.run_dir, overrides=["rounds=7"])
@@ -143,18 +151,18 @@ def peak():
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1e3 for line in lines if line.startswith("VmHWM"))
 
-before = []
+peaks = []
 for clients in (1000, 1000, 1_000_000):
     result = raypfl.run(described(Path(sys.argv[1]), clients=clients, cohort__size=50, rounds=3, engine__group_size=25))
     assert result.status == "finished" and result.rounds["clients"].to_pylist() == [50] * 3
-    before.append(peak())
-print(before[2] - before[1])
+    peaks.append(peak())
+print(peaks[2] - peaks[1])
 """
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from Linux's /proc")
 def test_a_million_described_clients_take_less_than_120_mb_more_than_a_thousand(tmp_path):
     command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert float(done.stdout) < 120
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr
+    assert float(process.stdout) < 120

@@ -24,17 +24,20 @@ def held_for_tests(data: FederatedData) -> np.ndarray:
 # --- CIFAR ------------------------------------------------------------------------------------------------------------
 
 
-def test_cifar10_is_what_torchvision_reads(tmp_path, opened, monkeypatch):
+def test_cifar10_equals_what_torchvision_reads(tmp_path, opened, monkeypatch):
     from torchvision.datasets import CIFAR10
 
     datasets.cifar10(tmp_path / "data")
     monkeypatch.setattr(CIFAR10, "_check_integrity", lambda self: True)  # of the published archive's hashes
     monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *args: True)
-    theirs = [CIFAR10(tmp_path / "data", train=train) for train in (True, False)]
+    train = CIFAR10(tmp_path / "data", train=True)
+    test = CIFAR10(tmp_path / "data", train=False)
     ours = opened("cifar10")
-    assert np.array_equal(np.concatenate([one.data for one in theirs]).transpose(0, 3, 1, 2), ours.inputs)
-    assert theirs[0].targets + theirs[1].targets == ours.labels.tolist()
-    assert theirs[0].classes == ours.class_names and held_for_tests(ours).tolist() == list(range(20, 24))
+
+    images = np.concatenate([train.data, test.data])
+    assert np.array_equal(images.transpose(0, 3, 1, 2), ours.inputs)
+    assert train.targets + test.targets == ours.labels.tolist()
+    assert train.classes == ours.class_names and held_for_tests(ours).tolist() == list(range(20, 24))
 
 
 @pytest.mark.parametrize(("variant", "classes", "last"), [("fine", 100, 39), ("coarse", 20, 19)])
@@ -102,14 +105,16 @@ def test_a_batch_of_cifar_that_is_cut_short_or_would_run_code_is_refused(tmp_pat
     datasets.cifar10(tmp_path / "data")
     path = damaged_batch(tmp_path / "data")
     path.write_bytes(path.read_bytes()[:-40])
+
     with pytest.raises(DataError, match=r"data_batch_3 is damaged"):
         opened("cifar10")
+
     path.write_bytes(pickle.dumps(Path.cwd))
     with pytest.raises(DataError, match=r"data_batch_3 is damaged: it contains .*, which a CIFAR batch does not"):
         opened("cifar10")
 
 
-def test_a_data_set_that_is_not_there_says_how_to_get_it(tmp_path, opened):
+def test_a_missing_data_set_is_refused_with_how_to_get_it(tmp_path, opened):
     for name, archive in (("cifar10", "cs.toronto.edu"), ("mnist", "mnist"), ("emnist", "nist.gov")):
         with pytest.raises(ConfigError, match=rf"Set data.download to true to download it .*{archive}"):
             opened(name)
@@ -117,7 +122,7 @@ def test_a_data_set_that_is_not_there_says_how_to_get_it(tmp_path, opened):
         opened("cifar10", root=None)
 
 
-def test_a_data_set_is_fetched_once_by_torchvision_if_that_is_asked_for(tmp_path, opened, monkeypatch):
+def test_torchvision_downloads_a_data_set_once_if_requested(tmp_path, opened, monkeypatch):
     fetched = []
 
     def fetch(root: str, download: bool) -> None:
@@ -130,7 +135,7 @@ def test_a_data_set_is_fetched_once_by_torchvision_if_that_is_asked_for(tmp_path
     assert fetched == [(str(tmp_path / "data"), True)]
 
 
-def test_a_fetching_that_fails_says_where_to_get_it_instead(opened, monkeypatch):
+def test_a_failed_download_says_where_to_get_the_data(opened, monkeypatch):
     def offline(*args, **options) -> None:
         raise OSError("no route to host")
 
@@ -165,7 +170,7 @@ def test_emnists_are_upright_and_their_classes_counted_from_zero(tmp_path, opene
     images = datasets.mnist(folder, f"emnist-{variant}-train", f"emnist-{variant}-test", labels=count)
     data = opened("emnist", variant=variant)
     assert np.array_equal(data.inputs[:, 0], images.transpose(0, 2, 1))
-    assert data.class_names == [one for one in EMNIST.classes_split_dict[variant] if one != "N/A"]
+    assert data.class_names == [name for name in EMNIST.classes_split_dict[variant] if name != "N/A"]
     assert (data.num_classes, data.labels[:3].tolist()) == (classes, [0, 1, 2])
 
 
@@ -200,7 +205,7 @@ def test_a_damaged_idx_file_is_named(tmp_path, opened, damage, sentence):
         opened("mnist")
 
 
-def test_a_label_of_emnist_is_told_as_the_file_has_it(tmp_path, opened):
+def test_a_bad_label_of_emnist_is_named_as_the_file_has_it(tmp_path, opened):
     folder = tmp_path / "data/EMNIST"
     datasets.mnist(folder, "emnist-letters-train", "emnist-letters-test", labels=26)
     datasets.idx(folder / "raw/emnist-letters-train-labels-idx1-ubyte", np.array([1, 2, 0] + 17 * [1]))
@@ -216,28 +221,30 @@ def test_a_packed_idx_file_that_is_cut_short_is_named(tmp_path, opened):
 
 
 def test_an_unknown_variant_is_refused(opened):
-    for name, variant, known in (("emnist", "own", "'balanced', 'bymerge'"), ("cifar10_1", "v5", "'v6' or 'v4'")):
-        with pytest.raises(ConfigError, match=f"data.variant is '{variant}'; it must be {known}"):
+    for name, variant, variants in (("emnist", "own", "'balanced', 'bymerge'"), ("cifar10_1", "v5", "'v6' or 'v4'")):
+        with pytest.raises(ConfigError, match=f"data.variant is '{variant}'; it must be {variants}"):
             opened(name, variant=variant)
     with pytest.raises(ConfigError, match=r"data\.variant is 6, but CIFAR-10-C's severities are 1 to 5"):
         opened("cifar10_c", variant=6)
 
 
-def test_a_label_that_cannot_be_the_number_of_a_class_is_refused_by_every_reader_of_numbers(tmp_path, opened):
+def test_a_label_too_large_for_a_class_is_refused_by_every_reader_of_numbers(tmp_path, opened):
     listed(tmp_path / "data", ["image,label", "images/0.png,0", "images/1.png,1000000000000"])
     with pytest.raises(DataError, match=r"Row 1 of train\.csv has label 1000000000000, but labels must be numbers of"):
         opened("csv")
-    table = pa.table({"image": [datasets.png(datasets.pixels(4, 4))] * 2, "label": [10**12, 0]})
+
+    table = pa.table({"image": [datasets.encoded(datasets.pixels(4, 4))] * 2, "label": [10**12, 0]})
     pq.write_table(table, tmp_path / "data/all.parquet")
     with pytest.raises(DataError, match=r"Row 0 of all\.parquet has label 1000000000000, but labels must be numbers"):
         opened("parquet")
+
     np.save(tmp_path / "data/image.npy", datasets.pixels(2, 4, 4))
     np.save(tmp_path / "data/labels.npy", np.array([0, 10**12]))
     with pytest.raises(DataError, match=r"Row 1 of .*labels\.npy has label 1000000000000, but labels must be numbers"):
         opened("npy")
 
 
-def test_what_is_no_reader_is_refused_in_a_sentence(opened):
+def test_an_object_that_is_no_reader_is_refused_in_a_sentence(opened):
     with pytest.raises(DataError, match=r"The reader 'builtins:print' returns NoneType; it must return RawData"):
         opened("builtins:print")
     for name in ("math:pi", "builtins:int"):
@@ -269,10 +276,13 @@ def test_a_tree_of_images_has_classes_domains_and_one_size(tmp_path, opened):
     office_home(tmp_path / "data")
     (tmp_path / "data/ImageInfo.csv").write_text("not an image")
     data = opened("image_folder", ByColumn(), layout="group/class", size=8, test_fraction=0.34)
+
     assert data.class_names == ["Alarm_Clock", "Bed"]
     assert (data.input_shape, data.num_clients) == ((3, 8, 8), 2)
-    held = [np.concatenate([data.indices(k, split) for split in ("train", "test")]) for k in range(2)]
-    assert [sorted(one.tolist()) for one in held] == [list(range(6)), list(range(6, 12))]
+
+    for client, expected in enumerate((range(6), range(6, 12))):
+        indices = np.concatenate([data.indices(client, "train"), data.indices(client, "test")])
+        assert sorted(indices.tolist()) == list(expected)
     assert [data.label_counts("test")[k].tolist() for k in range(2)] == [[1, 1], [1, 1]]
 
 
@@ -286,7 +296,7 @@ def test_groups_are_told_from_classes_and_splits_are_no_classes(tmp_path, opened
         opened("image_folder", size=8)
 
 
-def test_folders_inside_of_classes_are_read_through(tmp_path, opened):
+def test_folders_within_classes_are_read(tmp_path, opened):
     for kind in ("cat", "dog"):
         for i in range(3):
             datasets.image(tmp_path / "data" / kind / "images" / f"{i}.png", datasets.pixels(4, 4, seed=i))
@@ -300,6 +310,7 @@ def test_a_split_level_is_the_published_test_split_of_its_own_domain(tmp_path, o
                 datasets.image(
                     tmp_path / "data" / domain / split / "Bed" / f"{i}.png", datasets.pixels(4, 4, 3, seed=i)
                 )
+
     data = opened("image_folder", ByColumn(), layout="group/split/class", val_fraction=0.2)
     assert data.sizes("test").tolist() == [2, 4]
     assert data.sizes("val").tolist() == [1, 1]
@@ -339,7 +350,7 @@ def test_a_damaged_tree_of_images_is_named(tmp_path, opened, spoil, options, sen
         opened("image_folder", **{"layout": "group/class", "size": 8, **options})
 
 
-def test_a_layout_that_is_none_is_refused(tmp_path, opened):
+def test_an_unknown_layout_is_refused(tmp_path, opened):
     office_home(tmp_path / "data")
     for layout in ("group", "domain/class", "class/class"):
         with pytest.raises(ConfigError, match=rf"data\.layout is '{layout}', but must name the levels of folders"):
@@ -353,6 +364,7 @@ def test_tiny_imagenet_is_read_as_it_unpacks(tmp_path, opened):
     assert data.labels.tolist() == [0, 0, 0, 1, 1, 1, 0, 1, 0, 1]
     assert (tmp_path / "data/val/images/val_2.JPEG").read_bytes().startswith(b"\xff\xd8\xff")
     np.testing.assert_allclose(data.inputs[1], datasets.pixels(8, 8, 3, seed=1).transpose(2, 0, 1), atol=5)
+
     grey = np.repeat(datasets.pixels(8, 8, seed=2)[None], 3, axis=0)
     np.testing.assert_allclose(data.inputs[8], grey, atol=5)
     assert held_for_tests(data).tolist() == [6, 7, 8, 9]
@@ -399,7 +411,7 @@ def test_a_damaged_tiny_imagenet_is_named(tmp_path, opened, spoil, sentence):
         opened("tiny_imagenet")
 
 
-def test_blank_lines_in_the_lists_of_tiny_imagenet_say_nothing(tmp_path, opened):
+def test_blank_lines_in_the_lists_of_tiny_imagenet_are_ignored(tmp_path, opened):
     root = datasets.tiny_imagenet(tmp_path / "data")
     before = opened("tiny_imagenet")
     for name in ("wnids.txt", "words.txt", "val/val_annotations.txt"):
@@ -424,7 +436,7 @@ XRAYS = [("1.0", "", "0.0", "-1.0", ""), ("", "", "", "", ""), ("0.0", "1.0", "1
 
 
 @pytest.mark.parametrize(("uncertain", "counted"), [("positive", 1), ("negative", 0)])
-def test_chexpert_has_five_labels_and_uncertain_ones_count_as_is_asked(tmp_path, opened, uncertain, counted):
+def test_chexpert_has_five_labels_and_uncertain_ones_count_as_the_settings_say(tmp_path, opened, uncertain, counted):
     datasets.chexpert(tmp_path / "data", XRAYS)
     data = opened("chexpert", uncertain=uncertain, size=8)
     assert data.class_names == ["Cardiomegaly", "Edema", "Consolidation", "Atelectasis", "Pleural Effusion"]
@@ -499,6 +511,7 @@ def test_labels_out_of_range_and_missing_columns_of_a_csv_file_are_named(tmp_pat
     listed(tmp_path / "data", ["image,edema,cardiomegaly", "images/0.png,1,0", "images/1.png,2,0"])
     with pytest.raises(DataError, match=r"Row 1 of train\.csv has 2 for 'edema', which must be 1, 0, -1 or empty"):
         opened("csv", label=["edema", "cardiomegaly"])
+
     listed(tmp_path / "data", ["image,edema,cardiomegaly", "images/0.png,1,0", "images/1.png,maybe,0"])
     with pytest.raises(DataError, match=r"Row 1 of train\.csv has 'maybe' for 'edema', which must be"):
         opened("csv", label=["edema", "cardiomegaly"])

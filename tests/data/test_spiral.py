@@ -1,4 +1,4 @@
-"""The spiral is the paper's toy, and what a head does to its latent space can be seen, and measured."""
+"""The spiral of FedNH's paper, and the picture of what a head does to its latent space."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from raypfl.results import latent_picture
 from tests.support.runs import experiment
 
 
-def places(raw) -> np.ndarray:
-    """Where its points are, ``[N, 2]``."""
+def points_of(raw) -> np.ndarray:
+    """The points of the spiral, ``[N, 2]``."""
     return (raw.inputs[:, :, 0, 0] / 255 * 2 - 1) * EXTENT
 
 
@@ -34,7 +34,7 @@ def test_arms_have_as_many_points_as_published_and_a_balanced_test_split(variant
     raw = Spiral(DataConfig(), variant=variant).read()
     assert np.bincount(raw.labels[~raw.test_mask]).tolist() == counts
     assert np.bincount(raw.labels[raw.test_mask]).tolist() == [500] * 6
-    radii = np.linalg.norm(places(raw), axis=1)
+    radii = np.linalg.norm(points_of(raw), axis=1)
     assert radii.min() == pytest.approx(1, abs=0.1) and radii.max() == pytest.approx(10, abs=0.1)
     again = Spiral(DataConfig(), variant=variant).read()
     assert (again.inputs == raw.inputs).all()
@@ -46,18 +46,20 @@ def test_bytes_keep_a_point_within_half_a_step_of_the_grid():
     assert np.abs(back - points).max() <= EXTENT / 255 + 1e-9
 
 
-def test_arms_turn_by_sixty_degrees_or_as_the_formula_is_printed_ever_more_so_that_they_meet():
+def test_arms_turn_by_sixty_degrees_and_meet_by_the_printed_formula():
     points, _ = spirals([100] * 6, 0.0, False, seed=0)
     angles = np.arctan2(points[:, 0], points[:, 1]).reshape(6, 100)
     turned = np.rad2deg(np.angle(np.exp(1j * (angles[:, -1] - angles[:, 0]))))
+
     np.testing.assert_allclose(turned, 60, atol=1e-6)
+
     printed, _ = spirals([100] * 6, 0.0, True, seed=0)
     ends = printed.reshape(6, 100, 2)[:, -1]
     np.testing.assert_allclose(ends[[0, 1, 2]], ends[[3, 4, 5]], atol=1e-9)
     assert not np.allclose(points.reshape(6, 100, 2)[0, -1], points.reshape(6, 100, 2)[3, -1])
 
 
-def test_arms_can_be_told_apart_except_as_the_formula_is_printed():
+def test_arms_can_be_told_apart_except_by_the_printed_formula():
     def nearest_neighbours(**how) -> float:
         (x, y), (test, expected) = (spirals([150] * 6, seed=s, **how) for s in (0, 1))
         nearest = np.argsort(((test[:, None] - x[None]) ** 2).sum(2), axis=1)[:, :15]
@@ -81,7 +83,7 @@ def test_the_toys_network_has_five_layers_and_features_in_all_directions():
     shapes = [tuple(p.shape) for p in net.parameters() if p.dim() == 2]
     assert shapes == [(64, 2), (64, 64), (64, 64), (2, 64), (6, 2)] and net[-1].bias is None
     z = net[:-1](torch.randn(500, 2, 1, 1) * 10)
-    assert (z < 0).any()  # no ReLU behind it
+    assert (z < 0).any()  # the latent layer has no ReLU
 
 
 def test_features_of_conv2cifar_may_be_taken_before_the_relu():
@@ -96,9 +98,9 @@ def test_features_of_conv2cifar_may_be_taken_before_the_relu():
 
 
 @pytest.mark.parametrize("recipe", ["spiral", "fednh-digits"])
-def test_in_fednhs_recipes_all_clients_count_the_same_whatever_the_method(recipe):
+def test_fednhs_recipes_weigh_all_clients_equally_for_every_method(recipe):
     planned = experiments(RECIPES.text(recipe))
-    assert {getattr(one.method, "weighting", "uniform") for one in planned} == {"uniform"}
+    assert {getattr(settings.method, "weighting", "uniform") for settings in planned} == {"uniform"}
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +113,7 @@ def run(tmp_path_factory) -> raypfl.Result:
     return raypfl.run(experiment(folder, method="{name: fednh, scale: 20}", **changes))
 
 
-def test_a_run_whose_checkpoints_are_kept_gives_the_servers_state_of_every_round(run):
+def test_a_run_that_keeps_its_checkpoints_has_the_servers_state_of_every_round(run):
     states = run.server_states()
     assert [round for round, _ in states] == [1, 2, 3, 4, 5]
     assert torch.equal(states[-1][1]["theta"], run.server_state()["theta"])
@@ -128,19 +130,22 @@ def test_the_latent_space_is_shown_from_the_start_with_evenly_spread_prototypes(
     assert at_home[-1].mean() > at_home[0].mean() + 0.2
 
 
-def test_the_picture_is_drawn_for_those_who_ask_for_it_and_have_a_global_model(run, tmp_path):
-    assert [one.label for one in latent_picture.groups_to_draw([run])] == ["fednh"]
+def test_the_picture_shows_runs_that_request_it_and_have_a_global_model(run, tmp_path):
+    assert [group.label for group in latent_picture.groups_to_draw([run])] == ["fednh"]
+
     path = latent_picture.draw([run], tmp_path / "latent.png")
     assert path.read_bytes()[:4] == b"\x89PNG" and path.stat().st_size > 20_000
+
     unasked = SimpleNamespace(experiment=run.experiment.override(["tracking.latent=false"]))
     assert latent_picture.groups_to_draw([unasked]) == []
+
     alone = SimpleNamespace(server_state=dict, experiment=run.experiment.replace(method="local"))
     assert latent_picture.groups_to_draw([alone]) == []
     with pytest.raises(ConfigError, match=r"tracking\.latent=true"):
         latent_picture.draw([alone, unasked], tmp_path / "none.png")
 
 
-def test_in_many_dimensions_directions_are_projected_and_fedrods_prototypes_are_its_generic_head(tmp_path):
+def test_many_dimensions_are_projected_and_fedrods_prototypes_are_its_generic_head(tmp_path):
     changes = {"rounds": 2, "evaluation__every": 0, "tracking__latent": "true", "checkpoint": "{every: 1, keep: 9}"}
     results = [raypfl.run(experiment(tmp_path, method=method, **changes)) for method in ("fedrod", "fednh")]
     latent = latent_picture.latent_of(results[0])
@@ -150,37 +155,42 @@ def test_in_many_dimensions_directions_are_projected_and_fedrods_prototypes_are_
 
 
 @pytest.mark.parametrize(
-    ("kept", "panels"), [([6], ["start", "round 6"]), ([2, 4, 6], ["start", "round 4", "round 6"])]
+    ("kept_rounds", "panels"), [([6], ["start", "round 6"]), ([2, 4, 6], ["start", "round 4", "round 6"])]
 )
-def test_the_picture_has_as_many_panels_as_there_are_states_to_show(run, tmp_path, monkeypatch, kept, panels):
-    shown = []
+def test_the_picture_has_a_panel_for_each_of_at_most_three_states(run, tmp_path, monkeypatch, kept_rounds, panels):
+    figures = []
 
     def savefig(figure, path, **_) -> None:
         path.touch()
-        shown.append(figure)
+        figures.append(figure)
 
     monkeypatch.setattr(latent_picture.Figure, "savefig", savefig)
     latent = latent_picture.latent_of(run)
-    count = 1 + len(kept)
-    few = replace(latent, rounds=[0, *kept], features=latent.features[:count], prototypes=latent.prototypes[:count])
+    count = 1 + len(kept_rounds)
+    few = replace(
+        latent,
+        rounds=[0, *kept_rounds],
+        features=latent.features[:count],
+        prototypes=latent.prototypes[:count],
+    )
     monkeypatch.setattr(latent_picture, "latent_of", lambda _: few)
     latent_picture.draw([run], tmp_path / "latent.png")
-    (figure,) = shown
-    drawn = [axes for axes in figure.axes if axes.get_label() != "<colorbar>"]
-    assert [axes.get_title(loc="left") for axes in drawn] == [*panels, "cosines of prototypes, round 6"]
-    assert all(axes.get_visible() for axes in drawn)
+    (figure,) = figures
+    panel_axes = [axes for axes in figure.axes if axes.get_label() != "<colorbar>"]
+    assert [axes.get_title(loc="left") for axes in panel_axes] == [*panels, "cosines of prototypes, round 6"]
+    assert all(axes.get_visible() for axes in panel_axes)
 
 
 def head_of_the_whole_spiral(tmp_path, variant: str, method: str, seed: int) -> torch.Tensor:
     """The head ``[6, 2]`` of the recipe's network, trained on all points for 15 epochs."""
     described = yaml.safe_load(RECIPES.text("spiral"))
-    kept = {key: described[key] for key in ("data", "model", "training")}
+    sections = {key: described[key] for key in ("data", "model", "training")}
     # At the recipe's rate and batches, which suit 100 clients, about half of such trainings collapse.
     changes = ["training.epochs=1", "training.lr=0.05", "training.batch_size=128"]
     changes += [f"data.variant={variant}", f"method={method}", "partition={name: iid, clients: 1}"]
     result = raypfl.run(
         raypfl.Experiment(
-            **kept,
+            **sections,
             rounds=15,
             seed=seed,
             cohort={"fraction": 1.0},
@@ -191,11 +201,12 @@ def head_of_the_whole_spiral(tmp_path, variant: str, method: str, seed: int) -> 
         ).override(changes)
     )
     head = result.global_model()[-13 if "fednh" in method else -12 :][:12]  # FedNH's scale comes after it
+
     return head.reshape(6, 2).double()
 
 
 @pytest.mark.slow
-def test_a_free_heads_rows_differ_more_in_length_where_classes_do_in_number_and_prototypes_never(tmp_path):
+def test_a_free_heads_rows_differ_in_length_most_on_unbalanced_classes_and_prototypes_never(tmp_path):
     ratios = {}
     for variant in ("balanced", "imbalanced"):
         lengths = [head_of_the_whole_spiral(tmp_path, variant, "fedavg", seed).norm(dim=1) for seed in range(4)]
@@ -203,4 +214,5 @@ def test_a_free_heads_rows_differ_more_in_length_where_classes_do_in_number_and_
         w = head_of_the_whole_spiral(tmp_path, variant, "{name: fednh, rho: 1.0, scale: 20}", seed=0)
         np.testing.assert_allclose(w.norm(dim=1), 1, atol=1e-6)
         np.testing.assert_allclose(np.sort(w @ w.T)[:, -2], 0.5, atol=1e-6)  # 60 degrees to either neighbour
+
     assert ratios["imbalanced"] > ratios["balanced"] > 1.05

@@ -1,8 +1,7 @@
-"""Data by writer: FEMNIST as LEAF publishes it, and a table with a column of writers, as UniPen comes."""
+"""Data by writer: LEAF's FEMNIST and Shakespeare, and a table with a column of writers, as UniPen's."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from PIL import Image
 
 from raypfl.common.errors import ConfigError, DataError
 from raypfl.data.partitions.natural import ByColumn
-from tests.support.datasets import WRITERS, leaf, leaf_images
+from tests.support.datasets import WRITERS, encoded, leaf, leaf_images
 
 Opened = Callable[..., Any]
 
@@ -24,10 +22,14 @@ def test_femnist_is_read_by_writer(tmp_path: Path, opened: Opened):
     leaf(tmp_path / "data/all_data_0.json")
     leaf(tmp_path / "data/all_data_1.json", {"f0003_00": [5, 6, 7, 8]})
     data = opened("femnist", ByColumn(), test_fraction=0.25)
+
     assert (data.num_clients, data.input_shape, data.num_classes) == (3, (1, 28, 28), 62)
     assert [data.class_names[label] for label in (0, 10, 36, 61)] == ["0", "A", "a", "z"]
-    held = [sorted(data.labels[np.r_[data.indices(c), data.indices(c, "test")]].tolist()) for c in range(3)]
-    assert held == [[0, 10, 36, 61], [1, 1, 2], [5, 6, 7, 8]]
+
+    for client, expected in enumerate([[0, 10, 36, 61], [1, 1, 2], [5, 6, 7, 8]]):
+        indices = np.r_[data.indices(client), data.indices(client, "test")]
+        assert sorted(data.labels[indices].tolist()) == expected
+
     for pixels, label in zip(data.inputs, data.labels, strict=True):
         assert (pixels == 51).sum() == label and (pixels == 255).sum() == 784 - label
 
@@ -64,7 +66,7 @@ def test_leafs_train_and_test_folders_are_the_published_split(tmp_path: Path, op
         ),
     ],
 )
-def test_a_damaged_file_of_leafs_is_refused_with_the_writer(
+def test_a_damaged_file_of_leaf_is_refused_with_the_writer(
     tmp_path: Path, opened: Opened, changes: dict[str, Any], sentence: str
 ):
     leaf(tmp_path / "data/all_data_0.json", **changes)
@@ -72,28 +74,31 @@ def test_a_damaged_file_of_leafs_is_refused_with_the_writer(
         opened("femnist")
 
 
-def test_files_of_leafs_that_are_cut_short_or_missing_are_refused(tmp_path: Path, opened: Opened):
+def test_files_of_leaf_that_are_cut_short_or_missing_are_refused(tmp_path: Path, opened: Opened):
     with pytest.raises(ConfigError, match=r"it should hold LEAF's \.json files"):
         opened("femnist")
+
     (tmp_path / "data").mkdir()
     with pytest.raises(DataError, match=r"There is no \.json file in .* preprocess\.sh"):
         opened("femnist")
+
     leaf(tmp_path / "data/all_data_0.json")
     file = tmp_path / "data/all_data_0.json"
     file.write_bytes(file.read_bytes()[:-50])
+
     with pytest.raises(DataError, match=r"all_data_0\.json is damaged, or not JSON"):
         opened("femnist")
 
 
 def table(file: Path, labels: list[Any], writers: list[Any]) -> None:
     """Grey images in a column of structs, as UniPen's characters are published."""
-    encoded = []
+    images = []
     for number in range(len(labels)):
-        page = io.BytesIO()
-        Image.fromarray(np.full((28, 28), number, np.uint8)).save(page, "PNG")
-        encoded.append({"bytes": page.getvalue(), "path": None})
+        page = np.full((28, 28), number, np.uint8)
+        images.append({"bytes": encoded(page), "path": None})
+
     file.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.table({"image": encoded, "label": labels, "writer": writers}), file)
+    pq.write_table(pa.table({"image": images, "label": labels, "writer": writers}), file)
 
 
 def test_characters_by_writer_are_read_from_a_table(tmp_path: Path, opened: Opened):
@@ -120,22 +125,27 @@ def plays(file: Path, **roles: dict[str, list[str]]) -> None:
     leaf(file, {}, users=list(roles), user_data=roles)
 
 
-def test_shakespeare_is_read_by_role_as_the_texts_that_leafs_windows_are_cut_from(tmp_path: Path, opened: Opened):
-    said = {"ROMEO": "But, soft! what light", "JULIET": "O Romeo,\nRomeo!"}
-    plays(tmp_path / "data/train/a.json", **{name: windows(text) for name, text in said.items()})
+def test_shakespeare_is_read_by_role_as_the_texts_behind_leafs_windows(tmp_path: Path, opened: Opened):
+    lines = {"ROMEO": "But, soft! what light", "JULIET": "O Romeo,\nRomeo!"}
+    plays(tmp_path / "data/train/a.json", **{name: windows(text) for name, text in lines.items()})
     plays(tmp_path / "data/test/a.json", ROMEO=windows("It is the east,"), JULIET=windows("wherefore"))
     data = opened("shakespeare", ByColumn(), size=4)
+
     assert (data.num_clients, data.input_shape, data.num_classes) == (2, (4,), 80)
-    for client, name in enumerate(sorted(said)):
+
+    for client, name in enumerate(sorted(lines)):
         x, y = data.take(np.sort(data.indices(client)))
-        codes = [data.class_names.index(character) for character in said[name]]
+        codes = [data.class_names.index(character) for character in lines[name]]
         assert x.ravel()[: len(codes) - 1].tolist() == codes[:-1] and y[y >= 0].tolist() == codes[1:]
+
     assert [int((data.labels[data.indices(c, "test")] >= 0).sum()) for c in range(2)] == [8, 14]
 
 
-def test_windows_that_do_not_follow_each_other_are_texts_of_their_own(tmp_path: Path, opened: Opened):
-    one, other = windows("to be, or not"), windows("that is the question")
-    plays(tmp_path / "data/all.json", HAMLET={key: one[key] + other[key] for key in ("x", "y")}, OPHELIA=one)
+def test_windows_that_do_not_follow_each_other_are_separate_texts(tmp_path: Path, opened: Opened):
+    first = windows("to be, or not")
+    second = windows("that is the question")
+    both = {key: first[key] + second[key] for key in ("x", "y")}
+    plays(tmp_path / "data/all.json", HAMLET=both, OPHELIA=first)
     data = opened("shakespeare", ByColumn(), size=40, test_fraction=0.0)
     assert sorted((data.labels[data.indices(0)] >= 0).sum(1).tolist()) == [12, 19]
 

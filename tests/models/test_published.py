@@ -96,7 +96,7 @@ def hub(cache: Path, *subsets: str) -> None:
     (repository / "refs/refs/convert/parquet").write_text("0123abc")
     for subset in subsets:
         for split, labels in (("train", [0, 1, 0, 1]), ("test", [1, 0])):
-            images = [{"bytes": datasets.png(datasets.pixels(4, 4, seed=seed))} for seed in range(len(labels))]
+            images = [{"bytes": datasets.encoded(datasets.pixels(4, 4, seed=seed))} for seed in range(len(labels))]
             file = repository / "snapshots/0123abc" / subset / split / "0000.parquet"
             file.parent.mkdir(parents=True)
             pq.write_table(pa.table({"img": images, "label": labels}), file)

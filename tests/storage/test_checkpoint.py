@@ -51,16 +51,18 @@ def make_snapshot(round: int = 3) -> Snapshot:
     ]
     tables = {"rounds": RunTable(Columns({"round": "int32", "loss": "float64"}))}
     tables["rounds"].waiting.extend({"round": [1, 2, 3], "loss": [0.5, float("nan"), -0.0]})
+
     return Snapshot(round=round, server=server, states=states, tables=tables, meta={"seed": 1, "run": "digits"})
 
 
 def assert_same(a: object, b: object) -> None:
-    """Equal in type, shape and every bit."""
+    """Assert that two trees are equal in type, shape and every bit."""
     assert type(a) is type(b)
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         assert (a.dtype, a.shape) == (b.dtype, b.shape)
-        same = a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8)
-        assert torch.equal(*same)
+        bytes_of_a = a.contiguous().reshape(-1).view(torch.uint8)
+        bytes_of_b = b.contiguous().reshape(-1).view(torch.uint8)
+        assert torch.equal(bytes_of_a, bytes_of_b)
     elif isinstance(a, dict) and isinstance(b, dict):
         assert list(a) == list(b)
         for key in a:
@@ -85,9 +87,11 @@ def test_a_snapshot_comes_back_to_the_same_bits(tmp_path: Path) -> None:
     saved = make_snapshot()
     path = checkpoints.save(str(tmp_path), saved, keep=2)
     assert Path(path).parent == tmp_path
+
     loaded = load(tmp_path)
     assert loaded is not None
     assert (loaded.round, loaded.meta) == (3, saved.meta)
+
     assert_same(saved.server, loaded.server)
     rounds = checkpoints.read_table(str(tmp_path), loaded.tables["rounds"])
     assert repr(rounds.to_pydict()) == repr({"round": [1, 2, 3], "loss": [0.5, float("nan"), -0.0]})
@@ -169,13 +173,11 @@ def test_a_checkpoint_saved_after_falling_back_counts_as_the_newest(tmp_path: Pa
 
 
 FILES = ["server.safetensors", "states-00000.safetensors", "meta.json", "manifest.json"]
-
-
 DAMAGES = ["truncated", "missing", "a bit flipped"]
 
 
 def inflict(damage: str, file: Path, place: int | None = None) -> None:
-    """Damage a file; the bit that is flipped is in the middle unless a `place` is given."""
+    """Damage a file; the flipped bit is at `place`, or in the middle."""
     content = bytearray(file.read_bytes())
     if damage == "missing":
         file.unlink()
@@ -197,6 +199,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_sentence_that_names_the_file(
     inflict(damage, file, file.read_bytes().index(b'"sha256": "') + 12 if name == "manifest.json" else None)
     warnings: list[str] = []
     loaded = load(tmp_path, warnings)
+
     assert loaded is not None
     assert loaded.round == 1
     assert len(warnings) == 1
@@ -215,6 +218,7 @@ def test_a_damaged_table_costs_its_rows_and_no_checkpoint(tmp_path: Path, damage
     inflict(damage, tmp_path / "tables" / first.file)
     warnings: list[str] = []
     loaded = load(tmp_path, warnings)
+
     assert loaded is not None
     assert checkpoints.read_table(str(tmp_path), loaded.tables["rounds"]).to_pydict() == {"round": [4], "loss": [0.25]}
     assert len(warnings) == 1
@@ -229,6 +233,7 @@ def test_a_damaged_table_is_written_again_from_a_copy_if_that_has_its_rows(tmp_p
     for round in range(4, 9):
         checkpoints.save(str(tmp_path), snapshot, keep=1)
         snapshot.tables["rounds"].waiting.extend({"round": [round], "loss": [1 / round]})
+
     checkpoints.save(str(tmp_path), snapshot, keep=1)
     rows = checkpoints.read_table(str(tmp_path), snapshot.tables["rounds"])
     for part in snapshot.tables["rounds"].parts:
@@ -257,12 +262,13 @@ def test_a_checkpoint_with_an_odd_meta_file_is_skipped_with_a_sentence(tmp_path:
     (newest / "manifest.json").write_text(json.dumps(manifest))
     warnings: list[str] = []
     loaded = load(tmp_path, warnings)
+
     assert loaded is not None
     assert loaded.round == 1
     assert "its meta.json is not what raypfl writes" in warnings[0]
 
 
-def test_if_none_is_intact_the_error_says_so_for_each(tmp_path: Path) -> None:
+def test_without_an_intact_checkpoint_the_error_names_the_damage_of_each(tmp_path: Path) -> None:
     for round in (1, 2):
         (Path(checkpoints.save(str(tmp_path), make_snapshot(round), keep=2)) / "meta.json").unlink()
     with pytest.raises(CheckpointError, match=r"round-2 .*meta.json is missing.*round-1 .*meta.json is missing"):
@@ -274,13 +280,16 @@ def test_a_save_that_is_killed_leaves_the_checkpoint_before(tmp_path: Path) -> N
     killed = subprocess.run(
         [sys.executable, "-c", KILLED_IN_A_SAVE, str(tmp_path)], env={**os.environ, "PYTHONPATH": str(ROOT)}
     )
+
     assert killed.returncode == -signal.SIGKILL
     assert len(folders(tmp_path)) == 2
+
     warnings: list[str] = []
     loaded = load(tmp_path, warnings)
     assert loaded is not None
     assert loaded.round == 1
     assert "is unfinished" in warnings[0]
+
     checkpoints.save(str(tmp_path), make_snapshot(2), keep=1)
     assert folders(tmp_path) == ["000003-round-2"]
 
@@ -307,7 +316,7 @@ def test_a_run_killed_in_its_very_first_save_has_no_checkpoint(tmp_path: Path) -
     assert len(warnings) == 1
 
 
-def test_a_save_that_fails_is_a_sentence_and_costs_no_older_checkpoint(tmp_path: Path) -> None:
+def test_a_failed_save_is_reported_in_a_sentence_and_costs_no_older_checkpoint(tmp_path: Path) -> None:
     def full_disk() -> Iterator[StateShard]:
         yield StateShard(np.arange(1), {"w": np.zeros((1, 2))})
         raise OSError("No space left on device")
@@ -321,7 +330,7 @@ def test_a_save_that_fails_is_a_sentence_and_costs_no_older_checkpoint(tmp_path:
 
 
 @pytest.mark.parametrize("value", [object(), np.float32(1), {(1, 2): 3}])
-def test_a_server_state_that_cannot_be_kept_is_refused_by_its_name(tmp_path: Path, value: object) -> None:
+def test_a_server_state_that_cannot_be_stored_is_refused_by_its_name(tmp_path: Path, value: object) -> None:
     with pytest.raises(CheckpointError, match="optimizer/thing"):
         checkpoints.save(
             str(tmp_path), Snapshot(round=1, server={"optimizer": {"thing": value}}, states=[], tables={}, meta={}), 1
@@ -342,7 +351,7 @@ def test_a_location_that_cannot_be_opened_is_named(location: str) -> None:
 
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pafs.FileSystem:
-    """A file system that cannot rename, standing for an object store."""
+    """A pretended object store: a file system that cannot rename."""
     store = pafs.SubTreeFileSystem(str(tmp_path), pafs.LocalFileSystem())
     monkeypatch.setattr(filesystems, "open_location", lambda location: (store, "runs/digits"))
     return store
@@ -365,8 +374,10 @@ def test_in_an_object_store_a_checkpoint_without_manifest_was_never_finished(
     (first.with_name("000002-round-2") / "manifest.json").unlink()
     warnings: list[str] = []
     loaded = load("s3://bucket/runs/digits", warnings)
+
     assert loaded is not None
     assert loaded.round == 1
     assert "is unfinished" in warnings[0]
+
     checkpoints.save("s3://bucket/runs/digits", make_snapshot(3), keep=2)
     assert folders(first.parent) == ["000001-round-1", "000003-round-3"]

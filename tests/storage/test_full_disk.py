@@ -1,4 +1,4 @@
-"""A disk that is full loses nothing that was there, and is told in a sentence."""
+"""A full disk costs no earlier files, and is reported in a sentence."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.support.runs import experiment, same_tables
 
 
 @contextmanager
-def no_room() -> Iterator[None]:
-    """Within: no file can grow, as on a full disk."""
+def full_disk() -> Iterator[None]:
+    """A context in which no file can grow, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
     try:
@@ -34,7 +34,7 @@ def no_room() -> Iterator[None]:
 def test_a_file_that_cannot_be_written_stays_as_it_was_and_is_named(tmp_path: Path):
     file = tmp_path / "summary.json"
     files.write(file, "before")
-    with no_room(), pytest.raises(Unwritable, match=r"summary\.json cannot be written: File too large\. "):
+    with full_disk(), pytest.raises(Unwritable, match=r"summary\.json cannot be written: File too large\. "):
         files.write(file, "after")
     assert file.read_text() == "before" and list(tmp_path.iterdir()) == [file]
 
@@ -48,8 +48,8 @@ def test_a_file_that_cannot_be_written_stays_as_it_was_and_is_named(tmp_path: Pa
         (errno.EIO, "Write to another place, or try again."),
     ],
 )
-def test_only_a_full_disk_is_told_to_be_full(tmp_path: Path, monkeypatch, number: int, sentence: str):
-    def refuse(*of: Any) -> None:
+def test_only_a_full_disk_is_called_full(tmp_path: Path, monkeypatch, number: int, sentence: str):
+    def refuse(*args: Any) -> None:
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(Path, "replace", refuse)
@@ -60,7 +60,7 @@ def test_only_a_full_disk_is_told_to_be_full(tmp_path: Path, monkeypatch, number
 
 
 def test_a_disk_that_fills_up_in_a_run_is_told_once_and_the_run_goes_on_to_the_same_bits(tmp_path: Path):
-    crowded = no_room()
+    crowded = full_disk()
 
     def fill(event):
         if isinstance(event, Checkpointed):
@@ -71,26 +71,26 @@ def test_a_disk_that_fills_up_in_a_run_is_told_once_and_the_run_goes_on_to_the_s
             raypfl.run(experiment(tmp_path, tracking__mlflow=False), listeners=[fill])
     finally:
         crowded.__exit__(None, None, None)
-    first, *others = str(caught.value).splitlines()
+    first, *further = str(caught.value).splitlines()
     assert first.startswith("The checkpoint of round 4 cannot be written")
     (folder,) = (tmp_path / "runs").iterdir()
-    assert len(others) == 1 and f"raypfl resume {folder}" in others[0]
+    assert len(further) == 1 and f"raypfl resume {folder}" in further[0]
     whole = raypfl.run(experiment(tmp_path))
     resumed = raypfl.resume(folder)
     assert resumed.weights_hash == whole.weights_hash and same_tables(resumed, whole)
 
 
 class Unreachable:
-    """Stands for an object store behind a network that is down."""
+    """A pretended object store behind a network that is down."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        def call(*given: Any, **named: Any) -> None:
+        def call(*args: Any, **options: Any) -> None:
             raise OSError("AWS Error NETWORK_CONNECTION")
 
         return call
 
 
-def test_a_storage_that_cannot_be_reached_any_more_costs_no_results_that_are_there(tmp_path: Path):
+def test_a_storage_that_becomes_unreachable_costs_no_earlier_results(tmp_path: Path):
     described = experiment(tmp_path, cohort__size=1)
 
     def fail(event):
@@ -105,24 +105,25 @@ def test_a_storage_that_cannot_be_reached_any_more_costs_no_results_that_are_the
     assert second.endswith(f"The tables in {tmp_path / 'run'} lack earlier rounds until the run has been resumed.")
     failed = raypfl.Result.load(tmp_path / "run")
     assert failed.status == "failed" and failed.rounds["round"].to_pylist() == [3, 4]
-    resumed, whole = raypfl.resume(tmp_path / "run"), raypfl.run(described)
+    resumed = raypfl.resume(tmp_path / "run")
+    whole = raypfl.run(described)
     assert resumed.weights_hash == whole.weights_hash and same_tables(resumed, whole)
 
 
 @pytest.mark.parametrize("moment", [RunStarted, RunFinished])
-def test_a_disk_that_is_full_when_a_run_begins_or_ends_is_told_in_a_sentence(tmp_path: Path, moment: type):
-    crowded = no_room()
+def test_a_full_disk_at_the_start_or_the_end_of_a_run_is_reported_in_a_sentence(tmp_path: Path, moment: type):
+    crowded = full_disk()
 
     def fill(event):
         if isinstance(event, moment):
             crowded.__enter__()
 
-    def run_into_it():
+    def run_on_full_disk():
         try:
             raypfl.run(experiment(tmp_path, rounds=1), listeners=[fill], run_dir=tmp_path / "run")
         finally:
             crowded.__exit__(None, None, None)
 
     with pytest.raises(RaypflError, match=r"cannot be written"):
-        run_into_it()
+        run_on_full_disk()
     assert raypfl.resume(tmp_path / "run").status == "finished"

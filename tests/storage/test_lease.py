@@ -1,4 +1,4 @@
-"""One attempt at a time writes to a run, wherever the others are."""
+"""The lease on a run: one attempt at a time writes to it, on any machine."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ from tests.support.runs import experiment, same_tables
 
 
 class Once:
-    """A listener that does something when round 3 is done, and keeps what came of it."""
+    """A listener that calls `act` after round 3, and stores its results."""
 
     def __init__(self, act) -> None:
         self.act = act
-        self.came: list = []
+        self.results: list = []
 
     def __call__(self, event) -> None:
         if isinstance(event, RoundFinished) and event.round == 3:
-            self.came.append(self.act())
+            self.results.append(self.act())
 
 
 def files(folder: Path) -> dict[str, float]:
     return {str(file): file.stat().st_mtime_ns for file in folder.rglob("*") if file.is_file()}
 
 
-def elsewhere(**changes) -> lease._Holder:
+def holder_on_another_machine(**changes) -> lease._Holder:
     return replace(lease._Holder.in_this_process("another"), host="node7", machine="node7", process=4711, **changes)
 
 
-def take(folder: Path, holder: lease._Holder) -> None:
+def write_lease(folder: Path, holder: lease._Holder) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "lease.json").write_text(json.dumps(asdict(holder)))
 
 
-def test_a_second_attempt_at_a_run_is_told_who_runs_it_and_the_first_is_not_disturbed(tmp_path: Path):
+def test_a_second_attempt_at_a_run_is_refused_and_does_not_disturb_the_first(tmp_path: Path):
     def again():
         with pytest.raises(CheckpointError, match=r"already running as process \d+ on \S+ since \d{4}-.*stop it there"):
             raypfl.resume(tmp_path / "run")
@@ -53,24 +53,24 @@ def test_a_second_attempt_at_a_run_is_told_who_runs_it_and_the_first_is_not_dist
     second = Once(again)
     whole = raypfl.run(experiment(tmp_path))
     first = raypfl.run(experiment(tmp_path), listeners=[second], run_dir=tmp_path / "run")
-    assert len(second.came) == 1
+    assert len(second.results) == 1
     assert first.weights_hash == whole.weights_hash and same_tables(first, whole)
     assert not (tmp_path / "run" / "checkpoints" / "lease.json").exists()
 
 
 def test_an_attempt_that_was_taken_for_dead_writes_nothing_more(tmp_path: Path):
     def taken_over():
-        take(tmp_path / "run" / "checkpoints", elsewhere())
+        write_lease(tmp_path / "run" / "checkpoints", holder_on_another_machine())
         return files(tmp_path / "run")
 
     other = Once(taken_over)
     with pytest.raises(RaypflError, match="process 4711 on node7 has taken it over") as caught:
         raypfl.run(experiment(tmp_path), listeners=[other], run_dir=tmp_path / "run")
     assert len(str(caught.value).splitlines()) == 1
-    assert files(tmp_path / "run") == other.came[0]
+    assert files(tmp_path / "run") == other.results[0]
 
 
-def test_a_run_that_has_ended_elsewhere_is_not_written_to_either(tmp_path: Path):
+def test_a_run_that_has_ended_elsewhere_is_not_written_to(tmp_path: Path):
     gone = Once(lambda: (tmp_path / "run" / "checkpoints" / "lease.json").unlink())
     with pytest.raises(RaypflError, match="another process has taken it over"):
         raypfl.run(experiment(tmp_path), listeners=[gone], run_dir=tmp_path / "run")
@@ -78,27 +78,30 @@ def test_a_run_that_has_ended_elsewhere_is_not_written_to_either(tmp_path: Path)
 
 @pytest.fixture(params=["a folder", "an object store"])
 def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
-    """Where a process of another machine holds the lease."""
+    """A location whose lease a process of another machine holds."""
     if request.param == "an object store":
         store = pafs.SubTreeFileSystem(str(tmp_path), pafs.LocalFileSystem())
         monkeypatch.setattr(filesystems, "open_location", lambda location: (store, "run"))
-    take(tmp_path / "run", elsewhere())
+    write_lease(tmp_path / "run", holder_on_another_machine())
     return str(tmp_path / "run")
 
 
-def test_who_is_silent_elsewhere_is_taken_for_dead_and_then_refused(place, monkeypatch):
+def test_a_silent_holder_elsewhere_is_taken_for_dead_and_then_refused(place, monkeypatch):
     monkeypatch.setattr(lease, "PATIENCE", 0.01)
     monkeypatch.setattr(lease, "_POLL", 0.001)
-    told: list[str] = []
-    with lease.hold_lease(place, "mine", told.append):
+    messages: list[str] = []
+    with lease.hold_lease(place, "mine", messages.append):
         lease.refuse_unless_held(place, "mine")
         with pytest.raises(CheckpointError, match="taken it over"):
             lease.refuse_unless_held(place, "another")
-    assert len(told) == 1 and "process 4711 on node7" in told[0]
+
+    assert len(messages) == 1 and "process 4711 on node7" in messages[0]
 
 
-def test_who_gives_signs_of_life_elsewhere_is_left_alone(place, monkeypatch, tmp_path):
-    monkeypatch.setattr(lease.time, "sleep", lambda seconds: take(tmp_path / "run", elsewhere(beat=1)))
+def test_a_holder_elsewhere_with_signs_of_life_keeps_the_lease(place, monkeypatch, tmp_path):
+    monkeypatch.setattr(
+        lease.time, "sleep", lambda seconds: write_lease(tmp_path / "run", holder_on_another_machine(beat=1))
+    )
     with (
         pytest.raises(CheckpointError, match="already running as process 4711 on node7"),
         lease.hold_lease(place, "mine", lambda text: None),
@@ -111,51 +114,53 @@ def test_a_location_that_is_slow_to_write_to_is_no_sign_of_death_and_changes_no_
     for name, seconds in {"BEAT": 0.02, "PATIENCE": 0.5, "_POLL": 0.01}.items():
         monkeypatch.setattr(lease, name, seconds)
     monkeypatch.setattr(lease._Holder, "is_alive", None)  # as seen from another machine
-    save, met = checkpoints.save, []
+    save = checkpoints.save
+    refused_at = []
 
-    def slowly(location: str, *given):
+    def save_slowly(location: str, *args):
         def look():
             with pytest.raises(CheckpointError, match="already running"), lease.hold_lease(location, "another", print):
                 pytest.fail("two attempts at a time")
-            met.append(location)
+            refused_at.append(location)
 
         watcher = threading.Thread(target=look)
         watcher.start()
         watcher.join()  # as long as the write takes
-        return save(location, *given)
+        return save(location, *args)
 
     whole = raypfl.run(experiment(tmp_path))
-    monkeypatch.setattr(checkpoints, "save", slowly)
+    monkeypatch.setattr(checkpoints, "save", save_slowly)
     assert raypfl.run(experiment(tmp_path)).weights_hash == whole.weights_hash
-    assert len(met) == 3
+    assert len(refused_at) == 3
 
 
-def test_signs_of_life_are_given_until_the_lease_is_lost(tmp_path, monkeypatch):
+def test_signs_of_life_end_when_the_lease_is_lost(tmp_path, monkeypatch):
     monkeypatch.setattr(lease, "BEAT", 0.001)
     location = tmp_path / "run"
     with lease.hold_lease(str(location), "mine", pytest.fail):
         while json.loads((location / "lease.json").read_text())["beat"] < 3:
             pass
         while any(thread.name == "raypfl-lease" for thread in threading.enumerate()):  # a beat may be on its way
-            take(location, elsewhere())
+            write_lease(location, holder_on_another_machine())
             time.sleep(0.01)
-    assert json.loads((location / "lease.json").read_text()) == asdict(elsewhere())
+
+    assert json.loads((location / "lease.json").read_text()) == asdict(holder_on_another_machine())
 
 
-def test_a_process_of_this_machine_that_is_gone_is_known_by_more_than_its_number():
+def test_a_dead_process_of_this_machine_is_recognised_although_its_number_is_reused():
     me = lease._Holder.in_this_process("mine")
     parent = replace(me, process=lease.os.getppid(), born=lease._start_time(lease.os.getppid()))
     assert me.is_alive is False  # this process does not hold that
     assert parent.is_alive is True
     assert replace(parent, born="1").is_alive is False
-    assert elsewhere().is_alive is None
+    assert holder_on_another_machine().is_alive is None
 
 
-def test_a_process_that_has_ended_holds_nothing_though_nobody_has_waited_for_it(tmp_path: Path):
+def test_an_ended_process_holds_no_lease_even_as_a_zombie(tmp_path: Path):
     child = subprocess.Popen([sys.executable, "-c", ""])
-    held = replace(lease._Holder.in_this_process("mine"), process=child.pid, born=lease._start_time(child.pid))
-    take(tmp_path, held)
-    assert held.is_alive is True
+    holder = replace(lease._Holder.in_this_process("mine"), process=child.pid, born=lease._start_time(child.pid))
+    write_lease(tmp_path, holder)
+    assert holder.is_alive is True
     lease.wait_until_free(str(tmp_path), seconds=60)
-    assert held.is_alive is False and child.returncode is None
+    assert holder.is_alive is False and child.returncode is None
     child.wait()

@@ -1,4 +1,4 @@
-"""Where states are kept: no more than is needed, and nothing that counts before it should."""
+"""The storage of clients' states: bounded memory, and nothing that counts before its round is done."""
 
 from __future__ import annotations
 
@@ -31,19 +31,24 @@ def stack_of(clients: tuple[int, ...], round: int) -> Stack:
 
 @given(ROUNDS)
 def test_every_client_has_its_newest_state_and_no_stack_outlives_its_rows(rounds):
-    table, newest = StateTable(), {}
+    table = StateTable()
+    newest = {}
     for number, groups in enumerate(rounds):
         for group in groups:
             clients = tuple(sorted(group))
             table.stage(clients, stack_of(clients, number))
             newest |= dict.fromkeys(clients, number)
         table.commit()
-    found = {}
-    for one in table.stacks():
-        assert one.live == len(table.live_names(one)) > 0
-        found |= {one.clients[k]: one.handle.state_of(k)["w"].tolist() for k in table.live_names(one)}
-    assert found == {client: [client, number] for client, number in newest.items()}
+
+    states = {}
+    for stack in table.stacks():
+        assert stack.live == len(table.live_names(stack)) > 0
+        for k in table.live_names(stack):
+            states[stack.clients[k]] = stack.handle.state_of(k)["w"].tolist()
+
+    assert states == {client: [client, number] for client, number in newest.items()}
     assert len(table) == len(newest)
+
     for client, number in newest.items():
         (ref,) = table.refs(client)
         assert ref.stack.state_of(ref.slot)["w"].tolist() == [client, number]
@@ -54,7 +59,7 @@ def test_a_stack_is_written_as_shards_of_clients_that_keep_the_same_names():
     before = [{"a": np.ones(2)}, {}, {"a": np.zeros(2)}]
     table.stage((5, 7, 8), Stack.updated(before, {"b": np.arange(3)}))
     table.commit()
-    shards = {tuple(s.tensors): s for s in table.shards(lambda stack: stack)}
+    shards = {tuple(shard.tensors): shard for shard in table.shards(lambda stack: stack)}
     assert shards["a", "b"].clients.tolist() == [5, 8] and shards["a", "b"].tensors["b"].tolist() == [0, 2]
     assert shards["b",].clients.tolist() == [7] and shards["b",].tensors["b"].tolist() == [1]
 
@@ -62,33 +67,36 @@ def test_a_stack_is_written_as_shards_of_clients_that_keep_the_same_names():
 def test_a_client_alone_has_the_same_state_without_a_copy():
     stack = Stack.updated([{"a": np.ones(2)}, {}], {"b": np.arange(6).reshape(2, 3)})
     for k in range(2):
-        own = stack.single(k)
-        assert own.state_of(0).keys() == stack.state_of(k).keys()
-        for name, row in own.state_of(0).items():
+        single = stack.single(k)
+        assert single.state_of(0).keys() == stack.state_of(k).keys()
+        for name, row in single.state_of(0).items():
             assert np.array_equal(row, stack.state_of(k)[name]) and np.shares_memory(row, stack.rows[name])
 
 
-def visits(clients):
+def counts_rounds(clients):
     clients.state["rounds"] = clients.state.get("rounds", default=torch.zeros(1)) + 1
 
 
 @pytest.mark.parametrize("executor", ["vectorised", "sequential"])
 def test_stacks_that_few_rows_keep_alive_are_rewritten_and_nobodys_state_changes(executor):
-    fed = Federation(sizes=(3,) * 60, method=Probe(answer=visits), group_size=4, executor=executor)
-    draws, counts = np.random.default_rng(0), np.zeros(60)
+    fed = Federation(sizes=(3,) * 60, method=Probe(answer=counts_rounds), group_size=4, executor=executor)
+    draws = np.random.default_rng(0)
+    counts = np.zeros(60)
+
     for round in range(80):
         cohort = np.sort(draws.choice(60, 12, replace=False))
         fed.runner.compact_states(round)
-        held = sum(len(one.clients) for one in fed.states.stacks())
-        assert held <= 1.6 * len(fed.states)  # three to four times as many, if nothing is rewritten
+        rows = sum(len(stack.clients) for stack in fed.states.stacks())
+        assert rows <= 1.6 * len(fed.states)  # without rewriting, three to four times as many
         fed.cohort(cohort.tolist()).run(fed.method.reply)
         fed.states.commit()
         counts[cohort] += 1
+
     assert [float(fed.state_of(c)["rounds"][0]) for c in range(60)] == counts.tolist()
 
 
 class StopsHalfway(Inline):
-    """Is asked to stop when one group is done."""
+    """A backend that is stopped after one group."""
 
     def run(self, call, groups):
         yield from super().run(call, groups[:1])
@@ -96,16 +104,20 @@ class StopsHalfway(Inline):
 
 
 def test_a_rewrite_that_is_stopped_halfway_changes_nothing():
-    fed = Federation(sizes=(3,) * 24, method=Probe(answer=visits), group_size=4)
+    fed = Federation(sizes=(3,) * 24, method=Probe(answer=counts_rounds), group_size=4)
     for cohort in (range(24), range(0, 24, 2)):
         fed.cohort(cohort).run(fed.method.reply)
         fed.states.commit()
+
     assert len(fed.states.clients_to_rewrite()) > 1
+
     before = {c: fed.state_of(c)["rounds"] for c in range(24)}
     stacks = fed.states.stacks()
     fed.runner.backend = StopsHalfway(fed.runner.backend._worker)
+
     with pytest.raises(Stopped):
         fed.runner.compact_states(3)
+
     fed.states.commit()  # as the next round does
     assert fed.states.stacks() == stacks and all(fed.state_of(c)["rounds"] == before[c] for c in before)
 
@@ -117,7 +129,9 @@ def test_a_state_is_read_with_one_copy_whatever_the_default():
     clients = fed.clients(states=[state, {}, state])
     default = clients.initial[:4] * 0 + 9
     rows = clients.state.get("w", default=default)
+
     assert rows.dtype == default.dtype and rows.tolist() == [[0, 1, 2, 3], [9] * 4, [0, 1, 2, 3]]
+
     rows += 1
     assert state["w"].tolist() == [0, 1, 2, 3]
     with pytest.raises(KeyError, match="Some clients of the group have no 'w' yet"):
@@ -125,14 +139,20 @@ def test_a_state_is_read_with_one_copy_whatever_the_default():
 
 
 def saved(table: StateTable, location: Path, round: int) -> Path:
-    unchanged = [(file, held) for file, held in table.reusable_files() if checkpoints.has_file(str(location), file)]
-    shards = table.shards(lambda stack: stack, without={stack for _, held in unchanged for stack in held})
+    unchanged = [(file, stacks) for file, stacks in table.reusable_files() if checkpoints.has_file(str(location), file)]
+    reused = set()
+    for _, stacks in unchanged:
+        reused |= set(stacks)
+
+    shards = table.shards(lambda stack: stack, without=reused)
     return Path(checkpoints.save(str(location), Snapshot(round, {}, shards, {}, {}, unchanged), keep=2))
 
 
 def restored(location: Path) -> StateTable:
-    table, loaded = StateTable(), checkpoints.load(str(location), lambda text: None)
+    loaded = checkpoints.load(str(location), lambda text: None)
     assert loaded is not None
+
+    table = StateTable()
     for shard in loaded.states:
         table.stage(shard.clients.tolist(), shard.stack(), shard=shard)
     table.commit()
@@ -140,9 +160,12 @@ def restored(location: Path) -> StateTable:
 
 
 def contents(table: StateTable) -> dict[int, list[int]]:
-    return {
-        one.clients[k]: one.handle.state_of(k)["w"].tolist() for one in table.stacks() for k in table.live_names(one)
-    }
+    """What each client has under ``w``."""
+    states = {}
+    for stack in table.stacks():
+        for k in table.live_names(stack):
+            states[stack.clients[k]] = stack.handle.state_of(k)["w"].tolist()
+    return states
 
 
 def inodes(folder: Path) -> list[int]:
@@ -154,18 +177,20 @@ def test_a_checkpoint_writes_only_what_has_changed_since_the_one_before(tmp_path
     table = StateTable()
     for first in (0, 10, 20):
         table.stage(tuple(range(first, first + 10)), stack_of(tuple(range(first, first + 10)), 1))
+
     table.commit()
     before = inodes(saved(table, tmp_path, 1))
     table.stage((3, 21), stack_of((3, 21), 2))
     table.stage((10, 11, 12, 13), stack_of((10, 11, 12, 13), 2))
     table.commit()
     after = inodes(saved(table, tmp_path, 2))
+
     assert after[:2] == [before[0], before[2]] and not set(after[2:]) & set(before)
     assert contents(restored(tmp_path)) == contents(table)
 
 
 @pytest.mark.parametrize("harm", ["truncated", "deleted"])
-def test_a_file_that_is_no_longer_what_it_was_is_written_anew(tmp_path, harm):
+def test_a_damaged_file_of_states_is_written_again(tmp_path, harm):
     table = StateTable()
     table.stage((1, 2), stack_of((1, 2), 1))
     table.commit()
@@ -175,6 +200,7 @@ def test_a_file_that_is_no_longer_what_it_was_is_written_anew(tmp_path, harm):
     else:
         file.write_bytes(file.read_bytes()[:-3])
     saved(table, tmp_path, 2)
+
     assert contents(restored(tmp_path)) == {1: [1, 1], 2: [2, 1]}
 
 
@@ -184,11 +210,13 @@ def test_whatever_changed_between_checkpoints_the_newest_states_come_back(rounds
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(writing, "FILE_SIZE", 100)
         patch.setattr(files, "sync", lambda path: None)
+
         table = StateTable()
         for number, groups in enumerate(rounds):
             for group in groups:
                 table.stage(sorted(group), stack_of(tuple(sorted(group)), number))
             table.commit()
+
             if data.draw(st.booleans()):
                 saved(table, Path(folder), number)
             if data.draw(st.booleans()) and list(Path(folder).iterdir()):
@@ -198,23 +226,24 @@ def test_whatever_changed_between_checkpoints_the_newest_states_come_back(rounds
                 assert contents(table) == expected
 
 
-def test_a_default_may_be_made_for_new_clients_alone():
-    fed, asked = Federation(), []
+def test_a_default_is_computed_for_new_clients_only():
+    fed = Federation()
+    requests = []
     clients = fed.clients(states=[{"w": np.array([1.0, 2.0])}, {}, {"w": np.array([3.0, 4.0])}, {}])
 
-    def made(new):
-        asked.append(new.tolist())
+    def make_default(new):
+        requests.append(new.tolist())
         return torch.stack([torch.full((2,), float(k)) for k in new])
 
-    rows = clients.state.get("w", default=made)
-    assert asked == [[1, 3]] and rows.tolist() == [[1, 2], [1, 1], [3, 4], [3, 3]]
-    assert clients.state.get("v", default=made).tolist() == [[0, 0], [1, 1], [2, 2], [3, 3]]
+    rows = clients.state.get("w", default=make_default)
+    assert requests == [[1, 3]] and rows.tolist() == [[1, 2], [1, 1], [3, 4], [3, 3]]
+    assert clients.state.get("v", default=make_default).tolist() == [[0, 0], [1, 1], [2, 2], [3, 3]]
     each = per_client(torch.arange(8.0).reshape(4, 2))
     assert clients.state.get("w", default=each).tolist() == [[1, 2], [2, 3], [3, 4], [6, 7]]
     with pytest.raises(KeyError, match=r"Some clients of the group have no 'w' yet; .* default\(new\)"):
         clients.state.get("w")
     clients = fed.clients(states=[{"w": np.array([1.0, 2.0])}] * 4)
-    assert clients.state.get("w", default=made).tolist() == [[1, 2]] * 4 and len(asked) == 2
+    assert clients.state.get("w", default=make_default).tolist() == [[1, 2]] * 4 and len(requests) == 2
 
 
 # ------------------------------------------------------------------------------------------ states of several names
@@ -233,33 +262,42 @@ def changes_one_name(clients, what, value):
         clients.state[what] = torch.tensor([[client, value] for client in clients.ids]).repeat(1, 1 + ord(what) % 3)
 
 
-def everything(fed: Federation) -> dict[int, dict[str, list[int]]]:
+def all_states(fed: Federation) -> dict[int, dict[str, list[int]]]:
     return {client: {name: row.tolist() for name, row in fed.state_of(client).items()} for client in range(6)}
 
 
 @settings(max_examples=25)
 @given(CHANGES, st.data())
-def test_whatever_names_are_set_or_deleted_states_are_what_clients_were_left_with(changes, data):
+def test_states_hold_exactly_the_names_that_clients_have_set_and_not_deleted(changes, data):
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(writing, "FILE_SIZE", 100)
         patch.setattr(files, "sync", lambda path: None)
-        fed, expected = Federation(sizes=(3,) * 6, method=Probe(answer=changes_one_name), group_size=2), {}
+        fed = Federation(sizes=(3,) * 6, method=Probe(answer=changes_one_name), group_size=2)
+        expected = {}
+
         for value, (what, cohort) in enumerate(changes):
             fed.runner.compact_states(value)
             fed.cohort(sorted(cohort)).run(fed.method.reply, what=what, value=value)
             fed.states.commit()
+
             for client in cohort:
-                mine = expected.setdefault(client, {})
+                state = expected.setdefault(client, {})
                 if what.startswith("delete"):
-                    for name in [name for name in mine if what in ("delete all", f"delete {name}")]:
-                        del mine[name]
+                    for name in [name for name in state if what in ("delete all", f"delete {name}")]:
+                        del state[name]
                 else:
-                    mine[what] = [client, value] * (1 + ord(what) % 3)
-            assert everything(fed) == {client: expected.get(client, {}) for client in range(6)}
-            for one in fed.states.stacks():
-                live = fed.states.live_names(one)
-                assert one.live == len(live) > 0
-                assert one.live_bytes == sum(one.sizes[k][name] for k, names in live.items() for name in names)
+                    state[what] = [client, value] * (1 + ord(what) % 3)
+
+            assert all_states(fed) == {client: expected.get(client, {}) for client in range(6)}
+            for stack in fed.states.stacks():
+                live = fed.states.live_names(stack)
+                assert stack.live == len(live) > 0
+
+                live_bytes = 0
+                for k, names in live.items():
+                    live_bytes += sum(stack.sizes[k][name] for name in names)
+                assert stack.live_bytes == live_bytes
+
             if data.draw(st.booleans()):
                 saved(fed.states, Path(folder), value)
             if data.draw(st.booleans()):
@@ -270,10 +308,10 @@ def test_whatever_names_are_set_or_deleted_states_are_what_clients_were_left_wit
                     stored = {name: row.tolist() for name, row in loaded.state_of(client).items()}
                     assert stored == expected.get(client, {})
                 fed.states = fed.runner.states = restored(Path(folder))
-                assert everything(fed) == {client: expected.get(client, {}) for client in range(6)}
+                assert all_states(fed) == {client: expected.get(client, {}) for client in range(6)}
 
 
-def test_what_a_client_does_not_set_is_not_written_again():
+def test_names_that_a_client_does_not_set_are_not_copied():
     def answer(clients, name, width):
         clients.state[name] = torch.zeros(len(clients), width)
 
@@ -286,10 +324,10 @@ def test_what_a_client_does_not_set_is_not_written_again():
         fed.cohort().run(fed.method.reply, name="small", width=1)
         fed.states.commit()
         assert all(np.shares_memory(fed.state_of(client)["large"], large[client]) for client in range(4))
-    assert [one.bytes for one in fed.states.stacks()] == [2 * 4000] * 2 + [2 * 4] * 2
+    assert [stack.bytes for stack in fed.states.stacks()] == [2 * 4000] * 2 + [2 * 4] * 2
 
 
-def test_of_states_of_which_one_name_changes_a_checkpoint_writes_that_one(tmp_path, monkeypatch):
+def test_a_checkpoint_writes_only_the_names_that_have_changed(tmp_path, monkeypatch):
     monkeypatch.setattr(writing, "FILE_SIZE", 1)
     table = StateTable()
     table.stage((1, 2), Stack.updated([{}, {}], {"constant": np.zeros((2, 1000)), "moving": np.zeros((2, 1))}))
@@ -299,14 +337,16 @@ def test_of_states_of_which_one_name_changes_a_checkpoint_writes_that_one(tmp_pa
     table.stage((1, 2), new, contents=new.contents(2, complete=False))
     table.commit()
     path = saved(table, tmp_path, 2)
+
     assert inodes(path)[0] == before and len(inodes(path)) == 2
     assert (path / "states-00001.safetensors").stat().st_size < 1000
+
     for client in (1, 2):
         state = merged(ref.stack.state_of(ref.slot) for ref in restored(tmp_path).refs(client))
         assert state["constant"].shape == (1000,) and state["moving"].tolist() == [1]
 
 
-def test_memory_is_bounded_where_one_large_name_changes_and_a_small_one_does_not():
+def test_memory_is_bounded_if_a_large_name_changes_and_a_small_one_does_not():
     def answer(clients, round):
         if round == 0:
             clients.state["small"] = torch.zeros(len(clients), 1)
@@ -316,8 +356,11 @@ def test_memory_is_bounded_where_one_large_name_changes_and_a_small_one_does_not
     draws = np.random.default_rng(0)
     for round in range(30):
         fed.runner.compact_states(round)
-        fed.cohort(np.sort(draws.choice(12, 12 if round == 0 else 5, replace=False))).run(fed.method.reply, round=round)
+        cohort = np.sort(draws.choice(12, 12 if round == 0 else 5, replace=False))
+        fed.cohort(cohort).run(fed.method.reply, round=round)
         fed.states.commit()
-        held = sum(rows.nbytes for one in fed.states.stacks() for rows in one.handle.rows.values())
-        assert held <= 2.2 * 12 * 404  # what a round replaces is rewritten before the next
+        bytes_of_states = 0
+        for stack in fed.states.stacks():
+            bytes_of_states += sum(rows.nbytes for rows in stack.handle.rows.values())
+        assert bytes_of_states <= 2.2 * 12 * 404  # what a round replaces is rewritten before the next
     assert all(set(fed.state_of(client)) == {"small", "large"} for client in range(12))

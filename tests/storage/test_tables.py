@@ -1,4 +1,4 @@
-"""A run's tables grow by what is new: in memory a few bytes a value, in files by the rows since the last checkpoint."""
+"""A run's tables: a few bytes a value in memory, and files that hold the rows since the last checkpoint."""
 
 from __future__ import annotations
 
@@ -33,25 +33,27 @@ def rows(first: int, count: int) -> dict[str, list]:
     }
 
 
-def grown(folder: Path, steps: list[int]) -> RunTable:
-    """A table with as many rows as each step says, written after each."""
+def grown(folder: Path, counts: list[int]) -> RunTable:
+    """A table to which each of these numbers of rows was added and written."""
     table = RunTable(Columns(KINDS))
-    for step in steps:
-        table.waiting.extend(rows(sum(p.rows for p in table.parts), step))
+    for count in counts:
+        table.waiting.extend(rows(sum(part.rows for part in table.parts), count))
         table.flush(FILES, str(folder), "rounds")
     return table
 
 
 @given(st.lists(st.integers(0, 6), max_size=4), st.integers(0, 12))
-def test_rows_come_back_as_they_went_in_and_can_be_cut(steps, kept):
+def test_rows_come_back_as_they_went_in_and_can_be_cut(steps, length):
     columns = Columns(KINDS)
     for step in steps:
         columns.extend(rows(len(columns), step))
-    columns.cut(kept)
+
+    columns.cut(length)
     columns.append(round=7, bytes=-1, loss=float("inf"), name="x", cohort=np.array([5, 6]))
-    expected = {name: values[:kept] for name, values in rows(0, sum(steps)).items()}
+    expected = {name: values[:length] for name, values in rows(0, sum(steps)).items()}
     for name, value in (("round", 7), ("bytes", -1), ("loss", float("inf")), ("name", "x"), ("cohort", [5, 6])):
         expected[name].append(value)
+
     assert to_arrow(columns).to_pydict() == expected and len(columns) == len(expected["round"])
 
 
@@ -70,28 +72,32 @@ def test_a_row_takes_a_few_bytes():
         columns = Columns(KINDS)
         for n in range(5000):
             columns.extend(rows(n, 1))
-        held, _ = tracemalloc.get_traced_memory()
+        bytes_used, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert len(columns) == 5000 and held / 5000 < 60
+
+    assert len(columns) == 5000 and bytes_used / 5000 < 60
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=8))
-def test_a_table_in_files_is_the_table_whatever_was_merged(tmp_path_factory, steps):
+def test_a_table_in_files_has_the_same_rows_whatever_was_merged(tmp_path_factory, steps):
     folder = tmp_path_factory.mktemp("tables")
     table = grown(folder, steps)
     assert table.load(FILES, str(folder)).to_pydict() == rows(0, sum(steps)) and not len(table.waiting)
 
 
 def test_a_checkpoint_writes_what_is_new_and_files_stay_few(tmp_path):
-    table, known, written = RunTable(Columns(KINDS)), set(), []
+    table = RunTable(Columns(KINDS))
+    known_files = set()
+    written_rows = []
     for step in range(100):
         table.waiting.extend(rows(3 * step, 3))
         table.flush(FILES, str(tmp_path), "rounds")
-        written += [part.rows for part in table.parts if part.file not in known]
-        known |= {part.file for part in table.parts}
+        written_rows += [part.rows for part in table.parts if part.file not in known_files]
+        known_files |= {part.file for part in table.parts}
+
     assert len(table.parts) <= 7  # binary digits of 100
-    assert sum(written) <= 300 * 7 and written.count(3) == 50
+    assert sum(written_rows) <= 300 * 7 and written_rows.count(3) == 50
 
 
 def test_files_that_are_full_are_not_merged_any_more(tmp_path, monkeypatch):
@@ -99,7 +105,7 @@ def test_files_that_are_full_are_not_merged_any_more(tmp_path, monkeypatch):
     assert [part.rows for part in grown(tmp_path, [3] * 7).parts] == [6, 6, 6, 3]
 
 
-def test_a_table_whose_file_was_changed_is_refused_and_what_waits_is_kept(tmp_path):
+def test_a_table_whose_file_has_changed_is_refused_and_waiting_rows_stay(tmp_path):
     table = grown(tmp_path, [3])
     file = tmp_path / table.parts[0].file
     file.write_bytes(file.read_bytes()[:-1])
@@ -122,5 +128,6 @@ def test_tables_are_written_and_read_without_pandas_which_takes_seconds_to_impor
         "assert 'pandas' not in sys.modules\n"
     )
     command = [sys.executable, "-c", program, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+    assert process.returncode == 0, process.stderr

@@ -22,10 +22,10 @@ def pixels(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
 
 
-def png(image: np.ndarray) -> bytes:
-    """Encode an image ``uint8[H, W]`` or ``uint8[H, W, 3]`` without loss."""
+def encoded(image: np.ndarray, form: str = "PNG") -> bytes:
+    """Encode an image ``uint8[H, W]`` or ``uint8[H, W, 3]`` as the bytes of a file."""
     stream = io.BytesIO()
-    Image.fromarray(image).save(stream, "PNG")
+    Image.fromarray(image).save(stream, form)
     return stream.getvalue()
 
 
