@@ -37,7 +37,7 @@ class AnalysedRound(Log):
         round, both are the initial one.
     task, method, training : the run's task, method and training settings.
     cohort_size : the number of clients drawn for a round.
-    folder : the analysis's folder in the run's folder. Write files that later rounds need here, under names of rounds.
+    folder : the analysis's folder in the run's folder. Write files that later rounds need here, named by round.
     """
 
     def __init__(
@@ -47,9 +47,9 @@ class AnalysedRound(Log):
         models: tuple[Tensor | None, Tensor | None],
         run: AnalysedRun,
         folder: Path,
-        known: Mapping[str, Mapping[str, str]],
+        earlier_kinds: Mapping[str, Mapping[str, str]],
     ):
-        super().__init__(known)
+        super().__init__(earlier_kinds)
         self.round = round
         self.clients = clients
         self.before, self.after = models
@@ -92,7 +92,7 @@ class AnalysedRun:
     pools: Pools
 
 
-def _refused(analysis: Analysis, name: str, value: Any) -> None:
+def _refuse_assignment(analysis: Analysis, name: str, value: Any) -> None:
     raise MethodError(
         f"{type(analysis).__name__}.{name} cannot be set: an analysis keeps nothing between calls, so that runs can be "
         "resumed. Return arrays from before_step, or write a file in the folder of the round."
@@ -114,7 +114,7 @@ class Analysis(Component):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.__setattr__ = _refused  # type: ignore[method-assign,assignment]
+        cls.__setattr__ = _refuse_assignment  # type: ignore[method-assign,assignment]
 
     def __post_init__(self) -> None:
         if self.every < 0:

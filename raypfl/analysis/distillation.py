@@ -63,8 +63,9 @@ class Distillation(Analysis):
         labels = self.batch(view.pool(self.labelled)).y
         if labels.dim() > 1 or labels.is_floating_point() or bool((labels < 0).any()):
             raise ConfigError(
-                f"analyses.distillation needs classes of the clients' for the pool {self.labelled!r}. Name another "
-                "pool as its option labelled, such as a share of the training samples: data.pools={validation: 0.1}."
+                f"analyses.distillation needs a pool whose labels are the clients' classes, and {self.labelled!r} has "
+                "none. Name another pool in its option labelled, such as a share of the training samples: "
+                "data.pools={validation: 0.1}."
             )
 
     def after_training(self, step: LocalStep) -> dict[str, Any]:
@@ -79,11 +80,13 @@ class Distillation(Analysis):
         if view.after is None or not all(steps):
             return
 
+        # Probabilities of the global model, g, and the ensemble's, h; see the class.
         with model.mode(train=False):
             global_on_pool = self.logits(model, view.after, view.pool(self.pool)).softmax(1)
             g = self.logits(model, view.after, view.pool(self.labelled)).softmax(1)
-        logits_on_pool = _stack([of_client[-1].arrays["pool"] for of_client in steps], model.device)
-        h = _stack([of_client[-1].arrays["labelled"] for of_client in steps], model.device).softmax(2).mean(0)
+        logits_on_pool = _stack([observations[-1].arrays["pool"] for observations in steps], model.device)
+        logits = _stack([observations[-1].arrays["labelled"] for observations in steps], model.device)
+        h = logits.softmax(2).mean(0)
         y = self.batch(view.pool(self.labelled)).y
 
         bound = ErrorBound.of(g, h, y)
@@ -97,8 +100,8 @@ class Distillation(Analysis):
         )
 
         # A method with personal models trains twice in a round, the personal model first.
-        if all(len(of_client) > 1 for of_client in steps):
-            logits = _stack([of_client[0].arrays["labelled"] for of_client in steps], model.device)
+        if all(len(observations) > 1 for observations in steps):
+            logits = _stack([observations[0].arrays["labelled"] for observations in steps], model.device)
             personal = [ErrorBound.of(p, g, y) for p in logits.softmax(2)]
             violations += sum(bound.violations for bound in personal)
             columns = {

@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from raypfl.analysis.base import ANALYSES, AnalysedRound, Analysis, LocalStep, picture
+from raypfl.analysis.theory.diagnosis import Diagnosis, diagnose
 from raypfl.analysis.theory.flntk import TheoremSetting, generalization, posterior_bound, theory_report
 from raypfl.analysis.theory.kernels import Spectrum, asymmetry, gram, infinite_width, positive
-from raypfl.analysis.theory.limits import Diagnosis, diagnose
-from raypfl.analysis.theory.scaling import Scaling, around
+from raypfl.analysis.theory.scaling import Scaling, numbers_around
 from raypfl.analysis.theory.two_layer import Round, Terms, TwoLayer
 from raypfl.common.errors import ConfigError
 from raypfl.common.files import write
@@ -176,8 +176,8 @@ class FLNTK(Analysis):
         from raypfl.analysis.flntk_picture import draw_scaling  # Matplotlib is slow to import
 
         setting = problem.setting(self.delta)
-        clients = around(setting.clients, most=len(problem.y))
-        steps = around(setting.steps, most=4 * setting.steps)
+        clients = numbers_around(setting.clients, most=len(problem.y))
+        steps = numbers_around(setting.steps, most=4 * setting.steps)
         scaling = Scaling.of(setting, initial["finite"], initial["error"], self.share, clients, steps)
         return draw_scaling(scaling, self.share, setting.clients, setting.steps, observed)
 

@@ -146,8 +146,8 @@ class NTK(Analysis):
 
 def _sketched(steps: Iterable[Sequence[Observation]]) -> tuple[Tensor, Tensor]:
     """Return the kernels before the first and the last local step, of sketched gradients."""
-    first = np.concatenate([of_client[0].arrays["gradients"] for of_client in steps])
-    last = np.concatenate([of_client[-1].arrays["gradients"] for of_client in steps])
+    first = np.concatenate([observations[0].arrays["gradients"] for observations in steps])
+    last = np.concatenate([observations[-1].arrays["gradients"] for observations in steps])
     start = torch.from_numpy(first)
     return start @ start.T, start @ torch.from_numpy(last).T
 
@@ -163,8 +163,8 @@ def _exact(steps: Mapping[int, Sequence[Observation]], sizes: np.ndarray) -> tup
     samples = np.concatenate([np.arange(ends[client] - sizes[client], ends[client]) for client in steps])
     rows = (samples[:, None] * rows_per_sample + np.arange(rows_per_sample)).flatten()
 
-    first = np.concatenate([of_client[0].arrays["kernel"][rows] for of_client in steps.values()], axis=1)
-    last = np.concatenate([of_client[-1].arrays["kernel"][rows] for of_client in steps.values()], axis=1)
+    first = np.concatenate([observations[0].arrays["kernel"][rows] for observations in steps.values()], axis=1)
+    last = np.concatenate([observations[-1].arrays["kernel"][rows] for observations in steps.values()], axis=1)
     return torch.from_numpy(first), torch.from_numpy(last)
 
 

@@ -88,5 +88,5 @@ def test_a_pool_without_the_clients_labels_is_refused(tmp_path):
     datasets.cifar100(Path(root))
     data = {"name": "cifar10", "root": root, "pools": {"auxiliary": {"name": "cifar100", "root": root}}}
     settings = experiment(tmp_path, method="fedavg", rounds=1, cohort__size=2, partition__clients=2)
-    with pytest.raises(ConfigError, match="needs classes of the clients' for the pool 'auxiliary'"):
+    with pytest.raises(ConfigError, match="labels are the clients' classes, and 'auxiliary' has none"):
         raypfl.run(settings.replace(data=data, analyses=[{"name": "distillation", "labelled": "auxiliary"}]))

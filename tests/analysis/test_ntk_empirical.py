@@ -80,7 +80,7 @@ def test_a_sketch_as_long_as_the_parameters_is_exact_in_blocks_of_any_size(x):
     rows = side(model, 0, x)
     columns = side(model, 1, x[:4])
     for size in (model.num_parameters, 2 * model.num_parameters):
-        estimate = sketch(rows, 3, size) @ sketch(columns, 3, size, room=1).T
+        estimate = sketch(rows, 3, size) @ sketch(columns, 3, size, max_numbers=1).T
         assert torch.allclose(estimate, kernel(rows, columns, 3), atol=1e-12)
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from raypfl.analysis.theory.diagnosis import Diagnosis, diagnose
 from raypfl.analysis.theory.flntk import TheoremSetting
 from raypfl.analysis.theory.kernels import Spectrum, infinite_width, positive
-from raypfl.analysis.theory.limits import Diagnosis, diagnose
 from tests.support.ntk import Problem, problem, simulate, split
 
 WIDE = 1024

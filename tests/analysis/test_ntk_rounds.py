@@ -11,7 +11,7 @@ import torch
 from raypfl.analysis.theory.flntk import TheoremSetting
 from raypfl.analysis.theory.kernels import Spectrum
 from raypfl.analysis.theory.rounds import RoundMap
-from raypfl.analysis.theory.scaling import Scaling, around
+from raypfl.analysis.theory.scaling import Scaling, numbers_around
 from tests.support.ntk import fl_round, gradient, problem, simulate, split
 
 
@@ -166,7 +166,7 @@ def test_rounds_by_clients_and_steps_are_those_of_simulated_runs_with_samples_de
             reached = int((errors <= 0.2 * errors[0]).nonzero()[0])
             assert reached == pytest.approx(rounds, rel=0.05, abs=1)
 
-    assert around(20, most=50) == [5, 10, 20, 40] and around(1, most=4) == [1, 2, 4]
+    assert numbers_around(20, most=50) == [5, 10, 20, 40] and numbers_around(1, most=4) == [1, 2, 4]
 
 
 def test_a_server_step_that_is_too_large_diverges_as_predicted():

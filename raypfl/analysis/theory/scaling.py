@@ -53,7 +53,7 @@ class Scaling:
         return cls(clients, steps, rounds)
 
 
-def around(count: int, most: int) -> list[int]:
+def numbers_around(count: int, most: int) -> list[int]:
     """Return a quarter of `count`, half of it, itself, twice and four times it, as whole numbers from 1 to `most`."""
     numbers = {max(round(count * factor), 1) for factor in (0.25, 0.5, 1, 2, 4)}
     return sorted(number for number in numbers if number <= most)
