@@ -108,13 +108,13 @@ class Clients:
     def num_steps(
         self, *, epochs: int | None = None, steps: int | None = None, batch_size: int | None = None
     ) -> PerClient:
-        """``[K]``: steps that :meth:`sgd` takes on each client with the same arguments, in floating point."""
+        """Return the steps ``[K]`` that :meth:`sgd` takes on each client with the same arguments, in floating point."""
         sizes = self._group.samples("train").sizes
         batch_size, epochs, steps = self._group.training_length(epochs, steps, batch_size)
         return self._numbers(num_steps(sizes, batch_size, epochs, steps, self.training.smallest_batch))
 
     def label_counts(self, split: str = "train") -> PerClient:
-        """``[K, num_classes]``: number of samples of each class; with several labels per sample, how often each is 1.
+        """Count the samples of each class, ``[K, num_classes]``; with several labels per sample, how often each is 1.
 
         Raises
         ------
@@ -225,7 +225,7 @@ class Clients:
         ClientError : if a client's reported loss or model is not finite, or its loss is above the limit.
         """
         group = self._group
-        visits, keys, _, rule = group.training(epochs, steps, batch_size, stream)
+        order, keys, _, rule = group.training(epochs, steps, batch_size, stream)
         trainable = self._mask(train)
         update = group.update(optimizer, lr, trainable, self._mask(decay), rule)
 
@@ -233,18 +233,18 @@ class Clients:
         local_loss = LocalLoss(self.model, loss, penalty, report)
         corrections = group.corrections(correction)
         extras = group.extras(extras)
-        observe = None if group.observer is None else group.observer.training(rows, visits, update.lr)
+        observe = None if group.observer is None else group.observer.training(rows, order, update.lr)
 
         trained, losses = group.run(
-            group.trainer(local_loss, rows, visits, extras),
+            group.trainer(local_loss, rows, order, extras),
             lambda e: e.sgd(
-                local_loss, rows, group.samples("train"), visits, update, keys, extras, corrections, observe
+                local_loss, rows, group.samples("train"), order, update, keys, extras, corrections, observe
             ),
         )
 
         if rule is not None:
             group.refuse_moved_statistics(self.model.buffers(rows), self.model.buffers(trained))
-        has_steps = visits.index.shape[1] > 0
+        has_steps = order.index.shape[1] > 0
         group.report(trained, losses if report is not None and has_steps else None)
         if trainable is not None:
             trained = torch.where(trainable, trained, rows)
@@ -264,7 +264,7 @@ class Clients:
         batches.report()
 
     def grad(self, loss: LossFunction, at: Tensor, batches: list[Batch] | None = None, **extras: Any) -> PerClient:
-        """Gradient of each client's mean loss, ``[K, P]``, at ``at`` (``[P+B]`` or ``[K, P+B]``).
+        """Return the gradient ``[K, P]`` of each client's mean loss, at ``at`` (``[P+B]`` or ``[K, P+B]``).
 
         `batches` come from :meth:`batches`; None: all training samples of each client.
         """
@@ -279,7 +279,7 @@ class Clients:
         return per_client(group.run(executor, lambda e: e.grad(local_loss, rows, chosen, keys, extras)[0]))
 
     def map(self, function: LossFunction, at: Tensor, batches: list[Batch] | None = None, **extras: Any) -> PerClient:
-        """``function(at[k], batch, **extras)`` of each client, stacked to ``[K, ...]``; networks in evaluation mode.
+        """Return ``function(at[k], batch, **extras)`` of each client, ``[K, ...]``; networks are in evaluation mode.
 
         `at` is any flat vector, for all clients or one per client, of any network. If the function returns a row for
         each sample, ``[b, ...]``, the result is ``[K, b, ...]`` for the largest b, padded with zeros.
@@ -297,7 +297,7 @@ class Clients:
         return per_client(values.to(self.model.dtype) if values.is_floating_point() else values)
 
     def compute(self, function: Callable[..., Sequence[Tensor]], *rows: Tensor) -> list[PerClient]:
-        """``function(*rows)``, from and to tensors ``[n, ...]`` with a row for each of n clients.
+        """Return ``function(*rows)``, from and to tensors ``[n, ...]`` with a row for each of n clients.
 
         The function is called once if clients run together, else with one client's rows at a time.
         """
@@ -323,18 +323,18 @@ class Clients:
     def batches(self, size: int, stream: str, split: str = "train") -> list[Batch]:
         """Draw a random batch of `size` samples of each client (all it has, if fewer), keyed by round and stream."""
         samples = self._group.samples(split)
-        visits = epoch_order(self._group.keys("batch" + stream), samples.sizes, min(size, samples.width), steps=1)
+        order = epoch_order(self._group.keys("batch" + stream), samples.sizes, min(size, samples.width), steps=1)
 
         batches = []
         for k in range(len(self)):
-            positions = torch.from_numpy(visits.index[k, 0, : visits.counts[k, 0]])
+            positions = torch.from_numpy(order.index[k, 0, : order.counts[k, 0]])
             batches.append(samples.client(k, positions.to(self.device)))
         return batches
 
     def class_means(
         self, features: Callable[[Tensor, Tensor], Tensor], at: Tensor, split: str = "train"
     ) -> tuple[PerClient, PerClient]:
-        """Mean feature of each class on each client; with several labels per sample, of the samples with the label.
+        """Return each client's mean feature of each class, or of each label if samples have several.
 
         Parameters
         ----------
@@ -357,7 +357,7 @@ class Clients:
         return self.map(means_of_client, at, self._group.full_batches(split)), self.label_counts(split)
 
     def logits(self, theta: Tensor, x: Tensor) -> PerClient:
-        """Each client's model on the same inputs ``x[n, ...]``: ``[K, n, classes]``, without gradients."""
+        """Return each client's logits ``[K, n, classes]`` on the same inputs ``x[n, ...]``, without gradients."""
         rows = self._group.rows(theta)
         parts = x.split(self._context.evaluation_batch)
         with self.model.mode(train=False):
@@ -371,7 +371,7 @@ class Clients:
         return self._context.pools.pool(name, self.round)
 
     def evaluate(self, theta: Tensor | Predictor, split: str) -> dict[str, PerClient]:
-        """``samples`` and metrics of each client's model on its own split, by name, ``[K]``; NaN without samples.
+        """Evaluate each client's model on its own split: ``samples`` and metrics, ``[K]`` each; NaN without samples.
 
         Parameters
         ----------
@@ -401,17 +401,17 @@ class Clients:
                 )
             self._group.logged[name] = unmarked(values).detach()
 
-    def _mask(self, which: str | Tensor | None) -> Tensor | None:
-        return self.model.mask(which) if isinstance(which, str) else which
+    def _mask(self, segments: str | Tensor | None) -> Tensor | None:
+        return self.model.mask(segments) if isinstance(segments, str) else segments
 
     def _numbers(self, counts: np.ndarray) -> PerClient:
         return per_client(torch.from_numpy(counts).to(self.device, self.model.dtype))
 
-    def _refuse_without_classes(self, called: str) -> None:
+    def _refuse_without_classes(self, method_name: str) -> None:
         if self.objective.targets in ("numbers", "tokens"):
             raise MethodError(
-                f"clients.{called} counts classes, but the targets here are {self.objective.targets}. A method that "
-                "needs classes says `objectives: ClassVar = (Classification,)`, and is then refused such data."
+                f"clients.{method_name} counts classes, but the targets here are {self.objective.targets}. A method "
+                "that needs classes declares `objectives: ClassVar = (Classification,)`; such data are then refused."
             )
 
 

@@ -31,8 +31,8 @@ from raypfl.models.extras import Extras
 from raypfl.models.flat import FlatModel
 from raypfl.models.predictor import Predictor
 
-ROOM = 512 * 2**20
-"""Default for :attr:`Context.room`, in bytes."""
+CORRUPTED_BYTES = 512 * 2**20
+"""Default of :attr:`Context.corrupted_bytes`."""
 
 
 class FallbackWarning(UserWarning):
@@ -56,7 +56,7 @@ class Context:
     evaluation_batch : the number of samples per model and forward pass in evaluation.
     scale : the value of a full pixel.
     unseen : the clients that are never trained.
-    room : the number of bytes on the device for corrupted test images, which all personal models share.
+    corrupted_bytes : most bytes of corrupted test images on the device, which all personal models share.
     corrupted : the corrupted test images, by corruption.
     """
 
@@ -75,7 +75,7 @@ class Context:
     loss_limit: float = 1e6
     evaluation_batch: int = EvaluationSettings.batch_size
     scale: float = 255.0
-    room: float = ROOM
+    corrupted_bytes: float = CORRUPTED_BYTES
     unseen: frozenset[int] = frozenset()
     corrupted: dict[Any, Tensor] = field(default_factory=dict)
     _unions: dict[str, np.ndarray] = field(default_factory=dict)
@@ -160,7 +160,7 @@ class Context:
                 raise
             reason = str(error).partition("\n")[0]
 
-        # Warn only once the simpler executor works: otherwise its error tells more.
+        # Warn only after the simpler executor has worked; if it fails too, its error says more.
         result = self.run(simpler, work)
         warnings.warn(
             f"A function of this method {problem}.{FallbackWarning.BECAUSE}{reason}", FallbackWarning, stacklevel=2

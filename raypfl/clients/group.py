@@ -86,17 +86,17 @@ class ClientGroup:
         client.private_trainings = self.private_trainings
         return client
 
-    def received(self, tensors: Iterable[Tensor]) -> None:
-        """Note tensors from the server: as extras, their first axis does not run over clients."""
+    def mark_shared(self, tensors: Iterable[Tensor]) -> None:
+        """Note tensors that the server sent to all clients: as extras, their first axis does not run over clients."""
         self._shared |= {id(tensor) for tensor in tensors}
 
     def loss(self, p: Tensor, batch: Batch) -> Tensor:
-        """One client's objective on a batch, at parameters `p`."""
+        """Return one client's objective on a batch, at parameters `p`."""
         outputs = self.model(p, batch.x)
         if isinstance(outputs, Tensor):
             mismatch = self.context.measures.output_mismatch(outputs)
             if mismatch:
-                raise MethodError(f"clients.loss does not take what the network gives: it {mismatch}")
+                raise MethodError(f"clients.loss does not take this network's outputs: it {mismatch}")
         return self.context.objective.loss(outputs, batch)
 
     def split(self, name: str) -> list[np.ndarray]:
@@ -171,7 +171,7 @@ class ClientGroup:
         """
         privacy = self.context.privacy
         if not privacy.protects_samples:
-            return self.visits(epochs, steps, batch_size, stream), self.draws(stream), None, None
+            return self.sample_order(epochs, steps, batch_size, stream), self.draws(stream), None, None
 
         function, exchange = self.exchange
         number = 1 + sum(self.ids == training.ids for training in self.private_trainings)
@@ -179,12 +179,12 @@ class ClientGroup:
         samples = self.samples("train")
         size, epochs, steps = self.training_length(epochs, steps, batch_size)
         drawn_order = sampled_order(self.keys("batches" + stream), samples.sizes, size, epochs, steps)
-        visits = self._with_augmentation(drawn_order, stream)
+        order = self._with_augmentation(drawn_order, stream)
 
         rates = sampling_rates(samples.sizes, size)
-        training = PrivateTraining(f"{function} {number}", self.ids, rates, visits.steps)
+        training = PrivateTraining(f"{function} {number}", self.ids, rates, order.steps)
         self.private_trainings.append(training)
-        return visits, self.draws(stream), training, NoisySum(privacy.clip, privacy.deviation, size)
+        return order, self.draws(stream), training, NoisySum(privacy.clip, privacy.deviation, size)
 
     def refuse_moved_statistics(self, before: Tensor, after: Tensor) -> None:
         """Raise a PrivacyError if a private training changed the network's statistics ``[K, B]``: they get no noise."""
@@ -195,7 +195,7 @@ class ClientGroup:
                 "what has them."
             )
 
-    def visits(self, epochs: int | None, steps: int | None, batch_size: int | None, stream: str) -> SampleOrder:
+    def sample_order(self, epochs: int | None, steps: int | None, batch_size: int | None, stream: str) -> SampleOrder:
         """Return the mini-batches of local training.
 
         Raises
@@ -206,26 +206,26 @@ class ClientGroup:
         size, epochs, steps = self.training_length(epochs, steps, batch_size)
         size = min(size, samples.width)
         smallest = self.context.training.smallest_batch
-        visits = epoch_order(self.keys("batches" + stream), samples.sizes, size, epochs, steps, smallest)
+        order = epoch_order(self.keys("batches" + stream), samples.sizes, size, epochs, steps, smallest)
 
-        lone = np.flatnonzero((visits.counts == 1).any(1))
-        if len(lone) and self.model.normalises_vectors:
+        with_lone_sample = np.flatnonzero((order.counts == 1).any(1))
+        if len(with_lone_sample) and self.model.normalises_vectors:
             raise ClientError(
-                f"Client {self.ids[lone[0]]} has a batch of one sample, over which the network's batch norm is "
-                "undefined. Set training.smallest_batch to 2, which leaves it out, or choose another "
+                f"Client {self.ids[with_lone_sample[0]]} has a batch of one sample, over which the network's batch "
+                "norm is undefined. Set training.smallest_batch to 2, which leaves it out, or choose another "
                 "training.batch_size, or a network with group norm.",
-                clients=[self.ids[k] for k in lone],
+                clients=[self.ids[k] for k in with_lone_sample],
                 repeatable=True,
             )
 
-        return self._with_augmentation(visits, stream)
+        return self._with_augmentation(order, stream)
 
-    def _with_augmentation(self, visits: SampleOrder, stream: str) -> SampleOrder:
+    def _with_augmentation(self, order: SampleOrder, stream: str) -> SampleOrder:
         augmentations = self.context.samples.augmentation
         if not augmentations:
-            return visits
+            return order
         draws_per_image = sum(augmentation.draws for augmentation in augmentations)
-        return visits.with_draws(self.keys("augmentation" + stream), draws_per_image)
+        return order.with_draws(self.keys("augmentation" + stream), draws_per_image)
 
     def update(
         self,
@@ -247,7 +247,7 @@ class ClientGroup:
         optimizer = optimizer or training.local_optimizer
         if optimizer.per_sample and rule is not None:
             raise PrivacyError(
-                f"{type(optimizer).__name__} makes a gradient of per-sample gradients, and so does privacy.noise; "
+                f"{type(optimizer).__name__} and privacy.noise each have a rule for per-sample gradients; "
                 "choose another optimizer, or no privacy."
             )
         if optimizer.per_sample and self.model.mixes_rows:
@@ -311,11 +311,11 @@ class ClientGroup:
                 )
         return dict(extras)
 
-    def trainer(self, loss: LocalLoss, rows: Tensor, visits: SampleOrder, extras: Mapping[str, Any]) -> Executor:
+    def trainer(self, loss: LocalLoss, rows: Tensor, order: SampleOrder, extras: Mapping[str, Any]) -> Executor:
         """Return the executor that trains models ``rows[K, P+B]`` on these mini-batches."""
         loss.refuse_unknown(extras)
         subset = partial(self.samples("train").subset, 0)
-        return self.executor_for(loss, rows[0], subset, visits.sizes_differ, extras, train=True)
+        return self.executor_for(loss, rows[0], subset, order.sizes_differ, extras, train=True)
 
     def executor_for(
         self,
@@ -326,7 +326,7 @@ class ClientGroup:
         extras: Mapping[str, Any],
         train: bool,
     ) -> Executor:
-        """Return the executor of `function`: the group's, unless batches must be padded and the function minds it."""
+        """Return the executor of `function`: the group's, unless padded batches would change the function's result."""
         weighs = self.context.objective.weighs and function in (self.loss, LocalLoss(self.model, self.loss))
         if weighs or not sizes_differ:
             return self.context.executor
@@ -345,19 +345,19 @@ class ClientGroup:
         """
         limit = self.context.loss_limit
         # A sum is finite only if all its terms are, and takes a fraction of the time of a check of each.
-        good = torch.isfinite(trained.sum(1))
+        is_good = torch.isfinite(trained.sum(1))
         if losses is not None:
-            good &= torch.isfinite(losses) & (losses <= limit)
+            is_good &= torch.isfinite(losses) & (losses <= limit)
             self.losses = losses
-        if bool(good.all()):
+        if bool(is_good.all()):
             return
 
-        bad = (~good).nonzero().flatten().tolist()
-        k = bad[0]
+        failed = (~is_good).nonzero().flatten().tolist()
+        k = failed[0]
         reason = "its model is not finite" if losses is None else f"mean loss {float(losses[k]):.3g}, limit {limit:.3g}"
         raise ClientError(
             f"Training diverged on client {self.ids[k]} in round {self.round}: {reason}. "
             f"Lower training.lr ({self.lr:.3g} now) or set training.clip_norm.",
-            clients=[self.ids[i] for i in bad],
+            clients=[self.ids[i] for i in failed],
             repeatable=True,
         )

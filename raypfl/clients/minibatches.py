@@ -50,39 +50,39 @@ class MiniBatches:
     def __init__(
         self,
         group: ClientGroup,
-        visits: SampleOrder,
+        order: SampleOrder,
         keys: Tensor,
         private_training: PrivateTraining | None,
         rule: SampleRule | None,
     ):
         self.group = group
-        self.visits = visits
+        self.order = order
         self.keys = keys
         self.private_training = private_training
         self.rule = rule
         self._models: dict[str, ModelInTraining] = {}
 
     def __iter__(self) -> Iterator[MiniBatch]:
-        for s in range(self.visits.index.shape[1]):
+        for s in range(self.order.index.shape[1]):
             yield MiniBatch(self, s)
 
     @cached_property
     def stacked(self) -> StackedBatches:
-        """A function that gathers the batches of several clients at once."""
-        return self.group.samples("train").stacked(np.arange(len(self.group)), self.visits)
+        """The function that gathers the batches of several clients at once."""
+        return self.group.samples("train").stacked(np.arange(len(self.group)), self.order)
 
-    def trained(self, of: str, loss: LocalLoss, rows: Tensor, lr: float, extras: Mapping[str, Any]) -> ModelInTraining:
-        """Return the model named `of`; its first step decides on the executor."""
+    def model(self, of: str, loss: LocalLoss, rows: Tensor, lr: float, extras: Mapping[str, Any]) -> ModelInTraining:
+        """Return the method's model named `of`; its first step decides on the executor."""
         if of not in self._models:
-            executor = self.group.trainer(loss, rows, self.visits, self.group.extras(extras))
+            executor = self.group.trainer(loss, rows, self.order, self.group.extras(extras))
             losses, steps = torch.zeros(2, len(rows), dtype=rows.dtype, device=rows.device)
             observer = self.group.observer
-            observe = None if observer is None else observer.training(rows, self.visits, lr)
+            observe = None if observer is None else observer.training(rows, self.order, lr)
             self._models[of] = ModelInTraining(executor, losses, steps, rows, observe=observe)
         return self._models[of]
 
     def report(self) -> None:
-        """Report each model and, where its steps reported any, its mean losses."""
+        """Report each model and, if its steps reported losses, their mean."""
         for model in self._models.values():
             reported = bool(model.steps.any())
             self.group.report(model.rows, model.losses / model.steps.clamp_min(1) if reported else None)
@@ -98,23 +98,23 @@ class MiniBatch:
     active : whether a client has a mini-batch in this step, ``bool[K, 1]``.
     """
 
-    def __init__(self, steps: MiniBatches, s: int):
-        samples = steps.group.samples("train")
-        visits = steps.visits
-        device = steps.keys.device
-        active = np.flatnonzero(visits.steps > s)
+    def __init__(self, minibatches: MiniBatches, s: int):
+        samples = minibatches.group.samples("train")
+        order = minibatches.order
+        device = minibatches.keys.device
+        active = np.flatnonzero(order.steps > s)
 
-        self._steps = steps
+        self._minibatches = minibatches
         self._number = s
         self._rows = torch.from_numpy(active).to(device)
-        self._all_active = len(active) == len(steps.keys)
-        self._keys = steps.keys[self._rows] + s
+        self._all_active = len(active) == len(minibatches.keys)
+        self._keys = minibatches.keys[self._rows] + s
         self._batches = StepBatches(
-            alone=lambda: [samples.step(k, visits, s) for k in active.tolist()],
-            padded=lambda: steps.stacked(self._rows, s, int(visits.counts[active, s].max())),
+            alone=lambda: [samples.step(k, order, s) for k in active.tolist()],
+            padded=lambda: minibatches.stacked(self._rows, s, int(order.counts[active, s].max())),
         )
         self._uses = 0
-        self.active = torch.zeros(len(steps.keys), 1, dtype=torch.bool, device=device)
+        self.active = torch.zeros(len(minibatches.keys), 1, dtype=torch.bool, device=device)
         self.active[self._rows] = True
 
     def step(
@@ -143,35 +143,35 @@ class MiniBatch:
         -------
         ``[K, P+B]``, in which the rows of clients that are not active are those of `theta`.
         """
-        group = self._steps.group
+        group = self._minibatches.group
         active = self._rows
         rows = group.models(theta)
         num_parameters = group.model.num_parameters
         local_loss = LocalLoss(group.model, loss, penalty, report)
-        update = group.update(optimizer, lr, rule=self._steps.rule)
-        trained = self._steps.trained(of, local_loss, rows, update.lr, extras)
+        update = group.update(optimizer, lr, rule=self._minibatches.rule)
+        model = self._minibatches.model(of, local_loss, rows, update.lr, extras)
 
         active_extras = extras if self._all_active else of_clients(extras, active)
         moved = rows.clone(memory_format=torch.contiguous_format) if self._all_active else rows[active]
         keys = self._next_keys()
-        if trained.observe is not None:
-            for k, model in zip(active.tolist(), moved, strict=True):
-                trained.observe(k, self._number, model)
+        if model.observe is not None:
+            for k, row in zip(active.tolist(), moved, strict=True):
+                model.observe(k, self._number, row)
 
-        (gradient, reported, statistics), trained.executor = group.context.run(
-            trained.executor, lambda e: e.grad(local_loss, moved, self._batches, keys, active_extras, update)
+        (gradient, reported, statistics), model.executor = group.context.run(
+            model.executor, lambda e: e.grad(local_loss, moved, self._batches, keys, active_extras, update)
         )
         corrections = group.corrections(correction)
         if corrections is not None:
             gradient += self._of_active(corrections)
 
-        if update.optimizer not in trained.memories:
-            trained.memories[update.optimizer] = update.init(rows[:, :num_parameters])
-        memory = trained.memories[update.optimizer]
+        if update.optimizer not in model.memories:
+            model.memories[update.optimizer] = update.init(rows[:, :num_parameters])
+        memory = model.memories[update.optimizer]
         active_memory = {name: self._of_active(values) for name, values in memory.items()}
         update.step_(moved[:, :num_parameters], gradient, active_memory)
 
-        if self._steps.rule is not None:
+        if self._minibatches.rule is not None:
             group.refuse_moved_statistics(moved[:, num_parameters:], statistics)
         moved[:, num_parameters:] = statistics
         if not self._all_active:
@@ -179,15 +179,15 @@ class MiniBatch:
             for name, values in memory.items():
                 values[active] = active_memory[name]
 
-        trained.rows = moved if self._all_active else rows.clone().index_copy_(0, active, moved)
+        model.rows = moved if self._all_active else rows.clone().index_copy_(0, active, moved)
         if report is not None:
-            trained.losses[active] += reported
-            trained.steps[active] += 1
-        return per_client(trained.rows)
+            model.losses[active] += reported
+            model.steps[active] += 1
+        return per_client(model.rows)
 
     def _next_keys(self) -> Tensor:
         """Return the keys of a step's draws; each private step on this mini-batch gets its own noise."""
-        training = self._steps.private_training
+        training = self._minibatches.private_training
         if training is None:
             return self._keys
         keys = self._keys + self._uses * 0x2545F4914F6CDD1D

@@ -116,11 +116,11 @@ class Observer:
                 in_order[number] = [by_step[key] for key in sorted(by_step)]
         return in_order
 
-    def training(self, start: Tensor, visits: SampleOrder, lr: float) -> ObservedTraining:
+    def training(self, start: Tensor, order: SampleOrder, lr: float) -> ObservedTraining:
         """Begin a training of the group from ``start[K, P+B]``."""
         number = self._trainings
         self._trainings += 1
-        return ObservedTraining(self, number, unmarked(start).detach(), visits, lr)
+        return ObservedTraining(self, number, unmarked(start).detach(), order, lr)
 
     def show(self, hook: str, k: int, **fields: Any) -> None:
         """Call the method `hook` of each analysis with a step of the group's k-th client.
@@ -167,22 +167,22 @@ class ObservedTraining:
     ----------
     number : the number of the training in the round.
     start : the models before the training, ``[K, P+B]``.
-    visits : the mini-batches of the training.
+    order : the mini-batches of the training.
     """
 
     observer: Observer
     number: int
     start: Tensor
-    visits: SampleOrder
+    order: SampleOrder
     lr: float
 
     def __call__(self, k: int, s: int, theta: Tensor) -> None:
-        self._show("before_step", k, s, theta, self.visits.index[k, s, : self.visits.counts[k, s]])
+        self._show("before_step", k, s, theta, self.order.index[k, s, : self.order.counts[k, s]])
 
     def finish(self, trained: Tensor) -> None:
         """Show the trained models ``[K, P+B]``."""
         for k, theta in enumerate(unmarked(trained)):
-            self._show("after_training", k, int(self.visits.steps[k]), theta, np.zeros(0, dtype=np.int64))
+            self._show("after_training", k, int(self.order.steps[k]), theta, np.zeros(0, dtype=np.int64))
 
     def _show(self, hook: str, k: int, s: int, theta: Tensor, batch: np.ndarray) -> None:
         self.observer.show(
@@ -190,7 +190,7 @@ class ObservedTraining:
             k,
             training=self.number,
             step=s,
-            steps=int(self.visits.steps[k]),
+            steps=int(self.order.steps[k]),
             theta=theta.detach().clone(),
             start=self.start[k].clone(),
             batch=batch,

@@ -52,7 +52,7 @@ class Call:
     ----------
     function : the name of the method's client function, or a function ``f(group, method, **arguments)`` of the engine.
     round, lr : the round's number, from 1, and its learning rate.
-    sent : the tensors of the arguments and of the server's state.
+    shared : the tensors of the arguments and of the server's state.
     arguments : name -> number or string, or a :class:`raypfl.storage.tree.Leaf` for each tensor, in dicts and lists.
     exchange : a name that is unique among the function's exchanges in the round.
     server : the server's state in the same form, if the function may read it; tensors are fetched on first use.
@@ -64,7 +64,7 @@ class Call:
     function: str | Callable[..., Mapping[str, Any]]
     round: int
     lr: float
-    sent: SharedTensors = SharedTensors()
+    shared: SharedTensors = SharedTensors()
     arguments: Mapping[str, Any] = field(default_factory=dict)
     exchange: str = ""
     server: Mapping[str, Any] | None = None
@@ -160,7 +160,7 @@ class Worker:
         self.analyses = analyses
         self._objects: dict[int, dict[str, Tensor]] = {}
 
-    # A process may have switched gradients off before, for example if Ctrl-C left it in a `no_grad` block.
+    # Gradients may be off in this process, for example if Ctrl-C left it in a `no_grad` block.
     @torch.enable_grad()
     def work(
         self,
@@ -178,9 +178,9 @@ class Worker:
         versions: dict[str, tuple[Tensor, int]] = {}
 
         def fetch(skeleton: Any) -> Any:
-            tensors = self._tensors(call.sent, leaves(skeleton), fetch_objects)
+            tensors = self._tensors(call.shared, leaves(skeleton), fetch_objects)
             versions.update({name: (tensor, tensor._version) for name, tensor in tensors.items()})
-            clients.received(tensors.values())
+            clients.mark_shared(tensors.values())
             return unflatten(skeleton, tensors)
 
         rows = {name: per_client(self._tensor(array)) for name, array in group.scattered.items()}
@@ -296,14 +296,14 @@ class Worker:
             )
         return replace(value, rows=clipped_updates(unmarked(value.rows), before, self.context.privacy))
 
-    def _tensors(self, sent: SharedTensors, names: list[str], fetch_objects: FetchObjects) -> dict[str, Tensor]:
+    def _tensors(self, shared: SharedTensors, names: list[str], fetch_objects: FetchObjects) -> dict[str, Tensor]:
         """Return the tensors of these names; objects that this process already has are not fetched again."""
-        still_needed = sent.objects.keys() | sent.reusable
+        still_needed = shared.objects.keys() | shared.reusable
         self._objects = {number: tensors for number, tensors in self._objects.items() if number in still_needed}
 
-        locations = {name: sent.locations[name] for name in names}
+        locations = {name: shared.locations[name] for name in names}
         missing = sorted({number for number, _ in locations.values()} - self._objects.keys())
-        objects = fetch_objects([sent.objects[number] for number in missing])
+        objects = fetch_objects([shared.objects[number] for number in missing])
         for number, arrays in zip(missing, objects, strict=True):
             self._objects[number] = {key: self._writable(array) for key, array in arrays.items()}
         return {name: self._objects[number][key] for name, (number, key) in locations.items()}

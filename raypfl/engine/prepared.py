@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from raypfl.clients.context import ROOM, Context
+from raypfl.clients.context import CORRUPTED_BYTES, Context
 from raypfl.engine.building.network import build_model
 from raypfl.engine.building.samples import normalisation, pool_indices, pools_for, samples_for
 from raypfl.engine.groups import client_costs, groups_for
@@ -145,7 +145,7 @@ class Prepared:
             loss_limit=experiment.failures.loss_limit,
             evaluation_batch=experiment.evaluation.batch_size,
             scale=self.data.scale,
-            room=min(data_budget - samples.resident, ROOM),
+            corrupted_bytes=min(data_budget - samples.resident, CORRUPTED_BYTES),
             unseen=frozenset(self.task.unseen.tolist()),
         )
 

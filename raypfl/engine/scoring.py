@@ -231,7 +231,7 @@ def _corrupt_once(context: Context, test_set: EvaluationSamples, corruption: Cor
     indices = test_set.indices
     first_image, _ = context.samples.take(indices[:1])
     used = sum(images.numel() for images in context.corrupted.values())
-    if used + len(indices) * first_image.numel() > context.room:
+    if used + len(indices) * first_image.numel() > context.corrupted_bytes:
         return
 
     size = context.evaluation_batch

@@ -133,7 +133,7 @@ class Cohort(Log, ServerTraining):
         EmptyCohort : if no client is left.
         """
         function_name = self._name_of(function)
-        described = where_defined(function)
+        described_function = where_defined(function)
         self._check(function, arguments)
         # Charged before anyone computes: a client that fails in this exchange has received its message.
         self._charge_down(arguments)
@@ -154,14 +154,14 @@ class Cohort(Log, ServerTraining):
                 self._runner.warn(note)
 
         self._refuse_empty()
-        replies.refuse_exposed(described)
+        replies.refuse_exposed(described_function)
         for name, senders in replies.senders.items():
             self._charge("up", name, senders, replies.sample[name].array.itemsize)
         self.log(**logged.result())
 
-        answer = _Answer(self._add_noise(function_name, replies.result()), described)
+        answer = _Answer(self._add_noise(function_name, replies.result()), described_function)
         self._exchanges += 1
-        self._runner.last_exchange = f"{described} got {_shapes(arguments)} and returned {_shapes(answer)}."
+        self._runner.last_exchange = f"{described_function} got {_shapes(arguments)} and returned {_shapes(answer)}."
         return answer
 
     @property
@@ -230,7 +230,8 @@ class Cohort(Log, ServerTraining):
         except TypeError as error:
             names = ", ".join(["clients", *arguments])
             raise MethodError(
-                f"{where_defined(function)} is called with ({names}), as cohort.run was, but takes others: {error}."
+                f"{where_defined(function)} was called with ({names}), from cohort.run, but takes other arguments: "
+                f"{error}."
             ) from None
 
         for name, value in arguments.items():
@@ -250,7 +251,7 @@ class Cohort(Log, ServerTraining):
             raise EmptyCohort(f"Nobody is left in the cohort of round {self.round}.")
 
     def _drop_client(self, client: int, why: str) -> None:
-        """Go on without a client that failed, unless too few are left."""
+        """Continue without a client that failed, unless too few are left."""
         self.failed[client] = why
         self.present[self.ids.index(client)] = False
         self._runner.warn(f"Skipped: {why}")

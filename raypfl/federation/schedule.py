@@ -21,15 +21,15 @@ fixed cost of every operation, and 0.9 times as long in groups of 100."""
 EVALUATION_GROUP = 100
 """Clients of a vectorised group in an evaluation, if there are enough: a forward pass is short."""
 
-EVALUATION_GROUPS = 8
-"""Groups of an evaluation at the least (or as many as training has), so that actors can share the work."""
+MIN_EVALUATION_GROUPS = 8
+"""Smallest number of groups in an evaluation (or as many as training has, if fewer), so that actors share the work."""
 
 SEQUENTIAL_GROUP = 5
 """Clients of the largest sequential group of a cohort. With fewer, more models travel to the server; with more, actors
 wait longer for the last group."""
 
-SEQUENTIAL_SHARE = 8
-"""The largest sequential group has at most this part of a cohort (an eighth), so that eight actors have work."""
+MIN_SEQUENTIAL_GROUPS = 8
+"""A cohort is at least this many times its largest sequential group, so that eight actors have work."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def _is_reachable(settings: CohortSettings, seed: int, round: int, clients: np.n
 
 
 def is_due(round: int, every: int, rounds: int) -> bool:
-    """Return whether an event of every `every` rounds, and of the last one, is due after this round."""
+    """Return whether an event is due after this round: every `every` rounds, and after the last one."""
     return round == rounds or (every > 0 and round % every == 0)
 
 
@@ -109,7 +109,7 @@ def group_sizes(cohort: int, executor: str) -> list[int]:
     """
     if executor == "vectorised":
         return even_sizes(cohort, max(1, round(cohort / VECTORISED_GROUP)))
-    return shrinking_sizes(cohort, min(SEQUENTIAL_GROUP, -(-cohort // SEQUENTIAL_SHARE)))
+    return shrinking_sizes(cohort, min(SEQUENTIAL_GROUP, -(-cohort // MIN_SEQUENTIAL_GROUPS)))
 
 
 def shrinking_sizes(cohort: int, largest: int) -> list[int]:
@@ -126,7 +126,7 @@ def evaluation_group_sizes(clients: int, executor: str) -> list[int]:
     if executor != "vectorised":
         return training_sizes
 
-    groups = max(-(-clients // EVALUATION_GROUP), min(len(training_sizes), EVALUATION_GROUPS))
+    groups = max(-(-clients // EVALUATION_GROUP), min(len(training_sizes), MIN_EVALUATION_GROUPS))
     return even_sizes(clients, groups)
 
 

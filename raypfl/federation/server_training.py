@@ -27,7 +27,7 @@ from raypfl.models.flat import FlatModel
 Schedule = Literal["constant", "cosine"]
 Item = TypeVar("Item")
 
-INTERVAL = 0.5
+PROGRESS_INTERVAL = 0.5
 """Seconds between two progress events of the same work. Shorter work has none."""
 
 
@@ -178,7 +178,7 @@ class ServerTraining(ABC):
         flat = position.view(-1)  # shares its memory, so that a step of the optimizer moves both
         value = position.new_zeros(())
         update = Update(optimizer or SGD(), lr)
-        memory = update.init(flat)
+        optimizer_state = update.init(flat)
         rate = _scheduled(schedule, lr, steps)
 
         for step in self.progress(text, range(steps)):
@@ -186,7 +186,7 @@ class ServerTraining(ABC):
                 value = loss(position.requires_grad_())
                 (gradient,) = torch.autograd.grad(value, position)
             position.requires_grad_(False)
-            replace(update, lr=rate(step)).step_(flat, gradient.reshape(-1), memory)
+            replace(update, lr=rate(step)).step_(flat, gradient.reshape(-1), optimizer_state)
 
         self._refuse_divergence(text, value.detach(), position)
         return position
@@ -205,15 +205,15 @@ class ServerTraining(ABC):
         for count, item in enumerate(items, start=1):
             yield item
             now = time.monotonic()
-            if now - last_report >= INTERVAL:
+            if now - last_report >= PROGRESS_INTERVAL:
                 self.context.emit(ServerProgress(self.round, text, count, total))
                 last_report = now
 
     def _refuse_divergence(self, text: str, loss: Tensor, position: Tensor) -> None:
         if not bool(torch.isfinite(loss) & torch.isfinite(position.sum())):
             raise MethodError(
-                f"{text[:1].upper()}{text[1:]} diverged in round {self.round}: the loss or what was trained is no "
-                "finite number. Lower the learning rate, or clip gradients."
+                f"{text[:1].upper()}{text[1:]} diverged in round {self.round}: the loss, or what was trained, is not "
+                "finite. Lower the learning rate, or clip gradients."
             )
 
     def _key(self, purpose: str, device: torch.device) -> Tensor:
@@ -224,7 +224,7 @@ class ServerTraining(ABC):
 def _checked_copy(model: FlatModel, start: Tensor) -> Tensor:
     if start.shape != (model.size,):
         raise MethodError(
-            f"cohort.sgd trains one model vector [{model.size}] of this network; it was given {list(start.shape)}."
+            f"cohort.sgd trains one model vector [{model.size}] of this network, not {list(start.shape)}."
         )
     return start.detach().clone(memory_format=torch.contiguous_format)
 
@@ -234,7 +234,7 @@ def _scheduled(schedule: Schedule, lr: float, steps: int | None) -> Callable[[in
     if schedule == "constant":
         return lambda step: lr
     if steps is None:
-        raise MethodError("A cosine schedule must know how many batches there are; give it a list of them.")
+        raise MethodError("A cosine schedule needs to know the number of batches; pass a list of them.")
     return lambda step: lr / 2 * (1 + math.cos(math.pi * step / steps))
 
 

@@ -16,14 +16,14 @@ from raypfl.learning.augmentation import Augmentation, augmented
 from raypfl.learning.objectives.batch import Batch, spread_over_labels
 
 NORMALISE_ONCE_LIMIT = 2**21
-"""The largest count of numbers that are normalised once for all batches; more would not fit into a CPU cache."""
+"""Most numbers in samples that are normalised once for all batches; more would not fit into a CPU cache."""
 
 StackedBatches = Callable[..., Batch]
 """A function ``batch(which, s, width)``; see :meth:`GroupSamples.stacked`."""
 
 
 def device_data_budget(device: torch.device, share: float, gpus: float) -> float:
-    """Bytes of data that may stay on an actor's device; unlimited on the CPU, where data are memory-mapped.
+    """Return the bytes of data that may stay on an actor's device; unlimited on the CPU, where data are memory-mapped.
 
     Parameters
     ----------
@@ -133,38 +133,38 @@ class GroupSamples:
         """Return at most `count` of client k's samples, spread over its labels, the largest label included."""
         return self.client(k, spread_over_labels(self.y[self._rows(k)], count))
 
-    def step(self, k: int, visits: SampleOrder, s: int, normalised: Batch | None = None) -> Batch:
+    def step(self, k: int, order: SampleOrder, s: int, normalised: Batch | None = None) -> Batch:
         """Return client k's batch in step s, without padding.
 
         `normalised` is a batch of all its samples, if they are normalised already.
         """
-        count = visits.counts[k, s]
-        index = torch.from_numpy(visits.index[k, s, :count]).to(self.y.device)
-        draws = None if visits.draws is None else torch.from_numpy(visits.draws[k, s, :count]).to(self.y.device)
+        count = order.counts[k, s]
+        index = torch.from_numpy(order.index[k, s, :count]).to(self.y.device)
+        draws = None if order.draws is None else torch.from_numpy(order.draws[k, s, :count]).to(self.y.device)
         if normalised is None:
             batch = self.client(k, index)
         else:
             batch = Batch(normalised.x[index], normalised.y[index], normalised.weight[:count])
         return self._source.augmented(batch, draws)
 
-    def steps(self, k: int, visits: SampleOrder) -> Callable[[int], Batch]:
+    def steps(self, k: int, order: SampleOrder) -> Callable[[int], Batch]:
         """Return ``batch(s)``, :meth:`step` of client k; samples are normalised only once if that is cheaper."""
-        visits_fewer_than_all = visits.counts[k].sum() < self.sizes[k]
+        takes_fewer_than_all = order.counts[k].sum() < self.sizes[k]
         too_large = self.sizes[k] * self.x[0].numel() > NORMALISE_ONCE_LIMIT
-        normalised = None if visits_fewer_than_all or too_large else self.client(k)
-        return lambda s: self.step(k, visits, s, normalised)
+        normalised = None if takes_fewer_than_all or too_large else self.client(k)
+        return lambda s: self.step(k, order, s, normalised)
 
-    def stacked(self, clients: np.ndarray, visits: SampleOrder) -> StackedBatches:
+    def stacked(self, clients: np.ndarray, order: SampleOrder) -> StackedBatches:
         """Return ``batch(which, s)``, the batches of some of `clients` in step s, padded and stacked, ``[k, b, ...]``.
 
         `which` is a slice of `clients`, or ``int64[k]`` positions in it on the device. ``batch(which, s, width)`` has
         at most the first `width` samples of each batch.
         """
         device = self.y.device
-        real = np.arange(visits.index.shape[-1]) < visits.counts[clients][:, :, None]
-        rows = torch.from_numpy(self._starts[clients][:, None, None] + visits.index[clients]).to(device)
+        real = np.arange(order.index.shape[-1]) < order.counts[clients][:, :, None]
+        rows = torch.from_numpy(self._starts[clients][:, None, None] + order.index[clients]).to(device)
         weight = torch.from_numpy(real).to(self._source.gain)
-        draws = None if visits.draws is None else torch.from_numpy(visits.draws[clients]).to(device)
+        draws = None if order.draws is None else torch.from_numpy(order.draws[clients]).to(device)
         if self._normalised is None and self.x.numel() <= NORMALISE_ONCE_LIMIT:
             self._normalised = self._source.normalise(self.x)
 
@@ -239,7 +239,7 @@ class SampleOrder:
 
 
 def draws(keys: np.ndarray, size: int, draws_per_visit: int) -> np.ndarray:
-    """Random numbers ``float64[..., size, draws_per_visit]`` in [0, 1) for the batches with keys ``uint64[...]``."""
+    """Draw numbers ``float64[..., size, draws_per_visit]`` in [0, 1) for batches with keys ``uint64[...]``."""
     with np.errstate(over="ignore"):
         position_keys = rng.mix(keys[..., None] + np.arange(size, dtype=np.uint64))
         return rng.uniform(position_keys[..., None] + np.arange(draws_per_visit, dtype=np.uint64))
@@ -311,14 +311,14 @@ def sampled_order(
 
 
 def sampling_rates(sizes: np.ndarray, batch_size: int) -> np.ndarray:
-    """Probability of each client's samples to be in a batch of :func:`sampled_order`, ``float64[K]``."""
+    """Return the probability that a sample is in a batch of :func:`sampled_order`, ``float64[K]``."""
     return np.minimum(1.0, batch_size / sizes)
 
 
 def num_steps(
     sizes: np.ndarray, batch_size: int, epochs: int = 1, steps: int | None = None, smallest: int = 1
 ) -> np.ndarray:
-    """Number of batches that :func:`epoch_order` gives each client, ``int64[K]``."""
+    """Return the number of batches that :func:`epoch_order` gives each client, ``int64[K]``."""
     rest = sizes % batch_size
     left_out = (rest > 0) & (rest < smallest) & (sizes > batch_size)
     per_epoch = -(-sizes // batch_size) - left_out
@@ -339,9 +339,9 @@ def _shuffle_epochs(keys: np.ndarray, epochs: np.ndarray, sizes: np.ndarray) -> 
     exponents = np.frexp(sizes)[1]
     for exponent in np.unique(exponents):
         alike = np.flatnonzero(exponents == exponent)
-        visits = epochs[alike] * sizes[alike]
-        starts[alike] = total + np.cumsum(visits) - visits
-        total += int(visits.sum())
+        lengths = epochs[alike] * sizes[alike]
+        starts[alike] = total + np.cumsum(lengths) - lengths
+        total += int(lengths.sum())
         parts.append(_shuffle_in_equal_rows(keys[alike], epochs[alike], sizes[alike]))
     return np.concatenate(parts), starts
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from raypfl.learning.optimizers import Memory, StepDraws, Update
 from raypfl.models.flat import FlatModel
 
-ROOM = 2**24
-"""Size limit of a group's per-sample gradients in numbers; at least one sample per client is computed at a time."""
+MAX_GRADIENT_NUMBERS = 2**24
+"""Most numbers in a group's per-sample gradients at a time; each client always computes at least one sample's."""
 
 
 class Descent:
@@ -117,7 +117,7 @@ def gradient_by_sample(
 
     # All per-sample gradients at once might not fit into memory.
     num_samples = weight.shape[-1]
-    chunk = max(1, ROOM // at.numel())
+    chunk = max(1, MAX_GRADIENT_NUMBERS // at.numel())
     with torch.no_grad():
         for start in range(0, num_samples, chunk):
             with torch.enable_grad():

@@ -84,7 +84,7 @@ class Executor:
         loss: LocalLoss,
         start: Tensor,
         samples: GroupSamples,
-        visits: SampleOrder,
+        order: SampleOrder,
         update: Update,
         keys: Tensor,
         extras: Extras,
@@ -100,11 +100,11 @@ class Executor:
 
         with self.model.bound() as bound, self.model.mode(train=True), streams.forked(start.device):
             frozen = frozen_segments(self.model, update)
-            for k, steps in enumerate(visits.steps):
+            for k, steps in enumerate(order.steps):
                 client_correction = None if correction is None else correction[k]
                 descent = self._start_descent(bound, trained[k], frozen, update, keys[k], client_correction)
                 client_extras = without_buffers(self.model, of_client(extras, k))
-                batch_of_step = samples.steps(k, visits)
+                batch_of_step = samples.steps(k, order)
                 client_loss = loss
                 if update.sample_rule is not None:
                     client_loss = loss.per_sample(descent.theta, client_extras)
@@ -323,12 +323,12 @@ class Executor:
 
 def copy_rows(rows: Tensor, order: Tensor | None = None) -> Tensor:
     """Return a contiguous copy of the rows, in this order."""
-    all_rows_are_one = rows.stride(0) == 0
-    if all_rows_are_one:
+    rows_are_equal = rows.stride(0) == 0  # an expanded row
+    if rows_are_equal:
         order = None
     if rows.device.type != "cpu":
         return rows.clone(memory_format=torch.contiguous_format) if order is None else rows[order]
 
-    # Memory from NumPy: its huge pages take a tenth of the time.
+    # NumPy allocates in huge pages, which takes a tenth of the time of torch's allocation.
     copy = torch.from_numpy(np.empty(rows.shape, rows.new_empty(0).numpy().dtype))
     return copy.copy_(rows) if order is None else torch.index_select(rows.detach(), 0, order, out=copy)

@@ -40,7 +40,7 @@ class Vectorised(Executor):
         loss: LocalLoss,
         start: Tensor,
         samples: GroupSamples,
-        visits: SampleOrder,
+        order: SampleOrder,
         update: Update,
         keys: Tensor,
         extras: Extras,
@@ -48,9 +48,9 @@ class Vectorised(Executor):
         observe: StepCallback | None = None,
     ) -> tuple[Tensor, Tensor]:
         # Clients with most steps come first, so that those that still have some are always the first rows.
-        rank = np.argsort(-visits.steps, kind="stable")
-        steps = visits.steps[rank]
-        batches = samples.stacked(rank, visits)
+        rank = np.argsort(-order.steps, kind="stable")
+        steps = order.steps[rank]
+        batches = samples.stacked(rank, order)
         already_in_order = bool((rank[1:] > rank[:-1]).all())
         ranked = None if already_in_order else torch.from_numpy(rank).to(start.device)
         theta = copy_rows(self.model.parameters(start), ranked)

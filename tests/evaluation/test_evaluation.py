@@ -273,7 +273,7 @@ def test_a_model_that_is_judged_alone_is_read_without_a_copy_of_its_state():
 def test_every_model_sees_the_same_corrupted_images_cached_or_not(room):
     fed = judged_federation("sequential")
     fed.context.scale = 16.0
-    fed.context.room = room
+    fed.context.corrupted_bytes = room
     personal = models_of(fed)
     personal[2] = personal[0]
     table = scored(fed, personal, personal[0], ("ood/corrupt/impulse_noise/5",), groups=((0, 2), (1, 3)))

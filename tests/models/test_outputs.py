@@ -92,5 +92,5 @@ def test_a_loss_that_cannot_take_the_networks_outputs_says_so_once(tmp_path):
     with pytest.raises(RaypflError) as caught:
         raypfl.run(experiment(tmp_path, method="local", model=model))
     text = str(caught.value)
-    assert "clients.loss does not take what the network gives: it returns outputs of shape (4,)" in text
+    assert "clients.loss does not take this network's outputs: it returns outputs of shape (4,)" in text
     assert "in a row" not in text and "Traceback" not in text

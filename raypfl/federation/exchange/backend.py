@@ -62,7 +62,7 @@ def failure(error: Exception) -> Failed:
     elif isinstance(error, MethodError):
         error = type(error)(with_location(error))
 
-    # The driver must be able to read it. Some errors can be pickled, but not read again, hence both.
+    # The driver must be able to unpickle it. Some errors can be pickled but not unpickled, hence both calls.
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

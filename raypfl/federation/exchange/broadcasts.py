@@ -33,8 +33,8 @@ class _SentTensor:
 class Broadcasts:
     """Makes tensors available to all groups.
 
-    A tensor that was already sent in this round or the one before is sent again only if it has changed. So a ring of
-    past models costs one model a round.
+    A tensor that was already sent in this round or the one before is sent again only if it has changed. So a method
+    that sends its last few models in every round costs one model a round.
     """
 
     def __init__(self, backend: Backend):
@@ -46,7 +46,7 @@ class Broadcasts:
         self, tensors: Mapping[str, Tensor], round: int, on_demand: Mapping[str, Tensor] | None = None
     ) -> SharedTensors:
         """Send the tensors of a call in a round; those that are fetched `on_demand` are not part of the call itself."""
-        where: dict[str, tuple[int, str]] = {}
+        locations: dict[str, tuple[int, str]] = {}
         objects: dict[int, Any] = {}
         for batch, inside in ((tensors, True), (on_demand or {}, False)):
             small = {}
@@ -54,7 +54,7 @@ class Broadcasts:
                 array = unmarked(tensor).detach().cpu().numpy()
                 if array.nbytes > INLINE_BYTES:
                     large = self._send_large(tensor, array, round)
-                    where[name] = (large.number, "")
+                    locations[name] = (large.number, "")
                     objects[large.number] = large.handle
                 else:
                     small[name] = array
@@ -62,12 +62,12 @@ class Broadcasts:
             if small:
                 number = next(self._numbers)
                 objects[number] = self._backend.broadcast(small, inside)
-                where |= {name: (number, name) for name in small}
+                locations |= {name: (number, name) for name in small}
 
         self._large = {
             key: large for key, large in self._large.items() if large.round >= round - 1 and large.tensor() is not None
         }
-        return SharedTensors(where, objects, frozenset(large.number for large in self._large.values()))
+        return SharedTensors(locations, objects, frozenset(large.number for large in self._large.values()))
 
     def _send_large(self, tensor: Tensor, array: np.ndarray, round: int) -> _SentTensor:
         """Send a tensor as an object of its own, unless an earlier object still has its bits."""
@@ -87,7 +87,7 @@ class Broadcasts:
 
 
 def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
-    # The version of a tensor does not tell: a change through tensor.data or a NumPy view does not change it.
+    # A tensor's version does not show all changes: those through tensor.data or a NumPy view leave it as it is.
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     # Compared as integers: NaN equals itself, and 0.0 differs from -0.0.

@@ -153,7 +153,7 @@ class GroupRunner:
             function,
             round,
             lr,
-            sent=self._broadcasts.send(tensors, round, on_demand),
+            shared=self._broadcasts.send(tensors, round, on_demand),
             arguments=skeleton,
             exchange=exchange,
             server=server_skeleton,
@@ -164,7 +164,7 @@ class GroupRunner:
         return call, groups
 
     def run(self, call: Call, groups: list[Group], drop_client: DropClient) -> Iterator[tuple[Group, Reply]]:
-        """Run groups until each has succeeded or lost its failing clients, which `drop_client` is called with.
+        """Run groups until each has succeeded or lost its failing clients; `drop_client` is called with each of these.
 
         Yields replies in the order of the groups, so that partial sums are always added in the same order. A reply that
         arrives early waits.
@@ -187,7 +187,8 @@ class GroupRunner:
                 for clients, stack, contents in outcome.stacks:
                     self.states.stage(clients, stack, outcome.home, contents)
                 reply = outcome.reply
-                if isinstance(call.function, str):  # the engine's own functions cost other clients more
+                # The engine's own functions are not timed: other clients are the slow ones in them.
+                if isinstance(call.function, str):
                     self._timings.note(call.function, group.clients, reply.seconds)
                 if self.keep_observations is not None and reply.observed:
                     # Handed on at once: a reply that waits for its turn would hold them in memory.
@@ -233,26 +234,27 @@ class GroupRunner:
 
     def _raise_if_fatal(self, call: Call, group: Group, failed: Failed) -> None:
         error = failed.error
-        if out_of_memory(error):  # a backend that can give an actor more of it has done so
+        # A backend that could give an actor more memory has already done so.
+        if out_of_memory(error):
             raise OutOfMemory(
                 f"The GPU's memory is too small for a group of {len(group.clients)} clients. Lower engine.group_size, "
                 f"training.batch_size or evaluation.batch_size. {str(error).splitlines()[0]}"
             ) from error
         if isinstance(error, RaypflError) and not isinstance(error, ClientError):
-            raise error  # no client's fault
+            raise error  # not the fault of a client
         if isinstance(error, ClientError) and error.repeatable and self.failures.on_client_failure == "raise":
             raise _client_error(error.clients[:1], call.round, failed, 1)
 
     def _remaining(self, call: Call, group: Group, failed: Failed, drop_client: DropClient) -> Group | None:
         """Return what to try again of a failed group: all of it, or the clients that do not fail, or None."""
         named = failed.error.clients if isinstance(failed.error, ClientError) else ()
-        worth_a_try = not named and not isinstance(failed.error, _DETERMINISTIC) and group.tries > 0
-        if worth_a_try and not failed.deaths:
+        may_succeed = not named and not isinstance(failed.error, _DETERMINISTIC) and group.tries > 0
+        if may_succeed and not failed.deaths:
             return group
 
         failing = dict.fromkeys(named, failed) or self._failing_alone(call, group)
-        if worth_a_try and not failing and len(group.clients) > 1:
-            return group  # none of its clients kills its process: something else does
+        if may_succeed and not failing and len(group.clients) > 1:
+            return group  # no client kills its process alone, so something else does
 
         failing = failing or dict.fromkeys(group.clients, failed)
         tries = failed.deaths or self.tries - group.tries
@@ -310,7 +312,7 @@ def _subgroup(group: Group, members: list[int], tries: int) -> Group:
 
 
 def _client_error(clients: Sequence[int], round: int, failed: Failed, tries: int, group_size: int = 1) -> ClientError:
-    """The error for clients that failed in a group of `group_size` clients."""
+    """Describe the failure of clients in a group of `group_size` clients, as the error to raise."""
     if isinstance(failed.error, RaypflError):
         return ClientError(str(failed.error), clients)
 

@@ -19,8 +19,8 @@ MAX_IN_FLIGHT = 2
 """Largest number of groups at an actor: while it computes one, the next is already there."""
 
 PREFETCH_SECONDS = 0.025
-"""How long before an actor is expected to be idle it gets its next group, so that the group arrives in time. A group
-sent earlier could get stuck behind a slow one while another actor is idle."""
+"""Seconds before an actor is expected to be idle at which it gets its next group, so that the group arrives in time. A
+group that is sent earlier could get stuck behind a slow one while another actor is idle."""
 
 NEARLY_LONGEST = 0.9
 """A waiting group that takes this share of the longest one's time may be chosen instead, if its states are nearer."""
@@ -29,7 +29,7 @@ UNEQUAL_RATIO = 1.3
 """Actors are treated as unequal from this ratio of their times on; smaller ones are mostly chance."""
 
 RECHECK_SECONDS = 0.005
-"""Interval at which to check whether an idle, slower actor should take a group after all."""
+"""Seconds between two checks whether an idle, slower actor should take a group after all."""
 
 
 class Timings:
@@ -106,7 +106,7 @@ class _Queue:
     groups: list[Group] = field(default_factory=list)
     since: float = 0.0
 
-    def takes(self, group: Group) -> float:
+    def duration(self, group: Group) -> float:
         """Return the expected seconds of a group at this actor."""
         return self.slowness * group.seconds
 
@@ -114,11 +114,11 @@ class _Queue:
         """Return the time at which the actor is expected to be idle; 0 if it is."""
         if not self.groups:
             return 0.0
-        return self.since + sum(map(self.takes, self.groups))
+        return self.since + sum(map(self.duration, self.groups))
 
 
 class Dispatch:
-    """Assigns groups to actors, the longest first, to the node that has its clients' states if that costs no time.
+    """Assigns groups to actors, the longest group first, on the node with its clients' states if that costs no time.
 
     Among actors of unequal speed, a group waits for one that is busy if it would be done sooner there.
     An actor is any hashable value.
@@ -219,7 +219,7 @@ class Dispatch:
         """
         idle_at = {actor: max(now, queue.idle_at()) for actor, queue in self._queues.items()}
         for index, group in enumerate(self._waiting):
-            ends = {actor: start + self._queues[actor].takes(group) for actor, start in idle_at.items()}
+            ends = {actor: start + self._queues[actor].duration(group) for actor, start in idle_at.items()}
             actor = min(ends, key=ends.__getitem__)
             if actor in free:
                 return actor, index
