@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from raypfl.common.stopping import interrupting
+from raypfl.common.stopping import signals_interrupt
 from raypfl.common.user_modules import copy_files
 from raypfl.integrations.jobs import package
 from raypfl.integrations.jobs.cluster import client, sentences
@@ -110,7 +110,7 @@ def stop(job: str, address: str | None) -> None:
 
 def _follow(cluster: JobSubmissionClient, job: str, address: str | None, console: Console) -> int:
     try:
-        with interrupting():
+        with signals_interrupt():
             details = follow(cluster, job, _show)
     except KeyboardInterrupt:
         _print(console, f"No longer following; the job continues. {_how_to_continue(job, address)}", "yellow")

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from raypfl.common.errors import ConfigError
 from raypfl.common.packages import not_installed
-from raypfl.common.stopping import interrupting
+from raypfl.common.stopping import signals_interrupt
 from raypfl.methods import METHODS
 from raypfl.results.units import Unit
 from raypfl.runs.result import newest
@@ -78,7 +78,7 @@ def serve(run: Path, host: str, port: int, replicas: int, megabytes: float, samp
     if host not in ("127.0.0.1", "localhost", "::1"):
         say(Text(f"Anyone who can reach {host} can try tokens, and traffic is not encrypted.", "yellow"))
     limits = service.Limits(megabytes, samples)
-    with interrupting(), service.served(run, token, host, port, replicas, limits) as address:
+    with signals_interrupt(), service.served(run, token, host, port, replicas, limits) as address:
         say(f"Serving {run} at {address}")
         say(f"Token: the value of ${TOKEN}" if token_from_user else f"Token: {token}")
         say(f'In Python: raypfl.RemoteRun("{address}", TOKEN).personalize(x, y)')

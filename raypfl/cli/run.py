@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from raypfl.common.errors import CheckpointError, ConfigError, NoRun, RaypflError, Refused, Stopped, Unwritable
-from raypfl.common.stopping import interrupting, message_if_killed
+from raypfl.common.stopping import message_if_killed, signals_interrupt
 from raypfl.engine.events import Listener
 from raypfl.experiment import Experiment
 from raypfl.experiment.assignments import last_of_each
@@ -222,7 +222,7 @@ def _carry_out(work: _Work, quiet: bool, as_json: bool) -> None:
     kept_in = work.folder if work.is_comparison else None
     tracking = MLflowListener(name, tags=work.tags, warn=warner(progress), kept_in=kept_in)
 
-    with interrupting(), message_if_killed(work.to_continue), tracking as tracked:
+    with signals_interrupt(), message_if_killed(work.to_continue), tracking as tracked:
         trackers = tracked.for_each(planned)
         try:
             with view(progress, lines, quiet) as shown, _session(list(unfinished.values()), shown.listener(0)):

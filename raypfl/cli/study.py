@@ -15,7 +15,7 @@ from rich.text import Text
 
 from raypfl.common.errors import ConfigError, RaypflError, Refused, Stopped
 from raypfl.common.files import draft, write
-from raypfl.common.stopping import interrupting, message_if_killed
+from raypfl.common.stopping import message_if_killed, signals_interrupt
 from raypfl.data import load_federated
 from raypfl.engine.events import Event
 from raypfl.integrations.tracking.listener import MLflowListener
@@ -67,7 +67,7 @@ def run_study(source: str, only: Sequence[str], assignments: Sequence[str], quie
     progress = Console(stderr=True)
     tracking = MLflowListener(study.name, tags={"study": study.name}, warn=warner(progress), kept_in=folder)
 
-    with interrupting(), message_if_killed(to_continue), tracking as tracked:
+    with signals_interrupt(), message_if_killed(to_continue), tracking as tracked:
         outcomes = _run(cells, tracked, progress, quiet)
         results = {}
         for i, outcome in enumerate(outcomes):

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raypfl.common.errors import RaypflError, Stopped
-from raypfl.common.stopping import interrupting, message_if_killed
+from raypfl.common.stopping import message_if_killed, signals_interrupt
 from raypfl.engine.events import Event
 from raypfl.integrations.tracking.connection import is_recorded
 from raypfl.integrations.tracking.listener import MLflowListener
@@ -47,7 +47,7 @@ def carry_out(source: str, assignments: Sequence[str], quiet: bool, as_json: boo
     to_continue = f"To continue: {command}"
     tracked = MLflowListener(sweep.name, tags={"sweep": sweep.name}, warn=warner(progress), kept_in=folder)
 
-    with interrupting(), message_if_killed(to_continue), tracked:
+    with signals_interrupt(), message_if_killed(to_continue), tracked:
         children: dict[tuple[str, int], MLflowListener] = {}
 
         def hear(trial: str, seed: int, event: Event) -> None:

@@ -31,6 +31,6 @@ class Component:
             raise ConfigError(" ".join(f"{self.section}{violation}." for violation in violations))
 
 
-def undefined(entry: Any) -> str:
-    """Return the abstract functions that a class leaves undefined, separated by commas; empty if there are none."""
+def abstract_functions(entry: Any) -> str:
+    """Return the functions that a class still has to define, separated by commas; empty if there are none."""
     return ", ".join(sorted(getattr(entry, "__abstractmethods__", ())))

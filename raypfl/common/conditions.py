@@ -19,16 +19,16 @@ class Condition:
     ----------
     setting : the other setting: its name in the same section, or a dotted name.
     holds : whether a value of the other setting fulfils the condition.
-    mend : the advice in the error message, with ``{other}`` and ``{this}`` in place of the dotted names.
+    advice : the advice in the error message, with ``{other}`` and ``{this}`` in place of the dotted names.
     """
 
     setting: str
     holds: Callable[[Any], bool]
-    mend: str
+    advice: str
 
 
 def needs(setting: str, *values: Any) -> Condition:
-    """The other setting must be one of `values`; without values, it must be set: not null, false or empty."""
+    """Require the other setting to be one of `values`; without values, to be set: not null, false or empty."""
     if not values:
         return Condition(setting, _is_set, "set {other}, or leave {this} out")
     choices = " or ".join(_as_yaml(value) for value in values)
@@ -36,17 +36,17 @@ def needs(setting: str, *values: Any) -> Condition:
 
 
 def needs_some(setting: str) -> Condition:
-    """The other setting must be set and not zero."""
+    """Require the other setting to be set and not zero."""
     return Condition(setting, lambda value: _is_set(value) and value != 0, "raise {other}, or leave {this} out")
 
 
 def needs_among(setting: str, member: str) -> Condition:
-    """The other setting must be a list that has `member`."""
+    """Require the other setting to be a list that has `member`."""
     return Condition(setting, lambda value: member in value, f"add {member!r} to {{other}}, or leave {{this}} out")
 
 
 def unless(setting: str) -> Condition:
-    """The other setting, which takes precedence, must not be set."""
+    """Require the other setting, which takes precedence, not to be set."""
     return Condition(setting, lambda value: not _is_set(value), "leave one of them out")
 
 

@@ -52,7 +52,7 @@ class NoRun(CheckpointError, Refused):
 
 
 class Unwritable(RaypflError):
-    """Error for a file that cannot be written: the disk is full, or permissions are missing."""
+    """Error for a file that cannot be written: the disk is full, for example, or permissions are missing."""
 
 
 class ClientError(RaypflError):
@@ -92,7 +92,7 @@ class Stopped(RaypflError):
 
 
 _ABBREVIATIONS = {"learning_rate": "lr"}
-"""Names that users know from elsewhere -> ours, where the letters are too different to be near."""
+"""Names that users know from elsewhere -> ours, if their letters are too different for a match."""
 
 _MAX_LISTED = 50
 
@@ -110,7 +110,7 @@ def did_you_mean(name: str, candidates: Iterable[str]) -> str:
     if nearest:
         return f"did you mean {by_letters[nearest[0]]!r}?"
     more = f" and {len(candidates) - _MAX_LISTED} more" if len(candidates) > _MAX_LISTED else ""
-    return f"known are: {', '.join(candidates[:_MAX_LISTED])}{more}."
+    return f"choose one of: {', '.join(candidates[:_MAX_LISTED])}{more}."
 
 
 def _letters(name: str) -> str:
@@ -128,7 +128,7 @@ def checked_pool(name: str, pools: Collection[str]) -> str:
     if name not in pools:
         hint = did_you_mean(name, pools) if pools else "data.pools has none."
         raise ConfigError(
-            f"There is no pool called {name!r}; {hint} One that takes a tenth of the training samples is described as "
+            f"There is no pool called {name!r}; {hint} To make one from a tenth of the training samples, set "
             f"data.pools={{{name}: 0.1}}."
         )
     return name

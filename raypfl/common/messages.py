@@ -87,8 +87,8 @@ def numbers_charged(name: str, charged: bool | int | Tensor, clients: int, size:
 
     if numbers.shape not in ((), (clients,)) or (numbers < 0).any() or (numbers > size).any():
         raise MethodError(
-            f"What {name!r} is charged must be a whole number between 0 and {size}, the numbers of a row, one for all "
-            f"or one for each of the {clients} clients; it is {numbers.tolist()}."
+            f"The argument charged of {name!r} must be a whole number from 0 to {size}, the size of a row, or one such "
+            f"number for each of the {clients} clients; it is {numbers.tolist()}."
         )
     return np.broadcast_to(numbers, clients).astype(np.int64)
 
@@ -106,7 +106,7 @@ class PerClient(torch.Tensor):
             raise MethodError(
                 "A loss sees one client at a time, but this one uses a tensor that holds a row for every client of the "
                 "group. Pass it by name instead: clients.sgd(loss, start, anchor=personal), with loss(p, batch, "
-                "anchor). So does the function of a Predictor: Predictor(function, memory=rows)."
+                "anchor). The same goes for the function of a Predictor: Predictor(function, memory=rows)."
             )
         return super().__torch_function__(func, types, args, kwargs or {})
 

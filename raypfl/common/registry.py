@@ -135,7 +135,7 @@ class Registry:
             return getattr(imported, attribute)
         except AttributeError as error:
             raise ConfigError(
-                f"The module {module!r} has no {attribute!r}, which {self.kind} {path!r} asks for."
+                f"The module {module!r} has no {attribute!r}, which the {self.kind} {path!r} names."
             ) from error
 
 

@@ -14,7 +14,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that ask a run to stop: from a person, from a scheduler, and from a terminal that is closed."""
 
 _WATCH = 'read -r over || printf "%s\\n" "$0" >&2'
-"""Prints the message unless this process writes a line before it ends."""
+"""Shell script that prints the message unless this process writes a line before it ends."""
 
 
 class StopRequest:
@@ -77,8 +77,8 @@ class StopRequest:
 
 
 @contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
-    """While active, signals that ask to stop are held back; they are raised at the end."""
+def signals_deferred() -> Iterator[None]:
+    """While active, signals that ask to stop wait; they are raised at the end."""
     received: list[int] = []
     with _handled(lambda number, frame: received.append(number)):
         yield
@@ -87,7 +87,7 @@ def undisturbed() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def interrupting() -> Iterator[None]:
+def signals_interrupt() -> Iterator[None]:
     """While active, signals that are ignored or would end this process silently raise KeyboardInterrupt instead.
 
     A shell script starts background processes with SIGINT ignored.
@@ -152,7 +152,8 @@ def message_if_killed(how_to_continue: str) -> Iterator[None]:
     reason = "killed, out of memory, or by Ray after one of its processes died"
     message = f"raypfl was ended from outside: {reason}. {how_to_continue}"
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # the run is worth starting even if there is no room for one more process
+        # The run is worth starting even if there can be no further process.
+        with contextlib.suppress(OSError):
             # A session of its own keeps signals to our process group away from it.
             watcher = subprocess.Popen(
                 ["/bin/sh", "-c", _WATCH, message], stdin=subprocess.PIPE, start_new_session=True

@@ -15,7 +15,7 @@ from raypfl.common.messages import Each, ReadOnlyChanged, Sum, unmarked
 from raypfl.evaluation.corruptions import Corruption
 from raypfl.evaluation.masking import Mask, masked, masked_name
 from raypfl.evaluation.metric_sums import MetricSums, RunningSums
-from raypfl.evaluation.protocols import OWN, WEIGHTED, EvaluationSamples, class_weights, ood_test_sets
+from raypfl.evaluation.protocols import OWN_SPLITS, WEIGHTED, EvaluationSamples, class_weights, ood_test_sets
 from raypfl.learning.inference import InputChange, ModelOutputs
 from raypfl.models.predictor import Predictor
 
@@ -74,8 +74,8 @@ def _score_personal(
     metric_sums = MetricSums(group.context.measures)
     rows: dict[str, Tensor] = {}
     for protocol in protocols:
-        if protocol in OWN:
-            outputs = group.context.model_outputs(models, group.split(OWN[protocol]))
+        if protocol in OWN_SPLITS:
+            outputs = group.context.model_outputs(models, group.split(OWN_SPLITS[protocol]))
             sums_by_name = _own_sums(group, metric_sums, outputs, protocol, masks)
             rows |= {name: metric_sums.values(sums) for name, sums in sums_by_name.items()}
         elif protocol.startswith("ood/"):
@@ -115,7 +115,7 @@ def _score_shared(
     weighted = any(protocol in WEIGHTED for protocol in protocols)
     needs_union = weighted or "global" in protocols
 
-    for protocol, split in OWN.items():
+    for protocol, split in OWN_SPLITS.items():
         is_requested = protocol in protocols
         serves_union = protocol == "local" and needs_union
         if not is_requested and not serves_union:

@@ -108,6 +108,6 @@ CORRUPTIONS: dict[str, tuple[Callable[[Tensor, float, np.ndarray], Tensor], tupl
     "pixelate": (_pixelate, (0.95, 0.90, 0.85, 0.75, 0.65)),
     "jpeg": (_jpeg, (80, 65, 58, 50, 40)),
 }
-"""By name, a function that corrupts ``x[n, C, H, W]`` between 0 and 1, and its strength at each severity: standard
+"""name -> a function that corrupts ``x[n, C, H, W]`` between 0 and 1, and its strength at each severity: standard
 deviation of noise, or fraction of changed pixels; standard deviation of blur, in pixels; increase of brightness; factor
 of contrast and saturation; factor of the side; quality of JPEG."""

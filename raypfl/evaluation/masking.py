@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from raypfl.common.errors import ConfigError
-from raypfl.evaluation.protocols import OWN
+from raypfl.evaluation.protocols import OWN_SPLITS
 from raypfl.learning.inference import ModelOutputs
 from raypfl.learning.objectives import Objective
 
@@ -24,14 +24,14 @@ _LOGIT_OF_MASKED: dict[Mask, float] = {"zero": 0.0, "exclude": -inf}
 
 
 def masked_name(protocol: str, mask: str) -> str:
-    """Name of the protocol of masked results in tables: ``local/zero``."""
+    """Return the name of the protocol of masked results in tables: ``local/zero``."""
     return f"{protocol}/{mask}"
 
 
 def unmasked_name(protocol: str) -> str:
     """Return ``local`` for ``local/zero``; other protocols are returned unchanged."""
     base, _, mask = protocol.partition("/")
-    return base if base in OWN and mask in MASKS else protocol
+    return base if base in OWN_SPLITS and mask in MASKS else protocol
 
 
 def mask_of(protocol: str) -> str:
@@ -40,11 +40,11 @@ def mask_of(protocol: str) -> str:
 
 
 def with_masks(protocols: Iterable[str], masks: Sequence[str]) -> list[str]:
-    """Protocols of the tables: each protocol on clients' own samples is followed by its masked ones."""
+    """Return the protocols of the tables: each one on clients' own samples is followed by its masked ones."""
     names = []
     for protocol in protocols:
         names.append(protocol)
-        if protocol in OWN:
+        if protocol in OWN_SPLITS:
             names += [masked_name(protocol, mask) for mask in masks]
     return names
 
@@ -83,10 +83,10 @@ def mask_mistakes(masks: Sequence[str], protocols: Sequence[str]) -> list[str]:
     """Return a sentence for each mistake in the settings."""
     repeated = [mask for mask in dict.fromkeys(masks) if masks.count(mask) > 1]
     lines = [f"evaluation.masks has {mask!r} twice." for mask in repeated]
-    if masks and not OWN.keys() & set(protocols):
+    if masks and not OWN_SPLITS.keys() & set(protocols):
         lines.append(
-            f"evaluation.masks is [{', '.join(masks)}], but evaluation.protocols has none of {', '.join(OWN)}, the "
-            "protocols on clients' own samples, which alone are masked; add one."
+            f"evaluation.masks is [{', '.join(masks)}], but only protocols on clients' own samples are masked, and "
+            f"evaluation.protocols has none of them; add one of {', '.join(OWN_SPLITS)}."
         )
     return lines
 

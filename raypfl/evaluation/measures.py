@@ -10,7 +10,7 @@ from torch import Tensor
 
 from raypfl.learning.objectives import Classification, Metric, Objective
 
-OF_PRIMARY = ("std", "worst_decile", "weighted")
+PRIMARY_AGGREGATES = ("std", "worst_decile", "weighted")
 """Further aggregates of the primary metric over clients."""
 
 
@@ -77,11 +77,11 @@ class Measures:
     @property
     def aggregates(self) -> tuple[str, ...]:
         """Keys of a summary for each protocol and model, if they are defined."""
-        return (self.primary.name, *OF_PRIMARY, *(metric.name for metric in self.secondary))
+        return (self.primary.name, *PRIMARY_AGGREGATES, *(metric.name for metric in self.secondary))
 
     def metric_of(self, aggregate: str) -> Metric:
         """Return the metric behind an aggregate."""
-        return self.primary if aggregate in OF_PRIMARY else self.metrics[aggregate]
+        return self.primary if aggregate in PRIMARY_AGGREGATES else self.metrics[aggregate]
 
     def lower_is_better(self, aggregate: str) -> bool:
         """Whether a lower value of an aggregate is better; always true for `std`."""

@@ -80,7 +80,7 @@ class MetricSums:
         return running.total()
 
     def values(self, sums: Tensor) -> Tensor:
-        """Columns of `Measures`, ``float64[..., columns]``, from sums ``[..., W]``; NaN stands for no value."""
+        """Return the columns of `Measures`, ``float64[..., columns]``, from sums ``[..., W]``; NaN: no value."""
         count = sums[..., 0]
         values = {"samples": count}
         for name, metric in self.measures.metrics.items():
@@ -88,7 +88,7 @@ class MetricSums:
         return self._in_columns(values)
 
     def class_weighted(self, sums: Tensor, alpha: Tensor) -> Tensor:
-        """Columns of `Measures` with weight ``alpha[..., c]`` for samples of class c, from sums by class ``[..., W]``.
+        """Return the columns with weight ``alpha[..., c]`` for samples of class c, from sums by class ``[..., W]``.
 
         `samples` counts those with a weight above 0 (Dai et al. 2023, acc_i of section 5).
         """
@@ -133,7 +133,7 @@ class MetricSums:
             for i, row in enumerate(rows[columns]):
                 _add_at(batch_sums, batch.owners, y + (self._plain_width + i * self.measures.targets), row)
 
-    def add_whole(self, sums: Tensor, batches: list[ModelOutputs]) -> None:
+    def add_overall(self, sums: Tensor, batches: list[ModelOutputs]) -> None:
         """Add the values of metrics that need all outputs at once."""
         rows = range(len(sums))
         for k in rows:
@@ -181,7 +181,7 @@ class RunningSums:
         if self._sums is None:
             return self.layout.empty(self.rows)
         if self._batches:
-            self.layout.add_whole(self._sums, self._batches)
+            self.layout.add_overall(self._sums, self._batches)
         return self._sums.cpu()
 
 

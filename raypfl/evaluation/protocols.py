@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from raypfl.data import ClientData
     from raypfl.learning.objectives import Objective
 
-OWN = {"local": "test", "val": "val", "train": "train", "unseen": "test"}
-"""Protocols on a client's own samples, and the split that each uses."""
+OWN_SPLITS = {"local": "test", "val": "val", "train": "train", "unseen": "test"}
+"""Protocols on a client's own samples -> the split that each uses."""
 
 WEIGHTED = ("pm_v", "pm_l")
 """Protocols on all clients' test data, with class weights from the client's training data."""
@@ -26,8 +26,9 @@ PROTOCOLS = (
     *("ood/POOL", "ood/corrupt/NAME", "ood/corrupt/NAME/SEVERITY"),
 )
 
-_FIXED = (*OWN, "global", *WEIGHTED)
-_OOD, _CORRUPT = "ood/", "ood/corrupt/"
+_FIXED = (*OWN_SPLITS, "global", *WEIGHTED)
+_OOD = "ood/"
+_CORRUPT = "ood/corrupt/"
 
 
 class EvaluationSamples(NamedTuple):
@@ -128,7 +129,7 @@ def _mistake_in(name: str) -> str:
         return ""
 
     base, slash, _ = name.partition("/")
-    if slash and base in OWN:
+    if slash and base in OWN_SPLITS:
         return f"which is not a protocol; masked outputs are {base!r} with evaluation.masks=[zero] or [exclude]."
     return f"which is not a protocol; {did_you_mean(name, PROTOCOLS)}"
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from raypfl.evaluation.masking import unmasked_name, with_masks
 from raypfl.evaluation.measures import Measures
 from raypfl.evaluation.metric_sums import MetricSums
-from raypfl.evaluation.protocols import OWN, WEIGHTED, class_weights
+from raypfl.evaluation.protocols import OWN_SPLITS, WEIGHTED, class_weights
 
 MODELS = ("personal", "global")
 
@@ -24,7 +24,7 @@ def tabulate(
     protocols: Iterable[str],
     masks: Sequence[str] = (),
 ) -> dict[str, list[Any]]:
-    """Columns of the evaluations table, with a row for each (protocol, model, client).
+    """Return the columns of the evaluations table, with a row for each (protocol, model, client).
 
     A client without test samples has no row, and one without training samples no row of masked outputs. A global model
     that is evaluated once for all clients has client -1.
@@ -54,7 +54,7 @@ def tabulate(
 
 
 def summarise(measures: Measures, columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """Aggregates of one round, a dict for each (protocol, model).
+    """Return the aggregates of one round, a dict for each (protocol, model).
 
     Keys: ``protocol``, ``model``; for the primary metric, its name (mean over clients), ``std`` (population standard
     deviation over clients), ``worst_decile`` (mean of the worst tenth of the clients, at least one) and ``weighted``
@@ -119,6 +119,6 @@ def _rows(
     score = scores.get(f"{model}/{protocol}")
     if score is None:
         return np.zeros((0, len(measures.columns))), all_clients[:0]
-    if model == "global" and unmasked_name(protocol) not in OWN:
+    if model == "global" and unmasked_name(protocol) not in OWN_SPLITS:
         return MetricSums(measures).values(score[None]).numpy(), np.array([-1])
     return score.numpy(), all_clients

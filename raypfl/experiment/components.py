@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainValidator, ValidationError, create_model
 
 from raypfl.analysis import ANALYSES, Analysis
-from raypfl.common.component import undefined
+from raypfl.common.component import abstract_functions
 from raypfl.common.errors import ConfigError, did_you_mean
 from raypfl.common.registry import Registry
 from raypfl.data import PARTITIONS, Partition
@@ -106,7 +106,7 @@ def look_up(registry: Registry, name: str) -> Callable[..., Any]:
 def instantiate(entry: Callable[..., Any], name: str, options: dict[str, Any], where: str) -> Any:
     """Check `options` and call `entry` with them; raises as `build` does."""
     options = checked_options(entry, name, options, where)
-    missing = undefined(entry)
+    missing = abstract_functions(entry)
     if missing:
         raise ValueError(f"{where} is {name!r}, which is not complete: define {missing}.")
     try:

@@ -20,7 +20,7 @@ from raypfl.common import streams
 from raypfl.common.errors import ConfigError, MethodError
 from raypfl.common.exclusive import exclusive
 from raypfl.models.layout import VectorLayout, select
-from raypfl.models.parts import common_parts, freeze, frozen_norms, stored
+from raypfl.models.parts import common_parts, freeze, frozen_norms, stored_tensors
 
 Input = Tensor | tuple[Tensor, ...]
 
@@ -33,7 +33,7 @@ class FlatModel(VectorLayout):
     factory : builds the network, an ``nn.Module``, without arguments. It is called under a fixed seed.
     seed : the seed of the template, which holds everything that is in no model vector: frozen parameters and integer
         buffers.
-    dtype, device : those of the network and of the vectors that it creates.
+    dtype, device : the dtype and the device of the network and of the vectors that it creates.
     frozen : a pattern (see :meth:`names`) of the tensors to freeze, in addition to those that the network itself has
         frozen. They are in no vector and exist once, in the template. Batch norm with frozen scale and shift keeps its
         statistics.
@@ -63,10 +63,10 @@ class FlatModel(VectorLayout):
         trained: str | None = None,
     ):
         self.factory = factory
-        module = _built(factory, seed, dtype, torch.device(device))
-        parts = common_parts(module, stored(module))
+        module = _build(factory, seed, dtype, torch.device(device))
+        parts = common_parts(module, stored_tensors(module))
         if trained is not None:
-            freeze(module, stored(module).keys() - select(trained, module, parts))
+            freeze(module, stored_tensors(module).keys() - select(trained, module, parts))
         elif frozen is not None:
             freeze(module, select(frozen, module, parts))
 
@@ -77,17 +77,18 @@ class FlatModel(VectorLayout):
         self._frozen_norms = frozen_norms(module)
         self._train(True)
         modules = list(module.modules())
-        # Frozen batch norm is in evaluation mode even now, and so does not count.
+        # Frozen batch norm stays in evaluation mode, and so does not count.
         batch_norms = [child for child in modules if isinstance(child, _BatchNorm) and child.training]
         self.mixes_rows = bool(batch_norms)
         self.normalises_vectors = any(isinstance(norm, nn.BatchNorm1d) for norm in batch_norms)
         self.has_dropout = any(isinstance(child, nn.modules.dropout._DropoutNd) for child in modules)
         self._norms = [child for child in modules if isinstance(child, _NormBase) and child.running_mean is not None]
 
-        # Every attribute that holds a segment. A tensor that two modules share has one segment and two attributes.
+        # Every attribute that holds a segment, to be set by setattr or, faster, in the module's own dictionary. A
+        # tensor that two modules share has one segment and two attributes.
         self._places: list[tuple[str, nn.Module, str]] = []
         self._stores: list[tuple[str, dict[str, Any], str]] = []
-        names = {id(tensor): name for name, tensor in self._moving(module).items()}
+        names = {id(tensor): name for name, tensor in self._vector_tensors(module).items()}
         for child in modules:
             for store in (child._parameters, child._buffers):
                 for attribute, tensor in store.items():
@@ -98,7 +99,7 @@ class FlatModel(VectorLayout):
 
     def init(self, seed: int) -> Tensor:
         """Return a newly initialised model vector, ``Tensor[P+B]``; the same for the same seed."""
-        return self.flatten(self._moving(_built(self.factory, seed, self.dtype, self.device)))
+        return self.flatten(self._vector_tensors(_build(self.factory, seed, self.dtype, self.device)))
 
     def as_module(self, theta: Tensor) -> nn.Module:
         """Return an ordinary module in evaluation mode with a copy of a model vector ``[P+B]``."""
@@ -106,7 +107,7 @@ class FlatModel(VectorLayout):
             module = copy.deepcopy(self.module)
         views = self.unflatten(theta)
         with torch.no_grad():
-            for name, tensor in self._moving(module).items():
+            for name, tensor in self._vector_tensors(module).items():
                 tensor.copy_(views[name])
         return module.eval()
 
@@ -130,7 +131,7 @@ class FlatModel(VectorLayout):
             if loss is None or not loss.statistics:
                 raise ValueError("This network has batch-norm statistics: outside a loss, pass the whole model vector.")
             tensors |= loss.statistics
-        return self._with(tensors, x)
+        return self._call_with(tensors, x)
 
     def features(self, theta: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the output layer's inputs ``[b, d]`` and the outputs, at `theta` for inputs ``x[b, ...]``.
@@ -180,7 +181,7 @@ class FlatModel(VectorLayout):
                 self._train(before)
 
     def _train(self, train: bool) -> None:
-        """``module.train(train)`` without nn.Module's attribute checks, 5 % of a small client's evaluation."""
+        """Set the mode, without the attribute checks of ``nn.Module.train``: 5 % of a small client's evaluation."""
         modules = list(self.module.modules())
         if any(type(child).train is not nn.Module.train for child in modules):
             self.module.train(train)
@@ -205,7 +206,7 @@ class FlatModel(VectorLayout):
             finally:
                 bound.release()
 
-    def _with(self, tensors: Mapping[str, Tensor], x: Input) -> Tensor:
+    def _call_with(self, tensors: Mapping[str, Tensor], x: Input) -> Tensor:
         """Return the module's output with `tensors` in place of the template's.
 
         This is torch.func.functional_call without its checks, which take a tenth of a small network's step.
@@ -219,13 +220,13 @@ class FlatModel(VectorLayout):
             for (_, store, attribute), tensor in zip(self._stores, template, strict=True):
                 store[attribute] = tensor
 
-    def _moving(self, module: nn.Module) -> dict[str, Tensor]:
+    def _vector_tensors(self, module: nn.Module) -> dict[str, Tensor]:
         """Return the tensors of a module that are in a model vector, by segment name."""
-        tensors = stored(module)
+        tensors = stored_tensors(module)
         return {name: tensors[name] for name in self.segments}
 
 
-def _built(factory: Callable[[], nn.Module], seed: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
+def _build(factory: Callable[[], nn.Module], seed: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
     with streams.forked(device):
         streams.seed(device, seed)
         module = factory()
@@ -322,7 +323,7 @@ class FunctionalCall(LossCall):
             self._tensors = dict(zip(model.parameter_names, leaves, strict=True)) | self.statistics
 
     def outputs(self, x: Input) -> Tensor:
-        return self.model._with(self._tensors, x)
+        return self.model._call_with(self._tensors, x)
 
     def moved(self) -> Tensor:
         return super().moved() if self.statistics else self._buffers
@@ -342,7 +343,7 @@ class BoundModel(LossCall):
 
     def __init__(self, model: FlatModel):
         super().__init__(model)
-        self._template = model._moving(model.module)
+        self._template = model._vector_tensors(model.module)
 
     def bind(self, vector: Tensor, frozen: Set[str] = frozenset()) -> None:
         """Use the model vector ``[P+B]`` from now on. Segments in `frozen` get no gradient."""

@@ -54,9 +54,8 @@ class TwoHeads(nn.Module):
 class GeneratedHead(nn.Module):
     """``z @ H(prior).T``: a small network H generates the head from a client's class shares.
 
-    The outputs are zeros for a zero prior.
-
-    The prior is a parameter and so part of a client's model, but training must leave it out.
+    For a zero prior, the outputs are zeros. The prior is a parameter, and so part of a client's model, but training
+    must leave it out.
 
     Parameters
     ----------
@@ -102,9 +101,9 @@ def output_layer(network: nn.Module) -> tuple[str, nn.Linear]:
             last_layer = module
 
     if not last_name or not isinstance(last_layer, nn.Linear):
-        described = last_name or "the network itself"
+        description = last_name or "the network itself"
         raise ConfigError(
-            f"This method replaces the network's output layer, but its last layer, {described}, is "
+            f"This method replaces the network's output layer, but its last layer, {description}, is "
             f"a {type(last_layer).__name__}; register an nn.Linear last."
         )
     return last_name, last_layer

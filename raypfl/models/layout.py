@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from raypfl.common.errors import ConfigError, did_you_mean
-from raypfl.models.parts import stored, trainable
+from raypfl.models.parts import stored_tensors, trainable_names
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class VectorLayout:
     ----------
     module : the network, with all that is frozen already frozen.
     common_parts : part -> names of its tensors; see :func:`raypfl.models.parts.common_parts`.
-    dtype, device : those of the vectors.
+    dtype, device : the dtype and the device of the vectors.
     """
 
     def __init__(
@@ -47,9 +47,9 @@ class VectorLayout:
         self.device = device
 
         self.segments: dict[str, Segment] = {}
-        tensors = stored(module)
+        tensors = stored_tensors(module)
         offset = 0
-        for name in trainable(module):
+        for name in trainable_names(module):
             tensor = tensors[name]
             self.segments[name] = Segment(name, offset, offset + tensor.numel(), tensor.shape)
             offset += tensor.numel()
@@ -125,7 +125,7 @@ class VectorLayout:
 
 def select(pattern: str, module: nn.Module, common_parts: Mapping[str, list[str]]) -> set[str]:
     """Return the names of all tensors that a pattern selects, frozen or not; see :meth:`VectorLayout.names`."""
-    names = list(stored(module))
+    names = list(stored_tensors(module))
     selected: set[str] = set()
     for item in map(str.strip, pattern.split(",")):
         matches = [n for n in names if n == item or n.startswith(item + ".") or fnmatch.fnmatch(n, item)]

@@ -57,21 +57,21 @@ def freeze(network: nn.Module, names: Collection[str]) -> None:
             parameter.requires_grad_(False)
 
 
-def stored(network: nn.Module) -> dict[str, Tensor]:
+def stored_tensors(network: nn.Module) -> dict[str, Tensor]:
     """Return all floating-point tensors in a network's state dict by name, parameters first."""
     state = network.state_dict()
     buffers = {name: buffer for name, buffer in network.named_buffers() if buffer.is_floating_point() and name in state}
     return dict(network.named_parameters()) | buffers
 
 
-def trainable(network: nn.Module) -> list[str]:
+def trainable_names(network: nn.Module) -> list[str]:
     """Return the names of the tensors that training changes.
 
     These are trainable parameters, and buffers of modules that are not frozen.
     """
     requires_grad = {name: parameter.requires_grad for name, parameter in network.named_parameters()}
     names = []
-    for name in stored(network):
+    for name in stored_tensors(network):
         if name in requires_grad:
             is_trainable = requires_grad[name]
         else:
@@ -83,7 +83,7 @@ def trainable(network: nn.Module) -> list[str]:
 
 def frozen_norms(network: nn.Module) -> list[nn.Module]:
     """Return the frozen modules with buffers, such as batch norm that must keep its statistics during training."""
-    owners = {name.rpartition(".")[0] for name in stored(network)} - {""}
+    owners = {name.rpartition(".")[0] for name in stored_tensors(network)} - {""}
     norms = []
     for path, module in network.named_modules():
         has_buffers = any(True for _ in module.buffers(recurse=False))

@@ -7,12 +7,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 RESTARTS = 8
-"""The largest number of starts of a search."""
+"""Largest number of starts of a search."""
 
 STEPS = 3000
 """Steps of a search."""
 
-WORK = 2**22
+MAX_WORK = 2**22
 """Largest ``restarts * count^2 * dimension`` of a search with more than one start."""
 
 SHARPEST = 300.0
@@ -39,7 +39,7 @@ def uniform_prototypes(count: int, dimension: int, seed: int) -> Tensor:
         rotation = torch.linalg.qr(torch.randn(dimension, dimension, generator=generator, dtype=torch.float64)).Q
         return torch.cat([rotation, -rotation])[:count]
 
-    restarts = max(1, min(RESTARTS, WORK // (count**2 * dimension)))
+    restarts = max(1, min(RESTARTS, MAX_WORK // (count**2 * dimension)))
     return search_prototypes(count, dimension, generator, restarts)
 
 
@@ -52,7 +52,7 @@ def _simplex(count: int, dimension: int, generator: torch.Generator) -> Tensor:
 
 
 def search_prototypes(count: int, dimension: int, generator: torch.Generator, restarts: int = RESTARTS) -> Tensor:
-    """Search for such rows by descent on a soft maximum of the cosines, which gets sharper; return the best start's."""
+    """Search for such rows by descent on a soft maximum of the cosines, which gets sharper; return the best result."""
     w = torch.randn(restarts, count, dimension, generator=generator, dtype=torch.float64)
     w = w / w.norm(dim=-1, keepdim=True)
     diagonal = torch.eye(count, dtype=torch.bool)

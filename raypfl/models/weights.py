@@ -47,12 +47,12 @@ class Pretrained:
 
 
 def origin(network: nn.Module) -> str:
-    """Describe in short where a network's initial weights come from."""
+    """Say in short where a network's initial weights come from."""
     return str(getattr(network, "origin", RANDOM))
 
 
 def digest(source: str | None) -> str:
-    """Return what identifies the weights when a run is resumed: the SHA-256 of a file, or a name."""
+    """Return what tells whether a resumed run has the same weights: the SHA-256 of a file, or a name."""
     if source is None or not is_file(source) or not Path(source).is_file():
         return source or ""
     with Path(source).open("rb") as file:
@@ -86,7 +86,7 @@ def fill(network: nn.Module, weights: Mapping[str, Tensor], source: str) -> str:
         weights = {name: tensor for name, tensor in weights.items() if not name.startswith(head_prefix)}
 
     random = [name for name in targets if name not in weights and (name in head or name in adapters)]
-    problems = _misfits(targets, weights, random)
+    problems = _mismatches(targets, weights, random)
     if problems:
         listed = "; ".join(problems[:4])
         if len(problems) > 4:
@@ -107,7 +107,7 @@ def fill(network: nn.Module, weights: Mapping[str, Tensor], source: str) -> str:
 
 
 def _tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Leave out batch norm's counts of batches, which `FlatModel` does without."""
+    """Leave out batch norm's counts of batches: `FlatModel` has none."""
     return {name: tensor for name, tensor in state.items() if not name.endswith("num_batches_tracked")}
 
 
@@ -123,7 +123,7 @@ def _other_classes(targets: Mapping[str, Tensor], weights: Mapping[str, Tensor],
     return ""
 
 
-def _misfits(targets: Mapping[str, Tensor], weights: Mapping[str, Tensor], random: list[str]) -> list[str]:
+def _mismatches(targets: Mapping[str, Tensor], weights: Mapping[str, Tensor], random: list[str]) -> list[str]:
     other_shapes = []
     missing = []
     for name, target in targets.items():

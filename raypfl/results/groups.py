@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from raypfl.evaluation.measures import OF_PRIMARY, Measures
+from raypfl.evaluation.measures import PRIMARY_AGGREGATES, Measures
 from raypfl.results.colours import colour
 from raypfl.results.labels import labels
 from raypfl.results.units import Unit
@@ -46,7 +46,7 @@ class RunGroup:
         model = model or self.deployed(protocol)
 
         tested_once = model == "global" and (protocol == "global" or protocol.startswith("ood/"))
-        if aggregate not in self.measures.aggregates or (tested_once and aggregate in OF_PRIMARY):
+        if aggregate not in self.measures.aggregates or (tested_once and aggregate in PRIMARY_AGGREGATES):
             return []
 
         rows = [row for row in self._summaries[best] if (row["protocol"], row["model"]) == (protocol, model)]

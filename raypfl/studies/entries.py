@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from raypfl.evaluation.measures import OF_PRIMARY, Measures
+from raypfl.evaluation.measures import PRIMARY_AGGREGATES, Measures
 from raypfl.results.units import Unit
 from raypfl.runs.result import RunResult
 from raypfl.studies.cells import StudyCell
@@ -101,7 +101,7 @@ def table_entries(
             rows_by_run = [_rows(result, metric) for result in finished]
             value = metric.value or measures.primary.name
             unit = Unit(measures.metric_of(value) if value in measures.aggregates else measures.primary)
-            is_of_primary = value in (measures.primary.name, *OF_PRIMARY)
+            is_of_primary = value in (measures.primary.name, *PRIMARY_AGGREGATES)
             entries.append(
                 TableEntry(
                     *position,

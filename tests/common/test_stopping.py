@@ -14,7 +14,7 @@ from rich.console import Console
 
 import raypfl
 from raypfl.common.errors import ConfigError
-from raypfl.common.stopping import StopRequest, handlers_restored, interrupting, message_if_killed, undisturbed
+from raypfl.common.stopping import StopRequest, handlers_restored, signals_interrupt, message_if_killed, signals_deferred
 from raypfl.engine.events import Progress, RunFinished, Warned
 from raypfl.results.display.console import RunLine, View
 from tests.support.runs import experiment
@@ -103,7 +103,7 @@ def test_a_run_stopped_before_its_first_round_ends_at_once_and_is_started_by_res
 
 def test_signals_wait_until_an_undisturbed_block_is_done():
     finished = False
-    with pytest.raises(KeyboardInterrupt), interrupting(), undisturbed():
+    with pytest.raises(KeyboardInterrupt), signals_interrupt(), signals_deferred():
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGTERM)
         finished = True
@@ -112,19 +112,19 @@ def test_signals_wait_until_an_undisturbed_block_is_done():
 
 def test_signal_handlers_that_a_library_changes_are_restored():
     before = signal.getsignal(signal.SIGTERM)
-    for guard in (handlers_restored, undisturbed):
+    for guard in (handlers_restored, signals_deferred):
         with guard():
             signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(15))
         assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_sigterm_and_sighup_interrupt_a_process_unless_they_are_ignored():
-    with pytest.raises(KeyboardInterrupt), interrupting():
+    with pytest.raises(KeyboardInterrupt), signals_interrupt():
         os.kill(os.getpid(), signal.SIGTERM)
 
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
-        with interrupting(), StopRequest().listening() as stop:
+        with signals_interrupt(), StopRequest().listening() as stop:
             os.kill(os.getpid(), signal.SIGHUP)
         assert not stop.received
     finally:
@@ -134,7 +134,7 @@ def test_sigterm_and_sighup_interrupt_a_process_unless_they_are_ignored():
 def test_ctrl_c_ends_a_command_in_a_scripts_background_although_it_is_ignored_there():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with pytest.raises(KeyboardInterrupt), interrupting():
+        with pytest.raises(KeyboardInterrupt), signals_interrupt():
             os.kill(os.getpid(), signal.SIGINT)
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:

@@ -196,7 +196,7 @@ def test_a_run_from_before_clients_per_actor_became_the_group_size_can_be_read()
         ({"training": {"lerning_rate": 1}}, "training.lerning_rate is not a setting of training; did you mean 'lr'?"),
         (
             {"training": {"xyz": 1}},
-            "training.xyz is not a setting of training; known are: ",
+            "training.xyz is not a setting of training; choose one of: ",
         ),
         ({"trainning": {}}, "trainning is not a setting of an experiment; did you mean 'training'?"),
         ({"ray": {"clients_per_actor": 2}}, "ray.clients_per_actor has become engine.group_size; set that instead."),
@@ -242,7 +242,7 @@ def test_a_run_from_before_clients_per_actor_became_the_group_size_can_be_read()
         ({"cohort": {"availability": {"low": 0.5}}}, "it must be {low: p, high: q} with 0 <= p <= q <= 1."),
         (
             {"evaluation": {"protocols": ["mine"]}},
-            "evaluation.protocols has 'mine', which is not a protocol; known are: ",
+            "evaluation.protocols has 'mine', which is not a protocol; choose one of: ",
         ),
         ({"model": "math:pi"}, "model is 'math:pi', which is not a class or function with options."),
         ({"seed": 10**20}, "seed is 100000000000000000000; it must be below 2^63."),

@@ -197,7 +197,7 @@ def test_rows_that_clients_send_partly_are_counted_by_size():
 @pytest.mark.parametrize("charged", [torch.tensor([1, 8]), torch.tensor([-1, 1]), torch.tensor([1])])
 def test_no_client_is_charged_for_more_than_a_row(charged):
     fed = federation(lambda clients: {"rows": Sum(rows_of(clients, 7), charged=charged)}, group_size=2)
-    with pytest.raises(MethodError, match=r"What 'rows' is charged must be a whole number between 0 and 7"):
+    with pytest.raises(MethodError, match=r"charged of 'rows' must be a whole number from 0 to 7"):
         exchange(fed, ids=[0, 1])
 
 
@@ -234,7 +234,7 @@ def test_a_broadcast_is_charged_as_declared():
 def test_no_client_is_charged_for_more_than_was_sent_down(charged):
     fed = federation(lambda clients, theta: None)
     for message in (Broadcast(torch.zeros(4), charged), Scatter(torch.zeros(5, 4), charged)):
-        with pytest.raises(MethodError, match=r"What 'theta' is charged must be a whole number between 0 and 4"):
+        with pytest.raises(MethodError, match=r"charged of 'theta' must be a whole number from 0 to 4"):
             exchange(fed, theta=message)
     assert fed.ledger.entries == []
 

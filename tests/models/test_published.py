@@ -113,7 +113,7 @@ def test_a_data_set_of_the_hub_is_read_from_its_cache_without_a_network(tmp_path
 def test_a_data_set_with_several_subsets_needs_a_named_subset(tmp_path: Path, opened):
     hub(tmp_path / "data", "balanced", "by_writer")
     with pytest.raises(
-        ConfigError, match=r"data\.subset is None, but ada/digits has 2 subsets; known are: balanced, by"
+        ConfigError, match=r"data\.subset is None, but ada/digits has 2 subsets; choose one of: balanced, by"
     ):
         opened("hf:ada/digits", image="img")
     assert len(opened("hf:ada/digits", image="img", subset="by_writer").labels) == 6

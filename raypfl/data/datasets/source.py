@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
-from raypfl.common.component import undefined
+from raypfl.common.component import abstract_functions
 from raypfl.common.conditions import Condition
 from raypfl.common.errors import ConfigError, DataError
 from raypfl.common.registry import Registry
@@ -83,7 +83,7 @@ class DataSource:
                 f"The data set {self.name!r} cannot be read with these options: {error}.{takes_config}"
             ) from error
 
-        missing = undefined(entry)
+        missing = abstract_functions(entry)
         if missing:
             raise ConfigError(f"The data set {self.name!r} is not complete: define {missing}.")
 

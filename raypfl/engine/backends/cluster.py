@@ -16,7 +16,7 @@ from typing import Any
 
 from raypfl.common import registry
 from raypfl.common.errors import ConfigError, RaypflError
-from raypfl.common.stopping import handlers_restored, hangups_ignored, interrupting, undisturbed
+from raypfl.common.stopping import handlers_restored, hangups_ignored, signals_deferred, signals_interrupt
 from raypfl.common.user_modules import copy_files, module_files
 from raypfl.engine.backends.actor_pools import ActorPools, reserved, room_for
 from raypfl.engine.events import Listener, Progress
@@ -64,7 +64,7 @@ def connected(settings: RaySettings, emit: Listener = lambda event: None) -> Ite
         return
     emit(Progress("connecting to Ray" if address else "starting Ray"))
     cluster = _local(ray, settings.dashboard) if address is None else _attached(ray, address)
-    with interrupting(), cluster as dashboard:
+    with signals_interrupt(), cluster as dashboard:
         _silence_deaths(ray)
         if dashboard:
             token = os.environ.get("RAY_AUTH_TOKEN")
@@ -79,7 +79,7 @@ def _local(ray: Any, dashboard: bool) -> Iterator[str | None]:
     system = FREE_AT_ONCE if dashboard else FREE_AT_ONCE | NO_TASK_EVENTS
     folder = ""
     try:
-        with undisturbed(), hangups_ignored(), _without_sigterm_handler(ray):
+        with signals_deferred(), hangups_ignored(), _without_sigterm_handler(ray):
             folder = tempfile.mkdtemp(prefix="raypfl-", dir="/tmp")  # not $TMPDIR: the paths of sockets must be short
             try:
                 context = ray.init(include_dashboard=dashboard, _temp_dir=folder, _system_config=system, **QUIET)
@@ -90,7 +90,7 @@ def _local(ray: Any, dashboard: bool) -> Iterator[str | None]:
                 ) from error
         yield context.dashboard_url if dashboard else None
     finally:
-        with undisturbed():
+        with signals_deferred():
             ray.shutdown()
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -114,7 +114,7 @@ def _attached(ray: Any, address: str) -> Iterator[None]:
                 ) from error
         yield
     finally:
-        with undisturbed():
+        with signals_deferred():
             ray.shutdown()
 
 

@@ -180,8 +180,8 @@ def _undivided(section: SettingPath, partition: type[Partition], values: Mapping
         return
 
     governor = ("data", "name")
-    mend = "leave {this} out, since a Population decides who holds what"
-    condition = Condition(".".join(governor), lambda name: False, mend)
+    advice = "leave {this} out, since a Population decides who holds what"
+    condition = Condition(".".join(governor), lambda name: False, advice)
     for name, value in _at(values, section).items():
         default = COMPONENTS[section][1] if name == "name" else _default(partition, name, value)
         path = (*section, name)
@@ -192,10 +192,9 @@ def _undivided(section: SettingPath, partition: type[Partition], values: Mapping
 def _message(path: SettingPath, value: Any, governor: SettingPath, governor_value: Any, condition: Condition) -> str:
     name = ".".join(path)
     governor_name = ".".join(governor)
-    mend = condition.mend.replace("{other}", governor_name).replace("{this}", name)
-    return (
-        f"{name} is {_as_yaml(value)}, which has no effect while {governor_name} is {_as_yaml(governor_value)}; {mend}."
-    )
+    advice = condition.advice.replace("{other}", governor_name).replace("{this}", name)
+    governor_text = _as_yaml(governor_value)
+    return f"{name} is {_as_yaml(value)}, which has no effect while {governor_name} is {governor_text}; {advice}."
 
 
 def _governor(section: SettingPath, condition: Condition) -> SettingPath:

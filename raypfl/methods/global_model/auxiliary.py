@@ -24,7 +24,7 @@ from raypfl.models.flat import FlatModel
 
 
 class AuxiliaryImages(FedAvg):
-    """What methods with auxiliary images share: their options, and matching.
+    """Base class of methods with auxiliary images: their options, and matching.
 
     Attributes
     ----------
@@ -79,7 +79,7 @@ class AuxiliaryImages(FedAvg):
     ) -> Matched:
         """Match the images and step sizes of K sets to the moves from `window_start` to `theta`, ``[K, P]``.
 
-        ``progress(rates)`` is an iterator over the learning rates of the steps; it may show how far they are.
+        ``progress(rates)`` iterates over the learning rates of the steps, and may report the progress.
         """
         trajectory = StudentTrajectory(model, labels, self.inner_steps, self.checkpointing)
         rates = progress([MatchingRates(self.image_lr, self.step_lr)] * self.outer_steps)
@@ -193,7 +193,7 @@ class ClientImages(AuxiliaryImages):
         shape = clients.input_shape
         labels = self.labels(clients.num_classes, torch.device("cpu"))
         generators = clients.generators("auxiliary images")
-        # More samples than any client has: all of them.
+        # All samples of each client: no client has as many as this.
         samples = clients.batches(2**62, "auxiliary images") if self.initial == "own" else None
 
         rows = []
@@ -202,12 +202,12 @@ class ClientImages(AuxiliaryImages):
             row = row.to(clients.device)
             if samples is not None:
                 for c in range(clients.num_classes):
-                    of_class = (samples[k].y == c).nonzero()[:, 0]
+                    in_class = (samples[k].y == c).nonzero()[:, 0]
                     # Drawn even for a class that the client lacks: a class's images do not depend on other classes.
                     draws = torch.rand(self.per_class, generator=generators[k], dtype=torch.float64)
-                    if len(of_class):
-                        positions = (draws * len(of_class)).long().to(of_class.device)
-                        row[labels == c] = samples[k].x[of_class[positions]]
+                    if len(in_class):
+                        positions = (draws * len(in_class)).long().to(in_class.device)
+                        row[labels == c] = samples[k].x[in_class[positions]]
             rows.append(row)
         return torch.stack(rows)
 
@@ -233,7 +233,7 @@ class ClientImages(AuxiliaryImages):
 
 
 def matching_numbers(matched: Matched) -> dict[str, Tensor]:
-    """Return what is logged of K matchings, ``[K]`` by name: failures and, or else NaN, losses and step sizes."""
+    """Return what is logged of K matchings, ``[K]`` by name: failures, and losses and step sizes (NaN if failed)."""
     ok = unmarked(matched.ok)
     numbers = {
         "matching_loss_before": matched.first,

@@ -30,8 +30,8 @@ class CReFF(Method):
     Down: model and ``h``. Up: model, and ``|h|`` gradient entries for each class that the client has. The global model
     is the averaged body with ``h``; the personal model is the one that the client trained last.
 
-    Difference to the authors' code: each round trains ``h`` further, by `head_steps` steps on all features at once; the
-    code trains a new head in every round, for 300 epochs of mini-batches.
+    Difference from the authors' code: each round trains ``h`` further, by `head_steps` steps on all features at once;
+    the code trains a new head in every round, for 300 epochs of mini-batches.
 
     Attributes
     ----------

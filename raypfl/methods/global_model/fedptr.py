@@ -39,14 +39,14 @@ def pull_toward_anchor(model: FlatModel, regularizer: Regularizer) -> Callable[[
         # lam/2 ||d_j||^2 / ||d_j|| with the divisor constant: the gradient is lam d_j / ||d_j||, of length lam. It is 0
         # at d_j = 0, where the divisor must not be 0.
         squares = torch.stack([layer.square().sum() for layer in layers])
-        least = 1e-12 if p.dtype == torch.float64 else 1e-8
-        return strength / 2 * (squares / squares.detach().sqrt().clamp_min(least)).sum()
+        smallest = 1e-12 if p.dtype == torch.float64 else 1e-8
+        return strength / 2 * (squares / squares.detach().sqrt().clamp_min(smallest)).sum()
 
     return penalty
 
 
 class ProjectedTrajectory(AuxiliaryImages):
-    """What both variants share: the projected model, and the pull toward it.
+    """Base class of both variants: the projected model, and the pull toward it.
 
     Attributes
     ----------

@@ -125,6 +125,7 @@ def match(
     ok = torch.zeros_like(alive)
     first = last = start.new_full((len(start),), torch.nan)
 
+    # Pairs of images and step sizes: the last ones with a finite loss, and those to try next.
     good = candidate = images, step_size
     velocity = torch.zeros_like(images), torch.zeros_like(step_size)
     for number, rate in enumerate(rates):

@@ -1,4 +1,4 @@
-"""What methods with a hypernetwork share: a network on the server that makes every client's model."""
+"""The base class of methods with a hypernetwork: a network on the server that makes every client's model."""
 
 from __future__ import annotations
 

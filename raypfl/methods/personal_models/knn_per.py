@@ -25,7 +25,7 @@ SHARES = tuple(tenths / 10 for tenths in range(11))
 """Candidates for lambda."""
 
 FAR = 1e6
-"""Added to the distance of what is no neighbour, so that its weight exp(-distance) is 0."""
+"""Added to the distance of anything that is not a neighbour, so that its weight exp(-distance) is 0."""
 
 
 @METHODS.register("knn-per")

@@ -32,7 +32,7 @@ class PeFLL(HypernetworkMethod):
     ``theta_i``, ``Delta v_i``; up: ``v_i``, ``Delta theta_i``, ``Delta eta_v``. Clients keep nothing. For evaluation a
     client, also one that was never trained, gets its model by the first three of these messages, without a gradient.
 
-    Difference to the paper: the defaults, since Algorithm 2 itself is ``server_optimizer: average`` with ``size: M``
+    Difference from the paper: the defaults, since Algorithm 2 itself is ``server_optimizer: average`` with ``size: M``
     and ``lam_h = lam_v = 0.001``; more in ``docs/pefll.md``.
 
     Attributes

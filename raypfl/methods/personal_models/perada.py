@@ -15,7 +15,7 @@ from raypfl.methods.global_model.feddf import FedDF
 from raypfl.methods.local_training import proximal
 from raypfl.methods.personal_models.ditto import Ditto
 from raypfl.models.flat import FlatModel
-from raypfl.models.parts import stored
+from raypfl.models.parts import stored_tensors
 
 
 @METHODS.register("perada")
@@ -45,7 +45,7 @@ class PerAda(Ditto, FedDF):
     student: Literal["train", "eval"] = "eval"
 
     def check(self, model: FlatModel) -> None:
-        if model.segments.keys() == stored(model.module).keys():
+        if model.segments.keys() == stored_tensors(model.module).keys():
             warnings.warn(
                 f"perada is for a network that is mostly frozen, but all {model.num_parameters:,} parameters of this "
                 "one are trained and sent: set model.trained, such as 'adapters, output layer', or begin with the "

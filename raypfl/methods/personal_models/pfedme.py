@@ -24,7 +24,7 @@ class PFedMe(FedAvg):
     v_k)``. A round starts with both at the received ``w``, which is sent both ways. Clients keep ``v_k`` for
     evaluation. The paper's ``beta`` is `server_lr`.
 
-    Differences to the paper: clients are averaged by samples unless `weighting` says otherwise (the paper: equally);
+    Differences from the paper: clients are averaged by samples unless `weighting` says otherwise (the paper: equally);
     with ``training.momentum``, the inner steps use it and keep the velocity between mini-batches (the paper has plain
     gradient steps); clients that were never drawn are evaluated with the initial model.
 

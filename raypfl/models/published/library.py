@@ -1,4 +1,4 @@
-"""Import libraries of networks on first use, and check names that they should have."""
+"""Import libraries of networks on first use, and check that they have what a name asks for."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from raypfl.common.errors import ConfigError, did_you_mean
 from raypfl.common.packages import not_installed
 
 
-def library(module: str, reason: str, extra: str = "") -> Any:
-    """Import a module.
+def import_library(module: str, reason: str, extra: str = "") -> Any:
+    """Import and return a module.
 
     Parameters
     ----------
-    reason : the setting that needs the module, as the error says it (``"model is 'timm:...'"``).
+    reason : the setting that needs the module, with which the error begins (``"model is 'timm:...'"``).
     extra : the extra of raypfl that installs it, if there is one.
 
     Raises
@@ -28,7 +28,7 @@ def library(module: str, reason: str, extra: str = "") -> Any:
         raise not_installed(reason, module.partition(".")[0], extra) from None
 
 
-def require(sentence: str, name: str, available: Collection[str]) -> None:
-    """Raise a ConfigError of this sentence and the nearest available name, unless `name` is available."""
+def require_known(sentence: str, name: str, available: Collection[str]) -> None:
+    """Raise a ConfigError with this sentence and the nearest available name, unless `name` is available."""
     if name not in available:
         raise ConfigError(f"{sentence}; {did_you_mean(name, available)}")

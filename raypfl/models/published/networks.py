@@ -9,14 +9,14 @@ from torch import nn
 
 from raypfl.common.errors import ConfigError
 from raypfl.models.networks import MODELS, image_shape
-from raypfl.models.published.library import library, require
+from raypfl.models.published.library import import_library, require_known
 
 
 @MODELS.register("torchvision:NAME")
 def torchvision_network(member: str) -> Callable[..., nn.Module]:
     """Any classification network of torchvision, such as torchvision:efficientnet_b0, and its options."""
-    models = library("torchvision.models", f"model is 'torchvision:{member}'")
-    require(f"torchvision has no network {member!r}", member, models.list_models(module=models))
+    models = import_library("torchvision.models", f"model is 'torchvision:{member}'")
+    require_known(f"torchvision has no network {member!r}", member, models.list_models(module=models))
 
     def network(input_shape: tuple[int, ...], num_classes: int, **options: Any) -> nn.Module:
         channels, *_ = image_shape(member, input_shape)
@@ -32,8 +32,8 @@ def torchvision_network(member: str) -> Callable[..., nn.Module]:
 @MODELS.register("timm:NAME")
 def timm_network(member: str) -> Callable[..., nn.Module]:
     """Any network of timm, such as timm:vit_tiny_patch16_224, and the options of timm.create_model."""
-    timm = library("timm", f"model is 'timm:{member}'", "timm")
-    require(f"timm has no network {member!r}", member, timm.list_models())
+    timm = import_library("timm", f"model is 'timm:{member}'", "timm")
+    require_known(f"timm has no network {member!r}", member, timm.list_models())
 
     def network(input_shape: tuple[int, ...], num_classes: int, **options: Any) -> nn.Module:
         channels, *_ = image_shape(member, input_shape)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from raypfl.common.errors import ConfigError
-from raypfl.models.published.library import library, require
+from raypfl.models.published.library import import_library, require_known
 
 
 def published_weights(name: str, source: str) -> Mapping[str, Tensor]:
@@ -25,10 +25,10 @@ def published_weights(name: str, source: str) -> Mapping[str, Tensor]:
 
 
 def _from_timm(name: str, source: str) -> Mapping[str, Tensor]:
-    timm = library("timm", f"model.weights is {source!r}", "timm")
+    timm = import_library("timm", f"model.weights is {source!r}", "timm")
     # timm's names are NETWORK.WEIGHTS.
     available = [full_name.partition(".")[2] for full_name in timm.list_pretrained(f"{name}.*")]
-    require(f"timm has no weights {source!r} for {name}", source, available)
+    require_known(f"timm has no weights {source!r} for {name}", source, available)
     try:
         return timm.create_model(f"{name}.{source}", pretrained=True).state_dict()
     except Exception as error:  # whatever the hub's client raises
@@ -39,14 +39,14 @@ def _from_timm(name: str, source: str) -> Mapping[str, Tensor]:
 
 
 def _from_torchvision(name: str, source: str) -> Mapping[str, Tensor]:
-    models = library("torchvision.models", f"model.weights is {source!r}")
+    models = import_library("torchvision.models", f"model.weights is {source!r}")
     if name not in models.list_models(module=models):
         raise ConfigError(
             f"model.weights is {source!r}, but torchvision has no weights for {name}; name a file instead."
         )
 
     available = models.get_model_weights(name)
-    require(f"torchvision has no weights {source!r} for {name}", source, available.__members__)
+    require_known(f"torchvision has no weights {source!r} for {name}", source, available.__members__)
     weights = available[source]
     try:
         return weights.get_state_dict(progress=False, check_hash=True)
