@@ -370,6 +370,8 @@ def _refuse(view: AnalysedRound) -> None:
     plain_sgd = training.optimizer == "sgd" and not (training.momentum or training.weight_decay or training.clip_norm)
     plain_fedavg = type(method) is FedAvg and (method.weighting, method.server_optimizer) == ("uniform", "sgd")
     most_samples = task.num_samples.max()
+
+    # Setting -> whether the run has it.
     needed = {
         "model: two_layer": isinstance(task.model.module, TwoLayerReLU),
         "objective: {name: regression, reduction: sum}": task.objective == Regression(reduction="sum"),
@@ -384,6 +386,7 @@ def _refuse(view: AnalysedRound) -> None:
         "data.unseen_fraction: 0": not len(task.unseen),
         "cohort.fraction: 1, so that all clients take part": view.cohort_size == task.num_clients,
     }
+
     missing = [name for name, met in needed.items() if not met]
     if missing:
         raise ConfigError(

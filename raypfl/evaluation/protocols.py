@@ -64,13 +64,15 @@ def refuse_untestable(protocols: Iterable[str], data: ClientData, objective: Obj
 
 def _why_untestable(name: str, data: ClientData, objective: Objective) -> str:
     """Say why a protocol cannot be used with the data and objective; empty if it can."""
-    labels = getattr(data, "labels", None)
     if name == "val" and not data.sizes("val").any():
         return "but no client has validation samples; set data.val_fraction."
     if name == "unseen" and not len(data.unseen):
         return "but all clients take part in training; set data.unseen_fraction."
     if name in WEIGHTED and objective.targets != "classes":
         return "which needs one class for each sample."
+
+    # A described population has no array of labels.
+    labels = getattr(data, "labels", None)
     if name.startswith(_CORRUPT):
         if len(data.input_shape) != 3:
             return f"but the samples of {data.name!r} are not images."

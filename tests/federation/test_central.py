@@ -168,7 +168,7 @@ def test_divergence_and_untrainable_input_on_the_server_are_reported():
     batches = fed.cohort().pool("auxiliary").batches(3)
     with pytest.raises(MethodError, match=r"Distilling diverged in round 0.*Lower the learning rate"):
         fed.cohort().sgd(lambda p, batch: -(p**4).sum(), fed.context.initial, batches, lr=1e200, text="distilling")
-    with pytest.raises(MethodError, match=r"one model vector \[\d+\] of this network; it was given \[4, \d+\]"):
+    with pytest.raises(MethodError, match=r"one model vector \[\d+\] of this network, not \[4, \d+\]"):
         fed.cohort().sgd(cross_entropy(fed.model), fed.context.initial.repeat(4, 1), batches, lr=0.1)
     with pytest.raises(MethodError, match="needs to know the number of batches"):
         fed.cohort().sgd(cross_entropy(fed.model), fed.context.initial, iter(batches), lr=0.1, schedule="cosine")

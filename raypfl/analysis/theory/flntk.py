@@ -186,12 +186,14 @@ def _verdict(setting: TheoremSetting, least: float, q: float, frozen: RoundMap) 
         return "no", "The theorem is for all clients in every round, which is not the case here."
     if not setting.full_batch:
         return "no", "The theorem is for all samples in every step, which is not the case here."
+
     if least == 0:
         return "no", "lambda = 0: no guarantee. Some inputs are equal, or too many for this width."
     if frozen.diverges:
         return "no", f"With H(0) frozen the run diverges: the error grows by {frozen.spectral_radius:.3g} per round."
     if q <= 0:
         return "no", f"rho lambda / 2 is {1 - q:.3g}, which must be below 1."
+
     if frozen.spectral_radius**2 > q:
         return "no", (
             "eta_local K lambda_max(H_cc) is too large, so that local steps no longer add up: with H(0) frozen the "
