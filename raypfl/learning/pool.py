@@ -84,7 +84,7 @@ class Pool:
         if size < 1 or not 0 < fraction <= 1 or (epochs is not None and steps is not None):
             raise MethodError(
                 f"Batches of the pool {self.name!r} need a size of at least 1, a fraction above 0 and at most 1, and "
-                f"epochs or steps, not both; they are {size}, {fraction}, {epochs} and {steps}."
+                f"epochs or steps, not both; here size={size}, fraction={fraction}, epochs={epochs}, steps={steps}."
             )
 
         # The tolerance keeps 0.29 * 100, which is 28.999999999999996, at 29.
