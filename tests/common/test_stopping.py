@@ -14,7 +14,13 @@ from rich.console import Console
 
 import raypfl
 from raypfl.common.errors import ConfigError
-from raypfl.common.stopping import StopRequest, handlers_restored, signals_interrupt, message_if_killed, signals_deferred
+from raypfl.common.stopping import (
+    StopRequest,
+    handlers_restored,
+    message_if_killed,
+    signals_deferred,
+    signals_interrupt,
+)
 from raypfl.engine.events import Progress, RunFinished, Warned
 from raypfl.results.display.console import RunLine, View
 from tests.support.runs import experiment
