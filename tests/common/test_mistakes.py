@@ -353,7 +353,7 @@ class HasNoStart(Method):
         ("KeepsAnArray", r"^The server state 'theta' is of type ndarray, which a checkpoint cannot store"),
         (
             "TakesOtherArguments",
-            r"TakesOtherArguments\.train was called with \(clients, theta\), .* but takes other arguments",
+            r"TakesOtherArguments\.train .* was called with \(clients, theta\), .* but takes other arguments",
         ),
         ("TakesNoCohort", r"^TakesNoCohort\.round \(test_mistakes\.py, line \d+\) failed in round 1: TypeError"),
         ("HasNoStart", r"^HasNoStart does not say how it starts: define start"),
