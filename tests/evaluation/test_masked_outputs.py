@@ -198,7 +198,7 @@ def test_studies_and_sweeps_accept_masked_metrics(tmp_path):
         ({"masks": ["zero", "zero"]}, r"evaluation\.masks has 'zero' twice"),
         (
             {"masks": ["zero"], "protocols": ["global"]},
-            r"evaluation\.masks is \[zero\], but evaluation\.protocols has none of local, val, train, unseen",
+            r"evaluation\.masks is \[zero\], .* evaluation\.protocols .* add one of local, val, train, unseen",
         ),
         ({"protocols": ["local/zero"]}, r"has 'local/zero', .* 'local' with evaluation\.masks=\[zero\]"),
     ],
