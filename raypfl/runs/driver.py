@@ -14,7 +14,7 @@ from raypfl.common.stopping import StopRequest
 from raypfl.common.user_code import explain_user_errors
 from raypfl.engine import history
 from raypfl.engine.backends.cluster import connected
-from raypfl.engine.backends.of_this_process import alone_on_ray, on_ray_now, spare
+from raypfl.engine.backends.session import exclusive_ray, ray_lock, spare_server
 from raypfl.engine.dispatcher import EventDispatcher
 from raypfl.engine.events import Event, Listener, Progress, RunFinished, RunStarted
 from raypfl.engine.job import Job
@@ -102,13 +102,13 @@ def session(experiment: Experiment, *, listeners: Sequence[Listener] = ()) -> It
         return
 
     with connected(experiment.ray, EventDispatcher(listeners)) as ray:
-        spare.shared = True
+        spare_server.shared = True
         try:
             yield
         finally:
-            with on_ray_now:
-                spare.shared = False
-                spare.release(ray)
+            with ray_lock:
+                spare_server.shared = False
+                spare_server.release(ray)
 
 
 def _run(experiment: Experiment, folder: Path, listeners: Sequence[Listener], lockstep: bool) -> RunResult:
@@ -119,7 +119,7 @@ def _run(experiment: Experiment, folder: Path, listeners: Sequence[Listener], lo
     with contextlib.ExitStack() as stack:
         stack.enter_context(explain_user_errors())
         if not is_inline:
-            stack.enter_context(alone_on_ray())
+            stack.enter_context(exclusive_ray())
         stack.enter_context(stop.acknowledged(lambda: emit(Progress(STOPPING))))
         stack.enter_context(stop.listening())
 

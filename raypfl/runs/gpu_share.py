@@ -179,7 +179,7 @@ def _measure(ray: Any, resources: Mapping[str, Any], prepared: Prepared, emit: L
     emit(Progress("measuring how many client actors share a GPU"))
     probe = ray.remote(**resources, max_calls=1, max_retries=0)(_probe)
     try:
-        return ray.get(probe.remote(Shipment.of(prepared.experiment, prepared.data)))
+        return ray.get(probe.remote(Shipment.pack(prepared.experiment, prepared.data)))
     except ray.exceptions.RayTaskError as error:
         raise RaypflError(
             f"The memory that an actor needs could not be measured (ray.gpus_per_actor=auto): {error.cause} Give a "
@@ -188,7 +188,7 @@ def _measure(ray: Any, resources: Mapping[str, Any], prepared: Prepared, emit: L
 
 
 def _probe(shipment: Shipment) -> GpuMeasurement:
-    experiment, data = shipment.opened()
+    experiment, data = shipment.unpack()
     torch.set_num_threads(experiment.engine.threads)
     device = torch.device("cuda")
     total = torch.cuda.get_device_properties(device).total_memory

@@ -13,8 +13,8 @@ import torch
 from raypfl.common.errors import RaypflError, Stopped
 from raypfl.common.stopping import StopRequest
 from raypfl.engine.backends.actor_pools import reserved
-from raypfl.engine.backends.cluster import client_actors, connected, for_server, has_died, node_for_server
-from raypfl.engine.backends.of_this_process import spare
+from raypfl.engine.backends.cluster import client_actors, connected, server_resources, has_local_cluster_died, node_for_server
+from raypfl.engine.backends.session import spare_server
 from raypfl.engine.dispatcher import EventDispatcher
 from raypfl.engine.events import Listener, Progress, RunFinished
 from raypfl.engine.job import Job
@@ -42,15 +42,15 @@ def run_on_ray(job: Job, prepared: Prepared, emit: EventDispatcher, stop: StopRe
         with stop.interruptible():
             ray = stack.enter_context(connected(job.experiment.ray, emit))
             if any(pool.gpus_per_actor == "auto" for pool in job.experiment.ray.actor_pools):
-                spare.release(ray)
+                spare_server.release(ray)
                 job = replace(job, experiment=with_gpu_shares(ray, prepared, emit))
 
             emit(Progress("starting actors"))
             settings = job.experiment.ray
             actors = client_actors(ray, settings, prepared.num_groups)
             pools = [reserved(pool) for pool in settings.actor_pools]
-            kind = (actors, pools, for_server(settings), node_for_server(ray, settings, job.checkpoints))
-            server = spare.take(ray, kind) or _server_actor(ray, *kind)
+            kind = (actors, pools, server_resources(settings), node_for_server(ray, settings, job.checkpoints))
+            server = spare_server.take(ray, kind) or _server_actor(ray, *kind)
 
         finished = None
         try:
@@ -65,10 +65,10 @@ def run_on_ray(job: Job, prepared: Prepared, emit: EventDispatcher, stop: StopRe
                     server = _server_actor(ray, *kind)
             yield finished
         finally:
-            if spare.shared and finished is not None:
-                spare.kind = kind
-                spare.server = server
-            elif not has_died(ray):
+            if spare_server.shared and finished is not None:
+                spare_server.kind = kind
+                spare_server.server = server
+            elif not has_local_cluster_died(ray):
                 ray.kill(server)
 
 
@@ -100,7 +100,7 @@ def _follow(ray: Any, server: Any, job: Job, prepared: Prepared, emit: Listener,
     from raypfl.engine.backends.shipment import Shipment
 
     run = uuid.uuid4().hex
-    shipment = Shipment.of(job, prepared.data)
+    shipment = Shipment.pack(job, prepared.data)
     result = server.run.remote(run, shipment, job.experiment.ray, prepared.num_groups)
 
     stream = ""
@@ -113,7 +113,7 @@ def _follow(ray: Any, server: Any, job: Job, prepared: Prepared, emit: Listener,
     ready: list[Any] = []
     while not ready:
         ready, _ = ray.wait([result], timeout=POLL)
-        if has_died(ray):
+        if has_local_cluster_died(ray):
             raise RaypflError(
                 "Ray has died: its raylet or GCS process was killed or ran out of memory. "
                 f"`raypfl resume {job.run_dir}` continues from the newest checkpoint."

@@ -9,8 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from raypfl.common.stopping import StopRequest
-from raypfl.engine.backends.cluster import bundle, client_actors, connected, for_client, in_one_process, on_this_node
-from raypfl.engine.backends.of_this_process import spare
+from raypfl.engine.backends.cluster import (
+    bundle,
+    client_actors,
+    client_resources,
+    connected,
+    in_one_process,
+    on_this_node,
+)
+from raypfl.engine.backends.session import spare_server
 from raypfl.engine.backends.shared_folder import refuse_unless_shared
 from raypfl.engine.events import Event, Progress
 from raypfl.experiment import Experiment
@@ -73,7 +80,7 @@ def _run_as_tasks(
     with StopRequest().listening() as stop, connected(cells[first].experiment.ray, partial(listen, first)) as ray:
         from ray.util.queue import Queue
 
-        spare.release(ray)
+        spare_server.release(ray)
         for i in unfinished:
             # Refuses a cell for which the cluster will never have room.
             client_actors(ray, in_one_process(cells[i].experiment.ray), len(unfinished))
@@ -93,7 +100,7 @@ def _refuse_unless_shared(ray: Any, cells: Sequence[StudyCell]) -> None:
     """Raise a ConfigError unless every node that may run cells has their folders."""
     reserved: dict[Path, list[dict[str, float]]] = {}
     for cell in cells:
-        needed = bundle(for_client(in_one_process(cell.experiment.ray)))
+        needed = bundle(client_resources(in_one_process(cell.experiment.ray)))
         reserved.setdefault(cell.folder.parent, []).append(needed)
     for folder, bundles in reserved.items():
         refuse_unless_shared(ray, folder, bundles, "This study")
@@ -101,7 +108,7 @@ def _refuse_unless_shared(ray: Any, cells: Sequence[StudyCell]) -> None:
 
 def _start(task: Any, cell: StudyCell, number: int, events: Any) -> Any:
     """Start a cell as soon as the cluster has room for it, and return the reference to its outcome."""
-    reserved = for_client(in_one_process(cell.experiment.ray))
+    reserved = client_resources(in_one_process(cell.experiment.ray))
     inline = cell.experiment.override(["engine.backend=inline"])
     return task.options(**reserved).remote(number, inline, cell.folder, os.getcwd(), events)
 

@@ -22,7 +22,7 @@ NODES = [{"CPU": 4.0}, {"CPU": 8.0, "GPU": 2.0} | A100, {"CPU": 8.0, "GPU": 1.0}
 
 def counts(*pools: ActorPool, groups: int = 99, server: dict[str, float] | None = None) -> tuple[list[int], list[int]]:
     actor_pools = ActorPools(pools, server or {}, groups, lambda: NODES)
-    return actor_pools.wanted(), actor_pools.with_room()
+    return actor_pools.target_counts(), actor_pools.placeable_counts()
 
 
 def pool(**settings) -> ActorPool:
@@ -60,15 +60,15 @@ def test_fewer_actors_share_a_gpu_step_by_step_until_one_has_it_alone():
     steps = []
 
     while True:
-        change = pools.fewer_on_a_gpu(0)
+        change = pools.reduce_sharing(0)
         if change is None:
             break
         _, actors = change
         steps.append(actors)
         assert pools.options(0)["num_gpus"] == share_of(actors)
     assert steps == [12, 9, 7, 6, 5, 4, 3, 2, 1]
-    assert pools.wanted() == [3]  # the others would never have room
-    assert ActorPools([pool()], {}, 9, lambda: NODES).fewer_on_a_gpu(0) is None
+    assert pools.target_counts() == [3]  # the others would never have room
+    assert ActorPools([pool()], {}, 9, lambda: NODES).reduce_sharing(0) is None
 
 
 shares = st.one_of(st.just(0.0), st.integers(1, 20).map(share_of), st.integers(1, 4).map(float))

@@ -15,7 +15,7 @@ from raypfl import Mean
 from raypfl.common.errors import ConfigError
 from raypfl.data import load_federated
 from raypfl.engine.backends import client_actor
-from raypfl.engine.backends.cluster import client_actors, for_client, for_server, in_one_process
+from raypfl.engine.backends.cluster import client_actors, client_resources, in_one_process, server_resources
 from raypfl.engine.building.devices import device_for
 from raypfl.engine.building.samples import samples_for
 from raypfl.experiment.settings import RaySettings
@@ -75,8 +75,8 @@ def test_a_server_that_leaves_no_room_for_clients_is_refused(settings):
 
 def test_one_process_for_server_and_clients_reserves_the_larger_of_each():
     settings = in_one_process(RaySettings(cpus_per_actor=2, gpus_per_actor=0.25, cpus_for_server=1, gpus_for_server=1))
-    assert for_client(settings) == {"num_cpus": 2, "num_gpus": 1}
-    assert for_server(settings) == {"num_cpus": 0, "num_gpus": 0}
+    assert client_resources(settings) == {"num_cpus": 2, "num_gpus": 1}
+    assert server_resources(settings) == {"num_cpus": 0, "num_gpus": 0}
 
 
 # --- devices and threads ----------------------------------------------------------------------------------------------

@@ -255,7 +255,7 @@ def test_large_states_and_small_ones_give_the_bits_of_an_inline_run(tmp_path):
     inline = raypfl.run(experiment(tmp_path, rounds=8, evaluation__every=0))
     assert raypfl.run(on_ray(tmp_path, rounds=8, evaluation__every=0)).weights_hash == inline.weights_hash
     large = {"model": "{name: mlp, hidden: [4000]}", "rounds": 3, "evaluation__every": 0}
-    assert ray_backend.APART < 4 * 4000 * (64 + 10)
+    assert ray_backend.SEPARATE_BYTES < 4 * 4000 * (64 + 10)
     assert raypfl.run(on_ray(tmp_path, **large)).weights_hash == raypfl.run(experiment(tmp_path, **large)).weights_hash
 
 

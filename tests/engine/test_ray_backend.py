@@ -15,7 +15,7 @@ from raypfl.common.errors import RaypflError
 from raypfl.engine.backends import ray_backend
 from raypfl.engine.backends.actor_pools import ActorPools
 from raypfl.engine.backends.client_actor import Home
-from raypfl.engine.backends.ray_backend import APART, INLINE_BYTES, RayBackend
+from raypfl.engine.backends.ray_backend import INLINE_BYTES, SEPARATE_BYTES, RayBackend
 from raypfl.engine.backends.restarts import MAX_SETUP_FAILURES, PATIENCE
 from raypfl.experiment.settings import ActorPool
 from raypfl.federation.exchange.backend import Failed
@@ -63,7 +63,7 @@ class Stand:
     def _returning(self, count: int) -> Any:
         def work(call: Call, group: Group, apart: bool) -> list[Any]:
             self.objects.append(count)
-            states = Contents(({"w": APART},) * len(group.clients)) if call.function == "train" else None
+            states = Contents(({"w": SEPARATE_BYTES},) * len(group.clients)) if call.function == "train" else None
             return [self.put(Reply({}, None, 0.0, states)), *[self.put(None)] * (count - 1)]
 
         return work
@@ -288,7 +288,7 @@ def test_a_restarted_server_waits_for_its_first_actors_even_if_the_cluster_has_g
     warnings: list[str] = []
     pools = ActorPools([ActorPool(max_actors=2, cpus_per_actor=2), ActorPool()], {}, 6, lambda: nodes)
     actors = []
-    for pool, count in enumerate(pools.wanted()):
+    for pool, count in enumerate(pools.target_counts()):
         actors += [(pool, Stand()) for _ in range(count)]
 
     nodes.append({"CPU": 8.0})

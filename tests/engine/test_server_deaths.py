@@ -37,7 +37,7 @@ def server_lives(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(
         on_ray, "connected", lambda *of: contextlib.nullcontext(SimpleNamespace(kill=lambda actor: None))
     )
-    monkeypatch.setattr(on_ray, "has_died", lambda ray: False)
+    monkeypatch.setattr(on_ray, "has_local_cluster_died", lambda ray: False)
     monkeypatch.setattr(on_ray, "client_actors", lambda *of: [1])
     monkeypatch.setattr(on_ray, "node_for_server", lambda *of: None)
     monkeypatch.setattr(on_ray, "_server_actor", lambda *of: object())

@@ -16,7 +16,7 @@ import raypfl
 from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.data import load_federated
 from raypfl.engine.backends.actor_pools import share_of
-from raypfl.engine.backends.cluster import for_client
+from raypfl.engine.backends.cluster import client_resources
 from raypfl.engine.backends.shipment import Shipment
 from raypfl.engine.events import Progress
 from raypfl.engine.prepared import Prepared
@@ -214,7 +214,7 @@ def test_a_cell_of_a_study_whose_gpu_pytorch_does_not_find_fails_with_the_same_s
 
 def test_trials_and_cells_that_share_a_cluster_need_a_number():
     with pytest.raises(ConfigError, match="one run at a time; a sweep's trials and a study's cells each"):
-        for_client(RaySettings(gpus_per_actor="auto"))
+        client_resources(RaySettings(gpus_per_actor="auto"))
 
 
 @pytest.mark.parametrize("value", ["automatic", -0.5, ".inf"])

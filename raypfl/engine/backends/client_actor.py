@@ -25,7 +25,14 @@ if TYPE_CHECKING:
 
 
 class Home(NamedTuple):
-    """Where a client actor is: its node, the type of its device, and the GPUs that Ray has given it."""
+    """Where a client actor is.
+
+    Attributes
+    ----------
+    node : the id of its node.
+    device : the type of its device; see :func:`type_of`.
+    gpus : the ids of the GPUs that Ray has assigned to it.
+    """
 
     node: str
     device: str = "CPU"
@@ -49,26 +56,31 @@ class ClientActor:
         from raypfl.engine.prepared import Prepared
 
         keep_freed_memory()
-        self._worker = None  # the last job's: its data and models leave the device before this job's arrive
-        job, data = shipment.opened()
+        # The last job's data and models leave the device before this job's arrive.
+        self._worker = None
+        job, data = shipment.unpack()
         torch.set_num_threads(job.experiment.engine.threads)
+
         gpus = ray.get_runtime_context().get_assigned_resources().get("GPU", 0.0)
-        if 0 < gpus < 1:  # Ray's shares limit nothing by themselves
+        if 0 < gpus < 1:
+            # Ray's shares limit nothing by themselves.
             torch.cuda.set_per_process_memory_fraction(gpus)
         device = reserved_device()
         prepared = Prepared(job.experiment, data, device, gpus)
         self._worker = Worker(prepared.context, job.experiment.method, job.experiment.analyses)
         return Home(ray.get_runtime_context().get_node_id(), type_of(device), tuple(map(str, ray.get_gpu_ids())))
 
-    def work(self, call: Call, group: Group, apart: bool) -> tuple[Reply | Failed | Stack | None, ...]:
-        """Run a group. Returns its reply and its clients' new states: one stack or, if `apart`, one a client.
+    def work(self, call: Call, group: Group, separate: bool) -> tuple[Reply | Failed | Stack | None, ...]:
+        """Run a group. Return its reply and its clients' new states: one stack or, if `separate`, one for each client.
 
         Each returned stack is a Ray object that the caller, the server, owns.
         """
         reply, stack = self._run(call, group)
-        if not apart:
+        if not separate:
             return reply, stack
-        return reply, *(None if stack is None else stack.single(k) for k in range(len(group.clients)))
+
+        stacks = [None if stack is None else stack.single(slot) for slot in range(len(group.clients))]
+        return reply, *stacks
 
     def _run(self, call: Call, group: Group) -> tuple[Reply | Failed, Stack | None]:
         from raypfl.federation.exchange.backend import failure, states_of
@@ -81,14 +93,14 @@ class ClientActor:
 
 
 def reserved_device() -> torch.device:
-    """The device of this process: the GPU, if Ray has reserved any share of one for it."""
+    """Return the device of this process: CUDA if Ray has reserved any share of a GPU for it, else CPU."""
     import torch
 
     return torch.device("cuda" if ray.get_gpu_ids() else "cpu")
 
 
 def type_of(device: torch.device) -> str:
-    """What rounding depends on: the model of a GPU, or the instructions that torch uses of a CPU."""
+    """Return what rounding depends on: the model of a GPU, or the instructions that torch uses of a CPU."""
     import torch
 
     if device.type == "cuda":
@@ -97,14 +109,14 @@ def type_of(device: torch.device) -> str:
 
 
 def get_broadcasts(handles: list[Any]) -> list[Mapping[str, np.ndarray]]:
-    """The arrays of broadcasts, each given as a reference or, if they are small, as the arrays themselves."""
+    """Return the arrays of broadcasts, whose handles are references or, if they are small, the arrays themselves."""
     references = [handle for handle in handles if isinstance(handle, ray.ObjectRef)]
-    found = iter(ray.get(references) if references else [])
-    return [next(found) if isinstance(handle, ray.ObjectRef) else handle for handle in handles]
+    fetched = iter(ray.get(references) if references else [])
+    return [next(fetched) if isinstance(handle, ray.ObjectRef) else handle for handle in handles]
 
 
 def get_states(handles: list[Any]) -> list[Stack]:
-    """The states behind references, in shared memory.
+    """Return the states behind references, in shared memory.
 
     Raises
     ------

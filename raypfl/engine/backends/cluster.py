@@ -27,13 +27,14 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 FREE_AT_ONCE = {"free_objects_period_milliseconds": 0}
 """By default Ray frees objects once a second. Until then rounds fill fresh memory, whose page faults cost more than the
 writing."""
+
 NO_TASK_EVENTS = {"task_events_report_interval_ms": 0}
 """By default Ray records up to 100,000 tasks for its dashboard: 8 MB in 1,000 rounds of ten clients."""
 
 IN_A_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""Ray sets it where it runs a job, which has brought its modules along."""
+"""An environment variable that Ray sets in its jobs, which bring their modules along."""
 
-QUIET = {"log_to_driver": False, "logging_level": "error"}
+_QUIET = {"log_to_driver": False, "logging_level": "error"}
 
 
 @contextlib.contextmanager
@@ -55,34 +56,36 @@ def connected(settings: RaySettings, emit: Listener = lambda event: None) -> Ite
             f"The address {address!r} is one {kind}. Send a job: raypfl submit run ... --address http://HEAD:8265. Or "
             "give the cluster's own address, such as HEAD:6379, on a machine that is one of its nodes."
         )
-    if "ray" not in sys.modules:  # Ray reads its authentication settings when it is imported
+    # Ray reads its authentication settings when it is imported.
+    if "ray" not in sys.modules:
         _authenticate(local=address is None)
     import ray
 
     if ray.is_initialized():
         yield ray
         return
+
     emit(Progress("connecting to Ray" if address else "starting Ray"))
     cluster = _local(ray, settings.dashboard) if address is None else _attached(ray, address)
     with signals_interrupt(), cluster as dashboard:
         _silence_deaths(ray)
         if dashboard:
             token = os.environ.get("RAY_AUTH_TOKEN")
-            asks = f" It asks for this token: {token}" if token else ""
-            emit(Progress(f"Ray's dashboard: http://{dashboard}.{asks}", stays=True))
+            token_note = f" It asks for this token: {token}" if token else ""
+            emit(Progress(f"Ray's dashboard: http://{dashboard}.{token_note}", stays=True))
         yield ray
 
 
 @contextlib.contextmanager
 def _local(ray: Any, dashboard: bool) -> Iterator[str | None]:
-    """While active, a local cluster runs; gives the address of its dashboard, if it has one."""
+    """While active, a local cluster runs; yields the address of its dashboard, if it has one."""
     system = FREE_AT_ONCE if dashboard else FREE_AT_ONCE | NO_TASK_EVENTS
     folder = ""
     try:
         with signals_deferred(), hangups_ignored(), _without_sigterm_handler(ray):
             folder = tempfile.mkdtemp(prefix="raypfl-", dir="/tmp")  # not $TMPDIR: the paths of sockets must be short
             try:
-                context = ray.init(include_dashboard=dashboard, _temp_dir=folder, _system_config=system, **QUIET)
+                context = ray.init(include_dashboard=dashboard, _temp_dir=folder, _system_config=system, **_QUIET)
             except Exception as error:
                 raise RaypflError(
                     f"Ray could not be started on this machine: {str(error).splitlines()[0]} Try again when it is less "
@@ -97,14 +100,15 @@ def _local(ray: Any, dashboard: bool) -> Iterator[str | None]:
 
 @contextlib.contextmanager
 def _attached(ray: Any, address: str) -> Iterator[None]:
+    """While active, this process is connected to a running cluster, whose processes get the user's modules."""
     try:
         with handlers_restored(), _without_sigterm_handler(ray), tempfile.TemporaryDirectory() as folder:
             if IN_A_JOB not in os.environ:
                 copy_files(module_files(registry.user_modules), Path(folder))
             modules = [str(path) for path in Path(folder).iterdir()]
             try:
-                _knock(address)
-                ray.init(address=address, runtime_env={"py_modules": modules} if modules else None, **QUIET)
+                _refuse_closed(address)
+                ray.init(address=address, runtime_env={"py_modules": modules} if modules else None, **_QUIET)
             except ray.exceptions.AuthenticationError as error:
                 raise token_error(f" at {address}", error) from error
             except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
@@ -118,66 +122,71 @@ def _attached(ray: Any, address: str) -> Iterator[None]:
             ray.shutdown()
 
 
-def token_error(where: str, error: Exception) -> ConfigError:
-    """Of a cluster (`where` it is: `` at ADDRESS``) that asks for a token, or refuses the one that it was given."""
-    refused = "refuses this token" if str(error).startswith("Authentication failed") else "asks for a token"
+def token_error(at_address: str, error: Exception) -> ConfigError:
+    """Return the error for a missing or rejected token; `at_address` is empty or `` at ADDRESS``."""
+    is_rejected = str(error).startswith("Authentication failed")
+    problem = "refuses this token" if is_rejected else "asks for a token"
     return ConfigError(
-        f"The cluster{where} {refused}. Set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to a file (mode 600) with the "
-        "token that its nodes were started with, or RAY_AUTH_TOKEN to the token itself."
+        f"The cluster{at_address} {problem}. Set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to a file (mode 600) "
+        "with the token that its nodes were started with, or RAY_AUTH_TOKEN to the token itself."
     )
 
 
-def _knock(address: str) -> None:
+def _refuse_closed(address: str) -> None:
     """Raise an OSError if nothing listens at ``HOST:PORT``; Ray would try for a minute."""
     host, _, port = address.rpartition(":")
     if port.isdecimal():
         socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
 
 
-def has_died(ray: Any) -> bool:
-    """Whether a cluster that this process started is gone. Ray would end the process a minute later, or hang."""
-    # What is public asks the cluster itself, and so hangs with it.
-    processes = ray._private.worker._global_node.all_processes
-    return any(one.process.poll() is not None for kind in ("gcs_server", "raylet") for one in processes.get(kind, ()))
+def has_local_cluster_died(ray: Any) -> bool:
+    """Return whether a cluster that this process started is gone: Ray would end the process in a minute, or hang."""
+    # Ray's public functions ask the cluster itself, and so hang with it.
+    infos_by_kind = ray._private.worker._global_node.all_processes
+    infos = [*infos_by_kind.get("gcs_server", ()), *infos_by_kind.get("raylet", ())]
+    return any(info.process.poll() is not None for info in infos)
 
 
 def nodes_of(ray: Any) -> list[Mapping[str, float]]:
-    """The resources of each node of the cluster."""
+    """Return the resources of each node of the cluster."""
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
-def for_client(settings: RaySettings) -> dict[str, Any]:
-    """What a client actor reserves, as options for Ray, where all are of one kind.
+def client_resources(settings: RaySettings) -> dict[str, Any]:
+    """Return what a client actor reserves, as options for Ray, if all actors are alike.
 
     Raises
     ------
-    ConfigError : if they are of several, or if that is to be measured.
+    ConfigError : if there are several pools, or if the share of a GPU is to be measured.
     """
     if settings.pools or settings.gpus_per_actor == "auto":
-        which = "ray.pools is set" if settings.pools else "ray.gpus_per_actor is auto"
+        cause = "ray.pools is set" if settings.pools else "ray.gpus_per_actor is auto"
         raise ConfigError(
-            f"{which}, which is for one run at a time; a sweep's trials and a study's cells each reserve "
+            f"{cause}, which is for one run at a time; a sweep's trials and a study's cells each reserve "
             "ray.cpus_per_actor and ray.gpus_per_actor, such as 0.25 for four on a GPU."
         )
     return reserved(settings)
 
 
 def bundle(options: Mapping[str, Any]) -> dict[str, float]:
-    """Options for Ray as a bundle of a placement group, without what it reserves nothing of."""
-    named = {"CPU": options["num_cpus"], "GPU": options["num_gpus"]}
-    if kind := options.get("accelerator_type"):
-        named[f"accelerator_type:{kind}"] = 0.001  # as Ray itself asks for it
-    return {name: count for name, count in named.items() if count}
+    """Return options for Ray as a bundle of a placement group, which lists only what is reserved."""
+    amounts = {"CPU": options["num_cpus"], "GPU": options["num_gpus"]}
+    accelerator = options.get("accelerator_type")
+    if accelerator:
+        # The amount by which Ray itself asks for a type.
+        amounts[f"accelerator_type:{accelerator}"] = 0.001
+    return {name: amount for name, amount in amounts.items() if amount}
 
 
-def for_server(settings: RaySettings) -> dict[str, float]:
-    """What the server actor reserves, as options for Ray."""
+def server_resources(settings: RaySettings) -> dict[str, float]:
+    """Return what the server actor reserves, as options for Ray."""
     return {"num_cpus": settings.cpus_for_server, "num_gpus": settings.gpus_for_server}
 
 
 def in_one_process(settings: RaySettings) -> RaySettings:
-    """Settings for one process in which server and clients take turns: it reserves the larger share of each."""
-    client, server = for_client(settings), for_server(settings)
+    """Return settings for one process in which server and clients take turns; it reserves the larger of each share."""
+    client = client_resources(settings)
+    server = server_resources(settings)
     return replace(
         settings,
         cpus_per_actor=max(client["num_cpus"], server["num_cpus"]),
@@ -188,36 +197,40 @@ def in_one_process(settings: RaySettings) -> RaySettings:
 
 
 def pools_of(ray: Any, settings: RaySettings, groups: int) -> ActorPools:
-    """The client actors that a run wants whose cohorts have so many groups."""
-    return ActorPools(settings.actor_pools, for_server(settings), groups, lambda: nodes_of(ray))
+    """Return the client actors that a run should have; each cohort has `groups` groups."""
+    return ActorPools(settings.actor_pools, server_resources(settings), groups, lambda: nodes_of(ray))
 
 
 def client_actors(ray: Any, settings: RaySettings, groups: int) -> list[int]:
-    """How many client actors of each pool a run begins with.
+    """Return the number of client actors of each pool that a run begins with.
 
     Raises
     ------
     ConfigError : if the cluster has no room for the server and them, unless they may wait for nodes to join.
     """
-    pools, nodes, server = pools_of(ray, settings, groups), nodes_of(ray), for_server(settings)
-    with_room = pools.with_room()
-    for pool, room in zip(settings.actor_pools, with_room, strict=True):
-        alone = room_for(reserved(pool), nodes, server)
-        if alone is None or (pool.max_actors is None and (alone < 1 or room < (pool.actors or 0))):
+    pools = pools_of(ray, settings, groups)
+    nodes = nodes_of(ray)
+    server = server_resources(settings)
+    for pool, room in zip(settings.actor_pools, pools.placeable_counts(), strict=True):
+        # Room beside the server, if there were no other pools.
+        room_alone = room_for(reserved(pool), nodes, server)
+        is_too_small = room_alone is not None and (room_alone < 1 or room < (pool.actors or 0))
+        if room_alone is None or (is_too_small and pool.max_actors is None):
             total = {name: sum(node.get(name, 0.0) for node in nodes) for name in ("CPU", "GPU")}
-            beside = f"beside a server with {_text(server)} " if any(server.values()) else ""
-            less = "Lower ray.actors, ray.cpus_per_actor or ray.gpus_per_actor"
-            less += ", or what ray.cpus_for_server and ray.gpus_for_server reserve" * bool(beside)
+            beside = f"beside a server with {_describe(server)} " if any(server.values()) else ""
+            remedy = "Lower ray.actors, ray.cpus_per_actor or ray.gpus_per_actor"
+            if beside:
+                remedy += ", or what ray.cpus_for_server and ray.gpus_for_server reserve"
             raise ConfigError(
-                f"{pool.actors or 1} client actors with {_text(reserved(pool))} each {beside}need more than this "
-                f"cluster has: {total['CPU']:g} CPUs and {total['GPU']:g} GPUs on {len(nodes)} nodes. {less}; or set "
+                f"{pool.actors or 1} client actors with {_describe(reserved(pool))} each {beside}need more than this "
+                f"cluster has: {total['CPU']:g} CPUs and {total['GPU']:g} GPUs on {len(nodes)} nodes. {remedy}; or set "
                 "ray.max_actors instead of ray.actors, if nodes are still to join."
             )
-    return pools.wanted()
+    return pools.target_counts()
 
 
 def on_this_node(ray: Any) -> dict[str, Any]:
-    """Options for an actor without CPUs on this process's node, with which it dies."""
+    """Return options for an actor without CPUs on this process's node, with which it dies."""
     node = ray.get_runtime_context().get_node_id()
     return {
         "num_cpus": 0,
@@ -226,7 +239,7 @@ def on_this_node(ray: Any) -> dict[str, Any]:
 
 
 def node_for_server(ray: Any, settings: RaySettings, checkpoints: str) -> str | None:
-    """The id of the driver's node, where the server must be if its checkpoints are in a folder; else None.
+    """Return the id of the driver's node if the server must be there, as its checkpoints are in a folder; else None.
 
     In a placement group it is None too, since that decides.
 
@@ -236,27 +249,30 @@ def node_for_server(ray: Any, settings: RaySettings, checkpoints: str) -> str | 
     """
     if "://" in checkpoints or ray.util.get_current_placement_group() is not None:
         return None
-    node, server = ray.get_runtime_context().get_node_id(), for_server(settings)
-    here = next(one["Resources"] for one in ray.nodes() if one["NodeID"] == node)
-    if any(server.values()) and not room_for(server, [here], {}):
+
+    driver_node = ray.get_runtime_context().get_node_id()
+    server = server_resources(settings)
+    resources = next(node["Resources"] for node in ray.nodes() if node["NodeID"] == driver_node)
+    if any(server.values()) and not room_for(server, [resources], {}):
         raise ConfigError(
-            f"The server reserves {_text(server)}, which this node does not have, and can be on no other node because "
-            f"its checkpoints are in {checkpoints}. Set checkpoint.location to an address that all nodes can reach "
-            "(s3://bucket/folder, file:///shared/folder), or start raypfl on a larger node."
+            f"The server reserves {_describe(server)}, which this node does not have, and can be on no other node "
+            f"because its checkpoints are in {checkpoints}. Set checkpoint.location to an address that all nodes can "
+            "reach (s3://bucket/folder, file:///shared/folder), or start raypfl on a larger node."
         )
-    return node
+    return driver_node
 
 
-def _text(options: Mapping[str, Any]) -> str:
-    kind = options.get("accelerator_type")
-    return f"{options['num_cpus']:g} CPUs and {options['num_gpus']:g} GPUs{f' of type {kind}' if kind else ''}"
+def _describe(options: Mapping[str, Any]) -> str:
+    text = f"{options['num_cpus']:g} CPUs and {options['num_gpus']:g} GPUs"
+    accelerator = options.get("accelerator_type")
+    return f"{text} of type {accelerator}" if accelerator else text
 
 
 def _authenticate(local: bool) -> None:
     """Switch Ray's token authentication on, with a token of our own for a local cluster."""
     os.environ.setdefault("RAY_AUTH_MODE", "token")
-    given = "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ
-    if local and not given and os.environ["RAY_AUTH_MODE"] == "token":
+    has_token = "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ
+    if local and not has_token and os.environ["RAY_AUTH_MODE"] == "token":
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 

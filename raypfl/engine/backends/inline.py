@@ -21,7 +21,7 @@ class Inline:
 
     Parameters
     ----------
-    threads : that torch has while a group is at work; None: as many as otherwise.
+    threads : the number of torch's threads while a group is at work; None: as many as otherwise.
     """
 
     def __init__(self, worker: Worker, stop: StopRequest | None = None, threads: int | None = None):
@@ -39,6 +39,7 @@ class Inline:
         for group in groups:
             if self._stop.received:
                 raise Stopped("The run was asked to stop.")
+
             try:
                 with self._stop.interruptible(), threads(self._threads or torch.get_num_threads()):
                     states = states_of(group.states, lambda stacks: stacks)
@@ -46,7 +47,8 @@ class Inline:
             except Exception as error:
                 yield group, failure(error)
             else:
-                yield group, Done(reply, [] if reply.new_states is None else [(group.clients, stack, reply.new_states)])
+                stacks = [] if reply.new_states is None else [(group.clients, stack, reply.new_states)]
+                yield group, Done(reply, stacks)
 
     def put_states(self, stack: Stack) -> Any:
         return stack

@@ -22,13 +22,13 @@ def importing() -> Iterator[None]:
     Modules are never garbage, and torch's alone have 200,000 objects. Scanning them again and again while others are
     imported takes a seventh of the time.
     """
-    resumes = gc.isenabled()
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
-        if resumes:
+        if was_enabled:
             gc.enable()
 
 
@@ -41,8 +41,12 @@ def keep_freed_memory() -> None:
     """
     if not sys.platform.startswith("linux"):
         return
-    m_trim_threshold, m_mmap_threshold = -1, -3
-    with contextlib.suppress(OSError, AttributeError):  # another C library
+
+    # The numbers of glibc's malloc.h, which ctypes does not know.
+    m_trim_threshold = -1
+    m_mmap_threshold = -3
+    # Other C libraries have no mallopt.
+    with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
         libc.mallopt(m_mmap_threshold, MAX_KEPT_BLOCK)
         libc.mallopt(m_trim_threshold, MAX_KEPT)

@@ -23,12 +23,12 @@ from raypfl.federation.exchange.broadcasts import INLINE_BYTES
 from raypfl.federation.exchange.placement import Dispatch, Speeds
 from raypfl.storage.states import Stack
 
-APART = 1_000_000
+SEPARATE_BYTES = 1_000_000
 """Bytes from which a client's state is a Ray object of its own, so that it is freed as soon as there is a newer one.
 An object costs about a millisecond, as much as copying so many bytes."""
 
 LOOK = 1.0
-"""Seconds between looks at the cluster's nodes, at least."""
+"""Seconds at least between looks at the cluster's nodes."""
 
 POLL = 0.1
 """Seconds between checks whether the run was asked to stop."""
@@ -36,7 +36,16 @@ POLL = 0.1
 
 @dataclass(eq=False)
 class _Actor:
-    """A client actor of a pool: its handle, the reference that `prepare` returns, and where it is once it is ready."""
+    """A client actor.
+
+    Attributes
+    ----------
+    pool : the index of its pool.
+    handle : the Ray actor.
+    prepared : the reference that `prepare` returned.
+    home : where the actor is, once it is ready.
+    takes_part : whether it gets groups; not if it computes on another type of device.
+    """
 
     pool: int
     handle: Any
@@ -46,13 +55,13 @@ class _Actor:
 
     @property
     def place(self) -> tuple[int, str]:
-        """Its pool and node: actors of the same place are as fast as each other."""
+        """The pool and the node: actors of one place are equally fast."""
         return self.pool, self.home.node if self.home else ""
 
 
 @dataclass(frozen=True, eq=False)
 class _Submitted:
-    """A group that was pushed to an actor, and the references that its reply and its states will be behind."""
+    """A group that was pushed to an actor, and the references to its reply and its states."""
 
     group: Group
     actor: _Actor
@@ -68,12 +77,12 @@ class RayBackend:
 
     Parameters
     ----------
-    actors : client actors, which may still be starting, as ``(pool, handle)``.
-    start : starts another one, with these options for Ray.
-    pools : how many there should be.
-    job : what the actors prepare for.
-    stopped : whether the run was asked to stop; called between results.
-    warn : called with a warning when actors die.
+    actors : the client actors, which may still be starting, as ``(pool, handle)``.
+    start : a function that starts another actor with options for Ray.
+    pools : the number of actors that each pool should have.
+    job : the job that the actors prepare for.
+    stopped : a function that tells whether the run was asked to stop; called between results.
+    warn : a function that is called with a warning, for example when actors die.
     mixed_devices : whether actors may compute on devices of several types.
     """
 
@@ -91,16 +100,17 @@ class RayBackend:
         self._speeds = Speeds()
         self._start = start
         self._pools = pools
-        self._mixed = mixed_devices
+        self._mixed_devices = mixed_devices
         self._device: str | None = None
         self._has_begun = False
         self._round = 0
-        self._looked = 0.0
+        self._last_look = 0.0
         self._job = job
-        self._apart: dict[Hashable, bool] = {}  # function -> whether its clients' states were large the last time
+        # Function -> whether each client's state is an object of its own, since they were large the last time.
+        self._are_separate: dict[Hashable, bool] = {}
         self._stopped = stopped
         self._warn = warn
-        self._wanted = [sum(of == pool for of, _ in actors) for pool in range(len(pools))]
+        self._targets = [sum(actor_pool == pool for actor_pool, _ in actors) for pool in range(len(pools))]
         self._actors = [_Actor(pool, actor, actor.prepare.remote(job)) for pool, actor in actors]
 
     def broadcast(self, arrays: Mapping[str, np.ndarray], inside: bool = True) -> Any:
@@ -119,17 +129,25 @@ class RayBackend:
 
     def wait_for_actors(self, seconds: float) -> None:
         """Wait until all actors that have room are ready, but no longer than this: others may use the cluster, too."""
-        deadline, room = time.monotonic() + seconds, self._pools.with_room()
-        wanted = sum(min(count, len(self._of(pool))) for pool, count in enumerate(room))  # nodes may have joined
+        deadline = time.monotonic() + seconds
+        # Nodes may have joined: there can be room for more actors than have been started.
+        expected = 0
+        for pool, placeable in enumerate(self._pools.placeable_counts()):
+            expected += min(placeable, len(self._of(pool)))
+
         ready: list[Any] = []
-        while len(ready) < wanted and time.monotonic() < deadline and not self._stopped():
-            ready, _ = ray.wait([actor.prepared for actor in self._actors], num_returns=wanted, timeout=POLL)
-        if (not wanted or len(ready) < wanted) and not self._stopped():
-            few = (
-                f"Only {len(ready)} of {wanted} client actors came up within {seconds:g} s: the cluster is busy "
-                "or slow. The others take part as soon as they are ready."
-            )
-            self._warn(few if wanted else "The run waits for nodes to join: none has room for a client actor.")
+        while len(ready) < expected and time.monotonic() < deadline and not self._stopped():
+            ready, _ = ray.wait([actor.prepared for actor in self._actors], num_returns=expected, timeout=POLL)
+
+        if (expected and len(ready) >= expected) or self._stopped():
+            return
+        if not expected:
+            self._warn("The run waits for nodes to join: none has room for a client actor.")
+            return
+        self._warn(
+            f"Only {len(ready)} of {expected} client actors came up within {seconds:g} s: the cluster is busy "
+            "or slow. The others take part as soon as they are ready."
+        )
 
     @property
     def actors(self) -> list[tuple[int, Any]]:
@@ -145,13 +163,16 @@ class RayBackend:
                 self._start_missing_actors()
                 self._add_ready_actors(submitted, dispatch)
                 self._push(call, dispatch, submitted)
+
                 for reply in self._replies(submitted, dispatch.pause(time.monotonic())):
-                    if reply not in submitted:  # another of its actor's groups has found that the actor died
+                    # Another of the actor's groups may have shown that the actor died.
+                    if reply not in submitted:
                         continue
                     task = submitted[reply]
                     try:
                         outcome = self._outcome(call, task)
-                    except RayError as error:  # of the actor, its node or its memory; a RayTaskError is an outcome
+                    except RayError as error:
+                        # The actor, its node or its memory failed; an error of the group is an outcome.
                         yield from self._died(task.actor, submitted, dispatch, error)
                     else:
                         if isinstance(outcome, Failed) and self._made_room(
@@ -164,7 +185,8 @@ class RayBackend:
                         dispatch.finished(task.actor, task.group, time.monotonic())
                         self._push(call, dispatch, submitted)
                         yield task.group, outcome
-        finally:  # a method's code cannot be interrupted, so actors with unwanted work are killed
+        finally:
+            # A method's code cannot be interrupted, so actors with unwanted work are killed.
             for actor in {task.actor for task in submitted.values()} & set(self._actors):
                 self._kill(actor)
 
@@ -175,53 +197,68 @@ class RayBackend:
             return Failed(error, str(error))
         if isinstance(reply, Failed):
             return reply
+
         reply.seconds = self._speeds.note(task.actor.place, call.function, task.group, reply.seconds)
         if reply.new_states is None:
             return Done(reply)
-        clients, kept = task.group.clients, [reply.new_states]
-        owners = [clients]
+
+        clients = task.group.clients
         if len(task.stacks) == len(clients):
-            owners, kept = [(client,) for client in clients], reply.new_states.by_client()
-        self._apart[call.function] = reply.new_states.nbytes >= APART * len(clients)
-        return Done(reply, list(zip(owners, task.stacks, kept, strict=True)), task.actor.place[1])
+            clients_of_stacks = [(client,) for client in clients]
+            contents = reply.new_states.by_client()
+        else:
+            clients_of_stacks = [clients]
+            contents = [reply.new_states]
+        self._are_separate[call.function] = reply.new_states.nbytes >= SEPARATE_BYTES * len(clients)
+        _, node = task.actor.place
+        return Done(reply, list(zip(clients_of_stacks, task.stacks, contents, strict=True)), node)
 
     def _push(self, call: Call, dispatch: Dispatch, submitted: dict[Any, _Submitted]) -> None:
-        apart = self._apart.get(call.function, False)
+        separate = self._are_separate.get(call.function, False)
         while chosen := dispatch.next(time.monotonic()):
             actor, group = chosen
-            work = actor.handle.work.options(num_returns=1 + (len(group.clients) if apart else 1))
-            reply, *stacks = work.remote(call, group, apart)
+            work = actor.handle.work.options(num_returns=1 + (len(group.clients) if separate else 1))
+            reply, *stacks = work.remote(call, group, separate)
             submitted[reply] = _Submitted(group, actor, reply, stacks)
 
     def _follow_the_cluster(self, round: int) -> None:
-        """In a new round, want as many actors as have room now; give up those that still wait for room that is gone."""
-        if round == self._round or time.monotonic() < self._looked + LOOK:
+        """In a new round, have as many actors as have room now; give up those that still wait for room that is gone."""
+        if round == self._round or time.monotonic() < self._last_look + LOOK:
             return
-        self._round, self._looked = round, time.monotonic()
-        before, self._wanted = self._wanted, self._pools.wanted()
-        if self._wanted == before:
+        self._round = round
+        self._last_look = time.monotonic()
+
+        before = self._targets
+        self._targets = self._pools.target_counts()
+        if self._targets == before:
             return
-        self._warn(f"The cluster has changed: the run now has {sum(self._wanted)} client actors, not {sum(before)}.")
-        for pool, wanted in enumerate(self._wanted):
+
+        self._warn(f"The cluster has changed: the run now has {sum(self._targets)} client actors, not {sum(before)}.")
+        for pool, target in enumerate(self._targets):
             waiting = [actor for actor in self._of(pool) if actor.home is None]
-            for actor in waiting[: max(0, len(self._of(pool)) - wanted)]:
+            surplus = max(0, len(self._of(pool)) - target)
+            for actor in waiting[:surplus]:
                 self._kill(actor)
 
     def _of(self, pool: int) -> list[_Actor]:
         return [actor for actor in self._actors if actor.pool == pool]
 
     def _start_missing_actors(self) -> None:
-        for pool, wanted in enumerate(self._wanted):
-            while len(self._of(pool)) < wanted and self._restarts.may_start(time.monotonic()):
+        for pool, target in enumerate(self._targets):
+            while len(self._of(pool)) < target and self._restarts.may_start(time.monotonic()):
                 actor = self._start(self._pools.options(pool))
                 self._actors.append(_Actor(pool, actor, actor.prepare.remote(self._job)))
 
     def _add_ready_actors(self, submitted: dict[Any, _Submitted], dispatch: Dispatch) -> None:
         """Let actors take part once they run: a group that is pushed to one without room would wait for ever."""
-        if starting := {actor.prepared: actor for actor in self._actors if actor.home is None}:
-            for ref in ray.wait(list(starting), num_returns=len(starting), timeout=0)[0]:
-                if starting[ref] in self._actors:  # not given up because of another one
-                    self._note_ready(starting[ref], submitted, dispatch)
+        starting = {actor.prepared: actor for actor in self._actors if actor.home is None}
+        if starting:
+            ready, _ = ray.wait(list(starting), num_returns=len(starting), timeout=0)
+            for reference in ready:
+                # An actor before this one may have made the backend give it up.
+                if starting[reference] in self._actors:
+                    self._note_ready(starting[reference], submitted, dispatch)
+
         for actor in self._actors:
             if actor.home is not None and actor.takes_part:
                 dispatch.join(actor, actor.home.node, self._speeds.slowness(actor.place))
@@ -243,7 +280,7 @@ class RayBackend:
     def _check_device(self, actor: _Actor, home: Home) -> None:
         """Refuse an actor on another type of device than the others; once the run has begun, leave it out."""
         self._device = self._device or home.device
-        if home.device == self._device or self._mixed:
+        if home.device == self._device or self._mixed_devices:
             return
         if not self._has_begun:
             raise RaypflError(
@@ -255,30 +292,40 @@ class RayBackend:
         self._warn(f"A client actor that came up later is left out: it computes on {home.device}, not {self._device}.")
 
     def _check_packing(self, actor: _Actor, home: Home) -> None:
-        """Say if Ray has put more actors on a GPU than their shares allow, as it has done."""
+        """Warn if Ray has put more actors on a GPU than their shares allow, as it has done."""
         share = self._pools.options(actor.pool)["num_gpus"]
-        beside = [one for one in self._of(actor.pool) if one.home and one.home[::2] == home[::2]]
-        if 0 < share < 1 < len(beside) * share:
-            self._warn(f"Ray has put {len(beside)} client actors on a GPU, each with {share:g} of it; it may be full.")
+        num_sharing = 0
+        for other in self._of(actor.pool):
+            if other.home and (other.home.node, other.home.gpus) == (home.node, home.gpus):
+                num_sharing += 1
+
+        if 0 < share < 1 < num_sharing * share:
+            self._warn(f"Ray has put {num_sharing} client actors on a GPU, each with {share:g} of it; it may be full.")
 
     def _made_room(
         self, actor: _Actor, error: BaseException | None, submitted: dict[Any, _Submitted], dispatch: Dispatch
     ) -> bool:
-        """If an actor's share of a GPU had too little memory, start its pool again with larger shares, for fewer."""
-        if not out_of_memory(error) or (numbers := self._pools.fewer_on_a_gpu(actor.pool)) is None:
+        """If a GPU share had too little memory, start the actor's pool again with fewer actors and larger shares."""
+        if not out_of_memory(error):
             return False
-        for one in self._of(actor.pool):
-            self._kill(one)
-            for task in [task for task in submitted.values() if task.actor is one]:
-                del submitted[task.reply]
-            dispatch.lost(one)
-        self._wanted = self._pools.wanted()
-        self._warn("A GPU's memory was too small for {} client actors; from now on {} share it.".format(*numbers))
+        counts = self._pools.reduce_sharing(actor.pool)
+        if counts is None:
+            return False
+
+        for pool_actor in self._of(actor.pool):
+            self._kill(pool_actor)
+            _forget_tasks(pool_actor, submitted)
+            dispatch.lost(pool_actor)
+
+        self._targets = self._pools.target_counts()
+        before, now = counts
+        self._warn(f"A GPU's memory was too small for {before} client actors; from now on {now} share it.")
         return True
 
     def _died_in_setup(self, error: RayError) -> None:
         """Give up if actors keep dying in their set-up and there is no other one that can work."""
-        now, policy = time.monotonic(), self._restarts
+        now = time.monotonic()
+        policy = self._restarts
         policy.died_in_setup(now, getattr(error, "actor_init_failed", False))
         if policy.setup_deaths == MAX_SETUP_FAILURES:
             self._warn("Client actors die while they are set up; others are started after growing pauses.")
@@ -289,11 +336,13 @@ class RayBackend:
             ) from error
 
     def _replies(self, submitted: Mapping[Any, _Submitted], pause: float) -> list[Any]:
-        """References of replies that are there, after `pause` seconds at most."""
+        """Return references of replies that have arrived, after `pause` seconds at most."""
         if self._stopped():
             raise Stopped("The run was asked to stop.")
         if submitted:
-            return ray.wait(list(submitted), num_returns=1, timeout=min(POLL, pause))[0]
+            ready, _ = ray.wait(list(submitted), num_returns=1, timeout=min(POLL, pause))
+            return ready
+
         if self._actors:
             ray.wait([actor.prepared for actor in self._actors], num_returns=1, timeout=POLL)
         else:
@@ -309,8 +358,8 @@ class RayBackend:
         """
         self._kill(actor)
         self._warn("A client actor died; another takes its place, and its groups run again.")
-        for task in [task for task in submitted.values() if task.actor is actor]:
-            del submitted[task.reply]
+        _forget_tasks(actor, submitted)
+
         lost = dispatch.lost(actor)
         for group in lost:
             dispatch.drop(group)
@@ -325,6 +374,13 @@ class RayBackend:
         ray.kill(actor.handle)
 
 
+def _forget_tasks(actor: _Actor, submitted: dict[Any, _Submitted]) -> None:
+    for task in list(submitted.values()):
+        if task.actor is actor:
+            del submitted[task.reply]
+
+
 def _reason(error: BaseException) -> str:
+    """Return the end of Ray's message, and what may help."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[-3:]) + " Is there enough memory for the actors? Fewer of them (ray.actors) need less."

@@ -24,15 +24,23 @@ if TYPE_CHECKING:
     from raypfl.experiment.settings import RaySettings
 
 LOCKSTEP_POLL = 0.02
-"""Seconds between looks at whether the driver has passed an event on."""
+"""Seconds between checks whether the driver has passed an event on."""
 
 START_UP = 20.0
-"""Seconds that a run waits for all of its client actors before it begins with those that are ready."""
+"""Seconds to wait for all client actors before a run begins with those that are ready."""
 
 
 @dataclass
 class _EventStream:
-    """Events of a run that the driver has not received; `first` is the number of the oldest one kept."""
+    """Events of a run that the driver has not received.
+
+    Attributes
+    ----------
+    run : the id of the run.
+    id : the id of the stream, of which a run has another after its server was started again.
+    events : the events.
+    first : the number of the first of them.
+    """
 
     run: str = ""
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -40,7 +48,7 @@ class _EventStream:
     first: int = 0
 
     def after(self, received: int) -> list[Event]:
-        """The events after the first `received`, which are forgotten."""
+        """Return the events after the first `received`, and forget those."""
         del self.events[: max(received - self.first, 0)]
         self.first = max(received, self.first)
         return list(self.events)
@@ -53,22 +61,24 @@ class ServerActor:
 
     Parameters
     ----------
-    actors : how many client actors of each pool. pools : what each of them reserves, as for ``ray.remote``.
+    actors : the number of client actors of each pool.
+    pools : what an actor of each pool reserves, as options for ``ray.remote``.
     """
 
     def __init__(self, actors: Sequence[int], pools: Sequence[Mapping[str, Any]]):
         self._remote = ray.remote(ClientActor)
-        self._wanted = list(zip(actors, pools, strict=True))
+        self._counts_and_options = list(zip(actors, pools, strict=True))
+        # (pool, handle)
         self._actors: list[tuple[int, Any]] = []
         self._start_actors()
         with importing():
             import raypfl.engine.backends.ray_backend
             import raypfl.engine.server  # noqa: F401
-        self._stopping = ""
+        self._run_to_stop = ""
         self._stream = _EventStream()
 
     def run(self, run: str, shipment: Shipment, settings: RaySettings, groups: int) -> RunFinished:
-        """Run a job to its end, whose cohorts have so many groups.
+        """Run a job; each cohort has `groups` groups.
 
         `run` identifies it for :meth:`events` and :meth:`stop`.
         """
@@ -89,15 +99,17 @@ class ServerActor:
             self._start,
             pool_sizes,
             shipment,
-            lambda: self._stopping == run,
+            lambda: self._run_to_stop == run,
             self._warn,
             settings.mixed_devices,
         )
+
         keep_freed_memory()
-        job, data = shipment.opened()
+        job, data = shipment.unpack()
         torch.set_num_threads(threads_of_server(job.experiment))
         with explain_user_errors("in the server's process"):
             prepared = Prepared(job.experiment, data, reserved_device()).build()
+
         metadata = {
             "backend": "ray",
             "actors": len(self._actors),
@@ -110,17 +122,20 @@ class ServerActor:
             return Server(job, prepared, backend, emit, metadata).run()
         finally:
             self._actors = backend.actors
-            if pool_sizes.are_smaller:
-                self._kill_actors()  # the next run begins with the shares that the settings say
-            gc.collect()  # a server is full of cycles, and keeps clients' states in the object store until it is freed
+            if pool_sizes.has_shrunk:
+                # The next run begins with the shares that the settings say.
+                self._kill_actors()
+            # A server is full of cycles, and keeps clients' states in the object store until it is freed.
+            gc.collect()
 
     def _start(self, options: Mapping[str, Any]) -> Any:
         return self._remote.options(max_restarts=0, **options).remote()
 
     def _start_actors(self) -> None:
-        for pool, (wanted, options) in enumerate(self._wanted):
-            missing = wanted - sum(of == pool for of, _ in self._actors)
-            self._actors += [(pool, self._start(options)) for _ in range(missing)]
+        for pool, (count, options) in enumerate(self._counts_and_options):
+            running = sum(actor_pool == pool for actor_pool, _ in self._actors)
+            for _ in range(count - running):
+                self._actors.append((pool, self._start(options)))
 
     def _kill_actors(self) -> None:
         for _, actor in self._actors:
@@ -128,13 +143,13 @@ class ServerActor:
         self._actors = []
 
     def _in_lockstep(self, event: Event) -> None:
-        """Keep an event and, if it is of a checkpoint, wait until the driver has passed it on, or stops the run."""
+        """Store an event; after a checkpoint, wait until the driver has passed it on or stops the run."""
         from raypfl.engine.events import Checkpointed
 
         stream = self._stream
         stream.events.append(event)
-        wanted = stream.first + len(stream.events)
-        while isinstance(event, Checkpointed) and stream.first < wanted and self._stopping != stream.run:
+        end = stream.first + len(stream.events)
+        while isinstance(event, Checkpointed) and stream.first < end and self._run_to_stop != stream.run:
             time.sleep(LOCKSTEP_POLL)
 
     def _warn(self, text: str) -> None:
@@ -144,16 +159,16 @@ class ServerActor:
 
     @ray.method(concurrency_group="control")
     def events(self, run: str, stream: str, received: int) -> tuple[str, list[Event]]:
-        """The id of a run's event stream, and its events after the first `received`.
+        """Return the id of a run's event stream, and its events after the first `received`.
 
         A server that was started again begins a new stream, from which nothing was received yet.
         """
-        now = self._stream
-        if now.run != run:
+        current = self._stream
+        if current.run != run:
             return stream, []
-        return now.id, now.after(received if stream == now.id else 0)
+        return current.id, current.after(received if stream == current.id else 0)
 
     @ray.method(concurrency_group="control")
     def stop(self, run: str) -> None:
         """Ask a run to stop. It saves a checkpoint and returns."""
-        self._stopping = run
+        self._run_to_stop = run

@@ -1,4 +1,4 @@
-"""Whether a folder is the same on all nodes of a cluster, asked before work that would be lost if it is not."""
+"""Check that a folder is the same on all nodes of a cluster, before work that would be lost if it is not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from raypfl.common.errors import ConfigError
 
 PROBE = ".probe-"
-"""How the names of the files begin that the driver and the nodes write into the folder, and that the driver deletes."""
+"""Prefix of the files that the driver and the nodes write into the folder, and that the driver deletes."""
 
 
 def refuse_unless_shared(ray: Any, folder: Path, needed: Sequence[Mapping[str, float]], what: str) -> None:
@@ -30,9 +30,12 @@ def refuse_unless_shared(ray: Any, folder: Path, needed: Sequence[Mapping[str, f
     ------
     ConfigError : names the first node without the folder.
     """
-    here = ray.get_runtime_context().get_node_id()
-    others = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] != here and _has_room(node, needed)]
-    if not others:
+    driver_node = ray.get_runtime_context().get_node_id()
+    other_nodes = []
+    for node in ray.nodes():
+        if node["Alive"] and node["NodeID"] != driver_node and _has_room(node, needed):
+            other_nodes.append(node)
+    if not other_nodes:
         return
 
     token = secrets.token_hex(8)
@@ -40,7 +43,7 @@ def refuse_unless_shared(ray: Any, folder: Path, needed: Sequence[Mapping[str, f
     folder.mkdir(parents=True, exist_ok=True)
     try:
         (folder / f"{PROBE}{token}").write_text(token)
-        for node, problem in _asked(ray, others, folder, token):
+        for node, problem in _probe_nodes(ray, other_nodes, folder, token):
             if problem:
                 raise ConfigError(
                     f"{what} puts its runs into {folder}, which has to be one folder on all nodes of the cluster, but "
@@ -60,8 +63,8 @@ def _has_room(node: Mapping[str, Any], needed: Sequence[Mapping[str, float]]) ->
     return any(all(total.get(name, 0.0) >= count for name, count in process.items()) for process in needed)
 
 
-def _asked(ray: Any, nodes: Sequence[Any], folder: Path, token: str) -> list[tuple[Any, str]]:
-    """Each node and what is wrong with the folder there; a node that dies meanwhile is left out."""
+def _probe_nodes(ray: Any, nodes: Sequence[Any], folder: Path, token: str) -> list[tuple[Any, str]]:
+    """Return each node and what is wrong with the folder there; a node that dies meanwhile is left out."""
     affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
     probe = ray.remote(num_cpus=0)(_probe)
     answers = [
@@ -69,7 +72,7 @@ def _asked(ray: Any, nodes: Sequence[Any], folder: Path, token: str) -> list[tup
         for node in nodes
     ]
 
-    asked = []
+    problems = []
     for node, answer in zip(nodes, answers, strict=True):
         try:
             problem = ray.get(answer)
@@ -77,12 +80,12 @@ def _asked(ray: Any, nodes: Sequence[Any], folder: Path, token: str) -> list[tup
             continue
         if not problem and not (folder / f"{PROBE}{token}-{node['NodeID']}").exists():
             problem = "what is written there does not arrive here"
-        asked.append((node, problem))
-    return asked
+        problems.append((node, problem))
+    return problems
 
 
 def _probe(folder: Path, token: str, node: str) -> str:
-    """What is wrong with the folder on the node that runs this; empty if nothing is."""
+    """Return what is wrong with the folder on the node that runs this; empty if nothing is."""
     file = folder / f"{PROBE}{token}"
     try:
         if not folder.exists():

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from raypfl.experiment import Experiment
 
 CHUNK = 32 << 20
-"""Bytes of an object in which a part of a file travels."""
+"""Bytes of a file that travel in one object."""
 
 
 @dataclass(frozen=True)
@@ -27,19 +27,20 @@ class Shipment:
 
     Attributes
     ----------
-    node : id of the driver's node, where the files are. content : the pickled job and data.
+    node : the id of the driver's node, where the files are.
+    content : the pickled job and data.
     """
 
     node: str
     content: bytes
 
     @classmethod
-    def of(cls, job: Job | Experiment, data: ClientData) -> Shipment:
-        """What the driver, which calls this, sends."""
+    def pack(cls, job: Job | Experiment, data: ClientData) -> Shipment:
+        """Pack a job on the driver."""
         return cls(ray.get_runtime_context().get_node_id(), ray.cloudpickle.dumps((job, data)))
 
-    def opened(self) -> tuple[Any, ClientData]:
-        """The job and its data. If this node does not have the files, one of its processes fetches them.
+    def unpack(self) -> tuple[Any, ClientData]:
+        """Return the job and its data. If this node does not have the files, one of its processes fetches them.
 
         Raises
         ------
@@ -54,21 +55,25 @@ class Shipment:
             (_, first), *_ = missing.files
             with explain_write_errors(first):
                 first.parent.mkdir(parents=True, exist_ok=True)
+
             with cache_lock(first):
+                # Another process of this node may have fetched the files while this one waited for the lock.
                 try:
                     return ray.cloudpickle.loads(self.content)
                 except PreparedDataMissing:
-                    for there, here in missing.files:
-                        receive_arrays(here, self._chunks(there))
+                    for path_on_driver, path in missing.files:
+                        receive_arrays(path, self._chunks(path_on_driver))
         return ray.cloudpickle.loads(self.content)
 
     def _chunks(self, path: Path) -> Iterator[bytes]:
+        """Read a file of the driver's node."""
         on_its_node = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(self.node, soft=False)
         read: Any = ray.remote(_read).options(
             num_cpus=0,
             num_returns="streaming",
             scheduling_strategy=on_its_node,
-            _generator_backpressure_num_objects=2,  # so that memory holds two chunks, not the file
+            # So that memory holds two chunks, not the file.
+            _generator_backpressure_num_objects=2,
         )
         for chunk in read.remote(path):
             yield ray.get(chunk)

@@ -19,13 +19,13 @@ from raypfl.data import load_federated
 from raypfl.engine.backends.cluster import (
     bundle,
     client_actors,
+    client_resources,
     connected,
-    for_client,
-    for_server,
     in_one_process,
     on_this_node,
+    server_resources,
 )
-from raypfl.engine.backends.of_this_process import spare
+from raypfl.engine.backends.session import spare_server
 from raypfl.engine.backends.shared_folder import refuse_unless_shared
 from raypfl.engine.events import Event
 from raypfl.engine.prepared import Prepared
@@ -118,7 +118,7 @@ def search(
         from raypfl.integrations.tuning.ray_tune import run_arguments
         from raypfl.integrations.tuning.trial_log import TrialLog, has_died
 
-        spare.release(ray)
+        spare_server.release(ray)
         refuse_unless_shared(ray, folder, bundles(first.ray), "This sweep")
         at_once = _at_once(ray, first.ray, sweep.trials)
 
@@ -152,11 +152,11 @@ def search(
 def bundles(settings: RaySettings) -> list[dict[str, float]]:
     """Return what a trial reserves: one process for all of it or, with ``ray.actors``, a bundle for each actor."""
     if settings.actors is None:
-        return [bundle(for_client(in_one_process(settings)))]
+        return [bundle(client_resources(in_one_process(settings)))]
 
     trial_process = {"CPU": 0.0}  # its actors do the work
-    server = bundle(for_server(settings))
-    clients = [bundle(for_client(settings))] * settings.actors
+    server = bundle(server_resources(settings))
+    clients = [bundle(client_resources(settings))] * settings.actors
     return [trial_process, *([server] if server else []), *clients]
 
 

@@ -25,7 +25,7 @@ from starlette.responses import JSONResponse, Response
 
 from raypfl.common.errors import ConfigError, DataError, RaypflError
 from raypfl.engine.backends.cluster import connected
-from raypfl.engine.backends.of_this_process import spare
+from raypfl.engine.backends.session import spare_server
 from raypfl.experiment.settings import RaySettings
 from raypfl.methods import METHODS
 from raypfl.runs.result import newest
@@ -325,7 +325,7 @@ def served(run: Path, token: str, host: str, port: int, replicas: int, limits: L
     logging.getLogger("ray.serve").setLevel(logging.ERROR)  # in this process; `quiet` is for Serve's own
 
     with connected(RaySettings()) as ray:
-        spare.release(ray)
+        spare_server.release(ray)
         http = {"host": host, "port": port, "request_timeout_s": 2 * TIMEOUT + 60}
         quiet = {"log_level": "ERROR", "enable_access_log": False}
         try:

@@ -1,4 +1,4 @@
-"""What a process has once on Ray: its connection, which one thread uses at a time, and the actors that it keeps."""
+"""What a process has once on Ray: its connection, which one thread uses at a time, and a session's spare server."""
 
 from __future__ import annotations
 
@@ -12,15 +12,22 @@ from raypfl.common.errors import ConfigError
 
 
 @dataclass
-class Spare:
-    """The server actor, with its client actors, that a session keeps for its next run of the same kind."""
+class SpareServer:
+    """The server actor, with its client actors, that a session keeps for its next run of the same kind.
+
+    Attributes
+    ----------
+    shared : whether a session is active, so that a run's server is kept.
+    kind : what the server was started with; a run of another kind needs another one.
+    server : the server actor, if there is one.
+    """
 
     shared: bool = False
     kind: Any = None
     server: Any = None
 
     def take(self, ray: Any, kind: Any) -> Any:
-        """The spare server, if it is of this kind; one of another kind is released."""
+        """Take the spare server if it is of this kind; one of another kind is released."""
         if self.kind != kind:
             self.release(ray)
         server = self.server
@@ -28,23 +35,23 @@ class Spare:
         return server
 
     def release(self, ray: Any) -> None:
-        """Kill the spare server, which something else needs the resources of."""
+        """Kill the spare server, if there is one, since something else needs its resources."""
         if self.server is not None:
             ray.kill(self.server)
         self.kind = None
         self.server = None
 
 
-spare = Spare()
+spare_server = SpareServer()
 
-on_ray_now = threading.RLock()
+ray_lock = threading.RLock()
 """Held by the thread that runs an experiment on Ray: a process has one connection, closed by the first to end."""
 
 
 @contextlib.contextmanager
-def alone_on_ray() -> Iterator[None]:
+def exclusive_ray() -> Iterator[None]:
     """While active, no other thread of this process can run an experiment on Ray."""
-    if not on_ray_now.acquire(blocking=False):
+    if not ray_lock.acquire(blocking=False):
         raise ConfigError(
             "Another thread of this process runs an experiment on Ray, and a process has one connection to Ray. Wait "
             "for its end, start this run in a process of its own, or use engine.backend=inline."
@@ -52,4 +59,4 @@ def alone_on_ray() -> Iterator[None]:
     try:
         yield
     finally:
-        on_ray_now.release()
+        ray_lock.release()
