@@ -203,6 +203,7 @@ class RayBackend:
             return Done(reply)
 
         clients = task.group.clients
+        clients_of_stacks: list[tuple[int, ...]]
         if len(task.stacks) == len(clients):
             clients_of_stacks = [(client,) for client in clients]
             contents = reply.new_states.by_client()
