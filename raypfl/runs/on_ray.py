@@ -13,7 +13,13 @@ import torch
 from raypfl.common.errors import RaypflError, Stopped
 from raypfl.common.stopping import StopRequest
 from raypfl.engine.backends.actor_pools import reserved
-from raypfl.engine.backends.cluster import client_actors, connected, server_resources, has_local_cluster_died, node_for_server
+from raypfl.engine.backends.cluster import (
+    client_actors,
+    connected,
+    has_local_cluster_died,
+    node_for_server,
+    server_resources,
+)
 from raypfl.engine.backends.session import spare_server
 from raypfl.engine.dispatcher import EventDispatcher
 from raypfl.engine.events import Listener, Progress, RunFinished
