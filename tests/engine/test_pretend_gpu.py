@@ -280,7 +280,7 @@ def test_an_actor_frees_the_last_jobs_data_before_it_opens_the_next(tmp_path, fa
     monkeypatch.setattr(client_actor, "importing", contextlib.nullcontext)
     actor = client_actor.ClientActor()
     for _ in range(2):
-        assert actor.prepare(SimpleNamespace(opened=opened)).device == "a pretended GPU"
+        assert actor.prepare(SimpleNamespace(unpack=opened)).device == "a pretended GPU"
         assert actor._worker.context.samples.resident
         inputs_of_last_job[:] = [weakref.ref(actor._worker.context.samples.inputs)]
 

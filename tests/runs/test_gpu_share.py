@@ -133,7 +133,7 @@ def test_a_gpu_too_small_for_the_measured_step_gets_one_actor(tmp_path: Path, mo
     settings = experiment(tmp_path, method=f"{__name__}:TooLarge")
     data = load_federated(settings.data, settings.partition, seed=0)
     with pretend_gpu():
-        assert gpu_share._probe(SimpleNamespace(opened=lambda: (settings, data))) == GpuMeasurement(2**36, 2**36)
+        assert gpu_share._probe(SimpleNamespace(unpack=lambda: (settings, data))) == GpuMeasurement(2**36, 2**36)
 
 
 # --- on a cluster -----------------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def ray_with_nodes(*nodes: dict[str, float]) -> SimpleNamespace:
 
 @pytest.fixture
 def _no_shipment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Shipment, "of", lambda *arguments: None)
+    monkeypatch.setattr(Shipment, "pack", lambda *arguments: None)
 
 
 @pytest.mark.usefixtures("_no_shipment")
