@@ -1,4 +1,4 @@
-"""Descriptors, next to label mixes; new clients with label mixes unlike those of training."""
+"""Client descriptors compared with label mixes, and new clients whose label mixes differ from those of training."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ UNSEEN = np.array([3, 8, 20])
 
 
 def test_the_rank_correlation_is_that_of_distances_from_each_unseen_client():
-    turn, _ = np.linalg.qr(np.random.default_rng(1).normal(size=(6, 6)))
-    assert Descriptors(MIXES @ turn * 7, MIXES, UNSEEN).rank_correlations == pytest.approx(np.ones(3))
+    # Rotating and scaling the label mixes keeps the order of all distances.
+    rotation, _ = np.linalg.qr(np.random.default_rng(1).normal(size=(6, 6)))
+    assert Descriptors(MIXES @ rotation * 7, MIXES, UNSEEN).rank_correlations == pytest.approx(np.ones(3))
+
     noise = np.random.default_rng(2).normal(size=(30, 4))
     assert np.abs(Descriptors(noise, MIXES, UNSEEN).rank_correlations).max() < 0.5
 
@@ -45,52 +47,58 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, raypfl.Result
         "pefll": "{name: pefll, embedding: mlp1, server_lr: 0.003, length: 8, batch: null}",
         "local": "{name: local, unseen_epochs: 20}",
     }
-    done = {}
+
+    results = {}
     for name, method in methods.items():
-        given = [f"{key}={value}" for key, value in (changes | {"method": method}).items()]
-        done[name] = raypfl.run(experiment(folder).override(given))
-    return done
+        assignments = [f"{key}={value}" for key, value in (changes | {"method": method}).items()]
+        results[name] = raypfl.run(experiment(folder).override(assignments))
+    return results
 
 
 @pytest.fixture(scope="module")
 def models(results: dict[str, raypfl.Result]) -> dict[str, TrainedModels]:
-    return {name: raypfl.trained_models(one.run_dir) for name, one in results.items()}
+    return {name: raypfl.trained_models(result.run_dir) for name, result in results.items()}
 
 
-def test_training_brings_descriptors_of_unseen_clients_in_the_order_of_their_label_mixes(models):
+def test_training_orders_descriptors_of_unseen_clients_by_their_label_mixes(models):
     pefll = models["pefll"]
-    before, after = (descriptors_of(pefll, server) for server in (pefll.at_start(), None))
+    before = descriptors_of(pefll, pefll.at_start())
+    after = descriptors_of(pefll)
     assert after.values.shape == (60, 8) and len(after.unseen) == 12
     assert before.rank_correlations.mean() < after.rank_correlations.mean()
     assert after.rank_correlations.mean() > 0.5
 
 
 def test_new_clients_with_more_classes_are_harder_for_training_alone_than_for_pefll(models):
-    lost = {}
+    losses = {}
     for name, trained in models.items():
-        found = extrapolated(trained, [0.1, 1.0], clients=10, samples=16)
-        assert all(len(accuracies) == 10 for accuracies in found.values())
-        lost[name] = found[0.1].mean() - found[1.0].mean()
-    assert lost["local"] > max(lost["pefll"], 0.05)
+        accuracies = extrapolated(trained, [0.1, 1.0], clients=10, samples=16)
+        assert all(len(of_clients) == 10 for of_clients in accuracies.values())
+        losses[name] = accuracies[0.1].mean() - accuracies[1.0].mean()
+    assert losses["local"] > max(losses["pefll"], 0.05)
 
 
 def test_a_client_needs_the_model_of_its_own_descriptor(models):
     pefll = models["pefll"]
-    (clients,), v = pefll.groups(60), torch.from_numpy(descriptors_of(pefll).values).float()
+    (clients,) = pefll.groups(60)
+    descriptors = torch.from_numpy(descriptors_of(pefll).values).float()
 
-    def made(v: torch.Tensor) -> torch.Tensor:
-        return clients.networks["hyper"](pefll.server["hyper"], v).detach()
+    def generated(descriptors: torch.Tensor) -> torch.Tensor:
+        return clients.networks["hyper"](pefll.server["hyper"], descriptors).detach()
 
-    def accuracy(v: torch.Tensor) -> float:
-        return float(clients.evaluate(raypfl.per_client(made(v)), "test")["accuracy"].nanmean())
+    def accuracy(descriptors: torch.Tensor) -> float:
+        models = raypfl.per_client(generated(descriptors))
+        return float(clients.evaluate(models, "test")["accuracy"].nanmean())
 
-    assert accuracy(v) > np.mean([accuracy(v.roll(i, 0)) for i in range(1, 10)])
-    shared = made(v.mean(0).expand_as(v))
+    of_other_clients = [accuracy(descriptors.roll(i, 0)) for i in range(1, 10)]
+    assert accuracy(descriptors) > np.mean(of_other_clients)
+
+    shared = generated(descriptors.mean(0).expand_as(descriptors))
     torch.testing.assert_close(shared, shared[:1].expand_as(shared))
-    assert made(v).std(0).mean() > 100 * shared.std(0).mean()
+    assert generated(descriptors).std(0).mean() > 100 * shared.std(0).mean()
 
 
-def test_what_cannot_be_analysed_is_refused_in_a_sentence(models):
+def test_runs_that_cannot_be_analysed_are_refused_in_a_sentence(models):
     with pytest.raises(ConfigError, match="Local has no descriptors; pefll has"):
         descriptors_of(models["local"])
     with pytest.raises(DataError, match="fewer than the 1000 of a new client"):
@@ -98,7 +106,7 @@ def test_what_cannot_be_analysed_is_refused_in_a_sentence(models):
 
 
 def test_descriptors_are_drawn_for_the_runs_that_have_them(results, tmp_path: Path):
-    assert [one.label for one in descriptor_picture.groups_to_draw(list(results.values()))] == ["pefll"]
+    assert [run.label for run in descriptor_picture.groups_to_draw(list(results.values()))] == ["pefll"]
     path = descriptor_picture.draw(list(results.values()), tmp_path / "descriptors.png")
     assert path.stat().st_size > 20_000
     assert descriptor_picture.groups_to_draw([results["local"]]) == []
@@ -106,6 +114,6 @@ def test_descriptors_are_drawn_for_the_runs_that_have_them(results, tmp_path: Pa
 
 def test_descriptors_are_of_all_samples_whatever_the_batch_in_training(models):
     pefll = models["pefll"]
-    few = TrainedModels(pefll.experiment.override(["method.batch=1"]), pefll.outline, pefll._snapshot)
-    assert np.array_equal(descriptors_of(few).values, descriptors_of(pefll).values)
+    one_by_one = TrainedModels(pefll.experiment.override(["method.batch=1"]), pefll.outline, pefll._snapshot)
+    assert np.array_equal(descriptors_of(one_by_one).values, descriptors_of(pefll).values)
     assert torch.is_tensor(pefll.server["embed"])

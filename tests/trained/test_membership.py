@@ -1,4 +1,4 @@
-"""Membership inference finds what leaks, and nothing where nothing does."""
+"""Membership inference tells a model that leaks its training samples from one that does not."""
 
 from __future__ import annotations
 
@@ -26,22 +26,33 @@ def test_likelihood_ratios_are_those_of_the_two_normal_distributions():
     draws = np.random.default_rng(0)
     inside = torch.from_numpy(draws.random((4000, 2)) < 0.5)
     values = torch.from_numpy(draws.normal(size=(4000, 2))) * torch.where(inside, 2.0, 1.0) + 3.0 * inside
-    seen = torch.tensor([3.0, 0.5], dtype=torch.float64)
+    observed = torch.tensor([3.0, 0.5], dtype=torch.float64)
+
     normal = torch.distributions.Normal
-    expected = normal(3.0, 2.0).log_prob(seen) - normal(0.0, 1.0).log_prob(seen)
-    assert torch.allclose(_log_ratio(values, inside, seen), expected.double(), atol=0.15)
+    expected = normal(3.0, 2.0).log_prob(observed) - normal(0.0, 1.0).log_prob(observed)
+    assert torch.allclose(_log_ratio(values, inside, observed), expected.double(), atol=0.15)
 
 
-def test_a_model_that_remembers_leaks_and_one_that_was_not_trained_does_not(tmp_path):
-    changes = {"partition__clients": 4, "cohort__size": 4, "evaluation__every": 0, "data__test_fraction": 0.9}
-    changes |= {"training": "{epochs: 10, batch_size: 20, lr: 0.3}", "model": "{name: mlp, hidden: [64]}"}
-    changes |= {"engine__backend": "inline", "method": "fedavg"}
-    long = raypfl.run(experiment(tmp_path, **changes, rounds=8))
-    short = raypfl.run(experiment(tmp_path, **changes, rounds=1, training__lr=1e-9))
-    leaking, tight = membership(long, shadows=8, epochs=10), membership(short)
+def test_a_model_that_memorises_leaks_and_an_untrained_one_does_not(tmp_path):
+    changes = {
+        "method": "fedavg",
+        "model": "{name: mlp, hidden: [64]}",
+        "partition__clients": 4,
+        "cohort__size": 4,
+        "data__test_fraction": 0.9,
+        "training": "{epochs: 10, batch_size: 20, lr: 0.3}",
+        "evaluation__every": 0,
+        "engine__backend": "inline",
+    }
+    overfitted = raypfl.run(experiment(tmp_path, **changes, rounds=8))
+    untrained = raypfl.run(experiment(tmp_path, **changes, rounds=1, training__lr=1e-9))
+
+    leaking = membership(overfitted, shadows=8, epochs=10)
+    tight = membership(untrained)
     assert leaking.samples > 100 and tight.likelihood is None
     assert tight.loss < 0.54 < 0.57 < leaking.loss and leaking.likelihood > 0.57, (tight, leaking)
+
     with pytest.raises(ConfigError, match="at least 4 models"):
-        membership(long, shadows=2)
+        membership(overfitted, shadows=2)
     with pytest.raises(ConfigError, match="has no global model"):
-        membership(replace(long, experiment=long.experiment.replace(method="local")))
+        membership(replace(overfitted, experiment=overfitted.experiment.replace(method="local")))

@@ -35,13 +35,13 @@ from raypfl.trained.serving.service import Limits, Service, _Query
 from tests.support import datasets
 from tests.support.command import raypfl as raypfl_command
 from tests.support.pages import blocks
+from tests.support.ports import free_port
 from tests.support.runs import experiment
 
 JSON = "application/json"
 TOKEN = "a token of 28 characters here"
 X = np.random.default_rng(0).integers(0, 17, (12, 1, 8, 8), dtype=np.uint8)
 Y = np.repeat([3, 7], 6)
-
 
 CLIENT = """
 import sys, numpy as np, raypfl
@@ -53,7 +53,7 @@ raypfl.RemoteRun(address, token).personalize(arrays["x"], arrays["y"], file=file
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a method that trains on a new client's samples."""
+    """The run of a method that trains on a new client's samples."""
     folder = tmp_path_factory.mktemp("runs")
     return raypfl.run(experiment(folder, method="fedavg-ft", rounds=2, evaluation__every=0)).run_dir
 
@@ -66,7 +66,7 @@ def pefll_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def one(run_dir: Path) -> Service:
+def training_service(run_dir: Path) -> Service:
     return without_ray(run_dir)
 
 
@@ -76,18 +76,19 @@ def pefll(pefll_dir: Path) -> Service:
 
 
 def without_ray(run_dir: Path) -> Service:
-    """A service outside of Ray Serve, which makes no batches."""
+    """A service outside of Ray Serve, which answers each query alone."""
     service = Service(str(run_dir), TOKEN, Limits(megabytes=0.05, samples=20))
 
-    async def alone(asked: _Query) -> Any:
-        return (await asyncio.to_thread(service._answer_all, [asked]))[0]
+    async def answer_alone(query: _Query) -> Any:
+        answers = await asyncio.to_thread(service._answer_all, [query])
+        return answers[0]
 
-    service._answer_in_batch = alone  # type: ignore[method-assign]
+    service._answer_in_batch = answer_alone  # type: ignore[method-assign]
     return service
 
 
 @dataclass
-class Seen:
+class ReceivedRequest:
     """A request as it came over the wire."""
 
     method: str
@@ -98,16 +99,17 @@ class Seen:
 
 
 @contextlib.contextmanager
-def listening(service: Service) -> Iterator[tuple[str, list[Seen]]]:
-    """While active, a service answers at an address without Ray; gives the address, and what it is asked."""
-    seen: list[Seen] = []
+def listening(service: Service) -> Iterator[tuple[str, list[ReceivedRequest]]]:
+    """A context in which a service answers without Ray: its address, and the requests as they arrive."""
+    requests_received: list[ReceivedRequest] = []
 
     async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
-        asked = Request(scope, receive)
-        headers = {name.lower(): value for name, value in asked.headers.items()}
-        body = await asked.body()
-        seen.append(Seen(asked.method, asked.url.path, asked.url.query, headers, body))
-        await (await service(asked))(scope, receive, send)
+        request = Request(scope, receive)
+        headers = {name.lower(): value for name, value in request.headers.items()}
+        body = await request.body()
+        requests_received.append(ReceivedRequest(request.method, request.url.path, request.url.query, headers, body))
+        answer = await service(request)
+        await answer(scope, receive, send)
 
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -116,7 +118,7 @@ def listening(service: Service) -> Iterator[tuple[str, list[Seen]]]:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}", seen
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}", requests_received
         finally:
             server.should_exit = True
             thread.join()
@@ -135,6 +137,7 @@ def request(
     length: int | None = None,
     media: str = "",
 ) -> Request:
+    """A request whose body arrives in these parts, as the service receives it."""
     parts = [content] if isinstance(content, bytes) else list(content)
 
     async def receive() -> dict[str, Any]:
@@ -151,18 +154,19 @@ def as_json(**values: Any) -> bytes:
     return json.dumps({name: np.asarray(value, object).tolist() for name, value in values.items()}).encode()
 
 
-def ask(address: str, params: dict[str, Any], content: bytes) -> requests.Response:
+def post_samples(address: str, params: dict[str, Any], content: bytes) -> requests.Response:
     headers = {"Authorization": f"Bearer {TOKEN}"}
     return requests.post(f"{address}/personalize", params=params, data=content, headers=headers, timeout=120)
 
 
-def refused(one: Service, asked: Request) -> tuple[int, str]:
-    answer = asyncio.run(one(asked))
+def refusal(service: Service, request: Request) -> tuple[int, str]:
+    """The status and the error of a request that is refused."""
+    answer = asyncio.run(service(request))
     return answer.status_code, json.loads(bytes(answer.body))["error"]
 
 
 @pytest.mark.parametrize(
-    ("asked", "status", "sentence"),
+    ("options", "status", "sentence"),
     [
         ({"token": ""}, 401, "Bearer"),
         ({"token": "Bearer guess"}, 401, "Bearer"),
@@ -194,28 +198,32 @@ def refused(one: Service, asked: Request) -> tuple[int, str]:
         ({"content": body(x=np.full_like(X, np.inf, np.float32), y=Y)}, 400, "not finite"),
     ],
 )
-def test_a_bad_request_gets_a_status_and_a_sentence(one: Service, asked: dict, status: int, sentence: str):
-    found, said = refused(one, request(**asked))
-    assert found == status and sentence in said, said
+def test_a_bad_request_gets_a_status_and_a_sentence(
+    training_service: Service, options: dict, status: int, sentence: str
+):
+    code, error = refusal(training_service, request(**options))
+    assert code == status and sentence in error, error
 
 
-def test_a_body_that_is_too_large_is_not_read_to_its_end(one: Service):
+def test_a_body_that_is_too_large_is_not_read_to_its_end(training_service: Service):
     def endless() -> Iterable[bytes]:
         for _ in range(5):
             yield b"x" * 20_000
         pytest.fail("more was read")
 
-    asked, parts = request(content=b""), endless()
+    parts = iter(endless())
 
     async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": next(iter(parts)), "more_body": True}
+        return {"type": "http.request", "body": next(parts), "more_body": True}
 
-    asked._receive = receive
-    assert refused(one, asked)[0] == 413
+    too_large = request(content=b"")
+    too_large._receive = receive
+    status, _ = refusal(training_service, too_large)
+    assert status == 413
 
 
 @pytest.mark.parametrize(
-    ("asked", "status", "sentence"),
+    ("options", "status", "sentence"),
     [
         (
             {"path": "/personalize", "content": body(x=X, y=Y)},
@@ -234,32 +242,33 @@ def test_a_body_that_is_too_large_is_not_read_to_its_end(one: Service):
         ({"path": "/model", "content": body(descriptor=np.ones(5)), "query": "held_out=0.5"}, 400, "held_out is for"),
     ],
 )
-def test_a_service_of_pefll_takes_descriptors_and_no_samples(pefll: Service, asked: dict, status: int, sentence: str):
-    code, said = refused(pefll, request(**asked))
-    assert code == status and sentence in said, said
+def test_a_service_of_pefll_takes_descriptors_and_no_samples(pefll: Service, options: dict, status: int, sentence: str):
+    code, error = refusal(pefll, request(**options))
+    assert code == status and sentence in error, error
 
 
 def test_only_the_descriptor_leaves_a_client_of_pefll_in_a_process_of_its_own(
     pefll: Service, pefll_dir: Path, tmp_path: Path
 ):
     np.savez(tmp_path / "samples.npz", x=X, y=Y)
-    with listening(pefll) as (address, seen):
+    with listening(pefll) as (address, received):
         words = [sys.executable, "-c", CLIENT, address, TOKEN, tmp_path / "samples.npz", tmp_path / "m.safetensors"]
         subprocess.run(words, check=True, timeout=300)
 
-    assert [(asked.method, asked.path, asked.query) for asked in seen] == [
+    # No path, query, header or body holds more than the protocol needs.
+    assert [(request.method, request.path, request.query) for request in received] == [
         ("GET", "/", ""), ("GET", "/embedding", ""), ("POST", "/model", ""),
     ]  # fmt: skip
-    assert [asked.body for asked in seen[:2]] == [b"", b""]
-    known = {"accept-encoding", "authorization", "connection", "content-length", "content-type", "host", "user-agent"}
-    assert set().union(*(asked.headers for asked in seen)) <= known
-    sent = json.loads(seen[2].body)
-    assert list(sent) == ["descriptor"] and np.shape(sent["descriptor"]) == (5,)
+    plain = {"accept-encoding", "authorization", "connection", "content-length", "content-type", "host", "user-agent"}
+    assert set().union(*(request.headers for request in received)) <= plain
+    assert [request.body for request in received[:2]] == [b"", b""]
+    body_sent = json.loads(received[2].body)
+    assert list(body_sent) == ["descriptor"] and np.shape(body_sent["descriptor"]) == (5,)
 
-    here = raypfl.trained_models(pefll_dir).personalize(X, Y, held_out=0)
+    local = raypfl.trained_models(pefll_dir).personalize(X, Y, held_out=0)
     images = torch.from_numpy(X)
-    there = raypfl.load_model(tmp_path / "m.safetensors")(images)
-    torch.testing.assert_close(there, here.model(images))
+    remote_outputs = raypfl.load_model(tmp_path / "m.safetensors")(images)
+    torch.testing.assert_close(remote_outputs, local.model(images))
 
 
 def test_a_descriptor_is_the_mean_embedding_of_normalised_samples_with_their_classes(tmp_path: Path):
@@ -278,24 +287,25 @@ def test_a_descriptor_is_the_mean_embedding_of_normalised_samples_with_their_cla
     np.testing.assert_allclose(read_embedder(file).descriptor(x, y), by_hand.detach().numpy(), rtol=1e-4, atol=1e-6)
 
 
-def test_predictions_are_those_of_the_model_that_the_client_would_get(one: Service, pefll: Service, tmp_path: Path):
-    descriptor = [0.5, -1.0, 2.0, 0.0, 1.0]
-    by_name = ["3" if label == 3 else "7" for label in Y]
-    ways = [(one, "/personalize", {"x": X, "y": by_name}), (pefll, "/model", {"descriptor": descriptor})]
-    for serving, path, made_from in ways:
-        with listening(serving) as (address, _):
-            session = requests.Session()
-            session.headers["Authorization"] = f"Bearer {TOKEN}"
-            sent = {"headers": {"Content-Type": JSON}, "timeout": 60}
-            model = session.post(address + path, data=as_json(**made_from), **sent)
-            answer = session.post(f"{address}/predict", data=as_json(**made_from, inputs=X), **sent)
+def test_predictions_are_those_of_the_model_that_the_client_would_get(
+    training_service: Service, pefll: Service, tmp_path: Path
+):
+    samples = {"x": X, "y": [str(label) for label in Y]}
+    descriptor = {"descriptor": [0.5, -1.0, 2.0, 0.0, 1.0]}
+    options = {"headers": {"Content-Type": JSON, "Authorization": f"Bearer {TOKEN}"}, "timeout": 60}
+
+    for service_used, path, content in ((training_service, "/personalize", samples), (pefll, "/model", descriptor)):
+        with listening(service_used) as (address, _):
+            model = requests.post(address + path, data=as_json(**content), **options)
+            answer = requests.post(f"{address}/predict", data=as_json(**content, inputs=X), **options)
+
         (tmp_path / "m.safetensors").write_bytes(model.content)
         outputs = raypfl.load_model(tmp_path / "m.safetensors")(torch.from_numpy(X))
         np.testing.assert_allclose(answer.json()["outputs"], outputs.detach().numpy(), rtol=1e-4, atol=1e-5)
         assert answer.json()["predictions"] == [str(number) for number in outputs.argmax(1).tolist()]
 
 
-def test_a_busy_service_says_in_json_when_to_ask_again_and_the_client_does(
+def test_a_busy_service_answers_in_json_when_to_retry_and_the_client_does(
     pefll: Service, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(service, "RETRY", 0)
@@ -304,143 +314,158 @@ def test_a_busy_service_says_in_json_when_to_ask_again_and_the_client_does(
     assert (busy.status_code, busy.media_type, busy.headers["Retry-After"]) == (503, "application/json", "0")
     assert "requests are waiting already" in json.loads(bytes(busy.body))["error"]
 
-    def one_less(later: float) -> None:
+    def finish_a_request(seconds: float) -> None:
         pefll._busy -= 1
 
-    monkeypatch.setattr("raypfl.trained.serving.remote.time.sleep", one_less)
-    with listening(pefll) as (address, seen):
+    monkeypatch.setattr("raypfl.trained.serving.remote.time.sleep", finish_a_request)
+    with listening(pefll) as (address, received):
         raypfl.RemoteRun(address, TOKEN).personalize(X, [str(label) for label in Y])
-    assert [asked.path for asked in seen] == ["/", "/embedding", "/model", "/model"]
+    assert [request.path for request in received] == ["/", "/embedding", "/model", "/model"]
     pefll._busy = 0
 
 
 def test_the_examples_of_the_page_work(
-    one: Service, pefll: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    training_service: Service,
+    pefll: Service,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     monkeypatch.chdir(tmp_path)
     examples = [code for code in blocks("docs/new_clients.md", "python") if "http://127.0.0.1:8000" in code]
-    for serving, example in zip((pefll, one), examples, strict=True):
-        with listening(serving) as (address, _):
+    for service_used, example in zip((pefll, training_service), examples, strict=True):
+        with listening(service_used) as (address, _):
             code = example.replace("http://127.0.0.1:8000", address)
             exec(code, {"x": X, "y": Y, "token": TOKEN, "torch": torch})
+
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].startswith("['0', '1', '2'") and printed[-1].count("'") == 4
 
 
-def test_what_takes_too_long_is_refused_in_json(one: Service, monkeypatch: pytest.MonkeyPatch):
+def test_slow_answers_and_slow_bodies_are_refused_in_json(training_service: Service, monkeypatch: pytest.MonkeyPatch):
     def slow(clients: list, held_out: float) -> list:
         time.sleep(0.3)
         raise ConfigError("Too late.")
 
     monkeypatch.setattr(service, "TIMEOUT", 0.02)
-    monkeypatch.setattr(one._models, "personalize_all", slow)
-    late = asyncio.run(one(request("/personalize", body(x=X, y=Y))))
-    assert (late.status_code, late.media_type, late.headers["Retry-After"]) == (503, "application/json", "1")
+    monkeypatch.setattr(training_service._models, "personalize_all", slow)
+    answer = asyncio.run(training_service(request("/personalize", body(x=X, y=Y))))
+    assert (answer.status_code, answer.media_type, answer.headers["Retry-After"]) == (503, "application/json", "1")
 
-    async def forever() -> dict[str, Any]:
+    async def receive_nothing() -> dict[str, Any]:
         await asyncio.sleep(60)
         raise AssertionError
 
-    asked = request("/personalize")
-    asked._receive = forever
-    assert refused(one, asked) == (408, "The body did not arrive within 0.02 seconds.")
-    assert one._busy == 0
+    without_body = request("/personalize")
+    without_body._receive = receive_nothing
+    assert refusal(training_service, without_body) == (408, "The body did not arrive within 0.02 seconds.")
+    assert training_service._busy == 0
 
 
-def test_a_client_sends_its_samples_only_if_it_is_told_to(one: Service, run_dir: Path):
-    with listening(one) as (address, seen):
+def test_a_client_sends_its_samples_only_on_request(training_service: Service, run_dir: Path):
+    with listening(training_service) as (address, received):
         remote = raypfl.RemoteRun(address, TOKEN)
         with pytest.raises(ConfigError, match=r"fedavg-ft trains on the client's samples.*upload=True"):
             remote.personalize(X, Y)
-        assert [asked.path for asked in seen] == ["/"]
+        assert [request.path for request in received] == ["/"]
+
         model = remote.personalize(X, Y, upload=True)
         with pytest.raises(RaypflError, match=r"answers 401: The header Authorization"):
             raypfl.RemoteRun(address, "another").personalize(X, Y)
-    here = raypfl.trained_models(run_dir).personalize(X, Y, held_out=0)
-    torch.testing.assert_close(model(torch.from_numpy(X)), here.model(torch.from_numpy(X)))
+
+    local = raypfl.trained_models(run_dir).personalize(X, Y, held_out=0)
+    torch.testing.assert_close(model(torch.from_numpy(X)), local.model(torch.from_numpy(X)))
 
 
-def test_requests_that_come_together_are_made_together_and_a_failing_one_fails_alone(
-    one: Service, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_requests_that_come_together_are_answered_together_and_a_failing_one_fails_alone(
+    training_service: Service, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    calls, personalize_all = [], one._models.personalize_all
+    sizes_of_calls = []
+    personalize_all = training_service._models.personalize_all
 
-    def counted(clients: list, held_out: float) -> list:
-        calls.append(len(clients))
+    def failing_for_black_images(clients: list, held_out: float) -> list:
+        sizes_of_calls.append(len(clients))
         if any((x == 0).all() for x, _ in clients):
             raise ConfigError("No model for this one.")
         return personalize_all(clients, held_out)
 
-    monkeypatch.setattr(one._models, "personalize_all", counted)
+    monkeypatch.setattr(training_service._models, "personalize_all", failing_for_black_images)
     good = [_Query(((np.roll(X, i, 0), np.roll(Y, i)), 0.5), None) for i in range(3)]
-    *made, bad = one._answer_all([*good, _Query(((X * 0, Y), 0.5), None)])
-    assert calls == [4, 1, 1, 1, 1]
-    assert str(bad) == "No model for this one."
-    for answer in made:
+    bad = _Query(((X * 0, Y), 0.5), None)
+
+    *answers, error = training_service._answer_all([*good, bad])
+    assert sizes_of_calls == [4, 1, 1, 1, 1]
+    assert str(error) == "No model for this one."
+    for answer in answers:
         assert isinstance(answer, bytes)
         (tmp_path / "m.safetensors").write_bytes(answer)
         assert raypfl.load_model(tmp_path / "m.safetensors")(torch.from_numpy(X)).shape == (12, 10)
-    calls.clear()
-    one._answer_all([_Query((good[0].client[0], share), None) for share in (0.5, 0.25, 0.5, 0.25)])
-    assert calls == [2, 2]
+
+    # Queries with different shares of held-out samples cannot share a call.
+    sizes_of_calls.clear()
+    training_service._answer_all([_Query((good[0].client[0], share), None) for share in (0.5, 0.25, 0.5, 0.25)])
+    assert sizes_of_calls == [2, 2]
 
 
 def test_real_clients_get_their_models_from_ray_serve_until_ctrl_c(
     run_dir: Path, ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     over = threading.Event()
 
-    def visit() -> list[requests.Response]:
+    def visit_then_press_ctrl_c() -> list[requests.Response]:
         try:
-            return visits(f"http://127.0.0.1:{port}", over)
+            return visit(f"http://127.0.0.1:{port}", over)
         finally:
             if not over.is_set():
                 os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setenv("RAYPFL_TOKEN", TOKEN)
     with ThreadPoolExecutor(1) as pool:
-        visited = pool.submit(visit)
+        visitors = pool.submit(visit_then_press_ctrl_c)
         try:
-            done = raypfl_command("serve", str(run_dir), "--port", str(port))
+            served = raypfl_command("serve", str(run_dir), "--port", str(port))
         finally:
             over.set()
-        answers = visited.result(timeout=60)
-    assert done.exit_code == 130, done.output
-    assert "Token: the value of $RAYPFL_TOKEN" in done.stdout and TOKEN not in done.output
-    assert done.stdout.endswith("Press Ctrl-C to stop.\nStopping.\n") and done.stderr == "Stopped.\n"
+        answers = visitors.result(timeout=60)
+
+    assert served.exit_code == 130, served.output
+    assert "Token: the value of $RAYPFL_TOKEN" in served.stdout and TOKEN not in served.output
+    assert served.stdout.endswith("Press Ctrl-C to stop.\nStopping.\n") and served.stderr == "Stopped.\n"
     with pytest.raises(requests.ConnectionError):
         requests.get(f"http://127.0.0.1:{port}", timeout=10)
-    assert [one.status_code for one in answers] == [200] * 16, answers[0].text
+
+    assert [answer.status_code for answer in answers] == [200] * 16, answers[0].text
     (tmp_path / "m.safetensors").write_bytes(answers[0].content)
-    here = raypfl.trained_models(run_dir).personalize(X, Y, held_out=0.5)
+    local = raypfl.trained_models(run_dir).personalize(X, Y, held_out=0.5)
     images = torch.from_numpy(X)
-    torch.testing.assert_close(raypfl.load_model(tmp_path / "m.safetensors")(images), here.model(images))
+    torch.testing.assert_close(raypfl.load_model(tmp_path / "m.safetensors")(images), local.model(images))
 
 
-def visits(address: str, over: threading.Event) -> list[requests.Response]:
-    """What sixteen clients get, eight at a time, once there is a service at the address."""
+def visit(address: str, over: threading.Event) -> list[requests.Response]:
+    """The answers to sixteen clients, eight at a time, once a service answers at the address."""
     session = requests.Session()
     for _ in range(600):
         with contextlib.suppress(requests.ConnectionError):
             if session.post(f"{address}/personalize", data=body(x=X, y=Y), timeout=60).status_code == 401:
                 break
         assert not over.wait(0.2), "The service did not start."
+
     session.headers["Authorization"] = f"Bearer {TOKEN}"
     about = session.get(address, timeout=60).json()
     assert about["input_shape"] == [1, 8, 8] and about["class_names"] == [str(digit) for digit in range(10)]
+
     with ThreadPoolExecutor(8) as pool:
-        asked = [pool.submit(ask, address, {"held_out": 0.5}, body(x=X, y=Y)) for _ in range(16)]
+        futures = [pool.submit(post_samples, address, {"held_out": 0.5}, body(x=X, y=Y)) for _ in range(16)]
+
     too_large = session.post(f"{address}/personalize", data=b"x" * 10_000_001, timeout=60)
     assert (too_large.status_code, too_large.json()["error"]) == (413, "The body is larger than 10 MB.")
     with pytest.raises(ConfigError, match="cannot be listened on"):
         service._refuse_taken("127.0.0.1", int(address.rpartition(":")[2]))
-    return [one.result() for one in asked]
+    return [future.result() for future in futures]
 
 
-def test_a_method_without_a_way_is_refused_before_anything_starts(tmp_path: Path):
+def test_a_method_without_models_for_new_clients_is_refused_before_anything_starts(tmp_path: Path):
     run = raypfl.run(experiment(tmp_path, method="fedavg", rounds=1, evaluation__every=0)).run_dir
     with (
         pytest.raises(ConfigError, match="FedAvg has no way"),
