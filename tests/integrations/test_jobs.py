@@ -1,10 +1,9 @@
-"""Jobs without a cluster: what goes along, what is refused, and how one is followed whatever becomes of the stream."""
+"""Jobs without a cluster: the files in a package, refusals, and following a log whatever happens to its stream."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
-import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from raypfl.cli import jobs as command
 from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.integrations.jobs import following, package
 from tests.support.command import raypfl
+from tests.support.ports import free_port
 
 DESCRIPTION = "rounds: 2\nmethod: job_methods:Mine\noutput: /shared/runs\n"
 METHOD = (
@@ -26,25 +26,31 @@ METHOD = (
 )
 
 LOST = object()
+"""A connection that is lost without an end, in a stream of `Server`."""
 
 
 class Server:
-    """A job server: `streams` are what a log's stream brings each time.
+    """A stand-in for a job server.
 
-    An exception is how it breaks, and :data:`LOST` a connection that is lost without an end.
+    Attributes
+    ----------
+    streams : the pieces of the log, for each connection; an exception breaks it.
+    submitted, packed : the last job's options, and its files by path.
     """
 
     def __init__(self, *streams: list, ends: JobStatus = JobStatus.SUCCEEDED, code: int | None = 0, message: str = ""):
-        self.streams, self.end, self.code, self.message = list(streams), ends, code, message
+        self.streams = list(streams)
+        self.end = ends
+        self.code = code
+        self.message = message
         self.submitted: dict = {}
         self.packed: dict[str, str] = {}
 
-    def submit_job(self, **given) -> None:
-        folder = Path(given["runtime_env"]["working_dir"])
-        self.packed = {
-            file.relative_to(folder).as_posix(): file.read_text() for file in folder.rglob("*") if file.is_file()
-        }
-        self.submitted = given
+    def submit_job(self, **options) -> None:
+        folder = Path(options["runtime_env"]["working_dir"])
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        self.packed = {file.relative_to(folder).as_posix(): file.read_text() for file in files}
+        self.submitted = options
 
     async def tail_job_logs(self, job: str):
         for piece in self.streams.pop(0) if self.streams else ():
@@ -68,15 +74,15 @@ class Server:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Server:
-    made = Server(["one\ntwo\nthree\n"])
-    monkeypatch.setattr(command, "client", lambda address: made)
+    server = Server(["one\ntwo\nthree\n"])
+    monkeypatch.setattr(command, "client", lambda address: server)
     monkeypatch.setattr(following, "POLL", 0.0)
-    return made
+    return server
 
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A project: a description, a module that it names, one that this imports, and much that no job needs."""
+    """A project: a description, the module that it names, one that this imports, and files that no job needs."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("COLUMNS", "300")
@@ -104,21 +110,23 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         del sys.modules[name]
 
 
-def refused(*words: str) -> str:
+def refusal(*words: str) -> str:
+    """The message of a job that is refused."""
     result = raypfl("submit", *words)
     assert result.exit_code == 2, result.output
     return " ".join(result.output.split())
 
 
-def test_a_job_takes_along_its_description_and_the_modules_that_it_needs_and_nothing_else(server: Server):
+def test_a_job_packs_its_description_and_the_modules_that_it_needs_alone(server: Server):
     assert raypfl("submit", "run", "mine.yaml", "rounds=3", "--quiet").exit_code == 0
+
     assert set(server.packed) == {"mine.yaml", "job_methods.py", "job_layers.py"}
     job = server.submitted["submission_id"]
     start = "exec python -m raypfl run mine.yaml rounds=3 --quiet --run-dir /shared/runs/"
     assert server.words == f"{start}{job}"
 
 
-def test_a_package_goes_along_without_environments_runs_caches_and_hidden_files():
+def test_a_package_is_packed_without_environments_runs_caches_and_hidden_files():
     assert set(package.collect([], ["job_package.late"])) == {
         "job_package/__init__.py",
         "job_package/late.py",
@@ -127,7 +135,7 @@ def test_a_package_goes_along_without_environments_runs_caches_and_hidden_files(
     }
 
 
-def test_the_folder_that_is_given_is_the_run_s_and_a_job_submitted_again_says_the_same(server: Server):
+def test_a_run_dir_is_passed_on_as_it_is(server: Server):
     words = ["submit", "run", "digits", "output=/shared", "--method", "fedavg", "--run-dir", "/shared/mine"]
     assert raypfl(*words).exit_code == 0
     assert server.words == "exec python -m raypfl run digits output=/shared --method fedavg --run-dir /shared/mine"
@@ -141,10 +149,11 @@ def test_sweeps_and_studies_take_the_files_that_they_name(server: Server, home: 
     assert raypfl("submit", "tune", "plans/sweep.yaml", "trials=2").exit_code == 0
     assert set(server.packed) == {"mine.yaml", "plans/sweep.yaml", "job_methods.py", "job_layers.py"}
     assert server.words == "exec python -m raypfl tune plans/sweep.yaml trials=2"
+
     server.submitted.clear()
-    too_long = refused("tune", "plans/sweep.yaml", "scheduler=asha", "scheduler.grace=1000")
+    too_long = refusal("tune", "plans/sweep.yaml", "scheduler=asha", "scheduler.grace=1000")
     assert "so none could ever be stopped" in too_long and not server.submitted
-    server.streams = [["one\n"]]
+
     (home / "study.yaml").write_text("extends: digits-personal\nmethods: {own: 'job_methods:Mine'}\n")
     (home / "again.yaml").write_text("extends: study.yaml\nseeds: 1\n")
     server.streams = [["one\n"]]
@@ -169,9 +178,11 @@ def test_sweeps_and_studies_take_the_files_that_they_name(server: Server, home: 
         (["../mine.yaml"], "There is no file '../mine.yaml'"),
     ],
 )
-def test_what_cannot_work_as_a_job_is_refused_before_anything_is_sent(server: Server, words: list[str], sentence: str):
+def test_settings_that_cannot_work_in_a_job_are_refused_before_anything_is_sent(
+    server: Server, words: list[str], sentence: str
+):
     source = [] if words[0].endswith(".yaml") else ["mine.yaml"]
-    assert sentence in refused("run", *source, *words)
+    assert sentence in refusal("run", *source, *words)
     assert not server.submitted
 
 
@@ -193,22 +204,25 @@ def test_paths_that_mean_something_on_a_cluster_are_accepted(server: Server, wor
 
 def test_an_assignment_replaces_a_path_of_the_file(server: Server, home: Path):
     (home / "mine.yaml").write_text("output: runs\ncheckpoint: {location: kept}\n")
-    assert "location is 'kept'" in refused("run", "mine.yaml", "output=/shared")
+    assert "location is 'kept'" in refusal("run", "mine.yaml", "output=/shared")
     assert raypfl("submit", "run", "mine.yaml", "output=/shared", "checkpoint.location=/shared/kept").exit_code == 0
 
 
-def test_nothing_from_outside_the_folder_goes_along(
+def test_no_file_from_outside_the_folder_is_packed(
     server: Server, home: Path, tmp_path_factory: pytest.TempPathFactory
 ):
     outside = tmp_path_factory.mktemp("outside")
     (outside / "other.yaml").write_text(DESCRIPTION)
-    assert "is outside the current folder" in refused("run", str(outside / "other.yaml"))
+    assert "is outside the current folder" in refusal("run", str(outside / "other.yaml"))
+
     (home / "linked.yaml").symlink_to(outside / "other.yaml")
-    assert "is outside the current folder" in refused("run", "linked.yaml")
+    assert "is outside the current folder" in refusal("run", "linked.yaml")
+
     (home / "sweep.yaml").write_text(
         f"recipe: {outside}/other.yaml\nsearch: {{training.lr: {{uniform: [0.1, 0.2]}}}}\n"
     )
-    assert "is outside the current folder" in refused("tune", "sweep.yaml", "data.val_fraction=0.2")
+    assert "is outside the current folder" in refusal("tune", "sweep.yaml", "data.val_fraction=0.2")
+
     for link in ("job_package/keys", "job_linked.py"):
         (home / link).symlink_to("/etc/hostname")
     for module in ("job_package", "job_linked"):
@@ -221,48 +235,47 @@ def test_a_package_that_is_too_large_is_refused_with_its_largest_files(home: Pat
     assert package.LIMIT == DASHBOARD_CLIENT_MAX_SIZE
     monkeypatch.setattr(package, "LIMIT", 2**20)
     (home / "job_package" / "images.npy").write_bytes(bytes(2**21))
-    with pytest.raises(
-        ConfigError, match=r"have 2\.0 MiB, and Ray accepts 1\.(?s:.*) 2\.0 MiB  job_package/images.npy"
-    ):
+    sentence = r"have 2\.0 MiB, and Ray accepts 1\.(?s:.*) 2\.0 MiB  job_package/images.npy"
+    with pytest.raises(ConfigError, match=sentence):
         package.collect([], ["job_package"])
 
 
-def test_a_log_whose_stream_ends_early_breaks_falls_silent_or_says_too_little_is_shown_once(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_a_log_is_shown_once_although_its_stream_ends_early_breaks_or_falls_silent(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(following, "SILENCE", 0.05)
-    broken = aiohttp.ClientConnectionError()
+    server = Server(
+        ["one\n"],
+        [aiohttp.ClientConnectionError()],
+        ["one\n", LOST],
+        ["one\n", "two\n", RuntimeError("closed")],
+        ["one\n", "two\n"],  # without the last line, which only the whole log has
+    )
     shown: list[str] = []
-    lost = ["one\n", LOST]
-    server = Server(["one\n"], [broken], lost, ["one\n", "two\n", RuntimeError("closed")], ["one\n", "two\n"])
     assert following.follow(server, "job", shown.append).status is JobStatus.SUCCEEDED
     assert "".join(shown) == "one\ntwo\nthree\n"
 
 
-def test_a_job_server_that_does_not_answer_for_long_is_given_up(monkeypatch: pytest.MonkeyPatch):
-    def gone(job: str) -> None:
+def test_following_gives_up_a_job_server_that_does_not_answer_for_long(monkeypatch: pytest.MonkeyPatch):
+    def fail_to_connect(job: str) -> None:
         raise ConnectionError
 
     server = Server([])
-    monkeypatch.setattr(server, "get_job_info", gone)
+    monkeypatch.setattr(server, "get_job_info", fail_to_connect)
     monkeypatch.setattr(following, "POLL", 0.0)
     monkeypatch.setattr(following, "PATIENCE", 0.05)
     with pytest.raises(RaypflError, match="has not answered for"):
         following.follow(server, "job", lambda text: None)
 
 
-def test_a_head_that_was_killed_is_noticed_at_once_and_not_after_minutes(monkeypatch: pytest.MonkeyPatch):
+def test_a_killed_head_is_noticed_at_once_and_not_after_minutes(monkeypatch: pytest.MonkeyPatch):
     import requests
 
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        port = unused.getsockname()[1]
+    port = free_port()
 
-    def ask_a_closed_port(job: str) -> None:
+    def request_a_closed_port(job: str) -> None:
         requests.get(f"http://127.0.0.1:{port}/api/jobs/{job}")
 
     server = Server([])
-    monkeypatch.setattr(server, "get_job_info", ask_a_closed_port)
+    monkeypatch.setattr(server, "get_job_info", request_a_closed_port)
     monkeypatch.setattr(following, "POLL", 0.0)
     monkeypatch.setattr(following, "REFUSED", 0.05)
     with pytest.raises(RaypflError, match=r"head has died or was stopped.*submit it again"):
@@ -281,7 +294,9 @@ def test_a_head_that_was_killed_is_noticed_at_once_and_not_after_minutes(monkeyp
     ],
 )
 def test_a_job_s_exit_code_is_the_command_s(server: Server, ends: str, code: int, message: str, exits: int, says: str):
-    server.end, server.code, server.message = JobStatus(ends), code, message
+    server.end = JobStatus(ends)
+    server.code = code
+    server.message = message
     for words in (["submit", "run", "mine.yaml"], ["logs", "job", "--follow"]):
         result = raypfl(*words)
         assert result.exit_code == exits
@@ -289,7 +304,7 @@ def test_a_job_s_exit_code_is_the_command_s(server: Server, ends: str, code: int
         assert says in result.stderr
 
 
-def test_a_detached_job_is_not_followed_and_the_way_back_is_said(server: Server):
+def test_a_detached_job_is_not_followed_and_the_commands_for_it_are_shown(server: Server):
     result = raypfl("submit", "run", "mine.yaml", "--detach", "--address", "http://head:8265")
     assert (result.exit_code, result.stdout) == (0, "")
     job = server.submitted["submission_id"]
@@ -298,12 +313,12 @@ def test_a_detached_job_is_not_followed_and_the_way_back_is_said(server: Server)
 
 
 def test_ctrl_c_ends_the_following_and_not_the_job(server: Server, monkeypatch: pytest.MonkeyPatch):
-    async def pressed(job: str):
+    async def press_ctrl_c(job: str):
         signal.raise_signal(signal.SIGINT)
         await asyncio.sleep(60)
         yield ""
 
-    monkeypatch.setattr(server, "tail_job_logs", pressed)
+    monkeypatch.setattr(server, "tail_job_logs", press_ctrl_c)
     result = raypfl("submit", "run", "mine.yaml")
     assert result.exit_code == 130
     assert "No longer following; the job continues. Follow it: raypfl logs mine-" in result.stderr
@@ -311,25 +326,27 @@ def test_ctrl_c_ends_the_following_and_not_the_job(server: Server, monkeypatch: 
 
 @pytest.mark.parametrize("address", ["ray://head:10001", "http://head:8265"])
 def test_a_run_refuses_addresses_that_are_not_the_cluster_s_own(address: str):
-    done = raypfl("run", "digits", f"ray.address={address}")
-    assert done.exit_code == 2 and "Send a job: raypfl submit run" in " ".join(done.output.split())
+    result = raypfl("run", "digits", f"ray.address={address}")
+    assert result.exit_code == 2 and "Send a job: raypfl submit run" in " ".join(result.output.split())
 
 
-def test_an_address_that_is_given_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch):
-    """Ray lets the environment win."""
-    asked = []
+def test_an_address_option_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch):
+    """Ray itself prefers the environment."""
+    from raypfl.integrations.jobs.cluster import client
+
+    addresses = []
     monkeypatch.setattr(
         "ray.dashboard.modules.job.sdk.JobSubmissionClient._check_connection_and_version",
-        lambda self, *given, **more: asked.append(self._address),
+        lambda self, *args, **options: addresses.append(self._address),
     )
-    from raypfl.integrations.jobs.cluster import client
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(ConfigError, match="No cluster is named: give --address"):
         client(None)
+
     monkeypatch.setenv("RAY_ADDRESS", "http://second:8265")
     client(None)
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://first:8265")
     client(None)
     client("http://given:8265")
-    assert list(dict.fromkeys(asked)) == ["http://second:8265", "http://first:8265", "http://given:8265"]
+    assert list(dict.fromkeys(addresses)) == ["http://second:8265", "http://first:8265", "http://given:8265"]

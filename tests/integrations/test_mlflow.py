@@ -1,4 +1,4 @@
-"""What a run tells its listeners is found again in MLflow, and MLflow's troubles are not the run's."""
+"""MLflow records what a run tells its listeners, and its failures do not reach the run."""
 
 from __future__ import annotations
 
@@ -24,14 +24,13 @@ from raypfl.integrations.tracking.connection import how_to_view, opening_databas
 from raypfl.integrations.tracking.listener import MLflowListener
 from raypfl.integrations.tracking.run import RunRecord
 from tests.analysis.test_flntk import two_layer
-from tests.support.tracking import client_of, events, record, runs_of, with_database
+from tests.support.tracking import client_of, events, forget_mlflow_settings, record, runs_of, with_database
 
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever MLflow there is in the environment or in the working folder is not these tests'."""
-    for name in [name for name in os.environ if name.startswith("MLFLOW_")]:
-        monkeypatch.delenv(name)
+    """Keep these tests from an MLflow that the environment or the working folder names."""
+    forget_mlflow_settings(monkeypatch)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
 
@@ -43,22 +42,25 @@ def folder(tmp_path: Path, mlflow_database: Path) -> Path:
 
 def test_a_run_is_recorded_with_parameters_metrics_tags_and_tables(folder: Path) -> None:
     assert record(events(folder)) == []
+
     (run,) = runs_of(folder)
     client = client_of(folder)
     assert (run.info.status, run.info.run_name) == ("FINISHED", "experiment: ditto 50.0 % s0")
-    assert run.info.start_time <= run.info.end_time  # however long MLflow took to be there
+    assert run.info.start_time <= run.info.end_time  # however long MLflow took to start
+
     assert run.data.params["method.lam"] == "0.75"
     assert run.data.metrics["accuracy/local/personal"] == 0.5
     assert run.data.metrics["worst_decile/local/personal"] == 0.2
     assert run.data.metrics["bytes_up_total"] == 30
     assert [point.value for point in client.get_metric_history(run.info.run_id, "loss")] == [1.0, 1 / 2, 1 / 3]
     assert [point.step for point in client.get_metric_history(run.info.run_id, "bytes_down_total")] == [1, 2, 3]
-    expected = {"method": "ditto", "data": "digits", "seed": "0", "metadata.actors": "2"}
-    expected |= {"metadata.versions.raypfl": "1"}
-    assert expected.items() <= run.data.tags.items()
+
+    tags = {"method": "ditto", "data": "digits", "seed": "0", "metadata.actors": "2", "metadata.versions.raypfl": "1"}
+    assert tags.items() <= run.data.tags.items()
     assert "trained_models" in run.data.tags["mlflow.note.content"]
-    (used,) = run.inputs.dataset_inputs
-    assert (used.dataset.name, used.dataset.digest) == ("digits", "f" * 36)
+    (dataset_input,) = run.inputs.dataset_inputs
+    assert (dataset_input.dataset.name, dataset_input.dataset.digest) == ("digits", "f" * 36)
+
     assert run.data.tags["checkpoint"].endswith("000001-round-3")
     assert {file.path for file in client.list_artifacts(run.info.run_id)} == {"experiment.yaml", "rounds.parquet"}
     assert (folder / "mlartifacts" / run.info.run_id).is_dir()
@@ -66,24 +68,28 @@ def test_a_run_is_recorded_with_parameters_metrics_tags_and_tables(folder: Path)
 
 def test_an_analysis_is_recorded_with_its_numbers_tables_figures_and_arrays(folder: Path) -> None:
     tracked = {"tracking__mlflow": "true", "tracking__models_mb": 0, "tracking__system_metrics": "false"}
-    made = two_layer(folder.parent, rounds=2, output=folder, **tracked)
-    result = raypfl.run(made, listeners=[MLflowListener(warn=pytest.fail)])
+    described = two_layer(folder.parent, rounds=2, output=folder, **tracked)
+    result = raypfl.run(described, listeners=[MLflowListener(warn=pytest.fail)])
+
     (run,) = runs_of(folder)
     client = client_of(folder)
     history = client.get_metric_history(run.info.run_id, "method/flntk_error")
     logged = [row["value"] for row in result.logged.to_pylist() if row["name"] == "flntk_error"]
     assert [point.step for point in history] == [0, 1, 2] and [point.value for point in history] == logged
     assert run.data.metrics["method/flntk_lambda"] > 0
-    local = Path(client.download_artifacts(run.info.run_id, ""))
-    assert len(pq.read_table(local / "analysis-flntk_spectra.parquet")) == 2 * 24
-    kernels, theirs = (load_file(one / "analyses/flntk/kernels.safetensors") for one in (local, result.run_dir))
-    assert torch.equal(kernels["finite"], theirs["finite"]) and kernels["finite"].shape == (24, 24)
-    assert (local / "analyses/flntk/diagnosis.json").exists() and not list(local.rglob("client-*"))
-    assert list(local.glob("images/flntk*.png"))
+
+    artifacts = Path(client.download_artifacts(run.info.run_id, ""))
+    assert len(pq.read_table(artifacts / "analysis-flntk_spectra.parquet")) == 2 * 24
+    in_mlflow, in_folder = (
+        load_file(folder / "analyses/flntk/kernels.safetensors")["finite"] for folder in (artifacts, result.run_dir)
+    )
+    assert torch.equal(in_mlflow, in_folder) and in_mlflow.shape == (24, 24)
+    assert (artifacts / "analyses/flntk/diagnosis.json").exists() and not list(artifacts.rglob("client-*"))
+    assert list(artifacts.glob("images/flntk*.png"))
 
 
 @pytest.mark.parametrize(("status", "recorded"), [("stopped", "KILLED"), ("failed", "FAILED")])
-def test_a_run_that_does_not_finish_says_so(folder: Path, status: str, recorded: str) -> None:
+def test_an_unfinished_run_is_recorded_as_such(folder: Path, status: str, recorded: str) -> None:
     record(events(folder, status=status))
     (run,) = runs_of(folder)
     assert run.info.status == recorded
@@ -93,14 +99,15 @@ def test_a_run_that_does_not_finish_says_so(folder: Path, status: str, recorded:
 def test_a_resumed_run_goes_on_in_its_mlflow_run(folder: Path) -> None:
     record(events(folder, range(1, 4), status="stopped"))
     assert record(events(folder, range(3, 6))) == []
+
     (run,) = runs_of(folder)
     assert run.info.status == "FINISHED"
     assert run.data.metrics["bytes_up_total"] == 50  # round 3, done twice, is counted once
     for metric in ("loss", "seconds", "bytes_down_total"):
         history = client_of(folder).get_metric_history(run.info.run_id, metric)
         assert [point.step for point in history] == [1, 2, 3, 4, 5]
-    judged = client_of(folder).get_metric_history(run.info.run_id, "accuracy/local/personal")
-    assert [point.step for point in judged] == [3, 5]
+    evaluated = client_of(folder).get_metric_history(run.info.run_id, "accuracy/local/personal")
+    assert [point.step for point in evaluated] == [3, 5]
     assert (run.data.params["rounds"], run.data.tags["resumed.rounds"]) == ("3", "5")
 
 
@@ -109,9 +116,11 @@ def test_a_run_that_goes_on_in_a_folder_of_another_machine_goes_on_in_its_mlflow
         record(events(folder, range(1, 4), status="stopped", location=location))
         (folder / "digits-ditto" / "mlflow_run_id").unlink()
     assert record(events(folder, range(4, 6), location="s3://it's/runs")) == []
+
     first, second = runs_of(folder)
     assert (first.info.status, second.info.status) == ("FINISHED", "KILLED")
     assert (folder / "digits-ditto" / "mlflow_run_id").read_text() == first.info.run_id
+
     (folder / "digits-ditto" / "mlflow_run_id").unlink()
     record(events(folder, location="s3://it's/runs"))  # begins again, so it is another run
     assert len(runs_of(folder)) == 3
@@ -119,16 +128,17 @@ def test_a_run_that_goes_on_in_a_folder_of_another_machine_goes_on_in_its_mlflow
 
 def test_a_comparison_that_goes_on_in_a_folder_of_another_machine_goes_on_below_its_parent(folder: Path) -> None:
     for begin, end, status in ((1, 4, "stopped"), (4, 6, "finished")):
-        kept = folder / f"machine-{begin}"
-        with MLflowListener("kept", warn=pytest.fail, kept_in=kept) as tracked:
-            tracked.describe("Two runs.")
+        machine = folder / f"machine-{begin}"
+        with MLflowListener("kept", warn=pytest.fail, kept_in=machine) as listener:
+            listener.describe("Two runs.")
             for name in ("a", "b"):
                 for event in events(folder, range(begin, end), status, name, location=f"s3://runs/{name}"):
-                    tracked(event)
+                    listener(event)
                 (folder / name / "mlflow_run_id").unlink()
+
     (parent,) = runs_of(folder, "tags.kind = 'comparison'")
     assert {run.data.tags["mlflow.parentRunId"] for run in runs_of(folder, "tags.kind = 'run'")} == {parent.info.run_id}
-    assert (parent.info.status, (kept / "mlflow_run_id").read_text()) == ("FINISHED", parent.info.run_id)
+    assert (parent.info.status, (machine / "mlflow_run_id").read_text()) == ("FINISHED", parent.info.run_id)
 
 
 def test_a_resumed_run_whose_mlflow_run_is_gone_gets_a_new_one(folder: Path) -> None:
@@ -150,15 +160,18 @@ def test_one_listener_records_several_runs_and_attaches_a_file_to_each(folder: P
 
 def test_the_link_opens_the_page_of_the_runs_among_experiments_of_models(folder: Path) -> None:
     listener = MLflowListener()
-    for event in (happened := events(folder)):
+    happened = events(folder)
+    for event in happened:
         listener(event)
     home = client_of(folder).get_experiment_by_name("raypfl")
     assert home.tags["mlflow.experimentKind"] == "custom_model_development"
+
     experiment = happened[0].experiment
     command = f"mlflow ui --backend-store-uri sqlite:///{folder}/mlflow.db"
     assert how_to_view(experiment) == command
     page = f"/#/experiments/{home.experiment_id}/runs"
     assert how_to_view(experiment, listener.experiment_id) == f"{command}  then http://127.0.0.1:5000{page}"
+
     remote = experiment.override(["tracking.uri=https://me:secret@mlflow.example.org/"])
     assert how_to_view(remote, listener.experiment_id) == f"https://mlflow.example.org{page}"
 
@@ -176,25 +189,27 @@ def test_a_server_that_refuses_is_reported_once_without_its_password(
         unused.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{unused.getsockname()[1]}"
         warnings = record(events(folder, uri=f"http://me:secret@{address}"))
+
     assert len(warnings) == 1
     assert f"MLflow at http://{address} does not record the run" in warnings[0]
     assert f"`raypfl track {folder / 'digits-ditto'}` records them later" in warnings[0]
     assert "secret" not in warnings[0] and "continues" not in warnings[0]  # `raypfl track` says it of finished runs
 
 
-def test_what_mlflow_refuses_at_first_is_recorded_when_it_answers(
+def test_a_run_that_mlflow_refuses_at_first_is_recorded_when_it_answers(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import mlflow
 
-    create_run, refusals = mlflow.MlflowClient.create_run, iter([True])
+    create_run = mlflow.MlflowClient.create_run
+    refusals = iter([True])
 
-    def moody(self: Any, *args: Any, **options: Any) -> Any:
+    def refuse_once(self: Any, *args: Any, **options: Any) -> Any:
         if next(refusals, False):
             raise ConnectionError("come back later")
         return create_run(self, *args, **options)
 
-    monkeypatch.setattr(mlflow.MlflowClient, "create_run", moody)
+    monkeypatch.setattr(mlflow.MlflowClient, "create_run", refuse_once)
     assert len(record(events(folder))) == 1
     (run,) = runs_of(folder)
     assert (run.info.status, run.data.metrics["bytes_up_total"]) == ("FINISHED", 30)
@@ -210,54 +225,61 @@ ours.quiet_mlflow()
 from mlflow.telemetry.utils import is_telemetry_disabled
 assert is_telemetry_disabled()
 """
-    # MLflow is silent of its own accord where it sees a test or a continuous integration at work.
-    looks = {"CI", "PYTEST_CURRENT_TEST", "GITHUB_ACTIONS", "MLFLOW_DISABLE_TELEMETRY"}
-    bare = {key: value for key, value in os.environ.items() if key not in looks}
+    # By these variables MLflow recognises tests and continuous integration, where it sends nothing anyway.
+    recognised = {"CI", "PYTEST_CURRENT_TEST", "GITHUB_ACTIONS", "MLFLOW_DISABLE_TELEMETRY"}
+    bare = {key: value for key, value in os.environ.items() if key not in recognised}
     root = str(Path(__file__).parents[2])
     subprocess.run([sys.executable, "-c", program], env={**bare, "PYTHONPATH": root}, check=True)
 
 
-def test_what_mlflow_took_before_it_failed_is_not_recorded_twice(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_that_mlflow_stored_before_it_failed_are_not_recorded_twice(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import mlflow
 
-    log_batch, refusals = mlflow.MlflowClient.log_batch, iter([True])
+    log_batch = mlflow.MlflowClient.log_batch
+    failures = iter([True])
 
-    def moody(self: Any, run_id: str, metrics: Any = (), **options: Any) -> None:
+    def store_and_fail_once(self: Any, run_id: str, metrics: Any = (), **options: Any) -> None:
         log_batch(self, run_id, metrics=metrics, **options)
-        if metrics and next(refusals, False):
+        if metrics and next(failures, False):
             raise ConnectionError("the answer was lost")
 
-    monkeypatch.setattr(mlflow.MlflowClient, "log_batch", moody)
+    monkeypatch.setattr(mlflow.MlflowClient, "log_batch", store_and_fail_once)
     assert len(record(events(folder))) == 1
+
     (run,) = runs_of(folder)
     history = client_of(folder).get_metric_history(run.info.run_id, "loss")
     assert [point.step for point in history] == [1, 2, 3]
 
 
-def test_runs_are_found_by_what_they_are(folder: Path) -> None:
+def test_runs_can_be_searched_by_tags_parameters_data_and_metrics(folder: Path) -> None:
     listener = MLflowListener("lambdas", tags={"paper": "ours"})
     for name in ("a", "b"):
         for event in events(folder, name=name):
             listener(event)
-    for found in (
+
+    for filter in (
         "tags.method = 'ditto' and tags.partition = 'dirichlet' and tags.seed = '0'",
         "tags.kind = 'run' and tags.comparison = 'lambdas' and tags.paper = 'ours'",
         "tags.model = 'mlp' and params.`training.lr` = '0.1'",
         "datasets.name = 'digits' and attributes.status = 'FINISHED'",
         "tags.seed = '0' and metrics.`accuracy/local/personal` > 0.4",
     ):
-        assert len(runs_of(folder, found)) == 2, found
+        assert len(runs_of(folder, filter)) == 2, filter
     assert len(runs_of(folder, "tags.kind = 'comparison' and tags.paper = 'ours'")) == 1
 
 
-def test_runs_that_go_at_the_same_time_are_told_apart(folder: Path) -> None:
-    with MLflowListener("together", warn=pytest.fail) as tracked:
-        listeners = [tracked.beside() for _ in range(3)]
-        for together in zip(*(events(folder, name=name) for name in ("a", "b", "c")), strict=True):
-            for listener, event in zip(listeners, together, strict=True):
+def test_concurrent_runs_are_recorded_separately(folder: Path) -> None:
+    with MLflowListener("together", warn=pytest.fail) as comparison:
+        listeners = [comparison.beside() for _ in range(3)]
+        events_of_runs = [events(folder, name=name) for name in ("a", "b", "c")]
+        for simultaneous in zip(*events_of_runs, strict=True):
+            for listener, event in zip(listeners, simultaneous, strict=True):
                 if isinstance(event, RunFinished):
                     event = replace(event, status="failed")
                 listener(event)
+
     (parent,) = runs_of(folder, "tags.kind = 'comparison'")
     children = runs_of(folder, "tags.kind = 'run'")
     assert {run.data.tags["mlflow.parentRunId"] for run in children} == {parent.info.run_id}
@@ -265,17 +287,19 @@ def test_runs_that_go_at_the_same_time_are_told_apart(folder: Path) -> None:
     assert parent.info.status == "FAILED"
 
 
-def test_the_machine_is_measured_while_a_run_goes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_system_metrics_are_recorded_during_a_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.05")
     started, *rest = events(folder, system_metrics=True)
     listener = MLflowListener(warn=pytest.fail)
     listener(started)
+
     measured: dict[str, float] = {}
     deadline = time.monotonic() + 60
     while "system/cpu_utilization_percentage" not in measured and time.monotonic() < deadline:
         time.sleep(0.1)
         runs = runs_of(folder) if client_of(folder).get_experiment_by_name("raypfl") else []
         measured = runs[0].data.metrics if runs else {}
+
     for event in rest:
         listener(event)
     assert measured["system/system_memory_usage_percentage"] > 0
@@ -283,8 +307,14 @@ def test_the_machine_is_measured_while_a_run_goes(folder: Path, monkeypatch: pyt
 
 
 def test_a_database_that_another_process_opens_is_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    order, real = [], RunRecord._open
-    monkeypatch.setattr(RunRecord, "_open", lambda record: (order.append("opened"), real(record))[1])
+    order = []
+    open_record = RunRecord._open
+
+    def noting_the_order(record: RunRecord) -> Any:
+        order.append("opened")
+        return open_record(record)
+
+    monkeypatch.setattr(RunRecord, "_open", noting_the_order)
     listener = MLflowListener(warn=pytest.fail)
     started, *rest = events(folder)
     with locked(folder / "mlflow.db"):
@@ -299,16 +329,17 @@ def test_a_database_that_another_process_opens_is_waited_for(folder: Path, monke
 def test_a_database_exists_only_with_all_its_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlflow.store.db import utils
 
-    database, there = tmp_path / "mlflow.db", []
+    database = tmp_path / "mlflow.db"
+    existed = []
 
-    def cut_off(engine: Any) -> None:
-        there.append(database.exists())
+    def interrupt(engine: Any) -> None:
+        existed.append(database.exists())
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(utils, "_upgrade_db", cut_off)
+    monkeypatch.setattr(utils, "_upgrade_db", interrupt)
     with pytest.raises(KeyboardInterrupt), opening_database(f"sqlite:///{database}"):
         pass
-    assert there == [False]
+    assert existed == [False]
     assert [file.name for file in tmp_path.iterdir()] == ["elsewhere"]
 
 

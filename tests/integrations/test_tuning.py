@@ -1,4 +1,4 @@
-"""Sweeps: what is searched, how trials are stopped, copied and resumed, and what comes out."""
+"""Sweeps: search spaces, how trials are stopped, copied and resumed, and the files that they leave."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def small(**changes: object) -> dict:
 
 
 def silent(*_: object) -> None:
-    """Hears and shows nothing."""
+    """A listener, or a display, that does nothing."""
 
 
 def tracked_in(folder: Path, database: Path) -> dict:
@@ -65,20 +65,17 @@ def mlflow_runs(uri: str) -> tuple[list, list]:
     from mlflow import MlflowClient
 
     client = MlflowClient(uri)
-    (experiment,) = [known for known in client.search_experiments() if known.name == "raypfl"]
+    experiment = client.get_experiment_by_name("raypfl")
     runs = client.search_runs([experiment.experiment_id])
     children = [run for run in runs if "mlflow.parentRunId" in run.data.tags]
     return [run for run in runs if run not in children], children
 
 
-def test_what_is_searched_inside_a_choice_counts_only_where_it_is_chosen():
-    spaces = spaces_of(
-        {
-            "method": {"choice": ["fedavg", {"name": "ditto", "lam": {"loguniform": [0.1, 10]}}]},
-            "rounds": {"grid": [2, 4]},
-        }
-    )
+def test_a_space_inside_a_choice_counts_only_where_the_choice_is_made():
+    methods = ["fedavg", {"name": "ditto", "lam": {"loguniform": [0.1, 10]}}]
+    spaces = spaces_of({"method": {"choice": methods}, "rounds": {"grid": [2, 4]}})
     assert [space.name for space in spaces] == ["method", "method.lam@1", "rounds"]
+
     assert values_by_setting(spaces, {"method": 0, "method.lam@1": 3.0, "rounds": 1}) == {
         "method": "fedavg",
         "rounds": 4,
@@ -109,7 +106,7 @@ def test_what_is_searched_inside_a_choice_counts_only_where_it_is_chosen():
         ({"stop": {"value": 0.9}, "seeds": 2}, "stop.value ends a trial that is one run"),
     ],
 )
-def test_a_sweep_that_cannot_be_meant_is_refused_in_a_sentence(changes: dict, sentence: str):
+def test_an_invalid_sweep_is_refused_in_a_sentence(changes: dict, sentence: str):
     with pytest.raises(ConfigError, match=sentence):
         load(small(**changes))
 
@@ -128,7 +125,9 @@ def test_a_value_outside_of_a_settings_range_is_refused_before_anything_runs(tmp
         (["scheduler=asha", "scheduler.grace=4"], "so none could ever be stopped"),
     ],
 )
-def test_what_could_find_nothing_is_refused_before_anything_runs(tmp_path: Path, changes: list[str], sentence: str):
+def test_a_sweep_that_could_find_nothing_is_refused_before_anything_runs(
+    tmp_path: Path, changes: list[str], sentence: str
+):
     with pytest.raises(ConfigError, match=sentence):
         check(load(small(), [f"output={tmp_path}", *changes]))
 
@@ -152,23 +151,26 @@ def test_every_search_that_comes_with_raypfl_is_valid_and_says_where_it_is_from(
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_sweep_leaves_a_table_pictures_and_the_best_configuration_which_runs_to_the_trials_bits(
+def test_a_sweep_leaves_a_table_pictures_and_the_best_configuration_which_repeats_the_trials_bits(
     tmp_path: Path, mlflow_database: Path
 ):
     file = tmp_path / "small.yaml"
     tracking = tracked_in(tmp_path, mlflow_database)
     asha = {"name": "asha", "grace": 1, "factor": 2}
-    given = small(experiment=SMALL["experiment"] | {"tracking": tracking}, scheduler=asha, trials=2)
-    file.write_text(yaml.safe_dump(given | {"points": [{"training.lr": 0.25}], "tensorboard": True}))
-    given_now = [str(file), f"output={tmp_path}/runs", "search.training.lr.qloguniform=[0.05, 0.5, 0.05]", "--quiet"]
-    done = raypfl("tune", *given_now)
-    assert done.exit_code == 0, done.output
+    described = small(experiment=SMALL["experiment"] | {"tracking": tracking}, scheduler=asha, trials=2)
+    file.write_text(yaml.safe_dump(described | {"points": [{"training.lr": 0.25}], "tensorboard": True}))
+    words = [str(file), f"output={tmp_path}/runs", "search.training.lr.qloguniform=[0.05, 0.5, 0.05]", "--quiet"]
+
+    two_trials = raypfl("tune", *words)
+    assert two_trials.exit_code == 0, two_trials.output
     folder = tmp_path / "runs/small"
-    before = {end: end.stat().st_mtime_ns for end in folder.glob("trials/*/summary.json")}
-    assert len(before) == 2 and len(list(folder.glob("tune/*/events.out.tfevents*"))) == 2
-    done = raypfl("tune", *given_now, "trials=5", "concurrent=2")
-    assert done.exit_code == 0, done.output
-    assert all(end.stat().st_mtime_ns == time for end, time in before.items()), "a finished trial ran again"
+    times = {summary: summary.stat().st_mtime_ns for summary in folder.glob("trials/*/summary.json")}
+    assert len(times) == 2 and len(list(folder.glob("tune/*/events.out.tfevents*"))) == 2
+
+    five_trials = raypfl("tune", *words, "trials=5", "concurrent=2")
+    assert five_trials.exit_code == 0, five_trials.output
+    assert all(summary.stat().st_mtime_ns == time for summary, time in times.items()), "a finished trial ran again"
+
     rows = list(csv.DictReader((folder / "trials.csv").open()))
     assert len(rows) == 5 and {row["status"] for row in rows} == {"finished", "stopped"}
     values = [float(row["accuracy/val"]) for row in rows]
@@ -177,21 +179,24 @@ def test_a_sweep_leaves_a_table_pictures_and_the_best_configuration_which_runs_t
     assert rates["00000"] == 5 and all(rate == pytest.approx(round(rate)) for rate in rates.values())
     assert all(int(row["round"]) == 4 for row in rows if row["status"] == "finished")
     assert {"configurations.png", "importance.png"} <= {file.name for file in folder.iterdir()}
+
     best = run(Experiment.from_yaml(folder / "best.yaml"), run_dir=tmp_path / "best")
     trial = Result.load(folder / "trials" / rows[0]["trial"])
     assert best.weights_hash == trial.weights_hash and best.round == 4
     assert all((folder / "trials" / row["trial"] / "summary.json").exists() for row in rows), "a stopped trial, too"
-    done = raypfl("report", str(folder), "--out", str(tmp_path / "report.html"))
-    assert done.exit_code == 0, done.output
+
+    reported = raypfl("report", str(folder), "--out", str(tmp_path / "report.html"))
+    assert reported.exit_code == 0, reported.output
     page = (tmp_path / "report.html").read_text()
     assert page.count("data:image/png") == 2 and f"{100 * values[0]:.1f}" in page
+
     (parent,), children = mlflow_runs(tracking["uri"])
     assert parent.info.status == "FINISHED", "a scheduler that stops trials does not stop the sweep"
     assert {run.info.status for run in children} == {"FINISHED", "KILLED"}
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_searcher_and_a_scheduler_of_ones_own_and_a_value_that_ends_trials(tmp_path: Path):
+def test_a_sweep_takes_a_users_searcher_and_scheduler_and_a_value_that_ends_trials(tmp_path: Path):
     sweep = {
         "searcher": {"name": "tests.support.custom_searcher:DoublingSearcher", "options": {"first": 0.1}},
         "scheduler": {"name": "ray.tune.schedulers:MedianStoppingRule", "options": {"min_samples_required": 9}},
@@ -210,7 +215,7 @@ def test_when_its_time_is_over_a_sweep_ends_with_what_its_trials_have_reached(tm
     outcome = tune(small(concurrent=1), [f"output={tmp_path}", "rounds=100000", "stop.seconds=8"])
     assert outcome.trials and {trial.status for trial in outcome.trials} == {"stopped"}
     for trial in outcome.trials:
-        if trial.round:  # on a busy machine none has begun
+        if trial.round:  # on a busy machine none has finished a round
             assert trial.round <= Result.load(tmp_path / "small/trials" / trial.name).round < 100000
 
 
@@ -224,7 +229,7 @@ def test_when_its_time_is_over_a_sweep_ends_with_what_its_trials_have_reached(tm
     ],
 )
 @pytest.mark.usefixtures("ray_cluster")
-def test_what_ray_tune_would_not_take_is_refused_and_leaves_nothing(tmp_path: Path, changes: dict, sentence: str):
+def test_options_that_ray_tune_refuses_are_refused_and_leave_no_file(tmp_path: Path, changes: dict, sentence: str):
     with pytest.raises(ConfigError, match=sentence):
         tune(small(**changes), [f"output={tmp_path}"])
     assert not list(tmp_path.rglob("*"))
@@ -235,6 +240,7 @@ def test_a_point_is_placed_in_the_spaces_that_count_for_it():
     spaces = spaces_of({"method": {"choice": choices}, "rounds": {"qrandint": [10, 30, 10]}})
     for point in ({"method": "fedavg", "rounds": 30}, {"method": "ditto", "method.lam": 2.5, "rounds": 10}):
         assert values_by_column(spaces, draws_of_point(spaces, point)) == point
+
     for point, sentence in (
         ({"method": "fedavg", "rounds": 15}, "search.rounds does not have"),
         ({"method": "fedavg", "rounds": 10, "method.lam": 1.0}, "'method.lam', which is not searched there"),
@@ -245,7 +251,7 @@ def test_a_point_is_placed_in_the_spaces_that_count_for_it():
 
 
 @pytest.mark.parametrize("space", [["quniform", [0.1, 1, 0.25]], ["qlograndint", [3, 50, 5]]])
-def test_settings_of_a_quantised_space_are_multiples_within_its_bounds_also_after_pbt_changed_them(space: list):
+def test_values_of_a_quantised_space_are_multiples_within_its_bounds_also_after_pbt_changed_them(space: list):
     kind, (low, high, step) = space
     (quantised,) = spaces_of({"training.lr": {kind: [low, high, step]}})
     values = {quantised.value(low + (high - low) * (k - 20) / 60) for k in range(100)}
@@ -253,13 +259,13 @@ def test_settings_of_a_quantised_space_are_multiples_within_its_bounds_also_afte
 
 
 def test_the_command_line_changes_and_drops_searched_settings():
-    given = small(search={**SMALL["search"], "training.batch_size": {"choice": [8, 16]}})
+    described = small(search={**SMALL["search"], "training.batch_size": {"choice": [8, 16]}})
     changes = ["search.training.lr.uniform=[0.1, 0.2]", "search.training.batch_size=null", "search.seed={grid: [1, 2]}"]
-    assert load(given, changes).search == {"training.lr": {"uniform": [0.1, 0.2]}, "seed": {"grid": [1, 2]}}
+    assert load(described, changes).search == {"training.lr": {"uniform": [0.1, 0.2]}, "seed": {"grid": [1, 2]}}
 
 
-def followed(sweep: Sweep, schedule: list[dict], folder: Path) -> Result:
-    """A run that is stopped where its settings change, and continues with the next ones."""
+def run_schedule(sweep: Sweep, schedule: list[dict], folder: Path) -> Result:
+    """Repeat a trial without Ray Tune: stop the run where its settings change, and continue with the next ones."""
     ends = [part["after"] for part in schedule[1:]]
     for part, end in zip(schedule, [*ends, None], strict=True):
         experiment = sweep.configured(part["drawn"]).override(["engine.backend=inline"])
@@ -280,10 +286,11 @@ def test_trials_of_pbt_go_on_from_others_checkpoints_and_best_yaml_says_with_whi
     outcome = tune(small(scheduler=pbt, trials=4), [f"output={tmp_path}", "rounds=6"])
     trials = outcome.trials
     assert [(trial.status, trial.round) for trial in trials] == [("finished", 6)] * 4
+
     runs = [Result.load(tmp_path / "small/trials" / trial.name) for trial in trials]
     assert all(run.rounds["round"].to_pylist() == list(range(1, 7)) for run in runs)
-    first = [run.rounds["loss"][0].as_py() for run in runs]
-    assert len(set(first)) < 4, "no trial went on from another's first round"
+    first_losses = {run.rounds["loss"][0].as_py() for run in runs}
+    assert len(first_losses) < 4, "no trial went on from another's first round"
     assert len({run.experiment.training.lr for run in runs}) > 1
     copied = [entry for run in runs for entry in run.history if "parent" in entry]
     assert any("training.lr" in entry["changed"] for entry in copied)
@@ -291,13 +298,15 @@ def test_trials_of_pbt_go_on_from_others_checkpoints_and_best_yaml_says_with_whi
 
     changed = False
     for trial, result in zip(trials, runs, strict=True):
-        parts = schedule_of(result.run_dir)
-        changed |= len(parts) > 1
-        assert followed(outcome.sweep, parts, tmp_path / trial.name).weights_hash == result.weights_hash
+        schedule = schedule_of(result.run_dir)
+        changed |= len(schedule) > 1
+        assert run_schedule(outcome.sweep, schedule, tmp_path / trial.name).weights_hash == result.weights_hash
     assert changed, "no settings were changed"
-    said = [line.removeprefix("# ") for line in (tmp_path / "small/best.yaml").read_text().splitlines()]
-    assert outcome.changes == said[1 : 1 + len(outcome.changes)]
-    assert len(outcome.schedule) == len([line for line in said if line.startswith("  rounds ")]) or not outcome.changes
+
+    comments = [line.removeprefix("# ") for line in (tmp_path / "small/best.yaml").read_text().splitlines()]
+    assert outcome.changes == comments[1 : 1 + len(outcome.changes)]
+    parts = [line for line in comments if line.startswith("  rounds ")]
+    assert len(outcome.schedule) == len(parts) or not outcome.changes
 
 
 @pytest.mark.usefixtures("ray_cluster")
@@ -308,22 +317,24 @@ def test_a_trial_with_client_actors_runs_them_in_its_own_placement_group(tmp_pat
     assert all(trial.status in ("finished", "stopped") and trial.round for trial in trials)
     result = Result.load(tmp_path / "actors/trials/00000")
     assert result.metadata["actors"] == 2
+
     inline = run(result.experiment.override(["engine.backend=inline"]), run_dir=tmp_path / "inline")
     assert result.weights_hash == inline.weights_hash
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_trial_goes_on_after_tune_gave_it_up_because_its_process_died(tmp_path: Path):
+def test_a_trial_whose_process_died_goes_on_although_tune_gave_it_up(tmp_path: Path):
     dies_twice = {"name": "tests.support.federated_methods:KillsItsServer", "marks": str(tmp_path), "at": 3, "times": 2}
-    given = small(experiment={**SMALL["experiment"], "method": dies_twice}, trials=1)
-    sweep = load(given, [f"output={tmp_path}", "checkpoint.every=1"])
-    shown: set[str] = set()
+    described = small(experiment={**SMALL["experiment"], "method": dies_twice}, trials=1)
+    sweep = load(described, [f"output={tmp_path}", "checkpoint.every=1"])
+    statuses: set[str] = set()
 
     def show(trials: list[Trial]) -> None:
-        shown.update(trial.status for trial in trials)
+        statuses.update(trial.status for trial in trials)
 
     (trial,) = search(sweep, *check(sweep), tmp_path / "dies", silent, show)
-    assert (trial.status, trial.error) == ("finished", "") and shown == {"running", "waiting", "finished"}
+    assert (trial.status, trial.error) == ("finished", "") and statuses == {"running", "waiting", "finished"}
+
     trained = Result.load(tmp_path / "dies/trials/00000")
     alone = run(trained.experiment.override(["tracking.mlflow=false"]), run_dir=tmp_path / "alone")
     assert trained.weights_hash == alone.weights_hash
@@ -332,49 +343,51 @@ def test_a_trial_goes_on_after_tune_gave_it_up_because_its_process_died(tmp_path
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
 def test_optuna_searches_for_two_objectives_at_once(tmp_path: Path):
-    two = [{"protocol": "val"}, {"protocol": "val", "value": "worst_decile"}]
-    sweep = load(small(trials=2, searcher="optuna", metric=two), [f"output={tmp_path}"])
+    objectives = [{"protocol": "val"}, {"protocol": "val", "value": "worst_decile"}]
+    sweep = load(small(trials=2, searcher="optuna", metric=objectives), [f"output={tmp_path}"])
     trials = search(sweep, *check(sweep), tmp_path / "optuna", silent, silent)
     assert [sorted(trial.values) for trial in trials] == [["accuracy/val", "worst_decile/val"]] * 2
     assert {path.name for path in (tmp_path / "optuna/trials").iterdir()} == {trial.name for trial in trials}
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_the_mean_over_seeds_counts(tmp_path: Path):
+def test_the_value_of_a_trial_is_the_mean_over_seeds(tmp_path: Path):
     sweep = load(small(trials=1, seeds=2), [f"output={tmp_path}"])
     (trial,) = search(sweep, *check(sweep), tmp_path / "seeds", silent, silent)
-    runs = [Result.load(tmp_path / f"seeds/trials/00000/seed-{k}") for k in range(2)]
-    assert [one.experiment.seed for one in runs] == [0, 1]
-    values = [next(row["accuracy"] for row in one.summary() if row["protocol"] == "val") for one in runs]
+
+    runs = [Result.load(tmp_path / f"seeds/trials/00000/seed-{seed}") for seed in range(2)]
+    assert [run.experiment.seed for run in runs] == [0, 1]
+    rows = [row for result in runs for row in result.summary() if row["protocol"] == "val"]
+    values = [row["accuracy"] for row in rows]
+    assert len(values) == 2
     assert trial.values == {"accuracy/val": pytest.approx(sum(values) / 2)}
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_sweep_that_is_interrupted_leaves_its_trials_unfinished_and_goes_on(tmp_path: Path):
+def test_an_interrupted_sweep_leaves_its_trials_unfinished_and_goes_on_later(tmp_path: Path):
     sweep = load(small(trials=2), [f"output={tmp_path}", "rounds=40"])
-    asked = []
+    interruptions = []
 
     def interrupt(trials: list[Trial]) -> None:
-        if not asked and any(trial.round > 0 for trial in trials):
-            asked.append(True)
+        if not interruptions and any(trial.round > 0 for trial in trials):
+            interruptions.append(signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)
 
-    assert not any(trial.has_ended for trial in search(sweep, *check(sweep), tmp_path / "sweep", silent, interrupt))
-    assert {trial.status for trial in search(sweep, *check(sweep), tmp_path / "sweep", silent, silent)} == {"finished"}
+    interrupted = search(sweep, *check(sweep), tmp_path / "sweep", silent, interrupt)
+    assert not any(trial.has_ended for trial in interrupted)
+
+    finished = search(sweep, *check(sweep), tmp_path / "sweep", silent, silent)
+    assert {trial.status for trial in finished} == {"finished"}
 
 
-def test_a_sweep_that_is_killed_goes_on_with_what_it_had_below_one_mlflow_run(tmp_path: Path, mlflow_database: Path):
+def test_a_killed_sweep_keeps_its_finished_trials_and_its_mlflow_run(tmp_path: Path, mlflow_database: Path):
     tracking = tracked_in(tmp_path, mlflow_database)
-    given = small(
-        experiment=SMALL["experiment"] | {"tracking": tracking, "rounds": 40}, concurrent=1, searcher="optuna"
-    )
-    given["points"] = [{"training.lr": 0.25}]
+    settings = SMALL["experiment"] | {"tracking": tracking, "rounds": 40, "output": str(tmp_path / "runs")}
+    described = small(experiment=settings, concurrent=1, searcher="optuna", points=[{"training.lr": 0.25}])
     file = tmp_path / "small.yaml"
-    file.write_text(yaml.safe_dump({**given, "experiment": {**given["experiment"], "output": str(tmp_path / "runs")}}))
-    program = "from raypfl.cli.app import main; main()"
-    process = subprocess.Popen(
-        [sys.executable, "-c", program, "tune", str(file), "--quiet"], cwd=tmp_path, start_new_session=True
-    )
+    file.write_text(yaml.safe_dump(described))
+    command = [sys.executable, "-m", "raypfl", "tune", str(file), "--quiet"]
+    process = subprocess.Popen(command, cwd=tmp_path, start_new_session=True)
     folder = tmp_path / "runs/small"
 
     def is_second_under_way() -> bool:
@@ -388,14 +401,16 @@ def test_a_sweep_that_is_killed_goes_on_with_what_it_had_below_one_mlflow_run(tm
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     assert is_second_under_way()
-    (first_end,) = folder.glob("trials/*/summary.json")
-    began = first_end.stat().st_mtime_ns
-    done = raypfl("tune", str(file), "--quiet")
-    assert done.exit_code == 0, done.output
+
+    (first_summary,) = folder.glob("trials/*/summary.json")
+    time_of_summary = first_summary.stat().st_mtime_ns
+    continued = raypfl("tune", str(file), "--quiet")
+    assert continued.exit_code == 0, continued.output
+
     rows = list(csv.DictReader((folder / "trials.csv").open()))
     assert [row["status"] for row in rows] == ["finished"] * 3
     assert "0.25" in {row["training.lr"] for row in rows}
-    assert first_end.stat().st_mtime_ns == began, "a finished trial ran again"
+    assert first_summary.stat().st_mtime_ns == time_of_summary, "a finished trial ran again"
     assert {path.name for path in (folder / "trials").iterdir()} == {row["trial"] for row in rows}, "a folder is left"
     (parent,), children = mlflow_runs(tracking["uri"])
     assert len(children) == 3 and {run.info.status for run in (parent, *children)} == {"FINISHED"}
