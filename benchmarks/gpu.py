@@ -43,7 +43,7 @@ from raypfl.federation.settings import FailureSettings
 from raypfl.federation.task import Task
 from raypfl.learning.batches import Samples
 from raypfl.learning.executor import Executor, Precision
-from raypfl.learning.pool import Pools
+from raypfl.learning.sample_pools import Pools
 from raypfl.learning.settings import TrainingSettings
 from raypfl.learning.vectorised import Vectorised
 from raypfl.methods import FedAvg

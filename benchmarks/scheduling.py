@@ -7,7 +7,7 @@
     python -m benchmarks.scheduling --plot docs/performance/scheduling.png
 
 Cohorts of 1000 clients with log-normal sample counts (mean 50, sigma 0.8 of the logarithm) are cut, ordered and handed
-out by the code that runs on Ray (`federation.schedule`, `federation.exchange.placement`); only actors and the clock are
+out by the code that runs on Ray (`grouping` and `placement` of `federation.exchange`); only actors and the clock are
 simulated. A group takes `Times.seconds`, as measured, times a log-normal disturbance of 5 % that nobody can foresee; it
 needs a millisecond to reach its actor, and the server handles replies one after the other. The first round, in which
 nothing is known of times, is left out.
@@ -34,8 +34,8 @@ import numpy as np
 import raypfl
 from benchmarks.overhead import Plan, on_ray
 from raypfl.clients.worker import Group
+from raypfl.federation.exchange.grouping import cut_into_groups, group_sizes, shrinking_sizes
 from raypfl.federation.exchange.placement import Dispatch, Timings
-from raypfl.federation.schedule import cut_into_groups, group_sizes, shrinking_sizes
 
 ACTORS = (8, 16, 32, 64, 128, 256, 512)
 COHORT, POPULATION, BATCH, ROUNDS = 1000, 5000, 10, 21

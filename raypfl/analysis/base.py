@@ -15,12 +15,12 @@ from raypfl.clients.observation import LocalStep, Observation
 from raypfl.common.component import Component
 from raypfl.common.errors import ConfigError, MethodError
 from raypfl.common.registry import Registry
+from raypfl.common.rounds import is_due
 from raypfl.federation.logged import Log
 from raypfl.federation.method import Method
-from raypfl.federation.schedule import is_due
 from raypfl.federation.task import Task
 from raypfl.learning.objectives.batch import Batch
-from raypfl.learning.pool import Pool, Pools
+from raypfl.learning.sample_pools import Pool, Pools
 from raypfl.learning.settings import TrainingSettings
 
 ANALYSES = Registry("analysis")

@@ -13,7 +13,7 @@ from raypfl.analysis.base import ANALYSES, AnalysedRound, Analysis, LocalStep
 from raypfl.analysis.ntk import at_statistics
 from raypfl.common.errors import ConfigError
 from raypfl.learning.objectives.batch import Batch
-from raypfl.learning.pool import Pool
+from raypfl.learning.sample_pools import Pool
 from raypfl.models.flat import FlatModel
 
 TOLERANCE = 1e-6

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from raypfl.common.errors import ConfigError
-from raypfl.common.packages import not_installed
+from raypfl.common.optional_packages import not_installed
 from raypfl.common.stopping import signals_interrupt
 from raypfl.methods import METHODS
 from raypfl.results.units import Unit

@@ -20,7 +20,7 @@ from raypfl.learning.executor import Executor
 from raypfl.learning.loss import LocalLoss, LossFunction, ReportedLoss
 from raypfl.learning.objectives.batch import Batch
 from raypfl.learning.optimizers import LocalOptimizer
-from raypfl.learning.pool import Pool
+from raypfl.learning.sample_pools import Pool
 from raypfl.learning.vectorised import Vectorised
 from raypfl.models.extras import Other
 from raypfl.models.flat import FlatModel

@@ -15,7 +15,7 @@ from torch import Tensor
 from raypfl.common import rng
 from raypfl.common.memory import out_of_memory
 from raypfl.common.messages import unmarked
-from raypfl.evaluation.measures import Measures
+from raypfl.evaluation.run_metrics import Measures
 from raypfl.evaluation.settings import EvaluationSettings
 from raypfl.learning.batches import Samples
 from raypfl.learning.executor import Executor
@@ -23,8 +23,8 @@ from raypfl.learning.inference import InputChange, ModelOutputs, outputs_on_own_
 from raypfl.learning.loss import LossFunction
 from raypfl.learning.objectives import Objective
 from raypfl.learning.objectives.batch import Batch
-from raypfl.learning.pool import Pools
 from raypfl.learning.privacy import PrivacySettings
+from raypfl.learning.sample_pools import Pools
 from raypfl.learning.settings import TrainingSettings
 from raypfl.learning.vectorised import Vectorised
 from raypfl.models.extras import Extras

@@ -17,7 +17,7 @@ from raypfl.common.user_code import where_defined, with_location
 from raypfl.learning.batches import GroupSamples, SampleOrder
 from raypfl.learning.objectives import Objective
 from raypfl.learning.objectives.batch import Batch
-from raypfl.learning.pool import Pool
+from raypfl.learning.sample_pools import Pool
 from raypfl.models.flat import FlatModel
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from raypfl.clients.observation import AnalysisHooks, Observation, Observer
 from raypfl.common.errors import MethodError, PrivacyError
 from raypfl.common.messages import Each, Mean, Sum, numbers_charged, per_client, unmarked
 from raypfl.common.user_code import where_defined
+from raypfl.learning.global_draws import ON_CLIENTS, refuse_unkeyed
 from raypfl.learning.privacy import Masks, Spending, clipped_updates
-from raypfl.learning.unkeyed import ON_CLIENTS, refuse_unkeyed
 from raypfl.storage.states import Contents, Stack, StackRef
 from raypfl.storage.tree import leaves, unflatten
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from math import inf
 from typing import Any, NamedTuple
 
-from raypfl.common.declared import declared
+from raypfl.common.annotations import declared
 
 
 class Limit(NamedTuple):

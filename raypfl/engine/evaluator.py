@@ -13,6 +13,7 @@ from raypfl.clients.clients import Clients
 from raypfl.clients.group import ClientGroup
 from raypfl.common.errors import MethodError, RaypflError
 from raypfl.common.messages import Each, Scatter, Sum
+from raypfl.common.rounds import is_due
 from raypfl.common.user_code import where_defined
 from raypfl.engine.groups import groups_for
 from raypfl.engine.prepared import Prepared
@@ -20,12 +21,13 @@ from raypfl.engine.scoring import score
 from raypfl.evaluation import Selection, select, summarise, tabulate, validation_aggregates
 from raypfl.evaluation.masking import Mask
 from raypfl.federation.cohort import Cohort
+from raypfl.federation.cohort_draw import cohort_size
 from raypfl.federation.exchange.aggregation import ReplyAggregator
 from raypfl.federation.exchange.group_runner import GroupRunner
+from raypfl.federation.exchange.grouping import even_sizes
 from raypfl.federation.method import Method
-from raypfl.federation.schedule import cohort_size, even_sizes, is_due
+from raypfl.learning.global_draws import ON_CLIENTS, ON_SERVER, refuse_unkeyed
 from raypfl.learning.privacy import Spending
-from raypfl.learning.unkeyed import ON_CLIENTS, ON_SERVER, refuse_unkeyed
 from raypfl.models.predictor import Predictor
 from raypfl.storage.tree import clone
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from raypfl.federation.schedule import evaluation_group_sizes, even_sizes, group_sizes
+from raypfl.federation.exchange.grouping import evaluation_group_sizes, even_sizes, group_sizes
 
 if TYPE_CHECKING:
     from raypfl.experiment import Experiment

@@ -12,20 +12,20 @@ import torch
 from raypfl.clients.context import CORRUPTED_BYTES, Context
 from raypfl.engine.building.network import build_model
 from raypfl.engine.building.samples import normalisation, pool_indices, pools_for, samples_for
+from raypfl.engine.data_outline import DataOutline
 from raypfl.engine.groups import client_costs, groups_for
-from raypfl.engine.outline import DataOutline
 from raypfl.evaluation import Measures
+from raypfl.federation.cohort_draw import cohort_size
 from raypfl.federation.exchange.backend import Backend
 from raypfl.federation.exchange.group_runner import GroupRunner
 from raypfl.federation.ledger import Ledger
-from raypfl.federation.schedule import cohort_size
 from raypfl.federation.server_training import ServerContext, ServerProgress
 from raypfl.federation.task import Task
 from raypfl.learning.batches import GroupSamples, device_data_budget
 from raypfl.learning.executor import Executor, Precision
 from raypfl.learning.objectives import Objective, default_objective
 from raypfl.learning.objectives.batch import Batch
-from raypfl.learning.pool import Pools
+from raypfl.learning.sample_pools import Pools
 from raypfl.learning.vectorised import Vectorised
 from raypfl.models import FlatModel
 from raypfl.storage.states import StateTable

@@ -1,7 +1,7 @@
 """Evaluation of models, and selection of the best round."""
 
-from raypfl.evaluation.measures import Measures
 from raypfl.evaluation.protocols import PROTOCOLS, refuse_untestable
+from raypfl.evaluation.run_metrics import Measures
 from raypfl.evaluation.selection import Selection, select, validation_aggregates
 from raypfl.evaluation.tables import summarise, tabulate
 

@@ -9,9 +9,9 @@ import numpy as np
 from torch import Tensor
 
 from raypfl.evaluation.masking import unmasked_name, with_masks
-from raypfl.evaluation.measures import Measures
 from raypfl.evaluation.metric_sums import MetricSums
 from raypfl.evaluation.protocols import OWN_SPLITS, WEIGHTED, class_weights
+from raypfl.evaluation.run_metrics import Measures
 
 MODELS = ("personal", "global")
 

@@ -27,7 +27,7 @@ from raypfl.common.user_code import explain_user_errors
 from raypfl.data import Dirichlet, Partition
 from raypfl.data.datasets import DATASETS, DataConfig, DataSource
 from raypfl.data.datasets.population import is_described
-from raypfl.evaluation.measures import Measures
+from raypfl.evaluation.run_metrics import Measures
 from raypfl.evaluation.settings import EvaluationSettings
 from raypfl.experiment.assignments import parse_assignments
 from raypfl.experiment.checks.effects import assign_all, drop_idle, paths_set_in, refused_settings, require_effect

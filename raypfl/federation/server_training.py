@@ -20,7 +20,7 @@ from raypfl.learning.executor import DEFAULT_PRECISION, Executor, Precision
 from raypfl.learning.loss import LocalLoss, LossFunction
 from raypfl.learning.objectives.batch import Batch
 from raypfl.learning.optimizers import SGD, LocalOptimizer, Update
-from raypfl.learning.pool import Pool, Pools
+from raypfl.learning.sample_pools import Pool, Pools
 from raypfl.models.extras import Other
 from raypfl.models.flat import FlatModel
 

@@ -13,8 +13,8 @@ from raypfl.common.errors import ConfigError, did_you_mean
 from raypfl.data.datasets.population import is_described
 from raypfl.data.partitions.natural import ByColumn, FromFile
 from raypfl.results import bootstrap
-from raypfl.results.groups import RunGroup
 from raypfl.results.numbers import client_scores
+from raypfl.results.run_groups import RunGroup
 from raypfl.results.table import tests_of
 from raypfl.results.units import Unit
 from raypfl.runs.result import RunResult

@@ -7,7 +7,7 @@ from statistics import fmean, pstdev
 from typing import NamedTuple
 
 from raypfl.learning.privacy.accounting import ALL
-from raypfl.results.groups import RunGroup
+from raypfl.results.run_groups import RunGroup
 
 _PROTECTED = {"sample": "one sample of a client", "client": "all samples of a client"}
 

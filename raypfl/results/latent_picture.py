@@ -21,7 +21,7 @@ from raypfl.engine.prepared import Prepared
 from raypfl.models.flat import FlatModel
 from raypfl.results.drawing.canvas import GREY, INK, png
 from raypfl.results.drawing.classes import FEW_CLASSES, class_colour, draw_class_legend, name_row
-from raypfl.results.groups import RunGroup, group_runs
+from raypfl.results.run_groups import RunGroup, group_runs
 from raypfl.results.setting_text import setting_text
 from raypfl.runs.result import RunResult
 

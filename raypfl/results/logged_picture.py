@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib import image
 
 from raypfl.results.drawing.canvas import GREY, png
-from raypfl.results.groups import RunGroup, group_runs
+from raypfl.results.run_groups import RunGroup, group_runs
 from raypfl.results.setting_text import setting_text
 from raypfl.runs.result import RunResult
 

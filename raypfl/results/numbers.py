@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from raypfl.results.groups import RunGroup
+from raypfl.results.run_groups import RunGroup
 from raypfl.results.units import Unit
 from raypfl.runs.result import RunResult
 

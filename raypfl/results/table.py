@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from raypfl.evaluation.masking import unmasked_name
-from raypfl.results.groups import RunGroup
+from raypfl.results.run_groups import RunGroup
 from raypfl.results.units import TableCell, Unit, over_seeds
 
 MODELS = ("personal", "global")

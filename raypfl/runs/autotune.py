@@ -18,7 +18,7 @@ from raypfl.clients.context import FallbackWarning
 from raypfl.clients.group import ClientGroup
 from raypfl.engine.groups import groups_for
 from raypfl.engine.prepared import Prepared
-from raypfl.federation.schedule import cohort_size
+from raypfl.federation.cohort_draw import cohort_size
 from raypfl.learning.executor import Executor, Precision
 from raypfl.learning.vectorised import Vectorised
 from raypfl.runs.checks.network import FEW, error_of_batch, first_line

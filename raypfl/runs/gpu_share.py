@@ -24,7 +24,7 @@ from raypfl.engine.groups import groups_for
 from raypfl.engine.prepared import Prepared
 from raypfl.experiment import Experiment
 from raypfl.experiment.settings import ActorPool
-from raypfl.federation.schedule import cohort_size
+from raypfl.federation.cohort_draw import cohort_size
 from raypfl.runs.checks.rehearsal import Rehearsal
 
 if TYPE_CHECKING:

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from raypfl.common.packaged import Packaged
+from raypfl.common.packaged_yaml import Packaged
 
 STUDIES = Packaged(__name__, "study")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from raypfl.evaluation.measures import PRIMARY_AGGREGATES, Measures
+from raypfl.evaluation.run_metrics import PRIMARY_AGGREGATES, Measures
 from raypfl.results.units import Unit
 from raypfl.runs.result import RunResult
 from raypfl.studies.cells import StudyCell

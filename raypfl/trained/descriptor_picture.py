@@ -14,7 +14,7 @@ from matplotlib.lines import Line2D
 from raypfl.methods.personal_models.pefll import PeFLL
 from raypfl.results.drawing.canvas import GREY, INK, png
 from raypfl.results.drawing.classes import class_colour, draw_class_legend, name_row
-from raypfl.results.groups import RunGroup, group_runs
+from raypfl.results.run_groups import RunGroup, group_runs
 from raypfl.results.setting_text import setting_text
 from raypfl.runs.result import RunResult, newest
 from raypfl.trained.descriptors import Descriptors, descriptors_of

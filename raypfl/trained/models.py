@@ -23,12 +23,12 @@ from raypfl.common.messages import unmarked
 from raypfl.common.threads import threads
 from raypfl.data import load_federated
 from raypfl.engine.backends.inline import Inline
+from raypfl.engine.data_outline import DataOutline
 from raypfl.engine.evaluator import EvaluationCohort, model_hook, personalize
 from raypfl.engine.groups import client_costs
-from raypfl.engine.outline import DataOutline
 from raypfl.engine.prepared import Prepared
-from raypfl.evaluation.measures import Measures
 from raypfl.evaluation.metric_sums import MetricSums
+from raypfl.evaluation.run_metrics import Measures
 from raypfl.experiment import Experiment
 from raypfl.federation.exchange.group_runner import GroupRunner
 from raypfl.federation.ledger import Ledger

@@ -16,8 +16,8 @@ from raypfl.common.messages import Mean, Scatter, per_client
 from raypfl.methods import FedAvg
 from raypfl.models import Predictor
 from raypfl.results.display import outcome
-from raypfl.results.groups import group_runs
 from raypfl.results.numbers import messages
+from raypfl.results.run_groups import group_runs
 from tests.support.federation import CLASSES, Federation, as_module, both_executors
 from tests.support.prediction_methods import Hypernetwork, NearestNeighbours
 from tests.support.runs import experiment

@@ -18,7 +18,7 @@ from raypfl.engine.events import Evaluated, RoundFinished
 from raypfl.evaluation import Measures, summarise
 from raypfl.methods import METHODS, Ditto, FedAvg, FedAvgFT, Local
 from raypfl.results import numbers
-from raypfl.results.groups import group_runs
+from raypfl.results.run_groups import group_runs
 from raypfl.runs.result import events_of
 from tests.support.federation import EXECUTORS
 from tests.support.runs import Interrupt, experiment, same_tables

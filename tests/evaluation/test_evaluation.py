@@ -23,7 +23,7 @@ from raypfl.evaluation import Measures
 from raypfl.evaluation.corruptions import CORRUPTIONS, SEVERITIES, Corruption
 from raypfl.evaluation.tables import tabulate
 from raypfl.learning.objectives import MultiLabel
-from raypfl.learning.pool import Pools
+from raypfl.learning.sample_pools import Pools
 from raypfl.learning.settings import TrainingSettings
 from raypfl.methods import Ditto
 from tests.support.federation import CLASSES, EXECUTORS, Federation, as_module

@@ -14,7 +14,7 @@ from raypfl.engine.events import Evaluated
 from raypfl.evaluation.masking import MASKS
 from raypfl.integrations.tracking.entries import evaluation_points
 from raypfl.integrations.tuning.sweep import load as load_sweep
-from raypfl.results.groups import group_runs
+from raypfl.results.run_groups import group_runs
 from raypfl.results.table import result_columns, result_rows
 from raypfl.runs.result import events_of
 from raypfl.studies.cells import plan

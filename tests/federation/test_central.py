@@ -17,7 +17,7 @@ from raypfl.engine.events import RoundFinished, RunStarted, ServerProgress
 from raypfl.federation import server_training
 from raypfl.learning.augmentation import Crop, Flip
 from raypfl.learning.optimizers import SGD, Adam, AdamW
-from raypfl.learning.pool import Pools
+from raypfl.learning.sample_pools import Pools
 from raypfl.models import FlatModel
 from raypfl.results.display.console import LiveView, LogView, RunLine
 from tests.support.federation import (

@@ -15,7 +15,7 @@ from raypfl.data import IID, load_federated
 from raypfl.engine.prepared import Prepared
 from raypfl.learning.augmentation import Crop, Flip
 from raypfl.learning.batches import Samples, epoch_order
-from raypfl.learning.pool import Pool
+from raypfl.learning.sample_pools import Pool
 from tests.support import datasets
 from tests.support.federation import MEAN, POOLED, STD, Federation, assert_close
 from tests.support.runs import experiment

@@ -24,7 +24,7 @@ from raypfl.learning.privacy import NoisySum, PrivacySettings
 from raypfl.learning.privacy.accounting import ALL, accounted, epsilon
 from raypfl.methods import MTL, Ditto, FedAvg, FedNH, FedProto, PerAda, PFedMe
 from raypfl.results.epsilons import epsilons, privacy_sentence
-from raypfl.results.groups import group_runs
+from raypfl.results.run_groups import group_runs
 from raypfl.runs.driver import check
 from tests.support.federation import (
     CLASSES,

@@ -20,8 +20,8 @@ from raypfl.integrations.tracking.entries import comparison_description, compari
 from raypfl.results import bootstrap, latex
 from raypfl.results.differences import Difference, differences, find_label, remarks
 from raypfl.results.display.compare import compare
-from raypfl.results.groups import group_runs
 from raypfl.results.report import write
+from raypfl.results.run_groups import group_runs
 from raypfl.runs.result import RunResult
 from raypfl.storage.columns import Columns
 from raypfl.storage.tables import to_arrow

@@ -28,8 +28,8 @@ from raypfl.integrations.tracking.entries import comparison_description, run_par
 from raypfl.results.display import outcome
 from raypfl.results.display.console import LiveView, LogView, RunLine, View, lines_for, minutes, view
 from raypfl.results.drawing import canvas, draw
-from raypfl.results.groups import group_runs
 from raypfl.results.labels import labels
+from raypfl.results.run_groups import group_runs
 from raypfl.results.setting_text import setting_text
 from raypfl.results.units import over_seeds
 from raypfl.storage.columns import Columns

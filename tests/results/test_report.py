@@ -19,10 +19,10 @@ import raypfl
 from raypfl.common.errors import ConfigError
 from raypfl.results import numbers
 from raypfl.results.colours import COLOURS
-from raypfl.results.groups import group_runs
 from raypfl.results.report import find_runs, tables, write
 from raypfl.results.report.figures import metric_figure
 from raypfl.results.report.page import shades
+from raypfl.results.run_groups import group_runs
 from tests.support.command import raypfl as command
 from tests.support.runs import experiment
 

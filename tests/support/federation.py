@@ -24,9 +24,9 @@ from raypfl.evaluation import Measures
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.exchange.backend import Backend
 from raypfl.federation.exchange.group_runner import GroupRunner
+from raypfl.federation.exchange.grouping import even_sizes
 from raypfl.federation.ledger import Ledger, LedgerEntry
 from raypfl.federation.method import Method
-from raypfl.federation.schedule import even_sizes
 from raypfl.federation.server_training import ServerContext
 from raypfl.federation.settings import FailureSettings
 from raypfl.federation.task import Task
@@ -34,8 +34,8 @@ from raypfl.learning.augmentation import Augmentation, augmented
 from raypfl.learning.batches import Samples, epoch_order
 from raypfl.learning.executor import Executor, Precision
 from raypfl.learning.objectives import default_objective, kind_of
-from raypfl.learning.pool import Pools
 from raypfl.learning.privacy import PrivacySettings
+from raypfl.learning.sample_pools import Pools
 from raypfl.learning.settings import TrainingSettings
 from raypfl.learning.vectorised import Vectorised
 from raypfl.models import FlatModel

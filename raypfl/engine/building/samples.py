@@ -11,10 +11,10 @@ import torch
 from raypfl.common import streams
 from raypfl.data import ClientData, FederatedData
 from raypfl.data.datasets import DescribedData
-from raypfl.engine.outline import DataOutline
+from raypfl.engine.data_outline import DataOutline
 from raypfl.learning.augmentation import Augmentation
 from raypfl.learning.batches import Samples, to_device
-from raypfl.learning.pool import Pools
+from raypfl.learning.sample_pools import Pools
 from raypfl.models import FlatModel
 
 

@@ -17,8 +17,8 @@ import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from raypfl.common.annotations import declared
 from raypfl.common.conditions import Condition
-from raypfl.common.declared import declared
 from raypfl.common.errors import ConfigError
 from raypfl.common.registry import Registry
 from raypfl.data import Partition

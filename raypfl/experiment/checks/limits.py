@@ -20,8 +20,8 @@ from raypfl.common.limits import (
     Limit,
 )
 from raypfl.evaluation.masking import mask_mistakes
-from raypfl.evaluation.measures import Measures
 from raypfl.evaluation.protocols import protocol_mistakes
+from raypfl.evaluation.run_metrics import Measures
 from raypfl.evaluation.settings import EvaluationSettings
 from raypfl.experiment.settings import ActorPool, RaySettings
 from raypfl.federation.settings import CohortSettings, FailureSettings

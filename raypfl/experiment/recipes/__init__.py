@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from raypfl.common.packaged import Packaged
+from raypfl.common.packaged_yaml import Packaged
 
 RECIPES = Packaged(__name__, "recipe")
 

@@ -16,9 +16,9 @@ from raypfl.common.memory import out_of_memory
 from raypfl.common.messages import Scatter
 from raypfl.federation.exchange.backend import Backend, Failed
 from raypfl.federation.exchange.broadcasts import Broadcasts
+from raypfl.federation.exchange.grouping import cut_into_groups
 from raypfl.federation.exchange.placement import Timings
 from raypfl.federation.ledger import Ledger
-from raypfl.federation.schedule import cut_into_groups
 from raypfl.federation.server_training import ServerContext
 from raypfl.federation.settings import FailureSettings
 from raypfl.federation.task import Task

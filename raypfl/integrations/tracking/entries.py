@@ -16,7 +16,7 @@ from raypfl.experiment import Experiment
 from raypfl.experiment.assignments import flatten
 from raypfl.integrations.tracking.connection import without_password
 from raypfl.results.differences import HEADINGS, differences, remarks
-from raypfl.results.groups import RunGroup, group_runs
+from raypfl.results.run_groups import RunGroup, group_runs
 from raypfl.results.setting_text import applicable_settings, setting_text
 from raypfl.results.table import legend, result_columns, result_rows
 from raypfl.results.units import Unit

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from raypfl.common.packages import not_installed
+from raypfl.common.optional_packages import not_installed
 from raypfl.learning.privacy.settings import PrivacySettings
 from raypfl.learning.privacy.spending import SPENDING, Spending
 

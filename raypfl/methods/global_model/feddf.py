@@ -15,7 +15,7 @@ from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import METHODS, ServerState
 from raypfl.learning.objectives.batch import Batch
 from raypfl.learning.optimizers import Adam
-from raypfl.learning.pool import Pool, PoolBatches
+from raypfl.learning.sample_pools import Pool, PoolBatches
 from raypfl.methods.global_model.fedavg import FedAvg
 
 TEACHER_BATCH = 512

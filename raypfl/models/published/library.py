@@ -7,7 +7,7 @@ from collections.abc import Collection
 from typing import Any
 
 from raypfl.common.errors import ConfigError, did_you_mean
-from raypfl.common.packages import not_installed
+from raypfl.common.optional_packages import not_installed
 
 
 def import_library(module: str, reason: str, extra: str = "") -> Any:

@@ -13,7 +13,7 @@ from rich.text import Text
 from raypfl.common.errors import ConfigError
 from raypfl.results.differences import HEADINGS, Difference, differences, remarks
 from raypfl.results.display.fitting import fit_table
-from raypfl.results.groups import RunGroup, group_runs
+from raypfl.results.run_groups import RunGroup, group_runs
 from raypfl.runs.result import RunResult
 
 _WIDTH = 100  # characters of what Python prints and a notebook shows

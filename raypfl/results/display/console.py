@@ -29,7 +29,7 @@ from raypfl.engine.events import (
     ServerProgress,
     Warned,
 )
-from raypfl.evaluation.measures import Measures
+from raypfl.evaluation.run_metrics import Measures
 from raypfl.experiment import Experiment
 from raypfl.results.colours import colour
 from raypfl.results.display.fitting import width_of

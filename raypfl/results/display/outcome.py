@@ -20,9 +20,9 @@ from raypfl.results.differences import differences, remarks
 from raypfl.results.display.compare import difference_table
 from raypfl.results.display.fitting import width_of
 from raypfl.results.epsilons import privacy_sentence
-from raypfl.results.groups import RunGroup, group_runs
 from raypfl.results.labels import labels
 from raypfl.results.numbers import prediction_traffic, seconds
+from raypfl.results.run_groups import RunGroup, group_runs
 from raypfl.results.setting_text import applicable_settings, shared_setting_text
 from raypfl.results.table import Column, legend, result_columns, result_rows
 from raypfl.results.units import Unit, capitalised

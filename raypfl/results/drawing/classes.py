@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from raypfl.results.groups import RunGroup
+from raypfl.results.run_groups import RunGroup
 
 FEW_CLASSES = 20
 """Classes up to which a picture names them."""

@@ -23,8 +23,8 @@ from raypfl.results.drawing.curves import (
     scale,
     scale_rounds,
 )
-from raypfl.results.groups import RunGroup, group_runs
 from raypfl.results.numbers import clients_from_worst, metric_curves
+from raypfl.results.run_groups import RunGroup, group_runs
 from raypfl.results.setting_text import shared_setting_text
 from raypfl.results.table import MODELS
 from raypfl.results.units import capitalised

@@ -11,8 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from raypfl.results.colours import mark
-from raypfl.results.groups import RunGroup
 from raypfl.results.numbers import Curve, clients_from_worst
+from raypfl.results.run_groups import RunGroup
 
 _STEPS = [1, 2, 2.5, 5, 10]
 _DASH = 3.0

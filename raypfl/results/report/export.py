@@ -10,9 +10,9 @@ from typing import Any
 
 from raypfl.results import latex
 from raypfl.results.differences import Difference, differences, remarks
-from raypfl.results.groups import RunGroup
 from raypfl.results.numbers import seconds
 from raypfl.results.report.tables import result_tables
+from raypfl.results.run_groups import RunGroup
 from raypfl.results.setting_text import shared_setting_text
 from raypfl.results.table import Column, legend, result_columns, tests_of
 from raypfl.results.units import TableCell, capitalised

@@ -14,7 +14,6 @@ from raypfl.data.summary import Summary
 from raypfl.results import client_data
 from raypfl.results.drawing.canvas import FAINT, page_paint, svg
 from raypfl.results.drawing.curves import Curves, draw_clients, draw_curves, scale, scale_rounds
-from raypfl.results.groups import RunGroup
 from raypfl.results.numbers import (
     Axis,
     Curve,
@@ -25,6 +24,7 @@ from raypfl.results.numbers import (
     metric_curves,
 )
 from raypfl.results.report.tables import listed, protocol_name
+from raypfl.results.run_groups import RunGroup
 
 NARROW = (380, 290)
 """CSS pixels of a figure that shares its row or fills a phone."""

@@ -18,15 +18,15 @@ from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.common.version import __version__
 from raypfl.data import load_federated, summarised
 from raypfl.evaluation.masking import unmasked_name
-from raypfl.evaluation.measures import Measures
+from raypfl.evaluation.run_metrics import Measures
 from raypfl.results import client_data
 from raypfl.results.colours import COLOURS, mark
 from raypfl.results.differences import HEADINGS, Difference, difference, differences, find_label, remarks
 from raypfl.results.epsilons import epsilons, privacy_sentence
-from raypfl.results.groups import RunGroup, group_runs
 from raypfl.results.numbers import prediction_traffic
 from raypfl.results.report import export, figures, sweeps, tables
 from raypfl.results.report.tables import listed, protocol_name
+from raypfl.results.run_groups import RunGroup, group_runs
 from raypfl.results.setting_text import data_text, shared_setting_text
 from raypfl.results.table import MODELS
 from raypfl.results.units import Unit, capitalised

@@ -13,8 +13,8 @@ import pyarrow.compute as pc
 
 from raypfl.experiment.assignments import flatten
 from raypfl.results.differences import Difference
-from raypfl.results.groups import RunGroup
 from raypfl.results.numbers import Message, messages, metric_curves, seconds
+from raypfl.results.run_groups import RunGroup
 from raypfl.results.setting_text import applicable_settings
 from raypfl.results.table import result_columns, result_rows
 from raypfl.results.units import TableCell, over_seeds

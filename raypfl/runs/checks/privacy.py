@@ -6,7 +6,7 @@ from raypfl.common.errors import ConfigError, PrivacyError
 from raypfl.common.threads import threads
 from raypfl.common.user_code import with_location
 from raypfl.engine.prepared import Prepared, threads_of_server
-from raypfl.federation.schedule import cohort_size
+from raypfl.federation.cohort_draw import cohort_size
 from raypfl.learning.privacy.accounting import refuse_without_accountant
 from raypfl.runs.checks.rehearsal import Rehearsal
 

@@ -15,8 +15,8 @@ becomes one of the new checkpoint too (a hard link, or a copy made by the object
 a client, the one of the greatest number counts (:class:`raypfl.storage.states.StateShard`).
 """
 
+from raypfl.storage.checkpoints.listing import copy_round, delete_all, has_file, last_round, rounds
 from raypfl.storage.checkpoints.reading import load, newest, read_table, server_states
-from raypfl.storage.checkpoints.saved import copy_round, delete_all, has_file, last_round, rounds
 from raypfl.storage.checkpoints.snapshot import Snapshot
 from raypfl.storage.checkpoints.writing import save
 

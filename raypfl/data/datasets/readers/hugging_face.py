@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from raypfl.common.errors import ConfigError, DataError, did_you_mean
-from raypfl.common.packages import not_installed
+from raypfl.common.optional_packages import not_installed
 from raypfl.data.datasets.readers.parquet import Parquet
 from raypfl.data.datasets.source import DATASETS
 

@@ -1,4 +1,4 @@
-"""How a cohort is drawn and cut into groups, and after which rounds something is due.
+"""How a cohort is cut into groups.
 
 The cut depends on the cohort, the model and the clients' sizes, never on the actors, so neither do results.
 """
@@ -6,13 +6,8 @@ The cut depends on the cohort, the model and the clients' sizes, never on the ac
 from __future__ import annotations
 
 import heapq
-import math
-from dataclasses import dataclass
 
 import numpy as np
-
-from raypfl.common import rng
-from raypfl.federation.settings import CohortSettings
 
 VECTORISED_GROUP = 50
 """Clients of a vectorised group. Compared with 50, a client takes 1.4 times as long in groups of 25, because of the
@@ -30,69 +25,6 @@ wait longer for the last group."""
 
 MIN_SEQUENTIAL_GROUPS = 8
 """A cohort is at least this many times its largest sequential group, so that eight actors have work."""
-
-
-@dataclass(frozen=True)
-class CohortDraw:
-    """Who takes part in a round.
-
-    Attributes
-    ----------
-    clients : the clients of the cohort, ascending.
-    dropped : the clients that receive the round's first message and then vanish.
-    """
-
-    clients: tuple[int, ...]
-    dropped: tuple[int, ...] = ()
-
-
-def cohort_size(settings: CohortSettings, num_clients: int) -> int:
-    """Return the number of clients drawn in a round."""
-    if settings.size is not None:
-        return settings.size
-    # In floating point, 0.1 * 30 is a little more than 3: rounded up, it would draw a fourth client.
-    return max(1, math.ceil(settings.fraction * num_clients - 1e-9))
-
-
-def draw_cohort(settings: CohortSettings, num_clients: int, seed: int, round: int) -> CohortDraw:
-    """Draw the cohort of a round, uniformly and without replacement among the reachable clients.
-
-    As long as enough clients are reachable, this takes time in proportion to the cohort, not to the population.
-    """
-    size = min(cohort_size(settings, num_clients), num_clients)
-    num_candidates = 2 * size if settings.availability else size
-    tries = 0
-    while True:
-        num_candidates = min(num_candidates, num_clients)
-        generator = rng.generator(seed, "cohort", round, *range(tries))
-        candidates = generator.choice(num_clients, num_candidates, replace=False)
-        reachable = candidates[_is_reachable(settings, seed, round, candidates)]
-        if len(reachable) >= size or num_candidates == num_clients:
-            break
-
-        # A new draw, not more of this one, so that every reachable client is as likely as any other.
-        num_candidates = 4 * num_candidates
-        tries += 1
-
-    cohort = np.sort(reachable[:size])
-    is_dropped = rng.uniform(rng.keys(seed, "dropout", round, cohort)) < settings.dropout
-    return CohortDraw(tuple(cohort[~is_dropped].tolist()), tuple(cohort[is_dropped].tolist()))
-
-
-def _is_reachable(settings: CohortSettings, seed: int, round: int, clients: np.ndarray) -> np.ndarray:
-    if settings.availability is None:
-        return np.ones(len(clients), dtype=bool)
-
-    low = settings.availability["low"]
-    high = settings.availability["high"]
-    # Keyed by round 0: a client's chance stays the same in all rounds.
-    chance = low + (high - low) * rng.uniform(rng.keys(seed, "availability", 0, clients))
-    return rng.uniform(rng.keys(seed, "reachable", round, clients)) < chance
-
-
-def is_due(round: int, every: int, rounds: int) -> bool:
-    """Return whether an event is due after this round: every `every` rounds, and after the last one."""
-    return round == rounds or (every > 0 and round % every == 0)
 
 
 def even_sizes(cohort: int, groups: int) -> list[int]:

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypfl.federation.schedule import cut_into_groups, draw_cohort, evaluation_group_sizes, even_sizes, group_sizes
+from raypfl.federation.cohort_draw import draw_cohort
+from raypfl.federation.exchange.grouping import cut_into_groups, evaluation_group_sizes, even_sizes, group_sizes
 from raypfl.federation.settings import CohortSettings
 
 
