@@ -129,6 +129,7 @@ def inline_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *changes: str) 
     return raypfl.run(inline, run_dir=tmp_path / "inline").weights_hash
 
 
+@pytest.mark.slow
 def test_a_job_ends_with_the_bits_of_an_inline_run_and_a_failed_one_with_its_exit_code(
     tmp_path: Path, command, monkeypatch: pytest.MonkeyPatch
 ):

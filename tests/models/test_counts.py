@@ -60,8 +60,11 @@ def trained_by_client_0(fed: Federation) -> int:
 
     models += [value for value in fed.server.values() if isinstance(value, Tensor) and value.shape == start.shape]
     moved = [fed.model.parameters(model - start) for model in models]
-    distinct = [m for i, m in enumerate(moved) if not any(torch.allclose(m, other, atol=1e-4) for other in moved[:i])]
-    return sum(int((m.abs() > 1e-4).sum()) for m in distinct)
+    distinct: list[Tensor] = []
+    for model in moved:
+        if not any((model - other).abs().max() <= 1e-4 for other in distinct):
+            distinct.append(model)
+    return sum(int((model.abs() > 1e-4).sum()) for model in distinct)
 
 
 def millions(count: int) -> tuple[str, str, str]:
