@@ -27,6 +27,7 @@ MESSAGES = {
     "runs/gpu_share.py",
     "studies/running.py",
     "integrations/tuning/search.py",
+    "integrations/tuning/trial_log.py",
 }
 """Files that unpickle, with `loads`, what a process of the same run sent over Ray or saved with Tune."""
 FILES = {

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from ray import tune
+from ray import cloudpickle, tune
 from ray.exceptions import RayActorError
 
 from raypfl.integrations.tuning.sweep import Sweep
@@ -14,7 +15,11 @@ from raypfl.integrations.tuning.trial import Trial, final_status, trial_name
 
 def has_died(tune_trial: Any) -> bool:
     """Whether a trial of Tune failed because its process died."""
-    return tune_trial.status == "ERROR" and isinstance(tune_trial.get_pickled_error(), RayActorError)
+    # From the file on this machine: Tune's `get_pickled_error` looks in the sweep's folder, where it may come later.
+    file = tune_trial.pickled_error_file
+    if tune_trial.status != "ERROR" or not file:
+        return False
+    return isinstance(cloudpickle.loads(Path(file).read_bytes()), RayActorError)
 
 
 class TrialLog(tune.Callback):
