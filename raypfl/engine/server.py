@@ -134,6 +134,7 @@ class Server:
                 "python": platform.python_version(),
             },
         }
+
         if self.job.parent:
             metadata["parent"] = dict(self.job.parent)
         self.emit(RunStarted(self.job.name, self.job.run_dir, self.experiment, metadata | self.metadata, self.round))
@@ -333,6 +334,7 @@ class Server:
             if checkpoints.has_file(self.job.checkpoints, file):
                 files.append((file, stacks))
         unchanged = {stack for _, stacks in files for stack in stacks}
+
         snapshot = Snapshot(
             round=self.round,
             server=self.state,
@@ -347,6 +349,7 @@ class Server:
             }
             | self._evaluator.saved(),
         )
+
         permit = partial(refuse_unless_held, self.job.checkpoints, self.job.attempt, strict=True)
         path = checkpoints.save(self.job.checkpoints, snapshot, self.experiment.checkpoint.keep, permit)
         self._saved_round = self.round
