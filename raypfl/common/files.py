@@ -21,24 +21,36 @@ def write(path: Path, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def draft(path: Path) -> Iterator[Path]:
+    """Do what :func:`replacing` does, with a sentence for the user if it fails.
+
+    Raises
+    ------
+    Unwritable : if the file cannot be written; one that existed before is unchanged.
+    """
+    try:
+        with replacing(path) as unfinished:
+            yield unfinished
+    except OSError as error:
+        raise Unwritable(f"{path} cannot be written: {error.strerror or error}. {remedy(error)}") from error
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path to write to. At the end, the file is flushed to the disk, then renamed to `path`.
 
     Raises
     ------
-    Unwritable : if it cannot be written; a file that existed before is unchanged.
+    OSError : if the file cannot be written; one that existed before is unchanged.
     """
     # Hidden, so that no listing of the folder shows it; with the suffix, since some writers go by it.
     unfinished = path.with_name(f".{uuid.uuid4().hex}{path.suffix}")
     try:
-        try:
-            yield unfinished
-            sync(unfinished)
-            unfinished.replace(path)
-            sync(path.parent)
-        finally:
-            unfinished.unlink(missing_ok=True)
-    except OSError as error:
-        raise Unwritable(f"{path} cannot be written: {error.strerror or error}. {remedy(error)}") from error
+        yield unfinished
+        sync(unfinished)
+        unfinished.replace(path)
+        sync(path.parent)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 _REMEDIES = {

@@ -328,18 +328,17 @@ class Server:
         return digest.hexdigest()
 
     def _save(self) -> None:
-        """Write a checkpoint, which reuses an earlier one's files of clients' states that have not changed."""
-        files = []
-        for file, stacks in self.states.reusable_files():
-            if checkpoints.has_file(self.job.checkpoints, file):
-                files.append((file, stacks))
-        unchanged = {stack for _, stacks in files for stack in stacks}
+        """Write a checkpoint, which shares an earlier one's files of clients' states that have not changed."""
+        location = self.job.checkpoints
+        permit = partial(refuse_unless_held, location, self.job.attempt, strict=True)
+        write = partial(checkpoints.write_file, location, self.backend.get_states)
+        with checkpoints.explain_write_errors(self.round, location):
+            states = checkpoints.save_states(location, self.states, lambda files: list(map(write, files)), permit)
 
         snapshot = Snapshot(
             round=self.round,
             server=self.state,
-            states=self.states.shards(self.backend.get_states, without=unchanged),
-            files=files,
+            states=states,
             tables=self._records.tables,
             meta={
                 "experiment": self.experiment.to_yaml(),
@@ -350,8 +349,7 @@ class Server:
             | self._evaluator.saved(),
         )
 
-        permit = partial(refuse_unless_held, self.job.checkpoints, self.job.attempt, strict=True)
-        path = checkpoints.save(self.job.checkpoints, snapshot, self.experiment.checkpoint.keep, permit)
+        path = checkpoints.save(location, snapshot, self.experiment.checkpoint.keep, permit)
         self._saved_round = self.round
         self.emit(Checkpointed(self.round, path))
 

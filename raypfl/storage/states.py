@@ -6,7 +6,7 @@ A stack holds what its clients changed. What they keep besides stays in older st
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -109,13 +109,13 @@ class StackRef:
     node: str = ""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class StateFile:
-    """A checkpoint's file with the states of some stacks, as they were when it was first written.
+    """A file with states, which never changes and which several checkpoints may list.
 
     Attributes
     ----------
-    path : the path in the file system of the checkpoints.
+    path : the path in the location of the checkpoints.
     bytes : the file's size.
     sha256 : the hash of the file's content.
     state_bytes : the bytes of the states alone.
@@ -124,7 +124,7 @@ class StateFile:
     path: str
     bytes: int
     sha256: str
-    state_bytes: int = 0
+    state_bytes: int
 
 
 @dataclass(eq=False)
@@ -139,7 +139,7 @@ class LiveStack:
     node : the node on which it was made.
     sizes : for each client, name -> bytes.
     hides_older : whether older stacks have names that its clients do not keep any more.
-    file : the file of the newest checkpoint that holds it, if one does.
+    file : the file that holds its states, once they have been written.
     live : the number of clients that still have something in it.
     live_bytes : the bytes that have not been replaced by newer stacks.
     """
@@ -251,25 +251,46 @@ class StateTable:
             slots_by_stacks.setdefault(stacks, {})[client] = tuple(slot for _, slot in layers)
         yield from sorted(slots_by_stacks.items(), key=lambda entry: [stack.number for stack in entry[0]])
 
-    def reusable_files(self) -> list[tuple[StateFile, list[LiveStack]]]:
-        """Return the newest checkpoint's files with enough live bytes to be kept, each with its stacks, by path."""
+    def reusable_files(self) -> dict[StateFile, list[LiveStack]]:
+        """Return the files with enough live bytes to be kept, each with its stacks, in the order of the stacks."""
         stacks_in_file: dict[StateFile, list[LiveStack]] = {}
         for stack in self.stacks():
             if stack.file is not None:
                 stacks_in_file.setdefault(stack.file, []).append(stack)
 
-        reusable = []
+        reusable = {}
         for file, stacks in stacks_in_file.items():
             live_bytes = sum(stack.live_bytes for stack in stacks)
             if live_bytes >= SPARSE * file.state_bytes:
-                reusable.append((file, stacks))
-        return sorted(reusable, key=lambda entry: entry[0].path)
+                reusable[file] = stacks
+        return reusable
 
-    def shards(self, fetch: Callable[[Any], Stack], without: Collection[LiveStack] = ()) -> Iterator[StateShard]:
-        """Yield what clients have in each stack, except those `without`; stacks are fetched one at a time."""
+    def by_file(self, size: int, without: Collection[LiveStack]) -> Iterator[list[LiveStack]]:
+        """Yield the stacks, except those `without`, in lists that each fill a file with `size` bytes of live states.
+
+        The stacks of a list are on the same node.
+        """
+        stacks_of_node: dict[str, list[LiveStack]] = {}
         for stack in self.stacks():
             if stack not in without:
-                yield from _shards(stack, self.live_names(stack), fetch(stack.handle))
+                stacks_of_node.setdefault(stack.node, []).append(stack)
+
+        for stacks in stacks_of_node.values():
+            file_stacks: list[LiveStack] = []
+            file_bytes = 0
+            for stack in stacks:
+                file_stacks.append(stack)
+                file_bytes += stack.live_bytes
+                if file_bytes >= size:
+                    yield file_stacks
+                    file_stacks = []
+                    file_bytes = 0
+            if file_stacks:
+                yield file_stacks
+
+    def live_rows(self, stack: LiveStack) -> LiveRows:
+        """Return what clients still have in a stack."""
+        return LiveRows(stack.handle, stack.clients, self.live_names(stack), stack.number, stack.hides_older)
 
     def clients_to_rewrite(self) -> list[list[int]]:
         """Return the clients whose states should be rewritten, since their stacks keep too many dead bytes in memory.
@@ -341,15 +362,13 @@ class StateShard:
     tensors : name -> ``[k, ...]``, row i belonging to ``clients[i]``.
     number : the number of its stack. Of a client in several shards, for each name the greatest counts.
     complete : whether smaller numbers do not count for these clients at all.
-    source : the stack, while the shard is written into a checkpoint.
-    file : the file that the shard was read from, if it was.
+    file : the file that the shard was read from, if later checkpoints may list it.
     """
 
     clients: np.ndarray
     tensors: dict[str, np.ndarray]
     number: int = 0
     complete: bool = True
-    source: LiveStack | None = None
     file: StateFile | None = None
 
     @property
@@ -362,14 +381,33 @@ class StateShard:
         return Stack(dict(self.tensors), {name: np.arange(len(self.clients)) for name in self.tensors})
 
 
-def _shards(source: LiveStack, live_names: Mapping[int, tuple[str, ...]], stack: Stack) -> Iterator[StateShard]:
-    """Yield what clients still have in a stack, ``slot -> names``: a shard for all clients with the same names."""
-    sorted_names = {slot: tuple(sorted(names)) for slot, names in live_names.items()}
-    for shared_names in sorted(set(sorted_names.values())):
-        slots = [slot for slot, names in sorted_names.items() if names == shared_names]
-        rows = {name: stack.rows[name][stack.index[name][slots]] for name in shared_names}
-        clients = np.array([source.clients[slot] for slot in slots])
-        yield StateShard(clients, rows, source.number, source.hides_older, source)
+@dataclass(frozen=True)
+class LiveRows:
+    """What clients still have in a stack, as its node is told that writes it.
+
+    Attributes
+    ----------
+    stack : a :class:`Stack`, or a Ray reference to one.
+    clients : the clients whose states the stack was made of.
+    live_names : slot -> names of which there is nothing newer.
+    number : the stack's number.
+    complete : whether smaller numbers do not count for these clients at all.
+    """
+
+    stack: Any
+    clients: tuple[int, ...]
+    live_names: Mapping[int, tuple[str, ...]]
+    number: int
+    complete: bool
+
+    def shards(self, stack: Stack) -> Iterator[StateShard]:
+        """Yield a shard for all clients with the same names; `stack` is the one behind a reference."""
+        sorted_names = {slot: tuple(sorted(names)) for slot, names in self.live_names.items()}
+        for shared_names in sorted(set(sorted_names.values())):
+            slots = [slot for slot, names in sorted_names.items() if names == shared_names]
+            rows = {name: stack.rows[name][stack.index[name][slots]] for name in shared_names}
+            clients = np.array([self.clients[slot] for slot in slots])
+            yield StateShard(clients, rows, self.number, self.complete)
 
 
 def merged(parts: Iterable[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:

@@ -87,7 +87,9 @@ class TrainedModels:
                 values[name] = torch.from_numpy(np.array(value))
         content = {"server": self.server, "data": values}
         meta = {"experiment": self.experiment.to_yaml()}
-        checkpoints.save(str(folder), Snapshot(self.round, content, self._snapshot.states, {}, meta), keep=1)
+        with checkpoints.explain_write_errors(self.round, str(folder)):
+            states = self._snapshot.states.copied_to(str(folder))
+        checkpoints.save(str(folder), Snapshot(self.round, content, states, {}, meta), keep=1)
 
     @classmethod
     def of_export(cls, folder: str | Path) -> TrainedModels:

@@ -6,10 +6,8 @@ import hashlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,17 +17,27 @@ import torch
 
 from raypfl.common.errors import CheckpointError
 from raypfl.storage import checkpoints, filesystems
-from raypfl.storage.checkpoints import Snapshot, writing
-from raypfl.storage.checkpoints.layout import TABLES
+from raypfl.storage.checkpoints import Snapshot, StoredStates, write_shards
+from raypfl.storage.checkpoints.layout import STATES, TABLES
 from raypfl.storage.columns import Columns
-from raypfl.storage.states import StateShard
+from raypfl.storage.states import StateShard, StateTable
 from raypfl.storage.tables import RunTable
 
 ROOT = Path(__file__).parents[2]
 AWKWARD = [0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-40, 0.1]
 
 
-def make_snapshot(round: int = 3) -> Snapshot:
+def make_shards(round: int) -> list[StateShard]:
+    """Return two shards of clients' states, with the round, so that no two rounds share a file."""
+    numbers = np.array([0.5, -0.0], "float32")
+    return [
+        StateShard(np.array([4, 1]), {"personal": np.array([AWKWARD, AWKWARD]), "alpha": numbers}),
+        StateShard(np.array([7]), {"steps/count": np.array([[2**60, round]]), "seen": np.array([True])}),
+    ]
+
+
+def make_snapshot(location: object, round: int = 3) -> Snapshot:
+    """Return a snapshot whose clients' states are in the location already."""
     theta = torch.arange(12, dtype=torch.float32)
     server = {
         "theta": theta,
@@ -43,16 +51,15 @@ def make_snapshot(round: int = 3) -> Snapshot:
         "a": {"b": torch.tensor(2)},
         "history": [torch.ones(2, dtype=torch.int64), -0.0, float("nan"), 2**60],
     }
-    states = [
-        StateShard(
-            np.array([4, 1]), {"personal": np.array([AWKWARD, AWKWARD]), "alpha": np.array([0.5, -0.0], "float32")}
-        ),
-        StateShard(np.array([7]), {"steps/count": np.array([[2**60]]), "seen": np.array([True])}),
-    ]
+    states = StoredStates(str(location), (write_shards(str(location), make_shards(round)),))
     tables = {"rounds": RunTable(Columns({"round": "int32", "loss": "float64"}))}
     tables["rounds"].waiting.extend({"round": [1, 2, 3], "loss": [0.5, float("nan"), -0.0]})
 
     return Snapshot(round=round, server=server, states=states, tables=tables, meta={"seed": 1, "run": "digits"})
+
+
+def save(location: object, round: int, keep: int) -> str:
+    return checkpoints.save(str(location), make_snapshot(location, round), keep)
 
 
 def assert_same(a: object, b: object) -> None:
@@ -80,11 +87,11 @@ def load(location: object, warnings: list[str] | None = None) -> Snapshot | None
 
 
 def folders(location: Path) -> list[str]:
-    return sorted(entry.name for entry in location.iterdir() if entry.name != TABLES)
+    return sorted(entry.name for entry in location.iterdir() if entry.name not in (STATES, TABLES))
 
 
 def test_a_snapshot_comes_back_to_the_same_bits(tmp_path: Path) -> None:
-    saved = make_snapshot()
+    saved = make_snapshot(tmp_path)
     path = checkpoints.save(str(tmp_path), saved, keep=2)
     assert Path(path).parent == tmp_path
 
@@ -96,7 +103,7 @@ def test_a_snapshot_comes_back_to_the_same_bits(tmp_path: Path) -> None:
     rounds = checkpoints.read_table(str(tmp_path), loaded.tables["rounds"])
     assert repr(rounds.to_pydict()) == repr({"round": [1, 2, 3], "loss": [0.5, float("nan"), -0.0]})
     for _ in range(2):  # the states can be read again
-        for before, after in zip(saved.states, loaded.states, strict=True):
+        for before, after in zip(make_shards(3), loaded.states, strict=True):
             assert np.array_equal(before.clients, after.clients)
             assert before.tensors.keys() == after.tensors.keys()
             for name, array in before.tensors.items():
@@ -105,7 +112,7 @@ def test_a_snapshot_comes_back_to_the_same_bits(tmp_path: Path) -> None:
 
 
 def test_loaded_tensors_and_states_can_be_written_to(tmp_path: Path) -> None:
-    checkpoints.save(str(tmp_path), make_snapshot(), keep=1)
+    save(tmp_path, 3, keep=1)
     loaded = load(tmp_path)
     assert loaded is not None
     loaded.server["theta"] += 1
@@ -114,38 +121,14 @@ def test_loaded_tensors_and_states_can_be_written_to(tmp_path: Path) -> None:
             array[:] = 0
 
 
+NO_STATES = StoredStates("")
+
+
 def test_a_method_without_state_can_be_saved(tmp_path: Path) -> None:
-    checkpoints.save(str(tmp_path), Snapshot(round=1, server={}, states=[], tables={}, meta={}), keep=1)
+    checkpoints.save(str(tmp_path), Snapshot(round=1, server={}, states=NO_STATES, tables={}, meta={}), keep=1)
     loaded = load(tmp_path)
     assert loaded is not None
     assert (loaded.server, list(loaded.states), loaded.tables) == ({}, [], {})
-
-
-def test_states_are_written_a_file_at_a_time_and_never_all_in_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(writing, "FILE_SIZE", 2 * 16)
-    written_before = []
-
-    def shards() -> Iterator[StateShard]:
-        for i in range(5):
-            written_before.append(len(list(tmp_path.rglob("states-*"))))
-            yield StateShard(np.array([i]), {"w": np.zeros((1, 2))})
-
-    checkpoints.save(str(tmp_path), Snapshot(round=1, server={}, states=shards(), tables={}, meta={}), keep=1)
-    assert written_before == [0, 0, 0, 1, 1]
-    loaded = load(tmp_path)
-    assert loaded is not None
-    assert [shard.clients.tolist() for shard in loaded.states] == [[0], [1], [2], [3], [4]]
-
-
-def test_small_states_share_a_file(tmp_path: Path) -> None:
-    shards = [StateShard(np.array([i]), {"w": np.full((1, 2), i)}) for i in range(200)]
-    path = checkpoints.save(str(tmp_path), Snapshot(round=1, server={}, states=shards, tables={}, meta={}), keep=1)
-    assert len(list(Path(path).glob("states-*"))) == 1
-    loaded = load(tmp_path)
-    assert loaded is not None
-    assert [(int(s.clients[0]), int(s.tensors["w"][0, 1])) for s in loaded.states] == [(i, i) for i in range(200)]
 
 
 def test_no_folder_means_no_checkpoint(tmp_path: Path) -> None:
@@ -155,24 +138,24 @@ def test_no_folder_means_no_checkpoint(tmp_path: Path) -> None:
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     for round in range(1, 5):
-        checkpoints.save(str(tmp_path), make_snapshot(round), keep=2)
+        save(tmp_path, round, keep=2)
     assert folders(tmp_path) == ["000003-round-3", "000004-round-4"]
 
 
 def test_a_checkpoint_never_overwrites_one_of_the_same_round(tmp_path: Path) -> None:
-    assert checkpoints.save(str(tmp_path), make_snapshot(5), 2) != checkpoints.save(str(tmp_path), make_snapshot(5), 2)
+    assert save(tmp_path, 5, keep=2) != save(tmp_path, 5, keep=2)
 
 
 def test_a_checkpoint_saved_after_falling_back_counts_as_the_newest(tmp_path: Path) -> None:
-    checkpoints.save(str(tmp_path), make_snapshot(20), keep=2)
-    checkpoints.save(str(tmp_path), make_snapshot(30), keep=2)
-    checkpoints.save(str(tmp_path), make_snapshot(25), keep=2)
+    save(tmp_path, 20, keep=2)
+    save(tmp_path, 30, keep=2)
+    save(tmp_path, 25, keep=2)
     loaded = load(tmp_path)
     assert loaded is not None
     assert loaded.round == 25
 
 
-FILES = ["server.safetensors", "states-00000.safetensors", "meta.json", "manifest.json"]
+FILES = ["server.safetensors", "states", "meta.json", "manifest.json"]
 DAMAGES = ["truncated", "missing", "a bit flipped"]
 
 
@@ -193,9 +176,12 @@ def inflict(damage: str, file: Path, place: int | None = None) -> None:
 def test_a_damaged_checkpoint_is_skipped_with_a_sentence_that_names_the_file(
     tmp_path: Path, name: str, damage: str
 ) -> None:
-    checkpoints.save(str(tmp_path), make_snapshot(1), keep=2)
-    newest = Path(checkpoints.save(str(tmp_path), make_snapshot(2), keep=2))
+    save(tmp_path, 1, keep=2)
+    files_before = set(tmp_path.glob("states/*"))
+    newest = Path(save(tmp_path, 2, keep=2))
     file = newest / name
+    if name == "states":
+        (file,) = set(tmp_path.glob("states/*")) - files_before
     inflict(damage, file, file.read_bytes().index(b'"sha256": "') + 12 if name == "manifest.json" else None)
     warnings: list[str] = []
     loaded = load(tmp_path, warnings)
@@ -204,12 +190,12 @@ def test_a_damaged_checkpoint_is_skipped_with_a_sentence_that_names_the_file(
     assert loaded.round == 1
     assert len(warnings) == 1
     assert str(newest) in warnings[0]
-    assert name in warnings[0] or name == "manifest.json"
+    assert file.name in warnings[0] or name == "manifest.json"
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_table_costs_its_rows_and_no_checkpoint(tmp_path: Path, damage: str) -> None:
-    snapshot = make_snapshot(2)
+    snapshot = make_snapshot(tmp_path, 2)
     table = snapshot.tables["rounds"]
     checkpoints.save(str(tmp_path), snapshot, keep=2)
     table.waiting.extend({"round": [4], "loss": [0.25]})
@@ -229,7 +215,7 @@ def test_a_damaged_table_costs_its_rows_and_no_checkpoint(tmp_path: Path, damage
 
 
 def test_a_damaged_table_is_written_again_from_a_copy_if_that_has_its_rows(tmp_path: Path) -> None:
-    snapshot = make_snapshot(2)
+    snapshot = make_snapshot(tmp_path, 2)
     for round in range(4, 9):
         checkpoints.save(str(tmp_path), snapshot, keep=1)
         snapshot.tables["rounds"].waiting.extend({"round": [round], "loss": [1 / round]})
@@ -253,8 +239,8 @@ def test_a_damaged_table_is_written_again_from_a_copy_if_that_has_its_rows(tmp_p
 
 @pytest.mark.parametrize("content", ["[]", "{}", "null", '{"round": 2, "state_files": "x"}', '"round"'])
 def test_a_checkpoint_with_an_odd_meta_file_is_skipped_with_a_sentence(tmp_path: Path, content: str) -> None:
-    checkpoints.save(str(tmp_path), make_snapshot(1), keep=2)
-    newest = Path(checkpoints.save(str(tmp_path), make_snapshot(2), keep=2))
+    save(tmp_path, 1, keep=2)
+    newest = Path(save(tmp_path, 2, keep=2))
     manifest = json.loads((newest / "manifest.json").read_text())
     entry = {"bytes": len(content), "sha256": hashlib.sha256(content.encode()).hexdigest()}
     manifest["files"]["meta.json"] = entry
@@ -270,60 +256,84 @@ def test_a_checkpoint_with_an_odd_meta_file_is_skipped_with_a_sentence(tmp_path:
 
 def test_without_an_intact_checkpoint_the_error_names_the_damage_of_each(tmp_path: Path) -> None:
     for round in (1, 2):
-        (Path(checkpoints.save(str(tmp_path), make_snapshot(round), keep=2)) / "meta.json").unlink()
+        (Path(save(tmp_path, round, keep=2)) / "meta.json").unlink()
     with pytest.raises(CheckpointError, match=r"round-2 .*meta.json is missing.*round-1 .*meta.json is missing"):
         load(tmp_path)
 
 
 def test_a_save_that_is_killed_leaves_the_checkpoint_before(tmp_path: Path) -> None:
-    checkpoints.save(str(tmp_path), make_snapshot(1), keep=1)
     killed = subprocess.run(
-        [sys.executable, "-c", KILLED_IN_A_SAVE, str(tmp_path)], env={**os.environ, "PYTHONPATH": str(ROOT)}
+        [sys.executable, "-c", KILLED_IN_A_SAVE, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
     )
+    assert killed.returncode == 0, killed.stderr
+    rounds, warnings = json.loads(killed.stdout)
+    num_before = rounds.count(1)
+    assert num_before >= 10  # the last steps are to make sure that the new one is on the disk
+    assert rounds == [1] * num_before + [2] * (len(rounds) - num_before)
+    assert all("is unfinished" in text for text in warnings)
 
-    assert killed.returncode == -signal.SIGKILL
-    assert len(folders(tmp_path)) == 2
-
-    warnings: list[str] = []
-    loaded = load(tmp_path, warnings)
-    assert loaded is not None
-    assert loaded.round == 1
-    assert "is unfinished" in warnings[0]
-
-    checkpoints.save(str(tmp_path), make_snapshot(2), keep=1)
-    assert folders(tmp_path) == ["000003-round-2"]
+    assert len(folders(tmp_path)) == 1
+    (only_states,) = (tmp_path / STATES).iterdir()
+    assert only_states.suffix == ".safetensors"
 
 
 KILLED_IN_A_SAVE = """
-import os, signal, sys
-import numpy as np
-from raypfl.storage import checkpoints
-from raypfl.storage.states import StateShard
+import json, os, signal, sys
+from tests.storage.test_checkpoint import load, save
+from raypfl.common import files
 
-def shards():
-    yield StateShard(np.arange(2), {"w": np.zeros((2, 1000))})
-    os.kill(os.getpid(), signal.SIGKILL)
+location = sys.argv[1]
+save(location, 1, keep=1)
+steps_left = 0
 
-checkpoints.save(sys.argv[1], checkpoints.Snapshot(round=2, server={}, states=shards(), tables={}, meta={}), keep=1)
+def dying(step):
+    def run(*arguments):
+        global steps_left
+        steps_left -= 1
+        if not steps_left:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return step(*arguments)
+    return run
+
+# A local save goes by these: the content is there, it is on the disk, it has its name.
+for module, name in ((files.os, "fsync"), (files.os, "rename"), (files.Path, "replace")):
+    setattr(module, name, dying(getattr(module, name)))
+
+warnings, rounds, died = [], [], True
+while died:
+    steps_left = len(rounds) + 1
+    if not (child := os.fork()):
+        save(location, 2, keep=1)
+        os._exit(0)
+    died = os.waitpid(child, 0)[1] == signal.SIGKILL
+    rounds.append(load(location, warnings).round)
+
+print(json.dumps([rounds, warnings]))
 """
 
 
 def test_a_run_killed_in_its_very_first_save_has_no_checkpoint(tmp_path: Path) -> None:
-    path = Path(checkpoints.save(str(tmp_path), make_snapshot(), keep=1))
+    path = Path(save(tmp_path, 3, keep=1))
     path.rename(path.with_name(path.name + ".draft"))
     warnings: list[str] = []
     assert load(tmp_path, warnings) is None
     assert len(warnings) == 1
 
 
-def test_a_failed_save_is_reported_in_a_sentence_and_costs_no_older_checkpoint(tmp_path: Path) -> None:
-    def full_disk() -> Iterator[StateShard]:
-        yield StateShard(np.arange(1), {"w": np.zeros((1, 2))})
+def test_a_failed_save_is_reported_in_a_sentence_and_costs_no_older_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full_disk(*arguments: object) -> None:
         raise OSError("No space left on device")
 
-    checkpoints.save(str(tmp_path), make_snapshot(1), keep=1)
+    save(tmp_path, 1, keep=1)
+    snapshot = make_snapshot(tmp_path, 2)
+    monkeypatch.setattr(os, "rename", full_disk)
     with pytest.raises(CheckpointError, match=r"round 2 cannot be written.*No space left.*checkpoint.location"):
-        checkpoints.save(str(tmp_path), Snapshot(round=2, server={}, states=full_disk(), tables={}, meta={}), keep=1)
+        checkpoints.save(str(tmp_path), snapshot, keep=1)
     loaded = load(tmp_path)
     assert loaded is not None
     assert loaded.round == 1
@@ -333,12 +343,12 @@ def test_a_failed_save_is_reported_in_a_sentence_and_costs_no_older_checkpoint(t
 def test_a_server_state_that_cannot_be_stored_is_refused_by_its_name(tmp_path: Path, value: object) -> None:
     with pytest.raises(CheckpointError, match="optimizer/thing"):
         checkpoints.save(
-            str(tmp_path), Snapshot(round=1, server={"optimizer": {"thing": value}}, states=[], tables={}, meta={}), 1
+            str(tmp_path), Snapshot(1, {"optimizer": {"thing": value}}, NO_STATES, tables={}, meta={}), keep=1
         )
 
 
 def test_a_uri_can_be_the_location(tmp_path: Path) -> None:
-    checkpoints.save(f"file://{tmp_path}/a", make_snapshot(), keep=1)
+    save(f"file://{tmp_path}/a", 3, keep=1)
     assert load(tmp_path / "a") is not None
     assert load(f"file://{tmp_path}/a/") is not None
 
@@ -349,9 +359,12 @@ def test_a_location_that_cannot_be_opened_is_named(location: str) -> None:
         load(location)
 
 
+BUCKET = "s3://bucket/runs/digits"
+
+
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pafs.FileSystem:
-    """A pretended object store: a file system that cannot rename."""
+    """A pretended object store, which is a file system that cannot rename."""
     store = pafs.SubTreeFileSystem(str(tmp_path), pafs.LocalFileSystem())
     monkeypatch.setattr(filesystems, "open_location", lambda location: (store, "runs/digits"))
     return store
@@ -359,25 +372,57 @@ def bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pafs.FileSystem:
 
 def test_an_object_store_keeps_checkpoints_too(bucket: pafs.FileSystem, tmp_path: Path) -> None:
     for round in (1, 2, 3):
-        assert checkpoints.save("s3://bucket/runs/digits", make_snapshot(round), keep=2).startswith("runs/digits/")
-    loaded = load("s3://bucket/runs/digits")
+        assert save(BUCKET, round, keep=2).startswith("runs/digits/")
+    loaded = load(BUCKET)
     assert loaded is not None
-    assert_same(loaded.server, make_snapshot().server)
+    assert_same(loaded.server, make_snapshot(BUCKET).server)
     assert folders(tmp_path / "runs/digits") == ["000002-round-2", "000003-round-3"]
 
 
 def test_in_an_object_store_a_checkpoint_without_manifest_was_never_finished(
     bucket: pafs.FileSystem, tmp_path: Path
 ) -> None:
-    first = tmp_path / checkpoints.save("s3://bucket/runs/digits", make_snapshot(1), keep=1)
+    first = tmp_path / save(BUCKET, 1, keep=1)
     shutil.copytree(first, first.with_name("000002-round-2"))
     (first.with_name("000002-round-2") / "manifest.json").unlink()
     warnings: list[str] = []
-    loaded = load("s3://bucket/runs/digits", warnings)
+    loaded = load(BUCKET, warnings)
 
     assert loaded is not None
     assert loaded.round == 1
     assert "is unfinished" in warnings[0]
 
-    checkpoints.save("s3://bucket/runs/digits", make_snapshot(3), keep=2)
+    save(BUCKET, 3, keep=2)
     assert folders(first.parent) == ["000001-round-1", "000003-round-3"]
+
+
+def test_a_checkpoint_of_the_version_before_gives_its_states_and_the_next_one_needs_nothing_of_it(
+    tmp_path: Path,
+) -> None:
+    path = Path(save(tmp_path, 1, keep=1))
+    (file,) = (tmp_path / STATES).iterdir()
+    file.rename(path / "states-00000.safetensors")
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"]["states-00000.safetensors"] = manifest["shared"].pop(f"{STATES}/{file.name}")
+    meta = json.loads((path / "meta.json").read_text())
+    del meta["states"]
+    content = json.dumps(meta | {"state_files": 1})
+    manifest["files"]["meta.json"] = {"bytes": len(content), "sha256": hashlib.sha256(content.encode()).hexdigest()}
+    (path / "meta.json").write_text(content)
+    (path / "manifest.json").write_text(json.dumps(manifest | {"format": 3}))
+
+    loaded = load(tmp_path)
+    assert loaded is not None
+    table = StateTable()
+    for shard in loaded.states:
+        table.stage(shard.clients.tolist(), shard.stack(), shard=shard)
+    table.commit()
+    assert loaded.state_of(7)["steps/count"].tolist() == [2**60, 1]
+    assert not table.reusable_files()
+
+    inflict("a bit flipped", path / "states-00000.safetensors")
+    with pytest.raises(CheckpointError, match=r"states-00000.safetensors has changed"):
+        load(tmp_path)
+    (path / "manifest.json").write_text(json.dumps(manifest | {"format": 2}))
+    with pytest.raises(CheckpointError, match="an older version of raypfl, which is needed to read it"):
+        load(tmp_path)

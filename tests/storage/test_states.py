@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow.fs as pafs
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,9 +19,9 @@ from raypfl.common import files
 from raypfl.common.errors import Stopped
 from raypfl.common.messages import per_client
 from raypfl.engine.backends.inline import Inline
-from raypfl.storage import checkpoints
-from raypfl.storage.checkpoints import Snapshot, writing
-from raypfl.storage.states import Stack, StateTable, merged
+from raypfl.storage import checkpoints, filesystems
+from raypfl.storage.checkpoints import Snapshot, state_files
+from raypfl.storage.states import Stack, StateFile, StateTable, merged
 from tests.federation.test_cohort import Probe
 from tests.support.federation import Federation
 
@@ -59,7 +63,8 @@ def test_a_stack_is_written_as_shards_of_clients_that_keep_the_same_names():
     before = [{"a": np.ones(2)}, {}, {"a": np.zeros(2)}]
     table.stage((5, 7, 8), Stack.updated(before, {"b": np.arange(3)}))
     table.commit()
-    shards = {tuple(shard.tensors): shard for shard in table.shards(lambda stack: stack)}
+    (stack,) = table.stacks()
+    shards = {tuple(shard.tensors): shard for shard in table.live_rows(stack).shards(stack.handle)}
     assert shards["a", "b"].clients.tolist() == [5, 8] and shards["a", "b"].tensors["b"].tolist() == [0, 2]
     assert shards["b",].clients.tolist() == [7] and shards["b",].tensors["b"].tolist() == [1]
 
@@ -138,17 +143,17 @@ def test_a_state_is_read_with_one_copy_whatever_the_default():
         clients.state.get("w")
 
 
-def saved(table: StateTable, location: Path, round: int) -> Path:
-    unchanged = [(file, stacks) for file, stacks in table.reusable_files() if checkpoints.has_file(str(location), file)]
-    reused = set()
-    for _, stacks in unchanged:
-        reused |= set(stacks)
+def saved(
+    table: StateTable, location: object, round: int, fetch: Callable[[Any], Stack] = lambda stack: stack
+) -> list[StateFile]:
+    """Save a checkpoint; return its files of states."""
+    write = partial(checkpoints.write_file, str(location), fetch)
+    states = checkpoints.save_states(str(location), table, lambda files: list(map(write, files)))
+    checkpoints.save(str(location), Snapshot(round, {}, states, {}, {}), keep=2)
+    return list(states.state_files)
 
-    shards = table.shards(lambda stack: stack, without=reused)
-    return Path(checkpoints.save(str(location), Snapshot(round, {}, shards, {}, {}, unchanged), keep=2))
 
-
-def restored(location: Path) -> StateTable:
+def restored(location: object) -> StateTable:
     loaded = checkpoints.load(str(location), lambda text: None)
     assert loaded is not None
 
@@ -168,25 +173,82 @@ def contents(table: StateTable) -> dict[int, list[int]]:
     return states
 
 
-def inodes(folder: Path) -> list[int]:
-    return [file.stat().st_ino for file in sorted(folder.glob("states-*"))]
+class Recording:
+    """A pretended object store that records what is done with its files."""
+
+    def __init__(self, folder: Path):
+        self._files = pafs.SubTreeFileSystem(str(folder), pafs.LocalFileSystem())
+        self.calls: list[tuple[str, str]] = []
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(path: Any, *arguments: Any, **options: Any) -> Any:
+            self.calls.append((name, str(path)))
+            return getattr(self._files, name)(path, *arguments, **options)
+
+        return call
+
+    def written(self) -> set[str]:
+        """The paths that were written since the last look; raises an AssertionError if files were copied."""
+        assert not {name for name, _ in self.calls} & {"copy_file", "move"}
+        paths = {path for name, path in self.calls if name == "open_output_stream"}
+        self.calls.clear()
+        return paths
 
 
 def test_a_checkpoint_writes_only_what_has_changed_since_the_one_before(tmp_path, monkeypatch):
-    monkeypatch.setattr(writing, "FILE_SIZE", 1)
+    store = Recording(tmp_path)
+    monkeypatch.setattr(filesystems, "open_location", lambda location: (store, location))
+    monkeypatch.setattr(state_files, "FILE_SIZE", 1)
     table = StateTable()
+    own = {"server.safetensors", "meta.json", "manifest.json"}
     for first in (0, 10, 20):
         table.stage(tuple(range(first, first + 10)), stack_of(tuple(range(first, first + 10)), 1))
 
     table.commit()
-    before = inodes(saved(table, tmp_path, 1))
+    before = saved(table, "run", 1)
+    assert store.written() == {f"run/{file.path}" for file in before} | {f"run/000001-round-1/{name}" for name in own}
+
     table.stage((3, 21), stack_of((3, 21), 2))
     table.stage((10, 11, 12, 13), stack_of((10, 11, 12, 13), 2))
     table.commit()
-    after = inodes(saved(table, tmp_path, 2))
+    after = saved(table, "run", 2)
+    new = set(after) - set(before)
+    assert set(after) & set(before) == {before[0], before[2]} and len(new) == 3
+    assert store.written() == {f"run/{file.path}" for file in new} | {f"run/000002-round-2/{name}" for name in own}
+    assert contents(restored("run")) == contents(table)
 
-    assert after[:2] == [before[0], before[2]] and not set(after[2:]) & set(before)
+    # Until no checkpoint lists it any more.
+    assert (tmp_path / "run" / before[1].path).exists()
+    assert set(saved(table, "run", 3)) == set(after)
+    assert {f"states/{file.name}" for file in tmp_path.glob("run/states/*")} == {file.path for file in after}
+
+
+def test_a_save_has_one_file_of_states_in_memory_and_small_ones_share_a_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(state_files, "FILE_SIZE", 2 * 16)
+    table = StateTable()
+    for client in range(5):
+        table.stage((client,), stack_of((client,), 1))
+    table.commit()
+    written_before = []
+
+    def fetch(stack: Stack) -> Stack:
+        written_before.append(len(list(tmp_path.glob("states/*"))))
+        return stack
+
+    assert len(saved(table, tmp_path, 1, fetch)) == 3
+    assert written_before == [0, 0, 1, 1, 2]
     assert contents(restored(tmp_path)) == contents(table)
+
+
+def test_a_file_has_the_stacks_of_one_node(tmp_path):
+    table = StateTable()
+    for client in range(6):
+        table.stage((client,), stack_of((client,), 1), node=f"node {client % 2}")
+    table.commit()
+    assert [[stack.clients for stack in stacks] for stacks in table.by_file(99, without=())] == [
+        [(0,), (2,), (4,)],
+        [(1,), (3,), (5,)],
+    ]
 
 
 @pytest.mark.parametrize("harm", ["truncated", "deleted"])
@@ -194,7 +256,7 @@ def test_a_damaged_file_of_states_is_written_again(tmp_path, harm):
     table = StateTable()
     table.stage((1, 2), stack_of((1, 2), 1))
     table.commit()
-    file = saved(table, tmp_path, 1) / "states-00000.safetensors"
+    file = tmp_path / saved(table, tmp_path, 1)[0].path
     if harm == "deleted":
         file.unlink()
     else:
@@ -208,7 +270,7 @@ def test_a_damaged_file_of_states_is_written_again(tmp_path, harm):
 @given(ROUNDS.filter(len), st.data())
 def test_whatever_changed_between_checkpoints_the_newest_states_come_back(rounds, data):
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writing, "FILE_SIZE", 100)
+        patch.setattr(state_files, "FILE_SIZE", 100)
         patch.setattr(files, "sync", lambda path: None)
 
         table = StateTable()
@@ -270,7 +332,7 @@ def all_states(fed: Federation) -> dict[int, dict[str, list[int]]]:
 @given(CHANGES, st.data())
 def test_states_hold_exactly_the_names_that_clients_have_set_and_not_deleted(changes, data):
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writing, "FILE_SIZE", 100)
+        patch.setattr(state_files, "FILE_SIZE", 100)
         patch.setattr(files, "sync", lambda path: None)
         fed = Federation(sizes=(3,) * 6, method=Probe(answer=changes_one_name), group_size=2)
         expected = {}
@@ -301,8 +363,8 @@ def test_states_hold_exactly_the_names_that_clients_have_set_and_not_deleted(cha
             if data.draw(st.booleans()):
                 saved(fed.states, Path(folder), value)
             if data.draw(st.booleans()):
-                location = saved(fed.states, Path(folder), value)
-                loaded = checkpoints.load(str(location.parent), lambda text: None)
+                saved(fed.states, Path(folder), value)
+                loaded = checkpoints.load(folder, lambda text: None)
                 assert loaded is not None
                 for client in range(6):
                     stored = {name: row.tolist() for name, row in loaded.state_of(client).items()}
@@ -328,18 +390,16 @@ def test_names_that_a_client_does_not_set_are_not_copied():
 
 
 def test_a_checkpoint_writes_only_the_names_that_have_changed(tmp_path, monkeypatch):
-    monkeypatch.setattr(writing, "FILE_SIZE", 1)
+    monkeypatch.setattr(state_files, "FILE_SIZE", 1)
     table = StateTable()
     table.stage((1, 2), Stack.updated([{}, {}], {"constant": np.zeros((2, 1000)), "moving": np.zeros((2, 1))}))
     table.commit()
-    (before,) = inodes(saved(table, tmp_path, 1))
+    (before,) = saved(table, tmp_path, 1)
     new = Stack.updated([{}, {}], {"moving": np.ones((2, 1))})
     table.stage((1, 2), new, contents=new.contents(2, complete=False))
     table.commit()
-    path = saved(table, tmp_path, 2)
-
-    assert inodes(path)[0] == before and len(inodes(path)) == 2
-    assert (path / "states-00001.safetensors").stat().st_size < 1000
+    unchanged, changed = saved(table, tmp_path, 2)
+    assert unchanged == before and changed.bytes < 1000
 
     for client in (1, 2):
         state = merged(ref.stack.state_of(ref.slot) for ref in restored(tmp_path).refs(client))

@@ -14,7 +14,7 @@ from raypfl.common.errors import CheckpointError, ConfigError
 from raypfl.methods import METHODS
 from raypfl.runs.result import newest
 from raypfl.storage import checkpoints
-from raypfl.storage.checkpoints import Snapshot
+from raypfl.storage.checkpoints import Snapshot, StoredStates, write_shards
 from raypfl.storage.states import StateShard
 from raypfl.trained import models as trained
 from raypfl.trained.models import TrainedModels
@@ -115,15 +115,16 @@ def test_missing_models_clients_and_checkpoints_are_refused_in_a_sentence(tmp_pa
 def test_a_checkpoint_gives_a_clients_latest_state_or_the_server_without_states(tmp_path: Path):
     older = StateShard(np.array([1, 2]), {"a": np.array([1.0, 2.0])})
     newer = StateShard(np.array([1]), {"a": np.array([5.0])})
-    snapshot = Snapshot(round=1, server={"theta": torch.ones(2)}, states=[older, newer], tables={}, meta={})
-    path = Path(checkpoints.save(str(tmp_path), snapshot, keep=1))
+    states = StoredStates(str(tmp_path), (write_shards(str(tmp_path), [older, newer]),))
+    snapshot = Snapshot(round=1, server={"theta": torch.ones(2)}, states=states, tables={}, meta={})
+    checkpoints.save(str(tmp_path), snapshot, keep=1)
 
     loaded = checkpoints.load(str(tmp_path), pytest.fail)
     assert loaded is not None
     assert [float(loaded.state_of(client)["a"]) for client in (1, 2)] == [5.0, 2.0]
     assert loaded.state_of(0) == {}
 
-    (path / "states-00000.safetensors").write_bytes(b"damaged")
+    (tmp_path / states.state_files[0].path).write_bytes(b"damaged")
     server_alone = checkpoints.load(str(tmp_path), pytest.fail, whole=False)
     assert server_alone is not None and torch.equal(server_alone.server["theta"], torch.ones(2))
 

@@ -12,14 +12,21 @@ from typing import Any
 import pyarrow.fs as pafs
 
 from raypfl.common.errors import CheckpointError
+from raypfl.common.files import remedy
 from raypfl.storage import filesystems
 from raypfl.storage.filesystems import read_bytes
 
-FORMAT = 3
-"""Version of the format, which the manifest has: others are refused."""
+FORMAT = 4
+"""Version of the format, which the manifest has."""
+
+READABLE = (3, 4)
+"""Versions that can be read; others are refused. The third had states in the checkpoint's own folder."""
 
 TABLES = "tables"
-STATES = "states-"
+STATES = "states"
+OLD_STATES = "states-"
+"""What the names of files of states began with when they were in a checkpoint's own folder."""
+
 SERVER = "server.safetensors"
 META = "meta.json"
 MANIFEST = "manifest.json"
@@ -33,6 +40,18 @@ _CHUNK = 1 << 22
 
 class Damaged(Exception):
     """Why a checkpoint cannot be used, as the end of a sentence."""
+
+
+@contextlib.contextmanager
+def explain_write_errors(round: int, location: str) -> Iterator[None]:
+    """While active, a file system's error becomes a CheckpointError: a round's checkpoint cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"The checkpoint of round {round} cannot be written to {location}: {error}. {remedy(error)} Or set "
+            "checkpoint.location to another place; `raypfl resume` continues from the checkpoint before."
+        ) from error
 
 
 @contextlib.contextmanager
@@ -66,11 +85,6 @@ def round_of(name: str) -> int:
     return int(name.removesuffix(DRAFT).rpartition("-")[2])
 
 
-def state_file_name(number: int) -> str:
-    """Return the name of a checkpoint's file with clients' states."""
-    return f"{STATES}{number:05d}.safetensors"
-
-
 def is_complete(files: pafs.FileSystem, path: str) -> bool:
     """Return whether the save was completed; the files may have been damaged since."""
     if isinstance(files, pafs.LocalFileSystem):
@@ -79,7 +93,7 @@ def is_complete(files: pafs.FileSystem, path: str) -> bool:
 
 
 def read_manifest(files: pafs.FileSystem, path: str) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return ``files`` (the checkpoint's own) and ``shared`` (its tables') -> file name -> bytes and sha256.
+    """Return ``files`` (the checkpoint's own) and ``shared`` (states and tables) -> file name -> bytes and sha256.
 
     Raises
     ------
@@ -87,7 +101,7 @@ def read_manifest(files: pafs.FileSystem, path: str) -> dict[str, dict[str, dict
     """
     try:
         manifest = json.loads(read_bytes(files, f"{path}/{MANIFEST}"))
-        if manifest["format"] != FORMAT:
+        if manifest["format"] not in READABLE:
             age = "a newer" if manifest["format"] > FORMAT else "an older"
             raise Damaged(f"it was written by {age} version of raypfl, which is needed to read it")
         return {kind: _entries(manifest[kind]) for kind in ("files", "shared")}
@@ -97,8 +111,8 @@ def read_manifest(files: pafs.FileSystem, path: str) -> dict[str, dict[str, dict
         raise Damaged(f"its {MANIFEST} is damaged") from None
 
 
-def verify(files: pafs.FileSystem, path: str, whole: bool) -> dict[str, dict[str, Any]]:
-    """Check a checkpoint's own files and return their entries in the manifest; without `whole`, states are skipped.
+def verify(files: pafs.FileSystem, path: str) -> dict[str, dict[str, Any]]:
+    """Check a checkpoint's own files, except states that are there, and return their entries in the manifest.
 
     Raises
     ------
@@ -106,7 +120,7 @@ def verify(files: pafs.FileSystem, path: str, whole: bool) -> dict[str, dict[str
     """
     entries = read_manifest(files, path)["files"]
     for name, expected in entries.items():
-        if whole or not name.startswith(STATES):
+        if not name.startswith(OLD_STATES):
             verify_file(files, path, name, **expected)
     return entries
 

@@ -10,17 +10,16 @@ import pyarrow.fs as pafs
 from raypfl.common.errors import NoRun
 from raypfl.storage import filesystems
 from raypfl.storage.checkpoints.layout import (
+    STATES,
     TABLES,
     Damaged,
-    checkpoint_names,
     explain_read_errors,
     find_checkpoints,
     is_complete,
     read_manifest,
     round_of,
-    verify,
 )
-from raypfl.storage.states import StateFile
+from raypfl.storage.checkpoints.reading import read_checkpoint
 
 
 def rounds(location: str) -> list[int]:
@@ -48,18 +47,6 @@ def last_round(location: str) -> int:
     return round_of(complete[-1]) if complete else 0
 
 
-def has_file(location: str, file: StateFile) -> bool:
-    """Return whether a file of an earlier checkpoint still exists and has its size.
-
-    Raises
-    ------
-    CheckpointError : if the location cannot be read.
-    """
-    files, _ = filesystems.open_location(location)
-    with explain_read_errors("checkpoints", location):
-        return files.get_file_info(file.path).size == file.bytes
-
-
 def copy_round(source: str, round: int, location: str) -> None:
     """Replace all checkpoints of a location by a copy of the newest intact one that `source` has of a round.
 
@@ -71,7 +58,7 @@ def copy_round(source: str, round: int, location: str) -> None:
     source_files, source_root, _ = find_checkpoints(source)
     files, root = filesystems.open_location(location)
     with explain_read_errors("checkpoints", source):
-        name = _newest_intact(source_files, source_root, round)
+        name = _newest_intact(source, round)
         if name is None:
             raise NoRun(
                 f"{source} has no checkpoint of round {round}; it has {_list_rounds(rounds(source))}. checkpoint.every "
@@ -80,8 +67,8 @@ def copy_round(source: str, round: int, location: str) -> None:
 
         if files.get_file_info(root).type != pafs.FileType.NotFound:
             files.delete_dir_contents(root)
-        files.create_dir(f"{root}/{TABLES}")
-        files.create_dir(f"{root}/{name}")
+        for folder in (name, STATES, TABLES):
+            files.create_dir(f"{root}/{folder}")
 
         shared = read_manifest(source_files, f"{source_root}/{name}")["shared"]
         for path in (name, *shared):
@@ -97,12 +84,13 @@ def delete_all(location: str) -> None:
         files.delete_dir(root)
 
 
-def _newest_intact(files: pafs.FileSystem, root: str, round: int) -> str | None:
+def _newest_intact(location: str, round: int) -> str | None:
     """Return the name of the newest intact checkpoint of a round."""
-    for name in sorted(checkpoint_names(files, root), reverse=True):
+    files, root, names = find_checkpoints(location)
+    for name in reversed(names):
         if round_of(name) == round and is_complete(files, f"{root}/{name}"):
             with contextlib.suppress(Damaged):
-                verify(files, f"{root}/{name}", whole=True)
+                read_checkpoint(location, name, whole=True)
                 return name
     return None
 

@@ -15,17 +15,18 @@ from raypfl.common.errors import CheckpointError
 from raypfl.storage import filesystems
 from raypfl.storage.checkpoints.layout import (
     META,
+    OLD_STATES,
     SERVER,
     TABLES,
     Damaged,
     explain_read_errors,
     find_checkpoints,
     is_complete,
-    state_file_name,
     verify,
     verify_file,
 )
-from raypfl.storage.checkpoints.snapshot import Snapshot, StoredShards
+from raypfl.storage.checkpoints.snapshot import Snapshot
+from raypfl.storage.checkpoints.state_files import StoredStates
 from raypfl.storage.columns import Columns
 from raypfl.storage.filesystems import read_bytes
 from raypfl.storage.states import StateFile
@@ -62,7 +63,7 @@ def load(
             if not is_complete(files, path):
                 warn(f"The checkpoint {path} is skipped: it is unfinished; the run was probably killed while saving.")
                 continue
-            return _read(files, root, path, whole, warn, needed, copies)
+            return read_checkpoint(location, name, whole, warn, needed, copies)
         except (OSError, Damaged) as error:
             damaged.append(f"{path} ({error})")
             warn(f"The checkpoint {path} is skipped: {error}.")
@@ -101,7 +102,7 @@ def server_states(location: str) -> list[tuple[int, dict[str, Any]]]:
         for name in names:
             with contextlib.suppress(Damaged):
                 if is_complete(files, f"{root}/{name}"):
-                    snapshot = _read(files, root, f"{root}/{name}", whole=False)
+                    snapshot = read_checkpoint(location, name, whole=False)
                     state_of_round[snapshot.round] = snapshot.server
     return sorted(state_of_round.items())
 
@@ -118,33 +119,43 @@ def read_table(location: str, table: RunTable) -> pa.Table:
         return table.load(files, f"{root}/{TABLES}")
 
 
-def _read(
-    files: pafs.FileSystem,
-    root: str,
-    path: str,
+def read_checkpoint(
+    location: str,
+    name: str,
     whole: bool,
     warn: Callable[[str], None] = lambda text: None,
     needed: Collection[str] = (),
     copies: Copies = None,
 ) -> Snapshot:
-    """Read the checkpoint in `path`; raises `Damaged` if it is not as it was written."""
-    entries = verify(files, path, whole)
+    """Read the checkpoint in the folder `name`; the other parameters are those of :func:`load`.
+
+    Raises
+    ------
+    Damaged : if it is not as it was written.
+    OSError : if it cannot be read.
+    """
+    files, root = filesystems.open_location(location)
+    path = f"{root}/{name}"
+    entries = verify(files, path)
     try:
         meta = json.loads(read_bytes(files, f"{path}/{META}"))
         tensors = safetensors.torch.load(read_bytes(files, f"{path}/{SERVER}"))
 
-        names = map(state_file_name, range(meta["state_files"]))
-        state_files = tuple(StateFile(f"{path}/{name}", **entries[name]) for name in names)
+        if "states" in meta:
+            state_files = tuple(StateFile(**file) for file in meta["states"])
+        else:
+            state_files = _old_state_files(name, entries, meta["state_files"])
+        states = StoredStates(location, state_files)
 
         tables = {}
-        for name, table in meta["tables"].items():
+        for table_name, table in meta["tables"].items():
             parts = [TablePart(**part) for part in table["parts"]]
-            tables[name] = RunTable(Columns(table["kinds"]), parts)
+            tables[table_name] = RunTable(Columns(table["kinds"]), parts)
 
         snapshot = Snapshot(
             round=meta["round"],
             server=decode(meta["server"], tensors),
-            states=StoredShards(files, state_files),
+            states=states,
             tables=tables,
             meta=meta["meta"],
         )
@@ -152,9 +163,17 @@ def _read(
         raise Damaged(f"its {META} is not what raypfl writes ({type(error).__name__}: {error})") from error
 
     if whole:
-        for name, table in snapshot.tables.items():
-            table.parts = tuple(_intact_parts(files, root, name, table, warn, name in needed, copies))
+        snapshot.states.verify()
+        for table_name, table in snapshot.tables.items():
+            is_needed = table_name in needed
+            table.parts = tuple(_intact_parts(files, root, table_name, table, warn, is_needed, copies))
     return snapshot
+
+
+def _old_state_files(name: str, entries: dict[str, dict[str, Any]], count: int) -> tuple[StateFile, ...]:
+    """Return the files of states that an older version wrote into a checkpoint's own folder."""
+    names = [f"{OLD_STATES}{number:05d}.safetensors" for number in range(count)]
+    return tuple(StateFile(f"{name}/{file}", **entries[file], state_bytes=0) for file in names)
 
 
 def _intact_parts(
