@@ -35,7 +35,8 @@ import raypfl
 from benchmarks.overhead import Plan, on_ray
 from raypfl.clients.worker import Group
 from raypfl.federation.exchange.grouping import cut_into_groups, group_sizes, shrinking_sizes
-from raypfl.federation.exchange.placement import Dispatch, Timings
+from raypfl.federation.exchange.placement import Dispatch
+from raypfl.federation.exchange.timings import Timings
 
 ACTORS = (8, 16, 32, 64, 128, 256, 512)
 COHORT, POPULATION, BATCH, ROUNDS = 1000, 5000, 10, 21

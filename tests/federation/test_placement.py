@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import heapq
 import math
+import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from raypfl.clients.worker import Group
-from raypfl.federation.exchange.placement import PREFETCH_SECONDS, UNEQUAL_RATIO, Dispatch, Speeds, Timings
+from raypfl.federation.exchange.placement import PREFETCH_SECONDS, UNEQUAL_RATIO, Dispatch
+from raypfl.federation.exchange.timings import Speeds, Timings
+from raypfl.federation.exchange.waiting import NEARLY_LONGEST
 from raypfl.storage.states import StackRef
 
 
@@ -26,11 +29,15 @@ def dispatching(*groups: Group, nodes: str) -> Dispatch:
     return dispatch
 
 
-def handed(dispatch: Dispatch, now: float = 0.0) -> list[tuple[object, int]]:
+def pushed(dispatch: Dispatch | Searching, now: float) -> list[tuple[int, Group]]:
     out = []
     while chosen := dispatch.next(now):
-        out.append((chosen[0], chosen[1].index))
+        out.append(chosen)
     return out
+
+
+def handed(dispatch: Dispatch, now: float = 0.0) -> list[tuple[int, int]]:
+    return [(actor, group.index) for actor, group in pushed(dispatch, now)]
 
 
 def test_the_longest_groups_go_first_and_every_actor_gets_one_before_any_gets_two():
@@ -107,7 +114,7 @@ def test_a_group_that_must_run_alone_waits_for_an_idle_actor_and_nothing_queues_
 
     near = replace(group(3, 9, homes="y"), alone=True)
     dispatch = dispatching(group(0, 10, homes="y"), group(1, 10, homes="x"), group(2, 9, homes="x"), near, nodes="yx")
-    assert handed(dispatch) == [(0, 0), (1, 1), (1, 2)]
+    assert handed(dispatch) == [(0, 0), (1, 1), (0, 2)]
 
 
 def test_a_client_that_was_slow_is_expected_to_be_slow_again():
@@ -121,6 +128,157 @@ def test_a_client_that_was_slow_is_expected_to_be_slow_again():
     assert timings.length([0, 1]) > timings.length([0, 2])
     np.testing.assert_allclose(timings.seconds("train", [1]), 0.4, rtol=0.2)
     assert timings.seconds("evaluate", [1]) == 0.0
+
+
+# --- the same decisions, found by a search ----------------------------------------------------------------------------
+
+
+class Searching:
+    """The policy as its documentation says it: looks at all actors and all groups for every decision."""
+
+    def __init__(self, groups: list[Group]):
+        self.waiting = sorted(groups, key=lambda group: (-group.length, group.index))
+        self.actors: dict[int, tuple[str, float, list[Group]]] = {}
+        self.since: dict[int, float] = {}
+
+    def join(self, actor: int, node: str, slowness: float) -> None:
+        self.actors[actor] = (node, slowness, [])
+
+    def idle_at(self, actor: int) -> float:
+        _, slowness, groups = self.actors[actor]
+        return self.since[actor] + sum(slowness * group.seconds for group in groups) if groups else 0.0
+
+    def next(self, now: float) -> tuple[int, Group] | None:
+        free = [actor for actor in self.actors if self.waiting and self.may_get_one(actor, now)]
+        if not free:
+            return None
+
+        slowness = [slow for _, slow, _ in self.actors.values()]
+        is_timed = self.waiting[0].seconds > 0 and not any(group.alone for group in self.waiting)
+        if is_timed and max(slowness) > UNEQUAL_RATIO * min(slowness):
+            chosen = self.finishing_first(free, now)
+        else:
+            idle = [actor for actor in free if not self.actors[actor][2]]
+            chosen = self.nearest(idle or [min(free, key=self.idle_at)])
+        if chosen is None:
+            return None
+
+        actor, group = chosen
+        self.waiting.remove(group)
+        if not self.actors[actor][2]:
+            self.since[actor] = now
+        self.actors[actor][2].append(group)
+        return actor, group
+
+    def may_get_one(self, actor: int, now: float) -> bool:
+        groups = self.actors[actor][2]
+        is_alone = any(group.alone for group in (self.waiting[0], *groups))
+        return not groups or (len(groups) < 2 and not is_alone and self.idle_at(actor) - PREFETCH_SECONDS <= now)
+
+    def nearest(self, actors: list[int]) -> tuple[int, Group]:
+        first, *others = self.waiting[: len(self.actors)]
+        if len({node for node, _, _ in self.actors.values()}) < 2:
+            return actors[0], first
+
+        near = [group for group in others if group.length >= NEARLY_LONGEST * first.length and not group.alone]
+        pairs = [(actor, group) for group in [first, *near] for actor in actors]
+        return max(pairs, key=lambda pair: sum(refs[0].node == self.actors[pair[0]][0] for refs in pair[1].states))
+
+    def finishing_first(self, free: list[int], now: float) -> tuple[int, Group] | None:
+        idle_at = {actor: max(now, self.idle_at(actor)) for actor in self.actors}
+        for group in self.waiting:
+            actor = min(idle_at, key=lambda actor: idle_at[actor] + self.actors[actor][1] * group.seconds)
+            if actor in free:
+                return actor, group
+            idle_at[actor] += self.actors[actor][1] * group.seconds
+        return None
+
+    def finished(self, actor: int, group: Group, now: float) -> None:
+        self.actors[actor][2].remove(group)
+        self.since[actor] = now
+
+    def lost(self, actor: int) -> list[Group]:
+        _, _, groups = self.actors.pop(actor)
+        self.waiting[:0] = groups
+        return groups
+
+    def drop(self, group: Group) -> None:
+        self.waiting.remove(group)
+
+    def append(self, group: Group) -> None:
+        self.waiting.append(group)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_decision_is_that_of_a_search_over_all_actors_and_groups(seed):
+    """Groups with states on several nodes; actors come, finish and die; every third scenario has unequal actors."""
+    draws = np.random.default_rng(seed)
+    nodes = "xyz"[: draws.integers(1, 4)]
+    is_timed = bool(seed % 2)
+    groups = []
+    for index in range(60):
+        homes = "".join(draws.choice([*nodes, "e"], 4))
+        length = float(draws.integers(20, 30) if index % 2 else draws.uniform(5, 30))
+        groups.append(group(index, length, 0.01 * length * is_timed, homes))
+
+    policies = Dispatch(groups), Searching(groups)
+    working: list[tuple[int, Group]] = []
+    present: list[int] = []
+    now = 0.0
+    for step in range(400):
+        event = draws.choice(["join", "finish", "finish", "lose"], p=[0.1, 0.5, 0.37, 0.03])
+        if event == "join" and len(present) < 7:
+            slowness = float(draws.choice([1.0, 2.0, 5.0])) if seed % 3 == 0 else 1.0
+            node = str(draws.choice([*nodes]))
+            present.append(step)
+            for policy in policies:
+                policy.join(step, node, slowness)
+        elif event == "finish" and working:
+            actor, done = working.pop(int(draws.integers(len(working))))
+            for policy in policies:
+                policy.finished(actor, done, now)
+        elif event == "lose" and present:
+            actor = present.pop(int(draws.integers(len(present))))
+            working = [work for work in working if work[0] != actor]
+            lost, _ = (list(policy.lost(actor)) for policy in policies)
+            for interrupted in lost if step % 2 else []:
+                alone = replace(interrupted, alone=True)
+                for policy in policies:
+                    policy.drop(interrupted)
+                    policy.append(alone)
+
+        now += float(draws.uniform(0.006, 0.05))
+        new, expected = (pushed(policy, now) for policy in policies)
+        assert set(new) == set(expected), (step, event)
+        working += new
+        assert policies[0].done == (not policies[1].waiting and not working)
+    assert len(policies[1].waiting) < 20
+
+
+@pytest.mark.parametrize("slowest", [1.0, 3.0])
+def test_a_decision_among_a_thousand_actors_looks_at_a_few(slowest):
+    nodes = 125
+    lengths = np.linspace(5, 1, 3000)
+    homes = [chr(200 + k) for k in range(nodes)]
+    groups = [group(i, length, float(length), homes[i % nodes]) for i, length in enumerate(lengths)]
+    dispatch = Dispatch(groups)
+    for actor in range(1000):
+        dispatch.join(actor, homes[actor % nodes], slowest if actor % 2 else 1.0)
+    working = pushed(dispatch, 0.0)
+
+    calls = 0
+
+    def count(frame: object, event: str, function: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    for turn in range(500):
+        actor, done = working[turn]
+        dispatch.finished(actor, done, 5 + 0.001 * turn)
+        working += pushed(dispatch, 5 + 0.001 * turn)
+    sys.setprofile(None)
+    assert len(working) > 1400 and calls < 100 * 1000
 
 
 # --- actors of unequal speed ------------------------------------------------------------------------------------------

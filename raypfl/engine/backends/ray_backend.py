@@ -20,7 +20,8 @@ from raypfl.engine.backends.restarts import MAX_SETUP_FAILURES, RestartPolicy
 from raypfl.engine.backends.shipment import Shipment
 from raypfl.federation.exchange.backend import Done, Failed
 from raypfl.federation.exchange.broadcasts import INLINE_BYTES
-from raypfl.federation.exchange.placement import Dispatch, Speeds
+from raypfl.federation.exchange.placement import Dispatch
+from raypfl.federation.exchange.timings import Speeds
 from raypfl.storage.states import Stack
 
 SEPARATE_BYTES = 1_000_000
@@ -31,7 +32,11 @@ LOOK = 1.0
 """Seconds at least between looks at the cluster's nodes."""
 
 POLL = 0.1
-"""Seconds between checks whether the run was asked to stop."""
+"""Seconds between checks whether the run was asked to stop, and at least between looks at actors that start."""
+
+MAX_REPLIES = 64
+"""Replies that are handled after one look at all that are awaited. A look takes 0.1 ms for 100 references, and 0.9 for
+2,000."""
 
 
 @dataclass(eq=False)
@@ -111,7 +116,12 @@ class RayBackend:
         self._stopped = stopped
         self._warn = warn
         self._targets = [sum(actor_pool == pool for actor_pool, _ in actors) for pool in range(len(pools))]
-        self._actors = [_Actor(pool, actor, actor.prepare.remote(job)) for pool, actor in actors]
+        # Sets that keep their order: all actors by pool, and by the reference that `prepare` returned those to come.
+        self._pool_actors: list[dict[_Actor, None]] = [{} for _ in range(len(pools))]
+        self._starting: dict[Any, _Actor] = {}
+        self._next_look_at_starting = 0.0
+        for pool, handle in actors:
+            self._add(pool, handle)
 
     def broadcast(self, arrays: Mapping[str, np.ndarray], inside: bool = True) -> Any:
         contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
@@ -133,11 +143,11 @@ class RayBackend:
         # Nodes may have joined: there can be room for more actors than have been started.
         expected = 0
         for pool, placeable in enumerate(self._pools.placeable_counts()):
-            expected += min(placeable, len(self._of(pool)))
+            expected += min(placeable, len(self._pool_actors[pool]))
 
         ready: list[Any] = []
         while len(ready) < expected and time.monotonic() < deadline and not self._stopped():
-            ready, _ = ray.wait([actor.prepared for actor in self._actors], num_returns=expected, timeout=POLL)
+            ready, _ = ray.wait([actor.prepared for actor in self._all_actors()], num_returns=expected, timeout=POLL)
 
         if (expected and len(ready) >= expected) or self._stopped():
             return
@@ -152,12 +162,14 @@ class RayBackend:
     @property
     def actors(self) -> list[tuple[int, Any]]:
         """The client actors that are alive, for the next run."""
-        return [(actor.pool, actor.handle) for actor in self._actors]
+        return [(actor.pool, actor.handle) for actor in self._all_actors()]
 
     def run(self, call: Call, groups: Sequence[Group]) -> Iterator[tuple[Group, Done | Failed]]:
         dispatch = Dispatch(groups)
         submitted: dict[Any, _Submitted] = {}
         self._follow_the_cluster(call.round)
+        for actor in self._all_actors():
+            self._join(actor, dispatch)
         try:
             while not dispatch.done:
                 self._start_missing_actors()
@@ -187,8 +199,9 @@ class RayBackend:
                         yield task.group, outcome
         finally:
             # A method's code cannot be interrupted, so actors with unwanted work are killed.
-            for actor in {task.actor for task in submitted.values()} & set(self._actors):
-                self._kill(actor)
+            for actor in {task.actor for task in submitted.values()}:
+                if actor in self._pool_actors[actor.pool]:
+                    self._kill(actor)
 
     def _outcome(self, call: Call, task: _Submitted) -> Done | Failed:
         try:
@@ -236,33 +249,44 @@ class RayBackend:
 
         self._warn(f"The cluster has changed: the run now has {sum(self._targets)} client actors, not {sum(before)}.")
         for pool, target in enumerate(self._targets):
-            waiting = [actor for actor in self._of(pool) if actor.home is None]
-            surplus = max(0, len(self._of(pool)) - target)
+            waiting = [actor for actor in self._pool_actors[pool] if actor.home is None]
+            surplus = max(0, len(self._pool_actors[pool]) - target)
             for actor in waiting[:surplus]:
                 self._kill(actor)
 
-    def _of(self, pool: int) -> list[_Actor]:
-        return [actor for actor in self._actors if actor.pool == pool]
+    def _all_actors(self) -> list[_Actor]:
+        return [actor for actors in self._pool_actors for actor in actors]
+
+    def _add(self, pool: int, handle: Any) -> None:
+        """Let an actor prepare for the run's job."""
+        actor = _Actor(pool, handle, handle.prepare.remote(self._job))
+        self._pool_actors[pool][actor] = None
+        self._starting[actor.prepared] = actor
 
     def _start_missing_actors(self) -> None:
         for pool, target in enumerate(self._targets):
-            while len(self._of(pool)) < target and self._restarts.may_start(time.monotonic()):
-                actor = self._start(self._pools.options(pool))
-                self._actors.append(_Actor(pool, actor, actor.prepare.remote(self._job)))
+            while len(self._pool_actors[pool]) < target and self._restarts.may_start(time.monotonic()):
+                self._add(pool, self._start(self._pools.options(pool)))
 
     def _add_ready_actors(self, submitted: dict[Any, _Submitted], dispatch: Dispatch) -> None:
         """Let actors take part once they run: a group that is pushed to one without room would wait for ever."""
-        starting = {actor.prepared: actor for actor in self._actors if actor.home is None}
-        if starting:
-            ready, _ = ray.wait(list(starting), num_returns=len(starting), timeout=0)
-            for reference in ready:
-                # An actor before this one may have made the backend give it up.
-                if starting[reference] in self._actors:
-                    self._note_ready(starting[reference], submitted, dispatch)
+        # Many may wait for room for as long as the run takes.
+        if not self._starting or (submitted and time.monotonic() < self._next_look_at_starting):
+            return
+        self._next_look_at_starting = time.monotonic() + POLL
 
-        for actor in self._actors:
-            if actor.home is not None and actor.takes_part:
-                dispatch.join(actor, actor.home.node, self._speeds.slowness(actor.place))
+        ready, _ = ray.wait(list(self._starting), num_returns=len(self._starting), timeout=0)
+        for reference in ready:
+            # An actor before this one may have made the backend give it up.
+            actor = self._starting.pop(reference, None)
+            if actor is not None:
+                self._note_ready(actor, submitted, dispatch)
+                self._join(actor, dispatch)
+
+    def _join(self, actor: _Actor, dispatch: Dispatch) -> None:
+        """Let an actor have groups, if it is ready and takes part."""
+        if actor.home is not None and actor.takes_part:
+            dispatch.join(actor, actor.home.node, self._speeds.slowness(actor.place))
 
     def _note_ready(self, actor: _Actor, submitted: dict[Any, _Submitted], dispatch: Dispatch) -> None:
         try:
@@ -295,12 +319,14 @@ class RayBackend:
     def _check_packing(self, actor: _Actor, home: Home) -> None:
         """Warn if Ray has put more actors on a GPU than their shares allow, as it has done."""
         share = self._pools.options(actor.pool)["num_gpus"]
+        if not 0 < share < 1:
+            return
+
         num_sharing = 0
-        for other in self._of(actor.pool):
+        for other in self._pool_actors[actor.pool]:
             if other.home and (other.home.node, other.home.gpus) == (home.node, home.gpus):
                 num_sharing += 1
-
-        if 0 < share < 1 < num_sharing * share:
+        if num_sharing * share > 1:
             self._warn(f"Ray has put {num_sharing} client actors on a GPU, each with {share:g} of it; it may be full.")
 
     def _made_room(
@@ -313,7 +339,7 @@ class RayBackend:
         if counts is None:
             return False
 
-        for pool_actor in self._of(actor.pool):
+        for pool_actor in list(self._pool_actors[actor.pool]):
             self._kill(pool_actor)
             _forget_tasks(pool_actor, submitted)
             dispatch.lost(pool_actor)
@@ -330,7 +356,7 @@ class RayBackend:
         policy.died_in_setup(now, getattr(error, "actor_init_failed", False))
         if policy.setup_deaths == MAX_SETUP_FAILURES:
             self._warn("Client actors die while they are set up; others are started after growing pauses.")
-        if policy.is_hopeless(now) and not any(actor.home for actor in self._actors):
+        if policy.is_hopeless(now) and not any(actor.home for actor in self._all_actors()):
             raise RaypflError(
                 f"Client actors die while they are set up: {policy.setup_deaths} since the last group was finished, "
                 f"and none is left. {_reason(error)}"
@@ -341,11 +367,14 @@ class RayBackend:
         if self._stopped():
             raise Stopped("The run was asked to stop.")
         if submitted:
-            ready, _ = ray.wait(list(submitted), num_returns=1, timeout=min(POLL, pause))
+            awaited = list(submitted)
+            ready, _ = ray.wait(awaited, num_returns=min(len(awaited), MAX_REPLIES), timeout=0)
+            if not ready:
+                ready, _ = ray.wait(awaited, num_returns=1, timeout=min(POLL, pause))
             return ready
 
-        if self._actors:
-            ray.wait([actor.prepared for actor in self._actors], num_returns=1, timeout=POLL)
+        if self._starting:
+            ray.wait(list(self._starting), num_returns=1, timeout=POLL)
         else:
             time.sleep(POLL)
         return []
@@ -371,7 +400,8 @@ class RayBackend:
                 dispatch.append(replace(group, alone=True))
 
     def _kill(self, actor: _Actor) -> None:
-        self._actors.remove(actor)
+        del self._pool_actors[actor.pool][actor]
+        self._starting.pop(actor.prepared, None)
         ray.kill(actor.handle)
 
 

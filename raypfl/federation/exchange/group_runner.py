@@ -17,7 +17,7 @@ from raypfl.common.messages import Scatter
 from raypfl.federation.exchange.backend import Backend, Failed
 from raypfl.federation.exchange.broadcasts import Broadcasts
 from raypfl.federation.exchange.grouping import cut_into_groups
-from raypfl.federation.exchange.placement import Timings
+from raypfl.federation.exchange.timings import Timings
 from raypfl.federation.ledger import Ledger
 from raypfl.federation.server_training import ServerContext
 from raypfl.federation.settings import FailureSettings
