@@ -137,11 +137,9 @@ class Evaluator:
             "masks": list(masks),
             "position": Scatter(torch.arange(len(clients))),
         }
-        shared = self.method.global_model(state)
+        shared = self.global_model(state)
         if shared is not None:
-            shape = [self.task.model.size]
-            last_exchange = self.runner.last_exchange
-            arguments["shared"] = _refuse_misshapen(shared, shape, self.method.global_model, last_exchange)
+            arguments["shared"] = shared
         # Only these two functions of a method read the server's state.
         makes_models = self.method.has("personal_model") or self.method.has("unseen_model")
         visible_state = state if makes_models else {}
@@ -161,6 +159,18 @@ class Evaluator:
             self.runner.states.abandon()
 
         return tabulate(self.measures, round, replies.result(), clients, protocols, masks)
+
+    def global_model(self, state: dict[str, Any]) -> torch.Tensor | None:
+        """The method's global model ``[P+B]`` at a state of the server, or None.
+
+        Raises
+        ------
+        MethodError : if the method returns what is no model of the clients' network.
+        """
+        model = self.method.global_model(state)
+        if model is None:
+            return None
+        return _refuse_misshapen(model, [self.task.model.size], self.method.global_model, self.runner.last_exchange)
 
     def _selection(self) -> Selection:
         return select(self.measures, self._validated, self.experiment.evaluation)
@@ -250,15 +260,16 @@ def _score(
 
 
 def _refuse_misshapen(
-    models: torch.Tensor, shape: list[int], maker: Callable[..., Any], hint: str = ""
+    models: object, shape: list[int], maker: Callable[..., Any], hint: str = ""
 ) -> torch.Tensor:
     """Return the models that a method's function made; raise a MethodError, which ends in `hint`, for a wrong shape."""
-    if list(models.shape) == shape:
+    if isinstance(models, torch.Tensor) and list(models.shape) == shape:
         return models
 
+    returned = list(models.shape) if isinstance(models, torch.Tensor) else f"a {type(models).__name__}"
     order = "of each client of the group, a row each" if len(shape) > 1 else "in the order of task.model.init"
     text = (
-        f"{where_defined(maker)} returned {list(models.shape)}, which is no model of this network; it must "
+        f"{where_defined(maker)} returned {returned}, which is no model of this network; it must "
         f"return {shape}: all parameters and buffer entries, {order}. {hint}"
     )
     raise MethodError(text.rstrip())

@@ -157,7 +157,8 @@ class Server:
         except LostState:
             raise
         except MethodError as error:
-            return self._end("failed", with_location(error))
+            # What is wrong in an evaluation may be the state: a resume from it could fail again and again.
+            return self._end("failed", with_location(error), save=not evaluator.is_due(self.round))
         except RaypflError as error:
             return self._end("failed", str(error))
         except Exception as error:
@@ -216,6 +217,8 @@ class Server:
                 self._refuse_returned(returned)
                 # Refuses what no checkpoint can store, before anything uses it.
                 encode(self.state, {})
+                # Refuses a state that no evaluation could use: once it is saved, every resume would fail on it.
+                self._evaluator.global_model(self.state)
                 seconds = time.perf_counter() - start
                 self._analyse(cohort, number, model_before)
         except EmptyCohort as error:
@@ -275,12 +278,14 @@ class Server:
             self._warnings.add(text)
             self.emit(Warned(text))
 
-    def _end(self, status: Literal["finished", "stopped", "failed"], error: str | None = None) -> RunFinished:
+    def _end(
+        self, status: Literal["finished", "stopped", "failed"], error: str | None = None, save: bool = True
+    ) -> RunFinished:
         """Write a checkpoint if the last round has none, and emit the event of the run's end, with all tables."""
         # A dict keeps each sentence once: saving and reading may fail with the same one.
         problems = dict.fromkeys([error] if error else [])
         try:
-            if self._saved_round != self.round:
+            if save and self._saved_round != self.round:
                 self._save()
         except CheckpointError as problem:
             problems[str(problem)] = None

@@ -14,6 +14,7 @@ from raypfl.common.errors import CheckpointError, ConfigError, RaypflError
 from raypfl.data import Partition
 from raypfl.engine.events import RoundFinished, RunFinished, RunStarted
 from raypfl.experiment import experiments
+from raypfl.methods import FedAvg
 from raypfl.methods.personal_models.ditto import Ditto
 from raypfl.runs import driver, preparing
 from tests.support import command, mistaken_methods
@@ -110,6 +111,21 @@ def test_an_error_on_the_server_names_what_the_clients_returned(tmp_path):
         with pytest.raises(RaypflError) as caught:
             raypfl.run(experiment(tmp_path, method=f"{MODULE}:SendsTooLittle", **changes))
         assert f"{function} got theta [1210] and returned theta [1207]." in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "mended"), [("SendsTooLittle", FedAvg), ("KeepsTooLittle", mistaken_methods.Base)], ids=str
+)
+def test_a_state_that_no_evaluation_can_use_is_not_saved_so_that_a_resume_works_once_the_method_is_mended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, mended: type[Method]
+):
+    wrong = experiment(tmp_path, method=f"{MODULE}:{name}", rounds=2, evaluation__every=1, checkpoint__every=1)
+    with pytest.raises(RaypflError, match=r"returned \[.*1207\], which is no model of this network"):
+        raypfl.run(wrong, run_dir=tmp_path / "run")
+
+    monkeypatch.setattr(getattr(mistaken_methods, name), "train", mended.train)
+    resumed = raypfl.resume(tmp_path / "run")
+    assert resumed.round == 2 and resumed.weights_hash == raypfl.run(wrong).weights_hash
 
 
 def test_a_hyperparameter_without_a_type_hint_is_refused_with_how_to_write_one():

@@ -83,5 +83,15 @@ class SendsTooLittle(FedAvg):
         return {"theta": Mean(reply["theta"].rows[:, :-3])}
 
 
+class KeepsTooLittle(Base):
+    global_model = Method.global_model
+
+    def train(self, clients, theta):
+        return {"theta": Mean(clients.sgd(clients.loss, theta)[:, :-3])}
+
+    def personal_model(self, clients, server):
+        return server["theta"].expand(len(clients), -1)
+
+
 class LacksATypeHint(Base):
     gamma = 3.0
