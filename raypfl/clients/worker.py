@@ -362,7 +362,8 @@ def _logged(clients: ClientGroup) -> dict[str, Value]:
 def _reduce(who: str, name: str, value: object, clients: int) -> Value:
     """Reduce a returned value to one row for the group, or keep its rows if it is `Each`."""
     if not isinstance(value, Mean | Sum | Each):
-        raise MethodError(f"{who} returned {name!r} as a {type(value).__name__}; wrap it in Mean, Sum or Each.")
+        kind = "bare tensor" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise MethodError(f"{who} returned {name!r} as a {kind}; wrap it in Mean, Sum or Each.")
     rows = unmarked(value.rows).detach()
     if rows.dim() == 0 or len(rows) != clients:
         raise MethodError(

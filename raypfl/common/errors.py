@@ -97,8 +97,11 @@ _ABBREVIATIONS = {"learning_rate": "lr"}
 _MAX_LISTED = 50
 
 
-def did_you_mean(name: str, candidates: Iterable[str]) -> str:
-    """Return ``"did you mean 'x'?"`` for the nearest candidate, or a list of all if none is near."""
+def did_you_mean(name: str, candidates: Iterable[str], prefix: str = "") -> str:
+    """Return ``"did you mean 'x'?"`` for the nearest candidate, or a list of all if none is near.
+
+    `prefix` : what stands before the nearest candidate, such as ``"training."``.
+    """
     candidates = sorted(candidates)
     by_letters = {}
     for full_name, abbreviation in _ABBREVIATIONS.items():
@@ -108,7 +111,7 @@ def did_you_mean(name: str, candidates: Iterable[str]) -> str:
 
     nearest = difflib.get_close_matches(_letters(name), by_letters, n=1, cutoff=0.5)
     if nearest:
-        return f"did you mean {by_letters[nearest[0]]!r}?"
+        return f"did you mean {prefix + by_letters[nearest[0]]!r}?"
     more = f" and {len(candidates) - _MAX_LISTED} more" if len(candidates) > _MAX_LISTED else ""
     return f"choose one of: {', '.join(candidates[:_MAX_LISTED])}{more}."
 

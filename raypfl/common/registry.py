@@ -30,10 +30,12 @@ class Registry:
     Parameters
     ----------
     kind : what the entries are, in the singular, as error messages say it (``"method"``).
+    hint : a function from an unknown name to what is meant by it, as a sentence, or an empty text.
     """
 
-    def __init__(self, kind: str):
+    def __init__(self, kind: str, hint: Callable[[str], str] = lambda name: ""):
         self.kind = kind
+        self._hint = hint
         self.group = f"raypfl.{kind.replace(' ', '')}s"
         self._entries: dict[str, Callable[..., Any]] = {}
 
@@ -69,7 +71,7 @@ class Registry:
             return self._import(name)
         if name in self._installed().names:
             return self._load(name)
-        raise ConfigError(f"There is no {self.kind} called {name!r}; {did_you_mean(name, self)}")
+        raise ConfigError(f"There is no {self.kind} called {name!r}; {self._instead_of(name)}")
 
     def name_of(self, entry: object) -> str:
         """Return the name under which `entry` is registered, or its import path."""
@@ -83,6 +85,12 @@ class Registry:
         """Return the first line of the entry's docstring."""
         docstring = inspect.getdoc(self.get(name)) or ""
         return docstring.partition("\n")[0]
+
+    def _instead_of(self, name: str) -> str:
+        """What may be meant by an unknown name."""
+        if name.endswith(".py"):
+            return f"did you mean '{_module_of(name)}:ClassName'? Your own is named by its module, a colon and its name."
+        return self._hint(name) or did_you_mean(name, self)
 
     @property
     def _families(self) -> list[str]:
@@ -107,7 +115,7 @@ class Registry:
     def _import(self, path: str) -> Callable[..., Any]:
         module, _, attribute = path.partition(":")
         if module.endswith(".py"):
-            name = ".".join(PurePath(module).with_suffix("").parts)
+            name = _module_of(module)
             raise ConfigError(f"The {self.kind} {path!r} names a file; write the module's name: {name}:{attribute}.")
 
         try:
@@ -137,6 +145,10 @@ class Registry:
             raise ConfigError(
                 f"The module {module!r} has no {attribute!r}, which the {self.kind} {path!r} names."
             ) from error
+
+
+def _module_of(file: str) -> str:
+    return ".".join(PurePath(file).with_suffix("").parts)
 
 
 @functools.cache

@@ -204,7 +204,7 @@ def unknown_option(
 
     hint = suggestion(option, where)
     if not hint and known:
-        hint = did_you_mean(option, known)
+        hint = did_you_mean(option, known, f"{where}.")
     if hint:
         return f"is not an option of {name}; {hint}"
     return f"is not an option of {name}, which has none."

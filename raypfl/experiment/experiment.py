@@ -304,7 +304,8 @@ def _unknown(path: tuple[int | str, ...]) -> str:
     """Return the text that follows an unknown key in a message."""
     *sections, key = [str(part) for part in path]
     if sections:
-        hint = suggestion(key, sections[0]) or did_you_mean(key, _keys(sections[0]))
+        prefix = f"{sections[0]}." if len(sections) == 1 else ""
+        hint = suggestion(key, sections[0]) or did_you_mean(key, _keys(sections[0]), prefix)
         return f"is not a setting of {sections[0]}; {hint}"
     hint = suggestion(key) or did_you_mean(key, Experiment.model_fields)
     return f"is not a setting of an experiment; {hint}"

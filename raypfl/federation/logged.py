@@ -108,8 +108,15 @@ def checked_columns(
 ) -> dict[str, np.ndarray]:
     """Return the columns of a logged table, each ``[n]``; they must fit those of earlier rounds."""
     refuse_bad_name(name)
+    if not isinstance(columns, Mapping):
+        raise MethodError(
+            f"cohort.log_table takes columns by their names for {name!r}, as in {{'value': [1.5, 2.5]}}, not a "
+            f"{type(columns).__name__}."
+        )
+
     arrays = {str(column): _array(values) for column, values in columns.items()}
     for column, array in arrays.items():
+        _refuse_large_integers(name, column, array)
         if array.ndim != 1 or array.dtype.kind not in _KINDS or column == "round":
             raise MethodError(
                 f"The column {column!r} of the table {name!r} is {_described(columns[column], array)}; a column is one "
@@ -180,11 +187,26 @@ def _described(value: Any, array: np.ndarray) -> str:
     return f"a {type(value).__name__} of shape {list(array.shape)}"
 
 
+def _refuse_large_integers(name: str, column: str, array: np.ndarray) -> None:
+    """Raise a MethodError for whole numbers beyond 64 bits with a sign, which NumPy keeps unsigned or as objects."""
+    if array.dtype.kind not in "uO":
+        return
+    large = [value for value in array.ravel().tolist() if isinstance(value, int) and not -(2**63) <= value < 2**63]
+    if large:
+        raise MethodError(
+            f"The column {column!r} of the table {name!r} has {large[0]}, but whole numbers must be from -2^63 to "
+            "2^63 - 1; log floats or texts."
+        )
+
+
 def _refuse_other_columns(name: str, arrays: Mapping[str, np.ndarray], earlier_kinds: Mapping[str, str]) -> None:
     new_kinds = kinds(arrays)
     # Whole numbers may follow floats in a column: `checked_columns` converts them.
-    same_kinds = all(kind in ("int64", earlier_kinds.get(column)) for column, kind in new_kinds.items())
-    if not same_kinds or new_kinds.keys() != earlier_kinds.keys():
+    converted = {
+        column: "float64" if kind == "int64" and earlier_kinds.get(column) == "float64" else kind
+        for column, kind in new_kinds.items()
+    }
+    if converted != earlier_kinds:
         raise MethodError(
             f"The table {name!r} had the columns {dict(earlier_kinds)} in earlier rounds and has {new_kinds} now; log "
             "it under another name."

@@ -130,7 +130,8 @@ def select(pattern: str, module: nn.Module, common_parts: Mapping[str, list[str]
     for item in map(str.strip, pattern.split(",")):
         matches = [n for n in names if n == item or n.startswith(item + ".") or fnmatch.fnmatch(n, item)]
         if not matches and item not in common_parts:
-            modules = [name for name, _ in module.named_modules() if name]
+            # A module without tensors, such as an activation, selects nothing either.
+            modules = [m for m, _ in module.named_modules() if any(n.startswith(f"{m}.") for n in names)]
             candidates = [*names, *modules, *common_parts]
             raise ConfigError(f"No segment of the network matches {item!r}; {did_you_mean(item, candidates)}")
 

@@ -118,7 +118,9 @@ def _other_classes(targets: Mapping[str, Tensor], weights: Mapping[str, Tensor],
             continue
         target_shape = targets[name].shape
         shape = weights[name].shape
-        if shape != target_shape and shape[1:] == target_shape[1:]:
+        # A tensor without axes, such as a scale, has no classes.
+        same_rows = len(shape) == len(target_shape) > 0 and shape[1:] == target_shape[1:]
+        if same_rows and shape[0] != target_shape[0]:
             return f" ({shape[0]} classes there, {target_shape[0]} here)"
     return ""
 

@@ -532,3 +532,17 @@ def test_a_setting_without_effect_on_these_samples_is_warned_of(tmp_path: Path, 
         load_federated(DataConfig(**options), SMALL, seed=0, cache=tmp_path)
     texts = [str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
     assert len(texts) == bool(message) and all(re.search(message, text) for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("shape", "labels", "sentence"),
+    [
+        ((3, 9, 9, 1), [0, 1, 0], r"taken for images of 9 channels\. If they are"),
+        ((3, 4), np.eye(3, dtype=np.float32), r"give labels\.argmax\(1\)"),
+    ],
+    ids=["channels", "one-hot"],
+)
+def test_a_warning_of_samples_points_at_the_line_that_gives_them(shape, labels, sentence):
+    with pytest.warns(UserWarning, match=sentence) as caught:
+        RawData(np.zeros(shape, np.float32), labels, ["a", "b", "c"])
+    assert [warning.filename for warning in caught] == [__file__]

@@ -80,7 +80,7 @@ def test_a_method_may_have_a_local_optimizer_as_an_option():
         ({"optimizer": {"name": "sgd", "momentum": 0.9}}, "options are training.momentum and training.nesterov"),
         ({"optimizer": {"name": "adam", "beta1": 1.0}}, "beta1 of Adam is 1.0; it must be at least 0 and below 1"),
         ({"optimizer": 3}, "training.optimizer is 3; it must be a name"),
-        ({"optimizer": "adam", "lrr": 3}, "training.lrr is not a setting of training; did you mean 'lr'?"),
+        ({"optimizer": "adam", "lrr": 3}, "training.lrr is not a setting of training; did you mean 'training.lr'?"),
     ],
 )
 def test_an_invalid_local_optimizer_is_refused(training, sentence):
@@ -188,12 +188,12 @@ def test_a_run_from_before_clients_per_actor_became_the_group_size_can_be_read()
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
-        ({"method": {"name": "ditto", "lamda": 1}}, "method.lamda is not an option of ditto; did you mean 'lam'?"),
+        ({"method": {"name": "ditto", "lamda": 1}}, "method.lamda is not an option of ditto; did you mean 'method.lam'?"),
         (
             {"training": {"learning_rate": 1}},
             "training.learning_rate is not a setting of training; did you mean 'training.lr'?",
         ),
-        ({"training": {"lerning_rate": 1}}, "training.lerning_rate is not a setting of training; did you mean 'lr'?"),
+        ({"training": {"lerning_rate": 1}}, "training.lerning_rate is not a setting of training; did you mean 'training.lr'?"),
         (
             {"training": {"xyz": 1}},
             "training.xyz is not a setting of training; choose one of: ",
@@ -208,8 +208,18 @@ def test_a_run_from_before_clients_per_actor_became_the_group_size_can_be_read()
         ({"method": {"name": "fedavg", "lam": 1}}, "method.lam is not an option of fedavg; ditto, fedproto, fedptr,"),
         ({"data": "CIFAR-10"}, "There is no data set called 'CIFAR-10'; did you mean 'cifar10'?"),
         ({"method": "dito"}, "There is no method called 'dito'; did you mean 'ditto'?"),
+        ({"method": "my/mine.py"}, "no method called 'my/mine.py'; did you mean 'my.mine:ClassName'?"),
+        (
+            {"data": "people/people.csv"},
+            "; a table is read by data=table data.root=people data.files=people.csv data.target=COLUMN",
+        ),
+        (
+            {"method": {"name": "fedper", "personal": 3}},
+            "method.personal is 3; it must be text, in quotes: method.personal='\"3\"' on the command line, \"3\" in a",
+        ),
+        ({"name": True}, "it must be text, in quotes: name='\"true\"' on"),
         ({"data": "digit"}, "There is no data set called 'digit'; did you mean 'digits'?"),
-        ({"data": {"rot": "x"}}, "data.rot is not an option of digits; did you mean 'root'?"),
+        ({"data": {"rot": "x"}}, "data.rot is not an option of digits; did you mean 'data.root'?"),
         (
             {"model": {"name": "lenet", "hidden": [3]}},
             "model.hidden is not an option of lenet; mlp has it.",
@@ -388,7 +398,7 @@ def test_a_method_option_reaches_the_compared_methods_that_have_it():
 
 
 def test_a_method_option_that_no_compared_method_has_is_refused():
-    with pytest.raises(ConfigError, match="lamda is not an option of fedavg or ditto; did you mean 'lam'"):
+    with pytest.raises(ConfigError, match="lamda is not an option of fedavg or ditto; did you mean 'method.lam'"):
         experiments("methods: [fedavg, ditto]\n", ["method.lamda=3"])
 
 

@@ -322,7 +322,8 @@ def test_a_state_needs_a_row_for_each_client_and_a_value_before_it_is_read():
 @pytest.mark.parametrize(
     ("answer", "sentence"),
     [
-        (lambda clients: {"x": torch.zeros(5)}, "returned 'x' as a Tensor; wrap it in Mean, Sum or Each"),
+        (lambda clients: {"x": torch.zeros(5)}, "returned 'x' as a bare tensor; wrap it in Mean, Sum or Each"),
+        (lambda clients: {"x": clients.num_samples}, "returned 'x' as a bare tensor; wrap"),
         (lambda clients: {"x": 1.0}, "returned 'x' as a float; wrap it"),
         (lambda clients: {"x": Mean(torch.zeros(4, 2))}, "returned 'x' of shape (4, 2), but the group has"),
         (lambda clients: {"x": Sum(torch.tensor(1.0))}, "returned 'x' of shape (), but the group has"),

@@ -121,6 +121,10 @@ def test_a_run_that_is_stopped_or_sent_back_logs_every_round_once(tmp_path, whol
         (lambda c: c.log_table("t", {"a": [[1]]}), "The column 'a' of the table 't' is a list of shape [1, 1]"),
         (lambda c: c.log_table("t", {"round": [1]}), "under any name but 'round'"),
         (lambda c: c.log_table("old", {"a": [1.5]}), "had the columns {'a': 'int64'} in earlier rounds"),
+        (lambda c: c.log_table("words", {"a": [1]}), "had the columns {'a': 'text'} in earlier rounds"),
+        (lambda c: c.log_table("t", {"a": [2**63]}), "has 9223372036854775808, but whole numbers must be from -2^63"),
+        (lambda c: c.log_table("t", {"a": [1, 10**30]}), "has 1000000000000000000000000000000, but whole numbers"),
+        (lambda c: c.log_table("t", [1, 2]), "takes columns by their names for 't', as in"),
         (lambda c: c.log_table("old", {"b": [1]}), "had the columns {'a': 'int64'} in earlier rounds"),
         (lambda c: c.log_image("i", torch.zeros(1, 2, 4, 4)), "not [1, 2, 4, 4]"),
         (lambda c: c.log_image("i", torch.zeros(3, 4, 4)), "not [3, 4, 4]"),
@@ -128,7 +132,7 @@ def test_a_run_that_is_stopped_or_sent_back_logs_every_round_once(tmp_path, whol
 )
 def test_values_that_cannot_be_logged_are_refused_in_a_sentence(log, sentence):
     cohort = federation(lambda clients: None).cohort()
-    cohort._earlier_kinds = {"old": {"a": "int64"}}
+    cohort._earlier_kinds = {"old": {"a": "int64"}, "words": {"a": "text"}}
     with pytest.raises(MethodError, match=re.escape(sentence)):
         log(cohort)
 

@@ -274,6 +274,8 @@ def test_a_misspelt_segment_gets_the_nearest_name():
         model.mask("conv, head.wieght")
     with pytest.raises(ConfigError, match=r"matches 'output layers'; did you mean 'output layer'\?"):
         model.mask("output layers")
+    with pytest.raises(ConfigError, match=r"matches '2'; choose one of: 1, 1\.bias, 1\.weight, 3, 3\.bias"):
+        FlatModel(small_mlp).mask("2")  # an activation, which selects nothing
 
 
 def test_training_a_bound_network_moves_the_vector_and_leaves_the_network_as_it_was():

@@ -129,6 +129,12 @@ def test_tensors_that_do_not_fit_are_named(options, message, tmp_path):
         loaded(source, partial(resnet, num_classes=10, **options))
 
 
+def test_a_head_without_axes_is_named_as_any_other_shape(trained, tmp_path):
+    torch.save(trained.state_dict() | {"head.bias": torch.tensor(1.0)}, tmp_path / "scalar.pt")
+    with pytest.raises(ConfigError, match=r"head.bias has shape \(\) there and \(3,\) here"):
+        loaded(str(tmp_path / "scalar.pt"))
+
+
 def test_tensors_that_are_missing_are_named(trained, tmp_path):
     state = trained.state_dict()
     state["cnov.weight"] = state.pop("conv.weight")

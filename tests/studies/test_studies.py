@@ -213,7 +213,7 @@ def test_published_numbers_may_be_listed_by_metric(tiny: Path):
             "protcol is not a key of what a study has in metrics; did you mean 'proto",
         ),
         ("rounds: 4", "rouns: 4", "rouns is not a setting of an experiment; did you mean 'rounds'?"),
-        ("lam: 1.0", "lamb: 1.0", "lamb is not an option of ditto; did you mean 'lam'?"),
+        ("lam: 1.0", "lamb: 1.0", "lamb is not an option of ditto; did you mean 'method.lam'?"),
         ("methods: {Ditto:", "methods: {Dito:", "methods.Dito is none of the study's methods; did you mean 'Ditto'?"),
         (
             "60, –]",
@@ -255,7 +255,7 @@ def test_a_mistake_in_a_study_is_refused_with_the_nearest_before_anything_runs(t
     ("words", "sentence"),
     [
         (["fednh-tabel1"], "There is no study called 'fednh-tabel1'; did you mean 'fednh-table1'?"),
-        (["tiny.yaml", "training.lrr=1"], "lrr is not a setting of training; did you mean 'lr'?"),
+        (["tiny.yaml", "training.lrr=1"], "lrr is not a setting of training; did you mean 'training.lr'?"),
         (["tiny.yaml", "method=ditto"], "cannot be set in a study: it has its methods. Choose among them with --only."),
         (["tiny.yaml", "--only", "dito"], "--only names 'dito'"),
     ],

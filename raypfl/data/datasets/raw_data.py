@@ -124,7 +124,7 @@ class RawData:
             warnings.warn(
                 "The labels are numbers, for regression, but each row has a single 1, as one class a sample has. For "
                 "classification give labels.argmax(1).",
-                stacklevel=4,
+                stacklevel=5,
             )
 
     def _check_class_names(self) -> None:

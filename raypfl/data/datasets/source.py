@@ -7,7 +7,7 @@ import inspect
 import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import FunctionType
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
@@ -17,7 +17,19 @@ from raypfl.common.errors import ConfigError, DataError
 from raypfl.common.registry import Registry
 from raypfl.data.datasets.raw_data import RawData
 
-DATASETS = Registry("data set")
+
+def _how_to_name_a_file(name: str) -> str:
+    """How to describe the data in a file that is given in place of the name of a data set."""
+    path = PurePath(name)
+    if path.suffix not in (".csv", ".parquet"):
+        return ""
+    return (
+        f"a table is read by data=table data.root={path.parent} data.files={path.name} data.target=COLUMN, the column "
+        "to predict; a table that lists images by data=csv or data=parquet. See docs/data.md."
+    )
+
+
+DATASETS = Registry("data set", _how_to_name_a_file)
 
 
 def _is_divided(name: str) -> bool:

@@ -133,7 +133,20 @@ def _sentences(detail: Any, unknown: Callable[[KeyPath], str], prefix: KeyPath) 
     expected = _expected(detail)
     if expected == "a list" and isinstance(detail["input"], str):
         expected = f"a list, such as [{detail['input']}]"
+    if expected == "text" and isinstance(detail["input"], int | float):
+        expected = f"text, {_in_quotes(detail['input'], dotted)}"
     return [f"{dotted} is {detail['input']!r}; it must be {expected}."]
+
+
+def _in_quotes(value: float, dotted: str) -> str:
+    """How to write a text that YAML takes for a number, or for true or false; the shell removes the outer quotes."""
+    text = str(value)
+    if isinstance(value, bool):
+        text = text.lower()
+    quoted = f'"{text}"'
+    if dotted.endswith("]"):
+        return f"in quotes: {quoted}"
+    return f"in quotes: {dotted}='{quoted}' on the command line, {quoted} in a file"
 
 
 def _expected(detail: Any) -> str:
