@@ -15,6 +15,7 @@ from torch import Tensor
 from raypfl.common import rng
 from raypfl.common.memory import out_of_memory
 from raypfl.common.messages import unmarked
+from raypfl.common.user_code import user_location, where_defined
 from raypfl.evaluation.run_metrics import Measures
 from raypfl.evaluation.settings import EvaluationSettings
 from raypfl.learning.batches import Samples
@@ -158,13 +159,12 @@ class Context:
                 problem = "does not work on images channels last, so they stay as they are"
             else:
                 raise
+            function = user_location(error) or "A function of this method"
             reason = str(error).partition("\n")[0]
 
         # Warn only after the simpler executor has worked; if it fails too, its error says more.
         result = self.run(simpler, work)
-        warnings.warn(
-            f"A function of this method {problem}.{FallbackWarning.BECAUSE}{reason}", FallbackWarning, stacklevel=2
-        )
+        warnings.warn(f"{function} {problem}.{FallbackWarning.BECAUSE}{reason}", FallbackWarning, stacklevel=2)
         return result
 
     def executor_for_padding(
@@ -182,7 +182,7 @@ class Context:
             return self.executor
 
         loss = getattr(function, "loss", function)
-        warnings.warn(f"The function {getattr(loss, '__qualname__', loss)} {problem}", stacklevel=2)
+        warnings.warn(f"{where_defined(loss)} {problem}", stacklevel=2)
         return self.one_by_one
 
     @cached_property

@@ -24,7 +24,7 @@ _FILE = '  File "'
 
 def where_defined(function: Callable[..., Any]) -> str:
     """Describe a function: ``"Mine.train (my_methods.py, line 12)"``."""
-    name = getattr(function, "__qualname__", type(function).__name__)
+    name = getattr(function, "__qualname__", type(function).__name__).replace(".<locals>", "")
     code = getattr(function, "__code__", None)
     if code is None:
         return name
@@ -91,18 +91,25 @@ def describe_failure(error: BaseException, when: str = "", function: Callable[..
     message = "".join(traceback.format_exception_only(error)).rstrip()
     failed = f"failed {when}" if when else "failed"
 
-    frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if _is_user_frame(frame)]
-    if not frames:
+    location = user_location(error)
+    if not location:
         if function is not None and isinstance(error, TypeError) and _is_user_function(function):
             return f"{where_defined(function)} {failed}: {message}"
         return None
-
-    frame, line = frames[0]
-    name = _qualified(frame.f_code)
-    if name == "<module>":
+    if location.startswith("<module>"):
         return None
-    location = f"{name} ({Path(frame.f_code.co_filename).name}, line {line})"
     return f"{location} {failed}: {message}\n{_user_lines(error)}"
+
+
+def user_location(error: BaseException) -> str:
+    """Return the outermost of the user's functions that led to an error: ``"Mine.start (mine.py, line 12)"``.
+
+    Empty if there is none.
+    """
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if _is_user_frame(frame):
+            return f"{_qualified(frame.f_code)} ({Path(frame.f_code.co_filename).name}, line {line})"
+    return ""
 
 
 def with_location(error: BaseException) -> str:

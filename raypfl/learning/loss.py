@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from raypfl.common.errors import MethodError
+from raypfl.common.user_code import where_defined
 from raypfl.learning.objectives.batch import Batch
 from raypfl.models.flat import FlatModel
 
@@ -47,14 +48,16 @@ class LocalLoss:
         """Return the value to descend and the value to report, which is NaN if nothing is reported."""
         value, reported = self._total_and_reported(self.loss(p, batch, **self._extras_for(self.loss, extras)))
         if self.penalty is not None and not self.penalty_is_separate:
-            value = value + self.penalty(p, batch, **self._extras_for(self.penalty, extras))
+            penalty = self.penalty(p, batch, **self._extras_for(self.penalty, extras))
+            value = value + _scalar(self.penalty, penalty)
 
         if self.report is None:
             return value, torch.full_like(value.detach(), torch.nan)
         if self.report == "loss":
             return value, reported
         with torch.no_grad(), self.model.side_call():
-            return value, self.report(p.detach(), batch, **self._extras_for(self.report, extras))
+            other = self.report(p.detach(), batch, **self._extras_for(self.report, extras))
+        return value, _scalar(self.report, other)
 
     def per_sample(self, p: Tensor, extras: Mapping[str, Any]) -> LocalLoss:
         """Return the loss of single samples, without a penalty that does not depend on the batch.
@@ -78,7 +81,7 @@ class LocalLoss:
     def _penalty_without_batch(self, p: Tensor, extras: Mapping[str, Any]) -> Tensor:
         assert self.penalty is not None
         no_batch: Any = _NoBatch()
-        return self.penalty(p, no_batch, **self._extras_for(self.penalty, dict(extras)))
+        return _scalar(self.penalty, self.penalty(p, no_batch, **self._extras_for(self.penalty, dict(extras))))
 
     def refuse_unknown(self, extras: Mapping[str, Any]) -> None:
         """Raise a MethodError for an extra that no function takes."""
@@ -109,12 +112,23 @@ class LocalLoss:
             return extras
         return {name: extra for name, extra in extras.items() if name in names}
 
-    @staticmethod
-    def _total_and_reported(returned: Any) -> tuple[Tensor, Tensor]:
-        if not isinstance(returned, tuple):
-            return returned, returned
-        loss, penalty = returned
-        return loss + penalty, loss
+    def _total_and_reported(self, returned: Any) -> tuple[Tensor, Tensor]:
+        if isinstance(returned, tuple) and len(returned) == 2:
+            loss, penalty = (_scalar(self.loss, value) for value in returned)
+            return loss + penalty, loss
+        loss = _scalar(self.loss, returned)
+        return loss, loss
+
+
+def _scalar(function: LossFunction, value: Any) -> Tensor:
+    """Return what a loss returned; raise a MethodError unless it is a scalar."""
+    if isinstance(value, Tensor) and value.dim() == 0:
+        return value
+    kind = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    raise MethodError(
+        f"{where_defined(function)} returned {kind}; a loss must return one number for a client's batch, as a tensor "
+        "without axes, such as batch.mean(values), which averages over its samples."
+    )
 
 
 class _BatchUsed(Exception):

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from raypfl.clients.clients import Clients
-from raypfl.common.errors import ClientError, RaypflError
+from raypfl.common.errors import ClientError, MethodError, RaypflError
 from raypfl.common.messages import per_client
 from tests.support.federated_methods import PerFedAvg
 from tests.support.federation import (
@@ -141,11 +141,36 @@ def test_a_loss_that_looks_at_numbers_is_trained_one_by_one_with_a_warning(peek)
         return peek(clients.loss(p, batch))
 
     start = clients.initial.clone()
-    with pytest.warns(UserWarning, match="cannot be vectorised, so clients run one by one"):
+    line = loss.__code__.co_firstlineno + 1
+    function = rf"\.loss \(test_losses\.py, line {line}\)"
+    with pytest.warns(UserWarning, match=rf"{function} cannot be vectorised, so clients run one by one"):
         trained = clients.sgd(loss, clients.initial)
     assert_close(trained, bare_loop(fed, start.expand(4, -1))[0])
     with pytest.warns(UserWarning, match="one by one"):
         assert_close(clients.grad(loss, start), clients.grad(clients.loss, start).as_subclass(Tensor))
+
+
+@both_executors
+@pytest.mark.parametrize(
+    ("returned", "kind"),
+    [
+        (lambda value: value.expand(3), r"a tensor of shape \[3\]"),
+        (lambda value: value[None], r"a tensor of shape \[1\]"),
+        (lambda value: (value, value[None]), r"a tensor of shape \[1\]"),
+        (lambda value: None, "a NoneType"),
+    ],
+    ids=["rows", "row", "pair", "nothing"],
+)
+def test_a_loss_that_is_no_number_is_refused_with_its_place(returned, kind, executor):
+    clients = Federation(executor=executor).clients()
+
+    def loss(p, batch):
+        return returned(clients.loss(p, batch))
+
+    line = loss.__code__.co_firstlineno
+    for work in (clients.sgd, clients.grad):
+        with pytest.raises(MethodError, match=rf"\.loss \(test_losses\.py, line {line}\) returned {kind}; a loss must"):
+            work(loss, clients.initial)
 
 
 @both_executors
