@@ -25,7 +25,7 @@ from raypfl.integrations.tracking.connection import (
 )
 from raypfl.integrations.tracking.models import FOLDER
 from raypfl.results.display.compare import Differences, compare
-from raypfl.results.display.console import lines_for, view
+from raypfl.results.display.console import RunLine, lines_for, view
 from raypfl.results.display.outcome import table
 from raypfl.runs import driver, result, resuming
 from raypfl.trained.models import TrainedModels
@@ -93,7 +93,8 @@ def run(
     listeners : functions that are called with every event (:mod:`raypfl.engine.events`), in order, in this process. One
         that raises :class:`raypfl.common.errors.Stopped` at a `Checkpointed` event stops the run.
     run_dir : a new folder for the run; None: one in ``experiment.output``, named after experiment, method and time.
-    progress : whether to show progress on standard error; None: in a terminal and in a notebook.
+    progress : whether to show progress on standard error; None: in a terminal and in a notebook. Warnings are always
+        shown.
 
     Returns
     -------
@@ -182,15 +183,12 @@ def trained_models(run: str | Path, uri: str | None = None) -> TrainedModels:
 
 @contextlib.contextmanager
 def _shown(experiment: Experiment, progress: bool | None) -> Iterator[list[Listener]]:
-    """Listeners that show a run while it is active."""
+    """Listeners that show a run while it is active: its progress, or its warnings alone."""
     if progress is None:
         progress = sys.stderr.isatty() or "ipykernel" in sys.modules
     # What is no experiment the driver refuses with a better sentence.
-    if not progress or not isinstance(experiment, Experiment):
-        yield []
-        return
-
-    with view(Console(stderr=True), lines_for([experiment])) as progress_view:
+    lines = lines_for([experiment]) if isinstance(experiment, Experiment) else [RunLine("")]
+    with view(Console(stderr=True), lines, quiet=not progress) as progress_view:
         yield [progress_view.listener(0)]
 
 

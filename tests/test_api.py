@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import raypfl
+from tests.support import mistaken_methods
 from tests.support.runs import experiment
 
 
@@ -28,6 +29,22 @@ def test_progress_is_shown_on_a_terminal_or_on_request_only(tmp_path: Path, caps
     longer = raypfl.resume(tmp_path / "run", overrides=[f"rounds={result.round + 1}"], progress=True)
     assert longer.round == result.round + 1
     assert f"finished after round {longer.round}" in capsys.readouterr().err
+
+
+class PeeksAtItsLoss(mistaken_methods.Base):
+    def train(self, clients, theta):
+        def loss(p, batch):
+            value = clients.loss(p, batch)
+            return value * (1.0 if value.item() > 0 else 2.0)
+
+        return {"theta": raypfl.Mean(clients.sgd(loss, theta))}
+
+
+def test_warnings_of_a_run_are_printed_where_no_progress_is_shown(tmp_path: Path, capsys):
+    peeking = experiment(tmp_path, method=f"{__name__}:PeeksAtItsLoss", engine__executor="vectorised", rounds=1)
+    raypfl.run(peeking)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("Warning: PeeksAtItsLoss.train.loss (test_api.py, line ") and "one by one" in line
 
 
 def test_completion_offers_public_names_before_they_are_imported():

@@ -259,9 +259,7 @@ def _score(
     return score(group, make_models, shared, protocols, shares, masks)
 
 
-def _refuse_misshapen(
-    models: object, shape: list[int], maker: Callable[..., Any], hint: str = ""
-) -> torch.Tensor:
+def _refuse_misshapen(models: object, shape: list[int], maker: Callable[..., Any], hint: str = "") -> torch.Tensor:
     """Return the models that a method's function made; raise a MethodError, which ends in `hint`, for a wrong shape."""
     if isinstance(models, torch.Tensor) and list(models.shape) == shape:
         return models

@@ -18,13 +18,14 @@ from raypfl.evaluation.masking import refuse_unmaskable
 from raypfl.experiment import Experiment
 from raypfl.models.weights import RANDOM, digest, origin
 from raypfl.runs.autotune import choose
+from raypfl.runs.checks.hooks import refuse_mistaken_hooks
 from raypfl.runs.checks.network import refuse_channels_last, refuse_lone_samples, refuse_misfit, refuse_outputs
 from raypfl.runs.checks.privacy import refuse_unprotected
 from raypfl.runs.checks.settings import (
     refuse_another_objective,
-    refuse_incomplete,
     refuse_large_cohort,
     refuse_missing_pools,
+    refuse_missing_weights,
     refuse_to_augment,
     warn_of_test_data,
 )
@@ -46,7 +47,7 @@ def prepare(experiment: Experiment, folder: Path, emit: Listener, lockstep: bool
     ------
     ConfigError : if settings, data, network and method do not fit together.
     """
-    refuse_missing_gpu(experiment)
+    _refuse_without_data(experiment)
     emit(Progress("preparing data"))
     data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
 
@@ -89,7 +90,8 @@ def check(experiments: Sequence[Experiment], emit: Listener) -> None:
     ConfigError : for the first experiment that :func:`prepare` would refuse.
     """
     first = experiments[0]
-    refuse_missing_gpu(first)
+    for experiment in experiments:
+        _refuse_without_data(experiment)
     emit(Progress("preparing data"))
     data = load_federated(first.data, first.partition, seed=first.seed)
     for experiment in experiments:
@@ -97,12 +99,18 @@ def check(experiments: Sequence[Experiment], emit: Listener) -> None:
             refuse_unfit(Prepared(experiment, data, device_for(experiment.ray.on_gpu)))
 
 
+def _refuse_without_data(experiment: Experiment) -> None:
+    """Raise a ConfigError for what can be told before the data are prepared, which may take minutes."""
+    refuse_missing_gpu(experiment)
+    refuse_mistaken_hooks(experiment.method)
+    refuse_missing_weights(experiment.model)
+
+
 def refuse_unfit(prepared: Prepared) -> None:
     """Raise a ConfigError unless settings, data, network and method fit together."""
     experiment = prepared.experiment
     refuse_untestable(experiment.evaluation.protocols, prepared.data, prepared.objective)
     refuse_unmaskable(experiment.evaluation.masks, prepared.objective)
-    refuse_incomplete(experiment.method)
     refuse_another_objective(prepared)
     refuse_to_augment(prepared)
     refuse_large_cohort(prepared)

@@ -17,6 +17,7 @@ from raypfl.experiment import experiments
 from raypfl.methods import FedAvg
 from raypfl.methods.personal_models.ditto import Ditto
 from raypfl.runs import driver, preparing
+from raypfl.runs.checks.hooks import refuse_mistaken_hooks
 from tests.support import command, mistaken_methods
 from tests.support.runs import experiment
 
@@ -352,6 +353,29 @@ class TakesNoCohort(mistaken_methods.Base):
         pass
 
 
+class TakesNoClients(mistaken_methods.Base):
+    def personal_model(self, server):
+        return server["theta"]
+
+
+class MisspellsItsModel(mistaken_methods.Base):
+    def personal_modell(self, clients, server):
+        return server["theta"].expand(len(clients), -1)
+
+
+class MisspellsItsOnlyModel(Method):
+    start = mistaken_methods.Base.start
+    round = mistaken_methods.Base.round
+    train = mistaken_methods.Base.train
+
+    def global_modle(self, server):
+        return server["theta"]
+
+
+class CallsARoundAStart(mistaken_methods.Base):
+    start: int = 3
+
+
 class HasNoStart(Method):
     def global_model(self, server):
         return server["theta"]
@@ -371,7 +395,19 @@ class HasNoStart(Method):
             "TakesOtherArguments",
             r"TakesOtherArguments\.train .* was called with \(clients, theta\), .* but takes other arguments",
         ),
-        ("TakesNoCohort", r"^TakesNoCohort\.round \(test_mistakes\.py, line \d+\) failed in round 1: TypeError"),
+        (
+            "TakesNoCohort",
+            r"^TakesNoCohort\.round \(test_mistakes\.py, line \d+\) is called with \(server, cohort\), but takes "
+            r"\(server\); write round\(self, server, cohort\)\.$",
+        ),
+        ("TakesNoClients", r"^TakesNoClients\.personal_model .* but takes \(server\); write personal_model\(self, cl"),
+        (
+            "MisspellsItsModel",
+            r"^MisspellsItsModel\.personal_modell \(test_mistakes\.py, line \d+\) is called by nothing; did you mean "
+            r"personal_model\(self, clients, server\)\?",
+        ),
+        ("MisspellsItsOnlyModel", r"global_modle .* did you mean global_model\(self, server\)\?"),
+        ("CallsARoundAStart", r"^CallsARoundAStart\.start is 3, but must be the function start\(self, task\); call"),
         ("HasNoStart", r"^HasNoStart does not say how it starts: define start"),
     ],
 )
@@ -380,3 +416,20 @@ def test_arguments_and_results_of_a_methods_functions_are_checked(tmp_path: Path
     with pytest.raises(RaypflError, match=message) as caught:
         raypfl.run(experiment(tmp_path, method=f"{__name__}:{name}"))
     assert "raypfl/engine" not in str(caught.value)
+
+
+class HasHelpers(mistaken_methods.Base):
+    """Functions with names like those that the engine calls, which it calls itself or has beside the right ones."""
+
+    def round(self, server, cohort):
+        self.rounds(server, cohort)
+
+    def rounds(self, server, cohort):
+        super().round(server, cohort)
+
+    def round_(self, server, cohort):
+        pass
+
+
+def test_helpers_of_a_method_may_have_names_like_those_that_the_engine_calls():
+    refuse_mistaken_hooks(HasHelpers())

@@ -222,6 +222,13 @@ def test_a_run_starts_from_the_files_weights_and_records_their_origin(tmp_path):
     assert first == f"weights from {path}, all 4 tensors" and second == "random weights"
 
 
+def test_a_missing_file_of_weights_is_found_before_the_data_are_prepared(tmp_path):
+    events = []
+    with pytest.raises(ConfigError, match=r"model.weights is '.*nowhere.pt', but there is no such file"):
+        raypfl.run(experiment(tmp_path, model__weights=tmp_path / "nowhere.pt"), listeners=[events.append])
+    assert not events
+
+
 def test_a_run_is_not_resumed_with_a_weights_file_that_has_changed(tmp_path):
     factory = partial(MODELS.get("mlp"), input_shape=(1, 8, 8), num_classes=10, hidden=[16])
     path = Path(stored(tmp_path, factory()))

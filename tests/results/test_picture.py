@@ -432,6 +432,10 @@ def events(experiment: Experiment):
     yield RunFinished("finished", experiment.rounds, "3fa2c1")
 
 
+def test_the_screen_names_no_step_before_there_is_one():
+    assert "Ray" not in printed(lambda console: console.print(LiveView(console, [RunLine("fedavg")]).render()))
+
+
 def test_a_line_follows_its_run():
     experiment = Experiment(rounds=4)
     line = RunLine("fedavg")

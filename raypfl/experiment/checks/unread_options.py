@@ -30,13 +30,13 @@ def unread_options(method: Any) -> frozenset[str]:
     that is not returned may have no effect either.
     """
     options = {field.name for field in dataclasses.fields(method)}
-    names = _names_reached(method)
+    names = names_reached(method)
     if names & _BY_ANY_NAME:
         return frozenset()
     return frozenset(options - names)
 
 
-def _names_reached(method: type) -> set[str]:
+def names_reached(method: type) -> set[str]:
     """Return all names that occur in the functions that a run of a method can reach."""
     hooks = {name for name in vars(Method) if not name.startswith("__")} - _CHECKS
     waiting: list[FunctionType] = []

@@ -214,7 +214,9 @@ _LONGEST_SILENCE = 30.0  # seconds between lines, as long as rounds end
 
 def warner(console: Console) -> Callable[[str], None]:
     """Return a function that shows a sentence as a warning, also while runs are shown."""
-    return lambda text: console.print(Text.assemble(("Warning: ", "bold yellow"), text))
+    # A file or a pipe keeps a sentence on one line, where it can be searched for.
+    one_line = not console.is_terminal
+    return lambda text: console.print(Text.assemble(("Warning: ", "bold yellow"), text), soft_wrap=one_line)
 
 
 class View:
@@ -263,7 +265,7 @@ class LiveView(View):
     def __init__(self, console: Console, lines: Sequence[RunLine]):
         super().__init__(console, lines)
         self._spinner = Spinner("dots", style="cyan")
-        self._step = "starting Ray"
+        self._step = ""
         self._live = Live(console=console, get_renderable=self.render, refresh_per_second=5)
 
     def __enter__(self) -> Self:

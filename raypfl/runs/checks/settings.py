@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 
 from raypfl.common.errors import ConfigError, checked_pool, did_you_mean
 from raypfl.engine.prepared import Prepared
 from raypfl.experiment import Experiment
+from raypfl.experiment.settings import ModelSettings
 from raypfl.learning.objectives import KINDS, OBJECTIVES
 from raypfl.methods import METHODS, Method
-
-MODEL_HOOKS = ("global_model", "personal_model", "unseen_model")
-"""Functions of a method that make the evaluated models; a method defines at least one."""
+from raypfl.models.weights import is_file
 
 
-def refuse_incomplete(method: Method) -> None:
-    """Raise a ConfigError if a method lacks a function that every method needs."""
-    name = type(method).__name__
-    if type(method).start is Method.start:
-        raise ConfigError(f"{name} does not say how it starts: define start(self, task).")
-    if type(method).round is Method.round:
-        raise ConfigError(f"{name} does not say what a round is: define round(self, server, cohort).")
-    if not any(method.has(hook) for hook in MODEL_HOOKS):
-        raise ConfigError(
-            f"{name} has no model to evaluate: define global_model(self, server), which returns a "
-            "vector [P+B] such as server['theta'], or personal_model(self, clients, server), which returns [K, P+B], "
-            "or both."
-        )
+def refuse_missing_weights(model: ModelSettings) -> None:
+    """Raise a ConfigError if the file of initial weights does not exist: found before the data take minutes."""
+    if model.weights and is_file(model.weights) and not Path(model.weights).is_file():
+        raise ConfigError(f"model.weights is {model.weights!r}, but there is no such file.")
 
 
 def refuse_another_objective(prepared: Prepared) -> None:
