@@ -9,6 +9,7 @@ from raypfl.data.datasets.population import is_described
 from raypfl.experiment import Experiment
 from raypfl.experiment.assignments import flatten
 from raypfl.experiment.identity import deciding_settings, is_in
+from raypfl.results.setting_text import options_at_default
 
 _ONLY_ROUNDING = ("engine", "training.channels_last")
 """Settings that change a result by rounding alone."""
@@ -81,6 +82,7 @@ def _setting_texts(names: Sequence[str], experiments: Sequence[Experiment]) -> l
 def _deciding_settings(experiment: Experiment) -> dict[str, Any]:
     """The settings, other than method and seed, that decide a result up to rounding."""
     hidden = [*_ONLY_ROUNDING, *_SHOWN_ELSEWHERE]
+    hidden += [f"model.{name}" for name in options_at_default(experiment.model)]
     if experiment.model.pretrain is not None:
         # The pretrained file, which follows from the other settings.
         hidden.append("model.weights")

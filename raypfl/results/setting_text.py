@@ -9,7 +9,9 @@ from typing import Any
 
 from raypfl.data.datasets.population import is_described
 from raypfl.experiment import Experiment
+from raypfl.experiment.components import options_of
 from raypfl.experiment.settings import ModelSettings
+from raypfl.models import MODELS
 from raypfl.runs.result import RunResult
 
 _MODEL_DEFAULTS = {field.name: field.default for field in fields(ModelSettings) if field.name != "name"}
@@ -72,10 +74,24 @@ def applicable_settings(experiment: Experiment) -> dict[str, Any]:
     return values
 
 
+def options_at_default(model: ModelSettings) -> set[str]:
+    """Return the options of a network that are given, but as they would be anyway."""
+    at_default = set()
+    for name, option in options_of(MODELS.get(model.name)).items():
+        default = list(option.default) if isinstance(option.default, tuple) else option.default
+        if name in model.options and model.options[name] == default:
+            at_default.add(name)
+    return at_default
+
+
 def _network(experiment: Experiment) -> dict[str, Any]:
     """The model's name, and its settings that are not at their default."""
     model = applicable_settings(experiment)["model"]
-    network = {key: value for key, value in model.items() if value != _MODEL_DEFAULTS.get(key)}
+    at_default = options_at_default(experiment.model)
+    network = {}
+    for key, value in model.items():
+        if value != _MODEL_DEFAULTS.get(key) and key not in at_default:
+            network[key] = value
 
     if "pretrain" in network:
         # The pretrained file, which follows from the other settings.

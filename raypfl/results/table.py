@@ -110,6 +110,19 @@ def legend(groups: Sequence[RunGroup]) -> list[str]:
     """Return sentences for below the table: over which rounds and seeds its numbers are."""
     averaged = {len(result.last_rounds) for group in groups for result in group.results} - {0, 1}
     lines = [f"Means over the last {rounds} evaluated rounds." for rounds in sorted(averaged)]
+    lines += unequal_lengths(groups)
     if any(len(group.results) > 1 for group in groups):
         lines.append("±: standard deviation over seeds.")
     return lines
+
+
+def unequal_lengths(groups: Sequence[RunGroup]) -> list[str]:
+    """Return a caution if not all methods were trained for as many rounds, since a table ranks them side by side."""
+    lengths = {frozenset(max(result.last_rounds) for result in group.results) for group in groups}
+    if len(lengths) < 2:
+        return []
+    rounds = frozenset().union(*lengths)
+    return [
+        f"The methods are ranked as they were after {min(rounds)} to {max(rounds)} rounds, each at its own end: a longer "
+        "training may be why one is ahead."
+    ]

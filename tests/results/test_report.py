@@ -23,6 +23,7 @@ from raypfl.results.report import find_runs, tables, write
 from raypfl.results.report.figures import metric_figure
 from raypfl.results.report.page import shades
 from raypfl.results.run_groups import group_runs
+from raypfl.results.table import legend
 from tests.support.command import raypfl as command
 from tests.support.runs import experiment
 
@@ -190,6 +191,15 @@ def test_only_the_settings_that_differ_between_runs_are_listed(results):
     assert ("training.batch_size", "10") in shared and not {"training.lr", "seed"} & {key for key, _ in shared}
 
 
+def test_a_networks_option_that_is_given_at_its_default_is_no_difference(results):
+    network = {"name": "mlp", "hidden": [128]}
+    explicit, implicit = (
+        replace(results[0], experiment=results[0].experiment.replace(model=model)) for model in (network, "mlp")
+    )
+    (group,) = group_runs([explicit, implicit])
+    assert group.label == "fedavg" and not tables.compare_settings([group])[0]
+
+
 def shifted(result: raypfl.Result, points: dict[str, float]) -> raypfl.Result:
     """The run as if each client's accuracy were the same, in %, by model."""
     columns = result.evaluations.to_pydict()
@@ -328,6 +338,13 @@ def test_seeds_of_different_lengths_are_compared_in_common_rounds_and_the_page_s
     assert "fedavg, seed 1, stopped after round 2." in words
     assert "The seeds of fedavg ended after 2 and 3 rounds" in words
     assert numbers.metric_curve(group_runs([results[0], short])[0], "local", "global").x.tolist() == [1, 2]
+
+
+def test_methods_of_different_lengths_are_ranked_with_a_caution(results, tmp_path):
+    shorter = replace(results[2], evaluations=results[2].evaluations.filter(pc.field("round") <= 2))
+    caution = "The methods are ranked as they were after 2 to 3 rounds, each at its own end"
+    assert caution in text(page([results[0], shorter], tmp_path))
+    assert not [line for line in legend(group_runs(results)) if "ranked" in line]
 
 
 def test_a_method_whose_seeds_have_no_round_in_common_is_named(results):

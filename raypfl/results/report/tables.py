@@ -15,7 +15,7 @@ from raypfl.experiment.assignments import flatten
 from raypfl.results.differences import Difference
 from raypfl.results.numbers import Message, messages, metric_curves, seconds
 from raypfl.results.run_groups import RunGroup
-from raypfl.results.setting_text import applicable_settings
+from raypfl.results.setting_text import applicable_settings, options_at_default
 from raypfl.results.table import result_columns, result_rows
 from raypfl.results.units import TableCell, over_seeds
 
@@ -213,13 +213,16 @@ def logged(groups: Sequence[RunGroup]) -> tuple[list[LoggedExcerpt], list[Logged
 def compare_settings(groups: Sequence[RunGroup]) -> tuple[list[SettingValues], list[tuple[str, str]]]:
     """Return settings in which runs differ, other than method and seed, and those that all runs share.
 
-    An option at its default that only some methods have does not count as a difference.
+    An option at its default that only some methods or networks have does not count as a difference.
     """
     runs = []
     defaults: dict[str, Any] = {}
     for group in groups:
         for result in group.results:
-            runs.append((group.label, flatten(applicable_settings(result.experiment))))
+            settings = flatten(applicable_settings(result.experiment))
+            runs.append((group.label, settings))
+            for name in options_at_default(result.experiment.model):
+                defaults[f"model.{name}"] = settings.get(f"model.{name}")
         method: Any = group.results[0].experiment.method
         defaults |= {f"method.{field.name}": field.default for field in fields(method)}
 
