@@ -123,6 +123,6 @@ def unequal_lengths(groups: Sequence[RunGroup]) -> list[str]:
         return []
     rounds = frozenset().union(*lengths)
     return [
-        f"The methods are ranked as they were after {min(rounds)} to {max(rounds)} rounds, each at its own end: a longer "
-        "training may be why one is ahead."
+        f"The methods are ranked as they were after {min(rounds)} to {max(rounds)} rounds, each at its own end: a "
+        "longer training may be why one is ahead."
     ]
