@@ -325,11 +325,7 @@ class Clients:
         samples = self._group.samples(split)
         order = epoch_order(self._group.keys("batch" + stream), samples.sizes, min(size, samples.width), steps=1)
 
-        batches = []
-        for k in range(len(self)):
-            positions = torch.from_numpy(order.index[k, 0, : order.counts[k, 0]])
-            batches.append(samples.client(k, positions.to(self.device)))
-        return batches
+        return [samples.steps(k, order, normalise_once=False)(0) for k in range(len(self))]
 
     def class_means(
         self, features: Callable[[Tensor, Tensor], Tensor], at: Tensor, split: str = "train"

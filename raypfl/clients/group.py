@@ -144,8 +144,8 @@ class ClientGroup:
         return self.context.keys(purpose, self.round, self.ids)
 
     def draws(self, stream: str = "") -> Tensor:
-        """Return the keys ``int64[K]``, on the device, of the draws of networks and losses."""
-        return torch.from_numpy(self.keys("draws" + stream).astype(np.int64)).to(self.model.device)
+        """Return the keys ``int64[K]`` of the draws of networks and losses, in the host's memory."""
+        return torch.from_numpy(self.keys("draws" + stream).astype(np.int64))
 
     def training_length(
         self, epochs: int | None, steps: int | None, batch_size: int | None
@@ -188,7 +188,8 @@ class ClientGroup:
 
     def refuse_moved_statistics(self, before: Tensor, after: Tensor) -> None:
         """Raise a PrivacyError if a private training changed the network's statistics ``[K, B]``: they get no noise."""
-        if not torch.equal(before, after):
+        # Without statistics, a GPU need not be waited for.
+        if before.numel() and not torch.equal(before, after):
             raise PrivacyError(
                 "Training moved statistics of the network, such as running means, which depend on the samples and "
                 "get no noise, so privacy.noise would not hold. Choose a network without them (norm: group), or freeze "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -14,12 +14,15 @@ from torch import Tensor
 from raypfl.clients.group import ClientGroup
 from raypfl.clients.observation import ObservedTraining
 from raypfl.common.messages import PerClient, per_client
+from raypfl.common.transfer import to_device
 from raypfl.learning.batches import SampleOrder, StackedBatches, StepBatches
 from raypfl.learning.executor import Executor
 from raypfl.learning.loss import LocalLoss, LossFunction, ReportedLoss
+from raypfl.learning.objectives.batch import Batch
 from raypfl.learning.optimizers import LocalOptimizer, Memory, SampleRule
 from raypfl.learning.privacy import PrivateTraining
 from raypfl.models.extras import of_clients
+from raypfl.models.rows import aligned, copy_rows
 
 
 @dataclass(eq=False)
@@ -61,15 +64,30 @@ class MiniBatches:
         self.private_training = private_training
         self.rule = rule
         self._models: dict[str, ModelInTraining] = {}
+        self._active: dict[int, Tensor] = {}
 
     def __iter__(self) -> Iterator[MiniBatch]:
         for s in range(self.order.index.shape[1]):
             yield MiniBatch(self, s)
 
     @cached_property
+    def alone(self) -> list[Callable[[int], Batch]]:
+        """The functions that gather the batches of each client."""
+        samples = self.group.samples("train")
+        return [samples.steps(k, self.order, normalise_once=False) for k in range(len(self.group))]
+
+    @cached_property
     def stacked(self) -> StackedBatches:
         """The function that gathers the batches of several clients at once."""
         return self.group.samples("train").stacked(np.arange(len(self.group)), self.order)
+
+    def active(self, s: int) -> tuple[np.ndarray, Tensor]:
+        """Return the positions of the clients that take step s, on the host and on the device."""
+        active = np.flatnonzero(self.order.steps > s)
+        # Clients only drop out, so that their number says which are left.
+        if len(active) not in self._active:
+            self._active[len(active)] = to_device(active, self.group.model.device)
+        return active, self._active[len(active)]
 
     def model(self, of: str, loss: LocalLoss, rows: Tensor, lr: float, extras: Mapping[str, Any]) -> ModelInTraining:
         """Return the method's model named `of`; its first step decides on the executor."""
@@ -99,23 +117,21 @@ class MiniBatch:
     """
 
     def __init__(self, minibatches: MiniBatches, s: int):
-        samples = minibatches.group.samples("train")
         order = minibatches.order
-        device = minibatches.keys.device
-        active = np.flatnonzero(order.steps > s)
-
+        active, rows = minibatches.active(s)
         self._minibatches = minibatches
         self._number = s
-        self._rows = torch.from_numpy(active).to(device)
+        self._positions = active.tolist()
+        self._rows = rows
         self._all_active = len(active) == len(minibatches.keys)
-        self._keys = minibatches.keys[self._rows] + s
+        self._keys = minibatches.keys[torch.from_numpy(active)] + s
         self._batches = StepBatches(
-            alone=lambda: [samples.step(k, order, s) for k in active.tolist()],
-            padded=lambda: minibatches.stacked(self._rows, s, int(order.counts[active, s].max())),
+            alone=lambda: [minibatches.alone[k](s) for k in self._positions],
+            padded=lambda: minibatches.stacked(rows, s, int(order.counts[active, s].max())),
         )
         self._uses = 0
-        self.active = torch.zeros(len(minibatches.keys), 1, dtype=torch.bool, device=device)
-        self.active[self._rows] = True
+        self.active = torch.zeros(len(minibatches.keys), 1, dtype=torch.bool, device=rows.device)
+        self.active[rows] = True
 
     def step(
         self,
@@ -152,10 +168,10 @@ class MiniBatch:
         model = self._minibatches.model(of, local_loss, rows, update.lr, extras)
 
         active_extras = extras if self._all_active else of_clients(extras, active)
-        moved = rows.clone(memory_format=torch.contiguous_format) if self._all_active else rows[active]
+        moved = copy_rows(rows) if self._all_active else self._of_active(rows)
         keys = self._next_keys()
         if model.observe is not None:
-            for k, row in zip(active.tolist(), moved, strict=True):
+            for k, row in zip(self._positions, moved, strict=True):
                 model.observe(k, self._number, row)
 
         (gradient, reported, statistics), model.executor = group.context.run(
@@ -166,7 +182,8 @@ class MiniBatch:
             gradient += self._of_active(corrections)
 
         if update.optimizer not in model.memories:
-            model.memories[update.optimizer] = update.init(rows[:, :num_parameters])
+            memory = update.init(rows[:, :num_parameters])
+            model.memories[update.optimizer] = {name: aligned(values) for name, values in memory.items()}
         memory = model.memories[update.optimizer]
         active_memory = {name: self._of_active(values) for name, values in memory.items()}
         update.step_(moved[:, :num_parameters], gradient, active_memory)
@@ -197,4 +214,4 @@ class MiniBatch:
 
     def _of_active(self, rows: Tensor) -> Tensor:
         """Return the rows of the active clients; not a copy if all are active."""
-        return rows if self._all_active else rows[self._rows]
+        return rows if self._all_active else copy_rows(rows, self._rows)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from raypfl.common.errors import MethodError
 from raypfl.common.messages import PerClient, ReadOnly, per_client, unmarked
+from raypfl.common.transfer import host_memory, to_device
 from raypfl.storage.states import Contents, Stack
 
 Default = Tensor | Callable[[Tensor], Tensor]
@@ -61,15 +62,16 @@ class ClientState(MutableMapping[str, Tensor]):
 
         # One copy of each row, since a state may be large.
         example = next(row[name] for row in self._rows if name in row)
-        stored = np.empty((len(self._rows), *example.shape), example.dtype)
+        stored = host_memory((len(self._rows), *example.shape), example.dtype, self._device)
         for k, row in enumerate(self._rows):
             if name in row:
-                stored[k] = row[name]
+                stored.numpy()[k] = row[name]
 
         dtype = default.dtype if isinstance(default, Tensor) else None
-        rows = torch.from_numpy(stored).to(self._device, dtype)
+        rows = stored.to(self._device, dtype, non_blocking=True)
         if new:
-            rows[new] = unmarked(self._default_rows(default, new)).to(rows.dtype)
+            positions = to_device(np.array(new), self._device)
+            rows[positions] = unmarked(self._default_rows(default, new)).to(rows.dtype)
         return per_client(rows)
 
     def __getitem__(self, name: str) -> Tensor:

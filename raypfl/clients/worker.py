@@ -17,9 +17,10 @@ from raypfl.clients.context import Context
 from raypfl.clients.group import ClientGroup
 from raypfl.clients.observation import AnalysisHooks, Observation, Observer
 from raypfl.common.errors import MethodError, PrivacyError
+from raypfl.common.global_draws import ON_CLIENTS, refuse_unkeyed
 from raypfl.common.messages import Each, Mean, Sum, numbers_charged, per_client, unmarked
+from raypfl.common.transfer import to_device
 from raypfl.common.user_code import where_defined
-from raypfl.learning.global_draws import ON_CLIENTS, refuse_unkeyed
 from raypfl.learning.privacy import Masks, Spending, clipped_updates
 from raypfl.storage.states import Contents, Stack, StackRef
 from raypfl.storage.tree import leaves, unflatten
@@ -183,7 +184,8 @@ class Worker:
             clients.mark_shared(tensors.values())
             return unflatten(skeleton, tensors)
 
-        rows = {name: per_client(self._tensor(array)) for name, array in group.scattered.items()}
+        device = self.context.model.device
+        rows = {name: per_client(_tensor(array, device)) for name, array in group.scattered.items()}
         arguments = {**fetch(dict(call.arguments)), **rows}
         if call.server is not None:
             arguments["server"] = _ServerState(call.server, fetch)
@@ -305,18 +307,14 @@ class Worker:
         missing = sorted({number for number, _ in locations.values()} - self._objects.keys())
         objects = fetch_objects([shared.objects[number] for number in missing])
         for number, arrays in zip(missing, objects, strict=True):
-            self._objects[number] = {key: self._writable(array) for key, array in arrays.items()}
+            self._objects[number] = {key: self._shared_tensor(array) for key, array in arrays.items()}
         return {name: self._objects[number][key] for name, (number, key) in locations.items()}
 
-    def _writable(self, array: np.ndarray) -> Tensor:
-        # Ray's arrays are read-only shared memory: a tensor must not write to them, and Ray cannot free them while
-        # one refers to them. The inline backend makes copies.
+    def _shared_tensor(self, array: np.ndarray) -> Tensor:
+        # The inline backend makes copies.
         if array.flags.owndata and array.flags.writeable:
-            return torch.from_numpy(array).to(self.context.model.device)
-        return self._tensor(array)
-
-    def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.array(array)).to(self.context.model.device)
+            return to_device(array, self.context.model.device)
+        return _tensor(array, self.context.model.device)
 
     def _refuse_changed(self, versions: Mapping[str, tuple[Tensor, int]]) -> None:
         for name, (tensor, version) in versions.items():
@@ -346,6 +344,15 @@ class _ServerState(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._entries)
+
+
+def _tensor(array: np.ndarray, device: torch.device) -> Tensor:
+    """Return a copy of an array on a device.
+
+    Ray's arrays are read-only shared memory: a tensor must not write to them, and Ray cannot free them while one refers
+    to them.
+    """
+    return to_device(np.array(array) if device.type == "cpu" else array, device)
 
 
 def _logged(clients: ClientGroup) -> dict[str, Value]:
@@ -386,11 +393,13 @@ def _reduce(who: str, name: str, value: object, clients: int) -> Value:
         weight = torch.ones(clients, dtype=rows.dtype, device=rows.device)
     else:
         weight = unmarked(value.weight)
-    if weight.shape != (clients,) or bool((weight < 0).any()):
+    # A GPU is waited for once, not for each look at the weights.
+    weight_on_host = weight.cpu()
+    if weight.shape != (clients,) or bool((weight_on_host < 0).any()):
         raise MethodError(
             f"The weight of Mean {name!r}, which {who} returned, must be a non-negative number for each of the "
             f"group's {clients} clients; it is {weight.tolist()}."
         )
 
     weighted_sum = torch.tensordot(weight.to(rows.dtype), rows, dims=1)
-    return Value("mean", weighted_sum.cpu().numpy(), float(weight.double().sum()), numbers)
+    return Value("mean", weighted_sum.cpu().numpy(), float(weight_on_host.double().sum()), numbers)

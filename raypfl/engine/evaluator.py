@@ -12,6 +12,7 @@ import torch
 from raypfl.clients.clients import Clients
 from raypfl.clients.group import ClientGroup
 from raypfl.common.errors import MethodError, RaypflError
+from raypfl.common.global_draws import ON_CLIENTS, ON_SERVER, refuse_unkeyed
 from raypfl.common.messages import Each, Scatter, Sum
 from raypfl.common.rounds import is_due
 from raypfl.common.user_code import where_defined
@@ -26,7 +27,6 @@ from raypfl.federation.exchange.aggregation import ReplyAggregator
 from raypfl.federation.exchange.group_runner import GroupRunner
 from raypfl.federation.exchange.grouping import even_sizes
 from raypfl.federation.method import Method
-from raypfl.learning.global_draws import ON_CLIENTS, ON_SERVER, refuse_unkeyed
 from raypfl.learning.privacy import Spending
 from raypfl.models.predictor import Predictor
 from raypfl.storage.tree import clone

@@ -151,9 +151,11 @@ class Prepared:
 
     @cached_property
     def server_pools(self) -> Pools:
-        """The pools as the server reads them: mapped into memory, batch by batch."""
-        samples = samples_for(self.data, self.model, self.experiment.data.augmentation, room=0.0)
-        return pools_for(self.data, samples, self.experiment.seed)
+        """The pools as the server reads them: on its GPU if they fit there, else mapped into memory, batch by batch."""
+        experiment = self.experiment
+        samples = samples_for(self.data, self.model, experiment.data.augmentation, room=0.0)
+        data_budget = device_data_budget(self.device, experiment.ray.data_share, experiment.ray.gpus_for_server)
+        return replace(pools_for(self.data, samples, experiment.seed), room=data_budget)
 
     @property
     def precision(self) -> Precision:

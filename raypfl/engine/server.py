@@ -17,6 +17,7 @@ from torch import Tensor
 
 from raypfl.analysis.base import AnalysedRun
 from raypfl.common.errors import CheckpointError, EmptyCohort, LostState, MethodError, RaypflError, Stopped
+from raypfl.common.global_draws import AT_START, ON_SERVER, refuse_unkeyed
 from raypfl.common.rounds import is_due
 from raypfl.common.user_code import describe_failure, explain_user_errors, traceback_text, where_defined, with_location
 from raypfl.common.version import __version__
@@ -32,7 +33,6 @@ from raypfl.federation.cohort_draw import CohortDraw, cohort_size, draw_cohort
 from raypfl.federation.exchange.backend import Backend
 from raypfl.federation.ledger import Ledger
 from raypfl.federation.logged import Logged
-from raypfl.learning.global_draws import AT_START, ON_SERVER, refuse_unkeyed
 from raypfl.learning.privacy.accounting import accounted
 from raypfl.models.weights import origin
 from raypfl.storage import checkpoints

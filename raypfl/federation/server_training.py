@@ -145,7 +145,7 @@ class ServerTraining(ABC):
         rate = _scheduled(schedule, lr, _length(batches))
         # The experiment's precision is for the clients' network; a method's own networks compute as they are.
         precision = self.context.precision if model is self.task.model else DEFAULT_PRECISION
-        key = self._key("central" + stream, theta.device)
+        key = self._key("central" + stream)
         losses = Executor(model, precision).train_one(
             LocalLoss(model, loss), theta, batches, update, rate, key, extras, mode == "train"
         )
@@ -216,9 +216,9 @@ class ServerTraining(ABC):
                 "finite. Lower the learning rate, or clip gradients."
             )
 
-    def _key(self, purpose: str, device: torch.device) -> Tensor:
+    def _key(self, purpose: str) -> Tensor:
         key = np.array(rng.key(self.task.seed, purpose, self.round), dtype=np.uint64)
-        return torch.from_numpy(key.astype(np.int64)).to(device)
+        return torch.from_numpy(key.astype(np.int64))
 
 
 def _checked_copy(model: FlatModel, start: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from raypfl.common import rng
+from raypfl.common.transfer import to_device
 from raypfl.learning.augmentation import Augmentation, augmented
 from raypfl.learning.objectives.batch import Batch, spread_over_labels
 
@@ -33,14 +34,6 @@ def device_data_budget(device: torch.device, share: float, gpus: float) -> float
     if device.type == "cpu":
         return math.inf
     return torch.cuda.get_device_properties(device).total_memory * share * min(gpus, 1.0)
-
-
-def to_device(rows: np.ndarray, device: torch.device) -> Tensor:
-    """Copy rows to a device; copies to a GPU are asynchronous, from pinned memory."""
-    tensor = torch.from_numpy(rows)
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
 
 
 @dataclass(frozen=True)
@@ -71,6 +64,18 @@ class Samples:
         """Return inputs ``uint8[n, C, H, W]`` and labels ``int64[n]`` of the samples ``indices[n]``, on the device."""
         return self._rows(self.inputs, indices), self._rows(self.labels, indices)
 
+    def take_parts(self, indices: np.ndarray) -> Callable[[slice], tuple[Tensor, Tensor]]:
+        """Return ``take(part)``, :meth:`take` of the samples ``indices[part]``.
+
+        If the samples are on the device, so are the indices, which then get there once for all parts.
+        """
+        inputs = self.inputs
+        labels = self.labels
+        if isinstance(inputs, np.ndarray) or isinstance(labels, np.ndarray):
+            return lambda part: self.take(indices[part])
+        positions = to_device(np.array(indices), self.gain.device)
+        return lambda part: (inputs[positions[part]], labels[positions[part]])
+
     def labels_of(self, indices: np.ndarray) -> Tensor:
         """Return the labels ``int64[n]`` of the samples ``indices[n]``, on the device, without reading inputs."""
         return self._rows(self.labels, indices)
@@ -80,7 +85,7 @@ class Samples:
         if isinstance(array, np.ndarray):
             return to_device(np.asarray(array[indices]), device)
         # A copy, since the indices may be in read-only memory.
-        return array[torch.tensor(indices, device=device)]
+        return array[to_device(np.array(indices), device)]
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -133,26 +138,33 @@ class GroupSamples:
         """Return at most `count` of client k's samples, spread over its labels, the largest label included."""
         return self.client(k, spread_over_labels(self.y[self._rows(k)], count))
 
-    def step(self, k: int, order: SampleOrder, s: int, normalised: Batch | None = None) -> Batch:
-        """Return client k's batch in step s, without padding.
+    def steps(self, k: int, order: SampleOrder, normalise_once: bool = True) -> Callable[[int], Batch]:
+        """Return ``batch(s)``, client k's batch in step s, without padding.
 
-        `normalised` is a batch of all its samples, if they are normalised already.
+        The order goes to the device here, once for all steps.
+
+        Parameters
+        ----------
+        normalise_once : whether all samples of the client are normalised here, if that is cheaper than in every step.
         """
-        count = order.counts[k, s]
-        index = torch.from_numpy(order.index[k, s, :count]).to(self.y.device)
-        draws = None if order.draws is None else torch.from_numpy(order.draws[k, s, :count]).to(self.y.device)
-        if normalised is None:
-            batch = self.client(k, index)
-        else:
-            batch = Batch(normalised.x[index], normalised.y[index], normalised.weight[:count])
-        return self._source.augmented(batch, draws)
-
-    def steps(self, k: int, order: SampleOrder) -> Callable[[int], Batch]:
-        """Return ``batch(s)``, :meth:`step` of client k; samples are normalised only once if that is cheaper."""
-        takes_fewer_than_all = order.counts[k].sum() < self.sizes[k]
+        device = self.y.device
+        index = to_device(order.index[k], device)
+        draws = None if order.draws is None else to_device(order.draws[k], device)
+        counts = order.counts[k].tolist()
+        takes_fewer_than_all = sum(counts) < self.sizes[k]
         too_large = self.sizes[k] * self.x[0].numel() > NORMALISE_ONCE_LIMIT
-        normalised = None if takes_fewer_than_all or too_large else self.client(k)
-        return lambda s: self.step(k, order, s, normalised)
+        normalised = self.client(k) if normalise_once and not takes_fewer_than_all and not too_large else None
+
+        def batch(s: int) -> Batch:
+            count = counts[s]
+            step_index = index[s, :count]
+            if normalised is None:
+                plain = self.client(k, step_index)
+            else:
+                plain = Batch(normalised.x[step_index], normalised.y[step_index], normalised.weight[:count])
+            return self._source.augmented(plain, None if draws is None else draws[s, :count])
+
+        return batch
 
     def stacked(self, clients: np.ndarray, order: SampleOrder) -> StackedBatches:
         """Return ``batch(which, s)``, the batches of some of `clients` in step s, padded and stacked, ``[k, b, ...]``.
@@ -162,9 +174,9 @@ class GroupSamples:
         """
         device = self.y.device
         real = np.arange(order.index.shape[-1]) < order.counts[clients][:, :, None]
-        rows = torch.from_numpy(self._starts[clients][:, None, None] + order.index[clients]).to(device)
-        weight = torch.from_numpy(real).to(self._source.gain)
-        draws = None if order.draws is None else torch.from_numpy(order.draws[clients]).to(device)
+        rows = to_device(self._starts[clients][:, None, None] + order.index[clients], device)
+        weight = to_device(real, device).to(self._source.gain.dtype)
+        draws = None if order.draws is None else to_device(order.draws[clients], device)
         if self._normalised is None and self.x.numel() <= NORMALISE_ONCE_LIMIT:
             self._normalised = self._source.normalise(self.x)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from raypfl.learning.optimizers import Memory, StepDraws, Update
 from raypfl.models.flat import FlatModel
+from raypfl.models.rows import empty_rows
 
 MAX_GRADIENT_NUMBERS = 2**24
 """Most numbers in a group's per-sample gradients at a time; each client always computes at least one sample's."""
@@ -38,7 +39,7 @@ class Descent:
         self.tensors = tensors
         self.memory = memory
         self.correction = correction
-        self._gradient = None if update.plain else torch.empty_like(theta)
+        self._gradient = None if update.plain else empty_rows(theta.shape, theta)
         self._views = [] if self._gradient is None else segments(model, self._gradient)
 
     def step(self, grads: Sequence[Tensor | None], direct: Tensor | None) -> None:
@@ -113,7 +114,7 @@ def gradient_by_sample(
     assert rule is not None
     count = weight.sum(-1, keepdim=True)
     total = torch.zeros_like(at)
-    reported = torch.zeros_like(weight[..., 0])
+    reported = torch.zeros_like(count[..., 0])
 
     # All per-sample gradients at once might not fit into memory.
     num_samples = weight.shape[-1]
@@ -141,7 +142,8 @@ def frozen_segments(model: FlatModel, update: Update) -> frozenset[str]:
     """Names of the segments without a trained entry, whose gradients need not be computed."""
     if update.trained is None:
         return frozenset()
-    trained = model.unflatten(update.trained)
+    # Read from a GPU once, not once a segment.
+    trained = model.unflatten(update.trained.cpu())
     return frozenset(name for name in model.parameter_names if not bool(trained[name].any()))
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -35,6 +34,7 @@ from raypfl.learning.optimizers import Update
 from raypfl.models.extras import Extras, of_client, without_buffers
 from raypfl.models.flat import BoundModel, FlatModel, FunctionalCall, LossCall
 from raypfl.models.predictor import Predictor
+from raypfl.models.rows import copy_rows, empty_rows
 from raypfl.models.rowwise import RowWise
 
 
@@ -93,7 +93,12 @@ class Executor:
     ) -> tuple[Tensor, Tensor]:
         """Train from ``start[K, P+B]``; return ``(trained[K, P+B], mean reported loss[K])``.
 
-        ``correction[K, P]`` is added to all gradients. `observe` is called before each of a client's steps.
+        Parameters
+        ----------
+        keys : the keys of the clients' draws, ``int64[K]`` in the host's memory, where they can be read without
+            waiting for a GPU.
+        correction : ``[K, P]``, added to all gradients; None: nothing.
+        observe : called before each of a client's steps.
         """
         trained = copy_rows(start)
         losses = torch.zeros(len(start), dtype=start.dtype, device=start.device)
@@ -134,6 +139,7 @@ class Executor:
         Parameters
         ----------
         rate : the learning rate of each step, in place of the update's.
+        key : the key of the draws, a scalar in the host's memory.
         training : whether the network is in training mode in steps; it never is while batches are produced.
         """
         extras_without_buffers = without_buffers(self.model, dict(extras))
@@ -238,13 +244,14 @@ class Executor:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradient of each client's loss on its batch.
 
-        If `update` needs per-sample gradients, the gradient is the one that its rule computes from them.
+        If `update` needs per-sample gradients, the gradient is the one that its rule computes from them. The keys are
+        in the host's memory.
 
         Returns
         -------
         The gradients ``[K, P]``, the reported losses ``[K]``, and the networks' statistics afterwards ``[K, B]``.
         """
-        gradients = []
+        gradients = empty_rows((len(at), self.model.num_parameters), at)
         losses = []
         statistics = []
         with self.model.mode(train=True), streams.forked(at.device):
@@ -263,10 +270,10 @@ class Executor:
                     gradient, reported = self._gradient_by_sample(update, p, batch, keys[k], gradient_of_sample)
                     self._add_penalty_gradient(client_loss, p, client_extras, gradient)
 
-                gradients.append(gradient)
+                gradients[k] = gradient
                 losses.append(reported)
                 statistics.append(call.moved().detach())
-        return torch.stack(gradients), torch.stack(losses), torch.stack(statistics)
+        return gradients, torch.stack(losses), torch.stack(statistics)
 
     def _gradient_at(
         self, loss: LocalLoss, call: LossCall, p: Tensor, extras: dict[str, Any], batch: Batch, key: Tensor
@@ -319,16 +326,3 @@ class Executor:
         draws = RowWise(None, key) if key is not None and self.model.has_dropout else contextlib.nullcontext()
         with one_client_at_a_time(), self.precision.context(self.model.device), draws:
             yield
-
-
-def copy_rows(rows: Tensor, order: Tensor | None = None) -> Tensor:
-    """Return a contiguous copy of the rows, in this order."""
-    rows_are_equal = rows.stride(0) == 0  # an expanded row
-    if rows_are_equal:
-        order = None
-    if rows.device.type != "cpu":
-        return rows.clone(memory_format=torch.contiguous_format) if order is None else rows[order]
-
-    # NumPy allocates in huge pages, which takes a tenth of the time of torch's allocation.
-    copy = torch.from_numpy(np.empty(rows.shape, rows.new_empty(0).numpy().dtype))
-    return copy.copy_(rows) if order is None else torch.index_select(rows.detach(), 0, order, out=copy)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from raypfl.common.transfer import to_device
 from raypfl.learning.batches import Samples
 from raypfl.learning.executor import Executor
 from raypfl.learning.vectorised import Vectorised
@@ -97,5 +97,5 @@ def _vectorised_on_own_samples(
 
         weight = None
         if int(remaining.min()) < part.shape[1]:
-            weight = torch.from_numpy(np.arange(part.shape[1]) < remaining).to(x)
+            weight = to_device(np.arange(part.shape[1]) < remaining, x.device).to(x.dtype)
         yield ModelOutputs(slice(0, len(models)), executor.predict(models, x, own=True), y, weight)

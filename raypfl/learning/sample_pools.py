@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from raypfl.common import rng
 from raypfl.common.errors import MethodError, checked_pool
+from raypfl.common.transfer import to_device
 from raypfl.learning.batches import Samples, draws
 from raypfl.learning.objectives.batch import Batch
 
@@ -25,12 +26,15 @@ class Pools:
     indices : the numbers of each pool's samples, name -> ``int64[M]``.
     own_samples : the samples of pools that are normalised by their own mean and standard deviation, by name.
     seed : the run's seed.
+    room : the most bytes of pools that are kept on a GPU, beside `samples`.
     """
 
     samples: Samples
     indices: Mapping[str, np.ndarray] = field(default_factory=dict)
     own_samples: Mapping[str, Samples] = field(default_factory=dict)
     seed: int = 0
+    room: float = 0.0
+    _kept: dict[str, Samples] = field(default_factory=dict, init=False)
 
     def pool(self, name: str, round: int) -> Pool:
         """Return a pool, whose mini-batches are drawn for this round.
@@ -40,7 +44,26 @@ class Pools:
         ConfigError : if there is no such pool.
         """
         indices = self.indices[checked_pool(name, self.indices)]
-        return Pool(name, self.own_samples.get(name, self.samples), indices, self.seed, round)
+        samples = self.own_samples.get(name, self.samples)
+        self._keep(name, samples, indices)
+        if name in self._kept:
+            return Pool(name, self._kept[name], np.arange(len(indices)), self.seed, round)
+        return Pool(name, samples, indices, self.seed, round)
+
+    def _keep(self, name: str, samples: Samples, indices: np.ndarray) -> None:
+        """Copy a pool to the GPU when it is first used, if there is room."""
+        device = samples.gain.device
+        inputs = samples.inputs
+        labels = samples.labels
+        if device.type == "cpu" or name in self._kept or isinstance(inputs, Tensor) or isinstance(labels, Tensor):
+            return
+
+        bytes_per_sample = (inputs.nbytes + labels.nbytes) / max(1, len(labels))
+        used = sum(kept.resident for kept in self._kept.values())
+        if used + bytes_per_sample * len(indices) <= self.room:
+            # Pageable memory: this happens once, and pinned memory is never given back.
+            on_device = [torch.from_numpy(np.array(array[indices])).to(device) for array in (inputs, labels)]
+            self._kept[name] = replace(samples, inputs=on_device[0], labels=on_device[1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,25 +152,23 @@ class PoolBatches:
         return self.steps
 
     def __iter__(self) -> Iterator[Batch]:
-        shuffled = self._shuffled(0)
-        visited = self._visited()
-        num_seen = 0
-        for step in range(self.steps):
-            epoch, batch_in_epoch = divmod(step, self._batches_per_epoch)
-            if step and not batch_in_epoch:
-                shuffled = self._shuffled(epoch)
-            index = shuffled[batch_in_epoch * self.size : (batch_in_epoch + 1) * self.size]
-            batch = self.samples.augmented(self._batch(index), self._draws(step, len(index)))
+        per_epoch = self._batches_per_epoch
+        for epoch in range(-(-self.steps // per_epoch)):
+            steps = np.arange(epoch * per_epoch, min((epoch + 1) * per_epoch, self.steps))
+            yield from self._epoch(epoch, steps)
 
-            if self.targets is not None:
-                if self.samples.augmentation:
-                    rows = np.arange(num_seen, num_seen + len(index))
-                else:
-                    rows = np.searchsorted(visited, index)
-                targets = self.targets[torch.from_numpy(rows).to(self.targets.device)]
-                batch = batch._replace(y=targets.to(batch.weight.device))
-            num_seen += len(index)
-            yield batch
+    def _epoch(self, epoch: int, steps: np.ndarray) -> Iterator[Batch]:
+        """Yield the batches of an epoch, whose order and draws go to the device at once."""
+        order = self._shuffled(epoch)[: len(steps) * self.size]
+        take = self.samples.take_parts(self.indices[order])
+        draws = self._draws(steps)
+        targets = self._take_targets(epoch, order)
+        for s in range(len(steps)):
+            part = slice(s * self.size, (s + 1) * self.size)
+            batch = self._batch(*take(part))
+            if draws is not None:
+                batch = self.samples.augmented(batch, draws[s, : len(batch.weight)])
+            yield batch if targets is None else batch._replace(y=targets(part))
 
     def once(self, size: int) -> Iterator[Batch]:
         """Yield every input once, at most `size` per batch: the visited samples in ascending order.
@@ -162,8 +183,9 @@ class PoolBatches:
             return
 
         visited = self._visited()
+        take = self.samples.take_parts(self.indices[visited])
         for first in range(0, len(visited), size):
-            yield self._batch(visited[first : first + size])
+            yield self._batch(*take(slice(first, first + size)))
 
     def with_targets(self, rows: Tensor) -> PoolBatches:
         """Return the same batches with rows ``[v, ...]`` in place of labels, where :meth:`once` yields v inputs.
@@ -175,7 +197,7 @@ class PoolBatches:
                 f"Targets have {len(rows)} rows, but {self._num_inputs} samples are visited. Give a row for each "
                 "sample of once(), in that order."
             )
-        return replace(self, targets=rows)
+        return replace(self, targets=rows.to(self.samples.gain.device))
 
     @property
     def _num_inputs(self) -> int:
@@ -200,15 +222,27 @@ class PoolBatches:
             key = rng.mix(self.keys[:1] + np.uint64(epoch))
         return rng.permutations(key, len(self.indices))[0]
 
-    def _batch(self, index: np.ndarray) -> Batch:
-        x, y = self.samples.take(self.indices[index])
+    def _batch(self, x: Tensor, y: Tensor) -> Batch:
         gain = self.samples.gain
-        return Batch(self.samples.normalise(x), y, torch.ones(len(index), dtype=gain.dtype, device=gain.device))
+        return Batch(self.samples.normalise(x), y, torch.ones(len(x), dtype=gain.dtype, device=gain.device))
 
-    def _draws(self, step: int, count: int) -> Tensor | None:
+    def _draws(self, steps: np.ndarray) -> Tensor | None:
+        """Return random numbers for the augmentation of some steps' images, ``float64[S, size, D]``; None: none."""
         if not self.samples.augmentation:
             return None
         with np.errstate(over="ignore"):
-            key = rng.mix(self.keys[1:] + np.uint64(step))
+            keys = rng.mix(self.keys[1:] + steps.astype(np.uint64))
         draws_per_image = sum(augmentation.draws for augmentation in self.samples.augmentation)
-        return torch.from_numpy(draws(key, count, draws_per_image)[0]).to(self.samples.gain.device)
+        return to_device(draws(keys, self.size, draws_per_image), self.samples.gain.device)
+
+    def _take_targets(self, epoch: int, order: np.ndarray) -> Callable[[slice], Tensor] | None:
+        """Return ``take(part)``, the targets of the epoch's samples ``order[part]``; None: their labels."""
+        targets = self.targets
+        if targets is None:
+            return None
+        if self.samples.augmentation:
+            rows = epoch * len(self.indices) + np.arange(len(order))
+        else:
+            rows = np.searchsorted(self._visited(), order)
+        positions = to_device(rows, targets.device)
+        return lambda part: targets[positions[part]]

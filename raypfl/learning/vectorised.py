@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, vmap
 
 from raypfl.common import streams
+from raypfl.common.transfer import to_device
 from raypfl.learning.batches import Batches, GroupSamples, SampleOrder, StepBatches
 from raypfl.learning.descent import (
     Descent,
@@ -21,13 +22,14 @@ from raypfl.learning.descent import (
     sample_keys,
     segments,
 )
-from raypfl.learning.executor import Executor, StepCallback, copy_rows
+from raypfl.learning.executor import Executor, StepCallback
 from raypfl.learning.loss import LocalLoss, LossFunction
 from raypfl.learning.objectives.batch import Batch
 from raypfl.learning.optimizers import Update
 from raypfl.models.extras import Extras, of_client, of_clients, rows_of, with_rows, without_buffers
 from raypfl.models.flat import FunctionalCall
 from raypfl.models.predictor import Predictor
+from raypfl.models.rows import aligned, copy_rows, empty_rows
 from raypfl.models.rowwise import RowWise
 
 
@@ -52,15 +54,15 @@ class Vectorised(Executor):
         steps = order.steps[rank]
         batches = samples.stacked(rank, order)
         already_in_order = bool((rank[1:] > rank[:-1]).all())
-        ranked = None if already_in_order else torch.from_numpy(rank).to(start.device)
+        ranked = None if already_in_order else to_device(rank, start.device)
+        keys = to_device(keys.numpy()[rank], start.device)
         theta = copy_rows(self.model.parameters(start), ranked)
         statistics = copy_rows(self.model.buffers(start), ranked)
         if ranked is not None:
-            keys = keys[ranked]
             extras = of_clients(extras, ranked)
             correction = None if correction is None else correction[ranked]
 
-        memory = update.init(theta)
+        memory = {name: aligned(rows) for name, rows in update.init(theta).items()}
         losses = torch.zeros(len(theta), dtype=theta.dtype, device=theta.device)
         extra_rows = list(rows_of(extras).values())
         if update.sample_rule is not None:
@@ -101,7 +103,7 @@ class Vectorised(Executor):
                         statistics[:k] = moved
                 losses[:k] += reported
 
-        losses /= torch.from_numpy(steps).to(losses).clamp_min(1)
+        losses /= to_device(steps, losses.device).to(losses.dtype).clamp_min(1)
         trained = torch.cat([theta, statistics], dim=1) if self.model.num_buffers else theta
         if ranked is None:
             return trained, losses
@@ -162,6 +164,7 @@ class Vectorised(Executor):
         theta = self.model.parameters(at)
         statistics = self.model.buffers(at)
         extra_rows = list(rows_of(extras).values())
+        keys = to_device(keys.numpy(), at.device)
         with self.model.mode(train=True), self._loss_context(None):
             batch = _pad(batches)
             if update is not None and update.sample_rule is not None:
@@ -174,7 +177,7 @@ class Vectorised(Executor):
             step = self._vectorised_step(loss, extras)
             grads, direct, reported, moved = step(theta, self._leaves(theta), statistics, keys, batch, extra_rows)
 
-        gradients = torch.empty_like(theta, memory_format=torch.contiguous_format)
+        gradients = empty_rows(theta.shape, theta)
         assemble(segments(self.model, gradients), grads, direct, into=gradients)
         return gradients, reported, moved
 

@@ -7,7 +7,6 @@ the network computes for each client alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,10 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-# SplitMix64's constants; those of `raypfl.common.rng`, as signed numbers (the gamma with the opposite sign).
-_GAMMA = 7046029254386353131
-_MIX_A = -4658895280553007687
-_MIX_B = -7723592293110705685
+from raypfl.common.device_rng import GAMMA, MIX_A, MIX_B, index_hashes, scramble
 
 _SMALLEST = -(2**63)
 """The smallest ``int64``."""
@@ -55,7 +51,7 @@ class RowWise(TorchFunctionMode):
 
     def _next_key(self) -> Tensor:
         self.calls += 1
-        return _hash(self.key) + self.calls
+        return scramble(self.key) + self.calls
 
 
 def _batch_norm(
@@ -99,25 +95,11 @@ def _dropout(
         return x
 
     # In place: otherwise the draws of a large layer take longer than torch's own.
-    z = _index_hashes(x.numel(), x.device) + (key() - _GAMMA)
-    z.bitwise_xor_((z >> 30).bitwise_and_(0x3FFFFFFFF)).mul_(_MIX_A)
-    z.bitwise_xor_((z >> 27).bitwise_and_(0x1FFFFFFFFF)).mul_(_MIX_B)
+    z = index_hashes(x.numel(), x.device) + (key() - GAMMA)
+    z.bitwise_xor_((z >> 30).bitwise_and_(0x3FFFFFFFF)).mul_(MIX_A)
+    z.bitwise_xor_((z >> 27).bitwise_and_(0x1FFFFFFFFF)).mul_(MIX_B)
 
     # The finalizer's last step does not change the upper bits, and only those are compared.
     # The sign bit is flipped, since int64 compares as signed and the hashes are unsigned.
     keep = z.bitwise_xor_(_SMALLEST) >= (int(p * 2**24) << 40) + _SMALLEST
     return x * keep.reshape(x.shape).to(x.dtype).div_(1.0 - p)
-
-
-@lru_cache(maxsize=8)
-def _index_hashes(count: int, device: torch.device) -> Tensor:
-    """Return ``int64[count]``, hashes of the indices of a layer's entries."""
-    return _hash(torch.arange(count, dtype=torch.int64, device=device))
-
-
-def _hash(z: Tensor) -> Tensor:
-    """Scramble integers by SplitMix64's finalizer on wrapping ``int64`` (Steele et al. 2014)."""
-    z = z - _GAMMA
-    z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * _MIX_A
-    z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * _MIX_B
-    return z ^ ((z >> 31) & 0x1FFFFFFFF)

@@ -92,8 +92,8 @@ def test_every_client_gets_a_model_in_cohorts_no_larger_than_in_training(tmp_pat
 
 def test_the_ledger_separates_prediction_and_a_hypernetwork_never_leaves_the_server(tmp_path, monkeypatch):
     received = set()
-    writable = Worker._writable
-    monkeypatch.setattr(Worker, "_writable", lambda self, array: received.add(array.size) or writable(self, array))
+    tensor = Worker._shared_tensor
+    monkeypatch.setattr(Worker, "_shared_tensor", lambda self, array: received.add(array.size) or tensor(self, array))
 
     base = experiment(tmp_path, rounds=2, evaluation__every=2, cohort__size=6, **NEWCOMERS)
     result = raypfl.run(base.replace(method=Hypernetwork(size=7)))

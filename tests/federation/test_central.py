@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -17,7 +16,6 @@ from raypfl.engine.events import RoundFinished, RunStarted, ServerProgress
 from raypfl.federation import server_training
 from raypfl.learning.augmentation import Crop, Flip
 from raypfl.learning.optimizers import SGD, Adam, AdamW
-from raypfl.learning.sample_pools import Pools
 from raypfl.models import FlatModel
 from raypfl.results.display.console import LiveView, LogView, RunLine
 from tests.support.federation import (
@@ -225,31 +223,26 @@ def started() -> RunStarted:
 # --- on another device ------------------------------------------------------------------------------------------------
 
 
-def trained_and_moved(fed, device: str) -> list[Tensor]:
+def trained_and_moved(device: str) -> list[Tensor]:
     """Train on the server, on a device, by each of its two ways; returns the results."""
-    model = FlatModel(NormalisedConv, dtype=torch.float64, device=device)
-    gain, offset = (part.to(device) for part in (fed.all_samples.gain, fed.all_samples.offset))
-    samples = replace(fed.all_samples, gain=gain, offset=offset)
+    fed = Federation(NormalisedConv, augmentation=[Crop(padding=1), Flip()], device=device)
     cohort = fed.cohort()
-    cohort.task = replace(fed.task, model=model)
-    cohort.context = replace(cohort.context, pools=Pools(samples, fed.pools.indices))
     batches = cohort.pool("auxiliary").batches(4, steps=3, augment=True)
     batches = batches.with_targets(torch.zeros(POOLED, 3, dtype=torch.float64))  # as they came from the clients
-    teacher = cohort.other(model.init(1))
+    teacher = cohort.other(fed.model.init(1))
 
     def loss(p: Tensor, batch, teacher) -> Tensor:
-        return batch.mean((model(p, batch.x) - batch.y - teacher(batch.x)).square().sum(1))
+        return batch.mean((fed.model(p, batch.x) - batch.y - teacher(batch.x)).square().sum(1))
 
     options = {"lr": 0.1, "optimizer": Adam(), "clip_norm": 1.0, "weight_decay": 0.1, "teacher": teacher}
-    trained = cohort.sgd(loss, model.init(0), batches, **options)
+    trained = cohort.sgd(loss, fed.model.init(0), batches, **options)
     moved = cohort.descend(lambda at: at.square().sum(), trained, steps=2, lr=0.1, optimizer=AdamW())
     return [trained, moved]
 
 
 def test_everything_the_server_trains_with_is_on_its_device():
-    fed = Federation(NormalisedConv, augmentation=[Crop(padding=1), Flip()])
-    expected = trained_and_moved(fed, "cpu")
+    expected = trained_and_moved("cpu")
     with pretend_gpu() as faults:
-        on_gpu = trained_and_moved(fed, "cuda")
+        on_gpu = trained_and_moved("cuda")
         assert all(tensor.is_cuda for tensor in on_gpu) and not faults
     assert all(torch.equal(tensor, other) for tensor, other in zip(on_gpu, expected, strict=True))

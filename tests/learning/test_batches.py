@@ -180,7 +180,7 @@ def test_a_groups_padded_batches_hold_the_same_samples_as_each_clients_own(augme
             count = int(visits.counts[k, s])
             assert together.weight[row].tolist() == [1.0] * count + [0.0] * (4 - count)
             samples = group.client(int(k), torch.from_numpy(visits.index[k, s, :count]))
-            alone = group.step(int(k), visits, s)
+            alone = group.steps(int(k), visits)(s)
             assert torch.equal(alone.x, samples.x) == (not augmentation or not count)
             assert torch.equal(alone.x, group.steps(int(k), visits)(s).x)
             assert torch.equal(together.x[row, :count], alone.x)
@@ -204,7 +204,7 @@ def test_batches_of_some_clients_are_gathered_together_no_wider_than_requested(a
         assert together.x.shape == (len(clients), width, *fed.inputs.shape[1:])
         assert together.y.shape == together.weight.shape == (len(clients), width)
         for row, k in enumerate(clients):
-            alone = group.step(k, visits, s)
+            alone = group.steps(k, visits)(s)
             count = int(visits.counts[k, s])
             assert torch.equal(together.x[row, :count], alone.x) and torch.equal(together.y[row, :count], alone.y)
             assert together.weight[row].tolist() == [1.0] * count + [0.0] * (width - count)

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import raypfl
 from raypfl import Experiment, Mean, Result, resume, run
 from raypfl.clients.clients import WITH_NOISE, WITHOUT_CONTENTS
+from raypfl.common import device_rng
 from raypfl.common.errors import ConfigError, PrivacyError
 from raypfl.common.messages import per_client, unmarked
 from raypfl.learning.batches import epoch_order, sampled_order
@@ -28,6 +29,7 @@ from raypfl.results.run_groups import group_runs
 from raypfl.runs.driver import check
 from tests.support.federation import (
     CLASSES,
+    EXECUTORS,
     FP64,
     SHAPE,
     Federation,
@@ -159,6 +161,29 @@ def test_noise_has_the_set_deviation_and_is_new_in_every_training_and_step(execu
     assert float(draws.mean()) == pytest.approx(0, abs=0.01)
     correlation = torch.corrcoef(draws) - torch.eye(len(draws), dtype=draws.dtype)
     assert float(correlation.abs().max()) < 0.5, "two draws are the same"
+
+
+def test_a_client_whose_poisson_batch_is_empty_takes_a_step_of_noise():
+    trained = []
+    for executor in EXECUTORS:
+        fed = Federation(executor=executor, training=replace(FP64, batch_size=1, steps=20), privacy=NOISY)
+        clients = fed.clients()
+        assert (clients._group.training(None, None, None, "")[0].counts == 0).any()
+        trained.append(unmarked(fed.clients().sgd(clients.loss, clients.initial)))
+    assert_close(trained[0], trained[1], 1e-12)
+
+
+def test_noise_on_a_gpu_is_standard_normal_and_a_key_always_draws_the_same():
+    like = torch.empty(3, 200_000)
+    rows = device_rng.normal(torch.tensor([7, 8, 2**62]), like)
+    assert torch.equal(device_rng.normal(torch.tensor(8), like[1]), rows[1])
+
+    # The largest distance from the normal distribution is below Kolmogorov's bound at a level of one in a thousand.
+    expected = (torch.arange(200_000) + 0.5) / 200_000
+    for row in rows:
+        assert float((torch.special.ndtr(row.sort().values) - expected).abs().max()) < 1.95 / math.sqrt(200_000)
+    pairs = torch.stack([*rows, rows[0].roll(1), rows[1].square(), rows[2].square()])
+    assert float((torch.corrcoef(pairs) - torch.eye(6)).abs().max()) < 4 / math.sqrt(200_000)
 
 
 @both_executors

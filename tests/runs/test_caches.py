@@ -16,11 +16,11 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from raypfl.common.errors import MethodError
+from raypfl.common.global_draws import refuse_unkeyed
 from raypfl.data import IID, load_federated
 from raypfl.data.datasets.raw_data import RawData
 from raypfl.data.datasets.settings import DataConfig
 from raypfl.experiment import Experiment
-from raypfl.learning.global_draws import refuse_unkeyed
 from raypfl.runs.pretraining import pretrain
 
 BODY = {"data.pools": "{body: 0.3}", "model.pretrain": "body", "model.pretrain_epochs": 1}

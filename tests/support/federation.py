@@ -96,6 +96,7 @@ class Federation:
     ----------
     sizes : training samples of each client.
     group_size : clients a group; None: all in one.
+    device : the device of the network; with ``cuda``, within :func:`tests.support.pretend_gpu.pretend_gpu`.
     """
 
     factory: Callable[[], nn.Module] = small_mlp
@@ -104,6 +105,7 @@ class Federation:
     training: TrainingSettings = FP64
     seed: int = 3
     group_size: int | None = None
+    device: str = "cpu"
     loss_limit: float = 1e6
     failures: FailureSettings = NO_RETRIES
     augmentation: Sequence[Augmentation] = ()
@@ -132,7 +134,7 @@ class Federation:
     def model(self) -> FlatModel:
         dtype = torch.float64 if self.training.precision == "fp64" else torch.float32
         method = self.method or Method()
-        return FlatModel(lambda: method.network(self.factory()), seed=11, dtype=dtype)
+        return FlatModel(lambda: method.network(self.factory()), seed=11, dtype=dtype, device=self.device)
 
     @cached_property
     def task(self) -> Task:
@@ -144,15 +146,15 @@ class Federation:
 
     @cached_property
     def all_samples(self) -> Samples:
-        gain = torch.from_numpy(1 / STD).to(self.model.dtype).reshape(-1, 1, 1)
-        offset = torch.from_numpy(-MEAN / STD).to(self.model.dtype).reshape(-1, 1, 1)
+        gain = torch.from_numpy(1 / STD).to(self.device, self.model.dtype).reshape(-1, 1, 1)
+        offset = torch.from_numpy(-MEAN / STD).to(self.device, self.model.dtype).reshape(-1, 1, 1)
         return Samples(self.inputs, self.labels, gain, offset, self.augmentation)
 
     @cached_property
     def pools(self) -> Pools:
         """The pool ``auxiliary``: the nine samples that no client has."""
         indices = np.arange(len(self.labels) - POOLED, len(self.labels))
-        return Pools(self.all_samples, {"auxiliary": indices}, seed=self.seed)
+        return Pools(self.all_samples, {"auxiliary": indices}, seed=self.seed, room=2**20)
 
     @cached_property
     def context(self) -> Context:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import linecache
 import os
-import traceback
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -25,11 +26,27 @@ _EXACT |= {"index_add", "index_copy", "index_select", "scatter", "scatter_add"}
 """Operations in which not even a scalar may be on another device."""
 
 
+class Record(list[str]):
+    """The faults so far, and what else happened; each entry ends with the line of code that caused it.
+
+    Attributes
+    ----------
+    uploads : copies to the GPU from pinned memory, for which nothing waits.
+    waits : what makes the host wait for the GPU: copies to it from other memory, copies from it, numbers and sizes that
+        are read from its tensors, indices on the CPU into them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.uploads: list[str] = []
+        self.waits: list[str] = []
+
+
 @contextlib.contextmanager
-def pretend_gpu() -> Iterator[list[str]]:
+def pretend_gpu() -> Iterator[Record]:
     """Give this thread one GPU, ``cuda:0``, within the context.
 
-    Yields the list of faults so far; the code under test may have caught their errors. A fault is an operation on
+    Yields the record so far; the code under test may have caught the errors of faults. A fault is an operation on
     tensors of both devices, an index on the GPU into a tensor on the CPU, a NumPy array of a tensor on the GPU, or a
     generator of the other device. It raises what PyTorch would. The GPU has its own global generator, and its autocast
     rounds like the CPU's.
@@ -92,8 +109,9 @@ class _Gpu:
     storages: ClassVar[dict[int, StorageWeakRef]] = {}
 
     def __init__(self) -> None:
-        self.faults: list[str] = []
+        self.faults = Record()
         self.generator = _Generator("cuda")
+        self.pinned: dict[int, StorageWeakRef] = {}
         self.default_device = CPU
 
     @classmethod
@@ -112,21 +130,33 @@ class _Gpu:
         else:
             self.storages.pop(_address(tensor), None)
 
-    def moved(self, result: Tensor, device: torch.device, arguments: Sequence[Tensor]) -> Tensor:
+    def moved(
+        self, result: Tensor, device: torch.device, arguments: Sequence[Tensor], non_blocking: bool = False
+    ) -> Tensor:
         """Put the result of a call on a device; an argument that is on the other device is copied."""
         if self.device(result) == device:
             return result
         if _address(result) in map(_address, arguments):
+            self.crosses(arguments[0], device, non_blocking)
             return _Copy.apply(result, self, device)
         self.put(result, device)
         return result
 
     def refuse(self, error: type[Exception], text: str) -> None:
         """Record a fault at the innermost line outside torch and this file, and raise its error."""
-        frames = traceback.extract_stack()
-        *_, frame = (frame for frame in frames if "torch/" not in frame.filename and frame.filename != __file__)
-        self.faults.append(f"{text} ({frame.filename}:{frame.lineno}: {frame.line})")
+        self.faults.append(f"{text} {_line()}")
         raise error(text)
+
+    def waits(self, text: str) -> None:
+        """Record that the host waits for the GPU."""
+        self.faults.waits.append(f"{text} {_line()}")
+
+    def crosses(self, source: Tensor, target: torch.device, non_blocking: bool) -> None:
+        """Record a copy between the devices."""
+        if target == GPU and non_blocking and _address(source) in self.pinned:
+            self.faults.uploads.append(_line())
+        else:
+            self.waits(f"a copy to {target}")
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
@@ -185,6 +215,14 @@ class _Calls(TorchFunctionMode):
         if name in ("numpy", "__array__") and device == GPU:
             gpu.refuse(TypeError, "can't convert cuda:0 device type tensor to numpy")
 
+        if name == "tolist" and device == GPU:
+            gpu.waits("tolist")
+        takes_numbers = name in ("tensor", "as_tensor", "asarray", "new_tensor")
+        if takes_numbers and not tensors[name == "new_tensor" :] and _pretended(kwargs.get("device") or device) == GPU:
+            gpu.waits(f"a copy of {name}'s numbers")
+
+        non_blocking = kwargs.get("non_blocking", False)
+        pins = name == "pin_memory" or kwargs.pop("pin_memory", False)
         target, func, args = self._on_cpu(name, func, args, kwargs)
         if kwargs.get("generator") is not None and kwargs["generator"].device != (target or device):
             gpu.refuse(RuntimeError, f"Expected a generator for {target or device}, but that of {name} is for another")
@@ -196,9 +234,12 @@ class _Calls(TorchFunctionMode):
         finally:
             gpu.default_device = outer_default
 
+        if pins:
+            result = result.clone() if name == "pin_memory" else result
+            gpu.pinned[_address(result)] = StorageWeakRef(_plain(result).untyped_storage())
         if target is None:
             return result
-        return tree_map_only(Tensor, lambda tensor: gpu.moved(tensor, target, tensors), result)
+        return tree_map_only(Tensor, lambda tensor: gpu.moved(tensor, target, tensors, non_blocking), result)
 
     def _on_cpu(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[torch.device | None, Any, Any]:
         """Return the device that a call asks for, if it does, and the same call for the CPU."""
@@ -233,6 +274,8 @@ class _Operations(TorchDispatchMode):
         kwargs = kwargs or {}
         tensors = _tensors((args, kwargs))
         device = self._device(func.overloadpacket.__name__, args, tensors)
+        if any(self.gpu.device(tensor) == GPU for tensor in tensors):
+            self._record_waits(func, args, tensors)
 
         draws = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None
         with self.gpu.drawing() if draws and device == GPU else contextlib.nullcontext():
@@ -243,6 +286,20 @@ class _Operations(TorchDispatchMode):
             if _address(tensor) not in old:
                 self.gpu.put(tensor, device)
         return result
+
+    def _record_waits(self, func: Any, args: Any, tensors: list[Tensor]) -> None:
+        """Record whether the host waits for an operation on the GPU."""
+        name = func.overloadpacket.__name__
+        if name == "copy_":
+            target, source = (self.gpu.device(tensor) for tensor in tensors)
+            if target != source:
+                self.gpu.crosses(tensors[1], target, bool(args[2:] and args[2]))
+        elif name.strip("_") in ("index", "index_put", "index_put_impl"):
+            indices = [index for index in args[1] if index is not None]
+            if any(self.gpu.device(index) == CPU or index.dtype in (torch.bool, torch.uint8) for index in indices):
+                self.gpu.waits("an index that is on the CPU, or a mask")
+        elif {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags):
+            self.gpu.waits(name)
 
     def _device(self, name: str, args: Any, tensors: list[Tensor]) -> torch.device:
         """Return the device of the result; refuse tensors on the wrong device."""
@@ -265,6 +322,15 @@ class _Operations(TorchDispatchMode):
             shapes = ", ".join(f"{list(t.shape)} on {device}" for t, device in zip(tensors, devices, strict=True))
             self.gpu.refuse(RuntimeError, f"Expected all tensors to be on the same device, but {name} got {shapes}")
         return GPU
+
+
+def _line() -> str:
+    """Return the innermost line outside torch and this file."""
+    frame = sys._getframe(1)
+    while frame.f_back and ("torch/" in frame.f_code.co_filename or frame.f_code.co_filename == __file__):
+        frame = frame.f_back
+    file = frame.f_code.co_filename
+    return f"({file}:{frame.f_lineno}: {linecache.getline(file, frame.f_lineno).strip()})"
 
 
 def _tensors(tree: Any) -> list[Tensor]:

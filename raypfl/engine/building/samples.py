@@ -9,11 +9,12 @@ import numpy as np
 import torch
 
 from raypfl.common import streams
+from raypfl.common.transfer import to_device
 from raypfl.data import ClientData, FederatedData
 from raypfl.data.datasets import DescribedData
 from raypfl.engine.data_outline import DataOutline
 from raypfl.learning.augmentation import Augmentation
-from raypfl.learning.batches import Samples, to_device
+from raypfl.learning.batches import Samples
 from raypfl.learning.sample_pools import Pools
 from raypfl.models import FlatModel
 

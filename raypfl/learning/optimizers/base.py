@@ -8,11 +8,15 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from raypfl.common import device_rng
 from raypfl.common.component import Component
 from raypfl.common.errors import IncompleteError
 from raypfl.common.registry import Registry
 
 OPTIMIZERS = Registry("optimizer")
+
+_NOISE = 0x6E6F697365
+"""Sets the keys of noise apart from those of a network's dropout."""
 
 Memory = dict[str, Tensor]
 """An optimizer's state between steps, by name."""
@@ -24,7 +28,7 @@ class StepDraws:
 
     Attributes
     ----------
-    keys : a key for each vector, ``int64[...]``.
+    keys : a key for each vector, ``int64[...]``; on the device of `like`, or one key in the host's memory.
     like : a tensor ``[..., P]`` with the shape, device and dtype of the draws.
     """
 
@@ -32,12 +36,17 @@ class StepDraws:
     like: Tensor
 
     def normal(self) -> Tensor:
-        """Return standard normal numbers ``[..., P]``; every call returns the same ones."""
+        """Return standard normal numbers ``[..., P]``; every call returns the same ones.
+
+        On a GPU they are other numbers than on the CPU, and drawn without waiting for it.
+        """
+        if self.like.device.type != "cpu":
+            return device_rng.normal(self.keys ^ _NOISE, self.like)
         rows = [self._row(key) for key in self.keys.reshape(-1).tolist()]
         return torch.stack(rows).reshape(self.like.shape)
 
     def _row(self, key: int) -> Tensor:
-        generator = torch.Generator(self.like.device).manual_seed(key ^ 0x6E6F697365)
+        generator = torch.Generator(self.like.device).manual_seed(key ^ _NOISE)
         return torch.randn(self.like.shape[-1], generator=generator, dtype=self.like.dtype, device=self.like.device)
 
 

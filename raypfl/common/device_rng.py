@@ -1,0 +1,45 @@
+"""Keyed draws by integer arithmetic on a device, for which nothing has to be read from it or copied to it."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+# SplitMix64's constants; those of `raypfl.common.rng`, as signed numbers (the gamma with the opposite sign).
+GAMMA = 7046029254386353131
+MIX_A = -4658895280553007687
+MIX_B = -7723592293110705685
+
+_LOW_32 = 0xFFFFFFFF
+
+
+def scramble(z: Tensor) -> Tensor:
+    """Scramble integers by SplitMix64's finalizer on wrapping ``int64`` (Steele et al. 2014)."""
+    z = z - GAMMA
+    z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * MIX_A
+    z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * MIX_B
+    return z ^ ((z >> 31) & 0x1FFFFFFFF)
+
+
+@lru_cache(maxsize=8)
+def index_hashes(count: int, device: torch.device) -> Tensor:
+    """Return ``int64[count]``, hashes of the indices of `count` entries."""
+    return scramble(torch.arange(count, dtype=torch.int64, device=device))
+
+
+def normal(keys: Tensor, like: Tensor) -> Tensor:
+    """Draw standard normal numbers like ``like[..., n]`` for ``keys[...]``; a key always gives the same numbers.
+
+    Each number is from 64 keyed bits, by Box and Muller's transform. The largest is 6.8 in absolute value, as with
+    cuRAND's.
+    """
+    hashes = scramble(keys)
+    # A scalar, which may be in the host's memory, stays one.
+    bits = scramble(index_hashes(like.shape[-1], like.device) + (hashes[..., None] if keys.dim() else hashes))
+    # In (0, 1]; rounding to 1 gives a radius of 0.
+    uniform = ((bits >> 32) & _LOW_32).to(like.dtype).add_(0.5).mul_(2.0**-32)
+    radius = uniform.log_().mul_(-2.0).sqrt_()
+    return (bits & _LOW_32).to(like.dtype).mul_(2 * math.pi * 2.0**-32).cos_().mul_(radius)
