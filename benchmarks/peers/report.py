@@ -24,7 +24,7 @@ from benchmarks.peers.jobs import (
     Contender,
 )
 from benchmarks.peers.measure import Patience
-from raypfl.runs.autotune import Candidate
+from raypfl.runs.choices.autotune import Candidate
 
 BEGIN, END = "<!-- peers -->", "<!-- /peers -->"
 FP32 = (INLINE, CHANNELS_LAST, ACTORS)

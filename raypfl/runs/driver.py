@@ -124,6 +124,9 @@ def _run(experiment: Experiment, folder: Path, listeners: Sequence[Listener], lo
         stack.enter_context(stop.listening())
 
         with stop.interruptible():
+            if preparing.needs_ray(experiment):
+                # Otherwise a local cluster would start for the preparation, and another one for the run.
+                stack.enter_context(connected(experiment.ray, emit))
             job, prepared = preparing.prepare(experiment, folder, emit, lockstep)
             stack.enter_context(hold_lease(job.checkpoints, job.attempt, lambda text: emit(Progress(text))))
 

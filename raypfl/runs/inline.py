@@ -10,7 +10,7 @@ from raypfl.common.stopping import StopRequest
 from raypfl.common.threads import threads
 from raypfl.engine.backends.inline import Inline
 from raypfl.engine.backends.processes import keep_freed_memory
-from raypfl.engine.building.devices import device_for
+from raypfl.engine.building.devices import device_for, memory_limited
 from raypfl.engine.events import Listener, RunFinished
 from raypfl.engine.job import Job
 from raypfl.engine.prepared import Prepared, threads_of_server
@@ -29,7 +29,9 @@ def run_inline(job: Job, prepared: Prepared, emit: Listener, stop: StopRequest) 
     server = clients.on(device_for(experiment.ray.gpus_for_server))
     metadata = {"backend": "inline", "actors": 1, "device": str(clients.device)}
 
-    with threads(threads_of_server(experiment)):
+    # Trials of a sweep and cells of a study, which reserve the larger share, share a GPU in this way.
+    share = max(experiment.ray.gpus, experiment.ray.gpus_for_server)
+    with memory_limited(share), threads(threads_of_server(experiment)):
         server.build()
         worker = Worker(clients.context, experiment.method, experiment.analyses)
         backend = Inline(worker, stop, experiment.engine.threads)

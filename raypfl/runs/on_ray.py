@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from raypfl.common.errors import RaypflError, Stopped
 from raypfl.common.stopping import StopRequest
 from raypfl.engine.backends.actor_pools import reserved
@@ -25,7 +23,7 @@ from raypfl.engine.dispatcher import EventDispatcher
 from raypfl.engine.events import Listener, Progress, RunFinished
 from raypfl.engine.job import Job
 from raypfl.engine.prepared import Prepared
-from raypfl.runs.gpu_share import with_gpu_shares
+from raypfl.runs.choices.gpu_share import with_gpu_shares
 
 POLL = 0.2
 """Seconds between looks at whether the server has finished."""
@@ -40,9 +38,7 @@ def run_on_ray(job: Job, prepared: Prepared, emit: EventDispatcher, stop: StopRe
 
     `prepared` : the job's experiment; its network is freed, since the actors build their own.
     """
-    # What the checks used of a GPU's memory is for the actors; without a GPU this does nothing.
     prepared.free()
-    torch.cuda.empty_cache()
 
     with contextlib.ExitStack() as stack:
         with stop.interruptible():

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+
+import torch
 
 from raypfl.common.threads import threads
 from raypfl.data import load_federated
 from raypfl.engine import history
+from raypfl.engine.backends.actor_pools import reserved
+from raypfl.engine.backends.cluster import connected
+from raypfl.engine.backends.session import spare_server
 from raypfl.engine.building.devices import device_for, refuse_missing_gpu
 from raypfl.engine.events import Listener, Progress, Warned
 from raypfl.engine.job import Job
@@ -17,7 +23,6 @@ from raypfl.evaluation import refuse_untestable
 from raypfl.evaluation.masking import refuse_unmaskable
 from raypfl.experiment import Experiment
 from raypfl.models.weights import RANDOM, digest, origin
-from raypfl.runs.autotune import choose
 from raypfl.runs.checks.hooks import refuse_mistaken_hooks
 from raypfl.runs.checks.network import refuse_channels_last, refuse_lone_samples, refuse_misfit, refuse_outputs
 from raypfl.runs.checks.privacy import refuse_unprotected
@@ -29,7 +34,9 @@ from raypfl.runs.checks.settings import (
     refuse_to_augment,
     warn_of_test_data,
 )
-from raypfl.runs.pretraining import with_pretrained
+from raypfl.runs.choices.autotune import Candidate, choose
+from raypfl.runs.choices.gpu_task import run_on_gpu
+from raypfl.runs.pretraining import needs_gpu_of_cluster, with_pretrained
 from raypfl.runs.result import recorded_reason
 
 
@@ -53,7 +60,7 @@ def prepare(experiment: Experiment, folder: Path, emit: Listener, lockstep: bool
 
     # Build the network exactly as the server and the actors do, with as many threads.
     with threads(threads_of_server(experiment)):
-        prepared = Prepared(experiment, data, device_for(experiment.ray.on_gpu))
+        prepared = Prepared(experiment, data, device_of_checks(experiment))
         refuse_unfit(prepared)
         pretrained = with_pretrained(prepared, emit)
         if pretrained is not prepared:
@@ -96,7 +103,28 @@ def check(experiments: Sequence[Experiment], emit: Listener) -> None:
     data = load_federated(first.data, first.partition, seed=first.seed)
     for experiment in experiments:
         if experiment.seed == first.seed:
-            refuse_unfit(Prepared(experiment, data, device_for(experiment.ray.on_gpu)))
+            refuse_unfit(Prepared(experiment, data, device_of_checks(experiment)))
+
+
+def device_of_checks(experiment: Experiment) -> torch.device:
+    """Return the device on which a run is checked in this process, before it starts.
+
+    The driver of a run on Ray stays on the CPU: Ray has reserved no GPU for it, and each process that opens one keeps
+    part of its memory.
+    """
+    if experiment.engine.backend != "inline":
+        return torch.device("cpu")
+    return device_for(experiment.ray.on_gpu)
+
+
+def needs_ray(experiment: Experiment) -> bool:
+    """Return whether :func:`prepare` computes on a GPU of the cluster, before a run on Ray starts."""
+    return _is_timed_on_cluster(experiment) or needs_gpu_of_cluster(experiment)
+
+
+def _is_timed_on_cluster(experiment: Experiment) -> bool:
+    on_cluster = experiment.engine.backend != "inline" and experiment.ray.on_gpu
+    return on_cluster and experiment.engine.executor == "fastest"
 
 
 def _refuse_without_data(experiment: Experiment) -> None:
@@ -137,13 +165,27 @@ def _with_executor(prepared: Prepared, folder: Path, emit: Listener) -> tuple[Pr
         return prepared, recorded_reason(folder, experiment)
 
     emit(Progress("choosing an executor"))
-    with threads(experiment.engine.threads):
-        candidate, why = choose(prepared)
+    if _is_timed_on_cluster(experiment):
+        candidate, why = _timed_on_gpu(prepared, emit)
+    else:
+        with threads(experiment.engine.threads):
+            candidate, why = choose(prepared)
     changes = [
         f"engine.executor={candidate.executor}",
         f"training.channels_last={str(candidate.channels_last).lower()}",
     ]
     return prepared.with_settings(experiment.override(changes)), why
+
+
+def _timed_on_gpu(prepared: Prepared, emit: Listener) -> tuple[Candidate, str]:
+    """Choose by timing on a GPU such as the client actors will have."""
+    settings = prepared.experiment.ray
+    pool = next(pool for pool in settings.actor_pools if pool.gpus_per_actor != 0)
+    if pool.gpus_per_actor == "auto":
+        pool = replace(pool, gpus_per_actor=1.0)
+    with connected(settings, emit) as ray:
+        spare_server.release(ray)
+        return run_on_gpu(ray, reserved(pool), choose, prepared)
 
 
 def _warn_of_random_weights(prepared: Prepared, emit: Listener) -> None:

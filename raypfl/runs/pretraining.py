@@ -24,10 +24,13 @@ from raypfl.common.version import __version__
 from raypfl.data import ClientData, FederatedData, load_federated
 from raypfl.data.datasets import DataConfig
 from raypfl.data.store import cache_folder
+from raypfl.engine.backends.cluster import connected, server_resources
+from raypfl.engine.backends.session import spare_server
 from raypfl.engine.building.devices import device_for
 from raypfl.engine.events import Listener, Progress
 from raypfl.engine.prepared import Prepared, threads_of_server
 from raypfl.experiment import Experiment
+from raypfl.experiment.settings import RaySettings
 from raypfl.federation.server_training import ServerContext, ServerTraining
 from raypfl.federation.settings import EngineSettings
 from raypfl.federation.task import Task
@@ -36,6 +39,7 @@ from raypfl.learning.optimizers import Adam
 from raypfl.learning.settings import TrainingSettings
 from raypfl.models import MODELS
 from raypfl.runs.checks.network import refuse_misfit, refuse_outputs
+from raypfl.runs.choices.gpu_task import run_on_gpu
 
 BATCH = 64
 """Samples in a mini-batch."""
@@ -102,13 +106,15 @@ def _pretrained(prepared: Prepared, emit: Listener) -> Pretraining:
     pool = str(prepared.experiment.model.pretrain)
     _refuse_unlabelled(pool, data)
 
-    recipe = Prepared(_recipe(prepared), data, device_for(prepared.experiment.ray.gpus_for_server))
+    on_cluster = needs_gpu_of_cluster(prepared.experiment)
+    device = torch.device("cpu") if on_cluster else device_for(prepared.experiment.ray.gpus_for_server)
+    recipe = Prepared(_recipe(prepared), data, device)
     settings = recipe.experiment.model
     provenance = {
         "settings": recipe.experiment.to_dict(),
         "data": data.fingerprint,
         "code": source_digest(MODELS.get(settings.name)),
-        "device": recipe.device.type,
+        "device": "cuda" if on_cluster else device.type,
         "versions": {"raypfl": __version__, "torch": torch.__version__},
     }
     key = hashlib.sha256(json.dumps(provenance, sort_keys=True).encode()).hexdigest()[:12]
@@ -122,7 +128,10 @@ def _pretrained(prepared: Prepared, emit: Listener) -> Pretraining:
             refuse_misfit(recipe)
             refuse_outputs(recipe)
             emit(Progress(f"pretraining {settings.name} on the pool {pool!r}, {recipe.task.pools[pool]} samples"))
-            trained, loss = _train(recipe)
+            if on_cluster:
+                trained, loss = _train_on_cluster(recipe, prepared.experiment.ray, emit)
+            else:
+                trained, loss = _train(recipe)
             weights = {name: tensor.contiguous() for name, tensor in trained.items()}
             files.write(path, save(weights, {"pretraining": json.dumps(provenance), "loss": str(loss)}))
             seconds = time.perf_counter() - start
@@ -131,6 +140,13 @@ def _pretrained(prepared: Prepared, emit: Listener) -> Pretraining:
         loss = float((file.metadata() or {}).get("loss", "nan"))
     samples = len(data.pool(pool)) if isinstance(data, FederatedData) else 0
     return Pretraining(path, provenance, samples, loss, seconds)
+
+
+def needs_gpu_of_cluster(experiment: Experiment) -> bool:
+    """Return whether the network is pretrained on a GPU that Ray has to reserve: the server of the run has one."""
+    if experiment.engine.backend == "inline" or experiment.ray.gpus_for_server == 0:
+        return False
+    return bool(experiment.model.needed_pools())
 
 
 def _recipe(prepared: Prepared) -> Experiment:
@@ -150,6 +166,13 @@ def _recipe(prepared: Prepared) -> Experiment:
         training=TrainingSettings(precision=experiment.training.precision),
         engine=EngineSettings(threads=threads_of_server(experiment)),
     )
+
+
+def _train_on_cluster(recipe: Prepared, settings: RaySettings, emit: Listener) -> tuple[dict[str, Tensor], float]:
+    """Train as :func:`_train` does, in a process that reserves what the server will."""
+    with connected(settings, emit) as ray:
+        spare_server.release(ray)
+        return run_on_gpu(ray, server_resources(settings), _train, recipe)
 
 
 class _CentralTraining(ServerTraining):

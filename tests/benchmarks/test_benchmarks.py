@@ -13,14 +13,13 @@ import torch
 
 import benchmarks.memory
 import raypfl
-from benchmarks import evaluation, frozen, gpu, head, overhead, states
+from benchmarks import evaluation, frozen, head, overhead, states
 from benchmarks.circumstances import circumstances, commit
 from benchmarks.memory import PARTS, descendants, memory
 from benchmarks.noise import SETS, Noise
 from benchmarks.overhead import COMMITTED, JOBS, TOLERANCE, Plan, check
 from benchmarks.scheduling import JOBS as REPLAYED
 from benchmarks.scheduling import rounds
-from raypfl.common.errors import ConfigError
 
 TINY = Noise("tiny", 6, (1, 8, 8), 3, 9, tests=2)
 RATIOS = {
@@ -152,22 +151,3 @@ def test_memory_is_counted_by_what_processes_are_for_in_millions_of_bytes(proc):
 
     (proc / "13" / "smaps_rollup").unlink()  # it has ended meanwhile
     assert memory(10)["clients"] == 0
-
-
-def test_processes_that_share_a_device_train_the_same_model_at_the_same_time():
-    two = gpu.measured("mlp", 2, seconds=0.2, device="cpu")
-    assert two.rate > 0 and len(two.models) == 2 and len(set(two.models)) == 1
-    assert two.gpu is two.busy is None  # of a CPU nothing is known
-
-
-def test_a_process_that_fails_before_the_others_begin_says_why(monkeypatch):
-    monkeypatch.setitem(gpu.JOBS, "none", gpu.Job("nonesuch", (1, 8, 8), "vectorised", 2))
-    with pytest.raises(ConfigError, match="nonesuch"):
-        gpu.measured("none", 2, seconds=0.2, device="cpu")
-
-
-def test_without_a_gpu_the_benchmark_of_one_says_so(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["gpu"])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match="no GPU on this machine"):
-        gpu.main()

@@ -17,11 +17,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import raypfl
-from benchmarks import gpu as gpu_benchmark
+from benchmarks.gpu.work import Job, Rounds
 from raypfl.common import streams
 from raypfl.data import load_federated
 from raypfl.data.datasets import RawData
 from raypfl.engine.backends import client_actor
+from raypfl.engine.building.devices import CONTEXT_BYTES
 from raypfl.engine.events import Warned
 from raypfl.engine.prepared import Prepared
 from raypfl.methods import METHODS
@@ -265,6 +266,52 @@ def test_a_population_may_seed_torch_on_a_gpu(tmp_path, faults):
     run(tmp_path, faults, method="fedavg", engine__executor="vectorised", **described, **protocols)
 
 
+def actor_with(gpus, monkeypatch):
+    """A client actor of this process, for which Ray has reserved so much of a GPU."""
+    context = SimpleNamespace(get_assigned_resources=lambda: {"GPU": gpus}, get_node_id=lambda: "node")
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(ray, "get_gpu_ids", lambda: [0])
+    monkeypatch.setattr(client_actor, "importing", contextlib.nullcontext)
+    return client_actor.ClientActor()
+
+
+@pytest.fixture
+def fractions(monkeypatch):
+    """The fractions of a GPU's memory to which this process was limited, the earliest first; `faults` comes before."""
+    limits = []
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", limits.append)
+    return limits
+
+
+LIMITED = 0.25 - CONTEXT_BYTES / 2**36
+
+
+def test_an_actor_with_a_share_of_a_gpu_is_limited_to_it_and_says_whether_it_takes_turns(
+    tmp_path, faults, fractions, monkeypatch
+):
+    described = experiment(tmp_path, data__name=f"{__name__}:tiny")
+    shipment = SimpleNamespace(
+        unpack=lambda: (
+            SimpleNamespace(experiment=described),
+            load_federated(described.data, described.partition, seed=0),
+        )
+    )
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    assert not actor_with(1.0, monkeypatch).prepare(shipment).takes_turns and not fractions
+
+    assert actor_with(0.25, monkeypatch).prepare(shipment).takes_turns
+    (tmp_path / "control").touch()
+    assert not actor_with(0.25, monkeypatch).prepare(shipment).takes_turns
+    assert fractions == [LIMITED, LIMITED]
+
+
+@pytest.mark.parametrize("share", [(0.25, 0), (0, 0.25), (0.1, 0.25)])
+def test_a_run_in_one_process_such_as_a_trial_is_limited_to_its_share_until_it_ends(tmp_path, faults, fractions, share):
+    client, server = share
+    run(tmp_path, faults, rounds=1, method="fedavg", ray__gpus_per_actor=client, ray__gpus_for_server=server)
+    assert fractions == [LIMITED, 1.0]
+
+
 def test_an_actor_frees_the_last_jobs_data_before_it_opens_the_next(tmp_path, faults, monkeypatch):
     described = experiment(tmp_path, data__name=f"{__name__}:tiny", engine__executor="sequential")
     data = load_federated(described.data, described.partition, seed=0)
@@ -274,21 +321,18 @@ def test_an_actor_frees_the_last_jobs_data_before_it_opens_the_next(tmp_path, fa
         assert not inputs_of_last_job or inputs_of_last_job[0]() is None
         return SimpleNamespace(experiment=described), data
 
-    context = SimpleNamespace(get_assigned_resources=lambda: {"GPU": 1.0}, get_node_id=lambda: "node")
-    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
-    monkeypatch.setattr(ray, "get_gpu_ids", lambda: [0])
-    monkeypatch.setattr(client_actor, "importing", contextlib.nullcontext)
-    actor = client_actor.ClientActor()
+    actor = actor_with(1.0, monkeypatch)
     for _ in range(2):
         assert actor.prepare(SimpleNamespace(unpack=opened)).device == "a pretended GPU"
         assert actor._worker.context.samples.resident
         inputs_of_last_job[:] = [weakref.ref(actor._worker.context.samples.inputs)]
 
 
-def test_the_benchmark_of_a_gpu_trains_on_it_as_a_client_actor_does(faults):
-    actor = gpu_benchmark.Actor(gpu_benchmark.Job("mlp", (1, 4, 4), "vectorised", 2), GPU)
-    actor.round()
-    assert actor.server["theta"].device == GPU and torch.are_deterministic_algorithms_enabled() and not faults
+@pytest.mark.parametrize("executor", ["vectorised", "sequential"])
+def test_the_benchmark_of_a_gpu_trains_on_it_as_a_client_actor_does(faults, executor):
+    rounds = Rounds(Job("mlp", (1, 4, 4), executor=executor, cohort=2), "cuda")
+    rounds.run()
+    assert rounds.server["theta"].device == GPU and torch.are_deterministic_algorithms_enabled() and not faults
 
 
 def tiny_grey(config) -> RawData:

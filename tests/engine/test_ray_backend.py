@@ -333,6 +333,16 @@ def test_more_actors_on_a_gpu_than_it_has_shares_for_are_reported():
     assert warnings == ["Ray has put 3 client actors on a GPU, each with 0.5 of it; it may be full."]
 
 
+def test_actors_that_take_turns_on_a_gpu_are_reported_once():
+    warnings: list[str] = []
+    apart = [Home("a", "A100", ("0",), takes_turns=True), Home("b", "A100", ("0",), takes_turns=True)]
+    evaluated(backend_of([Stand(home) for home in apart], Stand, warnings.append, sharing(0.5, 2, actors=2)), 1)
+    assert not warnings
+    homes = [*apart, *apart]
+    evaluated(backend_of([Stand(home) for home in homes], Stand, warnings.append, sharing(0.5, 2, actors=4)), 1)
+    assert len(warnings) == 1 and "nvidia-cuda-mps-control -d" in warnings[0]
+
+
 # --- a GPU's memory ---------------------------------------------------------------------------------------------------
 
 

@@ -37,6 +37,7 @@ NOT_RUN = {
     "export": "changes the shell",
     "kubectl": "needs a Kubernetes cluster; tests/cluster/test_launchers.py checks its files",
     "mlflow": "serves until it is stopped",
+    "nvidia-cuda-mps-control": "needs a GPU",
     "pip": "changes the environment; tests/project/test_packaging.py checks the extras",
     "podman": "builds an image of gigabytes; tests/cluster/test_launchers.py checks its file",
     "python": "as pip",

@@ -24,7 +24,6 @@ MESSAGES = {
     "engine/backends/server_actor.py",
     "engine/backends/shipment.py",
     "federation/exchange/backend.py",
-    "runs/gpu_share.py",
     "studies/running.py",
     "integrations/tuning/search.py",
     "integrations/tuning/trial_log.py",

@@ -12,8 +12,8 @@ from raypfl.common.errors import ConfigError
 from raypfl.data import load_federated
 from raypfl.engine.events import RunStarted
 from raypfl.engine.prepared import Prepared
-from raypfl.runs import autotune
-from raypfl.runs.autotune import Candidate, choose, rule
+from raypfl.runs.choices import autotune
+from raypfl.runs.choices.autotune import GIB, Candidate, Load, choose, rule
 from tests.support.runs import experiment
 
 TOGETHER = Candidate("vectorised", False)
@@ -89,7 +89,35 @@ def choice_for(tmp_path, network=Dense, **changes):
     ],
 )
 def test_small_networks_train_together_and_large_ones_or_large_steps_do_not(parameters, work, group, executor):
-    assert rule(parameters, work, group)[0] == executor
+    assert rule(Load(parameters, work, group))[0] == executor
+
+
+@pytest.mark.parametrize(
+    ("load", "share", "executor"),
+    [
+        (Load(121_182, 74_487_040, 50, GIB), 1.0, "vectorised"),  # LeNet in batches of 32
+        (Load(1_626_442, 168_000_000, 50, 2 * GIB), 1.0, "vectorised"),  # pfl-research's CNN in batches of 10
+        (Load(1_626_442, 168_000_000, 2), 1.0, "sequential"),
+        (Load(11_181_642, 370_000_000, 50), 1.0, "sequential"),  # ResNet-18 in batches of 10
+        (Load(20_000_000, 200_000_000, 50, 14 * GIB), 1.0, "vectorised"),
+        (Load(20_000_000, 200_000_000, 50, 14 * GIB), 0.5, "sequential"),
+    ],
+)
+def test_on_a_gpu_clients_train_together_unless_a_step_fills_it_or_their_memory_does(load, share, executor):
+    assert rule(load, "cuda", share)[0] == executor
+
+
+@pytest.mark.parametrize(
+    ("changes", "executor"),
+    [({}, "sequential"), ({"ray__gpus_per_actor": 0.5}, "vectorised"), ({"ray__gpus_per_actor": 0.001}, "sequential")],
+)
+def test_the_rule_is_that_of_the_actors_device_which_the_driver_need_not_have(tmp_path, changes, executor):
+    changes = {"engine__backend": "ray", "model": "cnn", "engine__group_size": 6, "training__batch_size": 100} | changes
+    described = experiment(tmp_path, **changes)
+    data = load_federated(described.data, described.partition, seed=0)
+    best, why = choose(Prepared(described, data))
+    assert best.executor == executor
+    assert ("6 clients together may need" in why) == (changes.get("ray__gpus_per_actor") == 0.001)
 
 
 def test_convolutions_train_one_by_one_channels_last_once_their_steps_are_large(tmp_path):
@@ -154,8 +182,8 @@ def test_timing_that_would_take_too_long_leaves_the_choice_to_the_rule(tmp_path,
 def test_the_rule_takes_the_largest_group_that_the_run_has(tmp_path, monkeypatch, changes, group):
     groups = []
 
-    def record_group(parameters, work, group_size):
-        groups.append(group_size)
+    def record_group(load, device, share):
+        groups.append(load.clients)
         return "sequential", ""
 
     monkeypatch.setattr(autotune, "rule", record_group)

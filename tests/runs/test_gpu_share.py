@@ -1,16 +1,20 @@
-"""`ray.gpus_per_actor=auto`: what is measured, and how many actors share a GPU by it. No GPU is needed."""
+"""Sharing a GPU: what `ray.gpus_per_actor=auto` measures, what each process may use, and that the driver opens none."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import ray
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import safe_open
 
 import raypfl
 from raypfl.common.errors import ConfigError, RaypflError
@@ -18,12 +22,15 @@ from raypfl.data import load_federated
 from raypfl.engine.backends.actor_pools import share_of
 from raypfl.engine.backends.cluster import client_resources
 from raypfl.engine.backends.shipment import Shipment
+from raypfl.engine.building.devices import CONTEXT_BYTES, limit_memory
 from raypfl.engine.events import Progress
 from raypfl.engine.prepared import Prepared
 from raypfl.experiment.settings import RaySettings
 from raypfl.methods import Ditto
-from raypfl.runs import driver, gpu_share
-from raypfl.runs.gpu_share import GpuMeasurement, actors_on, bytes_needed, fit_line, with_gpu_shares
+from raypfl.runs import driver, on_ray, preparing, pretraining
+from raypfl.runs.choices import gpu_share
+from raypfl.runs.choices.autotune import Candidate
+from raypfl.runs.choices.gpu_share import GpuMeasurement, actors_on, bytes_needed, fit_line, with_gpu_shares
 from raypfl.studies.worker import run_cell
 from tests.support.pretend_gpu import pretend_gpu
 from tests.support.runs import experiment
@@ -133,7 +140,7 @@ def test_a_gpu_too_small_for_the_measured_step_gets_one_actor(tmp_path: Path, mo
     settings = experiment(tmp_path, method=f"{__name__}:TooLarge")
     data = load_federated(settings.data, settings.partition, seed=0)
     with pretend_gpu():
-        assert gpu_share._probe(SimpleNamespace(unpack=lambda: (settings, data))) == GpuMeasurement(2**36, 2**36)
+        assert gpu_share._probe(Prepared(settings, data, "cuda")) == GpuMeasurement(2**36, 2**36)
 
 
 # --- on a cluster -----------------------------------------------------------------------------------------------------
@@ -146,14 +153,14 @@ def ray_with_nodes(*nodes: dict[str, float]) -> SimpleNamespace:
     return SimpleNamespace(nodes=lambda: alive, exceptions=ray.exceptions, **tasks)
 
 
-@pytest.fixture
-def _no_shipment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Shipment, "pack", lambda *arguments: None)
+@pytest.fixture(autouse=True)
+def _not_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is sent over Ray stays as it is."""
+    monkeypatch.setattr(Shipment, "pack", lambda *contents: SimpleNamespace(unpack=lambda: contents))
 
 
-@pytest.mark.usefixtures("_no_shipment")
 def test_memory_processors_and_groups_limit_the_actors_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(gpu_share, "_probe", lambda pickled: GpuMeasurement(80 * GIB, 8.9 * GIB))
+    monkeypatch.setattr(gpu_share, "_probe", lambda prepared: GpuMeasurement(80 * GIB, 8.9 * GIB))
     settings = experiment(tmp_path, ray__gpus_per_actor="auto", engine__group_size=1, engine__backend="ray")
     data = load_federated(settings.data, settings.partition, seed=0)
     messages: list[str] = []
@@ -177,9 +184,8 @@ def test_memory_processors_and_groups_limit_the_actors_on_a_gpu(tmp_path: Path, 
     assert with_gpu_shares(ray_with_nodes(), Prepared(with_share, data), print).ray.gpus_per_actor == 0.3
 
 
-@pytest.mark.usefixtures("_no_shipment")
 def test_an_error_in_the_measured_step_is_reported_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def fail(pickled: bytes) -> None:
+    def fail(prepared: Prepared) -> None:
         raise ray.exceptions.RayTaskError("f", "trace", ValueError("no such layer."))
 
     monkeypatch.setattr(gpu_share, "_probe", fail)
@@ -187,6 +193,103 @@ def test_an_error_in_the_measured_step_is_reported_in_a_sentence(tmp_path: Path,
     data = load_federated(settings.data, settings.partition, seed=0)
     with pytest.raises(RaypflError, match=r"could not be measured .*no such layer\. Give a number instead"):
         with_gpu_shares(ray_with_nodes({"CPU": 1.0, "GPU": 1.0}), Prepared(settings, data), lambda event: None)
+
+
+# --- the driver opens no GPU ------------------------------------------------------------------------------------------
+
+
+class Reached(RaypflError):
+    """The driver is about to connect to Ray."""
+
+
+@pytest.mark.parametrize("start", [raypfl.run, lambda asks: driver.check([asks])])
+def test_the_driver_of_a_run_on_gpus_opens_none_before_its_actors_do(tmp_path: Path, monkeypatch, start):
+    def fail(*arguments: object) -> None:
+        raise AssertionError("The driver opens CUDA, outside of what Ray has reserved.")
+
+    def connect(*arguments: object) -> None:
+        raise Reached
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", fail)
+    monkeypatch.setattr(on_ray, "connected", connect)
+    asks = experiment(tmp_path, engine__backend="ray", ray__gpus_per_actor=0.5, ray__gpus_for_server=0.5)
+    with contextlib.nullcontext() if start is not raypfl.run else pytest.raises(Reached):
+        start(asks)
+
+
+@pytest.fixture
+def reserved(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
+    """A pretended cluster of one GPU; returns what processes on it reserve, one after the other."""
+    requests: list[dict[str, object]] = []
+    cluster = ray_with_nodes({"CPU": 4.0, "GPU": 1.0})
+
+    def remote(**options: object) -> Callable[..., object]:
+        requests.append(options)
+        return lambda task: SimpleNamespace(remote=task)
+
+    cluster.remote = remote
+    for module in (preparing, pretraining):
+        monkeypatch.setattr(module, "connected", lambda settings, emit: contextlib.nullcontext(cluster))
+    return requests
+
+
+def test_fastest_is_timed_on_the_gpu_that_an_actor_will_have(tmp_path: Path, monkeypatch, reserved):
+    devices: list[str] = []
+
+    def choose(prepared: Prepared) -> tuple[Candidate, str]:
+        devices.append(prepared.device.type)
+        return Candidate("vectorised", False), "timed"
+
+    monkeypatch.setattr(preparing, "choose", choose)
+    on_cluster = {"engine__backend": "ray", "engine__executor": "fastest", "ray__cpus_per_actor": 2}
+    for gpus, share in ((0.25, 0.25), ("auto", 1.0)):
+        asks = experiment(tmp_path, ray__gpus_per_actor=gpus, **on_cluster)
+        job, _ = preparing.prepare(asks, tmp_path / "run", lambda event: None, lockstep=False)
+        assert (job.experiment.engine.executor, job.why) == ("vectorised", "timed")
+        assert (reserved[-1]["num_gpus"], reserved[-1]["num_cpus"], devices[-1]) == (share, 2, "cuda")
+
+    asks = experiment(tmp_path, ray__gpus_per_actor=2, **on_cluster)
+    with pytest.raises(ConfigError, match="a process is needed with 2 CPUs and 2 GPUs, but no node of this cluster"):
+        preparing.prepare(asks, tmp_path / "run", lambda event: None, lockstep=False)
+
+
+def test_a_network_is_pretrained_on_the_gpu_that_the_server_will_have(tmp_path: Path, reserved):
+    pretrains = {"model__pretrain": "body", "model__pretrain_epochs": 1, "data__pools": "{body: 0.2}"}
+    on_cluster = {"engine__backend": "ray", "ray__gpus_for_server": 0.5, "data__cache": tmp_path / "cache"}
+    asks = experiment(tmp_path, method="fedavg", **pretrains, **on_cluster)
+    with pretend_gpu() as faults:
+        job, _ = preparing.prepare(asks, tmp_path / "run", lambda event: None, lockstep=False)
+    assert [request["num_gpus"] for request in reserved] == [0.5] and not faults
+    with safe_open(job.experiment.model.weights, "pt") as file:
+        assert json.loads(file.metadata()["pretraining"])["device"] == "cuda"
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(2, 20))
+def test_actors_with_their_contexts_fit_the_gpu_that_they_share(actors: int):
+    total = 80 * GIB
+    fractions: list[float] = []
+    properties = SimpleNamespace(total_memory=total)
+    with mock.patch.multiple(
+        torch.cuda,
+        get_device_properties=lambda device: properties,
+        set_per_process_memory_fraction=fractions.append,
+    ):
+        limit_memory(share_of(actors))
+    (fraction,) = fractions
+    assert 0.95 * total < actors * (fraction * total + CONTEXT_BYTES) <= total
+
+
+def test_a_share_that_a_context_alone_fills_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=8 * GIB))
+    with pytest.raises(ConfigError, match=r"0\.05 of this GPU is 410 MiB, but CUDA itself takes about 640 MiB"):
+        limit_memory(0.05)
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("ray_cluster")

@@ -60,6 +60,8 @@ def pretend_gpu() -> Iterator[Record]:
         "is_available": lambda: True,
         "get_device_name": lambda device=None: "a pretended GPU",
         "get_device_properties": lambda device=None: SimpleNamespace(total_memory=2**36),
+        "synchronize": lambda device=None: None,
+        "set_per_process_memory_fraction": lambda fraction, device=None: None,
         "get_rng_state": lambda device=None: gpu.generator.get_state(),
         "set_rng_state": lambda state, device=None: gpu.generator.set_state(state),
         "manual_seed": gpu.generator.manual_seed,

@@ -6,6 +6,7 @@ made.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,11 +33,13 @@ class Home(NamedTuple):
     node : the id of its node.
     device : the type of its device; see :func:`type_of`.
     gpus : the ids of the GPUs that Ray has assigned to it.
+    takes_turns : whether it has a share of a GPU, which computes for one process at a time, since MPS does not run.
     """
 
     node: str
     device: str = "CPU"
     gpus: tuple[str, ...] = ()
+    takes_turns: bool = False
 
 
 class ClientActor:
@@ -53,6 +56,7 @@ class ClientActor:
 
         from raypfl.clients.worker import Worker
         from raypfl.engine.backends.processes import keep_freed_memory
+        from raypfl.engine.building.devices import limit_memory, mps_runs
         from raypfl.engine.prepared import Prepared
 
         keep_freed_memory()
@@ -61,14 +65,14 @@ class ClientActor:
         job, data = shipment.unpack()
         torch.set_num_threads(job.experiment.engine.threads)
 
-        gpus = ray.get_runtime_context().get_assigned_resources().get("GPU", 0.0)
-        if 0 < gpus < 1:
-            # Ray's shares limit nothing by themselves.
-            torch.cuda.set_per_process_memory_fraction(gpus)
+        gpus = reserved_gpus()
+        limit_memory(gpus)
         device = reserved_device()
         prepared = Prepared(job.experiment, data, device, gpus)
         self._worker = Worker(prepared.context, job.experiment.method, job.experiment.analyses)
-        return Home(ray.get_runtime_context().get_node_id(), type_of(device), tuple(map(str, ray.get_gpu_ids())))
+        takes_turns = 0 < gpus < 1 and sys.platform == "linux" and not mps_runs()
+        gpu_ids = tuple(map(str, ray.get_gpu_ids()))
+        return Home(ray.get_runtime_context().get_node_id(), type_of(device), gpu_ids, takes_turns)
 
     def work(self, call: Call, group: Group, separate: bool) -> tuple[Reply | Failed | Stack | None, ...]:
         """Run a group. Return its reply and its clients' new states: one stack or, if `separate`, one for each client.
@@ -90,6 +94,11 @@ class ClientActor:
             return self._worker.work(call, get_broadcasts, group, states_of(group.states, get_states))
         except Exception as error:
             return failure(error), None
+
+
+def reserved_gpus() -> float:
+    """Return the number of GPUs, or the share of one, that Ray has reserved for this process."""
+    return ray.get_runtime_context().get_assigned_resources().get("GPU", 0.0)
 
 
 def reserved_device() -> torch.device:

@@ -107,6 +107,7 @@ class RayBackend:
         self._pools = pools
         self._mixed_devices = mixed_devices
         self._device: str | None = None
+        self._told_of_turns = False
         self._has_begun = False
         self._round = 0
         self._last_look = 0.0
@@ -301,6 +302,7 @@ class RayBackend:
         else:
             self._check_device(actor, actor.home)
             self._check_packing(actor, actor.home)
+            self._check_turns(actor.home)
 
     def _check_device(self, actor: _Actor, home: Home) -> None:
         """Refuse an actor on another type of device than the others; once the run has begun, leave it out."""
@@ -328,6 +330,18 @@ class RayBackend:
                 num_sharing += 1
         if num_sharing * share > 1:
             self._warn(f"Ray has put {num_sharing} client actors on a GPU, each with {share:g} of it; it may be full.")
+
+    def _check_turns(self, home: Home) -> None:
+        """Tell once that actors on a GPU compute one after the other."""
+        if not home.takes_turns or self._told_of_turns:
+            return
+        homes = [actor.home for actor in self._all_actors() if actor.home is not None]
+        if sum((other.node, other.gpus) == (home.node, home.gpus) for other in homes) > 1:
+            self._told_of_turns = True
+            self._warn(
+                "Several client actors share a GPU, on which they take turns, because NVIDIA's multi-process service "
+                "does not run there. Start it with `nvidia-cuda-mps-control -d`, so that they compute at the same time."
+            )
 
     def _made_room(
         self, actor: _Actor, error: BaseException | None, submitted: dict[Any, _Submitted], dispatch: Dispatch

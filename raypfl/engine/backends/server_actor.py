@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from raypfl.engine.backends.client_actor import ClientActor, reserved_device
+from raypfl.engine.backends.client_actor import ClientActor, reserved_device, reserved_gpus
 from raypfl.engine.backends.processes import importing
 from raypfl.engine.backends.shipment import Shipment
 
@@ -88,6 +88,7 @@ class ServerActor:
         from raypfl.engine.backends import cluster
         from raypfl.engine.backends.processes import keep_freed_memory
         from raypfl.engine.backends.ray_backend import RayBackend
+        from raypfl.engine.building.devices import limit_memory
         from raypfl.engine.prepared import Prepared, threads_of_server
         from raypfl.engine.server import Server
 
@@ -107,6 +108,7 @@ class ServerActor:
         keep_freed_memory()
         job, data = shipment.unpack()
         torch.set_num_threads(threads_of_server(job.experiment))
+        limit_memory(reserved_gpus())
         with explain_user_errors("in the server's process"):
             prepared = Prepared(job.experiment, data, reserved_device()).build()
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +14,10 @@ from raypfl.common.errors import ConfigError
 
 if TYPE_CHECKING:
     from raypfl.experiment import Experiment
+
+CONTEXT_BYTES = 640 * 2**20
+"""What a process takes of a GPU besides its tensors: CUDA's context, with the kernels that it has loaded. An estimate,
+until ``python -m benchmarks.gpu`` has measured it."""
 
 
 def device_for(gpus: float) -> torch.device:
@@ -52,3 +59,45 @@ def same_bits_on_gpus() -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     # Filling what is overwritten anyway costs time only.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def limit_memory(gpus: float) -> None:
+    """Keep this process within its share of a GPU, CUDA's context included.
+
+    Ray's shares limit nothing by themselves. Every process that has one calls this, so that all of them fit the GPU.
+
+    Parameters
+    ----------
+    gpus : the GPUs of this process; nothing happens unless it is a fraction of one.
+
+    Raises
+    ------
+    ConfigError : if the context alone fills the share.
+    """
+    if not 0 < gpus < 1:
+        return
+    total = torch.cuda.get_device_properties(torch.device("cuda")).total_memory
+    fraction = gpus - CONTEXT_BYTES / total
+    if fraction <= 0:
+        raise ConfigError(
+            f"A share of {gpus:g} of this GPU is {gpus * total / 2**20:,.0f} MiB, but CUDA itself takes about "
+            f"{CONTEXT_BYTES / 2**20:.0f} MiB in each process. Let fewer processes share it: a larger "
+            "ray.gpus_per_actor or ray.gpus_for_server."
+        )
+    torch.cuda.set_per_process_memory_fraction(fraction)
+
+
+@contextlib.contextmanager
+def memory_limited(gpus: float) -> Iterator[None]:
+    """While active, this process is kept within its share of a GPU; see :func:`limit_memory`."""
+    limit_memory(gpus)
+    try:
+        yield
+    finally:
+        if 0 < gpus < 1:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def mps_runs() -> bool:
+    """Return whether NVIDIA's multi-process service runs here; without it, processes that share a GPU take turns."""
+    return Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control").exists()

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
 
 import numpy as np
-import torch
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 
 from raypfl.clients.clients import Clients
 from raypfl.clients.context import FallbackWarning
@@ -21,16 +19,40 @@ from raypfl.engine.prepared import Prepared
 from raypfl.federation.cohort_draw import cohort_size
 from raypfl.learning.executor import Executor, Precision
 from raypfl.learning.vectorised import Vectorised
+from raypfl.models.cost import Cost, measured_cost
 from raypfl.runs.checks.network import FEW, error_of_batch, first_line
 
-LARGEST_MODEL = 2**17
-"""Most parameters with which clients train faster together (measured: ``docs/performance/executors.md``)."""
+GIB = 2**30
 
-LARGEST_STEP = 2**22
-"""Most multiplications in a client's forward pass with which clients train faster together."""
 
-SMALLEST_GROUP = 3
-"""Smallest number of clients in a group that train faster together."""
+@dataclass(frozen=True)
+class Limits:
+    """Up to where clients train faster together on a type of device.
+
+    Attributes
+    ----------
+    parameters : the most of a client's model.
+    work : the most multiplications in a client's forward pass of a step.
+    bytes : the most that a group may need.
+    smallest_group : the fewest clients of the largest group.
+    """
+
+    parameters: float
+    work: float
+    bytes: float
+    smallest_group: int = 3
+
+
+LIMITS = {
+    # Measured: docs/performance/executors.md.
+    "cpu": Limits(parameters=2**17, work=2**22, bytes=math.inf),
+    # Estimated, until `python -m benchmarks.gpu --steps groups` has printed them. Below 2**28 multiplications, a
+    # client's step takes the host longer to launch (0.6 to 0.9 ms, for any network) than a card to compute, which then
+    # idles; large models alone do not matter. Every card in use has 16 GiB, and a rule that asked which one it is would
+    # give other bits on another card.
+    "cuda": Limits(parameters=math.inf, work=2**28, bytes=0.9 * 16 * GIB),
+}
+"""By type of device."""
 
 LIMIT = 5.0
 """Most seconds that timing all candidates may take."""
@@ -65,7 +87,7 @@ def choose(prepared: Prepared) -> tuple[Candidate, str]:
     """
     trial = _Trial(prepared)
     group = _largest_group(prepared)
-    candidates, why = _candidates(prepared, trial.batch * _multiplications(prepared), group)
+    candidates, why = _candidates(prepared, _cost(prepared), trial.batch, group)
     by_timing = prepared.experiment.engine.executor == "fastest"
 
     working: list[Candidate] = []
@@ -102,7 +124,25 @@ def choose(prepared: Prepared) -> tuple[Candidate, str]:
     return best, "; ".join(filter(None, [why, *failures]))
 
 
-def rule(parameters: int, work: int, group: int) -> tuple[str, str]:
+@dataclass(frozen=True)
+class Load:
+    """What the largest group of a run computes.
+
+    Attributes
+    ----------
+    parameters : size of the model vector.
+    work : multiplications of a client's forward pass in a step.
+    clients : number of clients in the group.
+    bytes : about what the group needs on its device.
+    """
+
+    parameters: int
+    work: int
+    clients: int
+    bytes: float = 0.0
+
+
+def rule(load: Load, device: str = "cpu", share: float = 1.0) -> tuple[str, str]:
     """The executor that is expected to be faster, and the reason.
 
     A step of a small network costs much the same for one client as for many. The work of large ones grows with their
@@ -110,17 +150,29 @@ def rule(parameters: int, work: int, group: int) -> tuple[str, str]:
 
     Parameters
     ----------
-    parameters : size of the model vector.
-    work : multiplications of a client's forward pass in a step.
-    group : number of clients in the largest group.
+    device : the type of the clients' device, one of `LIMITS`.
+    share : the share of the device that each actor has.
     """
-    if parameters > LARGEST_MODEL:
-        return "sequential", f"a large network: {parameters:,} parameters"
-    if work > LARGEST_STEP:
-        return "sequential", f"large steps: {work:,} multiplications"
-    if group < SMALLEST_GROUP:
-        return "sequential", f"groups of fewer than {SMALLEST_GROUP} clients"
-    return "vectorised", f"a small network: {parameters:,} parameters, {work:,} multiplications a step"
+    limits = LIMITS[device]
+    if load.parameters > limits.parameters:
+        return "sequential", f"a large network: {load.parameters:,} parameters"
+    if load.work > limits.work:
+        return "sequential", f"large steps: {load.work:,} multiplications"
+    if load.clients < limits.smallest_group:
+        return "sequential", f"groups of fewer than {limits.smallest_group} clients"
+    if load.bytes > share * limits.bytes:
+        return "sequential", (
+            f"{load.clients} clients together may need {load.bytes / GIB:.1f} GiB of a GPU, more than "
+            f"{share * limits.bytes / GIB:.1f}; with a lower engine.group_size they would fit"
+        )
+    return "vectorised", f"a small network: {load.parameters:,} parameters, {load.work:,} multiplications a step"
+
+
+def device_of_clients(prepared: Prepared) -> str:
+    """Return the type of the device that clients compute on: of this process or, on Ray, of their actors."""
+    if prepared.experiment.engine.backend == "inline":
+        return prepared.device.type
+    return "cuda" if prepared.experiment.ray.on_gpu else "cpu"
 
 
 def _largest_group(prepared: Prepared) -> int:
@@ -129,19 +181,29 @@ def _largest_group(prepared: Prepared) -> int:
     return max(groups_for(prepared.experiment.override(["engine.executor=vectorised"]), cohort))
 
 
-def _candidates(prepared: Prepared, work: int, group: int) -> tuple[list[Candidate], str]:
+def _candidates(prepared: Prepared, cost: Cost, batch: int, group: int) -> tuple[list[Candidate], str]:
     """The candidates that the settings allow, the rule's choice first, and the rule's reason.
 
-    `work`, `group` : as for :func:`rule`.
+    Parameters
+    ----------
+    cost : the cost of a sample's forward pass.
+    batch : the samples of a step.
+    group : number of clients in the largest group.
     """
-    executor = prepared.experiment.engine.executor
-    layout = prepared.experiment.training.channels_last
+    experiment = prepared.experiment
+    executor = experiment.engine.executor
+    layout = experiment.training.channels_last
+    device = device_of_clients(prepared)
     why = ""
     preferred: str = executor
     if executor in ("auto", "fastest"):
-        preferred, why = rule(prepared.model.size, work, group)
+        size = prepared.model.size
+        load = Load(size, batch * max(cost.multiplications, size), group, group * cost.client_bytes(size, batch))
+        # A share that is still to be measured will be as large as it has to be.
+        share = min(experiment.ray.gpus or 1.0, 1.0)
+        preferred, why = rule(load, device, share)
 
-    layouts = [layout] if layout is not None else _layouts(prepared)
+    layouts = [layout] if layout is not None else _layouts(prepared, device)
     candidates = [Candidate("sequential", channels_last) for channels_last in layouts]
     together = Candidate("vectorised", bool(layout))
     if preferred == "vectorised":
@@ -151,10 +213,13 @@ def _candidates(prepared: Prepared, work: int, group: int) -> tuple[list[Candida
     return candidates, why
 
 
-def _layouts(prepared: Prepared) -> list[bool]:
+def _layouts(prepared: Prepared, device: str) -> list[bool]:
     """Whether images are channels last: first the layout that convolutions prefer, then the other one."""
     if len(prepared.data.input_shape) != 3:
         return [False]
+    if device == "cuda":
+        # There the backward pass of max-pooling adds in any order if channels come last.
+        return [False, True]
     has_convolutions = any(isinstance(module, nn.Conv2d) for module in prepared.model.module.modules())
     return [has_convolutions, not has_convolutions]
 
@@ -214,20 +279,9 @@ class _Trial:
             return (time.perf_counter() - start) / (len(clients) * steps)
 
 
-def _multiplications(prepared: Prepared) -> int:
-    """Multiplications of a sample's forward pass in linear and convolution layers; at least one for each parameter."""
-    counted = 0
-
-    def count(layer: nn.Module, inputs: Any, output: torch.Tensor) -> None:
-        nonlocal counted
-        weight = cast(torch.Tensor, layer.weight)
-        counted += weight.numel() * (output.numel() // len(weight))
-
-    model = prepared.model
-    layers = [module for module in model.module.modules() if isinstance(module, (nn.Linear, _ConvNd))]
-    hooks = [layer.register_forward_hook(count) for layer in layers]
+def _cost(prepared: Prepared) -> Cost:
+    """The cost of a sample's forward pass."""
     # A forward pass in training and one in evaluation, of a few samples each.
-    error_of_batch(prepared, channels_last=False)
-    for hook in hooks:
-        hook.remove()
-    return max(counted // (2 * FEW), model.size)
+    with measured_cost(prepared.model.module, samples=2 * FEW) as cost:
+        error_of_batch(prepared, channels_last=False)
+    return cost

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -19,6 +19,7 @@ from raypfl.common.memory import out_of_memory
 from raypfl.data import FederatedData
 from raypfl.engine.backends.actor_pools import reserved, room_for, share_of
 from raypfl.engine.backends.cluster import nodes_of
+from raypfl.engine.building.devices import CONTEXT_BYTES
 from raypfl.engine.events import Listener, Progress
 from raypfl.engine.groups import groups_for
 from raypfl.engine.prepared import Prepared
@@ -26,9 +27,7 @@ from raypfl.experiment import Experiment
 from raypfl.experiment.settings import ActorPool
 from raypfl.federation.cohort_draw import cohort_size
 from raypfl.runs.checks.rehearsal import Rehearsal
-
-if TYPE_CHECKING:
-    from raypfl.engine.backends.shipment import Shipment
+from raypfl.runs.choices.gpu_task import run_on_gpu
 
 PROBED = (1, 8)
 """Sizes of the two groups whose memory is measured."""
@@ -50,7 +49,10 @@ class GpuMemory(Protocol):
 
 
 class CudaMemory:
-    """Memory as torch and NVIDIA's driver report it; what other processes use counts as this one's context."""
+    """Memory as torch and NVIDIA's driver report it; what other processes use counts as this one's context.
+
+    A context counts at least as much as :func:`raypfl.engine.building.devices.limit_memory` leaves for it.
+    """
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -64,7 +66,7 @@ class CudaMemory:
 
     def context(self) -> float:
         free, total = torch.cuda.mem_get_info(self._device)
-        return total - free - torch.cuda.memory_reserved(self._device)
+        return max(total - free - torch.cuda.memory_reserved(self._device), CONTEXT_BYTES)
 
 
 @dataclass(frozen=True)
@@ -173,27 +175,21 @@ def _share(ray: Any, pool: ActorPool, prepared: Prepared, emit: Listener) -> flo
 
 def _measure(ray: Any, resources: Mapping[str, Any], prepared: Prepared, emit: Listener) -> GpuMeasurement:
     """Measure in a process with these resources, a whole GPU among them."""
-    # Imports Ray, which inline runs do without.
-    from raypfl.engine.backends.shipment import Shipment
-
     emit(Progress("measuring how many client actors share a GPU"))
-    probe = ray.remote(**resources, max_calls=1, max_retries=0)(_probe)
     try:
-        return ray.get(probe.remote(Shipment.pack(prepared.experiment, prepared.data)))
-    except ray.exceptions.RayTaskError as error:
+        return run_on_gpu(ray, resources, _probe, prepared)
+    # The network or the method may raise anything.
+    except Exception as error:
         raise RaypflError(
-            f"The memory that an actor needs could not be measured (ray.gpus_per_actor=auto): {error.cause} Give a "
-            "number instead, such as 0.25 for four actors on a GPU."
+            f"The memory that an actor needs could not be measured (ray.gpus_per_actor=auto): {error} Give a number "
+            "instead, such as 0.25 for four actors on a GPU."
         ) from error
 
 
-def _probe(shipment: Shipment) -> GpuMeasurement:
-    experiment, data = shipment.unpack()
-    torch.set_num_threads(experiment.engine.threads)
-    device = torch.device("cuda")
-    total = torch.cuda.get_device_properties(device).total_memory
+def _probe(prepared: Prepared) -> GpuMeasurement:
+    total = torch.cuda.get_device_properties(prepared.device).total_memory
     try:
-        return GpuMeasurement(total, bytes_needed(Prepared(experiment, data, device), CudaMemory(device)))
+        return GpuMeasurement(total, bytes_needed(prepared, CudaMemory(prepared.device)))
     except (RuntimeError, OutOfMemory) as error:
         if not out_of_memory(error):
             raise

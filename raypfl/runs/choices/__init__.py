@@ -1,0 +1,1 @@
+"""What the settings of a run leave open, settled before it starts: its executor, the actors that share a GPU."""

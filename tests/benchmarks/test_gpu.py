@@ -1,0 +1,154 @@
+"""The first hour on a GPU, rehearsed on a CPU: what it leaves when it is cut off, and what it concludes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.gpu.__main__ import STEPS, main
+from benchmarks.gpu.checks import NETWORKS
+from benchmarks.gpu.goals import goals
+from benchmarks.gpu.groups import constants
+from benchmarks.gpu.journal import Journal, Row
+from benchmarks.gpu.sharing import _hashes, together
+from benchmarks.gpu.steps import CUT_OFF, DONE, FAILED, Options, run, run_in_process
+from benchmarks.gpu.work import Job
+from raypfl.common.errors import ConfigError
+from raypfl.models import MODELS
+from tests.support.gpu_steps import crash, fail, hang
+
+CPU = Options("cpu", quick=True)
+WITHOUT = ("ray", "pyarrow", "pydantic", "mlflow", "torchvision", "pandas")
+
+
+def test_the_first_hour_needs_torch_and_numpy_alone():
+    program = f"""
+        import sys
+
+        class Missing:
+            def find_spec(self, name, path=None, target=None):
+                if name.partition(".")[0] in {WITHOUT}:
+                    raise ImportError(name)
+
+        sys.meta_path.insert(0, Missing())
+        from benchmarks.gpu.__main__ import STEPS
+        from benchmarks.gpu.steps import Options
+        print(next(STEPS["check"](Options("cpu", quick=True))))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert "'right': True, 'same_bits': True" in result.stdout, result.stderr
+
+
+def test_steps_for_which_no_time_is_left_are_not_begun():
+    now = 0.0
+
+    def start(name: str, seconds: float) -> str:
+        nonlocal now
+        limits[name] = seconds
+        now += {"a": 30.0, "b": 80.0}[name]
+        return DONE
+
+    limits: dict[str, float] = {}
+    assert run(["a", "b", "c"], budget=100.0, start=start, clock=lambda: now) == {"a": DONE, "b": DONE}
+    assert limits == {"a": 100.0, "b": 70.0}
+
+
+def test_a_step_that_hangs_fails_or_crashes_leaves_what_it_had_found(tmp_path: Path):
+    file = tmp_path / "rows"
+    journal = Journal(file)
+    assert run_in_process(fail, "fail", CPU, file, seconds=60) == FAILED
+    assert run_in_process(crash, "crash", CPU, file, seconds=60) == FAILED
+    assert run_in_process(hang, "hang", CPU, file, seconds=5) == CUT_OFF
+    assert [
+        row.get("found", row.get("failed")) for step in ("fail", "crash", "hang") for row in journal.rows(step)
+    ] == [
+        2,
+        "ValueError: no such kernel",
+        3,
+        1,
+    ]
+
+
+def test_a_line_that_was_cut_off_is_removed(tmp_path: Path):
+    file = tmp_path / "rows"
+    Journal(file).add("a", {"found": 1})
+    with file.open("a") as cut_off:
+        cut_off.write('{"step": "a", "fou')
+    journal = Journal(file)
+    journal.add("a", {"found": 2})
+    assert [row["found"] for row in journal.rows("a")] == [1, 2]
+
+
+def test_processes_that_share_a_device_train_the_same_models_twice():
+    two = together(_hashes, 2, CPU, {"tiny": Job("mlp", (1, 4, 4), cohort=2)})
+    assert len({run["tiny"] for runs in two for run in runs}) == 1 and [len(runs) for runs in two] == [2, 2]
+
+
+def test_a_process_that_fails_before_the_others_begin_says_why():
+    with pytest.raises(ConfigError, match="nonesuch"):
+        together(_hashes, 2, CPU, {"none": Job("nonesuch")})
+
+
+def test_every_built_in_network_is_checked():
+    built_in = {name for name, entry in MODELS._entries.items() if entry.__module__.startswith("raypfl.")}
+    assert {name for name in built_in if ":" not in name} == set(NETWORKS)
+
+
+def test_the_rules_constants_follow_from_what_was_faster():
+    def point(work: int, one_by_one: float, *together: float) -> tuple[int, float, list[tuple[int, Row]]]:
+        sizes = (2, 10, 50, 100)
+        return (
+            work,
+            one_by_one,
+            [(size, {"clients_per_second": rate}) for size, rate in zip(sizes, together, strict=True)],
+        )
+
+    small = point(2**20, 10, 5, 50, 100, 100)
+    large = point(2**30, 10, 5, 6, 7, 20)
+    (row,) = constants([small, large])
+    assert (row["smallest_group"], row["largest_step"], row["consistent"]) == (10, "2**25.0", True)
+    assert next(constants([small]))["largest_step"] == "at least 2**20.0"
+    assert next(constants([large]))["largest_step"] == "below 2**30.0"
+
+
+def test_goals_are_those_of_the_files_rows(tmp_path: Path):
+    journal = Journal(tmp_path / "rows")
+    assert all("not measured" in goal for goal in goals(journal))
+    for group, times in ((10, 8.0), (50, 12.0)):
+        journal.add("groups", {"network": "mlp", "group": group, "of_plain_PyTorch": times})
+    journal.add("groups", {"network": "lenet", "group": 50, "of_plain_PyTorch": 9.0})
+    for executor, rate in (("vectorised", 900.0), ("plain PyTorch", 300.0)):
+        journal.add("pfl", {"executor": executor, "processes": 4, "clients_per_second": rate})
+    journal.add("bits", {"processes": 1, "same_bits": True})
+    journal.add("bits", {"processes": 2, "same_bits": False})
+
+    mlp, lenet, pfl, bits = goals(journal)
+    assert "met, 12.0 times" in mlp and "NOT MET, 9.0 times" in lenet
+    assert "900, vectorised, processes: 4; 3.0 times the best of the plain loop" in pfl
+    assert "NOT MET, with 1, 2" in bits
+
+
+def test_a_file_of_another_card_is_left_alone(tmp_path: Path, capsys, monkeypatch):
+    file = tmp_path / "rows"
+    Journal(file).add("begin", {"card": "H100", "quick": False})
+    assert main(["--device", "cpu", "--json", str(file)]) == 2
+    assert "another card" in capsys.readouterr().err and len(file.read_text().splitlines()) == 1
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main([]) == 2 and "no GPU on this machine" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_rehearsal_on_a_cpu_goes_through_every_step(tmp_path: Path):
+    file = tmp_path / "rows"
+    assert main(["--device", "cpu", "--quick", "--minutes", "30", "--json", str(file)]) == 0
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert {row["step"] for row in rows} == {"begin", *STEPS, "goal"}
+    assert not [row for row in rows if "failed" in row or "error" in row or row.get("right") is False]
