@@ -13,7 +13,7 @@ from torch import Tensor
 from raypfl.common.errors import MethodError
 from raypfl.common.messages import PerClient, ReadOnly, per_client, unmarked
 from raypfl.common.transfer import host_memory, to_device
-from raypfl.storage.states import Contents, Stack
+from raypfl.storage.stacks import Contents, Stack
 
 Default = Tensor | Callable[[Tensor], Tensor]
 

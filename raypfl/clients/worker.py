@@ -22,7 +22,7 @@ from raypfl.common.messages import Each, Mean, Sum, numbers_charged, per_client,
 from raypfl.common.transfer import to_device
 from raypfl.common.user_code import where_defined
 from raypfl.learning.privacy import Masks, Spending, clipped_updates
-from raypfl.storage.states import Contents, Stack, StackRef
+from raypfl.storage.stacks import Contents, Stack, StackRef
 from raypfl.storage.tree import leaves, unflatten
 
 FetchObjects = Callable[[list[Any]], list[Mapping[str, np.ndarray]]]

@@ -21,6 +21,7 @@ from raypfl.common.global_draws import AT_START, ON_SERVER, refuse_unkeyed
 from raypfl.common.rounds import is_due
 from raypfl.common.user_code import describe_failure, explain_user_errors, traceback_text, where_defined, with_location
 from raypfl.common.version import __version__
+from raypfl.engine import client_states
 from raypfl.engine.analysing import Analyses
 from raypfl.engine.evaluator import Evaluator
 from raypfl.engine.events import Checkpointed, Evaluated, Listener, RunFinished, RunStarted, Warned
@@ -38,7 +39,7 @@ from raypfl.models.weights import origin
 from raypfl.storage import checkpoints
 from raypfl.storage.checkpoints import Snapshot
 from raypfl.storage.lease import refuse_unless_held
-from raypfl.storage.states import StateTable, digests, merged
+from raypfl.storage.states import StateTable
 from raypfl.storage.tables import read_parquet
 from raypfl.storage.tree import clone, encode, flatten, unflatten
 
@@ -319,15 +320,7 @@ class Server:
         for name, tensor in sorted(flatten(self.state)[1].items()):
             digest.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
 
-        digest_of_client: dict[int, bytes] = {}
-        # A few stacks at a time, since all of them may not fit into memory.
-        for live_stacks, slots_by_client in self.states.clients_by_stacks():
-            stacks = [self.backend.get_states(stack.handle) for stack in live_stacks]
-            parts_by_client = {}
-            for client, slots in slots_by_client.items():
-                parts_by_client[client] = [stack.state_of(slot) for stack, slot in zip(stacks, slots, strict=True)]
-            digest_of_client |= digests((client, merged(parts)) for client, parts in parts_by_client.items())
-
+        digest_of_client = client_states.all_digests(self.states, self.backend)
         for client in sorted(digest_of_client):
             digest.update(digest_of_client[client])
         return digest.hexdigest()
@@ -336,9 +329,8 @@ class Server:
         """Write a checkpoint, which shares an earlier one's files of clients' states that have not changed."""
         location = self.job.checkpoints
         permit = partial(refuse_unless_held, location, self.job.attempt, strict=True)
-        write = partial(checkpoints.write_file, location, self.backend.get_states)
         with checkpoints.explain_write_errors(self.round, location):
-            states = checkpoints.save_states(location, self.states, lambda files: list(map(write, files)), permit)
+            states = client_states.save(self.states, self.backend, location, permit, self._warn)
 
         snapshot = Snapshot(
             round=self.round,
@@ -360,15 +352,24 @@ class Server:
 
     def _restore_or_start(self) -> None:
         """Go back to the newest checkpoint or, without one, to the start of the run."""
-        self.states = StateTable()
-        self._runner.states = self.states
+        self._use_states(StateTable())
         # Without what was spent, the epsilon that the run reports would be too small.
-        snapshot = checkpoints.load(self.job.checkpoints, self._warn, needed=("spending",), copies=self._table_of_run)
+        snapshot = checkpoints.load(
+            self.job.checkpoints,
+            self._warn,
+            needed=("spending",),
+            copies=self._table_of_run,
+            use_states=lambda stored: self._use_states(client_states.restored(stored, self.backend)),
+        )
         if snapshot is not None:
             self._restore(snapshot)
         else:
             self._start()
         self.ledger.rows = self._records.tables["ledger"].waiting
+
+    def _use_states(self, states: StateTable) -> None:
+        self.states = states
+        self._runner.states = states
 
     def _start(self) -> None:
         """Make the server's state before the first round, with the method's `start`."""
@@ -405,13 +406,6 @@ class Server:
         device = self.task.model.device
         skeleton, tensors = flatten(snapshot.server)
         self.state = unflatten(skeleton, {name: tensor.to(device) for name, tensor in tensors.items()})
-        for shard in snapshot.states:
-            clients = shard.clients.tolist()
-            stack = shard.stack()
-            handle = self.backend.put_states(stack)
-            self.states.stage(clients, handle, contents=stack.contents(len(clients)), shard=shard)
-        self.states.commit()
-
         self._records.count_bytes(self.job.checkpoints)
         self.round = snapshot.round
         self._saved_round = snapshot.round

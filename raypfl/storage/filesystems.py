@@ -21,7 +21,7 @@ def open_location(location: str) -> tuple[pafs.FileSystem, str]:
     ------
     CheckpointError : if the URI is none that Arrow can open.
     """
-    if "://" not in location:
+    if not is_shared(location):
         return pafs.LocalFileSystem(), os.path.abspath(os.path.expanduser(location))
     try:
         files, path = pafs.FileSystem.from_uri(location)
@@ -31,6 +31,11 @@ def open_location(location: str) -> tuple[pafs.FileSystem, str]:
             f"Give a folder, or a URI such as s3://bucket/folder or gs://bucket/folder."
         ) from error
     return files, path.rstrip("/")
+
+
+def is_shared(location: str) -> bool:
+    """Return whether all nodes of a cluster reach a location: they do if it is a URI, but a path may be a local one."""
+    return "://" in location
 
 
 def read_bytes(files: pafs.FileSystem, path: str) -> bytes:

@@ -5,13 +5,16 @@ A stack holds what its clients changed. What they keep besides stays in older st
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+
+from raypfl.storage.stacks import Contents, Stack, StackRef
+
+T = TypeVar("T")
 
 SPARSE = 2 / 3
 """A stack stays in memory as long as one of its rows is live. One with a smaller share of live bytes than this is worth
@@ -19,94 +22,6 @@ rewriting: memory is then about 1.2 times the live states, and a row is rewritte
 
 SLACK = 1 / 8
 """Dead bytes in sparse stacks, as a share of all live ones, above which those stacks are rewritten: not every round."""
-
-
-@dataclass(frozen=True)
-class Stack:
-    """The states of some clients, stacked by name.
-
-    Attributes
-    ----------
-    rows : name -> ``[n, ...]``.
-    index : name -> ``int64[K]``, each client's row of that name, -1 for none. A client's place k is its slot.
-    """
-
-    rows: dict[str, np.ndarray]
-    index: dict[str, np.ndarray]
-
-    def state_of(self, slot: int) -> dict[str, np.ndarray]:
-        """Return the state of one client."""
-        return {name: self.rows[name][index[slot]] for name, index in self.index.items() if index[slot] >= 0}
-
-    def single(self, slot: int) -> Stack:
-        """Return the state of one client as a stack, whose rows are views."""
-        row_of = {name: int(index[slot]) for name, index in self.index.items() if index[slot] >= 0}
-        rows = {name: self.rows[name][row : row + 1] for name, row in row_of.items()}
-        return Stack(rows, {name: np.zeros(1, dtype=np.int64) for name in row_of})
-
-    def contents(self, count: int, complete: bool = True) -> Contents:
-        """Describe what the stack holds of its `count` clients."""
-        row_bytes = {name: rows[0].nbytes if len(rows) else 0 for name, rows in self.rows.items()}
-        # Clients with the same names share a dict.
-        sizes_of_names: dict[tuple[str, ...], dict[str, int]] = {}
-        sizes = []
-        for slot in range(count):
-            names = tuple(name for name, index in self.index.items() if index[slot] >= 0)
-            sizes.append(sizes_of_names.setdefault(names, {name: row_bytes[name] for name in names}))
-        return Contents(tuple(sizes), complete)
-
-    @classmethod
-    def updated(cls, before: list[Mapping[str, np.ndarray]], changes: Mapping[str, np.ndarray]) -> Stack:
-        """Return the states `before`, updated with ``changes[name][k]``."""
-        rows = dict(changes)
-        index = {name: np.arange(len(before)) for name in changes}
-
-        names_before = {name for state in before for name in state}
-        for name in sorted(names_before - set(changes)):
-            slots = [slot for slot, state in enumerate(before) if name in state]
-            rows[name] = np.stack([before[slot][name] for slot in slots])
-            index[name] = np.full(len(before), -1)
-            index[name][slots] = np.arange(len(slots))
-        return cls(rows, index)
-
-
-@dataclass(frozen=True)
-class Contents:
-    """What a stack holds, without the rows.
-
-    Attributes
-    ----------
-    sizes : for each client, name -> bytes.
-    complete : whether that is all that the clients keep; otherwise older stacks hold the rest.
-    """
-
-    sizes: tuple[Mapping[str, int], ...]
-    complete: bool = True
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all rows."""
-        return sum(sum(size_of_name.values()) for size_of_name in self.sizes)
-
-    def by_client(self) -> list[Contents]:
-        """Return the contents of each client alone."""
-        return [Contents((size_of_name,), self.complete) for size_of_name in self.sizes]
-
-
-@dataclass(frozen=True, slots=True)
-class StackRef:
-    """One client's state, or a part of it, in a stack.
-
-    Attributes
-    ----------
-    stack : a :class:`Stack`, or a Ray reference to one.
-    slot : the client's place among the stack's clients.
-    node : the node on which the stack was made.
-    """
-
-    stack: Any
-    slot: int
-    node: str = ""
 
 
 @dataclass(frozen=True)
@@ -276,21 +191,12 @@ class StateTable:
                 stacks_of_node.setdefault(stack.node, []).append(stack)
 
         for stacks in stacks_of_node.values():
-            file_stacks: list[LiveStack] = []
-            file_bytes = 0
-            for stack in stacks:
-                file_stacks.append(stack)
-                file_bytes += stack.live_bytes
-                if file_bytes >= size:
-                    yield file_stacks
-                    file_stacks = []
-                    file_bytes = 0
-            if file_stacks:
-                yield file_stacks
+            yield from filled(stacks, lambda stack: stack.live_bytes, size)
 
     def live_rows(self, stack: LiveStack) -> LiveRows:
         """Return what clients still have in a stack."""
-        return LiveRows(stack.handle, stack.clients, self.live_names(stack), stack.number, stack.hides_older)
+        names = self.live_names(stack)
+        return LiveRows(stack.handle, stack.node, stack.clients, names, stack.number, stack.hides_older)
 
     def clients_to_rewrite(self) -> list[list[int]]:
         """Return the clients whose states should be rewritten, since their stacks keep too many dead bytes in memory.
@@ -326,6 +232,21 @@ class StateTable:
                 self._stacks[stack] = None
             else:
                 del self._stacks[stack]
+
+
+def filled(items: Iterable[T], bytes_of: Callable[[T], int], size: int) -> Iterator[list[T]]:
+    """Yield lists of consecutive items that have `size` bytes or a little more each, except for the last one."""
+    batch: list[T] = []
+    batch_bytes = 0
+    for item in items:
+        batch.append(item)
+        batch_bytes += bytes_of(item)
+        if batch_bytes >= size:
+            yield batch
+            batch = []
+            batch_bytes = 0
+    if batch:
+        yield batch
 
 
 def _needed(*layers: tuple[LiveStack, int]) -> Layers:
@@ -376,6 +297,10 @@ class StateShard:
         """Bytes of the states."""
         return sum(rows.nbytes for rows in self.tensors.values())
 
+    def outline(self) -> StateShard:
+        """Return the shard without its tensors."""
+        return replace(self, tensors={})
+
     def stack(self) -> Stack:
         """Return the states as a stack."""
         return Stack(dict(self.tensors), {name: np.arange(len(self.clients)) for name in self.tensors})
@@ -388,6 +313,7 @@ class LiveRows:
     Attributes
     ----------
     stack : a :class:`Stack`, or a Ray reference to one.
+    node : the node that holds it.
     clients : the clients whose states the stack was made of.
     live_names : slot -> names of which there is nothing newer.
     number : the stack's number.
@@ -395,6 +321,7 @@ class LiveRows:
     """
 
     stack: Any
+    node: str
     clients: tuple[int, ...]
     live_names: Mapping[int, tuple[str, ...]]
     number: int
@@ -408,20 +335,3 @@ class LiveRows:
             rows = {name: stack.rows[name][stack.index[name][slots]] for name in shared_names}
             clients = np.array([self.clients[slot] for slot in slots])
             yield StateShard(clients, rows, self.number, self.complete)
-
-
-def merged(parts: Iterable[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Return a client's state from its parts, which come the oldest first."""
-    return {name: row for part in parts for name, row in part.items()}
-
-
-def digests(client_states: Iterable[tuple[int, Mapping[str, np.ndarray]]]) -> dict[int, bytes]:
-    """Return client -> SHA-256 of its state, names in order."""
-    digest_of_client = {}
-    for client, state in client_states:
-        digest = hashlib.sha256()
-        for name, array in sorted(state.items()):
-            digest.update(f"{client}/{name}".encode())
-            digest.update(np.ascontiguousarray(array).data)
-        digest_of_client[client] = digest.digest()
-    return digest_of_client

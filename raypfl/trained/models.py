@@ -41,7 +41,8 @@ from raypfl.models.trained_model import TrainedModel
 from raypfl.runs.result import refuse_unknown_client
 from raypfl.storage import checkpoints
 from raypfl.storage.checkpoints import Snapshot
-from raypfl.storage.states import StateShard, StateTable, merged
+from raypfl.storage.stacks import merged
+from raypfl.storage.states import StateShard, StateTable
 from raypfl.trained.new_clients import NewClient, checked_samples, context_of, require_new_client_models
 from raypfl.trained.saved_model import Origin
 

@@ -86,7 +86,9 @@ def test_a_killed_server_is_started_again_and_goes_on_to_the_same_bits(tmp_path,
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_run_resumes_to_the_same_bits(tmp_path, undisturbed, number):
-    longer = on_ray(tmp_path, rounds=500, checkpoint__every=0, evaluation__every=3)
+    # A location that all nodes reach: client actors write and read the states.
+    location = f"file://{tmp_path}/shared"
+    longer = on_ray(tmp_path, rounds=500, checkpoint__every=0, evaluation__every=3, checkpoint__location=location)
     stopped = raypfl.run(longer, listeners=[Interrupt(2, number)])
     assert stopped.status == "stopped" and 2 <= stopped.round < 500
     shorter = raypfl.resume(stopped.run_dir, overrides=[f"rounds={stopped.round + 2}"])

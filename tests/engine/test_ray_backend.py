@@ -19,7 +19,7 @@ from raypfl.engine.backends.ray_backend import INLINE_BYTES, SEPARATE_BYTES, Ray
 from raypfl.engine.backends.restarts import MAX_SETUP_FAILURES, PATIENCE
 from raypfl.experiment.settings import ActorPool
 from raypfl.federation.exchange.backend import Failed
-from raypfl.storage.states import Contents
+from raypfl.storage.stacks import Contents
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -86,6 +86,13 @@ def test_only_a_function_whose_states_are_large_returns_an_object_for_each_clien
         group = Group(0, (4, 5, 6), np.arange(3), {}, [None] * 3)
         list(backend.run(Call(function, 1, 0.1), [group]))
     assert stand.objects == [1 + 1, 1 + 1, 1 + 3, 1 + 1]  # the first time, nobody knows yet
+
+
+def test_states_are_read_and_written_by_a_ready_actor_of_their_node(backend, stand):
+    stand.map_states = SimpleNamespace(remote=lambda function, job: stand.put(f"the actor: {job}"))
+    jobs = [("node", 1), ("another node", 2), ("", 3)]
+    results = backend.map_states(lambda fetch, job: f"the server: {job}", jobs)
+    assert results == ["the actor: 1", "the server: 2", "the server: 3"]
 
 
 def test_a_small_broadcast_travels_with_the_call_and_a_large_one_is_an_object(backend):

@@ -14,7 +14,7 @@ from raypfl.clients.worker import Group
 from raypfl.federation.exchange.placement import PREFETCH_SECONDS, UNEQUAL_RATIO, Dispatch
 from raypfl.federation.exchange.timings import Speeds, Timings
 from raypfl.federation.exchange.waiting import NEARLY_LONGEST
-from raypfl.storage.states import StackRef
+from raypfl.storage.stacks import StackRef
 
 
 def group(index: int, length: float, seconds: float = 0.0, homes: str = "") -> Group:

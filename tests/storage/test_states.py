@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from raypfl.common.messages import per_client
 from raypfl.engine.backends.inline import Inline
 from raypfl.storage import checkpoints, filesystems
 from raypfl.storage.checkpoints import Snapshot, state_files
-from raypfl.storage.states import Stack, StateFile, StateTable, merged
+from raypfl.storage.stacks import Fetch, Stack, merged
+from raypfl.storage.states import StateFile, StateTable
 from tests.federation.test_cohort import Probe
 from tests.support.federation import Federation
 
@@ -143,9 +144,7 @@ def test_a_state_is_read_with_one_copy_whatever_the_default():
         clients.state.get("w")
 
 
-def saved(
-    table: StateTable, location: object, round: int, fetch: Callable[[Any], Stack] = lambda stack: stack
-) -> list[StateFile]:
+def saved(table: StateTable, location: object, round: int, fetch: Fetch = lambda stacks: stacks) -> list[StateFile]:
     """Save a checkpoint; return its files of states."""
     write = partial(checkpoints.write_file, str(location), fetch)
     states = checkpoints.save_states(str(location), table, lambda files: list(map(write, files)))
@@ -231,12 +230,12 @@ def test_a_save_has_one_file_of_states_in_memory_and_small_ones_share_a_file(tmp
     table.commit()
     written_before = []
 
-    def fetch(stack: Stack) -> Stack:
-        written_before.append(len(list(tmp_path.glob("states/*"))))
-        return stack
+    def fetch(stacks: Sequence[Stack]) -> Sequence[Stack]:
+        written_before.append((len(stacks), len(list(tmp_path.glob("states/*")))))
+        return stacks
 
     assert len(saved(table, tmp_path, 1, fetch)) == 3
-    assert written_before == [0, 0, 1, 1, 2]
+    assert written_before == [(2, 0), (2, 1), (1, 2)]
     assert contents(restored(tmp_path)) == contents(table)
 
 

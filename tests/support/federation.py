@@ -39,7 +39,8 @@ from raypfl.learning.sample_pools import Pools
 from raypfl.learning.settings import TrainingSettings
 from raypfl.learning.vectorised import Vectorised
 from raypfl.models import FlatModel
-from raypfl.storage.states import StateTable, merged
+from raypfl.storage.stacks import merged
+from raypfl.storage.states import StateTable
 
 torch.set_num_threads(1)
 

@@ -7,7 +7,7 @@ made.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
     from raypfl.clients.worker import Call, Group, Reply, Worker
     from raypfl.federation.exchange.backend import Failed
-    from raypfl.storage.states import Stack
+    from raypfl.storage.stacks import Contents, Fetch, Stack
+    from raypfl.storage.states import StateFile, StateShard
 
 
 class Home(NamedTuple):
@@ -86,6 +87,24 @@ class ClientActor:
         stacks = [None if stack is None else stack.single(slot) for slot in range(len(group.clients))]
         return reply, *stacks
 
+    def map_states(self, function: Callable[[Fetch, Any], Any], job: Any) -> Any:
+        """Compute something from states, which should be on this node."""
+        return function(get_states, job)
+
+    @ray.method(num_returns="streaming")
+    def read_states(self, location: str, files: Sequence[StateFile]) -> Iterator[tuple[StateShard, Contents] | Stack]:
+        """Read a checkpoint's files; yield of each shard its outline with the contents of its stack, and the stack.
+
+        As in `work`, each is an object that the server owns.
+        """
+        from raypfl.storage.checkpoints import read_file
+
+        for file in files:
+            for shard in read_file(location, file):
+                stack = shard.stack()
+                yield shard.outline(), stack.contents(len(shard.clients))
+                yield stack
+
     def _run(self, call: Call, group: Group) -> tuple[Reply | Failed, Stack | None]:
         from raypfl.federation.exchange.backend import failure, states_of
 
@@ -124,7 +143,7 @@ def get_broadcasts(handles: list[Any]) -> list[Mapping[str, np.ndarray]]:
     return [next(fetched) if isinstance(handle, ray.ObjectRef) else handle for handle in handles]
 
 
-def get_states(handles: list[Any]) -> list[Stack]:
+def get_states(handles: Sequence[Any]) -> Sequence[Stack]:
     """Return the states behind references, in shared memory.
 
     Raises
@@ -132,6 +151,6 @@ def get_states(handles: list[Any]) -> list[Stack]:
     LostState : if they were on a node that is gone.
     """
     try:
-        return ray.get(handles)
+        return ray.get(list(handles))
     except ray.exceptions.ObjectLostError as error:
         raise LostState("The node that held some clients' states is gone, and their states with it.") from error

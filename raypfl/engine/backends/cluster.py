@@ -21,6 +21,7 @@ from raypfl.common.user_modules import copy_files, module_files
 from raypfl.engine.backends.actor_pools import ActorPools, reserved, room_for
 from raypfl.engine.events import Listener, Progress
 from raypfl.experiment.settings import RaySettings
+from raypfl.storage.filesystems import is_shared
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
@@ -247,7 +248,7 @@ def node_for_server(ray: Any, settings: RaySettings, checkpoints: str) -> str | 
     ------
     ConfigError : if that node does not have what the server reserves.
     """
-    if "://" in checkpoints or ray.util.get_current_placement_group() is not None:
+    if is_shared(checkpoints) or ray.util.get_current_placement_group() is not None:
         return None
 
     driver_node = ray.get_runtime_context().get_node_id()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,9 @@ from raypfl.clients.worker import Call, Group, Worker
 from raypfl.common.errors import Stopped
 from raypfl.common.stopping import StopRequest
 from raypfl.common.threads import threads
-from raypfl.federation.exchange.backend import Done, Failed, failure, states_of
-from raypfl.storage.states import Stack
+from raypfl.federation.exchange.backend import Done, Failed, StoredStack, failure, states_of
+from raypfl.storage.stacks import Fetch, Stack
+from raypfl.storage.states import StateFile
 
 
 class Inline:
@@ -42,7 +43,7 @@ class Inline:
 
             try:
                 with self._stop.interruptible(), threads(self._threads or torch.get_num_threads()):
-                    states = states_of(group.states, lambda stacks: stacks)
+                    states = states_of(group.states, _as_they_are)
                     reply, stack = self._worker.work(call, list, group, states)
             except Exception as error:
                 yield group, failure(error)
@@ -50,8 +51,18 @@ class Inline:
                 stacks = [] if reply.new_states is None else [(group.clients, stack, reply.new_states)]
                 yield group, Done(reply, stacks)
 
-    def put_states(self, stack: Stack) -> Any:
-        return stack
+    def map_states(self, function: Callable[[Fetch, Any], Any], jobs: Sequence[tuple[str, Any]]) -> list[Any]:
+        return [function(_as_they_are, job) for _, job in jobs]
 
-    def get_states(self, handle: Any) -> Stack:
-        return handle
+    def read_states(self, location: str, files: Sequence[StateFile]) -> Iterator[StoredStack]:
+        # Groups run without PyArrow.
+        from raypfl.storage.checkpoints import read_file
+
+        for file in files:
+            for shard in read_file(location, file):
+                stack = shard.stack()
+                yield StoredStack(shard.outline(), stack, stack.contents(len(shard.clients)))
+
+
+def _as_they_are(stacks: Sequence[Stack]) -> Sequence[Stack]:
+    return stacks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,15 +15,18 @@ from ray.exceptions import RayError, RayTaskError
 from raypfl.clients.worker import Call, Group, Reply
 from raypfl.common.errors import RaypflError, Stopped
 from raypfl.common.memory import out_of_memory
+from raypfl.engine.backends import states_on_ray
 from raypfl.engine.backends.actor_pools import ActorPools
-from raypfl.engine.backends.client_actor import Home, get_broadcasts, get_states
+from raypfl.engine.backends.client_actor import Home, get_broadcasts
 from raypfl.engine.backends.restarts import MAX_SETUP_FAILURES, RestartPolicy
 from raypfl.engine.backends.shipment import Shipment
-from raypfl.federation.exchange.backend import Done, Failed
+from raypfl.federation.exchange.backend import Done, Failed, StoredStack
 from raypfl.federation.exchange.broadcasts import INLINE_BYTES
 from raypfl.federation.exchange.placement import Dispatch
 from raypfl.federation.exchange.timings import Speeds
-from raypfl.storage.states import Stack
+from raypfl.storage.filesystems import is_shared
+from raypfl.storage.stacks import Fetch
+from raypfl.storage.states import StateFile
 
 SEPARATE_BYTES = 1_000_000
 """Bytes from which a client's state is a Ray object of its own, so that it is freed as soon as there is a newer one.
@@ -132,11 +136,26 @@ class RayBackend:
     def get_broadcast(self, handle: Any) -> Mapping[str, np.ndarray]:
         return get_broadcasts([handle])[0]
 
-    def put_states(self, stack: Stack) -> Any:
-        return ray.put(stack)
+    def map_states(self, function: Callable[[Fetch, Any], Any], jobs: Sequence[tuple[str, Any]]) -> list[Any]:
+        return states_on_ray.map_states(self._ready_by_node(), function, jobs)
 
-    def get_states(self, handle: Any) -> Stack:
-        return get_states([handle])[0]
+    def read_states(self, location: str, files: Sequence[StateFile]) -> Iterator[StoredStack]:
+        actors_by_node = self._ready_by_node() if is_shared(location) else {}
+        return states_on_ray.read_states(actors_by_node, location, files)
+
+    def _ready_by_node(self) -> dict[str, list[Any]]:
+        """Return the handles of the actors that are ready, by node."""
+        homes = {actor: actor.home for actor in self._all_actors() if actor.home is not None}
+        ready, _ = ray.wait(list(self._starting), num_returns=len(self._starting), timeout=0)
+        for prepared in ready:
+            # An actor that could not be set up is dealt with when groups run.
+            with contextlib.suppress(RayError):
+                homes[self._starting[prepared]] = ray.get(prepared)
+
+        handles_by_node: dict[str, list[Any]] = {}
+        for actor, home in homes.items():
+            handles_by_node.setdefault(home.node, []).append(actor.handle)
+        return handles_by_node
 
     def wait_for_actors(self, seconds: float) -> None:
         """Wait until all actors that have room are ready, but no longer than this: others may use the cluster, too."""

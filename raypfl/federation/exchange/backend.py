@@ -5,14 +5,15 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from raypfl.clients.worker import Call, Group, Reply
 from raypfl.common.errors import MethodError
 from raypfl.common.user_code import traceback_text, with_location
-from raypfl.storage.states import Contents, Stack, StackRef, merged
+from raypfl.storage.stacks import Contents, Fetch, StackRef, merged
+from raypfl.storage.states import StateFile, StateShard
 
 ONE_SAMPLE = "Expected more than 1 value per channel when training"
 """The message of torch's batch norm for a mini-batch of one sample."""
@@ -70,6 +71,23 @@ def failure(error: Exception) -> Failed:
     return Failed(error, trace)
 
 
+class StoredStack(NamedTuple):
+    """A stack of states from a checkpoint.
+
+    Attributes
+    ----------
+    shard : the outline of the shard that it was made of.
+    stack : a :class:`Stack` or a reference to one.
+    contents : the stack's contents.
+    node : the node that holds it.
+    """
+
+    shard: StateShard
+    stack: Any
+    contents: Contents
+    node: str = ""
+
+
 class Backend(Protocol):
     """Runs the groups of an exchange somewhere."""
 
@@ -88,18 +106,25 @@ class Backend(Protocol):
         """
         ...
 
-    def put_states(self, stack: Stack) -> Any:
-        """Make states available to groups; return the handle that a :class:`StackRef` holds."""
+    def map_states(self, function: Callable[[Fetch, Any], Any], jobs: Sequence[tuple[str, Any]]) -> list[Any]:
+        """Return ``function(fetch, job)`` of each job, computed on the node that it comes with; "" is this process.
+
+        `fetch` returns the stacks behind the handles that a :class:`StackRef` holds.
+        """
         ...
 
-    def get_states(self, handle: Any) -> Stack:
-        """Return the states behind a handle."""
+    def read_states(self, location: str, files: Sequence[StateFile]) -> Iterator[StoredStack]:
+        """Read a checkpoint's states, and make them available to groups.
+
+        Raises
+        ------
+        Damaged : if a file is not as it was written.
+        OSError : if a file cannot be read.
+        """
         ...
 
 
-def states_of(
-    clients: Sequence[tuple[StackRef, ...]], fetch: Callable[[list[Any]], list[Stack]]
-) -> list[Mapping[str, np.ndarray]]:
+def states_of(clients: Sequence[tuple[StackRef, ...]], fetch: Fetch) -> list[Mapping[str, np.ndarray]]:
     """Return each client's state; `fetch` is called once, with every handle."""
     # Many clients share a stack.
     handles = {id(ref.stack): ref.stack for refs in clients for ref in refs}

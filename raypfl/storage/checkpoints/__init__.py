@@ -15,22 +15,32 @@ So states that have not changed are not written again: a file of which most byte
 files have a name of a client, the one of the greatest number counts (:class:`raypfl.storage.states.StateShard`).
 """
 
-from raypfl.storage.checkpoints.layout import explain_write_errors
+from raypfl.storage.checkpoints.layout import Damaged, explain_write_errors
 from raypfl.storage.checkpoints.listing import copy_round, delete_all, last_round, rounds
 from raypfl.storage.checkpoints.reading import load, newest, read_table, server_states
 from raypfl.storage.checkpoints.snapshot import Snapshot
-from raypfl.storage.checkpoints.state_files import StoredStates, save_states, write_file, write_shards
+from raypfl.storage.checkpoints.state_files import (
+    StoredStates,
+    has_file,
+    read_file,
+    save_states,
+    write_file,
+    write_shards,
+)
 from raypfl.storage.checkpoints.writing import save
 
 __all__ = [
+    "Damaged",
     "Snapshot",
     "StoredStates",
     "copy_round",
     "delete_all",
     "explain_write_errors",
+    "has_file",
     "last_round",
     "load",
     "newest",
+    "read_file",
     "read_table",
     "rounds",
     "save",

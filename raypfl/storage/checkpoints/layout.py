@@ -35,7 +35,6 @@ DRAFT = ".draft"
 """What ends the name of a local checkpoint while it is written."""
 
 _FOLDER_NAME = re.compile(r"(\d+)-round-\d+")
-_CHUNK = 1 << 22
 
 
 class Damaged(Exception):
@@ -111,38 +110,18 @@ def read_manifest(files: pafs.FileSystem, path: str) -> dict[str, dict[str, dict
         raise Damaged(f"its {MANIFEST} is damaged") from None
 
 
-def verify(files: pafs.FileSystem, path: str) -> dict[str, dict[str, Any]]:
-    """Check a checkpoint's own files, except states that are there, and return their entries in the manifest.
-
-    Raises
-    ------
-    Damaged : if a file is not as it was written.
-    """
-    entries = read_manifest(files, path)["files"]
-    for name, expected in entries.items():
-        if not name.startswith(OLD_STATES):
-            verify_file(files, path, name, **expected)
-    return entries
-
-
-def verify_file(files: pafs.FileSystem, folder: str, name: str, bytes: int, sha256: str) -> None:
-    """Raise `Damaged` unless a file has this size and hash."""
-    size = files.get_file_info(f"{folder}/{name}").size
-    if size is None:
-        raise Damaged(f"its {name} is missing")
-    if size != bytes:
-        raise Damaged(f"its {name} has {size:,} bytes instead of {bytes:,}")
-    if _sha256(files, f"{folder}/{name}") != sha256:
+def read_intact(files: pafs.FileSystem, folder: str, name: str, bytes: int, sha256: str) -> bytes:
+    """Return the content of a file; raises `Damaged` unless it has this size and hash."""
+    try:
+        content = read_bytes(files, f"{folder}/{name}")
+    except FileNotFoundError:
+        raise Damaged(f"its {name} is missing") from None
+    if len(content) != bytes:
+        raise Damaged(f"its {name} has {len(content):,} bytes instead of {bytes:,}")
+    if hashlib.sha256(content).hexdigest() != sha256:
         raise Damaged(f"the content of its {name} has changed since it was written")
+    return content
 
 
 def _entries(entry_of_file: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {name: {"bytes": entry["bytes"], "sha256": entry["sha256"]} for name, entry in entry_of_file.items()}
-
-
-def _sha256(files: pafs.FileSystem, path: str) -> str:
-    digest = hashlib.sha256()
-    with files.open_input_stream(path, compression=None) as stream:
-        while chunk := stream.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()

@@ -22,22 +22,27 @@ from raypfl.storage.checkpoints.layout import (
     explain_read_errors,
     find_checkpoints,
     is_complete,
-    verify,
-    verify_file,
+    read_intact,
+    read_manifest,
 )
 from raypfl.storage.checkpoints.snapshot import Snapshot
 from raypfl.storage.checkpoints.state_files import StoredStates
 from raypfl.storage.columns import Columns
-from raypfl.storage.filesystems import read_bytes
 from raypfl.storage.states import StateFile
 from raypfl.storage.tables import RunTable, TablePart, restore_part
 from raypfl.storage.tree import decode
 
 Copies = Callable[[str], pa.Table | None] | None
+UseStates = Callable[[StoredStates], None]
 
 
 def load(
-    location: str, warn: Callable[[str], None], whole: bool = True, needed: Collection[str] = (), copies: Copies = None
+    location: str,
+    warn: Callable[[str], None],
+    whole: bool = True,
+    needed: Collection[str] = (),
+    copies: Copies = None,
+    use_states: UseStates = StoredStates.verify,
 ) -> Snapshot | None:
     """Return the newest checkpoint that is intact, or None if none was ever completed.
 
@@ -50,6 +55,8 @@ def load(
     whole : False: only the files of the server's state must be intact; the others are not read.
     needed : names of tables without which a run cannot continue: a checkpoint that lacks rows of them is damaged.
     copies : name of a table -> a copy of all its rows, or None; without it, nothing is written.
+    use_states : called with the clients' states of a checkpoint whose own files are intact. Raises `Damaged` or an
+        OSError if these states are not: then an older checkpoint is loaded.
 
     Raises
     ------
@@ -63,7 +70,7 @@ def load(
             if not is_complete(files, path):
                 warn(f"The checkpoint {path} is skipped: it is unfinished; the run was probably killed while saving.")
                 continue
-            return read_checkpoint(location, name, whole, warn, needed, copies)
+            return read_checkpoint(location, name, whole, warn, needed, copies, use_states)
         except (OSError, Damaged) as error:
             damaged.append(f"{path} ({error})")
             warn(f"The checkpoint {path} is skipped: {error}.")
@@ -126,6 +133,7 @@ def read_checkpoint(
     warn: Callable[[str], None] = lambda text: None,
     needed: Collection[str] = (),
     copies: Copies = None,
+    use_states: UseStates = StoredStates.verify,
 ) -> Snapshot:
     """Read the checkpoint in the folder `name`; the other parameters are those of :func:`load`.
 
@@ -136,10 +144,15 @@ def read_checkpoint(
     """
     files, root = filesystems.open_location(location)
     path = f"{root}/{name}"
-    entries = verify(files, path)
+    entries = read_manifest(files, path)["files"]
+    contents = {}
+    for file, entry in entries.items():
+        if not file.startswith(OLD_STATES):
+            contents[file] = read_intact(files, path, file, **entry)
+
     try:
-        meta = json.loads(read_bytes(files, f"{path}/{META}"))
-        tensors = safetensors.torch.load(read_bytes(files, f"{path}/{SERVER}"))
+        meta = json.loads(contents[META])
+        tensors = safetensors.torch.load(contents[SERVER])
 
         if "states" in meta:
             state_files = tuple(StateFile(**file) for file in meta["states"])
@@ -163,7 +176,7 @@ def read_checkpoint(
         raise Damaged(f"its {META} is not what raypfl writes ({type(error).__name__}: {error})") from error
 
     if whole:
-        snapshot.states.verify()
+        use_states(snapshot.states)
         for table_name, table in snapshot.tables.items():
             is_needed = table_name in needed
             table.parts = tuple(_intact_parts(files, root, table_name, table, warn, is_needed, copies))
@@ -189,7 +202,7 @@ def _intact_parts(
     first_row = 0
     for part in table.parts:
         try:
-            verify_file(files, root, f"{TABLES}/{part.file}", part.bytes, part.sha256)
+            read_intact(files, root, f"{TABLES}/{part.file}", part.bytes, part.sha256)
             yield part
         except Damaged as problem:
             copy = copies(name) if copies else None

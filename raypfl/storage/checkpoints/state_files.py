@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow.fs as pafs
@@ -16,9 +15,10 @@ import safetensors.numpy
 from raypfl.common.errors import CheckpointError
 from raypfl.common.files import replacing
 from raypfl.storage import filesystems
-from raypfl.storage.checkpoints.layout import STATES, explain_read_errors, verify_file
+from raypfl.storage.checkpoints.layout import STATES, explain_read_errors, read_intact
 from raypfl.storage.filesystems import read_bytes
-from raypfl.storage.states import LiveRows, LiveStack, Stack, StateFile, StateShard, StateTable
+from raypfl.storage.stacks import Fetch
+from raypfl.storage.states import LiveRows, LiveStack, StateFile, StateShard, StateTable
 
 FILE_SIZE = 64 << 20
 """Bytes of client states from which a file is full: what a save and a load hold in memory at a time."""
@@ -61,7 +61,7 @@ class StoredStates:
         """Raise `Damaged` unless all files are as they were written."""
         files, root = self._place
         for file in self.state_files:
-            verify_file(files, root, file.path, file.bytes, file.sha256)
+            read_intact(files, root, file.path, file.bytes, file.sha256)
 
     def copied_to(self, location: str) -> StoredStates:
         """Copy the files to another location, one at a time."""
@@ -89,17 +89,12 @@ class StoredStates:
     def _shards(self, file: StateFile) -> list[StateShard]:
         files, root = self._place
         try:
-            shards = shards_of(safetensors.numpy.load(read_bytes(files, f"{root}/{file.path}")))
+            return _shards_of_file(file, read_bytes(files, f"{root}/{file.path}"))
         except (OSError, safetensors.SafetensorError) as error:
             raise CheckpointError(
                 f"The client states in {self.location}/{file.path} were intact when the checkpoint was opened, but can "
                 f"no longer be read: {error}."
             ) from error
-
-        # Older versions wrote states into the checkpoint's own folder, which is deleted with it.
-        if not file.path.startswith(f"{STATES}/"):
-            return shards
-        return [replace(shard, file=file) for shard in shards]
 
 
 def save_states(
@@ -135,10 +130,30 @@ def save_states(
     return StoredStates(location, (*state_files, *new_files))
 
 
-def write_file(location: str, fetch: Callable[[Any], Stack], rows: Sequence[LiveRows]) -> StateFile:
-    """Write a file with what clients have in some stacks; `fetch` returns the one behind a reference."""
-    shards = [shard for part in rows for shard in part.shards(fetch(part.stack))]
+def write_file(location: str, fetch: Fetch, rows: Sequence[LiveRows]) -> StateFile:
+    """Write a file with what clients have in some stacks."""
+    shards: list[StateShard] = []
+    for part, stack in zip(rows, fetch([part.stack for part in rows]), strict=True):
+        shards += part.shards(stack)
     return write_shards(location, shards)
+
+
+def has_file(location: str, file: StateFile) -> bool:
+    """Return whether a file that was written elsewhere is here, too."""
+    files, root = filesystems.open_location(location)
+    return files.get_file_info(f"{root}/{file.path}").size == file.bytes
+
+
+def read_file(location: str, file: StateFile) -> list[StateShard]:
+    """Return the shards in a file.
+
+    Raises
+    ------
+    Damaged : if it is not as it was written.
+    OSError : if it cannot be read.
+    """
+    files, root = filesystems.open_location(location)
+    return _shards_of_file(file, read_intact(files, root, file.path, file.bytes, file.sha256))
 
 
 def write_shards(location: str, shards: Sequence[StateShard]) -> StateFile:
@@ -170,6 +185,14 @@ def shards_of(arrays: dict[str, np.ndarray]) -> list[StateShard]:
         if array_name.startswith("state/"):
             shards[int(number_in_file)].tensors[array_name.removeprefix("state/")] = array
     return list(shards.values())
+
+
+def _shards_of_file(file: StateFile, content: bytes) -> list[StateShard]:
+    shards = shards_of(safetensors.numpy.load(content))
+    # Older versions wrote states into the checkpoint's own folder, which is deleted with it.
+    if not file.path.startswith(f"{STATES}/"):
+        return shards
+    return [replace(shard, file=file) for shard in shards]
 
 
 def _write_content(location: str, content: bytes, state_bytes: int) -> StateFile:

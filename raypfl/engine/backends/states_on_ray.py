@@ -1,0 +1,81 @@
+"""Clients' states in Ray's object store: what client actors compute on the nodes that hold them, or read from files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import cycle
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from raypfl.engine.backends.client_actor import get_states
+from raypfl.federation.exchange.backend import StoredStack
+from raypfl.storage.checkpoints import read_file
+from raypfl.storage.stacks import Fetch
+from raypfl.storage.states import StateFile
+
+
+def map_states(
+    actors_by_node: Mapping[str, Sequence[Any]], function: Callable[[Fetch, Any], Any], jobs: Sequence[tuple[str, Any]]
+) -> list[Any]:
+    """Return ``function(fetch, job)`` of each job, which comes with the node that holds its stacks.
+
+    A client actor of that node computes it. Without one, or if it dies, this process does.
+    """
+    turns = {node: cycle(actors) for node, actors in actors_by_node.items()}
+    replies = []
+    for node, job in jobs:
+        reply = next(turns[node]).map_states.remote(function, job) if node in turns else None
+        replies.append(reply)
+
+    results = []
+    for reply, (_, job) in zip(replies, jobs, strict=True):
+        if reply is not None:
+            try:
+                results.append(ray.get(reply))
+                continue
+            except RayTaskError as error:
+                raise error.cause from error
+            except RayError:
+                pass
+        results.append(function(get_states, job))
+    return results
+
+
+def read_states(
+    actors_by_node: Mapping[str, Sequence[Any]], location: str, files: Sequence[StateFile]
+) -> Iterator[StoredStack]:
+    """Yield the stacks in files, which lie on the nodes of the actors that have read them; without actors, here."""
+    actors = [(node, actor) for node, actors in actors_by_node.items() for actor in actors]
+    shares = [files[first :: len(actors)] for first in range(len(actors))]
+    streams = []
+    for (node, actor), share in zip(actors, shares, strict=True):
+        streams.append((node, actor.read_states.remote(location, share)))
+
+    for (node, stream), share in zip(streams, shares, strict=True):
+        try:
+            stacks = list(_received(node, stream))
+        except RayTaskError as error:
+            raise error.cause from error
+        except RayError:
+            # The actor has died, perhaps with its node.
+            stacks = list(_read_here(location, share))
+        yield from stacks
+    if not actors:
+        yield from _read_here(location, files)
+
+
+def _received(node: str, stream: Any) -> Iterator[StoredStack]:
+    """Yield what an actor's `read_states` yields: of each stack, its outline and then the stack itself."""
+    for outline in stream:
+        shard, contents = ray.get(outline)
+        yield StoredStack(shard, next(stream), contents, node)
+    ray.get(stream.completed())
+
+
+def _read_here(location: str, files: Sequence[StateFile]) -> Iterator[StoredStack]:
+    for file in files:
+        for shard in read_file(location, file):
+            stack = shard.stack()
+            yield StoredStack(shard.outline(), ray.put(stack), stack.contents(len(shard.clients)), "")
