@@ -9,6 +9,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+# Where the shell switches it off, every process that a test starts would compile raypfl again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 os.environ["RAY_AUTH_MODE"] = "token"
 os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 

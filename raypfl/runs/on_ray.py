@@ -51,8 +51,8 @@ def run_on_ray(job: Job, prepared: Prepared, emit: EventDispatcher, stop: StopRe
             settings = job.experiment.ray
             actors = client_actors(ray, settings, prepared.num_groups)
             pools = [reserved(pool) for pool in settings.actor_pools]
-            kind = (actors, pools, server_resources(settings), node_for_server(ray, settings, job.checkpoints))
-            server = spare_server.take(ray, kind) or _server_actor(ray, *kind)
+            kind = (pools, server_resources(settings), node_for_server(ray, settings, job.checkpoints))
+            server = spare_server.take(ray, kind) or _server_actor(ray, actors, *kind)
 
         finished = None
         try:
@@ -64,7 +64,7 @@ def run_on_ray(job: Job, prepared: Prepared, emit: EventDispatcher, stop: StopRe
                     if emit.round == round_before:
                         raise
                     # Ray's count of restarts is used up, but rounds were finished in between: go on with a new actor.
-                    server = _server_actor(ray, *kind)
+                    server = _server_actor(ray, actors, *kind)
             yield finished
         finally:
             if spare_server.shared and finished is not None:

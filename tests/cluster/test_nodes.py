@@ -136,7 +136,8 @@ metrics: {{local: {{protocol: local, model: global}}}}
 """
 
 
-@pytest.mark.parametrize(("command", "text"), [("tune", SWEEP), pytest.param("study", STUDY, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("command", "text"), [("tune", SWEEP), ("study", STUDY)])
 def test_a_sweep_or_study_whose_output_another_node_lacks_is_refused_before_anything_runs(pair, shared, command, text):
     (worker,) = pair.workers
     file = shared / f"{command}.yaml"

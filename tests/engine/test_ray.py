@@ -31,7 +31,7 @@ def undisturbed(tmp_path_factory):
     return raypfl.run(experiment(tmp_path_factory.mktemp("undisturbed")))
 
 
-@pytest.fixture(scope="module", params=[2, 1, 3])
+@pytest.fixture(scope="module", params=[2, 3, 1])
 def actors(request):
     """How many there are; all tests of one number run after each other, on the same actors."""
     return request.param
@@ -230,25 +230,24 @@ def test_analyses_keep_the_same_files_on_any_number_of_actors(tmp_path, actors):
     assert inline == files(**(ON_RAY | {"ray__actors": actors}))
 
 
-def test_with_an_actor_per_client_all_clients_work_at_once(tmp_path):
-    events = []
-    meeting = on_ray(
-        tmp_path,
-        "null",
-        ray__cpus_per_actor=0.2,
-        engine__group_size=1,
-        cohort__size=4,
-        rounds=3,
-        method="tests.support.federated_rendezvous:Rendezvous",
-        method__marks=tmp_path,
-        method__groups=4,
-    )
-    result = raypfl.run(meeting, listeners=[events.append])
+def test_a_session_keeps_its_client_actors_for_a_run_with_more_or_fewer_that_work_at_once(tmp_path):
+    def processes(actors: int | str, clients: int) -> set[str]:
+        """Return the processes in which so many clients, each a group, meet in every round."""
+        folder = tmp_path / str(clients)
+        folder.mkdir()
+        meeting = {"method": "tests.support.federated_rendezvous:Rendezvous", "method__marks": folder}
+        sizes = {"method__groups": clients, "cohort__size": clients, "engine__group_size": 1, "rounds": 3}
+        result = raypfl.run(on_ray(tmp_path, actors, **meeting, **sizes))
 
-    assert result.server_state() == {"met": 12} and result.status == "finished"
+        assert result.server_state() == {"met": 3 * clients}
+        assert result.metadata["actors"] == clients and result.metadata["group_size"] == 1
+        return {mark.name.partition("-")[2] for mark in folder.glob("*/*")}
 
-    metadata = next(e.metadata for e in events if isinstance(e, RunStarted))
-    assert metadata["actors"] == 4 and metadata["group_size"] == 1
+    pair = processes(2, 2)
+    one_for_each_client = processes("null", 4)
+    alone = processes(1, 1)
+    assert (len(pair), len(one_for_each_client), len(alone)) == (2, 4, 1)
+    assert alone < pair < one_for_each_client
 
 
 def test_large_states_and_small_ones_give_the_bits_of_an_inline_run(tmp_path):

@@ -110,6 +110,7 @@ def rows_of(result: raypfl.Result, protocol: str) -> list[dict]:
     return [row | {"protocol": ""} for row in result.evaluations.to_pylist() if row["protocol"] == protocol]
 
 
+@pytest.mark.usefixtures("ray_cluster")
 def test_excluding_nothing_gives_the_unmasked_bits_and_masks_change_no_weight_inline_or_on_ray(tmp_path):
     all_classes = {"partition": "iid", "rounds": 2, "cohort__size": "null", "evaluation__every": 1}
     plain = raypfl.run(experiment(tmp_path, **all_classes))

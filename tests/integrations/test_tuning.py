@@ -16,15 +16,16 @@ import yaml
 
 from raypfl import Experiment, Result
 from raypfl.common.errors import ConfigError, Stopped
-from raypfl.engine.events import Checkpointed
+from raypfl.engine.events import Checkpointed, RunFinished
 from raypfl.integrations.tuning.result import tune
 from raypfl.integrations.tuning.search import check, search
 from raypfl.integrations.tuning.spaces import draws_of_point, spaces_of, values_by_column, values_by_setting
 from raypfl.integrations.tuning.sweep import Sweep, load
-from raypfl.integrations.tuning.trial import Trial, schedule_of
+from raypfl.integrations.tuning.trial import Trial, close, schedule_of
 from raypfl.runs.driver import resume, run
 from raypfl.runs.result import write_description
 from tests.support.command import raypfl
+from tests.support.runs import Interrupt
 
 ROOT = Path(__file__).parents[2]
 
@@ -161,7 +162,7 @@ def test_a_sweep_leaves_a_table_pictures_and_the_best_configuration_which_repeat
     file.write_text(yaml.safe_dump(described | {"points": [{"training.lr": 0.25}], "tensorboard": True}))
     words = [str(file), f"output={tmp_path}/runs", "search.training.lr.qloguniform=[0.05, 0.5, 0.05]", "--quiet"]
 
-    two_trials = raypfl("tune", *words)
+    two_trials = raypfl("tune", *words, "concurrent=1")
     assert two_trials.exit_code == 0, two_trials.output
     folder = tmp_path / "runs/small"
     times = {summary: summary.stat().st_mtime_ns for summary in folder.glob("trials/*/summary.json")}
@@ -180,7 +181,8 @@ def test_a_sweep_leaves_a_table_pictures_and_the_best_configuration_which_repeat
     assert all(int(row["round"]) == 4 for row in rows if row["status"] == "finished")
     assert {"configurations.png", "importance.png"} <= {file.name for file in folder.iterdir()}
 
-    best = run(Experiment.from_yaml(folder / "best.yaml"), run_dir=tmp_path / "best")
+    described = Experiment.from_yaml(folder / "best.yaml").override(["engine.backend=inline"])
+    best = run(described, run_dir=tmp_path / "best")
     trial = Result.load(folder / "trials" / rows[0]["trial"])
     assert best.weights_hash == trial.weights_hash and best.round == 4
     assert all((folder / "trials" / row["trial"] / "summary.json").exists() for row in rows), "a stopped trial, too"
@@ -203,7 +205,7 @@ def test_a_sweep_takes_a_users_searcher_and_scheduler_and_a_value_that_ends_tria
         "stop": {"value": 0.0},
         "trials": 2,
     }
-    outcome = tune(small(**sweep), [f"output={tmp_path}"])
+    outcome = tune(small(**sweep), [f"output={tmp_path}", "concurrent=1"])
     assert [(trial.status, trial.round) for trial in outcome.trials] == [("stopped", 1)] * 2
     assert {trial.drawn["training.lr"] for trial in outcome.trials} == {0.1, 0.2}
     best = outcome.grid.get_best_result()
@@ -283,7 +285,7 @@ def run_schedule(sweep: Sweep, schedule: list[dict], folder: Path) -> Result:
 def test_trials_of_pbt_go_on_from_others_checkpoints_and_best_yaml_says_with_which_settings(tmp_path: Path):
     halves = {"quantile_fraction": 0.5, "resample_probability": 0.0}
     pbt = {"name": "pbt", "interval": 1, "options": halves}
-    outcome = tune(small(scheduler=pbt, trials=4), [f"output={tmp_path}", "rounds=6"])
+    outcome = tune(small(scheduler=pbt, trials=4, concurrent=2), [f"output={tmp_path}", "rounds=6"])
     trials = outcome.trials
     assert [(trial.status, trial.round) for trial in trials] == [("finished", 6)] * 4
 
@@ -312,9 +314,9 @@ def test_trials_of_pbt_go_on_from_others_checkpoints_and_best_yaml_says_with_whi
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_trial_with_client_actors_runs_them_in_its_own_placement_group(tmp_path: Path):
     overrides = [f"output={tmp_path}", "ray.actors=2", "ray.cpus_per_actor=0.5"]
-    sweep = load(small(trials=2, scheduler="asha"), overrides)
+    sweep = load(small(trials=1, scheduler="asha"), overrides)
     trials = search(sweep, *check(sweep), tmp_path / "actors", silent, silent)
-    assert all(trial.status in ("finished", "stopped") and trial.round for trial in trials)
+    assert [(trial.status, trial.round) for trial in trials] == [("finished", 4)]
     result = Result.load(tmp_path / "actors/trials/00000")
     assert result.metadata["actors"] == 2
 
@@ -338,6 +340,23 @@ def test_a_trial_whose_process_died_goes_on_although_tune_gave_it_up(tmp_path: P
     trained = Result.load(tmp_path / "dies/trials/00000")
     alone = run(trained.experiment.override(["tracking.mlflow=false"]), run_dir=tmp_path / "alone")
     assert trained.weights_hash == alone.weights_hash
+
+
+def test_a_stopped_trial_has_its_results_and_a_heard_end_whatever_its_process_had_time_for(tmp_path: Path):
+    sweep = load(small(), [f"output={tmp_path}", "rounds=20", "engine.backend=inline"])
+    folder = tmp_path / "trial"
+    stopped = run(sweep.configured({"training.lr": 0.1}), run_dir=folder, listeners=[Interrupt(2)])
+    assert stopped.status == "stopped"
+
+    for has_results, is_heard in ((True, True), (True, False), (False, True), (False, False)):
+        if not has_results:
+            (folder / "summary.json").unlink()
+        events: list = []
+        close(folder, events.append, is_heard)
+
+        assert (folder / "summary.json").exists()
+        ends = [(event.status, event.round) for event in events if isinstance(event, RunFinished)]
+        assert ends == ([] if has_results and is_heard else [("stopped", stopped.round)])
 
 
 @pytest.mark.slow
@@ -365,7 +384,7 @@ def test_the_value_of_a_trial_is_the_mean_over_seeds(tmp_path: Path):
 
 @pytest.mark.usefixtures("ray_cluster")
 def test_an_interrupted_sweep_leaves_its_trials_unfinished_and_goes_on_later(tmp_path: Path):
-    sweep = load(small(trials=2), [f"output={tmp_path}", "rounds=40"])
+    sweep = load(small(trials=2, concurrent=1), [f"output={tmp_path}", "rounds=20"])
     interruptions = []
 
     def interrupt(trials: list[Trial]) -> None:
@@ -380,9 +399,16 @@ def test_an_interrupted_sweep_leaves_its_trials_unfinished_and_goes_on_later(tmp
     assert {trial.status for trial in finished} == {"finished"}
 
 
+@pytest.mark.usefixtures("ray_cluster")
 def test_a_killed_sweep_keeps_its_finished_trials_and_its_mlflow_run(tmp_path: Path, mlflow_database: Path):
-    tracking = tracked_in(tmp_path, mlflow_database)
-    settings = SMALL["experiment"] | {"tracking": tracking, "rounds": 40, "output": str(tmp_path / "runs")}
+    import ray
+
+    settings = SMALL["experiment"] | {
+        "tracking": tracked_in(tmp_path, mlflow_database),
+        "rounds": 20,
+        "output": str(tmp_path / "runs"),
+        "ray": {"address": ray.get_runtime_context().gcs_address},
+    }
     described = small(experiment=settings, concurrent=1, searcher="optuna", points=[{"training.lr": 0.25}])
     file = tmp_path / "small.yaml"
     file.write_text(yaml.safe_dump(described))
@@ -412,5 +438,5 @@ def test_a_killed_sweep_keeps_its_finished_trials_and_its_mlflow_run(tmp_path: P
     assert "0.25" in {row["training.lr"] for row in rows}
     assert first_summary.stat().st_mtime_ns == time_of_summary, "a finished trial ran again"
     assert {path.name for path in (folder / "trials").iterdir()} == {row["trial"] for row in rows}, "a folder is left"
-    (parent,), children = mlflow_runs(tracking["uri"])
+    (parent,), children = mlflow_runs(settings["tracking"]["uri"])
     assert len(children) == 3 and {run.info.status for run in (parent, *children)} == {"FINISHED"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -21,10 +22,11 @@ def modules() -> dict[str, Path]:
     return files
 
 
-def imports(files: dict[str, Path]) -> dict[str, set[str]]:
+@functools.cache
+def imports() -> dict[str, set[str]]:
     """Module -> modules that it imports, anywhere in it."""
     imported: dict[str, set[str]] = {}
-    for module, path in files.items():
+    for module, path in MODULES.items():
         names: set[str] = set()
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
@@ -32,13 +34,12 @@ def imports(files: dict[str, Path]) -> dict[str, set[str]]:
             elif isinstance(node, ast.ImportFrom):
                 for alias in node.names:
                     submodule = f"{node.module}.{alias.name}"
-                    names.add(submodule if submodule in files else str(node.module))
-        imported[module] = (names & files.keys()) - {module}
+                    names.add(submodule if submodule in MODULES else str(node.module))
+        imported[module] = (names & MODULES.keys()) - {module}
     return imported
 
 
 MODULES = modules()
-IMPORTS = imports(MODULES)
 SECTION = (ROOT / "docs/architecture.md").read_text().partition("## The rooms")[2].partition("\n## ")[0]
 ROOMS = re.findall(r"^\| `(\w+)` \|", SECTION, re.MULTILINE)
 
@@ -56,7 +57,7 @@ def test_the_page_lists_every_room():
 def test_a_room_imports_rooms_above_it_only(room: str):
     allowed = {room, *ROOMS[: ROOMS.index(room)]}
     wrong = []
-    for module, imported in IMPORTS.items():
+    for module, imported in imports().items():
         if room_of(module) == room:
             wrong += [f"{module} imports {other}" for other in imported if room_of(other) not in allowed]
     assert not wrong
@@ -64,7 +65,7 @@ def test_a_room_imports_rooms_above_it_only(room: str):
 
 def test_no_imports_form_a_circle():
     try:
-        TopologicalSorter(IMPORTS).prepare()
+        TopologicalSorter(imports()).prepare()
     except CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
 

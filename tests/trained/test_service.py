@@ -407,6 +407,7 @@ def test_requests_that_come_together_are_answered_together_and_a_failing_one_fai
     assert sizes_of_calls == [2, 2]
 
 
+@pytest.mark.slow
 def test_real_clients_get_their_models_from_ray_serve_until_ctrl_c(
     run_dir: Path, ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -61,16 +61,17 @@ class ServerActor:
 
     Parameters
     ----------
-    actors : the number of client actors of each pool.
+    actors : the number of client actors of each pool, for the first job.
     pools : what an actor of each pool reserves, as options for ``ray.remote``.
     """
 
     def __init__(self, actors: Sequence[int], pools: Sequence[Mapping[str, Any]]):
         self._remote = ray.remote(ClientActor)
-        self._counts_and_options = list(zip(actors, pools, strict=True))
+        self._pools = list(pools)
         # (pool, handle)
         self._actors: list[tuple[int, Any]] = []
-        self._start_actors()
+        # Before the imports, so that the actors' processes start meanwhile.
+        self._keep_actors(actors)
         with importing():
             import raypfl.engine.backends.ray_backend
             import raypfl.engine.server  # noqa: F401
@@ -93,8 +94,8 @@ class ServerActor:
         from raypfl.engine.server import Server
 
         self._stream = _EventStream(run)
-        self._start_actors()
         pool_sizes = cluster.pools_of(ray, settings, groups)
+        self._keep_actors(pool_sizes.target_counts())
         backend = RayBackend(
             self._actors,
             self._start,
@@ -126,23 +127,22 @@ class ServerActor:
             self._actors = backend.actors
             if pool_sizes.has_shrunk:
                 # The next run begins with the shares that the settings say.
-                self._kill_actors()
+                self._keep_actors([0] * len(self._pools))
             # A server is full of cycles, and keeps clients' states in the object store until it is freed.
             gc.collect()
 
     def _start(self, options: Mapping[str, Any]) -> Any:
         return self._remote.options(max_restarts=0, **options).remote()
 
-    def _start_actors(self) -> None:
-        for pool, (count, options) in enumerate(self._counts_and_options):
-            running = sum(actor_pool == pool for actor_pool, _ in self._actors)
-            for _ in range(count - running):
-                self._actors.append((pool, self._start(options)))
-
-    def _kill_actors(self) -> None:
-        for _, actor in self._actors:
-            ray.kill(actor)
-        self._actors = []
+    def _keep_actors(self, counts: Sequence[int]) -> None:
+        """Have so many client actors of each pool: start those that are missing, and kill those that are too many."""
+        for pool, count in enumerate(counts):
+            running = [entry for entry in self._actors if entry[0] == pool]
+            for entry in running[count:]:
+                self._actors.remove(entry)
+                ray.kill(entry[1])
+            for _ in range(count - len(running)):
+                self._actors.append((pool, self._start(self._pools[pool])))
 
     def _in_lockstep(self, event: Event) -> None:
         """Store an event; after a checkpoint, wait until the driver has passed it on or stops the run."""

@@ -27,7 +27,7 @@ from raypfl.engine.backends.cluster import (
 )
 from raypfl.engine.backends.session import spare_server
 from raypfl.engine.backends.shared_folder import refuse_unless_shared
-from raypfl.engine.events import Event
+from raypfl.engine.events import Event, RunFinished
 from raypfl.engine.prepared import Prepared
 from raypfl.evaluation import Measures
 from raypfl.experiment import Experiment
@@ -111,8 +111,15 @@ def search(
     show : a function that is called with all trials so far, whenever one has changed.
     """
     _refuse_other_sweep(sweep, folder)
+    heard_ends: set[str] = set()
+
+    def hear_and_note_ends(trial: str, seed: int, event: Event) -> None:
+        hear(trial, seed, event)
+        if isinstance(event, RunFinished):
+            heard_ends.add(trial)
+
     # Tune leaves its own handler for SIGINT behind.
-    with connected(first.ray) as ray, _events(ray, hear) as events, handlers_restored():
+    with connected(first.ray) as ray, _events(ray, hear_and_note_ends) as events, handlers_restored():
         from ray import tune
 
         from raypfl.integrations.tuning.ray_tune import run_arguments
@@ -145,7 +152,8 @@ def search(
 
     for trial in trials:
         if trial.status == "stopped" and trial.round:
-            close(run_folder(sweep, folder, trial.name, 0), partial(hear, trial.name, 0))
+            is_heard = trial.name in heard_ends
+            close(run_folder(sweep, folder, trial.name, 0), partial(hear, trial.name, 0), is_heard)
     return trials
 
 

@@ -152,15 +152,20 @@ def _refuse_without_folder(folder: Path) -> None:
         )
 
 
-def close(folder: Path, hear: Listener) -> None:
-    """Write the results of a stopped trial, as of its last checkpoint, if its process has not done so.
+def close(folder: Path, hear: Listener, is_heard: bool) -> None:
+    """Write the results of a stopped trial, as of its last checkpoint, and pass its end on to `hear`.
 
-    At a sweep's end Tune gives processes five seconds, which is too little on a busy machine; some save in time.
+    At a sweep's end Tune gives processes five seconds, which is too little on a busy machine. Some write their results
+    in time, and some only pass on the event of their end, or neither.
+
+    Parameters
+    ----------
+    is_heard : whether its process has passed on that event.
     """
     from raypfl.engine.events import RunStarted
     from raypfl.engine.job import checkpoints_of
     from raypfl.runs import driver
-    from raypfl.runs.result import SUMMARY, description
+    from raypfl.runs.result import SUMMARY, RunResult, description, events_of
     from raypfl.storage import lease
 
     def stop_at_once(event: Event) -> None:
@@ -171,6 +176,9 @@ def close(folder: Path, hear: Listener) -> None:
     lease.wait_until_free(checkpoints_of(description(folder), str(folder)), STOP_SECONDS)
     if not (folder / SUMMARY).exists():
         driver.resume(folder, listeners=[stop_at_once], lockstep=True)
+    elif not is_heard:
+        *_, finished = events_of(RunResult.load(folder))
+        hear(finished)
 
 
 @dataclass
