@@ -41,6 +41,10 @@ def list_catalogue(
         str,
         typer.Argument(metavar="|".join(CATALOGUES), help="What to list.", autocompletion=lambda: list(CATALOGUES)),
     ],
+    section: Annotated[
+        str | None,
+        typer.Argument(metavar="[SECTION]", help="Of the settings, only a section, such as training."),
+    ] = None,
 ) -> None:
     """List what an experiment can name, with options and defaults."""
     if kind not in CATALOGUES:
@@ -53,7 +57,7 @@ def list_catalogue(
     table.add_column("name", style="bold", no_wrap=True)
     table.add_column("what it is")
     table.add_column(heading, style="dim")
-    for name in catalogue:
+    for name in _names(kind, catalogue, section):
         table.add_row(Text(name), Text(catalogue.summary(name)), Text(details(name)))
     Console().print(table)
 
@@ -82,6 +86,28 @@ def show_data(
     else:
         client_data.show(Console(), summary)
         print(f"Picture: {picture_file}")
+
+
+def _names(kind: str, catalogue: Any, section: str | None) -> list[str]:
+    """Return the names to list: all, or the settings of one section.
+
+    Raises
+    ------
+    ConfigError : if there is no such section, or what is listed has none.
+    """
+    names = list(catalogue)
+    if section is None:
+        return names
+    if kind != "settings":
+        raise ConfigError(
+            f"Only settings have sections, such as `raypfl list settings training`; leave {section!r} out."
+        )
+
+    chosen = [name for name in names if name.startswith(f"{section}.")]
+    if not chosen:
+        sections = {name.partition(".")[0] for name in names if "." in name}
+        raise ConfigError(f"There is no section {section!r} of settings; {did_you_mean(section, sections)}")
+    return chosen
 
 
 def _third_column(kind: str, catalogue: Any) -> tuple[str, Callable[[str], str]]:

@@ -22,6 +22,7 @@ from raypfl.cli.arguments import (
     study_and_changes,
 )
 from raypfl.cli.messages import print_message
+from raypfl.common.counting import counted
 from raypfl.common.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,7 +33,9 @@ if TYPE_CHECKING:
 
 def run(
     words: RecipeAndChanges = None,
-    method: Annotated[str, typer.Option(help="Methods to compare, as in: --method fedavg,ditto")] = "",
+    method: Annotated[
+        str, typer.Option(help="Methods to compare, as in: --method fedavg,ditto or, of your own, my_module:MyMethod")
+    ] = "",
     seeds: Annotated[int | None, typer.Option(help="Number of seeds for each method.", min=1)] = None,
     run_dir: Annotated[
         Path | None,
@@ -44,7 +47,8 @@ def run(
 ) -> None:
     """Run an experiment or a comparison: a recipe by name (default: digits) or your own YAML file.
 
-    KEY=VALUE changes a setting, such as training.lr=0.05 or method.lam=1.
+    KEY=VALUE changes a setting, such as training.lr=0.05 or method.lam=1. Where a setting names a part (method, model,
+    data, partition, objective), module:Class is one of your own.
     """
     from raypfl.cli.run import run_experiments
     from raypfl.experiment import experiments
@@ -164,7 +168,7 @@ def _settings_from_digits(planned: Sequence[Experiment]) -> str:
     first = descriptions[0]
     methods = " and ".join(dict.fromkeys(values["method"]["name"] for values in descriptions))
 
-    parts = [f"method {methods}", f"model {first['model']['name']}", f"{first['rounds']} rounds"]
+    parts = [f"method {methods}", f"model {first['model']['name']}", counted(first["rounds"], "round")]
     if not is_described(planned[0].data):
         parts.insert(1, f"partition {first['partition']['name']}")
     return (

@@ -16,6 +16,7 @@ from raypfl.clients.clients import Clients
 from raypfl.clients.context import Context
 from raypfl.clients.group import ClientGroup
 from raypfl.clients.observation import AnalysisHooks, Observation, Observer
+from raypfl.common.counting import counted
 from raypfl.common.errors import MethodError, PrivacyError
 from raypfl.common.global_draws import ON_CLIENTS, refuse_unkeyed
 from raypfl.common.messages import Each, Mean, Sum, numbers_charged, per_client, unmarked
@@ -374,7 +375,8 @@ def _reduce(who: str, name: str, value: object, clients: int) -> Value:
     rows = unmarked(value.rows).detach()
     if rows.dim() == 0 or len(rows) != clients:
         raise MethodError(
-            f"{who} returned {name!r} of shape {tuple(rows.shape)}, but the group has {clients} clients: "
+            f"{who} returned {name!r} of shape {tuple(rows.shape)}, but the group has "
+            f"{counted(clients, 'client')}: "
             "its first axis must run over them."
         )
 
@@ -398,7 +400,7 @@ def _reduce(who: str, name: str, value: object, clients: int) -> Value:
     if weight.shape != (clients,) or bool((weight_on_host < 0).any()):
         raise MethodError(
             f"The weight of Mean {name!r}, which {who} returned, must be a non-negative number for each of the "
-            f"group's {clients} clients; it is {weight.tolist()}."
+            f"group's {counted(clients, 'client')}; it is {weight.tolist()}."
         )
 
     weighted_sum = torch.tensordot(weight.to(rows.dtype), rows, dims=1)

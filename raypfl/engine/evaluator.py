@@ -11,6 +11,7 @@ import torch
 
 from raypfl.clients.clients import Clients
 from raypfl.clients.group import ClientGroup
+from raypfl.common.counting import counted
 from raypfl.common.errors import MethodError, RaypflError
 from raypfl.common.global_draws import ON_CLIENTS, ON_SERVER, refuse_unkeyed
 from raypfl.common.messages import Each, Scatter, Sum
@@ -88,7 +89,7 @@ class Evaluator:
         if patience is None or selection.waited < patience:
             return None
         best = "none had a value" if selection.round is None else f"round {selection.round} was the best"
-        return f"{selection.waited} evaluations in a row were no better on validation data; {best}."
+        return f"{counted(selection.waited, 'evaluation')} in a row gave nothing better on validation data; {best}."
 
     def saved(self) -> dict[str, Any]:
         """What a checkpoint keeps of the evaluator, for :meth:`restore`."""

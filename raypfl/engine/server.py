@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from raypfl.analysis.base import AnalysedRun
+from raypfl.common.counting import counted
 from raypfl.common.errors import CheckpointError, EmptyCohort, LostState, MethodError, RaypflError, Stopped
 from raypfl.common.global_draws import AT_START, ON_SERVER, refuse_unkeyed
 from raypfl.common.rounds import is_due
@@ -113,7 +114,8 @@ class Server:
             except LostState as error:
                 reached = self.round
                 self._restore_or_start()
-                self._warn(f"{error} Going on from round {self.round} again, {reached - self.round} rounds back.")
+                back = counted(reached - self.round, "round")
+                self._warn(f"{error} Going on from round {self.round} again, {back} back.")
 
     def _announce(self) -> None:
         """Emit the event of the run's start, with the facts for its record."""

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from raypfl.common.counting import counted
 from raypfl.data.summary import Summary
 from raypfl.results.drawing.canvas import DATA, PALE, png
 
@@ -33,16 +34,18 @@ _LARGEST_BUBBLE = 340.0  # square points
 def show(console: Console, summary: Summary) -> None:
     """Print what clients hold, split by split, how their labels differ, and the pools."""
     shape = "x".join(map(str, summary.input_shape))
-    kinds = f"{len(summary.class_names)} {summary.units}"
+    kinds = counted(len(summary.class_names), summary.unit, summary.units)
+    clients = counted(summary.num_clients, "client")
+    samples = counted(sum(int(sizes.sum()) for sizes in summary.sizes.values()), "sample")
     unseen = f", {len(summary.unseen)} of them never trained" if len(summary.unseen) else ""
-    console.print(Text.assemble((summary.name, "bold"), f": {shape}, {kinds}, {summary.num_clients} clients{unseen}"))
+    console.print(Text.assemble((summary.name, "bold"), f": {samples} of {shape}, {kinds}, {clients}{unseen}"))
 
     totals = {name: f"{sizes.sum():,}" for name, sizes in summary.sizes.items()}
     console.print(_table("samples of a client", sizes_of(summary), totals))
     console.print(_table("training labels of a client", labels_of(summary)))
 
     for name, count in summary.pools.items():
-        console.print(Text.assemble("pool ", (name, "bold"), f": {count:,} samples"))
+        console.print(Text.assemble("pool ", (name, "bold"), f": {counted(count, 'sample')}"))
 
 
 def as_json(summary: Summary) -> dict[str, Any]:

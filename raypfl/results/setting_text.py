@@ -7,6 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from raypfl.common.counting import counted
 from raypfl.data.datasets.population import is_described
 from raypfl.experiment import Experiment
 from raypfl.experiment.components import options_of
@@ -52,12 +53,12 @@ def data_text(experiment: Experiment, metadata: Mapping[str, Any]) -> str:
     partition = values.get("partition")
     if partition is None:
         if "num_clients" in metadata:
-            parts.append(f"{metadata['num_clients']:,} clients")
+            parts.append(counted(metadata["num_clients"], "client"))
         return " · ".join(parts)
 
     clients = partition.pop("clients", None)
     if clients:
-        parts.append(f"{clients} clients")
+        parts.append(counted(clients, "client"))
 
     defaults = {field.name: field.default for field in fields(experiment.partition)}
     # Its name and its first option, such as alpha.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from raypfl.common.counting import counted
 from raypfl.experiment.assignments import flatten
 from raypfl.runs.result import RunResult
 from raypfl.studies.cells import StudyCell
@@ -134,9 +135,9 @@ def _unfinished(cells: Sequence[StudyCell], results: Mapping[int, RunResult]) ->
     stopped_early = []
     for i, result in results.items():
         if result.round < result.experiment.rounds:
-            stopped_early.append(f"{cells[i].label} after {result.round}")
+            stopped_early.append(f"{cells[i].label} after {counted(result.round, 'round')}")
     if stopped_early:
-        lines.append(f"Stopped early: {'; '.join(stopped_early)} rounds.")
+        lines.append(f"Stopped early: {'; '.join(stopped_early)}.")
     return lines
 
 

@@ -163,6 +163,8 @@ def test_suggested_commands_repeat_the_run_with_one_change():
         (["run", "--rounds", "5"], "There is no option --rounds; write rounds=VALUE."),
         (["study", "--lr=0.1"], "There is no option --lr; write training.lr=VALUE."),
         (["resume", "RUN", "--foo"], "There is no option --foo; settings are given as KEY=VALUE, such as rounds=5."),
+        (["list", "settings", "trainning"], "There is no section 'trainning' of settings; did you mean 'training'?"),
+        (["list", "methods", "fedavg"], "Only settings have sections, such as"),
         (["list", "method"], "'method' cannot be listed; did you mean 'methods'?"),
     ],
 )
@@ -255,6 +257,11 @@ def test_components_are_listed_with_their_options(kind, parts):
     result = raypfl("list", kind)
     assert result.exit_code == 0
     assert all(part in result.stdout for part in parts)
+
+
+def test_the_settings_of_one_section_are_listed():
+    listed = raypfl("list", "settings", "cohort").stdout
+    assert "cohort.fraction" in listed and "training.lr" not in listed
 
 
 def test_the_package_can_be_run_as_a_module_and_offers_completion():

@@ -76,7 +76,10 @@ def test_the_table_tells_sizes_label_mixes_and_pools():
     client_data.show(console, summary([[30, 0], [10, 10]], unseen=(1,)))
     table = console.file.getvalue()
 
-    for part in ("made up: 1x8x8, 2 classes, 2 clients, 1 of them never trained", "pool auxiliary: 1,200 samples"):
+    for part in (
+        "made up: 62 samples of 1x8x8, 2 classes, 2 clients, 1 of them never trained",
+        "pool auxiliary: 1,200 samples",
+    ):
         assert part in table
 
     rows = {line.split("  ")[0].strip(): line.split()[-5:] for line in table.splitlines() if line.strip()}
@@ -138,7 +141,10 @@ def test_the_command_shows_the_data_of_an_experiment(tmp_path, monkeypatch):
     result = CliRunner().invoke(app, ["data", "show", "digits", *changes])
 
     assert result.exit_code == 0, result.output
-    assert "digits: 1x8x8, 10 classes, 5 clients" in result.output and "Picture: mine.png" in result.output
+    assert (
+        "digits: 1,617 samples of 1x8x8, 10 classes, 5 clients" in result.output
+        and "Picture: mine.png" in result.output
+    )
     assert Path("mine.png").stat().st_size > 10_000
 
     numbers = json.loads(CliRunner().invoke(app, ["data", "show", *changes, "--json"]).stdout)

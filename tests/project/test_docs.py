@@ -63,9 +63,14 @@ def two_rounds(**changes) -> raypfl.Result:
     return raypfl.run(raypfl.Experiment(rounds=2, **settings, **changes))
 
 
-def test_a_users_method_takes_under_forty_lines():
-    (source,) = blocks("docs/write_a_method.md", "python")
-    assert len(source.splitlines()) < 40
+def test_a_users_methods_take_under_twenty_and_under_forty_lines():
+    first, second = blocks("docs/write_a_method.md", "python")
+    assert len(first.splitlines()) < 20 and len(second.splitlines()) < 40
+
+
+def test_the_first_method_of_the_guide_is_fedavg_to_the_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    my_fedavg = import_from_page("my_fedavg", tmp_path, monkeypatch)
+    assert two_rounds(method=my_fedavg.MyFedAvg).weights_hash == two_rounds(method="fedavg").weights_hash
 
 
 def test_the_method_of_the_guide_learns_and_is_charged_for_what_it_sends(my_methods):

@@ -474,7 +474,7 @@ def test_without_a_terminal_a_long_run_takes_about_ten_lines():
     assert (
         "starting Ray" in text
         and "Warning: The cache was damaged." in text
-        and "fedavg: finished, 1000 rounds in" in text
+        and "fedavg: finished, 1,000 rounds in" in text
     )
 
 

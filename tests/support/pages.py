@@ -56,6 +56,7 @@ READER_FILES = {
     "my_clients.py": ("docs/data.md", "class Sensors"),
     "my_experiment.yaml": ("README.md", "rounds: 20"),
     "my_metrics.py": ("docs/evaluation.md", "class Within"),
+    "my_fedavg.py": ("docs/write_a_method.md", "class MyFedAvg"),
     "my_methods.py": ("docs/write_a_method.md", "class PartlyPersonal"),
     "my_networks.py": ("docs/own_network.md", "class SmallCNN"),
     "my_recipe.yaml": ("docs/flntk.md", "analyses:"),

@@ -11,6 +11,7 @@ import numpy as np
 from raypfl.clients.group import ClientGroup
 from raypfl.clients.observation import Observation
 from raypfl.clients.worker import Call, Group, Reply
+from raypfl.common.counting import counted
 from raypfl.common.errors import ClientError, OutOfMemory, RaypflError
 from raypfl.common.memory import out_of_memory
 from raypfl.common.messages import Scatter
@@ -236,8 +237,9 @@ class GroupRunner:
         error = failed.error
         # A backend that could give an actor more memory has already done so.
         if out_of_memory(error):
+            size = counted(len(group.clients), "client")
             raise OutOfMemory(
-                f"The GPU's memory is too small for a group of {len(group.clients)} clients. Lower engine.group_size, "
+                f"The GPU's memory is too small for a group of {size}. Lower engine.group_size, "
                 f"training.batch_size or evaluation.batch_size. {str(error).splitlines()[0]}"
             ) from error
         if isinstance(error, RaypflError) and not isinstance(error, ClientError):

@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from raypfl.common.counting import counted
 from raypfl.common.errors import ConfigError, did_you_mean
 from raypfl.evaluation.masking import mask_of, unmasked_name
 from raypfl.experiment import Experiment, experiments
@@ -242,8 +243,9 @@ class Sweep(_Part):
             )
         if self.scheduler.name in ("asha", "median") and self.scheduler.grace >= first.rounds:
             raise ConfigError(
-                f"scheduler.grace of the sweep {self.name!r} is {self.scheduler.grace}, but a trial has {first.rounds} "
-                "rounds, so none could ever be stopped. Choose a smaller one, or scheduler: none."
+                f"scheduler.grace of the sweep {self.name!r} is {self.scheduler.grace}, but a trial has "
+                f"{counted(first.rounds, 'round')}, so none could ever be stopped. Choose a smaller one, or scheduler: "
+                "none."
             )
 
         # Values that a setting refuses raise an error here, before anything runs.

@@ -18,6 +18,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from raypfl.common.counting import counted
 from raypfl.engine.events import (
     Evaluated,
     Event,
@@ -149,7 +150,7 @@ class RunLine:
         metadata = self._metadata
         parts = []
         if "num_clients" in metadata:
-            parts.append(f"{metadata['num_clients']:,} clients")
+            parts.append(counted(metadata["num_clients"], "client"))
         if "parameters" in metadata:
             parts.append(f"{metadata['parameters']:,} parameters")
         if metadata.get("weights"):
@@ -409,7 +410,7 @@ def _heading(lines: Sequence[RunLine]) -> str:
 def _end_text(line: RunLine) -> str:
     rounds = line.round - line.first_round
     last_round = f" after round {line.round}" if line.first_round else ""
-    return f"{line.status}{last_round}, {rounds} round{'' if rounds == 1 else 's'} in {minutes(line.seconds)}"
+    return f"{line.status}{last_round}, {counted(rounds, 'round')} in {minutes(line.seconds)}"
 
 
 def _round_text(line: RunLine) -> str:
