@@ -47,8 +47,8 @@ def run(
 ) -> None:
     """Run an experiment or a comparison: a recipe by name (default: digits) or your own YAML file.
 
-    KEY=VALUE changes a setting, such as training.lr=0.05 or method.lam=1. Where a setting names a part (method, model,
-    data, partition, objective), module:Class is one of your own.
+    KEY=VALUE changes a setting, such as training.lr=0.05 or method.lam=1.
+    A method, model, data set, partition or objective of your own is named as module:Class.
     """
     from raypfl.cli.run import run_experiments
     from raypfl.experiment import experiments

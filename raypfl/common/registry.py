@@ -89,9 +89,7 @@ class Registry:
     def _instead_of(self, name: str) -> str:
         """What may be meant by an unknown name."""
         if name.endswith(".py"):
-            return (
-                f"did you mean '{_module_of(name)}:ClassName'? Your own is named by its module, a colon and its name."
-            )
+            return f"did you mean '{_module_of(name)}:ClassName'? A class of your own is named by module and class."
         return self._hint(name) or did_you_mean(name, self)
 
     @property

@@ -118,7 +118,7 @@ def test_lost_states_send_the_run_back_to_its_checkpoint_and_on_to_the_same_bits
     whole = raypfl.run(experiment(tmp_path))
     losing = experiment(tmp_path, method=METHODS + "LosesStates", method__marks=tmp_path)
     result = raypfl.run(losing, listeners=[events.append])
-    assert any("Going on from round 2 again, 1 rounds back" in e.text for e in events if isinstance(e, Warned))
+    assert any("Going on from round 2 again, 1 round back" in e.text for e in events if isinstance(e, Warned))
     assert result.weights_hash == whole.weights_hash and same_tables(result, whole)
 
 
