@@ -18,7 +18,11 @@ JOBS = {
     "resnet18": replace(NETWORKS["resnet18"], cohort=5, executor="sequential"),
 }
 
-SETTINGS = {"fp32": DEFAULT_PRECISION, "bf16": Precision(autocast=True)}
+SETTINGS = {
+    "fp32": DEFAULT_PRECISION,
+    "tf32": Precision(tf32=True),
+    "bf16": Precision(autocast=True),
+}
 
 
 def numerics(options: Options) -> Iterator[Row]:

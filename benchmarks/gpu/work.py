@@ -105,7 +105,7 @@ class Rounds:
         self.warnings: set[str] = set()
         self.round = 0
         if device == "cuda":
-            same_bits_on_gpus()
+            same_bits_on_gpus(precision.tf32)
 
         samples = noise(job, device)
         self.model = FlatModel(

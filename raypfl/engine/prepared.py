@@ -161,7 +161,7 @@ class Prepared:
     def precision(self) -> Precision:
         """The precision and layout of the clients' network."""
         training = self.experiment.training
-        return Precision(training.precision == "bf16", bool(training.channels_last))
+        return Precision.named(training.precision, bool(training.channels_last))
 
     @property
     def normalisation(self) -> tuple[torch.Tensor, torch.Tensor]:

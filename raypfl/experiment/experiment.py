@@ -293,7 +293,7 @@ class Experiment(BaseModel):
         clients = None if is_described(self.data) else getattr(self.partition, "clients", None)
         return [
             *cohort_mistakes(self.cohort, clients),
-            *training_mistakes(self.training, self.rounds),
+            *training_mistakes(self.training, self.rounds, self.ray),
             *ray_mistakes(self.ray),
             *evaluation_mistakes(self.evaluation, self.objective),
             *privacy_mistakes(self.privacy, self.failures),

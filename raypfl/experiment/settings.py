@@ -88,7 +88,8 @@ class RaySettings(ActorPool):
         trains on the server may be much faster with some.
     gpus_for_server : number of GPUs that the server reserves; it computes on a GPU if this is above 0.
     data_share : share of a GPU's memory for the data, over all actors on it; each gets a part in proportion to its
-        `gpus_per_actor`. Larger data stay in the machine's memory, and each group's samples are copied.
+        `gpus_per_actor`, and the server one for pools in proportion to `gpus_for_server`. Larger data stay in the
+        machine's memory, and each group's samples are copied.
     dashboard : whether to start Ray's dashboard with a local cluster.
     """
 

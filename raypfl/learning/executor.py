@@ -40,16 +40,30 @@ from raypfl.models.rowwise import RowWise
 
 @dataclass(frozen=True)
 class Precision:
-    """Autocast and memory layout of the forward and backward passes.
+    """Rounding and memory layout of the forward and backward passes.
 
     Attributes
     ----------
     autocast : whether to use bf16 autocast.
     channels_last : whether images are in the channels-last layout.
+    tf32 : whether this process's matrix products use TF32, which is set for all of them at once.
     """
 
     autocast: bool = False
     channels_last: bool = False
+    tf32: bool = False
+
+    @classmethod
+    def named(cls, precision: str, channels_last: bool) -> Precision:
+        """Return the precision of ``training.precision``; fp64 is the dtype of all tensors."""
+        return cls(precision == "bf16", channels_last, precision == "tf32")
+
+    @property
+    def rtol(self) -> float:
+        """The relative tolerance at which outputs are equal, although a matrix product with more rows may round them in
+        another way.
+        """
+        return 2e-2 if self.autocast or self.tf32 else 1e-4
 
     def context(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
         """Return the autocast context for `device`."""

@@ -35,7 +35,8 @@ class TrainingSettings:
     milestones : rounds after which the learning rate is multiplied by `gamma`, with the schedule ``step``.
     gamma : factor of the learning rate at each milestone, with the schedule ``step``.
     warmup_rounds : number of rounds in which the learning rate rises linearly to its scheduled value.
-    precision : ``fp32`` (without TF32, also on GPUs), ``bf16`` (autocast; weights stay fp32) or ``fp64``.
+    precision : ``fp32`` (in full, also on GPUs), ``tf32`` (GPUs round the factors of matrix products and convolutions
+        to 10 bits), ``bf16`` (autocast; weights stay fp32) or ``fp64``.
     channels_last : whether image batches have the channels-last memory format where clients train one by one. The
         network must support it (``x.flatten(1)``, not ``x.view(len(x), -1)``). None: chosen for two-dimensional
         convolutions if it works, or by the timing of ``engine.executor=fastest``.
@@ -56,7 +57,7 @@ class TrainingSettings:
     milestones: Annotated[tuple[int, ...], needs("schedule", "step")] = ()
     gamma: Annotated[float, needs("schedule", "step")] = 0.1
     warmup_rounds: int = 0
-    precision: Literal["fp32", "bf16", "fp64"] = "fp32"
+    precision: Literal["fp32", "tf32", "bf16", "fp64"] = "fp32"
     channels_last: bool | None = None
 
     @property

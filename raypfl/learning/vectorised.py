@@ -237,10 +237,10 @@ class Vectorised(Executor):
             # Perhaps a row for each sample, padding included.
             padded = [value[: len(unpadded)] for value in padded]
 
-        # In bf16 a matrix product with more rows may round differently.
-        rtol = 2e-2 if self.precision.autocast else 1e-4
         for value in padded:
-            if value.shape != unpadded.shape or not torch.allclose(unpadded, value, rtol, 1e-6, equal_nan=True):
+            if value.shape != unpadded.shape or not torch.allclose(
+                unpadded, value, self.precision.rtol, 1e-6, equal_nan=True
+            ):
                 return (
                     "does not weigh its samples with batch.weight, so its clients run one by one; use "
                     "batch.mean(values) to run them together."

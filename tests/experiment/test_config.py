@@ -243,6 +243,11 @@ def test_a_run_from_before_clients_per_actor_became_the_group_size_can_be_read()
         ({"rounds": 0}, "rounds is 0; it must be at least 1."),
         ({"cohort": 5}, "cohort is 5; it must be options as 'key: value'."),
         ({"training": {"lr": float("nan")}}, "training.lr is nan; it must be above 0."),
+        (
+            {"training": {"precision": "tf32"}},
+            "training.precision is 'tf32', which has no effect on CPUs; give client actors GPUs (ray.gpus_per_actor), "
+            "or choose fp32.",
+        ),
         ({"training": {"milestones": [0], "schedule": "step"}}, "training.milestones is 0; it must be at least 1."),
         ({"training": {"schedule": "linear"}}, "training.schedule is 'linear'; it must be 'constant', "),
         (

@@ -334,4 +334,8 @@ def test_a_process_with_a_gpu_uses_full_fp32_and_the_algorithms_that_give_the_sa
         assert not torch.are_deterministic_algorithms_enabled() and torch.backends.cudnn.allow_tf32
         Prepared(settings, data, "cuda").build()
         assert torch.are_deterministic_algorithms_enabled() and torch.is_deterministic_algorithms_warn_only_enabled()
-        assert not torch.backends.cudnn.allow_tf32
+        assert not torch.backends.cudnn.allow_tf32 and not torch.backends.cuda.matmul.allow_tf32
+
+        on_gpus = ["training.precision=tf32", "ray.gpus_per_actor=1"]
+        prepared = Prepared(settings.override(on_gpus), data, "cuda").build()
+        assert torch.backends.cudnn.allow_tf32 and torch.backends.cuda.matmul.allow_tf32 and prepared.precision.tf32

@@ -159,7 +159,7 @@ class Federation:
 
     @cached_property
     def context(self) -> Context:
-        precision = Precision(self.training.precision == "bf16", bool(self.training.channels_last))
+        precision = Precision.named(self.training.precision, bool(self.training.channels_last))
         executor = {"vectorised": Vectorised, "sequential": Executor}[self.executor]
         return Context(
             model=self.model,

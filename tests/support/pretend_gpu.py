@@ -69,6 +69,7 @@ def pretend_gpu() -> Iterator[Record]:
     }
     autocast = torch.autocast
     numerics = torch.utils.deterministic
+    matmul = torch.backends.cuda.matmul
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
 
@@ -81,6 +82,7 @@ def pretend_gpu() -> Iterator[Record]:
         stack.callback(torch.use_deterministic_algorithms, deterministic, warn_only=warn_only)
         stack.callback(setattr, numerics, "fill_uninitialized_memory", numerics.fill_uninitialized_memory)
         stack.enter_context(torch.backends.cudnn.flags(enabled=True))
+        stack.callback(setattr, matmul, "allow_tf32", matmul.allow_tf32)
         stack.enter_context(_Operations(gpu))
         stack.enter_context(_Calls(gpu))
         yield gpu.faults

@@ -46,15 +46,20 @@ def refuse_missing_gpu(experiment: Experiment) -> None:
             )
 
 
-def same_bits_on_gpus() -> None:
-    """Let this process compute on GPUs in full fp32 and with algorithms that give the same bits each time.
+def same_bits_on_gpus(tf32: bool = False) -> None:
+    """Let this process compute on GPUs with algorithms that give the same bits each time.
 
     PyTorch warns where there is no such algorithm.
+
+    Parameters
+    ----------
+    tf32 : whether the factors of matrix products and convolutions are rounded to TF32, which has 10 bits; False: full
+        fp32.
     """
     # cuBLAS is deterministic only with a workspace of a fixed size.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # With TF32, convolutions would round to 10 bits; matrix products do not use it by default.
-    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    torch.backends.cudnn.allow_tf32 = tf32
     torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(True, warn_only=True)
     # Filling what is overwritten anyway costs time only.

@@ -27,7 +27,7 @@ def build_model(experiment: Experiment, input_shape: tuple[int, ...], outputs: i
     `outputs` : size of the output layer, which the objective decides.
     """
     if device.type == "cuda":
-        same_bits_on_gpus()
+        same_bits_on_gpus(tf32=experiment.training.precision == "tf32")
 
     settings = experiment.model
     options = {"input_shape": input_shape, "num_classes": outputs, **settings.options}

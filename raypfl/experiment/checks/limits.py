@@ -132,9 +132,14 @@ def ray_mistakes(ray: RaySettings) -> list[str]:
     return lines
 
 
-def training_mistakes(training: TrainingSettings, rounds: int) -> list[str]:
+def training_mistakes(training: TrainingSettings, rounds: int, ray: RaySettings) -> list[str]:
     """Return a sentence for every contradiction."""
     lines = []
+    if training.precision == "tf32" and not ray.on_gpu and ray.gpus_for_server == 0:
+        lines.append(
+            "training.precision is 'tf32', which has no effect on CPUs; give client actors GPUs (ray.gpus_per_actor), "
+            "or choose fp32."
+        )
     if training.schedule == "step" and not training.milestones:
         lines.append(
             "training.schedule is 'step', which needs the rounds after which the rate falls; give training.milestones, "

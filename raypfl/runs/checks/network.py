@@ -122,7 +122,7 @@ def error_of_batch(prepared: Prepared, channels_last: bool, samples: int = FEW) 
 def outputs_of_batch(prepared: Prepared, channels_last: bool, train: bool, samples: int = FEW) -> Any:
     """What the network returns for a batch of zeros."""
     model = prepared.model
-    precision = Precision(prepared.experiment.training.precision == "bf16", channels_last)
+    precision = Precision.named(prepared.experiment.training.precision, channels_last)
     dtype = torch.int64 if prepared.data.discrete else model.dtype
     zeros = torch.zeros((samples, *prepared.data.input_shape), dtype=dtype, device=model.device)
     x = precision.layout(zeros)

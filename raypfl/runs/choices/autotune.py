@@ -258,7 +258,7 @@ class _Trial:
 
     def _step(self, candidate: Candidate, count: int, samples: int, steps: int = 1) -> float:
         """Seconds of a client's step in a training of `count` clients, with `samples` in each step."""
-        precision = Precision(self._context.training.precision == "bf16", candidate.channels_last)
+        precision = Precision.named(self._context.training.precision, candidate.channels_last)
         executor_class = Vectorised if candidate.executor == "vectorised" else Executor
         context = replace(
             self._context,
