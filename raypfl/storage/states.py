@@ -332,6 +332,13 @@ class LiveRows:
         sorted_names = {slot: tuple(sorted(names)) for slot, names in self.live_names.items()}
         for shared_names in sorted(set(sorted_names.values())):
             slots = [slot for slot, names in sorted_names.items() if names == shared_names]
-            rows = {name: stack.rows[name][stack.index[name][slots]] for name in shared_names}
+            rows = {name: _take(stack.rows[name], stack.index[name][slots]) for name in shared_names}
             clients = np.array([self.clients[slot] for slot in slots])
             yield StateShard(clients, rows, self.number, self.complete)
+
+
+def _take(rows: np.ndarray, index: np.ndarray) -> np.ndarray:
+    """Return ``rows[index]``, without a copy if these are all rows in their order."""
+    if np.array_equal(index, np.arange(len(rows))):
+        return rows
+    return rows[index]

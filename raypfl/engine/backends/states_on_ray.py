@@ -47,10 +47,12 @@ def read_states(
     actors_by_node: Mapping[str, Sequence[Any]], location: str, files: Sequence[StateFile]
 ) -> Iterator[StoredStack]:
     """Yield the stacks in files, which lie on the nodes of the actors that have read them; without actors, here."""
-    actors = [(node, actor) for node, actors in actors_by_node.items() for actor in actors]
-    shares = [files[first :: len(actors)] for first in range(len(actors))]
+    turns = [(turn, node, actor) for node, actors in actors_by_node.items() for turn, actor in enumerate(actors)]
+    # Few files go to many nodes, not to the actors of one.
+    readers = sorted(turns, key=lambda entry: entry[0])[: len(files)]
+    shares = [files[first :: len(readers)] for first in range(len(readers))]
     streams = []
-    for (node, actor), share in zip(actors, shares, strict=True):
+    for (_, node, actor), share in zip(readers, shares, strict=True):
         streams.append((node, actor.read_states.remote(location, share)))
 
     for (node, stream), share in zip(streams, shares, strict=True):
@@ -62,7 +64,7 @@ def read_states(
             # The actor has died, perhaps with its node.
             stacks = list(_read_here(location, share))
         yield from stacks
-    if not actors:
+    if not actors_by_node:
         yield from _read_here(location, files)
 
 
