@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.circumstances import about
 from benchmarks.gpu import __doc__ as description
-from benchmarks.gpu.checks import card, check
+from benchmarks.gpu.checks import ask_driver, card, check
 from benchmarks.gpu.copies import copies
 from benchmarks.gpu.goals import goals
 from benchmarks.gpu.groups import groups
@@ -51,7 +51,8 @@ def main(arguments: list[str] | None = None) -> int:
 
     journal = Journal(options.json)
     settings = Options(options.device, options.quick)
-    card_name = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
+    # This process opens no CUDA, which would take memory of the card for the whole hour.
+    card_name = ask_driver("name") or "a GPU" if options.device == "cuda" else "CPU"
     if any((row["card"], row["quick"]) != (card_name, settings.quick) for row in journal.rows("begin")):
         print(f"{options.json} has numbers of another card; name another file with --json.", file=sys.stderr)
         return 2

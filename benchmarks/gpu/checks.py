@@ -56,42 +56,37 @@ WAYS = {
 
 def card(options: Options) -> Iterator[Row]:
     """What the card is, and what this process takes of it."""
-    yield {"about": about(), "device": options.device, "MPS": mps_runs()}
+    yield {"about": about(), "device": options.device}
     if options.device != "cuda":
         return
 
-    properties = torch.cuda.get_device_properties(0)
-    yield {
-        "name": properties.name,
-        "driver": _driver(),
-        "cuda": str(torch.version.cuda),
-        "cudnn": str(torch.backends.cudnn.version()),
-        "gib": properties.total_memory / 2**30,
-        "multiprocessors": properties.multi_processor_count,
-    }
-    used_by_others = _used_bytes()
+    used_by_others = ask_driver("memory.used")
     start = time.perf_counter()
     # With the kernels that every run loads.
     (torch.randn(64, 64, device="cuda") @ torch.randn(64, 64, device="cuda")).sum().item()
     F.conv2d(torch.randn(2, 3, 8, 8, device="cuda"), torch.randn(4, 3, 3, 3, device="cuda")).sum().item()
-    row: Row = {"opens_in_seconds": time.perf_counter() - start}
+    seconds = time.perf_counter() - start
+
+    properties = torch.cuda.get_device_properties(0)
+    row: Row = {
+        "name": properties.name,
+        "driver": ask_driver("driver_version") or "unknown",
+        "cuda": str(torch.version.cuda),
+        "cudnn": str(torch.backends.cudnn.version()),
+        "gib": properties.total_memory / 2**30,
+        "multiprocessors": properties.multi_processor_count,
+        "mps": mps_runs(),
+        "opens_in_seconds": seconds,
+    }
     if used_by_others is not None:
         free, total = torch.cuda.mem_get_info()
-        row["context_mib"] = (total - free - torch.cuda.memory_reserved()) / 2**20 - used_by_others / 2**20
+        context = total - free - torch.cuda.memory_reserved()
+        row["context_mib"] = context / 2**20 - float(used_by_others)
     yield row
 
 
-def _driver() -> str:
-    return _query("driver_version") or "unknown"
-
-
-def _used_bytes() -> float | None:
-    used = _query("memory.used")
-    return None if used is None else float(used) * 2**20
-
-
-def _query(field: str) -> str | None:
-    """A number of the first card, from the driver; None if nvidia-smi is missing."""
+def ask_driver(field: str) -> str | None:
+    """A field of the first card, which opens no CUDA; None if nvidia-smi is missing."""
     query = ["nvidia-smi", "-i", "0", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
         return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()

@@ -13,6 +13,7 @@ import torch
 from benchmarks.gpu.journal import Row
 from benchmarks.gpu.steps import Options
 from benchmarks.gpu.work import Job, Rounds, bare_round, clients_per_second, count_kernels, noise, peak_bytes
+from raypfl.common.errors import OutOfMemory
 from raypfl.common.memory import out_of_memory
 from raypfl.models import MODELS
 from raypfl.models.cost import Cost, measured_cost
@@ -53,7 +54,7 @@ def groups(options: Options) -> Iterator[Row]:
             start = time.perf_counter()
             try:
                 measured = _measured(Rounds(group, options.device).run, group, options)
-            except (RuntimeError, torch.OutOfMemoryError) as error:
+            except (RuntimeError, OutOfMemory) as error:
                 if not out_of_memory(error):
                     raise
                 yield row | {"executor": "vectorised", "group": size, "fits": False}

@@ -20,7 +20,7 @@ PERADA = Job(
     pool=2000,
     trained="adapters, output layer",
 )
-FEDPTR = Job("convnet", cohort=10)
+FEDPTR = Job("convnet", cohort=5)
 PEFLL = Job("lenet", cohort=10, batch=32, samples=160)
 
 
@@ -40,7 +40,7 @@ def methods(options: Options) -> Iterator[Row]:
         (
             "fedptr, 5 steps of matching",
             replace(FEDPTR, options=fedptr, **few),
-            METHODS.get("fedptr")(window=1, outer_steps=1 if quick else 5, inner_steps=2 if quick else 10),
+            METHODS.get("fedptr")(window=1, outer_steps=1 if quick else 5, inner_steps=2 if quick else 5),
             # Images are matched as soon as a client has seen two models.
             2,
         ),

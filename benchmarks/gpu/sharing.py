@@ -17,7 +17,7 @@ from benchmarks.gpu.steps import Options
 from benchmarks.gpu.work import Job, Rounds, bare_round, clients_per_second
 from raypfl.common.errors import OutOfMemory
 from raypfl.common.memory import out_of_memory
-from raypfl.engine.building.devices import limit_memory
+from raypfl.engine.building.devices import limit_memory, mps_runs
 
 PATIENCE = 200.0
 """Seconds within which all processes must be warm."""
@@ -62,7 +62,7 @@ def bits(options: Options) -> Iterator[Row]:
         for name, value in expected.items():
             if any(run[name] != value for runs in hashes for run in runs):
                 different.add(name)
-        row: Row = {"processes": processes, "same_bits": not different}
+        row: Row = {"processes": processes, "mps": mps_runs(), "same_bits": not different}
         if different:
             row["different"] = sorted(different)
         yield row | {"hashes": dict(expected)}
@@ -106,6 +106,7 @@ def pfl(options: Options) -> Iterator[Row]:
             yield {
                 "executor": name,
                 "processes": processes,
+                "mps": mps_runs(),
                 "clients_per_second": rate,
                 "minutes_of_1500_rounds": PFL_ROUNDS * PFL.cohort / rate / 60,
             }

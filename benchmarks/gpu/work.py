@@ -199,9 +199,12 @@ def noise(job: Job, device: str) -> Samples:
 
 
 def bare_round(job: Job, device: str) -> Callable[[], None]:
-    """A round as one writes it in plain PyTorch: one client after the other, on samples that are on the device."""
-    if device == "cuda":
-        same_bits_on_gpus()
+    """A round as one writes it in plain PyTorch: one client after the other, on samples that are on the device.
+
+    It has PyTorch's own settings: TF32 in convolutions, and no deterministic algorithms.
+    """
+    torch.backends.cudnn.allow_tf32 = True
+    torch.use_deterministic_algorithms(False)
     samples = noise(job, device)
     torch.manual_seed(0)
     network = MODELS.get(job.network)(job.shape, job.classes, **job.options).to(device).train()
@@ -262,16 +265,16 @@ def peak_bytes(run: Callable[[], None], device: str) -> float | None:
 
 def count_kernels(run: Callable[[], None], device: str) -> int | None:
     """The kernels and copies that a round gives to the card, or PyTorch's operations on a CPU; None: no profiler."""
-    try:
-        from torch.profiler import ProfilerActivity, profile
-    except ImportError:
-        return None
+    from torch.profiler import ProfilerActivity, profile, supported_activities
 
     activity = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
+    if activity not in supported_activities():
+        return None
     with profile(activities=[activity]) as profiler:
         run()
     kind = torch.autograd.DeviceType.CUDA if device == "cuda" else torch.autograd.DeviceType.CPU
-    return sum(event.device_type == kind for event in profiler.events() or [])
+    # None at all: this user may not profile the card.
+    return sum(event.device_type == kind for event in profiler.events() or []) or None
 
 
 def relative_difference(result: Tensor, expected: Tensor) -> float:
