@@ -40,7 +40,12 @@ def methods(options: Options) -> Iterator[Row]:
         (
             "fedptr, 5 steps of matching",
             replace(FEDPTR, options=fedptr, **few),
-            METHODS.get("fedptr")(window=1, outer_steps=1 if quick else 5, inner_steps=2 if quick else 5),
+            METHODS.get("fedptr")(
+                window=1,
+                per_class=1 if quick else 10,
+                outer_steps=1 if quick else 5,
+                inner_steps=1 if quick else 5,
+            ),
             # Images are matched as soon as a client has seen two models.
             2,
         ),

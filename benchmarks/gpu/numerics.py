@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 
 from benchmarks.gpu.groups import NETWORKS
 from benchmarks.gpu.journal import Row
@@ -36,3 +37,5 @@ def numerics(options: Options) -> Iterator[Row]:
             rate = clients_per_second(rounds.run, job.cohort, options.seconds)
             usual = usual or rate
             yield {"network": name, "setting": setting, "clients_per_second": rate, "of_fp32": rate / usual}
+    if find_spec("raypfl.learning.graphs") is None:
+        yield {"setting": "CUDA graphs", "about": "left out: this version has none"}

@@ -204,6 +204,7 @@ def bare_round(job: Job, device: str) -> Callable[[], None]:
     It has PyTorch's own settings: TF32 in convolutions, and no deterministic algorithms.
     """
     torch.backends.cudnn.allow_tf32 = True
+    torch.backends.cuda.matmul.allow_tf32 = False
     torch.use_deterministic_algorithms(False)
     samples = noise(job, device)
     torch.manual_seed(0)

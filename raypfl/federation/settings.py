@@ -35,9 +35,9 @@ class EngineSettings:
     ----------
     backend : ``ray``, or ``inline`` for a single process without Ray (to debug, or where only torch is installed).
     executor : how a group's clients train: ``vectorised`` (all at once, by vmap), ``sequential`` (one by one), ``auto``
-        (one of the two, by a rule on network, batch and group), or ``fastest`` (the faster one in a few steps timed at
-        the start, so results may differ between runs in their last bits). The run's ``metadata.json`` records the
-        choice and its reason.
+        (one of the two, by a rule on network, batch, group and device), or ``fastest`` (the faster one in a few steps
+        timed at the start, so results may differ between runs in their last bits). The run's ``metadata.json`` records
+        the choice and its reason.
     group_size : number of clients per group; None: chosen from the cohort and the model. With 1, each client of a
         cohort has its own actor if there is room, as in cross-silo studies.
     threads : number of torch threads per client actor, or of the process with ``backend: inline``.
