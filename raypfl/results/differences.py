@@ -130,17 +130,24 @@ def differences(groups: Sequence[RunGroup], baseline: str | None = None) -> list
     ------
     ConfigError : if the baseline is none of the methods.
     """
-    label = find_label([group.label for group in groups], baseline) if baseline else ""
+    label = ""
+    if baseline:
+        label = find_label([group.label for group in groups], baseline)
 
     rows = []
     for protocol, best in tests_of(groups):
-        tested = [group for group in groups if (group.has_best or not best) and group.scores(protocol, best=best)]
+        tested = []
+        for group in groups:
+            if group.was_tested(protocol, best) and group.scores(protocol, best=best):
+                tested.append(group)
+
         if label:
             reference = next((group for group in tested if group.label == label), None)
         else:
             reference = _best_group(tested, protocol, best)
-        if reference is not None:
-            rows += [difference(group, reference, protocol, best) for group in tested if group is not reference]
+        if reference is None:
+            continue
+        rows += [difference(group, reference, protocol, best) for group in tested if group is not reference]
     return rows
 
 
@@ -148,8 +155,13 @@ def _best_group(tested: Sequence[RunGroup], protocol: str, best: bool) -> RunGro
     """The first of the groups with the best mean; None if there is no other to compare it with."""
     if len(tested) < 2:
         return None
-    choose = max if tested[0].unit.metric.higher_is_better else min
-    return choose(tested, key=lambda group: fmean(group.scores(protocol, best=best)))
+
+    def mean(group: RunGroup) -> float:
+        return fmean(group.scores(protocol, best=best))
+
+    if tested[0].unit.metric.higher_is_better:
+        return max(tested, key=mean)
+    return min(tested, key=mean)
 
 
 def remarks(rows: Sequence[Difference], groups: Sequence[RunGroup]) -> list[str]:
@@ -186,7 +198,9 @@ def _resampling_remarks(rows: Sequence[Difference]) -> list[str]:
         return []
 
     several_seeds = any(len(row.by_seed) > 1 for row in resampled)
-    levels = ["the seeds"] if several_seeds else []
+    levels = []
+    if several_seeds:
+        levels.append("the seeds")
     if any(row.over_clients for row in resampled):
         levels.append("the clients")
 
@@ -202,8 +216,10 @@ def _unpaired_remark(row: Difference, method_seeds: Sequence[int], baseline_seed
         return f"{row.method} and {row.baseline} have no seed with the same data in common, so they are not paired."
     if set(row.by_seed) == {*method_seeds} == {*baseline_seeds}:
         return ""
-    noun = "seeds" if len(row.by_seed) > 1 else "seed"
     seeds = ", ".join(map(str, row.by_seed))
+    noun = "seed"
+    if len(row.by_seed) > 1:
+        noun = "seeds"
     return f"{row.method} against {row.baseline}: only over what both have, {noun} {seeds}."
 
 
@@ -269,7 +285,9 @@ _TESTED_ONCE = [-1]
 
 
 def _is_ahead(unit: Unit, differences: np.ndarray) -> np.ndarray:
-    return differences > 0 if unit.metric.higher_is_better else differences < 0
+    if unit.metric.higher_is_better:
+        return differences > 0
+    return differences < 0
 
 
 def _data_hash(result: RunResult) -> str | None:

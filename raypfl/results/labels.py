@@ -26,7 +26,7 @@ def labels(experiments: Sequence[Experiment]) -> list[str]:
     """
     names = _method_names(experiments)
     texts = _setting_texts(names, experiments)
-    return [f"{name} {text}" if text else name for name, text in zip(names, texts, strict=True)]
+    return [f"{name} {text}".rstrip() for name, text in zip(names, texts, strict=True)]
 
 
 def differing_settings(experiments: Sequence[Experiment]) -> list[str]:
@@ -58,18 +58,14 @@ def _method_names(experiments: Sequence[Experiment]) -> list[str]:
 def _setting_texts(names: Sequence[str], experiments: Sequence[Experiment]) -> list[str]:
     """``training.lr=0.05 rounds=4`` of each experiment, as `labels` says; `names` are their methods."""
     settings = [_deciding_settings(experiment) for experiment in experiments]
-    first = settings[0]
-    keys = dict.fromkeys(key for values in settings for key in values)
-    differing = [key for key in keys if any(values.get(key) != first.get(key) for values in settings)]
-
-    by_name = dict(zip(names, settings, strict=True))
-    has_own_settings = all(by_name[name] == values for name, values in zip(names, settings, strict=True))
-    settings_of_methods = len(by_name) > 1 and has_own_settings
-    one_method = len({name.split()[0] for name in names}) == 1
-    shows_all = one_method or (len(differing) == 1 and not settings_of_methods)
+    differing = _differing_keys(settings)
 
     complete = _with_defaults(settings)
-    reference = {} if shows_all else complete[0]
+    reference = complete[0]
+    one_method = len({name.split()[0] for name in names}) == 1
+    one_setting = len(differing) == 1 and not _are_settings_of_methods(names, settings)
+    if one_method or one_setting:
+        reference = {}  # then also the first one shows its values
     differences = [_differences(values, reference, differing) for values in complete]
 
     short_texts = [_as_text(_without_parts_of_other_components(values)) for values in differences]
@@ -77,6 +73,24 @@ def _setting_texts(names: Sequence[str], experiments: Sequence[Experiment]) -> l
         return short_texts
     # Such as two depths of one network beside another network: the short text has the network's name only.
     return [_as_text(values) for values in differences]
+
+
+def _differing_keys(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The keys whose values are not the same everywhere, in the order of their first appearance."""
+    first = settings[0]
+    differing = []
+    for key in dict.fromkeys(key for values in settings for key in values):
+        if any(values.get(key) != first.get(key) for values in settings):
+            differing.append(key)
+    return differing
+
+
+def _are_settings_of_methods(names: Sequence[str], settings: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether each of several methods has settings of its own, the same in all of its runs."""
+    by_name = dict(zip(names, settings, strict=True))
+    if len(by_name) == 1:
+        return False
+    return all(by_name[name] == values for name, values in zip(names, settings, strict=True))
 
 
 def _deciding_settings(experiment: Experiment) -> dict[str, Any]:
@@ -89,14 +103,21 @@ def _deciding_settings(experiment: Experiment) -> dict[str, Any]:
     if is_described(experiment.data):
         hidden.append("partition")
 
-    settings = flatten(deciding_settings(experiment))
-    return {key: value for key, value in settings.items() if not any(is_in(key, section) for section in hidden)}
+    shown = {}
+    for key, value in flatten(deciding_settings(experiment)).items():
+        if not any(is_in(key, section) for section in hidden):
+            shown[key] = value
+    return shown
 
 
 def _differences(settings: Mapping[str, Any], reference: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
     """The values of `keys` that are not the reference's."""
-    present = [key for key in keys if key in settings]
-    return {key: settings[key] for key in present if key not in reference or settings[key] != reference[key]}
+    different = {}
+    for key in keys:
+        is_as_reference = key in reference and settings.get(key) == reference[key]
+        if key in settings and not is_as_reference:
+            different[key] = settings[key]
+    return different
 
 
 def _with_defaults(all_settings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -115,7 +136,8 @@ def _with_defaults(all_settings: Sequence[Mapping[str, Any]]) -> list[dict[str, 
             # Nothing is missing in a plain value, such as no privacy, or in a section instead of one.
             is_plain = _section(key) in settings
             is_section = any(is_in(present, key) for present in settings)
-            if not is_plain and not is_section and settings.get(f"{_section(key)}.name") in components:
+            has_same_component = settings.get(f"{_section(key)}.name") in components
+            if has_same_component and not is_plain and not is_section:
                 values[key] = "default"
         complete.append(values)
     return complete
@@ -127,9 +149,16 @@ def _section(key: str) -> str:
 
 def _without_parts_of_other_components(differences: Mapping[str, Any]) -> dict[str, Any]:
     """The differences with only the name of another network, partition and so on: ``model=lenet``."""
-    components = {key.removesuffix(".name"): value for key, value in differences.items() if key.endswith(".name")}
-    parts = tuple(f"{component}." for component in components)
-    return components | {key: value for key, value in differences.items() if not key.startswith(parts)}
+    components = {}
+    for key, value in differences.items():
+        if key.endswith(".name"):
+            components[key.removesuffix(".name")] = value
+
+    others = {}
+    for key, value in differences.items():
+        if not any(is_in(key, component) for component in components):
+            others[key] = value
+    return components | others
 
 
 def _as_text(settings: Mapping[str, Any]) -> str:
@@ -139,5 +168,7 @@ def _as_text(settings: Mapping[str, Any]) -> str:
 def _tell_apart(names: Sequence[str], texts: Sequence[str], settings: Sequence[Mapping[str, Any]]) -> bool:
     """Whether experiments with the same name and text have the same settings."""
     meanings: dict[tuple[str, str], Mapping[str, Any]] = {}
-    labels = zip(names, texts, strict=True)
-    return all(meanings.setdefault(label, values) == values for label, values in zip(labels, settings, strict=True))
+    for name, text, values in zip(names, texts, settings, strict=True):
+        if meanings.setdefault((name, text), values) != values:
+            return False
+    return True

@@ -49,8 +49,11 @@ class RunGroup:
         if aggregate not in self.measures.aggregates or (tested_once and aggregate in PRIMARY_AGGREGATES):
             return []
 
-        rows = [row for row in self._summaries[best] if (row["protocol"], row["model"]) == (protocol, model)]
-        return Unit(self.measures.metric_of(aggregate)).of(row[aggregate] for row in rows if aggregate in row)
+        values = []
+        for row in self._summaries[best]:
+            if (row["protocol"], row["model"]) == (protocol, model) and aggregate in row:
+                values.append(row[aggregate])
+        return Unit(self.measures.metric_of(aggregate)).of(values)
 
     @cached_property
     def _summaries(self) -> dict[bool, list[dict[str, Any]]]:
@@ -68,6 +71,12 @@ class RunGroup:
     def has_best(self) -> bool:
         """Whether validation data chose a round of every run."""
         return all(result.best_round is not None for result in self.results)
+
+    def was_tested(self, protocol: str, best: bool) -> bool:
+        """Return whether there are results on a protocol, of the last round or of the `best` by validation data."""
+        if best and not self.has_best:
+            return False
+        return protocol in self.protocols
 
     def deployed(self, protocol: str) -> str:
         """Return the model that clients use: ``personal`` where the method makes personal models, else ``global``."""

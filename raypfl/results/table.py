@@ -61,12 +61,12 @@ def result_rows(groups: Sequence[RunGroup], columns: Sequence[Column]) -> list[P
     """Return the rows of all tests, then of tests in the round that validation data chose, then of validation data."""
     results = []
     for protocol, best in tests_of(groups):
-        indices = [i for i, group in enumerate(groups) if protocol in group.protocols and (group.has_best or not best)]
-        rows: dict[int, list[TableCell]] = {i: [] for i in indices}
+        tested = {i: group for i, group in enumerate(groups) if group.was_tested(protocol, best)}
+        rows: dict[int, list[TableCell]] = {i: [] for i in tested}
         for column in columns:
-            cells = _cells([groups[i] for i in indices], column, protocol, best)
-            for i, cell in zip(indices, cells, strict=True):
-                rows[i].append(cell)
+            cells = _cells(list(tested.values()), column, protocol, best)
+            for row, cell in zip(rows.values(), cells, strict=True):
+                row.append(cell)
         if rows:
             results.append(ProtocolResults(protocol, best, rows))
     return results
@@ -74,13 +74,16 @@ def result_rows(groups: Sequence[RunGroup], columns: Sequence[Column]) -> list[P
 
 def tests_of(groups: Sequence[RunGroup]) -> list[tuple[str, bool]]:
     """Return each protocol with True for the round that validation data chose, in the order of the table."""
-    protocols = list(dict.fromkeys(name for group in groups for name in group.protocols))
-    tests = [name for name in protocols if unmasked_name(name) != "val"]
-    validation = [name for name in protocols if name not in tests]
-
-    last = [(name, False) for name in tests]
-    best = [(name, True) for name in tests]
-    return [*last, *best, *((name, False) for name in validation)]
+    last = []
+    best = []
+    validation = []
+    for name in dict.fromkeys(name for group in groups for name in group.protocols):
+        if unmasked_name(name) == "val":
+            validation.append((name, False))
+        else:
+            last.append((name, False))
+            best.append((name, True))
+    return [*last, *best, *validation]
 
 
 def _cells(groups: Sequence[RunGroup], column: Column, protocol: str, best: bool) -> list[TableCell]:
@@ -99,10 +102,12 @@ def _cells(groups: Sequence[RunGroup], column: Column, protocol: str, best: bool
         deployed = [group.scores(protocol, best=best) for group in groups]
         rivals = [seeds for seeds in deployed if seeds]
 
+    means = [fmean(seeds) for seeds in rivals]
     best_mean = None
-    if len(rivals) > 1:
-        choose = min if measures.lower_is_better(aggregate) else max
-        best_mean = f"{choose(fmean(seeds) for seeds in rivals):,.{digits}f}"
+    if len(means) > 1 and measures.lower_is_better(aggregate):
+        best_mean = f"{min(means):,.{digits}f}"
+    elif len(means) > 1:
+        best_mean = f"{max(means):,.{digits}f}"
     return [over_seeds(seeds, digits, best_mean) for seeds in scores]
 
 

@@ -25,7 +25,7 @@ from raypfl.results.numbers import prediction_traffic, seconds
 from raypfl.results.run_groups import RunGroup, group_runs
 from raypfl.results.setting_text import applicable_settings, shared_setting_text
 from raypfl.results.table import Column, legend, result_columns, result_rows
-from raypfl.results.units import Unit, capitalised
+from raypfl.results.units import TableCell, Unit, capitalised
 from raypfl.runs.result import RunResult
 
 _BEST_NOTE = "*: in the round of each seed that was best on the clients' validation data."
@@ -52,10 +52,9 @@ def table(results: Sequence[RunResult], without: Sequence[str] = (), fold: bool 
     costs = [heading for heading in _COSTS if heading not in without]
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    longest_word = max(len(word) for group in groups for word in group.label.split())
-    table.add_column("method", min_width=longest_word, overflow="fold")
+    table.add_column("method", min_width=_longest_word(groups), overflow="fold")
     table.add_column("tested on", no_wrap=not fold, overflow="fold")
-    for heading in (*(column.heading for column in columns), *costs):
+    for heading in [*[column.heading for column in columns], *costs]:
         table.add_column(heading, justify="right", no_wrap=not fold, overflow="fold")
 
     protocols = result_rows(groups, columns)
@@ -66,12 +65,26 @@ def table(results: Sequence[RunResult], without: Sequence[str] = (), fold: bool 
         for protocol in protocols:
             if i not in protocol.rows:
                 continue
-            cells = [Text(str(cell), "bold" if cell.best else "") for cell in protocol.rows[i]]
-            table.add_row(name, Text(f"{protocol.protocol}{'*' * protocol.best}"), *cells, *spent)
+            tested_on = protocol.protocol
+            if protocol.best:
+                tested_on += "*"  # explained by _BEST_NOTE
+            table.add_row(name, Text(tested_on), *map(_cell, protocol.rows[i]), *spent)
             name = Text()
             spent = []
         table.add_section()
     return table
+
+
+def _cell(cell: TableCell) -> Text:
+    style = ""
+    if cell.best:
+        style = "bold"
+    return Text(str(cell), style)
+
+
+def _longest_word(groups: Sequence[RunGroup]) -> int:
+    """The number of characters of the longest word in a label, which a column must not break."""
+    return max(len(word) for group in groups for word in group.label.split())
 
 
 def show(
@@ -122,7 +135,10 @@ def show(
 
 def findings(result: RunResult) -> list[str]:
     """Return what the analyses of a run say when it is over."""
-    return [line for analysis in result.experiment.analyses for line in _summary_lines(analysis, result)]
+    lines = []
+    for analysis in result.experiment.analyses:
+        lines += _summary_lines(analysis, result)
+    return lines
 
 
 def _summary_lines(analysis: Analysis, result: RunResult) -> list[str]:
@@ -143,7 +159,9 @@ def show_findings(console: Console, results: Sequence[RunResult], lines: Sequenc
 
 def as_json(results: Sequence[RunResult], pictures: Mapping[str, Path], baseline: str | None = None) -> dict[str, Any]:
     """Return the same for programs; ``picture`` is that of the results or None, and other pictures are by heading."""
-    files = {heading.lower().replace(" ", "_"): str(path) for heading, path in pictures.items()}
+    files = {}
+    for heading, path in pictures.items():
+        files[heading.lower().replace(" ", "_")] = str(path)
     groups = group_runs([result for result in results if result.evaluations.num_rows])
     return {
         "picture": None,
@@ -155,7 +173,9 @@ def as_json(results: Sequence[RunResult], pictures: Mapping[str, Path], baseline
 
 def nearby(path: Path) -> Path:
     """Return the path from the current folder, if it is inside."""
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    if path.is_relative_to(Path.cwd()):
+        return path.relative_to(Path.cwd())
+    return path
 
 
 def _show_list(console: Console, lines: Sequence[tuple[str, str]], width: int) -> None:
@@ -175,16 +195,17 @@ def _show_table(console: Console, evaluated: Sequence[RunResult]) -> None:
 def _table_notes(groups: Sequence[RunGroup], left_out: Sequence[str]) -> list[str]:
     """Sentences for below the table, from which the columns `left_out` are missing."""
     unit = groups[0].unit
-    metric_text = capitalised(unit.phrase)
-    if unit.sign:
-        metric_text += " in %"
+    metric_text = capitalised(_phrase(unit))
     if not unit.metric.higher_is_better:
         metric_text += " (lower is better)"
     first = (
         f"{metric_text}, mean over clients, of their personal models and of the global one, tested on a client's own "
         "data (local) or on everybody's (global)."
     )
-    spread = [name.replace("\n", " ") for name in ("std", "worst\ndecile") if name not in left_out]
+    spread = []
+    for heading in ("std", "worst\ndecile"):
+        if heading not in left_out:
+            spread.append(_one_line(heading))
     if spread:
         first += f" Spread over clients ({', '.join(spread)}): of the personal models, if there are any."
     notes = [first, *_left_out_note(left_out)]
@@ -193,13 +214,14 @@ def _table_notes(groups: Sequence[RunGroup], left_out: Sequence[str]) -> list[st
     for column in _metric_columns(groups):
         unit = Unit(groups[0].measures.metric_of(column.aggregate))
         if column.heading not in left_out and unit.metric.phrase:
-            in_percent = " in %" if unit.sign else ""
-            metrics.append(f"{unit.heading}: {unit.phrase}{in_percent}")
+            metrics.append(f"{unit.heading}: {_phrase(unit)}")
     if metrics:
         notes.append(f"{'; '.join(metrics)}, of the same models as the spread.")
 
     masks = dict.fromkeys(mask_of(protocol) for group in groups for protocol in group.protocols)
-    notes += [_MASK_NOTES[mask] for mask in masks if mask]
+    for mask in masks:
+        if mask:
+            notes.append(_MASK_NOTES[mask])
     for group in groups:
         traffic = prediction_traffic(group)
         if traffic is not None:
@@ -210,6 +232,17 @@ def _table_notes(groups: Sequence[RunGroup], left_out: Sequence[str]) -> list[st
     if any(group.has_best for group in groups):
         notes.append(_BEST_NOTE)
     return notes
+
+
+def _phrase(unit: Unit) -> str:
+    """``"accuracy in %"``."""
+    if unit.sign:
+        return f"{unit.phrase} in %"
+    return unit.phrase
+
+
+def _one_line(heading: str) -> str:
+    return heading.replace("\n", " ")
 
 
 def _show_differences(console: Console, evaluated: Sequence[RunResult], baseline: str | None) -> None:
@@ -227,26 +260,31 @@ def _show_differences(console: Console, evaluated: Sequence[RunResult], baseline
 
 def _left_out_note(left_out: Sequence[str]) -> list[str]:
     """A sentence on the columns that are left out, if any are."""
-    names = ", ".join(heading.replace("\n", " ") for heading in left_out)
-    return [f"A wider terminal has room for more columns: {names}."] if left_out else []
+    if not left_out:
+        return []
+    return [f"A wider terminal has room for more columns: {', '.join(map(_one_line, left_out))}."]
 
 
 def _fit_table(console: Console, evaluated: Sequence[RunResult], groups: Sequence[RunGroup]) -> tuple[Table, list[str]]:
     """The table that fits the console, and the headings left out; names and, last of all, numbers may be folded."""
     extra = {metric.name for metric in groups[0].measures.extra}
-    metric_columns = [*reversed(_metric_columns(groups))]
-    built_in = [column.heading for column in metric_columns if column.aggregate not in extra]
-    added = [column.heading for column in metric_columns if column.aggregate in extra]
+    built_in = []
+    added = []
+    for column in reversed(_metric_columns(groups)):
+        if column.aggregate in extra:
+            added.append(column.heading)
+        else:
+            built_in.append(column.heading)
     dispensable = [*built_in, "std", "seconds", *added, "MB\nup", "MB\ndown", "worst\ndecile"]
 
-    words = [group.label.split() for group in groups]
-    longest_label = max(len(" ".join(label)) for label in words)
-    longest_word = max(len(word) for label in words for word in label)
-    saved_by_folding = longest_label - longest_word
+    longest_label = max(len(" ".join(group.label.split())) for group in groups)
+    saved_by_folding = longest_label - _longest_word(groups)
     for count in range(len(dispensable) + 1):
         candidate = table(evaluated, dispensable[:count])
+        width = width_of(console, candidate)
         # Names are folded once a column is left out, not before.
-        width = width_of(console, candidate) - (saved_by_folding if count else 0)
+        if count:
+            width -= saved_by_folding
         if width <= console.width:
             return candidate, dispensable[:count]
     return table(evaluated, dispensable, fold=True), dispensable

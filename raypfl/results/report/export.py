@@ -25,7 +25,9 @@ def as_csv(parts: Sequence[tuple[Sequence[RunGroup], str | None]]) -> str:
     ----------
     parts : the groups and the baseline of each part of the report.
     """
-    rows = [row for groups, baseline in parts for row in _rows(groups, baseline)]
+    rows = []
+    for groups, baseline in parts:
+        rows += _rows(groups, baseline)
     headings = list(dict.fromkeys(key for row in rows for key in row))
 
     text = io.StringIO()
@@ -37,7 +39,8 @@ def as_csv(parts: Sequence[tuple[Sequence[RunGroup], str | None]]) -> str:
 
 def as_latex(parts: Sequence[tuple[Sequence[RunGroup], str | None]]) -> str:
     """Return a table for each part."""
-    return "\n".join([latex.PREAMBLE, *(_latex_table(groups, baseline) for groups, baseline in parts)])
+    tables = [_latex_table(groups, baseline) for groups, baseline in parts]
+    return "\n".join([latex.PREAMBLE, *tables])
 
 
 def _rows(groups: Sequence[RunGroup], baseline: str | None) -> list[dict[str, Any]]:
@@ -47,7 +50,7 @@ def _rows(groups: Sequence[RunGroup], baseline: str | None) -> list[dict[str, An
     rows = []
     for group in groups:
         for protocol, best in tests_of(groups):
-            if protocol not in group.protocols or (best and not group.has_best):
+            if not group.was_tested(protocol, best):
                 continue
             row: dict[str, Any] = {
                 "setting": _setting(groups),
@@ -86,9 +89,17 @@ def _costs(group: RunGroup) -> dict[str, float]:
 
 
 def _difference(row: Difference | None) -> dict[str, Any]:
-    values = {} if row is None else row.as_dict()
     names = ("against", "difference", "low", "high", "seeds_paired", "seeds_ahead", "draws_ahead")
-    return {name: "" if values.get(name) is None else values[name] for name in names}
+    cells: dict[str, Any] = dict.fromkeys(names, "")
+    if row is None:
+        return cells
+
+    values = row.as_dict()
+    for name in cells:
+        # An empty cell is how CSV says that there is no number.
+        if values[name] is not None:
+            cells[name] = values[name]
+    return cells
 
 
 def _latex_table(groups: Sequence[RunGroup], baseline: str | None) -> str:
@@ -99,8 +110,10 @@ def _latex_table(groups: Sequence[RunGroup], baseline: str | None) -> str:
     parts = []
     for table in tables:
         # Without a baseline, each protocol is compared with the best method there.
-        baselines = {row.baseline for row in rows if (row.protocol, row.best) == (table.protocol, table.best)}
-        against = "".join(f", against {label}" for label in baselines)
+        against = ""
+        for row in rows:
+            if (row.protocol, row.best) == (table.protocol, table.best):
+                against = f", against {row.baseline}"
 
         lines = []
         for _, label, cells in table.lines:
@@ -127,8 +140,12 @@ def _difference_cells(row: Difference | None) -> list[str]:
 
 
 def _cell(cell: TableCell) -> str:
-    mean = rf"\textbf{{{cell.mean}}}" if cell.best else latex.escaped(cell.mean)
-    return rf"{mean} $\pm$ {cell.spread}" if cell.spread else mean
+    mean = latex.escaped(cell.mean)
+    if cell.best:
+        mean = rf"\textbf{{{cell.mean}}}"
+    if not cell.spread:
+        return mean
+    return rf"{mean} $\pm$ {cell.spread}"
 
 
 def _caption(groups: Sequence[RunGroup], has_differences: bool) -> str:
