@@ -99,8 +99,9 @@ class RunLine:
         """The seconds from the run's start to its end, or until now."""
         if self._start_time is None:
             return 0.0
-        end = time.monotonic() if self._end_time is None else self._end_time
-        return end - self._start_time
+        if self._end_time is None:
+            return time.monotonic() - self._start_time
+        return self._end_time - self._start_time
 
     @property
     def clock(self) -> str:
@@ -119,20 +120,27 @@ class RunLine:
             return ""
         texts = []
         for model in ("personal", "global"):
-            texts.append(self.unit.text(self._scores[model]) if model in self._scores else "–")
+            if model in self._scores:
+                texts.append(self.unit.text(self._scores[model]))
+            else:
+                texts.append("–")
         return " / ".join(texts)
 
     @property
     def score_round(self) -> str:
         """``" (round 2)"`` if `scores` are of that round and others have finished since."""
-        return f" (round {self._scored_round})" if self._scores and self._scored_round < self.round else ""
+        if not self._scores or self._scored_round >= self.round:
+            return ""
+        return f" (round {self._scored_round})"
 
     @property
     def sentence(self) -> str:
         """The scores with the metric's name and unit: ``"personal 94.1 %, global 90.2 %"``."""
         if not self._scores:
             return ""
-        name = "" if self.unit.sign else f"{self.unit.heading} "
+        name = ""
+        if not self.unit.sign:
+            name = f"{self.unit.heading} "
         texts = []
         for model in ("personal", "global"):
             if model in self._scores:
@@ -142,7 +150,9 @@ class RunLine:
     @property
     def traffic(self) -> str:
         """MB sent up and down so far: ``"3.1 / 3.1"``."""
-        return f"{self.bytes_up / 1e6:.1f} / {self.bytes_down / 1e6:.1f}" if self.round > self.first_round else ""
+        if self.round <= self.first_round:
+            return ""
+        return f"{self.bytes_up / 1e6:.1f} / {self.bytes_down / 1e6:.1f}"
 
     @property
     def overview(self) -> str:
@@ -156,9 +166,13 @@ class RunLine:
         if metadata.get("weights"):
             parts.append(metadata["weights"])
         if "group_size" in metadata:
-            layout = ", channels last" if metadata.get("channels_last") else ""
-            reason = f" ({metadata['why']})" if metadata.get("why") else ""
-            parts.append(f"{metadata['executor']}{layout} in groups of {metadata['group_size']}{reason}")
+            execution = str(metadata["executor"])
+            if metadata.get("channels_last"):
+                execution += ", channels last"
+            execution += f" in groups of {metadata['group_size']}"
+            if metadata.get("why"):
+                execution += f" ({metadata['why']})"
+            parts.append(execution)
         if metadata.get("actors", 1) > 1:
             parts.append(f"{metadata['actors']} actors")
         return " · ".join(parts)
@@ -166,10 +180,18 @@ class RunLine:
     def _mean_scores(self, summary: list[dict[str, Any]]) -> dict[str, float]:
         """Scores by model, in the metric's unit; none where there was no model to evaluate."""
         protocols = [row["protocol"] for row in summary]
-        protocol = "local" if "local" in protocols else next(iter(protocols), "")
+        if not protocols:
+            return {}
+        protocol = protocols[0]
+        if "local" in protocols:
+            protocol = "local"
+
         name = self.unit.metric.name
-        rows = [row for row in summary if row["protocol"] == protocol and name in row]
-        return {row["model"]: self.unit.factor * row[name] for row in rows}
+        scores = {}
+        for row in summary:
+            if row["protocol"] == protocol and name in row:
+                scores[row["model"]] = self.unit.factor * row[name]
+        return scores
 
 
 def lines_for(experiments: Sequence[Experiment]) -> list[RunLine]:
@@ -180,14 +202,18 @@ def lines_for(experiments: Sequence[Experiment]) -> list[RunLine]:
 
     lines = []
     for experiment, name in zip(experiments, names, strict=True):
-        label = f"{name} · seed {experiment.seed}" if has_several_seeds else name
+        label = name
+        if has_several_seeds:
+            label = f"{name} · seed {experiment.seed}"
         lines.append(RunLine(label, experiment.rounds, colour(methods.index(name))))
     return lines
 
 
 def server_step(event: ServerProgress) -> str:
     """Return ``"round 3: distilling 120/500"``."""
-    progress = str(event.done) if event.total is None else f"{event.done}/{event.total}"
+    progress = str(event.done)
+    if event.total is not None:
+        progress = f"{event.done}/{event.total}"
     return f"round {event.round}: {event.text} {progress}"
 
 
@@ -404,13 +430,17 @@ def _heading(lines: Sequence[RunLine]) -> str:
     if len(units) > 1:
         return "personal / global"
     (unit,) = units
-    return f"personal / global{unit.sign}" if unit.sign else f"{unit.heading} personal / global"
+    if unit.sign:
+        return f"personal / global{unit.sign}"
+    return f"{unit.heading} personal / global"
 
 
 def _end_text(line: RunLine) -> str:
-    rounds = line.round - line.first_round
-    last_round = f" after round {line.round}" if line.first_round else ""
-    return f"{line.status}{last_round}, {counted(rounds, 'round')} in {minutes(line.seconds)}"
+    status = line.status
+    if line.first_round:
+        status += f" after round {line.round}"
+    rounds = counted(line.round - line.first_round, "round")
+    return f"{status}, {rounds} in {minutes(line.seconds)}"
 
 
 def _round_text(line: RunLine) -> str:

@@ -14,6 +14,7 @@ import jinja2
 from markupsafe import Markup
 
 from raypfl.common import files
+from raypfl.common.counting import counted
 from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.common.version import __version__
 from raypfl.data import load_federated, summarised
@@ -119,15 +120,18 @@ def _page(
     most_groups = max(map(len, parts))
     contents = []
     for number, (groups, baseline) in enumerate(zip(parts, baselines, strict=True), start=1):
-        suffix = f"-{number}" if len(parts) > 1 else ""
+        suffix = ""
+        if len(parts) > 1:
+            suffix = f"-{number}"
         content = _part(groups, suffix, baseline)
         body = _template("part.html.jinja").render(**content, marks=[mark(i) for i in range(most_groups)])
         # Figures of two parts may be the same, and would have the same ids.
         content["body"] = Markup(_FIGURE_ID.sub(rf"\1{suffix}", body))
         contents.append(content)
 
-    # With several parts, each shows its own notes.
-    all_notes = [*notes, *contents[0]["notes"]] if len(contents) == 1 else list(notes)
+    all_notes = list(notes)
+    if len(contents) == 1:  # several parts show their notes themselves
+        all_notes += contents[0]["notes"]
     measures = results[0].experiment.measures
     return _template("page.html.jinja").render(
         title=listed(list(dict.fromkeys(result.experiment.name for result in results))),
@@ -161,10 +165,16 @@ def shades(index: int) -> tuple[str, str]:
 def _part(groups: list[RunGroup], suffix: str, baseline: str | None) -> dict[str, Any]:
     """What the page shows of runs on one data set, partition and model; `suffix` makes ids unique on the page."""
     protocols = list(dict.fromkeys(name for group in groups for name in group.protocols))
-    tests = [name for name in protocols if unmasked_name(name) != "val"] or protocols
-    tests.sort(key=lambda name: name != "local")
+    tests = _tests(protocols)
     main = tests[0]
     per_client = next((name for name in _PER_CLIENT if name in protocols), None)
+    tested_alone = ""
+    sorted_clients = None
+    planes = []
+    if per_client:
+        tested_alone = protocol_name(per_client)
+        sorted_clients = figures.clients_figure(groups, per_client)
+        planes = figures.personal_against_global(groups, per_client)
 
     headings, results = tables.result_tables(groups)
     differing, shared = tables.compare_settings(groups)
@@ -200,9 +210,9 @@ def _part(groups: list[RunGroup], suffix: str, baseline: str | None) -> dict[str
         "logged_curves": figures.logged_figures(groups),
         "logged_tables": logged_tables,
         "logged_images": logged_images,
-        "tested_alone": protocol_name(per_client) if per_client else "",
-        "sorted": figures.clients_figure(groups, per_client) if per_client else None,
-        "planes": figures.personal_against_global(groups, per_client) if per_client else [],
+        "tested_alone": tested_alone,
+        "sorted": sorted_clients,
+        "planes": planes,
         "efforts": [figures.metric_figure(groups, main, against) for against in ("megabytes", "seconds")],
         "holdings": _holdings(groups[0].results[0]),
         "ledger": tables.ledger(groups),
@@ -214,6 +224,12 @@ def _part(groups: list[RunGroup], suffix: str, baseline: str | None) -> dict[str
         "environment": environment,
         "runs": runs,
     }
+
+
+def _tests(protocols: Sequence[str]) -> list[str]:
+    """The protocols on test data, or all if there are none; clients' own test data come first."""
+    tests = [name for name in protocols if unmasked_name(name) != "val"]
+    return sorted(tests or protocols, key=lambda name: name != "local")
 
 
 def _lead(groups: Sequence[RunGroup], protocol: str) -> str:
@@ -241,19 +257,29 @@ def _lead(groups: Sequence[RunGroup], protocol: str) -> str:
         return f"{capitalised(models)} and {equal_models} are best on {test_data}: {_score_text(unit, best_scores)}."
 
     second, second_scores = rivals[0]
-    points = " points" if unit.metric.percent else ""
-    direction = "above" if unit.metric.higher_is_better else "below"
-    lead = unit.text(abs(fmean(best_scores) - fmean(second_scores)))
+    rival_models, _, _ = _models(second, protocol)
+    lead = _lead_text(unit, fmean(best_scores), fmean(second_scores))
     certainty = _certainty(difference(best, second, protocol), best_scores, second_scores)
     sentence = (
         f"{capitalised(models)} {are} best on {test_data}: {_score_text(unit, best_scores)}, "
-        f"{lead}{points} {direction} {_models(second, protocol)[0]}{certainty}."
+        f"{lead} {rival_models}{certainty}."
     )
 
-    global_scores = best.scores(protocol, "global") if best.deployed(protocol) == "personal" else []
-    if global_scores:
-        sentence += f" The global model of {best.label} has {_score_text(unit, global_scores)}."
+    if best.deployed(protocol) == "personal":
+        global_scores = best.scores(protocol, "global")
+        if global_scores:
+            sentence += f" The global model of {best.label} has {_score_text(unit, global_scores)}."
     return sentence
+
+
+def _lead_text(unit: Unit, best: float, second: float) -> str:
+    """``3.1 points above``."""
+    lead = unit.text(abs(best - second))
+    if unit.metric.percent:
+        lead += " points"
+    if unit.metric.higher_is_better:
+        return f"{lead} above"
+    return f"{lead} below"
 
 
 def _certainty(row: Difference, best_scores: Sequence[float], second_scores: Sequence[float]) -> str:
@@ -262,18 +288,25 @@ def _certainty(row: Difference, best_scores: Sequence[float], second_scores: Seq
         interval = f"{row.text(row.low)} to {row.text(row.high)}"
         if row.low <= 0 <= row.high:
             return f", but the 95% interval of the difference includes 0 ({interval})"
-        ahead = f", ahead in {row.seeds_ahead} of {len(row.by_seed)} seeds" if len(row.by_seed) > 1 else ""
-        return f"{ahead} (95% interval {interval})"
+        if len(row.by_seed) == 1:
+            return f" (95% interval {interval})"
+        return f", ahead in {row.seeds_ahead} of {len(row.by_seed)} seeds (95% interval {interval})"
 
-    lead = abs(fmean(best_scores) - fmean(second_scores))
-    spread = max((stdev(seeds) for seeds in (best_scores, second_scores) if len(seeds) > 1), default=0.0)
-    return f", which is within the spread over seeds (± {row.unit.text(spread)})" if lead <= spread else ""
+    spread = 0.0
+    for scores in (best_scores, second_scores):
+        if len(scores) > 1:
+            spread = max(spread, stdev(scores))
+    if abs(fmean(best_scores) - fmean(second_scores)) > spread:
+        return ""
+    return f", which is within the spread over seeds (± {row.unit.text(spread)})"
 
 
 def _score_text(unit: Unit, scores: Sequence[float]) -> str:
     """``94.2 ± 0.3 %``, or ``a mean squared error of 2,900``."""
     text = unit.text(*scores).replace("±", " ± ")
-    return f"{text}{unit.sign}" if unit.sign else f"a {unit.phrase} of {text}"
+    if unit.sign:
+        return f"{text}{unit.sign}"
+    return f"a {unit.phrase} of {text}"
 
 
 def _models(group: RunGroup, protocol: str) -> tuple[str, str, str]:
@@ -296,16 +329,19 @@ def _other_metrics(measures: Measures, headings: Sequence[str]) -> str:
 def _size(groups: Sequence[RunGroup]) -> str:
     """``3 methods · 2 to 3 seeds · 20 rounds``."""
     methods = {type(group.results[0].experiment.method) for group in groups}
-    kind = "method" if len(methods) == len(groups) else "configuration"
+    kind = "configuration"
+    if len(methods) == len(groups):
+        kind = "method"
     seeds = {len(group.results) for group in groups}
     rounds = {result.round for group in groups for result in group.results}
 
     parts = []
     for noun, numbers in ((kind, {len(groups)}), ("seed", seeds), ("round", rounds)):
         least = min(numbers)
-        most = max(numbers)
-        span = f"{most:,}" if least == most else f"{least:,} to {most:,}"
-        parts.append(f"{span} {noun}" if most == 1 else f"{span} {noun}s")
+        text = counted(max(numbers), noun)
+        if len(numbers) > 1:
+            text = f"{least:,} to {text}"
+        parts.append(text)
     return " · ".join(parts)
 
 
@@ -344,7 +380,13 @@ def _holdings(first: RunResult) -> dict[str, Any]:
     except RaypflError as error:
         return {"title": title, "figure": None, "why_not": str(error)}
 
-    spreads = {f"{name} samples": spread for name, spread in client_data.sizes_of(summary).items() if spread["max"]}
+    spreads = {}
+    for name, spread in client_data.sizes_of(summary).items():
+        if spread["max"]:  # some client holds samples of this split
+            spreads[f"{name} samples"] = spread
     spreads |= client_data.labels_of(summary)
-    rows = {name: [client_data.number(value) for value in spread.values()] for name, spread in spreads.items()}
+
+    rows = {}
+    for name, spread in spreads.items():
+        rows[name] = [client_data.number(value) for value in spread.values()]
     return {"title": title, "figure": figures.partition_figure(summary), "rows": rows}

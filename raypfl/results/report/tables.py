@@ -94,7 +94,9 @@ def protocol_name(protocol: str) -> str:
 
 def test_name(protocol: str, best: bool) -> str:
     """Return the test data of a protocol in words, with whether validation data chose the round of the models."""
-    return protocol_name(protocol) + (", in the round that validation data chose" if best else "")
+    if best:
+        return f"{protocol_name(protocol)}, in the round that validation data chose"
+    return protocol_name(protocol)
 
 
 def as_yaml(value: Any) -> str:
@@ -102,7 +104,7 @@ def as_yaml(value: Any) -> str:
     if value is None:
         return "none"
     if isinstance(value, bool):
-        return "true" if value else "false"
+        return str(value).lower()
     if isinstance(value, list):
         return ", ".join(map(as_yaml, value)) or "none"
     return str(value)
@@ -111,7 +113,9 @@ def as_yaml(value: Any) -> str:
 def listed(names: Sequence[str]) -> str:
     """Return ``a, b and c``."""
     *first, last = names
-    return f"{', '.join(first)} and {last}" if first else last
+    if not first:
+        return last
+    return f"{', '.join(first)} and {last}"
 
 
 def result_tables(groups: Sequence[RunGroup]) -> tuple[list[str], list[ProtocolTable]]:
@@ -119,14 +123,17 @@ def result_tables(groups: Sequence[RunGroup]) -> tuple[list[str], list[ProtocolT
     columns = result_columns(groups)
     results = result_rows(groups, columns)
 
+    rows = [cells for protocol in results for cells in protocol.rows.values()]
     filled = []
     for j in range(len(columns)):
-        if any(row[j].mean != "–" for protocol in results for row in protocol.rows.values()):
+        if any(cells[j].mean != "–" for cells in rows):
             filled.append(j)
 
     tables = []
     for protocol in results:
-        lines = [(i, groups[i].label, [cells[j] for j in filled]) for i, cells in protocol.rows.items()]
+        lines = []
+        for i, cells in protocol.rows.items():
+            lines.append((i, groups[i].label, [cells[j] for j in filled]))
         title = test_name(protocol.protocol, protocol.best)
         tables.append(ProtocolTable(title, protocol.protocol, protocol.best, lines))
     return [columns[j].heading.replace("\n", " ") for j in filled], tables
@@ -142,13 +149,19 @@ def costs(groups: Sequence[RunGroup]) -> list[Line]:
         a_round = [spent / max(count, 1) for spent, count in zip(duration, rounds, strict=True)]
         startup = [result.metadata["startup_seconds"] for result in group.results]
 
-        round_digits = 0 if len(set(rounds)) == 1 else 1
+        # A mean of different numbers of rounds is no whole number.
+        round_digits = 0
+        if len(set(rounds)) > 1:
+            round_digits = 1
+
         columns = [(rounds, round_digits), (up, 1), (down, 1), (duration, 1), (a_round, 3), (startup, 1)]
         cells = []
         for values, digits in columns:
             # If all seeds cost the same, a deviation of 0 is not worth its place.
-            distinct = values if len(set(values)) > 1 else values[:1]
-            cells.append(over_seeds(distinct, digits))
+            if len(set(values)) == 1:
+                cells.append(over_seeds(values[:1], digits))
+            else:
+                cells.append(over_seeds(values, digits))
         lines.append((i, group.label, cells))
     return lines
 
@@ -169,8 +182,8 @@ def curve_values(groups: Sequence[RunGroup], protocol: str) -> tuple[list[str], 
     """Return headings, and the values of the curves in about twenty rounds."""
     curves: dict[str, dict[int, float]] = {}
     for (i, model), curve in metric_curves(groups, protocol).items():
-        by_round = zip(curve.x.astype(int).tolist(), curve.mean.tolist(), strict=True)
-        curves[f"{groups[i].label}, {model}"] = dict(by_round)
+        points = zip(curve.x.astype(int).tolist(), curve.mean.tolist(), strict=True)
+        curves[f"{groups[i].label}, {model}"] = dict(points)
 
     rounds = sorted(set().union(*curves.values()))
     chosen = dict.fromkeys([*rounds[:: max(len(rounds) // _MOST_ROUNDS, 1)], *rounds[-1:]])
@@ -178,7 +191,12 @@ def curve_values(groups: Sequence[RunGroup], protocol: str) -> tuple[list[str], 
 
     rows = []
     for round in chosen:
-        values = [f"{curve[round]:.{digits}f}" if round in curve else "–" for curve in curves.values()]
+        values = []
+        for by_round in curves.values():
+            if round in by_round:
+                values.append(f"{by_round[round]:.{digits}f}")
+            else:
+                values.append("–")
         rows.append((round, values))
     return list(curves), rows
 
@@ -186,12 +204,14 @@ def curve_values(groups: Sequence[RunGroup], protocol: str) -> tuple[list[str], 
 def ledger(groups: Sequence[RunGroup]) -> list[tuple[int, str, list[tuple[Message, float]]]]:
     """Return each group's messages, each with its size as a share of the traffic of the group that sends most."""
     by_group = [messages(group) for group in groups]
-    totals = [sum(message.megabytes for message in group_messages) for group_messages in by_group]
-    most = max(totals, default=0) or 1
+    most = 0.0
+    for group_messages in by_group:
+        most = max(most, sum(message.megabytes for message in group_messages))
 
     lines = []
     for i, (group, group_messages) in enumerate(zip(groups, by_group, strict=True)):
-        lines.append((i, group.label, [(message, message.megabytes / most) for message in group_messages]))
+        shares = [(message, message.megabytes / (most or 1)) for message in group_messages]
+        lines.append((i, group.label, shares))
     return lines
 
 
@@ -250,8 +270,14 @@ def _excerpt(index: int, label: str, name: str, table: pa.Table) -> LoggedExcerp
 
     lines = []
     for row in rows.slice(0, _MOST_LOGGED_ROWS).to_pylist():
-        lines.append([f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()])
+        lines.append([_logged_text(value) for value in row.values()])
     return LoggedExcerpt(index, label, name, last_round, rows.column_names, lines, rows.num_rows - len(lines))
+
+
+def _logged_text(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return str(value)
 
 
 def as_uri(file: Path) -> str:
@@ -265,17 +291,24 @@ def _compare(
     """The values in which runs differ, and those that all share; each run is its label and its values."""
     differing: list[SettingValues] = []
     shared: list[tuple[str, str]] = []
-    for key in dict.fromkeys(key for _, values in runs for key in values if key not in hidden):
+    for key in dict.fromkeys(key for _, values in runs for key in values):
+        if key in hidden:
+            continue
+
         labels_by_value: dict[str, list[str]] = {}
         for label, values in runs:
-            text = as_yaml(values[key]) if key in values else ""
+            # A run without the setting has no line of its own below it.
+            text = ""
+            if key in values:
+                text = as_yaml(values[key])
             labels_by_value.setdefault(text, []).append(label)
 
         if len(labels_by_value) == 1:
             shared.append((key, next(iter(labels_by_value))))
-        else:
-            by_value = [(value, _with_counts(labels, runs)) for value, labels in labels_by_value.items() if value]
-            differing.append((key, by_value))
+            continue
+        labels_by_value.pop("", None)
+        by_value = [(value, _with_counts(labels, runs)) for value, labels in labels_by_value.items()]
+        differing.append((key, by_value))
     return differing, shared
 
 
@@ -286,5 +319,8 @@ def _with_counts(labels: Sequence[str], runs: Sequence[tuple[str, Any]]) -> list
     for label in dict.fromkeys(labels):
         count = labels.count(label)
         total = labels_of_runs.count(label)
-        texts.append(label if count == total else f"{label} ({count} of {total} runs)")
+        if count == total:
+            texts.append(label)
+        else:
+            texts.append(f"{label} ({count} of {total} runs)")
     return texts
