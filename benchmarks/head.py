@@ -128,13 +128,13 @@ def per_reply(answerer: Any, numbers: int) -> float:
     waiting = [answerer.reply.remote(numbers) for _ in range(WAITING)]
     ray.wait(waiting, num_returns=WAITING)
     total = ReplyAggregator(1, torch.device("cpu"))
-    group = Group(0, (0,), np.zeros(1, dtype=np.int64), {}, [None])
+    groups = [Group(index, (0,), np.zeros(1, dtype=np.int64), {}, [()]) for index in range(WAITING)]
 
     start = time.perf_counter()
     while waiting:
         (ready,), waiting = ray.wait(waiting, num_returns=1)
         reply: Reply = ray.get(ready)
-        total.add(group, reply.values)
+        total.add(groups.pop(), reply.values)
     return (time.perf_counter() - start) / WAITING
 
 

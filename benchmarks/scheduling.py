@@ -34,6 +34,7 @@ import numpy as np
 import raypfl
 from benchmarks.overhead import Plan, on_ray
 from raypfl.clients.worker import Group
+from raypfl.federation.exchange.bundles import Bundle, bundled
 from raypfl.federation.exchange.grouping import cut_into_groups, group_sizes, shrinking_sizes
 from raypfl.federation.exchange.placement import Dispatch
 from raypfl.federation.exchange.timings import Timings
@@ -75,19 +76,22 @@ JOBS = {
 (`results/overhead.json`), in groups of several sizes. `--fit` finds what an actor takes on yours."""
 
 
-def replay(groups: Sequence[Group], seconds: Sequence[float], actors: int, reply: float) -> float:
-    """Simulated seconds from handing out the first group to having handled the last reply."""
-    dispatch = Dispatch(groups)
+def replay(groups: Sequence[Group], seconds: Sequence[float], actors: int, reply: float) -> tuple[float, int]:
+    """Simulated seconds from handing out the first group to having handled the last reply; and the replies."""
+    bundles = bundled(groups, actors)
+    dispatch = Dispatch(bundles)
     for actor in range(actors):
         dispatch.join(actor, "node")
     free = [0.0] * actors  # when each actor has finished its groups
-    ends: list[tuple[float, int, int]] = []  # a heap of (time, actor, group) of groups at work
+    at_work: dict[int, Bundle] = {}  # by the index of the first group
+    ends: list[tuple[float, int, int]] = []  # a heap of (time, actor, index)
 
     def hand_out(now: float) -> None:
         while chosen := dispatch.next(now):
-            actor, group = chosen
-            free[actor] = max(free[actor], now + LATENCY) + seconds[group.index]
-            heapq.heappush(ends, (free[actor], actor, group.index))
+            actor, bundle = chosen
+            free[actor] = max(free[actor], now + LATENCY) + sum(seconds[group.index] for group in bundle.groups)
+            at_work[bundle.index] = bundle
+            heapq.heappush(ends, (free[actor], actor, bundle.index))
 
     now = 0.0
     while not dispatch.done:
@@ -98,10 +102,10 @@ def replay(groups: Sequence[Group], seconds: Sequence[float], actors: int, reply
             continue
         end, actor, index = heapq.heappop(ends)
         now = max(now, end)
-        dispatch.finished(actor, groups[index], now)
+        dispatch.finished(actor, at_work.pop(index), now)
         hand_out(now)  # like RayBackend: before the server looks at the reply
         now += reply
-    return now
+    return now, len(bundles)
 
 
 def longest_first(seconds: Sequence[float], actors: int) -> float:
@@ -119,13 +123,14 @@ class Replayed:
     Attributes
     ----------
     idle, bound : the actors' share of idle time, by :func:`replay` and by :func:`longest_first`.
-    seconds, groups : the seconds of a round, and its groups.
+    seconds, groups, replies : the seconds of a round, its groups, and the bundles in which they are sent.
     """
 
     idle: float
     bound: float
     seconds: float
     groups: float
+    replies: float
 
 
 def rounds(times: Times, actors: int, largest: int | None = None) -> Replayed:
@@ -154,13 +159,13 @@ def rounds(times: Times, actors: int, largest: int | None = None) -> Replayed:
             groups.append(Group(i, tuple(clients.tolist()), clients, {}, [], length, expected))
         seconds = [times.seconds(steps[clients]) * float(draws.lognormal(0, 0.05)) for clients in members]
 
-        whole = replay(groups, seconds, actors, times.reply)
+        whole, replies = replay(groups, seconds, actors, times.reply)
         for group, duration in zip(groups, seconds, strict=True):
             timings.note("train", group.clients, duration)
 
         idle = 1 - sum(seconds) / (actors * whole)
         bound = 1 - sum(seconds) / (actors * longest_first(seconds, actors))
-        replayed.append(Replayed(idle, bound, whole, len(groups)))
+        replayed.append(Replayed(idle, bound, whole, len(groups), replies))
 
     counted = map(astuple, replayed[1:])  # without the first round, in which nothing is known of times
     return Replayed(*(statistics.median(values) for values in zip(*counted, strict=True)))
@@ -212,6 +217,7 @@ def main() -> None:
         print("  actors " + "".join(f"{n:>8}" for n in rows))
         print("  idle   " + "".join(f"{row.idle:>8.1%}" for row in rows.values()))
         print("  bound  " + "".join(f"{row.bound:>8.1%}" for row in rows.values()))
+        print("  replies" + "".join(f"{row.replies:>8.0f}" for row in rows.values()))
         print("  seconds" + "".join(f"{row.seconds:>8.3f}" for row in rows.values()))
     if options.plot:
         plot(results, options.plot)

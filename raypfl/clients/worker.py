@@ -81,7 +81,7 @@ class Group:
 
     Attributes
     ----------
-    index : the group's position; partial sums are added in the order of the groups.
+    index : the group's position: what groups send is added up along a fixed tree over these.
     clients : the clients' numbers.
     positions : the clients' positions in the cohort.
     scattered : the rows of scattered arguments, name -> ``[K, ...]``.

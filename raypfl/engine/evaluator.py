@@ -152,10 +152,15 @@ class Evaluator:
             call, groups = self.runner.prepare(
                 _score, pairs, round, lr, arguments, self._cut, visible_state, exchange="evaluation"
             )
-            for group, reply in self.runner.run(call, groups, _refuse_failure):
-                replies.add(group, reply.values)
-                cohort.spent += reply.spent
+            spent: dict[int, list[Spending]] = {}
+            for group, done in self.runner.run(call, groups, _refuse_failure):
+                replies.add(group, done.reply.values, done.subtrees)
+                spent[group.index] = done.reply.spent
+            replies.next_exchange()
+
             self.spent += cohort.spent
+            for _, group_spent in sorted(spent.items()):
+                self.spent += group_spent
             # What clients stored for their evaluation is discarded.
             self.runner.states.abandon()
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raypfl.clients.worker import Call, Group
+from raypfl.clients.worker import Call, Group, Reply
 from raypfl.common import rng
 from raypfl.common.errors import ClientError, EmptyCohort, MethodError, PrivacyError
 from raypfl.common.messages import Broadcast, Scatter, numbers_charged
@@ -144,19 +144,24 @@ class Cohort(Log, ServerTraining):
 
         replies = ReplyAggregator(len(self.ids), self.task.model.device)
         logged = ReplyAggregator(len(self.ids), self.task.model.device)
-        for group, reply in self._runner.run(call, groups, self._drop_client):
-            replies.add(group, reply.values)
+        finished: dict[int, tuple[tuple[int, ...], Reply]] = {}
+        for group, done in self._runner.run(call, groups, self._drop_client):
+            reply = done.reply
+            replies.add(group, reply.values, done.subtrees)
             logged.add(group, reply.logged)
-            self.spent += reply.spent
-            if reply.losses is not None:
-                self._losses.update(zip(group.clients, reply.losses.tolist(), strict=True))
             for note in reply.notes:
                 self._runner.warn(note)
+            reply.values = {}  # added up, and large
+            finished[group.index] = (group.clients, reply)
 
         self._refuse_empty()
         replies.refuse_exposed(described_function)
-        for name, senders in replies.senders.items():
-            self._charge("up", name, senders, replies.sample[name].array.itemsize)
+        for _, (clients, reply) in sorted(finished.items()):
+            self.spent += reply.spent
+            if reply.losses is not None:
+                self._losses.update(zip(clients, reply.losses.tolist(), strict=True))
+        for name, (senders, itemsize) in replies.sent.items():
+            self._charge("up", name, senders, itemsize)
         self.log(**logged.result())
 
         answer = _Answer(self._add_noise(function_name, replies.result()), described_function)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,16 +10,22 @@ import numpy as np
 import pytest
 import torch
 
-from raypfl.clients.worker import Call, Group, Reply
+from raypfl.clients.worker import Call, Group, Reply, Worker
 from raypfl.common.errors import RaypflError
+from raypfl.common.messages import Each, Mean, Sum
 from raypfl.engine.backends import ray_backend
 from raypfl.engine.backends.actor_pools import ActorPools
-from raypfl.engine.backends.client_actor import Home
-from raypfl.engine.backends.ray_backend import INLINE_BYTES, SEPARATE_BYTES, RayBackend
+from raypfl.engine.backends.answers import SEPARATE_BYTES
+from raypfl.engine.backends.client_actor import ClientActor, Home
+from raypfl.engine.backends.inline import Inline
+from raypfl.engine.backends.ray_backend import INLINE_BYTES, RayBackend
 from raypfl.engine.backends.restarts import MAX_SETUP_FAILURES, PATIENCE
 from raypfl.experiment.settings import ActorPool
-from raypfl.federation.exchange.backend import Failed
+from raypfl.federation.exchange.backend import Backend, BundleReply, Failed
+from raypfl.federation.settings import FailureSettings
 from raypfl.storage.stacks import Contents
+from tests.federation.test_cohort import Probe, ids_of, rows_of
+from tests.support.federation import Federation
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -61,12 +67,21 @@ class Stand:
         self.work = SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=self._returning(num_returns)))
 
     def _returning(self, count: int) -> Any:
-        def work(call: Call, group: Group, apart: bool) -> list[Any]:
+        def work(call: Call, groups: Sequence[Group], apart: bool) -> list[Any]:
             self.objects.append(count)
-            states = Contents(({"w": SEPARATE_BYTES},) * len(group.clients)) if call.function == "train" else None
-            return [self.put(Reply({}, None, 0.0, states)), *[self.put(None)] * (count - 1)]
+            returned = [self.put(result) for result in self.results(call, groups, apart)]
+            assert len(returned) == count
+            return returned
 
         return work
+
+    def results(self, call: Call, groups: Sequence[Group], apart: bool) -> Sequence[Any]:
+        replies = []
+        for group in groups:
+            states = Contents(({"w": SEPARATE_BYTES},) * len(group.clients)) if call.function == "train" else None
+            replies.append(Reply({}, None, 0.0, states))
+        num_stacks = sum(len(group.clients) if apart else 1 for group in groups)
+        return [BundleReply(replies, ()), *[None] * num_stacks]
 
 
 @pytest.fixture
@@ -166,10 +181,10 @@ class DiesAtWork(Stand):
 
         finish = super()._returning(count)
 
-        def work(call: Call, group: Group, apart: bool) -> list[Any]:
+        def work(call: Call, groups: Sequence[Group], apart: bool) -> list[Any]:
             DiesAtWork.calls += 1
             if not self.dies(DiesAtWork.calls):
-                return finish(call, group, apart)
+                return finish(call, groups, apart)
             dead = self.put(ray.exceptions.ActorDiedError())
             return [dead] * count
 
@@ -198,6 +213,66 @@ def test_a_group_whose_actors_die_while_nothing_finishes_is_given_up(killed_acto
     [(group, failed)] = backend.run(Call("evaluate", 1, 0.1), groups(1, deaths=4))
     assert isinstance(failed, Failed) and failed.deaths == 4 and "process died" in failed.trace
     assert group.index == 0 and len(killed_actors) == 4
+
+
+class Works(DiesAtWork):
+    """A pretended client actor that does the work of a real one, in this process, unless it dies."""
+
+    def __init__(self, worker: Worker, dies: Callable[[int], bool]) -> None:
+        super().__init__(dies)
+        self.actor = ClientActor()
+        self.actor._worker = worker
+
+    def results(self, call: Call, groups: Sequence[Group], apart: bool) -> Sequence[Any]:
+        return self.actor.work(call, groups, apart)
+
+
+def two_exchanges(backend: Callable[[Worker], Backend]) -> tuple[Any, ...]:
+    """What two exchanges of clients in 13 groups leave behind; client 6 fails in the second."""
+
+    def answer(clients, exchange):
+        if exchange == 2 and 6 in clients.ids:
+            raise ZeroDivisionError
+        rows = rows_of(clients, 200).float() * 10 ** (ids_of(clients)[:, None] % 7).float()
+        clients.state["rows"] = clients.state.get("rows", torch.zeros(200)) + rows
+        return {"sum": Sum(rows), "mean": Mean(rows, weight=clients.num_samples), "rows": Each(rows)}
+
+    skip = FailureSettings(on_client_failure="skip", retries=0, deaths=3)
+    fed = Federation(sizes=range(3, 16), method=Probe(answer=answer), group_size=1, failures=skip, backend=backend)
+    replies = []
+    for exchange in (1, 2):
+        cohort = fed.cohort()
+        reply = cohort.run(fed.method.reply, exchange=exchange)
+        replies.append({name: tensor.tolist() for name, tensor in reply.items()})
+        fed.states.commit()
+
+    states = []
+    for client in cohort.ids:
+        (ref,) = fed.states.refs(client)
+        ((stack,),) = fed.runner.backend.map_states(lambda fetch, stack: fetch([stack]), [("", ref.stack)])
+        states.append(stack.state_of(ref.slot)["rows"].tolist())
+    return replies, list(cohort.failed), fed.ledger.entries, states, len(fed.states.stacks())
+
+
+@pytest.mark.parametrize("dying", [(), (14,), (15, 17)])
+def test_bundles_give_the_bits_of_single_groups_though_a_client_fails_in_one_and_an_actor_dies(
+    killed_actors, monkeypatch, dying
+):
+    monkeypatch.setattr(DiesAtWork, "calls", 0)
+    started: list[Works] = []
+
+    def backend(worker: Worker) -> RayBackend:
+        def start() -> Works:
+            started.append(Works(worker, lambda number: number in dying))
+            return started[-1]
+
+        return backend_of([start()], start)
+
+    assert two_exchanges(backend) == two_exchanges(Inline)
+    pushed = [count - 1 for actor in started for count in actor.objects]
+    # The first exchange shows how much groups keep. In the second, the first bundle is a half of the work at most.
+    assert pushed[:13] == [1] * 13 and len(started) == 1 + len(dying)
+    assert max(pushed[13:]) > 1
 
 
 def test_actors_that_die_in_setup_do_not_end_a_run_in_which_another_works(stand, clock):
@@ -368,13 +443,11 @@ class Full(Stand):
     def _returning(self, count: int) -> Any:
         work = super()._returning(count)
 
-        def work_or_fail(call: Call, group: Group, apart: bool) -> list[Any]:
-            if len(group.clients) <= self.most:
-                return work(call, group, apart)
-            return [
-                self.put(Failed(torch.OutOfMemoryError("CUDA out of memory."), "")),
-                *[self.put(None)] * (count - 1),
-            ]
+        def work_or_fail(call: Call, groups: Sequence[Group], apart: bool) -> list[Any]:
+            if len(groups[0].clients) <= self.most:
+                return work(call, groups, apart)
+            failed = Failed(torch.OutOfMemoryError("CUDA out of memory."), "")
+            return [self.put(BundleReply([failed], ())), *[self.put(None)] * (count - 1)]
 
         return work_or_fail
 

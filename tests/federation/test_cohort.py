@@ -14,7 +14,6 @@ import torch
 
 from raypfl.common.errors import ClientError, EmptyCohort, MethodError
 from raypfl.common.messages import Broadcast, Each, Mean, PerClient, Scatter, Sum, per_client, unmarked
-from raypfl.engine.backends.inline import Inline
 from raypfl.engine.evaluator import EvaluationCohort
 from raypfl.federation.ledger import LedgerEntry
 from raypfl.federation.settings import FailureSettings
@@ -104,30 +103,6 @@ def test_rows_arrive_in_cohort_order_and_scattered_rows_reach_their_clients(grou
         assert torch.equal(reply["back"], scattered * torch.tensor([2.0, 3.0]))
         assert reply["ids"].tolist() == list(ids)
         assert not isinstance(reply["back"], PerClient) and reply["ids"].dtype == torch.int64
-
-
-class Backwards(Inline):
-    """Gives results in the reverse of the order of the groups."""
-
-    def run(self, call, groups):
-        yield from reversed(list(super().run(call, groups)))
-
-
-def test_partial_sums_are_added_in_the_same_order_however_replies_arrive():
-    def answer(clients):
-        rows = rows_of(clients, 200).float() * 10 ** (ids_of(clients)[:, None] * 2).float()
-        return {"sum": Sum(rows), "mean": Mean(rows, weight=clients.num_samples), "rows": Each(rows)}
-
-    replies = []
-    for backend in (Inline, Backwards):
-        fed = federation(answer, group_size=1)
-        fed.runner.backend = backend(fed.runner.backend._worker)
-        replies.append(exchange(fed))
-
-    for name, tensor in replies[0].items():
-        assert torch.equal(tensor, replies[1][name])
-    forwards, backwards = (sum(order, torch.zeros(200)) for order in (replies[0]["rows"], replies[0]["rows"].flip(0)))
-    assert not torch.equal(forwards, backwards)
 
 
 def test_every_message_is_counted_once_for_each_client_that_it_reaches_or_leaves():

@@ -11,25 +11,27 @@ import numpy as np
 import pytest
 
 from raypfl.clients.worker import Group
+from raypfl.federation.exchange.bundles import Bundle
 from raypfl.federation.exchange.placement import PREFETCH_SECONDS, UNEQUAL_RATIO, Dispatch
 from raypfl.federation.exchange.timings import Speeds, Timings
 from raypfl.federation.exchange.waiting import NEARLY_LONGEST
 from raypfl.storage.stacks import StackRef
 
 
-def group(index: int, length: float, seconds: float = 0.0, homes: str = "") -> Group:
+def group(index: int, length: float, seconds: float = 0.0, homes: str = "") -> Bundle:
+    """A group, as a bundle of its own."""
     states = [(StackRef(None, k, home),) for k, home in enumerate(homes)]
-    return Group(index, tuple(range(max(1, len(homes)))), np.arange(1), {}, states, length, seconds)
+    return Bundle.of(Group(index, tuple(range(max(1, len(homes)))), np.arange(1), {}, states, length, seconds))
 
 
-def dispatching(*groups: Group, nodes: str) -> Dispatch:
+def dispatching(*groups: Bundle, nodes: str) -> Dispatch:
     dispatch = Dispatch(groups)
     for actor, node in enumerate(nodes):
         dispatch.join(actor, node)
     return dispatch
 
 
-def pushed(dispatch: Dispatch | Searching, now: float) -> list[tuple[int, Group]]:
+def pushed(dispatch: Dispatch | Searching, now: float) -> list[tuple[int, Bundle]]:
     out = []
     while chosen := dispatch.next(now):
         out.append(chosen)
@@ -136,9 +138,9 @@ def test_a_client_that_was_slow_is_expected_to_be_slow_again():
 class Searching:
     """The policy as its documentation says it: looks at all actors and all groups for every decision."""
 
-    def __init__(self, groups: list[Group]):
+    def __init__(self, groups: list[Bundle]):
         self.waiting = sorted(groups, key=lambda group: (-group.length, group.index))
-        self.actors: dict[int, tuple[str, float, list[Group]]] = {}
+        self.actors: dict[int, tuple[str, float, list[Bundle]]] = {}
         self.since: dict[int, float] = {}
 
     def join(self, actor: int, node: str, slowness: float) -> None:
@@ -148,7 +150,7 @@ class Searching:
         _, slowness, groups = self.actors[actor]
         return self.since[actor] + sum(slowness * group.seconds for group in groups) if groups else 0.0
 
-    def next(self, now: float) -> tuple[int, Group] | None:
+    def next(self, now: float) -> tuple[int, Bundle] | None:
         free = [actor for actor in self.actors if self.waiting and self.may_get_one(actor, now)]
         if not free:
             return None
@@ -175,16 +177,20 @@ class Searching:
         is_alone = any(group.alone for group in (self.waiting[0], *groups))
         return not groups or (len(groups) < 2 and not is_alone and self.idle_at(actor) - PREFETCH_SECONDS <= now)
 
-    def nearest(self, actors: list[int]) -> tuple[int, Group]:
+    def nearest(self, actors: list[int]) -> tuple[int, Bundle]:
         first, *others = self.waiting[: len(self.actors)]
         if len({node for node, _, _ in self.actors.values()}) < 2:
             return actors[0], first
 
         near = [group for group in others if group.length >= NEARLY_LONGEST * first.length and not group.alone]
         pairs = [(actor, group) for group in [first, *near] for actor in actors]
-        return max(pairs, key=lambda pair: sum(refs[0].node == self.actors[pair[0]][0] for refs in pair[1].states))
+        return max(pairs, key=lambda pair: self.share(*pair))
 
-    def finishing_first(self, free: list[int], now: float) -> tuple[int, Group] | None:
+    def share(self, actor: int, group: Bundle) -> int:
+        node, _, _ = self.actors[actor]
+        return sum(refs[0].node == node for refs in group.groups[0].states)
+
+    def finishing_first(self, free: list[int], now: float) -> tuple[int, Bundle] | None:
         idle_at = {actor: max(now, self.idle_at(actor)) for actor in self.actors}
         for group in self.waiting:
             actor = min(idle_at, key=lambda actor: idle_at[actor] + self.actors[actor][1] * group.seconds)
@@ -193,19 +199,19 @@ class Searching:
             idle_at[actor] += self.actors[actor][1] * group.seconds
         return None
 
-    def finished(self, actor: int, group: Group, now: float) -> None:
+    def finished(self, actor: int, group: Bundle, now: float) -> None:
         self.actors[actor][2].remove(group)
         self.since[actor] = now
 
-    def lost(self, actor: int) -> list[Group]:
+    def lost(self, actor: int) -> list[Bundle]:
         _, _, groups = self.actors.pop(actor)
         self.waiting[:0] = groups
         return groups
 
-    def drop(self, group: Group) -> None:
+    def drop(self, group: Bundle) -> None:
         self.waiting.remove(group)
 
-    def append(self, group: Group) -> None:
+    def append(self, group: Bundle) -> None:
         self.waiting.append(group)
 
 
@@ -222,7 +228,7 @@ def test_every_decision_is_that_of_a_search_over_all_actors_and_groups(seed):
         groups.append(group(index, length, 0.01 * length * is_timed, homes))
 
     policies = Dispatch(groups), Searching(groups)
-    working: list[tuple[int, Group]] = []
+    working: list[tuple[int, Bundle]] = []
     present: list[int] = []
     now = 0.0
     for step in range(400):
@@ -284,7 +290,7 @@ def test_a_decision_among_a_thousand_actors_looks_at_a_few(slowest):
 # --- actors of unequal speed ------------------------------------------------------------------------------------------
 
 
-def replayed(groups: list[Group], slowness: list[float], known_slowness: list[float]) -> tuple[float, int]:
+def replayed(groups: list[Bundle], slowness: list[float], known_slowness: list[float]) -> tuple[float, int]:
     """Seconds until all groups are done by actors that are so slow and believed to be; and how often it was looked."""
     dispatch = Dispatch(groups)
     now = 0.0
@@ -352,7 +358,7 @@ def test_a_slow_place_is_recognised_after_a_few_groups_and_its_clients_are_not_b
 
     for _ in range(20):
         for place, clients in zip([*true] * 4, draws.permutation(300)[:120].reshape(12, 10), strict=True):
-            next_group = replace(group(0, timings.length(clients)), clients=tuple(clients.tolist()))
+            next_group = Group(0, tuple(clients.tolist()), clients, {}, [], timings.length(clients))
             seconds = 0.1 * true[place] * 10 * draws.lognormal(0, 0.1)
             timings.note("train", next_group.clients, speeds.note(place, "train", next_group, seconds))
 
@@ -367,5 +373,6 @@ def test_a_slow_place_is_recognised_after_a_few_groups_and_its_clients_are_not_b
 
 def test_nothing_is_learned_about_places_if_there_is_only_one():
     speeds = Speeds()
-    assert [speeds.note("here", "train", group(0, 1.0), seconds) for seconds in (1.0, 9.0)] == [1.0, 9.0]
+    (only,) = group(0, 1.0).groups
+    assert [speeds.note("here", "train", only, seconds) for seconds in (1.0, 9.0)] == [1.0, 9.0]
     assert speeds.slowness("here") == 1.0

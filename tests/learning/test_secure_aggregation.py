@@ -65,9 +65,9 @@ def test_the_server_never_sees_an_unmasked_update(monkeypatch):
     seen = []
 
     class Watched(ReplyAggregator):
-        def add(self, group, values):
+        def add(self, group, values, subtrees=None):
             seen.append((group.clients, values["theta"].array if "theta" in values else None))
-            super().add(group, values)
+            super().add(group, values, subtrees)
 
     monkeypatch.setattr(module, "ReplyAggregator", Watched)
     fed = Federation(method=FedAvg(weighting="uniform"), privacy=SECURE, group_size=1, training=FP32)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from raypfl.clients.worker import Call, Group, Reply, Worker
-    from raypfl.federation.exchange.backend import Failed
+    from raypfl.federation.exchange.backend import BundleReply, Failed
     from raypfl.storage.stacks import Contents, Fetch, Stack
     from raypfl.storage.states import StateFile, StateShard
 
@@ -75,17 +75,35 @@ class ClientActor:
         gpu_ids = tuple(map(str, ray.get_gpu_ids()))
         return Home(ray.get_runtime_context().get_node_id(), type_of(device), gpu_ids, takes_turns)
 
-    def work(self, call: Call, group: Group, separate: bool) -> tuple[Reply | Failed | Stack | None, ...]:
-        """Run a group. Return its reply and its clients' new states: one stack or, if `separate`, one for each client.
+    def work(self, call: Call, groups: Sequence[Group], separate: bool) -> tuple[BundleReply | Stack | None, ...]:
+        """Run a bundle's groups one after the other.
 
-        Each returned stack is a Ray object that the caller, the server, owns.
+        Return their replies, with their sums added up, and the clients' new states: for each group a stack or, if
+        `separate`, one for each client. Each returned stack is a Ray object that the caller, the server, owns.
         """
-        reply, stack = self._run(call, group)
-        if not separate:
-            return reply, stack
+        from raypfl.federation.exchange.aggregation import take_sums
+        from raypfl.federation.exchange.backend import BundleReply, failure, states_of
+        from raypfl.federation.exchange.tree_sum import TreeSum
 
-        stacks = [None if stack is None else stack.single(slot) for slot in range(len(group.clients))]
-        return reply, *stacks
+        assert self._worker is not None
+        sums = TreeSum()
+        outcomes: list[Reply | Failed] = []
+        stacks: list[Stack | None] = []
+        for group in groups:
+            stack = None
+            try:
+                reply, stack = self._worker.work(call, get_broadcasts, group, states_of(group.states, get_states))
+                if len(groups) > 1:
+                    sums.add(take_sums(group, reply))
+                outcomes.append(reply)
+            except Exception as error:
+                outcomes.append(failure(error))
+
+            if separate:
+                stacks += [None if stack is None else stack.single(slot) for slot in range(len(group.clients))]
+            else:
+                stacks.append(stack)
+        return BundleReply(outcomes, sums.subtrees()), *stacks
 
     def map_states(self, function: Callable[[Fetch, Any], Any], job: Any) -> Any:
         """Compute something from states, which should be on this node."""
@@ -104,15 +122,6 @@ class ClientActor:
                 stack = shard.stack()
                 yield shard.outline(), stack.contents(len(shard.clients))
                 yield stack
-
-    def _run(self, call: Call, group: Group) -> tuple[Reply | Failed, Stack | None]:
-        from raypfl.federation.exchange.backend import failure, states_of
-
-        assert self._worker is not None
-        try:
-            return self._worker.work(call, get_broadcasts, group, states_of(group.states, get_states))
-        except Exception as error:
-            return failure(error), None
 
 
 def reserved_gpus() -> float:

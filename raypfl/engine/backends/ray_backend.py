@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,25 +12,23 @@ import numpy as np
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from raypfl.clients.worker import Call, Group, Reply
+from raypfl.clients.worker import Call, Group
 from raypfl.common.errors import RaypflError, Stopped
 from raypfl.common.memory import out_of_memory
 from raypfl.engine.backends import states_on_ray
 from raypfl.engine.backends.actor_pools import ActorPools
+from raypfl.engine.backends.answers import Answers
 from raypfl.engine.backends.client_actor import Home, get_broadcasts
 from raypfl.engine.backends.restarts import MAX_SETUP_FAILURES, RestartPolicy
 from raypfl.engine.backends.shipment import Shipment
-from raypfl.federation.exchange.backend import Done, Failed, StoredStack
+from raypfl.federation.exchange.backend import BundleReply, Done, Failed, StoredStack
 from raypfl.federation.exchange.broadcasts import INLINE_BYTES
+from raypfl.federation.exchange.bundles import Bundle, bundled
 from raypfl.federation.exchange.placement import Dispatch
 from raypfl.federation.exchange.timings import Speeds
 from raypfl.storage.filesystems import is_shared
 from raypfl.storage.stacks import Fetch
 from raypfl.storage.states import StateFile
-
-SEPARATE_BYTES = 1_000_000
-"""Bytes from which a client's state is a Ray object of its own, so that it is freed as soon as there is a newer one.
-An object costs about a millisecond, as much as copying so many bytes."""
 
 LOOK = 1.0
 """Seconds at least between looks at the cluster's nodes."""
@@ -70,9 +68,9 @@ class _Actor:
 
 @dataclass(frozen=True, eq=False)
 class _Submitted:
-    """A group that was pushed to an actor, and the references to its reply and its states."""
+    """A bundle that was pushed to an actor, and the references to its reply and to its groups' states."""
 
-    group: Group
+    bundle: Bundle
     actor: _Actor
     reply: Any
     stacks: Sequence[Any]
@@ -116,8 +114,7 @@ class RayBackend:
         self._round = 0
         self._last_look = 0.0
         self._job = job
-        # Function -> whether each client's state is an object of its own, since they were large the last time.
-        self._are_separate: dict[Hashable, bool] = {}
+        self._answers = Answers()
         self._stopped = stopped
         self._warn = warn
         self._targets = [sum(actor_pool == pool for actor_pool, _ in actors) for pool in range(len(pools))]
@@ -185,9 +182,9 @@ class RayBackend:
         return [(actor.pool, actor.handle) for actor in self._all_actors()]
 
     def run(self, call: Call, groups: Sequence[Group]) -> Iterator[tuple[Group, Done | Failed]]:
-        dispatch = Dispatch(groups)
-        submitted: dict[Any, _Submitted] = {}
         self._follow_the_cluster(call.round)
+        dispatch = Dispatch(bundled(groups, sum(self._targets), self._answers.most_clients(call.function)))
+        submitted: dict[Any, _Submitted] = {}
         for actor in self._all_actors():
             self._join(actor, dispatch)
         try:
@@ -202,58 +199,49 @@ class RayBackend:
                         continue
                     task = submitted[reply]
                     try:
-                        outcome = self._outcome(call, task)
+                        outcomes = self._outcomes(call, task)
                     except RayError as error:
                         # The actor, its node or its memory failed; an error of the group is an outcome.
                         yield from self._died(task.actor, submitted, dispatch, error)
                     else:
-                        if isinstance(outcome, Failed) and self._made_room(
-                            task.actor, outcome.error, submitted, dispatch
-                        ):
+                        errors = [outcome.error for _, outcome in outcomes if isinstance(outcome, Failed)]
+                        if any(self._made_room(task.actor, error, submitted, dispatch) for error in errors):
                             continue
                         del submitted[reply]
                         self._has_begun = True
                         self._restarts.group_finished()
-                        dispatch.finished(task.actor, task.group, time.monotonic())
+                        dispatch.finished(task.actor, task.bundle, time.monotonic())
                         self._push(call, dispatch, submitted)
-                        yield task.group, outcome
+                        yield from outcomes
         finally:
             # A method's code cannot be interrupted, so actors with unwanted work are killed.
             for actor in {task.actor for task in submitted.values()}:
                 if actor in self._pool_actors[actor.pool]:
                     self._kill(actor)
 
-    def _outcome(self, call: Call, task: _Submitted) -> Done | Failed:
+    def _outcomes(self, call: Call, task: _Submitted) -> list[tuple[Group, Done | Failed]]:
+        groups = task.bundle.groups
         try:
-            reply: Reply | Failed = ray.get(task.reply)
+            answer: BundleReply = ray.get(task.reply)
         except RayTaskError as error:
-            return Failed(error, str(error))
-        if isinstance(reply, Failed):
-            return reply
+            return [(group, Failed(error, str(error))) for group in groups]
 
-        reply.seconds = self._speeds.note(task.actor.place, call.function, task.group, reply.seconds)
-        if reply.new_states is None:
-            return Done(reply)
-
-        clients = task.group.clients
-        clients_of_stacks: list[tuple[int, ...]]
-        if len(task.stacks) == len(clients):
-            clients_of_stacks = [(client,) for client in clients]
-            contents = reply.new_states.by_client()
-        else:
-            clients_of_stacks = [clients]
-            contents = [reply.new_states]
-        self._are_separate[call.function] = reply.new_states.nbytes >= SEPARATE_BYTES * len(clients)
         _, node = task.actor.place
-        return Done(reply, list(zip(clients_of_stacks, task.stacks, contents, strict=True)), node)
+        outcomes = self._answers.outcomes(call.function, groups, answer, task.stacks, node)
+        for group, outcome in outcomes:
+            if isinstance(outcome, Done):
+                reply = outcome.reply
+                reply.seconds = self._speeds.note(task.actor.place, call.function, group, reply.seconds)
+        return outcomes
 
     def _push(self, call: Call, dispatch: Dispatch, submitted: dict[Any, _Submitted]) -> None:
-        separate = self._are_separate.get(call.function, False)
+        are_separate = self._answers.are_separate(call.function)
         while chosen := dispatch.next(time.monotonic()):
-            actor, group = chosen
-            work = actor.handle.work.options(num_returns=1 + (len(group.clients) if separate else 1))
-            reply, *stacks = work.remote(call, group, separate)
-            submitted[reply] = _Submitted(group, actor, reply, stacks)
+            actor, bundle = chosen
+            num_stacks = sum(len(group.clients) if are_separate else 1 for group in bundle.groups)
+            work = actor.handle.work.options(num_returns=1 + num_stacks)
+            reply, *stacks = work.remote(call, bundle.groups, are_separate)
+            submitted[reply] = _Submitted(bundle, actor, reply, stacks)
 
     def _follow_the_cluster(self, round: int) -> None:
         """In a new round, have as many actors as have room now; give up those that still wait for room that is gone."""
@@ -417,20 +405,23 @@ class RayBackend:
     ) -> Iterator[tuple[Group, Failed]]:
         """Put a dead actor's groups at the end of the queue, or yield the only one if its actors died too often.
 
-        Of two groups either may have caused the death, so each runs alone the next time, after the groups that wait.
+        Of several groups any may have caused the death, so each runs alone the next time, after the groups that wait.
         """
         self._kill(actor)
         self._warn("A client actor died; another takes its place, and its groups run again.")
         _forget_tasks(actor, submitted)
 
-        lost = dispatch.lost(actor)
-        for group in lost:
-            dispatch.drop(group)
-            deaths = self._restarts.died_at_work((group.index, group.clients)) if len(lost) == 1 else 0
+        groups: list[Group] = []
+        for bundle in dispatch.lost(actor):
+            dispatch.drop(bundle)
+            groups += bundle.groups
+
+        for group in groups:
+            deaths = self._restarts.died_at_work((group.index, group.clients)) if len(groups) == 1 else 0
             if deaths == group.deaths:
                 yield group, Failed(error, f"Its actor's process died. {_reason(error)}", deaths)
             else:
-                dispatch.append(replace(group, alone=True))
+                dispatch.append(Bundle.of(replace(group, alone=True)))
 
     def _kill(self, actor: _Actor) -> None:
         del self._pool_actors[actor.pool][actor]

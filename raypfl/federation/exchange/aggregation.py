@@ -3,60 +3,70 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from raypfl.clients.worker import Group, Value
+from raypfl.clients.worker import Group, Reply, Value
 from raypfl.common.errors import MethodError, PrivacyError
+from raypfl.federation.exchange.tree_sum import Subtree, Total, TreeSum, added
 from raypfl.learning.privacy import unmasked
 
 
 class ReplyAggregator:
-    """Adds up sums and means over the cohort, and collects the rows of ``Each``.
-
-    Attributes
-    ----------
-    sample : name -> the first group's value of this name.
-    senders : name -> ``{numbers: clients}``, how many clients sent so many numbers.
-    """
+    """Adds up sums and means over the cohort, and collects the rows of ``Each``, in whichever order groups reply."""
 
     def __init__(self, clients: int, device: torch.device):
-        self.sample: dict[str, Value] = {}
-        self.senders: dict[str, Counter[int]] = {}
-        self._contributors: Counter[str] = Counter()
         self._clients = clients
         self._device = device
-        self._sums: dict[str, np.ndarray] = {}
-        self._weights: dict[str, float] = {}
+        # Name -> ``(index of the first group that sent it, place in its reply)`` and this value, without its array.
+        self._first: dict[str, tuple[tuple[int, int], Value]] = {}
+        self._senders: dict[str, Counter[int]] = {}
+        self._contributors: Counter[str] = Counter()
+        self._rows: dict[str, np.ndarray] = {}
+        self._tree = TreeSum()
+        self._totals: Mapping[str, Total] = {}
 
-    def add(self, group: Group, values: Mapping[str, Value]) -> None:
-        """Add a group's reply. Sums round differently in another order, so groups must come in theirs."""
-        for name, value in values.items():
-            self.sample.setdefault(name, value)
-            self.senders.setdefault(name, Counter()).update(value.numbers.tolist())
+    def add(self, group: Group, values: Mapping[str, Value], subtrees: Sequence[Subtree] | None = None) -> None:
+        """Add a group's reply.
+
+        `subtrees` has the sums over groups of a bundle, which come with one of them; None: the group is no part of one.
+        """
+        for position, (name, value) in enumerate(values.items()):
+            place = (group.index, position)
+            if name not in self._first or place < self._first[name][0]:
+                self._first[name] = (place, _without_array(value))
+            self._senders.setdefault(name, Counter()).update(value.numbers.tolist())
             self._contributors[name] += value.contributors
 
             if value.kind == "each":
-                if name not in self._sums:
-                    self._sums[name] = np.zeros((self._clients, *value.array.shape[1:]), value.array.dtype)
-                self._sums[name][group.positions] = value.array
-            elif name in self._sums:
-                self._sums[name] += value.array
-                self._weights[name] += value.weight
-            else:
-                self._sums[name] = np.array(value.array)
-                self._weights[name] = value.weight
+                if name not in self._rows:
+                    self._rows[name] = np.zeros((self._clients, *value.array.shape[1:]), value.array.dtype)
+                self._rows[name][group.positions] = value.array
+
+        for subtree in [leaf(group, values)] if subtrees is None else subtrees:
+            self._tree.add(subtree)
+
+    @property
+    def sent(self) -> dict[str, tuple[Counter[int], int]]:
+        """Name -> how many clients sent so many numbers, ``{numbers: clients}``, and the bytes of a number."""
+        return {name: (self._senders[name], value.array.itemsize) for name, value in self._values()}
+
+    def next_exchange(self) -> None:
+        """Let the indices of groups begin again: what was added so far is added to the result as a whole."""
+        self._totals = added(self._totals, self._tree.totals())
+        self._tree = TreeSum()
 
     def refuse_exposed(self, function: str) -> None:
         """Raise a PrivacyError if masks do not hide a client's message; `function` describes what returned it."""
-        for name, sample in self.sample.items():
-            if sample.masked is None:
+        for name, value in self._values():
+            if value.masked is None:
                 continue
 
-            senders = self.senders[name].total()
+            senders = self._senders[name].total()
             if senders < self._clients:
                 raise PrivacyError(
                     f"{function} returned {name!r} for {senders} of the cohort's {self._clients} clients, but the "
@@ -77,18 +87,45 @@ class ReplyAggregator:
         ------
         MethodError : if the weights of a ``Mean`` sum to zero.
         """
+        self.next_exchange()
         result = {}
-        for name, array in self._sums.items():
-            dtype = self.sample[name].masked
-            tensor = torch.from_numpy(array) if dtype is None else unmasked(array, dtype)
+        for name, value in self._values():
+            if value.kind == "each":
+                result[name] = torch.from_numpy(self._rows[name]).to(self._device)
+                continue
+
+            total = self._totals[name]
+            # What came from one group alone may be in memory that is shared, or that its sender uses.
+            array = total.array if total.is_writable else np.array(total.array)
+            tensor = torch.from_numpy(array) if value.masked is None else unmasked(array, value.masked)
             tensor = tensor.to(self._device)
 
-            if self.sample[name].kind == "mean":
-                if self._weights[name] <= 0:
-                    raise MethodError(
-                        f"The weights of Mean {name!r} sum to {self._weights[name]}; they must be positive."
-                    )
-                tensor = tensor / self._weights[name]
-
+            if value.kind == "mean":
+                if total.weight <= 0:
+                    raise MethodError(f"The weights of Mean {name!r} sum to {total.weight}; they must be positive.")
+                tensor = tensor / total.weight
             result[name] = tensor
         return result
+
+    def _values(self) -> list[tuple[str, Value]]:
+        """Return the names and their values in the order of groups and replies."""
+        by_place = sorted(self._first.items(), key=lambda entry: entry[1][0])
+        return [(name, value) for name, (_, value) in by_place]
+
+
+def leaf(group: Group, values: Mapping[str, Value]) -> Subtree:
+    """Return a group's sums and means as a leaf of the tree."""
+    totals = {name: Total(value.array, value.weight) for name, value in values.items() if value.kind != "each"}
+    return Subtree(0, group.index, totals)
+
+
+def take_sums(group: Group, reply: Reply) -> Subtree:
+    """Take the sums out of the reply of a group in a bundle; return them as a leaf of the bundle's tree."""
+    sums = leaf(group, reply.values)
+    for name in sums.totals:
+        reply.values[name] = _without_array(reply.values[name])
+    return sums
+
+
+def _without_array(value: Value) -> Value:
+    return replace(value, array=np.empty(0, value.array.dtype))

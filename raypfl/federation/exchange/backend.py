@@ -12,6 +12,7 @@ import numpy as np
 from raypfl.clients.worker import Call, Group, Reply
 from raypfl.common.errors import MethodError
 from raypfl.common.user_code import traceback_text, with_location
+from raypfl.federation.exchange.tree_sum import Subtree
 from raypfl.storage.stacks import Contents, Fetch, StackRef, merged
 from raypfl.storage.states import StateFile, StateShard
 
@@ -29,11 +30,14 @@ class Done:
     stacks : changes of the clients' states as ``(clients, stack, contents)``; a stack is a :class:`Stack` or a
         reference to one. Empty if no state changed.
     home : the node that holds the stacks.
+    subtrees : if the group is one of a bundle, the bundle's sums, which come with one of its groups; None: the sums are
+        in the reply.
     """
 
     reply: Reply
     stacks: Sequence[tuple[tuple[int, ...], Any, Contents]] = ()
     home: str = ""
+    subtrees: Sequence[Subtree] | None = None
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,20 @@ class Failed:
     error: BaseException
     trace: str
     deaths: int = 0
+
+
+@dataclass(frozen=True)
+class BundleReply:
+    """What an actor answers for a bundle of groups.
+
+    Attributes
+    ----------
+    outcomes : each group's reply or failure. Of several groups, replies are without their sums.
+    subtrees : these sums, added up as far as groups succeeded.
+    """
+
+    outcomes: Sequence[Reply | Failed]
+    subtrees: Sequence[Subtree]
 
 
 def failure(error: Exception) -> Failed:

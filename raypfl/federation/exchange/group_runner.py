@@ -1,4 +1,4 @@
-"""Runs the groups of an exchange on a backend: retries, failing clients, replies in a fixed order."""
+"""Runs the groups of an exchange on a backend: retries and failing clients."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 
 from raypfl.clients.group import ClientGroup
 from raypfl.clients.observation import Observation
-from raypfl.clients.worker import Call, Group, Reply
+from raypfl.clients.worker import Call, Group
 from raypfl.common.counting import counted
 from raypfl.common.errors import ClientError, OutOfMemory, RaypflError
 from raypfl.common.memory import out_of_memory
 from raypfl.common.messages import Scatter
-from raypfl.federation.exchange.backend import Backend, Failed
+from raypfl.federation.exchange.backend import Backend, Done, Failed
 from raypfl.federation.exchange.broadcasts import Broadcasts
 from raypfl.federation.exchange.grouping import cut_into_groups
 from raypfl.federation.exchange.timings import Timings
@@ -164,14 +164,11 @@ class GroupRunner:
         )
         return call, groups
 
-    def run(self, call: Call, groups: list[Group], drop_client: DropClient) -> Iterator[tuple[Group, Reply]]:
+    def run(self, call: Call, groups: list[Group], drop_client: DropClient) -> Iterator[tuple[Group, Done]]:
         """Run groups until each has succeeded or lost its failing clients; `drop_client` is called with each of these.
 
-        Yields replies in the order of the groups, so that partial sums are always added in the same order. A reply that
-        arrives early waits.
+        Yields groups as they finish, in any order.
         """
-        arrived: dict[int, tuple[Group, Reply] | None] = {}
-        order = [group.index for group in groups]
         first_failures: dict[tuple[int, ...], Failed] = {}
 
         while groups:
@@ -192,20 +189,15 @@ class GroupRunner:
                 if isinstance(call.function, str):
                     self._timings.note(call.function, group.clients, reply.seconds)
                 if self.keep_observations is not None and reply.observed:
-                    # Handed on at once: a reply that waits for its turn would hold them in memory.
                     self.keep_observations(call.round, reply.observed)
                     reply.observed = {}
-                arrived[group.index] = (group, reply)
-                yield from _pop_in_order(order, arrived)
+                yield group, outcome
 
             groups = []
-            for group, failure in failures:
+            for group, failure in sorted(failures, key=lambda failed: failed[0].index):
                 remaining = self._remaining(call, group, failure, drop_client)
-                if remaining is None:
-                    arrived[group.index] = None
-                else:
+                if remaining is not None:
                     groups.append(remaining)
-            yield from _pop_in_order(order, arrived)
 
     def compact_states(self, round: int) -> None:
         """Copy the states that keep mostly dead stacks alive into new stacks: all of them or, on an error, none."""
@@ -292,14 +284,6 @@ def _copy_state(clients: ClientGroup, method: object) -> dict[str, Any]:
 
 def _refuse_lost_state(client: int, why: str) -> None:
     raise ClientError(f"The state of client {client} cannot be copied. {why}", [client])
-
-
-def _pop_in_order(order: list[int], arrived: dict[int, tuple[Group, Reply] | None]) -> Iterator[tuple[Group, Reply]]:
-    """Yield the replies whose turn has come; None stands for a group without remaining clients."""
-    while order and order[0] in arrived:
-        ready = arrived.pop(order.pop(0))
-        if ready is not None:
-            yield ready
 
 
 def _subgroup(group: Group, members: list[int], tries: int) -> Group:

@@ -1,8 +1,8 @@
-"""Which group goes to which actor, and when: the policy alone, without actors or a clock.
+"""Which bundle of groups goes to which actor, and when: the policy alone, without actors or a clock.
 
-What it decides changes how long a round takes and nothing else: the cut and the order in which partial sums are added
-do not depend on it. `benchmarks/scheduling.py` replays measured times through the same code. No decision looks at all
-actors or all groups, except for a plan for unequal ones.
+What it decides changes how long a round takes and nothing else: neither the cut nor the tree along which sums are added
+depends on it. `benchmarks/scheduling.py` replays measured times through the same code. No decision looks at all actors
+or all bundles, except for a plan for unequal actors.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from typing import Any
 
 import numpy as np
 
-from raypfl.clients.worker import Group
+from raypfl.federation.exchange.bundles import Bundle
 from raypfl.federation.exchange.waiting import Waiting
 
 MAX_IN_FLIGHT = 2
-"""Largest number of groups at an actor: while it computes one, the next is already there."""
+"""Largest number of bundles at an actor: while it computes one, the next is already there."""
 
 PREFETCH_SECONDS = 0.025
-"""Seconds before an actor is expected to be idle at which it gets its next group, so that the group arrives in time. A
-group that is sent earlier could get stuck behind a slow one while another actor is idle."""
+"""Seconds before an actor is expected to be idle at which it gets its next bundle, so that this arrives in time. If it
+were sent earlier, it could get stuck behind a slow one while another actor is idle."""
 
 UNEQUAL_RATIO = 1.3
 """Actors are treated as unequal from this ratio of their times on; smaller ones are mostly chance."""
 
 RECHECK_SECONDS = 0.005
-"""Seconds between two checks whether an idle, slower actor should take a group after all."""
+"""Seconds between two checks whether an idle, slower actor should take a bundle after all."""
 
-ACTORS_PER_GROUP = 8
-"""A plan for unequal actors is made again after a finished group for every so many actors, since it looks at all of
-them and at all groups that wait."""
+ACTORS_PER_BUNDLE = 8
+"""A plan for unequal actors is made again after a finished bundle for every so many of them, since it looks at all of
+them and at all bundles that wait."""
 
 
 @dataclass(eq=False)
 class _Queue:
-    """The groups of an actor, in order; the first one runs since `since`.
+    """The bundles of an actor, in order; the first one runs since `since`.
 
     Attributes
     ----------
@@ -49,59 +49,59 @@ class _Queue:
     actor: Any
     node: str
     slowness: float
-    groups: list[Group] = field(default_factory=list)
+    bundles: list[Bundle] = field(default_factory=list)
     since: float = 0.0
 
-    def duration(self, group: Group) -> float:
-        """Return the expected seconds of a group at this actor."""
-        return self.slowness * group.seconds
+    def duration(self, bundle: Bundle) -> float:
+        """Return the expected seconds of a bundle at this actor."""
+        return self.slowness * bundle.seconds
 
     def idle_at(self) -> float:
         """Return the time at which the actor is expected to be idle; 0 if it is."""
-        if not self.groups:
+        if not self.bundles:
             return 0.0
-        return self.since + sum(map(self.duration, self.groups))
+        return self.since + sum(map(self.duration, self.bundles))
 
     def has_room(self) -> bool:
-        """Return whether the actor may get the next group while it computes another."""
-        return len(self.groups) < MAX_IN_FLIGHT and not any(group.alone for group in self.groups)
+        """Return whether the actor may get the next bundle while it computes another."""
+        return len(self.bundles) < MAX_IN_FLIGHT and not any(bundle.alone for bundle in self.bundles)
 
 
 class _Plan:
-    """Which of the waiting groups each actor is to get: every group, in turn, goes where it would finish first.
+    """Which of the waiting bundles each actor is to get: every bundle, in turn, goes where it would finish first.
 
     Attributes
     ----------
     made_at : the time at which the plan was made.
-    num_finished : the number of groups that have finished since.
-    groups : number of the actor -> its groups.
-    turns : the numbers of actors that may be idle and have groups, in the order of these.
+    num_finished : the number of bundles that have finished since.
+    bundles : number of the actor -> its bundles.
+    turns : the numbers of actors that may be idle and have bundles, in the order of these.
     """
 
-    def __init__(self, waiting: Iterable[Group], queues: Sequence[_Queue], now: float):
+    def __init__(self, waiting: Iterable[Bundle], queues: Sequence[_Queue], now: float):
         self.made_at = now
         self.num_finished = 0
-        self.groups: dict[int, deque[Group]] = {}
+        self.bundles: dict[int, deque[Bundle]] = {}
 
         idle_at = np.array([max(now, queue.idle_at()) for queue in queues])
         slowness = np.array([queue.slowness for queue in queues])
-        for group in waiting:
-            ends = idle_at + slowness * group.seconds
+        for bundle in waiting:
+            ends = idle_at + slowness * bundle.seconds
             chosen = int(ends.argmin())
             idle_at[chosen] = ends[chosen]
-            self.groups.setdefault(queues[chosen].number, deque()).append(group)
-        self.turns = deque(self.groups)
+            self.bundles.setdefault(queues[chosen].number, deque()).append(bundle)
+        self.turns = deque(self.bundles)
 
 
 class Dispatch:
-    """Assigns groups to actors, the longest group first, on the node with its clients' states if that costs no time.
+    """Assigns bundles to actors, the longest bundle first, on the node with its clients' states if that costs no time.
 
-    Among actors of unequal speed, a group waits for one that is busy if it would be done sooner there.
+    Among actors of unequal speed, a bundle waits for one that is busy if it would be done sooner there.
     An actor is any hashable value.
     """
 
-    def __init__(self, groups: Iterable[Group]):
-        self._waiting = Waiting(groups)
+    def __init__(self, bundles: Iterable[Bundle]):
+        self._waiting = Waiting(bundles)
         self._num_in_flight = 0
         self._plan: _Plan | None = None
 
@@ -113,13 +113,13 @@ class Dispatch:
         self._is_mixed = False
 
         # Everything is sorted: the numbers of idle actors, all and by node, and ``(when it is expected to be idle,
-        # number)`` of the actors with a group and room for another.
+        # number)`` of the actors with a bundle and room for another.
         self._idle: list[int] = []
         self._idle_on: dict[str, list[int]] = {}
         self._finishing: list[tuple[float, int]] = []
 
     def join(self, actor: Any, node: str, slowness: float = 1.0) -> None:
-        """Add an actor that is ready for groups, on a `node`. For `slowness`, see :class:`Speeds`."""
+        """Add an actor that is ready for bundles, on a `node`. For `slowness`, see :class:`Speeds`."""
         queue = _Queue(self._num_joined, actor, node, slowness)
         self._num_joined += 1
         self._queues[actor] = queue
@@ -132,11 +132,11 @@ class Dispatch:
 
     @property
     def done(self) -> bool:
-        """Whether all groups have finished."""
+        """Whether all bundles have finished."""
         return not self._waiting and not self._num_in_flight
 
-    def next(self, now: float) -> tuple[Any, Group] | None:
-        """Return the next ``(actor, group)`` to push now, or None. Call it until it returns None."""
+    def next(self, now: float) -> tuple[Any, Bundle] | None:
+        """Return the next ``(actor, bundle)`` to push now, or None. Call it until it returns None."""
         if not self._waiting:
             return None
 
@@ -149,30 +149,30 @@ class Dispatch:
         if choice is None:
             return None
 
-        queue, group = choice
-        self._waiting.remove(group)
+        queue, bundle = choice
+        self._waiting.remove(bundle)
         self._leave(queue)
-        if not queue.groups:
+        if not queue.bundles:
             queue.since = now
-        queue.groups.append(group)
+        queue.bundles.append(bundle)
         self._enter(queue)
         self._num_in_flight += 1
-        return queue.actor, group
+        return queue.actor, bundle
 
     def pause(self, now: float) -> float:
-        """Return the seconds until :meth:`next` may return a group if nothing else happens; infinite if it will not."""
+        """Return the seconds until :meth:`next` may return something if nothing else happens; infinite: it will not."""
         if not self._waiting or not self._finishing or self._waiting.first.alone:
             return float("inf")
 
-        # Among unequal actors, one that is idle on purpose may take a group after all; do not ask all the time.
+        # Among unequal actors, one that is idle on purpose may take a bundle after all; do not ask all the time.
         shortest = self._recheck_seconds() if self._are_unequal() else 0.0
         return max(shortest, self._finishing[0][0] - PREFETCH_SECONDS - now)
 
-    def finished(self, actor: Hashable, group: Group, now: float) -> None:
-        """Note that an actor has finished a group."""
+    def finished(self, actor: Hashable, bundle: Bundle, now: float) -> None:
+        """Note that an actor has finished a bundle."""
         queue = self._queues[actor]
         self._leave(queue)
-        queue.groups.remove(group)
+        queue.bundles.remove(bundle)
         queue.since = now
         self._enter(queue)
         self._num_in_flight -= 1
@@ -181,8 +181,8 @@ class Dispatch:
             self._plan.num_finished += 1
             self._plan.turns.append(queue.number)
 
-    def lost(self, actor: Hashable) -> list[Group]:
-        """Remove an actor that died; return its groups, which wait again."""
+    def lost(self, actor: Hashable) -> list[Bundle]:
+        """Remove an actor that died; return its bundles, which wait again."""
         queue = self._queues.pop(actor, None)
         if queue is None:
             return []
@@ -192,31 +192,32 @@ class Dispatch:
         self._num_on_node -= Counter([queue.node])
         self._num_as_slow -= Counter([queue.slowness])
         self._actors_changed()
-        self._waiting.put_back(queue.groups)
-        self._num_in_flight -= len(queue.groups)
-        return queue.groups
+        self._waiting.put_back(queue.bundles)
+        self._num_in_flight -= len(queue.bundles)
+        return queue.bundles
 
-    def drop(self, group: Group) -> None:
-        """Remove a waiting group."""
-        self._waiting.remove(group)
+    def drop(self, bundle: Bundle) -> None:
+        """Remove a waiting bundle."""
+        self._waiting.remove(bundle)
         self._plan = None
 
-    def append(self, group: Group) -> None:
-        """Add a group that waits until all others are pushed."""
-        self._waiting.append(group)
+    def append(self, bundle: Bundle) -> None:
+        """Add a bundle that waits until all others are pushed."""
+        self._waiting.append(bundle)
         self._plan = None
 
     def _enter(self, queue: _Queue) -> None:
-        """List an actor where it belongs, by its groups."""
-        if not queue.groups:
+        """List an actor where it belongs, by its bundles."""
+        if not queue.bundles:
             insort(self._idle, queue.number)
             insort(self._idle_on.setdefault(queue.node, []), queue.number)
+            self._waiting.note_idle(queue.node)
         elif queue.has_room():
             insort(self._finishing, (queue.idle_at(), queue.number))
 
     def _leave(self, queue: _Queue) -> None:
-        """Undo :meth:`_enter`, before the actor's groups change."""
-        if not queue.groups:
+        """Undo :meth:`_enter`, before the actor's bundles change."""
+        if not queue.bundles:
             on_node = self._idle_on[queue.node]
             del self._idle[bisect_left(self._idle, queue.number)]
             del on_node[bisect_left(on_node, queue.number)]
@@ -231,20 +232,20 @@ class Dispatch:
         self._plan = None
 
     def _are_unequal(self) -> bool:
-        """Whether actors are known to take different times for the groups that wait."""
+        """Whether actors are known to take different times for the bundles that wait."""
         return self._is_mixed and self._waiting.first.seconds > 0 and not self._waiting.num_alone
 
-    def _nearest(self, actors_on: Mapping[str, Sequence[int]], first: int) -> tuple[_Queue, Group]:
-        """Choose one of these actors, node -> their numbers, and a group of which most states are there."""
+    def _nearest(self, actors_on: Mapping[str, Sequence[int]], first: int) -> tuple[_Queue, Bundle]:
+        """Choose one of these actors, node -> their numbers, and a bundle of which most states are there."""
         if len(self._num_on_node) < 2:
             return self._by_number[first], self._waiting.first
 
-        node, group = self._waiting.nearest(actors_on, most=len(self._queues))
+        node, bundle = self._waiting.nearest(actors_on, most=len(self._queues))
         number = first if node is None else actors_on[node][0]
-        return self._by_number[number], group
+        return self._by_number[number], bundle
 
-    def _prefetched(self, now: float) -> tuple[_Queue, Group] | None:
-        """Choose a group for the actor that will be idle first, if it is time to send one."""
+    def _prefetched(self, now: float) -> tuple[_Queue, Bundle] | None:
+        """Choose a bundle for the actor that will be idle first, if it is time to send one."""
         if not self._is_due(now) or self._waiting.first.alone:
             return None
         _, number = self._finishing[0]
@@ -253,31 +254,31 @@ class Dispatch:
     def _is_due(self, now: float) -> bool:
         return bool(self._finishing) and self._finishing[0][0] - PREFETCH_SECONDS <= now
 
-    def _planned(self, now: float) -> tuple[_Queue, Group] | None:
-        """Choose an actor that may get a group now, and the first that is planned for it; None if there is none."""
+    def _planned(self, now: float) -> tuple[_Queue, Bundle] | None:
+        """Choose an actor that may get a bundle now, and the first that is planned for it; None if there is none."""
         if not self._idle and not self._is_due(now):
             return None
 
         plan = self._current_plan(now)
         while plan.turns:
             queue = self._by_number[plan.turns[0]]
-            if not queue.groups and plan.groups.get(queue.number):
-                return queue, plan.groups[queue.number].popleft()
+            if not queue.bundles and plan.bundles.get(queue.number):
+                return queue, plan.bundles[queue.number].popleft()
             plan.turns.popleft()
 
         for idle_at, number in self._finishing:
             if idle_at - PREFETCH_SECONDS > now:
                 break
-            if plan.groups.get(number):
-                return self._by_number[number], plan.groups[number].popleft()
+            if plan.bundles.get(number):
+                return self._by_number[number], plan.bundles[number].popleft()
         return None
 
     def _current_plan(self, now: float) -> _Plan:
         plan = self._plan
-        may_stay = len(self._queues) // ACTORS_PER_GROUP
+        may_stay = len(self._queues) // ACTORS_PER_BUNDLE
         if plan is None or plan.num_finished > may_stay or now >= plan.made_at + self._recheck_seconds():
             plan = self._plan = _Plan(self._waiting, list(self._queues.values()), now)
         return plan
 
     def _recheck_seconds(self) -> float:
-        return RECHECK_SECONDS * max(1.0, len(self._queues) / ACTORS_PER_GROUP)
+        return RECHECK_SECONDS * max(1.0, len(self._queues) / ACTORS_PER_BUNDLE)
