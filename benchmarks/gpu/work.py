@@ -15,6 +15,7 @@ from torch import Tensor
 
 from raypfl.clients.context import Context
 from raypfl.clients.worker import Worker
+from raypfl.common.graphs import CudaGraphs
 from raypfl.engine.backends.inline import Inline
 from raypfl.engine.building.devices import same_bits_on_gpus
 from raypfl.evaluation import Measures
@@ -100,6 +101,7 @@ class Rounds:
         method: Method | None = None,
         precision: Precision = DEFAULT_PRECISION,
         optimizer: LocalOptimizer | None = None,
+        graphs: bool = False,
     ):
         self.job = job
         self.warnings: set[str] = set()
@@ -133,10 +135,12 @@ class Rounds:
         networks = self.method.networks(task)
         task = Task(**{**task.__dict__, "networks": networks})
 
-        executor_class = Vectorised if job.executor == "vectorised" else Executor
+        executor = Executor(self.model, precision)
+        if job.executor == "vectorised":
+            executor = Vectorised(self.model, precision, CudaGraphs() if graphs else None)
         context = Context(
             model=self.model,
-            executor=executor_class(self.model, precision),
+            executor=executor,
             samples=samples,
             split=lambda client, name: np.arange(client * job.samples, (client + 1) * job.samples),
             num_clients=job.population,

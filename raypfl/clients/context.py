@@ -16,11 +16,11 @@ from raypfl.common import rng
 from raypfl.common.memory import out_of_memory
 from raypfl.common.messages import unmarked
 from raypfl.common.user_code import user_location, where_defined
+from raypfl.evaluation.inference import InputChange, ModelOutputs, outputs_on_own_samples, outputs_on_shared_samples
 from raypfl.evaluation.run_metrics import Measures
 from raypfl.evaluation.settings import EvaluationSettings
 from raypfl.learning.batches import Samples
 from raypfl.learning.executor import Executor
-from raypfl.learning.inference import InputChange, ModelOutputs, outputs_on_own_samples, outputs_on_shared_samples
 from raypfl.learning.loss import LossFunction
 from raypfl.learning.objectives import Objective
 from raypfl.learning.objectives.batch import Batch

@@ -24,9 +24,16 @@ def scramble(z: Tensor) -> Tensor:
     return z ^ ((z >> 31) & 0x1FFFFFFFF)
 
 
-@lru_cache(maxsize=8)
 def index_hashes(count: int, device: torch.device) -> Tensor:
     """Return ``int64[count]``, hashes of the indices of `count` entries."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        # A CUDA graph must not depend on what the cache drops, nor the cache on the graph's memory.
+        return _index_hashes.__wrapped__(count, device)
+    return _index_hashes(count, device)
+
+
+@lru_cache(maxsize=8)
+def _index_hashes(count: int, device: torch.device) -> Tensor:
     return scramble(torch.arange(count, dtype=torch.int64, device=device))
 
 

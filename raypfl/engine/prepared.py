@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from raypfl.clients.context import CORRUPTED_BYTES, Context
+from raypfl.common.graphs import CudaGraphs
 from raypfl.engine.building.network import build_model
 from raypfl.engine.building.samples import normalisation, pool_indices, pools_for, samples_for
 from raypfl.engine.data_outline import DataOutline
@@ -128,10 +129,9 @@ class Prepared:
         experiment = self.experiment
         data_budget = device_data_budget(self.device, experiment.ray.data_share, self._gpus)
         samples = samples_for(self.data, self.model, experiment.data.augmentation, data_budget)
-        executor_class = Vectorised if experiment.engine.executor == "vectorised" else Executor
         return Context(
             model=self.model,
-            executor=executor_class(self.model, self.precision),
+            executor=self._executor(),
             samples=samples,
             split=self.data.indices,
             num_clients=self.data.num_clients,
@@ -148,6 +148,14 @@ class Prepared:
             corrupted_bytes=min(data_budget - samples.resident, CORRUPTED_BYTES),
             unseen=frozenset(self.task.unseen.tolist()),
         )
+
+    def _executor(self) -> Executor:
+        """How the clients of this process train."""
+        engine = self.experiment.engine
+        if engine.executor != "vectorised":
+            return Executor(self.model, self.precision)
+        recorder = CudaGraphs() if engine.cuda_graphs and self.device.type == "cuda" else None
+        return Vectorised(self.model, self.precision, recorder)
 
     @cached_property
     def server_pools(self) -> Pools:

@@ -13,10 +13,10 @@ from raypfl.clients.context import Context
 from raypfl.clients.group import ClientGroup
 from raypfl.common.messages import Each, ReadOnlyChanged, Sum, unmarked
 from raypfl.evaluation.corruptions import Corruption
+from raypfl.evaluation.inference import InputChange, ModelOutputs
 from raypfl.evaluation.masking import Mask, masked, masked_name
 from raypfl.evaluation.metric_sums import MetricSums, RunningSums
 from raypfl.evaluation.protocols import OWN_SPLITS, WEIGHTED, EvaluationSamples, class_weights, ood_test_sets
-from raypfl.learning.inference import InputChange, ModelOutputs
 from raypfl.models.predictor import Predictor
 
 PersonalModels = Callable[[Clients], Tensor | Predictor | None]

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from raypfl.common.errors import ConfigError
+from raypfl.evaluation.inference import ModelOutputs
 from raypfl.evaluation.protocols import OWN_SPLITS
-from raypfl.learning.inference import ModelOutputs
 from raypfl.learning.objectives import Objective
 
 Mask = Literal["zero", "exclude"]

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from raypfl.common.errors import MethodError
+from raypfl.evaluation.inference import ModelOutputs
 from raypfl.evaluation.run_metrics import Measures
-from raypfl.learning.inference import ModelOutputs
 from raypfl.learning.objectives import BinnedSums, Metric, OverAll, SampleMean, SampleSums, Scores
 from raypfl.learning.objectives.base import unrounded
 

@@ -294,7 +294,7 @@ class Experiment(BaseModel):
         return [
             *cohort_mistakes(self.cohort, clients),
             *training_mistakes(self.training, self.rounds, self.ray),
-            *ray_mistakes(self.ray),
+            *ray_mistakes(self.ray, self.engine),
             *evaluation_mistakes(self.evaluation, self.objective),
             *privacy_mistakes(self.privacy, self.failures),
         ]

@@ -169,8 +169,9 @@ class GroupSamples:
     def stacked(self, clients: np.ndarray, order: SampleOrder) -> StackedBatches:
         """Return ``batch(which, s)``, the batches of some of `clients` in step s, padded and stacked, ``[k, b, ...]``.
 
-        `which` is a slice of `clients`, or ``int64[k]`` positions in it on the device. ``batch(which, s, width)`` has
-        at most the first `width` samples of each batch.
+        `which` is a slice of `clients`, or ``int64[k]`` positions in it on the device; s is a number, or ``int64[1]``
+        on the device, which is not read there. ``batch(which, s, width)`` has at most the first `width` samples of each
+        batch.
         """
         device = self.y.device
         real = np.arange(order.index.shape[-1]) < order.counts[clients][:, :, None]
@@ -180,11 +181,17 @@ class GroupSamples:
         if self._normalised is None and self.x.numel() <= NORMALISE_ONCE_LIMIT:
             self._normalised = self._source.normalise(self.x)
 
-        def batch(which: slice | Tensor, s: int, width: int | None = None) -> Batch:
-            index = rows[which, s, :width]
+        def batch(which: slice | Tensor, s: int | Tensor, width: int | None = None) -> Batch:
+            def in_step(values: Tensor) -> Tensor:
+                if isinstance(s, Tensor):
+                    return values[which].index_select(1, s)[:, 0, :width]
+                return values[which, s, :width]
+
+            index = in_step(rows)
             x = self._source.normalise(self.x[index]) if self._normalised is None else self._normalised[index]
-            batch_draws = None if draws is None else draws[which, s, :width]
-            return self._source.augmented(Batch(x, self.y[index], weight[which, s, :width]), batch_draws)
+            return self._source.augmented(
+                Batch(x, self.y[index], in_step(weight)), None if draws is None else in_step(draws)
+            )
 
         return batch
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, vmap
 
 from raypfl.common import streams
+from raypfl.common.graphs import Recorder, repeat
 from raypfl.common.transfer import to_device
 from raypfl.learning.batches import Batches, GroupSamples, SampleOrder, StepBatches
 from raypfl.learning.descent import (
@@ -22,19 +23,30 @@ from raypfl.learning.descent import (
     sample_keys,
     segments,
 )
-from raypfl.learning.executor import Executor, StepCallback
+from raypfl.learning.executor import DEFAULT_PRECISION, Executor, Precision, StepCallback
 from raypfl.learning.loss import LocalLoss, LossFunction
 from raypfl.learning.objectives.batch import Batch
 from raypfl.learning.optimizers import Update
 from raypfl.models.extras import Extras, of_client, of_clients, rows_of, with_rows, without_buffers
-from raypfl.models.flat import FunctionalCall
+from raypfl.models.flat import FlatModel, FunctionalCall
 from raypfl.models.predictor import Predictor
 from raypfl.models.rows import aligned, copy_rows, empty_rows
 from raypfl.models.rowwise import RowWise
 
 
 class Vectorised(Executor):
-    """Runs all clients of a group at once with ``vmap``; unequal batches are padded, and padding has weight 0."""
+    """Runs all clients of a group at once with ``vmap``; unequal batches are padded, and padding has weight 0.
+
+    Parameters
+    ----------
+    recorder : records the steps of SGD, which are then repeated; None: every step is launched operation by operation.
+    """
+
+    def __init__(
+        self, model: FlatModel, precision: Precision = DEFAULT_PRECISION, recorder: Recorder | None = None
+    ) -> None:
+        super().__init__(model, precision)
+        self.recorder = recorder
 
     @torch.enable_grad()
     def sgd(
@@ -70,27 +82,20 @@ class Vectorised(Executor):
         step = self._vectorised_step(loss, extras)
         frozen = frozen_segments(self.model, update)
 
-        descent: Descent | None = None
-        with self.model.mode(train=True), self._loss_context(None):
-            for s in range(steps.max(initial=0)):
-                # The first k rows take this step.
-                k = int((steps > s).sum())
-                if observe is not None:
-                    for row, *model in zip(rank[:k].tolist(), theta, statistics, strict=False):
-                        observe(row, s, torch.cat(model))
+        def first_rows(k: int) -> Callable[[int | Tensor], None]:
+            """Return ``take(s)``, by which the first k rows take step s, a number or ``int64[1]`` on the device."""
+            active_memory = {name: rows[:k] for name, rows in memory.items()}
+            active_correction = None if correction is None else correction[:k]
+            leaves = self._leaves(theta[:k], frozen)
+            descent = Descent(self.model, update, theta[:k], leaves, active_memory, active_correction)
+            active_extras = [rows[:k] for rows in extra_rows]
 
-                if descent is None or len(descent.theta) > k:
-                    active_memory = {name: rows[:k] for name, rows in memory.items()}
-                    active_correction = None if correction is None else correction[:k]
-                    leaves = self._leaves(theta[:k], frozen)
-                    descent = Descent(self.model, update, theta[:k], leaves, active_memory, active_correction)
-
+            def take(s: int | Tensor) -> None:
                 batch = batches(slice(k), s)
-                active_extras = [rows[:k] for rows in extra_rows]
                 step_keys = keys[:k] + s
                 if update.sample_rule is not None:
                     gradients, reported = self._gradients_by_sample(
-                        step, update, descent.theta, step_keys, batch, active_extras
+                        step, update, frozen, descent.theta, step_keys, batch, active_extras
                     )
                     self._add_penalty_gradients(loss, descent.theta, extras, active_extras, gradients)
                     descent.step_whole(gradients)
@@ -103,6 +108,22 @@ class Vectorised(Executor):
                         statistics[:k] = moved
                 losses[:k] += reported
 
+            return take
+
+        with self.model.mode(train=True), self._loss_context(None):
+            for k, phase in _phases(steps):
+                take = first_rows(k)
+                if self.recorder is not None and observe is None:
+                    if not repeat(take, phase, theta.device, self.recorder):
+                        self.recorder = None
+                    continue
+
+                for s in phase:
+                    if observe is not None:
+                        for row, *model in zip(rank[:k].tolist(), theta, statistics, strict=False):
+                            observe(row, s, torch.cat(model))
+                    take(s)
+
         losses /= to_device(steps, losses.device).to(losses.dtype).clamp_min(1)
         trained = torch.cat([theta, statistics], dim=1) if self.model.num_buffers else theta
         if ranked is None:
@@ -114,6 +135,7 @@ class Vectorised(Executor):
         self,
         step: Callable[..., Any],
         update: Update,
+        frozen: Set[str],
         theta: Tensor,
         keys: Tensor,
         batch: Batch,
@@ -126,7 +148,7 @@ class Vectorised(Executor):
             at = theta.repeat_interleave(count, 0)
             extras = [rows.repeat_interleave(count, 0) for rows in extra_rows]
             single_samples = Batch(*(field[:, start:stop].flatten(0, 1)[:, None] for field in batch))
-            leaves = self._leaves(at, frozen_segments(self.model, update))
+            leaves = self._leaves(at, frozen)
             # A network whose gradients are taken by sample has no batch norm; its statistics do not move.
             no_statistics = at[:, :0]
             step_keys = sample_keys(keys, start, stop).flatten()
@@ -170,7 +192,8 @@ class Vectorised(Executor):
             if update is not None and update.sample_rule is not None:
                 loss = self._per_sample(loss, theta, extras)
                 step = self._vectorised_step(loss, extras)
-                gradients, reported = self._gradients_by_sample(step, update, theta, keys, batch, extra_rows)
+                frozen = frozen_segments(self.model, update)
+                gradients, reported = self._gradients_by_sample(step, update, frozen, theta, keys, batch, extra_rows)
                 self._add_penalty_gradients(loss, theta, extras, extra_rows, gradients)
                 return gradients, reported, statistics
 
@@ -306,6 +329,14 @@ class Vectorised(Executor):
         if self.model.mixes_rows or self.model.has_dropout or self.model.num_buffers:
             return RowWise(batch.weight, key)
         return contextlib.nullcontext()
+
+
+def _phases(steps: np.ndarray) -> Iterator[tuple[int, range]]:
+    """Yield k and the steps that only the first k rows take, for ``steps[K]`` in descending order."""
+    start = 0
+    for stop in np.unique(steps).tolist():
+        yield int((steps >= stop).sum()), range(start, stop)
+        start = stop
 
 
 def _pad(batches: Batches) -> Batch:

@@ -11,9 +11,9 @@ from sklearn.metrics import roc_auc_score
 from torch.nn import functional as F
 
 from raypfl.evaluation import Measures
+from raypfl.evaluation.inference import ModelOutputs
 from raypfl.evaluation.metric_sums import MetricSums
 from raypfl.evaluation.protocols import class_weights
-from raypfl.learning.inference import ModelOutputs
 from raypfl.learning.objectives import Classification, MultiLabel
 from raypfl.learning.objectives.multi_label import LabelsLeftOut, MacroAUC
 

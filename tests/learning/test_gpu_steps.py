@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from raypfl.clients.clients import Clients
+from raypfl.clients.group import ClientGroup
 from raypfl.common.messages import unmarked
 from raypfl.learning.augmentation import Crop, Cutout, Flip
 from raypfl.learning.optimizers import SGD, Adam
@@ -27,8 +29,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def by_sgd(fed: Federation) -> Tensor:
-    clients = fed.clients()
+def by_sgd(fed: Federation, group: ClientGroup | None = None) -> Tensor:
+    clients = Clients(group or fed.group())
 
     def pull(p: Tensor, batch: Any, anchor: Tensor) -> Tensor:
         return (p - anchor).square().sum()

@@ -17,8 +17,8 @@ from raypfl.common.errors import ConfigError, DataError, MethodError
 from raypfl.data import IID, ByColumn, load_federated
 from raypfl.data.datasets import DataConfig, Population, RawData
 from raypfl.evaluation import Measures, summarise
+from raypfl.evaluation.inference import ModelOutputs
 from raypfl.evaluation.metric_sums import MetricSums
-from raypfl.learning.inference import ModelOutputs
 from raypfl.learning.objectives import (
     Classification,
     MultiLabel,

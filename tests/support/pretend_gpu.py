@@ -58,6 +58,7 @@ def pretend_gpu() -> Iterator[Record]:
     gpu = _Gpu()
     patches: dict[str, Callable[..., Any]] = {
         "is_available": lambda: True,
+        "is_current_stream_capturing": lambda: False,
         "get_device_name": lambda device=None: "a pretended GPU",
         "get_device_properties": lambda device=None: SimpleNamespace(total_memory=2**36),
         "synchronize": lambda device=None: None,

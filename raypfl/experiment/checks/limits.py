@@ -24,7 +24,7 @@ from raypfl.evaluation.protocols import protocol_mistakes
 from raypfl.evaluation.run_metrics import Measures
 from raypfl.evaluation.settings import EvaluationSettings
 from raypfl.experiment.settings import ActorPool, RaySettings
-from raypfl.federation.settings import CohortSettings, FailureSettings
+from raypfl.federation.settings import CohortSettings, EngineSettings, FailureSettings
 from raypfl.learning.objectives import OBJECTIVES, Metric, Objective
 from raypfl.learning.privacy import PrivacySettings
 from raypfl.learning.settings import TrainingSettings
@@ -106,9 +106,14 @@ def cohort_mistakes(cohort: CohortSettings, clients: int | None) -> list[str]:
     return lines
 
 
-def ray_mistakes(ray: RaySettings) -> list[str]:
+def ray_mistakes(ray: RaySettings, engine: EngineSettings) -> list[str]:
     """Return a sentence for every contradiction, and for every number of a pool that is out of range."""
     lines = []
+    if engine.cuda_graphs and not ray.on_gpu:
+        lines.append(
+            "engine.cuda_graphs is true, which has no effect on CPUs; give client actors GPUs (ray.gpus_per_actor), or "
+            "leave it out."
+        )
     for number, pool in enumerate(ray.pools):
         for line in outside_limits("ray", pool):
             lines.append(line.replace("ray.", f"ray.pools[{number}].", 1))
