@@ -150,10 +150,13 @@ def draw(results: Sequence[RunResult], path: str | Path) -> Path:
 
 
 def _draw_row(figure: Figure, panels: np.ndarray, latent: LatentSpace) -> None:
-    axis = "latent dimension" if latent.is_flat else "direction"
-    panels[0].set_ylabel(f"{axis} 2", fontsize=9)
+    axis = "direction"
+    draw_panel = _draw_directions
+    if latent.is_flat:
+        axis = "latent dimension"
+        draw_panel = _draw_features
 
-    draw_panel = _draw_features if latent.is_flat else _draw_directions
+    panels[0].set_ylabel(f"{axis} 2", fontsize=9)
     for axes, index in zip(panels, latent.columns, strict=False):
         draw_panel(axes, latent, index)
         axes.set_title(f"round {latent.rounds[index]}" if index else "start")

@@ -79,7 +79,9 @@ def options_at_default(model: ModelSettings) -> set[str]:
     """Return the options of a network that are given, but as they would be anyway."""
     at_default = set()
     for name, option in options_of(MODELS.get(model.name)).items():
-        default = list(option.default) if isinstance(option.default, tuple) else option.default
+        default = option.default
+        if isinstance(default, tuple):
+            default = list(default)  # as a description has it
         if name in model.options and model.options[name] == default:
             at_default.add(name)
     return at_default
@@ -104,5 +106,10 @@ def _network(experiment: Experiment) -> dict[str, Any]:
 
 def _component_text(component: Mapping[str, Any]) -> str:
     """``mlp(hidden=[16])``."""
-    options = [f"{key}={value}" for key, value in component.items() if key != "name" and value is not None]
-    return f"{component['name']}({', '.join(options)})" if options else component["name"]
+    options = []
+    for key, value in component.items():
+        if key != "name" and value is not None:
+            options.append(f"{key}={value}")
+    if not options:
+        return component["name"]
+    return f"{component['name']}({', '.join(options)})"

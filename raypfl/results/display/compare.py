@@ -97,8 +97,13 @@ def difference_table(rows: Sequence[Difference], width: int) -> tuple[Table, lis
     tests = []
     previous = ""
     for row in rows:
-        test = f"{row.protocol}*" if row.best else row.protocol
-        tests.append("" if test == previous else test)
+        test = row.protocol
+        if row.best:
+            test += "*"
+        if test == previous:
+            tests.append("")
+        else:
+            tests.append(test)
         previous = test
 
     cells = zip(*(row.cells for row in rows), strict=True)

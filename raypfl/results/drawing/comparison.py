@@ -49,7 +49,9 @@ def draw(results: Sequence[RunResult], path: str | Path) -> Path:
     path : the PNG; its folder must exist.
     """
     groups = group_runs(results)
-    protocol = "local" if "local" in groups[0].protocols else groups[0].protocols[0]
+    protocol = groups[0].protocols[0]
+    if "local" in groups[0].protocols:
+        protocol = "local"
     curves = metric_curves(groups, protocol)
     tested_once = all(len(clients_from_worst(group, protocol)) <= len(group.results) for group in groups)
     metric = capitalised(groups[0].unit.phrase)
@@ -74,10 +76,14 @@ def draw(results: Sequence[RunResult], path: str | Path) -> Path:
 
 def _draw_rounds(axes: Axes, groups: Sequence[RunGroup], curves: Curves, protocol: str) -> None:
     unit = groups[0].unit
-    test_data = "their own test data" if protocol == "local" else f"the {protocol} test data"
+    ylabel = f"{unit.phrase} on the {protocol} test data"
+    if protocol == "local":
+        ylabel = f"{unit.phrase} on their own test data"
+    if unit.sign:
+        ylabel += " (%)"
 
     draw_curves(axes, groups, curves, _paint)
-    axes.set(xlabel="round", ylabel=f"{unit.phrase} on {test_data}{' (%)' if unit.sign else ''}")
+    axes.set(xlabel="round", ylabel=ylabel)
     scale_rounds(axes)
     scale(axes.yaxis)
 
@@ -104,7 +110,9 @@ def _draw_legend(figure: Figure, groups: Sequence[RunGroup], curves: Curves, pro
     for model in MODELS:
         if all(model != model_of_curve for _, model_of_curve in curves):
             continue
-        look = {"ls": "", **point_style(model)} if is_one_round else line_style(model)
+        look = line_style(model)
+        if is_one_round:
+            look = {"ls": "", **point_style(model)}
         handles.append(Line2D([], [], color=INK, label=f"{model} model", **look))
 
     widest = max(len(line) for handle in handles for line in str(handle.get_label()).splitlines())

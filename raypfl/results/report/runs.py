@@ -49,7 +49,10 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[RunResult], list[str]]:
         try:
             results.append(_load_evaluated(folder))
         except RaypflError as error:
-            notes.append(str(error) if str(folder) in str(error) else f"{folder} is left out: {error}")
+            note = str(error)
+            if str(folder) not in note:
+                note = f"{folder} is left out: {note}"
+            notes.append(note)
         except _DAMAGED as error:
             notes.append(f"{folder} is left out, since it cannot be read: {type(error).__name__}: {error}")
     if not results:

@@ -58,9 +58,18 @@ def read(folder: Path, measures: Measures) -> Search:
         if aggregate in measures.aggregates:
             units[name] = Unit(measures.metric_of(aggregate))
 
-    headings = [f"{name} (%)" if name in units and units[name].sign else name for name in columns]
+    headings = []
+    for name in columns:
+        if name in units and units[name].sign:
+            headings.append(f"{name} (%)")
+        else:
+            headings.append(name)
     rows = [[_cell(trial[name], units.get(name)) for name in columns] for trial in trials]
-    pictures = [(as_uri(folder / name), caption) for name, caption in PICTURES.items() if (folder / name).is_file()]
+
+    pictures = []
+    for name, caption in PICTURES.items():
+        if (folder / name).is_file():
+            pictures.append((as_uri(folder / name), caption))
     return Search(folder.name, headings, rows, pictures)
 
 
