@@ -52,7 +52,7 @@ class OnActors:
         return states_on_ray.map_states(self._by_node, function, jobs)
 
     def read_states(self, location: str, files: Any) -> Iterator[Any]:
-        return states_on_ray.read_states(self._by_node, location, files)
+        return states_on_ray.read_states(self._by_node, location, files, print)
 
 
 @contextlib.contextmanager

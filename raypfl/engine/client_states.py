@@ -12,7 +12,7 @@ from typing import Any
 
 from raypfl.federation.exchange.backend import Backend
 from raypfl.storage.checkpoints import StoredStates, has_file, save_states, write_file
-from raypfl.storage.checkpoints.state_files import FILE_SIZE
+from raypfl.storage.checkpoints.state_files import FILE_SIZE, WriteFiles
 from raypfl.storage.filesystems import is_shared
 from raypfl.storage.stacks import Fetch, digests, merged
 from raypfl.storage.states import LiveRows, LiveStack, StateFile, StateTable, filled
@@ -29,27 +29,11 @@ def save(
     If a node cannot write to the location, or to another folder of this name, the server's process does, with a
     warning.
     """
-
-    def write(files: Sequence[Sequence[LiveRows]]) -> list[StateFile]:
-        if not is_shared(location):
-            return backend.map_states(partial(write_file, location), [("", rows) for rows in files])
-
-        jobs = [(rows[0].node, rows) for rows in files]
-        written = backend.map_states(partial(_try_to_write, location), jobs)
-        for index, file in enumerate(written):
-            problem = ""
-            if isinstance(file, OSError):
-                problem = str(file)
-            elif not has_file(location, file):
-                problem = "what is written there does not arrive where the server is"
-            if problem:
-                warn(
-                    f"A node cannot write clients' states to {location}: {problem}. The server's process writes them, "
-                    "which takes longer."
-                )
-                (written[index],) = backend.map_states(partial(write_file, location), [("", files[index])])
-        return written
-
+    write: WriteFiles
+    if is_shared(location):
+        write = partial(_write_on_nodes, backend, location, warn)
+    else:
+        write = partial(_write_here, backend, location)
     return save_states(location, states, write, permit)
 
 
@@ -77,6 +61,34 @@ def all_digests(states: StateTable, backend: Backend) -> dict[int, bytes]:
     for batch_digests in backend.map_states(_digests, jobs):
         digest_of_client |= batch_digests
     return digest_of_client
+
+
+def _write_here(backend: Backend, location: str, files: Sequence[Sequence[LiveRows]]) -> list[StateFile]:
+    return backend.map_states(partial(write_file, location), [("", rows) for rows in files])
+
+
+def _write_on_nodes(
+    backend: Backend, location: str, warn: Callable[[str], None], files: Sequence[Sequence[LiveRows]]
+) -> list[StateFile]:
+    """Write each file on the node that holds its stacks or, if that fails, here."""
+    jobs = [(rows[0].node, rows) for rows in files]
+    written = []
+    for result, rows in zip(backend.map_states(partial(_try_to_write, location), jobs), files, strict=True):
+        problem = ""
+        if isinstance(result, OSError):
+            problem = str(result)
+        elif not has_file(location, result):
+            problem = "what is written there does not arrive where the server is"
+
+        if problem:
+            warn(
+                f"A node cannot write clients' states to {location}: {problem}. The server's process writes them, "
+                "which takes longer."
+            )
+            written += _write_here(backend, location, [rows])
+        else:
+            written.append(result)
+    return written
 
 
 def _try_to_write(location: str, fetch: Fetch, rows: Sequence[LiveRows]) -> StateFile | OSError:

@@ -308,7 +308,7 @@ class StateShard:
 
 @dataclass(frozen=True)
 class LiveRows:
-    """What clients still have in a stack, as its node is told that writes it.
+    """What clients still have in a stack; sent to the process that writes it into a file.
 
     Attributes
     ----------

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -123,8 +124,13 @@ def test_a_client_actor_works_on_states_that_the_server_does_not_fetch(tmp_path:
     assert fetched_here == [part.stack for part in rows[1::2]]  # those of the dead actor
     assert [shard.clients.tolist() for shard in StoredStates(location, tuple(files))] == [[0], [2], [4], [1], [3], [5]]
 
-    stored = list(states_on_ray.read_states(actors, location, files))
-    assert [stack.node for stack in stored] == ["node 0"] * 3 + [""] * 3
+    denied = ray.exceptions.RayTaskError("read_states", "", PermissionError("access is denied"))
+    stranger = SimpleNamespace(read_states=SimpleNamespace(remote=lambda location, files: iter([ray.put(denied)])))
+    warnings: list[str] = []
+    stored = list(states_on_ray.read_states(actors | {"node 2": [stranger]}, location, files * 2, warnings.append))
+    assert [stack.node for stack in stored] == ["node 0"] * 6 + [""] * 6
+    assert f"A node cannot read clients' states in {location}: its client actor died" in warnings[0]
+    assert f"A node cannot read clients' states in {location}: access is denied" in warnings[1]
     for stack in stored:
         (client,) = stack.shard.clients.tolist()
         assert ray.get(stack.stack).state_of(0)["w"].tolist() == [client] * 3
@@ -132,7 +138,7 @@ def test_a_client_actor_works_on_states_that_the_server_does_not_fetch(tmp_path:
 
     (tmp_path / files[0].path).write_bytes(b"damaged")
     with pytest.raises(Damaged, match=f"its {files[0].path} has 7 bytes instead of"):
-        list(states_on_ray.read_states(actors, location, files))
+        list(states_on_ray.read_states(actors, location, files, pytest.fail))
 
 
 def test_states_that_an_actor_has_read_outlive_it(tmp_path: Path, actors):
@@ -142,7 +148,7 @@ def test_states_that_an_actor_has_read_outlive_it(tmp_path: Path, actors):
     location = f"file://{tmp_path}"
     file = write_file(location, lambda stacks: stacks, [states.live_rows(stack) for stack in states.stacks()])
     reader = ray.remote(num_cpus=0)(ClientActor).remote()
-    stored = list(states_on_ray.read_states({"node": [reader]}, location, [file]))
+    stored = list(states_on_ray.read_states({"node": [reader]}, location, [file], pytest.fail))
     ray.kill(reader)
     rows = [stack["w"][0, 0] for stack in (ray.get(part.stack).rows for part in stored)]
     assert rows == list(range(NUM_CLIENTS))

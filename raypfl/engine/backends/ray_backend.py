@@ -138,7 +138,7 @@ class RayBackend:
 
     def read_states(self, location: str, files: Sequence[StateFile]) -> Iterator[StoredStack]:
         actors_by_node = self._ready_by_node() if is_shared(location) else {}
-        return states_on_ray.read_states(actors_by_node, location, files)
+        return states_on_ray.read_states(actors_by_node, location, files, self._warn)
 
     def _ready_by_node(self) -> dict[str, list[Any]]:
         """Return the handles of the actors that are ready, by node."""

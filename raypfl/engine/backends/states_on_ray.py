@@ -44,9 +44,12 @@ def map_states(
 
 
 def read_states(
-    actors_by_node: Mapping[str, Sequence[Any]], location: str, files: Sequence[StateFile]
+    actors_by_node: Mapping[str, Sequence[Any]], location: str, files: Sequence[StateFile], warn: Callable[[str], None]
 ) -> Iterator[StoredStack]:
-    """Yield the stacks in files, which lie on the nodes of the actors that have read them; without actors, here."""
+    """Yield the stacks in files, which lie on the nodes of the actors that have read them; without actors, here.
+
+    What an actor cannot read, this process does, with a warning.
+    """
     turns = [(turn, node, actor) for node, actors in actors_by_node.items() for turn, actor in enumerate(actors)]
     # Few files go to many nodes, not to the actors of one.
     readers = sorted(turns, key=lambda entry: entry[0])[: len(files)]
@@ -58,11 +61,14 @@ def read_states(
     for (node, stream), share in zip(streams, shares, strict=True):
         try:
             stacks = list(_received(node, stream))
-        except RayTaskError as error:
-            raise error.cause from error
-        except RayError:
-            # The actor has died, perhaps with its node.
+        except RayError as error:
+            # If a file is damaged, this says so.
             stacks = list(_read_here(location, share))
+            problem = str(error.cause) if isinstance(error, RayTaskError) else "its client actor died"
+            warn(
+                f"A node cannot read clients' states in {location}: {problem}. The server's process reads them, which "
+                "takes longer."
+            )
         yield from stacks
     if not actors_by_node:
         yield from _read_here(location, files)
