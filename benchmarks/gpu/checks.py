@@ -25,6 +25,9 @@ from raypfl.learning.optimizers import OPTIMIZERS, LocalOptimizer
 TOLERANCE = 1e-3
 """Largest relative difference between the updates of a card and of the CPU, in fp32."""
 
+TOLERANCE_OF_SIGNS = 2e-2
+"""The same for optimizers: Adam's first step is nearly the sign of the gradient, which rounding may turn around."""
+
 TOKENS = Job("gru", (12,), kind="tokens", classes=20)
 
 NETWORKS = {
@@ -110,6 +113,7 @@ def check(options: Options) -> Iterator[Row]:
 
 def _checked(name: str, job: Job, options: Options, optimizer: LocalOptimizer | None) -> Iterator[Row]:
     expected: Tensor | None = None
+    tolerance = TOLERANCE if optimizer is None else TOLERANCE_OF_SIGNS
     for way, (executor, precision) in WAYS.items():
         if precision.channels_last and (job.shape[0] != 3 or optimizer is not None):
             continue
@@ -121,12 +125,12 @@ def _checked(name: str, job: Job, options: Options, optimizer: LocalOptimizer | 
             update, notes = _update(job_in_way, options.device, precision, optimizer)
             again, _ = _update(job_in_way, options.device, precision, optimizer)
             difference = relative_difference(update, expected)
-            row |= {"difference": difference, "right": difference <= TOLERANCE, "same_bits": bool(update.equal(again))}
+            row |= {"difference": difference, "right": difference <= tolerance, "same_bits": bool(update.equal(again))}
             if notes:
                 row["warned"] = notes
         except Exception as error:
             # What fails here is what this step is for.
-            row |= {"right": False, "error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+            row |= {"right": False, "error": f"{type(error).__name__}: {error}".splitlines()[0]}
         yield row
 
 

@@ -30,9 +30,23 @@ class Journal:
             os.fsync(file.fileno())
 
     def rows(self, step: str) -> list[Row]:
-        """Return the rows of a step, also those of earlier calls."""
-        rows = [json.loads(line) for line in self.path.read_text().splitlines()]
-        return [row for row in rows if row["step"] == step]
+        """Return the rows of a step, the oldest first."""
+        return [row for row in self._all() if row["step"] == step]
+
+    def latest(self, step: str) -> list[Row]:
+        """Return the rows of a step from the newest call of the program that has any."""
+        newest: list[Row] = []
+        of_call: list[Row] = []
+        for row in self._all():
+            if row["step"] == "begin":
+                newest = of_call or newest
+                of_call = []
+            elif row["step"] == step:
+                of_call.append(row)
+        return of_call or newest
+
+    def _all(self) -> list[Row]:
+        return [json.loads(line) for line in self.path.read_text().splitlines()]
 
 
 TITLES = ("about", "network", "optimizer", "operation", "method", "way", "executor", "setting")
