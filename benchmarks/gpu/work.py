@@ -15,7 +15,6 @@ from torch import Tensor
 
 from raypfl.clients.context import Context
 from raypfl.clients.worker import Worker
-from raypfl.common.graphs import CudaGraphs
 from raypfl.engine.backends.inline import Inline
 from raypfl.engine.building.devices import same_bits_on_gpus
 from raypfl.evaluation import Measures
@@ -31,6 +30,7 @@ from raypfl.learning.batches import Samples
 from raypfl.learning.executor import DEFAULT_PRECISION, Executor, Precision
 from raypfl.learning.objectives import default_objective
 from raypfl.learning.optimizers import SGD, LocalOptimizer
+from raypfl.learning.recording import CudaGraphs
 from raypfl.learning.sample_pools import Pools
 from raypfl.learning.settings import TrainingSettings
 from raypfl.learning.vectorised import Vectorised

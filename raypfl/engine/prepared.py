@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from raypfl.clients.context import CORRUPTED_BYTES, Context
-from raypfl.common.graphs import CudaGraphs
 from raypfl.engine.building.network import build_model
 from raypfl.engine.building.samples import normalisation, pool_indices, pools_for, samples_for
 from raypfl.engine.data_outline import DataOutline
@@ -26,6 +25,7 @@ from raypfl.learning.batches import GroupSamples, device_data_budget
 from raypfl.learning.executor import Executor, Precision
 from raypfl.learning.objectives import Objective, default_objective
 from raypfl.learning.objectives.batch import Batch
+from raypfl.learning.recording import CudaGraphs, Recorder, Replays
 from raypfl.learning.sample_pools import Pools
 from raypfl.learning.vectorised import Vectorised
 from raypfl.models import FlatModel
@@ -154,8 +154,13 @@ class Prepared:
         engine = self.experiment.engine
         if engine.executor != "vectorised":
             return Executor(self.model, self.precision)
-        recorder = CudaGraphs() if engine.cuda_graphs and self.device.type == "cuda" else None
-        return Vectorised(self.model, self.precision, recorder)
+        return Vectorised(self.model, self.precision, self._recorder())
+
+    def _recorder(self) -> Recorder | None:
+        """What records the steps of clients that train together."""
+        if self.device.type == "cpu":
+            return Replays()
+        return CudaGraphs() if self.experiment.engine.cuda_graphs else None
 
     @cached_property
     def server_pools(self) -> Pools:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, vmap
 
 from raypfl.common import streams
-from raypfl.common.graphs import Recorder, repeat
 from raypfl.common.transfer import to_device
 from raypfl.learning.batches import Batches, GroupSamples, SampleOrder, StepBatches
 from raypfl.learning.descent import (
@@ -27,6 +26,7 @@ from raypfl.learning.executor import DEFAULT_PRECISION, Executor, Precision, Ste
 from raypfl.learning.loss import LocalLoss, LossFunction
 from raypfl.learning.objectives.batch import Batch
 from raypfl.learning.optimizers import Update
+from raypfl.learning.recording import Recorder, repeat
 from raypfl.models.extras import Extras, of_client, of_clients, rows_of, with_rows, without_buffers
 from raypfl.models.flat import FlatModel, FunctionalCall
 from raypfl.models.predictor import Predictor
@@ -39,7 +39,7 @@ class Vectorised(Executor):
 
     Parameters
     ----------
-    recorder : records the steps of SGD, which are then repeated; None: every step is launched operation by operation.
+    recorder : records the steps of SGD, which are then repeated; None: vmap and autograd run in every step.
     """
 
     def __init__(

@@ -293,7 +293,7 @@ def test_a_description_keeps_names_options_and_their_order():
         ("[corp]", r"no augmentation called 'corp'; did you mean 'crop'"),
         ("crop", r"data.augmentation is 'crop'; it must be a list"),
         ("[{padding: 3}]", r"data.augmentation is \{'padding': 3\}; it must be a name, or options"),
-        ("[{name: crop, pading: 3}]", r"data.augmentation.pading is not an option of crop; did you mean 'data.augmentation.padding'"),
+        ("[{name: crop, pading: 3}]", r"pading is not an option of crop; did you mean 'data.augmentation.padding'"),
         ("[{name: crop, fill: white}]", r"data.augmentation.fill.*'black' or 'mean'"),
         ("[{name: crop, padding: 0}]", r"padding is 0, but must be at least 1"),
         ("[{name: cutout, size: 0}]", r"size is 0, but must be at least 1"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,13 +16,18 @@ from torch.utils._pytree import tree_leaves
 from raypfl.common import device_rng
 from raypfl.common.messages import unmarked
 from raypfl.learning.optimizers import StepDraws
+from raypfl.learning.recording import CannotRecord, CudaGraphs, Replays
 from raypfl.learning.vectorised import Vectorised
 from tests.learning.test_gpu_steps import CASES, by_sgd
 from tests.support.federation import FP32, Federation
 
 
 class Tape(TorchDispatchMode):
-    """Records as CUDA does: operations on memory, without the Python around them, and without any effect yet."""
+    """Records as CUDA does: operations on memory, without the Python around them, before any of them has an effect."""
+
+    warm_up = CudaGraphs.warm_up
+    taken = CudaGraphs.taken
+    fewest = CudaGraphs.fewest
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,6 +52,7 @@ class Tape(TorchDispatchMode):
                 for operation in operations:
                     operation()
 
+        replay()
         return replay
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -73,11 +80,27 @@ class Tape(TorchDispatchMode):
         return result
 
 
-class Broken:
+class Broken(CudaGraphs):
     """Cannot record anything."""
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+        raise CannotRecord("operation not permitted when stream is capturing")
+
+
+class CountingReplays(Replays):
+    """Replays that count their recordings, and which of these are repeated."""
+
+    fewest = 4
+
+    def __init__(self) -> None:
+        self.recordings = 0
+        self.repeated = 0
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        again = super().record(work)
+        self.recordings += 1
+        self.repeated += again is not work
+        return again
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -107,6 +130,47 @@ def test_recorded_steps_have_the_bits_of_steps_taken_one_by_one(case, monkeypatc
     expected, _ = trained(case, None)
     assert torch.equal(recorded, expected)
     assert tape.recordings == 3 and tape.replays == 22
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_steps_repeated_on_a_cpu_have_the_bits_of_steps_taken_one_by_one(case):
+    replays = CountingReplays()
+    repeated, _ = trained(case, replays)
+    assert torch.equal(repeated, trained(case, None)[0])
+    # Noise on a CPU is drawn by generators, which are seeded with values of tensors.
+    assert (replays.recordings, replays.repeated) == ((3, 0) if case == "noise" else (3, 3))
+
+
+def with_loss_of(recorder: Any, factor: Callable[[], float | Tensor]) -> Tensor:
+    # Equal sizes need no padding, so that the loss is not tried on padded samples first.
+    fed = Federation(sizes=(12, 12, 12), training=replace(FP32, epochs=4))
+    fed.context.executor = Vectorised(fed.model, recorder=recorder)
+    clients = fed.clients()
+    return unmarked(clients.sgd(lambda p, batch: factor() * clients.loss(p, batch), clients.initial))
+
+
+@pytest.mark.parametrize("kind", ["a number", "a tensor", "what a tensor says"])
+def test_a_loss_that_keeps_a_count_is_called_in_every_step(kind):
+    def counting() -> Callable[[], float | Tensor]:
+        counts = itertools.count(1)
+        if kind == "a number":
+            return lambda: 1 / next(counts)
+        if kind == "a tensor":
+            return lambda: torch.tensor(1 / next(counts))
+        count = torch.zeros(())
+        return lambda: 2.0 if float(count.add_(1)) > 5 else 1.0
+
+    replays = CountingReplays()
+    assert torch.equal(with_loss_of(replays, counting()), with_loss_of(None, counting()))
+    assert replays.recordings and not replays.repeated
+
+
+def test_a_number_that_a_loss_knows_may_be_another_in_the_next_training():
+    replays = CountingReplays()
+    for factor in (1.0, 3.0):
+        repeated = with_loss_of(replays, lambda value=factor: value)
+        assert torch.equal(repeated, with_loss_of(None, lambda value=factor: value))
+    assert replays.repeated == replays.recordings
 
 
 def test_a_step_that_cannot_be_recorded_is_taken_one_by_one_with_the_reason():

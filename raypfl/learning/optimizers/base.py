@@ -42,7 +42,8 @@ class StepDraws:
         """
         if self.like.device.type != "cpu":
             return device_rng.normal(self.keys ^ _NOISE, self.like)
-        rows = [self._row(key) for key in self.keys.reshape(-1).tolist()]
+        # Not tolist(), which a recording of the step would not see.
+        rows = [self._row(int(key)) for key in self.keys.reshape(-1)]
         return torch.stack(rows).reshape(self.like.shape)
 
     def _row(self, key: int) -> Tensor:

@@ -1,0 +1,199 @@
+"""The operations of a step, as they are recorded on a CPU."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+UNREPEATABLE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
+"""What marks operations after which Python knows a tensor's values, and may go another way in the next step; and those
+that change a tensor's shape in place."""
+
+
+class Name(str):
+    """The name of a tensor: ``c`` and a number for one that was there before, ``t`` for a result."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A call of an operation, in whose arguments names stand for tensors.
+
+    Attributes
+    ----------
+    results : the names of the tensors that it returned; None for another value.
+    returns_many : whether it returned several values.
+    """
+
+    function: OpOverload
+    arguments: list[Any]
+    options: dict[str, Any]
+    results: list[Name | None]
+    returns_many: bool
+
+    @functools.cached_property
+    def reads(self) -> set[Name]:
+        """The tensors that it gets."""
+        return _names_in([*self.arguments, *self.options.values()])
+
+    @functools.cached_property
+    def writes(self) -> set[Name]:
+        """The tensors that it changes."""
+        changed = []
+        for position, name in _changed_arguments(self.function):
+            is_positional = position < len(self.arguments)
+            changed.append(self.arguments[position] if is_positional else self.options.get(name))
+        return _names_in(changed)
+
+    @functools.cached_property
+    def is_view(self) -> bool:
+        """Whether it only returns tensors that it gets, seen in another way."""
+        shares_memory = any(value.alias_info is not None for value in self.function._schema.returns)
+        return shares_memory and not self.writes
+
+    @property
+    def draws(self) -> bool:
+        """Whether it takes numbers from a random stream."""
+        return torch.Tag.nondeterministic_seeded in self.function.tags
+
+    def renamed(self, names: Mapping[Name, Name]) -> Operation:
+        """Return the operation on other tensors."""
+        if names.keys().isdisjoint(self.reads):
+            return self
+        return replace(self, arguments=with_values(self.arguments, names), options=with_values(self.options, names))
+
+
+class OperationRecorder(TorchDispatchMode):
+    """While active, notes every operation on tensors, below vmap and autograd.
+
+    Attributes
+    ----------
+    constants : the tensors that are no results, by name.
+    operations : the operations, in their order.
+    tensors : all tensors, by name.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.constants: dict[Name, Tensor] = {}
+        self.operations: list[Operation] = []
+        self._is_repeatable = True
+        # The tensors are kept while recording: no other one may get the identity, or the memory, of one that is freed.
+        self.tensors: dict[Name, Tensor] = {}
+        self._names: dict[int, Name] = {}
+        self._memory: dict[Name, int] = {}
+        self._memory_numbers: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        # Before the call, since it may return one of them.
+        abstract_arguments = self._abstract(args)
+        abstract_options = self._abstract(options)
+        result = func(*args, **options)
+
+        self._is_repeatable &= _is_repeatable(func, args)
+        returns_many = isinstance(result, (list, tuple))
+        results = [self._result(value) for value in (result if returns_many else [result])]
+        self.operations.append(Operation(func, abstract_arguments, abstract_options, results, returns_many))
+        return result
+
+    def memory_of(self, name: Name) -> int:
+        """Return a number for the memory of a tensor, which views of it share."""
+        return self._memory[name]
+
+    def view_of(self, name: Name) -> tuple[Any, ...]:
+        """Return what is the same for two names if they stand for the same numbers in the same memory."""
+        tensor = self.tensors[name]
+        return self._memory[name], tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+    @functools.cached_property
+    def key(self) -> tuple[Any, ...]:
+        """What is the same for two recordings if the same has to be repeated."""
+        calls = []
+        for step in self.operations:
+            calls.append((step.function, repr(step.arguments), repr(step.options), tuple(step.results)))
+        return (*calls, *map(self.view_of, self.tensors))
+
+    def is_repeated_by(self, other: OperationRecorder) -> bool:
+        """Whether another recording has the same operations on the same tensors, and Python saw no values of them."""
+        if not (self._is_repeatable and other._is_repeatable and self.key == other.key):
+            return False
+        return all(tensor is other.constants[name] for name, tensor in self.constants.items())
+
+    def _add(self, tensor: Tensor, text: str) -> Name:
+        name = Name(text)
+        self.tensors[name] = tensor
+        self._names[id(tensor)] = name
+        address = tensor.untyped_storage().data_ptr()
+        self._memory[name] = self._memory_numbers.setdefault(address, len(self._memory_numbers))
+        return name
+
+    def _result(self, value: Any) -> Name | None:
+        if not isinstance(value, Tensor):
+            return None
+        return self._names.get(id(value)) or self._add(value, f"t{len(self.tensors)}")
+
+    def _name_of(self, tensor: Tensor) -> Name:
+        """Return the tensor's name; one that was not seen before is a constant."""
+        name = self._names.get(id(tensor))
+        if name is None:
+            name = self._add(tensor, f"c{len(self.tensors)}")
+            self.constants[name] = tensor
+        return name
+
+    def _abstract(self, value: Any) -> Any:
+        """Return arguments with names in place of tensors."""
+        if isinstance(value, Tensor):
+            return self._name_of(value)
+        if isinstance(value, (list, tuple)):
+            return [self._abstract(item) for item in value]
+        if isinstance(value, dict):
+            return {key: self._abstract(item) for key, item in value.items()}
+        return value
+
+
+def with_values(arguments: Any, values: Mapping[Any, Any]) -> Any:
+    """Return arguments with the values of names in `values`; what has none stays."""
+    if isinstance(arguments, Name):
+        return values.get(arguments, arguments)
+    if isinstance(arguments, list):
+        return [with_values(item, values) for item in arguments]
+    if isinstance(arguments, dict):
+        return {key: with_values(item, values) for key, item in arguments.items()}
+    return arguments
+
+
+def _is_repeatable(function: OpOverload, arguments: Any) -> bool:
+    if function is torch.ops.aten.index.Tensor:
+        # Only an index of truth values gives a shape that depends on them.
+        _, indices = arguments
+        return all(index is None or index.dtype not in (torch.bool, torch.uint8) for index in indices)
+    return not any(tag in function.tags for tag in UNREPEATABLE)
+
+
+@functools.cache
+def _changed_arguments(function: OpOverload) -> list[tuple[int, str]]:
+    """Return position and name of the arguments that an operation changes."""
+    changed = []
+    for position, argument in enumerate(function._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            changed.append((position, argument.name))
+    return changed
+
+
+def _names_in(values: Sequence[Any]) -> set[Name]:
+    names: set[Name] = set()
+    for value in values:
+        if isinstance(value, Name):
+            names.add(value)
+        elif isinstance(value, list):
+            names |= _names_in(value)
+    return names

@@ -1,0 +1,216 @@
+"""What of a step that was recorded on a CPU has to be repeated, as Python code."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from types import CodeType
+from typing import Any
+
+import torch
+
+from raypfl.learning.recording.operations import Name, Operation, OperationRecorder, with_values
+
+aten = torch.ops.aten
+
+FILLED = frozenset(
+    {
+        aten.ones_like.default,
+        aten.zeros_like.default,
+        aten.full_like.default,
+        aten.new_zeros.default,
+        aten.new_ones.default,
+        aten.new_full.default,
+    }
+)
+"""Operations that read the shape of their tensor, and none of its values."""
+
+EXACT = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor})
+"""Operations whose bits do not depend on the order of their arguments in memory."""
+
+MAX_PLANS = 64
+"""The number of plans that a process remembers. A run has a few: for each loss, number of clients and batch size."""
+
+_plans: OrderedDict[Any, Plan] = OrderedDict()
+
+
+def plan_of(recorder: OperationRecorder) -> Plan:
+    """Return the plan of a recording; it was made before if the same operations were recorded before."""
+    key = recorder.key
+    if key not in _plans:
+        _plans[key] = Plan(recorder)
+        if len(_plans) > MAX_PLANS:
+            _plans.popitem(last=False)
+    _plans.move_to_end(key)
+    return _plans[key]
+
+
+class Plan:
+    """The operations of a recorded step that have to be repeated, and those of which the result stays the same.
+
+    Computed once: views of constants, and tensors filled with a number that nothing changes. Left out: results that
+    nothing uses, equal operations on equal tensors, and what returns a tensor as it is.
+    """
+
+    def __init__(self, recorder: OperationRecorder):
+        self._once: list[Operation] = []
+        # What the code refers to and is no tensor: operations, and their options.
+        self._constants: dict[str, Any] = {}
+
+        # Memory -> the number of the first operation that changes it.
+        self._first_change: dict[int, int] = {}
+        for number, step in enumerate(recorder.operations):
+            for name in step.writes:
+                self._first_change.setdefault(recorder.memory_of(name), number)
+
+        operations = self._needed(self._simplified(recorder))
+        self._code = self._compiled(recorder, self._changing(operations, recorder))
+
+    def function(self, recorder: OperationRecorder) -> Callable[[], None]:
+        """Return the function that repeats the operations on this recording's constants."""
+        values: dict[str, Any] = {name: tensor.detach() for name, tensor in recorder.constants.items()}
+        with torch.no_grad():
+            for step in self._once:
+                # Of results that change, only the shape counts.
+                known = recorder.tensors | values
+                result = step.function(*with_values(step.arguments, known), **with_values(step.options, known))
+                results = result if step.returns_many else [result]
+                values |= {name: value for name, value in zip(step.results, results, strict=True) if name is not None}
+
+        namespace = self._constants | values
+        exec(self._code, namespace)
+        repeat: Callable[[], None] = namespace["repeat"]
+        return torch.no_grad()(repeat)
+
+    def _simplified(self, recorder: OperationRecorder) -> list[Operation]:
+        """Return the operations without those whose result is another tensor that there is already."""
+        same: dict[Name, Name] = {}
+        results_of: dict[str, list[Name | None]] = {}
+        simplified = []
+        for original in recorder.operations:
+            step = original.renamed(same)
+            unchanged = self._unchanged(step, recorder)
+            if unchanged is not None:
+                result, argument = unchanged
+                same[result] = argument
+                continue
+
+            if self._is_pure(step, recorder):
+                call = f"{step.function} {step.arguments!r} {step.options!r}"
+                earlier = results_of.setdefault(call, step.results)
+                if earlier is not step.results:
+                    same |= {new: old for new, old in zip(step.results, earlier, strict=True) if new and old}
+                    continue
+            simplified.append(step)
+        return simplified
+
+    def _unchanged(self, step: Operation, recorder: OperationRecorder) -> tuple[Name, Name] | None:
+        """Return the result of an operation and the argument that it is equal to; None if it is another tensor."""
+        if step.writes or len(step.results) != 1 or step.results[0] is None:
+            return None
+        result = step.results[0]
+        for name in step.reads:
+            if recorder.view_of(name) == recorder.view_of(result):
+                return result, name
+
+        if step.function is aten.mul.Scalar and step.arguments[1] == 1:
+            factor: Name = step.arguments[0]
+            if self._may_replace(result, factor, recorder):
+                return result, factor
+        return None
+
+    def _may_replace(self, product: Name, factor: Name, recorder: OperationRecorder) -> bool:
+        """Whether a factor may stand for its product with 1, which has the same bits, perhaps in another order."""
+        memory = recorder.memory_of(product)
+        if memory in self._first_change or recorder.tensors[product].dtype != recorder.tensors[factor].dtype:
+            return False
+
+        # The factor may change once the product was used, as parameters do at the end of a step.
+        change = self._first_change.get(recorder.memory_of(factor), len(recorder.operations))
+        for number, step in enumerate(recorder.operations):
+            uses_product = any(recorder.memory_of(name) == memory for name in step.reads)
+            if uses_product and (number >= change or not (step.is_view or step.function in EXACT)):
+                return False
+        return True
+
+    def _is_pure(self, step: Operation, recorder: OperationRecorder) -> bool:
+        """Whether its results depend on its arguments only, and neither is ever changed."""
+        if step.draws:
+            return False
+        tensors = {name for name in (*step.reads, *step.results) if name is not None}
+        return self._first_change.keys().isdisjoint(map(recorder.memory_of, tensors))
+
+    def _needed(self, operations: Sequence[Operation]) -> list[Operation]:
+        """Return the operations whose results are used, or that change something."""
+        used: set[Name] = set()
+        needed = []
+        for step in reversed(operations):
+            if step.writes or step.draws or not used.isdisjoint(step.results):
+                used |= step.reads
+                needed.append(step)
+        return needed[::-1]
+
+    def _changing(self, operations: Sequence[Operation], recorder: OperationRecorder) -> list[Operation]:
+        """Return the operations whose results change from step to step; the others are computed once."""
+        known = set(recorder.constants)
+        unchanging: set[Name] = set()
+        changing = []
+        for step in operations:
+            is_view_of_known = step.is_view and step.reads <= known
+            is_filled = step.function in FILLED or not step.reads
+            is_unchanging = self._is_pure(step, recorder) and (is_filled or step.reads <= unchanging)
+            if not is_view_of_known and not is_unchanging:
+                changing.append(step)
+                continue
+
+            self._once.append(step)
+            results = {name for name in step.results if name is not None}
+            known |= results
+            if is_unchanging:
+                unchanging |= results
+        return changing
+
+    def _compiled(self, recorder: OperationRecorder, operations: Sequence[Operation]) -> CodeType:
+        """Return the code of a function ``repeat``, whose globals are the constants."""
+        last_use = {name: number for number, step in enumerate(operations) for name in step.reads}
+        results_of_once = {name for step in self._once for name in step.results}
+        kept = {*recorder.constants, *results_of_once}
+
+        lines = ["def repeat():"]
+        for number, step in enumerate(operations):
+            lines.append(f" {self._line(step)}")
+            tensors = {name for name in (*step.reads, *step.results) if name is not None}
+            over = {name for name in tensors if last_use.get(name, -1) <= number} - kept
+            if over:
+                lines.append(f" del {', '.join(sorted(over))}")
+        return compile("\n".join(lines), "<a recorded step>", "exec")
+
+    def _line(self, step: Operation) -> str:
+        """Return the line of code of an operation."""
+        arguments = [self._text(value) for value in step.arguments]
+        arguments += [f"{name}={self._text(value)}" for name, value in step.options.items()]
+        call = f"{self._constant(step.function)}({', '.join(arguments)})"
+
+        # An operation in place returns what it gets.
+        if all(name is None or name in step.reads for name in step.results):
+            return call
+        targets = ", ".join(name or "_" for name in step.results)
+        return f"{targets}{',' if step.returns_many else ''} = {call}"
+
+    def _text(self, value: Any) -> str:
+        if isinstance(value, Name):
+            return value
+        if isinstance(value, list):
+            return f"[{', '.join(map(self._text, value))}]"
+        if value is None or isinstance(value, (bool, int)):
+            return repr(value)
+        return self._constant(value)
+
+    def _constant(self, value: Any) -> str:
+        """Return the name of a value that is no tensor."""
+        for name, other in self._constants.items():
+            if other is value:
+                return name
+        name = f"k{len(self._constants)}"
+        self._constants[name] = value
+        return name
