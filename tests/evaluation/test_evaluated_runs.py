@@ -152,13 +152,13 @@ class LargeServerFT(FedAvgFT):
 )
 def test_a_server_entry_that_no_client_reads_is_not_transferred(tmp_path, monkeypatch, method, sent_for_evaluation):
     sizes = []
-    writable = Worker._writable
+    shared_tensor = Worker._shared_tensor
 
     def record_size(self, array):
         sizes.append(array.size)
-        return writable(self, array)
+        return shared_tensor(self, array)
 
-    monkeypatch.setattr(Worker, "_writable", record_size)
+    monkeypatch.setattr(Worker, "_shared_tensor", record_size)
     raypfl.run(experiment(tmp_path, rounds=1).replace(method=method))
     sent_for_training = 0 if isinstance(method, Local) else 1
     assert len(sizes) == sent_for_training + sent_for_evaluation and 100_000 not in sizes
