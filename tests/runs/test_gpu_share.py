@@ -21,6 +21,7 @@ from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.data import load_federated
 from raypfl.engine.backends.actor_pools import share_of
 from raypfl.engine.backends.cluster import client_resources
+from raypfl.engine.backends.session import SpareServer
 from raypfl.engine.backends.shipment import Shipment
 from raypfl.engine.building.devices import CONTEXT_BYTES, limit_memory
 from raypfl.engine.events import Progress
@@ -231,6 +232,8 @@ def reserved(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
     cluster.remote = remote
     for module in (preparing, pretraining):
         monkeypatch.setattr(module, "connected", lambda settings, emit: contextlib.nullcontext(cluster))
+        # The session of all tests may have a server, which is on another cluster.
+        monkeypatch.setattr(module, "spare_server", SpareServer())
     return requests
 
 
