@@ -25,7 +25,7 @@ FILLED = frozenset(
 )
 """Operations that read the shape of their tensor, and none of its values."""
 
-EXACT = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor})
+EXACT = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten._foreach_add_.List})
 """Operations whose bits do not depend on the order of their arguments in memory."""
 
 MAX_PLANS = 64
@@ -64,7 +64,9 @@ class Plan:
                 self._first_change.setdefault(recorder.memory_of(name), number)
 
         operations = self._needed(self._simplified(recorder))
-        self._code = self._compiled(recorder, self._changing(operations, recorder))
+        # Again, for what only those needed that are computed once.
+        changing = self._needed(self._changing(operations, recorder))
+        self._code = self._compiled(recorder, changing)
 
     def function(self, recorder: OperationRecorder) -> Callable[[], None]:
         """Return the function that repeats the operations on this recording's constants."""
@@ -89,6 +91,9 @@ class Plan:
         simplified = []
         for original in recorder.operations:
             step = original.renamed(same)
+            copies_itself = step.function is aten.copy_.default and step.arguments[0] == step.arguments[1]
+            if copies_itself:
+                continue
             unchanged = self._unchanged(step, recorder)
             if unchanged is not None:
                 result, argument = unchanged
