@@ -114,7 +114,7 @@ def test_classes_of_a_pool_go_by_their_names(tmp_path):
         ({"auxiliary": {"root": "x"}}, r"data.pools.auxiliary is .*, but must be a share .*, or a data set"),
         (
             {"auxiliary": {"name": "mnist", "rot": "x"}},
-            r"data.pools.auxiliary.rot is not an option of mnist; did you mean 'root'",
+            r"rot is not an option of mnist; did you mean 'data.pools.auxiliary.root'",
         ),
         ({"test": {"name": "mnist"}}, r"pool called 'test', which is the name of a split"),
     ],
