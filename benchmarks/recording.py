@@ -1,4 +1,4 @@
-"""CPU time of a group's steps, taken one by one and repeated from a recording, in turns in one process.
+"""CPU time of a group's steps, taken as they are and repeated from a recording, in turns in one process.
 
     python -m benchmarks.recording          # two minutes
 
@@ -56,7 +56,7 @@ def main() -> None:
     """Measure and print."""
     torch.set_num_threads(1)
     fewest = Replays.fewest
-    print(f"{'steps':>6}{'cohort':>8}{'one by one':>14}{'repeated':>12}{'ratio':>8}   (ms of CPU time a round)")
+    print(f"{'steps':>6}{'cohort':>8}{'as before':>14}{'repeated':>12}{'ratio':>8}   (ms of CPU time a round)")
     with tempfile.TemporaryDirectory() as folder:
         for steps in STEPS:
             for cohort in COHORTS:

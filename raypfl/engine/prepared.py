@@ -25,7 +25,7 @@ from raypfl.learning.batches import GroupSamples, device_data_budget
 from raypfl.learning.executor import Executor, Precision
 from raypfl.learning.objectives import Objective, default_objective
 from raypfl.learning.objectives.batch import Batch
-from raypfl.learning.recording import CudaGraphs, Recorder, Replays
+from raypfl.learning.recording import CudaGraphs, Recorder, Replays, may_keep_state
 from raypfl.learning.sample_pools import Pools
 from raypfl.learning.vectorised import Vectorised
 from raypfl.models import FlatModel
@@ -157,7 +157,10 @@ class Prepared:
         return Vectorised(self.model, self.precision, self._recorder())
 
     def _recorder(self) -> Recorder | None:
-        """What records the steps of clients that train together."""
+        """What records the steps of clients that train together; None if the network or the loss may keep a state."""
+        forward_passes = [type(module).forward for module in self.model.module.modules()]
+        if may_keep_state([*forward_passes, type(self.objective).loss]):
+            return None
         if self.device.type == "cpu":
             return Replays()
         return CudaGraphs() if self.experiment.engine.cuda_graphs else None

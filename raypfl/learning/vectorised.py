@@ -26,7 +26,7 @@ from raypfl.learning.executor import DEFAULT_PRECISION, Executor, Precision, Ste
 from raypfl.learning.loss import LocalLoss, LossFunction
 from raypfl.learning.objectives.batch import Batch
 from raypfl.learning.optimizers import Update
-from raypfl.learning.recording import Recorder, repeat
+from raypfl.learning.recording import Recorder, may_keep_state, repeat
 from raypfl.models.extras import Extras, of_client, of_clients, rows_of, with_rows, without_buffers
 from raypfl.models.flat import FlatModel, FunctionalCall
 from raypfl.models.predictor import Predictor
@@ -81,6 +81,9 @@ class Vectorised(Executor):
             loss = self._per_sample(loss, theta, extras)
         step = self._vectorised_step(loss, extras)
         frozen = frozen_segments(self.model, update)
+        recorder = self.recorder
+        if observe is not None or may_keep_state([loss.loss, loss.penalty, loss.report, update.optimizer.step_]):
+            recorder = None
 
         def first_rows(k: int) -> Callable[[int | Tensor], None]:
             """Return ``take(s)``, by which the first k rows take step s, a number or ``int64[1]`` on the device."""
@@ -113,8 +116,8 @@ class Vectorised(Executor):
         with self.model.mode(train=True), self._loss_context(None):
             for k, phase in _phases(steps):
                 take = first_rows(k)
-                if self.recorder is not None and observe is None:
-                    if not repeat(take, phase, theta.device, self.recorder):
+                if recorder is not None:
+                    if not repeat(take, phase, theta.device, recorder):
                         self.recorder = None
                     continue
 

@@ -162,7 +162,42 @@ def test_a_loss_that_keeps_a_count_is_called_in_every_step(kind):
 
     replays = CountingReplays()
     assert torch.equal(with_loss_of(replays, counting()), with_loss_of(None, counting()))
-    assert replays.recordings and not replays.repeated
+    assert not replays.repeated
+
+
+class Schedule:
+    """A penalty's weight, which changes after ten calls."""
+
+    calls = 0
+
+    def weight(self) -> float:
+        self.calls += 1
+        return 0.0 if self.calls <= 10 else 1.0
+
+
+def late_by_list(calls: list[int]) -> float:
+    calls.append(1)
+    return 1.0 if len(calls) <= 10 else 2.0
+
+
+@pytest.mark.parametrize("kind", ["a list", "an object", "a variable"])
+def test_a_loss_that_changes_after_some_steps_is_called_in_every_step(kind):
+    def changing() -> Callable[[], float]:
+        calls: list[int] = []
+        schedule = Schedule()
+        count = 0
+
+        def late() -> float:
+            nonlocal count
+            count += 1
+            return 1.0 if count <= 10 else 2.0
+
+        return {"a list": lambda: late_by_list(calls), "an object": lambda: schedule.weight(), "a variable": late}[kind]
+
+    replays = CountingReplays()
+    assert torch.equal(with_loss_of(replays, changing()), with_loss_of(None, changing()))
+    assert not torch.equal(with_loss_of(None, changing()), with_loss_of(None, lambda: 1.0))
+    assert not replays.recordings
 
 
 def test_a_number_that_a_loss_knows_may_be_another_in_the_next_training():

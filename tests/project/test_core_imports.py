@@ -68,9 +68,13 @@ def test_the_core_is_imported_and_trains_without_ray_pydantic_and_the_rest():
 def test_the_core_in_a_bare_run_imports_neither_torchs_compiler_nor_sympy():
     program = (
         "import sys\n"
+        "from raypfl.learning.recording import Replays\n"
         "from raypfl.methods import Ditto\n"
         "from tests.support.federation import Federation\n"
-        "Federation(method=Ditto(), group_size=2).run_rounds(None)\n"
+        "Replays.fewest = 2\n"
+        "federation = Federation(method=Ditto(), group_size=2)\n"
+        "federation.context.executor.recorder = Replays()\n"
+        "federation.run_rounds(None)\n"
         "assert not {'torch._dynamo', 'sympy'} & set(sys.modules)\n"
     )
     result = run_python(program)

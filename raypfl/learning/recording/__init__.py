@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from raypfl.learning.recording.cuda_graphs import CannotRecord, CudaGraphs
+from raypfl.learning.recording.python_state import may_keep_state
 from raypfl.learning.recording.replays import Replays
 
-__all__ = ["CannotRecord", "CudaGraphs", "Recorder", "Replays", "repeat"]
+__all__ = ["CannotRecord", "CudaGraphs", "Recorder", "Replays", "may_keep_state", "repeat"]
 
 
 class Recorder(Protocol):

@@ -92,6 +92,11 @@ class OperationRecorder(TorchDispatchMode):
         self._memory: dict[Name, int] = {}
         self._memory_numbers: dict[int, int] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Otherwise the first recording of a process imports torch's compiler, which takes longer than it saves.
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
         # Before the call, since it may return one of them.

@@ -1,0 +1,104 @@
+"""Whether a function may depend on more than its arguments, by what its code does.
+
+Two recordings of a step show a loss that counts its calls, but not one that waits for its tenth call. So the code of a
+user's loss, network, objective and optimizer is read: what may change anything outside, read a clock, or show something
+is called in every step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+from collections.abc import Iterable, Iterator
+from functools import cache, partial
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+CHANGES = frozenset({"STORE_GLOBAL", "STORE_ATTR", "STORE_SUBSCR", "DELETE_GLOBAL", "DELETE_ATTR", "DELETE_SUBSCR"})
+"""Instructions that change something outside of a function, or may; as does an assignment to a nonlocal variable."""
+
+CALLS = frozenset(
+    {
+        *("add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem", "popleft"),
+        *("remove", "setattr", "setdefault", "update"),
+        *("next", "send", "throw", "random", "time", "datetime", "perf_counter", "monotonic"),
+        *("print", "write", "input", "open", "breakpoint", "exec", "eval"),
+    }
+)
+"""Names in the code of functions that change an object, read a clock, an iterator or a file, or show something."""
+
+LIBRARIES = ("torch", "raypfl", "numpy", "torchvision", "timm", "math")
+"""Packages whose functions depend on their arguments only."""
+
+
+def may_keep_state(functions: Iterable[Any]) -> bool:
+    """Return whether any of these functions, or one that they use, may depend on more than its arguments."""
+    waiting = list(functions)
+    visited: set[FunctionType] = set()
+    while waiting:
+        for function in _plain(waiting.pop()):
+            if function in visited or _is_of_library(function.__module__):
+                continue
+            visited.add(function)
+            if _changes_something(function.__code__):
+                return True
+            waiting += _used(function)
+    return False
+
+
+def _plain(value: Any) -> Iterator[FunctionType]:
+    """Yield the Python functions that a call of `value` runs."""
+    if isinstance(value, partial):
+        yield from _plain(value.func)
+    elif isinstance(value, MethodType):
+        yield from _plain(value.__func__)
+    elif isinstance(value, FunctionType):
+        yield value
+    elif isinstance(value, type):
+        yield from _plain(vars(value).get("__init__"))
+    elif callable(value) and not _is_of_library(type(value).__module__):
+        yield from _plain(getattr(type(value), "__call__", None))  # noqa: B004
+
+
+def _used(function: FunctionType) -> Iterator[Any]:
+    """Yield what a function refers to, in its module or in the function around it, and the methods that it calls."""
+    names = _names(function.__code__)
+    values = [function.__globals__[name] for name in names if name in function.__globals__]
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # not assigned yet
+            values.append(cell.cell_contents)
+
+    yield from values
+    for value in values:
+        owner = type(value)
+        if owner.__module__ != "builtins" and not _is_of_library(owner.__module__):
+            yield from (vars(base)[name] for base in owner.__mro__ for name in names if name in vars(base))
+
+
+def _is_of_library(module: str | None) -> bool:
+    return module is not None and module.partition(".")[0] in LIBRARIES
+
+
+@cache
+def _changes_something(code: CodeType) -> bool:
+    if not CALLS.isdisjoint(_names(code)):
+        return True
+    for part in _with_nested(code):
+        for instruction in dis.get_instructions(part):
+            if instruction.opname in CHANGES:
+                return True
+            if instruction.opname == "STORE_DEREF" and instruction.argval in code.co_freevars:
+                return True
+    return False
+
+
+@cache
+def _names(code: CodeType) -> frozenset[str]:
+    return frozenset(name for part in _with_nested(code) for name in part.co_names)
+
+
+def _with_nested(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _with_nested(constant)
