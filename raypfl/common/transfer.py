@@ -12,9 +12,10 @@ def host_memory(shape: tuple[int, ...], dtype: np.dtype, device: torch.device) -
 
     PyTorch keeps pinned memory for later use, and does not give it away before a copy that reads it is done.
     """
-    rows = np.empty(shape, dtype) if device.type != "cuda" else np.empty(0, dtype)
-    tensor = torch.from_numpy(rows)
-    return tensor if device.type != "cuda" else torch.empty(shape, dtype=tensor.dtype, pin_memory=True)
+    if device.type != "cuda":
+        return torch.from_numpy(np.empty(shape, dtype))
+    torch_dtype = torch.from_numpy(np.empty(0, dtype)).dtype
+    return torch.empty(shape, dtype=torch_dtype, pin_memory=True)
 
 
 def to_device(rows: np.ndarray, device: torch.device) -> Tensor:

@@ -70,16 +70,19 @@ class Plan:
 
     def function(self, recorder: OperationRecorder) -> Callable[[], None]:
         """Return the function that repeats the operations on this recording's constants."""
-        values: dict[str, Any] = {name: tensor.detach() for name, tensor in recorder.constants.items()}
+        # Of a result that changes, an operation that runs once reads only the shape.
+        values: dict[Name, Any] = {**recorder.tensors}
+        values |= {name: tensor.detach() for name, tensor in recorder.constants.items()}
+        namespace: dict[str, Any] = {**self._constants}
+        namespace.update((name, values[name]) for name in recorder.constants)
         with torch.no_grad():
             for step in self._once:
-                # Of results that change, only the shape counts.
-                known = recorder.tensors | values
-                result = step.function(*with_values(step.arguments, known), **with_values(step.options, known))
+                result = step.function(*with_values(step.arguments, values), **with_values(step.options, values))
                 results = result if step.returns_many else [result]
-                values |= {name: value for name, value in zip(step.results, results, strict=True) if name is not None}
+                computed = {name: value for name, value in zip(step.results, results, strict=True) if name is not None}
+                values |= computed
+                namespace.update(computed.items())
 
-        namespace = self._constants | values
         exec(self._code, namespace)
         repeat: Callable[[], None] = namespace["repeat"]
         return torch.no_grad()(repeat)
@@ -157,20 +160,20 @@ class Plan:
 
     def _changing(self, operations: Sequence[Operation], recorder: OperationRecorder) -> list[Operation]:
         """Return the operations whose results change from step to step; the others are computed once."""
-        known = set(recorder.constants)
+        computed_once = set(recorder.constants)
         unchanging: set[Name] = set()
         changing = []
         for step in operations:
-            is_view_of_known = step.is_view and step.reads <= known
+            is_view_of_constants = step.is_view and step.reads <= computed_once
             is_filled = step.function in FILLED or not step.reads
             is_unchanging = self._is_pure(step, recorder) and (is_filled or step.reads <= unchanging)
-            if not is_view_of_known and not is_unchanging:
+            if not is_view_of_constants and not is_unchanging:
                 changing.append(step)
                 continue
 
             self._once.append(step)
             results = {name for name in step.results if name is not None}
-            known |= results
+            computed_once |= results
             if is_unchanging:
                 unchanging |= results
         return changing
@@ -179,13 +182,13 @@ class Plan:
         """Return the code of a function ``repeat``, whose globals are the constants."""
         last_use = {name: number for number, step in enumerate(operations) for name in step.reads}
         results_of_once = {name for step in self._once for name in step.results}
-        kept = {*recorder.constants, *results_of_once}
+        globals_of_code = {*recorder.constants, *results_of_once}
 
         lines = ["def repeat():"]
         for number, step in enumerate(operations):
             lines.append(f" {self._line(step)}")
             tensors = {name for name in (*step.reads, *step.results) if name is not None}
-            over = {name for name in tensors if last_use.get(name, -1) <= number} - kept
+            over = {name for name in tensors if last_use.get(name, -1) <= number} - globals_of_code
             if over:
                 lines.append(f" del {', '.join(sorted(over))}")
         return compile("\n".join(lines), "<a recorded step>", "exec")
