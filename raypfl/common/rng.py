@@ -49,6 +49,16 @@ def uniform(keys: np.ndarray) -> np.ndarray:
     return (mix(keys) >> np.uint64(11)) * 2.0**-53
 
 
+def normal(seed: int, purpose: str, clients: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Return a standard normal draw for each client, ``float64[len(clients)]``, the same in all rounds.
+
+    By the transform of Box and Muller (1958).
+    """
+    radius = uniform(keys(seed, f"{purpose} radius", 0, clients))
+    angle = uniform(keys(seed, f"{purpose} angle", 0, clients))
+    return np.sqrt(-2 * np.log1p(-radius)) * np.cos(2 * np.pi * angle)
+
+
 def permutations(keys: np.ndarray, width: int, sizes: np.ndarray | None = None) -> np.ndarray:
     """Return rows that start with a permutation of ``range(sizes[i])``, which depends on ``keys[i]`` alone.
 

@@ -26,8 +26,8 @@ class Absent:
 
 sys.meta_path.insert(0, Absent())
 ROOMS = (
-    "common models models.architectures learning learning.optimizers learning.objectives evaluation clients federation "
-    "federation.exchange methods"
+    "common models models.architectures learning learning.optimizers learning.objectives evaluation clients devices "
+    "federation federation.exchange methods"
 )
 for room in ROOMS.split():
     package = importlib.import_module("raypfl." + room)

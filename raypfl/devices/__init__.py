@@ -1,0 +1,23 @@
+"""Clients' devices: how long a turn takes on them, and when they can be reached; with NumPy alone."""
+
+from raypfl.devices.availability import Always, Availability, Chances, Spans
+from raypfl.devices.availability_models import AVAILABILITY_MODELS, AvailabilityModel, Holdings
+from raypfl.devices.devices import Devices
+from raypfl.devices.hardware import HARDWARE, DeviceClass, Hardware
+from raypfl.devices.turn import Training, Turn
+
+__all__ = [
+    "AVAILABILITY_MODELS",
+    "HARDWARE",
+    "Always",
+    "Availability",
+    "AvailabilityModel",
+    "Chances",
+    "DeviceClass",
+    "Devices",
+    "Hardware",
+    "Holdings",
+    "Spans",
+    "Training",
+    "Turn",
+]

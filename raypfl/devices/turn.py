@@ -1,0 +1,62 @@
+"""What a method asks of a client in one round: gradient steps, and bytes in both directions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Training:
+    """One local training of a turn.
+
+    Attributes
+    ----------
+    batch_size, epochs, steps : its length; `epochs` has no meaning if `steps` is not None.
+    smallest : the smallest last batch of an epoch; one of fewer samples is left out, unless it is the only one.
+    models : the number of gradient steps on each mini-batch.
+    """
+
+    batch_size: int
+    epochs: int = 1
+    steps: int | None = None
+    smallest: int = 1
+    models: int = 1
+
+    def samples(self, sizes: np.ndarray) -> np.ndarray:
+        """Return the samples that clients with ``int64[n]`` samples visit, each as often as a step sees it."""
+        rest = sizes % self.batch_size
+        is_left_out = (rest > 0) & (rest < self.smallest) & (sizes > self.batch_size)
+        per_epoch = np.where(is_left_out, sizes - rest, sizes)
+        if self.steps is None:
+            return self.models * self.epochs * per_epoch
+
+        batches_per_epoch = np.maximum(-(-per_epoch // self.batch_size), 1)
+        epochs, batches = np.divmod(self.steps, batches_per_epoch)
+        in_last_epoch = np.minimum(batches * self.batch_size, per_epoch)
+        return self.models * (epochs * per_epoch + in_last_epoch)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a method asks of a client in one round.
+
+    Attributes
+    ----------
+    trainings : the client's local trainings, one after the other.
+    down_bytes, up_bytes : what a client receives and sends, the mean over clients, added up over the exchanges.
+    exchanges : the number of exchanges of a round.
+    """
+
+    trainings: tuple[Training, ...]
+    down_bytes: float
+    up_bytes: float
+    exchanges: int = 1
+
+    def samples(self, sizes: np.ndarray) -> np.ndarray:
+        """Return the samples of all gradient steps, ``int64[n]``, of clients that hold ``int64[n]`` samples."""
+        total = np.zeros(len(sizes), dtype=np.int64)
+        for training in self.trainings:
+            total += training.samples(sizes)
+        return total
