@@ -1,0 +1,1 @@
+"""Asynchronous and buffered rounds: the schedule comes first, then clients train as it says."""

@@ -1,0 +1,287 @@
+"""The order of events of asynchronous rounds, known before anything trains, with NumPy alone.
+
+How long a turn takes follows from sizes, speeds and bandwidths, and who is drawn from the seed. So the schedule depends
+on no clock and no model: simulated and real time are apart, and a resumed run makes the same schedule again.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from raypfl.common import rng
+from raypfl.common.errors import ConfigError
+from raypfl.devices import Always, Availability
+from raypfl.federation.cohort_draw import draw_cohort
+from raypfl.federation.settings import CohortSettings
+
+DRAWS = 4096
+"""Random numbers that are made at once: one at a time, NumPy would take longer than all the rest."""
+
+LOOKS = 16
+"""Clients that are looked at one by one for one that can be reached, before all are."""
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """The clients of a schedule.
+
+    Attributes
+    ----------
+    seconds : how long each client's turn takes, ``float64[num_clients]``, above 0.
+    size : number of clients that train at a time, if enough can be reached.
+    dropout : probability that a client does not reply. Another is drawn when its turn would have ended.
+    availability : when clients can be reached.
+    """
+
+    seconds: np.ndarray
+    size: int
+    dropout: float = 0.0
+    availability: Availability = field(default_factory=Always)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """All turns until a number of rounds is finished, in the order in which they begin. Rounds count from 1.
+
+    Attributes
+    ----------
+    clients : the client of each turn, ``int32[T]``.
+    rounds : the round in which the client is sent its message: the first one that its reply could be part of.
+    joins : the round that the reply is part of, ``int32[T]``; 0: none.
+    drops : whether the client drops out and never replies, ``bool[T]``.
+    begins, ends : seconds since the start, ``float64[T]``.
+    replies : the turns whose replies are part of rounds, in the order of their arrival, ``int32[R]``.
+    round_ends : when each round is finished, ``float64[num_rounds]``.
+    """
+
+    clients: np.ndarray
+    rounds: np.ndarray
+    joins: np.ndarray
+    drops: np.ndarray
+    begins: np.ndarray
+    ends: np.ndarray
+    replies: np.ndarray
+    round_ends: np.ndarray
+
+    @property
+    def num_rounds(self) -> int:
+        return len(self.round_ends)
+
+    @property
+    def staleness(self) -> np.ndarray:
+        """How many models were made while each reply was under way, ``int32[R]``, in the order of arrival."""
+        return self._joined - self.rounds[self.replies]
+
+    @cached_property
+    def _joined(self) -> np.ndarray:
+        return self.joins[self.replies]
+
+    def sent_in(self, round: int) -> np.ndarray:
+        """Return the turns that begin in a round, ``int64[n]``."""
+        first, end = np.searchsorted(self.rounds, [round, round + 1])
+        return np.arange(first, end)
+
+    def joining(self, first: int, last: int) -> np.ndarray:
+        """Return the turns whose replies are part of these rounds, ``int32[n]``, in the order of arrival."""
+        start, end = np.searchsorted(self._joined, [first, last + 1])
+        return self.replies[start:end]
+
+    def wave_from(self, round: int) -> int:
+        """Return the last round, from this one on, that needs no client which is sent its message after it has begun.
+
+        All clients of these rounds can train at once.
+        """
+        last = round
+        while last < self.num_rounds and self.rounds[self.joining(last + 1, last + 1)].max() <= round:
+            last += 1
+        return last
+
+
+def make_schedule(fleet: Fleet, num_rounds: int, seed: int, buffer: int, window: float | None = None) -> Schedule:
+    """Return the schedule of asynchronous rounds.
+
+    A client whose reply has come is drawn again only once the reply is part of a round. Replies that come at the same
+    moment are all taken in before anyone is drawn.
+
+    Parameters
+    ----------
+    buffer : the number of replies that end a round.
+    window : the seconds after which a round ends with fewer replies, but one at least; None: none does.
+
+    Raises
+    ------
+    ConfigError : if too few clients can ever be reached.
+    """
+    return _Simulation(fleet, seed, buffer, window).run(num_rounds)
+
+
+class _Simulation:
+    """The state of the simulation at a moment."""
+
+    def __init__(self, fleet: Fleet, seed: int, buffer: int, window: float | None):
+        self._fleet = fleet
+        self._buffer = buffer
+        self._window = window
+        self._seed = seed
+        self._seconds = array("d", fleet.seconds)
+        self._random = _random_numbers(seed)
+        self._is_always_available = isinstance(fleet.availability, Always)
+
+        self._time = 0.0
+        self._round = 1
+        self._round_began = 0.0
+        # Clients that are at work or whose reply waits cannot be drawn; the others are in no particular order.
+        self._free = array("i", range(len(fleet.seconds)))
+        self._place_of = array("i", range(len(fleet.seconds)))
+        # (when the turn ends, the turn)
+        self._at_work: list[tuple[float, int]] = []
+        self._waiting: list[int] = []
+
+        self._clients = array("i")
+        self._rounds = array("i")
+        self._begins = array("d")
+        self._drops = bytearray()
+        self._replies = array("i")
+        self._joined = array("i")
+        self._round_ends = array("d")
+
+    def run(self, num_rounds: int) -> Schedule:
+        while self._round <= num_rounds:
+            retry = self._fill()
+            next_reply = self._at_work[0][0] if self._at_work else math.inf
+            self._time = min(retry, next_reply, self._window_end())
+            if math.isinf(self._time):
+                self._refuse_stuck()
+            self._take_replies(num_rounds)
+        return self._schedule()
+
+    def _take_replies(self, num_rounds: int) -> None:
+        """Take in all replies that come now."""
+        while self._at_work and self._at_work[0][0] == self._time:
+            _, turn = heapq.heappop(self._at_work)
+            if self._drops[turn]:
+                self._set_free(self._clients[turn])
+                continue
+
+            self._waiting.append(turn)
+            if len(self._waiting) == self._buffer:
+                self._end_round()
+                if self._round > num_rounds:
+                    return
+
+        if self._time == self._window_end():
+            self._end_round()
+
+    def _window_end(self) -> float:
+        """Return when the round ends although the buffer is not full; infinite: not before another event."""
+        if self._window is None or not self._waiting:
+            return math.inf
+        return max(self._round_began + self._window, self._time)
+
+    def _end_round(self) -> None:
+        self._replies.extend(self._waiting)
+        self._joined.extend([self._round] * len(self._waiting))
+        for turn in self._waiting:
+            self._set_free(self._clients[turn])
+        self._waiting.clear()
+        self._round_ends.append(self._time)
+        self._round_began = self._time
+        self._round += 1
+
+    def _fill(self) -> float:
+        """Draw clients until enough are at work; return when to try again if too few can be reached."""
+        missing = self._fleet.size - len(self._at_work)
+        # As in a synchronous round, a cohort that begins together is drawn together.
+        if not self._at_work and not self._waiting and self._is_always_available and missing <= len(self._free):
+            cohort = CohortSettings(size=missing)
+            for client in draw_cohort(cohort, len(self._seconds), self._seed, self._round).clients:
+                self._begin(client)
+            return math.inf
+
+        for _ in range(min(missing, len(self._free))):
+            drawn = self._draw()
+            if drawn is None:
+                return self._next_reachable()
+            self._begin(drawn)
+        return math.inf
+
+    def _draw(self) -> int | None:
+        """Return a free client that can be reached now, each with the same probability; None if there is none."""
+        if self._is_always_available:
+            return self._free[next(self._random) % len(self._free)]
+
+        availability = self._fleet.availability
+        for _ in range(LOOKS):
+            client = self._free[next(self._random) % len(self._free)]
+            if availability.is_available(np.array([client]), self._time)[0]:
+                return client
+
+        free = np.sort(np.array(self._free))
+        reachable = free[availability.is_available(free, self._time)]
+        return int(reachable[next(self._random) % len(reachable)]) if len(reachable) else None
+
+    def _next_reachable(self) -> float:
+        """Return when the next free client can be reached."""
+        return float(self._fleet.availability.next_available(np.array(self._free), self._time).min())
+
+    def _begin(self, client: int) -> None:
+        turn = len(self._clients)
+        self._take(client)
+        self._clients.append(client)
+        self._rounds.append(self._round)
+        self._begins.append(self._time)
+        drops = self._fleet.dropout > 0 and next(self._random) < self._fleet.dropout * 2.0**64
+        self._drops.append(drops)
+        heapq.heappush(self._at_work, (self._time + self._seconds[client], turn))
+
+    def _take(self, client: int) -> None:
+        """Take a client out of the free ones; the last of them moves to its place."""
+        place = self._place_of[client]
+        last = self._free.pop()
+        if last != client:
+            self._free[place] = last
+            self._place_of[last] = place
+
+    def _set_free(self, client: int) -> None:
+        self._place_of[client] = len(self._free)
+        self._free.append(client)
+
+    def _refuse_stuck(self) -> None:
+        raise ConfigError(
+            f"asynchronous.buffer is {self._buffer}, but after {len(self._waiting)} replies of round {self._round} no "
+            "client is left that can be reached: a client is drawn again only once its reply is part of a round. Lower "
+            "asynchronous.buffer, or change devices.availability."
+        )
+
+    def _schedule(self) -> Schedule:
+        clients = np.array(self._clients, dtype=np.int32)
+        begins = np.array(self._begins)
+        replies = np.array(self._replies, dtype=np.int32)
+        joins = np.zeros(len(clients), dtype=np.int32)
+        joins[replies] = np.array(self._joined, dtype=np.int32)
+        return Schedule(
+            clients=clients,
+            rounds=np.array(self._rounds, dtype=np.int32),
+            joins=joins,
+            drops=np.frombuffer(self._drops, dtype=bool),
+            begins=begins,
+            ends=begins + self._fleet.seconds[clients],
+            replies=replies,
+            round_ends=np.array(self._round_ends),
+        )
+
+
+def _random_numbers(seed: int) -> Iterator[int]:
+    """Yield random whole numbers below 2^64."""
+    block = 0
+    while True:
+        keys = rng.keys(seed, "turns", block, np.arange(DRAWS))
+        yield from keys.tolist()
+        block += 1
