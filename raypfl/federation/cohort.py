@@ -112,6 +112,18 @@ class Cohort(Log, ServerTraining):
         key = rng.key(self.task.seed, "server" + stream, self.round)
         return torch.Generator().manual_seed(key)
 
+    def rows(self, table: Tensor) -> Tensor:
+        """Return the rows ``[C, ...]`` of the cohort's clients in a table with a row for each client, ``[N, ...]``."""
+        return table[torch.tensor(self.ids, dtype=torch.int64, device=table.device)]
+
+    def with_rows(self, table: Tensor, rows: Tensor) -> Tensor:
+        """Return the table ``[N, ...]`` with the rows ``[C, ...]`` of the cohort's clients, except for failed ones."""
+        replaced = table.clone()
+        for client, present, row in zip(self.ids, self.present, rows, strict=True):
+            if present:
+                replaced[client] = row
+        return replaced
+
     def run(self, function: Callable[..., Any], /, **arguments: Any) -> dict[str, Tensor]:
         """Call one of the method's client functions on every client of the cohort: one exchange.
 

@@ -13,6 +13,7 @@ from raypfl.methods.global_model.fedprox import FedProx
 from raypfl.methods.global_model.fedptr import FedPTR, FedPTRServer
 from raypfl.methods.global_model.moon import Moon
 from raypfl.methods.global_model.scaffold import Scaffold
+from raypfl.methods.mixed_models.fedamp import FedAMP, HeurFedAMP
 from raypfl.methods.personal_models.apfl import APFL
 from raypfl.methods.personal_models.ditto import Ditto
 from raypfl.methods.personal_models.fedavg_ft import FedAvgFT
@@ -36,6 +37,7 @@ __all__ = [
     "CReFF",
     "Ditto",
     "ExtraImages",
+    "FedAMP",
     "FedAlt",
     "FedAvg",
     "FedAvgFT",
@@ -53,6 +55,7 @@ __all__ = [
     "FedROD",
     "FedRep",
     "FedSim",
+    "HeurFedAMP",
     "KNNPer",
     "LGFedAvg",
     "Local",

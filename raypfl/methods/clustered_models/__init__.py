@@ -1,0 +1,1 @@
+"""Methods that train one model for each of a few clusters of clients."""

@@ -1,0 +1,1 @@
+"""Methods in which each client's model is mixed from chosen other clients' models."""
