@@ -30,6 +30,19 @@ Changes = Annotated[
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.", show_default=False)]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show only the result, without progress.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON; progress goes to stderr.")]
+
+
+def count(text: str) -> int:
+    """Read an option that counts something: a whole number of at least 1."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise typer.BadParameter(f"{text!r} is not a whole number of at least 1.")
+    return number
+
+
 Baseline = Annotated[
     str | None,
     typer.Option(

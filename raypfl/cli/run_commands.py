@@ -16,6 +16,7 @@ from raypfl.cli.arguments import (
     RecipeAndChanges,
     StudyAndChanges,
     comma_separated,
+    count,
     other_data,
     recipe_and_changes,
     refuse_options,
@@ -36,7 +37,9 @@ def run(
     method: Annotated[
         str, typer.Option(help="Methods to compare, as in: --method fedavg,ditto or, of your own, my_module:MyMethod")
     ] = "",
-    seeds: Annotated[int | None, typer.Option(help="Number of seeds for each method.", min=1)] = None,
+    seeds: Annotated[
+        int | None, typer.Option(metavar="N", parser=count, help="Number of seeds for each method.")
+    ] = None,
     run_dir: Annotated[
         Path | None,
         typer.Option(metavar="FOLDER", help="Folder of the run. If it has this run already, the run continues."),
@@ -66,7 +69,9 @@ def resume(
     changes: Changes = None,
     from_round: Annotated[
         int | None,
-        typer.Option(help="Continue as a new run from the checkpoint after this round; needs --as.", min=1),
+        typer.Option(
+            metavar="N", parser=count, help="Continue as a new run from the checkpoint after this round; needs --as."
+        ),
     ] = None,
     new_run: Annotated[Path | None, typer.Option("--as", metavar="FOLDER", help="Folder of the new run.")] = None,
     baseline: Baseline = None,
@@ -109,8 +114,10 @@ def pretrain(words: RecipeAndChanges = None, quiet: Quiet = False, as_json: AsJs
 def study(
     words: StudyAndChanges = None,
     only: Annotated[str, typer.Option(help="Methods and settings to run, by label, as in: --only fednh,cifar10")] = "",
-    rounds: Annotated[int | None, typer.Option(help="Number of rounds of each run.", min=1)] = None,
-    seeds: Annotated[int | None, typer.Option(help="Number of seeds for each method and setting.", min=1)] = None,
+    rounds: Annotated[int | None, typer.Option(metavar="N", parser=count, help="Number of rounds of each run.")] = None,
+    seeds: Annotated[
+        int | None, typer.Option(metavar="N", parser=count, help="Number of seeds for each method and setting.")
+    ] = None,
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:

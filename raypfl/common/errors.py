@@ -94,7 +94,7 @@ class Stopped(RaypflError):
 _ABBREVIATIONS = {"learning_rate": "lr"}
 """Names that users know from elsewhere -> ours, if their letters are too different for a match."""
 
-_MAX_LISTED = 50
+_MAX_LISTED = 80
 
 
 def did_you_mean(name: str, candidates: Iterable[str], prefix: str = "") -> str:

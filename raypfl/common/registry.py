@@ -90,7 +90,11 @@ class Registry:
         """What may be meant by an unknown name."""
         if name.endswith(".py"):
             return f"did you mean '{_module_of(name)}:ClassName'? A class of your own is named by module and class."
-        return self._hint(name) or did_you_mean(name, self)
+        suggestion = self._hint(name) or did_you_mean(name, self)
+        if suggestion.endswith("?"):
+            return suggestion
+        # Nothing is near, so it may be the user's own.
+        return f"{suggestion} One of your own is named by module and class, as in my_module:MyClass."
 
     @property
     def _families(self) -> list[str]:

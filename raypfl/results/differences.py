@@ -172,9 +172,12 @@ def remarks(rows: Sequence[Difference], groups: Sequence[RunGroup]) -> list[str]
     unit = rows[0].unit
     in_points = " in points" if unit.sign else ""
     first = f"Paired differences{in_points}, seed by seed and client by client, of the models that clients use."
+    second = "Ahead: in how many seeds, and in what share of the bootstrap's draws, the method is better."
     if not unit.metric.higher_is_better:
-        first += " A method is ahead if it is lower."
-    lines = [first, *_resampling_remarks(rows)]
+        second = (
+            "Ahead: in how many seeds, and in what share of the bootstrap's draws, the method is better, that is lower."
+        )
+    lines = [first, second, *_resampling_remarks(rows)]
 
     seeds = max(len(row.by_seed) for row in rows)
     if 1 < seeds < _ENOUGH_SEEDS:

@@ -98,6 +98,16 @@ def test_a_mistake_in_a_file_is_refused_whatever_is_overridden():
     assert "privacy.clip is 0.5" in refusal(lambda: experiments({"privacy": {"clip": 0.5}}, ["rounds=3"]))
 
 
+def test_a_component_that_replaces_another_keeps_the_options_that_it_has_too_and_no_option_of_the_other():
+    recipe = {"partition": {"name": "dirichlet", "alpha": 0.5, "clients": 7}, "data": {"val_fraction": 0.2}}
+    (changed,) = experiments(recipe, ["partition.name=iid"])
+    assert changed == Experiment(partition={"name": "iid", "clients": 7}, data={"val_fraction": 0.2})
+    with pytest.raises(ConfigError, match=r"partition\.alpha is not an option of iid"):
+        experiments(recipe, ["partition.name=iid", "partition.alpha=1"])
+    with pytest.raises(ConfigError, match=r"partition\.alhpa is not an option of iid"):
+        experiments({"partition": {"alhpa": 0.5}}, ["partition.name=iid"])
+
+
 def test_an_option_goes_to_the_methods_of_a_comparison_in_which_it_has_an_effect():
     methods = ["fedavg", {"name": "fedavg", "server_optimizer": "adam"}]
     plain, adam = experiments({"methods": methods}, ["method.server_beta1=0.5"])

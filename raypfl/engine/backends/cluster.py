@@ -219,7 +219,7 @@ def client_actors(ray: Any, settings: RaySettings, groups: int) -> list[int]:
         if room_alone is None or (is_too_small and pool.max_actors is None):
             total = {name: sum(node.get(name, 0.0) for node in nodes) for name in ("CPU", "GPU")}
             beside = f"beside a server with {_describe(server)} " if any(server.values()) else ""
-            remedy = "Lower ray.actors, ray.cpus_per_actor or ray.gpus_per_actor"
+            remedy = "Lower ray.actors, ray.cpus_per_actor (with 0.5, two actors share a core) or ray.gpus_per_actor"
             if beside:
                 remedy += ", or what ray.cpus_for_server and ray.gpus_for_server reserve"
             raise ConfigError(

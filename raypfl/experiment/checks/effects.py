@@ -8,7 +8,7 @@ settings. A description is refused if
 - an idle setting is set, but the setting that it depends on is not: ``privacy: {clip: 1}`` without ``noise``.
 
 A setting that becomes idle by an assignment is dropped, not refused: ``training.steps=20`` drops a recipe's
-``training.epochs``.
+``training.epochs``, and ``partition.name=iid`` the options of the partition that it replaces.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from raypfl.data import Partition
 from raypfl.experiment.assignments import assign
 from raypfl.experiment.checks.unread_options import unread_options
 from raypfl.experiment.checks.validation import one_message
+from raypfl.experiment.components import options_of
 from raypfl.experiment.sections import COMPONENTS, SECTIONS
 from raypfl.methods import Method
 
@@ -83,13 +84,41 @@ def assign_all(values: dict[str, Any], assignments: Iterable[tuple[list[str], An
     """
     pairs = list(assignments)
     idle_before = {setting.path for setting in _idle(values)}
+    options_before = {path: _component_options(path, values) for path in COMPONENTS}
     for path, value in pairs:
         assign(values, path, value)
 
     assigned = {tuple(path) for path, _ in pairs}
+    for path, options in options_before.items():
+        if (*path, "name") in assigned:
+            _drop_options(path, options - _component_options(path, values), values, assigned)
     drop_idle(values, assigned | idle_before)
     refused = refused_settings(values, assigned)
     return {path: message for path, message in refused.items() if _is_in(path, assigned)}
+
+
+def _component_options(path: SettingPath, values: Mapping[str, Any]) -> set[str]:
+    """Return the options that the component at a path could have; none if there is no such component."""
+    entry = _entry(*COMPONENTS[path], _at(values, path))
+    if entry is None:
+        return set()
+    try:
+        options = set(options_of(entry))
+    except (TypeError, ValueError):
+        return set()  # no class or function, which is reported elsewhere
+    if len(path) == 1 and path[0] in SECTIONS:
+        options |= {field.name for field in dataclasses.fields(SECTIONS[path[0]])}
+    return options
+
+
+def _drop_options(
+    path: SettingPath, names: Collection[str], values: dict[str, Any], assigned: Collection[SettingPath]
+) -> None:
+    """Drop options of a component that was replaced, in place, except those that are assigned."""
+    section = _at(values, path)
+    for name in names:
+        if name in section and (*path, name) not in assigned:
+            del section[name]
 
 
 def require_effect(messages: Mapping[SettingPath, str]) -> None:

@@ -59,22 +59,23 @@ def draw(results: Sequence[RunResult], path: str | Path) -> Path:
     with png(path, 11, 5, padding=0.1) as figure:
         left, right = figure.subplots(1, 2, width_ratios=(1.15, 1))
 
-        _draw_rounds(left, groups, curves, protocol)
+        have_turns = _draw_rounds(left, groups, curves, protocol)
         if tested_once:
             left.set_title(f"{metric} over rounds")
             _draw_ends(right, groups, protocol)
             right.set_title("The global model at the end")
         else:
             left.set_title(f"{metric} over rounds, mean over clients")
-            draw_clients(right, groups, protocol, _paint)
+            have_turns |= draw_clients(right, groups, protocol, _paint)
             right.set_title(f"{metric} of each client at the end")
 
         figure.suptitle(fill(shared_setting_text(results), 110), fontsize=11, color=GREY)
-        _draw_legend(figure, groups, curves, protocol)
+        _draw_legend(figure, groups, curves, protocol, have_turns)
     return Path(path)
 
 
-def _draw_rounds(axes: Axes, groups: Sequence[RunGroup], curves: Curves, protocol: str) -> None:
+def _draw_rounds(axes: Axes, groups: Sequence[RunGroup], curves: Curves, protocol: str) -> bool:
+    """The curves; returns whether lines are in the same place."""
     unit = groups[0].unit
     ylabel = f"{unit.phrase} on the {protocol} test data"
     if protocol == "local":
@@ -82,10 +83,11 @@ def _draw_rounds(axes: Axes, groups: Sequence[RunGroup], curves: Curves, protoco
     if unit.sign:
         ylabel += " (%)"
 
-    draw_curves(axes, groups, curves, _paint)
+    have_turns = draw_curves(axes, groups, curves, _paint)
     axes.set(xlabel="round", ylabel=ylabel)
     scale_rounds(axes)
     scale(axes.yaxis)
+    return have_turns
 
 
 def _draw_ends(axes: Axes, groups: Sequence[RunGroup], protocol: str) -> None:
@@ -101,8 +103,8 @@ def _draw_ends(axes: Axes, groups: Sequence[RunGroup], protocol: str) -> None:
     scale(axes.xaxis)
 
 
-def _draw_legend(figure: Figure, groups: Sequence[RunGroup], curves: Curves, protocol: str) -> None:
-    """The groups with their final scores, and how lines of personal and of global models look."""
+def _draw_legend(figure: Figure, groups: Sequence[RunGroup], curves: Curves, protocol: str, have_turns: bool) -> None:
+    """The groups with their final scores, and how lines of personal, of global and of equal models look."""
     handles = []
     for group in groups:
         handles.append(Line2D([], [], color=group.colour, linewidth=5, label=_label_with_score(group, protocol)))
@@ -114,6 +116,8 @@ def _draw_legend(figure: Figure, groups: Sequence[RunGroup], curves: Curves, pro
         if is_one_round:
             look = {"ls": "", **point_style(model)}
         handles.append(Line2D([], [], color=INK, label=f"{model} model", **look))
+    if have_turns:
+        handles.append(Line2D([], [], ls="", label="dashes of several colours: equal values"))
 
     widest = max(len(line) for handle in handles for line in str(handle.get_label()).splitlines())
     fitting = _LEGEND_WIDTH // (widest + _LEGEND_GAP)

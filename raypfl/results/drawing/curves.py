@@ -62,8 +62,13 @@ def point_style(model: str) -> dict[str, Any]:
     return {"marker": "o", "markersize": 10, "fillstyle": "none"}
 
 
-def draw_curves(axes: Axes, groups: Sequence[RunGroup], curves: Curves, paint: Paint) -> None:
-    """Draw curves, each with a band from the least to the greatest of its seeds."""
+def draw_curves(axes: Axes, groups: Sequence[RunGroup], curves: Curves, paint: Paint) -> bool:
+    """Draw curves, each with a band from the least to the greatest of its seeds.
+
+    Returns
+    -------
+    Whether lines are in the same place, and so have dashes in turn.
+    """
     turns = _turns([(model, curve.x, curve.mean) for (_, model), curve in curves.items()])
     for ((i, model), curve), turn in zip(curves.items(), turns, strict=True):
         if len(groups[i].results) > 1:
@@ -74,10 +79,16 @@ def draw_curves(axes: Axes, groups: Sequence[RunGroup], curves: Curves, paint: P
         if len(curve.x) == 1:
             look |= point_style(model)
         axes.plot(curve.x, curve.mean, **paint(i), **line_style(model, *turn), **look)
+    return _are_shared(turns)
 
 
-def draw_clients(axes: Axes, groups: Sequence[RunGroup], protocol: str, paint: Paint) -> None:
-    """Draw every client's final value of the primary metric, from worst to best, with the worst decile shaded."""
+def draw_clients(axes: Axes, groups: Sequence[RunGroup], protocol: str, paint: Paint) -> bool:
+    """Draw every client's final value of the primary metric, from worst to best, with the worst decile shaded.
+
+    Returns
+    -------
+    Whether lines are in the same place, and so have dashes in turn.
+    """
     ink = matplotlib.rcParams["text.color"]
     axes.axvspan(0, 10, color=ink, alpha=0.08, linewidth=0)
 
@@ -101,6 +112,7 @@ def draw_clients(axes: Axes, groups: Sequence[RunGroup], protocol: str, paint: P
     # On the left, the worst clients are at the bottom, or at the top if lower is better: put the text at the other end.
     y, side = (0.98, "top") if unit.metric.higher_is_better else (0.02, "bottom")
     axes.text(1.5, y, "worst\ndecile", transform=axes.get_xaxis_transform(), va=side, fontsize="small")
+    return _are_shared(turns)
 
 
 def _turns(lines: Sequence[tuple[Any, ...]]) -> list[tuple[int, int]]:
@@ -110,3 +122,7 @@ def _turns(lines: Sequence[tuple[Any, ...]]) -> list[tuple[int, int]]:
         # The bytes of an array, which can be compared as a whole.
         keys.append(tuple(part.tobytes() if isinstance(part, np.ndarray) else part for part in line))
     return [(keys[:i].count(key), keys.count(key)) for i, key in enumerate(keys)]
+
+
+def _are_shared(turns: Sequence[tuple[int, int]]) -> bool:
+    return any(lines > 1 for _, lines in turns)
