@@ -53,7 +53,7 @@ def refuse_unkeyed(function: Any, device: torch.device, instead: str) -> Iterato
         after = _states(device, mentioned)
 
     for library, state in after.items():
-        if state != before[library]:
+        if not _same(state, before[library]):
             raise MethodError(
                 f"{where_defined(function)} draws from {library} global random stream (or seeds it), so that two runs "
                 f"of one experiment would differ. Draw from {instead}."
@@ -61,13 +61,17 @@ def refuse_unkeyed(function: Any, device: torch.device, instead: str) -> Iterato
 
 
 def _states(device: torch.device, mentioned: frozenset[str]) -> dict[str, Any]:
-    states: dict[str, Any] = {"torch's": streams.state(device).numpy().tobytes()}
+    states: dict[str, Any] = {"torch's": streams.state(device)}
     if "NumPy's" in mentioned:
         state = np.random.get_state(legacy=False)["state"]
         states["NumPy's"] = (state["key"].tobytes(), state["pos"])
     if "Python's" in mentioned:
         states["Python's"] = random.getstate()
     return states
+
+
+def _same(state: Any, other: Any) -> bool:
+    return torch.equal(state, other) if isinstance(state, torch.Tensor) else state == other
 
 
 @lru_cache

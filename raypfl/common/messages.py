@@ -81,10 +81,9 @@ class Each:
 def numbers_charged(name: str, charged: bool | int | Tensor, clients: int, size: int) -> np.ndarray:
     """Return how many of a message's `size` numbers each client sends or gets, ``int64[clients]``."""
     if isinstance(charged, bool):
-        numbers = np.asarray(size * charged)
-    else:
-        numbers = np.asarray(unmarked(torch.as_tensor(charged)).cpu())
+        return np.full(clients, size * charged, dtype=np.int64)
 
+    numbers = np.asarray(unmarked(torch.as_tensor(charged)).cpu())
     if numbers.shape not in ((), (clients,)) or (numbers < 0).any() or (numbers > size).any():
         raise MethodError(
             f"The argument charged of {name!r} must be a whole number from 0 to {size}, the size of a row, or one such "

@@ -28,7 +28,8 @@ def where_defined(function: Callable[..., Any]) -> str:
     code = getattr(function, "__code__", None)
     if code is None:
         return name
-    return f"{name} ({Path(code.co_filename).name}, line {code.co_firstlineno})"
+    # Not a Path: this describes the function of every exchange.
+    return f"{name} ({os.path.basename(code.co_filename)}, line {code.co_firstlineno})"
 
 
 def source_digest(component: Any) -> str:

@@ -14,7 +14,7 @@ from raypfl.clients.group import ClientGroup
 from raypfl.common.counting import counted
 from raypfl.common.errors import MethodError, RaypflError
 from raypfl.common.global_draws import ON_CLIENTS, ON_SERVER, refuse_unkeyed
-from raypfl.common.messages import Each, Scatter, Sum
+from raypfl.common.messages import Each, Scatter, Sum, unmarked
 from raypfl.common.rounds import is_due
 from raypfl.common.user_code import where_defined
 from raypfl.engine.groups import groups_for
@@ -84,9 +84,11 @@ class Evaluator:
 
     def reason_to_stop(self) -> str | None:
         """Why the run ends before its last round, as a sentence; None if it continues."""
-        selection = self._selection()
         patience = self.experiment.evaluation.patience
-        if patience is None or selection.waited < patience:
+        if patience is None:
+            return None
+        selection = self._selection()
+        if selection.waited < patience:
             return None
         best = "none had a value" if selection.round is None else f"round {selection.round} was the best"
         return f"{counted(selection.waited, 'evaluation')} in a row gave nothing better on validation data; {best}."
@@ -247,7 +249,7 @@ def _score(
     position : ``int64[K]``, the place of each client among all `total` clients that are evaluated.
     shared : the global model ``[P+B]``, or None.
     """
-    shares = [(i, total) for i in position.tolist()]
+    shares = [(i, total) for i in unmarked(position).tolist()]
     make = getattr(method, maker)
 
     def make_models(clients: Clients) -> torch.Tensor | Predictor | None:

@@ -7,7 +7,7 @@ import hashlib
 import platform
 import time
 from collections.abc import Iterator, Mapping
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -233,7 +233,9 @@ class Server:
         self.emit(self._records.add_round(number, cohort, len(cohort_draw.dropped), seconds, self.ledger))
 
     def _analyse(self, cohort: Cohort, number: int, model_before: Tensor | None) -> None:
-        """Run the analyses of a round; what they log joins the round's log."""
+        """Run the analyses of a round, if there are any; what they log joins the round's log."""
+        if not self._analyses:
+            return
         present = tuple(client for client, is_in in zip(cohort.ids, cohort.present, strict=True) if is_in)
         models = (model_before, self._global_model())
         _, logged = round_record(cohort)
@@ -340,7 +342,7 @@ class Server:
             states=states,
             tables=self._records.tables,
             meta={
-                "experiment": self.experiment.to_yaml(),
+                "experiment": self._description,
                 "data": self.job.fingerprint,
                 "weights": self.job.weights,
                 "versions": {"raypfl": __version__, "torch": torch.__version__},
@@ -351,6 +353,11 @@ class Server:
         path = checkpoints.save(location, snapshot, self.experiment.checkpoint.keep, permit)
         self._saved_round = self.round
         self.emit(Checkpointed(self.round, path))
+
+    @cached_property
+    def _description(self) -> str:
+        """The experiment as YAML text, whose writing takes a third of a small checkpoint."""
+        return self.experiment.to_yaml()
 
     def _restore_or_start(self) -> None:
         """Go back to the newest checkpoint or, without one, to the start of the run."""

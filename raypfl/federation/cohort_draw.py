@@ -45,7 +45,7 @@ def draw_cohort(settings: CohortSettings, num_clients: int, seed: int, round: in
         num_candidates = min(num_candidates, num_clients)
         generator = rng.generator(seed, "cohort", round, *range(tries))
         candidates = generator.choice(num_clients, num_candidates, replace=False)
-        reachable = candidates[_is_reachable(settings, seed, round, candidates)]
+        reachable = _reachable(settings, seed, round, candidates)
         if len(reachable) >= size or num_candidates == num_clients:
             break
 
@@ -54,16 +54,18 @@ def draw_cohort(settings: CohortSettings, num_clients: int, seed: int, round: in
         tries += 1
 
     cohort = np.sort(reachable[:size])
+    if not settings.dropout:
+        return CohortDraw(tuple(cohort.tolist()))
     is_dropped = rng.uniform(rng.keys(seed, "dropout", round, cohort)) < settings.dropout
     return CohortDraw(tuple(cohort[~is_dropped].tolist()), tuple(cohort[is_dropped].tolist()))
 
 
-def _is_reachable(settings: CohortSettings, seed: int, round: int, clients: np.ndarray) -> np.ndarray:
+def _reachable(settings: CohortSettings, seed: int, round: int, clients: np.ndarray) -> np.ndarray:
     if settings.availability is None:
-        return np.ones(len(clients), dtype=bool)
+        return clients
 
     low = settings.availability["low"]
     high = settings.availability["high"]
     # Keyed by round 0: a client's chance stays the same in all rounds.
     chance = low + (high - low) * rng.uniform(rng.keys(seed, "availability", 0, clients))
-    return rng.uniform(rng.keys(seed, "reachable", round, clients)) < chance
+    return clients[rng.uniform(rng.keys(seed, "reachable", round, clients)) < chance]

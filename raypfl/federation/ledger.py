@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from raypfl.storage.columns import Columns
 
@@ -21,8 +20,7 @@ LEDGER = {
 Phase = Literal["training", "prediction"]
 
 
-@dataclass(frozen=True)
-class LedgerEntry:
+class LedgerEntry(NamedTuple):
     """A message that clients sent or received in an exchange; one entry for each size of it.
 
     Attributes
@@ -61,7 +59,7 @@ class Ledger:
         return len(self.rows)
 
     def add(self, entry: LedgerEntry) -> None:
-        self.rows.append(**vars(entry))
+        self.rows.append(**entry._asdict())
 
     def cut(self, length: int) -> None:
         """Remove all entries after the first `length`."""

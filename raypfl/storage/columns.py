@@ -51,8 +51,11 @@ class Columns:
         return self._length
 
     def append(self, **row: Any) -> None:
-        """Add one row."""
-        self.extend({name: (value,) for name, value in row.items()})
+        """Add one row; the errors are those of :meth:`extend`."""
+        self._refuse_other_columns(row)
+        for name, value in row.items():
+            self._arrays[name].extend(self._encode(name, (value,)))
+        self._length += 1
 
     def extend(self, columns: Mapping[str, Iterable[Any]]) -> None:
         """Add rows, given column by column.
@@ -61,9 +64,7 @@ class Columns:
         ------
         ValueError : if a column is missing, unknown, or not as long as the others.
         """
-        if columns.keys() != self.kinds.keys():
-            raise ValueError(f"These are rows of {sorted(columns)}, the table has {sorted(self.kinds)}.")
-
+        self._refuse_other_columns(columns)
         for name, values in columns.items():
             self._arrays[name].extend(self._encode(name, values))
 
@@ -72,6 +73,10 @@ class Columns:
             self.cut(self._length)
             raise ValueError(f"The columns of new rows differ in length: the table would have {lengths}.")
         self._length = max(lengths.values(), default=0)
+
+    def _refuse_other_columns(self, columns: Mapping[str, Any]) -> None:
+        if columns.keys() != self.kinds.keys():
+            raise ValueError(f"These are rows of {sorted(columns)}, the table has {sorted(self.kinds)}.")
 
     def _encode(self, name: str, values: Iterable[Any]) -> Iterable[Any]:
         """Return what a column's array holds of new values; items of lists and bytes are stored on the way."""

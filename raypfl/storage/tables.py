@@ -21,13 +21,17 @@ from raypfl.storage.columns import Columns
 FULL = 1 << 18
 """The most rows that files are merged to, so that merging takes little memory."""
 
+KEPT = 1 << 11
+"""The most rows of a file that stay in memory too. Most merges are of such files, which then are not read."""
+
 _ARROW_TYPES = {
     "int32": pa.int32(),
     "int64": pa.int64(),
     "float64": pa.float64(),
     "float64 or none": pa.float64(),
     "text": pa.string(),
-    "int32 list": pa.list_(pa.int32()),
+    # Named as in a table that was read from Parquet, so that merged files have the same bytes.
+    "int32 list": pa.list_(pa.field("element", pa.int32())),
     "bytes": pa.large_binary(),
 }
 
@@ -62,6 +66,7 @@ class RunTable:
     def __init__(self, waiting: Columns, parts: Iterable[TablePart] = ()):
         self.waiting = waiting
         self.parts = tuple(parts)
+        self._kept: dict[TablePart, pa.Table] = {}
 
     def flush(self, files: pafs.FileSystem, folder: str, name: str) -> None:
         """Move the waiting rows into a new file in `folder`, merged with the last files if those are not larger.
@@ -76,7 +81,9 @@ class RunTable:
         rows = to_arrow(self.waiting)
         parts = list(self.parts)
         while parts and parts[-1].rows <= rows.num_rows and parts[-1].rows + rows.num_rows <= FULL:
-            rows = pa.concat_tables([_read_part(files, folder, parts.pop()), rows])
+            part = parts.pop()
+            earlier = self._kept[part] if part in self._kept else _read_part(files, folder, part)
+            rows = pa.concat_tables([earlier, rows])
 
         content = _to_parquet(rows)
         first_row = sum(part.rows for part in parts)
@@ -88,6 +95,9 @@ class RunTable:
         part = TablePart(file, rows.num_rows, len(content), hashlib.sha256(content).hexdigest())
         self.parts = (*parts, part)
         self.waiting.clear()
+        self._kept = {part: kept for part, kept in self._kept.items() if part in parts}
+        if rows.num_rows <= KEPT:
+            self._kept[part] = rows.combine_chunks()
 
     def load(self, files: pafs.FileSystem, folder: str) -> pa.Table:
         """Return all rows.

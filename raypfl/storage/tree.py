@@ -78,7 +78,7 @@ def clone(tree: Any) -> Any:
 
 
 def encode(server: dict[str, Any], tensors: dict[str, Tensor]) -> list[Any]:
-    """Encode a server's state as JSON and move its tensors to `tensors`; :func:`decode` reads it.
+    """Encode a server's state as JSON and add its tensors to `tensors`; :func:`decode` reads it.
 
     Raises
     ------
@@ -101,14 +101,13 @@ def decode(node: list[Any], tensors: dict[str, Tensor]) -> Any:
 
 
 def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> list[Any]:
-    """Encode a value as JSON, each node a pair ``[kind, content]``, and move its tensors to `tensors` by path."""
+    """Encode a value as JSON, each node a pair ``[kind, content]``, and add its tensors to `tensors` by path."""
     if isinstance(value, Tensor):
         # Several keys can give one path: 3 and "3", or "a/b" and "a" above "b".
         while path in tensors:
             path += "'"
 
-        # A copy: safetensors refuses tensors that share memory, as views of one flat vector do.
-        tensors[path] = value.detach().to("cpu", copy=True).contiguous()
+        tensors[path] = value.detach()
         return ["tensor", path]
 
     if isinstance(value, dict):

@@ -29,8 +29,9 @@ MIN_SEQUENTIAL_GROUPS = 8
 
 def even_sizes(cohort: int, groups: int) -> list[int]:
     """Return the sizes of `groups` groups, as equal as possible; fewer groups if there are fewer clients."""
-    parts = np.array_split(np.arange(cohort), max(1, min(groups, cohort)))
-    return [len(part) for part in parts]
+    groups = max(1, min(groups, cohort))
+    size, num_larger = divmod(cohort, groups)
+    return [size + 1] * num_larger + [size] * (groups - num_larger)
 
 
 def group_sizes(cohort: int, executor: str) -> list[int]:

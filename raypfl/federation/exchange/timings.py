@@ -40,7 +40,7 @@ class Timings:
 
         # Half of the way each time (a square root), since one slow group may have met a busy machine.
         surprise = seconds / (rate * length)
-        self._slowness[list(clients)] *= np.clip(surprise**0.5, 0.25, 4.0)
+        self._slowness[list(clients)] *= min(max(surprise**0.5, 0.25), 4.0)
         self._rates[function] = 0.9 * rate + 0.1 * seconds / length
 
 

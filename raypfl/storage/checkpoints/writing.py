@@ -85,7 +85,9 @@ def _write(files: pafs.FileSystem, folder: str, snapshot: Snapshot, permit: Call
 
     tensors: dict[str, torch.Tensor] = {}
     server = encode(snapshot.server, tensors)
-    put(SERVER, safetensors.torch.save(tensors))
+    # Copies: safetensors refuses tensors that share memory, as views of one flat vector do.
+    copies = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    put(SERVER, safetensors.torch.save(copies))
 
     tables = {}
     for name, table in snapshot.tables.items():
