@@ -29,6 +29,8 @@ CATALOGUES = {
     "objectives": "raypfl.learning.objectives:OBJECTIVES",
     "metrics": "raypfl.learning.objectives:METRICS",
     "analyses": "raypfl.analysis:ANALYSES",
+    "hardware": "raypfl.devices:HARDWARE",
+    "availability": "raypfl.devices:AVAILABILITY_MODELS",
     "settings": "raypfl.experiment.reference:SETTINGS",
     "recipes": "raypfl.experiment.recipes:RECIPES",
     "studies": "raypfl.studies:STUDIES",

@@ -15,7 +15,7 @@ from raypfl.clients.minibatches import MiniBatch, MiniBatches
 from raypfl.common.errors import MethodError, PrivacyError
 from raypfl.common.messages import PerClient, Weighting, inside_a_loss, per_client, unmarked
 from raypfl.evaluation.metric_sums import MetricSums
-from raypfl.learning.batches import epoch_order, num_steps
+from raypfl.learning.batches import epoch_order, num_steps, share_of_steps
 from raypfl.learning.executor import Executor
 from raypfl.learning.loss import LocalLoss, LossFunction, ReportedLoss
 from raypfl.learning.objectives.batch import Batch
@@ -111,7 +111,9 @@ class Clients:
         """Return the steps ``[K]`` that :meth:`sgd` takes on each client with the same arguments, in floating point."""
         sizes = self._group.samples("train").sizes
         batch_size, epochs, steps = self._group.training_length(epochs, steps, batch_size)
-        return self._numbers(num_steps(sizes, batch_size, epochs, steps, self.training.smallest_batch))
+        all_steps = num_steps(sizes, batch_size, epochs, steps, self.training.smallest_batch)
+        work = self._group.work
+        return self._numbers(all_steps if work is None else share_of_steps(all_steps, work))
 
     def label_counts(self, split: str = "train") -> PerClient:
         """Count the samples of each class, ``[K, num_classes]``; with several labels per sample, how often each is 1.

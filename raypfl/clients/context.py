@@ -16,6 +16,7 @@ from raypfl.common import rng
 from raypfl.common.memory import out_of_memory
 from raypfl.common.messages import unmarked
 from raypfl.common.user_code import user_location, where_defined
+from raypfl.devices import RequestedTraining
 from raypfl.evaluation.inference import InputChange, ModelOutputs, outputs_on_own_samples, outputs_on_shared_samples
 from raypfl.evaluation.run_metrics import Measures
 from raypfl.evaluation.settings import EvaluationSettings
@@ -59,6 +60,7 @@ class Context:
     unseen : the clients that are never trained.
     corrupted_bytes : most bytes of corrupted test images on the device, which all personal models share.
     corrupted : the corrupted test images, by corruption.
+    requested : the local trainings that methods ask for, in a rehearsal; None: they are not kept.
     """
 
     model: FlatModel
@@ -79,6 +81,7 @@ class Context:
     corrupted_bytes: float = CORRUPTED_BYTES
     unseen: frozenset[int] = frozenset()
     corrupted: dict[Any, Tensor] = field(default_factory=dict)
+    requested: list[RequestedTraining] | None = None
     _unions: dict[str, np.ndarray] = field(default_factory=dict)
 
     @property

@@ -15,6 +15,7 @@ from raypfl.clients.observation import Observer
 from raypfl.clients.state import ClientState
 from raypfl.common.errors import ClientError, MethodError, PrivacyError
 from raypfl.common.messages import PerClient, unmarked
+from raypfl.devices import RequestedTraining
 from raypfl.learning.batches import GroupSamples, SampleOrder, epoch_order, sampled_order, sampling_rates
 from raypfl.learning.executor import Executor
 from raypfl.learning.loss import LocalLoss, LossFunction
@@ -37,6 +38,7 @@ class ClientGroup:
     observer : the observer that shows local steps to analyses; None: no analysis is due.
     exchange : the client function, and the part of the exchange's name that is unique in the round.
     reads_test : whether clients' test samples may be read.
+    work : the share of its local steps that each client does, ``float64[K]``; None: all do all of them.
     private_trainings : the private trainings so far.
     """
 
@@ -50,6 +52,7 @@ class ClientGroup:
         read_only: bool = False,
         exchange: tuple[str, str] = ("", ""),
         reads_test: bool = True,
+        work: np.ndarray | None = None,
     ):
         self.context = context
         self.model = context.model
@@ -62,6 +65,7 @@ class ClientGroup:
         self.observer: Observer | None = None
         self.exchange = exchange
         self.reads_test = reads_test
+        self.work = work
         self.private_trainings: list[PrivateTraining] = []
         self._samples: dict[str, GroupSamples] = {}
         self._shared: set[int] = set()
@@ -80,8 +84,9 @@ class ClientGroup:
     def alone(self, k: int, read_only: bool = False) -> ClientGroup:
         """Return the k-th client as a group of one; see :class:`ClientState` for `read_only`."""
         states = [self.state._rows[k]]
+        work = None if self.work is None else self.work[k : k + 1]
         client = ClientGroup(
-            self.context, (self.ids[k],), self.round, self.lr, states, read_only, self.exchange, self.reads_test
+            self.context, (self.ids[k],), self.round, self.lr, states, read_only, self.exchange, self.reads_test, work
         )
         client.private_trainings = self.private_trainings
         return client
@@ -169,6 +174,9 @@ class ClientGroup:
         The mini-batches; the keys ``int64[K]`` of the draws; and, if training is private, the record of the privacy
         that it spends and the rule that adds noise, else None and None.
         """
+        if self.context.requested is not None:
+            self.context.requested.append(RequestedTraining(self.ids, self.exchange[1], epochs, steps, batch_size))
+
         privacy = self.context.privacy
         if not privacy.protects_samples:
             return self.sample_order(epochs, steps, batch_size, stream), self.draws(stream), None, None
@@ -179,6 +187,7 @@ class ClientGroup:
         samples = self.samples("train")
         size, epochs, steps = self.training_length(epochs, steps, batch_size)
         drawn_order = sampled_order(self.keys("batches" + stream), samples.sizes, size, epochs, steps)
+        drawn_order = self._of_work(drawn_order)
         order = self._with_augmentation(drawn_order, stream)
 
         rates = sampling_rates(samples.sizes, size)
@@ -207,7 +216,7 @@ class ClientGroup:
         size, epochs, steps = self.training_length(epochs, steps, batch_size)
         size = min(size, samples.width)
         smallest = self.context.training.smallest_batch
-        order = epoch_order(self.keys("batches" + stream), samples.sizes, size, epochs, steps, smallest)
+        order = self._of_work(epoch_order(self.keys("batches" + stream), samples.sizes, size, epochs, steps, smallest))
 
         with_lone_sample = np.flatnonzero((order.counts == 1).any(1))
         if len(with_lone_sample) and self.model.normalises_vectors:
@@ -220,6 +229,10 @@ class ClientGroup:
             )
 
         return self._with_augmentation(order, stream)
+
+    def _of_work(self, order: SampleOrder) -> SampleOrder:
+        """Return the steps that clients do."""
+        return order if self.work is None else order.limited(self.work)
 
     def _with_augmentation(self, order: SampleOrder, stream: str) -> SampleOrder:
         augmentations = self.context.samples.augmentation

@@ -48,7 +48,12 @@ class ModelInTraining:
 
 
 class MiniBatches:
-    """All mini-batches of a group's local training."""
+    """All mini-batches of a group's local training.
+
+    Attributes
+    ----------
+    num_steps : the number of steps taken so far, over all models and mini-batches.
+    """
 
     def __init__(
         self,
@@ -63,6 +68,7 @@ class MiniBatches:
         self.keys = keys
         self.private_training = private_training
         self.rule = rule
+        self.num_steps = 0
         self._models: dict[str, ModelInTraining] = {}
         self._active: dict[int, Tensor] = {}
 
@@ -101,6 +107,9 @@ class MiniBatches:
 
     def report(self) -> None:
         """Report each model and, if its steps reported losses, their mean."""
+        requested = self.group.context.requested
+        if requested:
+            requested[-1].models = round(self.num_steps / max(self.order.index.shape[1], 1))
         for model in self._models.values():
             reported = bool(model.steps.any())
             self.group.report(model.rows, model.losses / model.steps.clamp_min(1) if reported else None)
@@ -159,6 +168,7 @@ class MiniBatch:
         -------
         ``[K, P+B]``, in which the rows of clients that are not active are those of `theta`.
         """
+        self._minibatches.num_steps += 1
         group = self._minibatches.group
         active = self._rows
         rows = group.models(theta)

@@ -91,6 +91,7 @@ class Group:
     tries : the number of remaining tries, this one included. A try ends with a reply or an error.
     deaths : the number of times in a row that its actor may die while no group finishes.
     alone : whether its actor runs no other group, so that the cause of the actor's death is known.
+    work : the share of its local steps that each client does, ``float64[K]``; None: all do all of them.
     """
 
     index: int
@@ -103,6 +104,7 @@ class Group:
     tries: int = 1
     deaths: int = 1
     alone: bool = False
+    work: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -224,6 +226,7 @@ class Worker:
             states,
             exchange=(name, call.exchange),
             reads_test=reads_test,
+            work=group.work,
         )
         if call.observers:
             analyses = {number: self.analyses[number] for number in call.observers}

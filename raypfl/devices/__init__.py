@@ -2,9 +2,10 @@
 
 from raypfl.devices.availability import Always, Availability, Chances, Spans
 from raypfl.devices.availability_models import AVAILABILITY_MODELS, AvailabilityModel, Holdings
+from raypfl.devices.client_turns import ClientTurns
 from raypfl.devices.devices import Devices
 from raypfl.devices.hardware import HARDWARE, DeviceClass, Hardware
-from raypfl.devices.turn import Training, Turn
+from raypfl.devices.turn import Exchange, RequestedTraining, Training, Turn
 
 __all__ = [
     "AVAILABILITY_MODELS",
@@ -13,10 +14,13 @@ __all__ = [
     "Availability",
     "AvailabilityModel",
     "Chances",
+    "ClientTurns",
     "DeviceClass",
     "Devices",
+    "Exchange",
     "Hardware",
     "Holdings",
+    "RequestedTraining",
     "Spans",
     "Training",
     "Turn",

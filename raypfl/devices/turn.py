@@ -38,25 +38,67 @@ class Training:
         return self.models * (epochs * per_epoch + in_last_epoch)
 
 
+@dataclass
+class RequestedTraining:
+    """A local training that a method asked of a group, with None for the experiment's settings.
+
+    Attributes
+    ----------
+    ids : the group's clients.
+    exchange : the exchange's name.
+    epochs, steps, batch_size : what the method asked for.
+    models : the number of gradient steps on each mini-batch.
+    """
+
+    ids: tuple[int, ...]
+    exchange: str
+    epochs: int | None
+    steps: int | None
+    batch_size: int | None
+    models: int = 1
+
+
 @dataclass(frozen=True)
-class Turn:
-    """What a method asks of a client in one round.
+class Exchange:
+    """What one exchange of a round asks of a client: it receives, trains, and sends.
 
     Attributes
     ----------
     trainings : the client's local trainings, one after the other.
-    down_bytes, up_bytes : what a client receives and sends, the mean over clients, added up over the exchanges.
-    exchanges : the number of exchanges of a round.
+    down_bytes, up_bytes : what a client receives and sends, the mean over clients.
     """
 
-    trainings: tuple[Training, ...]
-    down_bytes: float
-    up_bytes: float
-    exchanges: int = 1
+    trainings: tuple[Training, ...] = ()
+    down_bytes: float = 0.0
+    up_bytes: float = 0.0
 
     def samples(self, sizes: np.ndarray) -> np.ndarray:
         """Return the samples of all gradient steps, ``int64[n]``, of clients that hold ``int64[n]`` samples."""
         total = np.zeros(len(sizes), dtype=np.int64)
         for training in self.trainings:
             total += training.samples(sizes)
+        return total
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a method asks of a client in one round, exchange by exchange."""
+
+    exchanges: tuple[Exchange, ...]
+
+    @property
+    def down_bytes(self) -> float:
+        """What a client receives, the mean over clients."""
+        return sum(exchange.down_bytes for exchange in self.exchanges)
+
+    @property
+    def up_bytes(self) -> float:
+        """What a client sends, the mean over clients."""
+        return sum(exchange.up_bytes for exchange in self.exchanges)
+
+    def samples(self, sizes: np.ndarray) -> np.ndarray:
+        """Return the samples of all gradient steps, ``int64[n]``, of clients that hold ``int64[n]`` samples."""
+        total = np.zeros(len(sizes), dtype=np.int64)
+        for exchange in self.exchanges:
+            total += exchange.samples(sizes)
         return total

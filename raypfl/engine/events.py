@@ -57,6 +57,11 @@ class RoundFinished:
     clients : number of clients that finished.
     dropped : number of clients that dropped out by simulation.
     failed : number of clients that failed and were skipped.
+    late : number of clients that would have finished after the round.
+    simulated_seconds : duration of the round on the clients' devices; 0: time is not simulated.
+    simulated_time : simulated seconds from the start of the run to the end of this round.
+    joules : energy that the clients' devices use in this round.
+    joules_total : energy of this round and all before it.
     logged : what the method logged: numbers, tables, images.
     """
 
@@ -70,6 +75,11 @@ class RoundFinished:
     failed: int
     bytes_up_total: int
     bytes_down_total: int
+    late: int = 0
+    simulated_seconds: float = 0.0
+    simulated_time: float = 0.0
+    joules: float = 0.0
+    joules_total: float = 0.0
     logged: Logged = field(default_factory=Logged, repr=False)
 
 

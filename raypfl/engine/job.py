@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raypfl.devices import Turn
+
 if TYPE_CHECKING:
     from raypfl.experiment import Experiment
 
@@ -25,6 +27,7 @@ class Job:
     weights : hash of the file of initial weights; empty without one.
     attempt : a unique name of this attempt at the run, which the lease on its checkpoints records.
     lockstep : whether the server waits after a checkpoint until all listeners have returned.
+    turn : what the method asks of a client in a round; None: time is not simulated.
     parent : the run that this one continues, and its round; None: it begins with the first round.
     """
 
@@ -36,6 +39,7 @@ class Job:
     weights: str
     attempt: str
     lockstep: bool = False
+    turn: Turn | None = None
     parent: Mapping[str, Any] | None = None
 
     @property

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from raypfl.clients.context import CORRUPTED_BYTES, Context
+from raypfl.devices import ClientTurns, Turn
+from raypfl.engine.building.data_outline import DataOutline
 from raypfl.engine.building.network import build_model
 from raypfl.engine.building.samples import normalisation, pool_indices, pools_for, samples_for
-from raypfl.engine.data_outline import DataOutline
+from raypfl.engine.building.turns import turns_for
 from raypfl.engine.groups import client_costs, groups_for
 from raypfl.evaluation import Measures
 from raypfl.federation.cohort_draw import cohort_size
@@ -172,6 +174,10 @@ class Prepared:
         samples = samples_for(self.data, self.model, experiment.data.augmentation, room=0.0)
         data_budget = device_data_budget(self.device, experiment.ray.data_share, experiment.ray.gpus_for_server)
         return replace(pools_for(self.data, samples, experiment.seed), room=data_budget)
+
+    def turns(self, turn: Turn | None) -> ClientTurns:
+        """The turns of all clients; `turn`: what the method asks of a client in a round, if time is simulated."""
+        return turns_for(self.experiment, self.data, turn)
 
     @property
     def precision(self) -> Precision:

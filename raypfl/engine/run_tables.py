@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from raypfl.engine.events import RoundFinished
 from raypfl.federation.cohort import Cohort, round_record
+from raypfl.federation.cohort_draw import CohortDraw
 from raypfl.federation.ledger import LEDGER, Ledger
 from raypfl.federation.logged import ANALYSIS, IMAGES, LOGGED, Logged, kinds
 from raypfl.learning.privacy import SPENDING, Spending
@@ -31,6 +32,15 @@ ROUNDS = {
 }
 """Columns of the table of rounds, and their kinds."""
 
+TIMED_ROUNDS = {
+    **ROUNDS,
+    "late": "int32",
+    "simulated_seconds": "float64",
+    "simulated_time": "float64",
+    "joules": "float64",
+}
+"""The same if time is simulated."""
+
 
 class RunTables:
     """The tables of a run, and the traffic of its finished rounds.
@@ -39,15 +49,18 @@ class RunTables:
     ----------
     evaluations : the columns of the evaluations table, and their kinds.
     saved : the tables of a checkpoint, by name, to begin with; None: all tables are empty.
+    timed : whether time is simulated.
 
     Attributes
     ----------
     tables : all tables, by name.
     """
 
-    def __init__(self, evaluations: Mapping[str, str], saved: Mapping[str, RunTable] | None = None):
+    def __init__(
+        self, evaluations: Mapping[str, str], saved: Mapping[str, RunTable] | None = None, timed: bool = False
+    ):
         columns_by_table = {
-            "rounds": ROUNDS,
+            "rounds": TIMED_ROUNDS if timed else ROUNDS,
             "evaluations": evaluations,
             "ledger": LEDGER,
             "logged": LOGGED,
@@ -58,9 +71,10 @@ class RunTables:
         self.tables |= saved or {}
         self._bytes_up = 0
         self._bytes_down = 0
+        self._joules = 0.0
 
-    def count_bytes(self, checkpoints: str) -> None:
-        """Add up the traffic of all finished rounds; the older rows are read from the checkpoints' files.
+    def count_costs(self, checkpoints: str) -> None:
+        """Add up traffic and energy of all finished rounds; the older rows are read from the checkpoints' files.
 
         Raises
         ------
@@ -69,8 +83,12 @@ class RunTables:
         rounds = read_table(checkpoints, self.tables["rounds"])
         self._bytes_up = sum(rounds["bytes_up"].to_pylist())
         self._bytes_down = sum(rounds["bytes_down"].to_pylist())
+        if "joules" in rounds.column_names:
+            self._joules = sum(rounds["joules"].to_pylist())
 
-    def add_round(self, number: int, cohort: Cohort, dropped: int, seconds: float, ledger: Ledger) -> RoundFinished:
+    def add_round(
+        self, number: int, cohort: Cohort, cohort_draw: CohortDraw, seconds: float, ledger: Ledger
+    ) -> RoundFinished:
         """Record a finished round, and return its event."""
         loss_of_client, logged = round_record(cohort)
         losses = [loss_of_client[client] for client in cohort.ids if client in loss_of_client]
@@ -78,6 +96,7 @@ class RunTables:
         bytes_down = ledger.total("down", number)
         self._bytes_up += bytes_up
         self._bytes_down += bytes_down
+        self._joules += cohort_draw.joules
         finished = RoundFinished(
             round=number,
             loss=float(np.mean(losses)) if losses else math.nan,
@@ -85,15 +104,20 @@ class RunTables:
             bytes_up=bytes_up,
             bytes_down=bytes_down,
             clients=int(cohort.present.sum()),
-            dropped=dropped,
+            dropped=len(cohort_draw.dropped),
             failed=len(cohort.failed),
             bytes_up_total=self._bytes_up,
             bytes_down_total=self._bytes_down,
+            late=len(cohort_draw.late),
+            simulated_seconds=cohort_draw.seconds,
+            simulated_time=cohort_draw.ends if cohort_draw.seconds else 0.0,
+            joules=cohort_draw.joules,
+            joules_total=self._joules,
             logged=logged,
         )
 
         row = {**vars(finished), "cohort": cohort.ids}
-        self.tables["rounds"].waiting.append(**{name: row[name] for name in ROUNDS})
+        self.tables["rounds"].waiting.append(**{name: row[name] for name in self.tables["rounds"].waiting.kinds})
         self.add_logged(number, logged)
         self.add_spending(number, "training", cohort.spent)
         return finished

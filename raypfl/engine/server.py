@@ -61,6 +61,7 @@ class Server:
     round : the last finished round.
     state : the server's state, which the method changes.
     states : references to the clients' states.
+    time : simulated seconds since the start of the run.
     """
 
     def __init__(self, job: Job, prepared: Prepared, backend: Backend, emit: Listener, metadata: dict[str, Any]):
@@ -75,6 +76,8 @@ class Server:
         self.state: dict[str, Any] = {}
         self.states = StateTable()
         self.ledger = Ledger()
+        self.time = 0.0
+        self._turns = prepared.turns(job.turn)
         self._records = RunTables({})
         self._warnings: set[str] = set()
         self._saved_round: int | None = None
@@ -209,7 +212,9 @@ class Server:
         cohort_draw = self._draw_cohort(number)
         lr = self.experiment.training.learning_rate(self.round, self.experiment.rounds)
         logged_columns = self._records.logged_columns()
-        cohort = Cohort(self._runner, cohort_draw.clients, cohort_draw.dropped, number, lr, logged_columns)
+        cohort = Cohort(
+            self._runner, cohort_draw.clients, cohort_draw.lost, number, lr, logged_columns, cohort_draw.work
+        )
         model_before = self._global_model()
         self._runner.observers = self._analyses.observers(number)
 
@@ -230,7 +235,8 @@ class Server:
 
         self.states.commit()
         self.round = number
-        self.emit(self._records.add_round(number, cohort, len(cohort_draw.dropped), seconds, self.ledger))
+        self.time = cohort_draw.ends
+        self.emit(self._records.add_round(number, cohort, cohort_draw, seconds, self.ledger))
 
     def _analyse(self, cohort: Cohort, number: int, model_before: Tensor | None) -> None:
         """Run the analyses of a round, if there are any; what they log joins the round's log."""
@@ -258,17 +264,13 @@ class Server:
 
     def _draw_cohort(self, number: int) -> CohortDraw:
         """Draw a round's cohort from the clients that are trained."""
-        unseen = self.task.unseen
-        num_trained = self.task.num_clients - len(unseen)
-        cohort_draw = draw_cohort(self.experiment.cohort, num_trained, self.experiment.seed, number)
-        if not len(unseen):
-            return cohort_draw
-
-        # Positions among the trained clients become the clients' numbers.
-        trained = np.setdiff1d(np.arange(self.task.num_clients), unseen)
-        clients = tuple(trained[list(cohort_draw.clients)].tolist())
-        dropped = tuple(trained[list(cohort_draw.dropped)].tolist())
-        return CohortDraw(clients, dropped)
+        trained = None
+        if len(self.task.unseen):
+            trained = np.setdiff1d(np.arange(self.task.num_clients), self.task.unseen)
+        settings = self.experiment.cohort
+        return draw_cohort(
+            settings, self.task.num_trained, self.experiment.seed, number, self._turns, trained, self.time
+        )
 
     def _evaluate(self) -> None:
         with self._all_or_nothing():
@@ -346,6 +348,7 @@ class Server:
                 "data": self.job.fingerprint,
                 "weights": self.job.weights,
                 "versions": {"raypfl": __version__, "torch": torch.__version__},
+                "time": self.time,
             }
             | self._evaluator.saved(),
         )
@@ -388,6 +391,7 @@ class Server:
             refuse_unkeyed(start, self.task.model.device, AT_START),
         ):
             self.round = 0
+            self.time = 0.0
             self.state = start(self.task)
         if not isinstance(self.state, dict):
             raise MethodError(
@@ -395,7 +399,7 @@ class Server:
                 'such as {"theta": task.model.init(task.seed)}.'
             )
 
-        self._records = RunTables(self._evaluator.measures.column_types)
+        self._records = RunTables(self._evaluator.measures.column_types, timed=self._turns.has_clock)
         self._evaluator.restore(None)
         logged = Logged()
         self._analyses.start(self._global_model(), logged, {})
@@ -415,8 +419,10 @@ class Server:
         device = self.task.model.device
         skeleton, tensors = flatten(snapshot.server)
         self.state = unflatten(skeleton, {name: tensor.to(device) for name, tensor in tensors.items()})
-        self._records.count_bytes(self.job.checkpoints)
+        self._records.count_costs(self.job.checkpoints)
         self.round = snapshot.round
+        # Checkpoints of versions without simulated time lack it.
+        self.time = snapshot.meta.get("time", 0.0)
         self._saved_round = snapshot.round
         self._evaluator.restore(snapshot.meta)
 

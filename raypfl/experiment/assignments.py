@@ -8,6 +8,9 @@ from typing import Any
 from raypfl.common.errors import ConfigError
 from raypfl.experiment.yaml_text import parse
 
+_INNER_COMPONENTS = {("training", "optimizer"), ("devices", "hardware"), ("devices", "availability")}
+"""Components that are settings of a section."""
+
 
 def parse_assignments(assignments: Iterable[str]) -> list[tuple[list[str], Any]]:
     """Parse assignments into paths and values, shorter paths first: ``method=ditto`` must not undo ``method.lam=1``.
@@ -61,7 +64,7 @@ def assign(values: dict[str, Any], path: list[str], value: Any) -> None:
     """
     for depth, key in enumerate(path[:-1], start=1):
         inner = values.get(key)
-        may_be_component = depth == 1 or path[:depth] == ["training", "optimizer"]
+        may_be_component = depth == 1 or tuple(path[:depth]) in _INNER_COMPONENTS
         if isinstance(inner, str) and may_be_component:
             inner = {"name": inner}
         if not isinstance(inner, dict | None):

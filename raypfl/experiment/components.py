@@ -16,6 +16,7 @@ from raypfl.common.component import abstract_functions
 from raypfl.common.errors import ConfigError, did_you_mean
 from raypfl.common.registry import Registry
 from raypfl.data import PARTITIONS, Partition
+from raypfl.devices import AVAILABILITY_MODELS, HARDWARE, AvailabilityModel, Hardware
 from raypfl.experiment.checks.hints import suggestion
 from raypfl.experiment.checks.validation import Mistakes, boolean_mistakes, validation_mistakes
 from raypfl.learning.augmentation import AUGMENTATIONS, Augmentation
@@ -36,6 +37,8 @@ _REGISTRIES: dict[type, Registry] = {
     Objective: OBJECTIVES,
     Metric: METRICS,
     Analysis: ANALYSES,
+    Hardware: HARDWARE,
+    AvailabilityModel: AVAILABILITY_MODELS,
 }
 _DEFAULTS = {Method: "fedavg", Partition: "dirichlet", LocalOptimizer: "sgd"}
 

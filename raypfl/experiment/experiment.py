@@ -27,6 +27,8 @@ from raypfl.common.user_code import explain_user_errors
 from raypfl.data import Dirichlet, Partition
 from raypfl.data.datasets import DATASETS, DataConfig, DataSource
 from raypfl.data.datasets.population import is_described
+from raypfl.devices import AvailabilityModel, Hardware
+from raypfl.devices.settings import DeviceSettings
 from raypfl.evaluation.run_metrics import Measures
 from raypfl.evaluation.settings import EvaluationSettings
 from raypfl.experiment.assignments import parse_assignments
@@ -34,12 +36,14 @@ from raypfl.experiment.checks.effects import assign_all, drop_idle, paths_set_in
 from raypfl.experiment.checks.hints import suggestion
 from raypfl.experiment.checks.limits import (
     cohort_mistakes,
+    device_mistakes,
     evaluation_mistakes,
     outside_limits,
     privacy_mistakes,
     ray_mistakes,
     training_mistakes,
 )
+from raypfl.experiment.checks.moved import NOW_OF_DEVICES, move_to_devices, moved_to_devices
 from raypfl.experiment.checks.validation import Mistakes, boolean_mistakes, one_message, validation_mistakes
 from raypfl.experiment.components import (
     GIVEN_BY_ENGINE,
@@ -135,6 +139,19 @@ def _training(value: Any, validate: Callable[[Any], TrainingSettings]) -> Traini
     return dataclasses.replace(settings, optimizer=optimizer)
 
 
+def _devices(value: Any, validate: Callable[[Any], DeviceSettings]) -> DeviceSettings:
+    plain = vars(value) if isinstance(value, DeviceSettings) else value
+    if not isinstance(plain, dict):
+        return validate(value)
+
+    parts = {}
+    for name, base in (("hardware", Hardware), ("availability", AvailabilityModel)):
+        if plain.get(name) is not None:
+            parts[name] = build(base, plain[name], f"devices.{name}")
+    settings = validate({key: setting for key, setting in plain.items() if key not in parts})
+    return dataclasses.replace(settings, **parts)
+
+
 def _evaluation(value: EvaluationSettings) -> EvaluationSettings:
     metrics = tuple(build(Metric, metric, "evaluation.metrics") for metric in value.metrics)
     return dataclasses.replace(value, metrics=metrics)
@@ -194,6 +211,7 @@ class Experiment(BaseModel):
     objective: Annotated[Objective | None, PlainValidator(_objective)] = None
     method: Annotated[Method, PlainValidator(partial(build, Method))] = FedAvg()
     cohort: CohortSettings = CohortSettings()
+    devices: Annotated[DeviceSettings, WrapValidator(_devices)] = DeviceSettings()
     training: Annotated[TrainingSettings, WrapValidator(_training)] = TrainingSettings()
     evaluation: Annotated[EvaluationSettings, AfterValidator(_evaluation)] = EvaluationSettings()
     analyses: Annotated[tuple[Analysis, ...], PlainValidator(_analyses)] = ()
@@ -219,6 +237,7 @@ class Experiment(BaseModel):
     def from_record(cls, source: str | Path) -> Experiment:
         """Read the experiment that a run recorded, without settings that have no effect: old versions accepted them."""
         values = read(source)
+        move_to_devices(values)
         drop_idle(values)
         return cls(**values)
 
@@ -270,6 +289,17 @@ class Experiment(BaseModel):
             raise ValueError("ray.clients_per_actor has become engine.group_size; set that instead.")
         return {name: setting for name, setting in value.items() if name != "clients_per_actor"}
 
+    @field_validator("cohort", mode="before")
+    @classmethod
+    def _without_devices(cls, value: Any) -> Any:
+        """Refuse settings that are now elsewhere; old runs record them, mostly at their defaults."""
+        if not isinstance(value, dict):
+            return value
+        lines = moved_to_devices(value)
+        if lines:
+            raise Mistakes(lines)
+        return {name: setting for name, setting in value.items() if name not in NOW_OF_DEVICES}
+
     @field_validator("*", mode="before")
     @classmethod
     def _without_booleans_for_numbers(cls, value: Any, info: ValidationInfo) -> Any:
@@ -293,6 +323,7 @@ class Experiment(BaseModel):
         clients = None if is_described(self.data) else getattr(self.partition, "clients", None)
         return [
             *cohort_mistakes(self.cohort, clients),
+            *device_mistakes(self.devices),
             *training_mistakes(self.training, self.rounds, self.ray),
             *ray_mistakes(self.ray, self.engine),
             *evaluation_mistakes(self.evaluation, self.objective),

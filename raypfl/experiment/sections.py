@@ -5,6 +5,8 @@ from __future__ import annotations
 from raypfl.common.registry import Registry
 from raypfl.data import PARTITIONS
 from raypfl.data.datasets import DATASETS, DataConfig
+from raypfl.devices import AVAILABILITY_MODELS, HARDWARE
+from raypfl.devices.settings import DeviceSettings
 from raypfl.evaluation.settings import EvaluationSettings
 from raypfl.experiment.settings import CheckpointSettings, ModelSettings, RaySettings, TrackingSettings
 from raypfl.federation.settings import CohortSettings, EngineSettings, FailureSettings
@@ -18,6 +20,7 @@ SECTIONS: dict[str, type] = {
     "data": DataConfig,
     "model": ModelSettings,
     "cohort": CohortSettings,
+    "devices": DeviceSettings,
     "training": TrainingSettings,
     "evaluation": EvaluationSettings,
     "engine": EngineSettings,
@@ -35,5 +38,7 @@ COMPONENTS: dict[tuple[str, ...], tuple[Registry, str]] = {
     ("method",): (METHODS, "fedavg"),
     ("model",): (MODELS, ModelSettings.name),
     ("training", "optimizer"): (OPTIMIZERS, "sgd"),
+    ("devices", "hardware"): (HARDWARE, "lognormal"),
+    ("devices", "availability"): (AVAILABILITY_MODELS, "idl"),
 }
 """Section that names a component -> its registry and default."""

@@ -71,6 +71,7 @@ class Cohort(Log, ServerTraining):
         round: int,
         lr: float,
         earlier_kinds: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
+        work: np.ndarray | None = None,
     ):
         Log.__init__(self, earlier_kinds)
         self.ids = ids
@@ -88,6 +89,7 @@ class Cohort(Log, ServerTraining):
         self._runner = runner
         self._runner.last_exchange = ""
         self._dropped = dropped
+        self._work = work
         self._exchanges = 0
 
     def __len__(self) -> int:
@@ -206,6 +208,7 @@ class Cohort(Log, ServerTraining):
             observers=self._runner.observers if training else (),
             exchange=self.exchange,
             training=training,
+            work=self._work if training else None,
         )
 
     def _refuse_unprotected(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""How the cohort of a round is drawn from the clients."""
+"""How the cohort of a round is drawn from the clients, and how long its round takes."""
 
 from __future__ import annotations
 
@@ -8,21 +8,43 @@ from dataclasses import dataclass
 import numpy as np
 
 from raypfl.common import rng
+from raypfl.common.errors import ConfigError
+from raypfl.devices import Always, ClientTurns
 from raypfl.federation.settings import CohortSettings
 
 
 @dataclass(frozen=True)
 class CohortDraw:
-    """Who takes part in a round.
+    """Who takes part in a round, and in which simulated time.
 
     Attributes
     ----------
     clients : the clients of the cohort, ascending.
     dropped : the clients that receive the round's first message and then vanish.
+    late : the clients that receive the round's first message, and finish when the round is over.
+    work : the share of its local steps that each of `clients` does, ``float64[n]``; None: all of them.
+    begins : simulated seconds from the start of the run to that of the round.
+    seconds : simulated seconds of the round.
+    joules : energy that all these clients use.
     """
 
     clients: tuple[int, ...]
     dropped: tuple[int, ...] = ()
+    late: tuple[int, ...] = ()
+    work: np.ndarray | None = None
+    begins: float = 0.0
+    seconds: float = 0.0
+    joules: float = 0.0
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """The clients that receive the round's first message alone, as far as the round is concerned."""
+        return (*self.dropped, *self.late)
+
+    @property
+    def ends(self) -> float:
+        """Simulated seconds from the start of the run to the end of the round."""
+        return self.begins + self.seconds
 
 
 def cohort_size(settings: CohortSettings, num_clients: int) -> int:
@@ -33,39 +55,139 @@ def cohort_size(settings: CohortSettings, num_clients: int) -> int:
     return max(1, math.ceil(settings.fraction * num_clients - 1e-9))
 
 
-def draw_cohort(settings: CohortSettings, num_clients: int, seed: int, round: int) -> CohortDraw:
-    """Draw the cohort of a round, uniformly and without replacement among the reachable clients.
+def draw_cohort(
+    settings: CohortSettings,
+    num_clients: int,
+    seed: int,
+    round: int,
+    turns: ClientTurns | None = None,
+    trained: np.ndarray | None = None,
+    time: float = 0.0,
+) -> CohortDraw:
+    """Draw the cohort of a round, uniformly and without replacement among the clients that can be reached.
 
-    As long as enough clients are reachable, this takes time in proportion to the cohort, not to the population.
+    As long as enough clients can be reached, this takes time in proportion to the cohort, not to the population.
+
+    Parameters
+    ----------
+    num_clients : the number of clients that are trained.
+    turns : the clients' turns; None: all can be reached, none fails, and there is no clock.
+    trained : the numbers of the trained clients, ``int64[num_clients]``; None: 0 to ``num_clients - 1``.
+    time : simulated seconds at which the round may begin; if no client can be reached then, it begins later.
+
+    Raises
+    ------
+    ConfigError : if no client can be reached at any time from `time` on.
     """
+    turns = turns or ClientTurns(seed)
     size = min(cohort_size(settings, num_clients), num_clients)
-    num_candidates = 2 * size if settings.availability else size
+    num_drawn = min(math.ceil(settings.over_selection * size - 1e-9), num_clients)
+    begins = time if turns.has_clock else float(round)
+
+    drawn = _draw_reachable(num_drawn, num_clients, seed, round, trained, begins, turns)
+    if turns.has_clock and not len(drawn):
+        begins = _next_begin(turns, np.arange(num_clients) if trained is None else trained, begins)
+        drawn = _draw_reachable(num_drawn, num_clients, seed, round, trained, begins, turns)
+
+    if not turns.has_clock and not turns.dropout and not turns.partial_work:
+        return CohortDraw(tuple(drawn.tolist()))
+
+    is_dropped = turns.is_dropped(round, drawn)
+    active = drawn[~is_dropped]
+    dropped = drawn[is_dropped]
+    shares = turns.work_shares(round, active)
+    if turns.has_clock:
+        return _timed(settings, size, turns, active, shares, dropped, begins)
+    return CohortDraw(tuple(active.tolist()), tuple(dropped.tolist()), work=_unless_whole(shares))
+
+
+def _draw_reachable(
+    size: int,
+    num_clients: int,
+    seed: int,
+    round: int,
+    trained: np.ndarray | None,
+    time: float,
+    turns: ClientTurns,
+) -> np.ndarray:
+    """Draw clients that can be reached at a time, at most `size` of them, ascending."""
+    everybody = isinstance(turns.availability, Always)
+    num_candidates = size if everybody else 2 * size
     tries = 0
     while True:
         num_candidates = min(num_candidates, num_clients)
         generator = rng.generator(seed, "cohort", round, *range(tries))
         candidates = generator.choice(num_clients, num_candidates, replace=False)
-        reachable = _reachable(settings, seed, round, candidates)
+        if trained is not None:
+            candidates = trained[candidates]
+        reachable = candidates
+        if not everybody:
+            reachable = candidates[turns.availability.is_available(candidates, time)]
         if len(reachable) >= size or num_candidates == num_clients:
-            break
+            return np.sort(reachable[:size])
 
         # A new draw, not more of this one, so that every reachable client is as likely as any other.
         num_candidates = 4 * num_candidates
         tries += 1
 
-    cohort = np.sort(reachable[:size])
-    if not settings.dropout:
-        return CohortDraw(tuple(cohort.tolist()))
-    is_dropped = rng.uniform(rng.keys(seed, "dropout", round, cohort)) < settings.dropout
-    return CohortDraw(tuple(cohort[~is_dropped].tolist()), tuple(cohort[is_dropped].tolist()))
+
+def _next_begin(turns: ClientTurns, clients: np.ndarray, time: float) -> float:
+    """Return the first time at which any client can be reached."""
+    following = float(turns.availability.next_available(clients, time).min())
+    if math.isinf(following):
+        raise ConfigError(
+            f"From {time:.0f} simulated seconds on, no client can ever be reached again, so there are no more rounds; "
+            "change devices.availability, or train fewer rounds."
+        )
+    return following
 
 
-def _reachable(settings: CohortSettings, seed: int, round: int, clients: np.ndarray) -> np.ndarray:
-    if settings.availability is None:
-        return clients
+def _timed(
+    settings: CohortSettings,
+    size: int,
+    turns: ClientTurns,
+    active: np.ndarray,
+    shares: np.ndarray,
+    dropped: np.ndarray,
+    begins: float,
+) -> CohortDraw:
+    """Part the clients of a round into those that finish in time and those that are late."""
+    assert turns.devices is not None
+    deadline = math.inf if settings.deadline is None else settings.deadline
+    if settings.late == "partial":
+        fitting = turns.shares_within(active, deadline)
+        shares = np.where(fitting > 0, np.minimum(shares, fitting), shares)
 
-    low = settings.availability["low"]
-    high = settings.availability["high"]
-    # Keyed by round 0: a client's chance stays the same in all rounds.
-    chance = low + (high - low) * rng.uniform(rng.keys(seed, "availability", 0, clients))
-    return clients[rng.uniform(rng.keys(seed, "reachable", round, clients)) < chance]
+    seconds = turns.turn_seconds(active, shares)
+    by_finish = np.lexsort((active, seconds))
+    # A share that fits the deadline may round up to a moment after it.
+    num_in_time = int((seconds <= deadline * (1 + 1e-12)).sum())
+    num_needed = math.ceil(settings.quorum * size - 1e-9)
+    num_kept = min(max(num_in_time, num_needed), size, len(active))
+    kept = np.sort(by_finish[:num_kept])
+    late = np.sort(by_finish[num_kept:])
+
+    # The server notices that a client has disappeared when its first message has been sent.
+    noticed = turns.download_seconds(dropped)
+    # After each exchange, all wait for the slowest.
+    round_seconds = float(turns.exchange_seconds(active[kept], shares[kept]).max(axis=1, initial=0.0).sum())
+    round_seconds = max(round_seconds, float(noticed.max(initial=0.0)))
+    if len(late) and num_kept < size:
+        round_seconds = max(round_seconds, deadline)
+
+    # Clients that are late are told to stop when the round ends.
+    busy = np.minimum(seconds, round_seconds)
+    joules = turns.devices.watts[active] @ busy + turns.devices.watts[dropped] @ noticed
+    return CohortDraw(
+        clients=tuple(active[kept].tolist()),
+        dropped=tuple(dropped.tolist()),
+        late=tuple(active[late].tolist()),
+        work=_unless_whole(shares[kept]),
+        begins=begins,
+        seconds=round_seconds,
+        joules=float(joules),
+    )
+
+
+def _unless_whole(shares: np.ndarray) -> np.ndarray | None:
+    return None if (shares == 1).all() else shares

@@ -16,15 +16,21 @@ class CohortSettings:
     ----------
     size : number of clients drawn per round, uniformly without replacement; None: `fraction` of all clients.
     fraction : share of the clients drawn per round, rounded up; used unless `size` is set.
-    dropout : probability that a drawn client receives the round's first message and then disappears.
-    availability : ``{"low": p, "high": q}``: each client has a fixed probability between p and q of being reachable in
-        a round; None: all clients are always reachable.
+    over_selection : how many times as many clients are sent the first message; the round goes on with the first to
+        finish, as many as without it. The others' work is lost.
+    deadline : simulated seconds after which a round ends without the clients that are late; None: it waits for all.
+    quorum : share of the cohort that must have finished for a round to end at the deadline; else it ends with the
+        client that completes this share.
+    late : what a client does that cannot finish by the deadline: ``drop`` its work, or send it ``partial``, after as
+        many local steps as there is time for.
     """
 
     size: int | None = None
     fraction: Annotated[float, unless("size")] = 1.0
-    dropout: float = 0.0
-    availability: dict[str, float] | None = None
+    over_selection: Annotated[float, needs("devices.hardware")] = 1.0
+    deadline: Annotated[float | None, needs("devices.hardware")] = None
+    quorum: Annotated[float, needs("deadline")] = 0.0
+    late: Annotated[Literal["drop", "partial"], needs("deadline")] = "drop"
 
 
 @dataclass(frozen=True, kw_only=True)

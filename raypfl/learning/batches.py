@@ -246,6 +246,13 @@ class SampleOrder:
         """Whether batches differ in size, so that stacking them takes padding."""
         return bool(((self.counts > 0) & (self.counts != self.counts.max(initial=0))).any())
 
+    def limited(self, shares: np.ndarray) -> SampleOrder:
+        """Return the first steps of each client, a share ``float64[K]`` of them; see :func:`share_of_steps`."""
+        steps = share_of_steps(self.steps, shares)
+        longest = int(steps.max(initial=0))
+        counts = np.where(np.arange(longest) < steps[:, None], self.counts[:, :longest], 0)
+        return replace(self, index=self.index[:, :longest], counts=counts, steps=steps)
+
     def with_draws(self, keys: np.ndarray, draws_per_visit: int) -> SampleOrder:
         """Add random numbers to each visit.
 
@@ -342,6 +349,11 @@ def num_steps(
     left_out = (rest > 0) & (rest < smallest) & (sizes > batch_size)
     per_epoch = -(-sizes // batch_size) - left_out
     return per_epoch * epochs if steps is None else np.full_like(per_epoch, steps)
+
+
+def share_of_steps(steps: np.ndarray, shares: np.ndarray) -> np.ndarray:
+    """Return a share ``float64[K]`` of ``int64[K]`` steps, rounded down; at least one step of those that have any."""
+    return np.minimum(np.maximum((shares * steps).astype(np.int64), 1), steps)
 
 
 def _shuffle_epochs(keys: np.ndarray, epochs: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

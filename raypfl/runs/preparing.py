@@ -36,6 +36,7 @@ from raypfl.runs.checks.settings import (
 )
 from raypfl.runs.choices.autotune import Candidate, choose
 from raypfl.runs.choices.gpu_task import run_on_gpu
+from raypfl.runs.choices.turn import turn_of
 from raypfl.runs.pretraining import needs_gpu_of_cluster, with_pretrained
 from raypfl.runs.result import recorded_reason
 
@@ -69,6 +70,9 @@ def prepare(experiment: Experiment, folder: Path, emit: Listener, lockstep: bool
         _warn_of_random_weights(prepared, emit)
 
         prepared = prepared.with_settings(prepared.experiment.replace(objective=prepared.objective))
+        turn = turn_of(prepared)
+        # Refuses devices that do not fit the data.
+        prepared.turns(turn)
         prepared, why = _with_executor(prepared, folder, emit)
 
     job = Job(
@@ -80,6 +84,7 @@ def prepare(experiment: Experiment, folder: Path, emit: Listener, lockstep: bool
         weights=digest(prepared.experiment.model.weights),
         attempt=uuid.uuid4().hex,
         lockstep=lockstep,
+        turn=turn,
         parent=history.parent_of(folder),
     )
     return job, prepared

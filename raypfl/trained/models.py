@@ -23,7 +23,7 @@ from raypfl.common.messages import unmarked
 from raypfl.common.threads import threads
 from raypfl.data import load_federated
 from raypfl.engine.backends.inline import Inline
-from raypfl.engine.data_outline import DataOutline
+from raypfl.engine.building.data_outline import DataOutline
 from raypfl.engine.evaluator import EvaluationCohort, model_hook, personalize
 from raypfl.engine.groups import client_costs
 from raypfl.engine.prepared import Prepared

@@ -20,7 +20,7 @@ from raypfl.models.trained_model import TrainedModel
 from raypfl.trained.saved_model import Origin, inputs_of, save
 
 if TYPE_CHECKING:
-    from raypfl.engine.data_outline import DataOutline
+    from raypfl.engine.building.data_outline import DataOutline
     from raypfl.federation.method import Method
 
 Labelled = tuple[np.ndarray, np.ndarray]

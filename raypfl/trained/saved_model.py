@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from raypfl.common.errors import CheckpointError
 from raypfl.common.files import write
 from raypfl.common.messages import per_client
-from raypfl.engine.data_outline import DataOutline
+from raypfl.engine.building.data_outline import DataOutline
 from raypfl.engine.prepared import Prepared
 from raypfl.experiment import Experiment
 from raypfl.federation.method import Method

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from raypfl.common.errors import ConfigError
-from raypfl.devices import Devices, Training, Turn
+from raypfl.devices import Devices, Exchange, Training, Turn
 from raypfl.devices.hardware import DeviceClass, HardwareClasses, LogNormalHardware
 from raypfl.learning.batches import epoch_order
 
@@ -33,7 +33,7 @@ def test_a_training_visits_the_samples_that_are_put_into_batches(steps, smallest
     order = epoch_order(np.arange(len(sizes), dtype=np.uint64), sizes, 8, 3, steps, smallest)
     training = Training(8, epochs=3, steps=steps, smallest=smallest, models=2)
     assert (training.samples(sizes) == 2 * order.counts.sum(axis=1)).all()
-    assert (Turn((training, training), 0, 0).samples(sizes) == 4 * order.counts.sum(axis=1)).all()
+    assert (Turn((Exchange((training, training)),)).samples(sizes) == 4 * order.counts.sum(axis=1)).all()
 
 
 def test_a_client_keeps_its_device_when_the_federation_grows_and_another_seed_gives_others():

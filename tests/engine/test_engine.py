@@ -229,7 +229,7 @@ def test_a_failed_run_keeps_its_last_finished_round(tmp_path):
 
 
 def test_clients_drop_out_after_the_first_message_by_seed(tmp_path):
-    result = raypfl.run(experiment(tmp_path, cohort__dropout=0.4, rounds=10))
+    result = raypfl.run(experiment(tmp_path, devices__dropout=0.4, rounds=10))
     rounds = result.rounds.to_pylist()
     ledger = result.ledger.to_pylist()
     assert sum(r["dropped"] for r in rounds) > 0
@@ -239,7 +239,7 @@ def test_clients_drop_out_after_the_first_message_by_seed(tmp_path):
         assert r["clients"] + r["dropped"] == 6
         assert clients_by_direction["down"] == 6 and clients_by_direction["up"] == r["clients"]
 
-    again = raypfl.run(experiment(tmp_path, cohort__dropout=0.4, rounds=10))
+    again = raypfl.run(experiment(tmp_path, devices__dropout=0.4, rounds=10))
     assert again.weights_hash == result.weights_hash
 
 
@@ -250,7 +250,7 @@ def test_availability_is_uneven_over_clients(tmp_path):
             method="fedavg",
             rounds=60,
             cohort__size=12,
-            cohort__availability="{low: 0.1, high: 0.9}",
+            devices__availability="{name: uniform, low: 0.1, high: 0.9}",
             evaluation__every=0,
             checkpoint__every=0,
             training__steps=1,
@@ -266,7 +266,7 @@ def test_availability_is_uneven_over_clients(tmp_path):
 @pytest.mark.parametrize("method", sorted(raypfl.methods.METHODS))
 def test_a_round_without_a_reply_changes_nothing(tmp_path, method):
     small = {"rounds": 2, "partition__clients": 2, "cohort__size": 2, "evaluation__every": 0, "checkpoint__every": 0}
-    result = raypfl.run(experiment(tmp_path, method=method, cohort__dropout=0.999, **small))
+    result = raypfl.run(experiment(tmp_path, method=method, devices__dropout=0.999, **small))
     assert result.status == "finished" and np.isnan(result.rounds["loss"].to_pylist()).all()
     assert result.rounds["clients"].to_pylist() == [0, 0]
 

@@ -359,7 +359,7 @@ VARIANTS = {
     "adam, dropout": {"method": "fedavg", "training__optimizer": "adam", "model": f"{__name__}:Dropping"},
     "data off the gpu": {"method": "fedavg", "ray__data_share": 0},
     "a pool of other images": {"method": "feddf", "method__steps": 2} | OTHER_POOL,
-    "a cohort that is gone": {"method": "fednh", "cohort__size": 1, "cohort__dropout": 0.9},
+    "a cohort that is gone": {"method": "fednh", "cohort__size": 1, "devices__dropout": 0.9},
     "protocols": {
         "method": "ditto",
         "evaluation__protocols": "[local, global, pm_v, pm_l, ood/corrupt/brightness/3]",

@@ -13,6 +13,7 @@ from torch import Tensor
 from raypfl import Clients, Mean
 from raypfl.common.errors import ConfigError
 from raypfl.data import Dirichlet
+from raypfl.devices.hardware import LogNormalHardware
 from raypfl.experiment import Experiment, experiments
 from raypfl.experiment.recipes import RECIPES
 from raypfl.experiment.reference import SETTINGS
@@ -143,7 +144,10 @@ def test_a_partition_is_an_instance_with_its_options():
         {},
         {"method": "ditto", "model": {"name": "mlp", "hidden": (3, 4)}, "seed": 3},
         {"training": {"lr": 1e-7, "schedule": "step", "milestones": [1, 2]}, "cohort": {"size": 3}},
-        {"cohort": {"availability": {"low": 0.2, "high": 1.0}}, "failures": {"loss_limit": float("inf")}},
+        {
+            "devices": {"availability": {"name": "uniform", "low": 0.2, "high": 1.0}},
+            "failures": {"loss_limit": float("inf")},
+        },
         {"training": {"lr": 1e-3, "optimizer": {"name": "adamw", "beta2": 0.99}}},
         {"training": {"lr": np.float64(0.3)}, "seed": np.int64(2), "name": "Ångström"},
     ],
@@ -178,6 +182,16 @@ def test_a_users_own_method_is_named_by_module(tmp_path: Path, monkeypatch: pyte
     experiment = Experiment(method={"name": "my_own_method:Mine", "strength": 2})
     assert experiment.method.strength == 2.0
     assert Experiment.from_yaml(experiment.to_yaml()) == experiment
+
+
+def test_a_run_from_before_dropout_and_availability_were_settings_of_devices_can_be_read():
+    inserted = "cohort:\n  dropout: 0.5\n  availability:\n    low: 0.1\n    high: 0.9\n"
+    recorded = Experiment().to_yaml().replace("cohort:\n", inserted)
+    uniform = {"name": "uniform", "low": 0.1, "high": 0.9}
+    assert Experiment.from_record(recorded) == Experiment(devices={"dropout": 0.5, "availability": uniform})
+
+    at_defaults = Experiment().to_yaml().replace("cohort:\n", "cohort:\n  dropout: 0.0\n  availability: null\n")
+    assert Experiment.from_yaml(at_defaults) == Experiment()
 
 
 def test_a_run_from_before_clients_per_actor_became_the_group_size_can_be_read():
@@ -260,7 +274,12 @@ def test_a_run_from_before_clients_per_actor_became_the_group_size_can_be_read()
         ),
         ({"training": {"warmup_rounds": 31}}, "training.warmup_rounds is 31, but rounds is 30."),
         ({"cohort": {"size": 21}}, "cohort.size is 21, but partition.clients is 20"),
-        ({"cohort": {"availability": {"low": 0.5}}}, "it must be {low: p, high: q} with 0 <= p <= q <= 1."),
+        ({"cohort": {"dropout": 0.5}}, "cohort.dropout has become devices.dropout; set that instead."),
+        ({"cohort": {"availability": {"low": 0.5}}}, "cohort.availability has become devices.availability, a model"),
+        ({"devices": {"availability": {"name": "uniform", "low": 0.5, "high": 0.4}}}, "give low <= high."),
+        ({"devices": {"availability": "diurnal"}}, "without devices.hardware there is no simulated time"),
+        ({"cohort": {"deadline": 9}}, "has no effect while devices.hardware is null"),
+        ({"cohort": {"over_selection": 0.5}, "devices": {"hardware": "lognormal"}}, "it must be at least 1, such"),
         (
             {"evaluation": {"protocols": ["mine"]}},
             "evaluation.protocols has 'mine', which is not a protocol; choose one of: ",
@@ -291,6 +310,9 @@ NEEDED = {
     "failures.min_success_fraction": ["failures.on_client_failure=skip"],
     "privacy.clip": ["privacy.noise=1"],
     "privacy.delta": ["privacy.noise=1"],
+    "cohort.over_selection": ["devices.hardware=lognormal"],
+    "cohort.deadline": ["devices.hardware=lognormal"],
+    "cohort.quorum": ["devices.hardware=lognormal", "cohort.deadline=1"],
 }
 """Setting -> the assignments without which it has no effect, so that it would be refused for that."""
 
@@ -307,7 +329,7 @@ NUMBERS = [name for name in SETTINGS if SETTINGS.type(name).split()[0] in ("inte
         ("training.optimizer.beta1=true", "training.optimizer.beta1"),
         ("model.hidden=[8, true]", "model.hidden[1]"),
         ("ray.pools=[{actors: true}]", "ray.pools[0].actors"),
-        ("cohort.availability={low: true, high: 1}", "cohort.availability.low"),
+        ("devices.availability={name: uniform, low: true, high: 1}", "devices.availability.low"),
         ("data.pools={aux: true}", "data.pools.aux"),
         ("seeds=true", "seeds"),
     ],
@@ -372,9 +394,11 @@ def test_overriding_a_method_starts_from_its_defaults_in_either_order():
 
 def test_overriding_leaves_the_original_as_it_was():
     base = Experiment()
-    changed = base.override(["training.lr=0.05", "cohort.availability.low=0.1", "cohort.availability.high=1"])
+    changed = base.override(
+        ["training.lr=0.05", "model.hidden=[8]", "devices.hardware.watts=1", "devices.hardware=lognormal"]
+    )
     assert (base.training.lr, changed.training.lr) == (0.1, 0.05)
-    assert changed.cohort.availability == {"low": 0.1, "high": 1.0}
+    assert base.devices.hardware is None and changed.devices.hardware == LogNormalHardware(watts=1.0)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ KEYS = [
     *("data", "model", "cohort", "training", "evaluation", "engine", "ray", "checkpoint", "tracking", "failures"),
     *4 * ("data.name", "model.name", "partition.name", "objective", "method"),
     *("method.lam", "method.server_lr", "method.name", "partition.alpha", "partition.clients", "model.hidden"),
-    *("training.optimizer.name", "training.optimizer.beta1", "cohort.availability.low", "data.pools.auxiliary"),
+    *("training.optimizer.name", "training.optimizer.beta1", "devices.availability.low", "data.pools.auxiliary"),
     *("methods", "seeds", "nonsense", "training.nonsense", "rounds.x", "a.b.c"),
 ]
 # Numbers, words, lists, mappings, tagged scalars, broken YAML and control characters.

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raypfl.devices import Availability, ClientTurns, Holdings
+from raypfl.devices.availability_models import UniformChances
 from raypfl.federation.cohort_draw import draw_cohort
 from raypfl.federation.exchange.grouping import cut_into_groups, evaluation_group_sizes, even_sizes, group_sizes
 from raypfl.federation.settings import CohortSettings
@@ -64,6 +66,12 @@ def test_the_number_of_vectorised_groups_follows_from_the_cohort(cohort, groups)
     assert len(group_sizes(cohort, "vectorised")) == groups
 
 
+def chances(low: float, high: float) -> Availability:
+    """Clients that can be reached with chances between these, drawn anew in each round."""
+    holdings = Holdings(seed=0, num_samples=np.zeros(0, np.int64), labels_held=lambda: np.zeros((0, 0), bool))
+    return UniformChances(low=low, high=high).availability(holdings, unit=1.0)
+
+
 def test_cohorts_are_drawn_without_replacement_uniformly_and_by_seed():
     settings = CohortSettings(size=8)
     cohorts = [draw_cohort(settings, 40, 0, r).clients for r in range(400)]
@@ -82,17 +90,17 @@ def test_a_fraction_of_the_clients_is_drawn_if_no_size_is_given():
 
 
 def test_a_cohort_is_uniform_over_reachable_clients_and_takes_all_of_them_if_they_are_few():
-    settings = CohortSettings(size=10, availability={"low": 0.3, "high": 0.3})
-    cohorts = [draw_cohort(settings, 40, 0, r).clients for r in range(600)]
+    some = ClientTurns(availability=chances(0.3, 0.3))
+    cohorts = [draw_cohort(CohortSettings(size=10), 40, 0, r, some).clients for r in range(600)]
     assert {len(cohort) for cohort in cohorts} <= set(range(11)) and sum(len(cohort) == 10 for cohort in cohorts) > 300
     shares = np.bincount(np.concatenate(cohorts), minlength=40) / 600
     assert shares.min() > 0.16 and shares.max() < 0.29  # 0.22 in the mean
-    everybody = draw_cohort(CohortSettings(size=40, availability={"low": 1.0, "high": 1.0}), 40, 0, 0)
+    everybody = draw_cohort(CohortSettings(size=40), 40, 0, 0, ClientTurns(availability=chances(1.0, 1.0)))
     assert everybody.clients == tuple(range(40))
 
 
 def test_clients_drop_out_with_the_set_chance():
-    draws = [draw_cohort(CohortSettings(size=20, dropout=0.3), 40, 0, r) for r in range(200)]
+    draws = [draw_cohort(CohortSettings(size=20), 40, 0, r, ClientTurns(dropout=0.3)) for r in range(200)]
     assert all(
         len(cohort.clients) + len(cohort.dropped) == 20 and not set(cohort.clients) & set(cohort.dropped)
         for cohort in draws
@@ -102,7 +110,8 @@ def test_clients_drop_out_with_the_set_chance():
 
 def test_a_draw_from_a_billion_clients_takes_memory_for_the_cohort_only():
     tracemalloc.start()
-    cohort = draw_cohort(CohortSettings(size=1000, availability={"low": 0.2, "high": 0.9}, dropout=0.1), 10**9, 0, 0)
+    turns = ClientTurns(availability=chances(0.2, 0.9), dropout=0.1)
+    cohort = draw_cohort(CohortSettings(size=1000), 10**9, 0, 0, turns)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert len(cohort.clients) + len(cohort.dropped) == 1000 and peak < 2e6

@@ -12,7 +12,7 @@ from raypfl.common import streams
 from raypfl.common.transfer import to_device
 from raypfl.data import ClientData, FederatedData
 from raypfl.data.datasets import DescribedData
-from raypfl.engine.data_outline import DataOutline
+from raypfl.engine.building.data_outline import DataOutline
 from raypfl.learning.augmentation import Augmentation
 from raypfl.learning.batches import Samples
 from raypfl.learning.sample_pools import Pools

@@ -19,6 +19,7 @@ from raypfl.common.limits import (
     SHARE,
     Limit,
 )
+from raypfl.devices.settings import DeviceSettings
 from raypfl.evaluation.masking import mask_mistakes
 from raypfl.evaluation.protocols import protocol_mistakes
 from raypfl.evaluation.run_metrics import Measures
@@ -50,12 +51,12 @@ _SETTINGS = {
     FROM_ZERO: "seed model.lora training.weight_decay training.warmup_rounds evaluation.every "
     "ray.cpus_for_server ray.gpus_for_server checkpoint.every failures.retries tracking.models_mb privacy.noise",
     FROM_ZERO_OR_AUTO: "ray.gpus_per_actor",
-    POSITIVE: "training.lr training.clip_norm training.gamma ray.cpus_per_actor",
+    POSITIVE: "cohort.deadline cohort.over_selection training.lr training.clip_norm training.gamma ray.cpus_per_actor",
     POSITIVE_OR_INFINITE: "failures.loss_limit privacy.clip",
     INSIDE: "privacy.delta",
     SHARE: "cohort.fraction training.decay",
-    CHANCE: "failures.min_success_fraction ray.data_share",
-    BELOW_ONE: "cohort.dropout training.momentum",
+    CHANCE: "failures.min_success_fraction ray.data_share cohort.quorum devices.partial_work",
+    BELOW_ONE: "devices.dropout training.momentum",
     FILE_NAME: "name",
     PATH: "output",
     LOCATION: "checkpoint.location",
@@ -97,13 +98,20 @@ def cohort_mistakes(cohort: CohortSettings, clients: int | None) -> list[str]:
     lines = []
     if cohort.size and clients and cohort.size > clients:
         lines.append(f"cohort.size is {cohort.size}, but partition.clients is {clients}; draw at most that many.")
-
-    bounds = cohort.availability
-    if bounds is not None:
-        is_valid = set(bounds) == {"low", "high"} and 0 <= bounds["low"] <= bounds["high"] <= 1
-        if not is_valid:
-            lines.append(f"cohort.availability is {bounds}; it must be {{low: p, high: q}} with 0 <= p <= q <= 1.")
+    if cohort.over_selection < 1:
+        lines.append(f"cohort.over_selection is {cohort.over_selection}; it must be at least 1, such as 1.3.")
     return lines
+
+
+def device_mistakes(devices: DeviceSettings) -> list[str]:
+    """Return a sentence for every contradiction."""
+    availability = devices.availability
+    if availability is not None and availability.in_seconds and devices.hardware is None:
+        return [
+            "devices.availability is in seconds, but without devices.hardware there is no simulated time; set that, "
+            "such as devices.hardware=lognormal."
+        ]
+    return []
 
 
 def ray_mistakes(ray: RaySettings, engine: EngineSettings) -> list[str]:

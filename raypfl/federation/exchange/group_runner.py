@@ -106,6 +106,7 @@ class GroupRunner:
         observers: tuple[int, ...] = (),
         exchange: str = "",
         training: bool = False,
+        work: np.ndarray | None = None,
     ) -> tuple[Call, list[Group]]:
         """Prepare the call and the groups of an exchange.
 
@@ -119,6 +120,7 @@ class GroupRunner:
         observers : numbers of the analyses that see the local steps.
         exchange : the exchange's name, different from all others of the round.
         training : whether the exchange is part of training.
+        work : the share of its local steps that each client of the cohort does; None: all do all of them.
         """
         to_all = {}
         rows = {}
@@ -143,6 +145,7 @@ class GroupRunner:
                 seconds=self._timings.seconds(function, ids[members]),
                 tries=self.tries,
                 deaths=self.failures.deaths,
+                work=None if work is None else work[positions[members]],
             )
             groups.append(group)
 
@@ -293,6 +296,7 @@ def _subgroup(group: Group, members: list[int], tries: int) -> Group:
         positions=group.positions[members],
         scattered={name: rows[members] for name, rows in group.scattered.items()},
         states=[group.states[k] for k in members],
+        work=None if group.work is None else group.work[members],
         tries=tries,
     )
 

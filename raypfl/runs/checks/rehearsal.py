@@ -1,10 +1,13 @@
-"""A round and an evaluation of a few clients before a run begins, for what cannot be told without them."""
+"""Rounds and an evaluation of a few clients before a run begins, for what cannot be told without them."""
 
 from __future__ import annotations
+
+from collections import Counter, defaultdict
 
 import numpy as np
 
 from raypfl.clients.worker import Worker
+from raypfl.devices import Exchange, RequestedTraining, Training, Turn
 from raypfl.engine.backends.inline import Inline
 from raypfl.engine.evaluator import Evaluator
 from raypfl.engine.prepared import Prepared
@@ -14,7 +17,7 @@ from raypfl.storage.states import StateTable
 
 
 class Rehearsal:
-    """A round of one step and an evaluation, of the `size` clients with most samples, all in one group."""
+    """Rounds of one step and an evaluation, of the `size` clients with most samples, all in one group."""
 
     def __init__(self, prepared: Prepared, size: int):
         changes = [f"engine.group_size={size}", "training.steps=1", "failures.loss_limit=.inf"]
@@ -22,20 +25,65 @@ class Rehearsal:
         self._prepared = prepared.with_settings(prepared.experiment.override(changes), gpus=0.0)
         self._task = self._prepared.task
         self._method = prepared.experiment.method
+        self._training_settings = prepared.experiment.training
 
+        self._round = 0
+        self._ledger = Ledger()
         worker = Worker(self._prepared.context, self._method)
         backend = Inline(worker, threads=prepared.experiment.engine.threads)
         self._runner = self._prepared.runner(
-            backend, StateTable(), Ledger(), emit=lambda event: None, warn=lambda text: None
+            backend, StateTable(), self._ledger, emit=lambda event: None, warn=lambda text: None
         )
         self._server = self._method.start(self._task)
 
     def train(self) -> None:
         """Run a round."""
+        self._round += 1
         clients = self._largest(self._task.num_samples)
-        cohort = Cohort(self._runner, clients, (), 1, self._prepared.experiment.training.lr)
+        cohort = Cohort(self._runner, clients, (), self._round, self._prepared.experiment.training.lr)
         self._method.round(self._server, cohort)
         self._runner.states.commit()
+
+    def turn(self) -> Turn:
+        """Run a round, and return what it asks of a client."""
+        context = self._prepared.context
+        context.requested = []
+        self.train()
+
+        clients = self._largest(self._task.num_samples)
+        trainings = defaultdict(list)
+        for request in context.requested:
+            # An executor that runs clients one by one makes the same requests for each.
+            if request.ids[0] == clients[0]:
+                trainings[request.exchange].append(self._training(request))
+        context.requested = None
+
+        sent: Counter[tuple[int, str]] = Counter()
+        for entry in self._ledger.entries:
+            if entry.round == self._round:
+                sent[entry.exchange, entry.direction] += entry.clients * entry.bytes
+
+        exchanges = []
+        for number in range(1 + max((exchange for exchange, _ in sent), default=0)):
+            exchanges.append(
+                Exchange(
+                    tuple(trainings[f"training {number}"]),
+                    sent[number, "down"] / len(clients),
+                    sent[number, "up"] / len(clients),
+                )
+            )
+        return Turn(tuple(exchanges))
+
+    def _training(self, request: RequestedTraining) -> Training:
+        """A requested training, with the run's settings for what the method leaves open."""
+        settings = self._training_settings
+        epochs = request.epochs
+        steps = request.steps
+        if epochs is None and steps is None:
+            epochs = settings.epochs
+            steps = settings.steps
+        batch_size = request.batch_size or settings.batch_size
+        return Training(batch_size, epochs or 1, steps, settings.smallest_batch, request.models)
 
     def evaluate(self) -> None:
         """Evaluate by all protocols except for those of unseen clients, which are tested in the same way."""

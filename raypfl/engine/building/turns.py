@@ -1,0 +1,57 @@
+"""The turns of a run's clients, built from its settings and data."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from raypfl.common.errors import ConfigError
+from raypfl.data import ClientData
+from raypfl.data.datasets import DescribedData
+from raypfl.devices import Always, Availability, ClientTurns, Holdings, Turn
+from raypfl.devices.availability_models import HOUR
+from raypfl.engine.building.data_outline import DataOutline
+
+if TYPE_CHECKING:
+    from raypfl.experiment import Experiment
+
+
+def turns_for(experiment: Experiment, data: ClientData | DataOutline, turn: Turn | None) -> ClientTurns:
+    """Return the turns of all clients.
+
+    `turn` : what the method asks of a client in a round; None: there is no simulated time.
+    """
+    settings = experiment.devices
+    devices = None
+    if settings.hardware is not None:
+        devices = settings.hardware.devices(data.num_clients, experiment.seed)
+    return ClientTurns(
+        seed=experiment.seed,
+        availability=_availability(experiment, data),
+        dropout=settings.dropout,
+        partial_work=settings.partial_work,
+        devices=devices,
+        turn=turn,
+        num_samples=data.sizes("train"),
+    )
+
+
+def _availability(experiment: Experiment, data: ClientData | DataOutline) -> Availability:
+    model = experiment.devices.availability
+    if model is None:
+        return Always()
+
+    unit = 1.0 if experiment.devices.hardware is None else HOUR
+    holdings = Holdings(experiment.seed, data.sizes("train"), lambda: _labels_held(data))
+    return model.availability(holdings, unit)
+
+
+def _labels_held(data: ClientData | DataOutline) -> np.ndarray:
+    opened = data.data if isinstance(data, DataOutline) else data
+    if isinstance(opened, DescribedData):
+        raise ConfigError(
+            f"devices.availability depends on clients' labels, which {opened.name!r} generates only where a client "
+            "works; choose another model, such as uniform or diurnal."
+        )
+    return opened.label_counts("train") > 0

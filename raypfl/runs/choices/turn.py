@@ -1,0 +1,45 @@
+"""What a method asks of a client in one round, as a rehearsal shows it."""
+
+from __future__ import annotations
+
+from raypfl.common.errors import ConfigError
+from raypfl.common.threads import threads
+from raypfl.common.user_code import explain_user_errors
+from raypfl.devices import Turn
+from raypfl.engine.prepared import Prepared, threads_of_server
+from raypfl.federation.cohort_draw import cohort_size
+from raypfl.runs.checks.rehearsal import Rehearsal
+
+_CLIENTS = 2
+"""Clients in the rehearsed rounds: masks and some methods need two."""
+
+
+def turn_of(prepared: Prepared) -> Turn | None:
+    """Rehearse two rounds, and return what the second asks of a client; None if there is no simulated time.
+
+    In the first round, some methods do not send all that they send later.
+
+    Raises
+    ------
+    ConfigError : if a round with several exchanges is to end before all clients have finished.
+    """
+    experiment = prepared.experiment
+    if experiment.devices.hardware is None:
+        return None
+
+    cohort = cohort_size(experiment.cohort, prepared.num_trained)
+    with (
+        threads(threads_of_server(experiment)),
+        explain_user_errors("in a rehearsed round", function=experiment.method.round),
+    ):
+        rehearsal = Rehearsal(prepared, min(_CLIENTS, cohort))
+        rehearsal.train()
+        turn = rehearsal.turn()
+
+    ends_early = experiment.cohort.deadline is not None or experiment.cohort.over_selection > 1
+    if len(turn.exchanges) > 1 and ends_early:
+        raise ConfigError(
+            f"{type(experiment.method).__name__} has {len(turn.exchanges)} exchanges in a round, so that nobody could "
+            "go on without those that are late in the first one; leave cohort.deadline and cohort.over_selection out."
+        )
+    return turn
