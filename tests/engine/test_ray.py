@@ -17,7 +17,7 @@ from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.engine.events import RunFinished, RunStarted, Warned
 from raypfl.storage.checkpoints import last_round
 from tests.analysis.test_analyses import observed
-from tests.support.runs import ON_RAY, Interrupt, experiment, same_tables
+from tests.support.runs import EVENTFUL, ON_RAY, Interrupt, experiment, same_tables
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -207,6 +207,14 @@ def test_the_last_event_is_the_end_of_the_run(tmp_path):
 def test_any_number_of_actors_gives_the_bits_of_an_inline_run(tmp_path, undisturbed, actors):
     result = raypfl.run(on_ray(tmp_path, actors))
     assert result.weights_hash == undisturbed.weights_hash and same_tables(result, undisturbed)
+
+
+def test_deadlines_and_partial_work_have_the_same_bits_on_any_number_of_actors_of_which_one_is_killed(tmp_path, actors):
+    inline = raypfl.run(experiment(tmp_path, rounds=3, **EVENTFUL))
+    killing = {"method": "tests.support.federated_methods:KillsItsActor", "method__marks": tmp_path}
+    result = raypfl.run(on_ray(tmp_path, actors, rounds=3, **EVENTFUL, **killing))
+    assert (tmp_path / "actor").exists()
+    assert result.weights_hash == inline.weights_hash and same_tables(result, inline)
 
 
 @pytest.mark.parametrize("changes", [{"noise": 1.0}, {"noise": 1.0, "unit": "client", "secure_aggregation": True}])

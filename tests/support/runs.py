@@ -15,6 +15,20 @@ NEEDED = {name: {"data__pools": "{auxiliary: 0.3}"} for name in ("feddf", "perad
 ON_RAY = {"engine__backend": "ray", "ray__actors": 2, "ray__cpus_per_actor": 0.5}
 """Changes of `experiment` for two client actors, which a session keeps for the next test of the same process."""
 
+TIMED = {"devices__hardware": "lognormal", "cohort__size": 6}
+"""Changes of `experiment` for simulated time, in which all that is drawn finish."""
+
+EVENTFUL = TIMED | {
+    "cohort__size": 4,
+    "cohort__over_selection": 1.5,
+    "cohort__deadline": 3.0,
+    "cohort__late": "partial",
+    "devices__dropout": 0.2,
+    "devices__partial_work": 0.3,
+    "devices__availability": "{name: uniform, low: 0.5, high: 1.0}",
+}
+"""Changes of `experiment` for simulated time in which clients are late, drop out and do parts of their work."""
+
 
 def experiment(tmp_path: Path, **changes) -> raypfl.Experiment:
     """Return a small experiment in `tmp_path`; a change of ``a.b`` is written ``a__b=value``."""
