@@ -110,7 +110,7 @@ class RunTables:
             bytes_down_total=self._bytes_down,
             late=len(cohort_draw.late),
             simulated_seconds=cohort_draw.seconds,
-            simulated_time=cohort_draw.ends if cohort_draw.seconds else 0.0,
+            simulated_time=cohort_draw.ends,
             joules=cohort_draw.joules,
             joules_total=self._joules,
             logged=logged,
