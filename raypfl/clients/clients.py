@@ -19,7 +19,7 @@ from raypfl.learning.batches import epoch_order, num_steps, share_of_steps
 from raypfl.learning.executor import Executor
 from raypfl.learning.loss import LocalLoss, LossFunction, ReportedLoss
 from raypfl.learning.objectives.batch import Batch
-from raypfl.learning.optimizers import LocalOptimizer
+from raypfl.learning.optimizers import LocalOptimizer, Perturb
 from raypfl.learning.sample_pools import Pool
 from raypfl.learning.vectorised import Vectorised
 from raypfl.models.extras import Other
@@ -191,6 +191,7 @@ class Clients:
         stream: str = "",
         penalty: LossFunction | None = None,
         correction: Tensor | None = None,
+        perturb: Perturb | None = None,
         report: ReportedLoss = "loss",
         **extras: Any,
     ) -> PerClient:
@@ -212,6 +213,9 @@ class Clients:
         penalty : a term that is added to the loss and not reported: ``penalty(p, batch, **extras) -> scalar``.
         correction : a vector that is added to the gradient of every step, before clipping and weight decay: ``[P]`` or
             ``[P+B]`` for all clients, or a row per client.
+        perturb : ``perturb(p, gradient) -> [..., P]``, of parameters and gradients ``[..., P]``: every step follows the
+            gradient at ``p + perturb(p, gradient)`` of the same batch, with the same draws. Reported losses and
+            batch-norm statistics are those at `p`, as is the gradient of a penalty that does not depend on the batch.
         report : another function of the same form to report instead of `loss`; None: report nothing, so that the round
             has no training loss.
         extras : further arguments of the loss, by name; with a penalty or a report, of each function that names them.
@@ -229,7 +233,7 @@ class Clients:
         group = self._group
         order, keys, _, rule = group.training(epochs, steps, batch_size, stream)
         trainable = self._mask(train)
-        update = group.update(optimizer, lr, trainable, self._mask(decay), rule)
+        update = group.update(optimizer, lr, trainable, self._mask(decay), rule, perturb)
 
         rows = group.models(start)
         local_loss = LocalLoss(self.model, loss, penalty, report)

@@ -20,7 +20,7 @@ from raypfl.learning.batches import GroupSamples, SampleOrder, epoch_order, samp
 from raypfl.learning.executor import Executor
 from raypfl.learning.loss import LocalLoss, LossFunction
 from raypfl.learning.objectives.batch import Batch
-from raypfl.learning.optimizers import LocalOptimizer, SampleRule, Update
+from raypfl.learning.optimizers import LocalOptimizer, Perturb, SampleRule, Update
 from raypfl.learning.privacy import NoisySum, PrivateTraining
 from raypfl.learning.vectorised import Vectorised
 
@@ -248,6 +248,7 @@ class ClientGroup:
         trainable: Tensor | None = None,
         decayed: Tensor | None = None,
         rule: SampleRule | None = None,
+        perturb: Perturb | None = None,
     ) -> Update:
         """Describe a local step.
 
@@ -256,6 +257,7 @@ class ClientGroup:
         optimizer, lr : the optimizer and its rate; None: the experiment's and the round's.
         trainable, decayed : the entries that are trained, and those with weight decay, ``bool[P+B]``; None: all.
         rule : the rule that combines per-sample gradients; None: the optimizer's, if it needs them.
+        perturb : where gradients are taken; None: at the model.
         """
         training = self.context.training
         optimizer = optimizer or training.local_optimizer
@@ -270,6 +272,12 @@ class ClientGroup:
                 "a batch; choose a network with group norm."
             )
 
+        if perturb is not None and (optimizer.per_sample or rule is not None):
+            raise MethodError(
+                "perturb takes two gradients of each batch, but per-sample gradients (of the optimizer, or of "
+                "privacy.noise) are taken once; choose another method or optimizer, or no privacy.noise."
+            )
+
         if trainable is not None and decayed is not None:
             decayed = decayed & trainable
         return Update(
@@ -280,6 +288,7 @@ class ClientGroup:
             trained=None if trainable is None else self.model.parameters(trainable),
             decayed=None if decayed is None else self.model.parameters(decayed),
             rule=rule,
+            perturb=perturb,
         )
 
     def rows(self, vector: Tensor) -> Tensor:

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from raypfl.clients.group import ClientGroup
 from raypfl.clients.observation import ObservedTraining
+from raypfl.common.errors import PrivacyError
 from raypfl.common.messages import PerClient, per_client
 from raypfl.common.transfer import to_device
 from raypfl.learning.batches import SampleOrder, StackedBatches, StepBatches
 from raypfl.learning.executor import Executor
 from raypfl.learning.loss import LocalLoss, LossFunction, ReportedLoss
 from raypfl.learning.objectives.batch import Batch
-from raypfl.learning.optimizers import LocalOptimizer, Memory, SampleRule
+from raypfl.learning.optimizers import LocalOptimizer, Memory, Perturb, SampleRule
 from raypfl.learning.privacy import PrivateTraining
 from raypfl.models.extras import of_clients
 from raypfl.models.rows import aligned, copy_rows
@@ -152,6 +153,7 @@ class MiniBatch:
         optimizer: LocalOptimizer | None = None,
         penalty: LossFunction | None = None,
         correction: Tensor | None = None,
+        perturb: Perturb | None = None,
         report: ReportedLoss = "loss",
         **extras: Any,
     ) -> PerClient:
@@ -159,7 +161,7 @@ class MiniBatch:
 
         Parameters
         ----------
-        loss, optimizer, penalty, correction, report, extras : as for :meth:`Clients.sgd`.
+        loss, optimizer, penalty, correction, perturb, report, extras : as for :meth:`Clients.sgd`.
         theta : the models before the step, ``[K, P+B]``, or ``[P+B]`` for all; they are not modified.
         of : the name of the method's model that takes the step; the optimizer has a memory for each.
         lr : the learning rate; None: the round's.
@@ -174,7 +176,7 @@ class MiniBatch:
         rows = group.models(theta)
         num_parameters = group.model.num_parameters
         local_loss = LocalLoss(group.model, loss, penalty, report)
-        update = group.update(optimizer, lr, rule=self._minibatches.rule)
+        update = group.update(optimizer, lr, rule=self._minibatches.rule, perturb=perturb)
         model = self._minibatches.model(of, local_loss, rows, update.lr, extras)
 
         active_extras = extras if self._all_active else of_clients(extras, active)
@@ -211,6 +213,30 @@ class MiniBatch:
             model.losses[active] += reported
             model.steps[active] += 1
         return per_client(model.rows)
+
+    def grad(self, loss: LossFunction, at: Tensor, **extras: Any) -> PerClient:
+        """Return the gradient ``[K, P]`` of each client's loss on this mini-batch, at ``[P+B]`` or ``[K, P+B]``.
+
+        Its draws are those of :meth:`step`. Rows of clients that are not active are 0.
+        """
+        minibatches = self._minibatches
+        group = minibatches.group
+        if minibatches.rule is not None:
+            raise PrivacyError(
+                "batch.grad reads clients' data without noise, so privacy.noise would not hold. Choose another method, "
+                "or privacy.unit=client, or leave privacy out."
+            )
+        local_loss = LocalLoss(group.model, loss)
+        rows = group.models(at)
+        active_extras = extras if self._all_active else of_clients(extras, self._rows)
+        executor = group.trainer(local_loss, rows, minibatches.order, group.extras(extras))
+        gradient = group.run(
+            executor, lambda e: e.grad(local_loss, self._of_active(rows), self._batches, self._keys, active_extras)[0]
+        )
+        if self._all_active:
+            return per_client(gradient)
+        gradients = gradient.new_zeros(len(rows), gradient.shape[1])
+        return per_client(gradients.index_copy_(0, self._rows, gradient))
 
     def _next_keys(self) -> Tensor:
         """Return the keys of a step's draws; each private step on this mini-batch gets its own noise."""

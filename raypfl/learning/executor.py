@@ -125,8 +125,8 @@ class Executor:
                 client_extras = without_buffers(self.model, of_client(extras, k))
                 batch_of_step = samples.steps(k, order)
                 client_loss = loss
-                if update.sample_rule is not None:
-                    client_loss = loss.per_sample(descent.theta, client_extras)
+                if update.separates_penalty:
+                    client_loss = loss.separated(descent.theta, client_extras)
 
                 for s in range(steps):
                     if observe is not None:
@@ -195,9 +195,15 @@ class Executor:
         self, loss: LocalLoss, bound: BoundModel, descent: Descent, batch: Batch, key: Tensor, extras: dict[str, Any]
     ) -> Tensor:
         """Take a step; return the loss that it reports."""
-        if descent.update.sample_rule is not None:
-            gradient_of_sample = partial(self._bound_gradient, loss, bound, extras)
-            gradient, reported = self._gradient_by_sample(descent.update, descent.theta, batch, key, gradient_of_sample)
+        update = descent.update
+        if update.separates_penalty:
+            gradient_of = partial(self._bound_gradient, loss, bound, extras)
+            if update.sample_rule is not None:
+                gradient, reported = self._gradient_by_sample(update, descent.theta, batch, key, gradient_of)
+            else:
+                gradient, reported = gradient_of(batch, key)
+                call = FunctionalCall(self.model, bound.moved())
+                gradient = self._perturbed_gradient(update, loss, call, descent.theta, gradient, extras, batch, key)
             self._add_penalty_gradient(loss, descent.theta, extras, gradient)
             descent.step_whole(gradient)
             return reported
@@ -276,17 +282,27 @@ class Executor:
                 client_extras = without_buffers(self.model, of_client(extras, k))
                 batch = self._batch(client_batch)
 
-                if update is None or update.sample_rule is None:
-                    gradient, reported = self._gradient_at(loss, call, p, client_extras, batch, keys[k])
+                client_loss = loss
+                if update is not None and update.separates_penalty:
+                    client_loss = loss.separated(p.detach(), client_extras)
+                gradient_of = partial(self._gradient_at, client_loss, call, p, client_extras)
+
+                if update is not None and update.sample_rule is not None:
+                    gradient, reported = self._gradient_by_sample(update, p, batch, keys[k], gradient_of)
                 else:
-                    client_loss = loss.per_sample(p.detach(), client_extras)
-                    gradient_of_sample = partial(self._gradient_at, client_loss, call, p, client_extras)
-                    gradient, reported = self._gradient_by_sample(update, p, batch, keys[k], gradient_of_sample)
-                    self._add_penalty_gradient(client_loss, p, client_extras, gradient)
+                    gradient, reported = gradient_of(batch, keys[k])
+                moved = call.moved().detach()
+
+                if update is not None and update.perturb is not None:
+                    second_call = FunctionalCall(self.model, moved)
+                    gradient = self._perturbed_gradient(
+                        update, client_loss, second_call, p, gradient, client_extras, batch, keys[k]
+                    )
+                self._add_penalty_gradient(client_loss, p, client_extras, gradient)
 
                 gradients[k] = gradient
                 losses.append(reported)
-                statistics.append(call.moved().detach())
+                statistics.append(moved)
         return gradients, torch.stack(losses), torch.stack(statistics)
 
     def _gradient_at(
@@ -295,6 +311,21 @@ class Executor:
         """Return the gradient of a loss at ``p[P]``, and the reported loss."""
         value, reported = self._value(loss, call, p, extras, batch, key)
         return torch.autograd.grad(value, p)[0], reported.detach()
+
+    def _perturbed_gradient(
+        self,
+        update: Update,
+        loss: LocalLoss,
+        call: LossCall,
+        at: Tensor,
+        gradient: Tensor,
+        extras: dict[str, Any],
+        batch: Batch,
+        key: Tensor,
+    ) -> Tensor:
+        """Return the gradient where `update` takes it, given the one at ``at[P]``; a batch's draws are the same."""
+        p = update.perturbed(at.detach(), gradient).requires_grad_()
+        return self._gradient_at(loss, call, p, extras, batch, key)[0]
 
     def map(self, function: LossFunction, at: Tensor, batches: list[Batch], keys: Tensor, extras: Extras) -> Tensor:
         """Return the function of each client's ``at[k]`` and batch, ``[K, ...]``; autograd goes through it.

@@ -59,10 +59,11 @@ class LocalLoss:
             other = self.report(p.detach(), batch, **self._extras_for(self.report, extras))
         return value, _scalar(self.report, other)
 
-    def per_sample(self, p: Tensor, extras: Mapping[str, Any]) -> LocalLoss:
-        """Return the loss of single samples, without a penalty that does not depend on the batch.
+    def separated(self, p: Tensor, extras: Mapping[str, Any]) -> LocalLoss:
+        """Return the loss without a penalty that does not depend on the batch; see :meth:`separate_penalty`.
 
-        Under DP-SGD, such a penalty is added after the noise and is not clipped (docs/privacy.md).
+        Under DP-SGD, such a penalty is added after the noise and is not clipped (docs/privacy.md). Where a step takes
+        the gradient at a perturbed model, that of the penalty is still at the model itself.
         """
         if self.penalty is None:
             return self

@@ -77,12 +77,13 @@ class Vectorised(Executor):
         memory = {name: aligned(rows) for name, rows in update.init(theta).items()}
         losses = torch.zeros(len(theta), dtype=theta.dtype, device=theta.device)
         extra_rows = list(rows_of(extras).values())
-        if update.sample_rule is not None:
-            loss = self._per_sample(loss, theta, extras)
+        if update.separates_penalty:
+            loss = self._separated(loss, theta, extras)
         step = self._vectorised_step(loss, extras)
         frozen = frozen_segments(self.model, update)
         recorder = self.recorder
-        if observe is not None or may_keep_state([loss.loss, loss.penalty, loss.report, update.optimizer.step_]):
+        step_functions = [loss.loss, loss.penalty, loss.report, update.optimizer.step_, update.perturb]
+        if observe is not None or may_keep_state(step_functions):
             recorder = None
 
         def first_rows(k: int) -> Callable[[int | Tensor], None]:
@@ -96,9 +97,9 @@ class Vectorised(Executor):
             def take(s: int | Tensor) -> None:
                 batch = batches(slice(k), s)
                 step_keys = keys[:k] + s
-                if update.sample_rule is not None:
-                    gradients, reported = self._gradients_by_sample(
-                        step, update, frozen, descent.theta, step_keys, batch, active_extras
+                if update.separates_penalty:
+                    gradients, reported, moved = self._gradients(
+                        step, update, frozen, descent.theta, statistics[:k], step_keys, batch, active_extras
                     )
                     self._add_penalty_gradients(loss, descent.theta, extras, active_extras, gradients)
                     descent.step_whole(gradients)
@@ -107,8 +108,8 @@ class Vectorised(Executor):
                         descent.theta, descent.tensors, statistics[:k], step_keys, batch, active_extras
                     )
                     descent.step(grads, direct)
-                    if self.model.num_buffers:
-                        statistics[:k] = moved
+                if self.model.num_buffers:
+                    statistics[:k] = moved
                 losses[:k] += reported
 
             return take
@@ -133,6 +134,33 @@ class Vectorised(Executor):
             return trained, losses
         original_order = ranked.argsort()
         return trained[original_order], losses[original_order]
+
+    def _gradients(
+        self,
+        step: Callable[..., Any],
+        update: Update | None,
+        frozen: Set[str],
+        theta: Tensor,
+        statistics: Tensor,
+        keys: Tensor,
+        batch: Batch,
+        extra_rows: Sequence[Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return a step's gradients ``[K, P]``, reported losses ``[K]`` and statistics afterwards ``[K, B]``."""
+        if update is not None and update.sample_rule is not None:
+            gradients, reported = self._gradients_by_sample(step, update, frozen, theta, keys, batch, extra_rows)
+            return gradients, reported, statistics
+
+        def gradients_at(at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            grads, direct, reported, moved = step(at, self._leaves(at, frozen), statistics, keys, batch, extra_rows)
+            gradients = empty_rows(at.shape, at)
+            assemble(segments(self.model, gradients), grads, direct, into=gradients)
+            return gradients, reported, moved
+
+        gradients, reported, moved = gradients_at(theta)
+        if update is not None and update.perturb is not None:
+            gradients, _, _ = gradients_at(update.perturbed(theta, gradients))
+        return gradients, reported, moved
 
     def _gradients_by_sample(
         self,
@@ -164,8 +192,8 @@ class Vectorised(Executor):
 
         return gradient_by_sample(update, theta, batch.weight, keys, gradients_of_samples)
 
-    def _per_sample(self, loss: LocalLoss, theta: Tensor, extras: Extras) -> LocalLoss:
-        return loss.per_sample(theta[0], without_buffers(self.model, of_client(extras, 0)))
+    def _separated(self, loss: LocalLoss, theta: Tensor, extras: Extras) -> LocalLoss:
+        return loss.separated(theta[0], without_buffers(self.model, of_client(extras, 0)))
 
     def _add_penalty_gradients(
         self, loss: LocalLoss, theta: Tensor, extras: Extras, extra_rows: Sequence[Tensor], gradients: Tensor
@@ -192,19 +220,16 @@ class Vectorised(Executor):
         keys = to_device(keys.numpy(), at.device)
         with self.model.mode(train=True), self._loss_context(None):
             batch = _pad(batches)
-            if update is not None and update.sample_rule is not None:
-                loss = self._per_sample(loss, theta, extras)
-                step = self._vectorised_step(loss, extras)
+            frozen: Set[str] = frozenset()
+            if update is not None and update.separates_penalty:
+                loss = self._separated(loss, theta, extras)
                 frozen = frozen_segments(self.model, update)
-                gradients, reported = self._gradients_by_sample(step, update, frozen, theta, keys, batch, extra_rows)
-                self._add_penalty_gradients(loss, theta, extras, extra_rows, gradients)
-                return gradients, reported, statistics
-
             step = self._vectorised_step(loss, extras)
-            grads, direct, reported, moved = step(theta, self._leaves(theta), statistics, keys, batch, extra_rows)
 
-        gradients = empty_rows(theta.shape, theta)
-        assemble(segments(self.model, gradients), grads, direct, into=gradients)
+            gradients, reported, moved = self._gradients(
+                step, update, frozen, theta, statistics, keys, batch, extra_rows
+            )
+            self._add_penalty_gradients(loss, theta, extras, extra_rows, gradients)
         return gradients, reported, moved
 
     def map(self, function: LossFunction, at: Tensor, batches: list[Batch], keys: Tensor, extras: Extras) -> Tensor:

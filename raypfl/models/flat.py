@@ -277,7 +277,9 @@ class LossCall:
         raise NotImplementedError
 
     def moved(self) -> Tensor:
-        """Return the statistics ``[B]`` as they are now."""
+        """Return the statistics ``[B]`` as they are now; empty if there are none."""
+        if not self.statistics:
+            return torch.empty(0, dtype=self.model.dtype, device=self.model.device)
         return torch.cat([part.reshape(-1) for part in self.statistics.values()])
 
     def count(self) -> None:

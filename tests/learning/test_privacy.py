@@ -16,7 +16,7 @@ import raypfl
 from raypfl import Experiment, Mean, Result, resume, run
 from raypfl.clients.clients import WITH_NOISE, WITHOUT_CONTENTS
 from raypfl.common import device_rng
-from raypfl.common.errors import ConfigError, PrivacyError
+from raypfl.common.errors import ConfigError, MethodError, PrivacyError
 from raypfl.common.messages import per_client, unmarked
 from raypfl.learning.batches import epoch_order, sampled_order
 from raypfl.learning.loss import LocalLoss
@@ -266,7 +266,11 @@ def test_every_public_name_of_clients_is_refused_under_noise_or_reveals_nothing_
             assert str(answer) == str(twin_answer), name
 
     batch = next(clients.minibatches())
-    assert {name for name in dir(batch) if not name.startswith("_")} == {"active", "step"}
+    assert {name for name in dir(batch) if not name.startswith("_")} == {"active", "grad", "step"}
+    with pytest.raises(PrivacyError, match=r"^batch\.grad reads clients' data without noise"):
+        batch.grad(clients.loss, STEEP)
+    with pytest.raises(MethodError, match="perturb takes two gradients of each batch"):
+        clients.sgd(clients.loss, STEEP, perturb=torch.add)
 
 
 def test_every_public_name_of_a_cohort_is_classified_and_what_is_measured_without_noise_is_for_the_record_only():

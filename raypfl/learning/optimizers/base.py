@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -108,6 +109,10 @@ class SampleRule(Protocol):
         """See :meth:`LocalOptimizer.finish`."""
 
 
+Perturb = Callable[[Tensor, Tensor], Tensor]
+"""A function ``perturb(theta, gradient)`` of vectors ``[..., P]``: how far from `theta` a step's gradient is taken."""
+
+
 @dataclass(frozen=True)
 class Update:
     """A local optimizer's step at a learning rate, with clipping, weight decay and frozen entries.
@@ -121,6 +126,7 @@ class Update:
     trained : the entries that are trained, ``bool[P]``; None: all.
     decayed : the entries with weight decay, ``bool[P]``; None: all trained ones.
     rule : a rule that combines per-sample gradients; None: the optimizer's, if it needs them.
+    perturb : where the gradient of a step is taken, see `Perturb`; None: at the model itself.
     """
 
     optimizer: LocalOptimizer
@@ -130,6 +136,7 @@ class Update:
     trained: Tensor | None = None
     decayed: Tensor | None = None
     rule: SampleRule | None = None
+    perturb: Perturb | None = None
 
     @property
     def sample_rule(self) -> SampleRule | None:
@@ -137,6 +144,11 @@ class Update:
         if self.rule is not None:
             return self.rule
         return self.optimizer if self.optimizer.per_sample else None
+
+    @property
+    def separates_penalty(self) -> bool:
+        """Whether a penalty that does not depend on the batch is differentiated apart from the batch's loss."""
+        return self.sample_rule is not None or self.perturb is not None
 
     @property
     def plain(self) -> bool:
@@ -147,6 +159,14 @@ class Update:
     def init(self, theta: Tensor) -> Memory:
         """Return the optimizer's memory before the first step of ``theta[..., P]``."""
         return self.optimizer.init(theta)
+
+    def perturbed(self, theta: Tensor, gradient: Tensor) -> Tensor:
+        """Return where a step's gradient is taken, given the one at ``theta[..., P]``; frozen entries do not count."""
+        assert self.perturb is not None
+        with torch.no_grad():
+            if self.trained is not None:
+                gradient = gradient * self.trained
+            return theta + self.perturb(theta, gradient)
 
     def step_(self, theta: Tensor, grad: Tensor, memory: Memory) -> None:
         """Update ``theta[..., P]`` in place; overwrites `grad` (same shape) and `memory`."""
