@@ -201,6 +201,9 @@ def moments_by_hand(name: str, theta, means, lr: float, b1: float, b2: float, ta
                 step = d
             elif name == "momentum":
                 step = m[i] = b1 * m[i] + d
+            elif name == "adagrad":
+                v[i] += d * d
+                step = d / (v[i] ** 0.5 + tau)
             else:
                 m[i] = b1 * m[i] + (1 - b1) * d
                 if name == "adam":
@@ -215,7 +218,7 @@ def moments_by_hand(name: str, theta, means, lr: float, b1: float, b2: float, ta
     return theta
 
 
-@pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "yogi"])
+@pytest.mark.parametrize("name", ["sgd", "momentum", "adagrad", "adam", "yogi"])
 @pytest.mark.parametrize("lr", [1.0, 0.3])
 def test_server_optimizers_follow_their_papers_recursion(name, lr):
     means = torch.randn(5, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 0.1
@@ -233,6 +236,21 @@ def test_server_optimizers_follow_their_papers_recursion(name, lr):
     theta = server["theta"]
     assert theta[:6].tolist() == pytest.approx(expected, rel=1e-12)
     assert torch.equal(theta[6:], means[-1, 6:])
+
+
+def test_adagrads_steps_along_one_direction_shrink_and_with_a_large_tau_are_fedavgs():
+    model = SimpleNamespace(num_parameters=1)
+    server = {"theta": torch.zeros(1, dtype=torch.float64), "moments": {}}
+    method = FedAvg(server_optimizer="adagrad", server_lr=0.3, server_tau=0.5)
+    expected = 0.0
+    for t in range(1, 6):
+        method.step(server, server["theta"] + 2.0, model)
+        expected += 0.3 * 2 / ((0.5**2 + t * 2**2) ** 0.5 + 0.5)
+        assert float(server["theta"]) == pytest.approx(expected, rel=1e-12)
+
+    server = {"theta": torch.zeros(1, dtype=torch.float64), "moments": {}}
+    FedAvg(server_optimizer="adagrad", server_lr=2e9, server_tau=1e9).step(server, server["theta"] + 2.0, model)
+    assert float(server["theta"]) == pytest.approx(2.0, rel=1e-12)
 
 
 def test_the_plain_server_step_is_the_average_to_the_bit():
@@ -265,7 +283,7 @@ def test_fedavg_remembers_its_server_optimizer_from_round_to_round():
     torch.testing.assert_close(fed.server["theta"], theta, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam", "yogi"])
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adagrad", "adam", "yogi"])
 def test_batch_norm_statistics_are_averaged_under_every_server_optimizer(optimizer):
     fed = run_method(FedAvg(server_optimizer=optimizer, server_lr=0.5), None, factory=NormalisedConv, training=FP64)
     statistics = []
@@ -390,7 +408,7 @@ def test_methods_with_heads_and_prototypes_learn_digits(name, tmp_path):
     assert accuracy["personal", "local"] > 0.75 and accuracy.get(("global", "global"), 1.0) > 0.6
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam", "yogi"])
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adagrad", "adam", "yogi"])
 def test_no_server_optimizer_fails_on_digits_at_its_default_rate(optimizer, tmp_path):
     method = {"name": "fedavg", "server_optimizer": optimizer}
     result = raypfl.run(experiment(tmp_path, method=method, rounds=12, cohort__size=12, evaluation__every=0))

@@ -24,19 +24,20 @@ class FedAvg(Method):
     Attributes
     ----------
     weighting : weights of clients in the average: training samples (``samples``) or equal (``uniform``).
-    server_optimizer : ``sgd``, ``momentum`` (Hsu et al. 2019), ``adam`` or ``yogi``, along ``mean - theta``.
-    server_lr : learning rate of the server; None: 0.1 with ``adam`` and ``yogi``, else 1. ``sgd`` with 1 gives the
-        average.
+    server_optimizer : ``sgd``, ``momentum`` (Hsu et al. 2019), ``adagrad`` (without momentum), ``adam`` or ``yogi``,
+        along ``mean - theta``.
+    server_lr : learning rate of the server; None: 0.1 with ``adagrad``, ``adam`` and ``yogi``, else 1. ``sgd`` with 1
+        gives the average.
     server_beta1, server_beta2 : decay of the first and of the second moment.
     server_tau : adaptivity, added to the root of the second moment, which starts at tau^2.
     """
 
     weighting: Weighting = "samples"
-    server_optimizer: Literal["sgd", "momentum", "adam", "yogi"] = "sgd"
+    server_optimizer: Literal["sgd", "momentum", "adagrad", "adam", "yogi"] = "sgd"
     server_lr: Annotated[float | None, POSITIVE] = None
     server_beta1: Annotated[float, BELOW_ONE, needs("server_optimizer", "momentum", "adam", "yogi")] = 0.9
     server_beta2: Annotated[float, BELOW_ONE, needs("server_optimizer", "adam", "yogi")] = 0.99
-    server_tau: Annotated[float, POSITIVE, needs("server_optimizer", "adam", "yogi")] = 1e-3
+    server_tau: Annotated[float, POSITIVE, needs("server_optimizer", "adagrad", "adam", "yogi")] = 1e-3
 
     def start(self, task: Task) -> ServerState:
         return {"theta": task.model.init(task.seed), "moments": {}}
@@ -49,7 +50,7 @@ class FedAvg(Method):
         """Move the server's model toward the clients' mean. Batch-norm statistics become the mean's."""
         lr = self.server_lr
         if lr is None:
-            lr = 0.1 if self.server_optimizer in ("adam", "yogi") else 1.0
+            lr = 1.0 if self.server_optimizer in ("sgd", "momentum") else 0.1
 
         # theta + 1.0 * (mean - theta) is the mean up to rounding; plain FedAvg takes the mean itself.
         if self.server_optimizer == "sgd" and lr == 1.0:
@@ -76,6 +77,10 @@ class FedAvg(Method):
         beta2 = self.server_beta2
         v = moments.get("second", torch.full_like(delta, self.server_tau**2))
         squared = delta.square()
+        if self.server_optimizer == "adagrad":
+            moments["second"] = v + squared
+            return delta / (moments["second"].sqrt() + self.server_tau)
+
         moments["first"] = beta1 * m + (1 - beta1) * delta
         if self.server_optimizer == "adam":
             moments["second"] = beta2 * v + (1 - beta2) * squared
