@@ -22,6 +22,7 @@ class Limit(NamedTuple):
     holds: Callable[[Any], bool]
 
 
+FINITE = Limit("a finite number", lambda v: -inf < v < inf)
 COUNT = Limit("at least 1", lambda v: v >= 1)
 FROM_ZERO = Limit("0 or more", lambda v: 0 <= v < inf)
 FROM_ZERO_OR_AUTO = Limit("0 or more, or auto", lambda v: v == "auto" or FROM_ZERO.holds(v))

@@ -2,15 +2,24 @@
 
 from raypfl.federation.method import METHODS, Method, ServerState
 from raypfl.federation.task import Task
+from raypfl.methods.fair.afl import AFL
+from raypfl.methods.fair.qffl import QFFL
+from raypfl.methods.fair.term import TERM
 from raypfl.methods.global_model.creff import CReFF
 from raypfl.methods.global_model.extra_images import ExtraImages
+from raypfl.methods.global_model.fedacg import FedACG
 from raypfl.methods.global_model.fedavg import FedAvg
 from raypfl.methods.global_model.feddc import FedDC
 from raypfl.methods.global_model.feddf import FedDF
 from raypfl.methods.global_model.feddyn import FedDyn
+from raypfl.methods.global_model.fedexp import FedExP
 from raypfl.methods.global_model.fednh import FedNH
+from raypfl.methods.global_model.fednova import FedNova
 from raypfl.methods.global_model.fedprox import FedProx
 from raypfl.methods.global_model.fedptr import FedPTR, FedPTRServer
+from raypfl.methods.global_model.fedsam import FedASAM, FedSAM
+from raypfl.methods.global_model.fedspeed import FedSpeed
+from raypfl.methods.global_model.mime import Mime, MimeLite
 from raypfl.methods.global_model.moon import Moon
 from raypfl.methods.global_model.scaffold import Scaffold
 from raypfl.methods.mixed_models.fedamp import FedAMP, HeurFedAMP
@@ -31,13 +40,18 @@ from raypfl.methods.personal_models.pfedhn import PFedHN
 from raypfl.methods.personal_models.pfedme import PFedMe
 
 __all__ = [
+    "AFL",
     "APFL",
     "METHODS",
     "MTL",
+    "QFFL",
+    "TERM",
     "CReFF",
     "Ditto",
     "ExtraImages",
+    "FedACG",
     "FedAMP",
+    "FedASAM",
     "FedAlt",
     "FedAvg",
     "FedAvgFT",
@@ -46,7 +60,9 @@ __all__ = [
     "FedDC",
     "FedDF",
     "FedDyn",
+    "FedExP",
     "FedNH",
+    "FedNova",
     "FedPTR",
     "FedPTRServer",
     "FedPer",
@@ -54,12 +70,16 @@ __all__ = [
     "FedProx",
     "FedROD",
     "FedRep",
+    "FedSAM",
     "FedSim",
+    "FedSpeed",
     "HeurFedAMP",
     "KNNPer",
     "LGFedAvg",
     "Local",
     "Method",
+    "Mime",
+    "MimeLite",
     "Moon",
     "PFedHN",
     "PFedMe",

@@ -1,16 +1,18 @@
-"""What several methods share: proximal penalties, mean gradients of local training, and fine-tuning."""
+"""What several methods share: proximal penalties, perturbations, mean gradients, server steps, and fine-tuning."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from raypfl.clients.clients import Clients
 from raypfl.common.errors import ConfigError
 from raypfl.common.messages import per_client, unmarked
 from raypfl.learning.objectives.batch import Batch
-from raypfl.learning.optimizers import SGD
+from raypfl.learning.optimizers import SGD, Perturb
+from raypfl.models.flat import FlatModel
 
 
 def proximal(strength: float) -> Callable[[Tensor, Batch, Tensor], Tensor]:
@@ -22,10 +24,44 @@ def proximal(strength: float) -> Callable[[Tensor, Batch, Tensor], Tensor]:
     return penalty
 
 
-def mean_gradient(clients: Clients, theta: Tensor, trained: Tensor) -> Tensor:
-    """Return the mean ``[K, P]`` of the gradients that local SGD followed from `theta` to `trained`.
+def ascent(rho: float, normalised: bool = True, scale: Callable[[Tensor], Tensor] | None = None) -> Perturb | None:
+    """Return the perturbation ``rho T^2 g / ||T g||`` for ``clients.sgd``, with g the gradient at the model.
 
-    With momentum, an earlier gradient moves the model further than a later one, so it has a larger weight.
+    Parameters
+    ----------
+    rho : the length of the perturbation; 0 gives None, so that no second gradient is computed.
+    normalised : whether to divide by the norm, which is over all trained parameters.
+    scale : the function ``T(p)`` of parameters ``[..., P]``; None: 1.
+    """
+    if rho == 0:
+        return None
+
+    def perturb(p: Tensor, gradient: Tensor) -> Tensor:
+        factors = 1.0 if scale is None else scale(p)
+        scaled = factors * gradient
+        length = rho
+        if normalised:
+            # A gradient of zero gives no perturbation.
+            length = rho / scaled.norm(dim=-1, keepdim=True).clamp_min(1e-12)
+        return length * factors * scaled
+
+    return perturb
+
+
+def extrapolated(theta: Tensor, mean: Tensor, rate: float, model: FlatModel) -> Tensor:
+    """Return ``theta + rate (mean - theta)``, with the statistics of `mean`; at a rate of 1, `mean` itself."""
+    if rate == 1:
+        return mean
+    parameters = model.parameters(theta)
+    moved = parameters + rate * (model.parameters(mean) - parameters)
+    return torch.cat([moved, model.buffers(mean)])
+
+
+def gradient_weights(clients: Clients) -> Tensor:
+    """Return the sum ``[K]`` of the weights with which local SGD's gradients move a model, over the learning rate.
+
+    Without momentum it is the number of steps. With momentum, an earlier gradient moves the model further than a later
+    one, so it has a larger weight.
 
     Raises
     ------
@@ -35,15 +71,23 @@ def mean_gradient(clients: Clients, theta: Tensor, trained: Tensor) -> Tensor:
     if type(sgd) is not SGD:
         raise ConfigError(f"This method needs training.optimizer=sgd, but it is {type(sgd).__name__}.")
 
-    # The sum of the gradients' weights: how far the model moves if all gradients are the same, over lr.
+    # How far the model moves if all gradients are the same.
     total_weight = unmarked(clients.num_steps())
     rho = sgd.momentum
     if rho:
         # A gradient with r steps left moves the model by lr (1 + rho + ... + rho^(r - 1)), with Nesterov up to rho^r.
         steps = total_weight
         total_weight = (steps - rho ** (1 + sgd.nesterov) * (1 - rho**steps) / (1 - rho)) / (1 - rho)
+    return total_weight
 
-    return clients.model.parameters(theta - trained) / (total_weight * clients.lr)[:, None]
+
+def mean_gradient(clients: Clients, theta: Tensor, trained: Tensor) -> Tensor:
+    """Return the mean ``[K, P]`` of the gradients that local SGD followed from `theta` to `trained`.
+
+    The weights of gradients are those of :func:`gradient_weights`, and the optimizer is SGD.
+    """
+    distance = gradient_weights(clients) * clients.lr
+    return clients.model.parameters(theta - trained) / distance[:, None]
 
 
 def finetuned(clients: Clients, theta: Tensor, epochs: int, lr: float | None) -> Tensor:

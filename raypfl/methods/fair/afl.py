@@ -1,0 +1,93 @@
+"""Agnostic federated learning: the best model for the worst mixture of clients."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raypfl.clients.clients import Clients
+from raypfl.common.limits import FROM_ZERO
+from raypfl.common.messages import Each, Mean, Scatter, Weighting
+from raypfl.federation.cohort import Cohort
+from raypfl.federation.method import METHODS, ServerState
+from raypfl.federation.task import Task
+from raypfl.methods.global_model.fedavg import FedAvg
+
+
+@METHODS.register("afl")
+class AFL(FedAvg):
+    """Agnostic federated learning (Mohri et al. 2019): ``min_w max_lambda sum_k lambda_k F_k(w)`` over the simplex.
+
+    The server averages clients' models with the weights ``lambda_k``. Clients also send ``F_k``, the loss of the
+    received model on their training samples; then ``lambda`` becomes the projection of ``lambda + lambda_lr F`` onto
+    the simplex. The model that is evaluated is the mean of the rounds' models. With ``training.steps=1``, these are the
+    paper's steps. With ``lambda_lr = 0`` the rounds' models are FedAvg's.
+
+    In the paper, all clients take part in each round. Here, a client that is not in a round's cohort keeps its
+    ``lambda_k``, and the cohort's weights are scaled to sum to 1. If all of them are 0, the model stays.
+
+    Attributes
+    ----------
+    lambda_lr : learning rate of lambda.
+    weighting : where lambda starts: equal (``uniform``), or in proportion to training samples.
+    """
+
+    lambda_lr: Annotated[float, FROM_ZERO] = 0.1
+    weighting: Weighting = "uniform"
+
+    def start(self, task: Task) -> ServerState:
+        state = super().start(task)
+        start = _trained(task).astype(float)
+        if self.weighting == "samples":
+            start *= task.num_samples
+        weights = torch.from_numpy(start / start.sum()).to(state["theta"])
+        return {**state, "lambda": weights, "sum": torch.zeros_like(state["theta"]), "rounds": 0}
+
+    def round(self, server: ServerState, cohort: Cohort) -> None:
+        weights = server["lambda"]
+        ids = torch.tensor(cohort.ids, dtype=torch.int64, device=weights.device)
+        lam = weights[ids]
+        any_counts = bool(lam.any())
+
+        # The server knows the weights, and uses them itself.
+        sent = Scatter(lam if any_counts else torch.ones_like(lam), charged=False)
+        reply = cohort.run(self.weighted, theta=server["theta"], lam=sent)
+        if any_counts:
+            self.step(server, reply["theta"], cohort.task.model)
+
+        raised = weights.clone()
+        raised[ids] += self.lambda_lr * reply["loss"]
+        trained = torch.from_numpy(_trained(cohort.task)).to(weights.device)
+        server["lambda"] = torch.zeros_like(weights)
+        server["lambda"][trained] = on_simplex(raised[trained])
+
+        server["sum"] = server["sum"] + server["theta"]
+        server["rounds"] += 1
+
+    def weighted(self, clients: Clients, theta: Tensor, lam: Tensor) -> dict[str, Mean | Each]:
+        loss = clients.map(clients.loss, theta)
+        return {"theta": Mean(clients.sgd(clients.loss, theta), weight=lam), "loss": Each(loss)}
+
+    def global_model(self, server: ServerState) -> Tensor:
+        if server["rounds"] == 0:
+            return server["theta"]
+        return server["sum"] / server["rounds"]
+
+
+def _trained(task: Task) -> np.ndarray:
+    """Return whether each client is one that takes part in training, ``bool[num_clients]``."""
+    trained = np.ones(task.num_clients, dtype=bool)
+    trained[task.unseen] = False
+    return trained
+
+
+def on_simplex(vector: Tensor) -> Tensor:
+    """Return the point of the probability simplex that is closest to ``vector[n]`` (Duchi et al. 2008, Figure 1)."""
+    descending = vector.sort(descending=True).values
+    counts = torch.arange(1, len(vector) + 1, device=vector.device)
+    shifts = (descending.cumsum(0) - 1) / counts
+    last = int((descending > shifts).nonzero().max())
+    return (vector - shifts[last]).clamp_min(0)

@@ -1,0 +1,74 @@
+"""Normalised averaging, for clients with different numbers of local steps."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import torch
+from torch import Tensor
+
+from raypfl.clients.clients import Clients
+from raypfl.common.errors import ConfigError
+from raypfl.common.limits import FROM_ZERO
+from raypfl.common.messages import Mean, unmarked
+from raypfl.federation.cohort import Cohort
+from raypfl.federation.method import METHODS, ServerState
+from raypfl.methods.global_model.fedavg import FedAvg
+from raypfl.methods.local_training import extrapolated, gradient_weights, proximal
+
+
+@METHODS.register("fednova")
+class FedNova(FedAvg):
+    """Normalised averaging (Wang et al. 2020): a client's move is divided by the weights of its gradients.
+
+    Client k's move is ``d_k = -lr sum_s a_ks g_ks`` over its ``tau_k`` local steps s, and the server's step is
+    ``tau_eff sum_k p_k d_k / ||a_k||_1``. Plain SGD has ``||a_k||_1 = tau_k``; momentum and a proximal term change it.
+    A client sends its model and ``tau_k``. The paper's server momentum is ``server_optimizer: momentum``. With equal
+    ``tau_k`` and plain SGD it is FedAvg.
+
+    Attributes
+    ----------
+    mu : weight of a proximal term, as in FedProx; not with ``training.momentum``.
+    effective : tau_eff: the mean number of ``steps`` (the paper), or the mean of ||a_k||_1 (``gradients``; the authors'
+        code, unless mu is above 0). With plain SGD both agree.
+    """
+
+    mu: Annotated[float, FROM_ZERO] = 0.0
+    effective: Literal["steps", "gradients"] = "steps"
+
+    def round(self, server: ServerState, cohort: Cohort) -> None:
+        model = cohort.task.model
+        theta = server["theta"]
+        reply = cohort.run(self.normalised, theta=theta)
+        rate = float(reply["effective"] * reply["normaliser"])
+        self.step(server, extrapolated(theta, reply["theta"], rate, model), model)
+
+    def normalised(self, clients: Clients, theta: Tensor) -> dict[str, Mean]:
+        if self.mu:
+            trained = clients.sgd(clients.loss, theta, penalty=proximal(self.mu), anchor=theta)
+        else:
+            trained = clients.sgd(clients.loss, theta)
+
+        norms = self._norms(clients)
+        effective = norms if self.effective == "gradients" else unmarked(clients.num_steps())
+        p = clients.weights(self.weighting)
+        return {
+            "theta": Mean(trained, weight=1 / norms if p is None else p / norms),
+            "normaliser": Mean(1 / norms, weight=p),
+            # From the same number of steps.
+            "effective": Mean(effective, weight=p, charged=False),
+        }
+
+    def _norms(self, clients: Clients) -> Tensor:
+        """Return ``||a_k||_1``, ``[K]``."""
+        norms = gradient_weights(clients)
+        if not self.mu:
+            return norms
+        if clients.training.momentum:
+            raise ConfigError(
+                "FedNova has no weights of gradients for a proximal term with momentum; set method.mu or "
+                "training.momentum to 0."
+            )
+        # A gradient with r steps left moves the model by lr (1 - lr mu)^r.
+        alpha = clients.lr * self.mu
+        return (1 - torch.pow(1 - alpha, norms)) / alpha

@@ -1,0 +1,86 @@
+"""Local steps of a centralised optimizer, whose momentum is fixed during a round."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from raypfl.clients.clients import Clients
+from raypfl.common.limits import BELOW_ONE
+from raypfl.common.messages import Broadcast, Mean, Weighting, per_client
+from raypfl.federation.cohort import Cohort
+from raypfl.federation.method import METHODS, ServerState
+from raypfl.federation.task import Task
+from raypfl.methods.global_model.fedavg import FedAvg
+
+
+@METHODS.register("mimelite")
+class MimeLite(FedAvg):
+    """MimeLite with momentum (Karimireddy et al. 2021).
+
+    A local step of client k goes along ``(1 - beta) g + beta m``, with m the server's momentum, which stays fixed. The
+    model becomes the mean of clients' models, and then ``m <- (1 - beta) c + beta m``, with c the mean gradient of the
+    cohort's training losses at the model that the round started from. A client sends its model and its gradient. With
+    ``beta = 0`` it is FedAvg with equal weights.
+
+    Attributes
+    ----------
+    beta : the momentum's decay.
+    """
+
+    beta: Annotated[float, BELOW_ONE] = 0.9
+    weighting: Weighting = "uniform"
+
+    def start(self, task: Task) -> ServerState:
+        state = super().start(task)
+        return {**state, "m": torch.zeros_like(task.model.parameters(state["theta"]))}
+
+    def round(self, server: ServerState, cohort: Cohort) -> None:
+        reply = cohort.run(self.lite, theta=server["theta"], m=server["m"])
+        self.finish(server, cohort, reply["theta"], reply["c"])
+
+    def lite(self, clients: Clients, theta: Tensor, m: Tensor) -> dict[str, Mean]:
+        lr = clients.lr * (1 - self.beta)
+        trained = clients.sgd(clients.loss, theta, lr=lr, correction=self.momentum(m))
+        return {
+            "theta": Mean(trained, weight=clients.weights(self.weighting)),
+            "c": Mean(clients.grad(clients.loss, theta), weight=clients.weights(self.weighting)),
+        }
+
+    def momentum(self, m: Tensor) -> Tensor:
+        """Return what is added to gradients, so that steps at the rate ``(1 - beta) lr`` are those of momentum."""
+        return self.beta / (1 - self.beta) * m
+
+    def finish(self, server: ServerState, cohort: Cohort, mean: Tensor, c: Tensor) -> None:
+        """Set the next model, and then the momentum."""
+        self.step(server, mean, cohort.task.model)
+        server["m"] = (1 - self.beta) * c + self.beta * server["m"]
+
+
+@METHODS.register("mime")
+class Mime(MimeLite):
+    """Mime with momentum (Karimireddy et al. 2021): MimeLite whose gradients are corrected for their variance.
+
+    In place of g, a step follows ``g - g_0 + c``, where ``g_0`` is the gradient of the same mini-batch at the model
+    that the round started from. So a round has two exchanges: clients first send their gradients, whose mean is c.
+    """
+
+    def round(self, server: ServerState, cohort: Cohort) -> None:
+        theta = server["theta"]
+        c = cohort.run(self.gradients, theta=theta)["c"]
+        reply = cohort.run(self.corrected, theta=Broadcast(theta, charged=False), m=server["m"], c=c)
+        self.finish(server, cohort, reply["theta"], c)
+
+    def gradients(self, clients: Clients, theta: Tensor) -> dict[str, Mean]:
+        return {"c": Mean(clients.grad(clients.loss, theta), weight=clients.weights(self.weighting))}
+
+    def corrected(self, clients: Clients, theta: Tensor, m: Tensor, c: Tensor) -> dict[str, Mean]:
+        lr = clients.lr * (1 - self.beta)
+        common = c + self.momentum(m)
+        model: Tensor = per_client(theta.repeat(len(clients), 1))
+        for batch in clients.minibatches():
+            correction = common - batch.grad(clients.loss, theta)
+            model = batch.step(clients.loss, model, lr=lr, correction=correction)
+        return {"theta": Mean(model, weight=clients.weights(self.weighting))}
