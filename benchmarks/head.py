@@ -32,7 +32,8 @@ import torch
 import raypfl
 from benchmarks.memory import PARTS, memory
 from benchmarks.noise import ONLY_ROUNDS, SETS
-from raypfl.clients.worker import Group, Reply, Value
+from raypfl.clients.replies.reduction import Value
+from raypfl.clients.worker import Group, Reply
 from raypfl.common.messages import Each
 from raypfl.engine.events import Event, RoundFinished
 from raypfl.federation.exchange.aggregation import ReplyAggregator

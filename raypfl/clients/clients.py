@@ -45,7 +45,6 @@ class Clients:
     Attributes
     ----------
     ids : the clients' numbers.
-    round : the round's number, from 1.
     lr : the learning rate that the schedule gives this round.
     state : the clients' state, which persists between rounds.
     model : the clients' network as a function of a flat vector.
@@ -70,7 +69,6 @@ class Clients:
         self._group = group
         self._context = context
         self.ids = group.ids
-        self.round = group.round
         self.lr = group.lr
         self.state = group.state
         self.model = context.model
@@ -85,6 +83,11 @@ class Clients:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    @property
+    def round(self) -> int:
+        """The round's number, from 1. In an asynchronous run, clients in different rounds have none in common."""
+        return self._group.round
 
     @property
     def initial(self) -> Tensor:

@@ -94,9 +94,13 @@ class Context:
         """The model that every client and the server begin with, ``[P+B]``."""
         return self.model.init(self.seed)
 
-    def keys(self, purpose: str, round: int, clients: Sequence[int]) -> np.ndarray:
-        """Return the keys ``uint64[K]`` of the clients' random draws for this purpose in this round."""
-        return rng.keys(self.seed, purpose, round, clients)
+    def keys(self, purpose: str, rounds: np.ndarray, clients: Sequence[int]) -> np.ndarray:
+        """Return the keys ``uint64[K]`` of the clients' random draws for this purpose in each one's round."""
+        keys = np.empty(len(clients), np.uint64)
+        for round in set(rounds.tolist()):
+            chosen = np.flatnonzero(rounds == round)
+            keys[chosen] = rng.keys(self.seed, purpose, round, np.asarray(clients)[chosen])
+        return keys
 
     def union(self, split: str) -> np.ndarray:
         """Return the union of the splits of all clients that are trained, ``int64[N]``."""

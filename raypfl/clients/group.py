@@ -31,7 +31,8 @@ class ClientGroup:
     Attributes
     ----------
     ids : the clients' numbers.
-    round, lr : the round's number, from 1, and its learning rate.
+    rounds : the number of each client's round, from 1, ``int64[K]``; they differ in an asynchronous run.
+    lr : the round's learning rate.
     state : the clients' state, which persists between rounds.
     losses : the losses that the last training reported, ``[K]``; None before any.
     logged : the numbers that the clients logged, name -> ``[K]``.
@@ -53,11 +54,12 @@ class ClientGroup:
         exchange: tuple[str, str] = ("", ""),
         reads_test: bool = True,
         work: np.ndarray | None = None,
+        rounds: np.ndarray | None = None,
     ):
         self.context = context
         self.model = context.model
         self.ids = ids
-        self.round = round
+        self.rounds = np.full(len(ids), round) if rounds is None else rounds
         self.lr = lr
         self.state = ClientState(states or [{} for _ in ids], context.model.device, read_only)
         self.losses: Tensor | None = None
@@ -73,6 +75,22 @@ class ClientGroup:
     def __len__(self) -> int:
         return len(self.ids)
 
+    @property
+    def round(self) -> int:
+        """The round's number.
+
+        Raises
+        ------
+        MethodError : if the clients are in several rounds.
+        """
+        first = int(self.rounds[0])
+        if len(self.rounds) > 1 and (self.rounds != first).any():
+            raise MethodError(
+                "clients.round is not one number: in this asynchronous run, clients that were sent the models of "
+                "several rounds train together."
+            )
+        return first
+
     def portions(self) -> Iterator[ClientGroup]:
         """Yield the whole group if its clients run together, else groups of one, whose states are read-only."""
         if isinstance(self.context.executor, Vectorised) and len(self) > 1:
@@ -86,7 +104,15 @@ class ClientGroup:
         states = [self.state._rows[k]]
         work = None if self.work is None else self.work[k : k + 1]
         client = ClientGroup(
-            self.context, (self.ids[k],), self.round, self.lr, states, read_only, self.exchange, self.reads_test, work
+            self.context,
+            (self.ids[k],),
+            int(self.rounds[k]),
+            self.lr,
+            states,
+            read_only,
+            self.exchange,
+            self.reads_test,
+            work,
         )
         client.private_trainings = self.private_trainings
         return client
@@ -146,7 +172,7 @@ class ClientGroup:
 
     def keys(self, purpose: str) -> np.ndarray:
         """Return the keys ``uint64[K]`` of random draws for this purpose in this round."""
-        return self.context.keys(purpose, self.round, self.ids)
+        return self.context.keys(purpose, self.rounds, self.ids)
 
     def draws(self, stream: str = "") -> Tensor:
         """Return the keys ``int64[K]`` of the draws of networks and losses, in the host's memory."""
@@ -379,7 +405,7 @@ class ClientGroup:
         k = failed[0]
         reason = "its model is not finite" if losses is None else f"mean loss {float(losses[k]):.3g}, limit {limit:.3g}"
         raise ClientError(
-            f"Training diverged on client {self.ids[k]} in round {self.round}: {reason}. "
+            f"Training diverged on client {self.ids[k]} in round {self.rounds[k]}: {reason}. "
             f"Lower training.lr ({self.lr:.3g} now) or set training.clip_norm.",
             clients=[self.ids[i] for i in failed],
             repeatable=True,

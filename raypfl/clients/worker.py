@@ -6,7 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,10 +16,11 @@ from raypfl.clients.clients import Clients
 from raypfl.clients.context import Context
 from raypfl.clients.group import ClientGroup
 from raypfl.clients.observation import AnalysisHooks, Observation, Observer
-from raypfl.common.counting import counted
+from raypfl.clients.replies.reduction import Value, logged_means, reduced
+from raypfl.clients.replies.turns import Turns, arguments_of, logged_by_round, values_by_round
 from raypfl.common.errors import MethodError, PrivacyError
 from raypfl.common.global_draws import ON_CLIENTS, refuse_unkeyed
-from raypfl.common.messages import Each, Mean, Sum, numbers_charged, per_client, unmarked
+from raypfl.common.messages import Each, Mean, numbers_charged, per_client, unmarked
 from raypfl.common.transfer import to_device
 from raypfl.common.user_code import where_defined
 from raypfl.learning.privacy import Masks, Spending, clipped_updates
@@ -61,6 +62,7 @@ class Call:
     observers : the numbers of the experiment's analyses that see the local steps.
     masked : all clients of the exchange, if they send sums under masks.
     training : whether the exchange is part of training.
+    messages : round -> arguments in the same form, if groups have :class:`Turns`, in place of `arguments`.
     """
 
     function: str | Callable[..., Mapping[str, Any]]
@@ -73,6 +75,7 @@ class Call:
     observers: tuple[int, ...] = ()
     masked: tuple[int, ...] = ()
     training: bool = False
+    messages: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +95,7 @@ class Group:
     deaths : the number of times in a row that its actor may die while no group finishes.
     alone : whether its actor runs no other group, so that the cause of the actor's death is known.
     work : the share of its local steps that each client does, ``float64[K]``; None: all do all of them.
+    turns : in an asynchronous run, which round each client was sent its message in, and which one it replies to.
     """
 
     index: int
@@ -105,28 +109,7 @@ class Group:
     deaths: int = 1
     alone: bool = False
     work: np.ndarray | None = None
-
-
-@dataclass(frozen=True)
-class Value:
-    """One value of a reply.
-
-    Attributes
-    ----------
-    kind : ``each`` (rows per client), or a partial ``sum`` or ``mean`` with its total `weight`.
-    array : the rows, or their partial sum.
-    weight : the total weight of a mean.
-    numbers : the count of numbers that each client sends, ``int64[K]``; zeros if the value is not charged.
-    masked : the dtype of the sum without its masks; None: there are no masks.
-    contributors : under masks, the number of clients whose rows are not all zeros.
-    """
-
-    kind: Literal["each", "sum", "mean"]
-    array: np.ndarray
-    weight: float
-    numbers: np.ndarray
-    masked: torch.dtype | None = None
-    contributors: int = 0
+    turns: Turns | None = None
 
 
 @dataclass
@@ -189,7 +172,10 @@ class Worker:
 
         device = self.context.model.device
         rows = {name: per_client(_tensor(array, device)) for name, array in group.scattered.items()}
-        arguments = {**fetch(dict(call.arguments)), **rows}
+        if group.turns is None:
+            arguments = {**fetch(dict(call.arguments)), **rows}
+        else:
+            arguments = arguments_of(group.turns, lambda round: fetch(dict(call.messages[round])))
         if call.server is not None:
             arguments["server"] = _ServerState(call.server, fetch)
 
@@ -198,7 +184,10 @@ class Worker:
             returned = self._run(call, clients, arguments)
         self._refuse_changed(versions)
 
-        values = self._values(call, returned, clients.ids, arguments)
+        values = self._values(call, group, returned, arguments)
+        logged = logged_means(clients.logged)
+        if group.turns is not None:
+            logged = logged_by_round(clients.logged, group.turns)
         stack, new_states = clients.state.stack() if clients.state.changed else (None, None)
         spent: list[Spending] = []
         for training in clients.private_trainings:
@@ -207,7 +196,7 @@ class Worker:
             values=values,
             losses=None if clients.losses is None else clients.losses.cpu().numpy(),
             notes=sorted({str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)}),
-            logged=_logged(clients),
+            logged=logged,
             observed=clients.observer.observations if clients.observer else {},
             new_states=new_states,
             spent=spent,
@@ -222,11 +211,12 @@ class Worker:
             self.context,
             group.clients,
             call.round,
-            call.lr,
+            call.lr if group.turns is None else group.turns.lr,
             states,
             exchange=(name, call.exchange),
             reads_test=reads_test,
             work=group.work,
+            rounds=None if group.turns is None else group.turns.rounds,
         )
         if call.observers:
             analyses = {number: self.analyses[number] for number in call.observers}
@@ -241,7 +231,7 @@ class Worker:
             return function(Clients(clients), **arguments)
 
     def _values(
-        self, call: Call, returned: Mapping[str, Any] | None, ids: tuple[int, ...], arguments: Mapping[str, Any]
+        self, call: Call, group: Group, returned: Mapping[str, Any] | None, arguments: Mapping[str, Any]
     ) -> dict[str, Value]:
         who = where_defined(getattr(self.method, call.function)) if isinstance(call.function, str) else "The engine"
         if not isinstance(returned, Mapping | None):
@@ -250,20 +240,23 @@ class Worker:
                 '{"theta": Mean(trained)}.'
             )
 
+        if group.turns is not None:
+            return values_by_round(who, returned or {}, arguments, group.turns)
+
         clips_updates = self.context.privacy.protects_clients and isinstance(call.function, str)
         values = {}
         for name, value in (returned or {}).items():
             if clips_updates:
                 value = self._clip(who, name, value, arguments)
             if call.masked:
-                values[name] = self._masked_sum(call, who, name, value, ids)
+                values[name] = self._masked_sum(call, who, name, value, group.clients)
             else:
-                values[name] = _reduce(who, name, value, len(ids))
+                values[name] = reduced(who, name, value, len(group.clients))
         return values
 
     def _masked_sum(self, call: Call, who: str, name: str, value: Any, ids: tuple[int, ...]) -> Value:
         """Sum the clients' rows under masks; a client is charged for whole rows, since masks hide its zeros."""
-        plain = _reduce(who, name, value, len(ids))
+        plain = reduced(who, name, value, len(ids))
         if isinstance(value, Each):
             raise PrivacyError(
                 f"{who} returns {name!r} as a row for each client, but with privacy.secure_aggregation the server sees "
@@ -357,55 +350,3 @@ def _tensor(array: np.ndarray, device: torch.device) -> Tensor:
     to them.
     """
     return to_device(np.array(array) if device.type == "cpu" else array, device)
-
-
-def _logged(clients: ClientGroup) -> dict[str, Value]:
-    """Sum the numbers that clients logged; NaN stands for a client without one."""
-    values = {}
-    for name, rows in clients.logged.items():
-        numbers = rows.double()[~rows.isnan()]
-        if len(numbers):
-            not_charged = np.zeros(len(numbers), np.int64)
-            values[name] = Value("mean", numbers.sum().cpu().numpy(), len(numbers), not_charged)
-    return values
-
-
-def _reduce(who: str, name: str, value: object, clients: int) -> Value:
-    """Reduce a returned value to one row for the group, or keep its rows if it is `Each`."""
-    if not isinstance(value, Mean | Sum | Each):
-        kind = "bare tensor" if isinstance(value, torch.Tensor) else type(value).__name__
-        raise MethodError(f"{who} returned {name!r} as a {kind}; wrap it in Mean, Sum or Each.")
-    rows = unmarked(value.rows).detach()
-    if rows.dim() == 0 or len(rows) != clients:
-        raise MethodError(
-            f"{who} returned {name!r} of shape {tuple(rows.shape)}, but the group has "
-            f"{counted(clients, 'client')}: "
-            "its first axis must run over them."
-        )
-
-    numbers = numbers_charged(name, value.charged, clients, rows[0].numel())
-    if isinstance(value, Each):
-        return Value("each", rows.cpu().numpy(), 0.0, numbers)
-    if isinstance(value, Sum):
-        return Value("sum", rows.sum(0).cpu().numpy(), 0.0, numbers)
-
-    if not isinstance(value.weight, torch.Tensor | None):
-        raise MethodError(
-            f"The weight of Mean {name!r}, which {who} returned, is a {type(value.weight).__name__}; it must be a "
-            "tensor with a number for each client, such as clients.num_samples."
-        )
-    if value.weight is None:
-        weight = torch.ones(clients, dtype=rows.dtype, device=rows.device)
-        return Value("mean", torch.tensordot(weight, rows, dims=1).cpu().numpy(), float(clients), numbers)
-
-    weight = unmarked(value.weight)
-    # A GPU is waited for once, not for each look at the weights.
-    weight_on_host = weight.cpu()
-    if weight.shape != (clients,) or bool((weight_on_host < 0).any()):
-        raise MethodError(
-            f"The weight of Mean {name!r}, which {who} returned, must be a non-negative number for each of the "
-            f"group's {counted(clients, 'client')}; it is {weight.tolist()}."
-        )
-
-    weighted_sum = torch.tensordot(weight.to(rows.dtype), rows, dims=1)
-    return Value("mean", weighted_sum.cpu().numpy(), float(weight_on_host.double().sum()), numbers)

@@ -27,7 +27,7 @@ from raypfl.learning.privacy import Spending, server_noise
 from raypfl.storage.tree import flatten
 
 
-class _Answer(dict[str, Tensor]):
+class Answer(dict[str, Tensor]):
     """The cohort's reply by name; `function` describes the client function that returned it."""
 
     def __init__(self, values: Mapping[str, Tensor], function: str):
@@ -154,7 +154,7 @@ class Cohort(Log, ServerTraining):
         self._charge_down(arguments)
         self._refuse_empty()
 
-        arguments = {name: _tensors_of(value) for name, value in arguments.items()}
+        arguments = {name: tensors_of(value) for name, value in arguments.items()}
         call, groups = self._prepare(function_name, arguments)
 
         replies = ReplyAggregator(len(self.ids), self.task.model.device)
@@ -179,9 +179,9 @@ class Cohort(Log, ServerTraining):
             self._charge("up", name, senders, itemsize)
         self.log(**logged.result())
 
-        answer = _Answer(self._add_noise(function_name, replies.result()), described_function)
+        answer = Answer(self._add_noise(function_name, replies.result()), described_function)
         self._exchanges += 1
-        self._runner.last_exchange = f"{described_function} got {_shapes(arguments)} and returned {_shapes(answer)}."
+        self._runner.last_exchange = f"{described_function} got {shapes(arguments)} and returned {shapes(answer)}."
         return answer
 
     @property
@@ -291,7 +291,7 @@ class Cohort(Log, ServerTraining):
                 self._charge_received(name, value.rows, value.rows.shape[1:].numel(), value.charged)
             else:
                 charged = value.charged if isinstance(value, Broadcast) else True
-                _, tensors = flatten(_tensors_of(value), name)
+                _, tensors = flatten(tensors_of(value), name)
                 for path, tensor in tensors.items():
                     self._charge_received(path, tensor, tensor.numel(), charged)
 
@@ -319,18 +319,19 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
     return inspect.signature(function)
 
 
-def _tensors_of(value: Any) -> Any:
+def tensors_of(value: Any) -> Any:
+    """Return the tensors of a broadcast; anything else as it is."""
     return value.tensor if isinstance(value, Broadcast) else value
 
 
 def _is_broadcast(value: Any) -> bool:
-    tensors = _tensors_of(value)
+    tensors = tensors_of(value)
     if not isinstance(tensors, list | tuple):
         return isinstance(tensors, Tensor)
     return all(isinstance(tensor, Tensor) for tensor in tensors)
 
 
-def _shapes(values: Mapping[str, Any]) -> str:
+def shapes(values: Mapping[str, Any]) -> str:
     """Describe the shapes that one client sees: ``"theta [9610]"``."""
     of_one_client = {}
     for name, value in values.items():

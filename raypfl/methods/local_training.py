@@ -90,6 +90,15 @@ def mean_gradient(clients: Clients, theta: Tensor, trained: Tensor) -> Tensor:
     return clients.model.parameters(theta - trained) / distance[:, None]
 
 
+def with_entries(clients: Clients, mask: Tensor, values: Tensor) -> Tensor:
+    """Return the initial model with these values where `mask` is True: ``[P+B]`` or, for ``[K, n]``, ``[K, P+B]``."""
+    if values.dim() == 1:
+        return clients.initial.masked_scatter(mask, values)
+    rows = clients.initial.repeat(len(values), 1)
+    rows[:, mask] = unmarked(values)
+    return per_client(rows)
+
+
 def finetuned(clients: Clients, theta: Tensor, epochs: int, lr: float | None) -> Tensor:
     """Train `theta` further on each client's samples, for evaluation; return models ``[K, P+B]``.
 

@@ -90,6 +90,7 @@ class StateTable:
     def __init__(self) -> None:
         self._committed: dict[int, Layers] = {}
         self._staged: dict[int, Layers] = {}
+        self._held: dict[int, Layers] = {}
         # The stacks in use, as a set that keeps their order.
         self._stacks: dict[LiveStack, None] = {}
         self._next_number = 0
@@ -140,6 +141,17 @@ class StateTable:
     def abandon(self) -> None:
         """Drop the staged changes."""
         self._staged.clear()
+
+    def hold(self) -> None:
+        """Put the staged changes aside, until :meth:`release` stages those of some clients again."""
+        self._held |= self._staged
+        self._staged.clear()
+
+    def release(self, clients: Iterable[int]) -> None:
+        """Stage the changes of these clients that were held; a client may have none."""
+        for client in clients:
+            if client in self._held:
+                self._staged[client] = self._held.pop(client)
 
     def __len__(self) -> int:
         """Return the number of clients that have a state."""

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raypfl.clients.worker import Group, Reply, Value
+from raypfl.clients.replies.reduction import Value
+from raypfl.clients.worker import Group, Reply
 from raypfl.common.errors import MethodError, PrivacyError
 from raypfl.federation.exchange.tree_sum import Subtree, Total, TreeSum, added
 from raypfl.learning.privacy import unmasked

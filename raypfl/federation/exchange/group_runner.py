@@ -7,9 +7,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from raypfl.clients.group import ClientGroup
 from raypfl.clients.observation import Observation
+from raypfl.clients.replies.turns import Turns
 from raypfl.clients.worker import Call, Group
 from raypfl.common.counting import counted
 from raypfl.common.errors import ClientError, OutOfMemory, RaypflError
@@ -132,22 +134,11 @@ class GroupRunner:
 
         ids = np.array([client for _, client in clients])
         positions = np.array([position for position, _ in clients])
-        sizes, executor = (cut_for or self.cut_for)(len(clients))
         groups = []
-        for index, members in enumerate(cut_into_groups(self.costs[ids], sizes, executor)):
-            group = Group(
-                index=index,
-                clients=tuple(ids[members].tolist()),
-                positions=positions[members],
-                scattered={name: array[positions[members]] for name, array in rows.items()},
-                states=[self.states.refs(int(client)) for client in ids[members]],
-                length=self._timings.length(ids[members]),
-                seconds=self._timings.seconds(function, ids[members]),
-                tries=self.tries,
-                deaths=self.failures.deaths,
-                work=None if work is None else work[positions[members]],
-            )
-            groups.append(group)
+        for group in self._cut(function, ids, positions, cut_for):
+            scattered = {name: array[group.positions] for name, array in rows.items()}
+            group_work = None if work is None else work[group.positions]
+            groups.append(replace(group, scattered=scattered, work=group_work))
 
         skeleton, tensors = flatten(to_all)
         server_skeleton, on_demand = (None, {}) if server is None else flatten(dict(server), "server")
@@ -166,6 +157,63 @@ class GroupRunner:
             training=training,
         )
         return call, groups
+
+    def prepare_turns(
+        self,
+        function: str,
+        parts: Sequence[tuple[np.ndarray, Turns]],
+        messages: Mapping[int, Mapping[str, Any]],
+        round: int,
+        exchange: str,
+    ) -> tuple[Call, list[Group]]:
+        """Prepare the call and the groups of clients that were sent their messages in several rounds.
+
+        Parameters
+        ----------
+        function : the name of the method's client function.
+        parts : the clients' numbers, ``int64[n]``, and their turns; clients of different parts get different groups.
+        messages : round -> what the clients received in it, by name.
+        round : the first round that these clients reply to.
+        exchange : the exchange's name.
+        """
+        groups: list[Group] = []
+        for ids, turns in parts:
+            for group in self._cut(function, ids, np.arange(len(ids))):
+                index = len(groups)
+                groups.append(replace(group, index=index, turns=turns.of(group.positions)))
+
+        skeletons = {}
+        tensors: dict[str, Tensor] = {}
+        for sent_in, message in messages.items():
+            skeletons[sent_in], message_tensors = flatten(dict(message), str(sent_in))
+            tensors |= message_tensors
+        shared = self._broadcasts.send(tensors, round)
+        return Call(function, round, 0.0, shared, exchange=exchange, training=True, messages=skeletons), groups
+
+    def _cut(
+        self,
+        function: str | Callable[..., Any],
+        ids: np.ndarray,
+        positions: np.ndarray,
+        cut_for: CutFor | None = None,
+    ) -> list[Group]:
+        """Cut clients into groups, without scattered rows."""
+        sizes, executor = (cut_for or self.cut_for)(len(ids))
+        groups = []
+        for index, members in enumerate(cut_into_groups(self.costs[ids], sizes, executor)):
+            group = Group(
+                index=index,
+                clients=tuple(ids[members].tolist()),
+                positions=positions[members],
+                scattered={},
+                states=[self.states.refs(int(client)) for client in ids[members]],
+                length=self._timings.length(ids[members]),
+                seconds=self._timings.seconds(function, ids[members]),
+                tries=self.tries,
+                deaths=self.failures.deaths,
+            )
+            groups.append(group)
+        return groups
 
     def run(self, call: Call, groups: list[Group], drop_client: DropClient) -> Iterator[tuple[Group, Done]]:
         """Run groups until each has succeeded or lost its failing clients; `drop_client` is called with each of these.
@@ -298,6 +346,7 @@ def _subgroup(group: Group, members: list[int], tries: int) -> Group:
         states=[group.states[k] for k in members],
         work=None if group.work is None else group.work[members],
         tries=tries,
+        turns=None if group.turns is None else group.turns.of(members),
     )
 
 

@@ -42,7 +42,7 @@ class APFL(FedAvg):
         def mixed(p: Tensor, batch: Batch, local: Tensor, alpha: Tensor) -> Tensor:
             return clients.loss(alpha * p + (1 - alpha) * local, batch)
 
-        local: Tensor = per_client(theta.repeat(len(clients), 1))
+        local: Tensor = per_client(theta.expand(len(clients), -1))
         personal = clients.state.get("personal", default=clients.initial)
         alpha = self._alpha(clients)
         if self.adaptive:

@@ -15,6 +15,7 @@ from raypfl.federation.method import METHODS, Method, ServerState, ServerView
 from raypfl.federation.task import Task
 from raypfl.learning.objectives import Classification, Objective
 from raypfl.learning.objectives.batch import Batch
+from raypfl.methods.local_training import with_entries
 from raypfl.models.heads import GeneratedHead, TwoHeads, output_layer, with_output_layer, zero_head
 
 
@@ -67,7 +68,7 @@ class FedROD(Method):
         # Body and generic head, with balanced softmax. The logarithm is finite, also for a class without samples.
         counts = clients.label_counts()
         prior = counts.clamp_min(1e-30).log()
-        start = clients.initial.masked_scatter(~local, shared)
+        start = with_entries(clients, ~local, shared)
         theta = unmarked(clients.sgd(balanced, start, train=~personal, report=None, prior=prior)).clone()
 
         # The personal head. A hypernetwork is trained, but not the class shares that it gets.

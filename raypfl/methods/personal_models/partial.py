@@ -16,7 +16,7 @@ from raypfl.common.messages import Mean, Weighting, per_client, unmarked
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import METHODS, Method, ServerState, ServerView
 from raypfl.federation.task import Task
-from raypfl.methods.local_training import finetuned
+from raypfl.methods.local_training import finetuned, with_entries
 from raypfl.models.flat import FlatModel
 
 
@@ -110,7 +110,7 @@ class PartialPersonalization(Method):
         parts = self.parts(clients.model)
         start = clients.initial
         if shared is not None:
-            start = start.masked_scatter(parts.shared, shared)
+            start = with_entries(clients, parts.shared, shared)
 
         theta = self._with_personal(clients, start)
         for trainable, epochs in self._phases(parts):
@@ -144,11 +144,11 @@ class PartialPersonalization(Method):
         return finetuned(clients, theta, self.finetune_epochs, self.finetune_lr)
 
     def _with_personal(self, clients: Clients, theta: Tensor) -> Tensor:
-        """Return each client's model ``[K, P+B]``: `theta` ``[P+B]`` with the client's personal part."""
+        """Return each client's model ``[K, P+B]``: `theta`, one or ``[K, P+B]``, with its personal part."""
         personal = self.parts(clients.model).personal
-        rows = theta.repeat(len(clients), 1)
+        rows = unmarked(theta).expand(len(clients), -1).clone()
         if bool(personal.any()):
-            rows[:, personal] = unmarked(clients.state.get("personal", default=theta[personal]))
+            rows[:, personal] = unmarked(clients.state.get("personal", default=theta[..., personal]))
         return per_client(rows)
 
     def _phases(self, parts: Parts) -> list[tuple[Tensor | None, int | None]]:

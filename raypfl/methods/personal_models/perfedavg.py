@@ -49,7 +49,7 @@ class PerFedAvg(FedAvg):
             )
 
     def train(self, clients: Clients, theta: Tensor) -> dict[str, Mean]:
-        model: Tensor = per_client(theta.repeat(len(clients), 1))
+        model: Tensor = per_client(theta.expand(len(clients), -1))
         for number, batch in enumerate(clients.minibatches()):
             # w_k - alpha grad F_k(w_k), on a batch of its own; its batch-norm statistics are those of w_k.
             gradient = clients.grad(clients.loss, model, self._batches(clients, f"inner {number}"))

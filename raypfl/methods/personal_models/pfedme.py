@@ -43,7 +43,7 @@ class PFedMe(FedAvg):
     unseen_epochs: Annotated[int | None, FROM_ZERO] = None
 
     def train(self, clients: Clients, theta: Tensor) -> dict[str, Mean]:
-        w: Tensor = per_client(theta.repeat(len(clients), 1))
+        w: Tensor = per_client(theta.expand(len(clients), -1))
         personal = w
         penalty = proximal(self.lam)
         for batch in clients.minibatches():

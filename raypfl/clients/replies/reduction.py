@@ -1,0 +1,89 @@
+"""What a group sends back: its clients' rows, reduced where the clients are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raypfl.common.counting import counted
+from raypfl.common.errors import MethodError
+from raypfl.common.messages import Each, Mean, Sum, numbers_charged, unmarked
+
+
+@dataclass(frozen=True)
+class Value:
+    """One value of a reply.
+
+    Attributes
+    ----------
+    kind : ``each`` (rows per client), or a partial ``sum`` or ``mean`` with its total `weight`.
+    array : the rows, or their partial sum.
+    weight : the total weight of a mean.
+    numbers : the count of numbers that each client sends, ``int64[K]``; zeros if the value is not charged.
+    masked : the dtype of the sum without its masks; None: there are no masks.
+    contributors : under masks, the number of clients whose rows are not all zeros.
+    """
+
+    kind: Literal["each", "sum", "mean"]
+    array: np.ndarray
+    weight: float
+    numbers: np.ndarray
+    masked: torch.dtype | None = None
+    contributors: int = 0
+
+
+def logged_means(logged: Mapping[str, Tensor]) -> dict[str, Value]:
+    """Sum the numbers that clients logged; NaN stands for a client without one."""
+    values = {}
+    for name, rows in logged.items():
+        numbers = rows.double()[~rows.isnan()]
+        if len(numbers):
+            not_charged = np.zeros(len(numbers), np.int64)
+            values[name] = Value("mean", numbers.sum().cpu().numpy(), len(numbers), not_charged)
+    return values
+
+
+def reduced(who: str, name: str, value: object, clients: int) -> Value:
+    """Reduce a returned value to one row for the group, or keep its rows if it is `Each`."""
+    if not isinstance(value, Mean | Sum | Each):
+        kind = "bare tensor" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise MethodError(f"{who} returned {name!r} as a {kind}; wrap it in Mean, Sum or Each.")
+    rows = unmarked(value.rows).detach()
+    if rows.dim() == 0 or len(rows) != clients:
+        raise MethodError(
+            f"{who} returned {name!r} of shape {tuple(rows.shape)}, but the group has "
+            f"{counted(clients, 'client')}: "
+            "its first axis must run over them."
+        )
+
+    numbers = numbers_charged(name, value.charged, clients, rows[0].numel())
+    if isinstance(value, Each):
+        return Value("each", rows.cpu().numpy(), 0.0, numbers)
+    if isinstance(value, Sum):
+        return Value("sum", rows.sum(0).cpu().numpy(), 0.0, numbers)
+
+    if not isinstance(value.weight, torch.Tensor | None):
+        raise MethodError(
+            f"The weight of Mean {name!r}, which {who} returned, is a {type(value.weight).__name__}; it must be a "
+            "tensor with a number for each client, such as clients.num_samples."
+        )
+    if value.weight is None:
+        weight = torch.ones(clients, dtype=rows.dtype, device=rows.device)
+        return Value("mean", torch.tensordot(weight, rows, dims=1).cpu().numpy(), float(clients), numbers)
+
+    weight = unmarked(value.weight)
+    # A GPU is waited for once, not for each look at the weights.
+    weight_on_host = weight.cpu()
+    if weight.shape != (clients,) or bool((weight_on_host < 0).any()):
+        raise MethodError(
+            f"The weight of Mean {name!r}, which {who} returned, must be a non-negative number for each of the "
+            f"group's {counted(clients, 'client')}; it is {weight.tolist()}."
+        )
+
+    weighted_sum = torch.tensordot(weight.to(rows.dtype), rows, dims=1)
+    return Value("mean", weighted_sum.cpu().numpy(), float(weight_on_host.double().sum()), numbers)

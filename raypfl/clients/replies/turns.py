@@ -1,0 +1,154 @@
+"""Clients that train in one group although they were sent the models of several rounds: asynchronous runs.
+
+What such a group sends back is reduced round by round, so that the server can add it up like any other sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raypfl.clients.replies.reduction import Value, logged_means, reduced
+from raypfl.common.errors import MethodError
+from raypfl.common.messages import Mean, per_client, unmarked
+
+
+@dataclass(frozen=True)
+class Turns:
+    """The turns of a group's clients in an asynchronous run.
+
+    Attributes
+    ----------
+    rounds : the round in which each client was sent its message, ``int64[K]``.
+    joins : the round that its reply is part of, ``int64[K]``.
+    shares : how much of its reply counts, ``float64[K]``.
+    as_sent : whether all replies of the round that it joins count as in a synchronous one, ``bool[K]``.
+    lr : the clients' learning rate.
+    mixes_models : whether a share is one of the client's model; else of how far it got from the model that it was sent.
+    """
+
+    rounds: np.ndarray
+    joins: np.ndarray
+    shares: np.ndarray
+    as_sent: np.ndarray
+    lr: float
+    mixes_models: bool = False
+
+    def of(self, members: Sequence[int] | np.ndarray) -> Turns:
+        """Return the turns of some of the clients."""
+        members = np.asarray(members, dtype=np.int64)
+        return replace(
+            self,
+            rounds=self.rounds[members],
+            joins=self.joins[members],
+            shares=self.shares[members],
+            as_sent=self.as_sent[members],
+        )
+
+    def members(self) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield each round that replies join, and the positions of their clients in the group."""
+        for round in np.unique(self.joins).tolist():
+            yield round, np.flatnonzero(self.joins == round)
+
+
+def name_in_round(round: int, name: str) -> str:
+    """Return the name of what a group returns for one of several rounds; :func:`round_and_name` undoes it."""
+    return f"{round} {name}"
+
+
+def round_and_name(name: str) -> tuple[int, str]:
+    """Return the round, and the name that the client function gave."""
+    round, _, own_name = name.partition(" ")
+    return int(round), own_name
+
+
+def share_of(name: str) -> str:
+    """Return the name of the mean share of clients' models in a mixture."""
+    return f"share of {name}"
+
+
+def arguments_of(turns: Turns, message_of: Callable[[int], Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the arguments of a client function: tensors have a row for each client if their messages differ.
+
+    ``message_of(round)`` returns the message of a round.
+    """
+    rounds, message_of_client = np.unique(turns.rounds, return_inverse=True)
+    messages = [message_of(round) for round in rounds.tolist()]
+    if len(messages) == 1:
+        return dict(messages[0])
+    return {name: _rows([message[name] for message in messages], message_of_client) for name in messages[0]}
+
+
+def _rows(values: Sequence[Any], index: np.ndarray) -> Any:
+    first = values[0]
+    if isinstance(first, Tensor):
+        return per_client(torch.stack(list(values))[torch.from_numpy(index).to(first.device)])
+    if isinstance(first, list | tuple):
+        return type(first)(_rows(parts, index) for parts in zip(*values, strict=True))
+    return first
+
+
+def values_by_round(
+    who: str, returned: Mapping[str, Any], arguments: Mapping[str, Any], turns: Turns
+) -> dict[str, Value]:
+    """Reduce what a client function returned to a row for each round that replies join.
+
+    Raises
+    ------
+    MethodError : if something is no mean of an argument of the same name after training.
+    """
+    num_clients = len(turns.joins)
+    values: dict[str, Value] = {}
+    for name, value in returned.items():
+        sent = _sent_rows(who, name, value, arguments.get(name), num_clients)
+        for round, members in turns.members():
+            part = _of_members(value, members)
+            if not turns.as_sent[members[0]]:
+                shares = torch.from_numpy(turns.shares[members]).to(sent)
+                reference = 0.0 if turns.mixes_models else sent[members]
+                moved = shares.view(-1, *[1] * (sent.dim() - 1)) * (unmarked(part.rows).detach() - reference)
+                part = replace(part, rows=moved)
+            values[name_in_round(round, name)] = reduced(who, name, part, len(members))
+
+            if turns.mixes_models:
+                share = Mean(torch.from_numpy(turns.shares[members]), part.weight, charged=False)
+                values[name_in_round(round, share_of(name))] = reduced(who, name, share, len(members))
+    return values
+
+
+def logged_by_round(logged: Mapping[str, Tensor], turns: Turns) -> dict[str, Value]:
+    """Sum the numbers that clients logged, for each round that their replies join."""
+    values: dict[str, Value] = {}
+    for round, members in turns.members():
+        means = logged_means({name: rows[members] for name, rows in logged.items()})
+        values |= {name_in_round(round, name): value for name, value in means.items()}
+    return values
+
+
+def _sent_rows(who: str, name: str, value: Any, sent: Any, num_clients: int) -> Tensor:
+    """Return the argument that a reply is compared with, a row for each client."""
+    if isinstance(value, Mean) and isinstance(sent, Tensor) and len(value.rows) == num_clients:
+        shape = value.rows.shape
+        rows = unmarked(sent)
+        if rows.shape in (shape, shape[1:]):
+            return rows.expand(shape)
+    raise MethodError(
+        f"{who} returns {name!r}, which is not the mean of an argument of that name after training. A reply that comes "
+        "late counts by how far it got from what the client was sent, and here that is unknown. Choose a method whose "
+        "rounds are one exchange of such means (fedavg, ditto, apfl, fedper, ...), or leave asynchronous.buffer out."
+    )
+
+
+def _of_members(value: Mean, members: np.ndarray) -> Mean:
+    """Return the part of some clients; all of it without a copy."""
+    if len(members) == len(value.rows):
+        return value
+    weight = value.weight if value.weight is None else value.weight[members]
+    per_row = isinstance(value.charged, Tensor) and value.charged.dim() > 0
+    charged = value.charged[members] if per_row else value.charged  # type: ignore[index]
+    return Mean(unmarked(value.rows)[members], weight, charged)

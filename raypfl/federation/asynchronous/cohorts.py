@@ -1,0 +1,160 @@
+"""The two halves of a method's round in an asynchronous run: what it sends, and what comes back.
+
+A method's `round` is called twice for a model of the server. The first time, on a copy of the server's state, it ends
+at ``cohort.run``, whose arguments are the message to the clients that are drawn in this round. The second time,
+``cohort.run`` returns the replies that make the next model. A reply that is late counts by how far the client got from
+the model that it was sent, added to the current one; so the method need not know that it is late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from raypfl.clients.replies.turns import share_of
+from raypfl.common.errors import MethodError
+from raypfl.common.messages import Scatter
+from raypfl.common.user_code import where_defined
+from raypfl.federation.cohort import Answer, Cohort, shapes, tensors_of
+from raypfl.federation.exchange.group_runner import GroupRunner
+from raypfl.federation.method import Method
+from raypfl.storage.tree import clone
+
+
+class Sent(BaseException):
+    """Leaves a method's round at its exchange; no error, so that no ``except Exception`` of the method stops it.
+
+    Attributes
+    ----------
+    message : what the clients receive.
+    """
+
+    def __init__(self, message: Message):
+        super().__init__()
+        self.message = message
+
+
+@dataclass(frozen=True)
+class Message:
+    """What the clients of a round receive: the name of the client function, and its arguments without marks."""
+
+    function: str
+    arguments: Mapping[str, Any]
+
+
+class SendingCohort(Cohort):
+    """The clients that are drawn in a round, to whom the method sends its message; their replies come later."""
+
+    def run(self, function: Callable[..., Any], /, **arguments: Any) -> dict[str, Tensor]:
+        name = self._name_of(function)
+        self._check(function, arguments)
+        for argument, value in arguments.items():
+            if isinstance(value, Scatter):
+                raise MethodError(
+                    f"{where_defined(function)} gets {argument!r} as a Scatter, a row for each client of a cohort; "
+                    "asynchronous rounds have no fixed cohort. Choose another method, or leave asynchronous.buffer out."
+                )
+        self._charge_down(arguments)
+        # A method may change its tensors in place later.
+        raise Sent(Message(name, clone({name: tensors_of(value) for name, value in arguments.items()})))
+
+
+@dataclass
+class RoundReplies:
+    """The replies that make a model, added up.
+
+    Attributes
+    ----------
+    function : the name of the client function that the clients ran.
+    clients : the clients' numbers, ascending.
+    as_sent : whether the means of what clients returned count as they are; else they are of differences to models that
+        were sent or, if a model is mixed with the clients', of shares of theirs.
+    means, logged : what the client function returned and logged, by name.
+    senders : name -> how many clients sent so many numbers, and the bytes of a number.
+    losses : the training loss of each client that has one.
+    failed : client -> why it was skipped.
+    """
+
+    function: str
+    clients: tuple[int, ...]
+    as_sent: bool
+    means: dict[str, Tensor] = field(default_factory=dict)
+    logged: dict[str, Tensor] = field(default_factory=dict)
+    senders: dict[str, tuple[Mapping[int, int], int]] = field(default_factory=dict)
+    losses: dict[int, float] = field(default_factory=dict)
+    failed: dict[int, str] = field(default_factory=dict)
+
+
+class ReplyingCohort(Cohort):
+    """The clients whose replies make a model."""
+
+    def __init__(
+        self,
+        runner: GroupRunner,
+        replies: RoundReplies,
+        round: int,
+        lr: float,
+        earlier_kinds: Mapping[str, Mapping[str, str]],
+    ):
+        super().__init__(runner, replies.clients, (), round, lr, earlier_kinds)
+        self._replies = replies
+
+    def run(self, function: Callable[..., Any], /, **arguments: Any) -> dict[str, Tensor]:
+        described_function = where_defined(function)
+        if self._exchanges or self._name_of(function) != self._replies.function:
+            raise MethodError(
+                f"A round calls cohort.run for more than one exchange ({self._replies.function!r}, then "
+                f"{function.__name__!r}). A late reply is part of one exchange, so an asynchronous round can have no "
+                "more. Choose a method with one exchange a round (fedavg, ditto, apfl, fedper, ...), or leave "
+                "asynchronous.buffer out."
+            )
+        self._check(function, arguments)
+
+        for client, why in self._replies.failed.items():
+            self._drop_client(client, why)
+        self._refuse_empty()
+        self._losses.update(self._replies.losses)
+        for name, (senders, itemsize) in self._replies.senders.items():
+            self._charge("up", name, senders, itemsize)
+        self.log(**self._replies.logged)
+
+        current = {name: tensors_of(value) for name, value in arguments.items()}
+        answer = Answer(self._met(current), described_function)
+        self._exchanges += 1
+        self._runner.last_exchange = f"{described_function} got {shapes(arguments)} and returned {shapes(answer)}."
+        return answer
+
+    def _met(self, current: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the mean replies as if all clients had been sent the current arguments."""
+        means = self._replies.means
+        if self._replies.as_sent:
+            return {name: mean for name, mean in means.items() if name in current}
+
+        met = {}
+        for name in means:
+            if name not in current:
+                continue
+            share = means.get(share_of(name))
+            kept = current[name] if share is None else (1 - share).to(means[name]) * current[name]
+            met[name] = kept + means[name]
+        return met
+
+
+def message_of(method: Method, state: dict[str, Any], cohort: Cohort) -> Message:
+    """Return what a method sends to a cohort at a state of the server, which stays as it is.
+
+    Raises
+    ------
+    MethodError : if the round has no exchange.
+    """
+    try:
+        method.round(clone(state), cohort)
+    except Sent as sent:
+        return sent.message
+    raise MethodError(
+        f"{where_defined(method.round)} returned without a call of cohort.run, so that an asynchronous round has no "
+        "replies. Choose another method, or leave asynchronous.buffer out."
+    )
