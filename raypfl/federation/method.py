@@ -45,11 +45,14 @@ class Method(Component):
     objectives : the objectives that the method can learn, subclasses included; a run with another one is refused.
     test_data_in_training : whether rounds may read clients' test samples, as in ``clients.evaluate(theta, "test")``.
         Test results then do not show how well the method does on new samples.
+    needs_validation : whether rounds read validation samples, as in ``clients.evaluate(theta, "val")``; a run in which
+        a client has none is refused.
     """
 
     section: ClassVar[str] = "method."
     objectives: ClassVar[tuple[type[Objective], ...]] = (Objective,)
     test_data_in_training: ClassVar[bool] = False
+    needs_validation: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

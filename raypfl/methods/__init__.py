@@ -23,6 +23,7 @@ from raypfl.methods.global_model.mime import Mime, MimeLite
 from raypfl.methods.global_model.moon import Moon
 from raypfl.methods.global_model.scaffold import Scaffold
 from raypfl.methods.mixed_models.fedamp import FedAMP, HeurFedAMP
+from raypfl.methods.mixed_models.fedfomo import FedFomo
 from raypfl.methods.personal_models.apfl import APFL
 from raypfl.methods.personal_models.ditto import Ditto
 from raypfl.methods.personal_models.fedavg_ft import FedAvgFT
@@ -61,6 +62,7 @@ __all__ = [
     "FedDF",
     "FedDyn",
     "FedExP",
+    "FedFomo",
     "FedNH",
     "FedNova",
     "FedPTR",

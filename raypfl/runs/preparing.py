@@ -30,6 +30,7 @@ from raypfl.runs.checks.settings import (
     refuse_another_objective,
     refuse_large_cohort,
     refuse_missing_pools,
+    refuse_missing_validation,
     refuse_missing_weights,
     refuse_to_augment,
     warn_of_test_data,
@@ -148,6 +149,7 @@ def refuse_unfit(prepared: Prepared) -> None:
     refuse_to_augment(prepared)
     refuse_large_cohort(prepared)
     refuse_missing_pools(prepared)
+    refuse_missing_validation(prepared)
 
     # The checks above need no network; those below do.
     refuse_misfit(prepared)

@@ -8,16 +8,18 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 import raypfl
 from raypfl.common.errors import ConfigError
-from raypfl.methods import MTL, FedAMP, HeurFedAMP, Local
+from raypfl.methods import MTL, FedAMP, FedFomo, HeurFedAMP, Local
 from tests.support.federation import (
     FP64,
     ONE_STEP,
     ROUNDS,
     Federation,
     NormalisedConv,
+    as_module,
     assert_close,
     both_executors,
     client_states,
@@ -82,7 +84,7 @@ def test_four_rounds_of_fedamp_by_hand(mixed, heuristic, executor):
     assert sent_per_client(fed.ledger, 1) == {("down", "target"): len(w[0]), ("up", "model"): len(w[0])}
 
 
-@pytest.mark.parametrize("name", ["fedamp"])
+@pytest.mark.parametrize("name", ["fedamp", "fedfomo"])
 def test_a_resumed_run_of_mixed_models_ends_with_the_same_bits(name, tmp_path):
     changes = {"method": name, "evaluation__every": 0, "checkpoint__every": 1, "model__hidden": "[4]"}
     half, whole = (raypfl.run(experiment(tmp_path, **changes, rounds=rounds)) for rounds in (1, 3))
@@ -93,3 +95,85 @@ def test_fedamp_refuses_negative_weights():
     with pytest.raises(ConfigError, match=r"Lower method.alpha to sigma / 3 = 0.333 or less"):
         run_method(FedAMP(sigma=1.0, alpha=0.34))
     run_method(FedAMP(sigma=1.0, alpha=0.33), ALL)
+
+
+def with_validation(method: FedFomo, **options) -> Federation:
+    """Return a federation in which a client's first three samples are for validation too."""
+    fed = Federation(method=method, group_size=2, **options)
+    fed.context.split = lambda client, name: fed.split[client][: 3 if name == "val" else None]
+    return fed
+
+
+@both_executors
+def test_fedfomo_without_models_or_with_a_useless_one_is_training_alone_to_the_bit(executor):
+    alone = run_method(Local(), executor=executor)
+    fed = with_validation(FedFomo(models=0, fallback="own"), executor=executor, training=alone.training)
+    fed.run_rounds(*ROUNDS)
+    assert torch.equal(client_states(fed), client_states(alone))
+    assert sent_per_client(fed.ledger, 3) == {("up", "model"): fed.model.size}
+
+
+@both_executors
+@pytest.mark.parametrize(("norm", "fallback"), [("l2", "start"), ("l1", "own")])
+def test_four_rounds_of_fedfomo_by_hand(norm, fallback, executor):
+    method = FedFomo(models=2, epsilon=0.0, norm=norm, fallback=fallback)
+    fed = with_validation(method, executor=executor, training=replace(ONE_STEP, lr=LR))
+    w = [start_of(fed)] * 4
+    r = [start_of(fed)] * 4
+    affinity = torch.eye(4, dtype=torch.float64)
+    sent = set()
+
+    def validation_loss(client: int, theta: Tensor) -> Tensor:
+        x, y = fed.samples(client)
+        return F.cross_entropy(as_module(fed.factory, theta)(x[:3]), y[:3]).detach()
+
+    for cohort in [ALL, *ROUNDS]:
+        # What the server may choose: the two of largest affinity, in any order among equals.
+        fed.server = fed.server or method.start(fed.task)
+        chosen = method._choose(fed.server, fed.cohort(cohort)).tolist()
+        for i, models in zip(cohort, chosen, strict=True):
+            assert len(set(models)) == len(models) == min(2, len(sent)) and set(models) <= sent
+            best = sorted((float(affinity[i, j]) for j in sent), reverse=True)[:2]
+            assert sorted((float(affinity[i, j]) for j in models), reverse=True) == pytest.approx(best, rel=1e-9)
+        fed.run_rounds(cohort)
+
+        trained = list(w)
+        for i, models in zip(cohort, chosen, strict=True):
+            a = {}
+            for j in models:
+                distance = torch.linalg.vector_norm(w[j] - r[i], ord=int(norm[1]))
+                a[j] = float((validation_loss(i, r[i]) - validation_loss(i, w[j])) / distance) if distance else 0.0
+                affinity[i, j] += a[j]
+            total = sum(max(value, 0.0) for value in a.values())
+            start = r[i] if fallback == "start" else w[i]
+            if total:
+                start = r[i] + sum(max(a[j], 0.0) / total * (w[j] - r[i]) for j in models)
+            r[i] = start
+            trained[i] = start - LR * gradient(fed, start, i)
+        w = trained
+        sent |= set(cohort)
+        assert_close(fed.server["models"], torch.stack(w))
+
+    assert_close(fed.server["affinity"], affinity)
+    assert_close(client_states(fed, "start"), torch.stack(r))
+    size = fed.model.size
+    assert sent_per_client(fed.ledger, 1) == {
+        ("down", "models"): 2 * size,
+        ("up", "model"): size,
+        ("up", "advantage"): 2,
+    }
+
+
+def test_fedfomo_draws_some_models_at_random():
+    fed = with_validation(FedFomo(models=2, epsilon=1.0, epsilon_decay=0.5))
+    fed.run_rounds(ALL)
+    first = fed.method._choose(fed.server, fed.cohort(ALL))
+    assert all(len(set(row)) == 2 for row in first.tolist())
+    fed.round = 3  # the third round, without chance
+    fed.server["affinity"] = torch.eye(4, dtype=torch.float64) + torch.eye(4, dtype=torch.float64).roll(1, 1) / 2
+    assert fed.method._choose(fed.server, fed.cohort(ALL)).tolist() == [[0, 1], [1, 2], [2, 3], [3, 0]]
+
+
+def test_fedfomo_is_refused_without_validation_samples(tmp_path):
+    with pytest.raises(ConfigError, match=r"needs validation samples .* client 0 has none .* Set data.val_fraction"):
+        raypfl.run(experiment(tmp_path, method="fedfomo", data__val_fraction=0))

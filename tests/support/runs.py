@@ -10,6 +10,7 @@ import raypfl
 from raypfl.engine.events import RoundFinished
 
 NEEDED = {name: {"data__pools": "{auxiliary: 0.3}"} for name in ("feddf", "perada")}
+NEEDED["fedfomo"] = {"data__val_fraction": 0.2}
 """Settings without which a method does not run."""
 
 ON_RAY = {"engine__backend": "ray", "ray__actors": 2, "ray__cpus_per_actor": 0.5}

@@ -5,6 +5,9 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
+import numpy as np
+
+from raypfl.common.counting import counted
 from raypfl.common.errors import ConfigError, checked_pool, did_you_mean
 from raypfl.engine.prepared import Prepared
 from raypfl.experiment import Experiment
@@ -81,6 +84,21 @@ def _needed_pools(experiment: Experiment) -> list[str]:
     for analysis in experiment.analyses:
         names += analysis.needed_pools()
     return names
+
+
+def refuse_missing_validation(prepared: Prepared) -> None:
+    """Raise a ConfigError if the method needs validation samples of each client that is trained, and one has none."""
+    if not prepared.experiment.method.needs_validation:
+        return
+
+    sizes = prepared.data.sizes("val")
+    lacking = np.setdiff1d(np.flatnonzero(sizes == 0), prepared.task.unseen)
+    if len(lacking):
+        raise ConfigError(
+            f"method is {METHODS.name_of(type(prepared.experiment.method))!r}, which needs validation samples of each "
+            f"client, but client {lacking[0]} has none (in all {counted(len(lacking), 'client')}). Set "
+            "data.val_fraction, such as 0.2, or give clients more samples."
+        )
 
 
 def warn_of_test_data(method: Method) -> None:
