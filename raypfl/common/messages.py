@@ -55,11 +55,13 @@ class Mean:
         count for all clients, or ``[K]``. False for values that the server itself could compute from messages already
         counted, and that are reduced on the actors only because the models are there (a teacher ensemble's logits on a
         public pool).
+    can_be_empty : whether all weights may be zero; the reply then lacks this name. Otherwise that is an error.
     """
 
     rows: Tensor
     weight: Tensor | None = None
     charged: bool | int | Tensor = True
+    can_be_empty: bool = False
 
 
 @dataclass(frozen=True)

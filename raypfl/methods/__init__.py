@@ -2,6 +2,9 @@
 
 from raypfl.federation.method import METHODS, Method, ServerState
 from raypfl.federation.task import Task
+from raypfl.methods.clustered_models.cfl import CFL
+from raypfl.methods.clustered_models.fedem import FedEM
+from raypfl.methods.clustered_models.ifca import IFCA
 from raypfl.methods.fair.afl import AFL
 from raypfl.methods.fair.qffl import QFFL
 from raypfl.methods.fair.term import TERM
@@ -43,6 +46,8 @@ from raypfl.methods.personal_models.pfedme import PFedMe
 __all__ = [
     "AFL",
     "APFL",
+    "CFL",
+    "IFCA",
     "METHODS",
     "MTL",
     "QFFL",
@@ -61,6 +66,7 @@ __all__ = [
     "FedDC",
     "FedDF",
     "FedDyn",
+    "FedEM",
     "FedExP",
     "FedFomo",
     "FedNH",

@@ -27,6 +27,7 @@ class Value:
     numbers : the count of numbers that each client sends, ``int64[K]``; zeros if the value is not charged.
     masked : the dtype of the sum without its masks; None: there are no masks.
     contributors : under masks, the number of clients whose rows are not all zeros.
+    can_be_empty : whether a mean without weight is left out of the reply.
     """
 
     kind: Literal["each", "sum", "mean"]
@@ -35,6 +36,7 @@ class Value:
     numbers: np.ndarray
     masked: torch.dtype | None = None
     contributors: int = 0
+    can_be_empty: bool = False
 
 
 def logged_means(logged: Mapping[str, Tensor]) -> dict[str, Value]:
@@ -86,4 +88,5 @@ def reduced(who: str, name: str, value: object, clients: int) -> Value:
         )
 
     weighted_sum = torch.tensordot(weight.to(rows.dtype), rows, dims=1)
-    return Value("mean", weighted_sum.cpu().numpy(), float(weight_on_host.double().sum()), numbers)
+    total = float(weight_on_host.double().sum())
+    return Value("mean", weighted_sum.cpu().numpy(), total, numbers, can_be_empty=value.can_be_empty)

@@ -96,14 +96,17 @@ class ReplyAggregator:
                 continue
 
             total = self._totals[name]
+            if value.kind == "mean" and total.weight <= 0:
+                if value.can_be_empty:
+                    continue
+                raise MethodError(f"The weights of Mean {name!r} sum to {total.weight}; they must be positive.")
+
             # What came from one group alone may be in memory that is shared, or that its sender uses.
             array = total.array if total.is_writable else np.array(total.array)
             tensor = torch.from_numpy(array) if value.masked is None else unmasked(array, value.masked)
             tensor = tensor.to(self._device)
 
             if value.kind == "mean":
-                if total.weight <= 0:
-                    raise MethodError(f"The weights of Mean {name!r} sum to {total.weight}; they must be positive.")
                 tensor = tensor / total.weight
             result[name] = tensor
         return result
