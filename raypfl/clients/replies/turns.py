@@ -151,4 +151,4 @@ def _of_members(value: Mean, members: np.ndarray) -> Mean:
     weight = value.weight if value.weight is None else value.weight[members]
     per_row = isinstance(value.charged, Tensor) and value.charged.dim() > 0
     charged = value.charged[members] if per_row else value.charged  # type: ignore[index]
-    return Mean(unmarked(value.rows)[members], weight, charged)
+    return Mean(unmarked(value.rows)[members], weight, charged, value.can_be_empty)
