@@ -29,6 +29,7 @@ from raypfl.methods.mixed_models.fedamp import FedAMP, HeurFedAMP
 from raypfl.methods.mixed_models.fedfomo import FedFomo
 from raypfl.methods.personal_models.apfl import APFL
 from raypfl.methods.personal_models.ditto import Ditto
+from raypfl.methods.personal_models.fedala import FedALA
 from raypfl.methods.personal_models.fedavg_ft import FedAvgFT
 from raypfl.methods.personal_models.fedproto import FedProto
 from raypfl.methods.personal_models.fedrod import FedROD
@@ -56,6 +57,7 @@ __all__ = [
     "Ditto",
     "ExtraImages",
     "FedACG",
+    "FedALA",
     "FedAMP",
     "FedASAM",
     "FedAlt",

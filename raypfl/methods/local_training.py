@@ -111,3 +111,31 @@ def finetuned(clients: Clients, theta: Tensor, epochs: int, lr: float | None) ->
     if epochs == 0:
         return per_client(unmarked(theta).expand(len(clients), -1))
     return clients.sgd(clients.loss, theta, epochs=epochs, lr=lr, stream="finetuning")
+
+
+def sample_passes(clients: Clients, stream: str, share: float = 1.0) -> list[tuple[Tensor, list[Batch]]]:
+    """Return the mini-batches of a pass over a random `share` of each client's samples.
+
+    They are the same in one round and `stream`.
+
+    Returns
+    -------
+    For each step, the clients that take it, ``bool[K]``, and a mini-batch for each client. All clients take the last
+    step; those with fewer mini-batches begin later, and until then have their first one, to be ignored.
+    """
+    batch_size = clients.training.batch_size
+    largest = int(unmarked(clients.num_samples).max())
+    batches_by_client = []
+    for samples in clients.batches(largest, stream):
+        count = max(1, int(share * len(samples.y)))
+        rows = [torch.arange(count, device=samples.y.device)[i : i + batch_size] for i in range(0, count, batch_size)]
+        batches_by_client.append([Batch(*(field[index] for field in samples)) for index in rows])
+
+    longest = max(map(len, batches_by_client))
+    steps = []
+    for s in range(longest):
+        positions = [s - longest + len(batches) for batches in batches_by_client]
+        takes = torch.tensor([position >= 0 for position in positions], device=clients.device)
+        pairs = zip(positions, batches_by_client, strict=True)
+        steps.append((takes, [batches[max(position, 0)] for position, batches in pairs]))
+    return steps
