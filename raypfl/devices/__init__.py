@@ -4,7 +4,9 @@ from raypfl.devices.availability import Always, Availability, Chances, Spans
 from raypfl.devices.availability_models import AVAILABILITY_MODELS, AvailabilityModel, Holdings
 from raypfl.devices.client_turns import ClientTurns
 from raypfl.devices.devices import Devices
+from raypfl.devices.fedscale import FedScaleAvailability, FedScaleHardware
 from raypfl.devices.hardware import HARDWARE, DeviceClass, Hardware
+from raypfl.devices.tables import HardwareTable, SpansTable
 from raypfl.devices.turn import Exchange, RequestedTraining, Training, Turn
 
 __all__ = [
@@ -18,10 +20,14 @@ __all__ = [
     "DeviceClass",
     "Devices",
     "Exchange",
+    "FedScaleAvailability",
+    "FedScaleHardware",
     "Hardware",
+    "HardwareTable",
     "Holdings",
     "RequestedTraining",
     "Spans",
+    "SpansTable",
     "Training",
     "Turn",
 ]

@@ -94,6 +94,10 @@ class Spans(Availability):
         overlaps[1:] = (clients[1:] == clients[:-1]) & (self._starts[1:] < self._ends[:-1])
         _refuse(clients, self._starts, self._ends, overlaps, "which overlaps the one before")
 
+    def of(self, owners: np.ndarray) -> Availability:
+        """Return the availability of clients of which client i has the spans of client ``owners[i]`` of these."""
+        return _Shared(self, owners)
+
     def is_available(self, clients: np.ndarray, time: float | np.ndarray) -> np.ndarray:
         clients = np.asarray(clients)
         first = self._first[clients]
@@ -143,6 +147,20 @@ class Spans(Availability):
             low = np.where(begun, middle + 1, low)
             high = np.where(is_open & ~begun, middle, high)
         return low - 1
+
+
+class _Shared(Availability):
+    """Clients that share the spans of others, ``int64[num_clients]``."""
+
+    def __init__(self, spans: Spans, owners: np.ndarray):
+        self._spans = spans
+        self._owners = owners
+
+    def is_available(self, clients: np.ndarray, time: float | np.ndarray) -> np.ndarray:
+        return self._spans.is_available(self._owners[clients], time)
+
+    def next_available(self, clients: np.ndarray, time: float | np.ndarray) -> np.ndarray:
+        return self._spans.next_available(self._owners[clients], time)
 
 
 class Chances(Availability):

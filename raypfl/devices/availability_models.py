@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, ClassVar
 
 import numpy as np
@@ -58,6 +59,10 @@ class AvailabilityModel(Component):
     section: ClassVar[str] = "devices.availability."
     in_seconds: ClassVar[bool] = False
 
+    def files(self) -> tuple[Path, ...]:
+        """Return the files that it depends on."""
+        return ()
+
     def availability(self, holdings: Holdings, unit: float) -> Availability:
         """Return when each client can be reached.
 
@@ -102,9 +107,11 @@ class UniformChances(ChanceModel):
             raise ConfigError(f"devices.availability.low is {self.low}, above high, {self.high}; give low <= high.")
 
     def chances(self, holdings: Holdings) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
+        seed = holdings.seed
+
         # For a few clients at a time: a million may be drawn from, but only a cohort is looked at.
         def of_clients(clients: np.ndarray, draws: np.ndarray) -> np.ndarray:
-            drawn = rng.uniform(rng.keys(holdings.seed, "availability", 0, clients))
+            drawn = rng.uniform(rng.keys(seed, "availability", 0, clients))
             return self.low + (self.high - self.low) * drawn
 
         return of_clients

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, ClassVar
 
 import numpy as np
@@ -21,6 +22,10 @@ class Hardware(Component):
     """Base class of hardware: gives every client a device. Its fields are options of ``devices.hardware``."""
 
     section: ClassVar[str] = "devices.hardware."
+
+    def files(self) -> tuple[Path, ...]:
+        """Return the files that it depends on."""
+        return ()
 
     def devices(self, num_clients: int, seed: int) -> Devices:
         """Return the devices of clients 0 to ``num_clients - 1``; the same for every process, order and resume."""

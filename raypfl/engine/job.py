@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raypfl.devices import Turn
+from raypfl.devices import ClientTurns
 
 if TYPE_CHECKING:
     from raypfl.experiment import Experiment
@@ -27,7 +27,8 @@ class Job:
     weights : hash of the file of initial weights; empty without one.
     attempt : a unique name of this attempt at the run, which the lease on its checkpoints records.
     lockstep : whether the server waits after a checkpoint until all listeners have returned.
-    turn : what the method asks of a client in a round; None: time is not simulated.
+    turns : the clients' turns; None: no setting of the devices is used.
+    device_files : hash of the files that describe the devices; empty without any.
     parent : the run that this one continues, and its round; None: it begins with the first round.
     """
 
@@ -39,7 +40,8 @@ class Job:
     weights: str
     attempt: str
     lockstep: bool = False
-    turn: Turn | None = None
+    turns: ClientTurns | None = None
+    device_files: str = ""
     parent: Mapping[str, Any] | None = None
 
     @property

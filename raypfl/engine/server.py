@@ -22,6 +22,7 @@ from raypfl.common.global_draws import AT_START, ON_SERVER, refuse_unkeyed
 from raypfl.common.rounds import is_due
 from raypfl.common.user_code import describe_failure, explain_user_errors, traceback_text, where_defined, with_location
 from raypfl.common.version import __version__
+from raypfl.devices import ClientTurns
 from raypfl.engine import client_states
 from raypfl.engine.analysing import Analyses
 from raypfl.engine.evaluator import Evaluator
@@ -77,7 +78,7 @@ class Server:
         self.states = StateTable()
         self.ledger = Ledger()
         self.time = 0.0
-        self._turns = prepared.turns(job.turn)
+        self._turns = job.turns or ClientTurns(job.experiment.seed)
         self._records = RunTables({})
         self._warnings: set[str] = set()
         self._saved_round: int | None = None
@@ -347,6 +348,7 @@ class Server:
                 "experiment": self._description,
                 "data": self.job.fingerprint,
                 "weights": self.job.weights,
+                "devices": self.job.device_files,
                 "versions": {"raypfl": __version__, "torch": torch.__version__},
                 "time": self.time,
             }
@@ -437,6 +439,12 @@ class Server:
             raise CheckpointError(
                 f"The run in {self.job.run_dir} began with other weights than {self.experiment.model.weights} holds "
                 "now, with which new clients would begin. Restore the file, or start a new run."
+            )
+
+        if meta.get("devices", "") != self.job.device_files:
+            raise CheckpointError(
+                f"The run in {self.job.run_dir} began with other devices than the files of devices.hardware and "
+                "devices.availability hold now. Restore the files, or start a new run."
             )
 
         recorded_columns = set(self._records.tables["evaluations"].waiting.kinds)

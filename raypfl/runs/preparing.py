@@ -11,11 +11,13 @@ import torch
 
 from raypfl.common.threads import threads
 from raypfl.data import load_federated
+from raypfl.devices.settings import DeviceSettings
 from raypfl.engine import history
 from raypfl.engine.backends.actor_pools import reserved
 from raypfl.engine.backends.cluster import connected
 from raypfl.engine.backends.session import spare_server
 from raypfl.engine.building.devices import device_for, refuse_missing_gpu
+from raypfl.engine.building.turns import digest_of_files
 from raypfl.engine.events import Listener, Progress, Warned
 from raypfl.engine.job import Job
 from raypfl.engine.prepared import Prepared, threads_of_server
@@ -71,9 +73,10 @@ def prepare(experiment: Experiment, folder: Path, emit: Listener, lockstep: bool
         _warn_of_random_weights(prepared, emit)
 
         prepared = prepared.with_settings(prepared.experiment.replace(objective=prepared.objective))
-        turn = turn_of(prepared)
-        # Refuses devices that do not fit the data.
-        prepared.turns(turn)
+        turns = None
+        if experiment.devices != DeviceSettings():
+            emit(Progress("rehearsing a round"))
+            turns = prepared.turns(turn_of(prepared))
         prepared, why = _with_executor(prepared, folder, emit)
 
     job = Job(
@@ -85,7 +88,8 @@ def prepare(experiment: Experiment, folder: Path, emit: Listener, lockstep: bool
         weights=digest(prepared.experiment.model.weights),
         attempt=uuid.uuid4().hex,
         lockstep=lockstep,
-        turn=turn,
+        turns=turns,
+        device_files=digest_of_files(prepared.experiment.devices),
         parent=history.parent_of(folder),
     )
     return job, prepared

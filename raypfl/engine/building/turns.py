@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,6 +12,7 @@ from raypfl.data import ClientData
 from raypfl.data.datasets import DescribedData
 from raypfl.devices import Always, Availability, ClientTurns, Holdings, Turn
 from raypfl.devices.availability_models import HOUR
+from raypfl.devices.settings import DeviceSettings
 from raypfl.engine.building.data_outline import DataOutline
 
 if TYPE_CHECKING:
@@ -35,6 +37,21 @@ def turns_for(experiment: Experiment, data: ClientData | DataOutline, turn: Turn
         turn=turn,
         num_samples=data.sizes("train"),
     )
+
+
+def digest_of_files(settings: DeviceSettings) -> str:
+    """Return the SHA-256 of the files that describe the devices; empty if there are none."""
+    files = []
+    for part in (settings.hardware, settings.availability):
+        if part is not None:
+            files += part.files()
+    if not files:
+        return ""
+
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(hashlib.sha256(file.expanduser().read_bytes()).digest())
+    return digest.hexdigest()
 
 
 def _availability(experiment: Experiment, data: ClientData | DataOutline) -> Availability:

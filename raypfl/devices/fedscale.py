@@ -1,0 +1,109 @@
+"""FedScale's two traces, which are pickles; they are read as plain data, and anything else in them is refused.
+
+Lai et al., FedScale: Benchmarking Model and System Performance of Federated Learning at Scale (ICML 2022).
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+
+from raypfl.common.errors import ConfigError
+from raypfl.common.limits import FROM_ZERO
+from raypfl.devices.availability import SHORTEST_SPAN, Availability, Spans
+from raypfl.devices.availability_models import AVAILABILITY_MODELS, AvailabilityModel, Holdings
+from raypfl.devices.devices import Devices
+from raypfl.devices.hardware import HARDWARE, Hardware
+
+TRAINING_FACTOR = 3
+"""A gradient step takes three times as long as the inference that the trace measures, as in FedScale."""
+
+
+@HARDWARE.register("fedscale")
+class FedScaleHardware(Hardware):
+    """Devices of FedScale's ``client_device_capacity``; client i has the i-th device, from the first again at the end.
+
+    Attributes
+    ----------
+    file : the pickle: id -> {computation: milliseconds of inference a sample, communication: kbit/s}.
+    watts : electrical power during a turn, which the trace lacks.
+    """
+
+    file: str
+    watts: Annotated[float, FROM_ZERO] = 0.0
+
+    def files(self) -> tuple[Path, ...]:
+        return (Path(self.file),)
+
+    def devices(self, num_clients: int, seed: int) -> Devices:
+        entries = _entries(self.file, ("computation", "communication"), "devices.hardware.file")
+        computation = np.array([entry["computation"] for entry in entries], dtype=np.float64)
+        communication = np.array([entry["communication"] for entry in entries], dtype=np.float64)
+        device = np.arange(num_clients) % len(entries)
+        kbps = communication[device]
+        return Devices(TRAINING_FACTOR * computation[device], kbps, kbps, np.full(num_clients, self.watts))
+
+
+@AVAILABILITY_MODELS.register("fedscale")
+class FedScaleAvailability(AvailabilityModel):
+    """Spans of FedScale's ``client_behave_trace``; client i has the i-th entry, from the first again at the end.
+
+    Attributes
+    ----------
+    file : the pickle: id -> {active: seconds, inactive: seconds, finish_time: the period}.
+    """
+
+    in_seconds: ClassVar[bool] = True
+
+    file: str
+
+    def files(self) -> tuple[Path, ...]:
+        return (Path(self.file),)
+
+    def availability(self, holdings: Holdings, unit: float) -> Availability:
+        entries = _entries(self.file, ("active", "inactive", "finish_time"), "devices.availability.file")
+        periods = np.array([entry["finish_time"] for entry in entries], dtype=np.float64)
+        owners = []
+        starts = []
+        ends = []
+        for number, entry in enumerate(entries):
+            # Of unequal lists, the last span is open.
+            for start, end in zip(entry["active"], entry["inactive"], strict=False):
+                end = min(end, periods[number])
+                if end - start >= SHORTEST_SPAN:
+                    owners.append(number)
+                    starts.append(start)
+                    ends.append(end)
+
+        of_entries = Spans(np.array(owners, dtype=np.int64), np.array(starts), np.array(ends), periods, len(entries))
+        return of_entries.of(np.arange(holdings.num_clients) % len(entries))
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads dicts, lists, numbers and texts alone: a pickle that names a class or function could run any code."""
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        raise pickle.UnpicklingError(f"it asks for {module_name}.{global_name}")
+
+
+def _entries(file: str, needed: tuple[str, ...], setting: str) -> list[dict[str, Any]]:
+    """Return the entries of a trace, by ascending id."""
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise ConfigError(f"{setting} is {file!r}, but there is no such file.")
+    try:
+        with path.open("rb") as pickled:
+            trace = _PlainUnpickler(pickled).load()
+    except Exception as error:
+        raise ConfigError(
+            f"{setting} is {file!r}, which is no pickle of plain dicts, lists and numbers, as FedScale's traces are: "
+            f"{error}."
+        ) from None
+
+    is_trace = isinstance(trace, dict) and trace and all(isinstance(entry, dict) for entry in trace.values())
+    if not is_trace or not all(name in entry for entry in trace.values() for name in needed):
+        raise ConfigError(f"{setting} is {file!r}, which does not have {', '.join(needed)} for each id.")
+    return [trace[number] for number in sorted(trace)]
