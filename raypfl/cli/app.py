@@ -10,7 +10,7 @@ import typer
 
 from raypfl.cli.arguments import ACCEPT_UNKNOWN_OPTIONS
 from raypfl.cli.job_commands import jobs, logs, stop, submit
-from raypfl.cli.list_commands import list_catalogue, show_data
+from raypfl.cli.list_commands import list_catalogue, plan, show_data
 from raypfl.cli.messages import CommandsWithMessages
 from raypfl.cli.result_commands import personalize, report, serve, track
 from raypfl.cli.run_commands import ntk, pretrain, resume, run, study, tune
@@ -29,6 +29,7 @@ data_app.command("show", context_settings=ACCEPT_UNKNOWN_OPTIONS)(show_data)
 
 app.command(context_settings=ACCEPT_UNKNOWN_OPTIONS)(run)
 app.command(context_settings=ACCEPT_UNKNOWN_OPTIONS)(resume)
+app.command(context_settings=ACCEPT_UNKNOWN_OPTIONS)(plan)
 app.command(context_settings=ACCEPT_UNKNOWN_OPTIONS)(pretrain)
 app.command()(report)
 app.command(context_settings=ACCEPT_UNKNOWN_OPTIONS)(study)

@@ -1,4 +1,4 @@
-"""The commands that show what there is, before anything runs: list and data show."""
+"""The commands that show what there is, before anything runs: list, data show and plan."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from raypfl.cli.arguments import RecipeAndChanges, source_and_changes
+from raypfl.cli.arguments import AsJson, Quiet, RecipeAndChanges, count, source_and_changes
 from raypfl.common.errors import ConfigError, did_you_mean
 from raypfl.common.registry import Registry
 
@@ -62,6 +62,30 @@ def list_catalogue(
     for name in _names(kind, catalogue, section):
         table.add_row(Text(name), Text(catalogue.summary(name)), Text(details(name)))
     Console().print(table)
+
+
+def plan(
+    words: RecipeAndChanges = None,
+    clients: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", parser=count, help="Number of clients, which hold in turn what those of the data do."
+        ),
+    ] = None,
+    picture: Annotated[Path, typer.Option(help="File of the picture.")] = Path("plan.png"),
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Plan a run on its clients' devices before anything trains: rounds a day, traffic, energy, and who takes part.
+
+    Name the experiment as for raypfl run, with devices.hardware. With --clients, give the cohort as cohort.fraction.
+    """
+    from raypfl.cli.plan import carry_out
+    from raypfl.experiment import experiments
+    from raypfl.experiment.recipes import settings_of
+
+    recipe, changes = source_and_changes(words or [], "digits")
+    carry_out(experiments(settings_of(recipe), changes)[0], clients, picture, quiet, as_json)
 
 
 def show_data(

@@ -17,7 +17,7 @@ from raypfl.common.global_draws import ON_CLIENTS, ON_SERVER, refuse_unkeyed
 from raypfl.common.messages import Each, Scatter, Sum, unmarked
 from raypfl.common.rounds import is_due
 from raypfl.common.user_code import where_defined
-from raypfl.engine.groups import groups_for
+from raypfl.engine.building.groups import groups_for
 from raypfl.engine.prepared import Prepared
 from raypfl.engine.scoring import score
 from raypfl.evaluation import Selection, select, summarise, tabulate, validation_aggregates

@@ -45,6 +45,26 @@ class RunStarted:
 
 
 @dataclass(frozen=True)
+class SimulatedRound:
+    """A round on the clients' devices.
+
+    Attributes
+    ----------
+    seconds : duration of the round.
+    time : seconds from the start of the run to the end of this round, in a resumed run too.
+    joules : energy that the clients' devices use in this round.
+    joules_total : energy of this round and all before it.
+    late : number of clients that would have finished after the round.
+    """
+
+    seconds: float
+    time: float
+    joules: float
+    joules_total: float
+    late: int
+
+
+@dataclass(frozen=True)
 class RoundFinished:
     """A round is finished; `round` counts from 1.
 
@@ -57,11 +77,7 @@ class RoundFinished:
     clients : number of clients that finished.
     dropped : number of clients that dropped out by simulation.
     failed : number of clients that failed and were skipped.
-    late : number of clients that would have finished after the round.
-    simulated_seconds : duration of the round on the clients' devices; 0: time is not simulated.
-    simulated_time : simulated seconds from the start of the run to the end of this round.
-    joules : energy that the clients' devices use in this round.
-    joules_total : energy of this round and all before it.
+    simulated : the round in simulated time; None: time is not simulated.
     logged : what the method logged: numbers, tables, images.
     """
 
@@ -75,11 +91,7 @@ class RoundFinished:
     failed: int
     bytes_up_total: int
     bytes_down_total: int
-    late: int = 0
-    simulated_seconds: float = 0.0
-    simulated_time: float = 0.0
-    joules: float = 0.0
-    joules_total: float = 0.0
+    simulated: SimulatedRound | None = None
     logged: Logged = field(default_factory=Logged, repr=False)
 
 

@@ -12,10 +12,10 @@ import torch
 from raypfl.clients.context import CORRUPTED_BYTES, Context
 from raypfl.devices import ClientTurns, Turn
 from raypfl.engine.building.data_outline import DataOutline
+from raypfl.engine.building.groups import client_costs, groups_for
 from raypfl.engine.building.network import build_model
 from raypfl.engine.building.samples import normalisation, pool_indices, pools_for, samples_for
 from raypfl.engine.building.turns import turns_for
-from raypfl.engine.groups import client_costs, groups_for
 from raypfl.evaluation import Measures
 from raypfl.federation.cohort_draw import cohort_size
 from raypfl.federation.exchange.backend import Backend
@@ -175,9 +175,9 @@ class Prepared:
         data_budget = device_data_budget(self.device, experiment.ray.data_share, experiment.ray.gpus_for_server)
         return replace(pools_for(self.data, samples, experiment.seed), room=data_budget)
 
-    def turns(self, turn: Turn | None) -> ClientTurns:
-        """The turns of all clients; `turn`: what the method asks of a client in a round, if time is simulated."""
-        return turns_for(self.experiment, self.data, turn)
+    def turns(self, turn: Turn | None, num_clients: int | None = None) -> ClientTurns:
+        """The turns of all clients; parameters as in :func:`turns_for`."""
+        return turns_for(self.experiment, self.data, turn, num_clients)
 
     @property
     def precision(self) -> Precision:

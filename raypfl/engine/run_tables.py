@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from raypfl.engine.events import RoundFinished
+from raypfl.engine.events import RoundFinished, SimulatedRound
 from raypfl.federation.cohort import Cohort, round_record
 from raypfl.federation.cohort_draw import CohortDraw
 from raypfl.federation.ledger import LEDGER, Ledger
@@ -108,19 +108,33 @@ class RunTables:
             failed=len(cohort.failed),
             bytes_up_total=self._bytes_up,
             bytes_down_total=self._bytes_down,
-            late=len(cohort_draw.late),
-            simulated_seconds=cohort_draw.seconds,
-            simulated_time=cohort_draw.ends,
-            joules=cohort_draw.joules,
-            joules_total=self._joules,
+            simulated=self._simulated(cohort_draw),
             logged=logged,
         )
 
         row = {**vars(finished), "cohort": cohort.ids}
+        if finished.simulated is not None:
+            simulated = finished.simulated
+            row["late"] = simulated.late
+            row["simulated_seconds"] = simulated.seconds
+            row["simulated_time"] = simulated.time
+            row["joules"] = simulated.joules
         self.tables["rounds"].waiting.append(**{name: row[name] for name in self.tables["rounds"].waiting.kinds})
         self.add_logged(number, logged)
         self.add_spending(number, "training", cohort.spent)
         return finished
+
+    def _simulated(self, cohort_draw: CohortDraw) -> SimulatedRound | None:
+        """A round in simulated time, if time is simulated."""
+        if "simulated_time" not in self.tables["rounds"].waiting.kinds:
+            return None
+        return SimulatedRound(
+            seconds=cohort_draw.seconds,
+            time=cohort_draw.ends,
+            joules=cohort_draw.joules,
+            joules_total=self._joules,
+            late=len(cohort_draw.late),
+        )
 
     def add_logged(self, number: int, logged: Logged) -> None:
         """Record what method and analyses logged in a round."""

@@ -25,9 +25,9 @@ from raypfl.common.version import __version__
 from raypfl.devices import ClientTurns
 from raypfl.engine import client_states
 from raypfl.engine.analysing import Analyses
+from raypfl.engine.building.groups import groups_for
 from raypfl.engine.evaluator import Evaluator
 from raypfl.engine.events import Checkpointed, Evaluated, Listener, RunFinished, RunStarted, Warned
-from raypfl.engine.groups import groups_for
 from raypfl.engine.job import Job
 from raypfl.engine.prepared import Prepared
 from raypfl.engine.run_tables import RunTables

@@ -18,7 +18,7 @@ from torch import Tensor
 from raypfl.common.errors import ConfigError, NoRun
 from raypfl.common.files import draft, write
 from raypfl.engine import history
-from raypfl.engine.events import Evaluated, Event, RoundFinished, RunFinished, RunStarted
+from raypfl.engine.events import Evaluated, Event, RoundFinished, RunFinished, RunStarted, SimulatedRound
 from raypfl.engine.job import checkpoints_of
 from raypfl.evaluation import summarise
 from raypfl.experiment import Experiment
@@ -179,7 +179,8 @@ class RunResult:
     best_round : the best evaluated round by validation data; None without validation.
     metadata : facts found when the run was last started or resumed, see ``events.RunStarted``; `history` has those of
         every start.
-    rounds : a row for each round: round, loss, seconds, bytes_up, bytes_down, clients, dropped, failed, cohort.
+    rounds : a row for each round: round, loss, seconds, bytes_up, bytes_down, clients, dropped, failed, cohort; in
+        simulated time also late, simulated_seconds, simulated_time (at the round's end), joules.
     evaluations : a row for each (round, client, protocol, model): samples, and every metric.
     ledger : a row for each message: round, exchange, direction, name, clients, numbers and bytes per client, and phase,
         ``training`` or ``prediction``.
@@ -377,12 +378,25 @@ def events_of(result: RunResult, uri: str | None = None) -> Iterator[Event]:
 
     bytes_up = 0
     bytes_down = 0
+    joules = 0.0
     for row in result.rounds.to_pylist():
         del row["cohort"]
         bytes_up += row["bytes_up"]
         bytes_down += row["bytes_down"]
         logged = _logged(result, row["round"])
-        yield RoundFinished(**row, bytes_up_total=bytes_up, bytes_down_total=bytes_down, logged=logged)
+        simulated = None
+        if "simulated_time" in row:
+            joules += row["joules"]
+            simulated = SimulatedRound(
+                seconds=row.pop("simulated_seconds"),
+                time=row.pop("simulated_time"),
+                joules=row.pop("joules"),
+                joules_total=joules,
+                late=row.pop("late"),
+            )
+        yield RoundFinished(
+            **row, bytes_up_total=bytes_up, bytes_down_total=bytes_down, simulated=simulated, logged=logged
+        )
         if row["round"] in evaluated_rounds:
             yield Evaluated(row["round"], result.summary(row["round"]))
 

@@ -24,8 +24,8 @@ from raypfl.common.threads import threads
 from raypfl.data import load_federated
 from raypfl.engine.backends.inline import Inline
 from raypfl.engine.building.data_outline import DataOutline
+from raypfl.engine.building.groups import client_costs
 from raypfl.engine.evaluator import EvaluationCohort, model_hook, personalize
-from raypfl.engine.groups import client_costs
 from raypfl.engine.prepared import Prepared
 from raypfl.evaluation.metric_sums import MetricSums
 from raypfl.evaluation.run_metrics import Measures

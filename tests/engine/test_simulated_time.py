@@ -18,6 +18,7 @@ from raypfl.engine.events import RoundFinished
 from raypfl.engine.prepared import Prepared
 from raypfl.federation.cohort_draw import draw_cohort
 from raypfl.runs.choices.turn import turn_of
+from raypfl.runs.result import events_of
 from tests.support.federation import FP64, Federation
 from tests.support.runs import EVENTFUL, TIMED, Interrupt, experiment, same_tables
 
@@ -66,7 +67,10 @@ def test_a_run_records_the_rounds_that_are_known_before_it(tmp_path):
         assert row["cohort"] == list(cohort.clients)
         assert (row["dropped"], row["late"]) == (len(cohort.dropped), len(cohort.late))
         assert (row["simulated_time"], row["simulated_seconds"], row["joules"]) == (time, cohort.seconds, cohort.joules)
-        assert (event.simulated_time, event.joules_total) == (time, pytest.approx(joules))
+        assert (event.simulated.time, event.simulated.joules_total) == (time, pytest.approx(joules))
+    assert [event.simulated for event in events_of(result) if isinstance(event, RoundFinished)] == [
+        event.simulated for event in finished
+    ]
     assert sum(row["late"] for row in rounds) and sum(row["dropped"] for row in rounds)
 
     for row in rounds:

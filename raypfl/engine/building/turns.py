@@ -19,23 +19,32 @@ if TYPE_CHECKING:
     from raypfl.experiment import Experiment
 
 
-def turns_for(experiment: Experiment, data: ClientData | DataOutline, turn: Turn | None) -> ClientTurns:
+def turns_for(
+    experiment: Experiment, data: ClientData | DataOutline, turn: Turn | None, num_clients: int | None = None
+) -> ClientTurns:
     """Return the turns of all clients.
 
-    `turn` : what the method asks of a client in a round; None: there is no simulated time.
+    Parameters
+    ----------
+    turn : what the method asks of a client in a round; None: there is no simulated time.
+    num_clients : how many clients there are, which hold in turn what those of the data hold; None: those of the data.
     """
     settings = experiment.devices
+    holders = np.arange(num_clients or data.num_clients) % data.num_clients
+    sizes = data.sizes("train")[holders]
+    holdings = Holdings(experiment.seed, sizes, lambda: _labels_held(data)[holders])
+
     devices = None
     if settings.hardware is not None:
-        devices = settings.hardware.devices(data.num_clients, experiment.seed)
+        devices = settings.hardware.devices(len(holders), experiment.seed)
     return ClientTurns(
         seed=experiment.seed,
-        availability=_availability(experiment, data),
+        availability=_availability(settings, holdings),
         dropout=settings.dropout,
         partial_work=settings.partial_work,
         devices=devices,
         turn=turn,
-        num_samples=data.sizes("train"),
+        num_samples=sizes,
     )
 
 
@@ -54,14 +63,11 @@ def digest_of_files(settings: DeviceSettings) -> str:
     return digest.hexdigest()
 
 
-def _availability(experiment: Experiment, data: ClientData | DataOutline) -> Availability:
-    model = experiment.devices.availability
-    if model is None:
+def _availability(settings: DeviceSettings, holdings: Holdings) -> Availability:
+    if settings.availability is None:
         return Always()
-
-    unit = 1.0 if experiment.devices.hardware is None else HOUR
-    holdings = Holdings(experiment.seed, data.sizes("train"), lambda: _labels_held(data))
-    return model.availability(holdings, unit)
+    unit = 1.0 if settings.hardware is None else HOUR
+    return settings.availability.availability(holdings, unit)
 
 
 def _labels_held(data: ClientData | DataOutline) -> np.ndarray:

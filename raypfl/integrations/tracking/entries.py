@@ -178,8 +178,11 @@ def shortened(description: str) -> str:
 def round_points(event: RoundFinished) -> Iterator[Point]:
     """Yield a round's metrics."""
     for key, value in vars(event).items():
-        if key not in ("round", "logged"):
+        if key not in ("round", "logged", "simulated"):
             yield key, value, event.round
+    if event.simulated is not None:
+        for key, value in vars(event.simulated).items():
+            yield f"simulated/{key}", value, event.round
     for key, value in event.logged.values.items():
         yield f"method/{key}", value, event.round
 

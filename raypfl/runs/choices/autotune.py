@@ -14,7 +14,7 @@ from torch import nn
 from raypfl.clients.clients import Clients
 from raypfl.clients.context import FallbackWarning
 from raypfl.clients.group import ClientGroup
-from raypfl.engine.groups import groups_for
+from raypfl.engine.building.groups import groups_for
 from raypfl.engine.prepared import Prepared
 from raypfl.federation.cohort_draw import cohort_size
 from raypfl.learning.executor import Executor, Precision

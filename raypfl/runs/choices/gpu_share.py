@@ -20,8 +20,8 @@ from raypfl.data import FederatedData
 from raypfl.engine.backends.actor_pools import reserved, room_for, share_of
 from raypfl.engine.backends.cluster import nodes_of
 from raypfl.engine.building.devices import CONTEXT_BYTES
+from raypfl.engine.building.groups import groups_for
 from raypfl.engine.events import Listener, Progress
-from raypfl.engine.groups import groups_for
 from raypfl.engine.prepared import Prepared
 from raypfl.experiment import Experiment
 from raypfl.experiment.settings import ActorPool

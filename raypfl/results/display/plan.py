@@ -1,0 +1,90 @@
+"""A plan of a run in simulated time, as a table and as JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from raypfl.common.counting import counted
+from raypfl.runs.planning import DAY, PERCENTILES, Plan
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """Return the plan in numbers."""
+    percentiles = {f"p{percent}": float(np.percentile(plan.seconds, percent)) for percent in PERCENTILES}
+    return {
+        "rounds": plan.rounds,
+        "clients": plan.num_clients,
+        "rounds_a_day": plan.rounds_a_day,
+        "simulated_seconds": plan.total_seconds,
+        "round_seconds": {"mean": float(plan.seconds.mean()), **percentiles, "max": float(plan.seconds.max())},
+        "waiting_seconds": float(plan.begins[0] + (plan.begins[1:] - (plan.begins + plan.seconds)[:-1]).sum()),
+        "clients_a_round": {name: float(getattr(plan, name).mean()) for name in ("clients", "dropped", "late")},
+        "bytes_down": int(plan.bytes_down.sum()),
+        "bytes_up": int(plan.bytes_up.sum()),
+        "turn_bytes_down": plan.turn.down_bytes,
+        "turn_bytes_up": plan.turn.up_bytes,
+        "joules": float(plan.joules.sum()),
+        "gini": plan.gini,
+        "never_drawn": int((~plan.drawn).sum()),
+        "never_taken_part": int((plan.taken_part == 0).sum()),
+    }
+
+
+def show(console: Console, plan: Plan) -> None:
+    """Print the plan."""
+    numbers = as_json(plan)
+    seconds = numbers["round_seconds"]
+    in_round = numbers["clients_a_round"]
+    never = numbers["never_drawn"]
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=False)
+    table.add_column(style="dim")
+    table.add_column()
+    table.add_row("rounds a day", f"{numbers['rounds_a_day']:,.1f}")
+    table.add_row("the whole run", f"{duration(plan.total_seconds)} for {counted(plan.rounds, 'round')}")
+    table.add_row(
+        "a round",
+        f"{duration(seconds['mean'])} on average, {duration(seconds['p50'])} in the median, "
+        f"{duration(seconds['p95'])} at the 95th percentile",
+    )
+    if numbers["waiting_seconds"]:
+        table.add_row("waiting for clients", duration(numbers["waiting_seconds"]))
+    table.add_row(
+        "clients of a round",
+        f"{in_round['clients']:,.1f} count, {in_round['late']:,.1f} are late, {in_round['dropped']:,.1f} drop out",
+    )
+    table.add_row("traffic", f"{size(numbers['bytes_down'])} down, {size(numbers['bytes_up'])} up")
+    table.add_row("energy of the devices", energy(numbers["joules"]))
+    table.add_row(
+        "taking part",
+        f"Gini {numbers['gini']:.2f}; {never:,} of {counted(plan.num_clients, 'client')} are never drawn",
+    )
+    console.print(table)
+
+
+def duration(seconds: float) -> str:
+    """Return ``"12.3 s"``, ``"4.5 min"``, ``"6.7 h"`` or ``"8.9 days"``."""
+    for limit, unit, name in ((120.0, 1.0, "s"), (7200.0, 60.0, "min"), (2 * DAY, 3600.0, "h")):
+        if seconds < limit:
+            return f"{seconds / unit:.1f} {name}"
+    return f"{seconds / DAY:,.1f} days"
+
+
+def size(number: float) -> str:
+    """Return bytes as ``"12.3 kB"``, ``"4.5 MB"``, ``"6.7 GB"`` or ``"8.9 TB"``."""
+    for limit, unit, name in ((1e6, 1e3, "kB"), (1e9, 1e6, "MB"), (1e12, 1e9, "GB")):
+        if number < limit:
+            return f"{number / unit:.1f} {name}"
+    return f"{number / 1e12:,.1f} TB"
+
+
+def energy(joules: float) -> str:
+    """Return ``"12.3 kJ"``, or ``"4.5 kWh"`` from one kilowatt-hour on."""
+    if joules < 3.6e6:
+        return f"{joules / 1e3:.1f} kJ"
+    return f"{joules / 3.6e6:,.1f} kWh"

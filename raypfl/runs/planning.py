@@ -1,0 +1,185 @@
+"""What a run will take on its clients' devices, before anything trains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from raypfl.common.errors import ConfigError
+from raypfl.data import load_federated
+from raypfl.devices import ClientTurns, Turn
+from raypfl.engine.events import Listener, Progress
+from raypfl.engine.prepared import Prepared
+from raypfl.experiment import Experiment
+from raypfl.federation.cohort_draw import CohortDraw, draw_cohort
+from raypfl.runs.choices.turn import turn_of
+
+DAY = 86400.0
+PERCENTILES = (50, 95)
+"""Percentiles of the lengths of rounds that are shown."""
+
+DRAWN_ROUNDS = 40
+"""Rounds of which a plan keeps every turn, for its picture."""
+
+
+@dataclass(frozen=True)
+class PlannedTurn:
+    """A client's turn in a round.
+
+    Attributes
+    ----------
+    ends : simulated seconds from the start of the run to the end of the turn or, for a late client, of its round.
+    kind : ``counted``, ``late`` or ``dropped``.
+    """
+
+    round: int
+    client: int
+    begins: float
+    ends: float
+    kind: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All rounds of a run, in simulated time.
+
+    Attributes
+    ----------
+    turn : what the method asks of a client in a round.
+    num_clients : the number of clients that are trained.
+    begins, seconds : when each round begins, and how long it takes, ``float64[rounds]``.
+    joules : energy of each round, ``float64[rounds]``.
+    bytes_down, bytes_up : traffic of each round, all clients together, ``int64[rounds]``.
+    clients, dropped, late : how many clients each round counts, loses by dropout, and does not wait for,
+        ``int64[rounds]``.
+    taken_part : how often each client counts in a round, ``int64[num_clients]``.
+    drawn : whether each client is ever sent a model, ``bool[num_clients]``.
+    turns : the turns of the first rounds.
+    """
+
+    turn: Turn
+    num_clients: int
+    begins: np.ndarray
+    seconds: np.ndarray
+    joules: np.ndarray
+    bytes_down: np.ndarray
+    bytes_up: np.ndarray
+    clients: np.ndarray
+    dropped: np.ndarray
+    late: np.ndarray
+    taken_part: np.ndarray
+    drawn: np.ndarray
+    turns: tuple[PlannedTurn, ...]
+
+    @property
+    def rounds(self) -> int:
+        return len(self.seconds)
+
+    @property
+    def total_seconds(self) -> float:
+        """Simulated seconds from the start to the end of the last round."""
+        return float(self.begins[-1] + self.seconds[-1])
+
+    @property
+    def rounds_a_day(self) -> float:
+        return self.rounds * DAY / self.total_seconds
+
+    @property
+    def gini(self) -> float:
+        """How unequally clients take part: 0, all as often, to almost 1, one alone; NaN if nobody does."""
+        ranked = np.sort(self.taken_part).astype(np.float64)
+        total = ranked.sum()
+        if not total:
+            return float("nan")
+        ranks = np.arange(1, len(ranked) + 1)
+        return float(2 * (ranks @ ranked) / (len(ranked) * total) - (len(ranked) + 1) / len(ranked))
+
+
+def plan(experiment: Experiment, emit: Listener, num_clients: int | None = None) -> Plan:
+    """Plan a run: the same rounds, clients, seconds and bytes as it will have.
+
+    Parameters
+    ----------
+    num_clients : the number of clients, which hold in turn what those of the data hold; None: those of the data.
+
+    Raises
+    ------
+    ConfigError : if no hardware is set, or a run would be refused.
+    """
+    if experiment.devices.hardware is None:
+        raise ConfigError(
+            "A plan needs the clients' devices: set devices.hardware, as in raypfl plan devices.hardware=lognormal."
+        )
+    emit(Progress("preparing data"))
+    data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
+    prepared = Prepared(experiment, data)
+    emit(Progress("rehearsing a round"))
+    turn = turn_of(prepared)
+    assert turn is not None
+
+    trained = None
+    if num_clients is None and len(data.unseen):
+        trained = np.setdiff1d(np.arange(data.num_clients), data.unseen)
+    turns = prepared.turns(turn, num_clients)
+    emit(Progress("planning rounds"))
+    return planned(experiment, turns, trained)
+
+
+def planned(experiment: Experiment, turns: ClientTurns, trained: np.ndarray | None = None) -> Plan:
+    """Plan the rounds of clients whose turns are known; `trained`: the numbers of those that are trained."""
+    assert turns.turn is not None and turns.num_samples is not None
+    num_all = len(turns.num_samples)
+    num_trained = num_all if trained is None else len(trained)
+    taken_part = np.zeros(num_all, dtype=np.int64)
+    drawn = np.zeros(num_all, dtype=bool)
+
+    draws = []
+    planned_turns: list[PlannedTurn] = []
+    time = 0.0
+    for number in range(1, experiment.rounds + 1):
+        cohort = draw_cohort(experiment.cohort, num_trained, experiment.seed, number, turns, trained, time)
+        time = cohort.ends
+        taken_part[list(cohort.clients)] += 1
+        drawn[[*cohort.clients, *cohort.lost]] = True
+        if number <= DRAWN_ROUNDS:
+            planned_turns += _turns_of(number, cohort, turns)
+        counts = (len(cohort.clients), len(cohort.dropped), len(cohort.late))
+        draws.append((*counts, cohort.begins, cohort.seconds, cohort.joules))
+
+    clients, dropped, late, begins, seconds, joules = np.array(draws).T
+    turn = turns.turn
+    first_message = turn.exchanges[0].down_bytes
+    # Those that are late or drop out of a round have received its first message.
+    bytes_down = clients * turn.down_bytes + (dropped + late) * first_message
+    chosen = slice(None) if trained is None else trained
+    return Plan(
+        turn=turn,
+        num_clients=num_trained,
+        begins=begins,
+        seconds=seconds,
+        joules=joules,
+        bytes_down=np.rint(bytes_down).astype(np.int64),
+        bytes_up=np.rint(clients * turn.up_bytes).astype(np.int64),
+        clients=clients.astype(np.int64),
+        dropped=dropped.astype(np.int64),
+        late=late.astype(np.int64),
+        taken_part=taken_part[chosen],
+        drawn=drawn[chosen],
+        turns=tuple(planned_turns),
+    )
+
+
+def _turns_of(number: int, cohort: CohortDraw, turns: ClientTurns) -> list[PlannedTurn]:
+    """The turns of a round, client by client."""
+    counted = np.array(cohort.clients, dtype=np.int64)
+    dropped = np.array(cohort.dropped, dtype=np.int64)
+    shares = np.ones(len(counted)) if cohort.work is None else cohort.work
+    planned_turns = []
+    for client, seconds in zip(cohort.clients, turns.turn_seconds(counted, shares).tolist(), strict=True):
+        planned_turns.append(PlannedTurn(number, client, cohort.begins, cohort.begins + seconds, "counted"))
+    for client in cohort.late:
+        planned_turns.append(PlannedTurn(number, client, cohort.begins, cohort.ends, "late"))
+    for client, seconds in zip(cohort.dropped, turns.download_seconds(dropped).tolist(), strict=True):
+        planned_turns.append(PlannedTurn(number, client, cohort.begins, cohort.begins + seconds, "dropped"))
+    return planned_turns

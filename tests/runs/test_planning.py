@@ -1,0 +1,87 @@
+"""A plan is what the run will do on its clients' devices, for few clients and for a million."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import raypfl
+from raypfl.cli.app import app
+from raypfl.common.errors import ConfigError
+from raypfl.devices import ClientTurns, Exchange, Training, Turn
+from raypfl.devices.hardware import LogNormalHardware
+from raypfl.runs.planning import Plan, plan, planned
+from tests.support.runs import EVENTFUL, experiment
+
+
+def quietly(event: object) -> None:
+    """A listener that does nothing."""
+
+
+def test_a_run_is_its_plan(tmp_path):
+    settings = experiment(tmp_path, **EVENTFUL, rounds=8, data__unseen_fraction=0.17)
+    expected = plan(settings, quietly)
+    rounds = raypfl.run(settings).rounds
+    columns = {
+        "clients": expected.clients,
+        "dropped": expected.dropped,
+        "late": expected.late,
+        "bytes_down": expected.bytes_down,
+        "bytes_up": expected.bytes_up,
+        "simulated_seconds": expected.seconds,
+        "simulated_time": expected.begins + expected.seconds,
+        "joules": expected.joules,
+    }
+    for name, column in columns.items():
+        assert rounds[name].to_pylist() == column.tolist(), name
+
+    took_part = np.bincount(np.concatenate(rounds["cohort"].to_pylist()), minlength=12)
+    assert sorted(took_part)[2:] == sorted(expected.taken_part) and len(expected.taken_part) == 10
+    assert sum(turn.kind == "counted" for turn in expected.turns) == expected.clients.sum()
+
+
+def test_a_plan_of_a_million_devices_and_completions_takes_less_than_200_mb():
+    settings = raypfl.Experiment(rounds=1000, cohort={"fraction": 0.001}, devices={"hardware": "lognormal"})
+    turn = Turn((Exchange((Training(10),), 1e6, 1e6),))
+    tracemalloc.start()
+    devices = LogNormalHardware().devices(1_000_000, 0)
+    million = planned(settings, ClientTurns(devices=devices, turn=turn, num_samples=np.full(1_000_000, 100)))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 200e6 and million.clients.sum() == 1_000_000 and million.num_clients == 1_000_000
+    # Each client takes part with a chance of 1/1000, in 1000 rounds.
+    assert million.drawn.mean() == pytest.approx(1 - np.exp(-1), abs=0.002)
+
+
+@pytest.mark.parametrize(("taken_part", "gini"), [([3, 3, 3], 0.0), ([0, 0, 0, 8], 0.75), ([1, 2, 3, 4], 0.25)])
+def test_ginis_coefficient_is_0_for_equal_shares_and_nearly_1_for_one_client_alone(taken_part, gini):
+    nothing = np.ones(1)
+    rest = dict.fromkeys(
+        ("begins", "seconds", "joules", "bytes_down", "bytes_up", "clients", "dropped", "late"), nothing
+    )
+    of_shares = Plan(Turn(()), 4, taken_part=np.array(taken_part), drawn=nothing, turns=(), **rest)
+    assert of_shares.gini == pytest.approx(gini)
+
+
+def test_the_command_prints_numbers_and_draws_a_picture(tmp_path):
+    picture = tmp_path / "plan.png"
+    words = ["plan", "devices.hardware=lognormal", "cohort.fraction=0.1", "rounds=50", f"--picture={picture}"]
+    result = CliRunner().invoke(app, [*words, "--clients=1000", "--json", "-q"])
+    assert result.exit_code == 0, result.output
+    numbers = json.loads(result.stdout)
+    assert numbers["clients"] == 1000 and numbers["clients_a_round"] == {"clients": 100, "dropped": 0, "late": 0}
+    assert numbers["rounds_a_day"] == pytest.approx(50 * 86400 / numbers["simulated_seconds"])
+    assert numbers["round_seconds"]["p50"] <= numbers["round_seconds"]["p95"] <= numbers["round_seconds"]["max"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+    table = CliRunner().invoke(app, [*words, "-q"]).stdout
+    assert "rounds a day" in table and "of 20 clients are never drawn" in table
+
+
+def test_a_plan_without_devices_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"set devices\.hardware, as in raypfl plan"):
+        plan(experiment(tmp_path), quietly)
