@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -50,7 +51,7 @@ def turns_for(
 
 def digest_of_files(settings: DeviceSettings) -> str:
     """Return the SHA-256 of the files that describe the devices; empty if there are none."""
-    files = []
+    files: list[Path] = []
     for part in (settings.hardware, settings.availability):
         if part is not None:
             files += part.files()
