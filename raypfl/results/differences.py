@@ -19,7 +19,7 @@ from raypfl.results.table import tests_of
 from raypfl.results.units import Unit
 from raypfl.runs.result import RunResult
 
-_ENOUGH_SEEDS = 6
+ENOUGH_SEEDS = 6
 """Fewest seeds with which a two-sided Wilcoxon test can give p < 0.05: over n seeds, p is at least 2 / 2^n."""
 
 
@@ -180,10 +180,10 @@ def remarks(rows: Sequence[Difference], groups: Sequence[RunGroup]) -> list[str]
     lines = [first, second, *_resampling_remarks(rows)]
 
     seeds = max(len(row.by_seed) for row in rows)
-    if 1 < seeds < _ENOUGH_SEEDS:
+    if 1 < seeds < ENOUGH_SEEDS:
         lines.append(
             f"{seeds} seeds cannot show much: a two-sided Wilcoxon test over them gives p = {2 / 2**seeds:.2g} at "
-            f"best, and p below 0.05 takes {_ENOUGH_SEEDS} seeds or more."
+            f"best, and p below 0.05 takes {ENOUGH_SEEDS} seeds or more."
         )
 
     seeds_of = {group.label: [result.experiment.seed for result in group.results] for group in groups}
@@ -240,7 +240,7 @@ def difference(group: RunGroup, reference: RunGroup, protocol: str, best: bool =
     shared_clients: list[list[int]] = []
     for result in group.results:
         seed = result.experiment.seed
-        if seed not in references or _data_hash(references[seed]) != _data_hash(result):
+        if seed not in references or data_hash(references[seed]) != data_hash(result):
             continue
         clients, values = _client_by_client(result, references[seed], protocol, models, best)
         if clients:
@@ -249,7 +249,7 @@ def difference(group: RunGroup, reference: RunGroup, protocol: str, best: bool =
 
     means = {seed: float(values.mean()) for seed, values in differences_by_seed.items()}
     row = Difference(group.label, reference.label, protocol, best, group.unit, means)
-    same_clients = _keeps_clients(group.results[0]) and _all_equal(shared_clients)
+    same_clients = keeps_clients(group.results[0]) and _all_equal(shared_clients)
     return _with_interval(row, list(differences_by_seed.values()), same_clients)
 
 
@@ -293,12 +293,12 @@ def _is_ahead(unit: Unit, differences: np.ndarray) -> np.ndarray:
     return differences < 0
 
 
-def _data_hash(result: RunResult) -> str | None:
+def data_hash(result: RunResult) -> str | None:
     """Return the hash of the samples and of who holds them."""
     return result.metadata.get("data")
 
 
-def _keeps_clients(result: RunResult) -> bool:
+def keeps_clients(result: RunResult) -> bool:
     """Whether clients are the same in every seed: they come with the data and are not drawn."""
     return is_described(result.experiment.data) or isinstance(result.experiment.partition, ByColumn | FromFile)
 

@@ -1,0 +1,203 @@
+"""How several methods stand on one test: intervals of their scores, differences to the best, and ranks.
+
+All come from the same draws of a bootstrap over seeds and clients, so that methods are paired: a draw takes the same
+seeds and clients for each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow.compute as pc
+
+from raypfl.results.differences import data_hash, keeps_clients
+from raypfl.results.ranking.joint_draws import joint_draws
+from raypfl.results.run_groups import RunGroup
+from raypfl.results.units import Unit
+from raypfl.runs.result import RunResult
+
+Interval = tuple[float, float]
+
+TESTED_ONCE = -1
+"""The client in the rows of one model on one test set."""
+
+
+@dataclass(frozen=True)
+class ClientScores:
+    """One run's scores by client: ids ``int[n]``, values ``float64[n]``, and their weights in the mean."""
+
+    clients: np.ndarray
+    values: np.ndarray
+    weights: np.ndarray
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A method among others on one test, over the seeds that all of them have.
+
+    Attributes
+    ----------
+    mean, interval : its score and the middle 95 % of its draws.
+    difference, difference_interval : its score minus that of the method with the best mean; 0 for that one.
+    chance : the share of draws in which it is better than the method with the best mean; a tie counts half.
+    rank, rank_interval : its place by the mean, from 1, and the middle 95 % of its places in the draws.
+    seeds : the number of seeds.
+    """
+
+    mean: float
+    interval: Interval
+    difference: float
+    difference_interval: Interval
+    chance: float
+    rank: int
+    rank_interval: tuple[int, int]
+    seeds: int
+
+    @property
+    def is_best(self) -> bool:
+        """Whether no method has a better mean."""
+        return self.rank == 1
+
+
+def standings_of_groups(groups: Sequence[RunGroup], protocol: str, best: bool = False) -> dict[str, Standing]:
+    """Return how the groups of a comparison stand by the primary metric, with the models that clients use.
+
+    Parameters
+    ----------
+    best : whether to take the round that validation data chose, instead of the last evaluated ones.
+    """
+    scores = {}
+    for group in groups:
+        if not group.was_tested(protocol, best):
+            continue
+        metric = group.measures.primary.name
+        by_seed = {}
+        for result in group.results:
+            rounds = [result.best_round] if best else result.last_rounds
+            by_seed[result.experiment.seed] = scores_of(result, protocol, group.deployed(protocol), metric, rounds)
+        scores[group.label] = by_seed
+
+    results = {group.label: group.results for group in groups if group.label in scores}
+    return standings(scores, *pairing(results), higher_is_better=groups[0].unit.metric.higher_is_better)
+
+
+def scores_of(result: RunResult, protocol: str, model: str, value: str, rounds: Sequence[int | None]) -> ClientScores:
+    """Return a run's scores by client, means over these rounds.
+
+    Parameters
+    ----------
+    value : a metric; or ``weighted``, the primary metric with clients' test samples as weights.
+    """
+    measures = result.experiment.measures
+    is_weighted = value == "weighted"
+    name = measures.primary.name if is_weighted else value
+    chosen = (pc.field("protocol") == protocol) & (pc.field("model") == model) & (pc.field("samples") > 0)
+    rows = result.evaluations.filter(chosen & pc.field(name).is_valid() & pc.field("round").isin(rounds))
+
+    means = rows.group_by("client", use_threads=False).aggregate([(name, "mean"), ("samples", "mean")])
+    values = Unit(measures.metric_of(value)).factor * means[f"{name}_mean"].to_numpy()
+    weights = means["samples_mean"].to_numpy() if is_weighted else np.ones(len(values))
+    return ClientScores(means["client"].to_numpy(), values, weights)
+
+
+def pairing(results: Mapping[str, Sequence[RunResult]]) -> tuple[list[int], bool]:
+    """Return the seeds that all methods have on the same data, and whether clients are the same in every seed."""
+    hashes = [{result.experiment.seed: data_hash(result) for result in runs} for runs in results.values()]
+    shared = set.intersection(*map(set, hashes)) if hashes else set()
+    seeds = [seed for seed in sorted(shared) if len({by_seed[seed] for by_seed in hashes}) == 1]
+    same_clients = all(keeps_clients(runs[0]) for runs in results.values() if runs)
+    return seeds, same_clients
+
+
+def standings(
+    scores: Mapping[str, Mapping[int, ClientScores]],
+    seeds: Sequence[int],
+    same_clients: bool,
+    *,
+    higher_is_better: bool,
+) -> dict[str, Standing]:
+    """Return the standing of each method that has scores in these seeds; empty if there is nothing to compare.
+
+    Parameters
+    ----------
+    scores : method -> seed -> its clients' scores.
+    same_clients : whether the clients are the same in every seed.
+    """
+    labels = []
+    for label, by_seed in scores.items():
+        if all(seed in by_seed and by_seed[seed].values.size for seed in seeds):
+            labels.append(label)
+    if len(labels) < 2 or not seeds:
+        return {}
+
+    values = []
+    weights = []
+    for seed in seeds:
+        seed_values, seed_weights = _aligned([scores[label][seed] for label in labels])
+        if not len(seed_values):
+            return {}
+        values.append(seed_values)
+        weights.append(seed_weights)
+
+    sign = 1 if higher_is_better else -1
+    means = np.mean([np.average(v, axis=0, weights=w) for v, w in zip(values, weights, strict=True)], axis=0)
+    crossed = same_clients and len({len(v) for v in values}) == 1
+    draws = joint_draws(values, weights, crossed)
+    best = int(np.argmax(sign * means))
+
+    places = _places(sign * means[None])[0]
+    drawn_places = _places(sign * draws)
+    ahead = sign * (draws - draws[:, [best]])
+    chances = (ahead > 0).mean(0) + (ahead == 0).mean(0) / 2
+    return {
+        label: Standing(
+            mean=float(means[i]),
+            interval=_middle(draws[:, i]),
+            difference=float(means[i] - means[best]),
+            difference_interval=_middle(draws[:, i] - draws[:, best]),
+            chance=float(chances[i]),
+            rank=int(places[i]),
+            rank_interval=tuple(np.quantile(drawn_places[:, i], [0.025, 0.975], method="nearest").tolist()),
+            seeds=len(seeds),
+        )
+        for i, label in enumerate(labels)
+    }
+
+
+def _aligned(runs: Sequence[ClientScores]) -> tuple[np.ndarray, np.ndarray]:
+    """Return ``[clients, methods]``, values and weights, of the clients that all methods have in one seed.
+
+    One model on one test set counts for every client of the others.
+    """
+    by_client = [run for run in runs if run.clients.tolist() != [TESTED_ONCE]]
+    if not by_client:
+        return np.stack([run.values for run in runs], 1), np.stack([run.weights for run in runs], 1)
+
+    shared = by_client[0].clients
+    for run in by_client[1:]:
+        shared = np.intersect1d(shared, run.clients)
+
+    values = []
+    weights = []
+    for run in runs:
+        if run.clients.tolist() == [TESTED_ONCE]:
+            values.append(np.full(len(shared), run.values[0]))
+            weights.append(np.ones(len(shared)))
+        else:
+            order = np.argsort(run.clients)
+            places = order[np.searchsorted(run.clients, shared, sorter=order)]
+            values.append(run.values[places])
+            weights.append(run.weights[places])
+    return np.stack(values, 1), np.stack(weights, 1)
+
+
+def _places(scores: np.ndarray) -> np.ndarray:
+    """Return each method's place in each row of ``scores[draws, methods]``: 1 for the highest, also if it is shared."""
+    return 1 + (scores[:, None, :] > scores[:, :, None]).sum(2)
+
+
+def _middle(draws: np.ndarray) -> Interval:
+    low, high = np.quantile(draws, [0.025, 0.975]).tolist()
+    return low, high
