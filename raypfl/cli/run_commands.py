@@ -123,10 +123,15 @@ def study(
 ) -> None:
     """Reproduce a published table and show both: a study by name (default: digits-personal) or your own YAML file.
 
-    Finished runs are not repeated; interrupted ones continue. KEY=VALUE changes a setting of all runs.
+    Finished runs are not repeated; interrupted ones continue. KEY=VALUE changes a setting of all runs. Such a file is
+    written by: raypfl study new FILE.yaml methods=[fedavg,ditto] KEY=VALUE
     """
-    from raypfl.cli.study import run_study
+    from raypfl.cli.study import new_study, run_study
 
+    if words and words[0] == "new":
+        _, changes = study_and_changes(words[1:], rounds, seeds)
+        new_study(words[1:2], changes)
+        return
     source, changes = study_and_changes(words or [], rounds, seeds)
     run_study(source, comma_separated(only), changes, quiet, as_json)
 

@@ -13,6 +13,7 @@ from pyarrow.csv import write_csv
 from rich.console import Console
 from rich.text import Text
 
+from raypfl.common.counting import counted
 from raypfl.common.errors import ConfigError, RaypflError, Refused, Stopped
 from raypfl.common.files import draft, write
 from raypfl.common.stopping import message_if_killed, signals_interrupt
@@ -30,9 +31,23 @@ from raypfl.studies.deviations import deviations
 from raypfl.studies.entries import TableEntry, cell_table, entry_rows, entry_table, table_entries
 from raypfl.studies.picture import draw
 from raypfl.studies.running import run
+from raypfl.studies.scaffold import scaffold
 from raypfl.studies.worker import FAILED, FINISHED, STOPPED, CellOutcome
 
 FILES = ("table.md", "table.tex", "table.csv", "table.parquet", "cells.parquet", "table.png")
+
+
+def new_study(files: Sequence[str], assignments: Sequence[str]) -> None:
+    """Write a study's file, and say how to run it.
+
+    Raises
+    ------
+    ConfigError : if no file is named, it exists, or the study would be wrong.
+    """
+    if not files or "=" in files[0]:
+        raise ConfigError("Name the file of the new study, as in: raypfl study new mine.yaml methods=[fedavg,ditto]")
+    cells = scaffold(Path(files[0]), assignments)
+    print(f"{files[0]} has {counted(cells, 'run')}. To run it: {shlex.join(['raypfl', 'study', files[0]])}")
 
 
 def run_study(source: str, only: Sequence[str], assignments: Sequence[str], quiet: bool, as_json: bool) -> None:

@@ -214,6 +214,11 @@ def _require_metrics(study: Study, cell: StudyCell) -> None:
                 f"The study's metric {heading} is of the protocol {metric.protocol!r}, but evaluation.protocols is "
                 f"[{', '.join(protocols)}] with evaluation.masks=[{', '.join(masks)}]; add what it lacks."
             )
+        if metric.choose == "validation" and "val" not in protocols:
+            raise ConfigError(
+                f"The study's metric {heading} is of the round that validation data choose; add val to "
+                "evaluation.protocols, and set data.val_fraction."
+            )
         if metric.value is not None and metric.value not in available:
             raise ConfigError(
                 f"The study's metric {heading} has the value {metric.value!r}, which is no metric; "

@@ -46,17 +46,21 @@ class MetricColumn(_StudyPart):
 
     Attributes
     ----------
-    protocol, model : protocol and model of the rows of an evaluation.
+    protocol, model : protocol and model of the rows of an evaluation; ``deployed`` is the personal model where the
+        method has one, else the global one.
     value : aggregate of these rows: a metric, or ``weighted``, ``worst_decile`` or ``std`` of the primary metric; None:
         the primary metric. Shares are shown in percent.
-    last : number of last evaluated rounds over which the value is averaged.
+    choose : the ``last`` evaluated round; the one that ``validation`` data chose; or the one that is best by this very
+        value on ``test`` data, which is too high a value, and what some papers print.
+    last : number of last evaluated rounds over which the value is averaged, if they are not chosen otherwise.
     spread : number after the ±: the standard deviation over the ``seeds``, or over the ``clients``.
     down : blocks in which the column is measured; None: all.
     """
 
     protocol: str
-    model: Literal["personal", "global"] = "personal"
+    model: Literal["personal", "global", "deployed"] = "personal"
     value: str | None = None
+    choose: Literal["last", "validation", "test"] = "last"
     last: int = Field(default=1, ge=1)
     spread: Literal["seeds", "clients"] = "seeds"
     down: list[str] | None = None
@@ -262,6 +266,8 @@ def _option_mistakes(study: Study) -> Iterable[str]:
         hint = did_you_mean(name, study.dataset_names)
         yield f"datasets.{name} is set, but the study reads no data set of this name; {hint}"
     for heading, metric in study.metrics.items():
+        if metric.last > 1 and metric.choose != "last":
+            yield f"metrics.{heading}.last has no effect with choose: {metric.choose}; leave one of them out."
         for block in metric.down or ():
             if block not in study.down:
                 yield f"metrics.{heading}.down has {block!r}, which is no block; {did_you_mean(block, study.down)}"

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from raypfl.evaluation.run_metrics import PRIMARY_AGGREGATES, Measures
+from raypfl.results.ranking.standings import Standing, pairing, scores_of, standings
 from raypfl.results.units import Unit
 from raypfl.runs.result import RunResult
 from raypfl.studies.cells import StudyCell
@@ -29,6 +31,7 @@ class TableEntry:
     published : the number in the paper.
     spread_over : ``seeds`` or ``clients``, for the number after the ±.
     label : label of the values on an axis: ``accuracy (%)``.
+    standing : how the method stands among those of its column; None: they cannot be paired.
     """
 
     method: str
@@ -41,6 +44,7 @@ class TableEntry:
     published: PublishedNumber | None
     spread_over: str
     label: str = "accuracy (%)"
+    standing: Standing | None = None
 
     @property
     def mean(self) -> float | None:
@@ -88,7 +92,7 @@ def table_entries(
     reference : the study with the published numbers.
     results : results of the finished cells, by index in `cells`.
     """
-    entries = []
+    entries: list[TableEntry] = []
     for position in dict.fromkeys(cell.position for cell in cells):
         indices = [i for i, cell in enumerate(cells) if cell.position == position]
         finished = [results[i] for i in indices if i in results]
@@ -115,20 +119,94 @@ def table_entries(
                 )
             )
 
+    for column in dict.fromkeys((entry.down, entry.across, entry.metric) for entry in entries):
+        entries = _with_standings(entries, column, study.metrics[column[2]], cells, results)
+
     downs = list(study.down or [""])
     methods = list(study.methods)
     return sorted(entries, key=lambda entry: (downs.index(entry.down), methods.index(entry.method)))
 
 
+def _with_standings(
+    entries: Sequence[TableEntry],
+    column: tuple[str, str, str],
+    metric: MetricColumn,
+    cells: Sequence[StudyCell],
+    results: Mapping[int, RunResult],
+) -> list[TableEntry]:
+    """Return the entries, those of a column with how their methods stand among each other."""
+    down, across, _ = column
+    runs: dict[str, list[RunResult]] = {}
+    for i, result in results.items():
+        if (cells[i].down, cells[i].across) == (down, across):
+            runs.setdefault(cells[i].method, []).append(result)
+
+    scores = {}
+    higher_is_better = True
+    for method, method_runs in runs.items():
+        measures = method_runs[0].experiment.measures
+        value = metric.value or measures.primary.name
+        if value not in (*measures.metrics, "weighted"):
+            # A deviation over clients, or their worst decile, is no mean over clients.
+            return list(entries)
+        higher_is_better = measures.metric_of(value).higher_is_better
+        by_seed = {}
+        for result in method_runs:
+            rounds = _rounds(result, metric)
+            model = _model(result, metric)
+            by_seed[result.experiment.seed] = scores_of(result, metric.protocol, model, value, rounds)
+        if any(len(run.values) for run in by_seed.values()):
+            scores[method] = by_seed
+
+    paired = pairing({method: runs[method] for method in scores})
+    by_method = standings(scores, *paired, higher_is_better=higher_is_better)
+    return [
+        replace(entry, standing=by_method.get(entry.method))
+        if (entry.down, entry.across, entry.metric) == column
+        else entry
+        for entry in entries
+    ]
+
+
+def _rounds(result: RunResult, metric: MetricColumn) -> list[int]:
+    """Return the evaluated rounds over which a metric is averaged."""
+    evaluated = sorted(set(result.evaluations["round"].to_pylist()))
+    if metric.choose == "last":
+        return evaluated[-metric.last :]
+    if metric.choose == "validation":
+        return [] if result.best_round is None else [result.best_round]
+
+    measures = result.experiment.measures
+    value = metric.value or measures.primary.name
+    sign = -1 if measures.lower_is_better(value) else 1
+    values = {}
+    for round in evaluated:
+        for row in _rows_of_round(result, metric, round):
+            if value in row:
+                values[round] = sign * row[value]
+    # The first of equal rounds.
+    return [max(values, key=lambda round: values[round])] if values else []
+
+
+def _model(result: RunResult, metric: MetricColumn) -> str:
+    """Return the model that a metric is of."""
+    if metric.model != "deployed":
+        return metric.model
+    rows = result.evaluations.filter((pc.field("protocol") == metric.protocol) & (pc.field("model") == "personal"))
+    return "personal" if rows.num_rows else "global"
+
+
 def _rows(result: RunResult, metric: MetricColumn) -> list[dict[str, Any]]:
-    """Return the aggregates that a metric reads, after each of its last evaluated rounds."""
-    evaluated_rounds = sorted(set(result.evaluations["round"].to_pylist()))
+    """Return the aggregates that a metric reads, after each of its rounds."""
     rows = []
-    for round in evaluated_rounds[-metric.last :]:
-        for row in result.summary(round):
-            if row["protocol"] == metric.protocol and row["model"] == metric.model:
-                rows.append(row)
+    for round in _rounds(result, metric):
+        rows += _rows_of_round(result, metric, round)
     return rows
+
+
+def _rows_of_round(result: RunResult, metric: MetricColumn, round: int) -> list[dict[str, Any]]:
+    model = _model(result, metric)
+    return [row for row in result.summary(round) if (row["protocol"], row["model"]) == (metric.protocol, model)]
 
 
 def _means(rows_by_run: Sequence[Sequence[Mapping[str, Any]]], value: str) -> list[float]:
@@ -143,8 +221,9 @@ def _means(rows_by_run: Sequence[Sequence[Mapping[str, Any]]], value: str) -> li
 
 def entry_rows(entries: Sequence[TableEntry]) -> list[dict[str, Any]]:
     """Return a dict for each entry, as in Parquet and JSON; shares in percent, None for missing numbers."""
-    return [
-        {
+    rows: list[dict[str, Any]] = []
+    for entry in entries:
+        row: dict[str, Any] = {
             "method": entry.method,
             "down": entry.down,
             "across": entry.across,
@@ -158,15 +237,33 @@ def entry_rows(entries: Sequence[TableEntry]) -> list[dict[str, Any]]:
             "published_spread": entry.published.spread if entry.published else None,
             "gap": entry.gap,
         }
-        for entry in entries
-    ]
+        rows.append(row | _standing_columns(entry.standing))
+    return rows
+
+
+def _standing_columns(standing: Standing | None) -> dict[str, Any]:
+    """Return the columns of how a method stands; None where it is unknown."""
+    if standing is None:
+        names = ("low", "high", "to_best", "to_best_low", "to_best_high", "chance_better", "rank")
+        return dict.fromkeys([*names, "rank_low", "rank_high"])
+    return {
+        "low": standing.interval[0],
+        "high": standing.interval[1],
+        "to_best": standing.difference,
+        "to_best_low": standing.difference_interval[0],
+        "to_best_high": standing.difference_interval[1],
+        "chance_better": standing.chance,
+        "rank": standing.rank,
+        "rank_low": standing.rank_interval[0],
+        "rank_high": standing.rank_interval[1],
+    }
 
 
 def entry_table(entries: Sequence[TableEntry]) -> pa.Table:
     """Return the `entry_rows` as a table."""
     rows = entry_rows(entries)
     kinds = {"method": "string", "down": "string", "across": "string", "metric": "string"}
-    kinds |= {"seeds": "int32", "missing_seeds": "int32"}
+    kinds |= dict.fromkeys(("seeds", "missing_seeds", "rank", "rank_low", "rank_high"), "int32")
     return pa.Table.from_pylist(rows, pa.schema([(name, kinds.get(name, "float64")) for name in rows[0]]))
 
 

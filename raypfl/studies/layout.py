@@ -11,8 +11,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from raypfl.results import latex
+from raypfl.common.counting import counted
+from raypfl.results import bootstrap, latex
+from raypfl.results.differences import ENOUGH_SEEDS
 from raypfl.results.display.fitting import width_of
+from raypfl.results.ranking.standings import Standing
 from raypfl.studies.description import PublishedTable, Study
 from raypfl.studies.entries import TableEntry
 
@@ -20,7 +23,7 @@ EMPTY = "–"
 PENDING = "…"
 """Mark of unfinished cells."""
 
-_STYLES = {"here": "bold", "published": "dim", "gap": "cyan"}
+_STYLES = {"here": "bold", "published": "dim", "gap": "cyan", "rank": "bold"}
 
 
 @dataclass(frozen=True)
@@ -30,8 +33,8 @@ class TableBlock:
     Attributes
     ----------
     headings : ``(group, metric)`` of each column.
-    lines : up to three lines per method: the method's name (empty after the first line), then ``here``, ``published``
-        or ``gap``, then a text for each column.
+    lines : up to four lines per method: the method's name (empty after the first line), then what is in the line, such
+        as ``here``, ``published`` or ``gap``, then a text for each column.
     """
 
     title: str
@@ -54,6 +57,27 @@ def blocks(entries: Sequence[TableEntry]) -> list[TableBlock]:
     return table
 
 
+def standing_blocks(entries: Sequence[TableEntry]) -> list[TableBlock]:
+    """Arrange how methods stand as `blocks` does; none if no two of them can be compared."""
+    table = []
+    for title in dict.fromkeys(entry.down for entry in entries):
+        ranked = [entry for entry in entries if entry.down == title and entry.standing]
+        headings = list(dict.fromkeys((entry.across, entry.metric) for entry in ranked))
+        lines = []
+        for method in dict.fromkeys(entry.method for entry in ranked):
+            texts = [[EMPTY] * len(headings) for _ in _STANDING_LINES]
+            for entry in ranked:
+                if entry.method == method and entry.standing:
+                    column = headings.index((entry.across, entry.metric))
+                    for line, text in zip(texts, _standing_texts(entry.standing), strict=True):
+                        line[column] = text
+            for kind, line in zip(_STANDING_LINES, texts, strict=True):
+                lines.append([method if kind == "rank" else "", kind, *line])
+        if lines:
+            table.append(TableBlock(f"{title} against the best".strip(), headings, lines))
+    return table
+
+
 def show(
     console: Console,
     study: Study,
@@ -62,7 +86,7 @@ def show(
     deviations: Sequence[str],
 ) -> None:
     """Print the table and its notes."""
-    for block in blocks(entries):
+    for block in [*blocks(entries), *standing_blocks(entries)]:
         console.print()
         if block.title:
             console.print(Text(block.title, "bold"))
@@ -81,7 +105,7 @@ def markdown(
 ) -> str:
     """Return the table and its notes as Markdown."""
     parts = [f"# {study.name}"]
-    for block in blocks(entries):
+    for block in [*blocks(entries), *standing_blocks(entries)]:
         if block.title:
             parts.append(f"## {block.title}")
         headings = ["", "", *(" ".join(filter(None, heading)) for heading in block.headings)]
@@ -97,24 +121,31 @@ def as_latex(
     study: Study, published: PublishedTable | None, entries: Sequence[TableEntry], deviations: Sequence[str]
 ) -> str:
     """Return the table as LaTeX, one for all blocks with the same columns, and its notes as comments."""
-    by_headings: dict[tuple[tuple[str, str], ...], list[TableBlock]] = {}
-    for block in blocks(entries):
-        by_headings.setdefault(tuple(block.headings), []).append(block)
     (_, (legend,)), *notes = _notes(study, published, entries, deviations)
+    tables = [
+        *_latex_tables(blocks(entries), f"{study.name}. {legend}"),
+        *_latex_tables(standing_blocks(entries), f"{study.name}, against the best."),
+    ]
 
-    tables = []
+    comments = []
+    for heading, lines in notes:
+        comments += [f"% {heading}: {line}" for line in lines]
+    return "\n".join([latex.PREAMBLE, *tables, *comments, ""])
+
+
+def _latex_tables(arranged: Sequence[TableBlock], caption: str) -> Iterator[str]:
+    """Yield a table for all blocks with the same columns."""
+    by_headings: dict[tuple[tuple[str, str], ...], list[TableBlock]] = {}
+    for block in arranged:
+        by_headings.setdefault(tuple(block.headings), []).append(block)
+
     for headings, same_columns in by_headings.items():
         column_names = ["method", "", *(latex.escaped(" ".join(filter(None, heading))) for heading in headings)]
         rows = []
         for block in same_columns:
             texts = [list(map(latex.number, line)) for line in block.lines]
             rows.append((latex.escaped(block.title), texts))
-        tables.append(latex.table(column_names, rows, f"{study.name}. {legend}", words=2))
-
-    comments = []
-    for heading, lines in notes:
-        comments += [f"% {heading}: {line}" for line in lines]
-    return "\n".join([latex.PREAMBLE, *tables, *comments, ""])
+        yield latex.table(column_names, rows, caption, words=2)
 
 
 def _parts(block: TableBlock, console: Console) -> Iterator[Table]:
@@ -153,7 +184,7 @@ def _table(block: TableBlock, columns: Sequence[int], widths: Sequence[int | Non
         if method and i:
             table.add_section()
         shown_texts = [kind, *(texts[column] for column in columns)]
-        table.add_row(Text(method), *(Text(text, _STYLES[kind]) for text in shown_texts))
+        table.add_row(Text(method), *(Text(text, _STYLES.get(kind, "")) for text in shown_texts))
     return table
 
 
@@ -167,6 +198,20 @@ def _lines(method: str, row: Sequence[TableEntry]) -> list[list[str]]:
         if {*texts} != {EMPTY}:
             lines.append(["", kind, *texts])
     return lines
+
+
+_STANDING_LINES = ("rank", "95%", "to best", "P(better)")
+
+
+def _standing_texts(standing: Standing) -> list[str]:
+    """Return a text for each of the `_STANDING_LINES`."""
+    first, last = standing.rank_interval
+    low, high = standing.interval
+    texts = [f"{standing.rank} ({first} to {last})", f"{low:.2f} to {high:.2f}"]
+    if standing.is_best:
+        return [*texts, EMPTY, EMPTY]
+    behind_low, behind_high = map(_signed, standing.difference_interval)
+    return [*texts, f"{_signed(standing.difference)} ({behind_low} to {behind_high})", f"{standing.chance:.1%}"]
 
 
 def _measured(entry: TableEntry) -> str:
@@ -193,6 +238,20 @@ def _signed(value: float) -> str:
     return f"{round(value, 2) + 0.0:+.2f}"
 
 
+def _standing_remarks(standings: Sequence[Standing]) -> list[str]:
+    remarks = [
+        f"Of {bootstrap.DRAWS:,} bootstrap draws of seeds and clients, the same for all methods of a column: the "
+        "middle 95% of a method's mean, of its difference to the method with the best mean (to best), and of its rank. "
+        "P(better) is the share of draws in which it is better than that method."
+    ]
+    seeds = min(standing.seeds for standing in standings)
+    if seeds < ENOUGH_SEEDS:
+        remarks.append(
+            f"Over {counted(seeds, 'seed')}: a two-sided Wilcoxon test can give p < 0.05 from {ENOUGH_SEEDS} seeds on."
+        )
+    return remarks
+
+
 def _notes(
     study: Study, published: PublishedTable | None, entries: Sequence[TableEntry], deviations: Sequence[str]
 ) -> list[tuple[str, list[str]]]:
@@ -206,6 +265,9 @@ def _notes(
     legend = f"{shares}. ± is the standard deviation over {over}. {PENDING} marks unfinished cells."
 
     notes = [("Numbers", [legend])]
+    ranked = [entry.standing for entry in entries if entry.standing]
+    if ranked:
+        notes.append(("Against the best", _standing_remarks(ranked)))
     if published:
         notes.append(("Published", [published.source, *published.notes]))
         notes.append(("Choices where the source leaves something open", study.choices))

@@ -33,6 +33,8 @@ def count(model: FlatModel, pattern: str) -> int:
         ("lenet", {"shape": (1, 28, 28), "classes": 62}, 90_242, 0),
         ("lenet", {"shape": (1, 32, 32), "classes": 62}, 124_802, 0),
         ("cnn", {}, 1_626_442, 0),
+        ("fedavg_cnn", {"shape": (1, 28, 28)}, 582_026, 0),
+        ("fedavg_cnn", {"classes": 100}, 924_708, 0),
         ("conv2cifar", {}, 796_032 + 1_920, 0),
         ("conv2cifar", {"classes": 100}, 796_032 + 19_200, 0),
         ("resnet18", {}, 11_181_642, 9_600),
@@ -156,7 +158,7 @@ def test_fresh_adapters_change_next_to_nothing(norm):
     plain, adapted = (network("resnet18", norm=norm, adapters=adapters) for adapters in ("none", "bias"))
     theta = adapted.init(0)
     shared = ~adapted.mask("adapters")
-    x = torch.randn(2, *CIFAR)
+    x = torch.randn(2, *CIFAR, generator=torch.Generator().manual_seed(0))
     with torch.no_grad(), plain.mode(train=False), adapted.mode(train=False):
         torch.testing.assert_close(adapted(theta, x), plain(theta[shared], x), rtol=1e-2, atol=1e-2)
         half = theta + 0.1 * adapted.mask("adapters")

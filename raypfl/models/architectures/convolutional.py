@@ -37,6 +37,29 @@ class LeNet(nn.Module):
         return self.head(self.body(self.features(x)))
 
 
+@MODELS.register("fedavg_cnn")
+class FedAvgCNN(nn.Module):
+    """Two 5x5 convolutions (32, 64) with max-pools, and a dense layer of 512 units: PFLlib's 4-layer CNN.
+
+    Federated averaging's network for MNIST (McMahan et al. 2017) without padding. 582,026 parameters for 1x28x28 inputs
+    and 10 classes, 924,708 for 3x32x32 and 100. Inputs need at least 16 pixels a side.
+    """
+
+    def __init__(self, input_shape: tuple[int, ...], num_classes: int):
+        super().__init__()
+        channels, height, width = image_shape("fedavg_cnn", input_shape, min_side=16)
+        pixels = _side_after_convolutions(height) * _side_after_convolutions(width)
+        self.features = nn.Sequential(
+            *[nn.Conv2d(channels, 32, 5), nn.ReLU(), nn.MaxPool2d(2)],
+            *[nn.Conv2d(32, 64, 5), nn.ReLU(), nn.MaxPool2d(2)],
+        )
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(64 * pixels, 512), nn.ReLU())
+        self.head = nn.Linear(512, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(self.features(x)))
+
+
 @MODELS.register("cnn")
 class CNN(nn.Module):
     """Two 3x3 convolutions (32, 64), a max-pool and a dense layer of 128 units: pfl-research's CIFAR-10 network.

@@ -1,0 +1,69 @@
+"""A study's file from a list of methods, data and seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from raypfl.common.errors import ConfigError
+from raypfl.common.files import write
+from raypfl.experiment.assignments import assign, parse_assignments
+from raypfl.experiment.yaml_text import write as as_yaml
+from raypfl.studies.cells import plan
+from raypfl.studies.description import load
+
+SEEDS = 6
+"""With fewer, no two-sided Wilcoxon test over seeds can give p < 0.05."""
+
+_METRICS = {
+    "own data": {"protocol": "local", "model": "deployed"},
+    "global model": {"protocol": "global", "model": "global"},
+}
+
+
+def scaffold(file: Path, assignments: Sequence[str]) -> int:
+    """Write a study to a new file; return the number of its cells.
+
+    Parameters
+    ----------
+    assignments : ``methods=[fedavg,ditto]``, perhaps ``seeds=N``, and settings that all cells share.
+
+    Raises
+    ------
+    ConfigError : if the file exists or is no YAML file, no method is named, or a setting is wrong.
+    """
+    if file.suffix not in (".yaml", ".yml"):
+        raise ConfigError(f"A study's file ends in .yaml, but this one is called {file.name!r}.")
+    if file.exists():
+        raise ConfigError(f"{file} exists; choose another name, or edit the file.")
+
+    values: dict[str, Any] = {}
+    for path, value in parse_assignments(assignments):
+        assign(values, path, value)
+    methods = values.pop("methods", None)
+    if not isinstance(methods, list) or not methods:
+        raise ConfigError("A new study needs its methods, as in: raypfl study new mine.yaml methods=[fedavg,ditto]")
+
+    study = {
+        "seeds": values.pop("seeds", SEEDS),
+        "experiment": values,
+        "methods": {_label(method): method for method in methods},
+        "metrics": _METRICS,
+    }
+    text = f"# {', '.join(map(_label, methods))}. Columns are added under `across`, rows of blocks under `down`.\n"
+    write(file, text + as_yaml(study))
+    try:
+        described, _ = load(str(file))
+        return len(plan(described))
+    except ConfigError:
+        file.unlink()
+        raise
+
+
+def _label(method: Any) -> str:
+    """Return a method's label: its name, and the options that are set."""
+    if not isinstance(method, dict):
+        return str(method)
+    options = [f"{name}={value}" for name, value in method.items() if name != "name"]
+    return " ".join([str(method.get("name", "")), *options])
