@@ -65,9 +65,12 @@ class Case:
 
     def rounds_to_share(self, most: int = 400) -> int | None:
         """Number of rounds to the share; None if more than `most`."""
-        squared = self.squared_errors(most)
-        reached = (squared <= self.share * squared[0]).nonzero()
-        return int(reached[0]) if len(reached) else None
+        for rounds in (most // 16, most // 4, most):  # most runs end in the first rounds
+            squared = self.squared_errors(rounds)
+            reached = (squared <= self.share * squared[0]).nonzero()
+            if len(reached):
+                return int(reached[0])
+        return None
 
 
 def case(

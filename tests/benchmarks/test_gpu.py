@@ -86,6 +86,7 @@ def test_a_line_that_was_cut_off_is_removed(tmp_path: Path):
     assert [row["found"] for row in journal.rows("a")] == [1, 2]
 
 
+@pytest.mark.slow
 def test_processes_that_share_a_device_train_the_same_models_twice():
     two = together(_hashes, 2, CPU, {"tiny": Job("mlp", (1, 4, 4), cohort=2)})
     assert len({run["tiny"] for runs in two for run in runs}) == 1 and [len(runs) for runs in two] == [2, 2]

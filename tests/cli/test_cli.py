@@ -15,7 +15,10 @@ from raypfl.runs import driver, preparing
 from tests.support.command import raypfl, raypfl_json
 from tests.support.runs import Interrupt
 
-SMALL = ["rounds=2", "engine.backend=inline", "tracking.mlflow=false", "partition.clients=4", "evaluation.every=1"]
+SMALL = [
+    *("rounds=2", "partition.clients=4", "training.batch_size=100", "evaluation.every=1"),
+    *("engine.backend=inline", "tracking.mlflow=false"),
+]
 
 
 @pytest.fixture(autouse=True)

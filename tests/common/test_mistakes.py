@@ -19,7 +19,7 @@ from raypfl.methods.personal_models.ditto import Ditto
 from raypfl.runs import driver, preparing
 from raypfl.runs.checks.hooks import refuse_mistaken_hooks
 from tests.support import command, mistaken_methods
-from tests.support.runs import experiment
+from tests.support.runs import ON_RAY, experiment
 
 MODULE = "tests.support.mistaken_methods"
 FILE = Path(mistaken_methods.__file__)
@@ -219,13 +219,13 @@ def test_batch_norm_with_one_sample_says_which_setting_leaves_it_out(tmp_path: P
 
 
 def test_a_mini_batch_of_one_sample_is_refused_before_the_run_if_batch_norm_fails_on_it(tmp_path: Path):
-    network = {"model": "{name: resnet10, width: 4}", "partition__min_samples": 10}
+    network = {"model": "{name: resnet10, width: 4}", "partition__min_samples": 10, "training__batch_size": 10}
     for changes, mend in [
         ({"training__batch_size": 1}, r"training\.batch_size is 1\. Raise it"),
         ({}, r"client \d+'s \d*1 training samples leave one in batches of 10\. Set training\.smallest_batch=2"),
     ]:
         with pytest.raises(ConfigError, match=rf"model is 'resnet10', whose batch norm .* {mend}"):
-            driver.check([experiment(tmp_path, **network, **changes)])
+            driver.check([experiment(tmp_path, **(network | changes))])
 
     driver.check([experiment(tmp_path, **network, training__smallest_batch=2)])
     driver.check([experiment(tmp_path, **network, training__steps=1)])
@@ -273,9 +273,9 @@ class FailsToDivide(Partition):
 
 
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize("backend", ["inline", "ray"])
-def test_an_error_in_start_is_reported_by_function_line_and_error_on_both_backends(tmp_path: Path, backend: str):
-    wrong = experiment(tmp_path, method=f"{__name__}:FailsAtStart", engine__backend=backend)
+@pytest.mark.parametrize("place", [{}, ON_RAY], ids=["inline", "ray"])
+def test_an_error_in_start_is_reported_by_function_line_and_error_on_both_backends(tmp_path: Path, place: dict):
+    wrong = experiment(tmp_path, method=f"{__name__}:FailsAtStart", **place)
     with pytest.raises(RaypflError) as caught:
         raypfl.run(wrong)
     first, *lines = str(caught.value).splitlines()

@@ -23,18 +23,16 @@ from raypfl.common.stopping import (
 )
 from raypfl.engine.events import Progress, RunFinished, Warned
 from raypfl.results.display.console import RunLine, View
+from tests.support.processes import exit_code
 from tests.support.runs import experiment
 
 
-def test_a_run_killed_at_its_start_is_started_by_resume(tmp_path: Path):
-    (tmp_path / "experiment.yaml").write_text(experiment(tmp_path, rounds=1).to_yaml())
-    script = (
-        "import os, signal, sys, raypfl\n"
-        "raypfl.run(raypfl.Experiment.from_yaml(sys.argv[1]), listeners=[lambda event: os.kill(os.getpid(), 9)])"
-    )
-    command = [sys.executable, "-c", script, str(tmp_path / "experiment.yaml")]
+def kill_this_process(event: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
-    assert subprocess.run(command).returncode == -signal.SIGKILL
+
+def test_a_run_killed_at_its_start_is_started_by_resume(tmp_path: Path):
+    assert exit_code(raypfl.run, experiment(tmp_path, rounds=1), listeners=[kill_this_process]) == -signal.SIGKILL
 
     (folder,) = (tmp_path / "runs").iterdir()
     assert [file.name for file in folder.iterdir()] == ["experiment.yaml"]

@@ -7,8 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +23,7 @@ from raypfl.data.datasets.settings import SPLITS
 from raypfl.data.splits import allocate
 from raypfl.experiment import Experiment
 from tests.support import datasets
+from tests.support.processes import exit_code, processes
 
 TWO = IID(clients=2)
 NOTHING_PUBLISHED = np.zeros(0, bool)
@@ -271,7 +270,7 @@ def fingerprint(cache: Path) -> str:
 
 def test_one_of_two_processes_builds_the_store(tmp_path, monkeypatch):
     monkeypatch.setenv("RAYPFL_TEST_COUNT", str(tmp_path / "count"))
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+    with processes(2) as pool:
         fingerprints = set(pool.map(fingerprint, [tmp_path / "cache"] * 2))
     assert len(fingerprints) == 1
     assert (tmp_path / "count").read_text() == "read\n"
@@ -293,10 +292,7 @@ def build_with_a_death(cache: Path) -> None:
 
 def test_a_process_killed_while_it_builds_the_store_locks_nobody_out(tmp_path, monkeypatch):
     monkeypatch.setenv("RAYPFL_TEST_COUNT", str(tmp_path / "count"))
-    builder = get_context("spawn").Process(target=build_with_a_death, args=[tmp_path / "cache"])
-    builder.start()
-    builder.join()
-    assert builder.exitcode == -signal.SIGKILL
+    assert exit_code(build_with_a_death, tmp_path / "cache") == -signal.SIGKILL
     build_with_a_death(tmp_path / "cache")
     assert {path.suffix for path in (tmp_path / "cache").rglob("*") if path.is_file()} == {".arrow"}
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from raypfl.engine.events import Checkpointed, Evaluated, Progress, RoundFinishe
 from raypfl.engine.prepared import Prepared
 from raypfl.runs.result import is_finished
 from raypfl.storage.tree import flatten
+from tests.support.processes import exit_code
 from tests.support.runs import Interrupt, experiment, same_tables
 
 METHODS = "tests.support.federated_methods:"
@@ -96,10 +95,7 @@ def test_a_stopped_run_resumes_to_the_same_bits(tmp_path, method, number):
 
 def test_a_run_killed_in_the_middle_of_a_round_resumes_to_the_same_bits(tmp_path):
     killing = experiment(tmp_path, method=METHODS + "KillsItsActor", method__marks=tmp_path)
-    (tmp_path / "experiment.yaml").write_text(killing.to_yaml())
-    script = "import sys, raypfl; raypfl.run(raypfl.Experiment.from_yaml(sys.argv[1]), run_dir=sys.argv[2])"
-    command = [sys.executable, "-c", script, str(tmp_path / "experiment.yaml"), str(tmp_path / "killed")]
-    assert subprocess.run(command).returncode == -signal.SIGKILL
+    assert exit_code(raypfl.run, killing, run_dir=tmp_path / "killed") == -signal.SIGKILL
     resumed = raypfl.resume(tmp_path / "killed")
     assert resumed.weights_hash == raypfl.run(experiment(tmp_path)).weights_hash
 

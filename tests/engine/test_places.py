@@ -47,7 +47,8 @@ class Reserved(raypfl.methods.FedAvg):
 
 @pytest.mark.usefixtures("ray_cluster")
 def test_server_and_client_actors_reserve_what_the_settings_say(tmp_path):
-    described = experiment(tmp_path, rounds=1, method=f"{__name__}:Reserved", **ON_RAY, ray__cpus_for_server=0.25)
+    reserving = ON_RAY | {"ray__actors": 1, "ray__cpus_for_server": 0.25}
+    described = experiment(tmp_path, rounds=1, method=f"{__name__}:Reserved", **reserving)
     assert raypfl.run(described).server_state()["cpus"] == [0.5, 0.25]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -14,9 +13,10 @@ import pytest
 
 import raypfl
 from raypfl.common.errors import ConfigError, RaypflError
-from raypfl.engine.events import RunFinished, RunStarted, Warned
+from raypfl.engine.events import RoundFinished, RunFinished, RunStarted, Warned
 from raypfl.storage.checkpoints import last_round
 from tests.analysis.test_analyses import observed
+from tests.support.processes import call
 from tests.support.runs import EVENTFUL, ON_RAY, Interrupt, experiment, same_tables
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -37,165 +37,17 @@ def actors(request):
     return request.param
 
 
-def test_fedavg_on_ray_is_fedavg_inline(tmp_path):
-    inline = raypfl.run(experiment(tmp_path, method="fedavg"))
-    assert raypfl.run(on_ray(tmp_path, method="fedavg")).weights_hash == inline.weights_hash
+@pytest.mark.parametrize("method", ["fedavg", "fedalt"])
+def test_a_method_on_ray_has_the_bits_of_an_inline_run(tmp_path, method):
+    inline = raypfl.run(experiment(tmp_path, method=method, rounds=3))
+    ray = raypfl.run(on_ray(tmp_path, method=method, rounds=3))
+    assert ray.weights_hash == inline.weights_hash and same_tables(ray, inline)
 
 
 def test_a_sequential_executor_on_ray_gives_the_bits_of_an_inline_one(tmp_path):
     inline = raypfl.run(experiment(tmp_path, engine__executor="sequential", rounds=2))
     ray = raypfl.run(on_ray(tmp_path, engine__executor="sequential", rounds=2))
     assert ray.weights_hash == inline.weights_hash
-
-
-def test_an_actor_killed_in_the_middle_of_a_round_changes_no_bit(tmp_path, undisturbed):
-    events = []
-    killing = on_ray(tmp_path, method="tests.support.federated_methods:KillsItsActor", method__marks=tmp_path)
-    result = raypfl.run(killing, listeners=[events.append])
-    assert (tmp_path / "actor").exists()
-    assert any("actor died" in e.text for e in events if isinstance(e, Warned))
-    assert result.weights_hash == undisturbed.weights_hash and same_tables(result, undisturbed)
-
-
-def test_a_client_that_kills_every_actor_is_named_once_nothing_else_is_left_to_do(tmp_path):
-    killing = on_ray(
-        tmp_path,
-        method="tests.support.federated_methods:KillsEveryActor",
-        method__marks=tmp_path,
-        failures__deaths=2,
-        cohort__size=12,
-    )
-
-    with pytest.raises(RaypflError, match=r"(?s)Client 3 failed 2 times in a row.*process died"):
-        raypfl.run(killing)
-
-    deaths = (tmp_path / "tries").read_text().split()
-    alone = deaths.index("1")
-    assert 2 <= alone <= 4 and set(deaths[:alone]) == {"2"}  # the group of two clients; others finished meanwhile
-    assert 2 <= len(deaths[alone:]) <= 3 and set(deaths[alone:]) == {"1"}  # client 3; the other one finished
-
-
-def test_a_killed_server_is_started_again_and_goes_on_to_the_same_bits(tmp_path, undisturbed):
-    events = []
-    killing = on_ray(tmp_path, method="tests.support.federated_methods:KillsItsServer", method__marks=tmp_path)
-    result = raypfl.run(killing, listeners=[events.append])
-    assert any("continues from round 4" in e.text for e in events if isinstance(e, Warned))
-    assert sum(isinstance(e, RunStarted) for e in events) == 1
-    assert result.weights_hash == undisturbed.weights_hash and same_tables(result, undisturbed)
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stopped_run_resumes_to_the_same_bits(tmp_path, undisturbed, number):
-    # A location that all nodes reach: client actors write and read the states.
-    location = f"file://{tmp_path}/shared"
-    longer = on_ray(tmp_path, rounds=500, checkpoint__every=0, evaluation__every=3, checkpoint__location=location)
-    stopped = raypfl.run(longer, listeners=[Interrupt(2, number)])
-    assert stopped.status == "stopped" and 2 <= stopped.round < 500
-    shorter = raypfl.resume(stopped.run_dir, overrides=[f"rounds={stopped.round + 2}"])
-    whole = raypfl.run(experiment(tmp_path, rounds=shorter.round, checkpoint__every=0))
-    assert shorter.weights_hash == whole.weights_hash and same_tables(shorter, whole)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
-def test_a_signalled_run_with_a_local_ray_is_saved_and_leaves_nothing_behind(tmp_path, number):
-    (tmp_path / "experiment.yaml").write_text(on_ray(tmp_path, 1, rounds=500, checkpoint__every=0).to_yaml())
-    script = (
-        "import os, sys, raypfl\n"
-        "def send_signal(event):  # SIGHUP as a terminal sends it: to Ray's processes too\n"
-        "    if isinstance(event, raypfl.engine.events.RoundFinished) and event.round == 2:\n"
-        "        import ray\n"
-        "        global folder\n"
-        "        folder = ray._private.worker._global_node.get_temp_dir_path()\n"
-        "        (os.killpg if sys.argv[2] == '1' else os.kill)(os.getpid(), int(sys.argv[2]))\n"
-        "result = raypfl.run(raypfl.Experiment.from_yaml(sys.argv[1]), listeners=[send_signal])\n"
-        "print(result.status, result.round >= 2, os.path.exists(folder))\n"
-    )
-    command = [sys.executable, "-c", script, str(tmp_path / "experiment.yaml"), str(int(number))]
-    process = subprocess.run(command, env=os.environ, capture_output=True, text=True, start_new_session=True)
-
-    assert process.stdout.split() == ["stopped", "True", "False"], process.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("killed_process", ["raylet", "gcs_server"])
-def test_if_ray_dies_the_error_says_how_to_continue(tmp_path, killed_process):
-    (tmp_path / "experiment.yaml").write_text(on_ray(tmp_path, rounds=500).to_yaml())
-    script = (
-        "import os, sys, raypfl\n"
-        "def kill(event):\n"
-        "    if getattr(event, 'round', 0) == 2:\n"
-        "        import ray\n"
-        "        ray._private.worker._global_node.all_processes[sys.argv[2]][0].process.kill()\n"
-        "try: raypfl.run(raypfl.Experiment.from_yaml(sys.argv[1]), listeners=[kill])\n"
-        "except raypfl.RaypflError as error: print('SENTENCE', error)\n"
-    )
-    command = [sys.executable, "-c", script, str(tmp_path / "experiment.yaml"), killed_process]
-    process = subprocess.run(command, env=os.environ, capture_output=True, text=True, start_new_session=True)
-
-    assert "SENTENCE Ray has died" in process.stdout and "`raypfl resume" in process.stdout, process.stderr
-
-    (folder,) = (tmp_path / "runs").iterdir()
-    round = last_round(str(folder / "checkpoints"))
-    assert raypfl.resume(folder, overrides=[f"rounds={round + 1}"]).round == round + 1
-
-
-def test_a_failing_client_is_named_once_with_its_first_traceback(tmp_path):
-    with pytest.raises(RaypflError) as caught:
-        raypfl.run(on_ray(tmp_path, method="tests.support.federated_methods:FailsOnClient3", cohort__size=12))
-    text = str(caught.value)
-    assert text.startswith("Client 3 failed in round 1:")
-    assert text.count("LookupError: the client's disk is on fire") == 1 and len(text.splitlines()) < 30
-
-
-def test_actors_that_exceed_the_cluster_are_refused_in_a_sentence(tmp_path):
-    with pytest.raises(ConfigError, match=r"GPUs each need more than this cluster has.*Lower ray.actors"):
-        raypfl.run(on_ray(tmp_path, ray__gpus_per_actor=0.25))
-    with pytest.raises(ConfigError, match="900 client actors"):
-        raypfl.run(on_ray(tmp_path, actors=900))
-
-
-def test_a_run_attaches_to_a_running_cluster_and_leaves_it_running(tmp_path, undisturbed):
-    import ray
-
-    address = ray.get_runtime_context().gcs_address
-    (tmp_path / "experiment.yaml").write_text(on_ray(tmp_path, ray__address=address).to_yaml())
-    script = (
-        "import sys, json, raypfl;"
-        "r = raypfl.run(raypfl.Experiment.from_yaml(sys.argv[1] + '/experiment.yaml'));"
-        "print(json.dumps(r.weights_hash))"
-    )
-    command = [sys.executable, "-c", script, str(tmp_path)]
-    process = subprocess.run(command, env=os.environ, capture_output=True, text=True, check=True)
-    assert json.loads(process.stdout.splitlines()[-1]) == undisturbed.weights_hash
-    assert ray.cluster_resources()["CPU"] > 0
-
-
-def test_an_unreachable_cluster_is_reported_in_a_sentence(tmp_path):
-    code = (
-        "import raypfl\n"
-        "from raypfl.common.errors import ConfigError\n"
-        f"try: raypfl.run(raypfl.Experiment(ray={{'address': '127.0.0.1:1'}}, output={str(tmp_path)!r}))\n"
-        "except ConfigError as error: print('SENTENCE', error)\n"
-    )
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-
-    assert "SENTENCE No Ray cluster can be reached at '127.0.0.1:1'" in process.stdout
-
-
-def test_a_cluster_that_needs_a_token_is_reported_with_where_to_put_it(tmp_path, monkeypatch):
-    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))  # Ray looks for a token there
-    with socket.create_server(("127.0.0.1", 0)) as cluster:
-        words = ["run", f"ray.address=127.0.0.1:{cluster.getsockname()[1]}", "tracking.mlflow=false"]
-        words += [f"output={tmp_path / 'runs'}", "method=fedavg"]
-        process = subprocess.run([sys.executable, "-m", "raypfl", *words], capture_output=True, text=True)
-
-    assert (
-        process.returncode == 2
-        and "asks for a token. Set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH" in process.stderr
-    )
-    assert "or RAY_AUTH_TOKEN" in process.stderr and "propagated" not in process.stderr
 
 
 def test_the_last_event_is_the_end_of_the_run(tmp_path):
@@ -217,11 +69,20 @@ def test_deadlines_and_partial_work_have_the_same_bits_on_any_number_of_actors_o
     assert result.weights_hash == inline.weights_hash and same_tables(result, inline)
 
 
-@pytest.mark.parametrize("changes", [{"noise": 1.0}, {"noise": 1.0, "unit": "client", "secure_aggregation": True}])
+NOISE = {"noise": 1.0}
+NOISE_AND_MASKS = {"noise": 1.0, "unit": "client", "secure_aggregation": True}
+
+
+def private(**changes) -> dict[str, object]:
+    """Changes of `experiment` for a private run of a few steps, which have a gradient for each sample."""
+    short = {"rounds": 2, "training__steps": 3, "method__weighting": "uniform"}
+    return short | {f"privacy__{name}": value for name, value in changes.items()}
+
+
+@pytest.mark.parametrize("changes", [NOISE, NOISE_AND_MASKS])
 def test_noise_and_masks_have_the_same_bits_on_any_number_of_actors(tmp_path, actors, changes):
-    settings = {"rounds": 2, "method__weighting": "uniform"} | {f"privacy__{k}": v for k, v in changes.items()}
-    inline = raypfl.run(experiment(tmp_path, **settings))
-    result = raypfl.run(on_ray(tmp_path, actors, **settings))
+    inline = raypfl.run(experiment(tmp_path, **private(**changes)))
+    result = raypfl.run(on_ray(tmp_path, actors, **private(**changes)))
     assert result.weights_hash == inline.weights_hash and result.privacy.equals(inline.privacy)
 
 
@@ -297,3 +158,151 @@ def test_more_states_than_the_object_store_holds_spill_and_give_the_bits_of_an_i
     process = subprocess.run(command, env=os.environ, capture_output=True, text=True)
 
     assert f"HASH {inline.weights_hash}" in process.stdout and "SPILLED True" in process.stdout, process.stderr
+
+
+def test_actors_that_exceed_the_cluster_are_refused_in_a_sentence(tmp_path):
+    with pytest.raises(ConfigError, match=r"GPUs each need more than this cluster has.*Lower ray.actors"):
+        raypfl.run(on_ray(tmp_path, ray__gpus_per_actor=0.25))
+    with pytest.raises(ConfigError, match="900 client actors"):
+        raypfl.run(on_ray(tmp_path, actors=900))
+
+
+# Deaths and errors come last: most of them cost the next run new actors, each with seconds of imports.
+
+
+def test_an_actor_killed_in_the_middle_of_a_round_changes_no_bit(tmp_path, undisturbed):
+    events = []
+    killing = on_ray(tmp_path, method="tests.support.federated_methods:KillsItsActor", method__marks=tmp_path)
+    result = raypfl.run(killing, listeners=[events.append])
+    assert (tmp_path / "actor").exists()
+    assert any("actor died" in e.text for e in events if isinstance(e, Warned))
+    assert result.weights_hash == undisturbed.weights_hash and same_tables(result, undisturbed)
+
+
+def test_a_killed_server_is_started_again_and_goes_on_to_the_same_bits(tmp_path, undisturbed):
+    events = []
+    killing = on_ray(tmp_path, method="tests.support.federated_methods:KillsItsServer", method__marks=tmp_path)
+    result = raypfl.run(killing, listeners=[events.append])
+    assert any("continues from round 4" in e.text for e in events if isinstance(e, Warned))
+    assert sum(isinstance(e, RunStarted) for e in events) == 1
+    assert result.weights_hash == undisturbed.weights_hash and same_tables(result, undisturbed)
+
+
+def test_a_failing_client_is_named_once_with_its_first_traceback(tmp_path):
+    with pytest.raises(RaypflError) as caught:
+        raypfl.run(on_ray(tmp_path, method="tests.support.federated_methods:FailsOnClient3", cohort__size=12))
+    text = str(caught.value)
+    assert text.startswith("Client 3 failed in round 1:")
+    assert text.count("LookupError: the client's disk is on fire") == 1 and len(text.splitlines()) < 30
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_run_resumes_to_the_same_bits(tmp_path, undisturbed, number):
+    # A location that all nodes reach: client actors write and read the states.
+    location = f"file://{tmp_path}/shared"
+    longer = on_ray(tmp_path, rounds=500, checkpoint__every=0, evaluation__every=3, checkpoint__location=location)
+    stopped = raypfl.run(longer, listeners=[Interrupt(2, number)])
+    assert stopped.status == "stopped" and 2 <= stopped.round < 500
+    shorter = raypfl.resume(stopped.run_dir, overrides=[f"rounds={stopped.round + 2}"])
+    whole = raypfl.run(experiment(tmp_path, rounds=shorter.round, checkpoint__every=0))
+    assert shorter.weights_hash == whole.weights_hash and same_tables(shorter, whole)
+
+
+def test_a_client_that_kills_every_actor_is_named_once_nothing_else_is_left_to_do(tmp_path):
+    killing = on_ray(
+        tmp_path,
+        method="tests.support.federated_methods:KillsEveryActor",
+        method__marks=tmp_path,
+        failures__deaths=2,
+        cohort__size=12,
+        checkpoint__location=f"file://{tmp_path}/shared",  # as in the tests before, whose actors it takes
+    )
+
+    with pytest.raises(RaypflError, match=r"(?s)Client 3 failed 2 times in a row.*process died"):
+        raypfl.run(killing)
+
+    deaths = (tmp_path / "tries").read_text().split()
+    alone = deaths.index("1")
+    assert 2 <= alone <= 4 and set(deaths[:alone]) == {"2"}  # the group of two clients; others finished meanwhile
+    assert 2 <= len(deaths[alone:]) <= 3 and set(deaths[alone:]) == {"1"}  # client 3; the other one finished
+
+
+def signal_a_run(described: raypfl.Experiment, number: int) -> tuple[str, bool, bool]:
+    """Signal this process in a run; returns the run's end, and whether it has two rounds and its Ray left a folder."""
+    os.setsid()
+    folders = []
+
+    def send_signal(event: object) -> None:
+        if isinstance(event, RoundFinished) and event.round == 2:
+            import ray
+
+            folders.append(ray._private.worker._global_node.get_temp_dir_path())
+            if number == signal.SIGHUP:  # as a terminal sends it: to Ray's processes too
+                os.killpg(os.getpid(), number)
+            else:
+                os.kill(os.getpid(), number)
+
+    result = raypfl.run(described, listeners=[send_signal])
+    return result.status, result.round >= 2, os.path.exists(folders[0])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
+def test_a_signalled_run_with_a_local_ray_is_saved_and_leaves_nothing_behind(tmp_path, number):
+    described = on_ray(tmp_path, 1, rounds=500, checkpoint__every=0)
+    assert call(signal_a_run, described, number) == ("stopped", True, False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed_process", ["raylet", "gcs_server"])
+def test_if_ray_dies_the_error_says_how_to_continue(tmp_path, killed_process):
+    (tmp_path / "experiment.yaml").write_text(on_ray(tmp_path, rounds=500).to_yaml())
+    script = (
+        "import os, sys, raypfl\n"
+        "def kill(event):\n"
+        "    if getattr(event, 'round', 0) == 2:\n"
+        "        import ray\n"
+        "        ray._private.worker._global_node.all_processes[sys.argv[2]][0].process.kill()\n"
+        "try: raypfl.run(raypfl.Experiment.from_yaml(sys.argv[1]), listeners=[kill])\n"
+        "except raypfl.RaypflError as error: print('SENTENCE', error)\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "experiment.yaml"), killed_process]
+    process = subprocess.run(command, env=os.environ, capture_output=True, text=True, start_new_session=True)
+
+    assert "SENTENCE Ray has died" in process.stdout and "`raypfl resume" in process.stdout, process.stderr
+
+    (folder,) = (tmp_path / "runs").iterdir()
+    round = last_round(str(folder / "checkpoints"))
+    assert raypfl.resume(folder, overrides=[f"rounds={round + 1}"]).round == round + 1
+
+
+def hash_of_run(described: raypfl.Experiment) -> str | None:
+    return raypfl.run(described).weights_hash
+
+
+def test_a_run_attaches_to_a_running_cluster_and_leaves_it_running(tmp_path, undisturbed):
+    import ray
+
+    address = ray.get_runtime_context().gcs_address
+    assert call(hash_of_run, on_ray(tmp_path, 1, ray__address=address)) == undisturbed.weights_hash
+    assert ray.cluster_resources()["CPU"] > 0
+
+
+def test_an_unreachable_cluster_is_reported_in_a_sentence(tmp_path):
+    with pytest.raises(ConfigError, match=r"No Ray cluster can be reached at '127\.0\.0\.1:1'"):
+        call(hash_of_run, on_ray(tmp_path, ray__address="127.0.0.1:1"))
+
+
+def test_a_cluster_that_needs_a_token_is_reported_with_where_to_put_it(tmp_path, monkeypatch):
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))  # Ray looks for a token there
+    with socket.create_server(("127.0.0.1", 0)) as cluster:
+        words = ["run", f"ray.address=127.0.0.1:{cluster.getsockname()[1]}", "tracking.mlflow=false"]
+        words += [f"output={tmp_path / 'runs'}", "method=fedavg"]
+        process = subprocess.run([sys.executable, "-m", "raypfl", *words], capture_output=True, text=True)
+
+    assert (
+        process.returncode == 2
+        and "asks for a token. Set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH" in process.stderr
+    )
+    assert "or RAY_AUTH_TOKEN" in process.stderr and "propagated" not in process.stderr

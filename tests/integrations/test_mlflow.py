@@ -20,10 +20,11 @@ from safetensors.torch import load_file
 import raypfl
 from raypfl.common.files import locked
 from raypfl.engine.events import RunFinished
-from raypfl.integrations.tracking.connection import how_to_view, opening_database
+from raypfl.integrations.tracking.connection import how_to_view, opening_database, quiet_mlflow
 from raypfl.integrations.tracking.listener import MLflowListener
 from raypfl.integrations.tracking.run import RunRecord
 from tests.analysis.test_flntk import two_layer
+from tests.support.processes import call
 from tests.support.tracking import client_of, events, forget_mlflow_settings, record, runs_of, with_database
 
 
@@ -215,21 +216,21 @@ def test_a_run_that_mlflow_refuses_at_first_is_recorded_when_it_answers(
     assert (run.info.status, run.data.metrics["bytes_up_total"]) == ("FINISHED", 30)
 
 
-def test_importing_the_listener_imports_no_mlflow_and_recording_sends_no_telemetry() -> None:
-    program = """
-import sys
-import raypfl.integrations.tracking.listener
-import raypfl.integrations.tracking.connection as ours
-assert "mlflow" not in sys.modules
-ours.quiet_mlflow()
-from mlflow.telemetry.utils import is_telemetry_disabled
-assert is_telemetry_disabled()
-"""
+def imports_of_tracking() -> tuple[bool, bool]:
+    """Return whether importing the listener imports MLflow, and whether MLflow sends nothing after that."""
     # By these variables MLflow recognises tests and continuous integration, where it sends nothing anyway.
-    recognised = {"CI", "PYTEST_CURRENT_TEST", "GITHUB_ACTIONS", "MLFLOW_DISABLE_TELEMETRY"}
-    bare = {key: value for key, value in os.environ.items() if key not in recognised}
-    root = str(Path(__file__).parents[2])
-    subprocess.run([sys.executable, "-c", program], env={**bare, "PYTHONPATH": root}, check=True)
+    for name in ("CI", "PYTEST_CURRENT_TEST", "GITHUB_ACTIONS", "MLFLOW_DISABLE_TELEMETRY"):
+        os.environ.pop(name, None)
+    imports_mlflow = "mlflow" in sys.modules  # this file imports the listener
+
+    quiet_mlflow()
+    from mlflow.telemetry.utils import is_telemetry_disabled
+
+    return imports_mlflow, is_telemetry_disabled()
+
+
+def test_importing_the_listener_imports_no_mlflow_and_recording_sends_no_telemetry() -> None:
+    assert call(imports_of_tracking) == (False, True)
 
 
 def test_metrics_that_mlflow_stored_before_it_failed_are_not_recorded_twice(

@@ -166,7 +166,7 @@ def lines(config: DataConfig) -> RawData:
 
 def of_lines(tmp_path, **changes) -> raypfl.Experiment:
     options = {"data__name": f"{__name__}:lines", "partition": "iid", "partition__clients": 4, "cohort__size": 4}
-    return experiment(tmp_path, **{**options, "training__lr": 0.1, "rounds": 9, **changes})
+    return experiment(tmp_path, **{**options, "training__lr": 0.1, "training__batch_size": 10, "rounds": 9, **changes})
 
 
 def test_features_are_stored_as_they_are_and_seen_normalised_each_on_its_own(tmp_path):
@@ -248,7 +248,8 @@ class Planes(Population):
 
 
 def test_a_population_may_have_targets_that_are_numbers(tmp_path):
-    result = raypfl.run(experiment(tmp_path, data__name=f"{__name__}:Planes", cohort__size=4, training__lr=0.05))
+    training = {"training__lr": 0.05, "training__batch_size": 10}
+    result = raypfl.run(experiment(tmp_path, data__name=f"{__name__}:Planes", cohort__size=4, **training))
     (row,) = [r for r in result.summary() if (r["protocol"], r["model"]) == ("local", "global")]
     assert row["r2"] > 0.8
 

@@ -411,6 +411,7 @@ def test_methods_with_heads_and_prototypes_learn_digits(name, tmp_path):
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adagrad", "adam", "yogi"])
 def test_no_server_optimizer_fails_on_digits_at_its_default_rate(optimizer, tmp_path):
     method = {"name": "fedavg", "server_optimizer": optimizer}
-    result = raypfl.run(experiment(tmp_path, method=method, rounds=12, cohort__size=12, evaluation__every=0))
+    settings = {"rounds": 12, "cohort__size": 12, "evaluation__every": 0, "training__batch_size": 10}
+    result = raypfl.run(experiment(tmp_path, method=method, **settings))
     accuracy = {(s["model"], s["protocol"]): s["accuracy"] for s in result.summary()}
     assert accuracy["global", "global"] > 0.8

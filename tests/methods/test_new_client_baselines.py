@@ -132,7 +132,7 @@ def test_k_and_share_are_the_best_by_leave_one_out(executor):
 
 @pytest.mark.parametrize("method", ["per-fedavg", "knn-per", "local"])
 def test_new_clients_get_models_from_their_own_samples(tmp_path, method):
-    result = raypfl.run(experiment(tmp_path, method=method, **NEWCOMERS))
+    result = raypfl.run(experiment(tmp_path, method=method, training__batch_size=10, **NEWCOMERS))
     rows = result.evaluations.filter((pc.field("protocol") == "unseen") & (pc.field("model") == "personal"))
     assert rows.num_rows == 3 and pc.min(rows["accuracy"]).as_py() > 0.2
 

@@ -37,7 +37,7 @@ from tests.support.federation import (
     small_mlp,
     torch_sgd,
 )
-from tests.support.runs import ON_RAY, experiment, same_tables
+from tests.support.runs import experiment
 
 ORDERS = ["together", "personal first", "shared first"]
 PRESETS = [FedPer(), FedRep(personal_epochs=1), FedBABU(), LGFedAvg(), FedBN(), FedAlt(), FedSim(personal="conv")]
@@ -234,9 +234,3 @@ def test_contradictory_epochs_are_refused_with_the_experiment():
         ConfigError, match=r"personal_epochs is 3, which has no effect while method.order is 'together'"
     ):
         raypfl.Experiment(method={"name": "fedper", "personal_epochs": 3})
-
-
-@pytest.mark.usefixtures("ray_cluster")
-def test_partial_personalization_on_ray_is_the_inline_run_to_the_bit(tmp_path):
-    inline, ray = (raypfl.run(experiment(tmp_path, method="fedalt", rounds=3, **where)) for where in ({}, ON_RAY))
-    assert inline.weights_hash == ray.weights_hash and same_tables(inline, ray)

@@ -188,7 +188,7 @@ def test_only_the_settings_that_differ_between_runs_are_listed(results):
         ("partition.alpha", [("0.3", [names[0]]), ("1.0", [names[1]])]),
         ("training.lr", [("0.1", [names[0]]), ("0.5", [names[1]])]),
     ]
-    assert ("training.batch_size", "10") in shared and not {"training.lr", "seed"} & {key for key, _ in shared}
+    assert ("training.batch_size", "50") in shared and not {"training.lr", "seed"} & {key for key, _ in shared}
 
 
 def test_a_networks_option_that_is_given_at_its_default_is_no_difference(results):

@@ -18,7 +18,10 @@ from tests.support.command import hashes, interrupted, raypfl, raypfl_json
 from tests.support.runs import Interrupt
 from tests.support.tracking import runs_of, with_database
 
-SMALL = ["rounds=2", "engine.backend=inline", "engine.executor=vectorised", "partition.clients=4", "evaluation.every=1"]
+SMALL = [
+    *("rounds=2", "partition.clients=4", "training.batch_size=100", "evaluation.every=1"),
+    *("engine.backend=inline", "engine.executor=vectorised"),
+]
 UNTRACKED = [*SMALL, "tracking.mlflow=false"]
 
 
@@ -67,7 +70,7 @@ def test_methods_are_compared_with_the_named_baseline_on_the_terminal_and_in_the
 
 
 def test_a_folder_that_is_no_run_is_refused_with_the_runs_inside_it():
-    raypfl_json("run", *UNTRACKED, "--method", "fedavg,ditto", "--seeds", "4")
+    raypfl_json("run", *UNTRACKED, "rounds=1", "--method", "fedavg,ditto", "--seeds", "4")
     folder = only_folder()
     run_folders = sorted(str(file.parent) for file in folder.glob("*/experiment.yaml"))
 

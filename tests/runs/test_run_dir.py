@@ -13,7 +13,10 @@ from raypfl.runs import driver
 from raypfl.runs.result import description
 from tests.support.command import hashes, interrupted, raypfl, raypfl_json
 
-SMALL = ["rounds=3", "engine.backend=inline", "partition.clients=4", "evaluation.every=1", "tracking.mlflow=false"]
+SMALL = [
+    *("rounds=3", "partition.clients=4", "training.batch_size=100", "evaluation.every=1"),
+    *("engine.backend=inline", "tracking.mlflow=false"),
+]
 RUN_DIR = ["--run-dir", "kept/mine"]
 COMMAND = ["run", *SMALL, "--method", "fedavg", *RUN_DIR]
 COMPARISON = ["run", *SMALL, "--method", "fedavg,ditto", *RUN_DIR]

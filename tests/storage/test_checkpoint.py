@@ -6,15 +6,17 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
-import sys
+import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.fs as pafs
 import pytest
 import torch
 
+from raypfl.common import files
 from raypfl.common.errors import CheckpointError
 from raypfl.storage import checkpoints, filesystems
 from raypfl.storage.checkpoints import Snapshot, StoredStates, write_shards
@@ -22,8 +24,8 @@ from raypfl.storage.checkpoints.layout import STATES, TABLES
 from raypfl.storage.columns import Columns
 from raypfl.storage.states import StateShard, StateTable
 from raypfl.storage.tables import RunTable
+from tests.support.processes import call
 
-ROOT = Path(__file__).parents[2]
 AWKWARD = [0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-40, 0.1]
 
 
@@ -261,15 +263,48 @@ def test_without_an_intact_checkpoint_the_error_names_the_damage_of_each(tmp_pat
         load(tmp_path)
 
 
+def kill_saves_at_each_step(location: Path) -> tuple[list[int], list[str]]:
+    """Kill a save at its first step, at its second step, and so on until it gets to its end.
+
+    Returns
+    -------
+    The round that is loaded after each of them, and the warnings.
+    """
+    save(location, 1, keep=1)
+    steps_left = 0
+
+    def dying(step: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            nonlocal steps_left
+            steps_left -= 1
+            if not steps_left:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return step(*arguments)
+
+        return run
+
+    # A local save goes by these: the content is there, it is on the disk, it has its name.
+    for module, name in ((files.os, "fsync"), (files.os, "rename"), (files.Path, "replace")):
+        setattr(module, name, dying(getattr(module, name)))
+
+    warnings: list[str] = []
+    rounds: list[int] = []
+    has_died = True
+    while has_died:
+        steps_left = len(rounds) + 1
+        child = os.fork()
+        if not child:
+            save(location, 2, keep=1)
+            os._exit(0)
+        has_died = os.waitpid(child, 0)[1] == signal.SIGKILL
+        loaded = load(location, warnings)
+        assert loaded is not None
+        rounds.append(loaded.round)
+    return rounds, warnings
+
+
 def test_a_save_that_is_killed_leaves_the_checkpoint_before(tmp_path: Path) -> None:
-    killed = subprocess.run(
-        [sys.executable, "-c", KILLED_IN_A_SAVE, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert killed.returncode == 0, killed.stderr
-    rounds, warnings = json.loads(killed.stdout)
+    rounds, warnings = call(kill_saves_at_each_step, tmp_path)
     num_before = rounds.count(1)
     assert num_before >= 10  # the last steps are to make sure that the new one is on the disk
     assert rounds == [1] * num_before + [2] * (len(rounds) - num_before)
@@ -278,41 +313,6 @@ def test_a_save_that_is_killed_leaves_the_checkpoint_before(tmp_path: Path) -> N
     assert len(folders(tmp_path)) == 1
     (only_states,) = (tmp_path / STATES).iterdir()
     assert only_states.suffix == ".safetensors"
-
-
-KILLED_IN_A_SAVE = """
-import json, os, signal, sys
-from tests.storage.test_checkpoint import load, save
-from raypfl.common import files
-
-location = sys.argv[1]
-save(location, 1, keep=1)
-steps_left = 0
-
-def dying(step):
-    def run(*arguments):
-        global steps_left
-        steps_left -= 1
-        if not steps_left:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return step(*arguments)
-    return run
-
-# A local save goes by these: the content is there, it is on the disk, it has its name.
-for module, name in ((files.os, "fsync"), (files.os, "rename"), (files.Path, "replace")):
-    setattr(module, name, dying(getattr(module, name)))
-
-warnings, rounds, died = [], [], True
-while died:
-    steps_left = len(rounds) + 1
-    if not (child := os.fork()):
-        save(location, 2, keep=1)
-        os._exit(0)
-    died = os.waitpid(child, 0)[1] == signal.SIGKILL
-    rounds.append(load(location, warnings).round)
-
-print(json.dumps([rounds, warnings]))
-"""
 
 
 def test_a_run_killed_in_its_very_first_save_has_no_checkpoint(tmp_path: Path) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import os
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -33,6 +31,7 @@ from raypfl.studies.worker import run_cell
 from tests.support.command import raypfl as command
 from tests.support.command import raypfl_json
 from tests.support.pages import blocks as yaml_blocks
+from tests.support.processes import exit_code
 
 TINY = """\
 seeds: 2
@@ -288,14 +287,9 @@ def test_a_stopped_study_goes_on_without_redoing_what_is_finished_and_to_the_sam
 
 
 def test_a_study_whose_process_is_killed_goes_on_from_the_last_checkpoint(tiny: Path):
-    program = (
-        "import signal; from tests.studies.test_studies import Watch, cells_of, running;"
-        "running.run(cells_of('tiny.yaml', 'seeds=1'), Watch(cell=1, round=3, number=signal.SIGKILL))"
-    )
-    root = str(Path(__file__).parents[2])
-    killed = subprocess.run([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": root}, check=False)
-    assert killed.returncode == -signal.SIGKILL
     cells = cells_of("tiny.yaml", "seeds=1")
+    watch = Watch(cell=1, round=3, number=signal.SIGKILL)
+    assert exit_code(running.run, cells, watch) == -signal.SIGKILL
     assert [is_finished(cell.folder) for cell in cells] == [True, False, False, False]
 
     watch = Watch()

@@ -40,6 +40,7 @@ def experiment(tmp_path: Path, **changes) -> raypfl.Experiment:
         partition={"name": "dirichlet", "clients": 12, "alpha": 0.3},
         cohort={"size": 6},
         model={"name": "mlp", "hidden": [16]},
+        training={"batch_size": 50},  # a few steps an epoch
         evaluation={"every": 3},
         checkpoint={"every": 2},
         engine={"backend": "inline", "group_size": 2},
