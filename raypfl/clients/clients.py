@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from raypfl.clients.group import ClientGroup
-from raypfl.clients.minibatches import MiniBatch, MiniBatches
+from raypfl.clients.steps.minibatches import MiniBatch, MiniBatches
 from raypfl.common.errors import MethodError, PrivacyError
 from raypfl.common.messages import PerClient, Weighting, inside_a_loss, per_client, unmarked
 from raypfl.evaluation.metric_sums import MetricSums

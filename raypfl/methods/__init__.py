@@ -25,8 +25,11 @@ from raypfl.methods.global_model.fedspeed import FedSpeed
 from raypfl.methods.global_model.mime import Mime, MimeLite
 from raypfl.methods.global_model.moon import Moon
 from raypfl.methods.global_model.scaffold import Scaffold
+from raypfl.methods.mixed_models.apple import APPLE
 from raypfl.methods.mixed_models.fedamp import FedAMP, HeurFedAMP
 from raypfl.methods.mixed_models.fedfomo import FedFomo
+from raypfl.methods.mixed_models.fedpac import FedPAC
+from raypfl.methods.mixed_models.pfedgraph import PFedGraph
 from raypfl.methods.personal_models.apfl import APFL
 from raypfl.methods.personal_models.ditto import Ditto
 from raypfl.methods.personal_models.fedala import FedALA
@@ -47,6 +50,7 @@ from raypfl.methods.personal_models.pfedme import PFedMe
 __all__ = [
     "AFL",
     "APFL",
+    "APPLE",
     "CFL",
     "IFCA",
     "METHODS",
@@ -73,6 +77,7 @@ __all__ = [
     "FedFomo",
     "FedNH",
     "FedNova",
+    "FedPAC",
     "FedPTR",
     "FedPTRServer",
     "FedPer",
@@ -91,6 +96,7 @@ __all__ = [
     "Mime",
     "MimeLite",
     "Moon",
+    "PFedGraph",
     "PFedHN",
     "PFedMe",
     "PartialPersonalization",

@@ -11,6 +11,7 @@ from torch import Tensor
 from raypfl.clients.clients import Clients
 from raypfl.common.limits import FROM_ZERO
 from raypfl.common.messages import Each, Mean, Scatter, Weighting
+from raypfl.common.simplex import on_simplex
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import METHODS, ServerState
 from raypfl.federation.task import Task
@@ -82,12 +83,3 @@ def _trained(task: Task) -> np.ndarray:
     trained = np.ones(task.num_clients, dtype=bool)
     trained[task.unseen] = False
     return trained
-
-
-def on_simplex(vector: Tensor) -> Tensor:
-    """Return the point of the probability simplex that is closest to ``vector[n]`` (Duchi et al. 2008, Figure 1)."""
-    descending = vector.sort(descending=True).values
-    counts = torch.arange(1, len(vector) + 1, device=vector.device)
-    shifts = (descending.cumsum(0) - 1) / counts
-    last = int((descending > shifts).nonzero().max())
-    return (vector - shifts[last]).clamp_min(0)

@@ -1,0 +1,1 @@
+"""Local steps that a method takes one by one."""
