@@ -14,7 +14,8 @@ from raypfl.results.run_groups import RunGroup
 from raypfl.results.units import Unit
 from raypfl.runs.result import RunResult
 
-Axis = Literal["round", "megabytes", "seconds"]
+Axis = Literal["round", "megabytes", "seconds", "simulated_seconds", "kilojoules"]
+"""What is counted: ``simulated_seconds`` and ``kilojoules`` are of the clients' devices, in simulated time."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def metric_curve(group: RunGroup, protocol: str, model: str, against: Axis = "ro
     name = group.measures.primary.name
     columns = []
     for result in group.results:
-        rows = _rows(result, protocol, model)
+        rows = evaluated_rows(result, protocol, model)
         means = rows.group_by("round", use_threads=False).aggregate([(name, "mean")])
         columns.append((means["round"], pc.multiply(means[f"{name}_mean"], group.unit.factor)))
     return _curve(group, columns, against)
@@ -123,7 +124,7 @@ def client_scores(result: RunResult, protocol: str, model: str, best: bool = Fal
     """
     unit = Unit(result.experiment.measures.primary)
     rounds = [result.best_round] if best else result.last_rounds
-    rows = _rows(result, protocol, model).filter(pc.field("round").isin(rounds))
+    rows = evaluated_rows(result, protocol, model).filter(pc.field("round").isin(rounds))
 
     name = unit.metric.name
     if len(rounds) > 1:
@@ -135,6 +136,11 @@ def client_scores(result: RunResult, protocol: str, model: str, best: bool = Fal
 def seconds(result: RunResult) -> float:
     """Return the duration of all rounds."""
     return float(pc.sum(result.rounds["seconds"]).as_py() or 0)
+
+
+def has_simulated_time(group: RunGroup) -> bool:
+    """Return whether the devices of all of a group's runs had simulated time."""
+    return all("simulated_time" in result.rounds.column_names for result in group.results)
 
 
 def messages(group: RunGroup) -> list[Message]:
@@ -188,24 +194,28 @@ def _curve(
         return None
 
     # Both are [seeds, rounds].
-    x = np.array([_positions(result, against)[shared] for result in group.results])
+    x = np.array([positions(result, against)[shared] for result in group.results])
     y = np.array([[seed[round] for round in shared] for seed in seeds])
     return Curve(x.mean(0), y.mean(0), y.min(0), y.max(0))
 
 
-def _positions(result: RunResult, against: Axis) -> np.ndarray:
+def positions(result: RunResult, against: Axis) -> np.ndarray:
     """Where each round ends on an axis: ``float64[rounds + 1]``, by the round's number; round 0 is at 0."""
     if against == "round":
         return np.arange(result.rounds.num_rows + 1, dtype=float)
 
-    if against == "seconds":
+    if against == "simulated_seconds":
+        totals = result.rounds["simulated_time"].to_numpy()
+    elif against == "kilojoules":
+        totals = np.cumsum(result.rounds["joules"].to_numpy()) / 1e3
+    elif against == "seconds":
         totals = np.cumsum(result.rounds["seconds"].to_numpy())
     else:
         totals = np.cumsum(result.rounds["bytes_up"].to_numpy() + result.rounds["bytes_down"].to_numpy()) / 1e6
     return np.append(0.0, totals)
 
 
-def _rows(result: RunResult, protocol: str, model: str) -> pa.Table:
+def evaluated_rows(result: RunResult, protocol: str, model: str) -> pa.Table:
     """A row for each round and client with test data."""
     chosen = (pc.field("protocol") == protocol) & (pc.field("model") == model) & (pc.field("samples") > 0)
     return result.evaluations.filter(chosen & pc.field(result.experiment.measures.primary.name).is_valid())

@@ -28,6 +28,7 @@ from raypfl.engine.events import (
     RunFinished,
     RunStarted,
     ServerProgress,
+    SimulatedRound,
     Warned,
 )
 from raypfl.evaluation.run_metrics import Measures
@@ -35,6 +36,7 @@ from raypfl.experiment import Experiment
 from raypfl.results.colours import colour
 from raypfl.results.display.fitting import width_of
 from raypfl.results.display.outcome import nearby
+from raypfl.results.display.plan import duration, energy
 from raypfl.results.labels import labels
 from raypfl.results.units import Unit
 
@@ -62,6 +64,7 @@ class RunLine:
         self.loss: float | None = None
         self.bytes_up = 0
         self.bytes_down = 0
+        self.simulated: SimulatedRound | None = None
         self.unit = Unit(Measures().primary)
 
         self._scores: dict[str, float] = {}
@@ -86,6 +89,7 @@ class RunLine:
                 self.loss = event.loss
                 self.bytes_up = event.bytes_up_total
                 self.bytes_down = event.bytes_down_total
+                self.simulated = event.simulated
                 self._round_times.append(time.monotonic())
             case Evaluated():
                 self._scores = self._mean_scores(event.summary)
@@ -156,7 +160,7 @@ class RunLine:
 
     @property
     def overview(self) -> str:
-        """Clients, parameters, executor and actors, in one line."""
+        """Clients, parameters, executor, actors and simulated time so far, in one line."""
         metadata = self._metadata
         parts = []
         if "num_clients" in metadata:
@@ -175,6 +179,8 @@ class RunLine:
             parts.append(execution)
         if metadata.get("actors", 1) > 1:
             parts.append(f"{metadata['actors']} actors")
+        if self.simulated is not None:
+            parts.append(f"simulated {duration(self.simulated.time)}, {energy(self.simulated.joules_total)}")
         return " · ".join(parts)
 
     def _mean_scores(self, summary: list[dict[str, Any]]) -> dict[str, float]:

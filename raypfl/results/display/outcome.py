@@ -19,9 +19,10 @@ from raypfl.evaluation.masking import mask_of
 from raypfl.results.differences import differences, remarks
 from raypfl.results.display.compare import difference_table
 from raypfl.results.display.fitting import width_of
+from raypfl.results.display.plan import duration, energy
 from raypfl.results.epsilons import privacy_sentence
 from raypfl.results.labels import labels
-from raypfl.results.numbers import prediction_traffic, seconds
+from raypfl.results.numbers import has_simulated_time, positions, prediction_traffic, seconds
 from raypfl.results.run_groups import RunGroup, group_runs
 from raypfl.results.setting_text import applicable_settings, shared_setting_text
 from raypfl.results.table import Column, legend, result_columns, result_rows
@@ -227,11 +228,19 @@ def _table_notes(groups: Sequence[RunGroup], left_out: Sequence[str]) -> list[st
         if traffic is not None:
             notes.append(_PREDICTION_NOTE.format(group.label, *traffic))
 
+    notes += [_simulated_note(group) for group in groups if has_simulated_time(group)]
     notes += filter(None, map(privacy_sentence, groups))
     notes += legend(groups)
     if any(group.has_best for group in groups):
         notes.append(_BEST_NOTE)
     return notes
+
+
+def _simulated_note(group: RunGroup) -> str:
+    """What a method took on the clients' devices, mean over seeds."""
+    seconds_taken = fmean(positions(result, "simulated_seconds")[-1] for result in group.results)
+    kilojoules = fmean(positions(result, "kilojoules")[-1] for result in group.results)
+    return f"{group.label} on the clients' devices, simulated: {duration(seconds_taken)}, {energy(1e3 * kilojoules)}."
 
 
 def _phrase(unit: Unit) -> str:
@@ -332,6 +341,16 @@ def _changed_command(command: str, tried: Sequence[str], changes: Sequence[str])
     return shlex.join(["raypfl", command, *words, *changes])
 
 
+def _simulated(result: RunResult) -> dict[str, float]:
+    """Time and energy of the clients' devices; empty if time was not simulated."""
+    if "simulated_time" not in result.rounds.column_names:
+        return {}
+    return {
+        "simulated_seconds": float(positions(result, "simulated_seconds")[-1]),
+        "joules": 1e3 * float(positions(result, "kilojoules")[-1]),
+    }
+
+
 def _run_as_json(result: RunResult) -> dict[str, Any]:
     megabytes_up, megabytes_down = result.megabytes
     return {
@@ -343,6 +362,7 @@ def _run_as_json(result: RunResult) -> dict[str, Any]:
         "megabytes_up": megabytes_up,
         "megabytes_down": megabytes_down,
         "seconds": seconds(result),
+        **_simulated(result),
         "summary": result.summary(),
         "summary_of_best_round": [] if result.best_round is None else result.summary(result.best_round),
     }

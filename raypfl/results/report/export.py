@@ -10,7 +10,7 @@ from typing import Any
 
 from raypfl.results import latex
 from raypfl.results.differences import Difference, differences, remarks
-from raypfl.results.numbers import seconds
+from raypfl.results.numbers import has_simulated_time, positions, seconds
 from raypfl.results.report.tables import result_tables
 from raypfl.results.run_groups import RunGroup
 from raypfl.results.setting_text import shared_setting_text
@@ -80,12 +80,16 @@ def _scores(group: RunGroup, columns: Sequence[Column], protocol: str, best: boo
 def _costs(group: RunGroup) -> dict[str, float]:
     """Means over seeds."""
     megabytes = [result.megabytes for result in group.results]
-    return {
+    costs = {
         "rounds": fmean(result.round for result in group.results),
         "megabytes_up": fmean(up for up, _ in megabytes),
         "megabytes_down": fmean(down for _, down in megabytes),
         "seconds": fmean(map(seconds, group.results)),
     }
+    if has_simulated_time(group):
+        for axis in ("simulated_seconds", "kilojoules"):
+            costs[axis] = fmean(float(positions(result, axis)[-1]) for result in group.results)
+    return costs
 
 
 def _difference(row: Difference | None) -> dict[str, Any]:

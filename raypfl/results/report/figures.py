@@ -38,7 +38,19 @@ _MOST_PLACES = 800  # discs in the plane of clients
 _DISC = 18.0  # square pixels for each client
 _LARGEST_DISC = 500.0
 _SMALLEST_DISC = 2.0
-_AXIS_LABELS = {"round": "round", "megabytes": "megabytes sent, up and down", "seconds": "seconds, without evaluation"}
+_AXIS_LABELS = {
+    "round": "round",
+    "megabytes": "megabytes sent, up and down",
+    "seconds": "seconds, without evaluation",
+    "simulated_seconds": "seconds on the clients' devices, simulated",
+    "kilojoules": "energy of the clients' devices in kJ, simulated",
+}
+_AXIS_TITLES = {
+    "megabytes": "Against megabytes",
+    "seconds": "Against seconds",
+    "simulated_seconds": "Against simulated time",
+    "kilojoules": "Against energy",
+}
 
 
 @dataclass(frozen=True)
@@ -57,7 +69,7 @@ class ReportFigure:
 
 
 def metric_figure(groups: Sequence[RunGroup], protocol: str, against: Axis, wide: bool = False) -> ReportFigure:
-    """Draw the primary metric over rounds, megabytes or seconds, with a band from the least to the greatest seed."""
+    """Draw the primary metric over rounds or what they cost, with a band from the least to the greatest seed."""
     curves = metric_curves(groups, protocol, against)
     unsent = {key: curve for key, curve in curves.items() if against == "megabytes" and not curve.x.any()}
     unit = groups[0].unit
@@ -86,7 +98,7 @@ def metric_figure(groups: Sequence[RunGroup], protocol: str, against: Axis, wide
     alt = f"Lines of {unit.phrase} on {test_data}, against {_AXIS_LABELS[against]}. {'; '.join(ends)}."
 
     name = f"curves-{protocol}-{against}"
-    title = {"round": f"On {test_data}", "megabytes": "Against megabytes", "seconds": "Against seconds"}[against]
+    title = _AXIS_TITLES.get(against, f"On {test_data}")
     large = svg(f"{name}-wide", alt, *WIDE, draw) if wide else None
     return ReportFigure(title, svg(name, alt, *NARROW, draw), _caption(groups, protocol, curves, unsent), large)
 

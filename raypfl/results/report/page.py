@@ -25,7 +25,7 @@ from raypfl.results.colours import COLOURS, mark
 from raypfl.results.differences import HEADINGS, Difference, difference, differences, find_label, remarks
 from raypfl.results.epsilons import epsilons, privacy_sentence
 from raypfl.results.numbers import prediction_traffic
-from raypfl.results.report import export, figures, sweeps, tables
+from raypfl.results.report import budgets, export, figures, sweeps, tables
 from raypfl.results.report.tables import listed, protocol_name
 from raypfl.results.run_groups import RunGroup, group_runs
 from raypfl.results.setting_text import data_text, shared_setting_text
@@ -176,6 +176,7 @@ def _part(groups: list[RunGroup], suffix: str, baseline: str | None) -> dict[str
         sorted_clients = figures.clients_figure(groups, per_client)
         planes = figures.personal_against_global(groups, per_client)
 
+    axes = budgets.axes_of(groups)
     headings, results = tables.result_tables(groups)
     differing, shared = tables.compare_settings(groups)
     environment_differing, environment = tables.compare_environments(groups)
@@ -213,7 +214,9 @@ def _part(groups: list[RunGroup], suffix: str, baseline: str | None) -> dict[str
         "tested_alone": tested_alone,
         "sorted": sorted_clients,
         "planes": planes,
-        "efforts": [figures.metric_figure(groups, main, against) for against in ("megabytes", "seconds")],
+        "efforts": [figures.metric_figure(groups, main, against) for against in axes],
+        "target": budgets.for_target(groups, main, axes),
+        "within": budgets.within_budgets(groups, main, axes),
         "holdings": _holdings(groups[0].results[0]),
         "ledger": tables.ledger(groups),
         "privacy": [(privacy_sentence(group), epsilons(group)) for group in groups if epsilons(group)],

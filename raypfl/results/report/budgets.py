@@ -1,0 +1,102 @@
+"""Tables of what each method spends until all are as good, and of how good each is on the budget of the cheapest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from raypfl.results.budgets import cost_to_target, score_within
+from raypfl.results.numbers import Axis, has_simulated_time, positions
+from raypfl.results.run_groups import RunGroup
+
+_HEADINGS: dict[Axis, str] = {
+    "round": "rounds",
+    "megabytes": "MB, up and down",
+    "seconds": "seconds",
+    "simulated_seconds": "simulated seconds",
+    "kilojoules": "kJ",
+}
+
+
+@dataclass(frozen=True)
+class BudgetTable:
+    """A table of the report.
+
+    Attributes
+    ----------
+    lines : a group's index, its label, and a cell for each heading.
+    """
+
+    title: str
+    headings: list[str]
+    lines: list[tuple[int, str, list[str]]]
+    note: str
+
+
+def axes_of(groups: Sequence[RunGroup]) -> list[Axis]:
+    """Return what runs cost: megabytes, seconds and, if time is simulated, seconds and energy of the devices."""
+    axes: list[Axis] = ["megabytes", "seconds"]
+    if all(map(has_simulated_time, groups)):
+        axes += ["simulated_seconds", "kilojoules"]
+    return axes
+
+
+def for_target(groups: Sequence[RunGroup], protocol: str, axes: Sequence[Axis]) -> BudgetTable | None:
+    """Return what each method spends until it is first as good as the worst one at its end; None for one method."""
+    finals = {i: fmean(group.scores(protocol)) for i, group in enumerate(groups) if group.scores(protocol)}
+    if len(finals) < 2:
+        return None
+
+    unit = groups[0].unit
+    target = min(finals.values()) if unit.metric.higher_is_better else max(finals.values())
+    columns: list[Axis] = ["round", *axes]
+    lines = []
+    for i in finals:
+        group = groups[i]
+        model = group.deployed(protocol)
+        cells = []
+        for axis in columns:
+            costs = [cost_to_target(result, target, axis, protocol, model) for result in group.results]
+            reached = [cost for cost in costs if cost is not None]
+            cells.append(_mean(reached) if len(reached) == len(costs) else f"{len(reached)} of {len(costs)} seeds")
+        lines.append((i, group.label, cells))
+    return BudgetTable(
+        title=f"To {unit.text(target)}{unit.sign or f' {unit.phrase}'}",
+        headings=[_HEADINGS[axis] for axis in columns],
+        lines=lines,
+        note="What is spent until the first evaluation that is as good as the worst method's result, mean over seeds.",
+    )
+
+
+def within_budgets(groups: Sequence[RunGroup], protocol: str, axes: Sequence[Axis]) -> BudgetTable | None:
+    """Return how good each method is with what the cheapest one spends in all; None for one method."""
+    tested = {i: group for i, group in enumerate(groups) if group.scores(protocol)}
+    if len(tested) < 2:
+        return None
+
+    unit = groups[0].unit
+    budgets = {}
+    for axis in axes:
+        budgets[axis] = min(positions(result, axis)[-1] for group in tested.values() for result in group.results)
+
+    lines = []
+    for i, group in tested.items():
+        model = group.deployed(protocol)
+        cells = []
+        for axis, budget in budgets.items():
+            scores = [score_within(result, budget, axis, protocol, model) for result in group.results]
+            known = [score for score in scores if score is not None]
+            cells.append(unit.text(fmean(known)) if known else "–")
+        lines.append((i, group.label, cells))
+    return BudgetTable(
+        title=f"{unit.phrase[:1].upper()}{unit.phrase[1:]} on equal budgets",
+        headings=[f"{budget:,.3g} {_HEADINGS[axis]}" for axis, budget in budgets.items()],
+        lines=lines,
+        note="In the last evaluation within what the cheapest run spends in all, mean over seeds.",
+    )
+
+
+def _mean(values: Sequence[float]) -> str:
+    mean = fmean(values)
+    return f"{mean:,.0f}" if mean >= 100 or mean == round(mean) else f"{mean:.3g}"

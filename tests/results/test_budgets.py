@@ -1,0 +1,82 @@
+"""Results over simulated time: the cost of a target, the score on a budget, and where they are shown."""
+
+from __future__ import annotations
+
+import csv
+
+import pytest
+
+import raypfl
+from raypfl.engine.events import RoundFinished
+from raypfl.integrations.tracking.entries import round_points
+from raypfl.results.budgets import cost_to_target, score_within
+from raypfl.results.display.outcome import as_json
+from raypfl.results.report import page
+from raypfl.runs.result import events_of
+from tests.support.runs import TIMED, experiment
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> list[raypfl.Result]:
+    folder = tmp_path_factory.mktemp("budgets")
+    settings = TIMED | {"rounds": 8, "evaluation__every": 2, "training__lr": 0.05}
+    return [raypfl.run(experiment(folder, method=method, **settings)) for method in ("ditto", "fedavg")]
+
+
+def spent(result: raypfl.Result, axis: str, until: int) -> float:
+    """What a run spent in its first rounds, added up row by row."""
+    total = 0.0
+    for row in result.rounds.to_pylist()[:until]:
+        if axis == "round":
+            total += 1
+        elif axis == "megabytes":
+            total += (row["bytes_up"] + row["bytes_down"]) / 1e6
+        elif axis == "simulated_seconds":
+            total += row["simulated_seconds"]
+        else:
+            total += row["joules"] / 1e3
+    return total
+
+
+@pytest.mark.parametrize("axis", ["round", "megabytes", "simulated_seconds", "kilojoules"])
+def test_a_target_costs_what_was_spent_until_the_first_evaluation_that_reached_it(runs, axis):
+    for result in runs:
+        curve = {}
+        for number in (2, 4, 6, 8):
+            (row,) = [r for r in result.summary(number) if (r["protocol"], r["model"]) == ("local", "global")]
+            curve[number] = 100 * row["accuracy"]
+
+        for target in (curve[2] - 1, curve[6], max(curve.values())):
+            first = min(number for number, score in curve.items() if score >= target - 1e-9)
+            cost = cost_to_target(result, target - 1e-9, axis, "local", "global")
+            assert cost == pytest.approx(spent(result, axis, first))
+        assert cost_to_target(result, 101.0, axis, "local", "global") is None
+
+        assert score_within(result, spent(result, axis, 5), axis, "local", "global") == pytest.approx(curve[4])
+        assert score_within(result, 0.99 * spent(result, axis, 2), axis, "local", "global") is None
+
+
+def test_simulated_time_and_energy_are_in_the_report_its_table_the_json_and_the_metrics(runs, tmp_path):
+    text = page.write(runs, tmp_path / "report.html").read_text()
+    for part in ("Against simulated time", "Against energy", "on equal budgets", "simulated seconds</th>"):
+        assert part in text
+    table = page.write(runs, tmp_path / "report.csv")
+    rows = list(csv.DictReader(table.open()))
+    for result in runs:
+        total = spent(result, "simulated_seconds", 8)
+        method = type(result.experiment.method).__name__.lower()
+        (row,) = [row for row in rows if (row["method"], row["tested_on"]) == (method, "local")]
+        assert float(row["simulated_seconds"]) == pytest.approx(total)
+        assert as_json([result], {})["runs"][0]["simulated_seconds"] == pytest.approx(total)
+
+        last = [event for event in events_of(result) if isinstance(event, RoundFinished)][-1]
+        points = {name: value for name, value, _ in round_points(last)}
+        assert points["simulated/time"] == pytest.approx(total)
+        assert points["simulated/joules_total"] == pytest.approx(1e3 * spent(result, "kilojoules", 8))
+
+
+def test_a_run_without_simulated_time_has_no_metric_of_it(tmp_path):
+    result = raypfl.run(experiment(tmp_path, rounds=1))
+    (event,) = [event for event in events_of(result) if isinstance(event, RoundFinished)]
+    assert not [name for name, _, _ in round_points(event) if "simulated" in name]
+    assert "simulated_seconds" not in as_json([result], {})["runs"][0]
