@@ -159,7 +159,7 @@ def _with_standings(
             scores[method] = by_seed
 
     paired = pairing({method: runs[method] for method in scores})
-    by_method = standings(scores, *paired, higher_is_better=higher_is_better)
+    by_method = standings(scores, paired, higher_is_better=higher_is_better)
     return [
         replace(entry, standing=by_method.get(entry.method))
         if (entry.down, entry.across, entry.metric) == column

@@ -9,7 +9,7 @@ import pytest
 
 from raypfl.results import bootstrap
 from raypfl.results.ranking.joint_draws import joint_draws
-from raypfl.results.ranking.standings import ClientScores, scores_of, standings, standings_of_groups
+from raypfl.results.ranking.standings import ClientScores, Pairing, scores_of, standings, standings_of_groups
 from raypfl.results.run_groups import group_runs
 from tests.results.test_differences import ISSUE, runs_at
 
@@ -55,7 +55,7 @@ def test_a_methods_standing_is_of_its_own_score_its_distance_to_the_best_and_its
     seeds = range(4)
     levels = {"worse": 70.0, "good": 89.0, "best": 90.0, "twin": 90.0}
     table = {name: {s: scores(level + ease + s) for s in seeds} for name, level in levels.items()}
-    rows = standings(table, list(seeds), False, higher_is_better=True)
+    rows = standings(table, Pairing(list(levels), list(seeds), False), higher_is_better=True)
 
     assert [rows[name].rank for name in levels] == [4, 3, 1, 1]
     assert rows["good"].difference == pytest.approx(-1) and rows["twin"].difference == 0
@@ -65,7 +65,7 @@ def test_a_methods_standing_is_of_its_own_score_its_distance_to_the_best_and_its
     assert rows["good"].chance == 0 and rows["twin"].chance == 0.5
     assert rows["worse"].rank_interval == (4, 4) and rows["best"].rank_interval == (1, 1)
 
-    lower = standings(table, list(seeds), False, higher_is_better=False)
+    lower = standings(table, Pairing(list(levels), list(seeds), False), higher_is_better=False)
     assert [lower[name].rank for name in levels] == [1, 2, 3, 3]
     assert lower["good"].difference == pytest.approx(19)
 
@@ -75,18 +75,29 @@ def test_weights_count_clients_by_their_samples_and_one_model_on_one_test_set_co
         "pooled": {0: scores([0.0, 100.0], np.array([3.0, 1.0])), 1: scores([0.0, 100.0], np.array([1.0, 1.0]))},
         "one model": {s: ClientScores(np.array([-1]), np.array([30.0]), np.ones(1)) for s in (0, 1)},
     }
-    rows = standings(table, [0, 1], False, higher_is_better=True)
+    rows = standings(table, Pairing(list(table), [0, 1], False), higher_is_better=True)
     assert rows["pooled"].mean == pytest.approx((25 + 50) / 2)
     assert rows["one model"].interval == (30, 30) and rows["one model"].difference == pytest.approx(-7.5)
     assert 0 < rows["one model"].chance < 1
 
 
-def test_clients_that_a_method_lacks_and_methods_that_lack_a_seed_are_left_out():
+def test_clients_that_a_method_lacks_are_left_out():
     both = ClientScores(np.array([5, 2, 7]), np.array([1.0, 2.0, 3.0]), np.ones(3))
     some = ClientScores(np.array([7, 5]), np.array([30.0, 10.0]), np.ones(2))
-    rows = standings({"a": {0: both}, "b": {0: some}, "c": {1: both}}, [0], False, higher_is_better=True)
+    rows = standings({"a": {0: both}, "b": {0: some}}, Pairing(["a", "b"], [0], False), higher_is_better=True)
     assert {name: row.mean for name, row in rows.items()} == {"a": 2.0, "b": 20.0}
-    assert standings({"a": {0: both}}, [0], False, higher_is_better=True) == {}
+    assert standings({"a": {0: both}}, Pairing(["a"], [0], False), higher_is_better=True) == {}
+
+
+def test_methods_are_compared_in_the_seeds_that_all_have_and_one_on_other_data_is_left_out():
+    runs = runs_at({"fedavg": (91.0, 94.9, 94.3), "ditto": (93.3, 96.8), "local": (80.0, 81.0, 82.0)})
+    for run in runs:
+        seed = run.experiment.seed
+        run.metadata["data"] = (
+            f"{seed} with validation" if run.experiment.method == runs[-1].experiment.method else seed
+        )
+    rows = standings_of_groups(group_runs(runs), "local")
+    assert set(rows) == {"fedavg", "ditto"} and {row.seeds for row in rows.values()} == {2}
 
 
 def test_a_comparisons_standings_have_the_means_of_its_table_and_pair_its_methods():

@@ -6,6 +6,7 @@ seeds and clients for each of them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -80,7 +81,7 @@ def standings_of_groups(groups: Sequence[RunGroup], protocol: str, best: bool = 
         scores[group.label] = by_seed
 
     results = {group.label: group.results for group in groups if group.label in scores}
-    return standings(scores, *pairing(results), higher_is_better=groups[0].unit.metric.higher_is_better)
+    return standings(scores, pairing(results), higher_is_better=groups[0].unit.metric.higher_is_better)
 
 
 def scores_of(result: RunResult, protocol: str, model: str, value: str, rounds: Sequence[int | None]) -> ClientScores:
@@ -102,32 +103,46 @@ def scores_of(result: RunResult, protocol: str, model: str, value: str, rounds: 
     return ClientScores(means["client"].to_numpy(), values, weights)
 
 
-def pairing(results: Mapping[str, Sequence[RunResult]]) -> tuple[list[int], bool]:
-    """Return the seeds that all methods have on the same data, and whether clients are the same in every seed."""
-    hashes = [{result.experiment.seed: data_hash(result) for result in runs} for runs in results.values()]
-    shared = set.intersection(*map(set, hashes)) if hashes else set()
-    seeds = [seed for seed in sorted(shared) if len({by_seed[seed] for by_seed in hashes}) == 1]
-    same_clients = all(keeps_clients(runs[0]) for runs in results.values() if runs)
-    return seeds, same_clients
+@dataclass(frozen=True)
+class Pairing:
+    """What can be compared: the methods that have the same data, in the seeds that all of them have.
+
+    Attributes
+    ----------
+    same_clients : whether the clients are the same in every seed.
+    """
+
+    methods: list[str]
+    seeds: list[int]
+    same_clients: bool
+
+
+def pairing(results: Mapping[str, Sequence[RunResult]]) -> Pairing:
+    """Return what can be compared; a method on other data than most methods (with validation data, say) is left out."""
+    hashes = {}
+    for method, runs in results.items():
+        hashes[method] = {result.experiment.seed: data_hash(result) for result in runs}
+    seeds = sorted(set.intersection(*map(set, hashes.values()))) if hashes else []
+
+    data = {method: tuple(by_seed[seed] for seed in seeds) for method, by_seed in hashes.items()}
+    common = Counter(data.values()).most_common(1)
+    methods = [method for method in data if data[method] == common[0][0]]
+    return Pairing(methods, seeds, all(keeps_clients(results[method][0]) for method in methods))
 
 
 def standings(
-    scores: Mapping[str, Mapping[int, ClientScores]],
-    seeds: Sequence[int],
-    same_clients: bool,
-    *,
-    higher_is_better: bool,
+    scores: Mapping[str, Mapping[int, ClientScores]], paired: Pairing, *, higher_is_better: bool
 ) -> dict[str, Standing]:
-    """Return the standing of each method that has scores in these seeds; empty if there is nothing to compare.
+    """Return the standing of each paired method that has scores; empty if there is nothing to compare.
 
     Parameters
     ----------
     scores : method -> seed -> its clients' scores.
-    same_clients : whether the clients are the same in every seed.
     """
+    seeds = paired.seeds
     labels = []
-    for label, by_seed in scores.items():
-        if all(seed in by_seed and by_seed[seed].values.size for seed in seeds):
+    for label in paired.methods:
+        if all(scores[label][seed].values.size for seed in seeds):
             labels.append(label)
     if len(labels) < 2 or not seeds:
         return {}
@@ -143,7 +158,7 @@ def standings(
 
     sign = 1 if higher_is_better else -1
     means = np.mean([np.average(v, axis=0, weights=w) for v, w in zip(values, weights, strict=True)], axis=0)
-    crossed = same_clients and len({len(v) for v in values}) == 1
+    crossed = paired.same_clients and len({len(v) for v in values}) == 1
     draws = joint_draws(values, weights, crossed)
     best = int(np.argmax(sign * means))
 
