@@ -34,6 +34,7 @@ NETWORKS = {
     "mlp": Job("mlp", (1, 28, 28)),
     "lenet": Job("lenet"),
     "cnn": Job("cnn"),
+    "fedavg_cnn": Job("fedavg_cnn"),
     "conv2cifar": Job("conv2cifar"),
     "convnet": Job("convnet"),
     "resnet10": Job("resnet10"),

@@ -277,7 +277,8 @@ def test_every_public_name_of_a_cohort_is_classified_and_what_is_measured_withou
     closed = {"losses", "logged"}
     open_names = {
         *("context", "exchange", "failed", "ids", "lr", "phase", "present", "round", "spent", "task", "unseen"),
-        *("descend", "generator", "log", "log_image", "log_table", "other", "pool", "progress", "run", "sgd"),
+        *("descend", "generator", "log", "log_image", "log_table", "other", "pool", "progress", "rows", "run", "sgd"),
+        "with_rows",
     }
     fed = Federation(privacy=NOISY, method=FedAvg())
     fed.run_rounds(None)
