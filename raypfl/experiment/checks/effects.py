@@ -89,9 +89,9 @@ def assign_all(values: dict[str, Any], assignments: Iterable[tuple[list[str], An
         assign(values, path, value)
 
     assigned = {tuple(path) for path, _ in pairs}
-    for path, options in options_before.items():
-        if (*path, "name") in assigned:
-            _drop_options(path, options - _component_options(path, values), values, assigned)
+    for component, options in options_before.items():
+        if (*component, "name") in assigned:
+            _drop_options(component, options - _component_options(component, values), values, assigned)
     drop_idle(values, assigned | idle_before)
     refused = refused_settings(values, assigned)
     return {path: message for path, message in refused.items() if _is_in(path, assigned)}
