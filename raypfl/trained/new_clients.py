@@ -67,8 +67,8 @@ class NewClient:
 class _NewClients(Context):
     """The context of new clients. All have the same draws, so a model depends on its own client's samples alone."""
 
-    def keys(self, purpose: str, round: int, clients: Sequence[int]) -> np.ndarray:
-        return super().keys(purpose, round, [0] * len(clients))
+    def keys(self, purpose: str, rounds: np.ndarray, clients: Sequence[int]) -> np.ndarray:
+        return super().keys(purpose, rounds, [0] * len(clients))
 
 
 def require_new_client_models(method: Method) -> None:
