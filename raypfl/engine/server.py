@@ -27,7 +27,7 @@ from raypfl.engine import client_states
 from raypfl.engine.analysing import Analyses
 from raypfl.engine.building.groups import groups_for
 from raypfl.engine.evaluator import Evaluator
-from raypfl.engine.events import Checkpointed, Evaluated, Listener, RunFinished, RunStarted, Warned
+from raypfl.engine.events import Checkpointed, Evaluated, Listener, RoundFinished, RunFinished, RunStarted, Warned
 from raypfl.engine.job import Job
 from raypfl.engine.prepared import Prepared
 from raypfl.engine.run_tables import RunTables
@@ -237,7 +237,22 @@ class Server:
         self.states.commit()
         self.round = number
         self.time = cohort_draw.ends
-        self.emit(self._records.add_round(number, cohort, cohort_draw, seconds, self.ledger))
+        finished = self._records.add_round(number, cohort, cohort_draw, seconds, self.ledger)
+        self._warn_of_other_messages(finished)
+        self.emit(finished)
+
+    def _warn_of_other_messages(self, finished: RoundFinished) -> None:
+        """Warn if a round's messages are not those of the rehearsal; in the first round, many methods send less."""
+        turn = self._turns.turn
+        if turn is None or finished.round == 1 or not finished.clients:
+            return
+        sent = finished.bytes_up / finished.clients
+        if abs(sent - turn.up_bytes) > 0.01 * turn.up_bytes:
+            self._warn(
+                f"{type(self.method).__name__} does not send as much in every round as in the rehearsed one, "
+                f"{turn.up_bytes:,.0f} bytes a client, by which simulated time and raypfl plan count; the ledger "
+                "is right."
+            )
 
     def _analyse(self, cohort: Cohort, number: int, model_before: Tensor | None) -> None:
         """Run the analyses of a round, if there are any; what they log joins the round's log."""

@@ -14,9 +14,10 @@ from raypfl.clients.group import ClientGroup
 from raypfl.common.errors import ConfigError
 from raypfl.data import load_federated
 from raypfl.devices import Training, Turn
-from raypfl.engine.events import RoundFinished
+from raypfl.engine.events import RoundFinished, Warned
 from raypfl.engine.prepared import Prepared
 from raypfl.federation.cohort_draw import draw_cohort
+from raypfl.methods import FedAvg
 from raypfl.runs.choices.turn import turn_of
 from raypfl.runs.result import events_of
 from tests.support.federation import FP64, Federation
@@ -96,6 +97,27 @@ def test_devices_that_nothing_depends_on_change_no_bit(tmp_path):
     timed = raypfl.run(experiment(tmp_path, rounds=2, **TIMED))
     assert timed.weights_hash == plain.weights_hash
     assert "joules" not in plain.rounds.column_names
+
+
+class SendsMoreLater(FedAvg):
+    """FedAvg with a second exchange from round 4 on."""
+
+    def round(self, server, cohort):
+        super().round(server, cohort)
+        if cohort.round > 3:
+            super().round(server, cohort)
+
+
+def test_a_method_that_does_not_send_what_the_rehearsal_did_is_told_of_once(tmp_path):
+    events = []
+    settings = TIMED | {"method": f"{__name__}:SendsMoreLater", "evaluation__every": 0}
+    raypfl.run(experiment(tmp_path, **settings), listeners=[events.append])
+    (warning,) = [event.text for event in events if isinstance(event, Warned) and "rehearsed" in event.text]
+    assert warning.startswith("SendsMoreLater does not send as much")
+
+    events.clear()
+    raypfl.run(experiment(tmp_path, **(settings | {"method": "ditto"})), listeners=[events.append])
+    assert not [event for event in events if isinstance(event, Warned) and "rehearsed" in event.text]
 
 
 def test_rounds_of_several_exchanges_cannot_go_on_without_the_late(tmp_path):
