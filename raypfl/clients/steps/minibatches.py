@@ -217,7 +217,8 @@ class MiniBatch:
     def grad(self, loss: LossFunction, at: Tensor, **extras: Any) -> PerClient:
         """Return the gradient ``[K, P]`` of each client's loss on this mini-batch, at ``[P+B]`` or ``[K, P+B]``.
 
-        Its draws are those of :meth:`step`. Rows of clients that are not active are 0.
+        It is that of the loss alone, without clipping and weight decay; its draws are those of :meth:`step`, and no
+        statistics move. Rows of clients that are not active are 0.
         """
         minibatches = self._minibatches
         group = minibatches.group
@@ -237,30 +238,6 @@ class MiniBatch:
             return per_client(gradient)
         gradients = gradient.new_zeros(len(rows), gradient.shape[1])
         return per_client(gradients.index_copy_(0, self._rows, gradient))
-
-    def gradient(self, loss: LossFunction, theta: Tensor, **extras: Any) -> PerClient:
-        """Return the gradient ``[K, P]`` of a loss on this mini-batch; rows of clients that are not active are zeros.
-
-        It is that of the loss alone, without the optimizer's clipping and weight decay, and moves no statistics.
-        """
-        group = self._minibatches.group
-        if self._minibatches.private_training is not None:
-            raise PrivacyError(
-                "MiniBatch.gradient returns gradients without noise, so privacy.noise would not hold. Choose a method "
-                "that trains by steps alone, or leave privacy out."
-            )
-
-        active = self._rows
-        rows = self._of_active(group.models(theta))
-        local_loss = LocalLoss(group.model, loss)
-        executor = group.trainer(local_loss, rows, self._minibatches.order, group.extras(extras))
-        active_extras = extras if self._all_active else of_clients(extras, active)
-        (gradient, _, _), _ = group.context.run(
-            executor, lambda e: e.grad(local_loss, rows, self._batches, self._keys, active_extras)
-        )
-        if self._all_active:
-            return per_client(gradient)
-        return per_client(gradient.new_zeros(len(self.active), gradient.shape[1]).index_copy(0, active, gradient))
 
     def _next_keys(self) -> Tensor:
         """Return the keys of a step's draws; each private step on this mini-batch gets its own noise."""

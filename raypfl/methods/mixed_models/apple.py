@@ -86,7 +86,7 @@ class APPLE(Method):
                 theta = unmarked(core).clone()
                 parameters = clients.model.parameters(core)
                 theta[:, : clients.model.num_parameters] = own_weight[:, None] * parameters + others
-                g = unmarked(batch.gradient(clients.loss, per_client(theta)))
+                g = unmarked(batch.grad(clients.loss, per_client(theta)))
                 slopes = g @ clients.model.parameters(cores).T
                 slopes[k, ids] = (g * parameters).sum(1)
                 slopes = (slopes + strength * self.mu * (weights - shares)) * takes_part
