@@ -90,6 +90,11 @@ class Clients:
         return self._group.round
 
     @property
+    def _lasting(self) -> dict[str, tuple[Any, ...]]:
+        """See :meth:`ClientGroup._lasting`; other functions than `loss` may give other results in another round."""
+        return {}
+
+    @property
     def initial(self) -> Tensor:
         """The model that every client and the server begin with, ``[P+B]``."""
         return self._context.initial

@@ -91,6 +91,11 @@ class ClientGroup:
             )
         return first
 
+    @property
+    def _lasting(self) -> dict[str, tuple[Any, ...]]:
+        """Functions that a recorded step may call, each with all that it depends on besides its arguments."""
+        return {"loss": (self.model, self.context.measures)}
+
     def portions(self) -> Iterator[ClientGroup]:
         """Yield the whole group if its clients run together, else groups of one, whose states are read-only."""
         if isinstance(self.context.executor, Vectorised) and len(self) > 1:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -18,9 +19,6 @@ from raypfl.learning.objectives.batch import Batch, spread_over_labels
 
 NORMALISE_ONCE_LIMIT = 2**21
 """Most numbers in samples that are normalised once for all batches; more would not fit into a CPU cache."""
-
-StackedBatches = Callable[..., Batch]
-"""A function ``batch(which, s, width)``; see :meth:`GroupSamples.stacked`."""
 
 
 def device_data_budget(device: torch.device, share: float, gpus: float) -> float:
@@ -167,12 +165,7 @@ class GroupSamples:
         return batch
 
     def stacked(self, clients: np.ndarray, order: SampleOrder) -> StackedBatches:
-        """Return ``batch(which, s)``, the batches of some of `clients` in step s, padded and stacked, ``[k, b, ...]``.
-
-        `which` is a slice of `clients`, or ``int64[k]`` positions in it on the device; s is a number, or ``int64[1]``
-        on the device, which is not read there. ``batch(which, s, width)`` has at most the first `width` samples of each
-        batch.
-        """
+        """Return the batches of some of `clients`, padded and stacked."""
         device = self.y.device
         real = np.arange(order.index.shape[-1]) < order.counts[clients][:, :, None]
         rows = to_device(self._starts[clients][:, None, None] + order.index[clients], device)
@@ -181,22 +174,64 @@ class GroupSamples:
         if self._normalised is None and self.x.numel() <= NORMALISE_ONCE_LIMIT:
             self._normalised = self._source.normalise(self.x)
 
-        def batch(which: slice | Tensor, s: int | Tensor, width: int | None = None) -> Batch:
-            def in_step(values: Tensor) -> Tensor:
-                if isinstance(s, Tensor):
-                    return values[which].index_select(1, s)[:, 0, :width]
-                return values[which, s, :width]
-
-            index = in_step(rows)
-            x = self._source.normalise(self.x[index]) if self._normalised is None else self._normalised[index]
-            return self._source.augmented(
-                Batch(x, self.y[index], in_step(weight)), None if draws is None else in_step(draws)
-            )
-
-        return batch
+        is_normalised = self._normalised is not None
+        x = self.x if self._normalised is None else self._normalised
+        return StackedBatches(self._source, x, self.y, rows, weight, draws, is_normalised)
 
     def _rows(self, k: int) -> slice:
         return slice(int(self._starts[k]), int(self._starts[k + 1]))
+
+
+@dataclass(frozen=True)
+class StackedBatches:
+    """The batches of a group's clients in all steps.
+
+    Attributes
+    ----------
+    source : how samples are normalised and augmented.
+    x, y : the clients' samples, ``[n, ...]`` and ``int64[n]``.
+    rows : the samples of each batch, ``int64[K, S, b]``; padding has any.
+    weight : the samples' weights, ``[K, S, b]``, 0 for padding.
+    draws : the numbers that augment each sample, ``[K, S, b, D]``; None: no augmentation.
+    is_normalised : whether `x` is normalised already.
+    """
+
+    source: Samples
+    x: Tensor
+    y: Tensor
+    rows: Tensor
+    weight: Tensor
+    draws: Tensor | None
+    is_normalised: bool
+
+    FREE_AXES: ClassVar[Mapping[str, int]] = {"x": 0, "y": 0, "rows": 1, "weight": 1}
+    """Axes of `tensors` along which they are only indexed."""
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of which batches without augmentation are made, by name."""
+        normalisation = {"gain": self.source.gain, "offset": self.source.offset}
+        return {"x": self.x, "y": self.y, "rows": self.rows, "weight": self.weight, **normalisation}
+
+    def __call__(self, which: slice | Tensor, s: int | Tensor, width: int | None = None) -> Batch:
+        """Return the batches of some clients in step s, padded and stacked, ``[k, b, ...]``.
+
+        Parameters
+        ----------
+        which : a slice of the clients, or ``int64[k]`` positions among them on the device.
+        s : a number, or ``int64[1]`` on the device, which is not read there.
+        width : the most samples of each batch; None: all.
+        """
+
+        def in_step(values: Tensor) -> Tensor:
+            if isinstance(s, Tensor):
+                return values[which].index_select(1, s)[:, 0, :width]
+            return values[which, s, :width]
+
+        index = in_step(self.rows)
+        x = self.x[index] if self.is_normalised else self.source.normalise(self.x[index])
+        batch = Batch(x, self.y[index], in_step(self.weight))
+        return self.source.augmented(batch, None if self.draws is None else in_step(self.draws))
 
 
 class StepBatches:

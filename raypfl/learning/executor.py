@@ -19,7 +19,10 @@ from torch import Tensor, nn
 from raypfl.common import streams
 from raypfl.common.messages import one_client_at_a_time
 from raypfl.learning.batches import Batches, GroupSamples, SampleOrder
-from raypfl.learning.descent import (
+from raypfl.learning.loss import LocalLoss, LossFunction
+from raypfl.learning.objectives.batch import Batch
+from raypfl.learning.optimizers import Update
+from raypfl.learning.optimizers.descent import (
     Descent,
     assemble,
     frozen_segments,
@@ -28,9 +31,6 @@ from raypfl.learning.descent import (
     sample_keys,
     segments,
 )
-from raypfl.learning.loss import LocalLoss, LossFunction
-from raypfl.learning.objectives.batch import Batch
-from raypfl.learning.optimizers import Update
 from raypfl.models.extras import Extras, of_client, without_buffers
 from raypfl.models.flat import BoundModel, FlatModel, FunctionalCall, LossCall
 from raypfl.models.predictor import Predictor

@@ -13,7 +13,11 @@ from torch import Tensor, vmap
 from raypfl.common import streams
 from raypfl.common.transfer import to_device
 from raypfl.learning.batches import Batches, GroupSamples, SampleOrder, StepBatches
-from raypfl.learning.descent import (
+from raypfl.learning.executor import DEFAULT_PRECISION, Executor, Precision, StepCallback
+from raypfl.learning.loss import LocalLoss, LossFunction
+from raypfl.learning.objectives.batch import Batch
+from raypfl.learning.optimizers import Update
+from raypfl.learning.optimizers.descent import (
     Descent,
     assemble,
     frozen_segments,
@@ -22,11 +26,7 @@ from raypfl.learning.descent import (
     sample_keys,
     segments,
 )
-from raypfl.learning.executor import DEFAULT_PRECISION, Executor, Precision, StepCallback
-from raypfl.learning.loss import LocalLoss, LossFunction
-from raypfl.learning.objectives.batch import Batch
-from raypfl.learning.optimizers import Update
-from raypfl.learning.recording import Recorder, may_keep_state, repeat
+from raypfl.learning.recording import Known, Recorder, key_of_steps, may_keep_state, repeat, shared_tensors
 from raypfl.models.extras import Extras, of_client, of_clients, rows_of, with_rows, without_buffers
 from raypfl.models.flat import FlatModel, FunctionalCall
 from raypfl.models.predictor import Predictor
@@ -86,8 +86,15 @@ class Vectorised(Executor):
         if observe is not None or may_keep_state(step_functions):
             recorder = None
 
-        def first_rows(k: int) -> Callable[[int | Tensor], None]:
-            """Return ``take(s)``, by which the first k rows take step s, a number or ``int64[1]`` on the device."""
+        key = None
+        if recorder is not None and batches.draws is None:
+            key = key_of_steps(loss, update, extras, batches.is_normalised)
+
+        def first_rows(k: int) -> tuple[Callable[[int | Tensor], None], Known | None]:
+            """Return ``take(s)``, by which the first k rows take step s, and what is known of these steps.
+
+            s is a number or ``int64[1]`` on the device.
+            """
             active_memory = {name: rows[:k] for name, rows in memory.items()}
             active_correction = None if correction is None else correction[:k]
             leaves = self._leaves(theta[:k], frozen)
@@ -112,13 +119,37 @@ class Vectorised(Executor):
                     statistics[:k] = moved
                 losses[:k] += reported
 
-            return take
+            if key is None:
+                return take, None
+            function_key, captured_tensors = key
+            named = {
+                "theta": descent.theta,
+                "statistics": statistics,
+                "losses": losses,
+                "keys": keys,
+                "correction": active_correction,
+                "trained": update.trained,
+                "decayed": update.decayed,
+                **batches.tensors,
+                **{f"memory {name}": rows for name, rows in active_memory.items()},
+                **shared_tensors(extras),
+            }
+            numbered = {
+                "segment": leaves,
+                "gradient": descent.gradients,
+                "extra row": active_extras,
+                "captured": captured_tensors,
+            }
+            inputs = {name: tensor for name, tensor in named.items() if tensor is not None}
+            for name, tensors in numbered.items():
+                inputs |= {f"{name} {i}": tensor for i, tensor in enumerate(tensors)}
+            return take, Known.of((function_key, k, frozen), inputs, batches.FREE_AXES)
 
         with self.model.mode(train=True), self._loss_context(None):
             for k, phase in _phases(steps):
-                take = first_rows(k)
+                take, known = first_rows(k)
                 if recorder is not None:
-                    if not repeat(take, phase, theta.device, recorder):
+                    if not repeat(take, phase, theta.device, recorder, known):
                         self.recorder = None
                     continue
 

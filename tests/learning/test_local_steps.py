@@ -277,7 +277,7 @@ def clipped_by_hand(fed: Federation, start: Tensor, k: int) -> Tensor:
 @both_executors
 @pytest.mark.parametrize("room", [1, 10**9], ids=["a sample at a time", "whole batches"])
 def test_per_sample_gradients_are_clipped_without_changes_to_the_loss(room, executor, monkeypatch):
-    monkeypatch.setattr("raypfl.learning.descent.MAX_GRADIENT_NUMBERS", room)
+    monkeypatch.setattr("raypfl.learning.optimizers.descent.MAX_GRADIENT_NUMBERS", room)
     fed = Federation(executor=executor, training=replace(FP64, optimizer=Clipped()))
     clients = fed.clients()
     starts = starts_of(fed)

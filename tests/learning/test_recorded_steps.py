@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from raypfl.common import device_rng
 from raypfl.common.messages import unmarked
-from raypfl.learning.optimizers import StepDraws
+from raypfl.learning.optimizers import SGD, StepDraws
 from raypfl.learning.recording import CannotRecord, CudaGraphs, Replays
+from raypfl.learning.recording.replays import KeptPlan
 from raypfl.learning.vectorised import Vectorised
+from raypfl.methods.local_training import proximal
 from tests.learning.test_gpu_steps import CASES, by_sgd
-from tests.support.federation import FP32, Federation
+from tests.support.federation import CLASSES, FP32, Federation
 
 
 class Tape(TorchDispatchMode):
@@ -93,6 +96,7 @@ class CountingReplays(Replays):
     fewest = 4
 
     def __init__(self) -> None:
+        super().__init__()
         self.recordings = 0
         self.repeated = 0
 
@@ -212,3 +216,161 @@ def test_a_step_that_cannot_be_recorded_is_taken_one_by_one_with_the_reason():
     with pytest.warns(UserWarning, match="cannot be recorded.*not permitted when stream is capturing$"):
         models, executor = trained("plain", Broken())
     assert torch.equal(models, trained("plain", None)[0]) and executor.recorder is None
+
+
+class Shared:
+    """A class that has a loss's weight."""
+
+    weight = 1.0
+
+
+class Weights:
+    """An object that has a loss's weight, in several places."""
+
+    def __init__(self, own: float = 1.0) -> None:
+        self.own = own
+        self.options = {"weight": own}
+
+    def method(self) -> float:
+        return self.own
+
+    def __mul__(self, other: Tensor) -> Tensor:
+        return self.own * other
+
+    @property
+    def computed(self) -> float:
+        return self.own
+
+
+WEIGHTS = Weights()
+weight_of_module = 1.0
+
+
+def own_of(weights: Weights) -> float:
+    return weights.own
+
+
+Times = Callable[[Tensor], Tensor]
+PLACES: dict[str, Callable[[float], Times]] = {
+    "a variable": lambda weight: lambda value: weight * value,
+    "a default": lambda weight: lambda value, factor=weight: factor * value,
+    "a variable of a function": lambda weight: (lambda inner: lambda value: inner() * value)(lambda: weight),
+    "an attribute": lambda weight: lambda value: WEIGHTS.own * value,
+    "an attribute of a new object": lambda weight: (lambda new: lambda value: new.own * value)(Weights(weight)),
+    "an attribute that another function reads": lambda weight: lambda value: own_of(WEIGHTS) * value,
+    "a method": lambda weight: lambda value: WEIGHTS.method() * value,
+    "an operator": lambda weight: lambda value: WEIGHTS * value,
+    "an item": lambda weight: lambda value: WEIGHTS.options["weight"] * value,
+    "an attribute of a class": lambda weight: lambda value: Shared.weight * value,
+    "a variable of the module": lambda weight: lambda value: weight_of_module * value,
+    "a tensor": lambda weight: (lambda tensor: lambda value: tensor * value)(torch.tensor(weight)),
+    "a property": lambda weight: lambda value: WEIGHTS.computed * value,
+    "a name in a text": lambda weight: lambda value: getattr(WEIGHTS, "own") * value,  # noqa: B009
+    "an array": lambda weight: (lambda array: lambda value: float(array[0]) * value)(np.array([weight])),
+}
+NOT_COMPARED = ("a property", "a name in a text", "an array")
+"""What is not looked into, so that no step of an earlier round is repeated."""
+
+
+@pytest.fixture
+def reused(monkeypatch: pytest.MonkeyPatch) -> list[KeptPlan]:
+    """The plans of earlier trainings that were used."""
+    plans: list[KeptPlan] = []
+    function = KeptPlan.function
+
+    def noted(plan: KeptPlan, inputs: Any) -> Callable[[], None]:
+        plans.append(plan)
+        return function(plan, inputs)
+
+    monkeypatch.setattr(KeptPlan, "function", noted)
+    return plans
+
+
+def leaky_mlp() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(32, 5), nn.LeakyReLU(), nn.Linear(5, CLASSES))
+
+
+def in_rounds(recorder: Any, changes: Sequence[Any], train: Callable[[Federation, Any], Tensor]) -> list[Tensor]:
+    """The models after trainings with one executor, each with the next of the changes."""
+    fed = Federation(leaky_mlp, sizes=(12, 12, 12), training=replace(FP32, steps=5))
+    fed.context.executor = Vectorised(fed.model, recorder=recorder)
+    return [unmarked(train(fed, change)) for change in changes]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_plan_of_an_earlier_round_is_used_only_if_every_number_of_the_loss_is_the_same(place, reused, monkeypatch):
+    def train(fed: Federation, weight: float) -> Tensor:
+        monkeypatch.setattr(WEIGHTS, "own", weight)
+        monkeypatch.setitem(WEIGHTS.options, "weight", weight)
+        monkeypatch.setattr(Shared, "weight", weight)
+        monkeypatch.setitem(globals(), "weight_of_module", weight)
+        clients = fed.clients()
+        times = PLACES[place](weight)
+        return clients.sgd(lambda p, batch: times(clients.loss(p, batch)), clients.initial)
+
+    weights = (1.0, 1.0, 1.0, 3.0, 1.0, 3.0, 3.0)
+    models = in_rounds(Replays(), weights, train)
+    for model, expected in zip(models, in_rounds(None, weights, train), strict=True):
+        assert torch.equal(model, expected)
+    assert not torch.equal(models[0], models[3])
+
+    # Seen, recorded, repeated; seen; repeated; recorded, repeated. A tensor's numbers are none of the plan's.
+    times_reused = {"a tensor": 5} | dict.fromkeys(NOT_COMPARED, 0)
+    assert len(reused) == times_reused.get(place, 3)
+
+
+def with_rate(fed: Federation, lr: float) -> Tensor:
+    return fed.clients().sgd(fed.group().loss, fed.model.init(0), lr=lr)
+
+
+def with_batches(fed: Federation, size: int) -> Tensor:
+    return fed.clients().sgd(fed.group().loss, fed.model.init(0), batch_size=size)
+
+
+def with_clients(fed: Federation, count: int) -> Tensor:
+    return fed.clients(range(count)).sgd(fed.group().loss, fed.model.init(0))
+
+
+def with_trained(fed: Federation, segments: str) -> Tensor:
+    return fed.clients().sgd(fed.group().loss, fed.model.init(0), train=segments)
+
+
+def with_momentum(fed: Federation, momentum: float) -> Tensor:
+    return fed.clients().sgd(fed.group().loss, fed.model.init(0), optimizer=SGD(momentum=momentum))
+
+
+def with_penalty(fed: Federation, strength: float) -> Tensor:
+    clients = fed.clients()
+    anchor = torch.full_like(clients.initial, strength)
+    return clients.sgd(clients.loss, clients.initial, penalty=proximal(strength), anchor=anchor)
+
+
+def with_slope(fed: Federation, slope: float) -> Tensor:
+    fed.model.module[2].negative_slope = slope  # type: ignore[index]
+    return fed.clients().sgd(fed.group().loss, fed.model.init(0))
+
+
+def with_extra(fed: Federation, weight: float) -> Tensor:
+    clients = fed.clients()
+    return clients.sgd(lambda p, batch, weight: weight * clients.loss(p, batch), clients.initial, weight=weight)
+
+
+@pytest.mark.parametrize(
+    ("train", "changes"),
+    [
+        (with_rate, (0.1, 0.2)),
+        (with_batches, (4, 3)),
+        (with_clients, (3, 2)),
+        (with_trained, ("1", "3")),
+        (with_momentum, (0.5, 0.9)),
+        (with_penalty, (0.1, 2.0)),
+        (with_slope, (0.1, 0.5)),
+        (with_extra, (1.0, 3.0)),
+    ],
+)
+def test_a_plan_of_an_earlier_round_is_used_only_if_the_training_is_the_same(train, changes, reused):
+    a, b = changes
+    rounds = (a, a, a, b, a, b, b)
+    for model, expected in zip(in_rounds(Replays(), rounds, train), in_rounds(None, rounds, train), strict=True):
+        assert torch.equal(model, expected)
+    assert len(reused) == 3

@@ -16,10 +16,21 @@ import torch
 from torch import Tensor
 
 from raypfl.learning.recording.cuda_graphs import CannotRecord, CudaGraphs
+from raypfl.learning.recording.known_steps import key_of_steps, shared_tensors
 from raypfl.learning.recording.python_state import may_keep_state
-from raypfl.learning.recording.replays import Replays
+from raypfl.learning.recording.replays import Known, Replays
 
-__all__ = ["CannotRecord", "CudaGraphs", "Recorder", "Replays", "may_keep_state", "repeat"]
+__all__ = [
+    "CannotRecord",
+    "CudaGraphs",
+    "Known",
+    "Recorder",
+    "Replays",
+    "key_of_steps",
+    "may_keep_state",
+    "repeat",
+    "shared_tensors",
+]
 
 
 class Recorder(Protocol):
@@ -46,12 +57,20 @@ class Recorder(Protocol):
         ...
 
 
-def repeat(step: Callable[[Tensor], None], steps: range, device: torch.device, recorder: Recorder) -> bool:
+def repeat(
+    step: Callable[[Tensor], None],
+    steps: range,
+    device: torch.device,
+    recorder: Recorder,
+    known: Known | None = None,
+) -> bool:
     """Take steps, the first few one by one, and the others from a recording if they are enough.
 
     Parameters
     ----------
     step : takes the step whose number is in ``int64[1]`` on the device; it must not read it.
+    known : what is known of the steps, without their number, so that a recording of other steps may serve; None: none
+        may.
 
     Returns
     -------
@@ -62,6 +81,10 @@ def repeat(step: Callable[[Tensor], None], steps: range, device: torch.device, r
     def work() -> None:
         step(number)
         number.add_(1)
+
+    if known is not None and isinstance(recorder, Replays):
+        recorder.do(work, len(steps), Known(known.key, {**known.inputs, "number": number}))
+        return True
 
     if len(steps) < recorder.fewest:
         for _ in steps:

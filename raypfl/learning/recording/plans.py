@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import CodeType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from raypfl.learning.recording.operations import Name, Operation, OperationRecorder, with_values
 
@@ -68,13 +69,17 @@ class Plan:
         changing = self._needed(self._changing(operations, recorder))
         self._code = self._compiled(recorder, changing)
 
-    def function(self, recorder: OperationRecorder) -> Callable[[], None]:
-        """Return the function that repeats the operations on this recording's constants."""
+        computed = {name for step in self._once for name in step.results}
+        read = {name for step in self._once for name in step.reads} - computed - recorder.constants.keys()
         # Of a result that changes, an operation that runs once reads only the shape.
-        values: dict[Name, Any] = {**recorder.tensors}
-        values |= {name: tensor.detach() for name, tensor in recorder.constants.items()}
+        self._examples = {name: recorder.tensors[name].detach() for name in read}
+
+    def function(self, constants: Mapping[Name, Tensor]) -> Callable[[], None]:
+        """Return the function that repeats the operations on these constants."""
+        values: dict[Name, Any] = {**self._examples}
+        values |= {name: tensor.detach() for name, tensor in constants.items()}
         namespace: dict[str, Any] = {**self._constants}
-        namespace.update((name, values[name]) for name in recorder.constants)
+        namespace.update((name, values[name]) for name in constants)
         with torch.no_grad():
             for step in self._once:
                 result = step.function(*with_values(step.arguments, values), **with_values(step.options, values))

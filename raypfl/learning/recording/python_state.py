@@ -62,7 +62,7 @@ def _plain(value: Any) -> Iterator[FunctionType]:
 
 def _used(function: FunctionType) -> Iterator[Any]:
     """Yield what a function refers to, in its module or in the function around it, and the methods that it calls."""
-    names = _names(function.__code__)
+    names = names_in(function.__code__)
     values = [function.__globals__[name] for name in names if name in function.__globals__]
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # not assigned yet
@@ -81,9 +81,9 @@ def _is_of_library(module: str | None) -> bool:
 
 @cache
 def _changes_something(code: CodeType) -> bool:
-    if not CALLS.isdisjoint(_names(code)):
+    if not CALLS.isdisjoint(names_in(code)):
         return True
-    for part in _with_nested(code):
+    for part in with_nested(code):
         for instruction in dis.get_instructions(part):
             if instruction.opname in CHANGES:
                 return True
@@ -93,12 +93,14 @@ def _changes_something(code: CodeType) -> bool:
 
 
 @cache
-def _names(code: CodeType) -> frozenset[str]:
-    return frozenset(name for part in _with_nested(code) for name in part.co_names)
+def names_in(code: CodeType) -> frozenset[str]:
+    """Return all names of globals and attributes in a function's code, and in functions within it."""
+    return frozenset(name for part in with_nested(code) for name in part.co_names)
 
 
-def _with_nested(code: CodeType) -> Iterator[CodeType]:
+def with_nested(code: CodeType) -> Iterator[CodeType]:
+    """Yield a function's code, and that of all functions within it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _with_nested(constant)
+            yield from with_nested(constant)

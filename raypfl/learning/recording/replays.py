@@ -2,22 +2,108 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
 
-from raypfl.learning.recording.operations import OperationRecorder
-from raypfl.learning.recording.plans import plan_of
+from torch import Tensor
+
+from raypfl.learning.recording.operations import Name, OperationRecorder
+from raypfl.learning.recording.plans import MAX_PLANS, Plan, plan_of
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of work before it is done.
+
+    Attributes
+    ----------
+    key : equal for work that does the same operations; ``inputs`` may differ in their numbers.
+    inputs : the tensors that the work uses, by name.
+    """
+
+    key: Hashable
+    inputs: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, key: Hashable, inputs: Mapping[str, Tensor], free_axes: Mapping[str, int]) -> Known:
+        """Add to a key how the inputs lie in memory.
+
+        Parameters
+        ----------
+        free_axes : input -> an axis along which it is only indexed, so that its length may differ.
+        """
+        number_of_memory: dict[int, int] = {}
+        outlines: list[Hashable] = []
+        for name, tensor in inputs.items():
+            memory = number_of_memory.setdefault(tensor.untyped_storage().data_ptr(), len(number_of_memory))
+            lengths = list(tensor.shape)
+            strides = tensor.stride()
+            if name in free_axes:
+                del lengths[free_axes[name]]
+                strides = ()
+            start = tensor.storage_offset()
+            is_dense = tensor.is_contiguous()
+            layout = (tuple(lengths), strides, start, is_dense)
+            outlines.append((name, memory, *layout, tensor.dtype, tensor.requires_grad))
+        return cls((key, *outlines), inputs)
+
+
+@dataclass(frozen=True)
+class KeptPlan:
+    """A plan for later work with other tensors.
+
+    Attributes
+    ----------
+    input_of : the constants of the plan's recording, each with the name of the input that it was.
+    """
+
+    plan: Plan
+    input_of: Mapping[Name, str]
+
+    def function(self, inputs: Mapping[str, Tensor]) -> Callable[[], None]:
+        """Return the function that repeats the plan's operations on these inputs."""
+        return self.plan.function({constant: inputs[name] for constant, name in self.input_of.items()})
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """Repeats what was recorded; the recording knows which tensors it was."""
+
+    recording: OperationRecorder
+    plan: Plan
+    again: Callable[[], None]
+
+    def __call__(self) -> None:
+        self.again()
+
+    def kept(self, inputs: Mapping[str, Tensor]) -> KeptPlan | None:
+        """Return the plan for later work; None if it uses a tensor that is none of these inputs."""
+        names = {id(tensor): name for name, tensor in inputs.items()}
+        input_of = {}
+        for constant, tensor in self.recording.constants.items():
+            if id(tensor) not in names:
+                return None
+            input_of[constant] = names[id(tensor)]
+        return KeptPlan(self.plan, input_of)
 
 
 class Replays:
     """Records what work does to tensors, twice: only what was the same both times is repeated.
 
     So work that depends on anything else, such as a count that a loss keeps, is done as before. Tensors that the work
-    knows must stay the same objects; their values may change.
+    knows must stay the same objects; their values may change. Plans are kept for work of the same key, which is then
+    repeated from the first time on.
     """
 
     warm_up = 0
     taken = 2
     fewest = 16
+
+    def __init__(self) -> None:
+        # Key -> its plan; None: the work was not recorded yet, or cannot be repeated.
+        self._plans: OrderedDict[Hashable, KeptPlan | None] = OrderedDict()
+        self._failed: set[Hashable] = set()
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         first = OperationRecorder()
@@ -26,4 +112,32 @@ class Replays:
         second = OperationRecorder()
         with second:
             work()
-        return plan_of(second).function(second) if first.is_repeated_by(second) else work
+        if not first.is_repeated_by(second):
+            return work
+        plan = plan_of(second)
+        return Repetition(second, plan, plan.function(second.constants))
+
+    def do(self, work: Callable[[], None], times: int, known: Known) -> None:
+        """Do work some times.
+
+        It is recorded if that is worth the time: at once if it is done often, else the second time that its key comes.
+        """
+        key = known.key
+        is_new = key not in self._plans
+        plan = self._plans.setdefault(key, None)
+        self._plans.move_to_end(key)
+        if len(self._plans) > MAX_PLANS:
+            oldest, _ = self._plans.popitem(last=False)
+            self._failed.discard(oldest)
+
+        again = work
+        if plan is not None:
+            again = plan.function(known.inputs)
+        elif times >= (self.fewest if is_new else self.taken) and key not in self._failed:
+            again = self.record(work)
+            times -= self.taken
+            self._plans[key] = again.kept(known.inputs) if isinstance(again, Repetition) else None
+            if self._plans[key] is None:
+                self._failed.add(key)
+        for _ in range(times):
+            again()

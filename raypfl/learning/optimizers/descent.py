@@ -42,6 +42,11 @@ class Descent:
         self._gradient = None if update.plain else empty_rows(theta.shape, theta)
         self._views = [] if self._gradient is None else segments(model, self._gradient)
 
+    @property
+    def gradients(self) -> list[Tensor]:
+        """The memory for gradients and its segments; empty if a step needs none."""
+        return [] if self._gradient is None else [self._gradient, *self._views]
+
     def step(self, grads: Sequence[Tensor | None], direct: Tensor | None) -> None:
         """Step down the gradients of `tensors` plus the `direct` one of `theta`; None is zero."""
         with torch.no_grad():

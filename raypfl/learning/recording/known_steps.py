@@ -1,0 +1,53 @@
+"""What is known of a group's training steps before they are taken, so that a plan of an earlier round may serve."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raypfl.common.messages import PerClient
+from raypfl.learning.loss import LocalLoss
+from raypfl.learning.optimizers import Update
+from raypfl.learning.recording.captured import Unknown, captured
+from raypfl.models.extras import Extras, Other
+
+
+def key_of_steps(loss: LocalLoss, update: Update, extras: Extras, options: Any) -> tuple[Hashable, list[Tensor]] | None:
+    """Return what is equal for two trainings with the same operations, and the tensors that their functions reach.
+
+    None if the operations may depend on more.
+
+    Parameters
+    ----------
+    options : what else the operations depend on.
+    """
+    if update.sample_rule is not None:
+        return None
+
+    others: dict[str, Any] = {}
+    for name, extra in extras.items():
+        if isinstance(extra, Other):
+            others[name] = ("model", extra.model, isinstance(extra.theta, PerClient))
+        elif isinstance(extra, Tensor):
+            others[name] = ("tensor", isinstance(extra, PerClient))
+        else:
+            others[name] = ("value", extra)
+    functions = [loss.loss, loss.penalty, loss.report, update.optimizer, update.optimizer.step_]
+    numbers = [update.lr, update.weight_decay, update.clip_norm, torch.get_default_dtype()]
+    try:
+        return captured([*functions, *numbers, others, options], loss.model.module.modules())
+    except Unknown:
+        return None
+
+
+def shared_tensors(extras: Extras) -> dict[str, Tensor]:
+    """Return the tensors among the extras that all clients share, by name."""
+    tensors = {}
+    for name, extra in extras.items():
+        tensor = extra.theta if isinstance(extra, Other) else extra
+        if isinstance(tensor, Tensor) and not isinstance(tensor, PerClient):
+            tensors[f"extra {name}"] = tensor
+    return tensors
