@@ -29,6 +29,7 @@ class Job:
     lockstep : whether the server waits after a checkpoint until all listeners have returned.
     turns : the clients' turns; None: no setting of the devices is used.
     device_files : hash of the files that describe the devices; empty without any.
+    together : whether clients of an asynchronous run that were sent different models may train in one group.
     parent : the run that this one continues, and its round; None: it begins with the first round.
     """
 
@@ -42,6 +43,7 @@ class Job:
     lockstep: bool = False
     turns: ClientTurns | None = None
     device_files: str = ""
+    together: bool = False
     parent: Mapping[str, Any] | None = None
 
     @property

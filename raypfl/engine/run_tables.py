@@ -42,6 +42,10 @@ TIMED_ROUNDS = {
 """The same if time is simulated."""
 
 
+STALENESS = {"staleness": "int32 list"}
+"""A further column if rounds are asynchronous: how late each reply of the cohort is."""
+
+
 class RunTables:
     """The tables of a run, and the traffic of its finished rounds.
 
@@ -49,7 +53,7 @@ class RunTables:
     ----------
     evaluations : the columns of the evaluations table, and their kinds.
     saved : the tables of a checkpoint, by name, to begin with; None: all tables are empty.
-    timed : whether time is simulated.
+    columns : the columns of the table of rounds, and their kinds.
 
     Attributes
     ----------
@@ -57,10 +61,13 @@ class RunTables:
     """
 
     def __init__(
-        self, evaluations: Mapping[str, str], saved: Mapping[str, RunTable] | None = None, timed: bool = False
+        self,
+        evaluations: Mapping[str, str],
+        saved: Mapping[str, RunTable] | None = None,
+        columns: Mapping[str, str] = ROUNDS,
     ):
         columns_by_table = {
-            "rounds": TIMED_ROUNDS if timed else ROUNDS,
+            "rounds": columns,
             "evaluations": evaluations,
             "ledger": LEDGER,
             "logged": LOGGED,
@@ -112,7 +119,7 @@ class RunTables:
             logged=logged,
         )
 
-        row = {**vars(finished), "cohort": cohort.ids}
+        row = {**vars(finished), "cohort": cohort.ids, "staleness": cohort_draw.staleness}
         if finished.simulated is not None:
             simulated = finished.simulated
             row["late"] = simulated.late

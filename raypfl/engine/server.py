@@ -25,12 +25,13 @@ from raypfl.common.version import __version__
 from raypfl.devices import ClientTurns
 from raypfl.engine import client_states
 from raypfl.engine.analysing import Analyses
+from raypfl.engine.building.asynchronous import asynchronous_rounds
 from raypfl.engine.building.groups import groups_for
 from raypfl.engine.evaluator import Evaluator
 from raypfl.engine.events import Checkpointed, Evaluated, Listener, RoundFinished, RunFinished, RunStarted, Warned
 from raypfl.engine.job import Job
 from raypfl.engine.prepared import Prepared
-from raypfl.engine.run_tables import RunTables
+from raypfl.engine.run_tables import ROUNDS, STALENESS, TIMED_ROUNDS, RunTables
 from raypfl.federation.cohort import Cohort, round_record
 from raypfl.federation.cohort_draw import CohortDraw, cohort_size, draw_cohort
 from raypfl.federation.exchange.backend import Backend
@@ -95,6 +96,9 @@ class Server:
         )
         self._analyses = Analyses(job.experiment.analyses, run, job.run_dir)
         self._runner.keep_observations = self._analyses.keep
+        self._asynchronous = asynchronous_rounds(
+            self.experiment, self._turns, self.task.trained, self._runner, job.together
+        )
 
     # Something in this process may have left gradients off.
     @torch.enable_grad()
@@ -211,17 +215,13 @@ class Server:
         number = self.round + 1
         self._runner.compact_states(number)
         cohort_draw = self._draw_cohort(number)
-        lr = self.experiment.training.learning_rate(self.round, self.experiment.rounds)
-        logged_columns = self._records.logged_columns()
-        cohort = Cohort(
-            self._runner, cohort_draw.clients, cohort_draw.lost, number, lr, logged_columns, cohort_draw.work
-        )
         model_before = self._global_model()
         self._runner.observers = self._analyses.observers(number)
 
         try:
             with self._all_or_nothing():
                 with refuse_unkeyed(self.method.round, self.task.model.device, ON_SERVER):
+                    cohort = self._cohort(number, cohort_draw)
                     returned: object = self.method.round(self.state, cohort)  # type: ignore[func-returns-value]
                 self._refuse_returned(returned)
                 # Refuses what no checkpoint can store, before anything uses it.
@@ -278,8 +278,19 @@ class Server:
         model = self.method.global_model(self.state)
         return None if model is None else model.clone()
 
+    def _cohort(self, number: int, cohort_draw: CohortDraw) -> Cohort:
+        """Make a round's cohort, whose clients have already trained if rounds are asynchronous."""
+        logged_columns = self._records.logged_columns()
+        if self._asynchronous is not None:
+            return self._asynchronous.cohort(number, self.state, logged_columns)
+        lr = self.experiment.training.learning_rate(number - 1, self.experiment.rounds)
+        return Cohort(self._runner, cohort_draw.clients, cohort_draw.lost, number, lr, logged_columns, cohort_draw.work)
+
     def _draw_cohort(self, number: int) -> CohortDraw:
         """Draw a round's cohort from the clients that are trained."""
+        if self._asynchronous is not None:
+            return self._asynchronous.draw(number, self._turns)
+
         trained = None
         if len(self.task.unseen):
             trained = np.setdiff1d(np.arange(self.task.num_clients), self.task.unseen)
@@ -353,6 +364,7 @@ class Server:
         permit = partial(refuse_unless_held, location, self.job.attempt, strict=True)
         with checkpoints.explain_write_errors(self.round, location):
             states = client_states.save(self.states, self.backend, location, permit, self._warn)
+            held = client_states.save(self.states.held(), self.backend, location, permit, self._warn)
 
         snapshot = Snapshot(
             round=self.round,
@@ -368,6 +380,8 @@ class Server:
                 "time": self.time,
             }
             | self._evaluator.saved(),
+            pending={} if self._asynchronous is None else self._asynchronous.saved(self.round),
+            held=held,
         )
 
         path = checkpoints.save(location, snapshot, self.experiment.checkpoint.keep, permit)
@@ -394,6 +408,10 @@ class Server:
             self._restore(snapshot)
         else:
             self._start()
+        if self._asynchronous is not None:
+            self._asynchronous.restore(snapshot.pending if snapshot else {})
+            if snapshot and snapshot.held.state_files:
+                self.states.hold_again(client_states.restored(snapshot.held, self.backend))
         self.ledger.rows = self._records.tables["ledger"].waiting
 
     def _use_states(self, states: StateTable) -> None:
@@ -416,11 +434,15 @@ class Server:
                 'such as {"theta": task.model.init(task.seed)}.'
             )
 
-        self._records = RunTables(self._evaluator.measures.column_types, timed=self._turns.has_clock)
+        self._records = RunTables(self._evaluator.measures.column_types, columns=self._columns_of_rounds())
         self._evaluator.restore(None)
         logged = Logged()
         self._analyses.start(self._global_model(), logged, {})
         self._records.add_logged(self.round, logged)
+
+    def _columns_of_rounds(self) -> dict[str, str]:
+        columns = TIMED_ROUNDS if self._turns.has_clock else ROUNDS
+        return columns if self._asynchronous is None else columns | STALENESS
 
     def _table_of_run(self, table: str) -> pa.Table | None:
         """Read a table from the run's folder, where the run's last end wrote it; None if that fails."""

@@ -35,6 +35,7 @@ from raypfl.experiment.assignments import parse_assignments
 from raypfl.experiment.checks.effects import assign_all, drop_idle, paths_set_in, refused_settings, require_effect
 from raypfl.experiment.checks.hints import suggestion
 from raypfl.experiment.checks.limits import (
+    asynchronous_mistakes,
     cohort_mistakes,
     device_mistakes,
     evaluation_mistakes,
@@ -56,6 +57,7 @@ from raypfl.experiment.components import (
 )
 from raypfl.experiment.settings import CheckpointSettings, ModelSettings, RaySettings, TrackingSettings
 from raypfl.experiment.yaml_text import read, write
+from raypfl.federation.asynchronous.settings import AsynchronousSettings
 from raypfl.federation.settings import CohortSettings, EngineSettings, FailureSettings
 from raypfl.learning.objectives import Classification, Metric, Objective
 from raypfl.learning.optimizers import SGD, LocalOptimizer
@@ -212,6 +214,7 @@ class Experiment(BaseModel):
     method: Annotated[Method, PlainValidator(partial(build, Method))] = FedAvg()
     cohort: CohortSettings = CohortSettings()
     devices: Annotated[DeviceSettings, WrapValidator(_devices)] = DeviceSettings()
+    asynchronous: AsynchronousSettings = AsynchronousSettings()
     training: Annotated[TrainingSettings, WrapValidator(_training)] = TrainingSettings()
     evaluation: Annotated[EvaluationSettings, AfterValidator(_evaluation)] = EvaluationSettings()
     analyses: Annotated[tuple[Analysis, ...], PlainValidator(_analyses)] = ()
@@ -324,6 +327,7 @@ class Experiment(BaseModel):
         return [
             *cohort_mistakes(self.cohort, clients),
             *device_mistakes(self.devices),
+            *asynchronous_mistakes(self.asynchronous, self.devices, self.privacy, bool(self.analyses)),
             *training_mistakes(self.training, self.rounds, self.ray),
             *ray_mistakes(self.ray, self.engine),
             *evaluation_mistakes(self.evaluation, self.objective),

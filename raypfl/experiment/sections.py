@@ -9,6 +9,7 @@ from raypfl.devices import AVAILABILITY_MODELS, HARDWARE
 from raypfl.devices.settings import DeviceSettings
 from raypfl.evaluation.settings import EvaluationSettings
 from raypfl.experiment.settings import CheckpointSettings, ModelSettings, RaySettings, TrackingSettings
+from raypfl.federation.asynchronous.settings import AsynchronousSettings
 from raypfl.federation.settings import CohortSettings, EngineSettings, FailureSettings
 from raypfl.learning.optimizers import OPTIMIZERS
 from raypfl.learning.privacy import PrivacySettings
@@ -21,6 +22,7 @@ SECTIONS: dict[str, type] = {
     "model": ModelSettings,
     "cohort": CohortSettings,
     "devices": DeviceSettings,
+    "asynchronous": AsynchronousSettings,
     "training": TrainingSettings,
     "evaluation": EvaluationSettings,
     "engine": EngineSettings,

@@ -26,6 +26,7 @@ class CohortDraw:
     begins : simulated seconds from the start of the run to that of the round.
     seconds : simulated seconds of the round.
     joules : energy that all these clients use.
+    staleness : in an asynchronous run, the number of models that were made while each of `clients` was at work.
     """
 
     clients: tuple[int, ...]
@@ -35,6 +36,7 @@ class CohortDraw:
     begins: float = 0.0
     seconds: float = 0.0
     joules: float = 0.0
+    staleness: tuple[int, ...] = ()
 
     @property
     def lost(self) -> tuple[int, ...]:

@@ -27,8 +27,8 @@ class CohortSettings:
 
     size: int | None = None
     fraction: Annotated[float, unless("size")] = 1.0
-    over_selection: Annotated[float, needs("devices.hardware")] = 1.0
-    deadline: Annotated[float | None, needs("devices.hardware")] = None
+    over_selection: Annotated[float, needs("devices.hardware"), unless("asynchronous.buffer")] = 1.0
+    deadline: Annotated[float | None, needs("devices.hardware"), unless("asynchronous.buffer")] = None
     quorum: Annotated[float, needs("deadline")] = 0.0
     late: Annotated[Literal["drop", "partial"], needs("deadline")] = "drop"
 

@@ -44,6 +44,11 @@ class Task:
     objective: Objective = field(default_factory=Classification)
 
     @property
+    def trained(self) -> np.ndarray:
+        """The clients that take part in training, ``int64[num_trained]``."""
+        return np.setdiff1d(np.arange(self.num_clients), self.unseen)
+
+    @property
     def num_trained(self) -> int:
         """The number of clients that take part in training."""
         return self.num_clients - len(self.unseen)

@@ -111,6 +111,10 @@ def plan(experiment: Experiment, emit: Listener, num_clients: int | None = None)
         raise ConfigError(
             "A plan needs the clients' devices: set devices.hardware, as in raypfl plan devices.hardware=lognormal."
         )
+    if experiment.asynchronous.buffer is not None:
+        raise ConfigError(
+            "A plan has synchronous rounds only; leave asynchronous.buffer out. A run with it records the same numbers."
+        )
     emit(Progress("preparing data"))
     data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
     prepared = Prepared(experiment, data)

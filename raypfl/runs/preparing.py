@@ -16,6 +16,7 @@ from raypfl.engine import history
 from raypfl.engine.backends.actor_pools import reserved
 from raypfl.engine.backends.cluster import connected
 from raypfl.engine.backends.session import spare_server
+from raypfl.engine.building.asynchronous import schedule_for
 from raypfl.engine.building.devices import device_for, refuse_missing_gpu
 from raypfl.engine.building.turns import digest_of_files
 from raypfl.engine.events import Listener, Progress, Warned
@@ -39,6 +40,7 @@ from raypfl.runs.checks.settings import (
 )
 from raypfl.runs.choices.autotune import Candidate, choose
 from raypfl.runs.choices.gpu_task import run_on_gpu
+from raypfl.runs.choices.together import trains_together
 from raypfl.runs.choices.turn import turn_of
 from raypfl.runs.pretraining import needs_gpu_of_cluster, with_pretrained
 from raypfl.runs.result import recorded_reason
@@ -77,7 +79,10 @@ def prepare(experiment: Experiment, folder: Path, emit: Listener, lockstep: bool
         if experiment.devices != DeviceSettings():
             emit(Progress("rehearsing a round"))
             turns = prepared.turns(turn_of(prepared))
+            # Refuses a buffer that would never be full.
+            schedule_for(prepared.experiment, turns, prepared.task.trained)
         prepared, why = _with_executor(prepared, folder, emit)
+        together = trains_together(prepared)
 
     job = Job(
         name=folder.name,
@@ -90,6 +95,7 @@ def prepare(experiment: Experiment, folder: Path, emit: Listener, lockstep: bool
         lockstep=lockstep,
         turns=turns,
         device_files=digest_of_files(prepared.experiment.devices),
+        together=together,
         parent=history.parent_of(folder),
     )
     return job, prepared

@@ -153,6 +153,19 @@ class StateTable:
             if client in self._held:
                 self._staged[client] = self._held.pop(client)
 
+    def held(self) -> StateTable:
+        """Return the changes that are held as a table of their own, in which they are committed."""
+        table = StateTable()
+        table._committed = _copied(self._held)
+        for layers in table._committed.values():
+            table._count_uses(layers, 1)
+        return table
+
+    def hold_again(self, held: StateTable) -> None:
+        """Hold what another table, the one that :meth:`held` returned, has committed."""
+        self._held = _copied(held._committed)
+        self._next_number = max(self._next_number, held._next_number)
+
     def __len__(self) -> int:
         """Return the number of clients that have a state."""
         return len(self._committed)
@@ -274,6 +287,18 @@ def _needed(*layers: tuple[LiveStack, int]) -> Layers:
         if stack.hides_older:
             break
     return tuple(reversed(needed))
+
+
+def _copied(layers_of_client: Mapping[int, Layers]) -> dict[int, Layers]:
+    """Return the same layers with stacks that no table counts yet."""
+    copies: dict[LiveStack, LiveStack] = {}
+    copied = {}
+    for client, layers in layers_of_client.items():
+        for stack, _ in layers:
+            if stack not in copies:
+                copies[stack] = replace(stack, file=None, live=0, live_bytes=0)
+        copied[client] = tuple((copies[stack], slot) for stack, slot in layers)
+    return copied
 
 
 def _newest(layers: Layers) -> Iterator[tuple[LiveStack, int, tuple[str, ...]]]:

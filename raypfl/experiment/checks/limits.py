@@ -25,6 +25,7 @@ from raypfl.evaluation.protocols import protocol_mistakes
 from raypfl.evaluation.run_metrics import Measures
 from raypfl.evaluation.settings import EvaluationSettings
 from raypfl.experiment.settings import ActorPool, RaySettings
+from raypfl.federation.asynchronous.settings import AsynchronousSettings
 from raypfl.federation.settings import CohortSettings, EngineSettings, FailureSettings
 from raypfl.learning.objectives import OBJECTIVES, Metric, Objective
 from raypfl.learning.privacy import PrivacySettings
@@ -47,14 +48,16 @@ LOCATION = Limit(
 _SETTINGS = {
     COUNT: "rounds cohort.size training.epochs training.steps training.batch_size training.milestones "
     "training.smallest_batch evaluation.batch_size evaluation.last evaluation.patience engine.group_size ray.actors "
-    "ray.max_actors checkpoint.keep failures.deaths",
+    "ray.max_actors checkpoint.keep failures.deaths asynchronous.buffer",
     FROM_ZERO: "seed model.lora training.weight_decay training.warmup_rounds evaluation.every "
-    "ray.cpus_for_server ray.gpus_for_server checkpoint.every failures.retries tracking.models_mb privacy.noise",
+    "ray.cpus_for_server ray.gpus_for_server checkpoint.every failures.retries tracking.models_mb privacy.noise "
+    "asynchronous.exponent asynchronous.tolerance asynchronous.slope",
     FROM_ZERO_OR_AUTO: "ray.gpus_per_actor",
-    POSITIVE: "cohort.deadline cohort.over_selection training.lr training.clip_norm training.gamma ray.cpus_per_actor",
+    POSITIVE: "cohort.deadline cohort.over_selection training.lr training.clip_norm training.gamma ray.cpus_per_actor "
+    "asynchronous.window",
     POSITIVE_OR_INFINITE: "failures.loss_limit privacy.clip",
     INSIDE: "privacy.delta",
-    SHARE: "cohort.fraction training.decay",
+    SHARE: "asynchronous.mixing cohort.fraction training.decay",
     CHANCE: "failures.min_success_fraction ray.data_share cohort.quorum devices.partial_work",
     BELOW_ONE: "devices.dropout training.momentum",
     FILE_NAME: "name",
@@ -100,6 +103,26 @@ def cohort_mistakes(cohort: CohortSettings, clients: int | None) -> list[str]:
         lines.append(f"cohort.size is {cohort.size}, but partition.clients is {clients}; draw at most that many.")
     if cohort.over_selection < 1:
         lines.append(f"cohort.over_selection is {cohort.over_selection}; it must be at least 1, such as 1.3.")
+    return lines
+
+
+def asynchronous_mistakes(
+    asynchronous: AsynchronousSettings, devices: DeviceSettings, privacy: PrivacySettings, has_analyses: bool
+) -> list[str]:
+    """Return a sentence for everything that asynchronous rounds cannot do."""
+    if asynchronous.buffer is None:
+        return []
+
+    impossible = {
+        "devices.partial_work": devices.partial_work > 0,
+        "privacy.noise": privacy.noise is not None,
+        "privacy.secure_aggregation": privacy.secure_aggregation,
+        "analyses": has_analyses,
+    }
+    lines = []
+    for setting, is_set in impossible.items():
+        if is_set:
+            lines.append(f"{setting} is for synchronous rounds; leave it out, or asynchronous.buffer.")
     return lines
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from raypfl.clients.replies.turns import Turns, round_and_name
 from raypfl.common.errors import MethodError
+from raypfl.devices import ClientTurns
 from raypfl.federation.asynchronous.cohorts import (
     Message,
     ReplyingCohort,
@@ -20,6 +21,7 @@ from raypfl.federation.asynchronous.cohorts import (
 from raypfl.federation.asynchronous.schedule import Schedule
 from raypfl.federation.asynchronous.settings import AsynchronousSettings
 from raypfl.federation.cohort import Cohort
+from raypfl.federation.cohort_draw import CohortDraw
 from raypfl.federation.exchange.aggregation import ReplyAggregator
 from raypfl.federation.exchange.group_runner import GroupRunner
 from raypfl.federation.method import Method
@@ -85,6 +87,10 @@ class AsynchronousRounds:
         ----------
         server : the server's state after the round before.
         """
+        for sent_in in list(self._messages):
+            if not self._is_needed(sent_in, after=round - 1):
+                del self._messages[sent_in]
+
         self._send(round, server)
         if round not in self._replies:
             self._train(round)
@@ -92,32 +98,47 @@ class AsynchronousRounds:
         self.runner.states.release(replies.clients)
         return ReplyingCohort(self.runner, replies, round, self._learning_rate(round), earlier_kinds)
 
-    @property
-    def between_waves(self) -> bool:
-        """Whether no client has trained whose reply is still to come, so that a checkpoint holds all there is."""
-        return not self._replies
+    def draw(self, round: int, turns: ClientTurns) -> CohortDraw:
+        """Return who takes part in a round: whose replies end it, and who was sent its message but will not reply."""
+        schedule = self.schedule
+        joining = schedule.joining(round, round)
+        joining = joining[np.argsort(schedule.clients[joining])]
+        sent = schedule.sent_in(round)
+        dropped = sent[schedule.drops[sent]]
+        begins = float(schedule.round_ends[round - 2]) if round > 1 else 0.0
 
-    def num_dropped(self, round: int) -> int:
-        """Return how many clients that are sent a message in this round will not reply."""
-        return int(self.schedule.drops[self.schedule.sent_in(round)].sum())
+        joules = 0.0
+        if turns.devices is not None:
+            ended = np.concatenate([joining, dropped])
+            seconds = schedule.ends[ended] - schedule.begins[ended]
+            joules = float(turns.devices.watts[self._clients[schedule.clients[ended]]] @ seconds)
+        return CohortDraw(
+            clients=tuple(self._clients[schedule.clients[joining]].tolist()),
+            dropped=tuple(self._clients[schedule.clients[dropped]].tolist()),
+            begins=begins,
+            seconds=float(schedule.round_ends[round - 1]) - begins,
+            joules=joules,
+            staleness=tuple((round - schedule.rounds[joining]).tolist()),
+        )
 
     def saved(self, round: int) -> dict[str, Any]:
-        """Return the messages that clients still need after a round, for a checkpoint."""
+        """Return what a checkpoint after a round needs: the messages to clients that have yet to train, and replies.
+
+        The states of clients that have trained are held by the table of states.
+        """
         needed = {}
         for sent_in, message in self._messages.items():
             if sent_in <= round and self._is_needed(sent_in, after=round):
                 needed[sent_in] = {"function": message.function, "arguments": dict(message.arguments)}
-        return {"messages": needed}
+        return {"messages": needed, "replies": {round: vars(replies) for round, replies in self._replies.items()}}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Go back to what :meth:`saved` returned; an empty mapping: to the start of the run."""
-        self._replies.clear()
         device = self.runner.task.model.device
-        self._messages = {}
-        for sent_in, message in saved.get("messages", {}).items():
-            skeleton, tensors = flatten(message["arguments"])
-            arguments = unflatten(skeleton, {name: tensor.to(device) for name, tensor in tensors.items()})
-            self._messages[sent_in] = Message(message["function"], arguments)
+        skeleton, tensors = flatten(dict(saved))
+        saved = unflatten(skeleton, {name: tensor.to(device) for name, tensor in tensors.items()})
+        self._messages = {sent_in: Message(**message) for sent_in, message in saved.get("messages", {}).items()}
+        self._replies = {round: RoundReplies(**replies) for round, replies in saved.get("replies", {}).items()}
 
     def _send(self, round: int, server: dict[str, Any]) -> None:
         turns = self.schedule.sent_in(round)
@@ -181,9 +202,6 @@ class AsynchronousRounds:
 
         self.runner.states.hold()
         self._replies = replies
-        for sent_in in list(self._messages):
-            if not self._is_needed(sent_in, after=last):
-                del self._messages[sent_in]
 
     def _wave(self, first: int, last: int) -> _Wave:
         turns = self.schedule.joining(first, last)
@@ -236,5 +254,6 @@ class AsynchronousRounds:
         turns = self.schedule.sent_in(sent_in)
         joins = self.schedule.joins[turns]
         # At the end of the schedule, clients are still at work: the run may be extended.
-        is_at_work = (joins == 0) & (self.schedule.ends[turns] >= self.schedule.round_ends[after - 1])
+        now = self.schedule.round_ends[after - 1] if after else 0.0
+        is_at_work = (joins == 0) & (self.schedule.ends[turns] >= now)
         return bool(((joins > after) | is_at_work).any())

@@ -27,7 +27,7 @@ class AsynchronousSettings:
         paper. None: as in FedBuff, the model moves by how far each client got from the model that it was sent.
     """
 
-    buffer: int | None = None
+    buffer: Annotated[int | None, needs("devices.hardware")] = None
     window: Annotated[float | None, needs("buffer")] = None
     staleness: Annotated[Literal["polynomial", "hinge", "constant"], needs("buffer")] = "polynomial"
     exponent: Annotated[float, needs("buffer"), needs("staleness", "polynomial")] = 0.5

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from raypfl.clients.worker import Worker
 from raypfl.devices import Exchange, RequestedTraining, Training, Turn
 from raypfl.engine.backends.inline import Inline
 from raypfl.engine.evaluator import Evaluator
 from raypfl.engine.prepared import Prepared
+from raypfl.federation.asynchronous.rounds import AsynchronousRounds
+from raypfl.federation.asynchronous.schedule import Schedule
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.ledger import Ledger
+from raypfl.storage.stacks import merged
 from raypfl.storage.states import StateTable
 
 
@@ -84,6 +90,43 @@ class Rehearsal:
             steps = settings.steps
         batch_size = request.batch_size or settings.batch_size
         return Training(batch_size, epochs or 1, steps, settings.smallest_batch, request.models)
+
+    def asynchronous(self, together: bool) -> dict[str, Any]:
+        """Run two asynchronous rounds; return the server's state and the clients'.
+
+        The first client's reply ends round 1. It is sent the new model at once, and both clients' replies end round 2.
+
+        Parameters
+        ----------
+        together : whether the two clients, which then have different models, train in one group.
+        """
+        clients = self._largest(self._task.num_samples)
+        schedule = Schedule(
+            clients=np.array([0, len(clients) - 1, 0]),
+            rounds=np.array([1, 1, 2]),
+            joins=np.array([1, 2, 2]),
+            drops=np.zeros(3, dtype=bool),
+            begins=np.array([0.0, 0.0, 1.0]),
+            ends=np.array([1.0, 2.0, 2.0]),
+            replies=np.array([0, 1, 2]),
+            round_ends=np.array([1.0, 2.0]),
+        )
+        settings = self._prepared.experiment.asynchronous
+        lr = self._prepared.experiment.training.lr
+        rounds = AsynchronousRounds(
+            settings, schedule, np.array(clients), self._method, self._runner, lambda round: lr, together
+        )
+        for number in (1, 2):
+            cohort = rounds.cohort(number, self._server, {})
+            self._method.round(self._server, cohort)
+            self._runner.states.commit()
+
+        states: dict[int, dict[str, Tensor]] = {}
+        for client in clients:
+            refs = self._runner.states.refs(client)
+            state = merged(ref.stack.state_of(ref.slot) for ref in refs)
+            states[client] = {name: torch.from_numpy(np.array(array)) for name, array in state.items()}
+        return {"server": self._server, "clients": states}
 
     def evaluate(self) -> None:
         """Evaluate by all protocols except for those of unseen clients, which are tested in the same way."""

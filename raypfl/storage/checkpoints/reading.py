@@ -171,12 +171,16 @@ def read_checkpoint(
             states=states,
             tables=tables,
             meta=meta["meta"],
+            # Older versions had neither.
+            pending=decode(meta["pending"], tensors) if "pending" in meta else {},
+            held=StoredStates(location, tuple(StateFile(**file) for file in meta.get("held", ()))),
         )
     except (ValueError, LookupError, TypeError, AttributeError, safetensors.SafetensorError) as error:
         raise Damaged(f"its {META} is not what raypfl writes ({type(error).__name__}: {error})") from error
 
     if whole:
         use_states(snapshot.states)
+        snapshot.held.verify()
         for table_name, table in snapshot.tables.items():
             is_needed = table_name in needed
             table.parts = tuple(_intact_parts(files, root, table_name, table, warn, is_needed, copies))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,8 @@ class Snapshot:
     states : the clients' states, in files that are written before the snapshot is saved.
     tables : name -> table, a name being the beginning of a file name; saving moves the rows that wait into a file.
     meta : anything that JSON can hold.
+    pending : what an asynchronous run has under way, a tree like `server`.
+    held : states of clients that have trained, but whose reply is part of a later round.
     """
 
     round: int
@@ -30,6 +32,8 @@ class Snapshot:
     states: StoredStates
     tables: dict[str, RunTable]
     meta: dict[str, Any]
+    pending: dict[str, Any] = field(default_factory=dict)
+    held: StoredStates = field(default_factory=lambda: StoredStates(""))
 
     def state_of(self, client: int) -> dict[str, np.ndarray]:
         """Return what one client keeps, by name; empty if it keeps nothing."""

@@ -85,6 +85,7 @@ def _write(files: pafs.FileSystem, folder: str, snapshot: Snapshot, permit: Call
 
     tensors: dict[str, torch.Tensor] = {}
     server = encode(snapshot.server, tensors)
+    pending = encode(snapshot.pending, tensors)
     # Copies: safetensors refuses tensors that share memory, as views of one flat vector do.
     copies = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     put(SERVER, safetensors.torch.save(copies))
@@ -95,14 +96,16 @@ def _write(files: pafs.FileSystem, folder: str, snapshot: Snapshot, permit: Call
     meta = {
         "round": snapshot.round,
         "server": server,
+        "pending": pending,
         "states": [asdict(file) for file in snapshot.states.state_files],
+        "held": [asdict(file) for file in snapshot.held.state_files],
         "tables": tables,
         "meta": snapshot.meta,
     }
     put(META, json.dumps(meta).encode())
 
     shared = _table_entries(snapshot)
-    for file in snapshot.states.state_files:
+    for file in (*snapshot.states.state_files, *snapshot.held.state_files):
         shared[file.path] = {"bytes": file.bytes, "sha256": file.sha256}
     manifest = {"format": FORMAT, "files": entries, "shared": shared}
     permit()

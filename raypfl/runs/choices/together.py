@@ -1,0 +1,71 @@
+"""Whether clients of an asynchronous run that were sent different models can train in one group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raypfl.common.errors import ConfigError, MethodError
+from raypfl.common.threads import threads
+from raypfl.common.user_code import explain_user_errors, with_location
+from raypfl.engine.prepared import Prepared, threads_of_server
+from raypfl.runs.checks.rehearsal import Rehearsal
+from raypfl.storage.tree import flatten
+
+_SAME = 1e-4
+"""Largest difference of results that are the same up to rounding, as a share of their largest number."""
+
+
+def trains_together(prepared: Prepared) -> bool:
+    """Rehearse two asynchronous rounds of two clients, in one group and apart, and return whether all is the same.
+
+    In one group, the client function gets a row for each client where the method sends a tensor to all. So this tells
+    whether it can do with that.
+
+    Raises
+    ------
+    ConfigError : if the method's late replies could not be met.
+    """
+    experiment = prepared.experiment
+    if experiment.asynchronous.buffer is None:
+        return False
+
+    size = min(2, prepared.num_trained)
+    with (
+        threads(threads_of_server(experiment)),
+        explain_user_errors("in a rehearsed round", function=experiment.method.round),
+    ):
+        try:
+            apart = Rehearsal(prepared, size).asynchronous(together=False)
+        except MethodError as error:
+            raise ConfigError(with_location(error)) from error
+
+    try:
+        with threads(threads_of_server(experiment)):
+            together = Rehearsal(prepared, size).asynchronous(together=True)
+    except Exception:
+        return False
+    return _are_same(apart, together)
+
+
+def _are_same(a: Any, b: Any) -> bool:
+    tensors_of_a = _tensors(a)
+    tensors_of_b = _tensors(b)
+    if tensors_of_a.keys() != tensors_of_b.keys():
+        return False
+
+    for name, tensor in tensors_of_a.items():
+        other = tensors_of_b[name]
+        if tensor.shape != other.shape:
+            return False
+        largest = tensor.abs().max() if tensor.numel() else torch.zeros(())
+        if not torch.allclose(tensor, other, rtol=0, atol=_SAME * float(largest), equal_nan=True):
+            return False
+    return True
+
+
+def _tensors(tree: Any) -> dict[str, Tensor]:
+    _, tensors = flatten(tree)
+    return {name: tensor.double() for name, tensor in tensors.items()}

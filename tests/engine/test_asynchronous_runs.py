@@ -1,0 +1,154 @@
+"""Runs with asynchronous rounds: the bits of synchronous ones where they must be, and their own through everything."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import numpy as np
+import pytest
+
+import raypfl
+from raypfl.common.errors import ConfigError
+from raypfl.engine.building.asynchronous import schedule_for
+from raypfl.engine.events import Evaluated
+from raypfl.federation.asynchronous.schedule import Fleet, make_schedule
+from raypfl.methods import FedAvg
+from raypfl.runs.preparing import prepare
+from tests.support.federated_methods import Marked
+from tests.support.runs import ON_RAY, Interrupt, experiment, same_tables
+
+BUFFERED = {"devices__hardware": "lognormal", "cohort__size": 8, "asynchronous__buffer": 2}
+EQUAL = {
+    "devices__hardware": "{name: lognormal, speed_spread: 0, bandwidth_spread: 0}",
+    "training__steps": 3,
+    "training__batch_size": 1,
+}
+
+
+def buffered(tmp_path, **changes) -> raypfl.Experiment:
+    return experiment(tmp_path, **{"rounds": 12, "partition__clients": 20} | BUFFERED | changes)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "ditto"])
+@pytest.mark.parametrize("executor", ["vectorised", "sequential"])
+def test_a_buffer_of_a_cohort_and_equal_durations_are_synchronous_rounds_to_the_bit(tmp_path, method, executor):
+    settings = {"method": method, "engine__executor": executor, "rounds": 3, **EQUAL}
+    synchronous = raypfl.run(experiment(tmp_path, **settings))
+    asynchronous = raypfl.run(experiment(tmp_path, **settings, asynchronous__buffer=6))
+    assert asynchronous.weights_hash == synchronous.weights_hash
+    assert asynchronous.ledger.equals(synchronous.ledger)
+    for name in ("loss", "bytes_up", "bytes_down", "clients", "dropped", "cohort"):
+        assert asynchronous.rounds[name].equals(synchronous.rounds[name])
+    np.testing.assert_allclose(asynchronous.rounds["simulated_time"], synchronous.rounds["simulated_time"])
+    np.testing.assert_allclose(asynchronous.rounds["joules"], synchronous.rounds["joules"])
+
+
+@pytest.mark.parametrize("stop", range(1, 7))
+def test_a_run_that_is_stopped_after_any_round_resumes_to_the_same_bits(tmp_path, stop):
+    # Every round is evaluated, so that the run stops between two whose clients have trained together.
+    settings = {"checkpoint__every": 0, "evaluation__every": 1, "devices__dropout": 0.1, "rounds": 8}
+    whole = raypfl.run(buffered(tmp_path, **settings))
+    stopped = raypfl.run(buffered(tmp_path, **settings), listeners=[Interrupt(stop)])
+    assert stopped.status == "stopped" and stopped.round == stop
+    resumed = raypfl.resume(stopped.run_dir)
+    assert resumed.weights_hash == whole.weights_hash and same_tables(resumed, whole)
+
+
+class KillsItsActor(Marked):
+    """Kill the process that trains client 5, once; not in the rehearsal before the run, whose trainings are a step."""
+
+    def train(self, clients, theta):
+        if 5 in clients.ids and clients.training.steps is None and self.once("actor"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().train(clients, theta)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("actors", [1, 2, 3])
+def test_any_number_of_actors_one_of_which_is_killed_gives_the_bits_of_an_inline_run(tmp_path, actors):
+    settings = {"asynchronous__mixing": 0.6, "asynchronous__buffer": 1, "rounds": 16}
+    inline = raypfl.run(buffered(tmp_path, **settings))
+    killing = {"method": "tests.engine.test_asynchronous_runs:KillsItsActor", "method__marks": tmp_path}
+    result = raypfl.run(buffered(tmp_path, **settings, **ON_RAY | {"ray__actors": actors}, **killing))
+    assert (tmp_path / "actor").exists()
+    assert result.weights_hash == inline.weights_hash and same_tables(result, inline)
+
+
+def test_a_run_has_the_staleness_and_the_times_of_its_schedule(tmp_path):
+    description = buffered(tmp_path, evaluation__every=4)
+    events = []
+    result = raypfl.run(description, listeners=[events.append])
+
+    job, prepared = prepare(description, tmp_path / "other", lambda event: None, lockstep=False)
+    schedule = schedule_for(job.experiment, job.turns, prepared.task.trained)
+    recorded = np.concatenate(result.rounds["staleness"].to_pylist())
+    np.testing.assert_array_equal(np.bincount(recorded), np.bincount(schedule.staleness))
+    assert recorded.max() >= 2
+    np.testing.assert_allclose(result.rounds["simulated_time"], schedule.round_ends)
+    assert [event.round for event in events if isinstance(event, Evaluated)] == [4, 8, 12]
+    for row, cohort in enumerate(result.rounds["cohort"].to_pylist()):
+        assert sorted(cohort) == sorted(schedule.clients[schedule.joining(row + 1, row + 1)])
+
+
+class AsksForRound(FedAvg):
+    """A method whose clients ask for their round, which clients in several rounds have not in common."""
+
+    def train(self, clients, theta):
+        assert clients.round > 0
+        return super().train(clients, theta)
+
+
+class AveragesTheSent(FedAvg):
+    """A method that takes what it is sent for one model, even if it is a row for each client."""
+
+    def train(self, clients, theta):
+        return super().train(clients, theta.reshape(-1, clients.model.size).mean(0))
+
+
+@pytest.mark.parametrize(
+    ("method", "together"),
+    [
+        *[(name, True) for name in ("fedavg", "ditto", "apfl", "fedper", "fedrep", "local", "pfedme", "per-fedavg")],
+        ("tests.engine.test_asynchronous_runs:AsksForRound", False),
+        ("tests.engine.test_asynchronous_runs:AveragesTheSent", False),
+    ],
+)
+def test_a_rehearsal_tells_whether_clients_with_different_models_can_train_in_one_group(tmp_path, method, together):
+    job, _ = prepare(buffered(tmp_path, method=method), tmp_path / "run", lambda event: None, lockstep=False)
+    assert job.together is together
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"method": "pefll"}, "returns 'v', which is not the mean of an argument of that name"),
+        ({"method": "scaffold"}, "returns 'moved', which is not the mean of an argument of that name"),
+        ({"method": "pfedhn"}, "gets 'theta' as a Scatter"),
+        ({"asynchronous__buffer": 21}, "asynchronous.buffer is 21, but after 20 replies of round 1 no client is left"),
+        ({"devices__partial_work": 0.5}, "devices.partial_work is for synchronous rounds"),
+        ({"privacy__noise": 1.0}, "privacy.noise is for synchronous rounds"),
+        ({"analyses": "[flntk]"}, "analyses is for synchronous rounds"),
+        ({"cohort__deadline": 5.0}, "cohort.deadline"),
+        ({"asynchronous__slope": 2.0}, "asynchronous.slope"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else "-".join(value),
+)
+def test_what_asynchronous_rounds_cannot_do_is_refused_before_a_run(tmp_path, changes, problem):
+    with pytest.raises(ConfigError, match=problem):
+        raypfl.run(buffered(tmp_path, **changes))
+
+
+def test_asynchronous_rounds_need_devices(tmp_path):
+    with pytest.raises(ConfigError, match=r"asynchronous\.buffer .*devices\.hardware"):
+        experiment(tmp_path, asynchronous__buffer=2)
+
+
+def test_dropped_clients_are_counted_where_they_were_sent_a_message(tmp_path):
+    description = buffered(tmp_path, devices__dropout=0.3)
+    result = raypfl.run(description)
+    job, prepared = prepare(description, tmp_path / "other", lambda event: None, lockstep=False)
+    turns = job.turns
+    schedule = make_schedule(Fleet(turns.turn_seconds(np.arange(20)), 8, dropout=0.3), 12, 0, 2)
+    assert result.rounds["dropped"].to_pylist() == [schedule.drops[schedule.sent_in(n)].sum() for n in range(1, 13)]
+    assert schedule.drops.sum() > 3
