@@ -24,7 +24,7 @@ from raypfl.common.user_code import describe_failure, explain_user_errors, trace
 from raypfl.common.version import __version__
 from raypfl.devices import ClientTurns
 from raypfl.engine import client_states
-from raypfl.engine.analysing import Analyses
+from raypfl.engine.building.analysing import Analyses
 from raypfl.engine.building.asynchronous import asynchronous_rounds
 from raypfl.engine.building.groups import groups_for
 from raypfl.engine.evaluator import Evaluator

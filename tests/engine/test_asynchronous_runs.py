@@ -147,8 +147,7 @@ def test_asynchronous_rounds_need_devices(tmp_path):
 def test_dropped_clients_are_counted_where_they_were_sent_a_message(tmp_path):
     description = buffered(tmp_path, devices__dropout=0.3)
     result = raypfl.run(description)
-    job, prepared = prepare(description, tmp_path / "other", lambda event: None, lockstep=False)
-    turns = job.turns
-    schedule = make_schedule(Fleet(turns.turn_seconds(np.arange(20)), 8, dropout=0.3), 12, 0, 2)
+    job, _ = prepare(description, tmp_path / "other", lambda event: None, lockstep=False)
+    schedule = make_schedule(Fleet(job.turns.turn_seconds(np.arange(20)), 8, dropout=0.3), 12, 0, 2)
     assert result.rounds["dropped"].to_pylist() == [schedule.drops[schedule.sent_in(n)].sum() for n in range(1, 13)]
     assert schedule.drops.sum() > 3

@@ -312,6 +312,17 @@ NEEDED = {
     "privacy.delta": ["privacy.noise=1"],
     "cohort.over_selection": ["devices.hardware=lognormal"],
     "cohort.deadline": ["devices.hardware=lognormal"],
+    "asynchronous.buffer": ["devices.hardware=lognormal"],
+    **{
+        f"asynchronous.{name}": ["devices.hardware=lognormal", "asynchronous.buffer=2", *staleness]
+        for name, staleness in {
+            "window": [],
+            "mixing": [],
+            "exponent": [],
+            "tolerance": ["asynchronous.staleness=hinge"],
+            "slope": ["asynchronous.staleness=hinge"],
+        }.items()
+    },
     "cohort.quorum": ["devices.hardware=lognormal", "cohort.deadline=1"],
 }
 """Setting -> the assignments without which it has no effect, so that it would be refused for that."""
