@@ -226,12 +226,13 @@ def _carry_out(work: _Work, quiet: bool, as_json: bool) -> None:
         trackers = tracked.for_each(planned)
         try:
             with view(progress, lines, quiet) as shown, _session(list(unfinished.values()), shown.listener(0)):
+                listeners: dict[Path, list[Listener]] = {}
                 for i, folder in enumerate(work.runs):
-                    if folder in unfinished:
-                        listeners: list[Listener] = [shown.listener(i), trackers[i]]
-                        results.append(driver.resume(folder, listeners=listeners, overrides=work.changes))
-                    else:
-                        results.append(RunResult.load(folder))
+                    listeners[folder] = [shown.listener(i), trackers[i]]
+                outcomes = driver.resume_all(unfinished, listeners, work.changes)
+                for folder in work.runs:
+                    outcome = next(outcomes) if folder in unfinished else RunResult.load(folder)
+                    results.append(outcome)
                     if results[-1].status == "stopped":
                         raise KeyboardInterrupt
             comparison = ComparisonFolder.load(work.folder) if work.changes else None

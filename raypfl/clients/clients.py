@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -60,6 +60,8 @@ class Clients:
     If ``privacy.noise`` protects samples, only the names in `WITHOUT_CONTENTS` and `WITH_NOISE` can be used.
     """
 
+    _shared_by_runs: ClassVar = frozenset({"loss", "model", "num_classes", "objective", "training"})
+
     def __new__(cls, group: ClientGroup) -> Clients:
         # Unprotected clients skip ProtectedClients' check, which takes time with every name that a method uses.
         return object.__new__(ProtectedClients if group.context.privacy.protects_samples else cls)
@@ -74,7 +76,7 @@ class Clients:
         self.model = context.model
         self.networks = context.networks
         self.loss = group.loss
-        self.objective = context.objective
+        self.objective = group.objective
         self.training = context.training
         self.num_classes = context.num_classes
         self.input_shape = context.samples.input_shape

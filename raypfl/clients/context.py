@@ -23,7 +23,6 @@ from raypfl.evaluation.settings import EvaluationSettings
 from raypfl.learning.batches import Samples
 from raypfl.learning.executor import Executor
 from raypfl.learning.loss import LossFunction
-from raypfl.learning.objectives import Objective
 from raypfl.learning.objectives.batch import Batch
 from raypfl.learning.privacy import PrivacySettings
 from raypfl.learning.sample_pools import Pools
@@ -83,11 +82,6 @@ class Context:
     corrupted: dict[Any, Tensor] = field(default_factory=dict)
     requested: list[RequestedTraining] | None = None
     _unions: dict[str, np.ndarray] = field(default_factory=dict)
-
-    @property
-    def objective(self) -> Objective:
-        """The objective of training."""
-        return self.measures.objective
 
     @cached_property
     def initial(self) -> Tensor:

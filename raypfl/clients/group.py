@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ class ClientGroup:
 
     Attributes
     ----------
+    model, measures, objective : the network, the metrics and the objective of training.
     ids : the clients' numbers.
     rounds : the number of each client's round, from 1, ``int64[K]``; they differ in an asynchronous run.
     lr : the round's learning rate.
@@ -42,6 +43,9 @@ class ClientGroup:
     work : the share of its local steps that each client does, ``float64[K]``; None: all do all of them.
     private_trainings : the private trainings so far.
     """
+
+    # For runs that differ in their seeds: a loss that reads no other attributes of its clients can train those of both.
+    _shared_by_runs: ClassVar = frozenset({"model", "measures", "objective"})
 
     def __init__(
         self,
@@ -58,6 +62,8 @@ class ClientGroup:
     ):
         self.context = context
         self.model = context.model
+        self.measures = context.measures
+        self.objective = context.measures.objective
         self.ids = ids
         self.rounds = np.full(len(ids), round) if rounds is None else rounds
         self.lr = lr
@@ -130,10 +136,10 @@ class ClientGroup:
         """Return one client's objective on a batch, at parameters `p`."""
         outputs = self.model(p, batch.x)
         if isinstance(outputs, Tensor):
-            mismatch = self.context.measures.output_mismatch(outputs)
+            mismatch = self.measures.output_mismatch(outputs)
             if mismatch:
                 raise MethodError(f"clients.loss does not take this network's outputs: it {mismatch}")
-        return self.context.objective.loss(outputs, batch)
+        return self.objective.loss(outputs, batch)
 
     def split(self, name: str) -> list[np.ndarray]:
         """Return the numbers of the samples in each client's split, ``int64[n]`` per client.
@@ -381,7 +387,7 @@ class ClientGroup:
         train: bool,
     ) -> Executor:
         """Return the executor of `function`: the group's, unless padded batches would change the function's result."""
-        weighs = self.context.objective.weighs and function in (self.loss, LocalLoss(self.model, self.loss))
+        weighs = self.objective.weighs and function in (self.loss, LocalLoss(self.model, self.loss))
         if weighs or not sizes_differ:
             return self.context.executor
         return self.context.executor_for_padding(function, at, subset, extras, train)

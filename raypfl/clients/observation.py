@@ -132,7 +132,7 @@ class Observer:
             client=self._ids[k],
             round=self._round,
             model=context.model,
-            objective=context.objective,
+            objective=context.measures.objective,
             _context=context,
             **fields,
         )

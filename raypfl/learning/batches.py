@@ -119,8 +119,19 @@ class GroupSamples:
         self._normalised: Tensor | None = None
         self.sizes = np.array([len(client_indices) for client_indices in indices], dtype=np.int64)
         self.width = int(self.sizes.max(initial=0))
-        self._starts = np.concatenate([[0], np.cumsum(self.sizes)])
+        self._starts = np.cumsum(self.sizes) - self.sizes
         self.x, self.y = samples.take(np.concatenate(indices))
+
+    @property
+    def normalises_once(self) -> bool:
+        """Whether all samples are normalised once, not in every step."""
+        return self.x.numel() <= NORMALISE_ONCE_LIMIT
+
+    def normalised(self) -> Tensor:
+        """Return all samples as the network sees them."""
+        if self._normalised is None:
+            self._normalised = self._source.normalise(self.x)
+        return self._normalised
 
     def client(self, k: int, index: Tensor | None = None) -> Batch:
         """Return client k's samples at ``index[b]`` (positions in its own list; None: all), without padding."""
@@ -171,15 +182,16 @@ class GroupSamples:
         rows = to_device(self._starts[clients][:, None, None] + order.index[clients], device)
         weight = to_device(real, device).to(self._source.gain.dtype)
         draws = None if order.draws is None else to_device(order.draws[clients], device)
-        if self._normalised is None and self.x.numel() <= NORMALISE_ONCE_LIMIT:
-            self._normalised = self._source.normalise(self.x)
+        if self.normalises_once:
+            self.normalised()
 
         is_normalised = self._normalised is not None
         x = self.x if self._normalised is None else self._normalised
         return StackedBatches(self._source, x, self.y, rows, weight, draws, is_normalised)
 
     def _rows(self, k: int) -> slice:
-        return slice(int(self._starts[k]), int(self._starts[k + 1]))
+        start = int(self._starts[k])
+        return slice(start, start + int(self.sizes[k]))
 
 
 @dataclass(frozen=True)

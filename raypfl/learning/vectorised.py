@@ -82,8 +82,7 @@ class Vectorised(Executor):
         step = self._vectorised_step(loss, extras)
         frozen = frozen_segments(self.model, update)
         recorder = self.recorder
-        step_functions = [loss.loss, loss.penalty, loss.report, update.optimizer.step_, update.perturb]
-        if observe is not None or may_keep_state(step_functions):
+        if observe is not None or self.may_keep_state(loss, update):
             recorder = None
 
         key = None
@@ -165,6 +164,10 @@ class Vectorised(Executor):
             return trained, losses
         original_order = ranked.argsort()
         return trained[original_order], losses[original_order]
+
+    def may_keep_state(self, loss: LocalLoss, update: Update) -> bool:
+        """Whether a step's functions may depend on more than their arguments; the network has no say in it."""
+        return may_keep_state([loss.loss, loss.penalty, loss.report, update.optimizer.step_, update.perturb])
 
     def _gradients(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -35,6 +35,7 @@ from raypfl.runs.result import (
     write_tables,
 )
 from raypfl.runs.resuming import ends_later, resumed
+from raypfl.runs.together import Place, parts, run_together
 from raypfl.storage.lease import hold_lease, refuse_unless_held
 
 STOPPING = "Stopping: the finished rounds are being saved. Press Ctrl-C again to stop without saving them."
@@ -77,15 +78,58 @@ def resume(
     listeners: Sequence[Listener] = (),
     overrides: Sequence[str] = (),
     lockstep: bool = False,
+    place: Place | None = None,
 ) -> RunResult:
-    """Continue a run without showing anything; otherwise like :func:`raypfl.resume`. `lockstep` is as in `run`."""
+    """Continue a run without showing anything; otherwise like :func:`raypfl.resume`. `lockstep` is as in `run`.
+
+    `place` : the run's place among runs that advance together; None: it is on its own.
+    """
     folder = Path(run_dir).resolve()
     before = description(folder)
     experiment = resumed(folder, overrides)
     if is_finished(folder) and not ends_later(experiment, before):
         # Nothing is left to do, so the records stay as they are.
         return RunResult.load(folder)
-    return _run(experiment, folder, listeners, lockstep)
+    return _run(experiment, folder, listeners, lockstep, place)
+
+
+def resume_all(
+    runs: Mapping[Path, Experiment], listeners: Mapping[Path, Sequence[Listener]], overrides: Sequence[str] = ()
+) -> Iterator[RunResult]:
+    """Continue runs, in order, and yield their results; those that differ only in their seeds advance together.
+
+    Parameters
+    ----------
+    runs : folder -> experiment of each run.
+    listeners : folder -> the listeners of its run.
+
+    Raises
+    ------
+    Exception : the error of the first run that fails. Those that advance together with it have ended too.
+    """
+    for folders in parts(runs):
+        if len(folders) == 1:
+            yield resume(folders[0], listeners=listeners[folders[0]], overrides=overrides)
+            continue
+        for ended in resume_together(folders, [listeners[folder] for folder in folders], overrides):
+            if isinstance(ended, Exception):
+                raise ended
+            # One that has not started is left out: an earlier one was stopped, or refused.
+            if ended is not None:
+                yield ended
+
+
+def resume_together(
+    folders: Sequence[Path], listeners: Sequence[Sequence[Listener]], overrides: Sequence[str] = ()
+) -> list[RunResult | Exception | None]:
+    """Continue runs that advance together; see :func:`raypfl.runs.together.run_together`."""
+
+    def one_run(folder: Path, its_listeners: Sequence[Listener]) -> Callable[[Place], RunResult]:
+        return lambda place: resume(folder, listeners=its_listeners, overrides=overrides, place=place)
+
+    runs = [one_run(folder, its_listeners) for folder, its_listeners in zip(folders, listeners, strict=True)]
+    emit = EventDispatcher(listeners[0])
+    return run_together(runs, notice=lambda: emit(Progress(STOPPING)))
 
 
 def check(experiments: Sequence[Experiment], *, listeners: Sequence[Listener] = ()) -> None:
@@ -111,10 +155,16 @@ def session(experiment: Experiment, *, listeners: Sequence[Listener] = ()) -> It
                 spare_server.release(ray)
 
 
-def _run(experiment: Experiment, folder: Path, listeners: Sequence[Listener], lockstep: bool) -> RunResult:
+def _run(
+    experiment: Experiment,
+    folder: Path,
+    listeners: Sequence[Listener],
+    lockstep: bool,
+    place: Place | None = None,
+) -> RunResult:
     is_inline = experiment.engine.backend == "inline"
     emit = EventDispatcher([partial(_write_start, folder), *listeners])
-    stop = StopRequest()
+    stop = StopRequest() if place is None else place.stop
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(explain_user_errors())
@@ -130,7 +180,7 @@ def _run(experiment: Experiment, folder: Path, listeners: Sequence[Listener], lo
             job, prepared = preparing.prepare(experiment, folder, emit, lockstep)
             stack.enter_context(hold_lease(job.checkpoints, job.attempt, lambda text: emit(Progress(text))))
 
-        run_job = run_inline if is_inline else run_on_ray
+        run_job = partial(run_inline, place=place) if is_inline else run_on_ray
         with run_job(job, prepared, emit, stop) as finished:
             # Within the context, since leaving it stops Ray, which takes seconds.
             _write_end(job, finished)

@@ -15,13 +15,19 @@ from raypfl.engine.events import Listener, RunFinished
 from raypfl.engine.job import Job
 from raypfl.engine.prepared import Prepared, threads_of_server
 from raypfl.engine.server import Server
+from raypfl.runs.together import Place
 
 
 @contextlib.contextmanager
-def run_inline(job: Job, prepared: Prepared, emit: Listener, stop: StopRequest) -> Iterator[RunFinished]:
+def run_inline(
+    job: Job, prepared: Prepared, emit: Listener, stop: StopRequest, place: Place | None = None
+) -> Iterator[RunFinished]:
     """Run a job in this process; yield the event of its end.
 
-    `prepared` : the job's experiment, on the clients' device.
+    Parameters
+    ----------
+    prepared : the job's experiment, on the clients' device.
+    place : the run's place among runs that advance together; None: it is on its own.
     """
     keep_freed_memory()
     experiment = prepared.experiment
@@ -33,6 +39,8 @@ def run_inline(job: Job, prepared: Prepared, emit: Listener, stop: StopRequest) 
     share = max(experiment.ray.gpus, experiment.ray.gpus_for_server)
     with memory_limited(share), threads(threads_of_server(experiment)):
         server.build()
+        if place is not None:
+            place.prepare(clients.context)
         worker = Worker(clients.context, experiment.method, experiment.analyses)
         backend = Inline(worker, stop, experiment.engine.threads)
         yield Server(job, server, backend, emit, metadata).run()

@@ -33,12 +33,13 @@ def hashes(outcome: dict) -> list[str]:
 def interrupted(monkeypatch: pytest.MonkeyPatch, method: str, *words: str, round: int = 1) -> Result:
     """Carry out a command; Ctrl-C interrupts the run of `method` after `round`."""
     resume = driver.resume
+    interrupt = Interrupt(round)
 
-    def resume_interrupted(folder, *, listeners, overrides):
+    def resume_interrupted(folder, *, listeners, **options):
         run_method = type(description(folder).method).__name__.lower()
         if run_method == method:
-            listeners = [*listeners, Interrupt(round)]
-        return resume(folder, listeners=listeners, overrides=overrides)
+            listeners = [*listeners, interrupt]
+        return resume(folder, listeners=listeners, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(driver, "resume", resume_interrupted)

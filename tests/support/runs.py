@@ -61,12 +61,15 @@ def same_tables(a: raypfl.Result, b: raypfl.Result) -> bool:
 
 
 class Interrupt:
-    """A listener that sends this process a signal at the end of a round."""
+    """A listener that sends this process a signal at the end of a round, once for all runs that it listens to."""
+
+    was_sent = False
 
     def __init__(self, round: int, number: int = signal.SIGINT):
         self.round = round
         self.number = number
 
     def __call__(self, event) -> None:
-        if isinstance(event, RoundFinished) and event.round == self.round:
+        if isinstance(event, RoundFinished) and event.round == self.round and not self.was_sent:
+            self.was_sent = True
             os.kill(os.getpid(), self.number)

@@ -1,0 +1,106 @@
+"""CPU time of ten seeds that advance together, in seeds of which each runs by itself.
+
+    python -m benchmarks.packed                 # ten minutes
+    python -m benchmarks.packed --steps 50
+
+The digits of 100 clients, FedAvg, inline. A round counts whole: the draw, the training, the average, the records. What
+comes before the first round is taken out, by the difference between a long and a short run, each in turns. Every seed
+must end with the same model both ways.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+import raypfl
+from raypfl.runs import driver
+from raypfl.runs.result import RunResult, write_description
+
+NETWORKS = {"mlp": {"name": "mlp", "hidden": [128]}, "cnn": {"name": "cnn"}}
+COHORTS = (10, 5)
+SEEDS = 10
+SHORT = 10
+LONG = 50
+TURNS = 3
+
+
+def seconds(folder: Path, experiment: raypfl.Experiment, seeds: int, together: bool) -> tuple[float, list[str]]:
+    """CPU time of an experiment with several seeds, and the hashes of its models."""
+    experiments = [experiment.replace(seed=seed) for seed in range(seeds)]
+    folders = [Path(tempfile.mkdtemp(dir=folder)) for _ in experiments]
+    for run_folder, described in zip(folders, experiments, strict=True):
+        write_description(run_folder, described)
+
+    start = time.process_time()
+    outcomes: list[RunResult | Exception | None]
+    if together:
+        outcomes = driver.resume_together(folders, [[] for _ in folders])
+    else:
+        outcomes = [driver.resume(run_folder) for run_folder in folders]
+    spent = time.process_time() - start
+
+    hashes = []
+    for outcome in outcomes:
+        assert isinstance(outcome, RunResult), outcome
+        hashes.append(outcome.weights_hash)
+    return spent, hashes
+
+
+def a_round(folder: Path, experiment: raypfl.Experiment, seeds: int, together: bool) -> tuple[float, list[str]]:
+    """Milliseconds of CPU time of one round of all seeds, and the hashes of their models."""
+    short, _ = seconds(folder, experiment.override([f"rounds={SHORT}"]), seeds, together)
+    long, hashes = seconds(folder, experiment.override([f"rounds={LONG}"]), seeds, together)
+    return 1000 * (long - short) / (LONG - SHORT), hashes
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=5, help="local steps of ten samples (5)")
+    parser.add_argument("--method", default="fedavg")
+    parser.add_argument("--network", choices=NETWORKS, action="append")
+    arguments = parser.parse_args()
+
+    torch.set_num_threads(1)
+    print(f"{'network':>8}{'cohort':>8}{'one seed':>12}{'ten, in turn':>17}{'ten together':>16}   (CPU ms a round)")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for network, cohort in itertools.product(arguments.network or NETWORKS, COHORTS):
+            experiment = raypfl.Experiment(
+                method=arguments.method,
+                data={"name": "digits", "cache": f"{folder}/cache"},
+                partition={"name": "iid", "clients": 100},
+                cohort={"size": cohort},
+                model=NETWORKS[network],
+                training={"lr": 0.01, "batch_size": 10, "steps": arguments.steps},
+                evaluation={"every": 0},
+                checkpoint={"every": 0},
+                engine={"backend": "inline", "executor": "vectorised"},
+                tracking={"mlflow": False},
+                output=f"{folder}/runs",
+            )
+            columns: list[list[float]] = [[], [], []]
+            for _ in range(TURNS):
+                one, _ = a_round(folder, experiment, 1, together=False)
+                in_turn, hashes = a_round(folder, experiment, SEEDS, together=False)
+                together, same_hashes = a_round(folder, experiment, SEEDS, together=True)
+                assert hashes == same_hashes, "a seed has other bits with the others than alone"
+                for column, value in zip(columns, (one, in_turn, together), strict=True):
+                    column.append(value)
+            one, in_turn, together = (statistics.median(column) for column in columns)
+            print(
+                f"{network:>8}{cohort:>8}{one:>12.2f}{in_turn:>10.2f} ({in_turn / one:4.1f})"
+                f"{together:>9.2f} ({together / one:4.1f})",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""Whether functions and networks of two runs compute the same from the same arguments."""
+
+from __future__ import annotations
+
+import dis
+import types
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import fields, is_dataclass
+from functools import cache, cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from raypfl.learning.loss import LocalLoss
+from raypfl.learning.optimizers import Update
+from raypfl.models.extras import Extras, Other
+from raypfl.models.flat import FlatModel
+from raypfl.models.parts import stored_tensors
+
+PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, slice)
+"""Types whose values are compared with ``==``."""
+
+TEMPLATE = frozenset({"module", "as_module", "factory"})
+"""Names by which a loss would read the values that a network was built with, of which each run has its own."""
+
+IN_EVERY_MODULE = frozenset(vars(nn.Module()))
+"""What PyTorch keeps in every network: its parts, which are compared one by one, and its hooks."""
+
+
+class Likeness:
+    """Compares objects of two runs; what it does not know counts as different.
+
+    The class of an object of which a run has its own, such as the group of clients that a loss belongs to, says in
+    ``_shared_by_runs`` which of its attributes runs may share. Such objects are alike if the function that holds them
+    reads only attributes of these, and these are alike.
+    """
+
+    def __init__(self) -> None:
+        # The networks are kept: no other one may get the identity of one that is freed.
+        self._networks: dict[tuple[int, int], tuple[FlatModel, FlatModel, bool]] = {}
+
+    def losses(self, a: LocalLoss, b: LocalLoss) -> bool:
+        """Whether two losses are the same function."""
+        if not self.networks(a.model, b.model) or a.penalty_is_separate != b.penalty_is_separate:
+            return False
+        return all(self._values(getattr(a, name), getattr(b, name), None) for name in ("loss", "penalty", "report"))
+
+    def updates(self, a: Update, b: Update) -> bool:
+        """Whether two local steps follow the same rule."""
+        return all(self._values(getattr(a, f.name), getattr(b, f.name), None) for f in fields(Update))
+
+    def extras(self, a: Extras, b: Extras) -> bool:
+        """Whether two losses get extras of the same kinds; the numbers in tensors may differ."""
+        if list(a) != list(b):
+            return False
+        return all(self._extra(a[name], b[name]) for name in a)
+
+    def networks(self, a: FlatModel, b: FlatModel) -> bool:
+        """Whether two networks are the same function of a model vector."""
+        if a is b:
+            return True
+        pair = (id(a), id(b))
+        if pair not in self._networks:
+            self._networks[pair] = (a, b, self._compare_networks(a, b))
+        return self._networks[pair][2]
+
+    def _extra(self, a: Any, b: Any) -> bool:
+        if isinstance(a, Other) and isinstance(b, Other):
+            return self.networks(a.model, b.model) and self._extra(a.theta, b.theta)
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
+            rows = int(type(a) is not Tensor)
+            return type(a) is type(b) and a.dtype == b.dtype and a.shape[rows:] == b.shape[rows:]
+        return self._values(a, b, None)
+
+    def _compare_networks(self, a: FlatModel, b: FlatModel) -> bool:
+        if a.segments != b.segments or (a.dtype, a.device) != (b.dtype, b.device):
+            return False
+
+        modules = list(a.module.modules())
+        other_modules = list(b.module.modules())
+        if len(modules) != len(other_modules):
+            return False
+        if not all(self._modules(x, y) for x, y in zip(modules, other_modules, strict=True)):
+            return False
+
+        # What is in the model vectors differs between runs; what is frozen must not.
+        tensors = stored_tensors(a.module)
+        other_tensors = stored_tensors(b.module)
+        fixed = tensors.keys() - a.segments.keys()
+        return tensors.keys() == other_tensors.keys() and all(
+            torch.equal(tensors[name], other_tensors[name]) for name in fixed
+        )
+
+    def _modules(self, a: nn.Module, b: nn.Module) -> bool:
+        if type(a) is not type(b):
+            return False
+        has_hooks = any(value for name, value in (*vars(a).items(), *vars(b).items()) if "hooks" in name)
+        own = vars(a).keys() - IN_EVERY_MODULE
+        if has_hooks or own != vars(b).keys() - IN_EVERY_MODULE:
+            return False
+
+        for name in own:
+            value = vars(a)[name]
+            refers_to_weights = name.startswith("_flat_weight")  # of recurrent layers
+            if not refers_to_weights and not self._values(value, vars(b)[name], None):
+                return False
+        return True
+
+    def _values(self, a: Any, b: Any, read: Set[str] | None) -> bool:
+        """Compare two values.
+
+        `read` : the attributes that the function reads which holds them; None: it may use them in any way.
+        """
+        if a is b:
+            return True
+        if type(a) is not type(b):
+            return False
+        if isinstance(a, PLAIN):
+            return bool(a == b)
+        if isinstance(a, Tensor):
+            return a.dtype == b.dtype and torch.equal(a, b)
+        if isinstance(a, (list, tuple)):
+            return len(a) == len(b) and all(self._values(x, y, None) for x, y in zip(a, b, strict=True))
+        if isinstance(a, Mapping):
+            return list(a) == list(b) and all(self._values(a[key], b[key], None) for key in a)
+        if isinstance(a, FlatModel):
+            return self.networks(a, b)
+        if isinstance(a, partial):
+            return all(self._values(getattr(a, part), getattr(b, part), None) for part in ("func", "args", "keywords"))
+        if isinstance(a, (types.FunctionType, types.MethodType)):
+            return self._functions(a, b)
+        return self._objects(a, b, read)
+
+    def _objects(self, a: Any, b: Any, read: Set[str] | None) -> bool:
+        shared_by_runs: frozenset[str] = getattr(type(a), "_shared_by_runs", frozenset())
+        if shared_by_runs:
+            if read is None or not read <= shared_by_runs:
+                return False
+            return all(self._values(getattr(a, name), getattr(b, name), None) for name in sorted(read))
+
+        if not is_dataclass(a):
+            return False
+        names = {field.name for field in fields(a)}
+        if any(_further_attributes(value, names) for value in (a, b)):
+            return False
+        return all(self._values(getattr(a, name), getattr(b, name), None) for name in names)
+
+    def _functions(self, a: Any, b: Any) -> bool:
+        if isinstance(a, types.MethodType):
+            function = a.__func__
+            if function is not b.__func__ or not isinstance(function, types.FunctionType):
+                return False
+            own_name = function.__code__.co_varnames[0]
+            same_owner = self._values(a.__self__, b.__self__, _attributes_read(function.__code__, own_name))
+            return same_owner and self._functions(function, function)
+
+        code = a.__code__
+        if code is not b.__code__ or a.__globals__ is not b.__globals__ or not TEMPLATE.isdisjoint(_names(code)):
+            return False
+        options = [(function.__defaults__, function.__kwdefaults__) for function in (a, b)]
+        if not self._values(options[0], options[1], None):
+            return False
+
+        cells = zip(code.co_freevars, a.__closure__ or (), b.__closure__ or (), strict=True)
+        for name, cell, other_cell in cells:
+            read = _attributes_read(code, name)
+            if not self._values(cell.cell_contents, other_cell.cell_contents, read):
+                return False
+        return True
+
+
+def _further_attributes(value: Any, names: Set[str]) -> set[str]:
+    """Return the attributes of a dataclass's instance that are neither fields nor follow from them."""
+    further = getattr(value, "__dict__", {}).keys() - names
+    return {name for name in further if not isinstance(getattr(type(value), name, None), cached_property)}
+
+
+@cache
+def _attributes_read(code: types.CodeType, variable: str) -> Set[str] | None:
+    """Return the attributes that code reads of a variable; None if it uses the variable in another way."""
+    read: set[str] = set()
+    for part in _parts(code):
+        instructions = list(dis.get_instructions(part))
+        for instruction, following in zip(instructions, [*instructions[1:], None], strict=True):
+            if instruction.argval != variable or instruction.opname in ("LOAD_CLOSURE", "MAKE_CELL"):
+                continue
+            is_loaded = instruction.opname in ("LOAD_DEREF", "LOAD_FAST", "LOAD_FAST_BORROW")
+            if not is_loaded or following is None or following.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
+                return None
+            read.add(following.argval)
+    return read
+
+
+@cache
+def _names(code: types.CodeType) -> frozenset[str]:
+    return frozenset(name for part in _parts(code) for name in part.co_names)
+
+
+def _parts(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yield code and that of the functions within it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _parts(constant)

@@ -1,0 +1,289 @@
+"""Runs in threads, of which one computes at a time, and the trainings that they join."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raypfl.common.exclusive import exclusive
+from raypfl.learning.batches import GroupSamples, SampleOrder
+from raypfl.learning.executor import StepCallback
+from raypfl.learning.loss import LocalLoss
+from raypfl.learning.optimizers import Update
+from raypfl.learning.packing.alike import Likeness
+from raypfl.learning.packing.trainings import Training, joined
+from raypfl.learning.vectorised import Vectorised
+from raypfl.models.extras import Extras
+
+MOST_ROWS = 128
+"""Most clients that train together; with more, their models leave the processor's cache."""
+
+TRIED_STEPS = 2
+"""Steps of the trial that shows whether joined clients keep their bits."""
+
+MOST_KINDS = 32
+"""Most kinds of trainings that are tried; a loss that differs in every round is not worth a trial in each."""
+
+Trained = tuple[Tensor, Tensor]
+
+
+class Packer:
+    """Lets runs compute in turns, each in its own thread, and joins their trainings when all of them wait for one.
+
+    The order of the turns follows from the runs' numbers and from what they train, so it is the same every time.
+    """
+
+    def __init__(self, runs: int):
+        # A run that waits gives up PyTorch's global state, however deep in calls it has taken it.
+        self._changed = threading.Condition(exclusive)
+        self._active = -1
+        self._unstarted = list(range(runs))
+        self._ready: list[int] = []
+        self._waiting: dict[int, tuple[Packed, Training]] = {}
+        self._outcomes: dict[int, Trained | Exception | None] = {}
+        self._is_abandoned = False
+        self._likeness = Likeness()
+        self._kinds: list[_Kind] = []
+        self._process = _ProcessState()
+
+    @contextlib.contextmanager
+    def turn(self, run: int) -> Iterator[None]:
+        """Wait for a run's first turn; its last one ends with the context."""
+        with self._changed:
+            if self._active < 0:
+                self._pass_on()
+            self._wait_for_turn(run)
+        self._process.restore()
+        try:
+            yield
+        finally:
+            self._process.restore()
+            with self._changed:
+                self._pass_on()
+
+    def abandon(self) -> None:
+        """Interrupt every run at its next turn."""
+        self._is_abandoned = True
+
+    def train(self, run: int, executor: Packed, training: Training) -> Trained:
+        """Train a run's group, with groups of other runs if their trainings are alike."""
+        process = _ProcessState()
+        with self._changed:
+            self._waiting[run] = (executor, training)
+            self._pass_on()
+            self._wait_for_turn(run)
+        process.restore()
+
+        outcome = self._outcomes.pop(run)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return training.run(executor.alone) if outcome is None else outcome
+
+    def _wait_for_turn(self, run: int) -> None:
+        while self._active != run:
+            self._changed.wait()
+        if self._is_abandoned:
+            raise KeyboardInterrupt
+
+    def _pass_on(self) -> None:
+        """Give the turn to another run; if all of them wait for a training, train first."""
+        if not self._ready and self._unstarted:
+            self._ready.append(self._unstarted.pop(0))
+
+        if not self._ready and self._waiting:
+            self._process.restore()
+            try:
+                self._train_alike()
+            # Every run that waits would wait for ever; so each of them ends with the error.
+            except Exception as error:
+                self._outcomes.update(dict.fromkeys(self._waiting, error))
+            self._ready = sorted(self._waiting)
+            self._waiting.clear()
+
+        self._active = self._ready.pop(0) if self._ready else -1
+        self._changed.notify_all()
+
+    def _train_alike(self) -> None:
+        """Train the runs that wait. A run that is left without an outcome then trains by itself."""
+        self._outcomes = dict.fromkeys(self._waiting)
+        remaining = sorted(self._waiting)
+        while len(remaining) > 1:
+            first = self._waiting[remaining[0]][1]
+            alike = [run for run in remaining if self._waiting[run][1].is_like(first, self._likeness)]
+            remaining = [run for run in remaining if run not in alike]
+            for part in self._parts(alike):
+                if len(part) > 1:
+                    self._train_part(part)
+
+    def _parts(self, runs: Sequence[int]) -> list[list[int]]:
+        """Cut runs into parts with at most `MOST_ROWS` clients each."""
+        parts: list[list[int]] = []
+        rows = MOST_ROWS
+        for run in runs:
+            count = len(self._waiting[run][1])
+            if rows + count > MOST_ROWS:
+                parts.append([])
+                rows = 0
+            parts[-1].append(run)
+            rows += count
+        return parts
+
+    def _train_part(self, runs: Sequence[int]) -> None:
+        kind = self._kind_of([self._waiting[run] for run in runs])
+        fit = [run for run in runs if kind is not None and kind.takes(self._waiting[run][1])]
+        if len(fit) < 2:
+            return
+
+        executor = self._waiting[fit[0]][0].alone
+        try:
+            models, losses = joined([self._waiting[run][1] for run in fit]).run(executor)
+        except RuntimeError:
+            # PyTorch cannot run it, so every run finds this out by itself, with the warning that it has alone.
+            return
+        counts = [len(self._waiting[run][1]) for run in fit]
+        for run, run_models, run_losses in zip(fit, models.split(counts), losses.split(counts), strict=True):
+            # Copies: views would keep the models of all runs in memory.
+            self._outcomes[run] = (run_models.clone(), run_losses.clone())
+
+    def _kind_of(self, waiting: Sequence[tuple[Packed, Training]]) -> _Kind | None:
+        """Return the kind of trainings that are alike, tried now if it is new; None: there are too many kinds."""
+        at_any_rate = waiting[0][1].at_rate(1.0)
+        for kind in self._kinds:
+            if kind.training.is_like(at_any_rate, self._likeness):
+                return kind
+        if len(self._kinds) == MOST_KINDS:
+            return None
+        keeps_bits = tried([(packed.alone, training) for packed, training in waiting])
+        self._kinds.append(_Kind(at_any_rate, *keeps_bits))
+        return self._kinds[-1]
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What trainings have in common that are alike but for their learning rates.
+
+    Attributes
+    ----------
+    keeps_bits : whether clients have the bits among many that they have among few.
+    single_keeps_bits : whether a client has them without company, too.
+    """
+
+    training: Training
+    keeps_bits: bool
+    single_keeps_bits: bool
+
+    def takes(self, training: Training) -> bool:
+        """Whether a training of this kind can be joined with others."""
+        return self.keeps_bits and (self.single_keeps_bits or not training.ends_alone)
+
+
+def tried(trainings: Sequence[tuple[Vectorised, Training]]) -> tuple[bool, bool]:
+    """Return whether clients keep their bits when trainings are joined, and whether single clients do.
+
+    Kernels may round a row by its place in memory, if that is no multiple of 16 bytes, and the last numbers of a tensor
+    otherwise than the first. So the first steps are taken with all rows moved by one, two and three places, and in
+    the opposite order. The models are moved apart first: where they are still the same, a difference could not show.
+    """
+    executors = [executor for executor, _ in trainings]
+    first_steps = [training.shortened(TRIED_STEPS).moved_apart() for _, training in trainings]
+    first = first_steps[0].of_first(1)
+    alone = [training.run(executor) for training, executor in zip(first_steps, executors, strict=True)]
+
+    def is_kept(count: int) -> bool:
+        """Whether the first clients, by themselves, have the bits that they have with the rest of their group."""
+        models, losses = alone[0]
+        return _are_equal(first_steps[0].of_first(count).run(executors[0]), (models[:count], losses[:count]))
+
+    # When clients have no more steps, groups get smaller. In a group of three, some numbers are the last of a tensor.
+    if not all(is_kept(count) for count in range(2, min(4, len(first_steps[0])))):
+        return False, False
+
+    arrangements = [list(range(len(first_steps)))[::-1]]
+    arrangements += [[-1] * shift + list(range(len(first_steps))) for shift in range(4)]
+    for arrangement in arrangements:
+        parts = [first if number < 0 else first_steps[number] for number in arrangement]
+        counts = [len(part) for part in parts]
+        # A loss computes with the network of its own run.
+        models, losses = joined(parts).run(executors[max(arrangement[0], 0)])
+        for number, *trained in zip(arrangement, models.split(counts), losses.split(counts), strict=True):
+            if number >= 0 and not _are_equal((trained[0], trained[1]), alone[number]):
+                return False, False
+    return True, is_kept(1)
+
+
+def _are_equal(a: Trained, b: Trained) -> bool:
+    """Whether trained models and losses have the same bits; a reported loss may be NaN."""
+    return all(torch.equal(x.view(torch.uint8), y.contiguous().view(torch.uint8)) for x, y in zip(a, b, strict=True))
+
+
+class _ProcessState:
+    """What belongs to the whole process, and is each run's own while it computes: warnings, and random streams."""
+
+    def __init__(self) -> None:
+        self._filters = warnings.filters
+        self._show = warnings.showwarning
+        # How catch_warnings(record=True) keeps them.
+        self._show_message = warnings._showwarnmsg_impl  # type: ignore[attr-defined]
+        self._torch = torch.default_generator.get_state()
+        self._numpy = np.random.get_state(legacy=False)
+        self._python = random.getstate()
+
+    def restore(self) -> None:
+        """Make the process as it was."""
+        warnings.filters = self._filters
+        warnings.showwarning = self._show
+        warnings._showwarnmsg_impl = self._show_message  # type: ignore[attr-defined]
+        warnings._filters_mutated()  # type: ignore[attr-defined]
+        torch.default_generator.set_state(self._torch)
+        np.random.set_state(self._numpy)
+        random.setstate(self._python)
+
+
+class Packed(Vectorised):
+    """An executor whose trainings wait for those of other runs.
+
+    Parameters
+    ----------
+    alone : the executor of the run's clients.
+    run : the number of the run.
+    """
+
+    def __init__(self, alone: Vectorised, packer: Packer, run: int):
+        super().__init__(alone.model, alone.precision, alone.recorder)
+        self.alone = alone
+        self._packer = packer
+        self._run = run
+
+    def sgd(
+        self,
+        loss: LocalLoss,
+        start: Tensor,
+        samples: GroupSamples,
+        order: SampleOrder,
+        update: Update,
+        keys: Tensor,
+        extras: Extras,
+        correction: Tensor | None = None,
+        observe: StepCallback | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        training = Training(loss, start, samples, order, update, keys, extras, correction)
+        if observe is not None or not self._may_join(training):
+            return self.alone.sgd(loss, start, samples, order, update, keys, extras, correction, observe)
+        return self._packer.train(self._run, self, training)
+
+    def _may_join(self, training: Training) -> bool:
+        # A network or a loss with a state may depend on what it computed before. And how samples' gradients are added
+        # up depends on the size of the group, which decides how many are in memory at once.
+        if self.recorder is None or self.may_keep_state(training.loss, training.update):
+            return False
+        has_steps = training.order.index.shape[1] > 0
+        leaves_room = 2 * len(training) <= MOST_ROWS
+        return has_steps and leaves_room and training.update.sample_rule is None

@@ -1,0 +1,72 @@
+"""The samples of several groups as those of one, and the orders in which their clients visit them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from raypfl.learning.batches import GroupSamples, SampleOrder
+
+
+def may_join(a: GroupSamples, b: GroupSamples) -> bool:
+    """Whether the samples of two groups, of two runs, stay as they are when they are joined."""
+    alike = (a.x.shape[1:], a.y.shape[1:]) == (b.x.shape[1:], b.y.shape[1:])
+    alike &= (a.x.dtype, a.y.dtype) == (b.x.dtype, b.y.dtype)
+    alike &= list(a._source.augmentation) == list(b._source.augmentation)
+    if not alike or a.normalises_once != b.normalises_once:
+        return False
+
+    # Runs normalise by the moments of their own training samples. What is normalised in every step, and what an
+    # augmentation fills with black, takes those of the first group.
+    if a.normalises_once and not a._source.augmentation:
+        return True
+    return torch.equal(a._source.gain, b._source.gain) and torch.equal(a._source.offset, b._source.offset)
+
+
+def joined_samples(groups: Sequence[GroupSamples]) -> GroupSamples:
+    """Return the samples of several groups' clients, the first group's first, normalised as each group has them."""
+    first = groups[0]
+    joined = copy.copy(first)
+    joined.sizes = np.concatenate([group.sizes for group in groups])
+    joined.width = max(group.width for group in groups)
+    offsets = np.cumsum([0, *(len(group.y) for group in groups)])
+    joined._starts = np.concatenate([group._starts + offset for group, offset in zip(groups, offsets, strict=False)])
+    joined.x = torch.cat([group.x for group in groups])
+    joined.y = torch.cat([group.y for group in groups])
+    joined._normalised = torch.cat([group.normalised() for group in groups]) if first.normalises_once else None
+    return joined
+
+
+def of_first(samples: GroupSamples, count: int) -> GroupSamples:
+    """Return the samples of the first `count` clients, in the same memory."""
+    first = copy.copy(samples)
+    first.sizes = samples.sizes[:count]
+    first._starts = samples._starts[:count]
+    return first
+
+
+def joined_orders(orders: Sequence[SampleOrder]) -> SampleOrder:
+    """Return the orders of several groups' clients, the first group's first; their batches must be equally long."""
+    longest = max(order.index.shape[1] for order in orders)
+
+    def padded(values: np.ndarray) -> np.ndarray:
+        missing = [(0, 0)] * values.ndim
+        missing[1] = (0, longest - values.shape[1])
+        return np.pad(values, missing)
+
+    draws = [padded(order.draws) for order in orders if order.draws is not None]
+    return SampleOrder(
+        index=np.concatenate([padded(order.index) for order in orders]),
+        counts=np.concatenate([padded(order.counts) for order in orders]),
+        steps=np.concatenate([order.steps for order in orders]),
+        draws=np.concatenate(draws) if draws else None,
+    )
+
+
+def first_steps(order: SampleOrder, count: int) -> SampleOrder:
+    """Return the first `count` steps of each client."""
+    draws = None if order.draws is None else order.draws[:, :count]
+    return SampleOrder(order.index[:, :count], order.counts[:, :count], np.minimum(order.steps, count), draws)

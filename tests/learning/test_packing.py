@@ -1,0 +1,160 @@
+"""Which trainings of two runs can be joined: those with the same loss, and with kernels that keep the bits of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from raypfl.clients.clients import Clients
+from raypfl.common.messages import per_client
+from raypfl.learning.augmentation import AUGMENTATIONS
+from raypfl.learning.loss import LocalLoss
+from raypfl.learning.packing.alike import Likeness
+from raypfl.learning.packing.packer import tried
+from raypfl.learning.packing.trainings import Training, joined
+from raypfl.learning.vectorised import Vectorised
+from tests.support.federation import Federation, NormalisedConv, assert_close, dropping_mlp, small_mlp, starts_of
+
+
+def training_of(fed: Federation, loss=None, penalty=None, **extras) -> Training:
+    group = fed.group()
+    order, keys, _, _ = group.training(None, None, None, "")
+    local_loss = LocalLoss(fed.model, loss or group.loss, penalty)
+    return Training(local_loss, starts_of(fed), group.samples("train"), order, group.update(), keys, extras)
+
+
+def pull(strength: float):
+    return lambda p, batch, anchor: strength / 2 * (p - anchor).square().sum()
+
+
+@pytest.mark.parametrize("factory", [small_mlp, NormalisedConv, dropping_mlp])
+def test_joined_clients_get_the_models_that_they_get_apart(factory: Callable[[], nn.Module]):
+    feds = [Federation(factory, seed=seed, sizes=sizes) for seed, sizes in ((3, (7, 4, 11)), (4, (12, 5)))]
+    trainings = []
+    for fed in feds:
+        anchor = torch.full_like(fed.model.init(fed.seed), fed.seed)
+        weight = per_client(torch.arange(len(fed.sizes), dtype=torch.float64))
+        penalty = lambda p, batch, anchor, weight: weight * pull(0.01)(p, batch, anchor)  # noqa: E731
+        trainings.append(training_of(fed, penalty=penalty, anchor=anchor, weight=weight))
+    assert trainings[1].is_like(trainings[0], Likeness())
+
+    models, losses = joined(trainings).run(feds[0].context.executor)
+    counts = [len(training) for training in trainings]
+    for fed, training, *trained in zip(feds, trainings, models.split(counts), losses.split(counts), strict=True):
+        for together, alone in zip(trained, training.run(fed.context.executor), strict=True):
+            assert_close(together, alone)
+
+
+def test_augmented_samples_join_only_if_black_is_the_same_number():
+    a, b = (Federation(seed=seed, augmentation=[AUGMENTATIONS.get("flip")()]) for seed in (3, 4))
+    assert training_of(a).is_like(training_of(b), Likeness())
+    b.all_samples.offset.add_(1)
+    assert not training_of(a).is_like(training_of(b), Likeness())
+
+
+def by_network(clients: Clients):
+    return lambda p, batch: clients.objective.loss(clients.model(p, batch.x), batch)
+
+
+def by_round(clients: Clients):
+    return lambda p, batch: clients.loss(p, batch) * clients.round
+
+
+def by_function(clients: Clients):
+    return lambda p, batch: _norm(clients, p)
+
+
+def _norm(clients: Clients, p: Tensor) -> Tensor:
+    return p.norm() * len(clients.ids)
+
+
+def by_template(clients: Clients):
+    return lambda p, batch: (p - torch.cat([q.flatten() for q in clients.model.module.parameters()])).norm()
+
+
+def by_number(clients: Clients, number: float = 0.5):
+    return lambda p, batch: number * clients.loss(p, batch)
+
+
+def by_seed(clients: Clients):
+    return by_number(clients, clients.seed)
+
+
+def by_tensor(clients: Clients):
+    weights = torch.ones(clients.num_classes)
+    return lambda p, batch: clients.loss(p, batch) * weights.sum()
+
+
+def by_own_tensor(clients: Clients):
+    weights = clients.initial.clone()
+    return lambda p, batch: clients.loss(p, batch) * weights.sum()
+
+
+def by_default(clients: Clients):
+    return lambda p, batch, seed=clients.seed: clients.loss(p, batch) * seed
+
+
+def by_unknown(clients: Clients):
+    table = {clients.seed: object()}
+    return lambda p, batch: clients.loss(p, batch) * len(table)
+
+
+@pytest.mark.parametrize("loss", [lambda clients: clients.loss, by_network, by_number, by_tensor])
+def test_losses_are_alike_if_they_hold_only_what_runs_share(loss):
+    a, b = (training_of(fed, loss(fed.clients())) for fed in (Federation(seed=3), Federation(seed=4)))
+    assert a.is_like(b, Likeness())
+
+
+@pytest.mark.parametrize("loss", [by_round, by_function, by_template, by_seed, by_own_tensor, by_default, by_unknown])
+def test_losses_are_not_alike_if_they_may_hold_what_is_a_runs_own(loss):
+    a, b = (training_of(fed, loss(fed.clients())) for fed in (Federation(seed=3), Federation(seed=4)))
+    assert not a.is_like(b, Likeness())
+
+
+def test_losses_of_other_code_networks_or_extras_are_not_alike():
+    a = Federation(seed=3)
+    wider = Federation(partial(nn.Sequential, nn.Flatten(), nn.Linear(32, 9), nn.ReLU(), nn.Linear(9, 3)), seed=4)
+    likeness = Likeness()
+    plain = training_of(a)
+    assert not plain.is_like(training_of(wider), likeness)
+    assert not plain.is_like(training_of(Federation(seed=4), by_network(a.clients())), likeness)
+
+    anchor = a.model.init(0)
+    one = training_of(a, penalty=pull(0.1), anchor=anchor)
+    assert one.is_like(training_of(a, penalty=pull(0.1), anchor=anchor + 1), likeness)
+    assert not one.is_like(training_of(a, penalty=pull(0.2), anchor=anchor), likeness)
+    assert not one.is_like(training_of(a, penalty=pull(0.1), anchor=per_client(anchor.repeat(4, 1))), likeness)
+
+
+class Rounding(Vectorised):
+    """An executor whose results depend on a row's place, as kernels' may: ``error(K) -> Tensor[K]``."""
+
+    def __init__(self, fed: Federation, error: Callable[[int], Tensor]):
+        super().__init__(fed.model)
+        self.error = error
+
+    def sgd(self, loss, start, *arguments):
+        trained, losses = super().sgd(loss, start, *arguments)
+        return trained + self.error(len(start))[:, None] * 1e-9, losses
+
+
+@pytest.mark.parametrize(
+    ("error", "keeps_bits"),
+    [
+        (lambda rows: torch.zeros(rows), (True, True)),
+        (lambda rows: torch.ones(rows) if rows == 1 else torch.zeros(rows), (True, False)),
+        (lambda rows: torch.full((rows,), rows), (False, False)),
+        # Every fourth row begins at a multiple of 16 bytes.
+        (lambda rows: (torch.arange(rows) % 4 == 0).float(), (False, False)),
+        # The numbers after the last full register.
+        (lambda rows: (torch.arange(rows) * 10 // 16 == rows * 10 // 16).float(), (False, False)),
+    ],
+    ids=["exact", "other alone", "by the number", "by the place", "at the end"],
+)
+def test_a_trial_finds_out_whether_rows_keep_their_bits(error, keeps_bits):
+    feds = [Federation(seed=seed, sizes=(7, 4, 11, 7)) for seed in (3, 4)]
+    assert tried([(Rounding(fed, error), training_of(fed)) for fed in feds]) == keeps_bits
