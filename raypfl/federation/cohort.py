@@ -184,6 +184,19 @@ class Cohort(Log, ServerTraining):
         self._runner.last_exchange = f"{described_function} got {shapes(arguments)} and returned {shapes(answer)}."
         return answer
 
+    def run_everyone(self, function: Callable[..., Any], /, **arguments: Any) -> dict[str, Tensor]:
+        """Call a client function on all clients that are trained, for a phase that needs every client once.
+
+        As :meth:`run`, but with all, whoever the round has drawn: nobody is unavailable or drops out. Rows of a
+        ``Scatter`` and of an ``Each`` reply are in the order of ``task.trained``. The round's losses stay the cohort's.
+        """
+        everyone = Cohort(self._runner, tuple(self.task.trained.tolist()), (), self.round, self.lr)
+        everyone._exchanges = self._exchanges
+        answer = everyone.run(function, **arguments)
+        self._exchanges = everyone._exchanges
+        self.spent += everyone.spent
+        return answer
+
     @property
     def exchange(self) -> str:
         """The exchange's name, different from all others of the round."""

@@ -30,17 +30,18 @@ from raypfl.methods.mixed_models.fedamp import FedAMP, HeurFedAMP
 from raypfl.methods.mixed_models.fedfomo import FedFomo
 from raypfl.methods.mixed_models.fedpac import FedPAC
 from raypfl.methods.mixed_models.pfedgraph import PFedGraph
+from raypfl.methods.partial_models.feddbe import FedDBE
+from raypfl.methods.partial_models.fedrod import FedROD
+from raypfl.methods.partial_models.partial import PartialPersonalization
+from raypfl.methods.partial_models.partial_presets import FedAlt, FedBABU, FedBN, FedPer, FedRep, FedSim, LGFedAvg
 from raypfl.methods.personal_models.apfl import APFL
 from raypfl.methods.personal_models.ditto import Ditto
 from raypfl.methods.personal_models.fedala import FedALA
 from raypfl.methods.personal_models.fedavg_ft import FedAvgFT
 from raypfl.methods.personal_models.fedproto import FedProto
-from raypfl.methods.personal_models.fedrod import FedROD
 from raypfl.methods.personal_models.knn_per import KNNPer
 from raypfl.methods.personal_models.local import Local
 from raypfl.methods.personal_models.mtl import MTL
-from raypfl.methods.personal_models.partial import PartialPersonalization
-from raypfl.methods.personal_models.partial_presets import FedAlt, FedBABU, FedBN, FedPer, FedRep, FedSim, LGFedAvg
 from raypfl.methods.personal_models.pefll import PeFLL
 from raypfl.methods.personal_models.perada import PerAda
 from raypfl.methods.personal_models.perfedavg import PerFedAvg
@@ -69,6 +70,7 @@ __all__ = [
     "FedAvgFT",
     "FedBABU",
     "FedBN",
+    "FedDBE",
     "FedDC",
     "FedDF",
     "FedDyn",

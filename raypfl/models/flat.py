@@ -149,6 +149,26 @@ class FlatModel(VectorLayout):
                 hook.remove()
         return features[0], outputs
 
+    def running_mean(self, name: str, value: Tensor, momentum: float) -> Tensor:
+        """Move a buffer of the network inside a loss to ``(1 - momentum) * buffer + momentum * value``.
+
+        As batch norm's, the buffer is one of the model's statistics, so the next step continues with it.
+
+        Parameters
+        ----------
+        name : the segment of the buffer.
+        value : a tensor of its shape, such as the mean feature of a batch.
+
+        Returns
+        -------
+        The mean after the step. Its gradient is that of ``momentum * value``.
+        """
+        if self._loss is None or name not in self._loss.statistics:
+            raise MethodError(f"model.running_mean moves a buffer of the network inside a loss; {name!r} is none here.")
+        moved = (1 - momentum) * self._loss.statistics[name].clone() + momentum * value
+        self._loss.move(name, moved.detach())
+        return moved
+
     def side_call(self) -> AbstractContextManager[Any]:
         """While active, calls change only copies of the statistics of the :class:`LossCall` around it."""
         if self._loss is None or not self.num_buffers:
@@ -276,6 +296,10 @@ class LossCall:
         """Return the network's output for ``x[b, ...]`` at `parameters`."""
         raise NotImplementedError
 
+    def move(self, name: str, value: Tensor) -> None:
+        """Set a statistic."""
+        self.statistics[name] = value
+
     def moved(self) -> Tensor:
         """Return the statistics ``[B]`` as they are now; empty if there are none."""
         if not self.statistics:
@@ -360,6 +384,10 @@ class BoundModel(LossCall):
     def release(self) -> None:
         """Give the network back the tensors that it was built with."""
         self._set_tensors(self._template)
+
+    def move(self, name: str, value: Tensor) -> None:
+        # By the version of a view, autograd would take the vector's parameters for changed; `data` has its own.
+        self.statistics[name].data.copy_(value)
 
     def outputs(self, x: Input) -> Tensor:
         return self.model.module(x)

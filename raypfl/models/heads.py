@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raypfl.common.errors import ConfigError
+from raypfl.models.flat import FlatModel
 
 
 class PrototypeHead(nn.Module):
@@ -85,6 +86,12 @@ def zero_head(like: nn.Linear) -> nn.Linear:
     return head
 
 
+def output_segments(model: FlatModel, *names: str) -> str:
+    """Return the pattern of the output layer's own tensors of these names, such as ``weight``."""
+    path, _, _ = model.common_parts["output layer"][0].rpartition(".")
+    return ",".join(f"{path}.{name}" for name in names if f"{path}.{name}" in model.segments)
+
+
 def output_layer(network: nn.Module) -> tuple[str, nn.Linear]:
     """Return the name and the module of the network's last layer.
 
@@ -114,3 +121,23 @@ def with_output_layer(network: nn.Module, layer: nn.Module) -> nn.Module:
     name, _ = output_layer(network)
     network.set_submodule(name, layer)
     return network
+
+
+class ShiftedLinear(nn.Linear):
+    """``W (z + shift) + bias``, with a buffer for a mean of z that a loss keeps; both start at zeros.
+
+    Parameters
+    ----------
+    like : the output layer, whose weights it copies.
+    """
+
+    mean: Tensor
+
+    def __init__(self, like: nn.Linear):
+        super().__init__(like.in_features, like.out_features, bias=like.bias is not None)
+        self.load_state_dict(like.state_dict())
+        self.shift = nn.Parameter(torch.zeros(like.in_features))
+        self.register_buffer("mean", torch.zeros(like.in_features))
+
+    def forward(self, z: Tensor) -> Tensor:
+        return super().forward(z + self.shift)

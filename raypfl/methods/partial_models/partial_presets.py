@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from raypfl.federation.method import METHODS
-from raypfl.methods.personal_models.partial import PartialPersonalization
+from raypfl.methods.partial_models.partial import PartialPersonalization
 
 
 @METHODS.register("fedper")

@@ -1,0 +1,1 @@
+"""Methods whose clients share a part of the network and keep the rest."""
