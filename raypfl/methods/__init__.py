@@ -30,6 +30,7 @@ from raypfl.methods.mixed_models.fedamp import FedAMP, HeurFedAMP
 from raypfl.methods.mixed_models.fedfomo import FedFomo
 from raypfl.methods.mixed_models.fedpac import FedPAC
 from raypfl.methods.mixed_models.pfedgraph import PFedGraph
+from raypfl.methods.partial_models.fedas import FedAS
 from raypfl.methods.partial_models.feddbe import FedDBE
 from raypfl.methods.partial_models.fedrod import FedROD
 from raypfl.methods.partial_models.partial import PartialPersonalization
@@ -64,6 +65,7 @@ __all__ = [
     "FedACG",
     "FedALA",
     "FedAMP",
+    "FedAS",
     "FedASAM",
     "FedAlt",
     "FedAvg",

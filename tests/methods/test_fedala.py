@@ -83,6 +83,7 @@ def test_rounds_of_fedala_by_hand(executor):
     assert 0 < client_states(fed, "weights").min() < 1
     assert_close(client_states(fed, "model"), torch.stack([models[client] for client in range(4)]))
     assert_close(fed.server["theta"], theta)
+    assert not fed.warnings
 
 
 def test_a_pass_ends_with_the_last_mini_batch_of_every_client():
