@@ -32,6 +32,7 @@ from raypfl.methods.mixed_models.fedpac import FedPAC
 from raypfl.methods.mixed_models.pfedgraph import PFedGraph
 from raypfl.methods.partial_models.fedas import FedAS
 from raypfl.methods.partial_models.feddbe import FedDBE
+from raypfl.methods.partial_models.fedgh import FedGH
 from raypfl.methods.partial_models.fedrod import FedROD
 from raypfl.methods.partial_models.partial import PartialPersonalization
 from raypfl.methods.partial_models.partial_presets import FedAlt, FedBABU, FedBN, FedPer, FedRep, FedSim, LGFedAvg
@@ -79,6 +80,7 @@ __all__ = [
     "FedEM",
     "FedExP",
     "FedFomo",
+    "FedGH",
     "FedNH",
     "FedNova",
     "FedPAC",
