@@ -40,6 +40,7 @@ from raypfl.methods.personal_models.apfl import APFL
 from raypfl.methods.personal_models.ditto import Ditto
 from raypfl.methods.personal_models.fedala import FedALA
 from raypfl.methods.personal_models.fedavg_ft import FedAvgFT
+from raypfl.methods.personal_models.fedphp import FedPHP
 from raypfl.methods.personal_models.fedproto import FedProto
 from raypfl.methods.personal_models.knn_per import KNNPer
 from raypfl.methods.personal_models.local import Local
@@ -84,6 +85,7 @@ __all__ = [
     "FedNH",
     "FedNova",
     "FedPAC",
+    "FedPHP",
     "FedPTR",
     "FedPTRServer",
     "FedPer",

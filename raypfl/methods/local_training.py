@@ -1,4 +1,4 @@
-"""What several methods share: proximal penalties, perturbations, mean gradients, server steps, and fine-tuning."""
+"""What several methods share: penalties, perturbations, mean gradients, server steps, fine-tuning, and passes."""
 
 from __future__ import annotations
 
@@ -79,6 +79,21 @@ def gradient_weights(clients: Clients) -> Tensor:
         steps = total_weight
         total_weight = (steps - rho ** (1 + sgd.nesterov) * (1 - rho**steps) / (1 - rho)) / (1 - rho)
     return total_weight
+
+
+def discrepancy(batch: Batch, a: Tensor, b: Tensor) -> Tensor:
+    """Return the squared maximum mean discrepancy of features ``a[b, d]`` and ``b[b, d]`` of a batch's samples.
+
+    The estimate is the biased one, over all pairs; the kernel is ``sum_s exp(-||x - y||^2 / 2s)`` for s of 10, 15, 20
+    and 50.
+    """
+
+    def mean_kernel(x: Tensor, y: Tensor) -> Tensor:
+        distance = (x[:, None] - y).square().sum(2)
+        kernel = torch.stack([(-distance / (2 * scale)).exp() for scale in (10, 15, 20, 50)]).sum(0)
+        return batch.mean(batch.mean(kernel))
+
+    return mean_kernel(a, a) + mean_kernel(b, b) - 2 * mean_kernel(a, b)
 
 
 def mean_gradient(clients: Clients, theta: Tensor, trained: Tensor) -> Tensor:
