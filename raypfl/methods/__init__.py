@@ -31,6 +31,7 @@ from raypfl.methods.mixed_models.fedfomo import FedFomo
 from raypfl.methods.mixed_models.fedpac import FedPAC
 from raypfl.methods.mixed_models.pfedgraph import PFedGraph
 from raypfl.methods.partial_models.fedas import FedAS
+from raypfl.methods.partial_models.fedcp import FedCP
 from raypfl.methods.partial_models.feddbe import FedDBE
 from raypfl.methods.partial_models.fedgh import FedGH
 from raypfl.methods.partial_models.fedrod import FedROD
@@ -74,6 +75,7 @@ __all__ = [
     "FedAvgFT",
     "FedBABU",
     "FedBN",
+    "FedCP",
     "FedDBE",
     "FedDC",
     "FedDF",

@@ -50,7 +50,7 @@ class FlatModel(VectorLayout):
     common_parts : part -> names of its tensors, frozen or not; see :func:`raypfl.models.parts.common_parts`.
     mixes_rows : whether the network has batch norm that normalises by the batch during training.
     normalises_vectors : whether some of that batch norm is ``BatchNorm1d``.
-    has_dropout : whether the network has dropout.
+    has_dropout : whether the network has dropout, or a module that says ``draws = True`` and calls ``torch.rand_like``.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class FlatModel(VectorLayout):
         batch_norms = [child for child in modules if isinstance(child, _BatchNorm) and child.training]
         self.mixes_rows = bool(batch_norms)
         self.normalises_vectors = any(isinstance(norm, nn.BatchNorm1d) for norm in batch_norms)
-        self.has_dropout = any(isinstance(child, nn.modules.dropout._DropoutNd) for child in modules)
+        self.has_dropout = any(_draws(child) for child in modules)
         self._norms = [child for child in modules if isinstance(child, _NormBase) and child.running_mean is not None]
 
         # Every attribute that holds a segment, to be set by setattr or, faster, in the module's own dictionary. A
@@ -261,6 +261,10 @@ def _build(factory: Callable[[], nn.Module], seed: int, dtype: torch.dtype, devi
             # Only the cumulative average reads this count.
             child.num_batches_tracked = None
     return module.train()
+
+
+def _draws(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.dropout._DropoutNd) or getattr(module, "draws", False) is True
 
 
 class LossCall:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -141,3 +143,93 @@ class ShiftedLinear(nn.Linear):
 
     def forward(self, z: Tensor) -> Tensor:
         return super().forward(z + self.shift)
+
+
+class GatedLinear(nn.Linear):
+    """Two output layers, one on each part of the features: ``W (r * z) + b + W_g ((1 - r) * z) + b_g`` (FedCP).
+
+    A gate of z and a context v gives both parts' scores, ``relu(layer_norm(G (z * v / ||v||) + g))``: ``[b, 2d]``. The
+    softmax over both parts gives ``r[b, d]``. In training mode, Gumbel noise is added to the scores.
+
+    Parameters
+    ----------
+    like : the output layer; both begin with its weights. The context begins with the sum of its rows.
+    """
+
+    draws = True
+
+    def __init__(self, like: nn.Linear):
+        size = like.in_features
+        super().__init__(size, like.out_features, bias=like.bias is not None)
+        self.load_state_dict(like.state_dict())
+        self.global_weight = nn.Parameter(self.weight.detach().clone())
+        self.global_bias = None if self.bias is None else nn.Parameter(self.bias.detach().clone())
+
+        gate = nn.Linear(size, 2 * size)
+        self.gate_weight = gate.weight
+        self.gate_bias = gate.bias
+        self.norm_weight = nn.Parameter(torch.ones(2 * size))
+        self.norm_bias = nn.Parameter(torch.zeros(2 * size))
+        self.context = nn.Parameter(self.weight.detach().sum(0))
+
+    def share(self, z: Tensor) -> Tensor:
+        """Return r, ``[b, d]``, each between 0 and 1."""
+        direction = F.normalize(self.context, dim=0, eps=1e-12)
+        hidden = F.linear(z * direction, self.gate_weight, self.gate_bias)
+        scores = F.layer_norm(hidden, hidden.shape[-1:], self.norm_weight, self.norm_bias).relu()
+        first, second = scores.chunk(2, dim=-1)
+        difference = first - second
+        if self.training:
+            # The difference of two Gumbel draws has the logistic distribution.
+            difference = difference + torch.rand_like(difference).logit()
+        return difference.sigmoid()
+
+    def forward(self, z: Tensor) -> Tensor:
+        share = self.share(z)
+        return super().forward(share * z) + F.linear((1 - share) * z, self.global_weight, self.global_bias)
+
+
+VALVE = tuple(f"{factor}_{name}" for factor in ("gamma", "beta") for name in ("weight", "bias", "scale", "offset"))
+"""Names of the parameters of a :class:`ConditionedLinear`'s valve."""
+
+
+def conditional_valve(z: Tensor, condition: Tensor, valve: Mapping[str, Tensor]) -> Tensor:
+    """Return ``relu((1 + gamma(u)) * z + beta(u))`` for features ``z[b, d]`` and a condition ``u[d]`` (GPFL).
+
+    Both functions are ``layer_norm(relu(A u + a))``, with the parameters in `valve`.
+    """
+
+    def factor(name: str) -> Tensor:
+        hidden = F.linear(condition, valve[f"{name}_weight"], valve[f"{name}_bias"]).relu()
+        return F.layer_norm(hidden, hidden.shape[-1:], valve[f"{name}_scale"], valve[f"{name}_offset"])
+
+    return ((1 + factor("gamma")) * z + factor("beta")).relu()
+
+
+class ConditionedLinear(nn.Linear):
+    """An output layer on features that passed a valve with the client's condition (GPFL).
+
+    It also has an embedding of each class, ``[C, d]``, which begins with normal draws, for a method's loss. The
+    condition begins with zeros.
+
+    Parameters
+    ----------
+    like : the output layer, whose weights it copies.
+    """
+
+    def __init__(self, like: nn.Linear):
+        size = like.in_features
+        super().__init__(size, like.out_features, bias=like.bias is not None)
+        self.load_state_dict(like.state_dict())
+        self.condition = nn.Parameter(torch.zeros(size))
+        self.embeddings = nn.Parameter(torch.randn(like.out_features, size))
+        for name in ("gamma", "beta"):
+            layer = nn.Linear(size, size)
+            self.register_parameter(f"{name}_weight", layer.weight)
+            self.register_parameter(f"{name}_bias", layer.bias)
+            self.register_parameter(f"{name}_scale", nn.Parameter(torch.ones(size)))
+            self.register_parameter(f"{name}_offset", nn.Parameter(torch.zeros(size)))
+
+    def forward(self, z: Tensor) -> Tensor:
+        valve = {name: getattr(self, name) for name in VALVE}
+        return super().forward(conditional_valve(z, self.condition, valve))

@@ -1,4 +1,4 @@
-"""Batch norm that ignores padding, and dropout with keyed random draws.
+"""Batch norm that ignores padding, and dropout and uniform noise with keyed random draws.
 
 Under ``vmap`` torch's own versions would include padding rows and draw from the global random stream. These give what
 the network computes for each client alone.
@@ -21,7 +21,9 @@ _SMALLEST = -(2**63)
 
 
 class RowWise(TorchFunctionMode):
-    """While active, ``F.batch_norm`` in training mode ignores rows of weight 0, and ``F.dropout`` draws from `key`.
+    """While active, ``F.batch_norm`` in training mode ignores rows of weight 0, and dropout draws from `key`.
+
+    So does ``torch.rand_like``.
 
     Parameters
     ----------
@@ -47,6 +49,8 @@ class RowWise(TorchFunctionMode):
             return _batch_norm(self.weight, *args, **kwargs)
         if func is F.dropout:
             return _dropout(self._next_key, *args, **kwargs)
+        if func is torch.rand_like:
+            return _uniform(self._next_key(), *args)
         return func(*args, **kwargs)
 
     def _next_key(self) -> Tensor:
@@ -94,12 +98,22 @@ def _dropout(
     if not training or p == 0.0:
         return x
 
-    # In place: otherwise the draws of a large layer take longer than torch's own.
-    z = index_hashes(x.numel(), x.device) + (key() - GAMMA)
-    z.bitwise_xor_((z >> 30).bitwise_and_(0x3FFFFFFFF)).mul_(MIX_A)
-    z.bitwise_xor_((z >> 27).bitwise_and_(0x1FFFFFFFFF)).mul_(MIX_B)
-
-    # The finalizer's last step does not change the upper bits, and only those are compared.
+    z = _hashes(key(), x)
     # The sign bit is flipped, since int64 compares as signed and the hashes are unsigned.
     keep = z.bitwise_xor_(_SMALLEST) >= (int(p * 2**24) << 40) + _SMALLEST
     return x * keep.reshape(x.shape).to(x.dtype).div_(1.0 - p)
+
+
+def _uniform(key: Tensor, x: Tensor) -> Tensor:
+    """Return draws like x, above 0 and below 1: the middles of 2^23 equal intervals, which are exact in fp32."""
+    upper_bits = (_hashes(key, x) >> 41).bitwise_and_(0x7FFFFF)
+    return ((upper_bits.to(x.dtype) + 0.5) / 2**23).reshape(x.shape)
+
+
+def _hashes(key: Tensor, x: Tensor) -> Tensor:
+    """Return a hash of the key and of each entry's position, ``int64[x.numel()]``, whose upper bits are random."""
+    # In place: otherwise the draws of a large layer take longer than torch's own.
+    z = index_hashes(x.numel(), x.device) + (key - GAMMA)
+    z.bitwise_xor_((z >> 30).bitwise_and_(0x3FFFFFFFF)).mul_(MIX_A)
+    # The finalizer's last step does not change the upper bits, and only those are used.
+    return z.bitwise_xor_((z >> 27).bitwise_and_(0x1FFFFFFFFF)).mul_(MIX_B)
