@@ -225,8 +225,8 @@ class ConditionedLinear(nn.Linear):
         self.embeddings = nn.Parameter(torch.randn(like.out_features, size))
         for name in ("gamma", "beta"):
             layer = nn.Linear(size, size)
-            self.register_parameter(f"{name}_weight", layer.weight)
-            self.register_parameter(f"{name}_bias", layer.bias)
+            self.register_parameter(f"{name}_weight", nn.Parameter(layer.weight.detach()))
+            self.register_parameter(f"{name}_bias", nn.Parameter(layer.bias.detach()))
             self.register_parameter(f"{name}_scale", nn.Parameter(torch.ones(size)))
             self.register_parameter(f"{name}_offset", nn.Parameter(torch.zeros(size)))
 

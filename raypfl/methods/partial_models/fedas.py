@@ -75,8 +75,16 @@ class FedAS(SharedPart):
         last = clients.state.get("model", default=clients.initial)
         means, _ = clients.class_means(features, last)
         body = self.shared_part(clients.model)
-        options = {"epochs": self.align_epochs, "lr": self.align_lr, "stream": "alignment"}
-        return clients.sgd(distance, start, train=body, report=None, means=means, **options)
+        return clients.sgd(
+            distance,
+            start,
+            epochs=self.align_epochs,
+            lr=self.align_lr,
+            train=body,
+            stream="alignment",
+            report=None,
+            means=means,
+        )
 
     def _trace(self, clients: Clients, theta: Tensor) -> Tensor:
         """Return the sum of the squared norms of gradients over the mini-batches of a pass, ``[K]``."""

@@ -80,7 +80,9 @@ class FedDBE(SharedPart):
         mean = trained[:, clients.model.mask(output_segments(clients.model, "mean"))]
         return {"mean": Mean(mean, clients.weights(self.weighting))}
 
-    def train(self, clients: Clients, shared: Tensor, consensus: Tensor) -> dict[str, Mean]:
+    def train(  # type: ignore[override]
+        self, clients: Clients, shared: Tensor, consensus: Tensor
+    ) -> dict[str, Mean]:
         def pulled(p: Tensor, batch: Batch, consensus: Tensor) -> tuple[Tensor, Tensor]:
             loss, mean = self._loss_and_mean(clients, p, batch)
             return loss, self.kappa / 2 * (mean - consensus).square().mean()

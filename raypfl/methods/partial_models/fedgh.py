@@ -62,8 +62,9 @@ class FedGH(SharedPart):
 
         lr = cohort.lr if self.head_lr is None else self.head_lr
         batches = list(self._batches(cohort, reply["means"], reply["owned"] > 0))
-        head = {"train": "output layer", "mode": "eval", "text": "training the output layer"}
-        server["theta"] = cohort.sgd(loss, server["theta"], batches, lr=lr, **head)
+        server["theta"] = cohort.sgd(
+            loss, server["theta"], batches, lr=lr, train="output layer", mode="eval", text="training the output layer"
+        )
 
     def train(self, clients: Clients, shared: Tensor) -> dict[str, Each]:  # type: ignore[override]
         def features(theta: Tensor, x: Tensor) -> Tensor:
