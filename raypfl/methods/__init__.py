@@ -35,6 +35,7 @@ from raypfl.methods.partial_models.fedcp import FedCP
 from raypfl.methods.partial_models.feddbe import FedDBE
 from raypfl.methods.partial_models.fedgh import FedGH
 from raypfl.methods.partial_models.fedrod import FedROD
+from raypfl.methods.partial_models.floco import Floco
 from raypfl.methods.partial_models.gpfl import GPFL
 from raypfl.methods.partial_models.partial import PartialPersonalization
 from raypfl.methods.partial_models.partial_presets import FedAlt, FedBABU, FedBN, FedPer, FedRep, FedSim, LGFedAvg
@@ -100,6 +101,7 @@ __all__ = [
     "FedSAM",
     "FedSim",
     "FedSpeed",
+    "Floco",
     "HeurFedAMP",
     "KNNPer",
     "LGFedAvg",

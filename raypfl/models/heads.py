@@ -233,3 +233,25 @@ class ConditionedLinear(nn.Linear):
     def forward(self, z: Tensor) -> Tensor:
         valve = {name: getattr(self, name) for name in VALVE}
         return super().forward(conditional_valve(z, self.condition, valve))
+
+
+class SimplexLinear(nn.Linear):
+    """An output layer whose weights are a mixture ``sum_m a_m W_m`` of endpoints ``[M, C, d]``, with one bias (Floco).
+
+    The endpoints are drawn independently (Xavier normal). The mixture ``[M]`` begins at the centre.
+
+    Parameters
+    ----------
+    like : the output layer, whose shape and bias it has.
+    """
+
+    def __init__(self, like: nn.Linear, endpoints: int):
+        super().__init__(like.in_features, like.out_features, bias=like.bias is not None)
+        self.load_state_dict(like.state_dict())
+        self.mixture = nn.Parameter(torch.full((endpoints,), 1 / endpoints))
+        self.weight = nn.Parameter(self.weight.new_empty(endpoints, *self.weight.shape))
+        for endpoint in self.weight.detach():
+            nn.init.xavier_normal_(endpoint)
+
+    def forward(self, z: Tensor) -> Tensor:
+        return F.linear(z, torch.tensordot(self.mixture, self.weight, 1), self.bias)

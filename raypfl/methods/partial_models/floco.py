@@ -1,0 +1,115 @@
+"""A simplex of output layers, and a point of it for each client."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from raypfl.clients.clients import Clients
+from raypfl.common.limits import COUNT, FROM_ZERO
+from raypfl.common.messages import Each, Mean, Scatter, per_client, unmarked
+from raypfl.federation.cohort import Cohort
+from raypfl.federation.method import METHODS, ServerState, ServerView
+from raypfl.learning.objectives.batch import Batch
+from raypfl.methods.global_model.fedavg import FedAvg
+from raypfl.models.heads import SimplexLinear, output_layer, output_segments, with_output_layer
+from raypfl.models.simplex import principal_components, spread_points
+
+
+@METHODS.register("floco")
+class Floco(FedAvg):
+    """Federated learning over connected modes (Grinwald et al. 2024).
+
+    The output layer's weights are a mixture ``sum_m a_m W_m`` of M endpoints; the bias is one. Until the round
+    `subspace_round`, each mini-batch draws the mixture uniformly on the simplex. After it, all clients train once more
+    from the new model, and the updates of their endpoints, projected to their M principal components and from there to
+    the simplex, are the clients' mixtures ``b_k``. From then on mixtures are ``b_k + radius * u * a / ||a||_1``, with u
+    uniform in [0, 1] and a in [-1, 1]^M. Body, endpoints and bias are sent both ways and averaged, and ``b_k`` down.
+
+    A client's personal model is the newest model at ``b_k``, or at the centre before there is one; the global model and
+    those of clients that are never trained are at the centre. With one endpoint it is FedAvg.
+
+    Attributes
+    ----------
+    endpoints : number M of endpoints, drawn independently.
+    subspace_round : round after which clients have mixtures of their own; None: half of the rounds.
+    radius : largest L1 distance of a drawn mixture from the client's own, rho.
+    """
+
+    endpoints: Annotated[int, COUNT] = 20
+    subspace_round: Annotated[int | None, COUNT] = None
+    radius: Annotated[float, FROM_ZERO] = 0.01
+
+    def network(self, network: nn.Module) -> nn.Module:
+        _, layer = output_layer(network)
+        return with_output_layer(network, SimplexLinear(layer, self.endpoints))
+
+    def round(self, server: ServerState, cohort: Cohort) -> None:
+        model = cohort.task.model
+        sent = ~model.mask(output_segments(model, "mixture"))
+        mixtures = server.get("mixtures")
+        arguments = {} if mixtures is None else {"mixture": Scatter(mixtures[list(cohort.ids)])}
+        reply = cohort.run(self.train, sent=server["theta"][sent], **arguments)
+        self.step(server, server["theta"].masked_scatter(sent, reply["theta"]), model)
+
+        last = self.subspace_round or max(cohort.task.rounds // 2, 1)
+        if mixtures is None and cohort.round >= last:
+            updates = cohort.run_everyone(self.train_endpoints, sent=server["theta"][sent])["update"]
+            points = spread_points(principal_components(updates, self.endpoints))
+            everyone = points.new_full((cohort.task.num_clients, self.endpoints), 1 / self.endpoints)
+            server["mixtures"] = everyone.index_copy(0, torch.from_numpy(cohort.task.trained).to(points.device), points)
+
+    def train(  # type: ignore[override]
+        self, clients: Clients, sent: Tensor, mixture: Tensor | None = None
+    ) -> dict[str, Mean]:
+        trained = self._trained(clients, sent, mixture)
+        kept = ~clients.model.mask(output_segments(clients.model, "mixture"))
+        return {"theta": Mean(trained[:, kept], clients.weights(self.weighting))}
+
+    def train_endpoints(self, clients: Clients, sent: Tensor) -> dict[str, Each]:
+        endpoints = clients.model.mask(output_segments(clients.model, "weight"))
+        start = self._received(clients, sent)
+        return {"update": Each(self._trained(clients, sent, None)[:, endpoints] - start[endpoints])}
+
+    def _received(self, clients: Clients, sent: Tensor) -> Tensor:
+        mixture = clients.model.mask(output_segments(clients.model, "mixture"))
+        return clients.initial.masked_scatter(~mixture, sent)
+
+    def _trained(self, clients: Clients, sent: Tensor, mixture: Tensor | None) -> Tensor:
+        """Return models ``[K, P+B]`` after training on mixtures that are drawn for each mini-batch."""
+        model = clients.model
+        weight = output_segments(model, "weight")
+        bias = output_segments(model, "bias")
+
+        def mixed(p: Tensor, batch: Batch, mixture: Tensor) -> Tensor:
+            z, _ = model.features(p, batch.x)
+            tensors = model.unflatten(p)
+            outputs = F.linear(z, torch.tensordot(mixture, tensors[weight], 1), tensors.get(bias))
+            return clients.objective.loss(outputs, batch)
+
+        generators = clients.generators("mixtures")
+        theta: Tensor = per_client(self._received(clients, sent).repeat(len(clients), 1))
+        for batch in clients.minibatches():
+            draws = [torch.rand(self.endpoints + 1, generator=g, dtype=model.dtype) for g in generators]
+            drawn = self._mixtures(torch.stack(draws).to(clients.device), mixture)
+            theta = batch.step(mixed, theta, mixture=per_client(drawn))
+        return theta
+
+    def _mixtures(self, uniform: Tensor, centre: Tensor | None) -> Tensor:
+        """Return mixtures ``[K, M]`` from draws ``[K, M+1]``: anywhere on the simplex, or around each client's own."""
+        if centre is None:
+            exponential = -uniform[:, 1:].clamp_min(1e-12).log()
+            return exponential / exponential.sum(1, keepdim=True)
+        direction = 2 * uniform[:, 1:] - 1
+        length = self.radius * uniform[:, :1] / direction.abs().sum(1, keepdim=True)
+        return unmarked(centre) + length * direction
+
+    def personal_model(self, clients: Clients, server: ServerView) -> Tensor:
+        rows = server["theta"].repeat(len(clients), 1)
+        if "mixtures" in server:
+            mixture = clients.model.mask(output_segments(clients.model, "mixture"))
+            rows[:, mixture] = server["mixtures"][list(clients.ids)]
+        return per_client(rows)

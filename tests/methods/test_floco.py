@@ -1,0 +1,98 @@
+"""Floco follows its paper, and its points are where its projections say."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from raypfl.methods import Floco
+from raypfl.models.simplex import nearest_point, principal_components, spread_points
+from tests.support.federation import CLASSES, FP64, assert_close, both_executors, run_method, sent_per_client
+
+
+@both_executors
+def test_rounds_of_floco_by_hand(executor):
+    M = 3
+    rho = 0.4
+    cohorts = ([0, 1, 2, 3], [1, 2], [0, 2])
+    fed = run_method(Floco(endpoints=M, subspace_round=1, radius=rho), *cohorts, executor=executor, training=FP64)
+    start = fed.model.unflatten(fed.model.init(fed.seed))
+    names = ["1.weight", "1.bias", "3.weight", "3.bias"]
+    shared = [start[name] for name in names]
+    mixtures = None
+
+    def trained(client, round):
+        w1, b1, endpoints, bias = parameters = [tensor.clone().requires_grad_() for tensor in shared]
+        (generator,) = fed.clients([client], round).generators("mixtures")
+        for x, y in fed.visits(client, round):
+            u, *draws = torch.rand(M + 1, generator=generator, dtype=torch.float64)
+            draws = torch.stack(draws)
+            if mixtures is None:
+                a = -draws.log() / -draws.log().sum()
+            else:
+                direction = 2 * draws - 1
+                a = mixtures[client] + rho * u * direction / direction.abs().sum()
+            z = (x.flatten(1) @ w1.T + b1).tanh()
+            weight = sum(a[m] * endpoints[m] for m in range(M))
+            slopes = torch.autograd.grad(F.cross_entropy(z @ weight.T + bias, y), parameters)
+            with torch.no_grad():
+                for p, slope in zip(parameters, slopes, strict=True):
+                    p -= 0.1 * slope
+        return [p.detach() for p in parameters]
+
+    for round, ids in enumerate(cohorts):
+        models = {client: trained(client, round) for client in ids}
+        total = sum(fed.sizes[client] for client in ids)
+        shared = [sum(fed.sizes[c] / total * models[c][i] for c in ids) for i in range(4)]
+        if round == 1:
+            updates = torch.stack([(trained(client, round)[2] - shared[2]).flatten() for client in range(4)])
+            mixtures = spread_points(principal_components(updates, M))
+
+    final = fed.model.unflatten(fed.server["theta"])
+    for name, expected in zip(names, shared, strict=True):
+        assert_close(final[name], expected)
+    assert_close(fed.server["mixtures"], mixtures)
+    rows = fed.method.personal_model(fed.clients([3]), fed.server)
+    assert_close(fed.model.unflatten(rows.as_subclass(torch.Tensor)[0])["3.mixture"], mixtures[3])
+    assert not fed.warnings
+
+    # The body, M weights of the output layer and a bias; then a mixture down.
+    numbers = 165 + M * CLASSES * 5 + CLASSES
+    assert sent_per_client(fed.ledger, 0) == {("down", "sent"): numbers, ("up", "theta"): numbers}
+    assert sent_per_client(fed.ledger, 1)["up", "update"] == M * CLASSES * 5
+    assert sent_per_client(fed.ledger, 2)["down", "mixture"] == M
+
+
+def test_points_of_the_simplex_are_nearest_and_spread():
+    rows = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    points = nearest_point(rows, 0.5)
+    assert_close(points.sum(1), torch.full((6,), 0.5, dtype=torch.float64))
+    assert (points >= 0).all() and (points == 0).any()
+
+    # The difference to the nearest point is the same number on its support, and at most that elsewhere.
+    difference = rows - points
+    level = torch.where(points > 0, difference, -torch.inf).amax(1, keepdim=True)
+    assert_close(torch.where(points > 0, difference, level), level.expand(6, 4))
+    assert (difference <= level + 1e-12).all()
+
+    # The best size is no worse than any other.
+    def energy(points):
+        return sum(1 / (points[i] - points[j]).square().sum() for i in range(6) for j in range(i))
+
+    spread = spread_points(rows)
+    assert_close(spread.sum(1), torch.ones(6, dtype=torch.float64))
+    assert energy(spread) <= min(energy(nearest_point(rows, size) / size) for size in (1.0, 0.5, 0.3))
+
+
+def test_principal_components_keep_distances_and_pad_with_zeros():
+    rows = torch.randn(4, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    coordinates = principal_components(rows, 6)
+    assert_close(torch.cdist(coordinates, coordinates), torch.cdist(rows, rows), 1e-8)
+    assert not coordinates[:, 4:].any()
+    assert_close(principal_components(rows.flip(0), 6).flip(0), coordinates, 1e-8)
+
+
+def test_a_client_before_the_mixtures_is_at_the_centre():
+    fed = run_method(Floco(endpoints=4), [0, 1])
+    rows = fed.method.personal_model(fed.clients([2]), fed.server)
+    assert torch.equal(rows.as_subclass(torch.Tensor)[0], fed.server["theta"])
