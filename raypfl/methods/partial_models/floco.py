@@ -62,9 +62,7 @@ class Floco(FedAvg):
             everyone = points.new_full((cohort.task.num_clients, self.endpoints), 1 / self.endpoints)
             server["mixtures"] = everyone.index_copy(0, torch.from_numpy(cohort.task.trained).to(points.device), points)
 
-    def train(  # type: ignore[override]
-        self, clients: Clients, sent: Tensor, mixture: Tensor | None = None
-    ) -> dict[str, Mean]:
+    def train(self, clients: Clients, sent: Tensor, mixture: Tensor | None = None) -> dict[str, Mean]:
         trained = self._trained(clients, sent, mixture)
         kept = ~clients.model.mask(output_segments(clients.model, "mixture"))
         return {"theta": Mean(trained[:, kept], clients.weights(self.weighting))}
