@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+from raypfl.common.simplex import on_simplex
 from raypfl.methods import Floco
-from raypfl.models.simplex import nearest_point, principal_components, spread_points
+from raypfl.methods.partial_models.floco import principal_components, spread_points
 from tests.support.federation import CLASSES, FP64, assert_close, both_executors, run_method, sent_per_client
 
 
@@ -63,17 +64,8 @@ def test_rounds_of_floco_by_hand(executor):
     assert sent_per_client(fed.ledger, 2)["down", "mixture"] == M
 
 
-def test_points_of_the_simplex_are_nearest_and_spread():
+def test_points_of_the_simplex_are_spread():
     rows = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    points = nearest_point(rows, 0.5)
-    assert_close(points.sum(1), torch.full((6,), 0.5, dtype=torch.float64))
-    assert (points >= 0).all() and (points == 0).any()
-
-    # The difference to the nearest point is the same number on its support, and at most that elsewhere.
-    difference = rows - points
-    level = torch.where(points > 0, difference, -torch.inf).amax(1, keepdim=True)
-    assert_close(torch.where(points > 0, difference, level), level.expand(6, 4))
-    assert (difference <= level + 1e-12).all()
 
     # The best size is no worse than any other.
     def energy(points):
@@ -81,7 +73,7 @@ def test_points_of_the_simplex_are_nearest_and_spread():
 
     spread = spread_points(rows)
     assert_close(spread.sum(1), torch.ones(6, dtype=torch.float64))
-    assert energy(spread) <= min(energy(nearest_point(rows, size) / size) for size in (1.0, 0.5, 0.3))
+    assert energy(spread) <= min(energy(on_simplex(rows / size)) for size in (1.0, 0.5, 0.3))
 
 
 def test_principal_components_keep_distances_and_pad_with_zeros():

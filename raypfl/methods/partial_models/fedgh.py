@@ -34,8 +34,8 @@ class FedGH(SharedPart):
     Attributes
     ----------
     head_lr : learning rate of the output layer on the server; None: the round's.
-    head_epochs, head_batch : passes over the pairs, in an order that is drawn anew, and pairs in a step. The paper's
-        one pass; HtFLlib has 100.
+    head_epochs, head_batch : passes over the pairs, in an order that is drawn anew, and pairs in a step. One pass is
+        PFLlib's; HtFLlib has 100.
     """
 
     objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)

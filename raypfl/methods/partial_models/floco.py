@@ -11,12 +11,15 @@ from torch.nn import functional as F
 from raypfl.clients.clients import Clients
 from raypfl.common.limits import COUNT, FROM_ZERO
 from raypfl.common.messages import Each, Mean, Scatter, per_client, unmarked
+from raypfl.common.simplex import on_simplex
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import METHODS, ServerState, ServerView
 from raypfl.learning.objectives.batch import Batch
 from raypfl.methods.global_model.fedavg import FedAvg
 from raypfl.models.heads import SimplexLinear, output_layer, output_segments, with_output_layer
-from raypfl.models.simplex import principal_components, spread_points
+
+SIZES = 1000
+"""Number of sizes of the simplex that :func:`spread_points` tries."""
 
 
 @METHODS.register("floco")
@@ -30,7 +33,7 @@ class Floco(FedAvg):
     uniform in [0, 1] and a in [-1, 1]^M. Body, endpoints and bias are sent both ways and averaged, and ``b_k`` down.
 
     A client's personal model is the newest model at ``b_k``, or at the centre before there is one; the global model and
-    those of clients that are never trained are at the centre. With one endpoint it is FedAvg.
+    those of clients that are never trained are at the centre. With one endpoint and ``radius: 0`` it is FedAvg.
 
     Attributes
     ----------
@@ -111,3 +114,35 @@ class Floco(FedAvg):
             mixture = clients.model.mask(output_segments(clients.model, "mixture"))
             rows[:, mixture] = server["mixtures"][list(clients.ids)]
         return per_client(rows)
+
+
+def principal_components(rows: Tensor, count: int) -> Tensor:
+    """Return the coordinates ``[N, count]`` of ``rows[N, P]`` along their principal axes; zeros beyond N axes.
+
+    The sign of an axis is arbitrary; here its largest loading is positive.
+    """
+    u, s, axes = torch.linalg.svd(rows - rows.mean(0), full_matrices=False)
+    kept = min(count, len(s))
+    largest = axes.abs().argmax(1, keepdim=True)
+    signs = torch.where(axes.gather(1, largest)[:, 0] < 0, -1.0, 1.0).to(rows)
+    coordinates = rows.new_zeros(len(rows), count)
+    coordinates[:, :kept] = (u * s * signs)[:, :kept]
+    return coordinates
+
+
+def spread_points(rows: Tensor) -> Tensor:
+    """Return points on the simplex for ``rows[N, M]``, as far apart as one of many sizes allows (Grinwald et al. 2024).
+
+    For each of 1,000 sizes from 0.0001 to 1, rows are divided by it and projected to the simplex; those with the
+    least Riesz energy, the sum of ``1 / ||p_i - p_j||^2`` over all pairs, are returned.
+    """
+    first, second = torch.triu_indices(len(rows), len(rows), 1, device=rows.device)
+    best = on_simplex(rows)
+    least = torch.inf
+    for size in torch.linspace(1e-4, 1, SIZES, dtype=torch.float64).tolist():
+        points = on_simplex(rows / size)
+        energy = float((points[first] - points[second]).square().sum(1).reciprocal().sum())
+        if energy < least:
+            best = points
+            least = energy
+    return best
