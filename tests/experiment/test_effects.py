@@ -94,6 +94,13 @@ def test_a_setting_that_a_change_leaves_without_effect_is_reset_to_its_default(f
     assert compared == changed
 
 
+def test_what_depends_on_a_setting_that_a_change_leaves_without_effect_is_reset_with_it():
+    # A buffer ends the effect of cohort.deadline, on which cohort.quorum and cohort.late depend.
+    hardware = {"hardware": "lognormal"}
+    changed = Experiment(devices=hardware).override(["asynchronous.buffer=5"])
+    assert changed == Experiment(devices=hardware, asynchronous={"buffer": 5})
+
+
 def test_a_mistake_in_a_file_is_refused_whatever_is_overridden():
     assert "privacy.clip is 0.5" in refusal(lambda: experiments({"privacy": {"clip": 0.5}}, ["rounds=3"]))
 

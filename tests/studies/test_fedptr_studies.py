@@ -132,7 +132,9 @@ def test_the_table_has_the_mean_of_the_last_five_rounds():
     def summary(round: int) -> list[dict]:
         return [{"protocol": "global", "model": "global", "accuracy": accuracy[round]}]
 
-    table = pa.table({"round": list(accuracy)})
+    # No client was tested, so that nothing is drawn from clients.
+    columns = {"round": list(accuracy), "protocol": ["global"] * 8, "model": ["global"] * 8, "client": [0] * 8}
+    table = pa.table(columns | {"samples": [0] * 8, "accuracy": list(accuracy.values())})
     result = SimpleNamespace(evaluations=table, experiment=cells[0].experiment, summary=summary)
     entries = {entry.method: entry for entry in table_entries(study, study, cells, {0: result})}
 

@@ -92,7 +92,11 @@ def assign_all(values: dict[str, Any], assignments: Iterable[tuple[list[str], An
     for component, options in options_before.items():
         if (*component, "name") in assigned:
             _drop_options(component, options - _component_options(component, values), values, assigned)
-    drop_idle(values, assigned | idle_before)
+    dropped = drop_idle(values, assigned | idle_before)
+    for setting in list(_idle(values)):
+        # Idle before, too: its governor was a default, and is not even that any more.
+        if setting.is_default and setting.depends_on in dropped and not _is_in(setting.path, assigned):
+            _delete(values, setting.path)
     refused = refused_settings(values, assigned)
     return {path: message for path, message in refused.items() if _is_in(path, assigned)}
 
@@ -127,18 +131,27 @@ def require_effect(messages: Mapping[SettingPath, str]) -> None:
         raise ConfigError(one_message(list(messages.values()), "The experiment"))
 
 
-def drop_idle(values: dict[str, Any], set_paths: Collection[SettingPath] = ()) -> None:
-    """Drop the idle settings of a description, in place, except those that were set on purpose."""
-    for setting in list(_idle(values)):
-        if _is_in(setting.path, set_paths):
-            continue
-        *sections, name = setting.path
-        section = values
-        for key in sections:
-            # Copied, since another description may share the section.
-            section[key] = dict(section[key])
-            section = section[key]
-        del section[name]
+def drop_idle(values: dict[str, Any], set_paths: Collection[SettingPath] = ()) -> set[SettingPath]:
+    """Drop the idle settings of a description, in place, except those that were set on purpose.
+
+    Returns
+    -------
+    The paths of those that it dropped.
+    """
+    dropped = {setting.path for setting in _idle(values) if not _is_in(setting.path, set_paths)}
+    for path in dropped:
+        _delete(values, path)
+    return dropped
+
+
+def _delete(values: dict[str, Any], path: SettingPath) -> None:
+    *sections, name = path
+    section = values
+    for key in sections:
+        # Copied, since another description may share the section.
+        section[key] = dict(section[key])
+        section = section[key]
+    del section[name]
 
 
 def _is_in(path: SettingPath, paths: Collection[SettingPath]) -> bool:
