@@ -39,7 +39,7 @@ def submit(
     The job takes along the YAML file and your own modules. Set output=/FOLDER to a folder that outlives the job.
     Submitted again with the same --run-dir (for a study or sweep: the same output), the job continues.
     """
-    from raypfl.cli import jobs
+    from raypfl.cli.actions import jobs
     from raypfl.integrations.jobs.description import Description
 
     words = words or []
@@ -64,7 +64,7 @@ def jobs(
     address: Address = None, as_json: Annotated[bool, typer.Option("--json", help="Print the jobs as JSON.")] = False
 ) -> None:
     """List the jobs of a Ray cluster, newest first."""
-    from raypfl.cli import jobs as implementation
+    from raypfl.cli.actions import jobs as implementation
 
     implementation.jobs(address, as_json)
 
@@ -75,13 +75,13 @@ def logs(
     follow: Annotated[bool, typer.Option(help="Keep printing until the job ends.")] = False,
 ) -> None:
     """Print a job's log. With --follow, the exit code is that of the job."""
-    from raypfl.cli import jobs as implementation
+    from raypfl.cli.actions import jobs as implementation
 
     raise typer.Exit(implementation.logs(job, address, follow))
 
 
 def stop(job: JobId, address: Address = None) -> None:
     """Stop a job. Its finished rounds are saved; submitted again with the same folder, it continues."""
-    from raypfl.cli import jobs as implementation
+    from raypfl.cli.actions import jobs as implementation
 
     implementation.stop(job, address)

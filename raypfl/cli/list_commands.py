@@ -78,14 +78,15 @@ def plan(
 ) -> None:
     """Plan a run on its clients' devices before anything trains: rounds a day, traffic, energy, and who takes part.
 
-    Name the experiment as for raypfl run, with devices.hardware. With --clients, give the cohort as cohort.fraction.
+    Name the experiment as for raypfl run, with devices.hardware and synchronous rounds; each method of a comparison is
+    planned. With --clients, give the cohort as cohort.fraction.
     """
-    from raypfl.cli.plan import carry_out
+    from raypfl.cli.actions.plan import carry_out
     from raypfl.experiment import experiments
     from raypfl.experiment.recipes import settings_of
 
     recipe, changes = source_and_changes(words or [], "digits")
-    carry_out(experiments(settings_of(recipe), changes)[0], clients, picture, quiet, as_json)
+    carry_out(experiments(settings_of(recipe), changes), clients, picture, quiet, as_json)
 
 
 def show_data(

@@ -65,7 +65,7 @@ def personalize(
 
     A folder contains one folder of images per class, or files like those of the run's data set.
     """
-    from raypfl.cli import personalize as implementation
+    from raypfl.cli.actions import personalize as implementation
 
     implementation.personalize(run, data, out, held_out, as_json)
 
@@ -82,6 +82,6 @@ def serve(
 
     Requests need a token: the value of $RAYPFL_TOKEN, or a new one, which is printed.
     """
-    from raypfl.cli import personalize as implementation
+    from raypfl.cli.actions import personalize as implementation
 
     implementation.serve(run, host, port, replicas, max_mb, max_samples)

@@ -53,7 +53,7 @@ def run(
     KEY=VALUE changes a setting, such as training.lr=0.05 or method.lam=1.
     A method, model, data set, partition or objective of your own is named as module:Class.
     """
-    from raypfl.cli.run import run_experiments
+    from raypfl.cli.actions.run import run_experiments
     from raypfl.experiment import experiments
     from raypfl.experiment.recipes import settings_of
 
@@ -83,7 +83,7 @@ def resume(
     In a comparison, the interrupted run continues and the remaining runs start. rounds=60 extends finished runs.
     Other settings that decide the result cannot change, except in a new run: --from-round 4 --as FOLDER.
     """
-    from raypfl.cli.run import continue_as_new, resume_folder
+    from raypfl.cli.actions.run import continue_as_new, resume_folder
 
     refuse_options(changes or [])
     if from_round is None and new_run is None:
@@ -103,7 +103,7 @@ def pretrain(words: RecipeAndChanges = None, quiet: Quiet = False, as_json: AsJs
 
     The weights are kept in data.cache, where runs with the same pretraining find them.
     """
-    from raypfl.cli.pretrain import carry_out
+    from raypfl.cli.actions.pretrain import carry_out
     from raypfl.experiment import experiments
     from raypfl.experiment.recipes import settings_of
 
@@ -126,7 +126,7 @@ def study(
     Finished runs are not repeated; interrupted ones continue. KEY=VALUE changes a setting of all runs. Such a file is
     written by: raypfl study new FILE.yaml methods=[fedavg,ditto] KEY=VALUE
     """
-    from raypfl.cli.study import new_study, run_study
+    from raypfl.cli.actions.study import new_study, run_study
 
     if words and words[0] == "new":
         _, changes = study_and_changes(words[1:], rounds, seeds)
@@ -151,7 +151,7 @@ def ntk(
 
     KEY=VALUE changes a setting of the recipe.
     """
-    from raypfl.cli.ntk import ntk as explain
+    from raypfl.cli.actions.ntk import ntk as explain
 
     refuse_options(changes or [])
     explain(source, changes or [], quiet, as_json)
@@ -167,7 +167,7 @@ def tune(
 
     An interrupted sweep continues. KEY=VALUE changes the sweep (trials=20) or its experiment (rounds=10).
     """
-    from raypfl.cli.tune import carry_out
+    from raypfl.cli.actions.tune import carry_out
 
     carry_out(source, changes or [], quiet, as_json)
 

@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 import raypfl
-from raypfl.cli.ntk import ntk
+from raypfl.cli.actions.ntk import ntk
 from raypfl.common.errors import ConfigError
 from tests.analysis.test_flntk import two_layer
 from tests.support.runs import experiment

@@ -14,7 +14,7 @@ import pytest
 from ray._private.ray_constants import DASHBOARD_CLIENT_MAX_SIZE
 from ray.job_submission import JobStatus
 
-from raypfl.cli import jobs as command
+from raypfl.cli.actions import jobs as command
 from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.integrations.jobs import following, package
 from tests.support.command import raypfl

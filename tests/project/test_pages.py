@@ -238,9 +238,9 @@ def test_every_block_is_in_a_language_that_is_checked():
 
 
 NOT_DONE = (
-    *("cli.run.run_experiments", "cli.run.resume_folder", "cli.run.continue_as_new"),
-    *("cli.pretrain.carry_out", "cli.jobs.submit"),
-    *("cli.personalize.personalize", "cli.personalize.serve", "integrations.tracking.listener.track"),
+    *("cli.actions.run.run_experiments", "cli.actions.run.resume_folder", "cli.actions.run.continue_as_new"),
+    *("cli.actions.pretrain.carry_out", "cli.actions.jobs.submit"),
+    *("cli.actions.personalize.personalize", "cli.actions.personalize.serve", "integrations.tracking.listener.track"),
     *("data.load_federated", "data.summarised", "results.client_data.draw", "results.client_data.show"),
     "results.report.write",
 )
@@ -270,9 +270,9 @@ def accepted(reader: Path) -> Iterator[Callable[[list[str]], bool]]:
         return True
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("raypfl.cli.tune.carry_out", read_sweep)
-        patch.setattr("raypfl.cli.study.run_study", read_study)
-        patch.setattr("raypfl.cli.ntk.ntk", read_recipe)
+        patch.setattr("raypfl.cli.actions.tune.carry_out", read_sweep)
+        patch.setattr("raypfl.cli.actions.study.run_study", read_study)
+        patch.setattr("raypfl.cli.actions.ntk.ntk", read_recipe)
         for name in NOT_DONE:
             patch.setattr(f"raypfl.{name}", do_nothing)
         patch.setattr("raypfl.results.report.find_runs", lambda runs: ([], []))

@@ -7,8 +7,8 @@ from itertools import product
 import pytest
 from rich.console import Console
 
-from raypfl.cli.jobs import _table as jobs_table
-from raypfl.cli.tune import _table as trials_table
+from raypfl.cli.actions.jobs import _table as jobs_table
+from raypfl.cli.actions.tune import _table as trials_table
 from raypfl.experiment import Experiment
 from raypfl.integrations.tuning.result import SweepResult
 from raypfl.integrations.tuning.sweep import load

@@ -69,7 +69,14 @@ def test_ginis_coefficient_is_0_for_equal_shares_and_nearly_1_for_one_client_alo
 
 def test_the_command_prints_numbers_and_draws_a_picture(tmp_path):
     picture = tmp_path / "plan.png"
-    words = ["plan", "devices.hardware=lognormal", "cohort.fraction=0.1", "rounds=50", f"--picture={picture}"]
+    words = [
+        "plan",
+        "method=fedavg",
+        "devices.hardware=lognormal",
+        "cohort.fraction=0.1",
+        "rounds=50",
+        f"--picture={picture}",
+    ]
     result = CliRunner().invoke(app, [*words, "--clients=1000", "--json", "-q"])
     assert result.exit_code == 0, result.output
     numbers = json.loads(result.stdout)
@@ -80,6 +87,22 @@ def test_the_command_prints_numbers_and_draws_a_picture(tmp_path):
 
     table = CliRunner().invoke(app, [*words, "-q"]).stdout
     assert "rounds a day" in table and "of 20 clients are never drawn" in table
+
+
+def test_the_command_plans_each_method_also_where_all_rounds_end_at_their_deadline(tmp_path):
+    methods = "[fedavg, {name: fedavg, settings: {cohort.deadline: 0.001, cohort.late: drop}}]"
+    words = [
+        "plan",
+        "devices.hardware=lognormal",
+        "rounds=4",
+        f"methods={methods}",
+        f"--picture={tmp_path / 'plan.png'}",
+    ]
+    result = CliRunner().invoke(app, [*words, "--json", "-q"])
+    assert result.exit_code == 0, result.output
+    late = [numbers["clients_a_round"]["late"] for numbers in json.loads(result.stdout).values()]
+    assert late == [0, 20]
+    assert {file.name for file in tmp_path.iterdir()} == {"plan-1.png", "plan-2.png"}
 
 
 def test_a_plan_without_devices_is_refused(tmp_path):

@@ -52,7 +52,12 @@ def _draw_turns(axes: Axes, plan: Plan) -> None:
 
 def _draw_lengths(axes: Axes, plan: Plan) -> None:
     scale, unit = _scale(float(np.percentile(plan.seconds, 95)))
-    axes.hist(plan.seconds / scale, bins=min(60, max(plan.rounds // 2, 5)), color=DATA)
+    lengths = plan.seconds / scale
+    low, high = lengths.min(), lengths.max()
+    if high - low < 1e-6 * high:
+        # Rounds that all end at their deadline differ by rounding alone.
+        low, high = 0.9 * low, 1.1 * high
+    axes.hist(lengths, bins=min(60, max(plan.rounds // 2, 5)), range=(low, high), color=DATA)
     for percent in PERCENTILES:
         position = np.percentile(plan.seconds, percent) / scale
         axes.axvline(position, color=INK, linewidth=0.8, linestyle="--")

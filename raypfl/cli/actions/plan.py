@@ -1,0 +1,53 @@
+"""What ``raypfl plan`` does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+from raypfl.engine.events import Event, Progress
+from raypfl.experiment import Experiment
+from raypfl.results.display import plan as display
+from raypfl.results.drawing.plan import draw
+from raypfl.results.labels import labels
+from raypfl.runs.planning import plan
+
+
+def carry_out(
+    experiments: Sequence[Experiment], num_clients: int | None, picture: Path, quiet: bool, as_json: bool
+) -> None:
+    """Plan the runs of a comparison, print the plans, and draw each: one for each method, with its first seed."""
+    console = Console()
+    progress = Console(stderr=True)
+
+    def emit(event: Event) -> None:
+        if isinstance(event, Progress) and not quiet:
+            progress.print(event.text, style="dim")
+
+    by_label: dict[str, Experiment] = {}
+    for label, experiment in zip(labels(experiments), experiments, strict=True):
+        by_label.setdefault(label, experiment)
+
+    numbers = {}
+    for i, (label, experiment) in enumerate(by_label.items(), start=1):
+        result = plan(experiment, emit, num_clients)
+        file = picture
+        if len(by_label) > 1:
+            file = picture.with_stem(f"{picture.stem}-{i}")
+        draw(result, file)
+        numbers[label] = {**display.as_json(result), "picture": str(file)}
+        if as_json:
+            continue
+        if len(by_label) > 1:
+            console.print(f"\n[bold]{escape(label)}")
+        display.show(console, result)
+        print(f"Picture: {file}")
+
+    if as_json and len(numbers) > 1:
+        print(json.dumps(numbers, indent=2))
+    elif as_json:
+        print(json.dumps(*numbers.values(), indent=2))
