@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import pydoc
 import re
 import sys
 from pathlib import Path
@@ -220,3 +221,10 @@ def test_the_site_can_be_searched_from_disk_and_loads_no_script_from_elsewhere()
     assert "offline" in site["plugins"], "browsers read no search index from disk, unless it is a script"
     assert any("iframe-worker" in script for script in scripts), "the plugin would load one from a server"
     assert all((ROOT / "docs" / script).is_file() for script in scripts)
+
+
+def test_the_reference_names_what_exists():
+    pages = sorted((ROOT / "docs/reference").glob("*.md"))
+    names = [name for page in pages for name in re.findall(r"^::: (\S+)", page.read_text(), re.MULTILINE)]
+    missing = [name for name in names if pydoc.locate(name) is None]
+    assert len(names) > 10 and not missing
