@@ -33,12 +33,11 @@ class Hardware(Component):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeviceClass:
+class LogNormalDevices:
     """Devices of one kind, such as phones; their speeds and bandwidths are log-normal.
 
     Attributes
     ----------
-    share : this class's part of all devices, in proportion to the other classes' shares.
     ms_per_sample : median of the milliseconds of a gradient step for each sample in its batch.
     down_kbps, up_kbps : medians of the bandwidths to and from a client, in 1000 bits a second. A client's two are the
         same multiple of them.
@@ -46,7 +45,6 @@ class DeviceClass:
     watts : electrical power during a turn.
     """
 
-    share: Annotated[float, POSITIVE] = 1.0
     ms_per_sample: Annotated[float, POSITIVE] = 10.0
     down_kbps: Annotated[float, POSITIVE] = 20000.0
     up_kbps: Annotated[float, POSITIVE] = 5000.0
@@ -55,8 +53,20 @@ class DeviceClass:
     watts: Annotated[float, FROM_ZERO] = 3.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class DeviceClass(LogNormalDevices):
+    """One of several kinds of devices; it has the options of ``lognormal``, too.
+
+    Attributes
+    ----------
+    share : this class's part of all devices, in proportion to the other classes' shares.
+    """
+
+    share: Annotated[float, POSITIVE] = 1.0
+
+
 @HARDWARE.register("lognormal")
-class LogNormalHardware(Hardware):
+class LogNormalHardware(LogNormalDevices, Hardware):
     """Log-normal speeds and bandwidths.
 
     The defaults are made up, in the range of phones; give those of your devices.
@@ -69,13 +79,6 @@ class LogNormalHardware(Hardware):
     speed_spread, bandwidth_spread : standard deviations of the logarithms; 0: all devices are equal.
     watts : electrical power during a turn.
     """
-
-    ms_per_sample: Annotated[float, POSITIVE] = 10.0
-    down_kbps: Annotated[float, POSITIVE] = 20000.0
-    up_kbps: Annotated[float, POSITIVE] = 5000.0
-    speed_spread: Annotated[float, FROM_ZERO] = 0.6
-    bandwidth_spread: Annotated[float, FROM_ZERO] = 0.6
-    watts: Annotated[float, FROM_ZERO] = 3.0
 
     def devices(self, num_clients: int, seed: int) -> Devices:
         only_class = DeviceClass(**vars(self))
