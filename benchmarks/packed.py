@@ -88,16 +88,16 @@ def main() -> None:
             )
             columns: list[list[float]] = [[], [], []]
             for _ in range(TURNS):
-                one, _ = a_round(folder, experiment, 1, together=False)
+                one_seed, _ = a_round(folder, experiment, 1, together=False)
                 in_turn, hashes = a_round(folder, experiment, SEEDS, together=False)
                 together, same_hashes = a_round(folder, experiment, SEEDS, together=True)
                 assert hashes == same_hashes, "a seed has other bits with the others than alone"
-                for column, value in zip(columns, (one, in_turn, together), strict=True):
+                for column, value in zip(columns, (one_seed, in_turn, together), strict=True):
                     column.append(value)
-            one, in_turn, together = (statistics.median(column) for column in columns)
+            one_seed, in_turn, together = (statistics.median(column) for column in columns)
             print(
-                f"{network:>8}{cohort:>8}{one:>12.2f}{in_turn:>10.2f} ({in_turn / one:4.1f})"
-                f"{together:>9.2f} ({together / one:4.1f})",
+                f"{network:>8}{cohort:>8}{one_seed:>12.2f}{in_turn:>10.2f} ({in_turn / one_seed:4.1f})"
+                f"{together:>9.2f} ({together / one_seed:4.1f})",
                 flush=True,
             )
 
