@@ -148,7 +148,7 @@ def _third_column(kind: str, catalogue: Any) -> tuple[str, Callable[[str], str]]
 
 def _options(registry: Registry, name: str) -> str:
     """Return a line for each option; options inherited unchanged from a registered method go under its name."""
-    from raypfl.experiment.components import GIVEN_BY_ENGINE, options_of
+    from raypfl.experiment.components import GIVEN_BY_ENGINE, Option, options_of
 
     entry = registry.get(name)
     parameters = options_of(entry, ("config", "member", *GIVEN_BY_ENGINE))
@@ -161,7 +161,11 @@ def _options(registry: Registry, name: str) -> str:
     lines = []
     for key, default in defaults.items():
         is_unchanged = key in inherited and inherited[key].default == default
-        if not is_unchanged:
+        if is_unchanged:
+            continue
+        if default is Option.empty:
+            lines.append(f"{key}, required")
+        else:
             lines.append(f"{key} = {default!r}")
     if inherited:
         lines.append(f"and those of {registry.name_of(base)}")

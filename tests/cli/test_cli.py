@@ -263,6 +263,7 @@ def test_components_are_listed_with_their_options(kind, parts):
 
 
 def test_the_settings_of_one_section_are_listed():
+    assert "file, required" in raypfl("list", "hardware").stdout
     listed = raypfl("list", "settings", "cohort").stdout
     assert "cohort.fraction" in listed and "training.lr" not in listed
 
