@@ -132,17 +132,17 @@ def _user_lines(error: BaseException) -> str:
 
 
 def _is_user_frame(frame: FrameType) -> bool:
-    """Whether a frame's file is the user's: neither raypfl's nor an installed package's."""
-    return _is_user_file(frame.f_code.co_filename)
+    return is_user_file(frame.f_code.co_filename)
 
 
-def _is_user_file(file: str) -> bool:
+def is_user_file(file: str) -> bool:
+    """Whether a file is the user's: neither raypfl's nor an installed package's."""
     return not file.startswith(("<frozen ", "<string>", *_LIBRARIES))
 
 
 def _is_user_function(function: Callable[..., Any]) -> bool:
     code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
-    return code is not None and _is_user_file(code.co_filename)
+    return code is not None and is_user_file(code.co_filename)
 
 
 def _qualified(code: CodeType) -> str:

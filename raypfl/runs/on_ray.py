@@ -18,7 +18,7 @@ from raypfl.engine.backends.cluster import (
     node_for_server,
     server_resources,
 )
-from raypfl.engine.backends.session import spare_server
+from raypfl.engine.backends.session import StartedServer, spare_server
 from raypfl.engine.dispatcher import EventDispatcher
 from raypfl.engine.events import Listener, Progress, RunFinished
 from raypfl.engine.job import Job
@@ -51,50 +51,56 @@ def run_on_ray(job: Job, prepared: Prepared, emit: EventDispatcher, stop: StopRe
             settings = job.experiment.ray
             actors = client_actors(ray, settings, prepared.num_groups)
             pools = [reserved(pool) for pool in settings.actor_pools]
-            kind = (pools, server_resources(settings), node_for_server(ray, settings, job.checkpoints))
-            server = spare_server.take(ray, kind) or _server_actor(ray, actors, *kind)
+            kind = (pools, server_resources(settings))
+            node = node_for_server(ray, settings, job.checkpoints)
+            server = spare_server.take(ray, kind, node) or _start_server(ray, actors, kind, node)
 
-        finished = None
+        can_run_another = False
         try:
+            finished = None
             while finished is None:
                 round_before = emit.round
                 try:
-                    finished = _follow(ray, server, job, prepared, emit, stop)
+                    finished = _follow(ray, server.actor, job, prepared, emit, stop)
                 except _ServerDied:
                     if emit.round == round_before:
                         raise
                     # Ray's count of restarts is used up, but rounds were finished in between: go on with a new actor.
-                    server = _server_actor(ray, actors, *kind)
+                    server = _start_server(ray, actors, kind, node)
+                except _NotBegun as failure:
+                    # Some errors on a GPU leave a process in which every later computation fails.
+                    can_run_another = not settings.on_gpu and not settings.gpus_for_server
+                    raise failure.error from None
+            can_run_another = True
             yield finished
         finally:
-            if spare_server.shared and finished is not None:
-                spare_server.kind = kind
+            if spare_server.shared and can_run_another:
                 spare_server.server = server
             elif not has_local_cluster_died(ray):
-                ray.kill(server)
+                ray.kill(server.actor)
 
 
-def _server_actor(
-    ray: Any, actors: list[int], pools: list[dict[str, Any]], resources: dict[str, float], node: str | None
-) -> Any:
+def _start_server(
+    ray: Any, actors: list[int], kind: tuple[list[dict[str, Any]], dict[str, float]], node: str | None
+) -> StartedServer:
     """Start a server actor, in the current placement group if there is one.
 
     Parameters
     ----------
     actors : the number of its client actors, by pool.
-    pools : the resources of a client actor, by pool.
-    resources : the resources of the server itself.
+    kind : the resources of a client actor, by pool, and those of the server itself.
     node : the id of the node that it must be on; None: any.
     """
     from raypfl.engine.backends.server_actor import ServerActor
 
+    pools, resources = kind
     options: dict[str, Any] = {**resources, "max_restarts": 3, "max_task_retries": 3}
     if node is not None:
         # Not `soft`: Ray would put an actor that reserves nothing on any node.
         strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
         options["scheduling_strategy"] = strategy
     remote = ray.remote(concurrency_groups={"control": 1})(ServerActor)
-    return remote.options(**options).remote(actors, pools)
+    return StartedServer(remote.options(**options).remote(actors, pools), kind, node)
 
 
 def _follow(ray: Any, server: Any, job: Job, prepared: Prepared, emit: Listener, stop: StopRequest) -> RunFinished:
@@ -142,13 +148,21 @@ def _follow(ray: Any, server: Any, job: Job, prepared: Prepared, emit: Listener,
         return ray.get(result)
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, RaypflError):
-            raise error.cause from None
+            raise _NotBegun(error.cause) from None
         raise
     except ray.exceptions.RayError as error:
         raise _ServerDied(
             f"The server's process died, and again after each restart: {str(error).splitlines()[0]} "
             f"`raypfl resume {job.run_dir}` continues from the newest checkpoint."
         ) from error
+
+
+class _NotBegun(Exception):
+    """A server's answer that a run cannot begin, with the error that says why."""
+
+    def __init__(self, error: RaypflError):
+        super().__init__(error)
+        self.error = error
 
 
 class _ServerDied(RaypflError):

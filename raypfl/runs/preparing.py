@@ -14,7 +14,7 @@ from raypfl.data import load_federated
 from raypfl.devices.settings import DeviceSettings
 from raypfl.engine import history
 from raypfl.engine.backends.actor_pools import reserved
-from raypfl.engine.backends.cluster import connected
+from raypfl.engine.backends.cluster import connected, refuse_too_many_actors
 from raypfl.engine.backends.session import spare_server
 from raypfl.engine.building.asynchronous import schedule_for
 from raypfl.engine.building.devices import device_for, refuse_missing_gpu
@@ -146,6 +146,8 @@ def _is_timed_on_cluster(experiment: Experiment) -> bool:
 def _refuse_without_data(experiment: Experiment) -> None:
     """Raise a ConfigError for what can be told before the data are prepared, which may take minutes."""
     refuse_missing_gpu(experiment)
+    if experiment.engine.backend == "ray":
+        refuse_too_many_actors(experiment.ray)
     refuse_mistaken_hooks(experiment.method)
     refuse_missing_weights(experiment.model)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,13 @@ from raypfl import Mean
 from raypfl.common.errors import ConfigError
 from raypfl.data import load_federated
 from raypfl.engine.backends import client_actor
-from raypfl.engine.backends.cluster import client_actors, client_resources, in_one_process, server_resources
+from raypfl.engine.backends.cluster import (
+    client_actors,
+    client_resources,
+    in_one_process,
+    refuse_too_many_actors,
+    server_resources,
+)
 from raypfl.engine.building.devices import device_for
 from raypfl.engine.building.samples import samples_for
 from raypfl.experiment.settings import RaySettings
@@ -71,6 +78,18 @@ def test_a_server_that_leaves_no_room_for_clients_is_refused(settings):
     )
     with pytest.raises(ConfigError, match=message):
         client_actors(cluster(CPU=2.0), RaySettings(**settings), 4)
+
+
+def test_more_actors_than_the_machine_has_cores_are_refused_before_ray_starts(tmp_path, monkeypatch):
+    import ray
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", pytest.fail)
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    reserving = {"engine__backend": "ray", "ray__actors": 5, "ray__cpus_per_actor": 0.5}
+    refuse_too_many_actors(RaySettings(actors=5, cpus_per_actor=0.5, cpus_for_server=0.5))
+    with pytest.raises(ConfigError, match=r"reserve 3\.5 CPUs, but this machine has 3\. Lower ray\.actors"):
+        raypfl.run(experiment(tmp_path, **reserving, ray__cpus_for_server=1))
 
 
 def test_one_process_for_server_and_clients_reserves_the_larger_of_each():

@@ -13,6 +13,7 @@ import pytest
 
 import raypfl
 from raypfl.common.errors import ConfigError, RaypflError
+from raypfl.engine.backends.session import spare_server
 from raypfl.engine.events import RoundFinished, RunFinished, RunStarted, Warned
 from raypfl.storage.checkpoints import last_round
 from tests.analysis.test_analyses import observed
@@ -165,6 +166,16 @@ def test_actors_that_exceed_the_cluster_are_refused_in_a_sentence(tmp_path):
         raypfl.run(on_ray(tmp_path, ray__gpus_per_actor=0.25))
     with pytest.raises(ConfigError, match="900 client actors"):
         raypfl.run(on_ray(tmp_path, actors=900))
+
+
+def test_a_run_after_one_that_failed_before_its_first_round_has_the_same_processes(tmp_path, undisturbed):
+    raypfl.run(on_ray(tmp_path, rounds=1))
+    server = spare_server.server
+    with pytest.raises(RaypflError, match="failed before round 1: KeyError: 'gone'"):
+        raypfl.run(on_ray(tmp_path, method="tests.common.test_mistakes:FailsAtStart"))
+    result = raypfl.run(on_ray(tmp_path))
+    assert spare_server.server is server
+    assert result.weights_hash == undisturbed.weights_hash and same_tables(result, undisturbed)
 
 
 # Deaths and errors come last: most of them cost the next run new actors, each with seconds of imports.

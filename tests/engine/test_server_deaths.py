@@ -10,6 +10,7 @@ import pytest
 
 import raypfl
 from raypfl.common.errors import RaypflError
+from raypfl.engine.backends.session import StartedServer
 from raypfl.engine.events import RoundFinished
 from raypfl.runs import on_ray
 from tests.support.runs import experiment
@@ -40,7 +41,7 @@ def server_lives(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(on_ray, "has_local_cluster_died", lambda ray: False)
     monkeypatch.setattr(on_ray, "client_actors", lambda *of: [1])
     monkeypatch.setattr(on_ray, "node_for_server", lambda *of: None)
-    monkeypatch.setattr(on_ray, "_server_actor", lambda *of: object())
+    monkeypatch.setattr(on_ray, "_start_server", lambda *of: StartedServer(object(), None, None))
     monkeypatch.setattr(on_ray, "_follow", follow)
     return lives
 

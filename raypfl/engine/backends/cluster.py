@@ -230,6 +230,28 @@ def client_actors(ray: Any, settings: RaySettings, groups: int) -> list[int]:
     return pools.target_counts()
 
 
+def refuse_too_many_actors(settings: RaySettings) -> None:
+    """Raise a ConfigError if this machine has too few cores for the run's actors, before Ray starts on it.
+
+    On a cluster that runs already, :func:`client_actors` checks all that actors reserve.
+    """
+    ray = sys.modules.get("ray")
+    has_cluster = settings.address or os.environ.get("RAY_ADDRESS") or (ray is not None and ray.is_initialized())
+    if has_cluster:
+        return
+
+    cpus = settings.cpus_for_server
+    for pool in settings.actor_pools:
+        cpus += (pool.actors or 0) * pool.cpus_per_actor
+    cores = os.cpu_count()
+    if cores is not None and cpus > cores:
+        raise ConfigError(
+            f"The client actors and the server reserve {cpus:g} CPUs, but this machine has {cores}. Lower ray.actors, "
+            "ray.cpus_per_actor (with 0.5, two actors share a core) or ray.cpus_for_server; or run on a larger cluster "
+            "(ray.address)."
+        )
+
+
 def on_this_node(ray: Any) -> dict[str, Any]:
     """Return options for an actor without CPUs on this process's node, with which it dies."""
     node = ray.get_runtime_context().get_node_id()

@@ -93,6 +93,8 @@ class ServerActor:
         from raypfl.engine.prepared import Prepared, threads_of_server
         from raypfl.engine.server import Server
 
+        # The error of a run that could not begin has kept its server until now.
+        gc.collect()
         self._stream = _EventStream(run)
         pool_sizes = cluster.pools_of(ray, settings, groups)
         self._keep_actors(pool_sizes.target_counts())
