@@ -30,19 +30,22 @@ from raypfl.methods.mixed_models.fedamp import FedAMP, HeurFedAMP
 from raypfl.methods.mixed_models.fedfomo import FedFomo
 from raypfl.methods.mixed_models.fedpac import FedPAC
 from raypfl.methods.mixed_models.pfedgraph import PFedGraph
+from raypfl.methods.mixed_models.pfedsim import PFedSim
 from raypfl.methods.partial_models.fedas import FedAS
 from raypfl.methods.partial_models.fedcp import FedCP
 from raypfl.methods.partial_models.feddbe import FedDBE
 from raypfl.methods.partial_models.fedgh import FedGH
 from raypfl.methods.partial_models.fedrod import FedROD
-from raypfl.methods.partial_models.floco import Floco
+from raypfl.methods.partial_models.floco import Floco, FlocoPlus
 from raypfl.methods.partial_models.gpfl import GPFL
 from raypfl.methods.partial_models.partial import PartialPersonalization
 from raypfl.methods.partial_models.partial_presets import FedAlt, FedBABU, FedBN, FedPer, FedRep, FedSim, LGFedAvg
+from raypfl.methods.partial_models.pfedfda import PFedFDA
 from raypfl.methods.personal_models.apfl import APFL
 from raypfl.methods.personal_models.ditto import Ditto
 from raypfl.methods.personal_models.fedala import FedALA
 from raypfl.methods.personal_models.fedavg_ft import FedAvgFT
+from raypfl.methods.personal_models.fedkd import FedKD
 from raypfl.methods.personal_models.fedphp import FedPHP
 from raypfl.methods.personal_models.fedproto import FedProto
 from raypfl.methods.personal_models.knn_per import KNNPer
@@ -87,6 +90,7 @@ __all__ = [
     "FedExP",
     "FedFomo",
     "FedGH",
+    "FedKD",
     "FedNH",
     "FedNova",
     "FedPAC",
@@ -102,6 +106,7 @@ __all__ = [
     "FedSim",
     "FedSpeed",
     "Floco",
+    "FlocoPlus",
     "HeurFedAMP",
     "KNNPer",
     "LGFedAvg",
@@ -110,9 +115,11 @@ __all__ = [
     "Mime",
     "MimeLite",
     "Moon",
+    "PFedFDA",
     "PFedGraph",
     "PFedHN",
     "PFedMe",
+    "PFedSim",
     "PartialPersonalization",
     "PeFLL",
     "PerAda",

@@ -145,6 +145,20 @@ class ShiftedLinear(nn.Linear):
         return super().forward(z + self.shift)
 
 
+class MatchedLinear(nn.Linear):
+    """An output layer with a matrix ``match[d, d]`` for a method's loss, which begins as the identity (FedKD).
+
+    Parameters
+    ----------
+    like : the output layer, whose weights it copies.
+    """
+
+    def __init__(self, like: nn.Linear):
+        super().__init__(like.in_features, like.out_features, bias=like.bias is not None)
+        self.load_state_dict(like.state_dict())
+        self.match = nn.Parameter(torch.eye(like.in_features))
+
+
 class GatedLinear(nn.Linear):
     """Two output layers, one on each part of the features: ``W (r * z) + b + W_g ((1 - r) * z) + b_g`` (FedCP).
 

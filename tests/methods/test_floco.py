@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.nn import functional as F
 
+from raypfl.common.errors import ConfigError
 from raypfl.common.simplex import on_simplex
-from raypfl.methods import Floco
+from raypfl.methods import FedAvg, Floco, FlocoPlus
 from raypfl.methods.partial_models.floco import principal_components, spread_points
-from tests.support.federation import CLASSES, FP64, assert_close, both_executors, run_method, sent_per_client
+from tests.support.federation import (
+    CLASSES,
+    FP64,
+    ROUNDS,
+    Federation,
+    assert_close,
+    both_executors,
+    client_states,
+    run_method,
+    sent_per_client,
+)
 
 
 @both_executors
@@ -16,14 +28,19 @@ def test_rounds_of_floco_by_hand(executor):
     M = 3
     rho = 0.4
     cohorts = ([0, 1, 2, 3], [1, 2], [0, 2])
-    fed = run_method(Floco(endpoints=M, subspace_round=1, radius=rho), *cohorts, executor=executor, training=FP64)
+    options = {"endpoints": M, "subspace_round": 1, "radius": rho}
+    fed, plus = (
+        run_method(method, *cohorts, executor=executor, training=FP64)
+        for method in (Floco(**options), FlocoPlus(lam=0.7, **options))
+    )
     start = fed.model.unflatten(fed.model.init(fed.seed))
     names = ["1.weight", "1.bias", "3.weight", "3.bias"]
     shared = [start[name] for name in names]
+    personal = [shared] * 4
     mixtures = None
 
-    def trained(client, round):
-        w1, b1, endpoints, bias = parameters = [tensor.clone().requires_grad_() for tensor in shared]
+    def trained(client, round, start, lam=0.0):
+        w1, b1, endpoints, bias = parameters = [tensor.clone().requires_grad_() for tensor in start]
         (generator,) = fed.clients([client], round).generators("mixtures")
         for x, y in fed.visits(client, round):
             u, *draws = torch.rand(M + 1, generator=generator, dtype=torch.float64)
@@ -37,16 +54,18 @@ def test_rounds_of_floco_by_hand(executor):
             weight = sum(a[m] * endpoints[m] for m in range(M))
             slopes = torch.autograd.grad(F.cross_entropy(z @ weight.T + bias, y), parameters)
             with torch.no_grad():
-                for p, slope in zip(parameters, slopes, strict=True):
-                    p -= 0.1 * slope
+                for p, slope, received in zip(parameters, slopes, shared, strict=True):
+                    p -= 0.1 * (slope + lam * (p - received))
         return [p.detach() for p in parameters]
 
     for round, ids in enumerate(cohorts):
-        models = {client: trained(client, round) for client in ids}
+        for client in ids:
+            personal[client] = trained(client, round, personal[client], lam=0.7)
+        models = {client: trained(client, round, shared) for client in ids}
         total = sum(fed.sizes[client] for client in ids)
         shared = [sum(fed.sizes[c] / total * models[c][i] for c in ids) for i in range(4)]
         if round == 1:
-            updates = torch.stack([(trained(client, round)[2] - shared[2]).flatten() for client in range(4)])
+            updates = torch.stack([(trained(client, round, shared)[2] - shared[2]).flatten() for client in range(4)])
             mixtures = spread_points(principal_components(updates, M))
 
     final = fed.model.unflatten(fed.server["theta"])
@@ -56,6 +75,17 @@ def test_rounds_of_floco_by_hand(executor):
     rows = fed.method.personal_model(fed.clients([3]), fed.server)
     assert_close(fed.model.unflatten(rows.as_subclass(torch.Tensor)[0])["3.mixture"], mixtures[3])
     assert not fed.warnings
+
+    # Floco+ has the same global model and messages, and personal simplices.
+    assert torch.equal(plus.server["theta"], fed.server["theta"])
+    assert plus.ledger.entries == fed.ledger.entries
+    states = client_states(plus)
+    rows = plus.method.personal_model(plus.clients(personal=states), plus.server).as_subclass(torch.Tensor)
+    for client, row in enumerate(rows):
+        tensors = plus.model.unflatten(row)
+        assert_close(tensors["3.mixture"], mixtures[client])
+        for name, expected in zip(names, personal[client], strict=True):
+            assert_close(tensors[name], expected)
 
     # The body, M weights of the output layer and a bias; then a mixture down.
     numbers = 165 + M * CLASSES * 5 + CLASSES
@@ -88,3 +118,28 @@ def test_a_client_before_the_mixtures_is_at_the_centre():
     fed = run_method(Floco(endpoints=4), [0, 1])
     rows = fed.method.personal_model(fed.clients([2]), fed.server)
     assert torch.equal(rows.as_subclass(torch.Tensor)[0], fed.server["theta"])
+
+
+def test_floco_with_one_endpoint_is_fedavg_with_that_output_layer():
+    floco = run_method(Floco(endpoints=1, subspace_round=1, radius=0.0), training=FP64)
+    start = floco.model.unflatten(floco.model.init(floco.seed))
+
+    fedavg = Federation(method=FedAvg(), training=FP64, group_size=2)
+    names = ["1.weight", "1.bias", "3.weight", "3.bias"]
+    fedavg.server = {"theta": torch.cat([start[name].flatten() for name in names]), "moments": {}}
+    fedavg.run_rounds(*ROUNDS)
+
+    sent = ~floco.model.mask("3.mixture")
+    assert_close(floco.server["theta"][sent], fedavg.server["theta"], 1e-13)
+    assert torch.equal(floco.server["mixtures"], torch.ones(4, 1, dtype=torch.float64))
+
+
+def test_without_a_radius_clients_train_at_their_own_mixtures():
+    method = Floco(endpoints=3, radius=0.0)
+    own = torch.tensor([[0.2, 0.5, 0.3]])
+    assert torch.equal(method._mixtures(torch.rand(1, 4), own), own)
+
+
+def test_a_subspace_round_after_the_last_is_refused():
+    with pytest.raises(ConfigError, match=r"method.subspace_round is 11, but the run has 10 rounds"):
+        run_method(Floco(subspace_round=11))

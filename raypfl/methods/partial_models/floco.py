@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raypfl.clients.clients import Clients
+from raypfl.common.errors import ConfigError
 from raypfl.common.limits import COUNT, FROM_ZERO
 from raypfl.common.messages import Each, Mean, Scatter, per_client, unmarked
 from raypfl.common.simplex import on_simplex
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import METHODS, ServerState, ServerView
+from raypfl.federation.task import Task
 from raypfl.learning.objectives.batch import Batch
 from raypfl.methods.global_model.fedavg import FedAvg
+from raypfl.methods.local_training import proximal
 from raypfl.models.heads import SimplexLinear, output_layer, output_segments, with_output_layer
 
 SIZES = 1000
@@ -38,7 +41,7 @@ class Floco(FedAvg):
     Attributes
     ----------
     endpoints : number M of endpoints, drawn independently.
-    subspace_round : round after which clients have mixtures of their own; None: half of the rounds.
+    subspace_round : round after which clients have mixtures of their own, at most the last; None: half of the rounds.
     radius : largest L1 distance of a drawn mixture from the client's own, rho.
     """
 
@@ -49,6 +52,14 @@ class Floco(FedAvg):
     def network(self, network: nn.Module) -> nn.Module:
         _, layer = output_layer(network)
         return with_output_layer(network, SimplexLinear(layer, self.endpoints))
+
+    def start(self, task: Task) -> ServerState:
+        if self.subspace_round is not None and self.subspace_round > task.rounds:
+            raise ConfigError(
+                f"method.subspace_round is {self.subspace_round}, but the run has {task.rounds} rounds, so no client "
+                f"would get a mixture of its own. Set it to {task.rounds} or less, or leave it out."
+            )
+        return super().start(task)
 
     def round(self, server: ServerState, cohort: Cohort) -> None:
         model = cohort.task.model
@@ -66,21 +77,29 @@ class Floco(FedAvg):
             server["mixtures"] = everyone.index_copy(0, torch.from_numpy(cohort.task.trained).to(points.device), points)
 
     def train(self, clients: Clients, sent: Tensor, mixture: Tensor | None = None) -> dict[str, Mean]:
-        trained = self._trained(clients, sent, mixture)
-        kept = ~clients.model.mask(output_segments(clients.model, "mixture"))
-        return {"theta": Mean(trained[:, kept], clients.weights(self.weighting))}
+        trained = self.trained(clients, self.received(clients, sent), mixture)
+        shared = ~clients.model.mask(output_segments(clients.model, "mixture"))
+        return {"theta": Mean(trained[:, shared], clients.weights(self.weighting))}
 
     def train_endpoints(self, clients: Clients, sent: Tensor) -> dict[str, Each]:
         endpoints = clients.model.mask(output_segments(clients.model, "weight"))
-        start = self._received(clients, sent)
-        return {"update": Each(self._trained(clients, sent, None)[:, endpoints] - start[endpoints])}
+        start = self.received(clients, sent)
+        return {"update": Each(self.trained(clients, start, None)[:, endpoints] - start[endpoints])}
 
-    def _received(self, clients: Clients, sent: Tensor) -> Tensor:
+    def received(self, clients: Clients, sent: Tensor) -> Tensor:
+        """Return the received model ``[P+B]``."""
         mixture = clients.model.mask(output_segments(clients.model, "mixture"))
         return clients.initial.masked_scatter(~mixture, sent)
 
-    def _trained(self, clients: Clients, sent: Tensor, mixture: Tensor | None) -> Tensor:
-        """Return models ``[K, P+B]`` after training on mixtures that are drawn for each mini-batch."""
+    def trained(self, clients: Clients, start: Tensor, centre: Tensor | None, **options: Any) -> Tensor:
+        """Return models ``[K, P+B]`` after training on mixtures that are drawn for each mini-batch.
+
+        Parameters
+        ----------
+        start : ``[P+B]`` or ``[K, P+B]``.
+        centre : the clients' own mixtures ``[K, M]``; None: draw anywhere on the simplex.
+        options : passed to each step, such as a penalty.
+        """
         model = clients.model
         weight = output_segments(model, "weight")
         bias = output_segments(model, "bias")
@@ -92,11 +111,11 @@ class Floco(FedAvg):
             return clients.objective.loss(outputs, batch)
 
         generators = clients.generators("mixtures")
-        theta: Tensor = per_client(self._received(clients, sent).repeat(len(clients), 1))
+        theta: Tensor = per_client(unmarked(start).expand(len(clients), -1))
         for batch in clients.minibatches():
             draws = [torch.rand(self.endpoints + 1, generator=g, dtype=model.dtype) for g in generators]
-            drawn = self._mixtures(torch.stack(draws).to(clients.device), mixture)
-            theta = batch.step(mixed, theta, mixture=per_client(drawn))
+            mixture = self._mixtures(torch.stack(draws).to(clients.device), centre)
+            theta = batch.step(mixed, theta, mixture=per_client(mixture), **options)
         return theta
 
     def _mixtures(self, uniform: Tensor, centre: Tensor | None) -> Tensor:
@@ -109,11 +128,41 @@ class Floco(FedAvg):
         return unmarked(centre) + length * direction
 
     def personal_model(self, clients: Clients, server: ServerView) -> Tensor:
-        rows = server["theta"].repeat(len(clients), 1)
-        if "mixtures" in server:
-            mixture = clients.model.mask(output_segments(clients.model, "mixture"))
-            rows[:, mixture] = server["mixtures"][list(clients.ids)]
+        return self.at_mixtures(clients, server["theta"], server)
+
+    def at_mixtures(self, clients: Clients, theta: Tensor, server: ServerView) -> Tensor:
+        """Return models ``[K, P+B]``, one or a row a client, with the clients' mixtures, or at the centre."""
+        mixture = clients.model.mask(output_segments(clients.model, "mixture"))
+        rows = unmarked(theta).expand(len(clients), -1).clone()
+        rows[:, mixture] = server["mixtures"][list(clients.ids)] if "mixtures" in server else clients.initial[mixture]
         return per_client(rows)
+
+
+@METHODS.register("floco-plus")
+class FlocoPlus(Floco):
+    """Floco, and a personal simplex for each client that stays close to the global one (Grinwald et al. 2024, Floco+).
+
+    Client k also trains ``v_k``, all parameters of such a model, on its loss plus ``lam/2 ||v_k - w||^2`` with the
+    received w, on the same mini-batches and mixtures. ``v_k`` stays on the client and starts at the initial model; at
+    ``b_k`` it is the personal model. The global model and all messages are Floco's. With ``lam: 0`` each client trains
+    a simplex of its own.
+
+    Attributes
+    ----------
+    lam : weight of the proximal term, lambda.
+    """
+
+    lam: Annotated[float, FROM_ZERO] = 1.0
+
+    def train(self, clients: Clients, sent: Tensor, mixture: Tensor | None = None) -> dict[str, Mean]:
+        personal = clients.state.get("personal", default=clients.initial)
+        clients.state["personal"] = self.trained(
+            clients, personal, mixture, penalty=proximal(self.lam), anchor=self.received(clients, sent), report=None
+        )
+        return super().train(clients, sent, mixture)
+
+    def personal_model(self, clients: Clients, server: ServerView) -> Tensor:
+        return self.at_mixtures(clients, clients.state.get("personal", default=clients.initial), server)
 
 
 def principal_components(rows: Tensor, count: int) -> Tensor:
