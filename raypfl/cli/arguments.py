@@ -27,6 +27,9 @@ StudyAndChanges = Annotated[
 Changes = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings to change.", show_default=False)
 ]
+Methods = Annotated[
+    str, typer.Option(help="Methods to compare, as in: --method fedavg,ditto or, of your own, my_module:MyMethod")
+]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.", show_default=False)]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show only the result, without progress.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON; progress goes to stderr.")]

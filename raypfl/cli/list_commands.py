@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from raypfl.cli.arguments import AsJson, Quiet, RecipeAndChanges, count, source_and_changes
+from raypfl.cli.arguments import AsJson, Methods, Quiet, RecipeAndChanges, count, recipe_and_changes, source_and_changes
 from raypfl.common.errors import ConfigError, did_you_mean
 from raypfl.common.registry import Registry
 
@@ -66,6 +66,7 @@ def list_catalogue(
 
 def plan(
     words: RecipeAndChanges = None,
+    method: Methods = "",
     clients: Annotated[
         int | None,
         typer.Option(
@@ -78,14 +79,15 @@ def plan(
 ) -> None:
     """Plan a run on its clients' devices before anything trains: rounds a day, traffic, energy, and who takes part.
 
-    Name the experiment as for raypfl run, with devices.hardware and synchronous rounds; each method of a comparison is
-    planned. With --clients, give the cohort as cohort.fraction.
+    Name the experiment as for raypfl run, with devices.hardware; each method of a comparison is planned. The picture is
+    plan.png in the current folder unless --picture names another file. With --clients, give the cohort as
+    cohort.fraction.
     """
     from raypfl.cli.actions.plan import carry_out
     from raypfl.experiment import experiments
     from raypfl.experiment.recipes import settings_of
 
-    recipe, changes = source_and_changes(words or [], "digits")
+    recipe, changes = recipe_and_changes(words or [], method, None)
     carry_out(experiments(settings_of(recipe), changes), clients, picture, quiet, as_json)
 
 

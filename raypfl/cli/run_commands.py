@@ -12,6 +12,7 @@ from raypfl.cli.arguments import (
     AsJson,
     Baseline,
     Changes,
+    Methods,
     Quiet,
     RecipeAndChanges,
     StudyAndChanges,
@@ -34,9 +35,7 @@ if TYPE_CHECKING:
 
 def run(
     words: RecipeAndChanges = None,
-    method: Annotated[
-        str, typer.Option(help="Methods to compare, as in: --method fedavg,ditto or, of your own, my_module:MyMethod")
-    ] = "",
+    method: Methods = "",
     seeds: Annotated[
         int | None, typer.Option(metavar="N", parser=count, help="Number of seeds for each method.")
     ] = None,

@@ -43,6 +43,7 @@ def test_spans_answer_as_a_loop_over_all_spans_does_when_time_jumps_back_and_for
             for client in range(6)
         ]
         assert spans.is_available(np.arange(6), time).tolist() == expected
+        assert [spans.is_one_available(client, time) for client in range(6)] == expected
 
 
 def test_an_answer_does_not_depend_on_what_was_asked_before():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tracemalloc
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from raypfl.cli.app import app
 from raypfl.common.errors import ConfigError
 from raypfl.devices import ClientTurns, Exchange, Training, Turn
 from raypfl.devices.hardware import LogNormalHardware
-from raypfl.runs.planning import Plan, plan, planned
+from raypfl.runs.planning.plan import Plan, plan, planned
 from tests.support.runs import EVENTFUL, experiment
 
 
@@ -42,6 +43,44 @@ def test_a_run_is_its_plan(tmp_path):
     took_part = np.bincount(np.concatenate(rounds["cohort"].to_pylist()), minlength=12)
     assert sorted(took_part)[2:] == sorted(expected.taken_part) and len(expected.taken_part) == 10
     assert sum(turn.kind == "counted" for turn in expected.turns) == expected.clients.sum()
+
+
+def test_an_asynchronous_run_is_its_plan(tmp_path):
+    settings = experiment(
+        tmp_path,
+        devices__hardware="lognormal",
+        devices__dropout=0.2,
+        asynchronous__buffer=2,
+        cohort__size=6,
+        rounds=10,
+        partition__clients=20,
+        data__unseen_fraction=0.1,
+    )
+    expected = plan(settings, quietly)
+    rounds = raypfl.run(settings).rounds
+    columns = {
+        "clients": expected.clients,
+        "dropped": expected.dropped,
+        "bytes_down": expected.bytes_down,
+        "bytes_up": expected.bytes_up,
+        "simulated_time": expected.begins + expected.seconds,
+        "joules": expected.joules,
+    }
+    for name, column in columns.items():
+        np.testing.assert_allclose(rounds[name].to_pylist(), column, rtol=1e-12, err_msg=name)
+
+    staleness = np.concatenate(rounds["staleness"].to_pylist())
+    np.testing.assert_array_equal(np.bincount(staleness), np.bincount(expected.staleness))
+    assert staleness.max() >= 2 and sum(expected.dropped) > 0
+    took_part = np.bincount(np.concatenate(rounds["cohort"].to_pylist()), minlength=20)
+    assert sorted(took_part)[2:] == sorted(expected.taken_part) and len(expected.taken_part) == 18
+
+    # In the picture, nobody is at two places, and no place has two turns at a time.
+    for place in range(6):
+        turns = [turn for turn in expected.turns if turn.place == place]
+        assert all(earlier.ends <= later.begins for earlier, later in pairwise(turns))
+    assert sum(turn.kind == "counted" for turn in expected.turns) == expected.clients.sum()
+    assert {turn.place for turn in expected.turns} == set(range(6))
 
 
 def test_a_plan_of_a_million_devices_and_completions_takes_less_than_200_mb():
@@ -103,6 +142,23 @@ def test_the_command_plans_each_method_also_where_all_rounds_end_at_their_deadli
     late = [numbers["clients_a_round"]["late"] for numbers in json.loads(result.stdout).values()]
     assert late == [0, 20]
     assert {file.name for file in tmp_path.iterdir()} == {"plan-1.png", "plan-2.png"}
+
+
+def test_the_command_plans_the_methods_that_it_is_given_and_asynchronous_rounds(tmp_path):
+    words = ["plan", "fedbuff-digits", "--method=fedavg,ditto", "asynchronous.buffer=5", "rounds=8", "--json", "-q"]
+    result = CliRunner().invoke(app, [*words, f"--picture={tmp_path / 'plan.png'}"])
+    assert result.exit_code == 0, result.output
+    numbers = json.loads(result.stdout)
+    assert list(numbers) == ["fedavg", "ditto"]
+    for plan_of_method in numbers.values():
+        staleness = plan_of_method["staleness"]
+        assert sum(staleness["histogram"]) == 40 and len(staleness["histogram"]) == staleness["max"] + 1
+
+
+def test_a_plan_of_a_run_that_would_be_refused_is_refused(tmp_path):
+    settings = {"devices__hardware": "lognormal", "asynchronous__buffer": 2, "method": "scaffold"}
+    with pytest.raises(ConfigError, match=r"leave asynchronous\.buffer out"):
+        plan(experiment(tmp_path, **settings), quietly)
 
 
 def test_a_plan_without_devices_is_refused(tmp_path):

@@ -14,7 +14,7 @@ from raypfl.experiment import Experiment
 from raypfl.results.display import plan as display
 from raypfl.results.drawing.plan import draw
 from raypfl.results.labels import labels
-from raypfl.runs.planning import plan
+from raypfl.runs.planning.plan import plan
 
 
 def carry_out(

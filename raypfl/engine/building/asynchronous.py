@@ -26,6 +26,9 @@ class _OfTrained(Availability):
     def is_available(self, clients: np.ndarray, time: float | np.ndarray) -> np.ndarray:
         return self._availability.is_available(self._trained[clients], time)
 
+    def is_one_available(self, client: int, time: float) -> bool:
+        return self._availability.is_one_available(self._trained[client], time)
+
     def next_available(self, clients: np.ndarray, time: float | np.ndarray) -> np.ndarray:
         return self._availability.next_available(self._trained[clients], time)
 

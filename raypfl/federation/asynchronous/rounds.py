@@ -77,6 +77,7 @@ class AsynchronousRounds:
         self._together = together
         self._messages: dict[int, Message] = {}
         self._replies: dict[int, RoundReplies] = {}
+        self._joules: np.ndarray | None = None
 
     def cohort(self, round: int, server: dict[str, Any], earlier_kinds: Mapping[str, Mapping[str, str]]) -> Cohort:
         """Send this round's messages, and return the cohort whose replies end it.
@@ -105,19 +106,16 @@ class AsynchronousRounds:
         joining = joining[np.argsort(schedule.clients[joining])]
         sent = schedule.sent_in(round)
         dropped = sent[schedule.drops[sent]]
-        begins = float(schedule.round_ends[round - 2]) if round > 1 else 0.0
-
-        joules = 0.0
-        if turns.devices is not None:
-            ended = np.concatenate([joining, dropped])
-            seconds = schedule.ends[ended] - schedule.begins[ended]
-            joules = float(turns.devices.watts[self._clients[schedule.clients[ended]]] @ seconds)
+        begins = float(schedule.round_begins[round - 1])
+        if self._joules is None:
+            assert turns.devices is not None
+            self._joules = schedule.joules(turns.devices.watts[self._clients])
         return CohortDraw(
             clients=tuple(self._clients[schedule.clients[joining]].tolist()),
             dropped=tuple(self._clients[schedule.clients[dropped]].tolist()),
             begins=begins,
             seconds=float(schedule.round_ends[round - 1]) - begins,
-            joules=joules,
+            joules=float(self._joules[round - 1]),
             staleness=tuple((round - schedule.rounds[joining]).tolist()),
         )
 

@@ -74,6 +74,11 @@ class Schedule:
     def num_rounds(self) -> int:
         return len(self.round_ends)
 
+    @cached_property
+    def round_begins(self) -> np.ndarray:
+        """When each round begins, ``float64[num_rounds]``: where the one before ends."""
+        return np.concatenate([[0.0], self.round_ends[:-1]])
+
     @property
     def staleness(self) -> np.ndarray:
         """How many models were made while each reply was under way, ``int32[R]``, in the order of arrival."""
@@ -82,6 +87,23 @@ class Schedule:
     @cached_property
     def _joined(self) -> np.ndarray:
         return self.joins[self.replies]
+
+    def per_round(self, rounds: np.ndarray) -> np.ndarray:
+        """Count how often each round is among ``int32[n]`` rounds: ``int64[num_rounds]``."""
+        return np.bincount(rounds, minlength=self.num_rounds + 1)[1:]
+
+    def joules(self, watts: np.ndarray) -> np.ndarray:
+        """Return the energy of each round's turns, ``float64[num_rounds]``.
+
+        A turn counts in the round that its reply is part of or, if the client drops out, in which it began.
+
+        Parameters
+        ----------
+        watts : electrical power of each client's device, ``float64[num_clients]``.
+        """
+        counted_in = np.where(self.drops, self.rounds, self.joins)
+        joules = (self.ends - self.begins) * watts[self.clients]
+        return np.bincount(counted_in, weights=joules, minlength=self.num_rounds + 1)[1:]
 
     def sent_in(self, round: int) -> np.ndarray:
         """Return the turns that begin in a round, ``int64[n]``."""
@@ -220,7 +242,7 @@ class _Simulation:
         availability = self._fleet.availability
         for _ in range(LOOKS):
             client = self._free[next(self._random) % len(self._free)]
-            if availability.is_available(np.array([client]), self._time)[0]:
+            if availability.is_one_available(client, self._time):
                 return client
 
         free = np.sort(np.array(self._free))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,18 +11,17 @@ from rich.console import Console
 from rich.table import Table
 
 from raypfl.common.counting import counted
-from raypfl.runs.planning import DAY, PERCENTILES, Plan
+from raypfl.runs.planning.plan import DAY, PERCENTILES, Plan
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """Return the plan in numbers."""
-    percentiles = {f"p{percent}": float(np.percentile(plan.seconds, percent)) for percent in PERCENTILES}
-    return {
+    numbers = {
         "rounds": plan.rounds,
         "clients": plan.num_clients,
         "rounds_a_day": plan.rounds_a_day,
         "simulated_seconds": plan.total_seconds,
-        "round_seconds": {"mean": float(plan.seconds.mean()), **percentiles, "max": float(plan.seconds.max())},
+        "round_seconds": _distribution(plan.seconds),
         "waiting_seconds": float(plan.begins[0] + (plan.begins[1:] - (plan.begins + plan.seconds)[:-1]).sum()),
         "clients_a_round": {name: float(getattr(plan, name).mean()) for name in ("clients", "dropped", "late")},
         "bytes_down": int(plan.bytes_down.sum()),
@@ -33,13 +33,21 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "never_drawn": int((~plan.drawn).sum()),
         "never_taken_part": int((plan.taken_part == 0).sum()),
     }
+    if plan.staleness is not None:
+        numbers["staleness"] = {**_distribution(plan.staleness), "histogram": np.bincount(plan.staleness).tolist()}
+    return numbers
+
+
+def _distribution(values: np.ndarray) -> dict[str, float]:
+    """The mean, percentiles and the largest of some numbers."""
+    percentiles = {f"p{percent}": float(np.percentile(values, percent)) for percent in PERCENTILES}
+    return {"mean": float(values.mean()), **percentiles, "max": float(values.max())}
 
 
 def show(console: Console, plan: Plan) -> None:
     """Print the plan."""
     numbers = as_json(plan)
     seconds = numbers["round_seconds"]
-    in_round = numbers["clients_a_round"]
     never = numbers["never_drawn"]
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=False)
@@ -54,10 +62,14 @@ def show(console: Console, plan: Plan) -> None:
     )
     if numbers["waiting_seconds"]:
         table.add_row("waiting for clients", duration(numbers["waiting_seconds"]))
-    table.add_row(
-        "clients of a round",
-        f"{in_round['clients']:,.1f} count, {in_round['late']:,.1f} are late, {in_round['dropped']:,.1f} drop out",
-    )
+    table.add_row("clients of a round", _clients_of_a_round(numbers["clients_a_round"]))
+    if plan.staleness is not None:
+        staleness = numbers["staleness"]
+        table.add_row(
+            "staleness",
+            f"{staleness['mean']:.2f} models on average, {staleness['p50']:.0f} in the median, "
+            f"{staleness['p95']:.0f} at the 95th percentile, {staleness['max']:.0f} at most",
+        )
     table.add_row("traffic", f"{size(numbers['bytes_down'])} down, {size(numbers['bytes_up'])} up")
     table.add_row("energy of the devices", energy(numbers["joules"]))
     table.add_row(
@@ -65,6 +77,15 @@ def show(console: Console, plan: Plan) -> None:
         f"Gini {numbers['gini']:.2f}; {never:,} of {counted(plan.num_clients, 'client')} are never drawn",
     )
     console.print(table)
+
+
+def _clients_of_a_round(mean_counts: Mapping[str, float]) -> str:
+    parts = [f"{mean_counts['clients']:,.1f} count"]
+    if mean_counts["late"]:
+        parts.append(f"{mean_counts['late']:,.1f} are late")
+    if mean_counts["dropped"]:
+        parts.append(f"{mean_counts['dropped']:,.1f} drop out")
+    return ", ".join(parts)
 
 
 def duration(seconds: float) -> str:
@@ -84,7 +105,9 @@ def size(number: float) -> str:
 
 
 def energy(joules: float) -> str:
-    """Return ``"12.3 kJ"``, or ``"4.5 kWh"`` from one kilowatt-hour on."""
+    """Return ``"12 J"``, ``"3.4 kJ"`` or, from one kilowatt-hour on, ``"5.6 kWh"``."""
+    if joules < 1e3:
+        return f"{joules:.3g} J"
     if joules < 3.6e6:
         return f"{joules / 1e3:.1f} kJ"
     return f"{joules / 3.6e6:,.1f} kWh"

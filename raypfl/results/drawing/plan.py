@@ -1,53 +1,90 @@
-"""The picture of a plan: its first rounds, turn by turn, and the lengths of all rounds."""
+"""The picture of a plan: its first rounds, turn by turn, the lengths of all rounds, and how stale replies are."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
 
 from raypfl.results.drawing.canvas import DATA, GREY, INK, PALE, png
-from raypfl.runs.planning import DAY, PERCENTILES, Plan
+from raypfl.runs.planning.plan import DAY, PERCENTILES, Plan
+from raypfl.runs.planning.turns import PlannedTurn
 
-_MOST_BARS = 400
-"""Turns in the picture; further rounds are left out."""
+_MOST_BARS = 200
+"""Turns in the picture, about; further rounds are left out."""
 
-_COLOURS = {"counted": DATA, "late": PALE, "dropped": "#C4453A"}
-_LABELS = {"counted": "counts", "late": "late: its work is lost", "dropped": "drops out"}
+_FEWEST_ROUNDS = 4
+"""Rounds that are drawn even if they have more turns."""
+
+_PACE_COLOURS = ("#8FC1E8", DATA, "#D98A3D")
+_PACE_LABELS = ("fastest third of devices", "middle third", "slowest third")
+_OTHER_COLOURS = {"late": "#9BA5AF", "dropped": "#C4453A", "unfinished": PALE}
+_OTHER_LABELS = {"late": "late: its work is lost", "dropped": "drops out", "unfinished": "at work when the run ends"}
+_WAITING = "#EDF0F3"
 
 
 def draw(plan: Plan, path: str | Path) -> Path:
     """Write a PNG of the first rounds, turn by turn, and of the lengths of all rounds; its folder must exist."""
     with png(path, 10, 6.2) as figure:
-        above, below = figure.subplots(2, 1, height_ratios=(2.4, 1))
-        _draw_turns(above, plan)
-        _draw_lengths(below, plan)
+        above, below = figure.subfigures(2, 1, height_ratios=(2.4, 1))
+        _draw_turns(above.subplots(), plan)
+        if plan.staleness is None:
+            _draw_lengths(below.subplots(), plan)
+        else:
+            left, right = below.subplots(1, 2)
+            _draw_lengths(left, plan)
+            _draw_staleness(right, plan.staleness)
     return Path(path)
 
 
 def _draw_turns(axes: Axes, plan: Plan) -> None:
-    """A bar for each turn, from the shortest of a round to its longest, and a line where a round ends."""
-    per_round = np.bincount([turn.round for turn in plan.turns])[1:]
-    num_rounds = max(int((np.cumsum(per_round) <= _MOST_BARS).sum()), 1)
-    shown = sorted((turn for turn in plan.turns if turn.round <= num_rounds), key=lambda turn: (turn.round, turn.ends))
-    scale, unit = _scale(plan.begins[num_rounds - 1] + plan.seconds[num_rounds - 1])
+    """A row for each client that is at work at a time: its turns, and how long it waits for the end of the round."""
+    num_rounds = _num_drawn_rounds(plan.turns)
+    round_ends = (plan.begins + plan.seconds)[:num_rounds]
+    scale, unit = _scale(round_ends[-1])
+    shown = [turn for turn in plan.turns if turn.round <= num_rounds]
+    row_of_place = {place: row for row, place in enumerate(sorted({turn.place for turn in shown}))}
 
-    for kind, colour in _COLOURS.items():
-        of_kind = [(place, turn) for place, turn in enumerate(shown) if turn.kind == kind]
-        places = [place for place, _ in of_kind]
-        lengths = [(turn.ends - turn.begins) / scale for _, turn in of_kind]
-        starts = [turn.begins / scale for _, turn in of_kind]
-        if places:
-            axes.barh(places, lengths, left=starts, height=1.0, color=colour, label=_LABELS[kind], linewidth=0)
-    for end in (plan.begins + plan.seconds)[:num_rounds]:
+    counted = [turn for turn in shown if turn.kind == "counted"]
+    has_paces = len({turn.pace for turn in shown}) > 1
+    kinds = [(kind, _OTHER_LABELS[kind], colour) for kind, colour in _OTHER_COLOURS.items()]
+    bars = [([turn for turn in shown if turn.kind == kind], label, colour) for kind, label, colour in kinds]
+    for pace, colour in enumerate(_PACE_COLOURS):
+        label = _PACE_LABELS[pace] if has_paces else "counts"
+        bars.insert(pace, ([turn for turn in counted if turn.pace == pace], label, colour))
+    if plan.staleness is None:
+        waiting = [replace(turn, begins=turn.ends, ends=round_ends[turn.round - 1]) for turn in counted]
+        bars.append((waiting, "waits for the round's end", _WAITING))
+
+    for turns, label, colour in bars:
+        rows = [row_of_place[turn.place] for turn in turns]
+        begins = np.array([turn.begins for turn in turns]) / scale
+        ends = np.array([turn.ends for turn in turns]) / scale
+        if rows:
+            axes.barh(rows, ends - begins, 1.0, begins, color=colour, label=label, edgecolor="white", linewidth=0.4)
+    for end in round_ends:
         axes.axvline(end / scale, color=GREY, linewidth=0.6)
 
     rounds = "The first round" if num_rounds == 1 else f"The first {num_rounds} rounds"
-    axes.set(title=f"{rounds}, turn by turn; a grey line is the end of a round", ylabel="turns", yticks=[])
-    axes.set(xlabel=f"simulated {unit}", ylim=(len(shown) - 0.5, -0.5), xlim=(0, None))
+    axes.set(title=f"{rounds}, turn by turn; a grey line is the end of a round", yticks=[])
+    axes.set(xlabel=f"simulated {unit}", xlim=(0, round_ends[-1] / scale), ylim=(len(row_of_place) - 0.5, -0.5))
+    axes.set(ylabel=_rows_label(shown, len(row_of_place)))
     axes.grid(False)
-    axes.legend(loc="upper right", frameon=True, framealpha=1.0, edgecolor="none")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
+def _num_drawn_rounds(turns: Sequence[PlannedTurn]) -> int:
+    per_round = np.bincount([turn.round for turn in turns])[1:]
+    num_rounds = int((np.cumsum(per_round) <= _MOST_BARS).sum())
+    return min(max(num_rounds, _FEWEST_ROUNDS), len(per_round))
+
+
+def _rows_label(turns: Sequence[PlannedTurn], num_rows: int) -> str:
+    num_places = 1 + max(turn.place for turn in turns)
+    return "clients at work" if num_rows == num_places else f"{num_rows} of {num_places:,} clients at work"
 
 
 def _draw_lengths(axes: Axes, plan: Plan) -> None:
@@ -65,6 +102,12 @@ def _draw_lengths(axes: Axes, plan: Plan) -> None:
             f" {percent} %", (position, 0.92), xycoords=("data", "axes fraction"), color=INK, fontsize=9, va="top"
         )
     axes.set(title=f"How long all {plan.rounds:,} rounds take", xlabel=unit, ylabel="rounds")
+
+
+def _draw_staleness(axes: Axes, staleness: np.ndarray) -> None:
+    counts = np.bincount(staleness)
+    axes.bar(np.arange(len(counts)), counts, width=0.9, color=DATA)
+    axes.set(title="How stale replies are", xlabel="models made while a reply was under way", ylabel="replies")
 
 
 def _scale(seconds: float) -> tuple[float, str]:

@@ -28,26 +28,39 @@ def trains_together(prepared: Prepared) -> bool:
     ------
     ConfigError : if the method's late replies could not be met.
     """
+    apart = refuse_unmet(prepared)
+    if apart is None:
+        return False
+    try:
+        with threads(threads_of_server(prepared.experiment)):
+            together = Rehearsal(prepared, _size(prepared)).asynchronous(together=True)
+    except Exception:
+        return False
+    return _are_same(apart, together)
+
+
+def refuse_unmet(prepared: Prepared) -> dict[str, Any] | None:
+    """Rehearse two asynchronous rounds of two clients apart; return their states, or None if rounds are synchronous.
+
+    Raises
+    ------
+    ConfigError : if the method's late replies could not be met.
+    """
     experiment = prepared.experiment
     if experiment.asynchronous.buffer is None:
-        return False
-
-    size = min(2, prepared.num_trained)
+        return None
     with (
         threads(threads_of_server(experiment)),
         explain_user_errors("in a rehearsed round", function=experiment.method.round),
     ):
         try:
-            apart = Rehearsal(prepared, size).asynchronous(together=False)
+            return Rehearsal(prepared, _size(prepared)).asynchronous(together=False)
         except MethodError as error:
             raise ConfigError(with_location(error)) from error
 
-    try:
-        with threads(threads_of_server(experiment)):
-            together = Rehearsal(prepared, size).asynchronous(together=True)
-    except Exception:
-        return False
-    return _are_same(apart, together)
+
+def _size(prepared: Prepared) -> int:
+    return min(2, prepared.num_trained)
 
 
 def _are_same(a: Any, b: Any) -> bool:

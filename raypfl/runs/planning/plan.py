@@ -9,35 +9,19 @@ import numpy as np
 from raypfl.common.errors import ConfigError
 from raypfl.data import load_federated
 from raypfl.devices import ClientTurns, Turn
+from raypfl.engine.building.asynchronous import schedule_for
 from raypfl.engine.events import Listener, Progress
 from raypfl.engine.prepared import Prepared
 from raypfl.experiment import Experiment
-from raypfl.federation.cohort_draw import CohortDraw, draw_cohort
+from raypfl.federation.asynchronous.schedule import Schedule
+from raypfl.federation.cohort_draw import draw_cohort
+from raypfl.runs.choices.together import refuse_unmet
 from raypfl.runs.choices.turn import turn_of
+from raypfl.runs.planning.turns import DRAWN_ROUNDS, PlannedTurn, paces_of, turns_of_round, turns_of_schedule
 
 DAY = 86400.0
 PERCENTILES = (50, 95)
-"""Percentiles of the lengths of rounds that are shown."""
-
-DRAWN_ROUNDS = 40
-"""Rounds of which a plan keeps every turn, for its picture."""
-
-
-@dataclass(frozen=True)
-class PlannedTurn:
-    """A client's turn in a round.
-
-    Attributes
-    ----------
-    ends : simulated seconds from the start of the run to the end of the turn or, for a late client, of its round.
-    kind : ``counted``, ``late`` or ``dropped``.
-    """
-
-    round: int
-    client: int
-    begins: float
-    ends: float
-    kind: str
+"""Percentiles of the lengths of rounds, and of staleness, that are shown."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +39,9 @@ class Plan:
         ``int64[rounds]``.
     taken_part : how often each client counts in a round, ``int64[num_clients]``.
     drawn : whether each client is ever sent a model, ``bool[num_clients]``.
-    turns : the turns of the first rounds.
+    turns : the turns of the first rounds; of a large cohort, those at some of its places.
+    staleness : how many models were made while each reply was under way, ``int64[replies]``; None: rounds are
+        synchronous.
     """
 
     turn: Turn
@@ -71,6 +57,7 @@ class Plan:
     taken_part: np.ndarray
     drawn: np.ndarray
     turns: tuple[PlannedTurn, ...]
+    staleness: np.ndarray | None = None
 
     @property
     def rounds(self) -> int:
@@ -111,16 +98,13 @@ def plan(experiment: Experiment, emit: Listener, num_clients: int | None = None)
         raise ConfigError(
             "A plan needs the clients' devices: set devices.hardware, as in raypfl plan devices.hardware=lognormal."
         )
-    if experiment.asynchronous.buffer is not None:
-        raise ConfigError(
-            "A plan has synchronous rounds only; leave asynchronous.buffer out. A run with it records the same numbers."
-        )
     emit(Progress("preparing data"))
     data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
     prepared = Prepared(experiment, data)
     emit(Progress("rehearsing a round"))
     turn = turn_of(prepared)
     assert turn is not None
+    refuse_unmet(prepared)
 
     trained = None
     if num_clients is None and len(data.unseen):
@@ -133,21 +117,32 @@ def plan(experiment: Experiment, emit: Listener, num_clients: int | None = None)
 def planned(experiment: Experiment, turns: ClientTurns, trained: np.ndarray | None = None) -> Plan:
     """Plan the rounds of clients whose turns are known; `trained`: the numbers of those that are trained."""
     assert turns.turn is not None and turns.num_samples is not None
+    if trained is None:
+        trained = np.arange(len(turns.num_samples))
+    schedule = schedule_for(experiment, turns, trained)
+    if schedule is None:
+        return _synchronous(experiment, turns, trained)
+    return _asynchronous(schedule, turns, trained)
+
+
+def _synchronous(experiment: Experiment, turns: ClientTurns, trained: np.ndarray) -> Plan:
+    assert turns.turn is not None and turns.num_samples is not None
     num_all = len(turns.num_samples)
-    num_trained = num_all if trained is None else len(trained)
+    numbers = None if len(trained) == num_all else trained
     taken_part = np.zeros(num_all, dtype=np.int64)
     drawn = np.zeros(num_all, dtype=bool)
 
+    paces = paces_of(turns)
     draws = []
     planned_turns: list[PlannedTurn] = []
     time = 0.0
     for number in range(1, experiment.rounds + 1):
-        cohort = draw_cohort(experiment.cohort, num_trained, experiment.seed, number, turns, trained, time)
+        cohort = draw_cohort(experiment.cohort, len(trained), experiment.seed, number, turns, numbers, time)
         time = cohort.ends
         taken_part[list(cohort.clients)] += 1
         drawn[[*cohort.clients, *cohort.lost]] = True
         if number <= DRAWN_ROUNDS:
-            planned_turns += _turns_of(number, cohort, turns)
+            planned_turns += turns_of_round(number, cohort, turns, paces)
         counts = (len(cohort.clients), len(cohort.dropped), len(cohort.late))
         draws.append((*counts, cohort.begins, cohort.seconds, cohort.joules))
 
@@ -156,10 +151,9 @@ def planned(experiment: Experiment, turns: ClientTurns, trained: np.ndarray | No
     first_message = turn.exchanges[0].down_bytes
     # Those that are late or drop out of a round have received its first message.
     bytes_down = clients * turn.down_bytes + (dropped + late) * first_message
-    chosen = slice(None) if trained is None else trained
     return Plan(
         turn=turn,
-        num_clients=num_trained,
+        num_clients=len(trained),
         begins=begins,
         seconds=seconds,
         joules=joules,
@@ -168,22 +162,30 @@ def planned(experiment: Experiment, turns: ClientTurns, trained: np.ndarray | No
         clients=clients.astype(np.int64),
         dropped=dropped.astype(np.int64),
         late=late.astype(np.int64),
-        taken_part=taken_part[chosen],
-        drawn=drawn[chosen],
+        taken_part=taken_part[trained],
+        drawn=drawn[trained],
         turns=tuple(planned_turns),
     )
 
 
-def _turns_of(number: int, cohort: CohortDraw, turns: ClientTurns) -> list[PlannedTurn]:
-    """The turns of a round, client by client."""
-    counted = np.array(cohort.clients, dtype=np.int64)
-    dropped = np.array(cohort.dropped, dtype=np.int64)
-    shares = np.ones(len(counted)) if cohort.work is None else cohort.work
-    planned_turns = []
-    for client, seconds in zip(cohort.clients, turns.turn_seconds(counted, shares).tolist(), strict=True):
-        planned_turns.append(PlannedTurn(number, client, cohort.begins, cohort.begins + seconds, "counted"))
-    for client in cohort.late:
-        planned_turns.append(PlannedTurn(number, client, cohort.begins, cohort.ends, "late"))
-    for client, seconds in zip(cohort.dropped, turns.download_seconds(dropped).tolist(), strict=True):
-        planned_turns.append(PlannedTurn(number, client, cohort.begins, cohort.begins + seconds, "dropped"))
-    return planned_turns
+def _asynchronous(schedule: Schedule, turns: ClientTurns, trained: np.ndarray) -> Plan:
+    assert turns.turn is not None and turns.devices is not None
+    num_rounds = schedule.num_rounds
+    clients = schedule.per_round(schedule.joins[schedule.replies])
+    sent = schedule.per_round(schedule.rounds)
+    return Plan(
+        turn=turns.turn,
+        num_clients=len(trained),
+        begins=schedule.round_begins,
+        seconds=schedule.round_ends - schedule.round_begins,
+        joules=schedule.joules(turns.devices.watts[trained]),
+        bytes_down=np.rint(sent * turns.turn.down_bytes).astype(np.int64),
+        bytes_up=np.rint(clients * turns.turn.up_bytes).astype(np.int64),
+        clients=clients,
+        dropped=schedule.per_round(schedule.rounds[schedule.drops]),
+        late=np.zeros(num_rounds, dtype=np.int64),
+        taken_part=np.bincount(schedule.clients[schedule.replies], minlength=len(trained)),
+        drawn=np.bincount(schedule.clients, minlength=len(trained)) > 0,
+        turns=tuple(turns_of_schedule(schedule, trained, paces_of(turns))),
+        staleness=schedule.staleness,
+    )

@@ -1,0 +1,1 @@
+"""Plans: what runs will take on their clients' devices, before anything trains."""
