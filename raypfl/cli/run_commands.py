@@ -117,6 +117,10 @@ def study(
     seeds: Annotated[
         int | None, typer.Option(metavar="N", parser=count, help="Number of seeds for each method and setting.")
     ] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Keep a record of what was measured, with all seeds, hashes and CPU time."),
+    ] = None,
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
@@ -128,11 +132,13 @@ def study(
     from raypfl.cli.actions.study import new_study, run_study
 
     if words and words[0] == "new":
+        if record:
+            raise ConfigError("--record keeps what a study measured, but `raypfl study new` only writes its file.")
         _, changes = study_and_changes(words[1:], rounds, seeds)
         new_study(words[1:2], changes)
         return
     source, changes = study_and_changes(words or [], rounds, seeds)
-    run_study(source, comma_separated(only), changes, quiet, as_json)
+    run_study(source, comma_separated(only), changes, quiet, as_json, record)
 
 
 def ntk(

@@ -19,6 +19,18 @@ _NO_DEVIATION = {
 }
 """Settings, by section, that decide where, how fast and how often something is done, but not what is done."""
 
+SIZES = (
+    "rounds",
+    "data.pools",
+    "partition",
+    "cohort",
+    "model",
+    "training.epochs",
+    "training.steps",
+    "training.batch_size",
+)
+"""Settings, and sections, that decide how large a run is; with others than published, levels cannot be compared."""
+
 _AXES = {"methods": "methods", "down": "blocks", "across": "groups of columns"}
 
 Position = tuple[str, str, str]
@@ -49,6 +61,12 @@ def deviations(
     ]
 
 
+def size_settings(cells: Sequence[StudyCell], planned: Sequence[StudyCell]) -> list[str]:
+    """Return the settings among `SIZES` that differ from the published ones in some cell."""
+    differing = {path for path, _, _ in _positions_by_difference(cells, planned)}
+    return sorted(path for path in differing if any(f"{path}.".startswith(f"{size}.") for size in SIZES))
+
+
 def _seeds(cells: Sequence[StudyCell], planned: Sequence[StudyCell]) -> list[str]:
     measured = len({cell.experiment.seed for cell in cells})
     published = len({cell.experiment.seed for cell in planned})
@@ -77,9 +95,25 @@ def _extent(reference: Study, study: Study) -> list[str]:
 
 def _settings(cells: Sequence[StudyCell], planned: Sequence[StudyCell]) -> list[str]:
     published = _protocols(planned)
+    measured = [position for position in _protocols(cells) if position in published]
+
+    lines = []
+    for (path, measured_text, published_text), positions in _positions_by_difference(cells, planned).items():
+        scope = _scope(positions, measured)
+        lines.append(f"{path} is {measured_text}, not {published_text}{scope}.")
+    return lines
+
+
+def _positions_by_difference(
+    cells: Sequence[StudyCell], planned: Sequence[StudyCell]
+) -> dict[tuple[str, str, str], list[Position]]:
+    """Return where settings differ from the published ones, by (path, measured, published) as texts.
+
+    Many positions often share one difference.
+    """
+    published = _protocols(planned)
     measured = {position: values for position, values in _protocols(cells).items() if position in published}
 
-    # Many positions often share one deviation, which is one sentence.
     positions_of: dict[tuple[str, str, str], list[Position]] = {}
     for position, measured_values in measured.items():
         published_values = published[position]
@@ -88,12 +122,7 @@ def _settings(cells: Sequence[StudyCell], planned: Sequence[StudyCell]) -> list[
             published_text = _as_text(published_values.get(path))
             if measured_text != published_text:
                 positions_of.setdefault((path, measured_text, published_text), []).append(position)
-
-    lines = []
-    for (path, measured_text, published_text), positions in positions_of.items():
-        scope = _scope(positions, list(measured))
-        lines.append(f"{path} is {measured_text}, not {published_text}{scope}.")
-    return lines
+    return positions_of
 
 
 def _protocols(cells: Sequence[StudyCell]) -> dict[Position, dict[str, Any]]:

@@ -127,6 +127,23 @@ def table_entries(
     return sorted(entries, key=lambda entry: (downs.index(entry.down), methods.index(entry.method)))
 
 
+def last_rounds(results: Sequence[RunResult], metric: MetricColumn, last: int) -> list[float]:
+    """Return a metric's mean over the last evaluated rounds of each run, in percent if it is a share.
+
+    Empty if the metric chooses its round otherwise, or if a run was evaluated in fewer rounds.
+    """
+    if metric.choose != "last" or not results:
+        return []
+    metric = metric.model_copy(update={"last": last})
+    if any(len(_rounds(result, metric)) < last for result in results):
+        return []
+
+    measures = results[0].experiment.measures
+    value = metric.value or measures.primary.name
+    unit = Unit(measures.metric_of(value) if value in measures.aggregates else measures.primary)
+    return list(unit.of(_means([_rows(result, metric) for result in results], value)))
+
+
 def _with_standings(
     entries: Sequence[TableEntry],
     column: tuple[str, str, str],

@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,6 +26,9 @@ Status = Literal["finished", "stopped", "failed"]
 FINISHED: Status = "finished"
 STOPPED: Status = "stopped"
 FAILED: Status = "failed"
+
+COSTS = "costs.jsonl"
+"""File in a cell's folder. Each process that works on the cell adds a line: ``commit`` and ``cpu_seconds``."""
 
 
 @dataclass(frozen=True)
@@ -47,20 +51,40 @@ def run_cell(experiment: Experiment, folder: Path, listeners: Sequence[Listener]
         with locked(folder):
             if is_finished(folder):
                 return CellOutcome(FINISHED)
-            if (folder / RECIPE).exists():
-                # It may continue on other machines, or with other checkpoints, to the same bits.
-                values = experiment.to_dict()
-                changes = [f"{key}={json.dumps(values[key])}" for key in ("ray", "checkpoint")]
-                changes.append(f"engine.backend={experiment.engine.backend}")
-                result = driver.resume(folder, listeners=listeners, overrides=changes)
-            else:
-                result = driver.run(experiment, listeners=listeners, run_dir=folder)
+            with _recorded_costs(folder, experiment):
+                if (folder / RECIPE).exists():
+                    # It may continue on other machines, or with other checkpoints, to the same bits.
+                    values = experiment.to_dict()
+                    changes = [f"{key}={json.dumps(values[key])}" for key in ("ray", "checkpoint")]
+                    changes.append(f"engine.backend={experiment.engine.backend}")
+                    result = driver.resume(folder, listeners=listeners, overrides=changes)
+                else:
+                    result = driver.run(experiment, listeners=listeners, run_dir=folder)
         return CellOutcome(STOPPED if result.status == STOPPED else FINISHED)
     except RaypflError as error:
         return CellOutcome(FAILED, str(error))
     except Exception:
         # A cell that fails must not end the others.
         return CellOutcome(FAILED, traceback.format_exc())
+
+
+@contextlib.contextmanager
+def _recorded_costs(folder: Path, experiment: Experiment) -> Iterator[None]:
+    """Add a line to the cell's costs; its CPU seconds are unknown where actors do the work."""
+    from raypfl.common.checkout import commit
+
+    start = time.process_time()
+    try:
+        yield
+    finally:
+        cpu_seconds = None
+        if experiment.engine.backend == "inline":
+            cpu_seconds = round(time.process_time() - start, 1)
+        costs = {"commit": commit(Path(__file__).parents[1]), "cpu_seconds": cpu_seconds}
+        # A run that was refused has no folder.
+        if folder.is_dir():
+            with (folder / COSTS).open("a") as file:
+                file.write(json.dumps(costs) + "\n")
 
 
 def run_cell_task(cell: int, experiment: Experiment, folder: Path, home: str, events: Any) -> CellOutcome:

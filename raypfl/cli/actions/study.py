@@ -27,9 +27,10 @@ from raypfl.runs.result import RunResult, is_finished
 from raypfl.studies import layout
 from raypfl.studies.cells import StudyCell, choices_with_values, plan, select
 from raypfl.studies.description import Study, load
-from raypfl.studies.deviations import deviations
+from raypfl.studies.deviations import deviations, size_settings
 from raypfl.studies.entries import TableEntry, cell_table, entry_rows, entry_table, table_entries
 from raypfl.studies.picture import draw
+from raypfl.studies.record import keep, record_of, written_by_hand
 from raypfl.studies.running import run
 from raypfl.studies.scaffold import scaffold
 from raypfl.studies.worker import FAILED, FINISHED, STOPPED, CellOutcome
@@ -50,7 +51,14 @@ def new_study(files: Sequence[str], assignments: Sequence[str]) -> None:
     print(f"{files[0]} has {counted(cells, 'run')}. To run it: {shlex.join(['raypfl', 'study', files[0]])}")
 
 
-def run_study(source: str, only: Sequence[str], assignments: Sequence[str], quiet: bool, as_json: bool) -> None:
+def run_study(
+    source: str,
+    only: Sequence[str],
+    assignments: Sequence[str],
+    quiet: bool,
+    as_json: bool,
+    record_file: Path | None = None,
+) -> None:
     """Run the unfinished cells of a study, then show the table, even if the study is stopped or some cells fail.
 
     Parameters
@@ -60,6 +68,7 @@ def run_study(source: str, only: Sequence[str], assignments: Sequence[str], quie
     assignments : ``dotted.key=value``, including rounds and seeds.
     quiet : show no progress.
     as_json : print the entries as JSON.
+    record_file : where the study's record is kept; None: nowhere.
 
     Raises
     ------
@@ -67,6 +76,9 @@ def run_study(source: str, only: Sequence[str], assignments: Sequence[str], quie
     Stopped : on an interruption; the message says how to continue.
     RaypflError : if cells failed.
     """
+    if record_file:
+        # Refuses another file before anything runs.
+        written_by_hand(record_file)
     study, reference = load(source)
     study = select(study, only)
     cells = plan(study, assignments)
@@ -95,6 +107,10 @@ def run_study(source: str, only: Sequence[str], assignments: Sequence[str], quie
             page = layout.markdown(study, reference.published, measured, departures)
             _write(folder, study.name, page, measured, cell_table(cells, results))
             write(folder / "table.tex", layout.as_latex(study, reference.published, measured, departures))
+            if record_file:
+                smaller = size_settings(cells, published)
+                record = record_of(study, reference, command, cells, results, measured, departures, smaller)
+                keep(record_file, record)
             tracked.describe(page)
             for name in FILES:
                 tracked.attach(folder / name)

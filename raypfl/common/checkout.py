@@ -1,0 +1,28 @@
+"""The commit of a checkout of git."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def commit(root: Path, paths: Sequence[str] = (".",)) -> str | None:
+    """Return the short commit that a folder is at, ``-dirty`` behind it if tracked files in `paths` differ.
+
+    None: git is not there, or does not track the folder, as where a package is installed in someone's repository.
+    """
+    if not _git(root, "ls-files", "--", *paths):
+        return None
+    short = _git(root, "rev-parse", "--short", "HEAD")
+    changes = _git(root, "status", "--porcelain", "--untracked-files=no", "--", *paths)
+    return f"{short}-dirty" if changes else short
+
+
+def _git(root: Path, *arguments: str) -> str:
+    """Return what a command of git prints; empty where it fails, or there is no git."""
+    try:
+        result = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True)
+    except FileNotFoundError:
+        return ""
+    return result.stdout.strip() if result.returncode == 0 else ""

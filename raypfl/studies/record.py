@@ -1,0 +1,158 @@
+"""The record of a study: what was measured, how, and at what cost, in a small file to keep."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from raypfl.common.errors import ConfigError
+from raypfl.common.files import write
+from raypfl.common.version import __version__
+from raypfl.runs.result import RunResult
+from raypfl.studies.cells import StudyCell
+from raypfl.studies.description import Study
+from raypfl.studies.entries import TableEntry, last_rounds
+from raypfl.studies.worker import COSTS
+
+BY_HAND = {"title": "", "reasons": []}
+"""What a person writes into a record: the table's title, and why numbers are not the published ones, in sentences."""
+
+_LOCATIONS = ("output=", "tracking.", "checkpoint.")
+"""Assignments that do not belong in a record: where a run's files are, and who is told of it."""
+
+_ABSOLUTE_PATH = re.compile(r"(?<![\w.~/])(?:~|/)[\w.~-]*(?:/[\w.~-]+)+")
+_DIGITS = 4
+
+
+def record_of(
+    study: Study,
+    reference: Study,
+    command: Sequence[str],
+    cells: Sequence[StudyCell],
+    results: Mapping[int, RunResult],
+    entries: Sequence[TableEntry],
+    deviations: Sequence[str],
+    smaller: Sequence[str],
+) -> dict[str, Any]:
+    """Return a study's record, for JSON.
+
+    Parameters
+    ----------
+    reference : the study with the published table.
+    command : the words of the command that ran the study.
+    results : results of the finished cells, by index in `cells`.
+    deviations : sentences, see :func:`raypfl.studies.deviations.deviations`.
+    smaller : settings by which runs are smaller than published, see :func:`raypfl.studies.deviations.size_settings`.
+
+    Returns
+    -------
+    ``title`` and ``reasons``, which are empty; ``study``, ``published`` (the source; None: there is none), ``command``,
+    ``raypfl`` (the version), ``deviations`` and ``smaller``; ``entries``, a dict for each entry of the table that was
+    measured, in percent, with a number for each seed; and ``runs``, a dict for each finished cell.
+    """
+    return {
+        **BY_HAND,
+        "study": reference.name,
+        "published": reference.published.source if reference.published else None,
+        "command": _without_locations(command),
+        "raypfl": __version__,
+        "deviations": list(deviations),
+        "smaller": list(smaller),
+        "entries": _entries(study, cells, results, entries),
+        "runs": [_run(cells[i], result) for i, result in sorted(results.items())],
+    }
+
+
+def written_by_hand(file: Path) -> dict[str, Any]:
+    """Return what a person has written into a record; empty if there is no such file.
+
+    Raises
+    ------
+    ConfigError : if the file holds something else than a record.
+    """
+    if not file.exists():
+        return {}
+    try:
+        record = json.loads(file.read_text())
+        return {key: record[key] for key in BY_HAND}
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(f"{file} holds no record of a study; name another file.") from None
+
+
+def keep(file: Path, record: Mapping[str, Any]) -> None:
+    """Write a record, with what a person has written into the file before."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write(file, as_text({**record, **written_by_hand(file)}))
+
+
+def as_text(record: Mapping[str, Any]) -> str:
+    """Return a record as JSON with a line for each entry, run and sentence, so that changes are easy to read."""
+    parts = []
+    for key, value in record.items():
+        text = json.dumps(value, ensure_ascii=False)
+        if isinstance(value, list) and value:
+            lines = ",\n  ".join(json.dumps(item, ensure_ascii=False) for item in value)
+            text = f"[\n  {lines}\n ]"
+        parts.append(f" {json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def _without_locations(command: Sequence[str]) -> str:
+    words = [word for word in command if not word.startswith(_LOCATIONS)]
+    return shlex.join(_ABSOLUTE_PATH.sub("FOLDER", word) for word in words)
+
+
+def _entries(
+    study: Study, cells: Sequence[StudyCell], results: Mapping[int, RunResult], entries: Sequence[TableEntry]
+) -> list[dict[str, Any]]:
+    rows = []
+    for entry in entries:
+        if not entry.values:
+            continue
+        row: dict[str, Any] = {"method": entry.method, "down": entry.down, "across": entry.across}
+        row |= {"metric": entry.metric, "values": _rounded(entry.values)}
+        if entry.spread_over == "clients":
+            row["over_clients"] = _rounded(entry.within)
+
+        runs = [
+            result for i, result in results.items() if cells[i].position == (entry.method, entry.down, entry.across)
+        ]
+        for name, last in (("last_round", 1), ("last_ten", 10)):
+            values = last_rounds(runs, study.metrics[entry.metric], last)
+            if values and _rounded(values) != row["values"]:
+                row[name] = _rounded(values)
+
+        if entry.published:
+            row["published"] = entry.published.value
+            row["published_spread"] = entry.published.spread
+        rows.append(row)
+    return rows
+
+
+def _run(cell: StudyCell, result: RunResult) -> dict[str, Any]:
+    lines = []
+    costs_file = cell.folder / COSTS
+    if costs_file.exists():
+        lines = [json.loads(line) for line in costs_file.read_text().splitlines()]
+
+    # A part that is unknown makes the sum unknown.
+    seconds = [line["cpu_seconds"] for line in lines]
+    commits = dict.fromkeys(line["commit"] for line in lines if line["commit"])
+    return {
+        "method": cell.method,
+        "down": cell.down,
+        "across": cell.across,
+        "seed": cell.experiment.seed,
+        "rounds": result.round,
+        "weights_hash": result.weights_hash,
+        "cpu_seconds": round(sum(seconds), 1) if seconds and None not in seconds else None,
+        "commit": ", ".join(commits) or None,
+    }
+
+
+def _rounded(values: Sequence[float]) -> list[float]:
+    return [round(value, _DIGITS) for value in values]
