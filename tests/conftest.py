@@ -26,6 +26,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 torch.set_num_threads(1)
+
+# A flush to the disk makes a difference only if the machine loses power, which no test can see, and every run waits for
+# 30 of them. The processes that tests start have their own.
+os.fsync = lambda handle: None
 hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")
 

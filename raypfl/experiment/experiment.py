@@ -239,7 +239,7 @@ class Experiment(BaseModel):
     @classmethod
     def from_record(cls, source: str | Path) -> Experiment:
         """Read the experiment that a run recorded, without settings that have no effect: old versions accepted them."""
-        values = read(source)
+        values = read(source, is_record=True)
         move_to_devices(values)
         drop_idle(values)
         return cls(**values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 from pathlib import Path
@@ -34,7 +35,14 @@ EVENTFUL = TIMED | {
 def experiment(tmp_path: Path, **changes) -> raypfl.Experiment:
     """Return a small experiment in `tmp_path`; a change of ``a.b`` is written ``a__b=value``."""
     changes = NEEDED.get(str(changes.get("method")), {}) | changes
-    base = raypfl.Experiment(
+    if "output" not in changes:
+        changes["output"] = tmp_path / "runs"
+    return _base().override([f"{key.replace('__', '.')}={value}" for key, value in changes.items()])
+
+
+@functools.cache
+def _base() -> raypfl.Experiment:
+    return raypfl.Experiment(
         rounds=6,
         method="ditto",
         partition={"name": "dirichlet", "clients": 12, "alpha": 0.3},
@@ -45,9 +53,7 @@ def experiment(tmp_path: Path, **changes) -> raypfl.Experiment:
         checkpoint={"every": 2},
         engine={"backend": "inline", "group_size": 2},
         tracking={"mlflow": False},
-        output=str(tmp_path / "runs"),
     )
-    return base.override([f"{key.replace('__', '.')}={value}" for key, value in changes.items()])
 
 
 def same_tables(a: raypfl.Result, b: raypfl.Result) -> bool:
