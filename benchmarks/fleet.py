@@ -6,7 +6,8 @@
 
 Clients cost one to nine steps. The code that runs on Ray (`federation.exchange`) cuts, bundles and hands them out. A
 group takes a twentieth of a second for each step, with a disturbance of 5 %, and replies with 1,626,442 numbers.
-Printed are the milliseconds that the head's process takes, and the most sums that wait for a neighbour in the tree.
+Printed are the milliseconds that the head's process takes, the most sums that wait for a neighbour in the tree, and
+what is left to the head if nodes add sums up.
 
 With `--ray`: the milliseconds of pushing a task, and of a look at many references of which none is ready.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import heapq
 import time
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,12 +26,15 @@ import numpy as np
 from raypfl.clients.worker import Group
 from raypfl.federation.exchange.bundles import Bundle, bundled
 from raypfl.federation.exchange.grouping import cut_into_groups, group_sizes
+from raypfl.federation.exchange.partial_sums import PartialSum, PartialSums
 from raypfl.federation.exchange.placement import Dispatch
 from raypfl.federation.exchange.tree_sum import Subtree, Total, TreeSum
 from raypfl.storage.stacks import StackRef
 
 STEP = 0.05
 NUMBERS = 1_626_442
+RESNET_BYTES = 45_000_000
+NETWORK = 25e9 / 8
 HERE = "benchmarks.fleet"
 
 
@@ -53,15 +58,19 @@ class Fleet:
         return groups
 
 
-def replay(fleet: Fleet, bundles: Sequence[Bundle], slowness: Sequence[float], draws: np.random.Generator) -> list[int]:
+def replay(
+    fleet: Fleet, bundles: Sequence[Bundle], slowness: Sequence[float], draws: np.random.Generator
+) -> list[tuple[Bundle, str]]:
     """Hand out bundles and take replies until all are done; print what that took.
 
-    Returns the indices of the bundles in the order in which they finish.
+    Returns the bundles in the order in which they finish, each with the node of its actor.
     """
     begin = time.perf_counter()
     dispatch = Dispatch(bundles)
-    for actor in range(fleet.actors):
-        dispatch.join(actor, str(actor % fleet.nodes), slowness[actor])
+    # As on Ray, those of one node join together.
+    node_of = sorted(str(actor % fleet.nodes) for actor in range(fleet.actors))
+    for actor, node in enumerate(node_of):
+        dispatch.join(actor, node, slowness[actor])
     joined = time.perf_counter() - begin
 
     free = [0.0] * fleet.actors
@@ -93,8 +102,8 @@ def replay(fleet: Fleet, bundles: Sequence[Bundle], slowness: Sequence[float], d
             later += hand_out()
             continue
 
-        now, actor, index, bundle = heapq.heappop(ends)
-        order.append(index)
+        now, actor, _, bundle = heapq.heappop(ends)
+        order.append((bundle, node_of[actor]))
         begin = time.perf_counter()
         dispatch.finished(actor, bundle, now)
         later += time.perf_counter() - begin + hand_out()
@@ -104,20 +113,49 @@ def replay(fleet: Fleet, bundles: Sequence[Bundle], slowness: Sequence[float], d
     return order
 
 
-def add_up(bundles: Sequence[Bundle], order: Sequence[int]) -> None:
+def add_up(order: Sequence[tuple[Bundle, str]]) -> None:
     """Add up bundles' sums in the order in which they arrive; print what that takes."""
     arrays = [np.full(NUMBERS, 1.0 + k, np.float32) for k in range(8)]
-    levels = {bundle.index: len(bundle.groups).bit_length() - 1 for bundle in bundles}
     tree = TreeSum()
     most = 0
     begin = time.perf_counter()
-    for turn, index in enumerate(order):
-        level = levels[index]
-        tree.add(Subtree(level, index >> level, {"theta": Total(arrays[turn % 8], 1.0)}))
+    for turn, (bundle, _) in enumerate(order):
+        level = len(bundle.groups).bit_length() - 1
+        tree.add(Subtree(level, bundle.index >> level, {"theta": Total(arrays[turn % 8], 1.0)}))
         most = max(most, len(tree))
     tree.totals()
     seconds = time.perf_counter() - begin
     print(f"adding up a reply of {4 * NUMBERS:,} bytes {1000 * seconds / len(order):.2f} ms; {most} sums kept at most")
+
+
+def add_up_on_nodes(groups: Sequence[Group], order: Sequence[tuple[Bundle, str]]) -> None:
+    """Print what nodes add up, each block where its last part has come from, and what is left to the head."""
+    partials = PartialSums(groups)
+    # The reference of each partial sum is replaced by the node that keeps it.
+    coming = deque(PartialSum(bundle.groups, node) for bundle, node in order)
+    blocks = 0
+    received: Counter[str] = Counter()
+    seconds = 0.0
+    while coming:
+        partial = coming.popleft()
+        begin = time.perf_counter()
+        parts = partials.add(partial)
+        seconds += time.perf_counter() - begin
+        if parts:
+            blocks += 1
+            node = partial.subtrees
+            received[node] += sum(part.subtrees != node for part in parts)
+            coming.appendleft(PartialSum(tuple(group for part in parts for group in part.groups), node))
+
+    left = len(partials.pop_all())
+    travel = RESNET_BYTES / NETWORK
+    print(
+        f"on nodes: {blocks} blocks added up, for which {sum(received.values())} sums travel, at most "
+        f"{max(received.values(), default=0)} to a node; deciding takes {1000 * seconds / len(order):.4f} ms a reply\n"
+        f"the head gets {left} sums, not {len(order)}: with ResNet-18, by arithmetic, {left * travel:.1f} s of its "
+        f"network, not {len(order) * travel:.0f}, and at most {max(received.values(), default=0) * travel:.1f} s of a "
+        "node's"
+    )
 
 
 def messages() -> None:
@@ -174,7 +212,8 @@ def main() -> None:
         print(f"\n{name}: {len(groups)} groups in {len(bundles)} bundles")
         print(f"cutting {1000 * cut:.0f} ms, bundling {1000 * bundling:.0f}")
         order = replay(fleet, bundles, slowness, draws)
-    add_up(bundles, order)
+        add_up_on_nodes(groups, order)
+    add_up(order)
 
 
 if __name__ == "__main__":

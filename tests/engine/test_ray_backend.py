@@ -15,9 +15,9 @@ from raypfl.common.errors import RaypflError
 from raypfl.common.messages import Each, Mean, Sum
 from raypfl.engine.backends import ray_backend
 from raypfl.engine.backends.actor_pools import ActorPools
-from raypfl.engine.backends.answers import SEPARATE_BYTES
 from raypfl.engine.backends.client_actor import ClientActor, Home
 from raypfl.engine.backends.inline import Inline
+from raypfl.engine.backends.objects.answers import SEPARATE_BYTES
 from raypfl.engine.backends.ray_backend import INLINE_BYTES, RayBackend
 from raypfl.engine.backends.restarts import MAX_SETUP_FAILURES, PATIENCE
 from raypfl.experiment.settings import ActorPool

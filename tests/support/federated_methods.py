@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from raypfl import Mean, Sum
 from raypfl.common.errors import LostState
+from raypfl.federation.exchange import partial_sums
 from raypfl.methods import Ditto, FedAvg
 
 
@@ -71,6 +72,38 @@ class WaitsForTheEndOfTrouble(Marked):
         while cohort.round == 20 and not Path(self.marks, "over").exists():
             time.sleep(0.1)
         super().round(server, cohort)
+
+
+class MovesModels(FedAvg):
+    """Move the model by numbers of each client instead of training it. Nodes add up, if the server is busy for `load`.
+
+    In round 4, client 47 writes its node's address into the file `waiting`, and waits until there is one `over`; the
+    file `trained` gets a line for each group of that round.
+    """
+
+    marks: str
+    load: float = 0.0
+
+    def start(self, task):
+        partial_sums.MAX_LOAD = self.load  # in the server's process
+        return super().start(task)
+
+    def train(self, clients, theta):
+        if clients.round == 4:
+            with (Path(self.marks) / "trained").open("a") as trained:
+                print(*clients.ids, file=trained)
+            if 47 in clients.ids and not Path(self.marks, "over").exists():
+                self._wait()
+
+        moves = torch.sin(torch.tensor(clients.ids, dtype=torch.float32)[:, None] + torch.arange(len(theta)))
+        return {"theta": Mean(theta + moves, weight=clients.num_samples)}
+
+    def _wait(self) -> None:
+        import ray
+
+        Path(self.marks, "waiting").write_text(ray.util.get_node_ip_address() if ray.is_initialized() else "")
+        while not Path(self.marks, "over").exists():
+            time.sleep(0.1)
 
 
 class KillsItsActor(Marked):

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from raypfl.clients.worker import Call, Group, Reply, Worker
     from raypfl.federation.exchange.backend import BundleReply, Failed
+    from raypfl.federation.exchange.tree_sum import Subtree
     from raypfl.storage.stacks import Contents, Fetch, Stack
     from raypfl.storage.states import StateFile, StateShard
 
@@ -103,7 +104,40 @@ class ClientActor:
                 stacks += [None if stack is None else stack.single(slot) for slot in range(len(group.clients))]
             else:
                 stacks.append(stack)
-        return BundleReply(outcomes, sums.subtrees()), *stacks
+        return BundleReply(outcomes, sums.subtrees() if len(groups) > 1 else None), *stacks
+
+    def work_leaving_sums(
+        self, call: Call, groups: Sequence[Group], separate: bool
+    ) -> tuple[BundleReply | Sequence[Subtree] | Stack | None, ...]:
+        """Do as `work`, but return the sums as an object of their own, which stays on this node until it is fetched."""
+        from raypfl.federation.exchange.aggregation import take_sums
+        from raypfl.federation.exchange.backend import BundleReply, Failed
+
+        answer, *stacks = self.work(call, groups, separate)
+        assert isinstance(answer, BundleReply)
+        subtrees = answer.subtrees
+        if subtrees is None:
+            (outcome,) = answer.outcomes
+            subtrees = [] if isinstance(outcome, Failed) else [take_sums(groups[0], outcome)]
+        return BundleReply(answer.outcomes, ()), subtrees, *stacks
+
+    def add_up(self, parts: Sequence[Any]) -> tuple[list[int], Sequence[Subtree]]:
+        """Add up sums behind references, which may be on other nodes; return the places of those that are lost, too."""
+        from raypfl.federation.exchange.tree_sum import TreeSum
+
+        # All begin to travel at once.
+        ray.wait(list(parts), num_returns=len(parts), timeout=0)
+        sums = TreeSum()
+        lost = []
+        for place, part in enumerate(parts):
+            try:
+                subtrees = ray.get(part)
+            except ray.exceptions.ObjectLostError:
+                lost.append(place)
+                continue
+            for subtree in subtrees:
+                sums.add(subtree)
+        return lost, sums.subtrees()
 
     def map_states(self, function: Callable[[Fetch, Any], Any], job: Any) -> Any:
         """Compute something from states, which should be on this node."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,17 +13,21 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from raypfl.clients.worker import Call, Group
+from raypfl.common.counting import counted
 from raypfl.common.errors import RaypflError, Stopped
 from raypfl.common.memory import out_of_memory
-from raypfl.engine.backends import states_on_ray
 from raypfl.engine.backends.actor_pools import ActorPools
-from raypfl.engine.backends.answers import Answers
 from raypfl.engine.backends.client_actor import Home, get_broadcasts
+from raypfl.engine.backends.home_checks import HomeChecks
+from raypfl.engine.backends.objects import states_on_ray
+from raypfl.engine.backends.objects.answers import Answers
+from raypfl.engine.backends.objects.sums_on_nodes import SumsOnNodes
 from raypfl.engine.backends.restarts import MAX_SETUP_FAILURES, RestartPolicy
 from raypfl.engine.backends.shipment import Shipment
 from raypfl.federation.exchange.backend import BundleReply, Done, Failed, StoredStack
 from raypfl.federation.exchange.broadcasts import INLINE_BYTES
 from raypfl.federation.exchange.bundles import Bundle, bundled
+from raypfl.federation.exchange.partial_sums import PartialSum, should_stay_on_nodes
 from raypfl.federation.exchange.placement import Dispatch
 from raypfl.federation.exchange.timings import Speeds
 from raypfl.storage.filesystems import is_shared
@@ -68,12 +72,13 @@ class _Actor:
 
 @dataclass(frozen=True, eq=False)
 class _Submitted:
-    """A bundle that was pushed to an actor, and the references to its reply and to its groups' states."""
+    """A bundle that was pushed to an actor, with references to its reply, its groups' states and, perhaps, its sums."""
 
     bundle: Bundle
     actor: _Actor
     reply: Any
     stacks: Sequence[Any]
+    sums: Any = None
 
 
 class RayBackend:
@@ -107,9 +112,7 @@ class RayBackend:
         self._speeds = Speeds()
         self._start = start
         self._pools = pools
-        self._mixed_devices = mixed_devices
-        self._device: str | None = None
-        self._told_of_turns = False
+        self._checks = HomeChecks(mixed_devices, warn)
         self._has_begun = False
         self._round = 0
         self._last_look = 0.0
@@ -183,17 +186,39 @@ class RayBackend:
 
     def run(self, call: Call, groups: Sequence[Group]) -> Iterator[tuple[Group, Done | Failed]]:
         self._follow_the_cluster(call.round)
-        dispatch = Dispatch(bundled(groups, sum(self._targets), self._answers.most_clients(call.function)))
+        bundles = bundled(groups, sum(self._targets), self._answers.most_clients(call.function))
+        if not self._should_leave_sums(call, bundles):
+            return self._outcomes_of(call, bundles, None)
+        sums = SumsOnNodes(groups)
+        return sums.with_sums(self._outcomes_of(call, bundles, sums))
+
+    def _should_leave_sums(self, call: Call, bundles: Sequence[Bundle]) -> bool:
+        nodes = {home.node for home in _homes(self._all_actors())}
+        if len(nodes) < 2:
+            return False
+        seconds = sum(bundle.seconds for bundle in bundles) / sum(self._targets)
+        return should_stay_on_nodes(len(bundles), self._answers.sum_bytes(call.function), seconds)
+
+    def _outcomes_of(
+        self, call: Call, bundles: Sequence[Bundle], sums: SumsOnNodes | None
+    ) -> Generator[tuple[Group, Done | Failed], None, None]:
+        """Run bundles; yield groups' outcomes as they arrive, without the sums if these stay on nodes."""
+        dispatch = Dispatch(bundles)
         submitted: dict[Any, _Submitted] = {}
-        for actor in self._all_actors():
+        # The first bundles, which are neighbours, go to actors of the same node.
+        for actor in sorted(self._all_actors(), key=lambda actor: actor.place):
             self._join(actor, dispatch)
         try:
-            while not dispatch.done:
+            while not self._is_over(dispatch, sums):
                 self._start_missing_actors()
                 self._add_ready_actors(submitted, dispatch)
-                self._push(call, dispatch, submitted)
+                self._push(call, dispatch, submitted, sums)
 
-                for reply in self._replies(submitted, dispatch.pause(time.monotonic())):
+                awaited = [*submitted, *(sums.awaited if sums else ())]
+                for reply in self._replies(awaited, dispatch.pause(time.monotonic())):
+                    if sums is not None and reply in sums.awaited:
+                        self._run_again(sums.arrived(reply), dispatch)
+                        continue
                     # Another of the actor's groups may have shown that the actor died.
                     if reply not in submitted:
                         continue
@@ -211,7 +236,9 @@ class RayBackend:
                         self._has_begun = True
                         self._restarts.group_finished()
                         dispatch.finished(task.actor, task.bundle, time.monotonic())
-                        self._push(call, dispatch, submitted)
+                        if sums is not None:
+                            _note_sums(task, outcomes, sums)
+                        self._push(call, dispatch, submitted, sums)
                         yield from outcomes
         finally:
             # A method's code cannot be interrupted, so actors with unwanted work are killed.
@@ -234,14 +261,36 @@ class RayBackend:
                 reply.seconds = self._speeds.note(task.actor.place, call.function, group, reply.seconds)
         return outcomes
 
-    def _push(self, call: Call, dispatch: Dispatch, submitted: dict[Any, _Submitted]) -> None:
+    def _is_over(self, dispatch: Dispatch, sums: SumsOnNodes | None) -> bool:
+        """Return whether all groups have finished, and all sums are here that were left on nodes."""
+        if not dispatch.done or sums is None:
+            return dispatch.done
+        if not sums.awaited:
+            self._run_again(sums.fetch(), dispatch)
+        return dispatch.done and not sums.awaited
+
+    def _run_again(self, groups: Sequence[Group], dispatch: Dispatch) -> None:
+        """Run groups again whose sums are lost."""
+        if groups:
+            self._warn(
+                f"Sums of {counted(len(groups), 'group')} are lost, perhaps with a node; the work is done again."
+            )
+        for group in groups:
+            dispatch.append(Bundle.of(group))
+
+    def _push(self, call: Call, dispatch: Dispatch, submitted: dict[Any, _Submitted], sums: SumsOnNodes | None) -> None:
         are_separate = self._answers.are_separate(call.function)
         while chosen := dispatch.next(time.monotonic()):
             actor, bundle = chosen
             num_stacks = sum(len(group.clients) if are_separate else 1 for group in bundle.groups)
-            work = actor.handle.work.options(num_returns=1 + num_stacks)
-            reply, *stacks = work.remote(call, bundle.groups, are_separate)
-            submitted[reply] = _Submitted(bundle, actor, reply, stacks)
+            if sums is None:
+                work = actor.handle.work.options(num_returns=1 + num_stacks)
+                reply, *stacks = work.remote(call, bundle.groups, are_separate)
+                submitted[reply] = _Submitted(bundle, actor, reply, stacks)
+            else:
+                work = actor.handle.work_leaving_sums.options(num_returns=2 + num_stacks)
+                reply, subtrees, *stacks = work.remote(call, bundle.groups, are_separate)
+                submitted[reply] = _Submitted(bundle, actor, reply, stacks, subtrees)
 
     def _follow_the_cluster(self, round: int) -> None:
         """In a new round, have as many actors as have room now; give up those that still wait for room that is gone."""
@@ -307,48 +356,9 @@ class RayBackend:
             self._kill(actor)
             self._died_in_setup(error)
         else:
-            self._check_device(actor, actor.home)
-            self._check_packing(actor, actor.home)
-            self._check_turns(actor.home)
-
-    def _check_device(self, actor: _Actor, home: Home) -> None:
-        """Refuse an actor on another type of device than the others; once the run has begun, leave it out."""
-        self._device = self._device or home.device
-        if home.device == self._device or self._mixed_devices:
-            return
-        if not self._has_begun:
-            raise RaypflError(
-                f"The cluster's client actors compute on {self._device} and on {home.device}, on which rounding "
-                "differs. Name one type of GPU (ray.accelerator), or let results depend on which group met which "
-                "device: ray.mixed_devices=true."
-            )
-        actor.takes_part = False
-        self._warn(f"A client actor that came up later is left out: it computes on {home.device}, not {self._device}.")
-
-    def _check_packing(self, actor: _Actor, home: Home) -> None:
-        """Warn if Ray has put more actors on a GPU than their shares allow, as it has done."""
-        share = self._pools.options(actor.pool)["num_gpus"]
-        if not 0 < share < 1:
-            return
-
-        num_sharing = 0
-        for other in self._pool_actors[actor.pool]:
-            if other.home and (other.home.node, other.home.gpus) == (home.node, home.gpus):
-                num_sharing += 1
-        if num_sharing * share > 1:
-            self._warn(f"Ray has put {num_sharing} client actors on a GPU, each with {share:g} of it; it may be full.")
-
-    def _check_turns(self, home: Home) -> None:
-        """Tell once that actors on a GPU compute one after the other."""
-        if not home.takes_turns or self._told_of_turns:
-            return
-        homes = [actor.home for actor in self._all_actors() if actor.home is not None]
-        if sum((other.node, other.gpus) == (home.node, home.gpus) for other in homes) > 1:
-            self._told_of_turns = True
-            self._warn(
-                "Several client actors share a GPU, on which they take turns, because NVIDIA's multi-process service "
-                "does not run there. Start it with `nvidia-cuda-mps-control -d`, so that they compute at the same time."
-            )
+            actor.takes_part = self._checks.takes_part(actor.home, self._has_begun)
+            share = self._pools.options(actor.pool)["num_gpus"]
+            self._checks.check_gpu(actor.home, share, _homes(self._pool_actors[actor.pool]), _homes(self._all_actors()))
 
     def _made_room(
         self, actor: _Actor, error: BaseException | None, submitted: dict[Any, _Submitted], dispatch: Dispatch
@@ -383,12 +393,11 @@ class RayBackend:
                 f"and none is left. {_reason(error)}"
             ) from error
 
-    def _replies(self, submitted: Mapping[Any, _Submitted], pause: float) -> list[Any]:
+    def _replies(self, awaited: list[Any], pause: float) -> list[Any]:
         """Return references of replies that have arrived, after `pause` seconds at most."""
         if self._stopped():
             raise Stopped("The run was asked to stop.")
-        if submitted:
-            awaited = list(submitted)
+        if awaited:
             ready, _ = ray.wait(awaited, num_returns=min(len(awaited), MAX_REPLIES), timeout=0)
             if not ready:
                 ready, _ = ray.wait(awaited, num_returns=1, timeout=min(POLL, pause))
@@ -429,10 +438,20 @@ class RayBackend:
         ray.kill(actor.handle)
 
 
+def _homes(actors: Iterable[_Actor]) -> list[Home]:
+    return [actor.home for actor in actors if actor.home is not None]
+
+
 def _forget_tasks(actor: _Actor, submitted: dict[Any, _Submitted]) -> None:
     for task in list(submitted.values()):
         if task.actor is actor:
             del submitted[task.reply]
+
+
+def _note_sums(task: _Submitted, outcomes: Sequence[tuple[Group, Done | Failed]], sums: SumsOnNodes) -> None:
+    groups = tuple(group for group, outcome in outcomes if isinstance(outcome, Done))
+    if groups:
+        sums.add(PartialSum(groups, task.sums), task.actor.handle)
 
 
 def _reason(error: BaseException) -> str:

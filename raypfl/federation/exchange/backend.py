@@ -30,14 +30,15 @@ class Done:
     stacks : changes of the clients' states as ``(clients, stack, contents)``; a stack is a :class:`Stack` or a
         reference to one. Empty if no state changed.
     home : the node that holds the stacks.
-    subtrees : if the group is one of a bundle, the bundle's sums, which come with one of its groups; None: the sums are
-        in the reply.
+    subtrees : the sums of several groups, which come with one of them; None: the group's sums are in its reply.
+    is_again : whether the group had succeeded before: its sums were lost, and perhaps its clients' states.
     """
 
     reply: Reply
     stacks: Sequence[tuple[tuple[int, ...], Any, Contents]] = ()
     home: str = ""
     subtrees: Sequence[Subtree] | None = None
+    is_again: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,12 +63,13 @@ class BundleReply:
 
     Attributes
     ----------
-    outcomes : each group's reply or failure. Of several groups, replies are without their sums.
-    subtrees : these sums, added up as far as groups succeeded.
+    outcomes : each group's reply or failure.
+    subtrees : the groups' sums, which their replies then lack, added up as far as groups succeeded; empty if they stay
+        on the node, and None if the only group's are in its reply.
     """
 
     outcomes: Sequence[Reply | Failed]
-    subtrees: Sequence[Subtree]
+    subtrees: Sequence[Subtree] | None
 
 
 def failure(error: Exception) -> Failed:

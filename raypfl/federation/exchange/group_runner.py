@@ -235,6 +235,9 @@ class GroupRunner:
 
                 for clients, stack, contents in outcome.stacks:
                     self.states.stage(clients, stack, outcome.home, contents)
+                if outcome.is_again:
+                    continue
+
                 reply = outcome.reply
                 # The engine's own functions are not timed: other clients are the slow ones in them.
                 if isinstance(call.function, str):

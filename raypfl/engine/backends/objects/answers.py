@@ -28,6 +28,7 @@ class Answers:
     def __init__(self) -> None:
         self._are_separate: dict[Hashable, bool] = {}
         self._client_bytes: dict[Hashable, float] = {}
+        self._sum_bytes: dict[Hashable, int] = {}
 
     def are_separate(self, function: Hashable) -> bool:
         """Return whether each client's new state is an object of its own."""
@@ -38,6 +39,10 @@ class Answers:
         if function not in self._client_bytes:
             return 1
         return BUNDLE_BYTES / max(1.0, self._client_bytes[function])
+
+    def sum_bytes(self, function: Hashable) -> int:
+        """Return the bytes of an answer's sums; 0 if unknown."""
+        return self._sum_bytes.get(function, 0)
 
     def outcomes(
         self, function: Hashable, groups: Sequence[Group], answer: BundleReply, stacks: Sequence[Any], node: str
@@ -53,7 +58,9 @@ class Answers:
         are_separate = len(stacks) == num_clients
         remaining = iter(stacks)
         # A bundle's sums go with the first of its groups that has succeeded.
-        subtrees = None if len(groups) == 1 else answer.subtrees
+        subtrees = answer.subtrees
+        # Sums that stay on their node are not seen here; they are as large as the last ones that came.
+        self._sum_bytes[function] = _bytes_of_sums(answer) or self.sum_bytes(function)
 
         outcomes: list[tuple[Group, Done | Failed]] = []
         client_bytes = []
@@ -84,6 +91,15 @@ def _changes(group: Group, contents: Contents, stacks: Sequence[Any]) -> list[tu
         return [(group.clients, stacks[0], contents)]
     clients = [(client,) for client in group.clients]
     return list(zip(clients, stacks, contents.by_client(), strict=True))
+
+
+def _bytes_of_sums(answer: BundleReply) -> int:
+    """Return the bytes of the sums in an answer."""
+    if answer.subtrees is None:
+        (outcome,) = answer.outcomes
+        values = [] if isinstance(outcome, Failed) else outcome.values.values()
+        return sum(value.array.nbytes for value in values if value.kind != "each")
+    return sum(total.array.nbytes for subtree in answer.subtrees for total in subtree.totals.values())
 
 
 def _bytes_besides_sums(reply: Reply) -> int:
