@@ -114,6 +114,7 @@ def show(
     console.print()
     if evaluated:
         console.print(Text(shared_setting_text(evaluated), "dim"))
+        _show_untrained(console, evaluated)
         _show_table(console, evaluated)
         _show_differences(console, evaluated, baseline)
         console.print()
@@ -132,6 +133,17 @@ def show(
         console.print()
         first, *further = _suggestions(results, tried, nearby(folder), command)
         _show_list(console, [("Try next", first), *(("", suggestion) for suggestion in further)], width)
+
+
+def _show_untrained(console: Console, results: Sequence[RunResult]) -> None:
+    """Say of which runs the table shows the initial models only, since no client counted in any round."""
+    for label, result in zip(labels([result.experiment for result in results]), results, strict=True):
+        counts = result.rounds["clients"].to_pylist()
+        if counts and not any(counts):
+            text = f"{label}, seed {result.experiment.seed}: nothing was trained, since no client counted in any round."
+            if result.experiment.cohort.deadline is not None:
+                text += " None met cohort.deadline: raise it, or set cohort.quorum."
+            console.print(Text(text, "bold yellow"))
 
 
 def findings(result: RunResult) -> list[str]:
