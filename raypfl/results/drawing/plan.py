@@ -29,7 +29,9 @@ _WAITING = "#EDF0F3"
 def draw(plan: Plan, path: str | Path) -> Path:
     """Write a PNG of the first rounds, turn by turn, and of the lengths of all rounds; its folder must exist."""
     with png(path, 10, 6.2) as figure:
-        above, below = figure.subfigures(2, 1, height_ratios=(2.4, 1))
+        rows = figure.add_gridspec(2, 1, height_ratios=(2.4, 1))
+        above = figure.add_subfigure(rows[0])
+        below = figure.add_subfigure(rows[1])
         _draw_turns(above.subplots(), plan)
         if plan.staleness is None:
             _draw_lengths(below.subplots(), plan)

@@ -69,7 +69,10 @@ def turns_of_round(number: int, cohort: CohortDraw, turns: ClientTurns, paces: n
         ]
     )
     clients = np.array([*cohort.clients, *cohort.late, *cohort.dropped], dtype=np.int64)
-    kinds: list[TurnKind] = ["counted"] * len(counted) + ["late"] * len(cohort.late) + ["dropped"] * len(dropped)
+    kinds: list[TurnKind] = []
+    kinds += ["counted"] * len(counted)
+    kinds += ["late"] * len(cohort.late)
+    kinds += ["dropped"] * len(dropped)
 
     by_length = np.argsort(seconds, kind="stable")
     shown = _drawn_places(len(clients))
