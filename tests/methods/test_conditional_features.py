@@ -9,7 +9,8 @@ import torch
 from torch.nn import functional as F
 
 from raypfl.common import rng
-from raypfl.methods import GPFL, FedCP
+from raypfl.methods import GPFL, FedCP, FedPer
+from raypfl.models.heads import GatedLinear
 from raypfl.models.rowwise import RowWise
 from tests.support.federation import (
     CLASSES,
@@ -174,6 +175,39 @@ def test_two_rounds_of_gpfl_by_hand(executor):
 
     numbers = 165 + CLASSES * 5 + 2 * 5**2 + 6 * 5
     assert sent_per_client(fed.ledger, 1) == {("down", "shared"): numbers, ("up", "shared"): numbers}
+
+
+class Positive(torch.nn.Sequential):
+    """A network whose features are not negative."""
+
+    def __init__(self, bias=True):
+        layers = [torch.nn.Flatten(), torch.nn.Linear(32, 5), torch.nn.ReLU()]
+        super().__init__(*layers, torch.nn.Linear(5, CLASSES, bias=bias))
+
+
+def same_models(fed, fedper):
+    """Assert that personal models have the same tensors, of those that FedPer's network has."""
+    rows, expected = (
+        f.method.personal_model(f.clients(personal=client_states(f)), f.server).as_subclass(torch.Tensor)
+        for f in (fed, fedper)
+    )
+    tensors = fed.model.unflatten(rows)
+    for name, values in fedper.model.unflatten(expected).items():
+        assert_close(tensors[name], values, 1e-12)
+
+
+def test_fedcp_with_all_features_for_the_clients_own_layer_is_fedper(monkeypatch):
+    monkeypatch.setattr(GatedLinear, "share", lambda layer, z: torch.ones_like(z))
+    # The global layer's bias, which both add to the logits, has no counterpart in FedPer.
+    options = {"factory": lambda: Positive(bias=False), "training": FP64}
+    same_models(*(run_method(method, **options) for method in (FedCP(lam=0.0), FedPer())))
+
+
+def test_gpfl_with_a_valve_that_passes_everything_and_a_guide_that_leads_nowhere_is_fedper(monkeypatch):
+    monkeypatch.setattr("raypfl.models.heads.conditional_valve", lambda z, *_: z.relu())
+    monkeypatch.setattr("raypfl.methods.partial_models.gpfl.conditional_valve", lambda z, *_: z.detach())
+    options = {"factory": Positive, "training": FP64}
+    same_models(*(run_method(method, **options) for method in (GPFL(lam=0.0, mu=0.0), FedPer())))
 
 
 @pytest.mark.parametrize("method", [FedCP(), GPFL()], ids=repr)
