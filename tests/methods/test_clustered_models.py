@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-import raypfl
 from raypfl.methods import CFL, IFCA, FedAvg, FedEM
 from raypfl.methods.clustered_models.cfl import bipartition
 from tests.support.federation import (
@@ -28,7 +27,6 @@ from tests.support.federation import (
     run_method,
     sent_per_client,
 )
-from tests.support.runs import experiment
 
 ALL = [0, 1, 2, 3]
 LR = 0.1
@@ -178,10 +176,3 @@ def test_four_rounds_of_fedem_by_hand(executor):
     predictor = fed.method.personal_model(fed.clients(pi=client_states(fed, "pi")), fed.server)
     mixed = sum(pi[2, m] * as_module(fed.factory, theta)(x).softmax(1) for m, theta in enumerate(models))
     assert_close(predictor.outputs_of(2, x).detach(), mixed.log().detach())
-
-
-@pytest.mark.parametrize("name", ["ifca", "cfl", "fedem"])
-def test_a_resumed_run_of_clusters_ends_with_the_same_bits(name, tmp_path):
-    changes = {"method": name, "evaluation__every": 0, "checkpoint__every": 1, "model__hidden": "[4]"}
-    half, whole = (raypfl.run(experiment(tmp_path, **changes, rounds=rounds)) for rounds in (1, 3))
-    assert raypfl.resume(half.run_dir, overrides=["rounds=3"]).weights_hash == whole.weights_hash

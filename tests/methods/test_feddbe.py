@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 from torch.nn import functional as F
 
+from raypfl.common.errors import PrivacyError
+from raypfl.learning.privacy import PrivacySettings
 from raypfl.methods import FedAvg, FedDBE
 from tests.support.federation import (
     FP64,
@@ -97,3 +100,10 @@ def test_feddbe_asks_every_client_once_for_its_mean_and_sends_the_consensus_once
         (1, 0, "up", "shared", 2, 183),
     ]
     assert set(fed.cohorts[0].losses) == {0, 1}
+
+
+def test_feddbe_is_refused_under_noise_since_its_mean_feature_gets_none():
+    with pytest.raises(PrivacyError, match="Training moved statistics of the network, such as running means"):
+        run_method(FedDBE(), privacy=PrivacySettings(noise=1.0))
+    with pytest.raises(PrivacyError, match="returns 'mean', which is not the mean of an argument"):
+        run_method(FedDBE(), privacy=PrivacySettings(noise=1.0, unit="client"))

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import raypfl
 from raypfl.common.errors import ConfigError
 from raypfl.learning.optimizers import Adam
 from raypfl.methods import (
@@ -38,7 +37,6 @@ from tests.support.federation import (
     sent_per_client,
     step_by_hand,
 )
-from tests.support.runs import experiment
 
 DRAWN = [[0, 1, 2, 3], [1, 2, 3], [0, 3]]
 P = 102
@@ -318,19 +316,3 @@ def test_mimelite_without_momentum_is_fedavg_and_mimes_clients_take_the_same_ful
     start = fed.model.init(fed.seed)
     c = torch.stack([gradient(fed, start, k) for k in range(4)]).mean(0)
     assert_close(fed.server["theta"], start - 0.1 * c, 1e-12)
-
-
-@pytest.mark.parametrize(
-    "method",
-    [
-        {"name": "fednova", "server_optimizer": "momentum"},
-        {"name": "fedavg", "server_optimizer": "adagrad"},
-        *("fedexp", "fedspeed", "fedacg", "mimelite", "mime", "afl", "term", "q-ffl"),
-    ],
-    ids=str,
-)
-def test_a_resumed_run_ends_with_the_bits_of_one_that_was_not_stopped(tmp_path, method):
-    small = {"method": method, "partition__clients": 6, "cohort__size": 4, "evaluation__every": 0}
-    whole = raypfl.run(experiment(tmp_path, **small, rounds=2))
-    half = raypfl.run(experiment(tmp_path, **small, rounds=1, checkpoint__every=1))
-    assert raypfl.resume(half.run_dir, overrides=["rounds=2"]).weights_hash == whole.weights_hash
