@@ -31,13 +31,13 @@ class _Loader(_WithoutRepeatedKeys, yaml.SafeLoader):
 
 
 # libyaml, which most installations of PyYAML have, takes a tenth of the time.
-class _FastLoader(_WithoutRepeatedKeys, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+class _LoaderInC(_WithoutRepeatedKeys, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
     """For what :func:`write` has written."""
 
 
 # PyYAML follows YAML 1.1, which takes 1e-3 for text and wants 1.0e-3.
 _EXPONENT = re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
-for _loader in (_Loader, _FastLoader):
+for _loader in (_Loader, _LoaderInC):
     _loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))
 
 
@@ -62,7 +62,7 @@ def parse(text: str, where: str, is_record: bool = False) -> Any:
     ConfigError : if the text is not valid YAML, or repeats a key.
     """
     try:
-        value = yaml.load(text, Loader=_FastLoader if is_record else _Loader)  # a SafeLoader
+        value = yaml.load(text, Loader=_LoaderInC) if is_record else yaml.load(text, Loader=_Loader)  # a SafeLoader
         _refuse_cycles(value)
         return value
     except yaml.MarkedYAMLError as error:
