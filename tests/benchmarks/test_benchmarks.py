@@ -14,7 +14,7 @@ import torch
 import benchmarks.memory
 import raypfl
 from benchmarks import evaluation, frozen, head, overhead, states
-from benchmarks.circumstances import circumstances, commit
+from benchmarks.circumstances import circumstances
 from benchmarks.memory import PARTS, descendants, memory
 from benchmarks.noise import SETS, Noise
 from benchmarks.overhead import COMMITTED, JOBS, TOLERANCE, Plan, check
@@ -117,10 +117,10 @@ def test_results_name_the_commit_and_whether_what_is_measured_differs_from_it(tm
     for arguments in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "all of it"]):
         subprocess.run(["git", "-C", str(tmp_path), *author, *arguments], check=True)
 
-    clean = commit(tmp_path)
+    clean = circumstances(tmp_path)["commit"]
     for file, expected in zip(reversed(files), (clean, clean, f"{clean}-dirty"), strict=True):
         file.write_text("changed")
-        assert commit(tmp_path) == expected
+        assert circumstances(tmp_path)["commit"] == expected
 
 
 @pytest.fixture

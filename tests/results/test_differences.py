@@ -58,7 +58,9 @@ def run_at(method: str, seed: int, mean: float) -> RunResult:
         weights_hash="3fa2c19d88e0",
         best_round=None,
         metadata={"data": f"partition of seed {seed}", "startup_seconds": 1.0},
-        rounds=pa.table({"round": range(1, 11), "loss": [0.5] * 10, "seconds": [0.5] * 10, **spent}),
+        rounds=pa.table(
+            {"round": range(1, 11), "loss": [0.5] * 10, "seconds": [0.5] * 10, "clients": [4] * 10, **spent}
+        ),
         evaluations=run.evaluations.set_column(5, "accuracy", values),
         ledger=run.ledger,
         logged=to_arrow(Columns(LOGGED)),

