@@ -283,7 +283,8 @@ def run_schedule(sweep: Sweep, schedule: list[dict], folder: Path) -> Result:
 
 @pytest.mark.usefixtures("ray_cluster")
 def test_trials_of_pbt_go_on_from_others_checkpoints_and_best_yaml_says_with_which_settings(tmp_path: Path):
-    halves = {"quantile_fraction": 0.5, "resample_probability": 0.0}
+    # Trials wait for each other: otherwise one may end before another has begun, and nothing is copied.
+    halves = {"quantile_fraction": 0.5, "resample_probability": 0.0, "synch": True}
     pbt = {"name": "pbt", "interval": 1, "options": halves}
     outcome = tune(small(scheduler=pbt, trials=4, concurrent=2), [f"output={tmp_path}", "rounds=6"])
     trials = outcome.trials
