@@ -22,6 +22,7 @@ import torch
 import raypfl
 from raypfl.runs import driver
 from raypfl.runs.result import RunResult, write_description
+from raypfl.runs.several.resume import resume_together
 
 NETWORKS = {"mlp": {"name": "mlp", "hidden": [128]}, "cnn": {"name": "cnn"}}
 COHORTS = (10, 5)
@@ -41,7 +42,7 @@ def seconds(folder: Path, experiment: raypfl.Experiment, seeds: int, together: b
     start = time.process_time()
     outcomes: list[RunResult | Exception | None]
     if together:
-        outcomes = driver.resume_together(folders, [[] for _ in folders])
+        outcomes = resume_together(folders, [[] for _ in folders])
     else:
         outcomes = [driver.resume(run_folder) for run_folder in folders]
     spent = time.process_time() - start

@@ -31,9 +31,10 @@ class RunStarted:
     run_dir : the run's folder.
     experiment : the description of the run, with all that its settings left open.
     metadata : num_clients, parameters, weights (where the initial ones are from), executor, channels_last, why (the
-        reason for these two; empty if the settings name them), group_size, actors, data, device (of the clients),
-        server_device, system, versions, startup_seconds (from the command to this event: data, processes, choices),
-        and parent (``run`` and ``round``) if the run continues another one.
+        reason for these two; empty if the settings name them), group_size, actors, together (the number of runs that
+        advance together, if they do), data, device (of the clients), server_device, system, versions, startup_seconds
+        (from the command to this event: data, processes, choices), and parent (``run`` and ``round``) if the run
+        continues another one.
     first_round : the number of rounds finished before.
     """
 
@@ -71,7 +72,7 @@ class RoundFinished:
     Attributes
     ----------
     loss : mean training loss over the cohort; NaN if no client trained.
-    seconds : duration of the round.
+    seconds : duration of the round; of runs that advance together in a process, without the others' turns.
     bytes_up, bytes_down : traffic of this round, all clients together.
     bytes_up_total, bytes_down_total : traffic of this round and all before it, in a resumed run too.
     clients : number of clients that finished.

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import platform
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -57,6 +57,7 @@ class Server:
     backend : where groups of clients run.
     emit : a function that is called with every event, in order.
     metadata : facts about the backend, for the run's record.
+    clock : returns the seconds that the run has computed, from any origin.
 
     Attributes
     ----------
@@ -66,12 +67,21 @@ class Server:
     time : simulated seconds since the start of the run.
     """
 
-    def __init__(self, job: Job, prepared: Prepared, backend: Backend, emit: Listener, metadata: dict[str, Any]):
+    def __init__(
+        self,
+        job: Job,
+        prepared: Prepared,
+        backend: Backend,
+        emit: Listener,
+        metadata: dict[str, Any],
+        clock: Callable[[], float] = time.perf_counter,
+    ):
         self.job = job
         self.task = prepared.task
         self.backend = backend
         self.emit = emit
         self.metadata = metadata
+        self._clock = clock
         self.experiment = job.experiment
         self.method = job.experiment.method
         self.round = 0
@@ -211,7 +221,7 @@ class Server:
 
     def _run_round(self) -> None:
         """Draw a cohort, let the method do its round with it, and record the round."""
-        start = time.perf_counter()
+        start = self._clock()
         number = self.round + 1
         self._runner.compact_states(number)
         cohort_draw = self._draw_cohort(number)
@@ -228,11 +238,11 @@ class Server:
                 encode(self.state, {})
                 # Refuses a state that no evaluation could use: once it is saved, every resume would fail on it.
                 self._evaluator.global_model(self.state)
-                seconds = time.perf_counter() - start
+                seconds = self._clock() - start
                 self._analyse(cohort, number, model_before)
         except EmptyCohort as error:
             self._warn(f"{error} Such a round changes nothing.")
-            seconds = time.perf_counter() - start
+            seconds = self._clock() - start
 
         self.states.commit()
         self.round = number

@@ -1,10 +1,10 @@
-"""Start, resume and check runs."""
+"""Start, resume and check a run."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -27,15 +27,13 @@ from raypfl.runs.result import (
     METADATA,
     RECIPE,
     RunResult,
-    description,
     discard_unstarted,
-    is_finished,
     reopen,
     write_description,
     write_tables,
 )
-from raypfl.runs.resuming import ends_later, resumed
-from raypfl.runs.together import Place, parts, run_together
+from raypfl.runs.resuming import is_complete_as, resumed
+from raypfl.runs.together import Place
 from raypfl.storage.lease import hold_lease, refuse_unless_held
 
 STOPPING = "Stopping: the finished rounds are being saved. Press Ctrl-C again to stop without saving them."
@@ -47,10 +45,14 @@ def run(
     listeners: Sequence[Listener] = (),
     run_dir: str | Path | None = None,
     lockstep: bool = False,
+    place: Place | None = None,
 ) -> RunResult:
     """Run an experiment without showing anything; otherwise like :func:`raypfl.run`.
 
-    `lockstep` : whether the server waits after a checkpoint until all listeners have returned.
+    Parameters
+    ----------
+    lockstep : whether the server waits after a checkpoint until all listeners have returned.
+    place : the run's place among runs that advance together in this process; None: it is on its own.
     """
     if not isinstance(experiment, Experiment):
         raise ConfigError(
@@ -66,7 +68,7 @@ def run(
 
     write_description(folder, experiment)
     try:
-        return _run(experiment, folder, listeners, lockstep)
+        return _run(experiment, folder, listeners, lockstep, place)
     except Refused:
         discard_unstarted(folder)
         raise
@@ -80,56 +82,16 @@ def resume(
     lockstep: bool = False,
     place: Place | None = None,
 ) -> RunResult:
-    """Continue a run without showing anything; otherwise like :func:`raypfl.resume`. `lockstep` is as in `run`.
+    """Continue a run without showing anything; otherwise like :func:`raypfl.resume`.
 
-    `place` : the run's place among runs that advance together; None: it is on its own.
+    `lockstep` and `place` are as in :func:`run`.
     """
     folder = Path(run_dir).resolve()
-    before = description(folder)
     experiment = resumed(folder, overrides)
-    if is_finished(folder) and not ends_later(experiment, before):
+    if is_complete_as(folder, experiment):
         # Nothing is left to do, so the records stay as they are.
         return RunResult.load(folder)
     return _run(experiment, folder, listeners, lockstep, place)
-
-
-def resume_all(
-    runs: Mapping[Path, Experiment], listeners: Mapping[Path, Sequence[Listener]], overrides: Sequence[str] = ()
-) -> Iterator[RunResult]:
-    """Continue runs, in order, and yield their results; those that differ only in their seeds advance together.
-
-    Parameters
-    ----------
-    runs : folder -> experiment of each run.
-    listeners : folder -> the listeners of its run.
-
-    Raises
-    ------
-    Exception : the error of the first run that fails. Those that advance together with it have ended too.
-    """
-    for folders in parts(runs):
-        if len(folders) == 1:
-            yield resume(folders[0], listeners=listeners[folders[0]], overrides=overrides)
-            continue
-        for ended in resume_together(folders, [listeners[folder] for folder in folders], overrides):
-            if isinstance(ended, Exception):
-                raise ended
-            # One that has not started is left out: an earlier one was stopped, or refused.
-            if ended is not None:
-                yield ended
-
-
-def resume_together(
-    folders: Sequence[Path], listeners: Sequence[Sequence[Listener]], overrides: Sequence[str] = ()
-) -> list[RunResult | Exception | None]:
-    """Continue runs that advance together; see :func:`raypfl.runs.together.run_together`."""
-
-    def one_run(folder: Path, its_listeners: Sequence[Listener]) -> Callable[[Place], RunResult]:
-        return lambda place: resume(folder, listeners=its_listeners, overrides=overrides, place=place)
-
-    runs = [one_run(folder, its_listeners) for folder, its_listeners in zip(folders, listeners, strict=True)]
-    emit = EventDispatcher(listeners[0])
-    return run_together(runs, notice=lambda: emit(Progress(STOPPING)))
 
 
 def check(experiments: Sequence[Experiment], *, listeners: Sequence[Listener] = ()) -> None:
@@ -162,7 +124,8 @@ def _run(
     lockstep: bool,
     place: Place | None = None,
 ) -> RunResult:
-    is_inline = experiment.engine.backend == "inline"
+    # Runs that advance together share a process, whatever the backend is.
+    is_inline = experiment.engine.backend == "inline" or place is not None
     emit = EventDispatcher([partial(_write_start, folder), *listeners])
     stop = StopRequest() if place is None else place.stop
 

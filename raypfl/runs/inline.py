@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
+from typing import Any
 
 from raypfl.clients.worker import Worker
 from raypfl.common.stopping import StopRequest
@@ -33,14 +35,17 @@ def run_inline(
     experiment = prepared.experiment
     clients = prepared.with_settings(experiment, gpus=experiment.ray.gpus or 1.0)
     server = clients.on(device_for(experiment.ray.gpus_for_server))
-    metadata = {"backend": "inline", "actors": 1, "device": str(clients.device)}
+    metadata: dict[str, Any] = {"backend": "inline", "actors": 1, "device": str(clients.device)}
 
     # Trials of a sweep and cells of a study, which reserve the larger share, share a GPU in this way.
     share = max(experiment.ray.gpus, experiment.ray.gpus_for_server)
     with memory_limited(share), threads(threads_of_server(experiment)):
         server.build()
+        clock = time.perf_counter
         if place is not None:
             place.prepare(clients.context)
+            metadata["together"] = place.count
+            clock = place.clock
         worker = Worker(clients.context, experiment.method, experiment.analyses)
         backend = Inline(worker, stop, experiment.engine.threads)
-        yield Server(job, server, backend, emit, metadata).run()
+        yield Server(job, server, backend, emit, metadata, clock).run()

@@ -19,7 +19,16 @@ from raypfl.experiment.assignments import flatten
 from raypfl.experiment.identity import differences, is_in
 from raypfl.experiment.yaml_text import parse
 from raypfl.models.weights import is_file
-from raypfl.runs.result import METADATA, RECIPE, SUMMARY, description, refuse_shorter, rounds_saved, write_description
+from raypfl.runs.result import (
+    METADATA,
+    RECIPE,
+    SUMMARY,
+    description,
+    is_finished,
+    refuse_shorter,
+    rounds_saved,
+    write_description,
+)
 from raypfl.storage import checkpoints
 
 MAY_CHANGE = (
@@ -73,6 +82,11 @@ def may_change(key: str) -> bool:
 def ends_later(experiment: Experiment, before: Experiment) -> bool:
     """Whether a run that finished as described `before` may have rounds left as `experiment`."""
     return (experiment.rounds, experiment.evaluation.patience) != (before.rounds, before.evaluation.patience)
+
+
+def is_complete_as(run_dir: Path, experiment: Experiment) -> bool:
+    """Whether a run is finished, also as `experiment`, which may have more rounds than before."""
+    return is_finished(run_dir) and not ends_later(experiment, description(run_dir))
 
 
 def refuse_changes(run_dir: str | Path, experiment: Experiment, before: Experiment) -> None:

@@ -13,10 +13,10 @@ from raypfl.common.errors import ConfigError
 from raypfl.common.files import write
 from raypfl.common.version import __version__
 from raypfl.runs.result import RunResult
+from raypfl.runs.several.worker import COSTS
 from raypfl.studies.cells import StudyCell
 from raypfl.studies.description import Study
 from raypfl.studies.entries import TableEntry, last_rounds
-from raypfl.studies.worker import COSTS
 
 BY_HAND = {"title": "", "reasons": []}
 """What a person writes into a record: the table's title, and why numbers are not the published ones, in sentences."""

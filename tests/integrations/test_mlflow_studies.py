@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from raypfl.integrations.tracking.listener import MLflowListener
+from raypfl.runs.several.worker import carry_out
 from raypfl.studies import running
-from raypfl.studies.worker import run_cell
 from tests.studies.test_studies import TINY, Watch
 from tests.support.command import raypfl
 from tests.support.tracking import client_of, events, runs_of, with_database
@@ -40,13 +40,13 @@ def family(folder: Path) -> tuple[Any, list[Any]]:
 def test_a_study_that_is_interrupted_and_extended_stays_below_one_parent(folder: Path, monkeypatch):
     watch = Watch(cell=0, round=1)
 
-    def interrupted(experiment, cell, listeners):
-        if "ditto" in cell.name:
-            listeners = [*listeners, lambda event: watch(0, event)]
-        return run_cell(experiment, cell, listeners)
+    def interrupted(runs, listeners):
+        if "ditto" in runs[0].folder.name:
+            listeners = [[*listeners[0], lambda event: watch(0, event)]]
+        return carry_out(runs, listeners)
 
     with monkeypatch.context() as patch:
-        patch.setattr(running, "run_cell", interrupted)
+        patch.setattr(running, "carry_out", interrupted)
         assert study("--only", "dir0.1").exit_code == 130
     parent, children = family(folder)
     assert parent.info.status == "KILLED" and [run.info.status for run in children] == ["FINISHED", "KILLED"]

@@ -24,7 +24,7 @@ MESSAGES = {
     "engine/backends/server_actor.py",
     "engine/backends/shipment.py",
     "federation/exchange/backend.py",
-    "studies/running.py",
+    "runs/several/processes.py",
     "integrations/tuning/search.py",
     "integrations/tuning/trial_log.py",
 }

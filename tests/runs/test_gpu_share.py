@@ -32,7 +32,7 @@ from raypfl.runs import driver, on_ray, preparing, pretraining
 from raypfl.runs.choices import gpu_share
 from raypfl.runs.choices.autotune import Candidate
 from raypfl.runs.choices.gpu_share import GpuMeasurement, actors_on, bytes_needed, fit_line, with_gpu_shares
-from raypfl.studies.worker import run_cell
+from raypfl.runs.several.worker import PlannedRun, carry_out
 from tests.support.pretend_gpu import pretend_gpu
 from tests.support.runs import experiment
 
@@ -314,8 +314,8 @@ def test_a_run_in_this_process_that_asks_for_a_gpu_is_refused_where_there_is_non
 
 
 def test_a_cell_of_a_study_whose_gpu_pytorch_does_not_find_fails_with_the_same_sentence(tmp_path: Path):
-    outcome = run_cell(experiment(tmp_path, ray__gpus_per_actor=1), tmp_path / "cell", [])
-    assert outcome.status == "failed" and "finds no GPU" in outcome.error
+    (outcome,) = carry_out([PlannedRun(tmp_path / "cell", experiment(tmp_path, ray__gpus_per_actor=1))], [[]])
+    assert outcome.status == "failed" and "finds no GPU" in str(outcome.error)
 
 
 def test_trials_and_cells_that_share_a_cluster_need_a_number():

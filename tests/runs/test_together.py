@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,11 +14,14 @@ from raypfl.common.errors import RaypflError
 from raypfl.engine.events import RoundFinished
 from raypfl.learning.packing import packer
 from raypfl.methods import METHODS
-from raypfl.runs import driver
 from raypfl.runs.result import RunResult, write_description
+from raypfl.runs.several import resume
+from raypfl.runs.several.processes import shares
+from raypfl.runs.several.resume import resume_together
 from raypfl.runs.together import parts
 from tests.support.command import hashes, interrupted, raypfl_json
-from tests.support.runs import experiment, same_tables
+from tests.support.command import raypfl as raypfl_command
+from tests.support.runs import Interrupt, experiment, same_tables
 
 TOGETHER = {"engine__executor": "vectorised", "engine__group_size": 50, "rounds": 4, "evaluation__every": 2}
 SEEDS = 3
@@ -41,7 +45,7 @@ def together(planned: Sequence[raypfl.Experiment], listeners=None) -> list[RunRe
     folders = [Path(described.output) / f"together-{i}" for i, described in enumerate(planned)]
     for folder, described in zip(folders, planned, strict=True):
         write_description(folder, described)
-    return driver.resume_together(folders, listeners or [[] for _ in folders])
+    return resume_together(folders, listeners or [[] for _ in folders])
 
 
 def refuse_other_bits(planned: Sequence[raypfl.Experiment]) -> None:
@@ -68,11 +72,20 @@ def seeds(tmp_path: Path, **changes) -> list[raypfl.Experiment]:
     ],
     ids=["fedavg", "ditto", "fedrep", "scaffold", "cnn"],
 )
-def test_seeds_together_have_the_bits_and_tables_of_lone_runs(tmp_path: Path, joined: list[int], changes: dict):
+def test_seeds_together_have_the_bits_and_tables_of_lone_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, joined: list[int], changes: dict
+):
+    trials: list[tuple[bool, bool]] = []
+    try_joined = packer.tried
+    monkeypatch.setattr(packer, "tried", lambda trainings: trials.append(try_joined(trainings)) or trials[-1])
     refuse_other_bits(seeds(tmp_path, **changes))
-    # On some processors a convolution has other bits among more rows: the trial finds that, and runs train alone.
-    least = 1 if "model" in changes else 3
-    assert joined.count(SEEDS) >= least, "nothing but a trial was trained together"
+
+    assert trials, "the trainings were not alike"
+    # Whether a convolution keeps the bits of its rows depends on the processor.
+    if any(keeps_bits for keeps_bits, _ in trials):
+        assert joined.count(SEEDS) > 2, "nothing but a trial was trained together"
+    else:
+        assert "cnn" in str(changes), "this network keeps its bits on every processor known"
 
 
 @pytest.mark.slow
@@ -119,6 +132,15 @@ def test_nothing_is_left_in_the_process(tmp_path: Path):
     assert (list(warnings.filters), warnings.showwarning, threading.active_count()) == before
 
 
+def test_the_seconds_of_runs_that_advance_together_add_up_to_no_more_than_they_took(tmp_path: Path):
+    planned = seeds(tmp_path, method="fedavg", rounds=30)
+    start = time.perf_counter()
+    results = together(planned)
+    elapsed = time.perf_counter() - start
+    seconds = [result.rounds["seconds"].to_pylist() for result in results if isinstance(result, RunResult)]
+    assert len(seconds) == SEEDS and min(map(min, seconds)) > 0 and sum(map(sum, seconds)) <= elapsed
+
+
 SMALL = ["rounds=4", "engine.backend=inline", "partition.clients=8", "evaluation.every=1", "tracking.mlflow=false"]
 
 
@@ -138,17 +160,59 @@ def test_interrupted_seeds_go_on_to_the_bits_of_uninterrupted_ones(
     assert hashes(resumed) == [weights_hash for outcome in alone for weights_hash in hashes(outcome)]
 
 
+def test_seeds_on_ray_share_processes_and_end_with_the_bits_of_lone_inline_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_cluster: None
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(resume, "room_for_runs", lambda ray, experiment, runs: 2)
+    words = [word for word in SMALL if not word.startswith("engine")]
+    # A method of 0.1 seconds a round, so that the signal comes before the end.
+    words += ["method=tests.support.federated_methods:Slow", "rounds=15", "checkpoint.every=0", "seeds=4"]
+    interrupt = Interrupt(2)
+    run_as_tasks = resume.run_as_tasks
+
+    def interrupted(ray, runs, shares, listen, stop):
+        assert shares == [[0, 1], [2, 3]]
+        return run_as_tasks(ray, runs, shares, lambda number, event: (listen(number, event), interrupt(event)), stop)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(resume, "run_as_tasks", interrupted)
+        stopped = raypfl_command("run", *words)
+    assert stopped.exit_code == 130, stopped.output
+    (folder,) = Path().glob("runs/digits-*")
+    assert f"0 of 4 runs are finished. To continue: raypfl resume {folder}" in stopped.stderr
+
+    went_on = []
+    outcome = raypfl_json("resume", str(folder))
+    for seed, run in enumerate(outcome["runs"]):
+        result = RunResult.load(run["run_dir"])
+        assert result.metadata["together"] == 2 and result.experiment.engine.backend == "ray"
+        first_rounds = [entry["from_round"] for entry in result.history]
+        went_on.append(len(first_rounds) == 2 and first_rounds[1] >= 2)
+        alone = raypfl.run(result.experiment.override(["engine.backend=inline", "method=ditto", "output=apart"]))
+        assert (result.experiment.seed, result.weights_hash) == (seed, alone.weights_hash)
+        assert same_tables(result, alone)
+    # The signal may come before the other process has finished its first rounds.
+    assert any(went_on), "all began again"
+
+
+def test_shares_are_as_few_as_keep_all_processes_busy():
+    ten, six = list(range(10)), list(range(10, 16))
+    assert shares([ten], 2) == [ten[:5], ten[5:]]
+    # Two parts for two processes need not be cut.
+    assert shares([ten, six], 2) == [ten, six]
+    assert shares([ten, six, [16]], 2) == [ten[:5], ten[5:], six[:3], six[3:], [16]]
+    assert [len(share) for share in shares([list(range(40))], 1)] == [13, 13, 14], "at most 16 in a process"
+
+
 def test_runs_advance_together_if_only_their_seeds_differ_and_one_thread_computes(tmp_path: Path):
     a, b, _ = seeds(tmp_path, method="fedavg")
-    folders = [Path("a"), Path("b")]
 
     def are_together(*changes: str) -> bool:
-        planned = [a.override(changes), b.override(changes)]
-        return len(list(parts(dict(zip(folders, planned, strict=True))))) == 1
+        return parts([a.override(changes), b.override(changes)]) == [[0, 1]]
 
     assert are_together() and are_together("engine.executor=auto")
     assert not are_together("engine.executor=sequential")
     assert not are_together("engine.threads=2")
-    assert not are_together("engine.backend=ray")
-    other_method = dict(zip(folders, [a, b.override(["method.server_optimizer=adam"])], strict=True))
-    assert [list(part) for part in parts(other_method)] == [[folders[0]], [folders[1]]]
+    assert are_together("engine.backend=ray") and not are_together("engine.backend=ray", "ray.actors=2")
+    assert parts([a, b.override(["method.server_optimizer=adam"])]) == [[0], [1]]

@@ -19,6 +19,7 @@ import raypfl
 from raypfl.common.errors import ConfigError
 from raypfl.engine.events import RoundFinished, RunStarted
 from raypfl.runs.result import is_finished
+from raypfl.runs.several.worker import carry_out
 from raypfl.studies import STUDIES, running
 from raypfl.studies.cells import choices_with_values, identity, plan, select
 from raypfl.studies.description import PublishedNumber, load
@@ -27,7 +28,6 @@ from raypfl.studies.entries import TableEntry, table_entries
 from raypfl.studies.layout import as_latex, blocks, markdown
 from raypfl.studies.picture import draw
 from raypfl.studies.scaffold import scaffold
-from raypfl.studies.worker import run_cell
 from tests.support.command import raypfl as command
 from tests.support.command import raypfl_json
 from tests.support.pages import blocks as yaml_blocks
@@ -299,9 +299,13 @@ def test_a_study_whose_process_is_killed_goes_on_from_the_last_checkpoint(tiny: 
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_cells_on_ray_are_stopped_with_a_checkpoint_and_end_with_the_bits_of_an_inline_run(tiny: Path):
+def test_cells_on_ray_are_stopped_with_a_checkpoint_and_end_with_the_bits_of_an_inline_run(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+):
     (tiny / "tiny.yaml").write_text(TINY.replace("FedAvg: fedavg", "FedAvg: tests.support.federated_methods:Slow"))
-    cells = cells_of("tiny.yaml", "seeds=1", "engine.backend=ray", "rounds=20", only=("FedAvg",))
+    # Seeds advance together: here two in one process.
+    monkeypatch.setattr(running, "room_for_runs", lambda ray, experiment, runs: 1)
+    cells = cells_of("tiny.yaml", "engine.backend=ray", "rounds=20", only=("FedAvg", "Dir(0.1)"))
     stopped = running.run(cells, Watch(cell=0, round=2))
     assert [outcome.status for outcome in stopped] == ["stopped", "stopped"]
 
@@ -322,7 +326,7 @@ def test_cells_on_ray_run_at_the_same_time(tiny: Path):
     words = ("engine.backend=ray", "ray.cpus_per_actor=0.25", "rounds=2", "cohort.size=1")
     cells = cells_of("tiny.yaml", *words, only=("FedAvg", "Dir(0.1)"))
     assert len(cells) == 2  # each waits for the other, round by round
-    assert [outcome.error for outcome in running.run(cells, Watch())] == ["", ""]
+    assert [outcome.error for outcome in running.run(cells, Watch())] == [None, None]
     assert [raypfl.Result.load(cell.folder).server_state() for cell in cells] == [{"met": 2}, {"met": 2}]
 
 
@@ -338,16 +342,16 @@ def test_a_cell_that_fails_is_reported_and_the_other_cells_finish(tiny: Path):
 def test_ctrl_c_exits_with_130_shows_the_table_so_far_and_the_command_to_continue(monkeypatch: pytest.MonkeyPatch):
     watch = Watch(cell=0, round=1)
 
-    def interrupted(experiment, folder, listeners):
-        if experiment.seed == 1:
-            listeners = [*listeners, lambda event: watch(0, event)]
-        return run_cell(experiment, folder, listeners)
+    def interrupted(runs, listeners):
+        if "ditto" in runs[0].folder.name:
+            listeners = [[*listeners[0], lambda event: watch(0, event)]]
+        return carry_out(runs, listeners)
 
-    monkeypatch.setattr(running, "run_cell", interrupted)
-    result = command("study", "tiny.yaml", "training.lr=0.05", "--only", "FedAvg,Dir(0.1)", "--quiet")
+    monkeypatch.setattr(running, "carry_out", interrupted)
+    result = command("study", "tiny.yaml", "seeds=1", "training.lr=0.05", "--only", "Dir(0.1)", "--quiet")
 
     assert result.exit_code == 130
-    advice = "1 of 2 cells are finished. To continue: raypfl study tiny.yaml training.lr=0.05 --only 'FedAvg,Dir(0.1)'"
+    advice = "1 of 2 cells are finished. To continue: raypfl study tiny.yaml seeds=1 training.lr=0.05 --only 'Dir(0.1)'"
     assert advice in result.stderr
     assert "…" in result.stdout and "training.lr is 0.05, not 0.1." in result.stdout
 

@@ -32,11 +32,11 @@ from raypfl.runs.result import (
     RunResult,
     description,
     discard_unstarted,
-    is_finished,
     rounds_saved,
     write_description,
 )
-from raypfl.runs.resuming import continued, ends_later, refuse_other_run, resumed
+from raypfl.runs.resuming import continued, is_complete_as, refuse_other_run, resumed
+from raypfl.runs.several.resume import resume_all
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,7 @@ class _Work:
     @property
     def unfinished(self) -> dict[Path, Experiment]:
         """The runs that are not finished, or finished before the round in which they should end now."""
-        unfinished = {}
-        for folder, experiment in self.runs.items():
-            if not is_finished(folder) or ends_later(experiment, description(folder)):
-                unfinished[folder] = experiment
-        return unfinished
+        return {folder: run for folder, run in self.runs.items() if not is_complete_as(folder, run)}
 
     @property
     def has_checkpoint(self) -> bool:
@@ -229,7 +225,7 @@ def _carry_out(work: _Work, quiet: bool, as_json: bool) -> None:
                 listeners: dict[Path, list[Listener]] = {}
                 for i, folder in enumerate(work.runs):
                     listeners[folder] = [shown.listener(i), trackers[i]]
-                outcomes = driver.resume_all(unfinished, listeners, work.changes)
+                outcomes = resume_all(unfinished, listeners, work.changes)
                 for folder in work.runs:
                     outcome = next(outcomes) if folder in unfinished else RunResult.load(folder)
                     results.append(outcome)

@@ -24,6 +24,7 @@ from raypfl.results.colours import colour
 from raypfl.results.display.console import RunLine, view, warner
 from raypfl.results.display.outcome import nearby
 from raypfl.runs.result import RunResult, is_finished
+from raypfl.runs.several.worker import FAILED, FINISHED, STOPPED, RunOutcome
 from raypfl.studies import layout
 from raypfl.studies.cells import StudyCell, choices_with_values, plan, select
 from raypfl.studies.description import Study, load
@@ -33,7 +34,6 @@ from raypfl.studies.picture import draw
 from raypfl.studies.record import keep, record_of, written_by_hand
 from raypfl.studies.running import run
 from raypfl.studies.scaffold import scaffold
-from raypfl.studies.worker import FAILED, FINISHED, STOPPED, CellOutcome
 
 FILES = ("table.md", "table.tex", "table.csv", "table.parquet", "cells.parquet", "table.png")
 
@@ -160,7 +160,7 @@ def _counted(affected: Sequence[StudyCell], cells: Sequence[StudyCell]) -> str:
     return f"{count} ({blocks})" if blocks else count
 
 
-def _run(cells: Sequence[StudyCell], tracked: MLflowListener, progress: Console, quiet: bool) -> list[CellOutcome]:
+def _run(cells: Sequence[StudyCell], tracked: MLflowListener, progress: Console, quiet: bool) -> list[RunOutcome]:
     methods = list(dict.fromkeys(cell.method for cell in cells))
     lines = [RunLine(cell.label, cell.experiment.rounds, colour(methods.index(cell.method))) for cell in cells]
     for line, cell in zip(lines, cells, strict=True):
@@ -180,7 +180,7 @@ def _run(cells: Sequence[StudyCell], tracked: MLflowListener, progress: Console,
             return run(cells, listen)
     except KeyboardInterrupt:
         # A Ctrl-C between two cells, or a second one.
-        return [CellOutcome(FINISHED if is_finished(cell.folder) else STOPPED) for cell in cells]
+        return [RunOutcome(FINISHED if is_finished(cell.folder) else STOPPED) for cell in cells]
 
 
 def _write(folder: Path, name: str, page: str, measured: Sequence[TableEntry], cells: pa.Table) -> None:
@@ -205,7 +205,7 @@ def _show(
         console.print(Text(str(nearby(folder / name))), soft_wrap=True)
 
 
-def _raise_for(outcomes: Sequence[CellOutcome], cells: Sequence[StudyCell], to_continue: str) -> None:
+def _raise_for(outcomes: Sequence[RunOutcome], cells: Sequence[StudyCell], to_continue: str) -> None:
     """Raise an error if cells failed or were stopped."""
     failed = []
     for cell, outcome in zip(cells, outcomes, strict=True):

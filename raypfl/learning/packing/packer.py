@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
+import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,17 +40,22 @@ class Packer:
     """Lets runs compute in turns, each in its own thread, and joins their trainings when all of them wait for one.
 
     The order of the turns follows from the runs' numbers and from what they train, so it is the same every time.
+
+    `runs` : the number of runs.
     """
 
     def __init__(self, runs: int):
         # A run that waits gives up PyTorch's global state, however deep in calls it has taken it.
         self._changed = threading.Condition(exclusive)
+        self.runs = runs
         self._active = -1
         self._unstarted = list(range(runs))
         self._ready: list[int] = []
         self._waiting: dict[int, tuple[Packed, Training]] = {}
         self._outcomes: dict[int, Trained | Exception | None] = {}
         self._is_abandoned = False
+        self._seconds = np.zeros((runs, 2))
+        self._since = _now()
         self._likeness = Likeness()
         self._kinds: list[_Kind] = []
         self._process = _ProcessState()
@@ -73,6 +79,16 @@ class Packer:
         """Interrupt every run at its next turn."""
         self._is_abandoned = True
 
+    def seconds(self, run: int) -> tuple[float, float]:
+        """Return how long a run has computed, and its CPU time, in seconds.
+
+        Both are of its turns, and its share, by clients, of what was trained together.
+        """
+        seconds = self._seconds[run].copy()
+        if self._active == run:
+            seconds += _now() - self._since
+        return float(seconds[0]), float(seconds[1])
+
     def train(self, run: int, executor: Packed, training: Training) -> Trained:
         """Train a run's group, with groups of other runs if their trainings are alike."""
         process = _ProcessState()
@@ -95,21 +111,32 @@ class Packer:
 
     def _pass_on(self) -> None:
         """Give the turn to another run; if all of them wait for a training, train first."""
+        if self._active >= 0:
+            self._charge({self._active: 1})
         if not self._ready and self._unstarted:
             self._ready.append(self._unstarted.pop(0))
 
         if not self._ready and self._waiting:
             self._process.restore()
+            self._since = _now()
             try:
                 self._train_alike()
             # Every run that waits would wait for ever; so each of them ends with the error.
             except Exception as error:
                 self._outcomes.update(dict.fromkeys(self._waiting, error))
+            self._charge({run: len(training) for run, (_, training) in self._waiting.items()})
             self._ready = sorted(self._waiting)
             self._waiting.clear()
 
         self._active = self._ready.pop(0) if self._ready else -1
+        self._since = _now()
         self._changed.notify_all()
+
+    def _charge(self, weights: Mapping[int, int]) -> None:
+        """Charge the time since the last charge to runs, in proportion to their weights."""
+        spent = _now() - self._since
+        for run, weight in weights.items():
+            self._seconds[run] += spent * weight / sum(weights.values())
 
     def _train_alike(self) -> None:
         """Train the runs that wait. A run that is left without an outcome then trains by itself."""
@@ -222,6 +249,11 @@ def tried(trainings: Sequence[tuple[Vectorised, Training]]) -> tuple[bool, bool]
 def _are_equal(a: Trained, b: Trained) -> bool:
     """Whether trained models and losses have the same bits; a reported loss may be NaN."""
     return all(torch.equal(x.view(torch.uint8), y.contiguous().view(torch.uint8)) for x, y in zip(a, b, strict=True))
+
+
+def _now() -> np.ndarray:
+    """Return the time, and the CPU time of this process, in seconds."""
+    return np.array([time.perf_counter(), time.process_time()])
 
 
 class _ProcessState:

@@ -179,6 +179,8 @@ class RunLine:
             parts.append(execution)
         if metadata.get("actors", 1) > 1:
             parts.append(f"{metadata['actors']} actors")
+        if metadata.get("together", 1) > 1:
+            parts.append(f"with {counted(metadata['together'] - 1, 'other run')} in one process")
         if self.simulated is not None:
             parts.append(f"simulated {duration(self.simulated.time)}, {energy(self.simulated.joules_total)}")
         return " · ".join(parts)

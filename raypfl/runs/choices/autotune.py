@@ -124,6 +124,14 @@ def choose(prepared: Prepared) -> tuple[Candidate, str]:
     return best, "; ".join(filter(None, [why, *failures]))
 
 
+def expected_executor(prepared: Prepared) -> tuple[str, str]:
+    """Return the executor that a run is expected to have, before any step is tried, and the reason."""
+    largest = int(prepared.data.sizes("train").max())
+    batch = min(prepared.experiment.training.batch_size, largest)
+    candidates, why = _candidates(prepared, _cost(prepared), batch, _largest_group(prepared))
+    return candidates[0].executor, why
+
+
 @dataclass(frozen=True)
 class Load:
     """What the largest group of a run computes.

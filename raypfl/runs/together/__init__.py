@@ -1,5 +1,6 @@
 """Runs that differ in their seeds and advance together: which do, and how they are carried out."""
 
-from raypfl.runs.together.places import Place, parts, run_together
+from raypfl.runs.together.parts import Expectation, expected, parts
+from raypfl.runs.together.places import MOST_RUNS, Place, run_together
 
-__all__ = ["Place", "parts", "run_together"]
+__all__ = ["MOST_RUNS", "Expectation", "Place", "expected", "parts", "run_together"]

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from raypfl.clients.context import Context
 from raypfl.common.errors import Refused
 from raypfl.common.stopping import StopRequest
 from raypfl.common.threads import threads
-from raypfl.experiment import Experiment
 from raypfl.learning.packing import Packed, Packer
 from raypfl.learning.vectorised import Vectorised
 from raypfl.runs.result import RunResult
 
 MOST_RUNS = 16
 """Most runs that advance together. Each has its own models and tables in memory."""
+
+POLL = 0.2
+"""Seconds between looks at whether the runs were asked to stop."""
 
 
 @dataclass(frozen=True)
@@ -33,48 +34,29 @@ class Place:
     run: int
     stop: StopRequest
 
+    @property
+    def count(self) -> int:
+        """The number of runs that advance together."""
+        return self.packer.runs
+
+    def clock(self) -> float:
+        """Return the seconds that the run has computed, without those of the other runs' turns."""
+        return self.packer.seconds(self.run)[0]
+
+    def cpu_clock(self) -> float:
+        """Return the seconds of CPU time that the run has taken."""
+        return self.packer.seconds(self.run)[1]
+
     def prepare(self, context: Context) -> None:
         """Let the run's clients train with those of the other runs, if they train at once."""
         if isinstance(context.executor, Vectorised):
             context.executor = Packed(context.executor, self.packer, self.run)
 
 
-def parts(experiments: Mapping[Path, Experiment]) -> Iterator[list[Path]]:
-    """Yield the folders of runs that can advance together, in order.
-
-    These are runs in this process, on one thread of a CPU, that differ only in their seeds.
-    """
-    part: list[Path] = []
-    for folder, experiment in experiments.items():
-        if part and len(part) < MOST_RUNS and _differ_in_seeds(experiments[part[0]], experiment):
-            part.append(folder)
-            continue
-        if part:
-            yield part
-        part = [folder]
-    if part:
-        yield part
-
-
-def _differ_in_seeds(a: Experiment, b: Experiment) -> bool:
-    engine = a.engine
-    one_thread = engine.threads == 1 and engine.threads_for_server in (None, 1)
-    fits = engine.backend == "inline" and one_thread and not a.ray.on_gpu and engine.executor != "sequential"
-    return fits and _without_seed(a) == _without_seed(b)
-
-
-def _without_seed(experiment: Experiment) -> dict[str, object]:
-    values = experiment.to_dict()
-    del values["seed"]
-    # A comparison's runs keep their checkpoints apart.
-    values["checkpoint"] = {**values["checkpoint"], "location": None}
-    return values
-
-
 Run = Callable[[Place], RunResult]
 
 
-def run_together(runs: Sequence[Run], notice: Callable[[], None]) -> list[RunResult | Exception | None]:
+def run_together(runs: Sequence[Run], notice: Callable[[], None] = lambda: None) -> list[RunResult | Exception | None]:
     """Carry out runs that advance together; each has the bits that it has alone.
 
     A run that ends or fails leaves the others as they are. On a signal, all of them save their rounds and stop.
@@ -120,7 +102,9 @@ def run_together(runs: Sequence[Run], notice: Callable[[], None]) -> list[RunRes
             for worker in workers:
                 worker.start()
             for worker in workers:
-                worker.join()
+                # In a Ray task, a request to stop is noticed between two waits only.
+                while worker.is_alive():
+                    worker.join(POLL)
         except KeyboardInterrupt:
             packer.abandon()
             for worker in workers:

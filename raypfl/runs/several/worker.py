@@ -1,0 +1,196 @@
+"""Carrying out planned runs in this process: one, or several that advance together.
+
+A Ray process starts by importing this module, so it imports nothing slow at the top: a Ctrl-C before the first run
+starts is then a KeyboardInterrupt here rather than in Ray.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import ray
+
+if TYPE_CHECKING:
+    from raypfl.engine.events import Event, Listener
+    from raypfl.experiment import Experiment
+    from raypfl.runs.result import RunResult
+    from raypfl.runs.together import Place
+
+Status = Literal["finished", "stopped", "failed"]
+FINISHED: Status = "finished"
+STOPPED: Status = "stopped"
+FAILED: Status = "failed"
+
+INTERVAL = 0.2
+"""Seconds between messages with the events of a process; one for each event would cost as much as a small round."""
+
+
+COSTS = "costs.jsonl"
+"""File in a cell's folder. Each process that works on the cell adds a line: ``commit`` and ``cpu_seconds``."""
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run to start or, if it has been started, to continue.
+
+    Attributes
+    ----------
+    changes : assignments with which it continues.
+    is_cell : whether it is a study's cell. Another process may work on it too, for which this one then waits; and its
+        costs are recorded.
+    """
+
+    folder: Path
+    experiment: Experiment
+    changes: Sequence[str] = ()
+    is_cell: bool = False
+
+
+@dataclass(frozen=True)
+class RunOutcome:
+    """How a run ended; if it failed, `error` says why. A run that never started counts as stopped."""
+
+    status: Status
+    error: Exception | None = None
+
+
+def carry_out(
+    runs: Sequence[PlannedRun], listeners: Sequence[Sequence[Listener]], here: bool = False
+) -> list[RunOutcome]:
+    """Carry out runs to their ends, each from its start or its newest checkpoint; several advance together.
+
+    `here` : whether also a single run on Ray is computed in this process, as several are.
+    """
+    from raypfl.common.files import locked
+    from raypfl.runs.together import run_together
+
+    with contextlib.ExitStack() as locks:
+        # In one order, or two processes that have some of the same runs could wait for each other.
+        for run in sorted(runs, key=lambda run: run.folder):
+            if run.is_cell:
+                run.folder.parent.mkdir(parents=True, exist_ok=True)
+                locks.enter_context(locked(run.folder))
+
+        is_inline = runs[0].experiment.engine.backend == "inline"
+        if len(runs) == 1 and (is_inline or not here):
+            return [_outcome_of(partial(_start_or_continue, runs[0], listeners[0]))]
+        ended = run_together(
+            [partial(_start_or_continue, run, of_run) for run, of_run in zip(runs, listeners, strict=True)]
+        )
+    return [_outcome_of(partial(_reraise, result)) for result in ended]
+
+
+def _start_or_continue(run: PlannedRun, listeners: Sequence[Listener], place: Place | None = None) -> RunResult:
+    from raypfl.runs import driver
+    from raypfl.runs.result import RECIPE
+    from raypfl.runs.resuming import is_complete_as
+
+    with contextlib.ExitStack() as stack:
+        if run.is_cell and not is_complete_as(run.folder, run.experiment):
+            stack.enter_context(_recorded_costs(run, place))
+        if (run.folder / RECIPE).exists():
+            return driver.resume(run.folder, listeners=listeners, overrides=run.changes, place=place)
+        return driver.run(run.experiment, listeners=listeners, run_dir=run.folder, place=place)
+
+
+@contextlib.contextmanager
+def _recorded_costs(run: PlannedRun, place: Place | None) -> Iterator[None]:
+    """Add a line to a cell's costs; its CPU seconds are unknown where actors do the work."""
+    from raypfl.common.checkout import commit
+
+    clock = time.process_time if place is None else place.cpu_clock
+    start = clock()
+    try:
+        yield
+    finally:
+        cpu_seconds = None
+        if place is not None or run.experiment.engine.backend == "inline":
+            cpu_seconds = round(clock() - start, 1)
+        costs = {"commit": commit(Path(__file__).parents[2]), "cpu_seconds": cpu_seconds}
+        # A run that was refused has no folder.
+        if run.folder.is_dir():
+            with (run.folder / COSTS).open("a") as file:
+                file.write(json.dumps(costs) + "\n")
+
+
+def _reraise(result: RunResult | Exception | None) -> RunResult | None:
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def _outcome_of(run: Callable[[], RunResult | None]) -> RunOutcome:
+    from raypfl.common.errors import RaypflError
+
+    try:
+        result = run()
+    except RaypflError as error:
+        return RunOutcome(FAILED, error)
+    except Exception:
+        # A run that fails must not end the others.
+        return RunOutcome(FAILED, RaypflError(traceback.format_exc()))
+    return RunOutcome(STOPPED if result is None or result.status == STOPPED else FINISHED)
+
+
+def carry_out_task(numbers: Sequence[int], runs: Sequence[PlannedRun], home: str, queue: Any) -> list[RunOutcome]:
+    """Carry out runs as a Ray task.
+
+    Parameters
+    ----------
+    numbers : the number of each run, with which its events are sent.
+    home : the driver's working directory, to which paths and modules are relative.
+    queue : the Ray queue for lists of numbers and events, pickled.
+    """
+    with contextlib.suppress(OSError):
+        os.chdir(home)
+    with _Sender(queue) as sender:
+        return carry_out(runs, [[partial(sender.put, number)] for number in numbers], here=True)
+
+
+class _Sender:
+    """Sends events to the driver, several in one message."""
+
+    def __init__(self, queue: Any):
+        self._queue = queue
+        self._waiting: list[tuple[int, Event]] = []
+        self._lock = threading.Lock()
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._send_regularly, daemon=True)
+
+    def __enter__(self) -> _Sender:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+        self._send()
+
+    def put(self, number: int, event: Event) -> None:
+        """Send a run's event with the next message."""
+        # Progress events are steps of the start-up, which many runs take at the same time.
+        if type(event).__name__ != "Progress":
+            with self._lock:
+                self._waiting.append((number, event))
+
+    def _send_regularly(self) -> None:
+        while not self._is_over.wait(INTERVAL):
+            self._send()
+
+    def _send(self) -> None:
+        with self._lock:
+            waiting = self._waiting
+            self._waiting = []
+        if waiting:
+            # Pickled, so that the queue's process need not import the events' classes.
+            self._queue.put(ray.cloudpickle.dumps(waiting))
