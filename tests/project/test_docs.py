@@ -185,7 +185,8 @@ def test_tables_of_accuracies_are_found_with_the_prose_above_them():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_table_of_accuracies_has_three_seeds_or_more_except_among_the_records_of_single_runs(page):
     tables = tables_of_accuracies(page.read_text())
-    if page.name == "records.md":
+    if page.name in ("records.md", "results.md"):
+        # Each says of which tables there is one seed.
         assert tables
         return
     assert not [table for prose, table in tables if not SEVERAL.search(prose)]

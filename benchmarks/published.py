@@ -1,0 +1,257 @@
+"""Published tables beside measured ones: the page of all records of studies.
+
+``python -m benchmarks.published`` writes ``docs/results.md`` from ``benchmarks/results/published/*.json``, which
+``raypfl study NAME --record FILE`` writes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from scipy.stats import kendalltau, spearmanr
+
+from raypfl.common.files import write
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORDS = ROOT / "benchmarks/results/published"
+PAGE = ROOT / "docs/results.md"
+
+NEAR = 3.0
+"""Percentage points; a measured mean as near as this to the published one counts as reproduced."""
+
+FEWEST_METHODS = 4
+"""Of fewer methods, a rank correlation says next to nothing."""
+
+HEAD = """\
+# Published tables, measured
+
+Every published cell that has a measured one. `python -m benchmarks.published` writes this page from the
+[records](../benchmarks/README.md) in `benchmarks/results/published`, and a test compares the two, so it is never
+edited by hand. A record is written by [`raypfl study NAME --record FILE`](studies.md#files).
+
+- Numbers are in %: measured, and in brackets published. ± is the standard deviation over seeds, or over clients where
+  the published one is. A measured number without ± is of one seed; it shows where a run got, and cannot rank methods.
+- **Reproduced** is a cell whose means are at most {near:g} points apart, or whose intervals (mean ± standard deviation
+  over seeds) overlap.
+- Runs that are **smaller** than published (rounds, samples, network, batches) are not judged: their levels cannot be
+  compared.
+- **Rank correlation** is Spearman's ρ and Kendall's τ of published and measured means over the methods of a column,
+  for columns of {fewest} methods or more.
+
+| table | seeds | cells | reproduced | ρ, median of the columns | τ |
+|---|---|---|---|---|---|
+"""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A published number and the measured ones beside it.
+
+    Attributes
+    ----------
+    values : a number for each seed.
+    over_clients : standard deviation over clients, a number for each seed; empty: the ± is over seeds.
+    published, spread : the published number, and the one after its ±; None: there is none.
+    """
+
+    method: str
+    down: str
+    across: str
+    metric: str
+    values: tuple[float, ...]
+    over_clients: tuple[float, ...]
+    published: float | None
+    spread: float | None
+
+    @classmethod
+    def of(cls, entry: dict[str, Any]) -> Cell:
+        """Read an entry of a record."""
+        labels = (entry[key] for key in ("method", "down", "across", "metric"))
+        values = (tuple(entry.get(key, ())) for key in ("values", "over_clients"))
+        return cls(*labels, *values, entry.get("published"), entry.get("published_spread"))
+
+    @property
+    def mean(self) -> float:
+        return fmean(self.values)
+
+    @property
+    def measured_spread(self) -> float | None:
+        """What is shown after the ±."""
+        if self.over_clients:
+            return fmean(self.over_clients)
+        return stdev(self.values) if len(self.values) > 1 else None
+
+    @property
+    def gap(self) -> float:
+        """Measured less published."""
+        assert self.published is not None
+        return self.mean - self.published
+
+    @property
+    def is_reproduced(self) -> bool:
+        """Whether the means are near, or the intervals over seeds overlap."""
+        reach = 0.0
+        if not self.over_clients:
+            reach = (self.measured_spread or 0.0) + (self.spread or 0.0)
+        return abs(self.gap) <= max(NEAR, reach)
+
+    @property
+    def column(self) -> tuple[str, str, str]:
+        return self.down, self.across, self.metric
+
+    @property
+    def name(self) -> str:
+        """The method and, where there are several, the column."""
+        return " ".join(filter(None, (self.method, self.across, self.metric)))
+
+    def __str__(self) -> str:
+        text = _number(self.mean, self.measured_spread)
+        return text if self.published is None else f"{text} ({_number(self.published, self.spread)})"
+
+
+@dataclass(frozen=True)
+class Record:
+    """A record of a study and its cells, by file."""
+
+    file: Path
+    values: dict[str, Any]
+
+    @property
+    def title(self) -> str:
+        return str(self.values["title"] or self.values["study"])
+
+    @property
+    def cells(self) -> list[Cell]:
+        return [Cell.of(entry) for entry in self.values["entries"]]
+
+    @property
+    def pairs(self) -> list[Cell]:
+        """The cells that have a published number."""
+        return [cell for cell in self.cells if cell.published is not None]
+
+    @property
+    def is_smaller(self) -> bool:
+        return bool(self.values["smaller"])
+
+    @property
+    def far_off(self) -> list[Cell]:
+        """Cells that are not reproduced, though the runs are of the published size."""
+        return [] if self.is_smaller else [cell for cell in self.pairs if not cell.is_reproduced]
+
+    def correlations(self) -> dict[tuple[str, str, str], tuple[float, float]]:
+        """Return Spearman's and Kendall's rank correlation for each column of enough methods."""
+        by_column: dict[tuple[str, str, str], list[Cell]] = {}
+        for cell in self.pairs:
+            by_column.setdefault(cell.column, []).append(cell)
+
+        correlations = {}
+        for column, cells in by_column.items():
+            if len(cells) >= FEWEST_METHODS:
+                published = [cell.published for cell in cells]
+                measured = [cell.mean for cell in cells]
+                # Undefined if all numbers of a side are equal.
+                if len(set(published)) > 1 and len(set(measured)) > 1:
+                    rho = float(spearmanr(published, measured).statistic)
+                    tau = float(kendalltau(published, measured).statistic)
+                    correlations[column] = (rho, tau)
+        return correlations
+
+
+def records(folder: Path = RECORDS) -> list[Record]:
+    """Read all records, by the names of their files; those without a published table are left out."""
+    read = [Record(file, json.loads(file.read_text())) for file in sorted(folder.glob("*.json"))]
+    return [record for record in read if record.pairs]
+
+
+def page(all_records: Sequence[Record]) -> str:
+    """Return the page."""
+    text = HEAD.format(near=NEAR, fewest=FEWEST_METHODS)
+    text += "".join(f"{_summary(record)}\n" for record in all_records)
+    for record in all_records:
+        text += "\n" + "\n".join(_section(record)).rstrip("\n") + "\n"
+    return text
+
+
+def _summary(record: Record) -> str:
+    pairs = record.pairs
+    seeds = sorted({len(cell.values) for cell in pairs})
+    reproduced = "smaller runs" if record.is_smaller else f"{len(pairs) - len(record.far_off)} of {len(pairs)}"
+    columns = list(record.correlations().values())
+    ranks = [_median([column[i] for column in columns]) if columns else "–" for i in (0, 1)]
+    return f"| {record.title} | {' or '.join(map(str, seeds))} | {len(pairs)} | {reproduced} | {' | '.join(ranks)} |"
+
+
+def _section(record: Record) -> Iterator[str]:
+    values = record.values
+    name = record.file.name
+    yield f"## {record.title}\n"
+    origin = f"{values['published']}. Record: [`{name}`](../{RECORDS.relative_to(ROOT)}/{name}){_cost(values['runs'])}."
+    yield f"{origin}\n\n```\n{values['command']}\n```\n"
+    yield from _tables(record)
+
+    if record.is_smaller:
+        yield f"Not judged: the runs are smaller than published ({', '.join(values['smaller'])}).\n"
+    else:
+        text = f"{len(record.pairs) - len(record.far_off)} of {len(record.pairs)} cells are reproduced."
+        if record.far_off:
+            text += f" Not: {', '.join(f'{cell.name} ({cell.gap:+.1f})' for cell in record.far_off)}."
+        yield f"{text}\n"
+
+    for heading, lines in (("Deviations", values["deviations"]), ("Remarks", values["reasons"])):
+        if lines:
+            yield f"{heading}:\n"
+            yield "".join(f"- {line}\n" for line in lines).rstrip("\n")
+            yield ""
+
+
+def _tables(record: Record) -> Iterator[str]:
+    """Yield a table for each block and group of columns."""
+    correlations = record.correlations()
+    for down, across in dict.fromkeys((cell.down, cell.across) for cell in record.cells):
+        cells = [cell for cell in record.cells if (cell.down, cell.across) == (down, across)]
+        methods = list(dict.fromkeys(cell.method for cell in cells))
+
+        # In the order of a method that has all of them.
+        by_method = [[cell.metric for cell in cells if cell.method == method] for method in methods]
+        metrics = list(dict.fromkeys(metric for names in sorted(by_method, key=len, reverse=True) for metric in names))
+        corner = " · ".join(filter(None, (down, across)))
+        lines = [f"| {corner} | {' | '.join(metrics)} |", "|---" * (len(metrics) + 1) + "|"]
+
+        for method in methods:
+            by_metric = {cell.metric: str(cell) for cell in cells if cell.method == method}
+            lines.append(f"| {method} | {' | '.join(by_metric.get(metric, '–') for metric in metrics)} |")
+
+        ranks = [correlations.get((down, across, metric)) for metric in metrics]
+        if any(ranks):
+            texts = [f"ρ {rank[0]:.2f}, τ {rank[1]:.2f}" if rank else "–" for rank in ranks]
+            lines.append(f"| rank correlation | {' | '.join(texts)} |")
+        yield "\n".join(lines) + "\n"
+
+
+def _cost(runs: Sequence[dict[str, Any]]) -> str:
+    """Say how many runs there were, and their CPU time if all of it is known."""
+    if not runs:
+        return ", made from a table; hashes and CPU time of its runs were not kept"
+    seconds = [run["cpu_seconds"] for run in runs]
+    if None in seconds:
+        return f", {len(runs)} runs"
+    return f", {len(runs)} runs, {sum(seconds) / 3600:.1f} CPU hours"
+
+
+def _number(value: float, spread: float | None) -> str:
+    return f"{value:.1f}" if spread is None else f"{value:.1f} ± {spread:.1f}"
+
+
+def _median(values: Sequence[float]) -> str:
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    return f"{(ordered[middle] + ordered[~middle]) / 2:.2f}"
+
+
+if __name__ == "__main__":
+    write(PAGE, page(records()))

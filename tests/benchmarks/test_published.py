@@ -1,0 +1,65 @@
+"""The page of published and measured tables, and the records that it is made of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.published import PAGE, RECORDS, Record, page, records
+from raypfl.studies import STUDIES
+from raypfl.studies.description import load
+
+
+def record(entries: list[dict[str, Any]], **changes: Any) -> Record:
+    labels = {"down": "", "across": "", "metric": "GM"}
+    values: dict[str, Any] = {"title": "A title", "reasons": [], "study": "s", "published": "A paper", "command": "c"}
+    values |= {"deviations": [], "smaller": [], "runs": [], "entries": [labels | entry for entry in entries]}
+    return Record(RECORDS / "a.json", values | changes)
+
+
+def test_the_page_is_what_the_records_say():
+    assert PAGE.read_text() == page(records()), "write it again: python -m benchmarks.published"
+
+
+@pytest.mark.parametrize("file", sorted(RECORDS.glob("*.json")), ids=lambda file: file.stem)
+def test_a_records_published_numbers_are_those_of_its_study(file: Path):
+    values = json.loads(file.read_text())
+    assert values["study"] in STUDIES and values["title"]
+    study, _ = load(values["study"])
+    for entry in values["entries"]:
+        number = study.quoted(entry["method"], entry["down"], entry["across"], entry["metric"])
+        recorded = (entry["published"], entry["published_spread"]) if "published" in entry else None
+        assert recorded == (tuple(number) if number else None)
+
+
+def test_a_record_with_numbers_far_off_says_what_is_known_of_the_reason():
+    assert all(kept.values["reasons"] for kept in records() if kept.far_off)
+
+
+def test_a_cell_is_reproduced_if_means_are_near_or_intervals_over_seeds_overlap():
+    entries = [
+        {"method": "near", "values": [53.0], "published": 50.0},
+        {"method": "overlaps", "values": [54.0, 58.0], "published": 50.0, "published_spread": 4.0},
+        {"method": "apart", "values": [54.0, 58.0], "published": 50.0, "published_spread": 3.0},
+        {"method": "over clients", "values": [56.0], "over_clients": [9.0], "published": 50.0, "published_spread": 9.0},
+        {"method": "not published", "values": [1.0]},
+    ]
+    assert [cell.method for cell in record(entries).far_off] == ["apart", "over clients"]
+    text = page([record(entries)])
+    assert "| A title | 1 or 2 | 4 | 2 of 4 |" in text and "| apart | 56.0 ± 2.8 (50.0 ± 3.0) |" in text
+    assert "Not: apart GM (+6.0), over clients GM (+6.0)." in text
+
+    # The levels of smaller runs are not judged, but the order of their methods is shown.
+    small = record(entries, smaller=["rounds"])
+    assert not small.far_off and "| A title | 1 or 2 | 4 | smaller runs |" in page([small])
+
+
+def test_rank_correlations_are_over_the_methods_of_a_column_that_has_four_or_more():
+    measured = [10.0, 30.0, 20.0, 40.0]
+    entries = [{"method": f"m{i}", "values": [value], "published": i} for i, value in enumerate(measured)]
+    # One of six pairs is the other way round: tau = (5 - 1) / 6, rho = 1 - 6 * 2 / (4 * 15).
+    assert record(entries).correlations() == {("", "", "GM"): (pytest.approx(0.8), pytest.approx(2 / 3))}
+    assert record(entries[:3]).correlations() == {}
