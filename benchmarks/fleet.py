@@ -147,12 +147,12 @@ def add_up_on_nodes(groups: Sequence[Group], order: Sequence[tuple[Bundle, str]]
             received[node] += sum(part.subtrees != node for part in parts)
             coming.appendleft(PartialSum(tuple(group for part in parts for group in part.groups), node))
 
-    left = len(partials.pop_all())
+    num_at_head = len(partials.pop_all())
     travel = RESNET_BYTES / NETWORK
     print(
         f"on nodes: {blocks} blocks added up, for which {sum(received.values())} sums travel, at most "
         f"{max(received.values(), default=0)} to a node; deciding takes {1000 * seconds / len(order):.4f} ms a reply\n"
-        f"the head gets {left} sums, not {len(order)}: with ResNet-18, by arithmetic, {left * travel:.1f} s of its "
+        f"the head gets {num_at_head} sums, not {len(order)}: with ResNet-18, by arithmetic, {num_at_head * travel:.1f} s of its "
         f"network, not {len(order) * travel:.0f}, and at most {max(received.values(), default=0) * travel:.1f} s of a "
         "node's"
     )

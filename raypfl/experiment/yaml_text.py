@@ -62,7 +62,8 @@ def parse(text: str, where: str, is_record: bool = False) -> Any:
     ConfigError : if the text is not valid YAML, or repeats a key.
     """
     try:
-        value = yaml.load(text, Loader=_LoaderInC) if is_record else yaml.load(text, Loader=_Loader)  # a SafeLoader
+        # Both are safe loaders.
+        value = yaml.load(text, Loader=_LoaderInC) if is_record else yaml.load(text, Loader=_Loader)
         _refuse_cycles(value)
         return value
     except yaml.MarkedYAMLError as error:

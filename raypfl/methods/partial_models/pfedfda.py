@@ -41,9 +41,9 @@ class Gaussians(NamedTuple):
     means: Tensor
     covariance: Tensor
 
-    def mixed(self, others: Gaussians, beta: float) -> Gaussians:
-        """Return ``beta self + (1 - beta) others``."""
-        return Gaussians(*(beta * a + (1 - beta) * b for a, b in zip(self, others, strict=True)))
+    def mixed(self, shared: Gaussians, beta: float) -> Gaussians:
+        """Return ``beta self + (1 - beta) shared``."""
+        return Gaussians(*(beta * a + (1 - beta) * b for a, b in zip(self, shared, strict=True)))
 
     def layer(self, shares: Tensor) -> Tensor:
         """Return the output layer of the Bayes classifier for classes with ``shares[C]``: weights, then biases."""
@@ -196,10 +196,10 @@ def least(function: Callable[[float], float]) -> float:
     low = 0.0
     high = 1.0
     for _ in range(SEARCH_STEPS):
-        left = high - ratio * (high - low)
-        right = low + ratio * (high - low)
-        if function(left) <= function(right):
-            high = right
+        lower = high - ratio * (high - low)
+        upper = low + ratio * (high - low)
+        if function(lower) <= function(upper):
+            high = upper
         else:
-            low = left
+            low = lower
     return min(0.0, 1.0, (low + high) / 2, key=function)

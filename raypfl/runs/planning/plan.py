@@ -172,14 +172,15 @@ def _asynchronous(schedule: Schedule, turns: ClientTurns, trained: np.ndarray) -
     assert turns.turn is not None and turns.devices is not None
     num_rounds = schedule.num_rounds
     clients = schedule.per_round(schedule.joins[schedule.replies])
-    sent = schedule.per_round(schedule.rounds)
+    dispatched = schedule.per_round(schedule.rounds)
+
     return Plan(
         turn=turns.turn,
         num_clients=len(trained),
         begins=schedule.round_begins,
         seconds=schedule.round_ends - schedule.round_begins,
         joules=schedule.joules(turns.devices.watts[trained]),
-        bytes_down=np.rint(sent * turns.turn.down_bytes).astype(np.int64),
+        bytes_down=np.rint(dispatched * turns.turn.down_bytes).astype(np.int64),
         bytes_up=np.rint(clients * turns.turn.up_bytes).astype(np.int64),
         clients=clients,
         dropped=schedule.per_round(schedule.rounds[schedule.drops]),
