@@ -152,9 +152,9 @@ def add_up_on_nodes(groups: Sequence[Group], order: Sequence[tuple[Bundle, str]]
     print(
         f"on nodes: {blocks} blocks added up, for which {sum(received.values())} sums travel, at most "
         f"{max(received.values(), default=0)} to a node; deciding takes {1000 * seconds / len(order):.4f} ms a reply\n"
-        f"the head gets {num_at_head} sums, not {len(order)}: with ResNet-18, by arithmetic, {num_at_head * travel:.1f} s "
-        f"of its network, not {len(order) * travel:.0f}, and at most {max(received.values(), default=0) * travel:.1f} s of a "
-        "node's"
+        f"the head gets {num_at_head} sums, not {len(order)}: with ResNet-18, by arithmetic, "
+        f"{num_at_head * travel:.1f} s of its network, not {len(order) * travel:.0f}, and at most "
+        f"{max(received.values(), default=0) * travel:.1f} s of a node's"
     )
 
 
