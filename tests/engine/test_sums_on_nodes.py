@@ -17,6 +17,7 @@ from raypfl.engine.backends.client_actor import Home
 from raypfl.engine.backends.inline import Inline
 from raypfl.engine.backends.ray_backend import RayBackend
 from raypfl.federation.exchange import partial_sums
+from raypfl.federation.exchange.backend import Failed
 from tests.engine.test_ray_backend import Works, backend_of, two_exchanges
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -28,7 +29,7 @@ class Trouble:
 
     Attributes
     ----------
-    lost_sums, lost_blocks : calls whose sums are on a node that is gone when somebody needs them.
+    lost_sums, lost_blocks : calls with sums, which are on a node that is gone when somebody needs them.
     dies_adding : calls at which an actor dies that adds a block up.
     left : index of a group -> how often its sums were left on a node.
     lost : indices of the groups whose sums were lost.
@@ -61,10 +62,15 @@ class OnNode(Works):
 
     def _leave_sums(self, call: Call, groups: Sequence[Group], apart: bool) -> list[Any]:
         reply, sums, *stacks = self.actor.work_leaving_sums(call, groups, apart)
-        indices = [group.index for group in groups]
-        self.trouble.left.update(indices)
-        sums = self._kept(sums, indices, next(self.trouble.calls) in self.trouble.lost_sums)
-        return [self.put(reply), sums, *map(self.put, stacks)]
+        self.trouble.left.update(group.index for group in groups)
+
+        # A call whose only client fails leaves no sums that could be lost.
+        indices = []
+        for group, outcome in zip(groups, reply.outcomes, strict=True):
+            if not isinstance(outcome, Failed):
+                indices.append(group.index)
+        is_lost = bool(indices) and next(self.trouble.calls) in self.trouble.lost_sums
+        return [self.put(reply), self._kept(sums, indices, is_lost), *map(self.put, stacks)]
 
     def _add_up(self, parts: Sequence[Any]) -> list[Any]:
         import ray
