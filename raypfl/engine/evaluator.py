@@ -207,7 +207,7 @@ class Evaluator:
         return portions
 
     def _cut(self, clients: int) -> tuple[list[int], str]:
-        return groups_for(self.experiment, clients, evaluation=True), self.experiment.engine.executor
+        return groups_for(self.experiment.engine, clients, evaluation=True), self.experiment.engine.executor
 
     def _trained_clients(self) -> list[int]:
         """The trained clients to evaluate: all or, if only their own test data are used, those that have any."""

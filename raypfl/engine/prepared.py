@@ -198,7 +198,7 @@ class Prepared:
     @property
     def num_groups(self) -> int:
         """Number of groups of a cohort; more client actors than that would have nothing to do."""
-        return len(groups_for(self.experiment, cohort_size(self.experiment.cohort, self.data.num_clients)))
+        return len(groups_for(self.experiment.engine, cohort_size(self.experiment.cohort, self.data.num_clients)))
 
     def training_samples(self, client: int) -> Batch:
         """All training samples of a client, as the network sees them."""
@@ -223,7 +223,7 @@ class Prepared:
             failures=experiment.failures,
             context=ServerContext(self.server_pools, self.precision, emit),
             costs=client_costs(experiment, self.task.num_samples),
-            cut_for=lambda cohort: (groups_for(experiment, cohort), experiment.engine.executor),
+            cut_for=lambda cohort: (groups_for(experiment.engine, cohort), experiment.engine.executor),
             warn=warn,
             privacy=experiment.privacy,
         )

@@ -145,7 +145,7 @@ class Server:
             "executor": self.experiment.engine.executor,
             "channels_last": bool(self.experiment.training.channels_last),
             "why": self.job.why,
-            "group_size": max(groups_for(self.experiment, cohort)),
+            "group_size": max(groups_for(self.experiment.engine, cohort)),
             "data": self.job.fingerprint,
             "server_device": str(self.task.model.device),
             "system": f"{platform.system()} {platform.machine()}",

@@ -67,6 +67,8 @@ from raypfl.methods import FedAvg, Method
 from raypfl.models import MODELS
 from raypfl.models.weights import is_file
 
+_PLAIN_TYPES = (bool, int, float, str)
+
 
 def _data(value: Any) -> DataConfig:
     if isinstance(value, DataConfig):
@@ -355,6 +357,8 @@ def _keys(section: str) -> list[str]:
 
 def _to_plain(value: Any) -> Any:
     """Turn settings and components into nested dicts and lists of numbers and texts."""
+    if value is None or type(value) in _PLAIN_TYPES:
+        return value
     if isinstance(value, DataSource):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         options = fields.pop("options")
@@ -375,7 +379,7 @@ def _to_plain(value: Any) -> Any:
         return [_to_plain(part) for part in value]
 
     # Also for the subclasses of NumPy and enum, which Ray Tune samples.
-    for plain_type in (bool, int, float, str):
+    for plain_type in _PLAIN_TYPES:
         if isinstance(value, plain_type):
             return plain_type(value)
     return value

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dis
+import functools
 import inspect
 import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from raypfl.common.component import abstract_functions
@@ -46,8 +47,13 @@ def _reads_files(name: str) -> bool:
     entry = DATASETS.get(name)
     if not isinstance(entry, FunctionType):
         return getattr(entry, "from_files", True)
-    config = entry.__code__.co_varnames[0]
-    return any(config in str(instruction.argrepr) for instruction in dis.get_instructions(entry))
+    return _uses_first_argument(entry.__code__)
+
+
+@functools.lru_cache(maxsize=64)  # every experiment asks several times
+def _uses_first_argument(code: CodeType) -> bool:
+    argument = code.co_varnames[0]
+    return any(argument in str(instruction.argrepr) for instruction in dis.get_instructions(code))
 
 
 DIVIDED = Condition("name", _is_divided, "leave {this} out, since a Population decides who holds what")
@@ -203,14 +209,20 @@ def _is_reader(entry: Any) -> bool:
 
 def require_choices(options: Any) -> None:
     """Raise a ConfigError if a field that is declared as a `Literal` has another value."""
-    for name, declared in get_type_hints(type(options)).items():
-        if get_origin(declared) is not Literal:
-            continue
-
-        choices = get_args(declared)
+    for name, choices in _choices(type(options)).items():
         value = getattr(options, name)
         if value not in choices:
             raise ConfigError(f"data.{name} is {value!r}, but must be {' or '.join(map(repr, choices))}.")
+
+
+@functools.lru_cache(maxsize=64)
+def _choices(options: type) -> dict[str, tuple[Any, ...]]:
+    """Return field -> values, for the fields of a dataclass that are declared as a `Literal`."""
+    choices = {}
+    for name, hint in get_type_hints(options).items():
+        if get_origin(hint) is Literal:
+            choices[name] = get_args(hint)
+    return choices
 
 
 def require_size(size: int | None) -> None:

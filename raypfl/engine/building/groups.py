@@ -11,19 +11,19 @@ from raypfl.federation.exchange.grouping import evaluation_group_sizes, even_siz
 
 if TYPE_CHECKING:
     from raypfl.experiment import Experiment
+    from raypfl.federation.settings import EngineSettings
 
 
-def groups_for(experiment: Experiment, cohort: int, evaluation: bool = False) -> list[int]:
+def groups_for(engine: EngineSettings, cohort: int, evaluation: bool = False) -> list[int]:
     """Sizes of the groups of a cohort of `cohort` clients: as the settings say, or by the executor and the cohort.
 
     `evaluation` : whether the cohort is evaluated, not trained.
     """
-    group_size = experiment.engine.group_size
-    if group_size:
-        return even_sizes(cohort, math.ceil(cohort / group_size))
+    if engine.group_size:
+        return even_sizes(cohort, math.ceil(cohort / engine.group_size))
 
     suggest_sizes = evaluation_group_sizes if evaluation else group_sizes
-    return suggest_sizes(cohort, experiment.engine.executor)
+    return suggest_sizes(cohort, engine.executor)
 
 
 def client_costs(experiment: Experiment, num_samples: np.ndarray) -> np.ndarray:

@@ -182,12 +182,11 @@ def _idle_in(section: SettingPath, declaring_class: type, values: Mapping[str, A
         if name not in settings:
             continue
         path = (*section, name)
-        is_default = _plain(settings[name]) == _plain(_default(declaring_class, name))
-
         for condition in conditions:
             governor = _governor(section, condition)
             governor_value = _value_at(values, governor, declaring_class)
             if not _holds(condition, governor_value):
+                is_default = _plain(settings[name]) == _plain(_default(declaring_class, name))
                 message = _message(path, settings[name], governor, governor_value, condition)
                 yield IdleSetting(path, is_default, governor, message)
                 break

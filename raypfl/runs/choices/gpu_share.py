@@ -116,8 +116,8 @@ def bytes_needed(prepared: Prepared, memory: GpuMemory) -> float:
     trained = prepared.num_trained
     cohort = min(cohort_size(experiment.cohort, trained), trained)
     largest_groups = {
-        Rehearsal.train: max(groups_for(experiment, cohort)),
-        Rehearsal.evaluate: max(groups_for(experiment, trained, evaluation=True)),
+        Rehearsal.train: max(groups_for(experiment.engine, cohort)),
+        Rehearsal.evaluate: max(groups_for(experiment.engine, trained, evaluation=True)),
     }
 
     needed = 0.0
