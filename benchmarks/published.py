@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
@@ -42,6 +42,9 @@ edited by hand. A record is written by [`raypfl study NAME --record FILE`](studi
   compared.
 - **Rank correlation** is Spearman's ρ and Kendall's τ of published and measured means over the methods of a column,
   for columns of {fewest} methods or more.
+- Where there are several seeds, a second table has each method's rank, 95 % interval, paired difference to the best
+  method and chance to be better than it, from [a bootstrap of seeds and clients](studies.md#files), and the mean CPU
+  time of a seed.
 
 | table | seeds | cells | reproduced | ρ, median of the columns | τ |
 |---|---|---|---|---|---|
@@ -57,6 +60,7 @@ class Cell:
     values : a number for each seed.
     over_clients : standard deviation over clients, a number for each seed; empty: the ± is over seeds.
     published, spread : the published number, and the one after its ±; None: there is none.
+    standing : how the method stands among those of its column, by name; None: there is one seed, or one method.
     """
 
     method: str
@@ -67,13 +71,14 @@ class Cell:
     over_clients: tuple[float, ...]
     published: float | None
     spread: float | None
+    standing: Mapping[str, float] | None
 
     @classmethod
     def of(cls, entry: dict[str, Any]) -> Cell:
         """Read an entry of a record."""
         labels = (entry[key] for key in ("method", "down", "across", "metric"))
         values = (tuple(entry.get(key, ())) for key in ("values", "over_clients"))
-        return cls(*labels, *values, entry.get("published"), entry.get("published_spread"))
+        return cls(*labels, *values, entry.get("published"), entry.get("published_spread"), entry.get("standing"))
 
     @property
     def mean(self) -> float:
@@ -142,6 +147,15 @@ class Record:
     def far_off(self) -> list[Cell]:
         """Cells that are not reproduced, though the runs are of the published size."""
         return [] if self.is_smaller else [cell for cell in self.pairs if not cell.is_reproduced]
+
+    def seconds_of_a_seed(self, cell: Cell) -> str:
+        """Return the mean CPU seconds of the runs behind a cell."""
+        position = (cell.method, cell.down, cell.across)
+        seconds = []
+        for run in self.values["runs"]:
+            if (run["method"], run["down"], run["across"]) == position:
+                seconds.append(run["cpu_seconds"])
+        return f"{fmean(seconds):.0f}" if seconds and None not in seconds else "–"
 
     def correlations(self) -> dict[tuple[str, str, str], tuple[float, float]]:
         """Return Spearman's and Kendall's rank correlation for each column of enough methods."""
@@ -231,6 +245,30 @@ def _tables(record: Record) -> Iterator[str]:
             texts = [f"ρ {rank[0]:.2f}, τ {rank[1]:.2f}" if rank else "–" for rank in ranks]
             lines.append(f"| rank correlation | {' | '.join(texts)} |")
         yield "\n".join(lines) + "\n"
+
+        for metric in metrics:
+            yield from _standings(record, [cell for cell in cells if cell.metric == metric and cell.standing])
+
+
+def _standings(record: Record, cells: Sequence[Cell]) -> Iterator[str]:
+    """Yield a table of how the methods of a column stand, from the best one on."""
+    if not cells:
+        return
+    lines = [f"| {cells[0].metric} | rank | 95 % | to the best | P(better) | CPU s |", "|---|---|---|---|---|---|"]
+    for cell in sorted(cells, key=lambda cell: cell.standing["rank"] if cell.standing else 0):
+        standing = cell.standing
+        assert standing is not None
+        to_best = chance = "–"
+        if standing["rank"] > 1:
+            interval = f"{standing['to_best_low']:+.1f} to {standing['to_best_high']:+.1f}"
+            to_best = f"{standing['to_best']:+.1f} ({interval})"
+            chance = f"{100 * standing['chance_better']:.0f} %"
+
+        ranks = f"{standing['rank']} ({standing['rank_low']} to {standing['rank_high']})"
+        interval = f"{standing['low']:.1f} to {standing['high']:.1f}"
+        columns = (cell.method, ranks, interval, to_best, chance, record.seconds_of_a_seed(cell))
+        lines.append(f"| {' | '.join(columns)} |")
+    yield "\n".join(lines) + "\n"
 
 
 def _cost(runs: Sequence[dict[str, Any]]) -> str:

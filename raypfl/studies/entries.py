@@ -254,11 +254,11 @@ def entry_rows(entries: Sequence[TableEntry]) -> list[dict[str, Any]]:
             "published_spread": entry.published.spread if entry.published else None,
             "gap": entry.gap,
         }
-        rows.append(row | _standing_columns(entry.standing))
+        rows.append(row | standing_columns(entry.standing))
     return rows
 
 
-def _standing_columns(standing: Standing | None) -> dict[str, Any]:
+def standing_columns(standing: Standing | None) -> dict[str, Any]:
     """Return the columns of how a method stands; None where it is unknown."""
     if standing is None:
         names = ("low", "high", "to_best", "to_best_low", "to_best_high", "chance_better", "rank")

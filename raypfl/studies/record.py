@@ -16,7 +16,7 @@ from raypfl.runs.result import RunResult
 from raypfl.runs.several.worker import COSTS
 from raypfl.studies.cells import StudyCell
 from raypfl.studies.description import Study
-from raypfl.studies.entries import TableEntry, last_rounds
+from raypfl.studies.entries import TableEntry, last_rounds, standing_columns
 
 BY_HAND = {"title": "", "reasons": []}
 """What a person writes into a record: the table's title, and why numbers are not the published ones, in sentences."""
@@ -52,7 +52,8 @@ def record_of(
     -------
     ``title`` and ``reasons``, which are empty; ``study``, ``published`` (the source; None: there is none), ``command``,
     ``raypfl`` (the version), ``deviations`` and ``smaller``; ``entries``, a dict for each entry of the table that was
-    measured, in percent, with a number for each seed; and ``runs``, a dict for each finished cell.
+    measured, in percent, with a number for each seed and, if there are several, how the method stands among those of
+    its column; and ``runs``, a dict for each finished cell.
     """
     return {
         **BY_HAND,
@@ -129,6 +130,10 @@ def _entries(
         if entry.published:
             row["published"] = entry.published.value
             row["published_spread"] = entry.published.spread
+
+        if entry.standing and entry.standing.seeds > 1:
+            columns = standing_columns(entry.standing)
+            row["standing"] = {name: round(value, _DIGITS) for name, value in columns.items()}
         rows.append(row)
     return rows
 

@@ -57,6 +57,22 @@ def test_a_cell_is_reproduced_if_means_are_near_or_intervals_over_seeds_overlap(
     assert not small.far_off and "| A title | 1 or 2 | 4 | smaller runs |" in page([small])
 
 
+def test_how_methods_stand_is_shown_by_rank_with_the_cpu_time_of_a_seed():
+    standing = {"low": 60.0, "high": 70.0, "to_best": -5.25, "to_best_low": -7.0, "to_best_high": -3.0}
+    second = standing | {"chance_better": 0.01, "rank": 2, "rank_low": 2, "rank_high": 3}
+    first = standing | {"to_best": 0.0, "chance_better": 0.5, "rank": 1, "rank_low": 1, "rank_high": 1}
+    entries = [
+        {"method": "FedAvg", "values": [64.0, 66.0], "published": 85.0, "standing": second},
+        {"method": "Ditto", "values": [70.0, 71.0], "published": 97.0, "standing": first},
+    ]
+    costs = [("FedAvg", 10.0), ("FedAvg", 20.0), ("Ditto", 30.0), ("Ditto", None)]
+    runs = [{"method": method, "down": "", "across": "", "cpu_seconds": seconds} for method, seconds in costs]
+    text = page([record(entries, runs=runs)])
+    assert "| Ditto | 1 (1 to 1) | 60.0 to 70.0 | – | – | – |\n" in text
+    assert "| FedAvg | 2 (2 to 3) | 60.0 to 70.0 | -5.2 (-7.0 to -3.0) | 1 % | 15 |\n" in text
+    assert text.index("| Ditto | 1 (") < text.index("| FedAvg | 2 (")
+
+
 def test_rank_correlations_are_over_the_methods_of_a_column_that_has_four_or_more():
     measured = [10.0, 30.0, 20.0, 40.0]
     entries = [{"method": f"m{i}", "values": [value], "published": i} for i, value in enumerate(measured)]

@@ -72,6 +72,12 @@ def test_a_record_has_each_seeds_numbers_runs_and_costs_and_keeps_what_a_person_
     assert (entry["published"], entry["published_spread"]) == (50.0, 1.0) and "published" not in best
     # A model that a method lacks has no entry, and a best round no last ten.
     assert (local["method"], local["metric"]) == ("Local", "best") and "last_ten" not in best
+    # FedAvg alone has a global model, so there is none to compare it with.
+    assert "standing" not in entry
+    second = max(best, local, key=lambda entry: entry["standing"]["rank"])
+    first = min(best, local, key=lambda entry: entry["standing"]["rank"])
+    gap = sum(second["values"]) / 2 - sum(first["values"]) / 2
+    assert second["standing"]["rank"] == 2 and second["standing"]["to_best"] == pytest.approx(gap, abs=1e-3)
 
     assert [(run["method"], run["seed"]) for run in record["runs"]] == [
         (cell.method, cell.experiment.seed) for cell in cells
