@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import secrets
 import signal
@@ -38,6 +39,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.timeout(3600))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each file to one process, and all files that use Ray to the same one.
+
+    Ray takes fifteen seconds to start, and these files wait for processes more than they compute.
+    """
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "Ray" if _uses_ray(config.rootpath / file) else file
+
+    return Scheduling(config, log)
+
+
+@functools.cache
+def _uses_ray(file: Path) -> bool:
+    text = file.read_text()
+    return "ray_cluster" in text or "tests.support.nodes" in text
 
 
 @pytest.fixture(autouse=True)

@@ -24,18 +24,18 @@ SMALL = [
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("RAYPFL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "100")
     return tmp_path
 
 
 def test_without_arguments_the_digits_are_compared_and_all_results_are_shown():
-    result = raypfl("run", *SMALL)
+    result = raypfl("run", *SMALL, draws=True)
     assert result.exit_code == 0, result.output
     for part in ("fedavg", "ditto", "worst", "Picture", "weights", "Try next", "raypfl resume runs/digits-2"):
         assert part in result.stdout
     assert "round 2/2" in result.stderr and "round 2/2" not in result.stdout
-    assert list(Path("runs").glob("digits-*/picture.png"))
+    (picture,) = Path("runs").glob("digits-*/picture.png")
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_without_a_recipe_other_data_name_the_run_and_the_defaults_are_reported():

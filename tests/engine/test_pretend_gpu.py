@@ -230,7 +230,7 @@ def run(tmp_path, faults: list[str], **changes) -> raypfl.Result:
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_every_method_runs_on_a_gpu(tmp_path, faults, method, executor, client_gpus, server_gpus):
     devices = {"engine__executor": executor, "ray__gpus_per_actor": client_gpus, "ray__gpus_for_server": server_gpus}
-    run(tmp_path, faults, method=method, **devices, **CHANGES.get(method, {}))
+    run(tmp_path, faults, method=method, evaluation__every=2, **devices, **CHANGES.get(method, {}))
 
 
 def test_a_client_without_test_samples_is_evaluated_on_a_gpu(tmp_path, faults):

@@ -6,7 +6,6 @@ import itertools
 from dataclasses import replace
 
 import numpy as np
-import pyarrow.compute as pc
 import pytest
 import torch
 
@@ -14,9 +13,9 @@ import raypfl
 from raypfl.clients.worker import Worker
 from raypfl.common.errors import ConfigError
 from raypfl.data import load_federated
-from raypfl.engine.events import Evaluated, RoundFinished
+from raypfl.engine.events import Evaluated
 from raypfl.evaluation import Measures, summarise
-from raypfl.methods import METHODS, Ditto, FedAvg, FedAvgFT, Local
+from raypfl.methods import Ditto, FedAvg, FedAvgFT, Local
 from raypfl.results import numbers
 from raypfl.results.run_groups import group_runs
 from raypfl.runs.result import events_of
@@ -303,29 +302,6 @@ def test_class_weights_for_samples_of_several_labels_are_refused(tmp_path, arran
     arrange_data(labels=lambda data: np.zeros((len(data.labels), 3), dtype=np.float32))
     with pytest.raises(ConfigError, match="has 'pm_v', which needs one class for each sample"):
         raypfl.run(experiment(tmp_path, evaluation__protocols=["pm_v"]))
-
-
-@pytest.mark.parametrize("method", sorted(set(METHODS) - {"partial"}))
-def test_evaluation_before_the_first_round_is_of_the_initial_models(tmp_path, method):
-    short = {"rounds": 1, "partition__clients": 4, "cohort__size": 2, "evaluation__every": 0}
-    without = raypfl.run(experiment(tmp_path, method=method, **short))
-    events = []
-    result = raypfl.run(
-        experiment(tmp_path, method=method, **short, evaluation__at_start="true"), listeners=[events.append]
-    )
-    at_start = result.evaluations.filter(pc.field("round") == 0)
-
-    assert result.evaluations.slice(at_start.num_rows).equals(without.evaluations)
-
-    trained = pc.field("phase") == "training"
-    assert result.weights_hash == without.weights_hash
-    assert result.ledger.filter(trained).equals(without.ledger.filter(trained))
-
-    kinds = [type(event) for event in events if isinstance(event, RoundFinished | Evaluated)]
-    assert kinds == [Evaluated, RoundFinished, Evaluated]
-
-    keys = ["client", "protocol", "model", "samples"]
-    assert at_start.select(keys).equals(without.evaluations.select(keys))
 
 
 def test_round_0_is_in_the_report_and_a_stopped_run_does_not_evaluate_it_again(tmp_path):

@@ -428,7 +428,9 @@ def test_batch_norm_is_refused_before_the_run(tmp_path):
 
 
 def test_a_run_reports_the_epsilon_of_each_client_and_a_resume_keeps_it(tmp_path):
-    changes = ["method=fedavg-ft", "checkpoint.every=1", "evaluation.every=0"]
+    # Each number of samples costs the accountant a quarter of a second.
+    equal_sizes = "partition={name: iid, clients: 6}"
+    changes = ["method=fedavg-ft", equal_sizes, "checkpoint.every=1", "evaluation.every=0"]
     result = run(experiment(tmp_path, *changes, "rounds=3"))
     shorter = run(experiment(tmp_path, *changes, "rounds=2"))
     resumed = resume(shorter.run_dir, overrides=["rounds=3"])

@@ -295,13 +295,6 @@ def test_batch_norm_statistics_are_averaged_under_every_server_optimizer(optimiz
     np.testing.assert_allclose(fed.server["theta"][-6:].numpy(), expected, rtol=1e-10)
 
 
-@pytest.mark.parametrize("name", list(METHODS))
-def test_every_method_trains_in_bf16_and_sends_the_models_dtype(name, tmp_path):
-    settings = {"rounds": 2, "training__precision": "bf16", "partition__clients": 4, "cohort__size": 2}
-    result = raypfl.run(experiment(tmp_path, method=name, **settings))
-    assert np.isfinite(result.rounds["loss"].to_numpy()).all()
-
-
 def test_methods_are_found_by_name_and_frozen():
     assert {"fedavg", "fedprox", "ditto", "local"} <= set(METHODS)
     assert METHODS.get("fedprox")(mu=0.5) == FedProx(mu=0.5)

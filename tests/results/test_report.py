@@ -14,12 +14,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
+from markupsafe import Markup
 
 import raypfl
 from raypfl.common.errors import ConfigError
 from raypfl.results import numbers
 from raypfl.results.colours import COLOURS
-from raypfl.results.report import find_runs, tables, write
+from raypfl.results.report import figures, find_runs, tables, write
 from raypfl.results.report.figures import metric_figure
 from raypfl.results.report.page import shades
 from raypfl.results.run_groups import group_runs
@@ -50,6 +51,12 @@ def source(results, tmp_path_factory: pytest.TempPathFactory) -> str:
 def whole(source) -> ElementTree.Element:
     """The page's root; a page that is not well-formed does not parse."""
     return ElementTree.fromstring(source)
+
+
+@pytest.fixture
+def without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages have no figures, most of the time that they take, where a test reads their text alone."""
+    monkeypatch.setattr(figures, "svg", lambda *arguments: Markup())
 
 
 def page(results: list[raypfl.Result], tmp_path: Path) -> ElementTree.Element:
@@ -207,6 +214,7 @@ def shifted(result: raypfl.Result, points: dict[str, float]) -> raypfl.Result:
     return replace(result, evaluations=pa.table(columns))
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_the_headline_says_whose_models_it_compares_and_how_they_spread(results, tmp_path):
     def lead(*levels: dict[str, float], of: list[raypfl.Result] = results[:4]) -> str:
         runs = [shifted(result, level) for result, level in zip(of, levels, strict=True)]
@@ -321,10 +329,12 @@ def test_a_single_evaluation_is_in_the_middle_of_whole_rounds(results):
     assert words[: words.index("round")] == [str(results[0].round + step) for step in (-1, 0, 1)]
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_runs_that_sent_nothing_make_a_page(results, tmp_path):
     assert "Nothing was sent: clients trained alone." in text(page(results[4:], tmp_path))
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_seeds_of_different_lengths_are_compared_in_common_rounds_and_the_page_says_so(results, tmp_path):
     short = replace(
         results[1],
@@ -340,6 +350,7 @@ def test_seeds_of_different_lengths_are_compared_in_common_rounds_and_the_page_s
     assert numbers.metric_curve(group_runs([results[0], short])[0], "local", "global").x.tolist() == [1, 2]
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_methods_of_different_lengths_are_ranked_with_a_caution(results, tmp_path):
     shorter = replace(results[2], evaluations=results[2].evaluations.filter(pc.field("round") <= 2))
     caution = "The methods are ranked as they were after 2 to 3 rounds, each at its own end"
@@ -406,6 +417,7 @@ def test_notes_are_escaped(whole):
     assert "a <b> & c" in text(whole)
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_the_command_finds_the_runs_of_a_folder_and_prints_the_pages_path(results, tmp_path):
     out = tmp_path / "page.html"
     reported = command("report", str(results[0].run_dir.parent), "--out", str(out))

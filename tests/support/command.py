@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Sequence
+from pathlib import Path
+from unittest import mock
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from raypfl.cli.app import app
 from raypfl.runs import driver
-from raypfl.runs.result import description
+from raypfl.runs.result import RunResult, description
 from tests.support.runs import Interrupt
 
 
-def raypfl(*words: str) -> Result:
-    """Run a command; returns its exit code and what it printed."""
-    return CliRunner().invoke(app, words)
+def raypfl(*words: str, draws: bool = False) -> Result:
+    """Run a command; returns its exit code and what it printed.
+
+    Its picture is an empty file unless it `draws`, which takes half a second.
+    """
+    picture = contextlib.nullcontext() if draws else mock.patch("raypfl.results.drawing.draw", _empty_picture)
+    with picture:
+        return CliRunner().invoke(app, words)
+
+
+def _empty_picture(results: Sequence[RunResult], path: Path) -> Path:
+    path.touch()
+    return path
 
 
 def raypfl_json(*words: str) -> dict:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
@@ -208,15 +208,16 @@ class _Calls(TorchFunctionMode):
         gpu = self.gpu
         name = getattr(func, "__name__", "")
         kwargs = dict(kwargs or {})
-        tensors = _tensors((args, kwargs))
-        device = GPU if any(gpu.device(tensor) == GPU for tensor in tensors) else CPU
-
         if name == "_parse_to":  # only reads the arguments of nn.Module.to
             return func(*args, **kwargs)
-        if name == "__get__":
-            answers = {"device": device, "is_cuda": device == GPU, "is_cpu": device == CPU}
-            attribute = func.__self__.__name__
-            return answers[attribute] if attribute in answers else func(*args, **kwargs)
+        attribute = func.__self__.__name__ if name == "__get__" else ""
+        if attribute and attribute not in ("device", "is_cuda", "is_cpu"):
+            return func(*args, **kwargs)
+
+        tensors = _tensors((args, kwargs))
+        device = GPU if any(gpu.device(tensor) == GPU for tensor in tensors) else CPU
+        if attribute:
+            return {"device": device, "is_cuda": device == GPU, "is_cpu": device == CPU}[attribute]
         if name in ("numpy", "__array__") and device == GPU:
             gpu.refuse(TypeError, "can't convert cuda:0 device type tensor to numpy")
 
@@ -339,7 +340,18 @@ def _line() -> str:
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    """Return the tensors in nested tuples, lists and dicts; several times faster than PyTorch's `tree_leaves`."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, tuple | list):
+        return []
+
+    tensors = []
+    for part in tree:
+        tensors += _tensors(part)
+    return tensors
 
 
 def _pretended(device: torch.device | str) -> torch.device:
