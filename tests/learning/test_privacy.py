@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +25,7 @@ from raypfl.learning.batches import epoch_order, sampled_order
 from raypfl.learning.loss import LocalLoss
 from raypfl.learning.objectives.batch import Batch
 from raypfl.learning.privacy import NoisySum, PrivacySettings
-from raypfl.learning.privacy.accounting import ALL, accounted, epsilon
+from raypfl.learning.privacy.accounting import ALL, ORDERS, accounted, epsilon
 from raypfl.methods import MTL, Ditto, FedAvg, FedNH, FedProto, PerAda, PFedMe
 from raypfl.results.epsilons import epsilons, privacy_sentence
 from raypfl.results.run_groups import group_runs
@@ -332,6 +335,13 @@ def test_batch_statistics_without_noise_are_refused(method):
     fed = Federation(factory=Tracking, executor="sequential", privacy=NOISY, method=method)
     with pytest.raises(PrivacyError, match="Training moved statistics of the network"):
         fed.run_rounds(None)
+
+
+def test_the_orders_of_the_accountant_are_those_of_opacus():
+    source = Path(find_spec("opacus").origin).with_name("accountants") / "rdp.py"
+    assigned = [node for node in ast.walk(ast.parse(source.read_text())) if isinstance(node, ast.Assign)]
+    (orders,) = [ast.unparse(node.value) for node in assigned if ast.unparse(node.targets[0]) == "DEFAULT_ALPHAS"]
+    assert eval(orders) == ORDERS
 
 
 def test_the_accountant_is_above_the_exact_curve_and_close_to_published_values():

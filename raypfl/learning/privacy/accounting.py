@@ -6,8 +6,10 @@ import math
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
-from importlib.util import find_spec
+from functools import cache, lru_cache
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,9 @@ from raypfl.learning.privacy.spending import SPENDING, Spending
 
 ALL = "all"
 """Name of the composition of all branches."""
+
+ORDERS = [*(1 + x / 10.0 for x in range(1, 100)), *range(12, 64)]
+"""Orders of the Renyi divergence, the defaults of Opacus' accountant."""
 
 Mechanism = tuple[float, float]
 """A sampled Gaussian: the sampling rate and the noise multiplier."""
@@ -37,14 +42,12 @@ def epsilon(steps: Mapping[Mechanism, int], delta: float) -> float:
     if any(noise == 0 for _, noise in steps):
         return math.inf
 
-    from opacus.accountants.analysis.rdp import get_privacy_spent
-
     # Renyi divergences of composed mechanisms add up.
     total = sum(count * np.array(_renyi(rate, noise)) for (rate, noise), count in steps.items())
     with warnings.catch_warnings():
         # Opacus warns that another order might give a smaller epsilon; the larger one holds too.
         warnings.simplefilter("ignore")
-        spent, _ = get_privacy_spent(orders=_orders(), rdp=total, delta=delta)
+        spent, _ = _opacus().get_privacy_spent(orders=ORDERS, rdp=total, delta=delta)
     return max(0.0, float(spent))
 
 
@@ -90,14 +93,20 @@ def accounted(table: Mapping[str, list[Any]], settings: PrivacySettings) -> dict
     return columns
 
 
-def _orders() -> list[float]:
-    from opacus.accountants import RDPAccountant
+@cache
+def _opacus() -> ModuleType:
+    """Return Opacus' module of divergences, without the rest of Opacus, whose import takes seconds of CPU time."""
+    package = find_spec("opacus")
+    assert package is not None and package.origin is not None, "a run with noise requires Opacus"
+    file = Path(package.origin).with_name("accountants") / "analysis" / "rdp.py"
 
-    return RDPAccountant.DEFAULT_ALPHAS
+    spec = spec_from_file_location("raypfl_opacus_rdp", file)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @lru_cache(maxsize=4096)
 def _renyi(rate: float, noise: float) -> tuple[float, ...]:
-    from opacus.accountants.analysis.rdp import compute_rdp
-
-    return tuple(compute_rdp(q=rate, noise_multiplier=noise, steps=1, orders=_orders()))
+    return tuple(_opacus().compute_rdp(q=rate, noise_multiplier=noise, steps=1, orders=ORDERS))
