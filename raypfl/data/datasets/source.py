@@ -209,7 +209,8 @@ def _is_reader(entry: Any) -> bool:
 
 def require_choices(options: Any) -> None:
     """Raise a ConfigError if a field that is declared as a `Literal` has another value."""
-    for name, choices in _choices(type(options)).items():
+    options_class: Any = type(options)  # mypy takes no type for hashable
+    for name, choices in _choices(options_class).items():
         value = getattr(options, name)
         if value not in choices:
             raise ConfigError(f"data.{name} is {value!r}, but must be {' or '.join(map(repr, choices))}.")
