@@ -90,13 +90,7 @@ class FLNTK(Analysis):
         # What later rounds need.
         tensors = {"finite": kernel, "infinite": infinite, "error": error, "first": u, "signs": problem.network.signs}
         save_file(tensors, view.folder / KERNELS)
-        rounds = view.task.rounds
-        curves = {
-            "frozen": setting.map(kernel).errors(error, rounds),
-            "infinite": setting.map(infinite).errors(error, rounds),
-            "bound": first_error * max(theory.rate, 0.0) ** torch.arange(rounds + 1, dtype=y.dtype),
-        }
-        save_file(curves, view.folder / CURVES)
+        save_file(_predicted(setting, tensors, theory.rate, view.task.rounds), view.folder / CURVES)
         _save_error(view, first_error)
 
         view.log(flntk_error=first_error, flntk_lambda=theory.least, flntk_factor=theory.rate)
@@ -122,7 +116,7 @@ class FLNTK(Analysis):
 
         problem = Problem(view)
         initial = load_file(view.folder / KERNELS)
-        curves = load_file(view.folder / CURVES)
+        curves = self._curves(view, problem, initial)
         u = problem.weights(view.after)
         error = float((problem.network.outputs(u, problem.x) - problem.y).square().sum())
         _save_error(view, error)
@@ -143,6 +137,15 @@ class FLNTK(Analysis):
             view.log_image("flntk", picture(_picture_of_run(view, curves, initial)))
             if len(problem.y) <= MOST_SAMPLES:
                 view.log_image("flntk_rounds", picture(self._picture_of_rounds(problem, initial, diagnosis.observed)))
+
+    def _curves(self, view: AnalysedRound, problem: Problem, initial: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the predicted errors of all rounds; predict them again if a resume has changed their number."""
+        curves = load_file(view.folder / CURVES)
+        if len(curves["frozen"]) != view.task.rounds + 1:
+            theory = json.loads((view.folder / REPORT).read_text())
+            curves = _predicted(problem.setting(self.delta), initial, theory["rate"], view.task.rounds)
+            save_file(curves, view.folder / CURVES)
+        return curves
 
     def _diagnose(
         self, view: AnalysedRound, problem: Problem, initial: Mapping[str, Tensor], switched: float
@@ -190,6 +193,23 @@ class FLNTK(Analysis):
         if diagnosis_file.exists():
             lines.append(json.loads(diagnosis_file.read_text())["sentence"])
         return lines
+
+
+def _predicted(setting: TheoremSetting, initial: Mapping[str, Tensor], rate: float, rounds: int) -> dict[str, Tensor]:
+    """Return the predicted squared errors by round, ``[rounds + 1]`` each.
+
+    Parameters
+    ----------
+    initial : what :meth:`FLNTK.start` saves; of it, kernels and error.
+    rate : the theorem's factor of the squared error per round.
+    """
+    error = initial["error"]
+    first_error = float(error.square().sum())
+    return {
+        "frozen": setting.map(initial["finite"]).errors(error, rounds),
+        "infinite": setting.map(initial["infinite"]).errors(error, rounds),
+        "bound": first_error * max(rate, 0.0) ** torch.arange(rounds + 1, dtype=error.dtype),
+    }
 
 
 def _picture_of_run(view: AnalysedRound, curves: Mapping[str, Tensor], initial: Mapping[str, Tensor]) -> Figure:

@@ -167,6 +167,17 @@ def test_an_interrupted_run_has_the_same_files_as_a_whole_one(tmp_path):
     assert contents(analysis_folder(whole)) == contents(analysis_folder(resumed)) != {}
 
 
+def test_a_run_that_is_resumed_with_more_rounds_is_predicted_to_its_new_end(tmp_path, result):
+    short = raypfl.run(two_layer(tmp_path, rounds=2))
+    resumed = raypfl.resume(short.run_dir, overrides=["rounds=6"])
+    folder = analysis_folder(resumed)
+
+    assert (folder / CURVES).read_bytes() == (analysis_folder(result) / CURVES).read_bytes()
+    assert (folder / DIAGNOSIS).read_bytes() == (analysis_folder(result) / DIAGNOSIS).read_bytes()
+    predicted = [row for row in resumed.logged.to_pylist() if row["name"] in ("flntk_predicted", "flntk_bound")]
+    assert predicted == [row for row in result.logged.to_pylist() if row["name"] in ("flntk_predicted", "flntk_bound")]
+
+
 @pytest.mark.parametrize(
     ("changes", "needed"),
     [
