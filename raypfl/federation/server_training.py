@@ -89,6 +89,13 @@ class ServerTraining(ABC):
         """Return a model ``[P+B]`` that is not trained, such as a teacher, for use in a loss; see `clients.other`."""
         return Other(model or self.task.model, theta.detach())
 
+    def logits(self, theta: Tensor, x: Tensor) -> Tensor:
+        """Return the logits ``[n, classes]`` of a model ``[P+B]`` in evaluation mode, without gradients."""
+        model = self.task.model
+        with model.mode(train=False):
+            outputs = Executor(model, self.context.precision).predict(theta[None], x, own=False)
+        return outputs[0].to(model.dtype)
+
     def sgd(
         self,
         loss: LossFunction,

@@ -67,7 +67,19 @@ def test_the_average_is_trained_by_adam_on_the_divergence_from_the_mean_logits(f
         cosine.step()
 
     assert_close(theta, as_vector(student), 1e-6)
-    assert fed.cohorts[0].logged.values["distillation_loss"] == pytest.approx(sum(loss.item() for loss in losses) / 7)
+    logged = fed.cohorts[0].logged.values
+    assert logged["distillation_loss"] == pytest.approx(sum(loss.item() for loss in losses) / 7)
+
+    (pool,) = fed.pools.pool("auxiliary", 1).batches(9).once(9)
+    with torch.no_grad():
+        logits = {
+            "ensemble_accuracy": torch.stack([teacher(pool.x) for teacher in teachers]).mean(0),
+            "average_accuracy": as_module(factory, average).eval()(pool.x),
+            "student_accuracy": student.eval()(pool.x),
+        }
+    for name, model_logits in logits.items():
+        accuracy = (model_logits.argmax(1) == pool.y).double().mean().item()
+        assert logged[name] == pytest.approx(accuracy), name
 
 
 def test_for_a_linear_network_the_average_equals_the_ensemble_so_the_first_gradient_is_zero():
@@ -77,13 +89,18 @@ def test_for_a_linear_network_the_average_equals_the_ensemble_so_the_first_gradi
     assert 0 < (theta - plain).abs().max() <= 1.01e-3  # Adam takes steps of its rate down gradients of 1e-17
 
 
-def test_labels_of_the_pool_are_not_used():
-    hashes = []
-    for shift in (0, 1):
+def test_labels_of_the_pool_are_not_used_for_training():
+    models = []
+    have_accuracies = []
+    for shift in (0, 1, None):
         fed = Federation(method=FedDF(steps=3, batch_size=4))
-        fed.labels[-9:] = (fed.labels[-9:] + shift) % 3
-        hashes.append(fed.run_rounds(None)["theta"])
-    assert torch.equal(*hashes)
+        # -1 stands for a class that clients do not have.
+        fed.labels[-9:] = -1 if shift is None else (fed.labels[-9:] + shift) % 3
+        models.append(fed.run_rounds(None)["theta"])
+        have_accuracies.append("student_accuracy" in fed.cohorts[0].logged.values)
+
+    assert all(torch.equal(model, models[0]) for model in models)
+    assert have_accuracies == [True, True, False]
 
 
 def test_a_round_is_charged_a_model_each_way_and_no_logits():

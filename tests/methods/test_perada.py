@@ -290,6 +290,8 @@ def test_a_single_teacher_changes_nothing_whatever_view_of_the_pool_both_see():
     views = adapting(PerAda(augment=True, **standing), augmentation=[Crop(padding=1), Flip()])
     views.run_rounds([2])
     assert abs(distillation_loss(views)) < 1e-12
+    logged = views.cohorts[-1].logged.values
+    assert logged["ensemble_accuracy"] == logged["average_accuracy"] == logged["student_accuracy"]
 
     views.run_rounds([0, 2])
     assert distillation_loss(views) > 1e-8

@@ -27,9 +27,13 @@ class FedDF(FedAvg):
     """Ensemble distillation for robust model fusion (Lin et al. 2020), for clients of one network.
 
     Clients run FedAvg. The server then trains the average with Adam to match the cohort's models on a pool of samples,
-    minimising ``KL(softmax(mean of their logits) || softmax(its logits))``. The pool's labels are not used. The clients
-    compute the logits, and the ledger does not count them, because the server has the models. The paper also stops
-    early on validation data of the server; this does not.
+    minimising ``KL(softmax(mean of their logits) || softmax(its logits))``. Training ignores the pool's labels. The
+    clients compute the logits, and the ledger does not count them, because the server has the models. The paper also
+    stops early on validation data of the server; this does not.
+
+    If the pool has the clients' classes, each round logs the accuracy on it of the ensemble, which is the teacher, and
+    of the server's model before and after distillation: ``ensemble_accuracy``, ``average_accuracy`` and
+    ``student_accuracy``, in evaluation mode. A student that is worse than the average was harmed in this round.
 
     Attributes
     ----------
@@ -71,11 +75,12 @@ class FedDF(FedAvg):
             student = model(p, batch.x).log_softmax(1)
             return batch.mean(F.kl_div(student, teachers, reduction="none", log_target=True).sum(1))
 
-        batches = self.batches(cohort.pool(self.pool)).with_targets(reply["logits"])
+        average = server["theta"]
+        batches = self.batches(cohort.pool(self.pool))
         server["theta"] = cohort.sgd(
             distillation,
-            server["theta"],
-            batches,
+            average,
+            batches.with_targets(reply["logits"]),
             lr=self.lr,
             optimizer=Adam(),
             schedule=self.schedule,
@@ -83,6 +88,7 @@ class FedDF(FedAvg):
             text="distilling",
             log="distillation_loss",
         )
+        log_accuracies(cohort, batches, reply["logits"], average, server["theta"])
 
     def train(self, clients: Clients, theta: Tensor) -> dict[str, Mean]:
         trained = clients.sgd(clients.loss, theta)
@@ -101,3 +107,35 @@ class FedDF(FedAvg):
     def batches(self, pool: Pool) -> PoolBatches:
         """Return the batches of a round, the same on the server and on clients."""
         return pool.batches(self.batch_size, steps=self.steps, fraction=self.fraction, augment=self.augment)
+
+
+def log_accuracies(
+    cohort: Cohort, batches: PoolBatches, teacher_logits: Tensor, average: Tensor, student: Tensor
+) -> None:
+    """Log how many of a pool's samples the ensemble, the average and the student classify correctly.
+
+    Nothing is logged if the pool does not have the clients' classes.
+
+    Parameters
+    ----------
+    teacher_logits : the mean of the clients' logits, a row for each input of ``batches.once()``.
+    average, student : the server's model ``[P+B]`` before and after distillation.
+    """
+    correct = {"ensemble_accuracy": 0, "average_accuracy": 0, "student_accuracy": 0}
+    count = 0
+    for batch in batches.once(TEACHER_BATCH):
+        labels = batch.y
+        if labels.dim() > 1 or labels.is_floating_point() or bool((labels < 0).any()):
+            return
+
+        ensemble_logits = teacher_logits[count : count + len(labels)]
+        all_logits = (ensemble_logits, cohort.logits(average, batch.x), cohort.logits(student, batch.x))
+        for name, logits in zip(correct, all_logits, strict=True):
+            correct[name] += int((logits.argmax(1) == labels).sum())
+
+        count += len(labels)
+        # Augmented images come in every epoch anew; the first epoch has each sample once.
+        if count >= len(batches.indices):
+            break
+
+    cohort.log(**{name: number / count for name, number in correct.items()})
