@@ -21,6 +21,7 @@ from raypfl.common.registry import Registry
 
 CATALOGUES = {
     "methods": "raypfl.methods:METHODS",
+    "asynchronous": "raypfl.runs.choices.asynchronous_methods:ASYNCHRONOUS_METHODS",
     "datasets": "raypfl.data.datasets:DATASETS",
     "models": "raypfl.models:MODELS",
     "partitions": "raypfl.data:PARTITIONS",

@@ -39,6 +39,23 @@ class ListenerError(RaypflError):
     """Error for a listener that failed; it ends the run."""
 
 
+class LateReplyError(MethodError):
+    """Error for a method whose replies mean nothing if they come late, so that its rounds cannot be asynchronous.
+
+    Parameters
+    ----------
+    message : what is wrong, as a sentence.
+    reason : the same in a few words, for a list of methods.
+    """
+
+    def __init__(self, message: str, reason: str | None = None):
+        # A copy and pickle pass the whole message alone, and set the reason afterwards.
+        if reason is not None:
+            message = f"{message} Choose another method (`raypfl list asynchronous`), or leave asynchronous.buffer out."
+        super().__init__(message)
+        self.reason = reason
+
+
 class PrivacyError(MethodError):
     """Error for a method that needs what the privacy settings do not let it have."""
 

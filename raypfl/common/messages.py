@@ -66,10 +66,19 @@ class Mean:
 
 @dataclass(frozen=True)
 class Sum:
-    """Up: the sum over the cohort of ``rows[K, ...]``, reduced where the clients are; `charged` as for `Mean`."""
+    """Up: the sum over the cohort of ``rows[K, ...]``, reduced where the clients are.
+
+    Parameters
+    ----------
+    rows, charged : as for `Mean`.
+    counts_late : whether a row counts whole in an asynchronous run, however old the model is that the client was sent:
+        true of what describes the client alone, such as class means, or by how much its control variate moved. Without
+        it, a method that returns a sum is refused there.
+    """
 
     rows: Tensor
     charged: bool | int | Tensor = True
+    counts_late: bool = False
 
 
 @dataclass(frozen=True)

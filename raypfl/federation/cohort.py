@@ -198,6 +198,11 @@ class Cohort(Log, ServerTraining):
         return answer
 
     @property
+    def num_exchanges(self) -> int:
+        """The number of exchanges in the round so far."""
+        return self._exchanges
+
+    @property
     def exchange(self) -> str:
         """The exchange's name, different from all others of the round."""
         return f"{self.phase} {self._exchanges}"

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import raypfl
+from raypfl.cli.app import app
 from raypfl.common.errors import ConfigError
 from raypfl.engine.building.asynchronous import schedule_for
 from raypfl.engine.events import Evaluated
 from raypfl.federation.asynchronous.schedule import Fleet, make_schedule
 from raypfl.methods import FedAvg
+from raypfl.runs.choices import asynchronous_methods
 from raypfl.runs.preparing import prepare
 from tests.support.federated_methods import Marked
 from tests.support.runs import ON_RAY, Interrupt, experiment, same_tables
@@ -30,8 +35,10 @@ def buffered(tmp_path, **changes) -> raypfl.Experiment:
     return experiment(tmp_path, **{"rounds": 12, "partition__clients": 20} | BUFFERED | changes)
 
 
-@pytest.mark.parametrize("method", ["fedavg", "ditto"])
-@pytest.mark.parametrize("executor", ["vectorised", "sequential"])
+@pytest.mark.parametrize(
+    ("method", "executor"),
+    [("fedavg", "sequential"), ("ditto", "vectorised"), ("scaffold", "sequential"), ("fednh", "vectorised")],
+)
 def test_a_buffer_of_a_cohort_and_equal_durations_are_synchronous_rounds_to_the_bit(tmp_path, method, executor):
     settings = {"method": method, "engine__executor": executor, "rounds": 3, **EQUAL}
     synchronous = raypfl.run(experiment(tmp_path, **settings))
@@ -125,7 +132,7 @@ class AveragesTheSent(FedAvg):
 @pytest.mark.parametrize(
     ("method", "together"),
     [
-        *[(name, True) for name in ("fedavg", "ditto", "apfl", "fedper", "fedrep", "local", "pfedme", "per-fedavg")],
+        *[(name, True) for name in ("fedavg", "ditto", "apfl", "fednh", "fedproto", "pfedme", "scaffold")],
         ("tests.engine.test_asynchronous_runs:AsksForRound", False),
         ("tests.engine.test_asynchronous_runs:AveragesTheSent", False),
     ],
@@ -138,9 +145,12 @@ def test_a_rehearsal_tells_whether_clients_with_different_models_can_train_in_on
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"method": "pefll"}, "returns 'v', which is not the mean of an argument of that name"),
-        ({"method": "scaffold"}, "returns 'moved', which is not the mean of an argument of that name"),
+        ({"method": "pefll"}, "PeFLL has 3 exchanges in a round"),
+        ({"method": "apple"}, "returns 'core', .*: the server needs the `core` of each client"),
+        ({"method": "fednova"}, "the mean `normaliser` is not of what clients were sent"),
         ({"method": "pfedhn"}, "gets 'theta' as a Scatter"),
+        # The first half of its rounds are FedAvg's.
+        ({"method": "pfedsim"}, "gets 'start' as a Scatter"),
         ({"asynchronous__buffer": 21}, "asynchronous.buffer is 21, but after 20 replies of round 1 no client is left"),
         ({"devices__partial_work": 0.5}, "devices.partial_work is for synchronous rounds"),
         ({"privacy__noise": 1.0}, "privacy.noise is for synchronous rounds"),
@@ -153,6 +163,15 @@ def test_a_rehearsal_tells_whether_clients_with_different_models_can_train_in_on
 def test_what_asynchronous_rounds_cannot_do_is_refused_before_a_run(tmp_path, changes, problem):
     with pytest.raises(ConfigError, match=problem):
         raypfl.run(buffered(tmp_path, **changes))
+
+
+@pytest.mark.slow
+def test_the_page_and_the_list_name_the_methods_that_can_be_asynchronous():
+    page = (Path(__file__).parents[2] / "docs/devices.md").read_text()
+    assert asynchronous_methods.markdown() in page
+    listed = CliRunner().invoke(app, ["list", "asynchronous"]).stdout
+    assert re.search(r"^ mime +cannot be asynchronous: several exchanges a", listed, re.MULTILINE)
+    assert re.search(r"^ scaffold +can be asynchronous *$", listed, re.MULTILINE)
 
 
 def test_asynchronous_rounds_need_devices(tmp_path):

@@ -67,6 +67,19 @@ class Counter(Method):
         return server["x"]
 
 
+class CountsItself(Counter):
+    """A counter whose clients also send their numbers, under the name of an argument."""
+
+    def round(self, server, cohort):
+        reply = cohort.run(self.add, x=server["x"], ids=torch.zeros(1))
+        server["x"] = reply["x"]
+        server.setdefault("sums", []).append(reply["ids"])
+
+    def add(self, clients, x, ids):
+        numbers = torch.tensor(clients.ids, dtype=torch.float64)[:, None]
+        return super().add(clients, x) | {"ids": Sum(numbers, counts_late=True)}
+
+
 def schedule_of(rounds: list[int], joins: list[int], num_rounds: int) -> Schedule:
     """Return a schedule in which client i has turn i."""
     turns = np.arange(len(rounds))
@@ -99,6 +112,28 @@ def test_a_late_reply_counts_as_in_the_papers(settings, expected):
     schedule = schedule_of(rounds=[1, 1, 1, 2], joins=[1, 1, 2, 2], num_rounds=2)
     models = run(federation, rounds_of(federation, AsynchronousSettings(buffer=2, **settings), schedule))
     assert models[1].item() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("mixing", [None, 0.6])
+@pytest.mark.parametrize("together", [True, False], ids=["together", "apart"])
+def test_a_sum_that_counts_late_is_of_whole_replies_whatever_their_staleness(together, mixing):
+    federation = run_asynchronous(CountsItself(), AsynchronousSettings(buffer=2, mixing=mixing), together)
+    schedule = make_schedule(Fleet(SECONDS, 4), 8, federation.seed, 2)
+    assert schedule.staleness.max() >= 2
+    sums = [schedule.clients[schedule.joining(number, number)].sum() for number in range(1, 9)]
+    assert [total.item() for total in federation.server["sums"]] == sums
+
+
+@pytest.mark.parametrize("mixing", [None, 0.6])
+def test_the_control_variate_of_scaffold_stays_the_mean_of_its_clients(mixing):
+    federation = run_asynchronous(METHODS.get("scaffold")(), AsynchronousSettings(buffer=2, mixing=mixing))
+    control = torch.zeros_like(federation.server["c"])
+    for client in range(len(SIZES)):
+        state = federation.state_of(client)
+        if state:
+            control += torch.from_numpy(np.array(state["c"])) / len(SIZES)
+    assert control.norm() > 0
+    torch.testing.assert_close(federation.server["c"], control, rtol=1e-9, atol=1e-12)
 
 
 class Trainer(FedAvg):
@@ -148,7 +183,7 @@ def test_models_are_those_of_a_server_that_trains_one_client_at_a_time(mixing, t
     assert set(federation.cohorts[-1].losses) == {int(schedule.clients[turn]) for turn in schedule.joining(8, 8)}
 
 
-TOGETHER = "apfl ditto fedavg fedbabu feddyn fedper fedprox fedrod local moon per-fedavg pfedme"
+TOGETHER = "apfl ditto fedavg fedbabu feddyn fednh fedper fedprox fedproto fedrod local moon per-fedavg pfedme scaffold"
 
 
 @pytest.mark.parametrize("name", TOGETHER.split())

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from raypfl.clients.replies.reduction import Value, logged_means, reduced
-from raypfl.common.errors import MethodError
-from raypfl.common.messages import Mean, per_client, unmarked
+from raypfl.common.errors import LateReplyError
+from raypfl.common.messages import Each, Mean, Sum, per_client, unmarked
 
 
 @dataclass(frozen=True)
@@ -100,11 +100,17 @@ def values_by_round(
 
     Raises
     ------
-    MethodError : if something is no mean of an argument of the same name after training.
+    LateReplyError : if something is neither the mean of an argument of that name after training nor a sum that counts
+        late.
     """
     num_clients = len(turns.joins)
     values: dict[str, Value] = {}
     for name, value in returned.items():
+        if isinstance(value, Sum) and value.counts_late:
+            for round, members in turns.members():
+                values[name_in_round(round, name)] = reduced(who, name, _of_members(value, members), len(members))
+            continue
+
         sent = _sent_rows(who, name, value, arguments.get(name), num_clients)
         for round, members in turns.members():
             part = _of_members(value, members)
@@ -137,18 +143,27 @@ def _sent_rows(who: str, name: str, value: Any, sent: Any, num_clients: int) -> 
         rows = unmarked(sent)
         if rows.shape in (shape, shape[1:]):
             return rows.expand(shape)
-    raise MethodError(
-        f"{who} returns {name!r}, which is not the mean of an argument of that name after training. A reply that comes "
-        "late counts by how far it got from what the client was sent, and here that is unknown. Choose a method whose "
-        "rounds are one exchange of such means (fedavg, ditto, apfl, fedper, ...), or leave asynchronous.buffer out."
+
+    if isinstance(value, Each):
+        reason = f"the server needs the `{name}` of each client"
+    elif isinstance(value, Sum):
+        reason = f"the server needs a sum over the cohort, `{name}`"
+    else:
+        reason = f"the mean `{name}` is not of what clients were sent"
+    raise LateReplyError(
+        f"{who} returns {name!r}, which is not the mean of an argument of that name after training: {reason}. A reply "
+        "that comes late counts by how far it got from what the client was sent, and here that is unknown.",
+        reason,
     )
 
 
-def _of_members(value: Mean, members: np.ndarray) -> Mean:
-    """Return the part of some clients; all of it without a copy."""
+def _of_members(value: Any, members: np.ndarray) -> Any:
+    """Return the part of a mean or a sum that comes from some clients; all of it without a copy."""
     if len(members) == len(value.rows):
         return value
-    weight = value.weight if value.weight is None else value.weight[members]
-    per_row = isinstance(value.charged, Tensor) and value.charged.dim() > 0
-    charged = value.charged[members] if per_row else value.charged  # type: ignore[index]
-    return Mean(unmarked(value.rows)[members], weight, charged, value.can_be_empty)
+    part = replace(value, rows=unmarked(value.rows)[members])
+    if isinstance(value.charged, Tensor) and value.charged.dim() > 0:
+        part = replace(part, charged=value.charged[members])
+    if isinstance(value, Mean) and value.weight is not None:
+        part = replace(part, weight=value.weight[members])
+    return part

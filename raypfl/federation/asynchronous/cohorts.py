@@ -15,13 +15,15 @@ from typing import Any
 from torch import Tensor
 
 from raypfl.clients.replies.turns import share_of
-from raypfl.common.errors import MethodError
+from raypfl.common.errors import LateReplyError
 from raypfl.common.messages import Scatter
 from raypfl.common.user_code import where_defined
 from raypfl.federation.cohort import Answer, Cohort, shapes, tensors_of
 from raypfl.federation.exchange.group_runner import GroupRunner
 from raypfl.federation.method import Method
 from raypfl.storage.tree import clone
+
+SEVERAL_EXCHANGES = "several exchanges a round"
 
 
 class Sent(BaseException):
@@ -53,9 +55,10 @@ class SendingCohort(Cohort):
         self._check(function, arguments)
         for argument, value in arguments.items():
             if isinstance(value, Scatter):
-                raise MethodError(
+                raise LateReplyError(
                     f"{where_defined(function)} gets {argument!r} as a Scatter, a row for each client of a cohort; "
-                    "asynchronous rounds have no fixed cohort. Choose another method, or leave asynchronous.buffer out."
+                    "asynchronous rounds have no fixed cohort.",
+                    f"each client of a cohort gets its own `{argument}`",
                 )
         self._charge_down(arguments)
         # A method may change its tensors in place later.
@@ -72,7 +75,7 @@ class RoundReplies:
     clients : the clients' numbers, ascending.
     as_sent : whether the means of what clients returned count as they are; else they are of differences to models that
         were sent or, if a model is mixed with the clients', of shares of theirs.
-    means, logged : what the client function returned and logged, by name.
+    means, sums, logged : what the client function returned and logged, by name.
     senders : name -> how many clients sent so many numbers, and the bytes of a number.
     losses : the training loss of each client that has one.
     failed : client -> why it was skipped.
@@ -82,6 +85,7 @@ class RoundReplies:
     clients: tuple[int, ...]
     as_sent: bool
     means: dict[str, Tensor] = field(default_factory=dict)
+    sums: dict[str, Tensor] = field(default_factory=dict)
     logged: dict[str, Tensor] = field(default_factory=dict)
     senders: dict[str, tuple[Mapping[int, int], int]] = field(default_factory=dict)
     losses: dict[int, float] = field(default_factory=dict)
@@ -105,11 +109,11 @@ class ReplyingCohort(Cohort):
     def run(self, function: Callable[..., Any], /, **arguments: Any) -> dict[str, Tensor]:
         described_function = where_defined(function)
         if self._exchanges or self._name_of(function) != self._replies.function:
-            raise MethodError(
+            raise LateReplyError(
                 f"A round calls cohort.run for more than one exchange ({self._replies.function!r}, then "
                 f"{function.__name__!r}). A late reply is part of one exchange, so an asynchronous round can have no "
-                "more. Choose a method with one exchange a round (fedavg, ditto, apfl, fedper, ...), or leave "
-                "asynchronous.buffer out."
+                "more.",
+                SEVERAL_EXCHANGES,
             )
         self._check(function, arguments)
 
@@ -131,9 +135,9 @@ class ReplyingCohort(Cohort):
         """Return the mean replies as if all clients had been sent the current arguments."""
         means = self._replies.means
         if self._replies.as_sent:
-            return {name: mean for name, mean in means.items() if name in current}
+            return {name: mean for name, mean in means.items() if name in current} | self._replies.sums
 
-        met = {}
+        met = dict(self._replies.sums)
         for name in means:
             if name not in current:
                 continue
@@ -148,13 +152,14 @@ def message_of(method: Method, state: dict[str, Any], cohort: Cohort) -> Message
 
     Raises
     ------
-    MethodError : if the round has no exchange.
+    LateReplyError : if the round has no exchange.
     """
     try:
         method.round(clone(state), cohort)
     except Sent as sent:
         return sent.message
-    raise MethodError(
+    raise LateReplyError(
         f"{where_defined(method.round)} returned without a call of cohort.run, so that an asynchronous round has no "
-        "replies. Choose another method, or leave asynchronous.buffer out."
+        "replies.",
+        "no exchange in a round",
     )

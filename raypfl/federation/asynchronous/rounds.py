@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from raypfl.clients.replies.turns import Turns, round_and_name
-from raypfl.common.errors import MethodError
+from raypfl.common.errors import LateReplyError
 from raypfl.devices import ClientTurns
 from raypfl.federation.asynchronous.cohorts import (
     Message,
@@ -119,6 +119,25 @@ class AsynchronousRounds:
             staleness=tuple((round - schedule.rounds[joining]).tolist()),
         )
 
+    def message(self, round: int, clients: tuple[int, ...], server: dict[str, Any]) -> Message:
+        """Return what the method sends to clients, ascending, in a round, at a state of the server.
+
+        Raises
+        ------
+        LateReplyError : if replies to it could not be met, or come from another function than those before.
+        """
+        cohort = SendingCohort(self.runner, clients, (), round, self._learning_rate(round))
+        message = message_of(self._method, server, cohort)
+        for earlier in self._messages.values():
+            if earlier.function != message.function:
+                raise LateReplyError(
+                    f"{type(self._method).__name__} calls {message.function!r} on clients in round {round}, and "
+                    f"{earlier.function!r} in a round before. Clients of both train at once in an asynchronous run, so "
+                    "all rounds must call the same function.",
+                    "rounds call different functions",
+                )
+        return message
+
     def saved(self, round: int) -> dict[str, Any]:
         """Return what a checkpoint after a round needs: the messages to clients that have yet to train, and replies.
 
@@ -140,19 +159,9 @@ class AsynchronousRounds:
 
     def _send(self, round: int, server: dict[str, Any]) -> None:
         turns = self.schedule.sent_in(round)
-        if not len(turns):
-            return
-        clients = tuple(sorted(self._clients[self.schedule.clients[turns]].tolist()))
-        cohort = SendingCohort(self.runner, clients, (), round, self._learning_rate(round))
-        message = message_of(self._method, server, cohort)
-        for earlier in self._messages.values():
-            if earlier.function != message.function:
-                raise MethodError(
-                    f"{type(self._method).__name__} calls {message.function!r} on clients in round {round}, and "
-                    f"{earlier.function!r} in a round before. Clients of both train at once in an asynchronous run, so "
-                    "all rounds must call the same function; choose another method, or leave asynchronous.buffer out."
-                )
-        self._messages[round] = message
+        if len(turns):
+            clients = tuple(sorted(self._clients[self.schedule.clients[turns]].tolist()))
+            self._messages[round] = self.message(round, clients, server)
 
     def _train(self, first: int) -> None:
         """Train all clients whose replies end the rounds from the first one to the last that can be known now."""
@@ -178,10 +187,12 @@ class AsynchronousRounds:
         device = self.runner.task.model.device
         sums = ReplyAggregator(len(wave.clients), device)
         logged = ReplyAggregator(len(wave.clients), device)
+        summed: set[str] = set()
         for group, done in self.runner.run(call, groups, skip):
             reply = done.reply
             sums.add(group, reply.values, done.subtrees)
             logged.add(group, reply.logged)
+            summed |= {name for name, value in reply.values.items() if value.kind == "sum"}
             reply.values = {}  # added up, and large
             for note in reply.notes:
                 self.runner.warn(note)
@@ -190,9 +201,10 @@ class AsynchronousRounds:
                     replies[round_of_client[client]].losses[client] = loss
 
         sent = sums.sent
-        for full_name, mean in sums.result().items():
+        for full_name, value in sums.result().items():
             round, name = round_and_name(full_name)
-            replies[round].means[name] = mean
+            values = replies[round].sums if full_name in summed else replies[round].means
+            values[name] = value
             replies[round].senders[name] = sent[full_name]
         for full_name, mean in logged.result().items():
             round, name = round_and_name(full_name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -81,7 +82,9 @@ def failure(error: Exception) -> Failed:
             "batches out, or choose a network without batch norm."
         )
     elif isinstance(error, MethodError):
-        error = type(error)(with_location(error))
+        located = copy.copy(error)
+        located.args = (with_location(error),)
+        error = located
 
     # The driver must be able to unpickle it. Some errors can be pickled but not unpickled, hence both calls.
     try:

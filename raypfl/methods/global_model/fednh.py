@@ -112,7 +112,7 @@ class FedNH(Method):
 
         # The client's last model has its own scale, unless that is shared; all else is what it received.
         theta = unmarked(clients.state.get("model", default=clients.initial)).clone()
-        theta[:, head] = prototypes.flatten()
+        theta[:, head] = prototypes.flatten(-2)
         theta[:, averaged] = body
         trained = clients.sgd(clients.loss, per_client(theta), train=~head, decay=~model.mask("output layer"))
         clients.state["model"] = trained
@@ -124,11 +124,12 @@ class FedNH(Method):
         num_owned = (counts > 0).sum(1)
         reply: dict[str, Mean | Sum] = {
             "body": Mean(trained[:, averaged]),
-            "means": Sum(means * weights[:, :, None], charged=num_owned * means.shape[2]),
+            "means": Sum(means * weights[:, :, None], charged=num_owned * means.shape[2], counts_late=True),
         }
         if self.missing != "zero":
             # The means show which classes a client owns, but not how many samples of each it has.
-            reply["weights"] = Sum(weights, charged=num_owned if self.missing == "samples" else False)
+            charged = num_owned if self.missing == "samples" else False
+            reply["weights"] = Sum(weights, charged=charged, counts_late=True)
         return reply
 
     def global_model(self, server: ServerState) -> Tensor:

@@ -42,5 +42,5 @@ class Scaffold(FedAvg):
         clients.state["c"] = c_k - c + mean_gradient(clients, theta, trained)
         return {
             "theta": Mean(trained, weight=clients.weights(self.weighting)),
-            "moved": Sum(clients.state["c"] - c_k),
+            "moved": Sum(clients.state["c"] - c_k, counts_late=True),
         }

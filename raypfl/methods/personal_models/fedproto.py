@@ -87,9 +87,9 @@ class FedProto(Method):
         by_samples = self.weighting == "samples"
         weight = (counts if by_samples else owned).to(local_means.dtype)
         return {
-            "means": Sum(local_means * weight[:, :, None], charged=num_owned * local_means.shape[2]),
+            "means": Sum(local_means * weight[:, :, None], charged=num_owned * local_means.shape[2], counts_late=True),
             # The means show which classes a client owns, but not how many samples of each it has.
-            "weight": Sum(weight, charged=num_owned if by_samples else False),
+            "weight": Sum(weight, charged=num_owned if by_samples else False, counts_late=True),
         }
 
     def personal_model(self, clients: Clients, server: ServerView) -> Tensor | Predictor:

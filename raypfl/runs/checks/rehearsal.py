@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from raypfl.clients.worker import Worker
+from raypfl.common.errors import LateReplyError
 from raypfl.devices import Exchange, RequestedTraining, Training, Turn
 from raypfl.engine.backends.inline import Inline
 from raypfl.engine.evaluator import Evaluator
@@ -42,13 +43,14 @@ class Rehearsal:
         )
         self._server = self._method.start(self._task)
 
-    def train(self) -> None:
-        """Run a round."""
+    def train(self) -> int:
+        """Run a round; return its number of exchanges."""
         self._round += 1
         clients = self._largest(self._task.num_samples)
         cohort = Cohort(self._runner, clients, (), self._round, self._prepared.experiment.training.lr)
         self._method.round(self._server, cohort)
         self._runner.states.commit()
+        return cohort.num_exchanges
 
     def turn(self) -> Turn:
         """Run a round, and return what it asks of a client."""
@@ -99,6 +101,11 @@ class Rehearsal:
         Parameters
         ----------
         together : whether the two clients, which then have different models, train in one group.
+
+        Raises
+        ------
+        LateReplyError : if the method's late replies could not be met, as far as these rounds and the message of the
+            run's last one show.
         """
         clients = self._largest(self._task.num_samples)
         schedule = Schedule(
@@ -120,6 +127,7 @@ class Rehearsal:
             cohort = rounds.cohort(number, self._server, {})
             self._method.round(self._server, cohort)
             self._runner.states.commit()
+        self._refuse_last_round(rounds, clients)
 
         states: dict[int, dict[str, Tensor]] = {}
         for client in clients:
@@ -127,6 +135,16 @@ class Rehearsal:
             state = merged(ref.stack.state_of(ref.slot) for ref in refs)
             states[client] = {name: torch.from_numpy(np.array(array)) for name, array in state.items()}
         return {"server": self._server, "clients": states}
+
+    def _refuse_last_round(self, rounds: AsynchronousRounds, clients: tuple[int, ...]) -> None:
+        """Raise a LateReplyError if the run's last round, which may follow a warm-up, cannot be asynchronous."""
+        try:
+            rounds.message(self._prepared.experiment.rounds, clients, self._server)
+        except LateReplyError:
+            raise
+        except Exception:
+            # The method may need the rounds in between.
+            return
 
     def evaluate(self) -> None:
         """Evaluate by all protocols except for those of unseen clients, which are tested in the same way."""

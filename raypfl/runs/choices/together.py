@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raypfl.common.errors import ConfigError, MethodError
+from raypfl.common.errors import ConfigError, LateReplyError, MethodError
 from raypfl.common.threads import threads
 from raypfl.common.user_code import explain_user_errors, with_location
 from raypfl.engine.prepared import Prepared, threads_of_server
+from raypfl.federation.asynchronous.cohorts import SEVERAL_EXCHANGES
 from raypfl.runs.checks.rehearsal import Rehearsal
 from raypfl.storage.tree import flatten
 
@@ -55,8 +56,26 @@ def refuse_unmet(prepared: Prepared) -> dict[str, Any] | None:
     ):
         try:
             return Rehearsal(prepared, _size(prepared)).asynchronous(together=False)
+        except LateReplyError as error:
+            refuse_several_exchanges(prepared)
+            raise ConfigError(with_location(error)) from error
         except MethodError as error:
             raise ConfigError(with_location(error)) from error
+
+
+def refuse_several_exchanges(prepared: Prepared) -> None:
+    """Raise a ConfigError if the method has several exchanges in its first round.
+
+    To a user, this says more than what its first exchange returns.
+    """
+    num_exchanges = Rehearsal(prepared, _size(prepared)).train()
+    if num_exchanges > 1:
+        error = LateReplyError(
+            f"{type(prepared.experiment.method).__name__} has {num_exchanges} exchanges in a round. A late reply is "
+            "part of one exchange, so an asynchronous round can have no more.",
+            SEVERAL_EXCHANGES,
+        )
+        raise ConfigError(str(error)) from error
 
 
 def _size(prepared: Prepared) -> int:

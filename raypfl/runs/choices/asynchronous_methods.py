@@ -1,0 +1,87 @@
+"""Which methods can have asynchronous rounds, found by rehearsing each of them: ``raypfl list asynchronous``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+
+from raypfl.common.errors import LateReplyError, Refused
+from raypfl.data import load_federated
+from raypfl.engine.prepared import Prepared
+from raypfl.experiment import Experiment
+from raypfl.methods import METHODS
+from raypfl.runs.choices.together import refuse_unmet
+
+
+class AsynchronousMethods:
+    """Registered methods by name, and why one's rounds cannot be asynchronous. They are rehearsed when first asked."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(METHODS)
+
+    def summary(self, name: str) -> str:
+        """Return whether the method's rounds can be asynchronous, in words."""
+        reason = self.reasons[name]
+        return f"cannot be asynchronous: {reason}" if reason else "can be asynchronous"
+
+    @cached_property
+    def reasons(self) -> dict[str, str]:
+        """Why each method's rounds, with its default options, cannot be asynchronous; empty: they can."""
+        pools: dict[str, float] = {}
+        for name in METHODS:
+            needed_pools = METHODS.get(name)().needed_pools()
+            pools |= dict.fromkeys(needed_pools, 0.1)
+
+        experiment = Experiment().override(
+            [
+                f"data.pools={pools}",
+                "data.val_fraction=0.2",
+                "partition.clients=10",
+                "model={name: mlp, hidden: [4]}",
+                "cohort.size=2",
+                "devices.hardware=lognormal",
+                "asynchronous.buffer=1",
+                "engine.executor=vectorised",
+            ]
+        )
+        data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
+
+        reasons = {}
+        for name in METHODS:
+            prepared = Prepared(experiment.override([f"method={name}"]), data)
+            reasons[name] = _reason(prepared)
+        return reasons
+
+
+ASYNCHRONOUS_METHODS = AsynchronousMethods()
+
+
+def _reason(prepared: Prepared) -> str:
+    try:
+        refuse_unmet(prepared)
+    except Refused as error:
+        cause = error.__cause__
+        if isinstance(cause, LateReplyError) and cause.reason:
+            return cause.reason
+        return f"its rehearsal on digits failed: {error}"
+    return ""
+
+
+def markdown() -> str:
+    """Return the lists of the page on devices: the methods that can, and a table of the others."""
+    able = []
+    names_of_reason: dict[str, list[str]] = {}
+    for name, reason in ASYNCHRONOUS_METHODS.reasons.items():
+        if reason:
+            names_of_reason.setdefault(reason, []).append(f"`{name}`")
+        else:
+            able.append(f"`{name}`")
+
+    lines = [f"{len(able)} methods can: {', '.join(able)}.", "", "| cannot | why |", "|---|---|"]
+    for reason, names in sorted(names_of_reason.items()):
+        lines.append(f"| {', '.join(names)} | {reason} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")
