@@ -111,7 +111,7 @@ def _with_settings(base: Experiment, method: Any) -> Experiment:
         require_effect(assign_all(values, changes))
         return Experiment(**values)
     except ConfigError as error:
-        raise ConfigError(f"With the settings of method {name!r}: {error}") from None
+        raise ConfigError(f"In the settings of method {name!r}: {error}") from None
 
 
 def setting_paths(settings: Mapping[str, Any]) -> list[tuple[list[str], Any]]:

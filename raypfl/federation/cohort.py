@@ -181,7 +181,8 @@ class Cohort(Log, ServerTraining):
 
         answer = Answer(self._add_noise(function_name, replies.result()), described_function)
         self._exchanges += 1
-        self._runner.last_exchange = f"{described_function} got {shapes(arguments)} and returned {shapes(answer)}."
+        shapes_seen = f"got {shapes(arguments)} and returned {shapes(answer)}"
+        self._runner.last_exchange = f"Last exchange: {described_function} {shapes_seen}."
         return answer
 
     def run_everyone(self, function: Callable[..., Any], /, **arguments: Any) -> dict[str, Tensor]:

@@ -45,11 +45,13 @@ def _method_names(experiments: Sequence[Experiment]) -> list[str]:
         short_names = {name: name for name in full_names}
 
     names = []
-    for method in methods:
+    for experiment, method in zip(experiments, methods, strict=True):
         words = [short_names[method["name"]]]
         namesakes = [other for other in methods if other["name"] == method["name"]]
         for key, value in method.items():
-            if any(other[key] != value for other in namesakes):
+            # An option that is off by default is not worth a word: `ditto` beside `ditto personal_epochs=2`.
+            is_off = value is None and getattr(type(experiment.method), key, ...) is None
+            if not is_off and any(other[key] != value for other in namesakes):
                 words.append(f"{key}={value}")
         names.append(" ".join(words))
     return names

@@ -21,6 +21,13 @@ _METRICS = {
     "global model": {"protocol": "global", "model": "global"},
 }
 
+_COLUMNS = """\
+# To compare on several data sets or settings, uncomment these lines and write yours: a group of columns each.
+# across:
+#   IID: {experiment: {partition: {name: iid}}}
+#   Dir(0.1): {experiment: {partition: {name: dirichlet, alpha: 0.1}}}
+"""
+
 
 def scaffold(file: Path, assignments: Sequence[str]) -> int:
     """Write a study to a new file; return the number of its cells.
@@ -51,8 +58,7 @@ def scaffold(file: Path, assignments: Sequence[str]) -> int:
         "methods": {_label(method): method for method in methods},
         "metrics": _METRICS,
     }
-    text = f"# {', '.join(map(_label, methods))}. Columns are added under `across`, rows of blocks under `down`.\n"
-    write(file, text + as_yaml(study))
+    write(file, f"# {', '.join(map(_label, methods))}.\n{as_yaml(study)}{_COLUMNS}")
     try:
         described, _ = load(str(file))
         return len(plan(described))

@@ -116,7 +116,7 @@ def test_a_method_of_a_comparison_may_have_its_own_settings():
         ),
         (
             {"training.lrr": 1},
-            "With the settings of method 'ditto': training.lrr is not a setting of training; did you",
+            "In the settings of method 'ditto': training.lrr is not a setting of training; did you",
         ),
         ("fast", "settings of method 'ditto' is 'fast'; it must be dotted keys and values"),
     ],

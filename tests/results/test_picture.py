@@ -180,6 +180,12 @@ def test_namesakes_are_labelled_with_the_options_that_differ():
     runs = [Experiment(method=m) for m in ("fedavg", {"name": "ditto", "lam": 0.1}, {"name": "ditto", "lam": 1})]
     assert labels(runs) == ["fedavg", "ditto lam=0.1", "ditto lam=1.0"]
 
+    # An option that is off by default is shown only where it is on.
+    runs = [Experiment(method={"name": "ditto", "personal_epochs": epochs}) for epochs in (None, 2)]
+    assert labels(runs) == ["ditto", "ditto personal_epochs=2"]
+    runs = [Experiment(method={"name": "fedpac", "head_lr": lr}) for lr in (None, 0.1)]
+    assert labels(runs) == ["fedpac head_lr=None", "fedpac head_lr=0.1"]
+
 
 def test_a_label_has_the_settings_of_its_method_and_the_first_label_has_none():
     ditto_settings = {"training": {"lr": 0.05}, "model.hidden": [8]}

@@ -467,6 +467,11 @@ def test_a_new_study_is_written_checked_and_never_over_another_file(tiny: Path):
     assert list(study.methods) == ["fedavg", "ditto lam=2.0"] and study.seeds == 6
     assert {cell.experiment.partition.clients for cell in plan(study)} == {5}
 
+    # The columns that it offers can be uncommented.
+    text = Path("mine.yaml").read_text()
+    Path("columns.yaml").write_text(text.replace("# across:", "across:").replace("#   ", "  "))
+    assert list(load("columns.yaml")[0].across) == ["IID", "Dir(0.1)"]
+
     with pytest.raises(ConfigError, match=r"mine\.yaml exists"):
         scaffold(Path("mine.yaml"), words)
     with pytest.raises(ConfigError, match="needs its methods"):

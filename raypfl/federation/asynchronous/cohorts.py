@@ -128,7 +128,8 @@ class ReplyingCohort(Cohort):
         current = {name: tensors_of(value) for name, value in arguments.items()}
         answer = Answer(self._met(current), described_function)
         self._exchanges += 1
-        self._runner.last_exchange = f"{described_function} got {shapes(arguments)} and returned {shapes(answer)}."
+        shapes_seen = f"got {shapes(arguments)} and returned {shapes(answer)}"
+        self._runner.last_exchange = f"Last exchange: {described_function} {shapes_seen}."
         return answer
 
     def _met(self, current: Mapping[str, Tensor]) -> dict[str, Tensor]:
