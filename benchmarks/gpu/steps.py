@@ -55,6 +55,8 @@ def run(
 ) -> dict[str, str]:
     """Run steps one after the other until the time is over; return what became of each: it is missing if not begun.
 
+    A step may take half of the remaining time, the last one all of it, so that one that hangs leaves time for others.
+
     Parameters
     ----------
     budget : seconds in all.
@@ -66,7 +68,8 @@ def run(
         remaining = end - clock()
         if remaining <= 0:
             break
-        outcomes[name] = start(name, remaining)
+        limit = remaining if name == names[-1] else remaining / 2
+        outcomes[name] = start(name, limit)
     return outcomes
 
 

@@ -46,7 +46,7 @@ def test_the_first_hour_needs_torch_and_numpy_alone():
     assert "'right': True, 'same_bits': True" in result.stdout, result.stderr
 
 
-def test_steps_for_which_no_time_is_left_are_not_begun():
+def test_a_step_has_half_of_the_remaining_time_and_the_last_one_all_of_it():
     now = 0.0
 
     def start(name: str, seconds: float) -> str:
@@ -57,7 +57,11 @@ def test_steps_for_which_no_time_is_left_are_not_begun():
 
     limits: dict[str, float] = {}
     assert run(["a", "b", "c"], budget=100.0, start=start, clock=lambda: now) == {"a": DONE, "b": DONE}
-    assert limits == {"a": 100.0, "b": 70.0}
+    assert limits == {"a": 50.0, "b": 35.0}
+
+    now = 0.0
+    assert run(["a", "b"], budget=100.0, start=start, clock=lambda: now) == {"a": DONE, "b": DONE}
+    assert limits == {"a": 50.0, "b": 70.0}
 
 
 def test_a_step_that_hangs_fails_or_crashes_leaves_what_it_had_found(tmp_path: Path):

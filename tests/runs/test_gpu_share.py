@@ -342,3 +342,7 @@ def test_a_process_with_a_gpu_uses_full_fp32_and_the_algorithms_that_give_the_sa
         on_gpus = ["training.precision=tf32", "ray.gpus_per_actor=1"]
         prepared = Prepared(settings.override(on_gpus), data, "cuda").build()
         assert torch.backends.cudnn.allow_tf32 and torch.backends.cuda.matmul.allow_tf32 and prepared.precision.tf32
+
+        turing = mock.patch("torch.cuda.get_device_capability", return_value=(7, 5))
+        with turing, pytest.raises(ConfigError, match=r"a pretended GPU has compute capability 7\.5: TF32 needs 8\.0"):
+            Prepared(settings.override(on_gpus), data, "cuda").build()

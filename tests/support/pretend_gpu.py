@@ -60,6 +60,7 @@ def pretend_gpu() -> Iterator[Record]:
         "is_available": lambda: True,
         "is_current_stream_capturing": lambda: False,
         "get_device_name": lambda device=None: "a pretended GPU",
+        "get_device_capability": lambda device=None: (9, 0),
         "get_device_properties": lambda device=None: SimpleNamespace(total_memory=2**36),
         "synchronize": lambda device=None: None,
         "set_per_process_memory_fraction": lambda fraction, device=None: None,

@@ -19,6 +19,9 @@ CONTEXT_BYTES = 640 * 2**20
 """What a process takes of a GPU besides its tensors: CUDA's context, with the kernels that it has loaded. An estimate,
 until ``python -m benchmarks.gpu`` has measured it."""
 
+AMPERE = 8
+"""The first compute capability with TF32."""
+
 
 def device_for(gpus: float) -> torch.device:
     """CUDA if GPUs are requested and available, else the CPU.
@@ -55,7 +58,13 @@ def same_bits_on_gpus(tf32: bool = False) -> None:
     ----------
     tf32 : whether the factors of matrix products and convolutions are rounded to TF32, which has 10 bits; False: full
         fp32.
+
+    Raises
+    ------
+    ConfigError : if `tf32` is true and this process's GPU has no TF32, which came with Ampere.
     """
+    if tf32:
+        _refuse_tf32_before_ampere()
     # cuBLAS is deterministic only with a workspace of a fixed size.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.backends.cuda.matmul.allow_tf32 = tf32
@@ -64,6 +73,16 @@ def same_bits_on_gpus(tf32: bool = False) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     # Filling what is overwritten anyway costs time only.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def _refuse_tf32_before_ampere() -> None:
+    major, minor = torch.cuda.get_device_capability()
+    if major < AMPERE:
+        raise ConfigError(
+            f"training.precision is 'tf32', but {torch.cuda.get_device_name()} has compute capability {major}.{minor}: "
+            f"TF32 needs {AMPERE}.0 (Ampere) or later, and would have no effect. Set training.precision=fp32, or name "
+            "a later GPU in ray.accelerator."
+        )
 
 
 def limit_memory(gpus: float) -> None:
