@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raypfl.devices import ClientTurns
+from raypfl.storage.filesystems import join
 
 if TYPE_CHECKING:
     from raypfl.experiment import Experiment
@@ -57,4 +58,4 @@ def checkpoints_of(experiment: Experiment, run_dir: str) -> str:
     location = experiment.checkpoint.location
     if location is None:
         return f"{run_dir}/checkpoints"
-    return f"{location.rstrip('/')}/{Path(run_dir).name}"
+    return join(location, Path(run_dir).name)

@@ -21,6 +21,7 @@ from raypfl.experiment.yaml_text import read, write
 from raypfl.methods import METHODS
 from raypfl.runs.result import COMPARISON, METADATA, write_description
 from raypfl.runs.resuming import resumed
+from raypfl.storage.filesystems import join
 
 _SETTINGS_OF_COMPARISON = ("method", "methods", "seed", "seeds", "name", "output")
 
@@ -120,7 +121,7 @@ def with_checkpoints_apart(experiments: Sequence[Experiment], folder: Path) -> l
     location = experiments[0].checkpoint.location
     if location is None:
         return list(experiments)
-    change = f"checkpoint.location={json.dumps(location.rstrip('/') + '/' + folder.name)}"
+    change = f"checkpoint.location={json.dumps(join(location, folder.name))}"
     return [experiment.override([change]) for experiment in experiments]
 
 

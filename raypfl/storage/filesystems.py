@@ -38,6 +38,12 @@ def is_shared(location: str) -> bool:
     return "://" in location
 
 
+def join(location: str, name: str) -> str:
+    """Return the location of a name in a location, whose query remains: ``s3://bucket/runs/1?scheme=http``."""
+    address, mark, query = location.partition("?") if is_shared(location) else (location, "", "")
+    return f"{address.rstrip('/')}/{name}{mark}{query}"
+
+
 def read_bytes(files: pafs.FileSystem, path: str) -> bytes:
     """Return the content of a file."""
     with files.open_input_stream(path, compression=None) as stream:

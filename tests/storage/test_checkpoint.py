@@ -347,6 +347,14 @@ def test_a_server_state_that_cannot_be_stored_is_refused_by_its_name(tmp_path: P
         )
 
 
+def test_a_name_is_added_to_an_address_before_its_query() -> None:
+    assert filesystems.join("s3://b/runs/?endpoint_override=h:9000&scheme=http", "x") == (
+        "s3://b/runs/x?endpoint_override=h:9000&scheme=http"
+    )
+    # A question mark in a local folder's name is part of the name.
+    assert filesystems.join("/why?/", "x") == "/why?/x"
+
+
 def test_a_uri_can_be_the_location(tmp_path: Path) -> None:
     save(f"file://{tmp_path}/a", 3, keep=1)
     assert load(tmp_path / "a") is not None
