@@ -36,7 +36,7 @@ def test_a_records_published_numbers_are_those_of_its_study(file: Path):
 
 
 def test_a_record_with_numbers_far_off_says_what_is_known_of_the_reason():
-    assert all(kept.values["reasons"] for kept in records() if kept.far_off)
+    assert all(record.values["reasons"] for record in records() if record.far_off)
 
 
 def test_a_cell_is_reproduced_if_means_are_near_or_intervals_over_seeds_overlap():

@@ -281,7 +281,7 @@ def test_every_public_name_of_a_cohort_is_classified_and_what_is_measured_withou
     open_names = {
         *("context", "exchange", "failed", "ids", "lr", "phase", "present", "round", "spent", "task", "unseen"),
         *("descend", "generator", "log", "log_image", "log_table", "other", "pool", "progress", "rows", "run", "sgd"),
-        *("run_everyone", "with_rows"),
+        *("logits", "num_exchanges", "run_everyone", "with_rows"),
     }
     fed = Federation(privacy=NOISY, method=FedAvg())
     fed.run_rounds(None)

@@ -157,7 +157,7 @@ def test_the_command_plans_the_methods_that_it_is_given_and_asynchronous_rounds(
 
 
 def test_a_plan_of_a_run_that_would_be_refused_is_refused(tmp_path):
-    settings = {"devices__hardware": "lognormal", "asynchronous__buffer": 2, "method": "scaffold"}
+    settings = {"devices__hardware": "lognormal", "asynchronous__buffer": 2, "method": "mime"}
     with pytest.raises(ConfigError, match=r"leave asynchronous\.buffer out"):
         plan(experiment(tmp_path, **settings), quietly)
 

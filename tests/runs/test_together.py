@@ -197,7 +197,8 @@ def test_seeds_on_ray_share_processes_and_end_with_the_bits_of_lone_inline_runs(
 
 
 def test_shares_are_as_few_as_keep_all_processes_busy():
-    ten, six = list(range(10)), list(range(10, 16))
+    ten = list(range(10))
+    six = list(range(10, 16))
     assert shares([ten], 2) == [ten[:5], ten[5:]]
     # Two parts for two processes need not be cut.
     assert shares([ten, six], 2) == [ten, six]

@@ -65,11 +65,11 @@ class RunOutcome:
 
 
 def carry_out(
-    runs: Sequence[PlannedRun], listeners: Sequence[Sequence[Listener]], here: bool = False
+    runs: Sequence[PlannedRun], listeners: Sequence[Sequence[Listener]], in_this_process: bool = False
 ) -> list[RunOutcome]:
     """Carry out runs to their ends, each from its start or its newest checkpoint; several advance together.
 
-    `here` : whether also a single run on Ray is computed in this process, as several are.
+    in_this_process : whether a single run on Ray is computed in this process too, as several are.
     """
     from raypfl.common.files import locked
     from raypfl.runs.together import run_together
@@ -82,7 +82,7 @@ def carry_out(
                 locks.enter_context(locked(run.folder))
 
         is_inline = runs[0].experiment.engine.backend == "inline"
-        if len(runs) == 1 and (is_inline or not here):
+        if len(runs) == 1 and (is_inline or not in_this_process):
             return [_outcome_of(partial(_start_or_continue, runs[0], listeners[0]))]
         ended = run_together(
             [partial(_start_or_continue, run, of_run) for run, of_run in zip(runs, listeners, strict=True)]
@@ -154,7 +154,7 @@ def carry_out_task(numbers: Sequence[int], runs: Sequence[PlannedRun], home: str
     with contextlib.suppress(OSError):
         os.chdir(home)
     with _Sender(queue) as sender:
-        return carry_out(runs, [[partial(sender.put, number)] for number in numbers], here=True)
+        return carry_out(runs, [[partial(sender.put, number)] for number in numbers], in_this_process=True)
 
 
 class _Sender:
