@@ -181,8 +181,7 @@ class Cohort(Log, ServerTraining):
 
         answer = Answer(self._add_noise(function_name, replies.result()), described_function)
         self._exchanges += 1
-        shapes_seen = f"got {shapes(arguments)} and returned {shapes(answer)}"
-        self._runner.last_exchange = f"Last exchange: {described_function} {shapes_seen}."
+        self._runner.last_exchange = describe_exchange(described_function, arguments, answer)
         return answer
 
     def run_everyone(self, function: Callable[..., Any], /, **arguments: Any) -> dict[str, Tensor]:
@@ -350,7 +349,12 @@ def _is_broadcast(value: Any) -> bool:
     return all(isinstance(tensor, Tensor) for tensor in tensors)
 
 
-def shapes(values: Mapping[str, Any]) -> str:
+def describe_exchange(function: str, arguments: Mapping[str, Any], answer: Mapping[str, Any]) -> str:
+    """Describe an exchange by the shapes that a client function got and returned, for errors that follow it."""
+    return f"Last exchange: {function} got {_shapes(arguments)} and returned {_shapes(answer)}."
+
+
+def _shapes(values: Mapping[str, Any]) -> str:
     """Describe the shapes that one client sees: ``"theta [9610]"``."""
     of_one_client = {}
     for name, value in values.items():

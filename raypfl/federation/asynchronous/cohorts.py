@@ -18,7 +18,7 @@ from raypfl.clients.replies.turns import share_of
 from raypfl.common.errors import LateReplyError
 from raypfl.common.messages import Scatter
 from raypfl.common.user_code import where_defined
-from raypfl.federation.cohort import Answer, Cohort, shapes, tensors_of
+from raypfl.federation.cohort import Answer, Cohort, describe_exchange, tensors_of
 from raypfl.federation.exchange.group_runner import GroupRunner
 from raypfl.federation.method import Method
 from raypfl.storage.tree import clone
@@ -128,8 +128,7 @@ class ReplyingCohort(Cohort):
         current = {name: tensors_of(value) for name, value in arguments.items()}
         answer = Answer(self._met(current), described_function)
         self._exchanges += 1
-        shapes_seen = f"got {shapes(arguments)} and returned {shapes(answer)}"
-        self._runner.last_exchange = f"Last exchange: {described_function} {shapes_seen}."
+        self._runner.last_exchange = describe_exchange(described_function, arguments, answer)
         return answer
 
     def _met(self, current: Mapping[str, Tensor]) -> dict[str, Tensor]:
