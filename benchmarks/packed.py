@@ -1,10 +1,11 @@
-"""CPU time of ten seeds that advance together, in seeds of which each runs by itself.
+"""CPU time of ten seeds or learning rates that advance together, in runs of which each is by itself.
 
     python -m benchmarks.packed                 # ten minutes
+    python -m benchmarks.packed --rates         # ten learning rates, not seeds
     python -m benchmarks.packed --steps 50
 
 The digits of 100 clients, FedAvg, inline. A round counts whole: the draw, the training, the average, the records. What
-comes before the first round is taken out, by the difference between a long and a short run, each in turns. Every seed
+comes before the first round is taken out, by the difference between a long and a short run, each in turns. Every run
 must end with the same model both ways.
 """
 
@@ -15,6 +16,7 @@ import itertools
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -26,15 +28,27 @@ from raypfl.runs.several.resume import resume_together
 
 NETWORKS = {"mlp": {"name": "mlp", "hidden": [128]}, "cnn": {"name": "cnn"}}
 COHORTS = (10, 5)
-SEEDS = 10
+RUNS = 10
 SHORT = 10
 LONG = 50
 TURNS = 3
 
 
-def seconds(folder: Path, experiment: raypfl.Experiment, seeds: int, together: bool) -> tuple[float, list[str]]:
-    """CPU time of an experiment with several seeds, and the hashes of its models."""
-    experiments = [experiment.replace(seed=seed) for seed in range(seeds)]
+def seeds(count: int) -> list[str]:
+    """Assignments of which each changes the seed."""
+    return [f"seed={seed}" for seed in range(count)]
+
+
+def rates(count: int) -> list[str]:
+    """Assignments of which each changes the learning rate."""
+    return [f"training.lr={0.01 * (1 + number)}" for number in range(count)]
+
+
+def seconds(
+    folder: Path, experiment: raypfl.Experiment, changes: Sequence[str], together: bool
+) -> tuple[float, list[str]]:
+    """CPU time of an experiment with each of some changes, and the hashes of its models."""
+    experiments = [experiment.override([change]) for change in changes]
     folders = [Path(tempfile.mkdtemp(dir=folder)) for _ in experiments]
     for run_folder, described in zip(folders, experiments, strict=True):
         write_description(run_folder, described)
@@ -54,10 +68,12 @@ def seconds(folder: Path, experiment: raypfl.Experiment, seeds: int, together: b
     return spent, hashes
 
 
-def a_round(folder: Path, experiment: raypfl.Experiment, seeds: int, together: bool) -> tuple[float, list[str]]:
-    """Milliseconds of CPU time of one round of all seeds, and the hashes of their models."""
-    short, _ = seconds(folder, experiment.override([f"rounds={SHORT}"]), seeds, together)
-    long, hashes = seconds(folder, experiment.override([f"rounds={LONG}"]), seeds, together)
+def a_round(
+    folder: Path, experiment: raypfl.Experiment, changes: Sequence[str], together: bool
+) -> tuple[float, list[str]]:
+    """Milliseconds of CPU time of one round of all runs, and the hashes of their models."""
+    short, _ = seconds(folder, experiment.override([f"rounds={SHORT}"]), changes, together)
+    long, hashes = seconds(folder, experiment.override([f"rounds={LONG}"]), changes, together)
     return 1000 * (long - short) / (LONG - SHORT), hashes
 
 
@@ -67,10 +83,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="local steps of ten samples (5)")
     parser.add_argument("--method", default="fedavg")
     parser.add_argument("--network", choices=NETWORKS, action="append")
+    parser.add_argument("--rates", action="store_true", help="runs that differ in their learning rates, not seeds")
     arguments = parser.parse_args()
+    changes = rates(RUNS) if arguments.rates else seeds(RUNS)
 
     torch.set_num_threads(1)
-    print(f"{'network':>8}{'cohort':>8}{'one seed':>12}{'ten, in turn':>17}{'ten together':>16}   (CPU ms a round)")
+    print(f"{'network':>8}{'cohort':>8}{'one run':>12}{'ten, in turn':>17}{'ten together':>16}   (CPU ms a round)")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for network, cohort in itertools.product(arguments.network or NETWORKS, COHORTS):
@@ -89,16 +107,16 @@ def main() -> None:
             )
             columns: list[list[float]] = [[], [], []]
             for _ in range(TURNS):
-                one_seed, _ = a_round(folder, experiment, 1, together=False)
-                in_turn, hashes = a_round(folder, experiment, SEEDS, together=False)
-                together, same_hashes = a_round(folder, experiment, SEEDS, together=True)
-                assert hashes == same_hashes, "a seed has other bits with the others than alone"
-                for column, value in zip(columns, (one_seed, in_turn, together), strict=True):
+                one_run, _ = a_round(folder, experiment, changes[:1], together=False)
+                in_turn, hashes = a_round(folder, experiment, changes, together=False)
+                together, same_hashes = a_round(folder, experiment, changes, together=True)
+                assert hashes == same_hashes, "a run has other bits with the others than alone"
+                for column, value in zip(columns, (one_run, in_turn, together), strict=True):
                     column.append(value)
-            one_seed, in_turn, together = (statistics.median(column) for column in columns)
+            one_run, in_turn, together = (statistics.median(column) for column in columns)
             print(
-                f"{network:>8}{cohort:>8}{one_seed:>12.2f}{in_turn:>10.2f} ({in_turn / one_seed:4.1f})"
-                f"{together:>9.2f} ({together / one_seed:4.1f})",
+                f"{network:>8}{cohort:>8}{one_run:>12.2f}{in_turn:>10.2f} ({in_turn / one_run:4.1f})"
+                f"{together:>9.2f} ({together / one_run:4.1f})",
                 flush=True,
             )
 

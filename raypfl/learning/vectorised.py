@@ -72,6 +72,7 @@ class Vectorised(Executor):
         statistics = copy_rows(self.model.buffers(start), ranked)
         if ranked is not None:
             extras = of_clients(extras, ranked)
+            update = update.of_rows(ranked)
             correction = None if correction is None else correction[ranked]
 
         memory = {name: aligned(rows) for name, rows in update.init(theta).items()}
@@ -97,7 +98,8 @@ class Vectorised(Executor):
             active_memory = {name: rows[:k] for name, rows in memory.items()}
             active_correction = None if correction is None else correction[:k]
             leaves = self._leaves(theta[:k], frozen)
-            descent = Descent(self.model, update, theta[:k], leaves, active_memory, active_correction)
+            active_update = update.of_rows(slice(k))
+            descent = Descent(self.model, active_update, theta[:k], leaves, active_memory, active_correction)
             active_extras = [rows[:k] for rows in extra_rows]
 
             def take(s: int | Tensor) -> None:
@@ -130,6 +132,7 @@ class Vectorised(Executor):
                 "trained": update.trained,
                 "decayed": update.decayed,
                 **batches.tensors,
+                **{f"number {name}": numbers for name, numbers in active_update.by_row.items()},
                 **{f"memory {name}": rows for name, rows in active_memory.items()},
                 **shared_tensors(extras),
             }

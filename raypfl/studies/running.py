@@ -1,4 +1,4 @@
-"""Running a study's cells: as many at a time as the cluster has room for; seeds may advance together."""
+"""Running a study's cells: as many at a time as the cluster has room for; some may advance together."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ CellListener = Callable[[int, Event], None]
 def run(cells: Sequence[StudyCell], listen: CellListener) -> list[RunOutcome]:
     """Run all cells; finished ones are skipped, and interrupted ones continue from their checkpoints.
 
-    Cells that differ only in their seeds advance together where their clients train at once. Each cell, or each share
-    of such cells, is a Ray task. It reserves as much as a client actor, or as the server if that is more; Ray runs as
-    many at a time as the cluster has room for. With ``ray.actors``, ``ray.pools`` or ``engine.backend=inline``, cells
-    run in this process, one part after another, with these actors or without Ray.
+    Cells that differ only in seeds and other numbers advance together where their clients train at once. Each cell,
+    or each share of such cells, is a Ray task. It reserves as much as a client actor, or as the server if that is
+    more; Ray runs as many at a time as the cluster has room for. With ``ray.actors``, ``ray.pools`` or
+    ``engine.backend=inline``, cells run in this process, one part after another, with these actors or without Ray.
 
     Parameters
     ----------

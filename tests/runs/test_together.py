@@ -1,4 +1,4 @@
-"""Runs that differ in their seeds advance together, and each has the bits that it has alone."""
+"""Runs that differ in seeds or numbers advance together, and each has the bits that it has alone."""
 
 from __future__ import annotations
 
@@ -86,6 +86,45 @@ def test_seeds_together_have_the_bits_and_tables_of_lone_runs(
         assert joined.count(SEEDS) > 2, "nothing but a trial was trained together"
     else:
         assert "cnn" in str(changes), "this network keeps its bits on every processor known"
+
+
+def rates(tmp_path: Path, *numbers: float, **changes) -> list[raypfl.Experiment]:
+    return [experiment(tmp_path, training__lr=lr, **{**TOGETHER, **changes}) for lr in numbers]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        # Recorded steps, and rates that differ from round to round.
+        {"training__epochs": 6, "training__batch_size": 8, "training__schedule": "exponential", "training__decay": 0.9},
+        {"training__momentum": 0.9, "training__nesterov": True},
+        {"method": "scaffold"},
+        {"training__optimizer": "adamw", "training__weight_decay": 0.1},
+    ],
+    ids=["recorded", "momentum", "scaffold", "adamw"],
+)
+def test_learning_rates_together_have_the_bits_and_tables_of_lone_runs(
+    tmp_path: Path, joined: list[int], changes: dict
+):
+    refuse_other_bits(rates(tmp_path, 0.003, 0.02, 0.1, **changes))
+    assert joined.count(3) > 2, "nothing but a trial was trained together"
+
+
+def test_other_numbers_together_have_the_bits_and_tables_of_lone_runs(tmp_path: Path, joined: list[int]):
+    first, second, third = rates(tmp_path, 0.02, 0.02, 0.1, training__weight_decay=0.01, training__clip_norm=0.5)
+    second = second.override(["training.weight_decay=0.003", "training.clip_norm=0.2", "method.server_lr=0.7"])
+    assert parts([first, second, third]) == [[0, 1, 2]]
+    refuse_other_bits([first, second, third])
+    assert joined.count(3) > 2, "nothing but a trial was trained together"
+
+
+def test_a_rate_that_diverges_leaves_the_others_bits_as_they_are(tmp_path: Path, joined: list[int]):
+    planned = rates(tmp_path, 0.01, 1e4, 0.1, failures__loss_limit=50.0)
+    first, diverged, last = together(planned)
+    assert isinstance(diverged, RaypflError) and "diverged" in str(diverged)
+    assert joined.count(2) > 1, "the others did not go on together"
+    for described, outcome in ((planned[0], first), (planned[2], last)):
+        assert isinstance(outcome, RunResult) and outcome.weights_hash == raypfl.run(described).weights_hash
 
 
 @pytest.mark.slow
@@ -206,7 +245,7 @@ def test_shares_are_as_few_as_keep_all_processes_busy():
     assert [len(share) for share in shares([list(range(40))], 1)] == [13, 13, 14], "at most 16 in a process"
 
 
-def test_runs_advance_together_if_only_their_seeds_differ_and_one_thread_computes(tmp_path: Path):
+def test_runs_advance_together_if_only_numbers_differ_and_one_thread_computes(tmp_path: Path):
     a, b, _ = seeds(tmp_path, method="fedavg")
 
     def are_together(*changes: str) -> bool:
@@ -216,4 +255,6 @@ def test_runs_advance_together_if_only_their_seeds_differ_and_one_thread_compute
     assert not are_together("engine.executor=sequential")
     assert not are_together("engine.threads=2")
     assert are_together("engine.backend=ray") and not are_together("engine.backend=ray", "ray.actors=2")
+    assert parts([a, b.override(["training.lr=0.5", "method.server_lr=0.9"])]) == [[0, 1]]
+    assert parts([a, b.override(["training.batch_size=5"])]) == [[0], [1]]
     assert parts([a, b.override(["method.server_optimizer=adam"])]) == [[0], [1]]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from raypfl.common.errors import ConfigError
-from raypfl.learning.optimizers.base import OPTIMIZERS, LocalOptimizer, Memory
+from raypfl.learning.optimizers.base import OPTIMIZERS, LocalOptimizer, Memory, Number
 
 
 @OPTIMIZERS.register("adam")
@@ -32,20 +32,24 @@ class Adam(LocalOptimizer):
         if self.eps <= 0:
             raise ConfigError(f"eps of Adam is {self.eps}; it must be above 0.")
 
+    @property
+    def takes_rates(self) -> bool:
+        return type(self).step_ is Adam.step_
+
     def init(self, theta: Tensor) -> Memory:
         first = torch.zeros_like(theta, memory_format=torch.contiguous_format)
         second = torch.zeros_like(theta, memory_format=torch.contiguous_format)
         steps = torch.zeros((*theta.shape[:-1], 1), dtype=torch.float64, device=theta.device)
         return {"first": first, "second": second, "steps": steps}
 
-    def step_(self, theta: Tensor, grad: Tensor, memory: Memory, lr: float) -> None:
+    def step_(self, theta: Tensor, grad: Tensor, memory: Memory, lr: Number) -> None:
         steps = memory["steps"].add_(1)
         first = memory["first"].lerp_(grad, 1 - self.beta1)
         second = memory["second"].mul_(self.beta2).addcmul_(grad, grad, value=1 - self.beta2)
 
         # As torch.optim.Adam corrects the moments' bias towards zero; `grad` serves as scratch memory.
         correction = (1 - self.beta2**steps).sqrt().to(theta.dtype)
-        step_size = (lr / (1 - self.beta1**steps)).to(theta.dtype)
+        step_size = (1 - self.beta1**steps).reciprocal().mul(lr).to(theta.dtype)
         denominator = grad.copy_(second).sqrt_().div_(correction).add_(self.eps)
         theta.sub_(torch.div(first, denominator, out=grad).mul_(step_size))
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,18 @@ _NOISE = 0x6E6F697365
 
 Memory = dict[str, Tensor]
 """An optimizer's state between steps, by name."""
+
+Number = float | Tensor
+"""A number of a step: one for all vectors, or one for each, ``float64[..., 1]``."""
+
+
+def add_scaled_(target: Tensor, added: Tensor, number: Number) -> None:
+    """Add ``number * added`` to `target` in place, as ``target.add_(added, alpha=number)`` rounds it."""
+    if isinstance(number, Tensor):
+        # A product that is added afterwards would be rounded twice.
+        target.addcmul_(added, number.to(target.dtype))
+    else:
+        target.add_(added, alpha=number)
 
 
 @dataclass(frozen=True)
@@ -72,6 +84,11 @@ class LocalOptimizer(Component):
     @property
     def plain(self) -> bool:
         """Whether a step is exactly ``theta - lr * grad``; the engine then does not call `step_`."""
+        return False
+
+    @property
+    def takes_rates(self) -> bool:
+        """Whether `step_` also takes a learning rate for each vector, ``float64[..., 1]``, to the same bits."""
         return False
 
     def init(self, theta: Tensor) -> Memory:
@@ -127,6 +144,8 @@ class Update:
     decayed : the entries with weight decay, ``bool[P]``; None: all trained ones.
     rule : a rule that combines per-sample gradients; None: the optimizer's, if it needs them.
     perturb : where the gradient of a step is taken, see `Perturb`; None: at the model itself.
+    by_row : numbers of which each vector has its own, ``float64[..., 1]``, in place of the attributes of these names:
+        `lr`, `weight_decay`, `clip_norm`.
     """
 
     optimizer: LocalOptimizer
@@ -137,6 +156,12 @@ class Update:
     decayed: Tensor | None = None
     rule: SampleRule | None = None
     perturb: Perturb | None = None
+    by_row: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def rate(self) -> Number:
+        """The learning rate, or that of each vector."""
+        return self.by_row.get("lr", self.lr)
 
     @property
     def sample_rule(self) -> SampleRule | None:
@@ -155,6 +180,12 @@ class Update:
         """Whether a step is exactly ``theta - lr * grad``."""
         unmodified = self.weight_decay == 0 and self.clip_norm is None and self.trained is None
         return unmodified and self.optimizer.plain and self.sample_rule is None
+
+    def of_rows(self, rows: slice | Tensor) -> Update:
+        """Return the update of some of the vectors."""
+        if not self.by_row:
+            return self
+        return replace(self, by_row={name: numbers[rows] for name, numbers in self.by_row.items()})
 
     def init(self, theta: Tensor) -> Memory:
         """Return the optimizer's memory before the first step of ``theta[..., P]``."""
@@ -175,14 +206,22 @@ class Update:
 
         if self.clip_norm is not None:
             norm = grad.norm(dim=-1, keepdim=True)
-            grad.mul_((self.clip_norm / (norm + 1e-6)).clamp_max(1.0))
+            clip_norm: Number = self.clip_norm
+            if "clip_norm" in self.by_row:
+                clip_norm = self.by_row["clip_norm"].to(norm.dtype)
+            # The product is what PyTorch makes of a number that is divided by a tensor.
+            factor = (norm + 1e-6).reciprocal() * clip_norm
+            grad.mul_(factor.clamp_max(1.0))
 
         if self.weight_decay:
             mask = self.trained if self.decayed is None else self.decayed
             decayed = theta if mask is None else theta * mask
+            weight_decay = self.by_row.get("weight_decay", self.weight_decay)
             if self.optimizer.decoupled:
-                theta.sub_(decayed, alpha=self.lr * self.weight_decay)
+                add_scaled_(theta, decayed, -self.rate * weight_decay)
             else:
-                grad.add_(decayed, alpha=self.weight_decay)
+                add_scaled_(grad, decayed, weight_decay)
 
-        self.optimizer.step_(theta, grad, memory, self.lr)
+        # A tensor only for an optimizer that takes one.
+        rate: Any = self.rate
+        self.optimizer.step_(theta, grad, memory, rate)

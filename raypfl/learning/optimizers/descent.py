@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from raypfl.learning.optimizers import Memory, StepDraws, Update
+from raypfl.learning.optimizers.base import add_scaled_
 from raypfl.models.flat import FlatModel
 from raypfl.models.rows import empty_rows
 
@@ -72,10 +73,15 @@ class Descent:
             if gradient is not None:
                 tensors.append(tensor)
                 gradients.append(gradient)
-        if tensors:
-            torch._foreach_add_(tensors, gradients, alpha=-self.update.lr)
+        rate = self.update.rate
+        if isinstance(rate, Tensor):
+            for tensor, gradient in zip(tensors, gradients, strict=True):
+                rate_of_segment = rate.view(-1, *[1] * (tensor.dim() - 1))
+                add_scaled_(tensor, gradient, -rate_of_segment)
+        elif tensors:
+            torch._foreach_add_(tensors, gradients, alpha=-rate)
         if direct is not None:
-            self.theta.sub_(direct, alpha=self.update.lr)
+            add_scaled_(self.theta, direct, -rate)
 
 
 def segments(model: FlatModel, flat: Tensor) -> list[Tensor]:

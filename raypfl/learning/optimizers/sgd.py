@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from raypfl.common.errors import ConfigError
-from raypfl.learning.optimizers.base import OPTIMIZERS, LocalOptimizer, Memory
+from raypfl.learning.optimizers.base import OPTIMIZERS, LocalOptimizer, Memory, Number, add_scaled_
 
 
 @OPTIMIZERS.register("sgd")
@@ -30,13 +30,17 @@ class SGD(LocalOptimizer):
     def plain(self) -> bool:
         return self.momentum == 0 and type(self).step_ is SGD.step_
 
+    @property
+    def takes_rates(self) -> bool:
+        return type(self).step_ is SGD.step_
+
     def init(self, theta: Tensor) -> Memory:
         if not self.momentum:
             return {}
         return {"velocity": torch.zeros_like(theta, memory_format=torch.contiguous_format)}
 
-    def step_(self, theta: Tensor, grad: Tensor, memory: Memory, lr: float) -> None:
+    def step_(self, theta: Tensor, grad: Tensor, memory: Memory, lr: Number) -> None:
         if self.momentum:
             velocity = memory["velocity"].mul_(self.momentum).add_(grad)
             grad = grad.add_(velocity, alpha=self.momentum) if self.nesterov else velocity
-        theta.sub_(grad, alpha=lr)
+        add_scaled_(theta, grad, -lr)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from raypfl.learning.loss import LocalLoss
 from raypfl.learning.optimizers import Update
+from raypfl.learning.packing.numbers import NUMBERS, may_differ
 from raypfl.models.extras import Extras, Other
 from raypfl.models.flat import FlatModel
 from raypfl.models.parts import stored_tensors
@@ -47,8 +48,14 @@ class Likeness:
         return all(self._values(getattr(a, name), getattr(b, name), None) for name in ("loss", "penalty", "report"))
 
     def updates(self, a: Update, b: Update) -> bool:
-        """Whether two local steps follow the same rule."""
-        return all(self._values(getattr(a, f.name), getattr(b, f.name), None) for f in fields(Update))
+        """Whether two local steps follow the same rule; if the optimizer takes numbers by row, these may differ."""
+        if not self._values(a.optimizer, b.optimizer, None):
+            return False
+        for field in fields(Update):
+            values = (getattr(a, field.name), getattr(b, field.name))
+            if not self._values(*values, None) and not (field.name in NUMBERS and may_differ(a.optimizer, *values)):
+                return False
+        return True
 
     def extras(self, a: Extras, b: Extras) -> bool:
         """Whether two losses get extras of the same kinds; the numbers in tensors may differ."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from raypfl.learning.executor import Executor
 from raypfl.learning.loss import LocalLoss
 from raypfl.learning.optimizers import Update
 from raypfl.learning.packing.alike import Likeness
+from raypfl.learning.packing.numbers import by_row, joined_update
 from raypfl.learning.packing.samples import first_steps, joined_orders, joined_samples, may_join, of_first
 from raypfl.models.extras import Extras, Other
 
@@ -66,6 +67,10 @@ class Training:
         """Return the training at another learning rate."""
         return replace(self, update=replace(self.update, lr=lr))
 
+    def with_rows(self, names: Iterable[str]) -> Training:
+        """Return the training with a row for each client of these numbers of its steps."""
+        return replace(self, update=by_row(self.update, names, len(self)))
+
     def shortened(self, steps: int) -> Training:
         """Return a training of the first `steps` steps."""
         return replace(self, order=first_steps(self.order, steps))
@@ -98,7 +103,7 @@ class Training:
         )
 
     def is_like(self, other: Training, likeness: Likeness) -> bool:
-        """Whether the trainings differ in the numbers of their clients only."""
+        """Whether the trainings differ in the numbers of their clients and steps only."""
         batches_are_alike = self.order.index.shape[2] == other.order.index.shape[2]
         batches_are_alike &= (self.order.draws is None) == (other.order.draws is None)
         return (
@@ -123,7 +128,7 @@ def joined(trainings: Sequence[Training]) -> Training:
         start=torch.cat([unmarked(training.start) for training in trainings]),
         samples=joined_samples([training.samples for training in trainings]),
         order=joined_orders([training.order for training in trainings]),
-        update=first.update,
+        update=joined_update([training.update for training in trainings], [len(training) for training in trainings]),
         keys=torch.cat([training.keys for training in trainings]),
         extras={name: _joined_extra(name, trainings) for name in first.extras},
         correction=correction,

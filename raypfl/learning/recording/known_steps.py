@@ -36,9 +36,11 @@ def key_of_steps(loss: LocalLoss, update: Update, extras: Extras, options: Any) 
         else:
             others[name] = ("value", extra)
     functions = [loss.loss, loss.penalty, loss.report, update.optimizer, update.optimizer.step_]
-    numbers = [update.lr, update.weight_decay, update.clip_norm, torch.get_default_dtype()]
+    numbers = {"lr": update.lr, "weight_decay": update.weight_decay, "clip_norm": update.clip_norm}
+    # Those of which each client has its own are inputs of a step.
+    numbers |= dict.fromkeys(update.by_row)
     try:
-        return captured([*functions, *numbers, others, options], loss.model.module.modules())
+        return captured([*functions, numbers, torch.get_default_dtype(), others, options], loss.model.module.modules())
     except Unknown:
         return None
 

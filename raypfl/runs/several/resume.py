@@ -28,7 +28,7 @@ Ended = Iterator[tuple[int, RunResult | Exception]]
 def resume_all(
     runs: Mapping[Path, Experiment], listeners: Mapping[Path, Sequence[Listener]], overrides: Sequence[str] = ()
 ) -> Iterator[RunResult]:
-    """Continue runs, and yield their results in order; those that differ only in their seeds may advance together.
+    """Continue runs, and yield their results in order; those that differ in numbers only may advance together.
 
     Parameters
     ----------

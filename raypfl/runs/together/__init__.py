@@ -1,4 +1,4 @@
-"""Runs that differ in their seeds and advance together: which do, and how they are carried out."""
+"""Runs that differ in their seeds or numbers and advance together: which do, and how they are carried out."""
 
 from raypfl.runs.together.parts import Expectation, expected, parts
 from raypfl.runs.together.places import MOST_RUNS, Place, run_together

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from raypfl.data import load_federated
 from raypfl.engine.prepared import Prepared
@@ -15,13 +16,13 @@ from raypfl.runs.choices.autotune import expected_executor
 def parts(experiments: Sequence[Experiment]) -> list[list[int]]:
     """Return the positions of experiments, those in one list whose runs can advance together in a process.
 
-    These differ only in their seeds, and compute on one thread of a CPU.
+    These differ only in their seeds and in numbers of training and method, and compute on one thread of a CPU.
     """
     by_description: dict[object, list[int]] = {}
     for position, experiment in enumerate(experiments):
         key: object = position
         if _can_advance_with_others(experiment):
-            key = json.dumps(_without_seed(experiment), sort_keys=True, default=str)
+            key = json.dumps(_without_numbers(experiment), sort_keys=True, default=str)
         by_description.setdefault(key, []).append(position)
     return list(by_description.values())
 
@@ -35,12 +36,20 @@ def _can_advance_with_others(experiment: Experiment) -> bool:
     return has_one_thread and is_on_cpu and engine.executor != "sequential" and not chooses_actors
 
 
-def _without_seed(experiment: Experiment) -> dict[str, object]:
+def _without_numbers(experiment: Experiment) -> dict[str, object]:
+    """Return the settings without the numbers that may differ."""
     values = experiment.to_dict()
     del values["seed"]
+    for section in ("training", "method"):
+        values[section] = {name: _without_number(value) for name, value in values[section].items()}
     # A comparison's runs keep their checkpoints apart.
     values["checkpoint"] = {**values["checkpoint"], "location": None}
     return values
+
+
+def _without_number(value: Any) -> Any:
+    # Integers count something, such as steps. None is a number that is chosen elsewhere.
+    return None if isinstance(value, float) else value
 
 
 @dataclass(frozen=True)
@@ -60,7 +69,7 @@ class Expectation:
 
 
 def expected(experiment: Experiment) -> Expectation:
-    """Return what runs that differ from this one in their seeds are expected to gain from advancing together."""
+    """Return what runs that differ from this one in their numbers are expected to gain from advancing together."""
     try:
         data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
         prepared = Prepared(experiment, data)
