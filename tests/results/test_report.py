@@ -395,7 +395,7 @@ def with_a_thousand_clients(result: raypfl.Result, seed: int) -> raypfl.Result:
 
     number = np.arange(1, 51)
     traffic = dict.fromkeys(("bytes_up", "bytes_down"), number)
-    rounds = pa.table({"round": number, "loss": 1 / number, "seconds": 0.1 * number, **traffic})
+    rounds = pa.table({"round": number, "clients": number, "loss": 1 / number, "seconds": 0.1 * number, **traffic})
     return replace(result, round=50, rounds=rounds, evaluations=pa.table(columns), best_round=None)
 
 

@@ -19,6 +19,7 @@ from raypfl.evaluation.masking import mask_of
 from raypfl.results.differences import differences, remarks
 from raypfl.results.display.compare import difference_table
 from raypfl.results.display.fitting import width_of
+from raypfl.results.display.notices import run_notices
 from raypfl.results.display.plan import duration, energy
 from raypfl.results.epsilons import privacy_sentence
 from raypfl.results.labels import labels
@@ -112,9 +113,9 @@ def show(
     """
     evaluated = [result for result in results if result.evaluations.num_rows]
     console.print()
+    _show_notices(console, results)
     if evaluated:
         console.print(Text(shared_setting_text(evaluated), "dim"))
-        _show_untrained(console, evaluated)
         _show_table(console, evaluated)
         _show_differences(console, evaluated, baseline)
         console.print()
@@ -135,15 +136,11 @@ def show(
         _show_list(console, [("Try next", first), *(("", suggestion) for suggestion in further)], width)
 
 
-def _show_untrained(console: Console, results: Sequence[RunResult]) -> None:
-    """Say of which runs the table shows the initial models only, since no client counted in any round."""
+def _show_notices(console: Console, results: Sequence[RunResult]) -> None:
+    """Print what must be known of each run before its numbers are believed."""
     for label, result in zip(labels([result.experiment for result in results]), results, strict=True):
-        counts = result.rounds["clients"].to_pylist()
-        if counts and not any(counts):
-            text = f"{label}, seed {result.experiment.seed}: nothing was trained, since no client counted in any round."
-            if result.experiment.cohort.deadline is not None:
-                text += " None met cohort.deadline: raise it, or set cohort.quorum."
-            console.print(Text(text, "bold yellow"))
+        for notice in run_notices(result):
+            console.print(Text(f"{label}, seed {result.experiment.seed}: {notice}", "bold yellow"))
 
 
 def findings(result: RunResult) -> list[str]:
@@ -375,6 +372,8 @@ def _run_as_json(result: RunResult) -> dict[str, Any]:
         "megabytes_down": megabytes_down,
         "seconds": seconds(result),
         **_simulated(result),
+        "notices": run_notices(result),
+        "findings": findings(result),
         "summary": result.summary(),
         "summary_of_best_round": [] if result.best_round is None else result.summary(result.best_round),
     }

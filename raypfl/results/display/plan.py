@@ -9,8 +9,10 @@ import numpy as np
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from raypfl.common.counting import counted
+from raypfl.results.display.notices import plan_notices
 from raypfl.runs.planning.plan import DAY, PERCENTILES, Plan
 
 
@@ -29,9 +31,11 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "turn_bytes_down": plan.turn.down_bytes,
         "turn_bytes_up": plan.turn.up_bytes,
         "joules": float(plan.joules.sum()),
-        "gini": plan.gini,
+        # JSON has no NaN.
+        "gini": None if np.isnan(plan.gini) else plan.gini,
         "never_drawn": int((~plan.drawn).sum()),
         "never_taken_part": int((plan.taken_part == 0).sum()),
+        "notices": plan_notices(plan),
     }
     if plan.staleness is not None:
         numbers["staleness"] = {**_distribution(plan.staleness), "histogram": np.bincount(plan.staleness).tolist()}
@@ -48,7 +52,6 @@ def show(console: Console, plan: Plan) -> None:
     """Print the plan."""
     numbers = as_json(plan)
     seconds = numbers["round_seconds"]
-    never = numbers["never_drawn"]
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=False)
     table.add_column(style="dim")
@@ -72,11 +75,10 @@ def show(console: Console, plan: Plan) -> None:
         )
     table.add_row("traffic", f"{size(numbers['bytes_down'])} down, {size(numbers['bytes_up'])} up")
     table.add_row("energy of the devices", energy(numbers["joules"]))
-    table.add_row(
-        "taking part",
-        f"Gini {numbers['gini']:.2f}; {never:,} of {counted(plan.num_clients, 'client')} are never drawn",
-    )
+    table.add_row("taking part", _taking_part(numbers))
     console.print(table)
+    for notice in numbers["notices"]:
+        console.print(Text(notice, "bold yellow"))
 
 
 def _clients_of_a_round(mean_counts: Mapping[str, float]) -> str:
@@ -86,6 +88,18 @@ def _clients_of_a_round(mean_counts: Mapping[str, float]) -> str:
     if mean_counts["dropped"]:
         parts.append(f"{mean_counts['dropped']:,.1f} drop out")
     return ", ".join(parts)
+
+
+def _taking_part(numbers: Mapping[str, Any]) -> str:
+    never_drawn = numbers["never_drawn"]
+    text = f"{never_drawn:,} of {counted(numbers['clients'], 'client')} are never drawn"
+    if numbers["gini"] is not None:
+        text = f"Gini {numbers['gini']:.2f}; {text}"
+
+    never_counted = numbers["never_taken_part"] - never_drawn
+    if never_counted:
+        text += f", and the work of {never_counted:,} more never counts"
+    return text
 
 
 def duration(seconds: float) -> str:

@@ -23,6 +23,7 @@ from raypfl.evaluation.run_metrics import Measures
 from raypfl.results import client_data
 from raypfl.results.colours import COLOURS, mark
 from raypfl.results.differences import HEADINGS, Difference, difference, differences, find_label, remarks
+from raypfl.results.display.notices import run_notices
 from raypfl.results.epsilons import epsilons, privacy_sentence
 from raypfl.results.numbers import prediction_traffic
 from raypfl.results.report import budgets, export, figures, sweeps, tables
@@ -353,9 +354,10 @@ def _cautions(groups: Sequence[RunGroup]) -> list[str]:
     cautions = []
     for group in groups:
         for result in group.results:
+            run = f"{group.label}, seed {result.experiment.seed}"
             if result.status != "finished":
-                run = f"{group.label}, seed {result.experiment.seed}"
                 cautions.append(f"{run}, {result.status} after round {result.round}.")
+            cautions += [f"{run}: {notice}" for notice in run_notices(result)]
 
         rounds = {result.round for result in group.results}
         if len(rounds) > 1:

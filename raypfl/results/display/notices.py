@@ -1,0 +1,32 @@
+"""What must be known of a run or a plan before its numbers are believed, in sentences."""
+
+from __future__ import annotations
+
+from raypfl.runs.planning.plan import Plan
+from raypfl.runs.result import RunResult
+
+_MEND_DEADLINE = "raise it, or set cohort.quorum."
+
+
+def run_notices(result: RunResult) -> list[str]:
+    """Return what the results of a run do not show: that nothing was trained, so that they are of initial models."""
+    rounds = result.rounds
+    counts = rounds["clients"].to_pylist()
+    if not counts or any(counts):
+        return []
+
+    notice = "Nothing was trained, since no client counted in any round."
+    if "late" in rounds.column_names and any(rounds["late"].to_pylist()):
+        notice += f" None met cohort.deadline: {_MEND_DEADLINE}"
+    return [notice]
+
+
+def plan_notices(plan: Plan) -> list[str]:
+    """Return what the numbers of a plan do not show: that nothing will be trained."""
+    if plan.clients.any():
+        return []
+
+    notice = "Nothing will be trained, since no client counts in any round."
+    if plan.late.any():
+        notice += f" None meets cohort.deadline: {_MEND_DEADLINE}"
+    return [notice]
