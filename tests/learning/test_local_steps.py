@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -233,6 +235,22 @@ def test_a_model_or_correction_of_the_wrong_shape_is_refused_in_a_sentence():
     assert_close(
         batch.step(clients.loss, clients.initial), unmarked(batch.step(clients.loss, clients.initial.repeat(4, 1)))
     )
+
+
+@both_executors
+def test_a_mini_batch_is_freed_when_the_next_one_is_taken(executor):
+    clients = Federation(executor=executor).clients()
+    theta: Tensor = clients.initial
+    taken = []
+
+    gc.disable()
+    try:
+        for batch in clients.minibatches():
+            theta = batch.step(clients.loss, theta)
+            taken.append(weakref.ref(batch))
+        assert [reference() for reference in taken[:-1]] == [None] * (len(taken) - 1)
+    finally:
+        gc.enable()
 
 
 def test_the_number_of_local_steps_the_input_shape_and_the_seed_are_known():

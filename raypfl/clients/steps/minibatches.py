@@ -129,14 +129,16 @@ class MiniBatch:
     def __init__(self, minibatches: MiniBatches, s: int):
         order = minibatches.order
         active, rows = minibatches.active(s)
+        positions = active.tolist()
         self._minibatches = minibatches
         self._number = s
-        self._positions = active.tolist()
+        self._positions = positions
         self._rows = rows
         self._all_active = len(active) == len(minibatches.keys)
         self._keys = minibatches.keys[torch.from_numpy(active)] + s
+        # A function that refers to this object would keep the samples until the garbage collector finds the circle.
         self._batches = StepBatches(
-            alone=lambda: [minibatches.alone[k](s) for k in self._positions],
+            alone=lambda: [minibatches.alone[k](s) for k in positions],
             padded=lambda: minibatches.stacked(rows, s, int(order.counts[active, s].max())),
         )
         self._uses = 0
