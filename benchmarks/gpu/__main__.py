@@ -59,17 +59,21 @@ def main(arguments: list[str] | None = None) -> int:
     journal.add("begin", {"about": about(), "card": card_name, "quick": settings.quick})
 
     def start(name: str, seconds: float) -> str:
-        return run_in_process(STEPS[name], name, settings, options.json, seconds)
+        outcome = run_in_process(STEPS[name], name, settings, options.json, seconds)
+        if outcome != DONE:
+            journal.add(name, {"about": outcome})
+        # With its step, so that a call that is cut off has said what it knows.
+        for goal in goals(journal, name):
+            journal.add("goal", {"about": goal})
+        return outcome
 
     # In the order of their value, however they were named.
     names = [name for name in STEPS if name in options.steps]
     outcomes = run(names, 60 * options.minutes, start)
-    for name in names:
-        if outcomes.get(name) != DONE:
-            journal.add(name, {"about": outcomes.get(name, f"left out: after {options.minutes:g} minutes")})
-    for goal in goals(journal):
-        journal.add("goal", {"about": goal})
-    return int(any(outcome != DONE for outcome in outcomes.values()))
+    left_out = [name for name in names if name not in outcomes]
+    for name in left_out:
+        journal.add(name, {"about": f"left out: the {options.minutes:g} minutes are over"})
+    return int(bool(left_out) or any(outcome != DONE for outcome in outcomes.values()))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from benchmarks.gpu.journal import Journal, Row
 
@@ -12,18 +12,24 @@ SMALL = ("mlp", "lenet")
 FASTER = 10.0
 
 
-def goals(journal: Journal) -> Iterator[str]:
-    """Whether each goal is met, by the newest rows of each step."""
-    compared = [row for row in journal.latest("check") if "right" in row]
+def goals(journal: Journal, step: str) -> Iterator[str]:
+    """Whether each goal of a step is met, by the step's newest rows."""
+    return GOALS[step](journal.latest(step)) if step in GOALS else iter(())
+
+
+def _of_check(rows: list[Row]) -> Iterator[str]:
+    compared = [row for row in rows if "right" in row]
     wrong = [_title(row) for row in compared if not row["right"]]
     yield _verdict("every network and optimizer computes what a CPU does", len(compared), wrong)
 
-    repeated = [row for row in journal.latest("check") if "same_bits" in row]
+    repeated = [row for row in rows if "same_bits" in row]
     unstable = [_title(row) for row in repeated if not row["same_bits"]]
     yield _verdict("the same bits each time", len(repeated), unstable)
 
+
+def _of_groups(rows: list[Row]) -> Iterator[str]:
     best: dict[str, float] = {}
-    for row in journal.latest("groups"):
+    for row in rows:
         if "of_plain_PyTorch" in row:
             best[row["network"]] = max(row["of_plain_PyTorch"], best.get(row["network"], 0.0))
     for network in SMALL:
@@ -34,8 +40,10 @@ def goals(journal: Journal) -> Iterator[str]:
             verdict = "met" if best[network] >= FASTER else "NOT MET"
             yield f"{goal}: {verdict}, {best[network]:.1f} times"
 
+
+def _of_pfl(rows: list[Row]) -> Iterator[str]:
     rates = {}
-    for row in journal.latest("pfl"):
+    for row in rows:
         if "clients_per_second" in row:
             rates[row["executor"], row["processes"]] = row["clients_per_second"]
     ours = {way: rate for way, rate in rates.items() if way[0] != "plain PyTorch"}
@@ -50,9 +58,20 @@ def goals(journal: Journal) -> Iterator[str]:
             f"{executor}, processes: {processes}; {rate / max(plain):.1f} times the best of the plain loop."
         )
 
-    shared = [row for row in journal.latest("bits") if "same_bits" in row]
+
+def _of_bits(rows: list[Row]) -> Iterator[str]:
+    shared = [row for row in rows if "same_bits" in row]
     different = [str(row["processes"]) for row in shared if not row["same_bits"]]
     yield _verdict("the same hash for any number of processes", len(shared), different)
+
+
+GOALS: dict[str, Callable[[list[Row]], Iterator[str]]] = {
+    "check": _of_check,
+    "bits": _of_bits,
+    "groups": _of_groups,
+    "pfl": _of_pfl,
+}
+"""The goals of a step, from its rows."""
 
 
 def _title(row: Row) -> str:

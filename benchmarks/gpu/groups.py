@@ -114,7 +114,7 @@ def constants(points: list[tuple[int, float, list[tuple[int, Row]]]]) -> Iterato
         else:
             slower.append(work)
 
-    row: Row = {"about": "for CUDA in raypfl/runs/choices/autotune.py:"}
+    row: Row = {"about": "constants for CUDA in raypfl/runs/choices/autotune.py"}
     if faster:
         row["smallest_group"] = max(smallest)
     if faster and slower:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from benchmarks.gpu.journal import Row
 from benchmarks.gpu.steps import Options
 from benchmarks.gpu.work import Job, Rounds, peak_bytes
+from raypfl.common.counting import counted
 from raypfl.methods import METHODS, Method
 
 PERADA = Job(
@@ -29,22 +30,24 @@ def methods(options: Options) -> Iterator[Row]:
     quick = options.quick
     few = {"cohort": 2, "samples": 20, "pool": 200} if quick else {}
     perada = {"width": 8} if quick else {}
+    distilled = 2 if quick else 100
+    matched = 1 if quick else 5
     fedptr = {"width": 8} if quick else {}
     measured: list[tuple[str, Job, Method, int]] = [
         (
-            "perada, 100 steps of distillation",
+            f"perada, {counted(distilled, 'step')} of distillation",
             replace(PERADA, options={**PERADA.options, **perada}, **few),
-            METHODS.get("perada")(steps=2 if quick else 100),
+            METHODS.get("perada")(steps=distilled),
             1,
         ),
         (
-            "fedptr, 5 steps of matching",
+            f"fedptr, {counted(matched, 'step')} of matching",
             replace(FEDPTR, options=fedptr, **few),
             METHODS.get("fedptr")(
                 window=1,
                 per_class=1 if quick else 10,
-                outer_steps=1 if quick else 5,
-                inner_steps=1 if quick else 5,
+                outer_steps=matched,
+                inner_steps=matched,
             ),
             # Images are matched as soon as a client has seen two models.
             2,

@@ -42,13 +42,10 @@ def numerics(options: Options) -> Iterator[Row]:
         for setting, rounds in _settings(job, options.device):
             rate = clients_per_second(rounds.run, job.cohort, options.seconds)
             usual = usual or rate
-            yield {
-                "network": name,
-                "setting": setting,
-                "clients_per_second": rate,
-                "of_fp32": rate / usual,
-                "warnings": sorted(rounds.warnings),
-            }
+            row: Row = {"network": name, "setting": setting, "clients_per_second": rate, "of_fp32": rate / usual}
+            if rounds.warnings:
+                row["warnings"] = sorted(rounds.warnings)
+            yield row
 
 
 def _settings(job: Job, device: str) -> Iterator[tuple[str, Rounds]]:

@@ -14,6 +14,7 @@ from raypfl.clients.group import ClientGroup
 from raypfl.clients.steps.minibatches import MiniBatch, MiniBatches
 from raypfl.common.errors import MethodError, PrivacyError
 from raypfl.common.messages import PerClient, Weighting, inside_a_loss, per_client, unmarked
+from raypfl.common.transfer import to_device
 from raypfl.evaluation.metric_sums import MetricSums
 from raypfl.learning.batches import epoch_order, num_steps, share_of_steps
 from raypfl.learning.executor import Executor
@@ -184,7 +185,7 @@ class Clients:
         rows = []
         for generator in self.generators(stream):
             rows.append(torch.randn(shape, generator=generator, dtype=self.model.dtype))
-        return per_client(torch.stack(rows).to(self.device))
+        return per_client(to_device(torch.stack(rows).numpy(), self.device))
 
     def sgd(
         self,
@@ -395,7 +396,7 @@ class Clients:
         metric_sums = MetricSums(context.measures)
         sums = metric_sums.accumulate(context.model_outputs(models, self._group.split(split)), len(self))
 
-        rows = metric_sums.values(sums).to(self.device)
+        rows = to_device(metric_sums.values(sums).numpy(), self.device)
         columns = dict(zip(context.measures.columns, rows.unbind(1), strict=True))
         return {name: per_client(columns[name]) for name in ("samples", *context.measures.metrics)}
 
@@ -417,7 +418,7 @@ class Clients:
         return self.model.mask(segments) if isinstance(segments, str) else segments
 
     def _numbers(self, counts: np.ndarray) -> PerClient:
-        return per_client(torch.from_numpy(counts).to(self.device, self.model.dtype))
+        return per_client(to_device(counts, self.device).to(self.model.dtype))
 
     def _refuse_without_classes(self, method_name: str) -> None:
         if self.objective.targets in ("numbers", "tokens"):

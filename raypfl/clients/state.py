@@ -67,8 +67,10 @@ class ClientState(MutableMapping[str, Tensor]):
             if name in row:
                 stored.numpy()[k] = row[name]
 
-        dtype = default.dtype if isinstance(default, Tensor) else None
-        rows = stored.to(self._device, dtype, non_blocking=True)
+        rows = stored.to(self._device, non_blocking=True)
+        if isinstance(default, Tensor):
+            # After the copy: the host would convert into memory that is not pinned.
+            rows = rows.to(default.dtype)
         if new:
             positions = to_device(np.array(new), self._device)
             rows[positions] = unmarked(self._default_rows(default, new)).to(rows.dtype)
@@ -124,7 +126,9 @@ class ClientState(MutableMapping[str, Tensor]):
     def _default_rows(self, default: Default, new: list[int]) -> PerClient:
         """Return the default rows of the clients at the positions `new`."""
         if isinstance(default, PerClient):
-            return default if len(new) == len(self._rows) else per_client(default[new])
+            if len(new) == len(self._rows):
+                return default
+            return per_client(default[to_device(np.array(new), self._device)])
 
         if not isinstance(default, Tensor):
             return per_client(unmarked(default(torch.tensor(new))).to(self._device))

@@ -12,6 +12,7 @@ from raypfl.clients.clients import Clients
 from raypfl.clients.context import Context
 from raypfl.clients.group import ClientGroup
 from raypfl.common.messages import Each, ReadOnlyChanged, Sum, unmarked
+from raypfl.common.transfer import to_device
 from raypfl.evaluation.corruptions import Corruption
 from raypfl.evaluation.inference import InputChange, ModelOutputs
 from raypfl.evaluation.masking import Mask, masked, masked_name
@@ -242,11 +243,12 @@ def _corrupt_once(context: Context, test_set: EvaluationSamples, corruption: Cor
 
 def _outputs_by_client(group: ClientGroup, model: Tensor, indices: list[np.ndarray]) -> Iterator[ModelOutputs]:
     """The outputs of one model ``[1, P+B]`` on each client's samples ``indices[k]``, in batches that clients share."""
-    owners = torch.from_numpy(np.repeat(np.arange(len(indices)), [len(client_indices) for client_indices in indices]))
+    sizes = [len(client_indices) for client_indices in indices]
+    owners = to_device(np.repeat(np.arange(len(indices)), sizes), group.context.model.device)
     for batch in group.context.model_outputs(model, np.concatenate(indices)):
         size = batch.outputs.shape[1]
         batch_owners, owners = owners.split([size, len(owners) - size])
-        yield batch._replace(models=slice(None), owners=batch_owners.to(batch.outputs.device))
+        yield batch._replace(models=slice(None), owners=batch_owners)
 
 
 def _class_counts(group: ClientGroup) -> Tensor:

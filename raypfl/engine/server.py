@@ -44,7 +44,7 @@ from raypfl.storage.checkpoints import Snapshot
 from raypfl.storage.lease import refuse_unless_held
 from raypfl.storage.states import StateTable
 from raypfl.storage.tables import read_parquet
-from raypfl.storage.tree import clone, encode, flatten, unflatten
+from raypfl.storage.tree import clone, encode, flatten, on_device
 
 
 class Server:
@@ -465,9 +465,7 @@ class Server:
         self._records = RunTables(self._evaluator.measures.column_types, snapshot.tables)
         self._refuse_other_run(snapshot.meta)
 
-        device = self.task.model.device
-        skeleton, tensors = flatten(snapshot.server)
-        self.state = unflatten(skeleton, {name: tensor.to(device) for name, tensor in tensors.items()})
+        self.state = on_device(snapshot.server, self.task.model.device)
         self._records.count_costs(self.job.checkpoints)
         self.round = snapshot.round
         # Checkpoints of versions without simulated time lack it.

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from raypfl.common.errors import CheckpointError, MethodError
@@ -75,6 +76,15 @@ def clone(tree: Any) -> Any:
     """Return a deep copy, whose tensors are detached."""
     skeleton, tensors = flatten(tree)
     return unflatten(skeleton, {name: tensor.detach().clone() for name, tensor in tensors.items()})
+
+
+def on_device(tree: Any, device: torch.device) -> Any:
+    """Return the tree with its tensors on a device.
+
+    They come from pageable memory, which is given back: a run restores its state once, and pinned memory stays pinned.
+    """
+    skeleton, tensors = flatten(tree)
+    return unflatten(skeleton, {name: tensor.to(device) for name, tensor in tensors.items()})
 
 
 def encode(server: dict[str, Any], tensors: dict[str, Tensor]) -> list[Any]:

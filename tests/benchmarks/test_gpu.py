@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import textwrap
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -124,8 +125,11 @@ def test_the_rules_constants_follow_from_what_was_faster():
 
 
 def test_goals_are_those_of_the_files_rows(tmp_path: Path):
+    def all_goals(journal: Journal) -> list[str]:
+        return [goal for step in STEPS for goal in goals(journal, step)]
+
     journal = Journal(tmp_path / "rows")
-    assert all("not measured" in goal for goal in goals(journal))
+    assert all("not measured" in goal for goal in all_goals(journal))
     for group, times in ((10, 8.0), (50, 12.0)):
         journal.add("groups", {"network": "mlp", "group": group, "of_plain_PyTorch": times})
     journal.add("groups", {"network": "lenet", "group": 50, "of_plain_PyTorch": 9.0})
@@ -136,7 +140,7 @@ def test_goals_are_those_of_the_files_rows(tmp_path: Path):
     journal.add("check", {"network": "cnn", "way": "together", "right": False, "error": "ValueError: x"})
     journal.add("check", {"operation": "scatter_add_", "same_bits": True})
 
-    right, stable, mlp, lenet, pfl, bits = goals(journal)
+    right, stable, bits, mlp, lenet, pfl = all_goals(journal)
     assert right.endswith("NOT MET by cnn together") and stable.endswith("met, 1 of 1")
     assert "met, 12.0 times" in mlp and "NOT MET, 9.0 times" in lenet
     assert "900, vectorised, processes: 4; 3.0 times the best of the plain loop" in pfl
@@ -145,8 +149,9 @@ def test_goals_are_those_of_the_files_rows(tmp_path: Path):
     # What was mended is measured again; other steps keep their rows.
     journal.add("begin", {})
     journal.add("bits", {"processes": 2, "same_bits": True})
-    *others, bits = goals(journal)
-    assert others == [right, stable, mlp, lenet, pfl] and bits.endswith("met, 1 of 1")
+    (bits,) = goals(journal, "bits")
+    assert bits.endswith("met, 1 of 1")
+    assert [goal for goal in all_goals(journal) if goal != bits] == [right, stable, mlp, lenet, pfl]
 
 
 def test_a_file_of_another_card_is_left_alone(tmp_path: Path, capsys, monkeypatch):
@@ -157,6 +162,22 @@ def test_a_file_of_another_card_is_left_alone(tmp_path: Path, capsys, monkeypatc
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main([]) == 2 and "no GPU on this machine" in capsys.readouterr().err
+
+
+def test_a_goal_is_printed_with_its_step_and_the_steps_left_out_are_named(tmp_path: Path, monkeypatch):
+    file = tmp_path / "rows"
+
+    def begin(measure: object, name: str, options: Options, path: Path, seconds: float) -> str:
+        Journal(path).add(name, {"processes": 2, "same_bits": True})
+        return DONE
+
+    now = iter([0.0, 0.0, 1000.0])
+    monkeypatch.setattr("benchmarks.gpu.__main__.run_in_process", begin)
+    monkeypatch.setattr("benchmarks.gpu.__main__.run", partial(run, clock=lambda: next(now)))
+    assert main(["--device", "cpu", "--quick", "--steps", "pfl", "bits", "--json", str(file)]) == 1
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["step"] for row in rows] == ["begin", "bits", "goal", "pfl"]
+    assert rows[2]["about"].endswith("met, 1 of 1") and rows[3]["about"] == "left out: the 9 minutes are over"
 
 
 @pytest.mark.slow

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from raypfl.clients.clients import Clients
 from raypfl.clients.group import ClientGroup
-from raypfl.common.messages import unmarked
+from raypfl.common.messages import per_client, unmarked
 from raypfl.learning.augmentation import Crop, Cutout, Flip
 from raypfl.learning.optimizers import SGD, Adam
 from raypfl.learning.privacy import PrivacySettings
@@ -89,12 +90,24 @@ def test_a_step_copies_nothing_and_waits_for_nothing(way, case):
         assert torch.equal(trained, expected)
 
 
-def test_broadcasts_rows_and_states_go_to_clients_on_a_gpu_from_pinned_memory():
+def test_broadcasts_rows_states_and_replies_go_to_a_gpu_from_pinned_memory():
     with pretend_gpu() as record:
         fed = Federation(method=Ditto(), device="cuda", training=FP32, group_size=2)
         fed.run_rounds([0, 1, 2], None)
     assert len(fed.states.refs(3)) == 1 and not record
-    assert record.uploads and not [wait for wait in record.waits if "to cuda" in wait and "raypfl/clients" in wait]
+    copies = [wait for wait in record.waits if "to cuda" in wait]
+    assert record.uploads and not [wait for wait in copies if "raypfl/clients" in wait or "raypfl/federation" in wait]
+
+
+def test_a_group_of_old_and_new_clients_gets_its_state_in_another_dtype_and_waits_for_nothing():
+    states = [{"level": np.ones(2, np.float32)}, {}]
+    with pretend_gpu() as record:
+        clients = Federation(device="cuda", training=FP32).clients([0, 1], states=states)
+        default = per_client(torch.full((2, 2), 0.1, dtype=torch.float64).to("cuda"))
+        waits = list(record.waits)
+        rows = clients.state.get("level", default=default)
+        assert record.waits == waits and len(record.uploads) == 3
+    assert rows.tolist() == [[1, 1], [0.1, 0.1]] and not record
 
 
 class Watching(SGD):

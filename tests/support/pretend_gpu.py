@@ -137,14 +137,25 @@ class _Gpu:
             self.storages.pop(_address(tensor), None)
 
     def moved(
-        self, result: Tensor, device: torch.device, arguments: Sequence[Tensor], non_blocking: bool = False
+        self,
+        result: Tensor,
+        device: torch.device,
+        arguments: Sequence[Tensor],
+        non_blocking: bool = False,
+        converts: bool = False,
     ) -> Tensor:
-        """Put the result of a call on a device; an argument that is on the other device is copied."""
+        """Put the result of a call on a device; an argument that is on the other device is copied.
+
+        `converts` says that a new result is the first argument in another dtype. PyTorch converts on the side that the
+        tensor comes from, into memory that is not pinned.
+        """
         if self.device(result) == device:
             return result
         if _address(result) in map(_address, arguments):
             self.crosses(arguments[0], device, non_blocking)
             return _Copy.apply(result, self, device)
+        if converts and self.device(arguments[0]) != device:
+            self.waits(f"a copy to {device} in another dtype")
         self.put(result, device)
         return result
 
@@ -246,7 +257,8 @@ class _Calls(TorchFunctionMode):
             gpu.pinned[_address(result)] = StorageWeakRef(_plain(result).untyped_storage())
         if target is None:
             return result
-        return tree_map_only(Tensor, lambda tensor: gpu.moved(tensor, target, tensors, non_blocking), result)
+        converts = name in ("to", "cpu", "cuda")
+        return tree_map_only(Tensor, lambda tensor: gpu.moved(tensor, target, tensors, non_blocking, converts), result)
 
     def _on_cpu(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[torch.device | None, Any, Any]:
         """Return the device that a call asks for, if it does, and the same call for the CPU."""

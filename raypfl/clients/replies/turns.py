@@ -16,6 +16,7 @@ from torch import Tensor
 from raypfl.clients.replies.reduction import Value, logged_means, reduced
 from raypfl.common.errors import LateReplyError
 from raypfl.common.messages import Each, Mean, Sum, per_client, unmarked
+from raypfl.common.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def arguments_of(turns: Turns, message_of: Callable[[int], Mapping[str, Any]]) -
 def _rows(values: Sequence[Any], index: np.ndarray) -> Any:
     first = values[0]
     if isinstance(first, Tensor):
-        return per_client(torch.stack(list(values))[torch.from_numpy(index).to(first.device)])
+        return per_client(torch.stack(list(values))[to_device(index, first.device)])
     if isinstance(first, list | tuple):
         return type(first)(_rows(parts, index) for parts in zip(*values, strict=True))
     return first

@@ -25,7 +25,7 @@ from raypfl.federation.cohort_draw import CohortDraw
 from raypfl.federation.exchange.aggregation import ReplyAggregator
 from raypfl.federation.exchange.group_runner import GroupRunner
 from raypfl.federation.method import Method
-from raypfl.storage.tree import flatten, unflatten
+from raypfl.storage.tree import flatten, on_device
 
 
 @dataclass(frozen=True)
@@ -151,9 +151,7 @@ class AsynchronousRounds:
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Go back to what :meth:`saved` returned; an empty mapping: to the start of the run."""
-        device = self.runner.task.model.device
-        skeleton, tensors = flatten(dict(saved))
-        saved = unflatten(skeleton, {name: tensor.to(device) for name, tensor in tensors.items()})
+        saved = on_device(dict(saved), self.runner.task.model.device)
         self._messages = {sent_in: Message(**message) for sent_in, message in saved.get("messages", {}).items()}
         self._replies = {round: RoundReplies(**replies) for round, replies in saved.get("replies", {}).items()}
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from raypfl.clients.replies.reduction import Value
 from raypfl.clients.worker import Group, Reply
 from raypfl.common.errors import MethodError, PrivacyError
+from raypfl.common.transfer import to_device
 from raypfl.federation.exchange.tree_sum import Subtree, Total, TreeSum, added
 from raypfl.learning.privacy import unmasked
 
@@ -92,7 +93,7 @@ class ReplyAggregator:
         result = {}
         for name, value in self._values():
             if value.kind == "each":
-                result[name] = torch.from_numpy(self._rows[name]).to(self._device)
+                result[name] = to_device(self._rows[name], self._device)
                 continue
 
             total = self._totals[name]
@@ -103,9 +104,9 @@ class ReplyAggregator:
 
             # What came from one group alone may be in memory that is shared, or that its sender uses.
             array = total.array if total.is_writable else np.array(total.array)
-            tensor = torch.from_numpy(array) if value.masked is None else unmasked(array, value.masked)
-            tensor = tensor.to(self._device)
-
+            if value.masked is not None:
+                array = unmasked(array, value.masked).numpy()
+            tensor = to_device(array, self._device)
             if value.kind == "mean":
                 tensor = tensor / total.weight
             result[name] = tensor

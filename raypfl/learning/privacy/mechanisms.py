@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from raypfl.common import rng
+from raypfl.common.transfer import to_device
 from raypfl.learning.optimizers import StepDraws
 from raypfl.learning.privacy.settings import PrivacySettings
 
@@ -53,4 +54,4 @@ def server_noise(like: Tensor, settings: PrivacySettings, clients: int, seed: in
     """Draw noise for a mean over `clients`, in the shape of `like`; keyed by `name` and `path`, such as the round."""
     generator = torch.Generator().manual_seed(rng.key(seed, "privacy " + name, *path))
     draws = torch.randn(like.shape, generator=generator, dtype=like.dtype)
-    return draws.to(like.device) * (settings.deviation / clients)
+    return to_device(draws.numpy(), like.device) * (settings.deviation / clients)
