@@ -21,6 +21,7 @@ from raypfl.methods import FedAvg
 from raypfl.runs.choices import asynchronous_methods
 from raypfl.runs.preparing import prepare
 from tests.support.federated_methods import Marked
+from tests.support.processes import exit_code
 from tests.support.runs import ON_RAY, Interrupt, experiment, same_tables
 
 BUFFERED = {"devices__hardware": "lognormal", "cohort__size": 8, "asynchronous__buffer": 2}
@@ -75,6 +76,29 @@ class KillsItsActor(Marked):
         if 5 in clients.ids and clients.training.steps is None and self.once("actor"):
             os.kill(os.getpid(), signal.SIGKILL)
         return super().train(clients, theta)
+
+
+class KillsItsProcess(Marked):
+    """Kill the process that trains client 10 for the second time, once."""
+
+    def train(self, clients, theta):
+        is_rehearsed = clients.training.steps is not None
+        if 10 in clients.ids and not is_rehearsed and not self.once("trained") and self.once("killed"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().train(clients, theta)
+
+
+def test_a_process_that_is_killed_while_clients_of_several_models_train_resumes_to_the_same_bits(tmp_path):
+    # Client 10 trains again for round 9. The checkpoint before, of round 6, holds replies of round 7.
+    often = {"checkpoint__every": 2, "devices__dropout": 0.1}
+    killing = {"method": "tests.engine.test_asynchronous_runs:KillsItsProcess", "method__marks": tmp_path}
+    folder = tmp_path / "run"
+    assert exit_code(raypfl.run, buffered(tmp_path, **often, **killing), run_dir=folder) == -signal.SIGKILL
+    assert sorted(folder.glob("checkpoints/*-round-*"))[-1].name.endswith("round-6")
+
+    resumed = raypfl.resume(folder)
+    whole = raypfl.run(buffered(tmp_path, **often))
+    assert resumed.weights_hash == whole.weights_hash and same_tables(resumed, whole)
 
 
 UNBUFFERED = {"asynchronous__mixing": 0.6, "asynchronous__buffer": 1, "rounds": 16}
