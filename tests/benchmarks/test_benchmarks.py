@@ -13,7 +13,7 @@ import torch
 
 import benchmarks.memory
 import raypfl
-from benchmarks import evaluation, frozen, head, overhead, states
+from benchmarks import evaluation, frozen, head, methods, overhead, states
 from benchmarks.circumstances import circumstances
 from benchmarks.memory import PARTS, descendants, memory
 from benchmarks.noise import SETS, Noise
@@ -151,3 +151,14 @@ def test_memory_is_counted_by_what_processes_are_for_in_millions_of_bytes(proc):
 
     (proc / "13" / "smaps_rollup").unlink()  # it has ended meanwhile
     assert memory(10)["clients"] == 0
+
+
+def test_a_round_of_a_method_is_timed_beside_fedavg_and_less_than_a_round_is_refused(capsys):
+    methods.main(["--methods", "fedproto", "--rounds", "1", "model={name: mlp, hidden: [4]}", "partition.clients=4"])
+    row = capsys.readouterr().out.splitlines()[3]
+    name, seconds, ratio, _ = (cell.strip() for cell in row.strip("|").split("|"))
+    assert name == "fedproto" and float(seconds) > 0 and float(ratio) > 0
+
+    with pytest.raises(SystemExit):
+        methods.main(["--rounds", "0"])
+    assert "0 is no number of rounds to measure" in capsys.readouterr().err

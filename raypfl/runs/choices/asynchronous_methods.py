@@ -8,8 +8,8 @@ from functools import cached_property
 from raypfl.common.errors import LateReplyError, Refused
 from raypfl.data import load_federated
 from raypfl.engine.prepared import Prepared
-from raypfl.experiment import Experiment
 from raypfl.methods import METHODS
+from raypfl.runs.choices.every_method import experiment_for_every_method
 from raypfl.runs.choices.together import refuse_unmet
 
 
@@ -27,15 +27,8 @@ class AsynchronousMethods:
     @cached_property
     def reasons(self) -> dict[str, str]:
         """Why each method's rounds, with its default options, cannot be asynchronous; empty: they can."""
-        pools: dict[str, float] = {}
-        for name in METHODS:
-            needed_pools = METHODS.get(name)().needed_pools()
-            pools |= dict.fromkeys(needed_pools, 0.1)
-
-        experiment = Experiment().override(
+        experiment = experiment_for_every_method(
             [
-                f"data.pools={pools}",
-                "data.val_fraction=0.2",
                 "partition.clients=10",
                 "model={name: mlp, hidden: [4]}",
                 "cohort.size=2",
