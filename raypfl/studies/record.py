@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from raypfl.common.counting import counted
 from raypfl.common.errors import ConfigError
 from raypfl.common.files import write
 from raypfl.common.version import __version__
@@ -75,13 +76,44 @@ def written_by_hand(file: Path) -> dict[str, Any]:
     ------
     ConfigError : if the file holds something else than a record.
     """
+    return {key: value for key, value in _read(file).items() if key in BY_HAND}
+
+
+def refuse_to_lose(file: Path, cells: Sequence[StudyCell]) -> None:
+    """Refuse to replace a record that has other runs than those of `cells`.
+
+    Raises
+    ------
+    ConfigError : if it has, or if the file holds something else than a record.
+    """
+    planned = {(*cell.position, cell.experiment.seed) for cell in cells}
+    methods: dict[str, None] = {}
+    num_lost = 0
+    for run in _read(file).get("runs", []):
+        if (run["method"], run["down"], run["across"], run["seed"]) not in planned:
+            num_lost += 1
+            methods[run["method"]] = None
+
+    if num_lost:
+        raise ConfigError(
+            f"{file} has {counted(num_lost, 'run')} that this command does not have ({', '.join(methods)}). To extend "
+            "the record, select its runs too: those whose folders are in OUTPUT/cells, also copied from another "
+            "machine, do not run again. To leave the record as it is, name another file."
+        )
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """Return the record in a file; empty if there is no such file."""
     if not file.exists():
         return {}
     try:
-        record = json.loads(file.read_text())
-        return {key: record[key] for key in BY_HAND}
-    except (ValueError, KeyError, TypeError):
-        raise ConfigError(f"{file} holds no record of a study; name another file.") from None
+        record: dict[str, Any] = json.loads(file.read_text())
+        is_record = record.keys() >= {*BY_HAND, "runs", "entries"}
+    except (ValueError, AttributeError):
+        is_record = False
+    if not is_record:
+        raise ConfigError(f"{file} holds no record of a study; name another file.")
+    return record
 
 
 def keep(file: Path, record: Mapping[str, Any]) -> None:

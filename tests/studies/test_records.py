@@ -97,3 +97,23 @@ def test_another_file_is_not_taken_for_a_record(small: Path):
     with pytest.raises(ConfigError, match="holds no record of a study"):
         run_study("small.yaml", [], [], quiet=True, as_json=True, record_file=small / "package.json")
     assert not (small / "runs").exists() and written_by_hand(small / "none.json") == {}
+
+
+def test_a_record_grows_by_cells_of_another_machine_and_loses_no_run(small: Path):
+    file = small / "record.json"
+    changes = ["rounds=2"]
+    run_study("small.yaml", ["fedavg"], [*changes, "output=here"], quiet=True, as_json=True, record_file=file)
+    run_study("small.yaml", ["local"], [*changes, "output=there"], quiet=True, as_json=True)
+    measured_before = file.read_text()
+    with pytest.raises(ConfigError, match=r"has 2 runs that this command does not have \(FedAvg\)"):
+        run_study("small.yaml", ["local"], [*changes, "output=there"], quiet=True, as_json=True, record_file=file)
+    assert file.read_text() == measured_before
+
+    for cell in (small / "there/cells").iterdir():
+        cell.rename(small / "here/cells" / cell.name)
+    hashes = {run["weights_hash"] for run in json.loads(measured_before)["runs"]}
+    run_study("small.yaml", [], [*changes, "output=here"], quiet=True, as_json=True, record_file=file)
+    record = json.loads(file.read_text())
+    assert [run["method"] for run in record["runs"]] == ["FedAvg", "Local"] * 2
+    assert hashes < {run["weights_hash"] for run in record["runs"]}
+    assert all(run["cpu_seconds"] for run in record["runs"])

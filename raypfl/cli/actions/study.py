@@ -31,7 +31,7 @@ from raypfl.studies.description import Study, load
 from raypfl.studies.deviations import deviations, size_settings
 from raypfl.studies.entries import TableEntry, cell_table, entry_rows, entry_table, table_entries
 from raypfl.studies.picture import draw
-from raypfl.studies.record import keep, record_of, written_by_hand
+from raypfl.studies.record import keep, record_of, refuse_to_lose
 from raypfl.studies.running import run
 from raypfl.studies.scaffold import scaffold
 
@@ -76,12 +76,11 @@ def run_study(
     Stopped : on an interruption; the message says how to continue.
     RaypflError : if cells failed.
     """
-    if record_file:
-        # Refuses another file before anything runs.
-        written_by_hand(record_file)
     study, reference = load(source)
     study = select(study, only)
     cells = plan(study, assignments)
+    if record_file:
+        refuse_to_lose(record_file, cells)
     published = _published(reference, assignments)
     study = study.model_copy(update={"choices": choices_with_values(study, cells)})
     _refuse_missing_data([cell for cell in cells if not is_finished(cell.folder)])

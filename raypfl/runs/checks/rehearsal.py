@@ -18,7 +18,7 @@ from raypfl.engine.prepared import Prepared
 from raypfl.federation.asynchronous.rounds import AsynchronousRounds
 from raypfl.federation.asynchronous.schedule import Schedule
 from raypfl.federation.cohort import Cohort
-from raypfl.federation.ledger import Ledger
+from raypfl.federation.ledger import Ledger, LedgerEntry
 from raypfl.storage.stacks import merged
 from raypfl.storage.states import StateTable
 
@@ -129,12 +129,21 @@ class Rehearsal:
             self._runner.states.commit()
         self._refuse_last_round(rounds, clients)
 
-        states: dict[int, dict[str, Tensor]] = {}
-        for client in clients:
+        return {"server": self._server, "clients": self.states()}
+
+    def states(self) -> dict[int, dict[str, Tensor]]:
+        """Return what each client keeps, by client and name."""
+        states = {}
+        for client in self._largest(self._task.num_samples):
             refs = self._runner.states.refs(client)
             state = merged(ref.stack.state_of(ref.slot) for ref in refs)
             states[client] = {name: torch.from_numpy(np.array(array)) for name, array in state.items()}
-        return {"server": self._server, "clients": states}
+        return states
+
+    @property
+    def messages(self) -> list[LedgerEntry]:
+        """The messages of the rounds so far."""
+        return self._ledger.entries
 
     def _refuse_last_round(self, rounds: AsynchronousRounds, clients: tuple[int, ...]) -> None:
         """Raise a LateReplyError if the run's last round, which may follow a warm-up, cannot be asynchronous."""
