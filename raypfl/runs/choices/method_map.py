@@ -108,7 +108,7 @@ def markdown(needs_of_methods: Mapping[str, Needs]) -> str:
     groups |= {f"a client receives and sends {size}, each way on average": [] for size in sizes}
 
     for name, needs in needs_of_methods.items():
-        method = METHODS.get(name)
+        method = METHODS.get(name)()
         folder = method.__module__.split(".")[-2]
         families[f"**{FAMILIES[folder]}**"].append(name)
         groups[f"a client keeps {_compared(needs.kept)}"].append(name)
@@ -118,9 +118,9 @@ def markdown(needs_of_methods: Mapping[str, Needs]) -> str:
             "several exchanges in a round": needs.exchanges > 1,
             "all clients at once, in some round": needs.calls_everyone,
             "validation samples of clients": method.needs_validation,
-            "a pool of samples on the server": bool(method().needed_pools()),
+            "a pool of samples on the server": bool(method.needed_pools()),
             "labels that are classes": Classification in method.objectives,
-            "the server to make personal models": method().has("personalize"),
+            "the server to make personal models": method.has("personalize"),
         }
         for need, is_needed in needed.items():
             groups.setdefault(f"needs {need}", [])
