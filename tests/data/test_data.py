@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sklearn.datasets import load_digits
+from sklearn.datasets import load_diabetes, load_digits
 
 from raypfl.common.errors import ConfigError, DataError
 from raypfl.data import IID, Dirichlet, FederatedData, Traits, load_federated
@@ -53,6 +53,19 @@ def test_digits_are_scikit_learns_to_the_pixel(digits):
     assert np.array_equal(digits.labels, published.target)
     assert (digits.input_shape, digits.num_classes, digits.scale) == ((1, 8, 8), 10, 16.0)
     assert (digits.inputs.dtype, digits.labels.dtype) == (np.uint8, np.int64)
+
+
+def test_diabetes_patients_are_scikit_learns(tmp_path):
+    published = load_diabetes(scaled=False)
+    patients = load_federated(DataConfig(name="diabetes"), SMALL, seed=0, cache=tmp_path)
+    assert np.array_equal(patients.inputs, published.data)
+    assert np.array_equal(patients.labels, published.target)
+
+
+def test_a_scikit_learn_without_its_data_is_reported(tmp_path, monkeypatch):
+    monkeypatch.setattr("raypfl.data.datasets.readers.scikit.find_spec", lambda name: None)
+    with pytest.raises(DataError, match=r"has no digits.csv.gz; reinstall it with `pip install scikit-learn`"):
+        load_federated(DataConfig(), SMALL, seed=0, cache=tmp_path)
 
 
 def test_every_sample_is_held_exactly_once(digits):
@@ -183,7 +196,7 @@ def test_a_merged_split_lets_clients_train_on_published_test_samples():
 
 def test_a_second_opening_reads_the_cache_and_not_the_data_set(tmp_path, monkeypatch):
     first = load_federated(DataConfig(), SMALL, seed=0, cache=tmp_path)
-    monkeypatch.setattr("sklearn.datasets.load_digits", None)
+    monkeypatch.setattr("raypfl.data.datasets.readers.scikit._read", None)
     again = load_federated(DataConfig(), Dirichlet(), seed=0, cache=tmp_path)
     assert np.array_equal(first.inputs, again.inputs)
 
