@@ -26,6 +26,7 @@ from raypfl.engine.building.devices import CONTEXT_BYTES
 from raypfl.engine.events import Warned
 from raypfl.engine.prepared import Prepared
 from raypfl.methods import METHODS
+from raypfl.methods.partial_models import floco
 from raypfl.models import FlatModel
 from raypfl.runs.checks.network import refuse_misfit
 from tests.support.federated_data import GeneratedClients
@@ -178,6 +179,7 @@ class Dropping(nn.Sequential):
 IMAGES = {"window": 1, "outer_steps": 1, "inner_steps": 1, "per_class": 1, "pictures": 1}
 CHANGES = {
     "creff": {"method__feature_steps": 2, "method__head_steps": 2},
+    "fedala": {"method__max_epochs": 2},
     "fedavg-ft": {"method__finetune_epochs": 1},
     "fedbabu": {"method__finetune_epochs": 1},
     "fedbn": {"model": f"{__name__}:Normalised"},
@@ -228,9 +230,12 @@ def run(tmp_path, faults: list[str], **changes) -> raypfl.Result:
     ],
 )
 @pytest.mark.parametrize("method", sorted(METHODS))
-def test_every_method_runs_on_a_gpu(tmp_path, faults, method, executor, client_gpus, server_gpus):
+def test_every_method_runs_on_a_gpu(tmp_path, faults, monkeypatch, method, executor, client_gpus, server_gpus):
+    monkeypatch.setattr(floco, "SIZES", 10)
     devices = {"engine__executor": executor, "ray__gpus_per_actor": client_gpus, "ray__gpus_for_server": server_gpus}
-    run(tmp_path, faults, method=method, evaluation__every=2, **devices, **CHANGES.get(method, {}))
+    # The other protocols score the same models, as in the tests below.
+    evaluation = {"evaluation__every": 2, "evaluation__protocols": "[local, unseen]"}
+    run(tmp_path, faults, method=method, **evaluation, **devices, **CHANGES.get(method, {}))
 
 
 def test_a_client_without_test_samples_is_evaluated_on_a_gpu(tmp_path, faults):
