@@ -18,7 +18,7 @@ from raypfl.engine.backends.session import spare_server
 from raypfl.engine.events import RoundFinished, RunFinished, RunStarted, Warned
 from raypfl.storage.checkpoints import last_round
 from tests.analysis.test_analyses import observed
-from tests.support.processes import call
+from tests.support.processes import call, start_command
 from tests.support.runs import EVENTFUL, ON_RAY, Interrupt, experiment, same_tables
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -326,10 +326,9 @@ def test_a_cluster_that_needs_a_token_is_reported_with_where_to_put_it(tmp_path,
     with socket.create_server(("127.0.0.1", 0)) as cluster:
         words = ["run", f"ray.address=127.0.0.1:{cluster.getsockname()[1]}", "tracking.mlflow=false"]
         words += [f"output={tmp_path / 'runs'}", "method=fedavg"]
-        process = subprocess.run([sys.executable, "-m", "raypfl", *words], capture_output=True, text=True)
+        process = start_command(words, tmp_path / "log")
+        process.join()
 
-    assert (
-        process.returncode == 2
-        and "asks for a token. Set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH" in process.stderr
-    )
-    assert "or RAY_AUTH_TOKEN" in process.stderr and "propagated" not in process.stderr
+    log = (tmp_path / "log").read_text()
+    assert process.exitcode == 2 and "asks for a token. Set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH" in log
+    assert "or RAY_AUTH_TOKEN" in log and "propagated" not in log

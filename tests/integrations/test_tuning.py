@@ -6,8 +6,6 @@ import csv
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -25,6 +23,7 @@ from raypfl.integrations.tuning.trial import Trial, close, schedule_of
 from raypfl.runs.driver import resume, run
 from raypfl.runs.result import write_description
 from tests.support.command import raypfl
+from tests.support.processes import start_command
 from tests.support.runs import Interrupt
 
 ROOT = Path(__file__).parents[2]
@@ -405,8 +404,7 @@ def test_a_killed_sweep_keeps_its_finished_trials_and_its_mlflow_run(tmp_path: P
     described = small(experiment=settings, concurrent=1, searcher="optuna", points=[{"training.lr": 0.25}])
     file = tmp_path / "small.yaml"
     file.write_text(yaml.safe_dump(described))
-    command = [sys.executable, "-m", "raypfl", "tune", str(file), "--quiet"]
-    process = subprocess.Popen(command, cwd=tmp_path, start_new_session=True)
+    process = start_command(["tune", str(file), "--quiet"], tmp_path / "log")
     folder = tmp_path / "runs/small"
 
     def is_second_under_way() -> bool:
@@ -415,10 +413,10 @@ def test_a_killed_sweep_keeps_its_finished_trials_and_its_mlflow_run(tmp_path: P
         return bool(ended and saved - ended)
 
     deadline = time.monotonic() + 240
-    while not is_second_under_way() and time.monotonic() < deadline and process.poll() is None:
+    while not is_second_under_way() and time.monotonic() < deadline and process.is_alive():
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    process.join()
     assert is_second_under_way()
 
     (first_summary,) = folder.glob("trials/*/summary.json")

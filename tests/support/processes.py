@@ -6,9 +6,12 @@ They have this process's working folder and environment, but share neither its m
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
 from typing import Any
 
 FORKED = get_context("forkserver")
@@ -38,6 +41,25 @@ def exit_code(function: Callable[..., Any], *arguments: Any, **options: Any) -> 
     process.join()
     assert process.exitcode is not None
     return process.exitcode
+
+
+def start_command(words: Sequence[str], log: Path) -> ForkServerProcess:
+    """Start ``raypfl`` in a process of its own, which leads a process group; what it prints goes to `log`."""
+    process = FORKED.Process(target=_call_in, args=(dict(os.environ), _carry_out, (words, log), {}))
+    process.start()
+    return process
+
+
+def _carry_out(words: Sequence[str], log: Path) -> None:
+    from raypfl.cli.app import main
+
+    os.setsid()
+    with log.open("w") as file:
+        # Ray, too, writes to these, from C++.
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.argv = ["raypfl", *words]
+    main()
 
 
 def _take_environment(variables: dict[str, str]) -> None:
