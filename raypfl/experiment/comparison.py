@@ -59,7 +59,8 @@ def experiments(source: str | Path | Mapping[str, Any], assignments: Iterable[st
 
     planned = []
     for experiment in compared:
-        planned += [experiment.replace(seed=experiment.seed + i) for i in range(seeds)]
+        # Copied without another check, since no check looks at the seed: a study has hundreds of experiments.
+        planned += [experiment.model_copy(update={"seed": experiment.seed + i}) for i in range(seeds)]
     return planned
 
 
@@ -133,6 +134,9 @@ def _paths(settings: Mapping[str, Any], prefix: tuple[str, ...]) -> Iterator[tup
 
 def _with_options(compared: list[Experiment], options: list[tuple[list[str], Any]]) -> list[Experiment]:
     """Set each of the options ``method.KEY`` in the methods in which it has an effect."""
+    if not options:
+        return compared
+
     methods = [experiment.to_dict()["method"] for experiment in compared]
     _refuse_unknown_options(compared, methods, options)
 

@@ -14,7 +14,8 @@ A setting that becomes idle by an assignment is dropped, not refused: ``training
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from raypfl.common.annotations import declared
@@ -39,13 +40,13 @@ class IdleSetting(NamedTuple):
     ----------
     is_default : whether it has its default.
     depends_on : the setting that decides whether it has an effect; empty: no setting could give it one.
-    message : what is wrong, and how to mend it.
+    explain : a function that returns what is wrong, and how to mend it.
     """
 
     path: SettingPath
     is_default: bool
     depends_on: SettingPath
-    message: str
+    explain: Callable[[], str]
 
 
 def refused_settings(values: Mapping[str, Any], set_paths: Collection[SettingPath] = ()) -> dict[SettingPath, str]:
@@ -60,7 +61,7 @@ def refused_settings(values: Mapping[str, Any], set_paths: Collection[SettingPat
     for setting in _idle(values):
         is_set_alone = _is_in(setting.path, set_paths) and not _is_in(setting.depends_on, set_paths)
         if is_set_alone or not setting.is_default:
-            messages[setting.path] = setting.message
+            messages[setting.path] = setting.explain()
     return messages
 
 
@@ -187,8 +188,8 @@ def _idle_in(section: SettingPath, declaring_class: type, values: Mapping[str, A
             governor_value = _value_at(values, governor, declaring_class)
             if not _holds(condition, governor_value):
                 is_default = _plain(settings[name]) == _plain(_default(declaring_class, name))
-                message = _message(path, settings[name], governor, governor_value, condition)
-                yield IdleSetting(path, is_default, governor, message)
+                explain = partial(_message, path, settings[name], governor, governor_value, condition)
+                yield IdleSetting(path, is_default, governor, explain)
                 break
 
 
@@ -205,12 +206,14 @@ def _unread(section: SettingPath, method: Any, values: Mapping[str, Any]) -> Ite
         return
 
     for name in unread_options(method).intersection(changed):
-        value = _as_yaml(options[name])
-        message = (
-            f"method.{name} is {value}, which nothing that {method.__name__} does in a run reads; read self.{name}, or "
-            "leave it out."
-        )
-        yield IdleSetting((*section, name), False, (), message)
+        yield IdleSetting((*section, name), False, (), partial(_unread_message, method, name, options[name]))
+
+
+def _unread_message(method: type[Method], name: str, value: Any) -> str:
+    return (
+        f"method.{name} is {_as_yaml(value)}, which nothing that {method.__name__} does in a run reads; read "
+        f"self.{name}, or leave it out."
+    )
 
 
 def _undivided(section: SettingPath, partition: type[Partition], values: Mapping[str, Any]) -> Iterator[IdleSetting]:
@@ -226,8 +229,8 @@ def _undivided(section: SettingPath, partition: type[Partition], values: Mapping
     for name, value in _at(values, section).items():
         default = COMPONENTS[section][1] if name == "name" else _default(partition, name, value)
         path = (*section, name)
-        message = _message(path, value, governor, data["name"], condition)
-        yield IdleSetting(path, _plain(value) == _plain(default), governor, message)
+        explain = partial(_message, path, value, governor, data["name"], condition)
+        yield IdleSetting(path, _plain(value) == _plain(default), governor, explain)
 
 
 def _message(path: SettingPath, value: Any, governor: SettingPath, governor_value: Any, condition: Condition) -> str:
