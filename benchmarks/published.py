@@ -13,8 +13,6 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from scipy.stats import kendalltau, spearmanr
-
 from raypfl.common.files import write
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -159,6 +157,8 @@ class Record:
 
     def correlations(self) -> dict[tuple[str, str, str], tuple[float, float]]:
         """Return Spearman's and Kendall's rank correlation for each column of enough methods."""
+        from scipy.stats import kendalltau, spearmanr  # slow to import
+
         by_column: dict[tuple[str, str, str], list[Cell]] = {}
         for cell in self.pairs:
             by_column.setdefault(cell.column, []).append(cell)
