@@ -180,7 +180,10 @@ def test_the_seconds_of_runs_that_advance_together_add_up_to_no_more_than_they_t
     assert len(seconds) == SEEDS and min(map(min, seconds)) > 0 and sum(map(sum, seconds)) <= elapsed
 
 
-SMALL = ["rounds=4", "engine.backend=inline", "partition.clients=8", "evaluation.every=1", "tracking.mlflow=false"]
+SMALL = [
+    *("rounds=4", "partition.clients=8", "training.steps=3", "evaluation.every=1"),
+    *("engine.backend=inline", "tracking.mlflow=false"),
+]
 
 
 def test_interrupted_seeds_go_on_to_the_bits_of_uninterrupted_ones(
