@@ -16,7 +16,7 @@ from tests.support.command import raypfl, raypfl_json
 from tests.support.runs import Interrupt
 
 SMALL = [
-    *("rounds=2", "partition.clients=4", "training.batch_size=100", "evaluation.every=1"),
+    *("rounds=2", "partition.clients=4", "training.steps=2", "evaluation.every=1"),
     *("engine.backend=inline", "tracking.mlflow=false"),
 ]
 

@@ -71,7 +71,8 @@ def test_no_file_of_a_runs_folder_is_unpickled(tmp_path: Path):
     assert marker.exists(), "unpickling would leave no trace, so this test could not fail"
     marker.rmdir()
 
-    run_dir = raypfl.run(experiment(tmp_path, rounds=2), run_dir=tmp_path / "run").run_dir
+    small = {"partition__clients": 4, "cohort__size": 2, "training__steps": 1}
+    run_dir = raypfl.run(experiment(tmp_path, rounds=2, **small), run_dir=tmp_path / "run").run_dir
     files = [file.relative_to(run_dir) for file in run_dir.rglob("*") if file.is_file()]
     assert len(files) > 6
 
