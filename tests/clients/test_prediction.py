@@ -204,6 +204,7 @@ def test_clients_that_fail_to_get_their_models_are_tried_again(tmp_path):
     assert retried.evaluations.equals(smooth.evaluations) and retried.ledger.equals(smooth.ledger)
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_the_table_and_the_report_show_the_messages_of_prediction(tmp_path):
     base = experiment(tmp_path, rounds=2, evaluation__every=1, **NEWCOMERS)
     result = raypfl.run(base.replace(method=Hypernetwork(size=7)))

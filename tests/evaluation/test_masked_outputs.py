@@ -145,6 +145,7 @@ def test_a_client_of_one_class_is_always_right_with_the_others_excluded_even_if_
     assert min(accuracy for (protocol, _), accuracy in summary.items() if "/" not in protocol) < 1
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_masked_numbers_stand_beside_the_others_in_tables_the_report_and_mlflow(tmp_path):
     changes = {"data__val_fraction": 0.2, "evaluation__protocols": "[local, val]", "rounds": 2}
     result = raypfl.run(experiment(tmp_path, method="fedavg", **changes, evaluation__masks="[exclude]"))

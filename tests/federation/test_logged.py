@@ -166,6 +166,7 @@ def test_the_report_shows_curves_tables_and_images(tmp_path, whole):
     assert re.search(r"<td>r5</td><td>5</td>", page) and "data:image/png;base64," in page
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_a_report_without_logged_values_has_no_section_for_them(tmp_path):
     silent = raypfl.run(experiment(tmp_path, rounds=1))
     assert "What methods logged" not in write([silent], tmp_path / "report.html").read_text("utf-8")

@@ -56,6 +56,7 @@ def test_a_target_costs_what_was_spent_until_the_first_evaluation_that_reached_i
         assert score_within(result, 0.99 * spent(result, axis, 2), axis, "local", "global") is None
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_simulated_time_and_energy_are_in_the_report_its_table_the_json_and_the_metrics(runs, tmp_path):
     text = page.write(runs, tmp_path / "report.html").read_text()
     for part in ("Against simulated time", "Against energy", "on equal budgets", "simulated seconds</th>"):

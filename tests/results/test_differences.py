@@ -204,6 +204,7 @@ def test_python_gets_the_differences_as_rows_that_print():
         compare([ditto])
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_the_report_shows_paired_differences_and_its_headline_goes_by_them(tmp_path):
     text = write(runs_at(ISSUE), tmp_path / "report.html", baseline="fedavg").read_text()
     page = " ".join("".join(ElementTree.fromstring(text).itertext()).split())

@@ -14,13 +14,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
-from markupsafe import Markup
 
 import raypfl
 from raypfl.common.errors import ConfigError
 from raypfl.results import numbers
 from raypfl.results.colours import COLOURS
-from raypfl.results.report import figures, find_runs, tables, write
+from raypfl.results.report import find_runs, tables, write
 from raypfl.results.report.figures import metric_figure
 from raypfl.results.report.page import shades
 from raypfl.results.run_groups import group_runs
@@ -51,12 +50,6 @@ def source(results, tmp_path_factory: pytest.TempPathFactory) -> str:
 def whole(source) -> ElementTree.Element:
     """The page's root; a page that is not well-formed does not parse."""
     return ElementTree.fromstring(source)
-
-
-@pytest.fixture
-def without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages have no figures, most of the time that they take, where a test reads their text alone."""
-    monkeypatch.setattr(figures, "svg", lambda *arguments: Markup())
 
 
 def page(results: list[raypfl.Result], tmp_path: Path) -> ElementTree.Element:
@@ -119,6 +112,7 @@ def changed(result: raypfl.Result, *assignments: str) -> raypfl.Result:
     return replace(result, experiment=result.experiment.override(list(assignments)))
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_runs_on_other_data_partitions_or_models_are_compared_in_separate_parts(results, tmp_path):
     other_partition = [changed(result, "partition.alpha=1") for result in results[:4]]
     other_partition = [shifted(result, {"global": 99, "personal": 98}) for result in other_partition]
@@ -302,6 +296,7 @@ def test_colours_stand_out_on_light_and_on_dark_backgrounds(index):
     assert contrast(light, "#ffffff") >= 3 and contrast(dark, "#14171c") >= 3
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_a_run_that_was_not_tested_client_by_client_makes_a_page(results, tmp_path):
     evaluations = results[0].evaluations.filter(pc.field("protocol") == "global")
     root = page([replace(results[0], evaluations=evaluations)], tmp_path)
@@ -316,6 +311,7 @@ def test_one_run_makes_a_page(results, tmp_path):
     assert "±" not in words and "Other seeds" not in words
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_the_key_has_a_line_for_existing_models_only(results, whole, tmp_path):
     learning, effort = (section(page(results[:1], tmp_path), name) for name in ("learning", "effort"))
     assert "by round. global model." in text(learning) and "own test data. global model." in text(effort)
@@ -367,6 +363,7 @@ def test_a_method_whose_seeds_have_no_round_in_common_is_named(results):
     assert drawing.caption == "Not drawn: fedavg, whose seeds were never evaluated in the same round."
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_data_that_are_missing_or_changed_are_reported_on_a_complete_page(results, tmp_path):
     without_data = changed(results[0], "data={name: cifar10, root: nowhere}")
     words = text(section(page([without_data], tmp_path), "data"))
