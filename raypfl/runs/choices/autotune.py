@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 from torch import nn
@@ -68,7 +69,7 @@ REPEATS = 3
 class Candidate:
     """An executor and an image layout; the smallest candidate in order makes the fewest demands on a network."""
 
-    executor: str
+    executor: Literal["sequential", "vectorised"]
     channels_last: bool
 
     def __str__(self) -> str:
