@@ -30,6 +30,7 @@ CATALOGUES = {
     "objectives": "raypfl.learning.objectives:OBJECTIVES",
     "metrics": "raypfl.learning.objectives:METRICS",
     "analyses": "raypfl.analysis:ANALYSES",
+    "selections": "raypfl.federation.selection:SELECTIONS",
     "hardware": "raypfl.devices:HARDWARE",
     "availability": "raypfl.devices:AVAILABILITY_MODELS",
     "settings": "raypfl.experiment.reference:SETTINGS",

@@ -70,14 +70,6 @@ class LogNormalHardware(LogNormalDevices, Hardware):
     """Log-normal speeds and bandwidths.
 
     The defaults are made up, in the range of phones; give those of your devices.
-
-    Attributes
-    ----------
-    ms_per_sample : median of the milliseconds of a gradient step for each sample in its batch.
-    down_kbps, up_kbps : medians of the bandwidths to and from a client, in 1000 bits a second. A client's two are the
-        same multiple of them.
-    speed_spread, bandwidth_spread : standard deviations of the logarithms; 0: all devices are equal.
-    watts : electrical power during a turn.
     """
 
     def devices(self, num_clients: int, seed: int) -> Devices:

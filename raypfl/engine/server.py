@@ -37,6 +37,7 @@ from raypfl.federation.cohort_draw import CohortDraw, cohort_size, draw_cohort
 from raypfl.federation.exchange.backend import Backend
 from raypfl.federation.ledger import Ledger
 from raypfl.federation.logged import Logged
+from raypfl.federation.selection.selector import Selector
 from raypfl.learning.privacy.accounting import accounted
 from raypfl.models.weights import origin
 from raypfl.storage import checkpoints
@@ -109,6 +110,9 @@ class Server:
         self._asynchronous = asynchronous_rounds(
             self.experiment, self._turns, self.task.trained, self._runner, job.together
         )
+        self._selector: Selector | None = None
+        if self.experiment.cohort.selection is not None:
+            self._selector = Selector(self.experiment.cohort.selection, self._turns, self.task.num_samples)
 
     # Something in this process may have left gradients off.
     @torch.enable_grad()
@@ -240,10 +244,14 @@ class Server:
                 self._evaluator.global_model(self.state)
                 seconds = self._clock() - start
                 self._analyse(cohort, number, model_before)
+                if self._selector is not None:
+                    self._selector.update(cohort, cohort_draw)
         except EmptyCohort as error:
             self._warn(f"{error} Such a round changes nothing.")
             seconds = self._clock() - start
 
+        if self._selector is not None:
+            self._selector.commit()
         self.states.commit()
         self.round = number
         self.time = cohort_draw.ends
@@ -304,9 +312,15 @@ class Server:
         trained = None
         if len(self.task.unseen):
             trained = np.setdiff1d(np.arange(self.task.num_clients), self.task.unseen)
-        settings = self.experiment.cohort
         return draw_cohort(
-            settings, self.task.num_trained, self.experiment.seed, number, self._turns, trained, self.time
+            self.experiment.cohort,
+            self.task.num_trained,
+            self.experiment.seed,
+            number,
+            self._turns,
+            trained,
+            self.time,
+            None if self._selector is None else self._selector.choose,
         )
 
     def _evaluate(self) -> None:
@@ -390,13 +404,19 @@ class Server:
                 "time": self.time,
             }
             | self._evaluator.saved(),
-            pending={} if self._asynchronous is None else self._asynchronous.saved(self.round),
+            pending=self._pending(),
             held=held,
         )
 
         path = checkpoints.save(location, snapshot, self.experiment.checkpoint.keep, permit)
         self._saved_round = self.round
         self.emit(Checkpointed(self.round, path))
+
+    def _pending(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the rounds to come."""
+        if self._asynchronous is not None:
+            return self._asynchronous.saved(self.round)
+        return {} if self._selector is None else {"selection": self._selector.saved()}
 
     @cached_property
     def _description(self) -> str:
@@ -422,6 +442,8 @@ class Server:
             self._asynchronous.restore(snapshot.pending if snapshot else {})
             if snapshot and snapshot.held.state_files:
                 self.states.hold_again(client_states.restored(snapshot.held, self.backend))
+        if self._selector is not None:
+            self._selector.restore(snapshot.pending.get("selection", {}) if snapshot else {})
         self.ledger.rows = self._records.tables["ledger"].waiting
 
     def _use_states(self, states: StateTable) -> None:

@@ -42,6 +42,7 @@ from raypfl.experiment.checks.limits import (
     outside_limits,
     privacy_mistakes,
     ray_mistakes,
+    selection_mistakes,
     training_mistakes,
 )
 from raypfl.experiment.checks.moved import NOW_OF_DEVICES, move_to_devices, moved_to_devices
@@ -58,6 +59,7 @@ from raypfl.experiment.components import (
 from raypfl.experiment.settings import CheckpointSettings, ModelSettings, RaySettings, TrackingSettings
 from raypfl.experiment.yaml_text import read, write
 from raypfl.federation.asynchronous.settings import AsynchronousSettings
+from raypfl.federation.selection import Selection
 from raypfl.federation.settings import CohortSettings, EngineSettings, FailureSettings
 from raypfl.learning.objectives import Classification, Metric, Objective
 from raypfl.learning.optimizers import SGD, LocalOptimizer
@@ -143,15 +145,16 @@ def _training(value: Any, validate: Callable[[Any], TrainingSettings]) -> Traini
     return dataclasses.replace(settings, optimizer=optimizer)
 
 
-def _devices(value: Any, validate: Callable[[Any], DeviceSettings]) -> DeviceSettings:
-    plain = vars(value) if isinstance(value, DeviceSettings) else value
+def _with_components(value: Any, validate: Callable[[Any], Any], section: str, bases: dict[str, type]) -> Any:
+    """Build a section of settings of which some, by their names in `bases`, are components."""
+    plain = vars(value) if dataclasses.is_dataclass(value) else value
     if not isinstance(plain, dict):
         return validate(value)
 
     parts = {}
-    for name, base in (("hardware", Hardware), ("availability", AvailabilityModel)):
+    for name, base in bases.items():
         if plain.get(name) is not None:
-            parts[name] = build(base, plain[name], f"devices.{name}")
+            parts[name] = build(base, plain[name], f"{section}.{name}")
     settings = validate({key: setting for key, setting in plain.items() if key not in parts})
     return dataclasses.replace(settings, **parts)
 
@@ -173,6 +176,10 @@ def _analyses(value: Any) -> tuple[Analysis, ...]:
 
 def _objective(value: Any) -> Objective | None:
     return None if value is None else build(Objective, value)
+
+
+_COHORT = partial(_with_components, section="cohort", bases={"selection": Selection})
+_DEVICES = partial(_with_components, section="devices", bases={"hardware": Hardware, "availability": AvailabilityModel})
 
 
 class Experiment(BaseModel):
@@ -214,8 +221,8 @@ class Experiment(BaseModel):
     model: Annotated[ModelSettings, PlainValidator(_model)] = ModelSettings()
     objective: Annotated[Objective | None, PlainValidator(_objective)] = None
     method: Annotated[Method, PlainValidator(partial(build, Method))] = FedAvg()
-    cohort: CohortSettings = CohortSettings()
-    devices: Annotated[DeviceSettings, WrapValidator(_devices)] = DeviceSettings()
+    cohort: Annotated[CohortSettings, WrapValidator(_COHORT)] = CohortSettings()
+    devices: Annotated[DeviceSettings, WrapValidator(_DEVICES)] = DeviceSettings()
     asynchronous: AsynchronousSettings = AsynchronousSettings()
     training: Annotated[TrainingSettings, WrapValidator(_training)] = TrainingSettings()
     evaluation: Annotated[EvaluationSettings, AfterValidator(_evaluation)] = EvaluationSettings()
@@ -328,6 +335,7 @@ class Experiment(BaseModel):
         clients = None if is_described(self.data) else getattr(self.partition, "clients", None)
         return [
             *cohort_mistakes(self.cohort, clients),
+            *selection_mistakes(self.cohort, self.devices, self.privacy),
             *device_mistakes(self.devices),
             *asynchronous_mistakes(self.asynchronous, self.devices, self.privacy, bool(self.analyses)),
             *training_mistakes(self.training, self.rounds, self.ray),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +12,9 @@ from raypfl.common import rng
 from raypfl.common.errors import ConfigError
 from raypfl.devices import Always, ClientTurns
 from raypfl.federation.settings import CohortSettings
+
+Choose = Callable[[np.ndarray, int, int], np.ndarray]
+"""From the clients that can be reached, ascending, their number to choose, and the round, to those of the round."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +69,12 @@ def draw_cohort(
     turns: ClientTurns | None = None,
     trained: np.ndarray | None = None,
     time: float = 0.0,
+    choose: Choose | None = None,
 ) -> CohortDraw:
-    """Draw the cohort of a round, uniformly and without replacement among the clients that can be reached.
+    """Draw the cohort of a round, without replacement among the clients that can be reached.
 
-    As long as enough clients can be reached, this takes time in proportion to the cohort, not to the population.
+    Without `choose`, the draw is uniform and, as long as enough clients can be reached, takes time in proportion to the
+    cohort, not to the population.
 
     Parameters
     ----------
@@ -76,6 +82,7 @@ def draw_cohort(
     turns : the clients' turns; None: all can be reached, none fails, and there is no clock.
     trained : the numbers of the trained clients, ``int64[num_clients]``; None: 0 to ``num_clients - 1``.
     time : simulated seconds at which the round may begin; if no client can be reached then, it begins later.
+    choose : the function that chooses among the clients that can be reached; None: uniformly at random.
 
     Raises
     ------
@@ -86,10 +93,16 @@ def draw_cohort(
     num_drawn = min(math.ceil(settings.over_selection * size - 1e-9), num_clients)
     begins = time if turns.has_clock else float(round)
 
-    drawn = _draw_reachable(num_drawn, num_clients, seed, round, trained, begins, turns)
+    def drawn_at(begins: float) -> np.ndarray:
+        if choose is None:
+            return _draw_reachable(num_drawn, num_clients, seed, round, trained, begins, turns)
+        clients = np.arange(num_clients) if trained is None else trained
+        return choose(clients[turns.availability.is_available(clients, begins)], num_drawn, round)
+
+    drawn = drawn_at(begins)
     if turns.has_clock and not len(drawn):
         begins = _next_begin(turns, np.arange(num_clients) if trained is None else trained, begins)
-        drawn = _draw_reachable(num_drawn, num_clients, seed, round, trained, begins, turns)
+        drawn = drawn_at(begins)
 
     if not turns.has_clock and not turns.dropout and not turns.partial_work:
         return CohortDraw(tuple(drawn.tolist()))

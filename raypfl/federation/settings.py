@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from raypfl.common.conditions import needs, unless
+from raypfl.federation.selection import Selection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,8 +15,10 @@ class CohortSettings:
 
     Attributes
     ----------
-    size : number of clients drawn per round, uniformly without replacement; None: `fraction` of all clients.
+    size : number of clients drawn per round, without replacement; None: `fraction` of all clients.
     fraction : share of the clients drawn per round, rounded up; used unless `size` is set.
+    selection : how clients are chosen among those that can be reached, such as ``oort``, which prefers large losses and
+        short turns; None: uniformly at random.
     over_selection : how many times as many clients are sent the first message; the round goes on with the first to
         finish, as many as without it. The others' work is lost.
     deadline : simulated seconds after which a round ends without the clients that are late; None: it waits for all.
@@ -27,6 +30,7 @@ class CohortSettings:
 
     size: int | None = None
     fraction: Annotated[float, unless("size")] = 1.0
+    selection: Annotated[Selection | None, unless("asynchronous.buffer")] = None
     over_selection: Annotated[float, needs("devices.hardware"), unless("asynchronous.buffer")] = 1.0
     deadline: Annotated[float | None, needs("devices.hardware"), unless("asynchronous.buffer")] = None
     quorum: Annotated[float, needs("deadline")] = 0.0

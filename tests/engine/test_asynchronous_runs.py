@@ -17,7 +17,7 @@ from raypfl.common.errors import ConfigError
 from raypfl.engine.building.asynchronous import schedule_for
 from raypfl.engine.events import Evaluated
 from raypfl.federation.asynchronous.schedule import Fleet, make_schedule
-from raypfl.methods import FedAvg
+from raypfl.methods import METHODS, FedAvg
 from raypfl.runs.choices import asynchronous_methods
 from raypfl.runs.preparing import prepare
 from tests.support.federated_methods import Marked
@@ -175,6 +175,7 @@ def test_a_rehearsal_tells_whether_clients_with_different_models_can_train_in_on
         ({"method": "pfedhn"}, "gets 'theta' as a Scatter"),
         # The first half of its rounds are FedAvg's.
         ({"method": "pfedsim"}, "gets 'start' as a Scatter"),
+        ({"method": "feddyn"}, "FedDyn keeps on the server .* set asynchronous.staleness=constant"),
         ({"asynchronous__buffer": 21}, "asynchronous.buffer is 21, but after 20 replies of round 1 no client is left"),
         ({"devices__partial_work": 0.5}, "devices.partial_work is for synchronous rounds"),
         ({"privacy__noise": 1.0}, "privacy.noise is for synchronous rounds"),
@@ -187,6 +188,27 @@ def test_a_rehearsal_tells_whether_clients_with_different_models_can_train_in_on
 def test_what_asynchronous_rounds_cannot_do_is_refused_before_a_run(tmp_path, changes, problem):
     with pytest.raises(ConfigError, match=problem):
         raypfl.run(buffered(tmp_path, **changes))
+
+
+class NeedsAnOption(FedAvg):
+    """A method with an option that has no default."""
+
+    strength: float
+
+
+def test_the_list_of_asynchronous_methods_says_which_need_options_or_cannot_be_imported(monkeypatch):
+    def broken():
+        raise ConfigError("it is broken")
+
+    class Broken(FedAvg):
+        __post_init__ = lambda self: broken()  # noqa: E731
+
+    entries = {"fedavg": FedAvg, "needy": NeedsAnOption, "broken": Broken}
+    monkeypatch.setattr(METHODS, "_entries", entries)
+    listed = asynchronous_methods.AsynchronousMethods()
+    assert listed.summary("fedavg") == "can be asynchronous"
+    assert listed.reasons["needy"] == "unknown, since it needs options: strength"
+    assert "it is broken" in listed.reasons["broken"]
 
 
 @pytest.mark.slow

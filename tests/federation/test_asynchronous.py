@@ -136,6 +136,17 @@ def test_the_control_variate_of_scaffold_stays_the_mean_of_its_clients(mixing):
     torch.testing.assert_close(federation.server["c"], control, rtol=1e-9, atol=1e-12)
 
 
+def test_the_h_of_feddyn_stays_the_mean_of_its_clients_linear_terms():
+    federation = run_asynchronous(METHODS.get("feddyn")(), AsynchronousSettings(buffer=2, staleness="constant"))
+    terms = torch.zeros_like(federation.server["h"])
+    for client in range(len(SIZES)):
+        state = federation.state_of(client)
+        if state:
+            terms += torch.from_numpy(np.array(state["linear"])) / len(SIZES)
+    assert terms.norm() > 0
+    torch.testing.assert_close(federation.server["h"], terms, rtol=1e-9, atol=1e-12)
+
+
 class Trainer(FedAvg):
     """FedAvg that keeps a personal model, trains in groups of one model each, and logs."""
 

@@ -106,6 +106,30 @@ def cohort_mistakes(cohort: CohortSettings, clients: int | None) -> list[str]:
     return lines
 
 
+def selection_mistakes(cohort: CohortSettings, devices: DeviceSettings, privacy: PrivacySettings) -> list[str]:
+    """Return a sentence for everything with which clients cannot be selected."""
+    if cohort.selection is None:
+        return []
+
+    lines = []
+    if cohort.size is None and cohort.fraction == 1:
+        lines.append(
+            "cohort.selection has no effect, since all clients are drawn; set cohort.size or cohort.fraction, or leave "
+            "it out."
+        )
+    if privacy.noise is not None or privacy.secure_aggregation:
+        lines.append(
+            "cohort.selection may look at losses, which are reported without noise and masks; leave it out, or "
+            "privacy.noise and privacy.secure_aggregation."
+        )
+    if cohort.selection.needs_time and devices.hardware is None:
+        lines.append(
+            "cohort.selection is by the clients' durations, but without devices.hardware there are none; set that, "
+            "such as devices.hardware=lognormal."
+        )
+    return lines
+
+
 def asynchronous_mistakes(
     asynchronous: AsynchronousSettings, devices: DeviceSettings, privacy: PrivacySettings, has_analyses: bool
 ) -> list[str]:

@@ -35,6 +35,11 @@ class AsynchronousSettings:
     slope: Annotated[float, needs("buffer"), needs("staleness", "hinge")] = 10.0
     mixing: Annotated[float | None, needs("buffer")] = None
 
+    @property
+    def counts_whole(self) -> bool:
+        """Whether every reply counts by all of how far the client got, however late it is."""
+        return self.staleness == "constant" and self.mixing is None
+
     def weights(self, staleness: np.ndarray) -> np.ndarray:
         """Return the weight of replies by their staleness ``int64[n]``: ``float64[n]``, 1 for a fresh one."""
         tau = np.asarray(staleness, dtype=np.float64)

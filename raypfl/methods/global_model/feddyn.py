@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,11 +25,16 @@ class FedDyn(Method):
     ``mean(w_k) - h/alpha``. The model is sent both ways. Batch-norm statistics are averaged. FedDyn does not become
     FedAvg as alpha goes to 0: after a first round with all clients, ``w = 2 mean(w_k) - w_0`` for any alpha.
 
+    ``h`` is the mean of ``g_k`` over all clients, so that where the models come to rest (``h = 0``), the mean loss
+    does, too. In an asynchronous run, replies must count whole for this: a weight of staleness would be in ``h``, but
+    not in ``g_k``.
+
     Attributes
     ----------
     alpha : strength of the regularization, above 0.
     """
 
+    needs_whole_replies: ClassVar[bool] = True
     alpha: Annotated[float, POSITIVE] = 0.1
 
     def start(self, task: Task) -> ServerState:

@@ -9,7 +9,7 @@ from raypfl.common.errors import LateReplyError, Refused
 from raypfl.data import load_federated
 from raypfl.engine.prepared import Prepared
 from raypfl.methods import METHODS
-from raypfl.runs.choices.every_method import experiment_for_every_method
+from raypfl.runs.choices.every_method import experiment_for_every_method, why_not_made
 from raypfl.runs.choices.together import refuse_unmet
 
 
@@ -26,7 +26,10 @@ class AsynchronousMethods:
 
     @cached_property
     def reasons(self) -> dict[str, str]:
-        """Why each method's rounds, with its default options, cannot be asynchronous; empty: they can."""
+        """Why each method's rounds, with its default options, cannot be asynchronous; empty: they can.
+
+        A method that cannot be made without options is not rehearsed.
+        """
         experiment = experiment_for_every_method(
             [
                 "partition.clients=10",
@@ -38,11 +41,14 @@ class AsynchronousMethods:
             ]
         )
         data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
-
-        reasons = {}
+        reasons: dict[str, str] = {}
         for name in METHODS:
-            prepared = Prepared(experiment.override([f"method={name}"]), data)
-            reasons[name] = _reason(prepared)
+            why_not = why_not_made(name)
+            if why_not:
+                reasons[name] = f"unknown, since {why_not}"
+            else:
+                prepared = Prepared(experiment.override([f"method={name}"]), data)
+                reasons[name] = _reason(prepared)
         return reasons
 
 

@@ -1,10 +1,12 @@
-"""An experiment that every registered method accepts."""
+"""An experiment that every registered method accepts, and which methods can be made without options."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from raypfl.common.errors import RaypflError
 from raypfl.experiment import Experiment
+from raypfl.experiment.components import Option, options_of
 from raypfl.methods import METHODS
 
 
@@ -17,6 +19,20 @@ def experiment_for_every_method(changes: Iterable[str] = ()) -> Experiment:
     """
     pools: dict[str, float] = {}
     for name in METHODS:
-        needed_pools = METHODS.get(name)().needed_pools()
-        pools |= dict.fromkeys(needed_pools, 0.1)
+        if not why_not_made(name):
+            needed_pools = METHODS.get(name)().needed_pools()
+            pools |= dict.fromkeys(needed_pools, 0.1)
     return Experiment().override([f"data.pools={pools}", "data.val_fraction=0.2", *changes])
+
+
+def why_not_made(name: str) -> str:
+    """Return why a method cannot be made with its default options; empty: it can."""
+    try:
+        method = METHODS.get(name)
+        missing = [key for key, option in options_of(method).items() if option.default is Option.empty]
+        if missing:
+            return f"it needs options: {', '.join(missing)}"
+        Experiment(method=name)
+    except RaypflError as error:
+        return f"it cannot be made: {error}"
+    return ""

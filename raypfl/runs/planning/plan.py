@@ -98,6 +98,11 @@ def plan(experiment: Experiment, emit: Listener, num_clients: int | None = None)
         raise ConfigError(
             "A plan needs the clients' devices: set devices.hardware, as in raypfl plan devices.hardware=lognormal."
         )
+    if experiment.cohort.selection is not None:
+        raise ConfigError(
+            "cohort.selection may look at what clients report as they train, so no plan can know who takes part; leave "
+            "it out to plan with clients drawn at random, or use raypfl run."
+        )
     emit(Progress("preparing data"))
     data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
     prepared = Prepared(experiment, data)

@@ -23,7 +23,8 @@ class Snapshot:
     states : the clients' states, in files that are written before the snapshot is saved.
     tables : name -> table, a name being the beginning of a file name; saving moves the rows that wait into a file.
     meta : anything that JSON can hold.
-    pending : what an asynchronous run has under way, a tree like `server`.
+    pending : what the next rounds need: what an asynchronous run has under way, or what the selection of clients
+        remembers; a tree like `server`.
     held : states of clients that have trained, but whose reply is part of a later round.
     """
 
