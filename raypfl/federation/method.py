@@ -47,15 +47,12 @@ class Method(Component):
         Test results then do not show how well the method does on new samples.
     needs_validation : whether rounds read validation samples, as in ``clients.evaluate(theta, "val")``; a run in which
         a client has none is refused.
-    needs_whole_replies : whether the server's state must stay in step with how far each client got, such as the mean of
-        terms that clients keep. Asynchronous rounds then need replies that count whole, however late.
     """
 
     section: ClassVar[str] = "method."
     objectives: ClassVar[tuple[type[Objective], ...]] = (Objective,)
     test_data_in_training: ClassVar[bool] = False
     needs_validation: ClassVar[bool] = False
-    needs_whole_replies: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -71,6 +68,13 @@ class Method(Component):
     def needed_pools(self) -> tuple[str, ...]:
         """Return the names in ``data.pools`` that this method needs; a run without one of them is refused."""
         return ()
+
+    def needs_whole_replies(self) -> bool:
+        """Return whether the server keeps what must stay in step with clients, such as the mean of their own terms.
+
+        In an asynchronous run, replies must then count whole, however late.
+        """
+        return False
 
     def networks(self, task: Task) -> dict[str, FlatModel]:
         """Return further networks by name; they are then in ``task.networks`` and ``clients.networks``."""

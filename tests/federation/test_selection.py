@@ -100,7 +100,7 @@ def test_oort_is_its_algorithm_client_by_client():
 
 
 def test_oort_that_only_explores_draws_unseen_clients_uniformly_whatever_they_report():
-    explorer = Oort(exploration=1.0, exploration_min=1.0, exploration_decay=1.0, pacer_step=2.0, alpha=0.0)
+    explorer = Oort(exploration=1.0, exploration_min=1.0, exploration_decay=1.0, pacer_step=2.0, penalty=0.0)
     cohorts, _ = selected(explorer, rounds=5, size=8)
     assert sorted(client for cohort in cohorts for client in cohort) == list(range(NUM_CLIENTS))
 
@@ -112,7 +112,7 @@ def test_oort_that_only_explores_draws_unseen_clients_uniformly_whatever_they_re
 
 
 def test_exploration_prefers_short_turns_and_exploitation_large_losses():
-    first, _ = selected(Oort(pacer_step=1.0, alpha=20.0, exploration=1.0), rounds=1, size=3)
+    first, _ = selected(Oort(pacer_step=1.0, penalty=20.0, exploration=1.0), rounds=1, size=3)
     assert set(first[0]) <= set(np.flatnonzero(SECONDS == 1.0))
 
     greedy = Oort(exploration=0.0, cut_off=1.0, clip=1.0, most_rounds=None)

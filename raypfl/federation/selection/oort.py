@@ -19,7 +19,7 @@ class Oort(Selection):
 
     In round R, a client with the samples B that last took part in round L, for t seconds, has the utility
 
-        (|B| sqrt(mean of squared losses) + sqrt(0.1 log(R) / L)) (T/t)^alpha,    the last factor if t > T.
+        (|B| sqrt(mean of squared losses) + sqrt(0.1 log(R) / L)) (T/t)^penalty,    the last factor if t > T.
 
     Its first term is clipped at the 95th percentile. A share epsilon of the cohort explores clients that have never
     counted, with chances in proportion to the last factor. Of the others, all whose utility is at least `cut_off` times
@@ -38,7 +38,7 @@ class Oort(Selection):
     exploration_decay : factor of epsilon after each round.
     exploration_min : smallest epsilon, unless `exploration` is smaller.
     pacer_step : simulated seconds by which the preferred duration T begins and grows; null: durations do not count.
-    alpha : exponent of the penalty for turns longer than T.
+    penalty : exponent of the factor for turns longer than T, alpha in the paper.
     window : number of rounds after which the utility is compared, W.
     cut_off : share of the last place's utility from which on clients are drawn, c.
     clip : quantile of the statistical utilities at which they are clipped; 1: none is.
@@ -49,7 +49,7 @@ class Oort(Selection):
     exploration_decay: Annotated[float, SHARE] = 0.98
     exploration_min: Annotated[float, CHANCE] = 0.2
     pacer_step: Annotated[float | None, POSITIVE] = None
-    alpha: Annotated[float, FROM_ZERO] = 2.0
+    penalty: Annotated[float, FROM_ZERO] = 2.0
     window: Annotated[int, COUNT] = 20
     cut_off: Annotated[float, CHANCE] = 0.95
     clip: Annotated[float, CHANCE] = 0.95
@@ -57,9 +57,9 @@ class Oort(Selection):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.pacer_step is None and (self.alpha, self.window) != (Oort.alpha, Oort.window):
+        if self.pacer_step is None and (self.penalty, self.window) != (Oort.penalty, Oort.window):
             raise ConfigError(
-                "cohort.selection.alpha and cohort.selection.window have an effect on long turns only; set "
+                "cohort.selection.penalty and cohort.selection.window have an effect on long turns only; set "
                 "cohort.selection.pacer_step, in simulated seconds, or leave them out."
             )
 
@@ -136,14 +136,14 @@ class Oort(Selection):
         return (clipped + uncertainty) * self._speed(state, clients)
 
     def _speed(self, state: SelectionState, clients: np.ndarray) -> np.ndarray:
-        """The factor (T/t)^alpha of clients whose turns are longer than T, and 1 of the others."""
+        """The factor (T/t)^penalty of clients whose turns are longer than T, and 1 of the others."""
         factors = np.ones(len(clients))
         if self.pacer_step is None:
             return factors
         preferred = state["preferred_seconds"]
         seconds = state["seconds"][clients]
         is_slow = seconds > preferred
-        factors[is_slow] = (preferred / seconds[is_slow]) ** self.alpha
+        factors[is_slow] = (preferred / seconds[is_slow]) ** self.penalty
         return factors
 
     def _exploit(self, state: SelectionState, candidates: Candidates, explored: np.ndarray, size: int) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -34,8 +34,10 @@ class FedDyn(Method):
     alpha : strength of the regularization, above 0.
     """
 
-    needs_whole_replies: ClassVar[bool] = True
     alpha: Annotated[float, POSITIVE] = 0.1
+
+    def needs_whole_replies(self) -> bool:
+        return True
 
     def start(self, task: Task) -> ServerState:
         theta = task.model.init(task.seed)

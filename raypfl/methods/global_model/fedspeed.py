@@ -37,6 +37,9 @@ class FedSpeed(FedDyn):
     normalised: bool = False
     duals: Literal["cohort", "all"] = "cohort"
 
+    def needs_whole_replies(self) -> bool:
+        return self.duals == "all"
+
     def round(self, server: ServerState, cohort: Cohort) -> None:
         if self.duals == "all":
             super().round(server, cohort)

@@ -32,7 +32,7 @@ def why_not_made(name: str) -> str:
         missing = [key for key, option in options_of(method).items() if option.default is Option.empty]
         if missing:
             return f"it needs options: {', '.join(missing)}"
-        Experiment(method=name)
+        Experiment().override([f"method={name}"])
     except RaypflError as error:
         return f"it cannot be made: {error}"
     return ""

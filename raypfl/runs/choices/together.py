@@ -50,7 +50,7 @@ def refuse_unmet(prepared: Prepared) -> dict[str, Any] | None:
     experiment = prepared.experiment
     if experiment.asynchronous.buffer is None:
         return None
-    if experiment.method.needs_whole_replies and not experiment.asynchronous.counts_whole:
+    if experiment.method.needs_whole_replies() and not experiment.asynchronous.counts_whole:
         error = LateReplyError(
             f"{type(experiment.method).__name__} keeps on the server what must stay in step with its clients, so that "
             "late replies must count whole; set asynchronous.staleness=constant, and leave asynchronous.mixing out.",
