@@ -105,7 +105,7 @@ class LocalLoss:
         functions = [function for function in (self.loss, self.penalty, self.report) if callable(function)]
         if len(functions) == 1:
             return {}
-        return {function: _extras_of(function) for function in functions}
+        return {function: extras_of(function) for function in functions}
 
     def _extras_for(self, function: LossFunction, extras: dict[str, Any]) -> dict[str, Any]:
         names = self._extra_names.get(function)
@@ -152,7 +152,7 @@ class _NoBatch:
         raise _BatchUsed
 
 
-def _extras_of(function: LossFunction) -> frozenset[str] | None:
+def extras_of(function: LossFunction) -> frozenset[str] | None:
     """Names of the parameters after ``p`` and ``batch``; None if the function takes any."""
     parameters = list(inspect.signature(function).parameters.values())
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):

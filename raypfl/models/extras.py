@@ -1,4 +1,4 @@
-"""Extras: the tensors and other models that a loss or a predictor gets by name, besides parameters and a batch.
+"""Extras: the tensors, numbers and other models that a loss or a predictor gets by name, with parameters and a batch.
 
 An extra that is :class:`PerClient` has one row for each client of the group; a loss sees the row of its own client.
 """
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from raypfl.common.messages import PerClient, per_client, unmarked
 from raypfl.models.flat import FlatModel
+from raypfl.models.row_number import RowNumber
 
 Extras = Mapping[str, Any]
 
@@ -53,7 +54,11 @@ def rows_of(extras: Extras) -> dict[str, Tensor]:
     """Return the rows ``[K, ...]`` of the extras that differ between clients."""
     rows = {}
     for name, extra in extras.items():
-        tensor = extra.theta if isinstance(extra, Other) else extra
+        tensor = extra
+        if isinstance(extra, Other):
+            tensor = extra.theta
+        elif isinstance(extra, RowNumber):
+            tensor = extra.values
         if isinstance(tensor, PerClient):
             rows[name] = unmarked(tensor)
     return rows
@@ -64,7 +69,12 @@ def with_rows(extras: Extras, rows: Mapping[str, Tensor]) -> dict[str, Any]:
     replaced = dict(extras)
     for name, tensor in rows.items():
         extra = extras[name]
-        replaced[name] = replace(extra, theta=tensor) if isinstance(extra, Other) else tensor
+        if isinstance(extra, Other):
+            replaced[name] = replace(extra, theta=tensor)
+        elif isinstance(extra, RowNumber):
+            replaced[name] = RowNumber(tensor)
+        else:
+            replaced[name] = tensor
     return replaced
 
 

@@ -14,9 +14,10 @@ from raypfl.common.messages import per_client
 from raypfl.learning.augmentation import AUGMENTATIONS
 from raypfl.learning.loss import LocalLoss
 from raypfl.learning.packing.alike import Likeness
-from raypfl.learning.packing.packer import tried
+from raypfl.learning.packing.packer import Packed, Packer, tried
 from raypfl.learning.packing.trainings import Training, joined
 from raypfl.learning.vectorised import Vectorised
+from raypfl.models.row_number import RowNumber
 from tests.support.federation import Federation, NormalisedConv, assert_close, dropping_mlp, small_mlp, starts_of
 
 
@@ -126,8 +127,67 @@ def test_losses_of_other_code_networks_or_extras_are_not_alike():
     anchor = a.model.init(0)
     one = training_of(a, penalty=pull(0.1), anchor=anchor)
     assert one.is_like(training_of(a, penalty=pull(0.1), anchor=anchor + 1), likeness)
-    assert not one.is_like(training_of(a, penalty=pull(0.2), anchor=anchor), likeness)
+    assert one.is_like(training_of(a, penalty=pull(0.2), anchor=anchor), likeness)
+    assert not one.is_like(training_of(a, penalty=pull(1), anchor=anchor), likeness)
     assert not one.is_like(training_of(a, penalty=pull(0.1), anchor=per_client(anchor.repeat(4, 1))), likeness)
+
+
+def shrink(strength: float):
+    return lambda p, batch, anchor: p.norm() / (1 - strength) - 0.3 * (strength + 1) / (p.square().sum() + strength)
+
+
+def switched(strength: float):
+    return lambda p, batch, anchor: pull(0.1)(p, batch, anchor) if strength > 0.5 else p.sum()
+
+
+@pytest.mark.parametrize(("penalty", "has_rows"), [(pull, True), (shrink, True), (switched, False)])
+def test_numbers_of_a_penalty_have_rows_with_the_bits_of_lone_trainings_if_it_only_computes_with_them(
+    penalty, has_rows
+):
+    fed = Federation(seed=3, sizes=(7, 4, 11, 7))
+    anchor = fed.model.init(0)
+    trainings = [training_of(fed, penalty=penalty(strength), anchor=anchor) for strength in (0.1, 1 / 3, 0.7)]
+    executor = fed.context.executor
+    if not has_rows:
+        with pytest.raises(TypeError):
+            joined(trainings).run(executor)
+        return
+
+    models, _ = joined(trainings).run(executor)
+    for training, together in zip(trainings, models.split(4), strict=True):
+        assert torch.equal(together, training.run(executor)[0])
+
+
+def test_a_number_that_all_runs_have_is_tried_with_each_value():
+    fed = Federation(seed=3)
+    packer = Packer(2)
+    executor = Packed(fed.context.executor, packer, 0)
+
+    def kind_of(*strengths: float):
+        anchor = fed.model.init(0)
+        return packer._kind_of(
+            [(executor, training_of(fed, penalty=pull(number), anchor=anchor)) for number in strengths]
+        )
+
+    assert kind_of(0.1, 0.1) is kind_of(0.1, 0.1)
+    assert kind_of(0.2, 0.2) is not kind_of(0.1, 0.1), "it could take another branch"
+    assert kind_of(0.1, 0.2) is kind_of(0.3, 0.5) and kind_of(0.1, 0.2) is not kind_of(0.1, 0.1)
+
+
+def test_a_number_by_row_computes_as_a_float():
+    numbers = torch.rand(9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x = torch.linspace(-3, 3, 11)
+    for function in (
+        lambda v: v / 3 * x,
+        lambda v: x * (1 - v) - v,
+        lambda v: x / (v + v * 0.1),
+        lambda v: -v / x + (v - 2) * x,
+    ):
+        together = torch.vmap(lambda v, function=function: function(RowNumber(v)))(numbers)
+        assert torch.equal(together, torch.stack([function(float(v)) for v in numbers]))
+    for function in (bool, float, abs, lambda v: v > 1, lambda v: v == 1, lambda v: v**2, lambda v: x.add(x, alpha=v)):
+        with pytest.raises(TypeError):
+            function(RowNumber(numbers))
 
 
 class Rounding(Vectorised):

@@ -118,6 +118,16 @@ def test_other_numbers_together_have_the_bits_and_tables_of_lone_runs(tmp_path: 
     assert joined.count(3) > 2, "nothing but a trial was trained together"
 
 
+@pytest.mark.parametrize(("method", "option"), [("ditto", "lam"), ("feddyn", "alpha")])
+def test_strengths_of_a_penalty_together_have_the_bits_and_tables_of_lone_runs(
+    tmp_path: Path, joined: list[int], method: str, option: str
+):
+    planned = rates(tmp_path, 0.02, 0.02, 0.1, method=method, training__epochs=3, training__batch_size=8)
+    planned = [one.override([f"method.{option}={0.3 * i + 0.1}"]) for i, one in enumerate(planned)]
+    refuse_other_bits(planned)
+    assert joined.count(3) > 2, "nothing but a trial was trained together"
+
+
 def test_a_rate_that_diverges_leaves_the_others_bits_as_they_are(tmp_path: Path, joined: list[int]):
     planned = rates(tmp_path, 0.01, 1e4, 0.1, failures__loss_limit=50.0)
     first, diverged, last = together(planned)

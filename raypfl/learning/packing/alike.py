@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from raypfl.learning.loss import LocalLoss
 from raypfl.learning.optimizers import Update
-from raypfl.learning.packing.numbers import NUMBERS, may_differ
+from raypfl.learning.packing.numbers import FUNCTIONS, NUMBERS, may_differ
 from raypfl.models.extras import Extras, Other
 from raypfl.models.flat import FlatModel
 from raypfl.models.parts import stored_tensors
@@ -42,10 +42,15 @@ class Likeness:
         self._networks: dict[tuple[int, int], tuple[FlatModel, FlatModel, bool]] = {}
 
     def losses(self, a: LocalLoss, b: LocalLoss) -> bool:
-        """Whether two losses are the same function."""
+        """Whether two losses are the same function, but for floats in variables around it."""
         if not self.networks(a.model, b.model) or a.penalty_is_separate != b.penalty_is_separate:
             return False
-        return all(self._values(getattr(a, name), getattr(b, name), None) for name in ("loss", "penalty", "report"))
+        return all(self._parts_of_losses(getattr(a, name), getattr(b, name)) for name in FUNCTIONS)
+
+    def _parts_of_losses(self, a: Any, b: Any) -> bool:
+        if isinstance(a, types.FunctionType) and isinstance(b, types.FunctionType):
+            return self._functions(a, b, floats_may_differ=True)
+        return self._values(a, b, None)
 
     def updates(self, a: Update, b: Update) -> bool:
         """Whether two local steps follow the same rule; if the optimizer takes numbers by row, these may differ."""
@@ -153,7 +158,7 @@ class Likeness:
             return False
         return all(self._values(getattr(a, name), getattr(b, name), None) for name in names)
 
-    def _functions(self, a: Any, b: Any) -> bool:
+    def _functions(self, a: Any, b: Any, floats_may_differ: bool = False) -> bool:
         if isinstance(a, types.MethodType):
             function = a.__func__
             if function is not b.__func__ or not isinstance(function, types.FunctionType):
@@ -171,8 +176,11 @@ class Likeness:
 
         cells = zip(code.co_freevars, a.__closure__ or (), b.__closure__ or (), strict=True)
         for name, cell, other_cell in cells:
-            read = _attributes_read(code, name)
-            if not self._values(cell.cell_contents, other_cell.cell_contents, read):
+            value = cell.cell_contents
+            other_value = other_cell.cell_contents
+            if floats_may_differ and type(value) is type(other_value) is float:
+                continue
+            if not self._values(value, other_value, _attributes_read(code, name)):
                 return False
         return True
 

@@ -1,17 +1,29 @@
-"""The numbers of local steps in which runs may differ: learning rate, weight decay, and the largest gradient."""
+"""The numbers in which trainings of several runs may differ, and which have a row for each client if they do.
+
+They are a local step's (learning rate, weight decay, largest gradient) and those in variables around the functions of a
+loss, such as the strength of a penalty.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Set
 from dataclasses import replace
+from functools import partial
+from types import CellType, FunctionType
+from typing import Any
 
-import torch
 from torch import Tensor
 
+from raypfl.common.messages import per_client
+from raypfl.learning.loss import LocalLoss, LossFunction, extras_of
 from raypfl.learning.optimizers import LocalOptimizer, Update
+from raypfl.models.row_number import RowNumber
 
 NUMBERS = ("lr", "weight_decay", "clip_norm")
 """Attributes of an update that may differ from row to row."""
+
+FUNCTIONS = ("loss", "penalty", "report")
+"""The functions of a loss."""
 
 
 def may_differ(optimizer: LocalOptimizer, a: float | None, b: float | None) -> bool:
@@ -20,29 +32,74 @@ def may_differ(optimizer: LocalOptimizer, a: float | None, b: float | None) -> b
     return optimizer.takes_rates and bool(a) and bool(b)
 
 
-def different_numbers(updates: Sequence[Update]) -> frozenset[str]:
-    """Return the names of the numbers that are not the same in all updates."""
-    return frozenset(name for name in NUMBERS if len({getattr(update, name) for update in updates}) > 1)
+def numbers_of(loss: LocalLoss, update: Update) -> dict[str, Any]:
+    """Return the numbers in which trainings that are alike may differ, by name; those of functions are ``loss.mu``."""
+    return {name: getattr(update, name) for name in NUMBERS} | _numbers_of_functions(loss)
 
 
-def by_row(update: Update, names: Iterable[str], rows: int) -> Update:
-    """Return an update that has these numbers once for each of so many rows."""
-    return replace(update, by_row={name: _rows(update, name, rows) for name in sorted(names)})
+def fixed_numbers(loss: LocalLoss, by_row: Set[str]) -> dict[str, float]:
+    """Return the numbers of a loss's functions that have no rows."""
+    return {name: number for name, number in _numbers_of_functions(loss).items() if name not in by_row}
 
 
-def joined_update(updates: Sequence[Update], rows: Sequence[int]) -> Update:
-    """Return the first update, with numbers by row where the updates differ in them.
+def _numbers_of_functions(loss: LocalLoss) -> dict[str, float]:
+    numbers: dict[str, float] = {}
+    for part in FUNCTIONS:
+        function = getattr(loss, part)
+        if isinstance(function, FunctionType):
+            for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+                if type(cell.cell_contents) is float:
+                    numbers[f"{part}.{variable}"] = cell.cell_contents
+    return numbers
+
+
+def by_row(
+    loss: LocalLoss, update: Update, rows: Mapping[str, Tensor]
+) -> tuple[LocalLoss, Update, dict[str, RowNumber]]:
+    """Let a loss and an update take some of their numbers by row.
 
     Parameters
     ----------
-    rows : how many rows each update has.
+    rows : the values ``float64[K]`` of these numbers, named as by :func:`numbers_of`.
+
+    Returns
+    -------
+    The loss and the update, and the extras that the loss takes besides its own.
     """
-    numbers = {}
-    for name in sorted(different_numbers(updates)):
-        parts = [_rows(update, name, count) for update, count in zip(updates, rows, strict=True)]
-        numbers[name] = torch.cat(parts)
-    return replace(updates[0], by_row=numbers) if numbers else updates[0]
+    of_step = {name: values[:, None] for name, values in rows.items() if name in NUMBERS}
+    extras = {name: RowNumber(per_client(values)) for name, values in rows.items() if name not in NUMBERS}
+
+    parts: dict[str, Any] = {}
+    for part in FUNCTIONS:
+        variables = {name.removeprefix(f"{part}."): name for name in extras if name.startswith(f"{part}.")}
+        if variables:
+            function = getattr(loss, part)
+            parts[part] = partial(_call_with_numbers, function, variables, extras_of(function))
+    return replace(loss, **parts), replace(update, by_row=of_step), extras
 
 
-def _rows(update: Update, name: str, count: int) -> Tensor:
-    return torch.full((count, 1), getattr(update, name), dtype=torch.float64)
+def _call_with_numbers(
+    function: FunctionType,
+    variables: Mapping[str, str],
+    names: frozenset[str] | None,
+    p: Tensor,
+    batch: Any,
+    **extras: Any,
+) -> Any:
+    """Call a function with numbers from extras in variables around it.
+
+    Parameters
+    ----------
+    variables : variable -> the extra with its number.
+    names : the extras that the function takes; None: all others.
+    """
+    cells = []
+    for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        cells.append(CellType(extras[variables[variable]]) if variable in variables else cell)
+    with_numbers: LossFunction = FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells)
+    )
+    with_numbers.__kwdefaults__ = function.__kwdefaults__
+
+    used = extras.keys() - variables.values() if names is None else names
+    return with_numbers(p, batch, **{name: extra for name, extra in extras.items() if name in used})

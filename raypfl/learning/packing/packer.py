@@ -20,8 +20,8 @@ from raypfl.learning.executor import StepCallback
 from raypfl.learning.loss import LocalLoss
 from raypfl.learning.optimizers import Update
 from raypfl.learning.packing.alike import Likeness
-from raypfl.learning.packing.numbers import different_numbers
-from raypfl.learning.packing.trainings import Training, joined
+from raypfl.learning.packing.numbers import fixed_numbers
+from raypfl.learning.packing.trainings import Training, different_numbers, joined
 from raypfl.learning.vectorised import Vectorised
 from raypfl.models.extras import Extras
 
@@ -184,14 +184,20 @@ class Packer:
     def _kind_of(self, waiting: Sequence[tuple[Packed, Training]]) -> _Kind | None:
         """Return the kind of trainings that are alike, tried now if it is new; None: there are too many kinds."""
         at_any_rate = waiting[0][1].at_rate(1.0)
-        by_row = different_numbers([training.update for _, training in waiting])
+        by_row = different_numbers([training for _, training in waiting])
+        fixed = fixed_numbers(at_any_rate.loss, by_row)
         for kind in self._kinds:
-            if kind.by_row == by_row and kind.training.is_like(at_any_rate, self._likeness):
+            has_same_numbers = (kind.by_row, kind.fixed) == (by_row, fixed)
+            if has_same_numbers and kind.training.is_like(at_any_rate, self._likeness):
                 return kind
         if len(self._kinds) == MOST_KINDS:
             return None
-        keeps_bits = tried([(packed.alone, training) for packed, training in waiting])
-        self._kinds.append(_Kind(at_any_rate, by_row, *keeps_bits))
+        try:
+            keeps_bits = tried([(packed.alone, training) for packed, training in waiting])
+        # Its functions do more than compute with their numbers, or fail, which each run then finds by itself.
+        except Exception:
+            keeps_bits = (False, False)
+        self._kinds.append(_Kind(at_any_rate, by_row, fixed, *keeps_bits))
         return self._kinds[-1]
 
 
@@ -201,13 +207,15 @@ class _Kind:
 
     Attributes
     ----------
-    by_row : the numbers of a step of which each client has its own.
+    by_row : the numbers of which each client has its own.
+    fixed : the other numbers of functions; with others, a function may compute something else.
     keeps_bits : whether clients have the bits among many that they have among few.
     single_keeps_bits : whether a client has them without company, too.
     """
 
     training: Training
     by_row: frozenset[str]
+    fixed: dict[str, float]
     keeps_bits: bool
     single_keeps_bits: bool
 
@@ -226,13 +234,14 @@ def tried(trainings: Sequence[tuple[Vectorised, Training]]) -> tuple[bool, bool]
     executors = [executor for executor, _ in trainings]
     first_steps = [training.shortened(TRIED_STEPS).moved_apart() for _, training in trainings]
     first = first_steps[0].of_first(1)
-    by_row = different_numbers([training.update for training in first_steps])
+    by_row = different_numbers(first_steps)
     alone = [training.run(executor) for training, executor in zip(first_steps, executors, strict=True)]
 
     def is_kept(count: int) -> bool:
         """Whether the first clients, by themselves, have the bits that they have with the rest of their group."""
         models, losses = alone[0]
-        few = first_steps[0].of_first(count).with_rows(by_row)
+        few = first_steps[0].of_first(count)
+        few = few.with_rows(few.rows_of(by_row))
         return _are_equal(few.run(executors[0]), (models[:count], losses[:count]))
 
     # When clients have no more steps, groups get smaller. In a group of three, some numbers are the last of a tensor.

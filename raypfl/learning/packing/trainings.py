@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from raypfl.learning.executor import Executor
 from raypfl.learning.loss import LocalLoss
 from raypfl.learning.optimizers import Update
 from raypfl.learning.packing.alike import Likeness
-from raypfl.learning.packing.numbers import by_row, joined_update
+from raypfl.learning.packing.numbers import by_row, numbers_of
 from raypfl.learning.packing.samples import first_steps, joined_orders, joined_samples, may_join, of_first
 from raypfl.models.extras import Extras, Other
 
@@ -67,9 +67,17 @@ class Training:
         """Return the training at another learning rate."""
         return replace(self, update=replace(self.update, lr=lr))
 
-    def with_rows(self, names: Iterable[str]) -> Training:
-        """Return the training with a row for each client of these numbers of its steps."""
-        return replace(self, update=by_row(self.update, names, len(self)))
+    def with_rows(self, rows: Mapping[str, Tensor]) -> Training:
+        """Return the training with a row for each client of these numbers, ``float64[K]``."""
+        if not rows:
+            return self
+        loss, update, numbers = by_row(self.loss, self.update, rows)
+        return replace(self, loss=loss, update=update, extras={**self.extras, **numbers})
+
+    def rows_of(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return these numbers, once for each client, ``float64[K]``."""
+        numbers = numbers_of(self.loss, self.update)
+        return {name: torch.full((len(self),), numbers[name], dtype=torch.float64) for name in sorted(names)}
 
     def shortened(self, steps: int) -> Training:
         """Return a training of the first `steps` steps."""
@@ -103,7 +111,7 @@ class Training:
         )
 
     def is_like(self, other: Training, likeness: Likeness) -> bool:
-        """Whether the trainings differ in the numbers of their clients and steps only."""
+        """Whether the trainings differ only in the numbers of their clients, and in those that may have rows."""
         batches_are_alike = self.order.index.shape[2] == other.order.index.shape[2]
         batches_are_alike &= (self.order.draws is None) == (other.order.draws is None)
         return (
@@ -117,22 +125,32 @@ class Training:
         )
 
 
+def different_numbers(trainings: Sequence[Training]) -> frozenset[str]:
+    """Return the names of the numbers in which trainings that are alike differ."""
+    numbers = [numbers_of(training.loss, training.update) for training in trainings]
+    return frozenset(name for name in numbers[0] if len({values[name] for values in numbers}) > 1)
+
+
 def joined(trainings: Sequence[Training]) -> Training:
     """Return one training of all clients of trainings that are alike, the first one's clients first."""
     first = trainings[0]
+    names = different_numbers(trainings)
+    rows_of_runs = [training.rows_of(names) for training in trainings]
+    rows = {name: torch.cat([of_run[name] for of_run in rows_of_runs]) for name in rows_of_runs[0]}
     correction = None
     if first.correction is not None:
         correction = torch.cat([_of(training.correction) for training in trainings])
-    return Training(
+    joined_clients = Training(
         loss=first.loss,
         start=torch.cat([unmarked(training.start) for training in trainings]),
         samples=joined_samples([training.samples for training in trainings]),
         order=joined_orders([training.order for training in trainings]),
-        update=joined_update([training.update for training in trainings], [len(training) for training in trainings]),
+        update=first.update,
         keys=torch.cat([training.keys for training in trainings]),
         extras={name: _joined_extra(name, trainings) for name in first.extras},
         correction=correction,
     )
+    return joined_clients.with_rows(rows)
 
 
 def _of(correction: Tensor | None) -> Tensor:

@@ -13,6 +13,7 @@ from raypfl.learning.loss import LocalLoss
 from raypfl.learning.optimizers import Update
 from raypfl.learning.recording.captured import Unknown, captured
 from raypfl.models.extras import Extras, Other
+from raypfl.models.row_number import RowNumber
 
 
 def key_of_steps(loss: LocalLoss, update: Update, extras: Extras, options: Any) -> tuple[Hashable, list[Tensor]] | None:
@@ -31,6 +32,8 @@ def key_of_steps(loss: LocalLoss, update: Update, extras: Extras, options: Any) 
     for name, extra in extras.items():
         if isinstance(extra, Other):
             others[name] = ("model", extra.model, isinstance(extra.theta, PerClient))
+        elif isinstance(extra, RowNumber):
+            others[name] = ("number",)
         elif isinstance(extra, Tensor):
             others[name] = ("tensor", isinstance(extra, PerClient))
         else:
