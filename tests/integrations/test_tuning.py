@@ -8,6 +8,7 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -19,7 +20,7 @@ from raypfl.integrations.tuning.result import tune
 from raypfl.integrations.tuning.search import check, search
 from raypfl.integrations.tuning.spaces import draws_of_point, spaces_of, values_by_column, values_by_setting
 from raypfl.integrations.tuning.sweep import Sweep, load
-from raypfl.integrations.tuning.trial import Trial, close, schedule_of
+from raypfl.integrations.tuning.trial import SweepContext, Trial, close, run_seeds, schedule_of
 from raypfl.runs.driver import resume, run
 from raypfl.runs.result import write_description
 from tests.support.command import raypfl
@@ -327,6 +328,21 @@ def test_a_trials_value_is_the_mean_over_seeds_whose_runs_share_the_actors_of_it
 
     inline = run(runs[1].experiment.override(["engine.backend=inline"]), run_dir=tmp_path / "inline")
     assert runs[1].weights_hash == inline.weights_hash
+
+
+def test_seeds_of_a_trial_advance_together_and_have_the_bits_of_lone_runs(tmp_path: Path):
+    sweep = load(small(trials=1, seeds=2), [f"output={tmp_path}", "engine.executor=auto"])
+    events = SimpleNamespace(put=silent)
+    configuration = {"training.lr": 0.1}
+    values = run_seeds(configuration, SweepContext(sweep, ["accuracy/val"], tmp_path, "", events), "00000")
+
+    for seed in range(2):
+        result = Result.load(tmp_path / f"trials/00000/seed-{seed}")
+        assert result.metadata["together"] == 2
+        alone = run(sweep.configured(configuration, seed).override(["engine.backend=inline"]))
+        assert result.weights_hash == alone.weights_hash
+        (row,) = (row for row in alone.summary() if row["protocol"] == "val")
+        assert values[seed] == {"accuracy/val": row["accuracy"]}
 
 
 @pytest.mark.usefixtures("ray_cluster")

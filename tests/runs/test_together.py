@@ -143,6 +143,19 @@ def test_seeds_of_every_method_have_the_bits_of_lone_runs(tmp_path: Path, method
     refuse_other_bits(seeds(tmp_path, method=method))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("method", list(METHODS))
+def test_numbers_of_every_method_have_the_bits_of_lone_runs(tmp_path: Path, method: str):
+    planned = rates(tmp_path, 0.02, 0.03, 0.05, method=method, rounds=3)
+    strengths = ("lam", "mu")
+    changed = []
+    for i, described in enumerate(planned):
+        options = described.to_dict()["method"]
+        names = [name for name in strengths if isinstance(options.get(name), float)]
+        changed.append(described.override([f"method.{name}={options[name] * (1 + i / 3) + 0.01}" for name in names]))
+    refuse_other_bits(changed)
+
+
 def test_a_run_that_fails_or_ends_early_leaves_the_others_bits_as_they_are(tmp_path: Path, joined: list[int]):
     planned = seeds(tmp_path, method="fedavg")
     planned[2] = planned[2].override(["rounds=2"])

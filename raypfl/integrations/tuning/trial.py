@@ -11,8 +11,9 @@ import json
 import os
 import platform
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from raypfl.evaluation import Measures
     from raypfl.experiment import Experiment
     from raypfl.integrations.tuning.sweep import Sweep
+    from raypfl.runs.result import RunResult
+    from raypfl.runs.together import Place
 
 CHECKPOINT_SOURCE = "where.json"
 """The file in a reported checkpoint: the folder of a run, the round, and the `SCHEDULE` up to it."""
@@ -130,15 +133,41 @@ def run_trial(config: Mapping[str, Any], context: SweepContext) -> None:
 
     sweep = context.sweep
     trial = trial_name(tune.get_context().get_trial_id())
-    values_by_seed = []
-    for seed in range(sweep.seeds):
-        run = _TrialRun(context, trial, seed, dict(config), sweep.configured(config, seed))
-        run.execute(tune.get_checkpoint() if sweep.seeds == 1 else None)
-        values_by_seed.append(run.values)
+    if sweep.seeds == 1:
+        _TrialRun(context, trial, 0, dict(config), sweep.configured(config)).execute(tune.get_checkpoint())
+        return
 
-    if sweep.seeds > 1:
-        means = {name: sum(values[name] for values in values_by_seed) / sweep.seeds for name in values_by_seed[0]}
-        tune.report({**means, "round": run.experiment.rounds})
+    values_by_seed = run_seeds(config, context, trial)
+    means = {name: sum(values[name] for values in values_by_seed) / sweep.seeds for name in values_by_seed[0]}
+    tune.report({**means, "round": sweep.configured(config).rounds})
+
+
+def run_seeds(config: Mapping[str, Any], context: SweepContext, trial: str) -> list[dict[str, float]]:
+    """Run a configuration with each seed, several at a time where that pays; return the metrics of each."""
+    from raypfl.runs.together import MOST_RUNS, expected, parts, run_together
+
+    sweep = context.sweep
+    runs = []
+    for seed in range(sweep.seeds):
+        runs.append(_TrialRun(context, trial, seed, dict(config), sweep.configured(config, seed)))
+
+    can_advance_together = len(parts([run.experiment for run in runs])) == 1
+    if can_advance_together and expected(runs[0].experiment).pays:
+        for start in range(0, len(runs), MOST_RUNS):
+            ended = run_together([partial(run.execute, None) for run in runs[start : start + MOST_RUNS]])
+            _raise_first_error(ended)
+    else:
+        for run in runs:
+            run.execute(None)
+    return [run.values for run in runs]
+
+
+def _raise_first_error(ended: Sequence[RunResult | Exception | None]) -> None:
+    for result in ended:
+        if isinstance(result, Exception):
+            raise result
+        if result is None:
+            raise Stopped("The trial was asked to stop.")
 
 
 def _refuse_without_folder(folder: Path) -> None:
@@ -213,7 +242,7 @@ class _TrialRun:
     def folder(self) -> Path:
         return run_folder(self.context.sweep, self.context.folder, self.trial, self.seed)
 
-    def execute(self, checkpoint: Any) -> None:
+    def execute(self, checkpoint: Any, place: Place | None = None) -> RunResult:
         """Run to the end, from a reported checkpoint or, with None, from the newest one in the run's folder."""
         from raypfl.runs import driver
         from raypfl.runs.result import RECIPE, RunResult, is_finished, write_description
@@ -230,9 +259,10 @@ class _TrialRun:
             self.experiment = result.experiment
         elif (self.folder / RECIPE).exists():
             write_description(self.folder, experiment)
-            result = driver.resume(self.folder, listeners=[self._hear], lockstep=True)
+            result = driver.resume(self.folder, listeners=[self._hear], lockstep=True, place=place)
         else:
-            result = driver.run(experiment, listeners=[self._hear], run_dir=self.folder, lockstep=True)
+            listeners = [self._hear]
+            result = driver.run(experiment, listeners=listeners, run_dir=self.folder, lockstep=True, place=place)
 
         if self.is_stopped:
             raise SystemExit
@@ -242,6 +272,7 @@ class _TrialRun:
         self.values = self._optimised(result.summary())
         if self.reports and self.reported < result.round:
             self._report(result.round, done=True)
+        return result
 
     def _experiment_to_run(self) -> Experiment:
         changes = []
