@@ -152,7 +152,7 @@ def test_numbers_of_every_method_have_the_bits_of_lone_runs(tmp_path: Path, meth
     for i, described in enumerate(planned):
         options = described.to_dict()["method"]
         names = [name for name in strengths if isinstance(options.get(name), float)]
-        changed.append(described.override([f"method.{name}={options[name] * (1 + i / 3) + 0.01}" for name in names]))
+        changed.append(described.override([f"method.{name}={options[name] * (1 - i / 4)}" for name in names]))
     refuse_other_bits(changed)
 
 
