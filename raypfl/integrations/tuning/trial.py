@@ -11,7 +11,7 @@ import json
 import os
 import platform
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -135,39 +135,18 @@ def run_trial(config: Mapping[str, Any], context: SweepContext) -> None:
     trial = trial_name(tune.get_context().get_trial_id())
     if sweep.seeds == 1:
         _TrialRun(context, trial, 0, dict(config), sweep.configured(config)).execute(tune.get_checkpoint())
-        return
-
-    values_by_seed = run_seeds(config, context, trial)
-    means = {name: sum(values[name] for values in values_by_seed) / sweep.seeds for name in values_by_seed[0]}
-    tune.report({**means, "round": sweep.configured(config).rounds})
-
-
-def run_seeds(config: Mapping[str, Any], context: SweepContext, trial: str) -> list[dict[str, float]]:
-    """Run a configuration with each seed, several at a time where that pays; return the metrics of each."""
-    from raypfl.runs.together import MOST_RUNS, expected, parts, run_together
-
-    sweep = context.sweep
-    runs = []
-    for seed in range(sweep.seeds):
-        runs.append(_TrialRun(context, trial, seed, dict(config), sweep.configured(config, seed)))
-
-    can_advance_together = len(parts([run.experiment for run in runs])) == 1
-    if can_advance_together and expected(runs[0].experiment).pays:
-        for start in range(0, len(runs), MOST_RUNS):
-            ended = run_together([partial(run.execute, None) for run in runs[start : start + MOST_RUNS]])
-            _raise_first_error(ended)
     else:
-        for run in runs:
-            run.execute(None)
-    return [run.values for run in runs]
+        tune.report({**run_seeds(config, context, trial), "round": sweep.configured(config).rounds})
 
 
-def _raise_first_error(ended: Sequence[RunResult | Exception | None]) -> None:
-    for result in ended:
-        if isinstance(result, Exception):
-            raise result
-        if result is None:
-            raise Stopped("The trial was asked to stop.")
+def run_seeds(config: Mapping[str, Any], context: SweepContext, trial: str) -> dict[str, float]:
+    """Run a configuration with each seed, together where that pays; return the mean of each metric."""
+    from raypfl.runs.together import run_similar
+
+    experiments = [context.sweep.configured(config, seed) for seed in range(context.sweep.seeds)]
+    runs = [_TrialRun(context, trial, seed, dict(config), experiment) for seed, experiment in enumerate(experiments)]
+    run_similar(experiments, [partial(run.execute, None) for run in runs])
+    return {name: sum(run.values[name] for run in runs) / len(runs) for name in context.metrics}
 
 
 def _refuse_without_folder(folder: Path) -> None:
@@ -252,6 +231,7 @@ class _TrialRun:
         if self.context.sweep.scheduler.copies and not is_copy:
             self._continue_schedule()
         _keep_actors(experiment)
+        arguments: dict[str, Any] = {"listeners": [self._hear], "lockstep": True, "place": place}
 
         # A finished run is here if Tune was killed before it took note.
         if not is_copy and is_finished(self.folder):
@@ -259,10 +239,9 @@ class _TrialRun:
             self.experiment = result.experiment
         elif (self.folder / RECIPE).exists():
             write_description(self.folder, experiment)
-            result = driver.resume(self.folder, listeners=[self._hear], lockstep=True, place=place)
+            result = driver.resume(self.folder, **arguments)
         else:
-            listeners = [self._hear]
-            result = driver.run(experiment, listeners=listeners, run_dir=self.folder, lockstep=True, place=place)
+            result = driver.run(experiment, run_dir=self.folder, **arguments)
 
         if self.is_stopped:
             raise SystemExit

@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from raypfl.clients.context import Context
-from raypfl.common.errors import Refused
+from raypfl.common.errors import Refused, Stopped
 from raypfl.common.stopping import StopRequest
 from raypfl.common.threads import threads
+from raypfl.experiment import Experiment
 from raypfl.learning.packing import Packed, Packer
 from raypfl.learning.vectorised import Vectorised
 from raypfl.runs.result import RunResult
+from raypfl.runs.together.parts import expected, parts
 
 MOST_RUNS = 16
 """Most runs that advance together. Each has its own models and tables in memory."""
@@ -111,3 +113,30 @@ def run_together(runs: Sequence[Run], notice: Callable[[], None] = lambda: None)
                 worker.join()
             raise
     return outcomes
+
+
+def run_similar(experiments: Sequence[Experiment], runs: Sequence[Callable[[Place | None], RunResult]]) -> None:
+    """Carry out runs in this process: together if they can and it pays, else one after another.
+
+    Parameters
+    ----------
+    experiments : the runs' experiments.
+    runs : functions that carry out one run each; None: it is on its own.
+
+    Raises
+    ------
+    Exception : the first error of a run.
+    Stopped : if the runs were asked to stop before all had begun.
+    """
+    can_advance_together = len(runs) > 1 and len(parts(experiments)) == 1
+    if not (can_advance_together and expected(experiments[0]).pays):
+        for run in runs:
+            run(None)
+        return
+
+    for start in range(0, len(runs), MOST_RUNS):
+        for outcome in run_together(runs[start : start + MOST_RUNS]):
+            if isinstance(outcome, Exception):
+                raise outcome
+            if outcome is None:
+                raise Stopped("The runs were asked to stop.")
