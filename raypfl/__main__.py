@@ -1,5 +1,5 @@
 """`python -m raypfl`, where the command is not on the path."""
 
-from raypfl.cli.app import main
+from raypfl.cli.process import command
 
-main()
+command()

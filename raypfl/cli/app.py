@@ -46,7 +46,7 @@ app.command("list")(list_catalogue)
 
 
 def main() -> None:
-    """Entry point of the command ``raypfl``."""
+    """Carry out the command line, and raise SystemExit."""
     # So that `my_module:MyMethod` is found in the working directory, as under `python -m`.
     sys.path.insert(0, os.getcwd())
     app()
