@@ -59,7 +59,10 @@ class StudyCell:
 
 def identity(experiment: Experiment) -> str:
     """Return twelve hexadecimal digits, a hash of all settings that may change the result."""
-    text = json.dumps(deciding_settings(experiment), sort_keys=True, default=str)
+    settings = flatten(deciding_settings(experiment))
+    # Nearly every setting that a later version adds is null until it is used; finished runs then keep their names.
+    not_null = {key: value for key, value in settings.items() if value is not None}
+    text = json.dumps(not_null, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 

@@ -134,7 +134,7 @@ def test_only_matches_labels_whatever_their_case_and_punctuation():
         cells_of("fednh-table1", only=("fednhh",))
 
 
-def test_a_cells_identity_depends_on_the_settings_that_decide_its_result_alone():
+def test_a_cells_identity_depends_on_the_settings_that_decide_its_result_alone(monkeypatch: pytest.MonkeyPatch):
     (cell,) = cells_of("tiny.yaml", "seeds=1", only=("FedAvg", "Dir(0.1)"))
     whole = identity(cell.experiment)
 
@@ -142,6 +142,12 @@ def test_a_cells_identity_depends_on_the_settings_that_decide_its_result_alone()
         *("ray.cpus_per_actor=2", "checkpoint.every=7", "output=elsewhere", "name=other", "engine.backend=ray")
     ]
     assert {identity(cell.experiment.override([assignment])) for assignment in without_effect} == {whole}
+
+    as_before_a_setting_was_added = cell.experiment.to_dict()
+    del as_before_a_setting_was_added["cohort"]["selection"]
+    with monkeypatch.context() as patched:
+        patched.setattr(raypfl.Experiment, "to_dict", lambda self: as_before_a_setting_was_added)
+        assert identity(cell.experiment) == whole
 
     decisive = ["training.lr=0.5", "seed=1", "rounds=5", "engine.executor=sequential", "data.test_fraction=0.3"]
     assert len({identity(cell.experiment.override([assignment])) for assignment in decisive} | {whole}) == 6
