@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
             journal.add(name, {"about": outcome})
         # With its step, so that a call that is cut off has said what it knows.
         for goal in goals(journal, name):
-            journal.add("goal", {"about": goal})
+            journal.add("goal", {"about": f"{goal} (a rehearsal)" if settings.quick else goal})
         return outcome
 
     # In the order of their value, however they were named.
