@@ -388,7 +388,7 @@ class Server:
         permit = partial(refuse_unless_held, location, self.job.attempt, strict=True)
         with checkpoints.explain_write_errors(self.round, location):
             states = client_states.save(self.states, self.backend, location, permit, self._warn)
-            held = client_states.save(self.states.held(), self.backend, location, permit, self._warn)
+            held = client_states.save(self._held_states(), self.backend, location, permit, self._warn)
 
         snapshot = Snapshot(
             round=self.round,
@@ -411,6 +411,10 @@ class Server:
         path = checkpoints.save(location, snapshot, self.experiment.checkpoint.keep, permit)
         self._saved_round = self.round
         self.emit(Checkpointed(self.round, path))
+
+    def _held_states(self) -> StateTable:
+        """Return the states of clients whose replies a checkpoint keeps for rounds to come."""
+        return StateTable() if self._asynchronous is None else self._asynchronous.held_states()
 
     def _pending(self) -> dict[str, Any]:
         """What a checkpoint keeps of the rounds to come."""

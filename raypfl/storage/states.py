@@ -153,10 +153,10 @@ class StateTable:
             if client in self._held:
                 self._staged[client] = self._held.pop(client)
 
-    def held(self) -> StateTable:
-        """Return the changes that are held as a table of their own, in which they are committed."""
+    def held(self, clients: Iterable[int]) -> StateTable:
+        """Return the held changes of these clients as a table of their own, in which they are committed."""
         table = StateTable()
-        table._committed = _copied(self._held)
+        table._committed = _copied({client: self._held[client] for client in clients if client in self._held})
         for layers in table._committed.values():
             table._count_uses(layers, 1)
         return table

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import raypfl
 from raypfl.cli.app import app
-from raypfl.common.errors import ConfigError
+from raypfl.common.errors import ConfigError, LostState
 from raypfl.engine.building.asynchronous import schedule_for
 from raypfl.engine.events import Evaluated
 from raypfl.federation.asynchronous.schedule import Fleet, make_schedule
@@ -24,7 +24,13 @@ from tests.support.federated_methods import Marked
 from tests.support.processes import exit_code
 from tests.support.runs import ON_RAY, Interrupt, experiment, same_tables
 
-BUFFERED = {"devices__hardware": "lognormal", "cohort__size": 8, "asynchronous__buffer": 2}
+BUFFERED = {
+    "devices__hardware": "lognormal",
+    "cohort__size": 8,
+    "asynchronous__buffer": 2,
+    # Clients of several rounds train at once.
+    "engine__executor": "vectorised",
+}
 EQUAL = {
     "devices__hardware": "{name: lognormal, speed_spread: 0, bandwidth_spread: 0}",
     "training__steps": 3,
@@ -104,22 +110,60 @@ def test_a_process_that_is_killed_while_clients_of_several_models_train_resumes_
 UNBUFFERED = {"asynchronous__mixing": 0.6, "asynchronous__buffer": 1, "rounds": 16}
 
 
+ONE_BY_ONE = {"engine__executor": "sequential", "engine__group_size": 1, "asynchronous__buffer": 4, "rounds": 8}
+"""Some clients train before their replies are needed, if there are several actors."""
+
+
 @pytest.fixture(scope="module")
 def inline(tmp_path_factory):
-    return raypfl.run(buffered(tmp_path_factory.mktemp("inline"), **UNBUFFERED))
+    """Inline runs of clients that train together, and one by one."""
+    return {
+        False: raypfl.run(buffered(tmp_path_factory.mktemp("inline"), **UNBUFFERED)),
+        True: raypfl.run(buffered(tmp_path_factory.mktemp("inline"), **ONE_BY_ONE)),
+    }
 
 
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize("actors", [2, 3, 1])
+@pytest.mark.parametrize(("actors", "one_by_one"), [(2, True), (2, False), (3, True), (1, False)])
 def test_any_number_of_actors_gives_the_bits_of_an_inline_run_and_so_do_two_of_which_one_is_killed(
-    tmp_path, inline, actors
+    tmp_path, inline, actors, one_by_one
 ):
     killing = {"method": "tests.engine.test_asynchronous_runs:KillsItsActor", "method__marks": tmp_path}
     # A new process takes seconds to start: one of two actors is killed, and no other.
-    changes = ON_RAY | {"ray__actors": actors} | (killing if actors == 2 else {})
-    result = raypfl.run(buffered(tmp_path, **UNBUFFERED, **changes))
-    assert (tmp_path / "actor").exists() == (actors == 2)
-    assert result.weights_hash == inline.weights_hash and same_tables(result, inline)
+    is_killing = actors == 2 and one_by_one
+    changes = ON_RAY | {"ray__actors": actors} | (killing if is_killing else {})
+    result = raypfl.run(buffered(tmp_path, **(ONE_BY_ONE if one_by_one else UNBUFFERED), **changes))
+    assert (tmp_path / "actor").exists() == is_killing
+    expected = inline[one_by_one]
+    assert result.weights_hash == expected.weights_hash and same_tables(result, expected)
+
+
+class GoesBack(Marked):
+    """Lose all states when rounds from the third on begin, once each, and list the clients that train."""
+
+    def round(self, server, cohort):
+        if cohort.round >= 3 and self.once(f"lost states {cohort.round}"):
+            raise LostState("A node is gone.")
+        super().round(server, cohort)
+
+    def train(self, clients, theta):
+        is_rehearsed = clients.training.steps is not None
+        if not is_rehearsed:
+            with Path(self.marks, "trained").open("a") as file:
+                file.writelines(f"{client}\n" for client in clients.ids)
+        return super().train(clients, theta)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_clients_that_trained_before_a_checkpoint_and_train_again_after_it_begin_at_their_old_states(tmp_path, inline):
+    going_back = {"method": "tests.engine.test_asynchronous_runs:GoesBack", "method__marks": tmp_path}
+    result = raypfl.run(buffered(tmp_path, **ONE_BY_ONE, **going_back, **ON_RAY, checkpoint__every=1))
+    assert len([*tmp_path.glob("lost states *")]) == 6
+
+    # A client's training is repeated only if others have yet to train for the same round: nothing but that is lost.
+    trainings = len((tmp_path / "trained").read_text().splitlines())
+    assert trainings > ONE_BY_ONE["rounds"] * ONE_BY_ONE["asynchronous__buffer"]
+    assert result.weights_hash == inline[True].weights_hash and same_tables(result, inline[True])
 
 
 def test_a_run_has_the_staleness_and_the_times_of_its_schedule(tmp_path):

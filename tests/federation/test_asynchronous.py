@@ -10,6 +10,8 @@ import torch
 
 from raypfl.common.errors import MethodError
 from raypfl.common.messages import Each, Mean, Scatter, Sum
+from raypfl.engine.backends.inline import Inline
+from raypfl.federation.asynchronous.batches import fitting
 from raypfl.federation.asynchronous.rounds import AsynchronousRounds
 from raypfl.federation.asynchronous.schedule import Fleet, Schedule, make_schedule
 from raypfl.federation.asynchronous.settings import AsynchronousSettings
@@ -194,6 +196,53 @@ def test_models_are_those_of_a_server_that_trains_one_client_at_a_time(mixing, t
     assert set(federation.cohorts[-1].losses) == {int(schedule.clients[turn]) for turn in schedule.joining(8, 8)}
 
 
+class ThreeActors(Inline):
+    """A backend that says that three groups run at a time, and runs the last first."""
+
+    num_actors = 3
+
+    def run(self, call, groups):
+        self.exchanges = [*getattr(self, "exchanges", []), [group.clients for group in groups]]
+        return super().run(call, list(reversed(groups)))
+
+
+@pytest.mark.parametrize("mixing", [None, 0.6])
+def test_some_clients_train_before_they_are_needed_if_actors_would_wait_and_no_bit_depends_on_it(mixing):
+    settings = AsynchronousSettings(buffer=3, mixing=mixing)
+    federations = []
+    for backend in (Inline, ThreeActors):
+        federation = Federation(sizes=SIZES, method=Trainer(), executor="sequential", group_size=1, backend=backend)
+        schedule = make_schedule(Fleet(SECONDS, 5), 8, federation.seed, settings.buffer)
+        run(federation, rounds_of(federation, settings, schedule))
+        federations.append(federation)
+    inline, three = federations
+
+    # Of a round's three groups, some have trained in the exchange of an earlier round.
+    trained = [len(groups) for groups in three.runner.backend.exchanges]
+    assert sum(trained) == 3 * schedule.num_rounds and max(trained) > 3 and min(trained) < 3
+    assert torch.equal(three.server["theta"], inline.server["theta"])
+    for client in range(len(SIZES)):
+        assert [*three.state_of(client)] == [*inline.state_of(client)]
+        for name, array in inline.state_of(client).items():
+            np.testing.assert_array_equal(three.state_of(client)[name], array)
+    assert [cohort.losses for cohort in three.cohorts] == [cohort.losses for cohort in inline.cohorts]
+    assert [cohort.logged.values for cohort in three.cohorts] == [cohort.logged.values for cohort in inline.cohorts]
+
+
+@pytest.mark.parametrize(
+    ("required", "further", "actors", "places"),
+    [
+        ([4.0, 4.0], [1.0, 1.0], 2, []),
+        ([4.0], [3.0, 2.0, 1.0], 2, [0, 2]),
+        ([4.0, 1.0], [5.0, 3.3, 3.0], 2, [1]),
+        ([2.0, 2.0], [1.0] * 9, 4, [0, 1, 2, 3]),
+        ([2.0, 2.0], [1.0], 1, []),
+    ],
+)
+def test_actors_take_what_they_can_finish_while_others_are_busy(required, further, actors, places):
+    assert fitting(required, further, actors) == places
+
+
 TOGETHER = "apfl ditto fedavg fedbabu feddyn fednh fedper fedprox fedproto fedrod local moon per-fedavg pfedme scaffold"
 
 
@@ -220,7 +269,7 @@ def test_a_state_is_the_clients_own_only_when_its_reply_is_met():
     for number in range(1, 7):
         run(federation, rounds, number, number)
         seen |= set(schedule.clients[schedule.joining(number, number)].tolist())
-        was_ahead |= len(federation.states.held()) > 0
+        was_ahead |= len(rounds.held_states()) > 0
         assert {client for client in range(8) if federation.state_of(client)} == seen
     assert was_ahead
 

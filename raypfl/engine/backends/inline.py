@@ -30,6 +30,10 @@ class Inline:
         self._stop = stop or StopRequest()
         self._threads = threads
 
+    @property
+    def num_actors(self) -> int:
+        return 1
+
     def broadcast(self, arrays: Mapping[str, np.ndarray], inside: bool = True) -> Any:
         return {name: np.array(array) for name, array in arrays.items()}
 

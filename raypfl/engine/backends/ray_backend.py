@@ -128,6 +128,10 @@ class RayBackend:
         for pool, handle in actors:
             self._add(pool, handle)
 
+    @property
+    def num_actors(self) -> int:
+        return max(1, sum(self._targets))
+
     def broadcast(self, arrays: Mapping[str, np.ndarray], inside: bool = True) -> Any:
         contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
         inside = inside and sum(array.nbytes for array in contiguous.values()) <= INLINE_BYTES

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from raypfl.clients.replies.turns import Turns, round_and_name
+from raypfl.clients.replies.turns import Turns
 from raypfl.common.errors import LateReplyError
 from raypfl.devices import ClientTurns
+from raypfl.federation.asynchronous.batches import Batch, TurnGroup, batch_of, fitting
 from raypfl.federation.asynchronous.cohorts import (
     Message,
     ReplyingCohort,
@@ -22,15 +23,15 @@ from raypfl.federation.asynchronous.schedule import Schedule
 from raypfl.federation.asynchronous.settings import AsynchronousSettings
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.cohort_draw import CohortDraw
-from raypfl.federation.exchange.aggregation import ReplyAggregator
 from raypfl.federation.exchange.group_runner import GroupRunner
 from raypfl.federation.method import Method
+from raypfl.storage.states import StateTable
 from raypfl.storage.tree import flatten, on_device
 
 
 @dataclass(frozen=True)
-class _Wave:
-    """The turns of all clients that train at once.
+class _Turns:
+    """Turns, and what they reply to.
 
     Attributes
     ----------
@@ -44,7 +45,10 @@ class _Wave:
 
 
 class AsynchronousRounds:
-    """Gives each round its cohort. Clients train in waves, each of all the turns that the finished models allow.
+    """Gives each round its cohort, whose clients train when their replies are needed, or before.
+
+    Which clients train in one group, and how replies are added up, follows from the schedule alone; see
+    :class:`Batch`. When a group trains depends on the number of actors.
 
     Parameters
     ----------
@@ -76,13 +80,14 @@ class AsynchronousRounds:
         self._learning_rate = learning_rate
         self._together = together
         self._messages: dict[int, Message] = {}
+        self._batches: dict[int, Batch] = {}
         self._replies: dict[int, RoundReplies] = {}
         self._joules: np.ndarray | None = None
 
     def cohort(self, round: int, server: dict[str, Any], earlier_kinds: Mapping[str, Mapping[str, str]]) -> Cohort:
         """Send this round's messages, and return the cohort whose replies end it.
 
-        Its clients, and those of further rounds that need no later message, train now unless they have.
+        Its clients train now unless they have.
 
         Parameters
         ----------
@@ -141,7 +146,7 @@ class AsynchronousRounds:
     def saved(self, round: int) -> dict[str, Any]:
         """Return what a checkpoint after a round needs: the messages to clients that have yet to train, and replies.
 
-        The states of clients that have trained are held by the table of states.
+        Where only some clients of a round have trained, all of them train again.
         """
         needed = {}
         for sent_in, message in self._messages.items():
@@ -149,10 +154,16 @@ class AsynchronousRounds:
                 needed[sent_in] = {"function": message.function, "arguments": dict(message.arguments)}
         return {"messages": needed, "replies": {round: vars(replies) for round, replies in self._replies.items()}}
 
+    def held_states(self) -> StateTable:
+        """Return the states that a checkpoint needs beside :meth:`saved`: those of clients whose replies are in it."""
+        clients = [client for replies in self._replies.values() for client in replies.clients]
+        return self.runner.states.held(clients)
+
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Go back to what :meth:`saved` returned; an empty mapping: to the start of the run."""
         saved = on_device(dict(saved), self.runner.task.model.device)
         self._messages = {sent_in: Message(**message) for sent_in, message in saved.get("messages", {}).items()}
+        self._batches = {}
         self._replies = {round: RoundReplies(**replies) for round, replies in saved.get("replies", {}).items()}
 
     def _send(self, round: int, server: dict[str, Any]) -> None:
@@ -161,100 +172,141 @@ class AsynchronousRounds:
             clients = tuple(sorted(self._clients[self.schedule.clients[turns]].tolist()))
             self._messages[round] = self.message(round, clients, server)
 
-    def _train(self, first: int) -> None:
-        """Train all clients whose replies end the rounds from the first one to the last that can be known now."""
-        last = self.schedule.wave_from(first)
-        wave = self._wave(first, last)
-        as_sent = self._as_sent(wave)
-        needed = {sent_in: self._messages[sent_in] for sent_in in np.unique(wave.rounds).tolist()}
-        function = next(iter(needed.values())).function
+    def _train(self, round: int) -> None:
+        """Train the clients whose replies end a round, and others while actors would wait for these."""
+        groups = list(self._batch(round).waiting)
+        groups += self._groups_meanwhile(round, groups)
+        messages: dict[int, Mapping[str, Any]] = {}
+        for group in groups:
+            messages |= {sent_in: self._messages[sent_in].arguments for sent_in in group.turns.rounds.tolist()}
 
-        parts = self._parts(wave, as_sent)
-        messages = {sent_in: message.arguments for sent_in, message in needed.items()}
-        call, groups = self.runner.prepare_turns(function, parts, messages, first, exchange="training 0")
-
-        replies: dict[int, RoundReplies] = {}
-        for round in range(first, last + 1):
-            clients = wave.clients[wave.joins == round].tolist()
-            replies[round] = RoundReplies(function, tuple(clients), as_sent[round])
-        round_of_client = dict(zip(wave.clients.tolist(), wave.joins.tolist(), strict=True))
+        call, prepared = self.runner.prepare_turns(
+            self._function,
+            [group.clients for group in groups],
+            [group.turns for group in groups],
+            [group.index for group in groups],
+            messages,
+            round,
+            exchange="training 0",
+        )
+        batches = {group.batch: self._batches[group.batch] for group in groups}
+        batch_of_client = {client: batches[group.batch] for group in groups for client in group.clients.tolist()}
 
         def skip(client: int, why: str) -> None:
-            replies[round_of_client[client]].failed[client] = why
+            batch_of_client[client].drop(client, why)
 
-        device = self.runner.task.model.device
-        sums = ReplyAggregator(len(wave.clients), device)
-        logged = ReplyAggregator(len(wave.clients), device)
-        summed: set[str] = set()
-        for group, done in self.runner.run(call, groups, skip):
-            reply = done.reply
-            sums.add(group, reply.values, done.subtrees)
-            logged.add(group, reply.logged)
-            summed |= {name for name, value in reply.values.items() if value.kind == "sum"}
-            reply.values = {}  # added up, and large
-            for note in reply.notes:
+        for prepared_group, done in self.runner.run(call, prepared, skip):
+            batches[batch_of(prepared_group.index)].add(prepared_group, done)
+            for subtree in done.subtrees or ():
+                batches[batch_of(subtree.place << subtree.level)].add_sums(subtree)
+            for note in done.reply.notes:
                 self.runner.warn(note)
-            if reply.losses is not None:
-                for client, loss in zip(group.clients, reply.losses.tolist(), strict=True):
-                    replies[round_of_client[client]].losses[client] = loss
-
-        sent = sums.sent
-        for full_name, value in sums.result().items():
-            round, name = round_and_name(full_name)
-            values = replies[round].sums if full_name in summed else replies[round].means
-            values[name] = value
-            replies[round].senders[name] = sent[full_name]
-        for full_name, mean in logged.result().items():
-            round, name = round_and_name(full_name)
-            replies[round].logged[name] = mean
-
+            done.reply.values = {}  # added up, and large
         self.runner.states.hold()
-        self._replies = replies
 
-    def _wave(self, first: int, last: int) -> _Wave:
+        trained = {group.index for group in groups}
+        for first, batch in batches.items():
+            batch.waiting = [group for group in batch.waiting if group.index not in trained]
+            if not batch.waiting:
+                self._replies |= self._batches.pop(first).finished()
+
+    def _groups_meanwhile(self, round: int, required: Sequence[TurnGroup]) -> list[TurnGroup]:
+        """Return groups of later rounds for which actors have time while others train the required ones."""
+        actors = self.runner.backend.num_actors
+        if self._is_vectorised or actors < 2:
+            return []
+
+        later_rounds: set[int] = set()
+        for sent_in in self._messages:
+            joins = self.schedule.joins[self.schedule.sent_in(sent_in)]
+            later_rounds |= set(joins[joins > round].tolist())
+
+        further = []
+        for later_round in sorted(later_rounds - self._replies.keys()):
+            further += [group for group in self._batch(later_round).waiting if group.turns.rounds[0] in self._messages]
+        places = fitting(self._lengths(required), self._lengths(further), actors)
+        return [further[place] for place in places]
+
+    def _lengths(self, groups: Sequence[TurnGroup]) -> list[float]:
+        return [self.runner.length(group.clients) for group in groups]
+
+    @property
+    def _is_vectorised(self) -> bool:
+        return self.runner.executor == "vectorised"
+
+    @property
+    def _function(self) -> str:
+        return next(iter(self._messages.values())).function
+
+    def _batch(self, round: int) -> Batch:
+        """Return the batch that begins with a round.
+
+        One of clients that train together has as many rounds as can be: large groups cost less a client, and their
+        number is that of the models that have to be waited for. Where clients train one by one, a batch has one round,
+        and the clients of a group were sent the same model, so that some can train before others are sent theirs.
+        """
+        if round not in self._batches:
+            last = self.schedule.wave_from(round) if self._is_vectorised else round
+            turns = self._turns_joining(round, last)
+            as_sent = self._as_sent(turns)
+            self._batches[round] = Batch(
+                round,
+                self._function,
+                self._parts(turns, as_sent),
+                as_sent,
+                self.runner.cut,
+                self.runner.task.model.device,
+            )
+        return self._batches[round]
+
+    def _turns_joining(self, first: int, last: int) -> _Turns:
         turns = self.schedule.joining(first, last)
         clients = self._clients[self.schedule.clients[turns]]
         order = np.argsort(clients)
-        return _Wave(
+        return _Turns(
             clients=clients[order],
             rounds=self.schedule.rounds[turns][order].astype(np.int64),
             joins=self.schedule.joins[turns][order].astype(np.int64),
         )
 
-    def _as_sent(self, wave: _Wave) -> dict[int, bool]:
-        """Return, for each round of a wave, whether its replies count like those of a synchronous round."""
-        counts_whole = self._shares(wave) == 1.0
+    def _as_sent(self, turns: _Turns) -> dict[int, bool]:
+        """Return, for each round that turns join, whether its replies count like those of a synchronous round."""
+        counts_whole = self._shares(turns) == 1.0
         if self._settings.mixing is None:
-            counts_whole &= wave.joins == wave.rounds
-        return {int(round): bool(counts_whole[wave.joins == round].all()) for round in np.unique(wave.joins)}
+            counts_whole &= turns.joins == turns.rounds
+        return {int(round): bool(counts_whole[turns.joins == round].all()) for round in np.unique(turns.joins)}
 
-    def _shares(self, wave: _Wave) -> np.ndarray:
+    def _shares(self, turns: _Turns) -> np.ndarray:
         """Return how much of each reply counts, ``float64[n]``."""
-        shares = self._settings.weights(wave.joins - wave.rounds)
+        shares = self._settings.weights(turns.joins - turns.rounds)
         return shares if self._settings.mixing is None else self._settings.mixing * shares
 
-    def _parts(self, wave: _Wave, as_sent: Mapping[int, bool]) -> list[tuple[np.ndarray, Turns]]:
-        """Part the clients of a wave that cannot train in one group: they have other rates, or other arguments."""
+    def _parts(self, turns: _Turns, as_sent: Mapping[int, bool]) -> list[tuple[np.ndarray, Turns]]:
+        """Part the clients that cannot train in one group: they have other rates, or other arguments."""
         members_of_part: dict[Any, list[int]] = {}
-        for position, sent_in in enumerate(wave.rounds.tolist()):
-            skeleton, _ = flatten(dict(self._messages[sent_in].arguments))
-            alone = None if self._together else sent_in
-            part = (alone, self._learning_rate(sent_in), repr(skeleton))
+        for position, sent_in in enumerate(turns.rounds.tolist()):
+            lr = self._learning_rate(sent_in)
+            if self._is_vectorised:
+                skeleton, _ = flatten(dict(self._messages[sent_in].arguments))
+                alone = None if self._together else sent_in
+                part = (lr, alone, repr(skeleton))
+            else:
+                part = (lr, sent_in, "")
             members_of_part.setdefault(part, []).append(position)
 
-        shares = self._shares(wave)
-        counts_whole = np.array([as_sent[round] for round in wave.joins.tolist()])
+        shares = self._shares(turns)
+        counts_whole = np.array([as_sent[round] for round in turns.joins.tolist()])
         parts = []
-        for (_, lr, _), members in members_of_part.items():
-            turns = Turns(
-                rounds=wave.rounds[members],
-                joins=wave.joins[members],
+        for (lr, _, _), members in members_of_part.items():
+            part_turns = Turns(
+                rounds=turns.rounds[members],
+                joins=turns.joins[members],
                 shares=shares[members],
                 as_sent=counts_whole[members],
                 lr=lr,
                 mixes_models=self._settings.mixing is not None,
             )
-            parts.append((wave.clients[members], turns))
+            parts.append((turns.clients[members], part_turns))
         return parts
 
     def _is_needed(self, sent_in: int, after: int) -> bool:

@@ -50,7 +50,11 @@ class ReplyAggregator:
                 self._rows[name][group.positions] = value.array
 
         for subtree in [leaf(group, values)] if subtrees is None else subtrees:
-            self._tree.add(subtree)
+            self.add_sums(subtree)
+
+    def add_sums(self, subtree: Subtree) -> None:
+        """Add sums over groups whose replies are added without them."""
+        self._tree.add(subtree)
 
     @property
     def sent(self) -> dict[str, tuple[Counter[int], int]]:

@@ -114,6 +114,11 @@ class StoredStack(NamedTuple):
 class Backend(Protocol):
     """Runs the groups of an exchange somewhere."""
 
+    @property
+    def num_actors(self) -> int:
+        """The number of groups that run at a time."""
+        ...
+
     def broadcast(self, arrays: Mapping[str, np.ndarray], inside: bool = True) -> Any:
         """Make a copy of arrays available to all groups; small ones may travel `inside` each group's call."""
         ...

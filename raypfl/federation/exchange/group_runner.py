@@ -135,7 +135,8 @@ class GroupRunner:
         ids = np.array([client for _, client in clients])
         positions = np.array([position for position, _ in clients])
         groups = []
-        for group in self._cut(function, ids, positions, cut_for):
+        for index, members in enumerate(self.cut(ids, cut_for)):
+            group = self._group(function, index, ids[members], positions[members])
             scattered = {name: array[group.positions] for name, array in rows.items()}
             group_work = None if work is None else work[group.positions]
             groups.append(replace(group, scattered=scattered, work=group_work))
@@ -161,7 +162,9 @@ class GroupRunner:
     def prepare_turns(
         self,
         function: str,
-        parts: Sequence[tuple[np.ndarray, Turns]],
+        clients: Sequence[np.ndarray],
+        turns: Sequence[Turns],
+        indices: Sequence[int],
         messages: Mapping[int, Mapping[str, Any]],
         round: int,
         exchange: str,
@@ -171,16 +174,14 @@ class GroupRunner:
         Parameters
         ----------
         function : the name of the method's client function.
-        parts : the clients' numbers, ``int64[n]``, and their turns; clients of different parts get different groups.
+        clients, turns, indices : for each group its clients' numbers, ``int64[K]``, their turns, and its index.
         messages : round -> what the clients received in it, by name.
         round : the first round that these clients reply to.
         exchange : the exchange's name.
         """
-        groups: list[Group] = []
-        for ids, turns in parts:
-            for group in self._cut(function, ids, np.arange(len(ids))):
-                index = len(groups)
-                groups.append(replace(group, index=index, turns=turns.of(group.positions)))
+        groups = []
+        for index, ids, group_turns in zip(indices, clients, turns, strict=True):
+            groups.append(replace(self._group(function, index, ids, np.arange(len(ids))), turns=group_turns))
 
         skeletons = {}
         tensors: dict[str, Tensor] = {}
@@ -190,30 +191,34 @@ class GroupRunner:
         shared = self._broadcasts.send(tensors, round)
         return Call(function, round, 0.0, shared, exchange=exchange, training=True, messages=skeletons), groups
 
-    def _cut(
-        self,
-        function: str | Callable[..., Any],
-        ids: np.ndarray,
-        positions: np.ndarray,
-        cut_for: CutFor | None = None,
-    ) -> list[Group]:
-        """Cut clients into groups, without scattered rows."""
+    @property
+    def executor(self) -> str:
+        """The executor of training."""
+        _, executor = self.cut_for(1)
+        return executor
+
+    def cut(self, ids: np.ndarray, cut_for: CutFor | None = None) -> list[np.ndarray]:
+        """Cut clients into groups; return the positions of each group's clients."""
         sizes, executor = (cut_for or self.cut_for)(len(ids))
-        groups = []
-        for index, members in enumerate(cut_into_groups(self.costs[ids], sizes, executor)):
-            group = Group(
-                index=index,
-                clients=tuple(ids[members].tolist()),
-                positions=positions[members],
-                scattered={},
-                states=[self.states.refs(int(client)) for client in ids[members]],
-                length=self._timings.length(ids[members]),
-                seconds=self._timings.seconds(function, ids[members]),
-                tries=self.tries,
-                deaths=self.failures.deaths,
-            )
-            groups.append(group)
-        return groups
+        return cut_into_groups(self.costs[ids], sizes, executor)
+
+    def length(self, ids: np.ndarray) -> float:
+        """Return the expected duration of a group of these clients, in any unit."""
+        return self._timings.length(ids)
+
+    def _group(self, function: str | Callable[..., Any], index: int, ids: np.ndarray, positions: np.ndarray) -> Group:
+        """Return a group of these clients, without scattered rows."""
+        return Group(
+            index=index,
+            clients=tuple(ids.tolist()),
+            positions=positions,
+            scattered={},
+            states=[self.states.refs(int(client)) for client in ids],
+            length=self._timings.length(ids),
+            seconds=self._timings.seconds(function, ids),
+            tries=self.tries,
+            deaths=self.failures.deaths,
+        )
 
     def run(self, call: Call, groups: list[Group], drop_client: DropClient) -> Iterator[tuple[Group, Done]]:
         """Run groups until each has succeeded or lost its failing clients; `drop_client` is called with each of these.
