@@ -177,7 +177,8 @@ def test_a_goal_is_printed_with_its_step_and_the_steps_left_out_are_named(tmp_pa
     assert main(["--device", "cpu", "--quick", "--steps", "pfl", "bits", "--json", str(file)]) == 1
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert [row["step"] for row in rows] == ["begin", "bits", "goal", "pfl"]
-    assert rows[2]["about"].endswith("met, 1 of 1 (a rehearsal)") and rows[3]["about"] == "left out: the 9 minutes are over"
+    assert rows[2]["about"].endswith("met, 1 of 1 (a rehearsal)")
+    assert rows[3]["about"] == "left out: the 9 minutes are over"
 
 
 @pytest.mark.slow
