@@ -106,7 +106,8 @@ def test_oort_that_only_explores_draws_unseen_clients_uniformly_whatever_they_re
 
     candidates = [Candidates(1, seed, np.arange(NUM_CLIENTS), 8) for seed in range(2000)]
     state = explorer.start(SIZES, SECONDS)
-    counts = np.bincount(np.concatenate([explorer.select(state, one) for one in candidates]), minlength=NUM_CLIENTS)
+    selections = [explorer.select(state, of_seed) for of_seed in candidates]
+    counts = np.bincount(np.concatenate(selections), minlength=NUM_CLIENTS)
     # Each count is binomial: 2000 draws with a chance of 1/5.
     assert abs(counts - 400).max() < 4.5 * math.sqrt(400 * 0.8)
 
@@ -165,8 +166,8 @@ class Repeats(Selection):
 
 
 def test_a_selection_of_ones_own_selects_and_what_it_cannot_select_is_refused(tmp_path):
-    own = f"{__name__}:RoundRobin"
-    result = raypfl.run(experiment(tmp_path, cohort__size=5, cohort__selection=own, rounds=3))
+    round_robin = f"{__name__}:RoundRobin"
+    result = raypfl.run(experiment(tmp_path, cohort__size=5, cohort__selection=round_robin, rounds=3))
     assert result.rounds["cohort"].to_pylist() == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [0, 1, 2, 10, 11]]
     with pytest.raises(raypfl.RaypflError, match=r"must return the numbers of 5 different candidates in round 1"):
         raypfl.run(experiment(tmp_path, cohort__size=5, cohort__selection=f"{__name__}:Repeats"))

@@ -241,14 +241,14 @@ def test_a_model_or_correction_of_the_wrong_shape_is_refused_in_a_sentence():
 def test_a_mini_batch_is_freed_when_the_next_one_is_taken(executor):
     clients = Federation(executor=executor).clients()
     theta: Tensor = clients.initial
-    taken = []
+    references = []
 
     gc.disable()
     try:
         for batch in clients.minibatches():
             theta = batch.step(clients.loss, theta)
-            taken.append(weakref.ref(batch))
-        assert [reference() for reference in taken[:-1]] == [None] * (len(taken) - 1)
+            references.append(weakref.ref(batch))
+        assert [reference() for reference in references[:-1]] == [None] * (len(references) - 1)
     finally:
         gc.enable()
 

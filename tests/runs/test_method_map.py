@@ -15,12 +15,12 @@ PAGE = Path(__file__).parents[2] / "docs/methods.md"
 
 def test_what_methods_keep_send_and_need_is_measured_in_their_rounds():
     needs = needs_of(["fedavg", "local", "scaffold", "feddbe"])
-    assert needs["fedavg"] == Needs(kept=0, sent=1, exchanges=1, calls_everyone=False)
-    assert needs["local"] == Needs(kept=1, sent=0, exchanges=1, calls_everyone=False)
-    assert needs["scaffold"] == Needs(kept=1, sent=2, exchanges=1, calls_everyone=False)
+    assert needs["fedavg"] == Needs(state_size=0, traffic=1, exchanges=1, calls_everyone=False)
+    assert needs["local"] == Needs(state_size=1, traffic=0, exchanges=1, calls_everyone=False)
+    assert needs["scaffold"] == Needs(state_size=1, traffic=2, exchanges=1, calls_everyone=False)
 
     # Its features' bias stays; all clients measure the consensus before the first round.
-    assert 0 < needs["feddbe"].kept < 0.1
+    assert 0 < needs["feddbe"].state_size < 0.1
     assert needs["feddbe"].exchanges == 2 and needs["feddbe"].calls_everyone
 
 
@@ -36,6 +36,6 @@ def test_the_page_has_the_map_and_its_table_says_which_methods_keep_nothing():
     assert markdown(needs) in page
 
     rows = re.findall(r"^\| `([\w-]+)` \| ([^|]*)\|", page, re.MULTILINE)
-    says_nothing = {name for name, kept in rows if kept == "" or kept.startswith("nothing")}
+    says_nothing = {name for name, keeps in rows if keeps == "" or keeps.startswith("nothing")}
     # This network has no batch norm, which is what FedBN keeps.
-    assert says_nothing | {"fedbn"} == {name for name in METHODS if not needs[name].kept}
+    assert says_nothing | {"fedbn"} == {name for name in METHODS if not needs[name].state_size}

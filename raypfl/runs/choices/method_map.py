@@ -39,14 +39,14 @@ class Needs:
 
     Attributes
     ----------
-    kept : numbers that a client keeps after the last rehearsed round, as a share of the network's.
-    sent : numbers that a client receives and sends in that round, as a share of twice the network's.
+    state_size : numbers that a client keeps after the last rehearsed round, as a share of the network's.
+    traffic : numbers that a client receives and sends in that round, as a share of twice the network's.
     exchanges : largest number of exchanges in a round.
     calls_everyone : whether a round also calls clients that were not drawn.
     """
 
-    kept: float
-    sent: float
+    state_size: float
+    traffic: float
     exchanges: int
     calls_everyone: bool
 
@@ -82,10 +82,10 @@ def _needs(prepared: Prepared, size: int) -> Needs:
             numbers += message.clients * message.numbers
 
     states = rehearsal.states().values()
-    kept = max(sum(tensor.numel() for tensor in state.values()) for state in states)
+    state_size = max(sum(tensor.numel() for tensor in state.values()) for state in states)
     return Needs(
-        kept=kept / size,
-        sent=numbers / CLIENTS / (2 * size),
+        state_size=state_size / size,
+        traffic=numbers / CLIENTS / (2 * size),
         exchanges=max(exchanges),
         calls_everyone=max(called.values(), default=0) > CLIENTS,
     )
@@ -111,8 +111,8 @@ def markdown(needs_of_methods: Mapping[str, Needs]) -> str:
         method = METHODS.get(name)()
         folder = method.__module__.split(".")[-2]
         families[f"**{FAMILIES[folder]}**"].append(name)
-        groups[f"a client keeps {_compared(needs.kept)}"].append(name)
-        groups[f"a client receives and sends {_compared(needs.sent)}, each way on average"].append(name)
+        groups[f"a client keeps {_compared(needs.state_size)}"].append(name)
+        groups[f"a client receives and sends {_compared(needs.traffic)}, each way on average"].append(name)
 
         needed = {
             "several exchanges in a round": needs.exchanges > 1,
