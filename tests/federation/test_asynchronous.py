@@ -126,27 +126,23 @@ def test_a_sum_that_counts_late_is_of_whole_replies_whatever_their_staleness(tog
     assert [total.item() for total in federation.server["sums"]] == sums
 
 
-@pytest.mark.parametrize("mixing", [None, 0.6])
-def test_the_control_variate_of_scaffold_stays_the_mean_of_its_clients(mixing):
-    federation = run_asynchronous(METHODS.get("scaffold")(), AsynchronousSettings(buffer=2, mixing=mixing))
-    control = torch.zeros_like(federation.server["c"])
+@pytest.mark.parametrize(
+    ("method", "of_server", "of_client", "settings"),
+    [
+        ("scaffold", "c", "c", AsynchronousSettings(buffer=2)),
+        ("scaffold", "c", "c", AsynchronousSettings(buffer=2, mixing=0.6)),
+        ("feddyn", "h", "linear", AsynchronousSettings(buffer=2, staleness="constant")),
+    ],
+)
+def test_the_servers_term_stays_the_mean_of_its_clients_terms(method, of_server, of_client, settings):
+    federation = run_asynchronous(METHODS.get(method)(), settings)
+    mean = torch.zeros_like(federation.server[of_server])
     for client in range(len(SIZES)):
         state = federation.state_of(client)
         if state:
-            control += torch.from_numpy(np.array(state["c"])) / len(SIZES)
-    assert control.norm() > 0
-    torch.testing.assert_close(federation.server["c"], control, rtol=1e-9, atol=1e-12)
-
-
-def test_the_h_of_feddyn_stays_the_mean_of_its_clients_linear_terms():
-    federation = run_asynchronous(METHODS.get("feddyn")(), AsynchronousSettings(buffer=2, staleness="constant"))
-    terms = torch.zeros_like(federation.server["h"])
-    for client in range(len(SIZES)):
-        state = federation.state_of(client)
-        if state:
-            terms += torch.from_numpy(np.array(state["linear"])) / len(SIZES)
-    assert terms.norm() > 0
-    torch.testing.assert_close(federation.server["h"], terms, rtol=1e-9, atol=1e-12)
+            mean += torch.from_numpy(np.array(state[of_client])) / len(SIZES)
+    assert mean.norm() > 0
+    torch.testing.assert_close(federation.server[of_server], mean, rtol=1e-9, atol=1e-12)
 
 
 class Trainer(FedAvg):
