@@ -123,7 +123,7 @@ def test_strengths_of_a_penalty_together_have_the_bits_and_tables_of_lone_runs(
     tmp_path: Path, joined: list[int], method: str, option: str
 ):
     planned = rates(tmp_path, 0.02, 0.02, 0.1, method=method, training__epochs=3, training__batch_size=8)
-    planned = [one.override([f"method.{option}={0.3 * i + 0.1}"]) for i, one in enumerate(planned)]
+    planned = [run.override([f"method.{option}={0.3 * i + 0.1}"]) for i, run in enumerate(planned)]
     refuse_other_bits(planned)
     assert joined.count(3) > 2, "nothing but a trial was trained together"
 

@@ -1,4 +1,4 @@
-"""An experiment that every registered method accepts, and which methods can be made without options."""
+"""An experiment that methods accept with their default options, and which methods can be made with these."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from raypfl.experiment.components import Option, options_of
 from raypfl.methods import METHODS
 
 
-def experiment_for_every_method(changes: Iterable[str] = ()) -> Experiment:
+def experiment_for_every_method(changes: Iterable[str] = (), methods: Iterable[str] = METHODS) -> Experiment:
     """Return an experiment on digits that has the pools and the validation samples that some methods need.
 
     Parameters
     ----------
     changes : assignments ``key=value``.
+    methods : the names of methods that need no options.
     """
     pools: dict[str, float] = {}
-    for name in METHODS:
-        if not why_not_made(name):
-            needed_pools = METHODS.get(name)().needed_pools()
-            pools |= dict.fromkeys(needed_pools, 0.1)
+    for name in methods:
+        needed_pools = METHODS.get(name)().needed_pools()
+        pools |= dict.fromkeys(needed_pools, 0.1)
     return Experiment().override([f"data.pools={pools}", "data.val_fraction=0.2", *changes])
 
 
