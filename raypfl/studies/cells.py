@@ -222,6 +222,11 @@ def _require_metrics(study: Study, cell: StudyCell) -> None:
                 f"The study's metric {heading} is of the round that validation data choose; add val to "
                 "evaluation.protocols, and set data.val_fraction."
             )
+        if metric.cost in ("simulated_seconds", "kilojoules") and cell.experiment.devices.hardware is None:
+            raise ConfigError(
+                f"The study's metric {heading} counts {metric.cost}, but {cell.label} has no devices; set "
+                "devices.hardware, as in devices.hardware=lognormal."
+            )
         if metric.value is not None and metric.value not in available:
             raise ConfigError(
                 f"The study's metric {heading} has the value {metric.value!r}, which is no metric; "

@@ -54,6 +54,10 @@ class MetricColumn(_StudyPart):
         value on ``test`` data, which is too high a value, and what some papers print.
     last : number of last evaluated rounds over which the value is averaged, if they are not chosen otherwise.
     spread : number after the ±: the standard deviation over the ``seeds``, or over the ``clients``.
+    cost : what a run spends: rounds, megabytes in both directions, or its devices' simulated seconds or kilojoules.
+    target : the column is the `cost` until the primary metric, mean over clients, is first as good as this, in its
+        unit: 90 for 90 %.
+    budget : the column is of the last evaluated round after which a run has spent at most this `cost`.
     down : blocks in which the column is measured; None: all.
     """
 
@@ -63,6 +67,9 @@ class MetricColumn(_StudyPart):
     choose: Literal["last", "validation", "test"] = "last"
     last: int = Field(default=1, ge=1)
     spread: Literal["seeds", "clients"] = "seeds"
+    cost: Literal["round", "megabytes", "simulated_seconds", "kilojoules"] | None = None
+    target: float | None = None
+    budget: float | None = Field(default=None, gt=0)
     down: list[str] | None = None
 
 
@@ -268,6 +275,7 @@ def _option_mistakes(study: Study) -> Iterable[str]:
     for heading, metric in study.metrics.items():
         if metric.last > 1 and metric.choose != "last":
             yield f"metrics.{heading}.last has no effect with choose: {metric.choose}; leave one of them out."
+        yield from _cost_mistakes(f"metrics.{heading}", metric)
         for block in metric.down or ():
             if block not in study.down:
                 yield f"metrics.{heading}.down has {block!r}, which is no block; {did_you_mean(block, study.down)}"
@@ -277,6 +285,24 @@ def _option_mistakes(study: Study) -> Iterable[str]:
                 if method not in study.methods:
                     hint = did_you_mean(method, study.methods)
                     yield f"{axis}.{label}.methods.{method} is none of the study's methods; {hint}"
+
+
+def _cost_mistakes(where: str, metric: MetricColumn) -> Iterable[str]:
+    if metric.cost is None:
+        for key in ("target", "budget"):
+            if getattr(metric, key) is not None:
+                yield f"{where}.{key} needs {where}.cost: what is counted, such as simulated_seconds."
+    elif (metric.target is None) == (metric.budget is None):
+        yield (
+            f"{where}.cost needs either a target, so that the column is what a run spends until it, or a budget, so "
+            "that the column is how good a run is within it."
+        )
+    elif metric.target is not None:
+        for key in ("value", "choose", "last", "spread"):
+            if getattr(metric, key) != MetricColumn.model_fields[key].default:
+                yield f"{where}.{key} has no effect with a target, which is of the primary metric; leave it out."
+    elif metric.choose != "last":
+        yield f"{where}.choose has no effect with a budget: the round is the last one within it; leave it out."
 
 
 def _published_mistakes(study: Study) -> Iterable[str]:

@@ -11,11 +11,20 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from raypfl.evaluation.run_metrics import PRIMARY_AGGREGATES, Measures
+from raypfl.results.budgets import cost_to_target
+from raypfl.results.numbers import Axis, positions
 from raypfl.results.ranking.standings import Standing, pairing, scores_of, standings
 from raypfl.results.units import Unit
 from raypfl.runs.result import RunResult
 from raypfl.studies.cells import StudyCell
 from raypfl.studies.description import MetricColumn, PublishedNumber, Study
+
+_COST_LABELS: dict[Axis, str] = {
+    "round": "rounds",
+    "megabytes": "MB",
+    "simulated_seconds": "simulated seconds",
+    "kilojoules": "kJ",
+}
 
 
 @dataclass(frozen=True)
@@ -28,6 +37,7 @@ class TableEntry:
     values : measured values, one per finished seed; empty if the method has no such model.
     within : standard deviation over clients for each of the `values`.
     missing : number of seeds that are not finished.
+    never : number of finished seeds that never reached the target whose cost the `values` are.
     published : the number in the paper.
     spread_over : ``seeds`` or ``clients``, for the number after the ±.
     label : label of the values on an axis: ``accuracy (%)``.
@@ -45,16 +55,17 @@ class TableEntry:
     spread_over: str
     label: str = "accuracy (%)"
     standing: Standing | None = None
+    never: int = 0
 
     @property
     def mean(self) -> float | None:
-        """Mean over the seeds."""
-        return fmean(self.values) if self.values else None
+        """Mean over the seeds; None if one never reached the target, since the others alone would look too good."""
+        return fmean(self.values) if self.values and not self.never else None
 
     @property
     def over_seeds(self) -> float | None:
-        """Sample standard deviation over the seeds; None for fewer than two."""
-        return stdev(self.values) if len(self.values) > 1 else None
+        """Sample standard deviation over the seeds; None for fewer than two, or if the mean is None."""
+        return stdev(self.values) if len(self.values) > 1 and not self.never else None
 
     @property
     def over_clients(self) -> float | None:
@@ -101,7 +112,14 @@ def table_entries(
         experiment = finished[0].experiment if finished else cells[indices[0]].experiment
         measures = experiment.measures
 
+        missing = len(indices) - len(finished)
+
         for heading, metric in study.metrics.items():
+            published = reference.quoted(*position, heading)
+            if metric.target is not None:
+                entries.append(_cost_entry(position, heading, metric, finished, missing, published))
+                continue
+
             rows_by_run = [_rows(result, metric) for result in finished]
             value = metric.value or measures.primary.name
             unit = Unit(measures.metric_of(value) if value in measures.aggregates else measures.primary)
@@ -112,8 +130,8 @@ def table_entries(
                     metric=heading,
                     values=tuple(unit.of(_means(rows_by_run, value))),
                     within=tuple(unit.of(_means(rows_by_run, "std") if is_of_primary else ())),
-                    missing=len(indices) - len(finished),
-                    published=reference.quoted(*position, heading),
+                    missing=missing,
+                    published=published,
                     spread_over=metric.spread,
                     label=unit.label,
                 )
@@ -127,12 +145,41 @@ def table_entries(
     return sorted(entries, key=lambda entry: (downs.index(entry.down), methods.index(entry.method)))
 
 
+def _cost_entry(
+    position: tuple[str, str, str],
+    heading: str,
+    metric: MetricColumn,
+    finished: Sequence[RunResult],
+    missing: int,
+    published: PublishedNumber | None,
+) -> TableEntry:
+    """Return the entry of what runs spent until their target."""
+    assert metric.cost is not None and metric.target is not None
+    values = []
+    for result in finished:
+        model = _model(result, metric)
+        value = cost_to_target(result, metric.target, metric.cost, metric.protocol, model)
+        if value is not None:
+            values.append(value)
+    return TableEntry(
+        *position,
+        metric=heading,
+        values=tuple(values),
+        within=(),
+        missing=missing,
+        published=published,
+        spread_over="seeds",
+        label=_COST_LABELS[metric.cost],
+        never=len(finished) - len(values),
+    )
+
+
 def last_rounds(results: Sequence[RunResult], metric: MetricColumn, last: int) -> list[float]:
     """Return a metric's mean over the last evaluated rounds of each run, in percent if it is a share.
 
     Empty if the metric chooses its round otherwise, or if a run was evaluated in fewer rounds.
     """
-    if metric.choose != "last" or not results:
+    if metric.choose != "last" or metric.cost is not None or not results:
         return []
     metric = metric.model_copy(update={"last": last})
     if any(len(_rounds(result, metric)) < last for result in results):
@@ -163,8 +210,8 @@ def _with_standings(
     for method, method_runs in runs.items():
         measures = method_runs[0].experiment.measures
         value = metric.value or measures.primary.name
-        if value not in (*measures.metrics, "weighted"):
-            # A deviation over clients, or their worst decile, is no mean over clients.
+        if metric.target is not None or value not in (*measures.metrics, "weighted"):
+            # A cost, a deviation over clients, or their worst decile, is no mean over clients.
             return list(entries)
         higher_is_better = measures.metric_of(value).higher_is_better
         by_seed = {}
@@ -188,6 +235,9 @@ def _with_standings(
 def _rounds(result: RunResult, metric: MetricColumn) -> list[int]:
     """Return the evaluated rounds over which a metric is averaged."""
     evaluated = sorted(set(result.evaluations["round"].to_pylist()))
+    if metric.cost is not None and metric.budget is not None:
+        spent = positions(result, metric.cost)
+        evaluated = [round for round in evaluated if spent[round] <= metric.budget]
     if metric.choose == "last":
         return evaluated[-metric.last :]
     if metric.choose == "validation":
@@ -250,6 +300,7 @@ def entry_rows(entries: Sequence[TableEntry]) -> list[dict[str, Any]]:
             "std_over_clients": entry.over_clients,
             "seeds": len(entry.values),
             "missing_seeds": entry.missing,
+            "never_seeds": entry.never,
             "published": entry.published.value if entry.published else None,
             "published_spread": entry.published.spread if entry.published else None,
             "gap": entry.gap,
@@ -280,7 +331,7 @@ def entry_table(entries: Sequence[TableEntry]) -> pa.Table:
     """Return the `entry_rows` as a table."""
     rows = entry_rows(entries)
     kinds = {"method": "string", "down": "string", "across": "string", "metric": "string"}
-    kinds |= dict.fromkeys(("seeds", "missing_seeds", "rank", "rank_low", "rank_high"), "int32")
+    kinds |= dict.fromkeys(("seeds", "missing_seeds", "never_seeds", "rank", "rank_low", "rank_high"), "int32")
     return pa.Table.from_pylist(rows, pa.schema([(name, kinds.get(name, "float64")) for name in rows[0]]))
 
 

@@ -215,6 +215,8 @@ def _standing_texts(standing: Standing) -> list[str]:
 
 
 def _measured(entry: TableEntry) -> str:
+    if entry.never:
+        return f"{entry.never} of {entry.never + len(entry.values)} never" + PENDING * bool(entry.missing)
     if entry.mean is None:
         return PENDING if entry.missing else EMPTY
     number = _number(entry.mean, entry.spread)
@@ -263,6 +265,9 @@ def _notes(
     all_in_percent = all(entry.label.endswith("(%)") for entry in entries)
     shares = "In %" if all_in_percent else "Shares in %"
     legend = f"{shares}. ± is the standard deviation over {over}. {PENDING} marks unfinished cells."
+
+    if any(entry.never for entry in entries):
+        legend += " Never: so many seeds did not reach the target."
 
     notes = [("Numbers", [legend])]
     ranked = [entry.standing for entry in entries if entry.standing]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -19,7 +20,7 @@ _METRIC_OFFSET = 0.18  # distance between the metrics of a method, in rows
 
 
 def draw(entries: Sequence[TableEntry], title: str, path: str | Path) -> Path:
-    """Write a PNG with a panel per setting, a row per method and a colour per metric.
+    """Write a PNG with a panel per setting and unit, a row per method and a colour per metric.
 
     Full marks with a bar for the spread are measured; hollow marks are published.
 
@@ -29,30 +30,32 @@ def draw(entries: Sequence[TableEntry], title: str, path: str | Path) -> Path:
     path : path of the PNG; its folder must exist.
     """
     downs = list(dict.fromkeys(entry.down for entry in entries))
-    acrosses = list(dict.fromkeys(entry.across for entry in entries))
+    labels = list(dict.fromkeys(entry.label for entry in entries))
+    columns = list(product(dict.fromkeys(entry.across for entry in entries), labels))
     metrics = list(dict.fromkeys(entry.metric for entry in entries))
     methods = list(dict.fromkeys(entry.method for entry in entries))
 
-    width = 2 + _PANEL_WIDTH * len(acrosses)
+    width = 2 + _PANEL_WIDTH * len(columns)
     height = 1.6 + (0.7 + _METHOD_HEIGHT * len(methods)) * len(downs)
     with png(path, width, height, padding=0.1) as figure:
-        panels = figure.subplots(len(downs), len(acrosses), squeeze=False, sharey=True)
+        panels = figure.subplots(len(downs), len(columns), squeeze=False, sharey=True)
         for row, down in zip(panels, downs, strict=True):
-            for axes, across in zip(row, acrosses, strict=True):
-                panel_entries = [entry for entry in entries if (entry.down, entry.across) == (down, across)]
+            for axes, (across, label) in zip(row, columns, strict=True):
+                place = (down, across, label)
+                panel_entries = [entry for entry in entries if (entry.down, entry.across, entry.label) == place]
                 _draw_panel(axes, panel_entries, methods, metrics)
                 axes.set_title(" · ".join(filter(None, (down, across))))
 
-        for axes in panels[-1]:
-            axes.set_xlabel(" / ".join(dict.fromkeys(entry.label for entry in entries)))
+        for axes, (_, label) in zip(panels[-1], columns, strict=True):
+            axes.set_xlabel(label)
         for axes in panels[:, 0]:
             axes.set_ylabel("method")
         panels[0, 0].invert_yaxis()
         figure.suptitle(title, fontsize=11, color=GREY)
 
         handles = _legend_handles(entries, metrics)
-        columns = min(len(handles), int(width / _LEGEND_ENTRY_WIDTH))
-        figure.legend(handles=handles, loc="outside lower center", ncols=columns)
+        legend_columns = min(len(handles), int(width / _LEGEND_ENTRY_WIDTH))
+        figure.legend(handles=handles, loc="outside lower center", ncols=legend_columns)
     return Path(path)
 
 

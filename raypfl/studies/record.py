@@ -144,10 +144,12 @@ def _entries(
 ) -> list[dict[str, Any]]:
     rows = []
     for entry in entries:
-        if not entry.values:
+        if not entry.values and not entry.never:
             continue
         row: dict[str, Any] = {"method": entry.method, "down": entry.down, "across": entry.across}
         row |= {"metric": entry.metric, "values": _rounded(entry.values)}
+        if entry.never:
+            row["never"] = entry.never
         if entry.spread_over == "clients":
             row["over_clients"] = _rounded(entry.within)
 
