@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import atexit
 import functools
 import gc
@@ -57,24 +58,43 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give each file to one process, and all files that use Ray to the same one.
+    """Give each file to one process, and all tests that use Ray to the same one.
 
-    Ray takes fifteen seconds to start, and these files wait for processes more than they compute.
+    Ray takes fifteen seconds to start, and these tests wait for processes more than they compute.
     """
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            return "Ray" if _uses_ray(config.rootpath / file) else file
+            test = nodeid.removeprefix(f"{file}::").partition("[")[0]
+            return "Ray" if _uses_ray(config.rootpath / file, test) else file
 
     return Scheduling(config, log)
 
 
+def _uses_ray(file: Path, test: str) -> bool:
+    tests, all_others_do = _tests_and_ray(file)
+    return tests.get(test, all_others_do)
+
+
 @functools.cache
-def _uses_ray(file: Path) -> bool:
+def _tests_and_ray(file: Path) -> tuple[dict[str, bool], bool]:
+    """Whether each test of a file names Ray's fixture; and whether the rest of the file, so all tests, needs Ray."""
     text = file.read_text()
-    return "ray_cluster" in text or "tests.support.nodes" in text
+    if "ray_cluster" not in text and "tests.support.nodes" not in text:
+        return {}, False
+
+    tests = {}
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            source = "\n".join(text.splitlines()[first - 1 : node.end_lineno])
+            tests[node.name] = "ray_cluster" in source
+            text = text.replace(source, "\n" * source.count("\n"))
+    if "ray_cluster" in text or "tests.support.nodes" in text:
+        return {}, True
+    return tests, False
 
 
 @pytest.fixture(autouse=True)

@@ -79,6 +79,7 @@ def write_images(folder: Path, count: int) -> None:
     np.save(folder / "labels.npy", np.arange(count) % 2)
 
 
+@pytest.mark.thorough
 def test_data_that_only_the_driver_has_reach_each_node_once(pair, shared, tmp_path):
     (worker,) = pair.workers
     write_images(pair.head.disk(OWN_DISK / "images"), 2000)

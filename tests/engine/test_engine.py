@@ -20,6 +20,7 @@ from raypfl.runs.result import is_finished
 from raypfl.storage.tree import flatten
 from tests.support.processes import exit_code
 from tests.support.runs import Interrupt, experiment, same_tables
+from tests.support.tiers import methods
 
 METHODS = "tests.support.federated_methods:"
 
@@ -80,8 +81,9 @@ def test_the_ledger_counts_one_model_down_and_one_up_for_each_client_of_each_rou
 @pytest.mark.parametrize(
     ("method", "number"),
     [
-        *[("fedavg", signal.SIGTERM), ("ditto", signal.SIGTERM), ("ditto", signal.SIGINT)],
-        *[(method, signal.SIGINT) for method in ("local", "apfl", "pfedme", "fedalt", "fedbabu")],
+        ("fedavg", signal.SIGTERM),
+        ("ditto", signal.SIGINT),
+        pytest.param("fedbabu", signal.SIGINT, marks=pytest.mark.thorough),
     ],
 )
 def test_a_stopped_run_resumes_to_the_same_bits(tmp_path, method, number):
@@ -259,7 +261,7 @@ def test_availability_is_uneven_over_clients(tmp_path):
     assert taken_part.max() > 2 * taken_part.min()
 
 
-@pytest.mark.parametrize("method", sorted(raypfl.methods.METHODS))
+@pytest.mark.parametrize("method", methods(raypfl.methods.METHODS))
 def test_a_round_without_a_reply_changes_nothing(tmp_path, method):
     small = {"rounds": 2, "partition__clients": 2, "cohort__size": 2, "evaluation__every": 0, "checkpoint__every": 0}
     result = raypfl.run(experiment(tmp_path, method=method, devices__dropout=0.999, **small))

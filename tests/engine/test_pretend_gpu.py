@@ -33,6 +33,7 @@ from tests.support.federated_data import GeneratedClients
 from tests.support.federation import dropping_mlp, small_mlp
 from tests.support.pretend_gpu import CPU, GPU, pretend_gpu
 from tests.support.runs import experiment
+from tests.support.tiers import methods, with_quick
 
 
 @pytest.fixture
@@ -229,7 +230,7 @@ def run(tmp_path, faults: list[str], **changes) -> raypfl.Result:
         pytest.param("vectorised", 0, 1, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("method", sorted(METHODS))
+@pytest.mark.parametrize("method", methods(METHODS))
 def test_every_method_runs_on_a_gpu(tmp_path, faults, monkeypatch, method, executor, client_gpus, server_gpus):
     monkeypatch.setattr(floco, "SIZES", 10)
     devices = {"engine__executor": executor, "ray__gpus_per_actor": client_gpus, "ray__gpus_for_server": server_gpus}
@@ -407,10 +408,10 @@ VARIANTS = {
 }
 
 
-SLOW = {"a cnn", "adapters, trained before", "flntk", "noise on samples", "numbers"}
+QUICK = {"a cnn, channels last", "adam, dropout", "data off the gpu", "protocols"}
 
 
-@pytest.mark.parametrize("what", [pytest.param(w, marks=[pytest.mark.slow] * (w in SLOW)) for w in VARIANTS])
+@pytest.mark.parametrize("what", with_quick(VARIANTS, QUICK))
 def test_other_settings_run_on_a_gpu(tmp_path, faults, what):
     run(tmp_path, faults, **{"ray__gpus_for_server": 1, "engine__executor": "vectorised"} | VARIANTS[what])
 

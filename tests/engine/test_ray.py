@@ -235,6 +235,7 @@ def test_a_stopped_run_resumes_to_the_same_bits(tmp_path, undisturbed, number):
     assert shorter.weights_hash == whole.weights_hash and same_tables(shorter, whole)
 
 
+@pytest.mark.thorough
 def test_a_client_that_kills_every_actor_is_named_once_nothing_else_is_left_to_do(tmp_path):
     killing = on_ray(
         tmp_path,
@@ -273,6 +274,7 @@ def signal_a_run(described: raypfl.Experiment, number: int) -> tuple[str, bool, 
     return result.status, result.round >= 2, os.path.exists(folders[0])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
 def test_a_signalled_run_with_a_local_ray_is_saved_and_leaves_nothing_behind(tmp_path, number):
     described = on_ray(tmp_path, 1, rounds=500, checkpoint__every=0)
@@ -306,6 +308,7 @@ def hash_of_run(described: raypfl.Experiment) -> str | None:
     return raypfl.run(described).weights_hash
 
 
+@pytest.mark.thorough
 def test_a_run_attaches_to_a_running_cluster_and_leaves_it_running(tmp_path, undisturbed):
     import ray
 

@@ -65,6 +65,7 @@ def test_a_study_that_is_interrupted_and_extended_stays_below_one_parent(folder:
     assert artifacts == {"table.md", "table.csv", "table.tex", "table.parquet", "cells.parquet", "table.png"}
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("ray_cluster")
 def test_concurrent_cells_on_ray_are_below_one_parent(folder: Path):
     result = study("engine.backend=ray", "--only", "FedAvg")

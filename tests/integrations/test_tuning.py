@@ -281,6 +281,7 @@ def run_schedule(sweep: Sweep, schedule: list[dict], folder: Path) -> Result:
     return result
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("ray_cluster")
 def test_trials_of_pbt_go_on_from_others_checkpoints_and_best_yaml_says_with_which_settings(tmp_path: Path):
     # Trials wait for each other: otherwise one may end before another has begun, and nothing is copied.
@@ -312,6 +313,7 @@ def test_trials_of_pbt_go_on_from_others_checkpoints_and_best_yaml_says_with_whi
     assert len(outcome.schedule) == len(parts) or not outcome.changes
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_trials_value_is_the_mean_over_seeds_whose_runs_share_the_actors_of_its_placement_group(tmp_path: Path):
     sweep = load(small(trials=1, seeds=2), [f"output={tmp_path}", "ray.actors=1", "ray.cpus_per_actor=0.5"])
@@ -347,6 +349,7 @@ def test_seeds_of_a_trial_advance_together_and_have_the_bits_of_lone_runs(tmp_pa
     assert means == {"accuracy/val": sum(accuracies) / 2}
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_trial_whose_process_died_goes_on_although_tune_gave_it_up(tmp_path: Path):
     dies_twice = {"name": "tests.support.federated_methods:KillsItsServer", "marks": str(tmp_path), "at": 3, "times": 2}
@@ -392,6 +395,7 @@ def test_optuna_searches_for_two_objectives_at_once(tmp_path: Path):
     assert {path.name for path in (tmp_path / "optuna/trials").iterdir()} == {trial.name for trial in trials}
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("ray_cluster")
 def test_an_interrupted_sweep_leaves_its_trials_unfinished_and_goes_on_later(tmp_path: Path):
     sweep = load(small(trials=2, concurrent=1), [f"output={tmp_path}", "rounds=20"])
@@ -409,6 +413,7 @@ def test_an_interrupted_sweep_leaves_its_trials_unfinished_and_goes_on_later(tmp
     assert {trial.status for trial in finished} == {"finished"}
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_killed_sweep_keeps_its_finished_trials_and_its_mlflow_run(tmp_path: Path, mlflow_database: Path):
     import ray

@@ -249,6 +249,7 @@ def test_a_resumed_run_goes_on_to_the_same_bits(tmp_path, executor):
     assert resumed.weights_hash == inline.weights_hash and same_tables(resumed, inline)
 
 
+@pytest.mark.thorough
 def test_actors_see_the_same_images_as_one_process(tmp_path, ray_cluster):
     augmentations = "[crop, {name: 'tests.support.federated_images:Brighter', by: 0.5}]"
     inline, on_ray = (

@@ -12,7 +12,8 @@ import pytest
 import raypfl
 from raypfl.engine.events import Evaluated, RoundFinished
 from raypfl.methods import METHODS
-from tests.support.runs import Interrupt, experiment
+from tests.support.runs import Interrupt, experiment, same_tables
+from tests.support.tiers import methods
 
 SMALL = {
     "rounds": 3,
@@ -72,20 +73,20 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], raypfl.Re
     return run
 
 
-def stateful_methods() -> list[str]:
+def stateful_methods() -> set[str]:
     names = {name for name in METHODS if METHODS.get(name).__module__.startswith("raypfl.")}
-    return sorted(names - KEEP_NOTHING - PRESETS)
+    return names - KEEP_NOTHING - PRESETS
 
 
-@pytest.mark.parametrize("method", stateful_methods())
+@pytest.mark.parametrize("method", methods(stateful_methods()))
 def test_a_run_that_is_stopped_after_a_round_ends_with_the_bits_of_one_that_was_not(method, whole, tmp_path):
     stopped = raypfl.run(experiment(tmp_path, **changes_for(method)), listeners=[Interrupt(2)])
     assert stopped.status == "stopped"
     resumed = raypfl.resume(stopped.run_dir)
-    assert resumed.weights_hash == whole(method).weights_hash
+    assert resumed.weights_hash == whole(method).weights_hash and same_tables(resumed, whole(method))
 
 
-@pytest.mark.parametrize("method", sorted(set(METHODS) - {"partial"}))
+@pytest.mark.parametrize("method", methods(set(METHODS) - {"partial"}))
 def test_evaluation_before_the_first_round_is_of_the_initial_models(method, whole, tmp_path):
     without = whole(method)
     events = []
@@ -107,7 +108,7 @@ def test_evaluation_before_the_first_round_is_of_the_initial_models(method, whol
     assert at_start.select(keys).equals(without.evaluations.select(keys))
 
 
-@pytest.mark.parametrize("method", list(METHODS))
+@pytest.mark.parametrize("method", methods(METHODS))
 def test_every_method_trains_in_bf16_and_sends_the_models_dtype(method, tmp_path):
     result = raypfl.run(experiment(tmp_path, **changes_for(method), training__precision="bf16"))
     assert np.isfinite(result.rounds["loss"].to_numpy()).all()

@@ -225,6 +225,7 @@ def test_interrupted_seeds_go_on_to_the_bits_of_uninterrupted_ones(
     assert hashes(resumed) == [weights_hash for outcome in alone for weights_hash in hashes(outcome)]
 
 
+@pytest.mark.thorough
 def test_seeds_on_ray_share_processes_and_end_with_the_bits_of_lone_inline_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_cluster: None
 ):

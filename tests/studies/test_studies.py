@@ -304,6 +304,7 @@ def test_a_study_whose_process_is_killed_goes_on_from_the_last_checkpoint(tiny: 
     assert all(is_finished(cell.folder) for cell in cells)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("ray_cluster")
 def test_cells_on_ray_are_stopped_with_a_checkpoint_and_end_with_the_bits_of_an_inline_run(
     tiny: Path, monkeypatch: pytest.MonkeyPatch

@@ -19,6 +19,7 @@ from raypfl.storage.states import StateShard
 from raypfl.trained import models as trained
 from raypfl.trained.models import TrainedModels
 from tests.support.runs import experiment
+from tests.support.tiers import methods
 
 PERSONAL = [name for name in METHODS if METHODS.get(name)().has("personal_model")]
 
@@ -46,7 +47,7 @@ def recorded(result: raypfl.Result, model: str) -> dict[int, float]:
     return accuracies
 
 
-@pytest.mark.parametrize("method", PERSONAL)
+@pytest.mark.parametrize("method", methods(PERSONAL))
 def test_personal_models_are_those_that_were_evaluated_whatever_the_method(method: str, tmp_path: Path):
     small = {"rounds": 2, "evaluation__every": 2, "partition__clients": 6, "cohort__size": 3, "training__steps": 4}
     result = raypfl.run(experiment(tmp_path, method=method, **small))
