@@ -54,8 +54,8 @@ class IFCA(Method):
         reply: dict[str, Mean | Sum] = {"choice": Sum(members, charged=1)}
         for number, member in enumerate(members.unbind(1)):
             weight_here = member if weight is None else member * weight
-            sent = member.long() * clients.model.size
-            reply[f"model_{number}"] = Mean(trained, weight_here, charged=sent, can_be_empty=True)
+            sent_size = member.long() * clients.model.size
+            reply[f"model_{number}"] = Mean(trained, weight_here, charged=sent_size, can_be_empty=True)
         return reply
 
     def personal_model(self, clients: Clients, server: ServerView) -> Tensor:

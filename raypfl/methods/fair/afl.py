@@ -54,8 +54,8 @@ class AFL(FedAvg):
         any_counts = bool(lam.any())
 
         # The server knows the weights, and uses them itself.
-        sent = Scatter(lam if any_counts else torch.ones_like(lam), charged=False)
-        reply = cohort.run(self.weighted, theta=server["theta"], lam=sent)
+        scattered = Scatter(lam if any_counts else torch.ones_like(lam), charged=False)
+        reply = cohort.run(self.weighted, theta=server["theta"], lam=scattered)
         if any_counts:
             self.step(server, reply["theta"], cohort.task.model)
 

@@ -53,9 +53,9 @@ class APPLE(Method):
         return {"cores": cores, "shares": samples / samples.sum()}
 
     def round(self, server: ServerState, cohort: Cohort) -> None:
-        others = (cohort.task.num_trained - 1) * cohort.task.model.size
+        others_size = (cohort.task.num_trained - 1) * cohort.task.model.size
         strength = self.strength(cohort.round, cohort.task.rounds)
-        cores = Broadcast(server["cores"], charged=others)
+        cores = Broadcast(server["cores"], charged=others_size)
         reply = cohort.run(self.train, cores=cores, shares=server["shares"], strength=strength)
         server["cores"] = cohort.with_rows(server["cores"], reply["core"])
 

@@ -77,8 +77,8 @@ class FedFomo(Method):
             num_random = int((torch.rand(count, generator=draws) < epsilon).sum())
             ranked = shuffled[affinity[shuffled].argsort(descending=True, stable=True)]
             best = ranked[: count - num_random]
-            others = shuffled[~torch.isin(shuffled, best)]
-            chosen[i] = torch.cat([best, others[:num_random]])
+            rest = shuffled[~torch.isin(shuffled, best)]
+            chosen[i] = torch.cat([best, rest[:num_random]])
         return chosen
 
     def train(self, clients: Clients, models: Tensor, chosen: Tensor) -> dict[str, Each]:

@@ -57,9 +57,9 @@ class FedCP(SharedPart):
         fixed = model.mask(output_segments(model, "global_weight", "global_bias", "context"))
         rows = unmarked(clients.sgd(close_to_global, start, train=~fixed, sent=clients.other(start))).clone()
 
-        own = model.mask(output_segments(model, "weight", "bias"))
+        personal = model.mask(output_segments(model, "weight", "bias"))
         average = model.mask(output_segments(model, "global_weight", "global_bias"))
-        rows[:, average] = (rows[:, own] + rows[:, average]) / 2
+        rows[:, average] = (rows[:, personal] + rows[:, average]) / 2
         weight = model.segment(rows, output_segments(model, "weight"))
         rows[:, model.mask(output_segments(model, "context"))] = weight.sum(1)
         return self.sent(clients, per_client(rows), clients.weights(self.weighting))

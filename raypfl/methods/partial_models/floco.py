@@ -63,15 +63,15 @@ class Floco(FedAvg):
 
     def round(self, server: ServerState, cohort: Cohort) -> None:
         model = cohort.task.model
-        sent = ~model.mask(output_segments(model, "mixture"))
+        shared = ~model.mask(output_segments(model, "mixture"))
         mixtures = server.get("mixtures")
         arguments = {} if mixtures is None else {"mixture": Scatter(mixtures[list(cohort.ids)])}
-        reply = cohort.run(self.train, sent=server["theta"][sent], **arguments)
-        self.step(server, server["theta"].masked_scatter(sent, reply["theta"]), model)
+        reply = cohort.run(self.train, sent=server["theta"][shared], **arguments)
+        self.step(server, server["theta"].masked_scatter(shared, reply["theta"]), model)
 
         last = self.subspace_round or max(cohort.task.rounds // 2, 1)
         if mixtures is None and cohort.round >= last:
-            updates = cohort.run_everyone(self.train_endpoints, sent=server["theta"][sent])["update"]
+            updates = cohort.run_everyone(self.train_endpoints, sent=server["theta"][shared])["update"]
             points = spread_points(principal_components(updates, self.endpoints))
             everyone = points.new_full((cohort.task.num_clients, self.endpoints), 1 / self.endpoints)
             server["mixtures"] = everyone.index_copy(0, torch.from_numpy(cohort.task.trained).to(points.device), points)
@@ -171,11 +171,11 @@ def principal_components(rows: Tensor, count: int) -> Tensor:
     The sign of an axis is arbitrary; here its largest loading is positive.
     """
     u, s, axes = torch.linalg.svd(rows - rows.mean(0), full_matrices=False)
-    kept = min(count, len(s))
+    num_axes = min(count, len(s))
     largest = axes.abs().argmax(1, keepdim=True)
     signs = torch.where(axes.gather(1, largest)[:, 0] < 0, -1.0, 1.0).to(rows)
     coordinates = rows.new_zeros(len(rows), count)
-    coordinates[:, :kept] = (u * s * signs)[:, :kept]
+    coordinates[:, :num_axes] = (u * s * signs)[:, :num_axes]
     return coordinates
 
 
