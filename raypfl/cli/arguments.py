@@ -78,13 +78,17 @@ def recipe_and_changes(words: Sequence[str], method: str, seeds: int | None) -> 
     return recipe, changes
 
 
-def study_and_changes(words: Sequence[str], rounds: int | None, seeds: int | None) -> tuple[str, list[str]]:
-    """Return a study or file, and the assignments that words, ``--rounds`` and ``--seeds`` stand for."""
+def study_and_changes(
+    words: Sequence[str], rounds: int | None, seeds: int | None, trials: int | None
+) -> tuple[str, list[str]]:
+    """Return a study or file, and the assignments that words, ``--rounds``, ``--seeds`` and ``--trials`` stand for."""
     source, changes = source_and_changes(words, "digits-personal")
     if rounds:
         changes.append(f"rounds={rounds}")
     if seeds:
         changes.append(f"seeds={seeds}")
+    if trials:
+        changes.append(f"search.trials={trials}")
     return source, changes
 
 

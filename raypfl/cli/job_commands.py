@@ -51,7 +51,8 @@ def submit(
         recipe, changes = recipe_and_changes(parameters["words"] or [], parameters["method"], parameters["seeds"])
         description = Description.of_run(recipe, changes)
     elif kind == "study":
-        source, changes = study_and_changes(parameters["words"] or [], parameters["rounds"], parameters["seeds"])
+        numbers = (parameters[name] for name in ("rounds", "seeds", "trials"))
+        source, changes = study_and_changes(parameters["words"] or [], *numbers)
         description = Description.of_study(source, comma_separated(parameters["only"]), changes)
     else:
         description = Description.of_sweep(parameters["source"], parameters["changes"] or [])

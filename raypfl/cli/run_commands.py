@@ -117,6 +117,10 @@ def study(
     seeds: Annotated[
         int | None, typer.Option(metavar="N", parser=count, help="Number of seeds for each method and setting.")
     ] = None,
+    trials: Annotated[
+        int | None,
+        typer.Option(metavar="N", parser=count, help="Number of trials of each method's search."),
+    ] = None,
     record: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Keep a record of what was measured, with all seeds, hashes and CPU time."),
@@ -134,10 +138,10 @@ def study(
     if words and words[0] == "new":
         if record:
             raise ConfigError("--record keeps what a study measured, but `raypfl study new` only writes its file.")
-        _, changes = study_and_changes(words[1:], rounds, seeds)
+        _, changes = study_and_changes(words[1:], rounds, seeds, trials)
         new_study(words[1:2], changes)
         return
-    source, changes = study_and_changes(words or [], rounds, seeds)
+    source, changes = study_and_changes(words or [], rounds, seeds, trials)
     run_study(source, comma_separated(only), changes, quiet, as_json, record)
 
 

@@ -15,7 +15,7 @@ from raypfl.experiment.components import unknown_option
 from raypfl.experiment.experiment import Experiment
 from raypfl.experiment.yaml_text import read
 
-_PER_METHOD = ("training", "model", "cohort", "asynchronous", "rounds")
+PER_METHOD = ("training", "model", "cohort", "asynchronous", "rounds")
 """Sections and settings that may differ between the methods of a comparison."""
 
 
@@ -102,10 +102,10 @@ def _with_settings(base: Experiment, method: Any) -> Experiment:
     values = base.replace(method=without_settings).to_dict()
     changes = setting_paths(settings)
     for path, _ in changes:
-        if path[0] not in _PER_METHOD:
+        if path[0] not in PER_METHOD:
             raise ConfigError(
                 f"settings of method {name!r} has {'.'.join(path)}, which all methods of a comparison share; only "
-                f"{', '.join(_PER_METHOD)} may differ between methods."
+                f"{', '.join(PER_METHOD)} may differ between methods."
             )
 
     try:

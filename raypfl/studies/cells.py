@@ -31,12 +31,14 @@ class StudyCell:
     ----------
     method, down, across : labels of the method, block and group of columns; empty if the study has no such axis.
     experiment : the experiment that is run.
+    trial : number of the trial of a search; None: it is a run of the table.
     """
 
     method: str
     down: str
     across: str
     experiment: Experiment
+    trial: int | None = None
 
     @property
     def position(self) -> tuple[str, str, str]:
@@ -45,8 +47,9 @@ class StudyCell:
 
     @property
     def label(self) -> str:
-        """Method, setting and seed, as text for people."""
-        return " · ".join([*filter(None, self.position), f"seed {self.experiment.seed}"])
+        """Method, setting, trial and seed, as text for people."""
+        trial = "" if self.trial is None else f"trial {self.trial}"
+        return " · ".join(filter(None, [*self.position, trial, f"seed {self.experiment.seed}"]))
 
     @property
     def folder(self) -> Path:

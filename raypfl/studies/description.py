@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, Field, ValidationError
 
 from raypfl.common.errors import ConfigError, did_you_mean
-from raypfl.experiment.checks.validation import Mistakes, boolean_mistakes, one_message, validation_mistakes
+from raypfl.experiment.checks.validation import one_message, validation_mistakes
 from raypfl.experiment.yaml_text import read
 from raypfl.studies import STUDIES
+from raypfl.studies.parts import MetricColumn, StudyPart
+from raypfl.studies.search.description import Search, search_mistakes
 
 _REPLACED = ("published", "choices")
 """Keys that an extending study replaces as a whole, rather than merges."""
@@ -28,59 +30,14 @@ class PublishedNumber(NamedTuple):
     spread: float | None = None
 
 
-class _StudyPart(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _without_booleans_for_numbers(cls, value: Any, info: ValidationInfo) -> Any:
-        name = str(info.field_name)
-        lines = boolean_mistakes(cls.model_fields[name].annotation, value, name)
-        if lines:
-            raise Mistakes(lines)
-        return value
-
-
-class MetricColumn(_StudyPart):
-    """A column of the table.
-
-    Attributes
-    ----------
-    protocol, model : protocol and model of the rows of an evaluation; ``deployed`` is the personal model where the
-        method has one, else the global one.
-    value : aggregate of these rows: a metric, or ``weighted``, ``worst_decile`` or ``std`` of the primary metric; None:
-        the primary metric. Shares are shown in percent.
-    choose : the ``last`` evaluated round; the one that ``validation`` data chose; or the one that is best by this very
-        value on ``test`` data, which is too high a value, and what some papers print.
-    last : number of last evaluated rounds over which the value is averaged, if they are not chosen otherwise.
-    spread : number after the ±: the standard deviation over the ``seeds``, or over the ``clients``.
-    cost : what a run spends: rounds, megabytes in both directions, or its devices' simulated seconds or kilojoules.
-    target : the column is the `cost` until the primary metric, mean over clients, is first as good as this, in its
-        unit: 90 for 90 %.
-    budget : the column is of the last evaluated round after which a run has spent at most this `cost`.
-    down : blocks in which the column is measured; None: all.
-    """
-
-    protocol: str
-    model: Literal["personal", "global", "deployed"] = "personal"
-    value: str | None = None
-    choose: Literal["last", "validation", "test"] = "last"
-    last: int = Field(default=1, ge=1)
-    spread: Literal["seeds", "clients"] = "seeds"
-    cost: Literal["round", "megabytes", "simulated_seconds", "kilojoules"] | None = None
-    target: float | None = None
-    budget: float | None = Field(default=None, gt=0)
-    down: list[str] | None = None
-
-
-class Variation(_StudyPart):
+class Variation(StudyPart):
     """Changes of a block or a group of columns: parts of the experiment, and options of methods by label."""
 
     experiment: dict[str, Any] = Field(default_factory=dict)
     methods: dict[str, dict[str, Any]] = Field(default_factory=dict)
 
 
-class PublishedTable(_StudyPart):
+class PublishedTable(StudyPart):
     """The table in the paper.
 
     Attributes
@@ -96,7 +53,7 @@ class PublishedTable(_StudyPart):
     rows: dict[str, Any]
 
 
-class Study(_StudyPart):
+class Study(StudyPart):
     """A grid of methods, settings and seeds.
 
     Attributes
@@ -108,6 +65,7 @@ class Study(_StudyPart):
     metrics : heading -> metric, in each group of columns.
     datasets : name of a data set -> its folder, or settings that read another copy of it.
     seeds : number of seeds for each method in each setting.
+    search : the search that sets some settings of each row; None: they are as described.
     choices : sentences about what the paper leaves open and this study chooses. ``{Ditto method.lam}`` stands for the
         value of this setting in the method's cells.
     published : the published table; None: there is nothing to compare with.
@@ -121,6 +79,7 @@ class Study(_StudyPart):
     metrics: dict[str, MetricColumn]
     datasets: dict[str, Any] = Field(default_factory=dict)
     seeds: int = Field(default=1, ge=1)
+    search: Search | None = None
     choices: list[str] = Field(default_factory=list)
     published: PublishedTable | None = None
 
@@ -173,7 +132,7 @@ def load(source: str) -> tuple[Study, Study]:
     values |= read(Path(source) if is_file else STUDIES.text(source))
     base = values.pop("extends", None)
     if base is None:
-        study = _checked(source, values)
+        study = checked(source, values)
         return study, study
     if not isinstance(base, str):
         raise ConfigError(f"{source}: extends is {base!r}; it must be the name of a study, or a file.")
@@ -187,7 +146,7 @@ def load(source: str) -> tuple[Study, Study]:
         replaced["metrics"] = {heading: metric for heading, metric in metrics.items() if metric is not None}
 
     changes = {key: value for key, value in values.items() if key not in replaced}
-    study = _checked(source, merged(parent, changes) | replaced)
+    study = checked(source, merged(parent, changes) | replaced)
     if "published" in values:
         return study, study
     return study, reference
@@ -230,13 +189,21 @@ def plain_label(label: str) -> str:
     return re.sub(r"[\W_]+", "", label.casefold())
 
 
-def _checked(source: str, values: dict[str, Any]) -> Study:
+def checked(source: str, values: dict[str, Any]) -> Study:
+    """Return the study of these values, which `source` has.
+
+    Raises
+    ------
+    ConfigError : for every mistake in it.
+    """
     try:
         study = Study(**values)
     except ValidationError as error:
         raise ConfigError(one_message(validation_mistakes(error, _unknown), f"The study {source}")) from None
 
     lines = [*_label_mistakes(study), *_option_mistakes(study), *_published_mistakes(study)]
+    if study.search:
+        lines += search_mistakes(study.search, study.methods)
     if lines:
         raise ConfigError(one_message(lines, f"The study {source}"))
     return study
@@ -250,6 +217,7 @@ def _unknown(path: tuple[int | str, ...]) -> str:
         "down": Variation,
         "across": Variation,
         "published": PublishedTable,
+        "search": Search,
     }
     part = parts.get(str(path[0]), Study) if len(path) > 1 else Study
     where = "a study" if part is Study else f"what a study has in {path[0]}"

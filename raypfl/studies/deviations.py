@@ -49,13 +49,14 @@ def deviations(
     ----------
     reference : the study with the published table.
     study : the study that was requested.
-    cells : the cells that were run.
+    cells : the cells that were run, as described: what a search has set in them is no deviation of its own.
     planned : all cells of the published table.
     results : the results of the finished `cells`, by index.
     """
     return [
         *_extent(reference, study),
         *_settings(cells, planned),
+        *_search(reference, study),
         *_seeds(cells, planned),
         *_unfinished(cells, results),
     ]
@@ -90,6 +91,20 @@ def _extent(reference: Study, study: Study) -> list[str]:
         added = [label for label in selected if label not in published]
         if added:
             lines.append(f"{', '.join(added)}: not in the published table.")
+    return lines
+
+
+def _search(reference: Study, study: Study) -> list[str]:
+    if study.search is None:
+        return [] if reference.search is None else ["No settings are searched."]
+    if reference.search is None:
+        return [f"Settings are searched, with {counted(study.search.trials, 'trial')} for each method."]
+
+    lines = []
+    for name, value in study.search:
+        published_value = getattr(reference.search, name)
+        if value != published_value:
+            lines.append(f"search.{name} is {_as_text(value)}, not {_as_text(published_value)}.")
     return lines
 
 

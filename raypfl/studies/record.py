@@ -17,7 +17,8 @@ from raypfl.runs.result import RunResult
 from raypfl.runs.several.worker import COSTS
 from raypfl.studies.cells import StudyCell
 from raypfl.studies.description import Study
-from raypfl.studies.entries import TableEntry, last_rounds, standing_columns
+from raypfl.studies.search.choice import SearchOutcome
+from raypfl.studies.table.entries import TableEntry, last_rounds, standing_columns
 
 BY_HAND = {"title": "", "reasons": []}
 """What a person writes into a record: the table's title, and why numbers are not the published ones, in sentences."""
@@ -38,6 +39,7 @@ def record_of(
     entries: Sequence[TableEntry],
     deviations: Sequence[str],
     smaller: Sequence[str],
+    searched: SearchOutcome | None = None,
 ) -> dict[str, Any]:
     """Return a study's record, for JSON.
 
@@ -48,15 +50,17 @@ def record_of(
     results : results of the finished cells, by index in `cells`.
     deviations : sentences, see :func:`raypfl.studies.deviations.deviations`.
     smaller : settings by which runs are smaller than published, see :func:`raypfl.studies.deviations.size_settings`.
+    searched : the outcome of the study's search; None: it has none.
 
     Returns
     -------
     ``title`` and ``reasons``, which are empty; ``study``, ``published`` (the source; None: there is none), ``command``,
     ``raypfl`` (the version), ``deviations`` and ``smaller``; ``entries``, a dict for each entry of the table that was
     measured, in percent, with a number for each seed and, if there are several, how the method stands among those of
-    its column; and ``runs``, a dict for each finished cell.
+    its column; and ``runs``, a dict for each finished cell. With a search, also ``search``, which describes it, and
+    ``trials``, a dict for each trial.
     """
-    return {
+    record = {
         **BY_HAND,
         "study": reference.name,
         "published": reference.published.source if reference.published else None,
@@ -67,6 +71,10 @@ def record_of(
         "entries": _entries(study, cells, results, entries),
         "runs": [_run(cells[i], result) for i, result in sorted(results.items())],
     }
+    if searched:
+        record["search"] = searched.search.model_dump()
+        record["trials"] = _trials(searched)
+    return record
 
 
 def written_by_hand(file: Path) -> dict[str, Any]:
@@ -172,15 +180,33 @@ def _entries(
     return rows
 
 
-def _run(cell: StudyCell, result: RunResult) -> dict[str, Any]:
-    lines = []
-    costs_file = cell.folder / COSTS
-    if costs_file.exists():
-        lines = [json.loads(line) for line in costs_file.read_text().splitlines()]
+def _trials(searched: SearchOutcome) -> list[dict[str, Any]]:
+    rows = []
+    for row, score in zip(searched.rows(), searched.scores, strict=True):
+        if score.value is not None:
+            row["score"] = round(score.value, _DIGITS)
+        row["cpu_seconds"] = _cpu_seconds([line for cell in score.trial.cells for line in _costs(cell)])
+        rows.append(row)
+    return rows
 
+
+def _costs(cell: StudyCell) -> list[dict[str, Any]]:
+    """Return what each process that worked on a cell has noted."""
+    file = cell.folder / COSTS
+    if not file.exists():
+        return []
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def _cpu_seconds(costs: Sequence[Mapping[str, Any]]) -> float | None:
     # A part that is unknown makes the sum unknown.
-    seconds = [line["cpu_seconds"] for line in lines]
-    commits = dict.fromkeys(line["commit"] for line in lines if line["commit"])
+    seconds = [line["cpu_seconds"] for line in costs]
+    return round(sum(seconds), 1) if seconds and None not in seconds else None
+
+
+def _run(cell: StudyCell, result: RunResult) -> dict[str, Any]:
+    costs = _costs(cell)
+    commits = dict.fromkeys(line["commit"] for line in costs if line["commit"])
     return {
         "method": cell.method,
         "down": cell.down,
@@ -188,7 +214,7 @@ def _run(cell: StudyCell, result: RunResult) -> dict[str, Any]:
         "seed": cell.experiment.seed,
         "rounds": result.round,
         "weights_hash": result.weights_hash,
-        "cpu_seconds": round(sum(seconds), 1) if seconds and None not in seconds else None,
+        "cpu_seconds": _cpu_seconds(costs),
         "commit": ", ".join(commits) or None,
     }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 from raypfl.common.stopping import StopRequest
 from raypfl.engine.backends.cluster import connected
@@ -24,6 +25,8 @@ CellListener = Callable[[int, Event], None]
 def run(cells: Sequence[StudyCell], listen: CellListener) -> list[RunOutcome]:
     """Run all cells; finished ones are skipped, and interrupted ones continue from their checkpoints.
 
+    Equal cells, such as trials for which the same settings were drawn, are one run.
+
     Cells that differ only in seeds and other numbers advance together where their clients train at once. Each cell,
     or each share of such cells, is a Ray task. It reserves as much as a client actor, or as the server if that is
     more; Ray runs as many at a time as the cluster has room for. With ``ray.actors``, ``ray.pools`` or
@@ -37,14 +40,25 @@ def run(cells: Sequence[StudyCell], listen: CellListener) -> list[RunOutcome]:
     -------
     The outcome of each cell. After Ctrl-C or SIGTERM, cells that are not finished are ``stopped``.
     """
-    outcomes = {i: RunOutcome(FINISHED) for i, cell in enumerate(cells) if is_finished(cell.folder)}
-    unfinished = [i for i in range(len(cells)) if i not in outcomes]
+    numbers_of: dict[Path, list[int]] = {}
+    for i, cell in enumerate(cells):
+        numbers_of.setdefault(cell.folder, []).append(i)
+    equal_cells = {numbers[0]: numbers for numbers in numbers_of.values()}
 
+    def listen_for_equal(first: int, event: Event) -> None:
+        for i in equal_cells[first]:
+            listen(i, event)
+
+    outcomes = {i: RunOutcome(FINISHED) for i in equal_cells if is_finished(cells[i].folder)}
+    unfinished = [i for i in equal_cells if i not in outcomes]
     if unfinished and any(_needs_this_process(cell.experiment) for cell in cells):
-        outcomes |= _run_in_this_process(cells, unfinished, listen)
+        outcomes |= _run_in_this_process(cells, unfinished, listen_for_equal)
     elif unfinished:
-        outcomes |= _run_as_tasks(cells, unfinished, listen)
-    return [outcomes.get(i, RunOutcome(STOPPED)) for i in range(len(cells))]
+        outcomes |= _run_as_tasks(cells, unfinished, listen_for_equal)
+
+    for first, numbers in equal_cells.items():
+        outcomes |= dict.fromkeys(numbers, outcomes.get(first, RunOutcome(STOPPED)))
+    return [outcomes[i] for i in range(len(cells))]
 
 
 def _needs_this_process(experiment: Experiment) -> bool:

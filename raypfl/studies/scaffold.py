@@ -49,6 +49,7 @@ def scaffold(file: Path, assignments: Sequence[str]) -> int:
     for path, value in parse_assignments(assignments):
         assign(values, path, value)
     methods = values.pop("methods", None)
+    search = values.pop("search", None)
     if not isinstance(methods, list) or not methods:
         raise ConfigError("A new study needs its methods, as in: raypfl study new mine.yaml methods=[fedavg,ditto]")
 
@@ -58,6 +59,8 @@ def scaffold(file: Path, assignments: Sequence[str]) -> int:
         "methods": {_label(method): method for method in methods},
         "metrics": _METRICS,
     }
+    if search is not None:
+        study["search"] = search
     write(file, f"# {', '.join(map(_label, methods))}.\n{as_yaml(study)}{_COLUMNS}")
     try:
         described, _ = load(str(file))

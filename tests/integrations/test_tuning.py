@@ -16,9 +16,9 @@ import yaml
 from raypfl import Experiment, Result
 from raypfl.common.errors import ConfigError, Stopped
 from raypfl.engine.events import Checkpointed, RunFinished
+from raypfl.experiment.spaces import draws_of_point, spaces_of, values_by_column, values_by_setting
 from raypfl.integrations.tuning.result import tune
 from raypfl.integrations.tuning.search import check, search
-from raypfl.integrations.tuning.spaces import draws_of_point, spaces_of, values_by_column, values_by_setting
 from raypfl.integrations.tuning.sweep import Sweep, load
 from raypfl.integrations.tuning.trial import SweepContext, Trial, close, run_seeds, schedule_of
 from raypfl.runs.driver import resume, run

@@ -13,9 +13,9 @@ from raypfl.experiment import Experiment
 from raypfl.integrations.tuning.result import SweepResult
 from raypfl.integrations.tuning.sweep import load
 from raypfl.integrations.tuning.trial import Trial
-from raypfl.studies import layout
 from raypfl.studies.description import PublishedNumber
-from raypfl.studies.entries import TableEntry
+from raypfl.studies.table import layout
+from raypfl.studies.table.entries import TableEntry
 
 JOB = {"job": "digits-ditto-20261123-170253-ab12", "status": "SUCCEEDED", "began": "2026-11-23 17:02", "seconds": 754.0}
 COMMAND = "raypfl run digits method=ditto method.lam=0.5 partition.alpha=0.1 seeds=3"

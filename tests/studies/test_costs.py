@@ -12,10 +12,10 @@ from raypfl.common.errors import ConfigError
 from raypfl.studies import running
 from raypfl.studies.cells import StudyCell, plan, select
 from raypfl.studies.description import Study, load
-from raypfl.studies.entries import TableEntry, entry_rows, table_entries
-from raypfl.studies.layout import markdown
-from raypfl.studies.picture import draw
 from raypfl.studies.record import record_of
+from raypfl.studies.table.entries import TableEntry, entry_rows, table_entries
+from raypfl.studies.table.layout import markdown
+from raypfl.studies.table.picture import draw
 
 ROUNDS = 5
 GLOBAL = {"protocol": "local", "model": "global"}

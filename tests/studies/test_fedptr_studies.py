@@ -13,7 +13,7 @@ from raypfl.experiment import experiments
 from raypfl.experiment.recipes import settings_of
 from raypfl.studies.cells import StudyCell, plan, select
 from raypfl.studies.description import Study
-from raypfl.studies.entries import table_entries
+from raypfl.studies.table.entries import table_entries
 from tests.support import studies
 from tests.support.studies import ImageShape, published_numbers
 

@@ -50,6 +50,7 @@ def test_a_record_has_each_seeds_numbers_runs_and_costs_and_keeps_what_a_person_
     run_study("small.yaml", [], changes, quiet=True, as_json=True, record_file=file)
     record = json.loads(file.read_text())
 
+    assert not record.keys() & {"search", "trials"}, "the study has no search"
     assert record["command"] == "raypfl study small.yaml rounds=10 data.cache=FOLDER"
     assert record["published"] == "A paper, Table 4" and record["smaller"] == ["rounds"]
     assert "rounds is 10, not 11." in record["deviations"]

@@ -24,10 +24,11 @@ from raypfl.studies import STUDIES, running
 from raypfl.studies.cells import choices_with_values, identity, plan, select
 from raypfl.studies.description import PublishedNumber, load
 from raypfl.studies.deviations import deviations
-from raypfl.studies.entries import TableEntry, table_entries
-from raypfl.studies.layout import as_latex, blocks, markdown
-from raypfl.studies.picture import draw
 from raypfl.studies.scaffold import scaffold
+from raypfl.studies.search.trials import planned_trials
+from raypfl.studies.table.entries import TableEntry, table_entries
+from raypfl.studies.table.layout import as_latex, blocks, markdown
+from raypfl.studies.table.picture import draw
 from tests.support.command import raypfl as command
 from tests.support.command import raypfl_json
 from tests.support.pages import blocks as yaml_blocks
@@ -573,13 +574,17 @@ def test_another_format_of_the_data_is_a_deviation_and_another_folder_is_none():
 
 
 def test_the_studies_of_the_guide_can_be_planned(tiny: Path):
-    own, extending = yaml_blocks("docs/studies.md", "yaml")
+    searching, own, extending = yaml_blocks("docs/studies.md", "yaml")
+    (tiny / "searching.yaml").write_text(searching)
     (tiny / "own.yaml").write_text(own)
     (tiny / "extending.yaml").write_text(extending)
 
     study, _ = load("own.yaml")
     assert len(plan(study)) == 12
     assert study.quoted("Ditto", "digits", "Dir(0.1)", "PM(L)") == (95.0, None)
+
+    study, _ = load("searching.yaml")
+    assert len(planned_trials(study, plan(study))) == 6 * len(study.methods) * len(study.across)
 
     study, reference = load("extending.yaml")
     assert reference.name == "fednh-table1" and len(plan(study)) == 180
@@ -595,6 +600,8 @@ def test_every_study_has_a_summary_and_distinct_valid_cells(name):
     assert reference is study or (reference.name in STUDIES and not study.published)
     assert STUDIES.summary(name) and len({cell.folder for cell in cells}) == len(cells)
     assert len(cells) == study.seeds * len(study.methods) * max(1, len(study.down)) * max(1, len(study.across))
+    trials = planned_trials(study, cells)
+    assert len(trials) == (study.search.trials * len(cells) // study.seeds if study.search else 0)
     choices = choices_with_values(study, cells)
     assert "{" not in "".join(choices) and set(choices) >= {choice for choice in study.choices if "{" not in choice}
 

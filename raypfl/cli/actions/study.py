@@ -6,6 +6,7 @@ import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -25,17 +26,21 @@ from raypfl.results.display.console import RunLine, view, warner
 from raypfl.results.display.outcome import nearby
 from raypfl.runs.result import RunResult, is_finished
 from raypfl.runs.several.worker import FAILED, FINISHED, STOPPED, RunOutcome
-from raypfl.studies import layout
 from raypfl.studies.cells import StudyCell, choices_with_values, plan, select
 from raypfl.studies.description import Study, load
 from raypfl.studies.deviations import deviations, size_settings
-from raypfl.studies.entries import TableEntry, cell_table, entry_rows, entry_table, table_entries
-from raypfl.studies.picture import draw
 from raypfl.studies.record import keep, record_of, refuse_to_lose
 from raypfl.studies.running import run
 from raypfl.studies.scaffold import scaffold
+from raypfl.studies.search.choice import SearchOutcome, judge, write_trials
+from raypfl.studies.search.trials import Trial, planned_trials, with_search
+from raypfl.studies.table import layout
+from raypfl.studies.table.entries import TableEntry, cell_table, entry_rows, entry_table, table_entries
+from raypfl.studies.table.picture import draw
 
 FILES = ("table.md", "table.tex", "table.csv", "table.parquet", "cells.parquet", "table.png")
+TRIALS = "trials.csv"
+"""The file with all trials of a study's search."""
 
 
 def new_study(files: Sequence[str], assignments: Sequence[str]) -> None:
@@ -61,6 +66,8 @@ def run_study(
 ) -> None:
     """Run the unfinished cells of a study, then show the table, even if the study is stopped or some cells fail.
 
+    If the study has a search, its trials run before, and the cells have the settings that these chose.
+
     Parameters
     ----------
     source : name or file of the study.
@@ -77,13 +84,17 @@ def run_study(
     RaypflError : if cells failed.
     """
     study, reference = load(source)
+    study, changes = with_search(study, assignments)
     study = select(study, only)
-    cells = plan(study, assignments)
+    cells = plan(study, changes)
+    trials = planned_trials(study, cells)
     if record_file:
         refuse_to_lose(record_file, cells)
-    published = _published(reference, assignments)
-    study = study.model_copy(update={"choices": choices_with_values(study, cells)})
-    _refuse_missing_data([cell for cell in cells if not is_finished(cell.folder)])
+    published = _published(reference, changes)
+    # Refuses a choice that names an unknown setting before anything runs.
+    choices_with_values(study, cells)
+    first_cells = [cell for trial in trials for cell in trial.cells] or cells
+    _refuse_missing_data([cell for cell in first_cells if not is_finished(cell.folder)])
 
     folder = Path(cells[0].experiment.output).absolute() / study.name
     command = ["raypfl", "study", source, *assignments]
@@ -94,6 +105,15 @@ def run_study(
     tracking = MLflowListener(study.name, tags={"study": study.name}, warn=warner(progress), kept_in=folder)
 
     with signals_interrupt(), message_if_killed(to_continue), tracking as tracked:
+        described = cells
+        searched = None
+        if trials:
+            searched = _search(study, trials, tracked, progress, quiet, to_continue)
+            write_trials(folder / TRIALS, searched)
+            tracked.attach(folder / TRIALS)
+            described = [cell for cell in cells if cell.position in searched.best]
+            cells = searched.configured(described)
+        study = study.model_copy(update={"choices": choices_with_values(study, cells)})
         outcomes = _run(cells, tracked, progress, quiet)
         results = {}
         for i, outcome in enumerate(outcomes):
@@ -102,24 +122,27 @@ def run_study(
 
         if results:
             measured = table_entries(study, reference, cells, results)
-            departures = deviations(reference, study, cells, published, results)
-            page = layout.markdown(study, reference.published, measured, departures)
+            departures = deviations(reference, study, described, published, results)
+            notes = searched.sentences() if searched else []
+            page = layout.markdown(study, reference.published, measured, departures, notes)
             _write(folder, study.name, page, measured, cell_table(cells, results))
-            write(folder / "table.tex", layout.as_latex(study, reference.published, measured, departures))
+            write(folder / "table.tex", layout.as_latex(study, reference.published, measured, departures, notes))
             if record_file:
-                smaller = size_settings(cells, published)
-                record = record_of(study, reference, command, cells, results, measured, departures, smaller)
+                smaller = size_settings(described, published)
+                record = record_of(study, reference, command, cells, results, measured, departures, smaller, searched)
                 keep(record_file, record)
             tracked.describe(page)
             for name in FILES:
                 tracked.attach(folder / name)
 
             if as_json:
-                table = {"entries": entry_rows(measured), "deviations": departures}
+                table: dict[str, Any] = {"entries": entry_rows(measured), "deviations": departures}
+                if searched:
+                    table["trials"] = searched.rows()
                 print(json.dumps({"study": study.name, "folder": str(folder), **table}, indent=2))
             else:
-                _show(study, reference, measured, departures, folder)
-        _raise_for(outcomes, cells, to_continue)
+                _show(study, reference, measured, departures, notes, folder)
+        _raise_for(outcomes, cells, to_continue, searched)
 
 
 def _published(reference: Study, assignments: Sequence[str]) -> list[StudyCell]:
@@ -159,6 +182,28 @@ def _counted(affected: Sequence[StudyCell], cells: Sequence[StudyCell]) -> str:
     return f"{count} ({blocks})" if blocks else count
 
 
+def _search(
+    study: Study,
+    trials: Sequence[Trial],
+    tracked: MLflowListener,
+    progress: Console,
+    quiet: bool,
+    to_continue: str,
+) -> SearchOutcome:
+    """Run the unfinished trials, and choose the best of each row.
+
+    Raises
+    ------
+    Stopped : on an interruption.
+    RaypflError : if a trial was refused, which no other settings would change.
+    """
+    cells = [cell for trial in trials for cell in trial.cells]
+    outcomes = _run(cells, tracked, progress, quiet)
+    if any(outcome.status == STOPPED or isinstance(outcome.error, Refused) for outcome in outcomes):
+        _raise_for(outcomes, cells, to_continue)
+    return judge(study, trials, outcomes)
+
+
 def _run(cells: Sequence[StudyCell], tracked: MLflowListener, progress: Console, quiet: bool) -> list[RunOutcome]:
     methods = list(dict.fromkeys(cell.method for cell in cells))
     lines = [RunLine(cell.label, cell.experiment.rounds, colour(methods.index(cell.method))) for cell in cells]
@@ -195,24 +240,37 @@ def _write(folder: Path, name: str, page: str, measured: Sequence[TableEntry], c
 
 
 def _show(
-    study: Study, reference: Study, measured: Sequence[TableEntry], departures: Sequence[str], folder: Path
+    study: Study,
+    reference: Study,
+    measured: Sequence[TableEntry],
+    departures: Sequence[str],
+    notes: Sequence[str],
+    folder: Path,
 ) -> None:
     console = Console()
-    layout.show(console, study, reference.published, measured, departures)
+    layout.show(console, study, reference.published, measured, departures, notes)
     console.print()
-    for name in FILES:
+    for name in [*FILES, TRIALS] if study.search else FILES:
         console.print(Text(str(nearby(folder / name))), soft_wrap=True)
 
 
-def _raise_for(outcomes: Sequence[RunOutcome], cells: Sequence[StudyCell], to_continue: str) -> None:
-    """Raise an error if cells failed or were stopped."""
+def _raise_for(
+    outcomes: Sequence[RunOutcome],
+    cells: Sequence[StudyCell],
+    to_continue: str,
+    searched: SearchOutcome | None = None,
+) -> None:
+    """Raise an error if cells failed or were stopped, or a row has no trial with a score."""
     failed = []
     for cell, outcome in zip(cells, outcomes, strict=True):
         if outcome.status == FAILED:
             failed.append(f"{cell.label}: {outcome.error}")
+    if searched:
+        failed += searched.rows_without_choice()
 
     finished = sum(outcome.status == FINISHED for outcome in outcomes)
-    summary = f"{finished} of {len(outcomes)} cells are finished. {to_continue}"
+    kind = "trials' runs" if cells and cells[0].trial is not None else "cells"
+    summary = f"{finished} of {len(outcomes)} {kind} are finished. {to_continue}"
     if failed:
         raise RaypflError("\n".join([*failed, summary]))
     if finished < len(outcomes):

@@ -18,6 +18,7 @@ from raypfl.integrations.tuning.sweep import load as load_sweep
 from raypfl.models.weights import is_file
 from raypfl.studies.cells import plan, select
 from raypfl.studies.description import load as load_study
+from raypfl.studies.search.trials import planned_trials, with_search
 
 _PATH_SETTING = re.compile(
     r"(?:^|\.)(data(?:\.pools\.[^.]+)?\.root|datasets\.[^.]+(?:\.root)?|data\.cache|model\.weights|checkpoint\.location|tracking\.uri)"
@@ -55,7 +56,9 @@ class Description:
     def of_study(cls, source: str, only: Sequence[str], changes: Sequence[str]) -> Description:
         """Return the description for the words of `raypfl study`."""
         study, _ = load_study(source)
-        cells = plan(select(study, only), changes)
+        study, other_changes = with_search(study, changes)
+        cells = plan(select(study, only), other_changes)
+        planned_trials(select(study, only), cells)
 
         sources = [source]
         while _is_file(sources[-1]):

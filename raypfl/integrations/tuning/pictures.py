@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 
-from raypfl.integrations.tuning.spaces import Space, values_by_column
+from raypfl.experiment.spaces import Space, values_by_column
 from raypfl.results.drawing.canvas import png
 
 ABSENT = -0.12

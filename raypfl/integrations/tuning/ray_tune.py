@@ -22,7 +22,7 @@ from ray.tune.stopper import FunctionStopper
 from raypfl.common.errors import ConfigError, did_you_mean
 from raypfl.common.registry import Registry
 from raypfl.experiment import Experiment
-from raypfl.integrations.tuning.spaces import Space, draws_of_point
+from raypfl.experiment.spaces import Space, draws_of_point
 from raypfl.integrations.tuning.sweep import Scheduler, Searcher, Sweep
 
 SEARCHERS = Registry("searcher")

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from raypfl.common.files import write
 from raypfl.evaluation import Measures
+from raypfl.experiment.spaces import in_words, values_by_column
 from raypfl.experiment.yaml_text import write as as_yaml
 from raypfl.integrations.tuning.pictures import draw_configurations, draw_importances, importances
 from raypfl.integrations.tuning.search import TUNE, TrialListener, check, search
-from raypfl.integrations.tuning.spaces import in_words, values_by_column
 from raypfl.integrations.tuning.sweep import Sweep, load
 from raypfl.integrations.tuning.trial import Trial, metric_names, run_folder, schedule_of
 from raypfl.results.report.sweeps import CONFIGURATIONS, IMPORTANCE, TABLE

@@ -18,8 +18,8 @@ from raypfl.experiment.checks.effects import assign_all, require_effect
 from raypfl.experiment.checks.validation import one_message, validation_mistakes
 from raypfl.experiment.comparison import setting_paths
 from raypfl.experiment.recipes import settings_of
+from raypfl.experiment.spaces import KINDS, Space, configured, draws_of_point, spaces_of, values_by_setting
 from raypfl.experiment.yaml_text import read
-from raypfl.integrations.tuning.spaces import KINDS, Space, draws_of_point, spaces_of, values_by_setting
 
 SWEEP = "sweep.yaml"
 """The file in a sweep's folder with its description."""
@@ -119,7 +119,7 @@ class Sweep(_Part):
     source : the origin of the search space, such as a paper's section.
     recipe : the experiment's recipe or file; empty: `experiment` is all of it.
     experiment : changes to the recipe, as in an experiment's file.
-    search : the space of each setting (:func:`raypfl.integrations.tuning.spaces.spaces_of`).
+    search : the space of each setting (:func:`raypfl.experiment.spaces.spaces_of`).
     metric : the metric that is optimised; a list of several needs ``searcher: optuna`` and no scheduler.
     trials : the number of configurations that are drawn, or of passes through a grid.
     seeds : the number of runs of each configuration, from ``seed`` on; their mean counts. Several need
@@ -221,10 +221,7 @@ class Sweep(_Part):
 
     def configured(self, draws: Mapping[str, Any], seed: int = 0) -> Experiment:
         """Return the experiment of one configuration; `seed` counts the runs of a configuration."""
-        values = self.base.to_dict()
-        changes = [(key.split("."), value) for key, value in values_by_setting(self.spaces, draws).items()]
-        require_effect(assign_all(values, changes))
-        experiment = Experiment(**values)
+        experiment = configured(self.base, values_by_setting(self.spaces, draws))
         return experiment.replace(seed=experiment.seed + seed, name=self.name)
 
     def first(self) -> Experiment:

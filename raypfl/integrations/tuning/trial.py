@@ -46,7 +46,7 @@ class Trial:
     Attributes
     ----------
     name : the name of its folder.
-    drawn : the configuration, as :func:`raypfl.integrations.tuning.spaces.values_by_setting` takes it.
+    drawn : the configuration, as :func:`raypfl.experiment.spaces.values_by_setting` takes it.
     status : ``waiting``, ``running``, ``finished``, ``stopped`` (by the scheduler) or ``failed``.
     round : the round of the last report.
     values : the value of each metric in the last report, by name.

@@ -17,7 +17,8 @@ from raypfl.results.ranking.standings import Standing, pairing, scores_of, stand
 from raypfl.results.units import Unit
 from raypfl.runs.result import RunResult
 from raypfl.studies.cells import StudyCell
-from raypfl.studies.description import MetricColumn, PublishedNumber, Study
+from raypfl.studies.description import PublishedNumber, Study
+from raypfl.studies.parts import MetricColumn
 
 _COST_LABELS: dict[Axis, str] = {
     "round": "rounds",
@@ -185,6 +186,11 @@ def last_rounds(results: Sequence[RunResult], metric: MetricColumn, last: int) -
     if any(len(_rounds(result, metric)) < last for result in results):
         return []
 
+    return measured(results, metric)
+
+
+def measured(results: Sequence[RunResult], metric: MetricColumn) -> list[float]:
+    """Return a metric for each run that has it, in percent if it is a share."""
     measures = results[0].experiment.measures
     value = metric.value or measures.primary.name
     unit = Unit(measures.metric_of(value) if value in measures.aggregates else measures.primary)

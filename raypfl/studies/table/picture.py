@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 
 from raypfl.results.colours import colour
 from raypfl.results.drawing.canvas import GREY, INK, png
-from raypfl.studies.entries import TableEntry
+from raypfl.studies.table.entries import TableEntry
 
 _PANEL_WIDTH = 3.6  # inches
 _METHOD_HEIGHT = 0.42  # inches

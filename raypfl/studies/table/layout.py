@@ -17,7 +17,7 @@ from raypfl.results.differences import ENOUGH_SEEDS
 from raypfl.results.display.fitting import width_of
 from raypfl.results.ranking.standings import Standing
 from raypfl.studies.description import PublishedTable, Study
-from raypfl.studies.entries import TableEntry
+from raypfl.studies.table.entries import TableEntry
 
 EMPTY = "–"
 PENDING = "…"
@@ -84,8 +84,9 @@ def show(
     published: PublishedTable | None,
     entries: Sequence[TableEntry],
     deviations: Sequence[str],
+    searched: Sequence[str] = (),
 ) -> None:
-    """Print the table and its notes."""
+    """Print the table and its notes; `searched` says what a search chose."""
     for block in [*blocks(entries), *standing_blocks(entries)]:
         console.print()
         if block.title:
@@ -93,7 +94,7 @@ def show(
         for part in _parts(block, console):
             console.print(part)
 
-    for heading, lines in _notes(study, published, entries, deviations):
+    for heading, lines in _notes(study, published, entries, deviations, searched):
         is_warning = heading.startswith("Deviations")
         console.print(Text(heading, "bold yellow" if is_warning else "dim"))
         for line in lines:
@@ -101,7 +102,11 @@ def show(
 
 
 def markdown(
-    study: Study, published: PublishedTable | None, entries: Sequence[TableEntry], deviations: Sequence[str]
+    study: Study,
+    published: PublishedTable | None,
+    entries: Sequence[TableEntry],
+    deviations: Sequence[str],
+    searched: Sequence[str] = (),
 ) -> str:
     """Return the table and its notes as Markdown."""
     parts = [f"# {study.name}"]
@@ -112,16 +117,20 @@ def markdown(
         rows = [headings, ["---", "---", *["---:"] * len(block.headings)], *block.lines]
         parts.append("\n".join(f"| {' | '.join(row)} |" for row in rows))
 
-    for heading, lines in _notes(study, published, entries, deviations):
+    for heading, lines in _notes(study, published, entries, deviations, searched):
         parts.append("\n".join([f"**{heading}**", "", *(f"- {line}" for line in lines)]))
     return "\n\n".join(parts) + "\n"
 
 
 def as_latex(
-    study: Study, published: PublishedTable | None, entries: Sequence[TableEntry], deviations: Sequence[str]
+    study: Study,
+    published: PublishedTable | None,
+    entries: Sequence[TableEntry],
+    deviations: Sequence[str],
+    searched: Sequence[str] = (),
 ) -> str:
     """Return the table as LaTeX, one for all blocks with the same columns, and its notes as comments."""
-    (_, (legend,)), *notes = _notes(study, published, entries, deviations)
+    (_, (legend,)), *notes = _notes(study, published, entries, deviations, searched)
     tables = [
         *_latex_tables(blocks(entries), f"{study.name}. {legend}"),
         *_latex_tables(standing_blocks(entries), f"{study.name}, against the best."),
@@ -255,7 +264,11 @@ def _standing_remarks(standings: Sequence[Standing]) -> list[str]:
 
 
 def _notes(
-    study: Study, published: PublishedTable | None, entries: Sequence[TableEntry], deviations: Sequence[str]
+    study: Study,
+    published: PublishedTable | None,
+    entries: Sequence[TableEntry],
+    deviations: Sequence[str],
+    searched: Sequence[str],
 ) -> list[tuple[str, list[str]]]:
     """Return the notes below the table, as headings with lines; the first one is the legend."""
     over = "the seeds"
@@ -273,6 +286,7 @@ def _notes(
     ranked = [entry.standing for entry in entries if entry.standing]
     if ranked:
         notes.append(("Against the best", _standing_remarks(ranked)))
+    notes.append(("Search", [*searched]))
     if published:
         notes.append(("Published", [published.source, *published.notes]))
         notes.append(("Choices where the source leaves something open", study.choices))

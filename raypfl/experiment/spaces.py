@@ -8,6 +8,8 @@ from math import ceil, floor
 from typing import Any
 
 from raypfl.common.errors import ConfigError, did_you_mean
+from raypfl.experiment.checks.effects import assign_all, require_effect
+from raypfl.experiment.experiment import Experiment
 
 RANGES = {"uniform": float, "loguniform": float, "randint": int, "lograndint": int}
 """Kinds of ``[low, high]``, and their type of number. As in Ray Tune, `high` is excluded from those of integers."""
@@ -60,6 +62,16 @@ class Space:
     @property
     def is_logarithmic(self) -> bool:
         return self.kind.removeprefix("q").startswith("log")
+
+    def at(self, share: float) -> Any:
+        """Return the draw that lies at a share, from 0 up to but without 1, of the space."""
+        if not self.is_range:
+            return int(share * len(self.values))
+
+        low, high = self.values
+        draw = low * (high / low) ** share if self.is_logarithmic else low + share * (high - low)
+        # A quantised integer is rounded to the nearest multiple instead.
+        return floor(draw) if self.is_integer and self.step is None else draw
 
     def value(self, draw: float) -> Any:
         """Return the setting's value for a draw: a number of four digits, which people can read, or a listed value."""
@@ -244,6 +256,19 @@ def _counting(spaces: list[Space], draws: Mapping[str, Any]) -> Iterator[tuple[S
     for space in spaces:
         if not space.owner or draws[space.owner] == space.when:
             yield space, space.value(draws[space.name])
+
+
+def configured(experiment: Experiment, configuration: Mapping[str, Any]) -> Experiment:
+    """Return an experiment with the values of a configuration, by setting.
+
+    Raises
+    ------
+    ConfigError : if the experiment refuses a value, or one has no effect in it.
+    """
+    values = experiment.to_dict()
+    changes = [(key.split("."), value) for key, value in configuration.items()]
+    require_effect(assign_all(values, changes))
+    return Experiment(**values)
 
 
 def in_words(value: Any) -> Any:

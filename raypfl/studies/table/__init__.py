@@ -1,0 +1,1 @@
+"""A study's table: its entries, its layout as text and LaTeX, and its picture."""
