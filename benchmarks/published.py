@@ -13,6 +13,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from benchmarks import searches
+from benchmarks.searches import FEWEST_METHODS
 from raypfl.common.files import write
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -21,9 +23,6 @@ PAGE = ROOT / "docs/results.md"
 
 NEAR = 3.0
 """Percentage points; a measured mean as near as this to the published one counts as reproduced."""
-
-FEWEST_METHODS = 4
-"""Of fewer methods, a rank correlation says next to nothing."""
 
 HEAD = """\
 # Published tables, measured
@@ -40,6 +39,8 @@ edited by hand. A record is written by [`raypfl study NAME --record FILE`](studi
   compared.
 - **Rank correlation** is Spearman's ρ and Kendall's τ of published and measured means over the methods of a column,
   for columns of {fewest} methods or more.
+- Where settings were [searched](studies.md#equal-searches), further tables have what was chosen, and the order of the
+  methods beside that with fixed settings.
 - Where there are several seeds, a second table has each method's rank, 95 % interval, paired difference to the best
   method and chance to be better than it, from [a bootstrap of seeds and clients](studies.md#files), and the mean CPU
   time of a seed.
@@ -142,6 +143,18 @@ class Record:
         return bool(self.values["smaller"])
 
     @property
+    def is_searched(self) -> bool:
+        return "search" in self.values
+
+    def values_in(self, across: str, metric: str) -> dict[str, tuple[float, ...]]:
+        """Return the values of each method in a column of the first block."""
+        values = {}
+        for cell in self.cells:
+            if (cell.across, cell.metric) == (across, metric):
+                values.setdefault(cell.method, cell.values)
+        return values
+
+    @property
     def far_off(self) -> list[Cell]:
         """Cells that are not reproduced, though the runs are of the published size."""
         return [] if self.is_smaller else [cell for cell in self.pairs if not cell.is_reproduced]
@@ -177,9 +190,9 @@ class Record:
 
 
 def records(folder: Path = RECORDS) -> list[Record]:
-    """Read all records, by the names of their files; those without a published table are left out."""
+    """Read all records, by the names of their files; those without a published table or a search are left out."""
     read = [Record(file, json.loads(file.read_text())) for file in sorted(folder.glob("*.json"))]
-    return [record for record in read if record.pairs]
+    return [record for record in read if record.pairs or record.is_searched]
 
 
 def page(all_records: Sequence[Record]) -> str:
@@ -187,40 +200,56 @@ def page(all_records: Sequence[Record]) -> str:
     text = HEAD.format(near=NEAR, fewest=FEWEST_METHODS)
     text += "".join(f"{_summary(record)}\n" for record in all_records)
     for record in all_records:
-        text += "\n" + "\n".join(_section(record)).rstrip("\n") + "\n"
+        text += "\n" + "\n".join(_section(record, all_records)).rstrip("\n") + "\n"
     return text
 
 
 def _summary(record: Record) -> str:
     pairs = record.pairs
-    seeds = sorted({len(cell.values) for cell in pairs})
+    seeds = sorted({len(cell.values) for cell in pairs or record.cells})
+    if not pairs:
+        return f"| {record.title} | {' or '.join(map(str, seeds))} | – | not published | – | – |"
     reproduced = "smaller runs" if record.is_smaller else f"{len(pairs) - len(record.far_off)} of {len(pairs)}"
     columns = list(record.correlations().values())
     ranks = [_median([column[i] for column in columns]) if columns else "–" for i in (0, 1)]
     return f"| {record.title} | {' or '.join(map(str, seeds))} | {len(pairs)} | {reproduced} | {' | '.join(ranks)} |"
 
 
-def _section(record: Record) -> Iterator[str]:
+def _section(record: Record, all_records: Sequence[Record]) -> Iterator[str]:
     values = record.values
     name = record.file.name
     yield f"## {record.title}\n"
-    origin = f"{values['published']}. Record: [`{name}`](../{RECORDS.relative_to(ROOT)}/{name}){_cost(values['runs'])}."
+    link = f"[`{name}`](../{RECORDS.relative_to(ROOT)}/{name})"
+    origin = f"{values['published'] or 'No published table'}. Record: {link}{_cost(values['runs'])}."
     yield f"{origin}\n\n```\n{values['command']}\n```\n"
     yield from _tables(record)
 
-    if record.is_smaller:
-        yield f"Not judged: the runs are smaller than published ({', '.join(values['smaller'])}).\n"
-    else:
-        text = f"{len(record.pairs) - len(record.far_off)} of {len(record.pairs)} cells are reproduced."
-        if record.far_off:
-            text += f" Not: {', '.join(f'{cell.name} ({cell.gap:+.1f})' for cell in record.far_off)}."
-        yield f"{text}\n"
+    if record.is_searched:
+        yield from searches.chosen(values["search"], values["trials"])
+        for across, metric in dict.fromkeys((cell.across, cell.metric) for cell in record.cells):
+            for other in all_records:
+                if not other.is_searched:
+                    fixed = other.values_in(across, metric)
+                    yield from searches.order(metric, fixed, record.values_in(across, metric), other.title)
+
+    if record.pairs:
+        yield f"{_judgement(record)}\n"
 
     for heading, lines in (("Deviations", values["deviations"]), ("Remarks", values["reasons"])):
         if lines:
             yield f"{heading}:\n"
             yield "".join(f"- {line}\n" for line in lines).rstrip("\n")
             yield ""
+
+
+def _judgement(record: Record) -> str:
+    """Say how many cells are reproduced, or why that is not judged."""
+    if record.is_smaller:
+        return f"Not judged: the runs are smaller than published ({', '.join(record.values['smaller'])})."
+    text = f"{len(record.pairs) - len(record.far_off)} of {len(record.pairs)} cells are reproduced."
+    if record.far_off:
+        text += f" Not: {', '.join(f'{cell.name} ({cell.gap:+.1f})' for cell in record.far_off)}."
+    return text
 
 
 def _tables(record: Record) -> Iterator[str]:

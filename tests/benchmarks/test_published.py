@@ -79,3 +79,44 @@ def test_rank_correlations_are_over_the_methods_of_a_column_that_has_four_or_mor
     # One of six pairs is the other way round: tau = (5 - 1) / 6, rho = 1 - 6 * 2 / (4 * 15).
     assert record(entries).correlations() == {("", "", "GM"): (pytest.approx(0.8), pytest.approx(2 / 3))}
     assert record(entries[:3]).correlations() == {}
+
+
+def test_a_searched_study_shows_what_it_chose_and_the_order_beside_fixed_settings():
+    column = {"across": "Dir", "metric": "chosen"}
+    fixed_values = {"a": [50.0, 52.0, 90.0], "b": [60.0, 60.0], "c": [70.0, 70.0], "d": [80.0, 80.0], "e": [1.0, 1.0]}
+    fixed = record(
+        [column | {"method": method, "values": values, "published": 1.0} for method, values in fixed_values.items()],
+        title="Fixed",
+    )
+    searched_values = {"a": [90.0, 91.0], "b": [61.0, 61.0], "c": [71.0, 71.0], "d": [81.0, 81.0], "new": [1.0, 2.0]}
+    lam = {"method.lam": {"loguniform": [0.1, 10]}}
+    trials = []
+    for method in searched_values:
+        for number, score in enumerate((60.0, 70.0, None), start=1):
+            values = {"training.lr": 0.1 * number} | ({"method.lam": 2.0} if method == "b" else {})
+            labels = {"method": method, "down": "", "across": "Dir", "trial": number}
+            trials.append(
+                labels | {"values": values, "score": score, "chosen": number == 2, "cpu_seconds": 10.0 * number}
+            )
+    search = {"trials": 3, "seeds": 1, "shared": {"training.lr": {"uniform": [0.1, 1]}}, "methods": {"b": lam}}
+    searched = record(
+        [column | {"method": method, "values": values} for method, values in searched_values.items()],
+        title="Searched",
+        published=None,
+        search=search,
+        trials=trials,
+    )
+
+    text = page([fixed, searched])
+    assert "| Searched | 2 | – | not published | – | – |" in text
+    assert "Every method had 3 trials (15 in all, 0.1 CPU hours), each trained with 1 seed" in text
+    chosen = "`training.lr` 0.2, `method.lam` 2 | `method.lam` 0.1 to 10, logarithmic | 70.0 | 60.0 to 60.0 | 60"
+    assert f"| b · Dir | {chosen} |" in text
+    # Of a's three fixed seeds, only the first two count: 51, the lowest. The search makes it the highest.
+    assert "| a | 51.0 | 4 | 90.5 | 1 | +39.5 |\n| d | 80.0 | 1 | 81.0 | 2 | +1.0 |" in text
+    # Three of six pairs are the other way round.
+    assert (
+        "Fixed settings are those of Fixed; both are over the 2 seeds that both have. Rank correlation of the two"
+        in text
+    )
+    assert "ρ -0.20, τ 0.00." in text and "| new |" not in text.partition("fixed | rank")[2]

@@ -81,13 +81,13 @@ class SearchOutcome:
         """Say what was searched, what was chosen in each row, and which trials failed."""
         search = self.search
         methods = dict.fromkeys(score.trial.position[0] for score in self.scores)
-        value = search.value or "value of the primary metric"
-        chosen_round = "in the last round" if search.choose == "last" else "in the round that these choose"
+        value = search.value or "the primary metric"
+        chosen_round = "the last round" if search.choose == "last" else "the round that these data choose"
         lines = [
             f"Each method has {counted(search.trials, 'trial')}, drawn at random with seed {search.seed}: "
             f"{_spaces_in_words(search, methods)}.",
-            f"A trial is trained with {counted(search.seeds, 'seed')} and evaluated on validation data alone. The best "
-            f"{value} {chosen_round} decides, and only the chosen settings are evaluated on test data.",
+            f"A trial is trained with {counted(search.seeds, 'seed')} and evaluated on validation data alone. The one "
+            f"that is best by {value} in {chosen_round} sets the row's settings; these alone see test data.",
         ]
         for position, best in self.best.items():
             values = ", ".join(f"{key}={in_words(value)}" for key, value in best.trial.values.items())
