@@ -18,6 +18,9 @@ from raypfl.experiment.yaml_text import read
 PER_METHOD = ("training", "model", "cohort", "asynchronous", "rounds")
 """Sections and settings that may differ between the methods of a comparison."""
 
+_EVALUATED = "evaluation.every"
+"""May differ, too: a round of one method may take as long as ten of another, and each has its own number of rounds."""
+
 
 def experiments(source: str | Path | Mapping[str, Any], assignments: Iterable[str] = ()) -> list[Experiment]:
     """Return the experiments of a comparison: each method with each seed, method by method.
@@ -102,10 +105,10 @@ def _with_settings(base: Experiment, method: Any) -> Experiment:
     values = base.replace(method=without_settings).to_dict()
     changes = setting_paths(settings)
     for path, _ in changes:
-        if path[0] not in PER_METHOD:
+        if path[0] not in PER_METHOD and ".".join(path) != _EVALUATED:
             raise ConfigError(
                 f"settings of method {name!r} has {'.'.join(path)}, which all methods of a comparison share; only "
-                f"{', '.join(PER_METHOD)} may differ between methods."
+                f"{', '.join((*PER_METHOD, _EVALUATED))} may differ between methods."
             )
 
     try:

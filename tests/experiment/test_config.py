@@ -90,6 +90,7 @@ def test_an_invalid_local_optimizer_is_refused(training, sentence):
 
 def test_a_method_of_a_comparison_may_have_its_own_settings():
     settings = {"training": {"lr": 0.05, "optimizer": "adam"}, "model": {"name": "lenet"}, "rounds": 7}
+    settings |= {"evaluation.every": 7}
     values = {
         "methods": ["fedavg", {"name": "ditto", "lam": 2, "settings": settings}],
         "training": {"epochs": 3},
@@ -101,6 +102,7 @@ def test_a_method_of_a_comparison_may_have_its_own_settings():
     assert fedavg.method == second_seed.method == FedAvg()
     assert fedavg.training == TrainingSettings(lr=0.2, epochs=3, batch_size=5)
     assert ditto.method == Ditto(lam=2.0) and (ditto.model.name, ditto.model.options, ditto.rounds) == ("lenet", {}, 7)
+    assert (fedavg.evaluation.every, ditto.evaluation.every) == (Experiment().evaluation.every, 7)
     assert ditto.training == TrainingSettings(lr=0.05, epochs=3, batch_size=5, optimizer=Adam())
 
     (alone,) = experiments({"method": {"name": "ditto", "settings": {"model.hidden": [3], "training.lr": 0.05}}})

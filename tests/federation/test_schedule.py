@@ -120,6 +120,21 @@ def test_equal_durations_and_a_buffer_of_a_cohort_are_synchronous_rounds():
         assert schedule.wave_from(number) == number
 
 
+@pytest.mark.parametrize("num_clients", [9, 40, 400])
+@pytest.mark.parametrize("lengths", ["different", "some equal", "mostly equal"])
+def test_a_window_that_no_round_reaches_changes_nothing(num_clients: int, lengths: str):
+    """Without one, replies that come alone are taken in by a loop of their own."""
+    seconds = lognormal(num_clients)
+    if lengths != "different":
+        seconds = np.ceil(seconds * (4 if lengths == "some equal" else 1))
+    for size, buffer in ((3, 1), (8, 3), (8, 8), (2, 1)):
+        fleet = Fleet(seconds, size)
+        schedule = make_schedule(fleet, 60, 6, buffer)
+        windowed = make_schedule(fleet, 60, 6, buffer, window=1e9)
+        for name, expected in vars(windowed).items():
+            np.testing.assert_array_equal(getattr(schedule, name), expected)
+
+
 def test_a_longer_schedule_begins_like_a_shorter_one():
     fleet = Fleet(lognormal(300), 30, dropout=0.1)
     short = make_schedule(fleet, 20, 4, buffer=5)
@@ -140,6 +155,7 @@ def test_waves_need_only_models_that_are_finished_and_hold_each_client_once():
         assert schedule.rounds[turns].max() <= first
         assert len(set(schedule.clients[turns])) == len(turns)
         if last < 200:
+            # This client cannot train with the one that ended the wave before, so there are no fewer waves than these.
             assert schedule.rounds[schedule.joining(last + 1, last + 1)].max() > first
         sizes.append(len(turns))
         first = last + 1

@@ -118,7 +118,9 @@ class Schedule:
     def wave_from(self, round: int) -> int:
         """Return the last round, from this one on, that needs no client which is sent its message after it has begun.
 
-        All clients of these rounds can train at once.
+        All clients of these rounds can train at once. No cut into fewer waves is possible: each of them but the last
+        ends for a client that is sent its message after the wave has begun, and is needed when the next one begins. No
+        two of these clients can train at once.
         """
         last = round
         while last < self.num_rounds and self.rounds[self.joining(last + 1, last + 1)].max() <= round:
@@ -177,12 +179,66 @@ class _Simulation:
     def run(self, num_rounds: int) -> Schedule:
         while self._round <= num_rounds:
             retry = self._fill()
+            self._take_lone_replies(num_rounds)
+            if self._round > num_rounds:
+                break
             next_reply = self._at_work[0][0] if self._at_work else math.inf
             self._time = min(retry, next_reply, self._window_end())
             if math.isinf(self._time):
                 self._refuse_stuck()
             self._take_replies(num_rounds)
         return self._schedule()
+
+    def _take_lone_replies(self, num_rounds: int) -> None:
+        """Take in replies, and draw a client after each, until two come at the same moment.
+
+        For fleets in which all can be reached and nobody drops out, this does what `run` does in a third of the time:
+        everything is in local variables, and a new turn takes its place in the heap as the old one leaves it.
+        """
+        at_work = self._at_work
+        free = self._free
+        is_plain = self._is_always_available and not self._fleet.dropout and self._window is None
+        if not is_plain or len(at_work) < max(self._fleet.size, 3) or not free or _is_tied(at_work):
+            return
+
+        buffer = self._buffer
+        seconds = self._seconds
+        place_of = self._place_of
+        waiting = self._waiting
+        clients = self._clients
+        begins = self._begins
+        num_free = len(free)
+        new_turn = len(clients)
+        for number in self._random:
+            time, turn = at_work[0]
+            waiting.append(turn)
+            if len(waiting) == buffer:
+                self._rounds.extend([self._round] * (new_turn - len(self._rounds)))
+                self._time = time
+                self._end_round()
+                num_free = len(free)
+                if self._round > num_rounds:
+                    break
+
+            # As `_draw`, `_take` and `_begin` do.
+            place = number % num_free
+            client = free[place]
+            last = free.pop()
+            num_free -= 1
+            if last != client:
+                free[place] = last
+                place_of[last] = place
+            clients.append(client)
+            begins.append(time)
+            heapq.heapreplace(at_work, (time + seconds[client], new_turn))
+            new_turn += 1
+
+            next_time = at_work[0][0]
+            if not num_free or at_work[1][0] == next_time or at_work[2][0] == next_time:
+                break
+
+        self._rounds.extend([self._round] * (new_turn - len(self._rounds)))
+        self._drops.extend(bytes(new_turn - len(self._drops)))
 
     def _take_replies(self, num_rounds: int) -> None:
         """Take in all replies that come now."""
@@ -210,8 +266,10 @@ class _Simulation:
     def _end_round(self) -> None:
         self._replies.extend(self._waiting)
         self._joined.extend([self._round] * len(self._waiting))
-        for turn in self._waiting:
-            self._set_free(self._clients[turn])
+        replied = [self._clients[turn] for turn in self._waiting]
+        for place, client in enumerate(replied, len(self._free)):
+            self._place_of[client] = place
+        self._free.extend(replied)
         self._waiting.clear()
         self._round_ends.append(self._time)
         self._round_began = self._time
@@ -298,6 +356,11 @@ class _Simulation:
             replies=replies,
             round_ends=np.array(self._round_ends),
         )
+
+
+def _is_tied(heap: list[tuple[float, int]]) -> bool:
+    """Return whether the first two of at least three turns end at the same moment."""
+    return heap[0][0] in (heap[1][0], heap[2][0])
 
 
 def _random_numbers(seed: int) -> Iterator[int]:
