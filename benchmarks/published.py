@@ -148,7 +148,7 @@ class Record:
 
     def values_in(self, across: str, metric: str) -> dict[str, tuple[float, ...]]:
         """Return the values of each method in a column of the first block."""
-        values = {}
+        values: dict[str, tuple[float, ...]] = {}
         for cell in self.cells:
             if (cell.across, cell.metric) == (across, metric):
                 values.setdefault(cell.method, cell.values)

@@ -60,7 +60,7 @@ def record_of(
     its column; and ``runs``, a dict for each finished cell. With a search, also ``search``, which describes it, and
     ``trials``, a dict for each trial.
     """
-    record = {
+    record: dict[str, Any] = {
         **BY_HAND,
         "study": reference.name,
         "published": reference.published.source if reference.published else None,
