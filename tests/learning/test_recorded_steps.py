@@ -18,6 +18,7 @@ from raypfl.common import device_rng
 from raypfl.common.messages import unmarked
 from raypfl.learning.optimizers import SGD, StepDraws
 from raypfl.learning.recording import CannotRecord, CudaGraphs, Replays
+from raypfl.learning.recording.plans import BINDINGS
 from raypfl.learning.recording.replays import KeptPlan
 from raypfl.learning.vectorised import Vectorised
 from raypfl.methods.local_training import proximal
@@ -374,3 +375,8 @@ def test_a_plan_of_an_earlier_round_is_used_only_if_the_training_is_the_same(tra
     for model, expected in zip(in_rounds(Replays(), rounds, train), in_rounds(None, rounds, train), strict=True):
         assert torch.equal(model, expected)
     assert len(reused) == 3
+
+
+def test_a_plan_calls_its_operations_by_bindings_of_the_same_name():
+    for operation, binding in BINDINGS.items():
+        assert operation._schema.name == f"aten::{binding.__name__}"

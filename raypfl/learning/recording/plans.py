@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
-from raypfl.learning.recording.operations import Name, Operation, OperationRecorder, with_values
+from raypfl.learning.recording.operations import Name, Operation, OperationRecorder
 
 aten = torch.ops.aten
 
@@ -28,6 +28,32 @@ FILLED = frozenset(
 
 EXACT = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten._foreach_add_.List})
 """Operations whose bits do not depend on the order of their arguments in memory."""
+
+BINDINGS: Mapping[OpOverload, Callable[..., Any]] = {
+    aten._foreach_add_.List: torch._foreach_add_,
+    aten._log_softmax.default: torch._log_softmax,
+    aten._log_softmax_backward_data.default: torch._log_softmax_backward_data,
+    aten.add.Tensor: torch.add,
+    aten.add_.Tensor: Tensor.add_,
+    aten.bmm.default: torch.bmm,
+    aten.clamp_min.default: torch.clamp_min,
+    aten.div.Tensor: torch.div,
+    aten.expand.default: Tensor.expand,
+    aten.gather.default: torch.gather,
+    aten.index_select.default: torch.index_select,
+    aten.mul.Tensor: torch.mul,
+    aten.neg.default: torch.neg,
+    aten.relu.default: torch.relu,
+    aten.scatter_add.default: torch.scatter_add,
+    aten.select.int: torch.select,
+    aten.squeeze.dims: torch.squeeze,
+    aten.sub.Tensor: torch.sub,
+    aten.sum.dim_IntList: torch.sum,
+    aten.transpose.int: torch.transpose,
+    aten.unsqueeze.default: torch.unsqueeze,
+    aten.view.default: Tensor.view,
+}
+"""The same operations as PyTorch binds them to Python: a call takes 1.5 to 3 microseconds less, half of a small one."""
 
 MAX_PLANS = 64
 """The number of plans that a process remembers. A run has a few: for each loss, number of clients and batch size."""
@@ -67,29 +93,20 @@ class Plan:
         operations = self._needed(self._simplified(recorder))
         # Again, for what only those needed that are computed once.
         changing = self._needed(self._changing(operations, recorder))
-        self._code = self._compiled(recorder, changing)
+        code = self._code(recorder, changing)
 
         computed = {name for step in self._once for name in step.results}
         read = {name for step in self._once for name in step.reads} - computed - recorder.constants.keys()
         # Of a result that changes, an operation that runs once reads only the shape.
-        self._examples = {name: recorder.tensors[name].detach() for name in read}
+        examples = {name: recorder.tensors[name].detach() for name in read}
+        namespace: dict[str, Any] = {**self._constants, **examples}
+        exec(compile(code, "<a recorded step>", "exec"), namespace)
+        self._repeat_on: Callable[..., Callable[[], None]] = namespace["repeat_on"]
 
     def function(self, constants: Mapping[Name, Tensor]) -> Callable[[], None]:
         """Return the function that repeats the operations on these constants."""
-        values: dict[Name, Any] = {**self._examples}
-        values |= {name: tensor.detach() for name, tensor in constants.items()}
-        namespace: dict[str, Any] = {**self._constants}
-        namespace.update((name, values[name]) for name in constants)
         with torch.no_grad():
-            for step in self._once:
-                result = step.function(*with_values(step.arguments, values), **with_values(step.options, values))
-                results = result if step.returns_many else [result]
-                computed = {name: value for name, value in zip(step.results, results, strict=True) if name is not None}
-                values |= computed
-                namespace.update(computed.items())
-
-        exec(self._code, namespace)
-        repeat: Callable[[], None] = namespace["repeat"]
+            repeat = self._repeat_on(**{name: tensor.detach() for name, tensor in constants.items()})
         return torch.no_grad()(repeat)
 
     def _simplified(self, recorder: OperationRecorder) -> list[Operation]:
@@ -183,26 +200,30 @@ class Plan:
                 unchanging |= results
         return changing
 
-    def _compiled(self, recorder: OperationRecorder, operations: Sequence[Operation]) -> CodeType:
-        """Return the code of a function ``repeat``, whose globals are the constants."""
+    def _code(self, recorder: OperationRecorder, operations: Sequence[Operation]) -> str:
+        """Return the code of ``repeat_on``, which computes what stays the same and returns a function ``repeat``."""
         last_use = {name: number for number, step in enumerate(operations) for name in step.reads}
         results_of_once = {name for step in self._once for name in step.results}
-        globals_of_code = {*recorder.constants, *results_of_once}
+        stays = {*recorder.constants, *results_of_once}
 
-        lines = ["def repeat():"]
+        lines = [f"def repeat_on({', '.join(recorder.constants)}):"]
+        lines += [f" {self._line(step)}" for step in self._once]
+        lines.append(" def repeat():")
         for number, step in enumerate(operations):
-            lines.append(f" {self._line(step)}")
+            lines.append(f"  {self._line(step)}")
             tensors = {name for name in (*step.reads, *step.results) if name is not None}
-            over = {name for name in tensors if last_use.get(name, -1) <= number} - globals_of_code
+            over = {name for name in tensors if last_use.get(name, -1) <= number} - stays
             if over:
-                lines.append(f" del {', '.join(sorted(over))}")
-        return compile("\n".join(lines), "<a recorded step>", "exec")
+                lines.append(f"  del {', '.join(sorted(over))}")
+        lines.append(" return repeat")
+        return "\n".join(lines)
 
     def _line(self, step: Operation) -> str:
         """Return the line of code of an operation."""
         arguments = [self._text(value) for value in step.arguments]
         arguments += [f"{name}={self._text(value)}" for name, value in step.options.items()]
-        call = f"{self._constant(step.function)}({', '.join(arguments)})"
+        function = BINDINGS.get(step.function, step.function)
+        call = f"{self._constant(function)}({', '.join(arguments)})"
 
         # An operation in place returns what it gets.
         if all(name is None or name in step.reads for name in step.results):
