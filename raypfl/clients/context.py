@@ -90,8 +90,12 @@ class Context:
 
     def keys(self, purpose: str, rounds: np.ndarray, clients: Sequence[int]) -> np.ndarray:
         """Return the keys ``uint64[K]`` of the clients' random draws for this purpose in each one's round."""
+        different = set(rounds.tolist())
+        if len(different) == 1:
+            return rng.keys(self.seed, purpose, different.pop(), clients)
+
         keys = np.empty(len(clients), np.uint64)
-        for round in set(rounds.tolist()):
+        for round in different:
             chosen = np.flatnonzero(rounds == round)
             keys[chosen] = rng.keys(self.seed, purpose, round, np.asarray(clients)[chosen])
         return keys

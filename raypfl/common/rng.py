@@ -14,6 +14,9 @@ import numpy as np
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MIX_A = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_B = np.uint64(0x94D049BB133111EB)
+_SHIFT_A = np.uint64(30)
+_SHIFT_B = np.uint64(27)
+_SHIFT_C = np.uint64(31)
 
 
 def key(seed: int, purpose: str, *path: int) -> int:
@@ -37,10 +40,10 @@ def generator(seed: int, purpose: str, *path: int) -> np.random.Generator:
 
 def mix(values: np.ndarray) -> np.ndarray:
     """Scramble 64-bit integers, elementwise (the finalizer of SplitMix64, Steele et al. 2014)."""
-    z = values.astype(np.uint64) + _GAMMA
-    z = (z ^ (z >> np.uint64(30))) * _MIX_A
-    z = (z ^ (z >> np.uint64(27))) * _MIX_B
-    return z ^ (z >> np.uint64(31))
+    z = np.asarray(values, dtype=np.uint64) + _GAMMA
+    z = (z ^ (z >> _SHIFT_A)) * _MIX_A
+    z = (z ^ (z >> _SHIFT_B)) * _MIX_B
+    return z ^ (z >> _SHIFT_C)
 
 
 def uniform(keys: np.ndarray) -> np.ndarray:

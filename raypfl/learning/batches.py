@@ -346,10 +346,19 @@ def epoch_order(
     position = batch_in_epoch[:, :, None] * batch_size + np.arange(batch_size)
     real = (position < sizes[:, None, None]) & (step < totals[:, None])[:, :, None]
 
-    shuffled, starts = _shuffle_epochs(keys, -(-totals // per_epoch), sizes)
-    epoch_starts = starts[:, None] + epoch * sizes[:, None]
-    index = np.zeros(position.shape, dtype=np.int64)
-    index[real] = shuffled[(epoch_starts[:, :, None] + position)[real]]
+    num_epochs = -(-totals // per_epoch)
+    index = np.empty(position.shape, dtype=np.int64)
+    # All rows of a draw are as long as its largest client, so only clients within a factor of two are drawn together.
+    exponents = np.frexp(sizes)[1]
+    different = set(exponents.tolist())
+    for exponent in different:
+        alike: slice | np.ndarray = slice(None)
+        if len(different) > 1:
+            alike = np.flatnonzero(exponents == exponent)
+        rows, first_row = _shuffled_epochs(keys[alike], num_epochs[alike], sizes[alike])
+        row = np.where(real[alike], (first_row[:, None] + epoch[alike])[:, :, None], 0)
+        index[alike] = rows[row, np.where(real[alike], position[alike], 0)]
+    index[~real] = 0
     return SampleOrder(index, real.sum(2), totals)
 
 
@@ -403,32 +412,16 @@ def share_of_steps(steps: np.ndarray, shares: np.ndarray) -> np.ndarray:
     return np.minimum(np.maximum((shares * steps).astype(np.int64), 1), steps)
 
 
-def _shuffle_epochs(keys: np.ndarray, epochs: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Shuffle each client's samples for each of its ``epochs[k]``, one after the other.
+def _shuffled_epochs(keys: np.ndarray, epochs: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Shuffle each client's samples for each of its ``epochs[k]``.
 
     Returns
     -------
-    The shuffled samples of all clients in one array, and the position at which each client's begin.
+    A row for each epoch, client after client, which begins with its samples, ``int64[sum of epochs, largest size]``;
+    and the number of each client's first row, ``int64[K]``.
     """
-    parts = []
-    starts = np.zeros_like(sizes)
-    total = 0
-    # All rows of a draw are as long as its largest client, so only clients within a factor of two are drawn together.
-    exponents = np.frexp(sizes)[1]
-    for exponent in np.unique(exponents):
-        alike = np.flatnonzero(exponents == exponent)
-        lengths = epochs[alike] * sizes[alike]
-        starts[alike] = total + np.cumsum(lengths) - lengths
-        total += int(lengths.sum())
-        parts.append(_shuffle_in_equal_rows(keys[alike], epochs[alike], sizes[alike]))
-    return np.concatenate(parts), starts
-
-
-def _shuffle_in_equal_rows(keys: np.ndarray, epochs: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Shuffle the clients' samples, drawn in rows of equal length, ``int64[sum of epochs * sizes]``."""
+    first_row = np.cumsum(epochs) - epochs
     client = np.repeat(np.arange(len(keys)), epochs)
-    epoch = np.arange(len(client)) - np.repeat(np.cumsum(epochs) - epochs, epochs)
-    width = int(sizes.max())
-    row_sizes = sizes[client]
-    rows = rng.permutations(rng.mix(keys[client] + epoch.astype(np.uint64)), width, row_sizes)
-    return rows[np.arange(width) < row_sizes[:, None]]
+    epoch = np.arange(len(client)) - first_row[client]
+    row_keys = rng.mix(keys[client] + epoch.astype(np.uint64))
+    return rng.permutations(row_keys, int(sizes.max()), sizes[client]), first_row
