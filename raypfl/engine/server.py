@@ -47,6 +47,10 @@ from raypfl.storage.states import StateTable
 from raypfl.storage.tables import read_parquet
 from raypfl.storage.tree import clone, encode, flatten, on_device
 
+ROUNDS_PER_CHECKPOINT = 10
+SECONDS_PER_CHECKPOINT = 2.0
+"""The rounds between checkpoints if ``checkpoint.every`` is None, and how long they take at least."""
+
 
 class Server:
     """Runs an experiment's rounds on a backend, from its newest checkpoint if there is one.
@@ -94,6 +98,7 @@ class Server:
         self._records = RunTables({})
         self._warnings: set[str] = set()
         self._saved_round: int | None = None
+        self._saved_at = clock()
 
         self._runner = prepared.runner(backend, self.states, self.ledger, self.emit, self._warn)
         self._evaluator = Evaluator(prepared, self._runner)
@@ -174,7 +179,7 @@ class Server:
                     self._run_round()
                 if evaluator.is_due(self.round):
                     self._evaluate()
-                if self.round and is_due(self.round, self.experiment.checkpoint.every, self.experiment.rounds):
+                if self._is_save_due():
                     self._save()
             return self._end("finished")
         except (Stopped, KeyboardInterrupt):
@@ -382,6 +387,14 @@ class Server:
             digest.update(digest_of_client[client])
         return digest.hexdigest()
 
+    def _is_save_due(self) -> bool:
+        every = self.experiment.checkpoint.every
+        if every is None:
+            # A checkpoint takes as long as a short round, and waits for the disk.
+            is_too_soon = self._clock() - self._saved_at < SECONDS_PER_CHECKPOINT
+            every = 0 if is_too_soon else ROUNDS_PER_CHECKPOINT
+        return self.round > 0 and is_due(self.round, every, self.experiment.rounds)
+
     def _save(self) -> None:
         """Write a checkpoint, which shares an earlier one's files of clients' states that have not changed."""
         location = self.job.checkpoints
@@ -410,6 +423,7 @@ class Server:
 
         path = checkpoints.save(location, snapshot, self.experiment.checkpoint.keep, permit)
         self._saved_round = self.round
+        self._saved_at = self._clock()
         self.emit(Checkpointed(self.round, path))
 
     def _held_states(self) -> StateTable:
@@ -429,6 +443,7 @@ class Server:
 
     def _restore_or_start(self) -> None:
         """Go back to the newest checkpoint or, without one, to the start of the run."""
+        self._saved_at = self._clock()
         self._use_states(StateTable())
         # Without what was spent, the epsilon that the run reports would be too small.
         snapshot = checkpoints.load(

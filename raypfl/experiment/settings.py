@@ -123,13 +123,14 @@ class CheckpointSettings:
 
     Attributes
     ----------
-    every : number of rounds between checkpoints; 0: only when the run stops or ends.
+    every : number of rounds between checkpoints; 0: only when the run stops or ends; None: 10, or the multiple of 10
+        that takes two seconds where rounds are shorter.
     keep : number of checkpoints kept, the newest ones.
     location : folder of the checkpoints, or any URI that ``pyarrow.fs`` knows (``s3://...``, ``gs://...``); None: in
         the run's folder.
     """
 
-    every: int = 10
+    every: int | None = None
     keep: int = 2
     location: str | None = None
 

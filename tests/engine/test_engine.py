@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import textwrap
 from pathlib import Path
@@ -35,6 +36,27 @@ def test_a_run_tells_its_listeners_everything_in_order(tmp_path):
     assert [e.round for e in events if isinstance(e, Evaluated)] == [3, 6]
     assert [e.round for e in events if isinstance(e, Checkpointed)] == [2, 4, 6]
     assert result.status == "finished" and result.round == 6
+
+
+def test_short_rounds_are_saved_by_the_seconds_that_they_take_unless_checkpoints_have_a_number_of_rounds(
+    tmp_path, monkeypatch
+):
+    def run(name: str, **changes) -> tuple[list[int], raypfl.Result]:
+        events = []
+        small = {"partition__clients": 3, "cohort__size": 2, "evaluation__every": 7, "checkpoint__every": "null"}
+        settings = experiment(tmp_path, output=tmp_path / name, rounds=25, **(small | changes))
+        result = raypfl.run(settings, listeners=[events.append])
+        return [e.round for e in events if isinstance(e, Checkpointed)], result
+
+    monkeypatch.setattr("raypfl.engine.server.SECONDS_PER_CHECKPOINT", math.inf)
+    never_rounds, never = run("never")
+    every_rounds, every = run("every", checkpoint__every=9)
+    monkeypatch.setattr("raypfl.engine.server.SECONDS_PER_CHECKPOINT", 0.0)
+    always_rounds, always = run("always")
+
+    assert (never_rounds, every_rounds, always_rounds) == ([25], [9, 18, 25], [10, 20, 25])
+    for other in (every, always):
+        assert other.weights_hash == never.weights_hash and same_tables(other, never)
 
 
 @pytest.mark.parametrize("executor", ["vectorised", "sequential"])
