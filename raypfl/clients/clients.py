@@ -15,7 +15,6 @@ from raypfl.clients.steps.minibatches import MiniBatch, MiniBatches
 from raypfl.common.errors import MethodError, PrivacyError
 from raypfl.common.messages import PerClient, Weighting, inside_a_loss, per_client, unmarked
 from raypfl.common.transfer import to_device
-from raypfl.evaluation.metric_sums import MetricSums
 from raypfl.learning.batches import epoch_order, num_steps, share_of_steps
 from raypfl.learning.executor import Executor
 from raypfl.learning.loss import LocalLoss, LossFunction, ReportedLoss
@@ -393,7 +392,7 @@ class Clients:
         """
         context = self._context
         models = theta if isinstance(theta, Predictor) else self._group.rows(theta)
-        metric_sums = MetricSums(context.measures)
+        metric_sums = context.metric_sums()
         sums = metric_sums.accumulate(context.model_outputs(models, self._group.split(split)), len(self))
 
         rows = to_device(metric_sums.values(sums).numpy(), self.device)

@@ -18,6 +18,7 @@ from raypfl.common.messages import unmarked
 from raypfl.common.user_code import user_location, where_defined
 from raypfl.devices import RequestedTraining
 from raypfl.evaluation.inference import InputChange, ModelOutputs, outputs_on_own_samples, outputs_on_shared_samples
+from raypfl.evaluation.metric_sums import MetricSums
 from raypfl.evaluation.run_metrics import Measures
 from raypfl.evaluation.settings import EvaluationSettings
 from raypfl.learning.batches import Samples
@@ -82,6 +83,7 @@ class Context:
     corrupted: dict[Any, Tensor] = field(default_factory=dict)
     requested: list[RequestedTraining] | None = None
     _unions: dict[str, np.ndarray] = field(default_factory=dict)
+    _metric_sums: dict[bool, MetricSums] = field(default_factory=dict)
 
     @cached_property
     def initial(self) -> Tensor:
@@ -106,6 +108,12 @@ class Context:
             trained = (client for client in range(self.num_clients) if client not in self.unseen)
             self._unions[split] = np.concatenate([self.split(client, split) for client in trained])
         return self._unions[split]
+
+    def metric_sums(self, by_class: bool = False) -> MetricSums:
+        """Return the layout of metric sums, which is worked out once."""
+        if by_class not in self._metric_sums:
+            self._metric_sums[by_class] = MetricSums(self.measures, by_class)
+        return self._metric_sums[by_class]
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -72,7 +72,7 @@ def _score_personal(
     if not isinstance(models, Predictor):
         models = unmarked(models).expand(len(group), -1)
 
-    metric_sums = MetricSums(group.context.measures)
+    metric_sums = group.context.metric_sums()
     rows: dict[str, Tensor] = {}
     for protocol in protocols:
         if protocol in OWN_SPLITS:
@@ -91,7 +91,7 @@ def _score_on_union(group: ClientGroup, models: Tensor | Predictor, protocols: C
     if "global" not in protocols and not weighted_protocols:
         return {}
 
-    metric_sums = MetricSums(group.context.measures, by_class=bool(weighted_protocols))
+    metric_sums = group.context.metric_sums(by_class=bool(weighted_protocols))
     outputs = group.context.model_outputs(models, group.context.union("test"))
     sums = metric_sums.accumulate(outputs, len(group))
     rows = {}
@@ -111,7 +111,7 @@ def _score_shared(
 ) -> dict[str, Each | Sum]:
     """The group's part of the global model's results, by protocol; the model is ``[P+B]``."""
     model = unmarked(theta)[None]
-    plain_sums = MetricSums(group.context.measures)
+    plain_sums = group.context.metric_sums()
     values: dict[str, Each | Sum] = {}
     weighted = any(protocol in WEIGHTED for protocol in protocols)
     needs_union = weighted or "global" in protocols
@@ -122,7 +122,7 @@ def _score_shared(
         if not is_requested and not serves_union:
             continue
 
-        metric_sums = MetricSums(group.context.measures, by_class=weighted and protocol == "local")
+        metric_sums = group.context.metric_sums(by_class=weighted and protocol == "local")
         outputs = _outputs_by_client(group, model, group.split(split))
         sums_by_name = _own_sums(group, metric_sums, outputs, protocol, masks if is_requested else ())
         sums = sums_by_name.pop(protocol)
@@ -156,7 +156,7 @@ def _own_sums(
 
     plain = RunningSums(layout, len(group))
     is_known = _class_counts(group) > 0
-    by_mask = {mask: RunningSums(MetricSums(group.context.measures), len(group)) for mask in masks}
+    by_mask = {mask: RunningSums(group.context.metric_sums(), len(group)) for mask in masks}
     for batch in outputs:
         plain.add(batch)
         for mask, running in by_mask.items():
@@ -177,7 +177,7 @@ def _sums_of_shares(
 
     A metric that needs all outputs at once has no sums that add up, so the first client's group runs the whole test.
     """
-    if MetricSums(group.context.measures).needs_all_outputs:
+    if group.context.metric_sums().needs_all_outputs:
         has_first_client = any(i == 0 for i, _ in shares)
         samples = test_sets if has_first_client else ()
     else:
@@ -199,7 +199,7 @@ def _common_sums(
     group: ClientGroup, models: Tensor | Predictor, test_sets: Iterable[EvaluationSamples], reused: bool = False
 ) -> Tensor:
     """The metric sums of models on common samples; `reused` if other models will be tested on the same ones."""
-    metric_sums = MetricSums(group.context.measures)
+    metric_sums = group.context.metric_sums()
     total = metric_sums.empty(len(models))
     for test_set in test_sets:
         change = _input_change(group, test_set, reused)

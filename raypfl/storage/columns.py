@@ -25,6 +25,9 @@ of lists and bytes."""
 _ITEMS = {"int32 list": "i", "bytes": "B"}
 """Kind of a column of lists or bytes -> type code of the array with their concatenated items."""
 
+_NUMBERS = frozenset({"int32", "int64", "float64"})
+"""Kinds of columns whose arrays hold values as they are."""
+
 
 class Columns:
     """A table in memory that grows at its end: a few bytes a value, no Python objects.
@@ -54,7 +57,10 @@ class Columns:
         """Add one row; the errors are those of :meth:`extend`."""
         self._refuse_other_columns(row)
         for name, value in row.items():
-            self._arrays[name].extend(self._encode(name, (value,)))
+            if self.kinds[name] in _NUMBERS:
+                self._arrays[name].append(value)
+            else:
+                self._arrays[name].extend(self._encode(name, (value,)))
         self._length += 1
 
     def extend(self, columns: Mapping[str, Iterable[Any]]) -> None:

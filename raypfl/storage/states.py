@@ -97,7 +97,8 @@ class StateTable:
 
     def refs(self, client: int) -> tuple[StackRef, ...]:
         """Return where a client's state is, the oldest part first; empty if it has none."""
-        return tuple(StackRef(stack.handle, slot, stack.node) for stack, slot in self._layers(client))
+        layers = self._layers(client)
+        return tuple(StackRef(stack.handle, slot, stack.node) for stack, slot in layers) if layers else ()
 
     def stage(
         self,

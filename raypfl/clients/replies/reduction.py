@@ -81,7 +81,7 @@ def reduced(who: str, name: str, value: object, clients: int) -> Value:
     weight = unmarked(value.weight)
     # A GPU is waited for once, not for each look at the weights.
     weight_on_host = weight.cpu()
-    if weight.shape != (clients,) or bool((weight_on_host < 0).any()):
+    if weight.shape != (clients,) or any(number < 0 for number in weight_on_host.tolist()):
         raise MethodError(
             f"The weight of Mean {name!r}, which {who} returned, must be a non-negative number for each of the "
             f"group's {counted(clients, 'client')}; it is {weight.tolist()}."

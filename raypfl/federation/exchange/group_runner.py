@@ -136,10 +136,10 @@ class GroupRunner:
         positions = np.array([position for position, _ in clients])
         groups = []
         for index, members in enumerate(self.cut(ids, cut_for)):
-            group = self._group(function, index, ids[members], positions[members])
-            scattered = {name: array[group.positions] for name, array in rows.items()}
-            group_work = None if work is None else work[group.positions]
-            groups.append(replace(group, scattered=scattered, work=group_work))
+            group_positions = positions[members]
+            scattered = {name: array[group_positions] for name, array in rows.items()}
+            group_work = None if work is None else work[group_positions]
+            groups.append(self._group(function, index, ids[members], group_positions, scattered, work=group_work))
 
         skeleton, tensors = flatten(to_all)
         server_skeleton, on_demand = (None, {}) if server is None else flatten(dict(server), "server")
@@ -181,7 +181,7 @@ class GroupRunner:
         """
         groups = []
         for index, ids, group_turns in zip(indices, clients, turns, strict=True):
-            groups.append(replace(self._group(function, index, ids, np.arange(len(ids))), turns=group_turns))
+            groups.append(self._group(function, index, ids, np.arange(len(ids)), {}, turns=group_turns))
 
         skeletons = {}
         tensors: dict[str, Tensor] = {}
@@ -206,18 +206,30 @@ class GroupRunner:
         """Return the expected duration of a group of these clients, in any unit."""
         return self._timings.length(ids)
 
-    def _group(self, function: str | Callable[..., Any], index: int, ids: np.ndarray, positions: np.ndarray) -> Group:
-        """Return a group of these clients, without scattered rows."""
+    def _group(
+        self,
+        function: str | Callable[..., Any],
+        index: int,
+        ids: np.ndarray,
+        positions: np.ndarray,
+        scattered: Mapping[str, np.ndarray],
+        work: np.ndarray | None = None,
+        turns: Turns | None = None,
+    ) -> Group:
+        """Return a group of these clients, with what each is to do."""
+        clients = tuple(ids.tolist())
         return Group(
             index=index,
-            clients=tuple(ids.tolist()),
+            clients=clients,
             positions=positions,
-            scattered={},
-            states=[self.states.refs(int(client)) for client in ids],
+            scattered=scattered,
+            states=[self.states.refs(client) for client in clients],
             length=self._timings.length(ids),
             seconds=self._timings.seconds(function, ids),
             tries=self.tries,
             deaths=self.failures.deaths,
+            work=work,
+            turns=turns,
         )
 
     def run(self, call: Call, groups: list[Group], drop_client: DropClient) -> Iterator[tuple[Group, Done]]:
