@@ -42,6 +42,7 @@ class FlatModel(VectorLayout):
     Attributes
     ----------
     module : the template.
+    modules : it and all modules in it.
     num_parameters : P, the number of trainable parameters.
     num_buffers : B, the number of entries that training moves without a gradient.
     size : P + B, the length of a model vector.
@@ -75,8 +76,10 @@ class FlatModel(VectorLayout):
             raise ConfigError("The network has no trainable parameters, so there is nothing to train.")
 
         self._frozen_norms = frozen_norms(module)
-        self._train(True)
         modules = list(module.modules())
+        self.modules = modules
+        self._has_own_train = any(type(child).train is not nn.Module.train for child in modules)
+        self._train(True)
         # Frozen batch norm stays in evaluation mode, and so does not count.
         batch_norms = [child for child in modules if isinstance(child, _BatchNorm) and child.training]
         self.mixes_rows = bool(batch_norms)
@@ -202,11 +205,10 @@ class FlatModel(VectorLayout):
 
     def _train(self, train: bool) -> None:
         """Set the mode, without the attribute checks of ``nn.Module.train``: 5 % of a small client's evaluation."""
-        modules = list(self.module.modules())
-        if any(type(child).train is not nn.Module.train for child in modules):
+        if self._has_own_train:
             self.module.train(train)
         else:
-            for child in modules:
+            for child in self.modules:
                 object.__setattr__(child, "training", train)
 
         if train:

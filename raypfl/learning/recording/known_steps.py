@@ -43,7 +43,7 @@ def key_of_steps(loss: LocalLoss, update: Update, extras: Extras, options: Any) 
     # Those of which each client has its own are inputs of a step.
     numbers |= dict.fromkeys(update.by_row)
     try:
-        return captured([*functions, numbers, torch.get_default_dtype(), others, options], loss.model.module.modules())
+        return captured([*functions, numbers, torch.get_default_dtype(), others, options], loss.model.modules)
     except Unknown:
         return None
 
