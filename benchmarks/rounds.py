@@ -52,7 +52,7 @@ PARTS: Mapping[str, Sequence[tuple[type, str]]] = {
 
 WHOLE: Mapping[str, Sequence[tuple[type, str]]] = {
     "evaluation, every fifth round": [(Server, "_evaluate")],
-    "checkpoint, every tenth round": [(Server, "_save")],
+    "checkpoints, every two seconds": [(Server, "_save")],
 }
 """Parts that include what they call."""
 

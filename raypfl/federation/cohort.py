@@ -264,14 +264,13 @@ class Cohort(Log, ServerTraining):
         return function.__name__
 
     def _check(self, function: Any, arguments: Mapping[str, Any]) -> None:
-        try:
-            _signature(function.__func__).bind(None, None, **arguments)
-        except TypeError as error:
+        mismatch = _mismatch(function.__func__, tuple(arguments))
+        if mismatch is not None:
             names = ", ".join(["clients", *arguments])
             raise MethodError(
                 f"{where_defined(function)} was called with ({names}), from cohort.run, but takes other arguments: "
-                f"{error}."
-            ) from None
+                f"{mismatch}."
+            )
 
         for name, value in arguments.items():
             if isinstance(value, Scatter) and len(value.rows) != len(self.ids):
@@ -332,9 +331,13 @@ class Cohort(Log, ServerTraining):
 
 
 @functools.lru_cache
-def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    """Return a function's signature, which takes a tenth of a small exchange to find."""
-    return inspect.signature(function)
+def _mismatch(function: Callable[..., Any], names: tuple[str, ...]) -> str | None:
+    """Say why a client function does not take arguments of these names; None if it does."""
+    try:
+        inspect.signature(function).bind(None, None, **dict.fromkeys(names))
+    except TypeError as error:
+        return str(error)
+    return None
 
 
 def tensors_of(value: Any) -> Any:

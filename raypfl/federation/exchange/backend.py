@@ -160,6 +160,9 @@ def states_of(clients: Sequence[tuple[StackRef, ...]], fetch: Fetch) -> list[Map
 
     states: list[Mapping[str, np.ndarray]] = []
     for refs in clients:
+        if not refs:
+            states.append({})
+            continue
         changes = (stacks[id(ref.stack)].state_of(ref.slot) for ref in refs)  # the oldest first
         states.append(merged(changes))
     return states
