@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+from numpy.random.bit_generator import ISeedSequence
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MIX_A = np.uint64(0xBF58476D1CE4E5B9)
@@ -35,7 +37,19 @@ def keys(seed: int, purpose: str, round: int, clients: Sequence[int] | np.ndarra
 
 def generator(seed: int, purpose: str, *path: int) -> np.random.Generator:
     """Return a NumPy generator for a handful of draws for one purpose."""
-    return np.random.Generator(np.random.Philox(key=key(seed, purpose, *path)))
+    return np.random.Generator(np.random.Philox(_KeyOfPhilox(key(seed, purpose, *path))))
+
+
+class _KeyOfPhilox(ISeedSequence):
+    """Gives Philox a key. With the argument `key`, it would first draw a seed from the system: five times as long."""
+
+    def __init__(self, key: int):
+        self._key = key
+
+    def generate_state(self, n_words: int, dtype: Any = np.uint32) -> np.ndarray:
+        words = np.zeros(n_words, dtype)
+        words[0] = self._key
+        return words
 
 
 def mix(values: np.ndarray) -> np.ndarray:

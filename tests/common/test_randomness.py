@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import raypfl
+from raypfl.common import rng
 from raypfl.common.errors import MethodError, RaypflError
 from raypfl.common.messages import Each
 from raypfl.methods import FedAvg
@@ -177,3 +178,8 @@ def test_the_check_for_global_draws_changes_no_training():
     expected = bare_loop(fed, start.expand(4, -1))[0]
     weights = torch.tensor(fed.sizes, dtype=torch.float64)
     assert_close(fed.run_rounds(None)["theta"], (expected * weights[:, None]).sum(0) / weights.sum())
+
+
+def test_a_keyed_generator_draws_what_philox_draws_with_its_key():
+    expected = np.random.Generator(np.random.Philox(key=rng.key(7, "cohort", 3)))
+    assert (rng.generator(7, "cohort", 3).integers(2**63, size=9) == expected.integers(2**63, size=9)).all()
