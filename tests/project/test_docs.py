@@ -150,7 +150,7 @@ def test_every_method_has_a_row_and_one_valid_example():
 
 def test_the_page_on_devices_says_of_every_method_whether_it_can_be_asynchronous():
     page = (ROOT / "docs/devices.md").read_text()
-    written = page.partition("raypfl.runs.choices.asynchronous_methods")[2].partition("\n\nReal writers")[0]
+    written = page.partition("raypfl.runs.choices.asynchronous_methods")[2].partition("\n\n## ")[0]
     assert sorted(re.findall(r"`([\w-]+)`(?=[^|]*\.$|[^|]*\| )", written, re.MULTILINE)) == sorted(METHODS)
 
 

@@ -60,10 +60,11 @@ def draw(entries: Sequence[TableEntry], title: str, path: str | Path) -> Path:
 
 
 def _draw_panel(axes: Axes, entries: Sequence[TableEntry], methods: Sequence[str], metrics: Sequence[str]) -> None:
+    panel_metrics = list(dict.fromkeys(entry.metric for entry in entries))
     for entry in entries:
-        metric_index = metrics.index(entry.metric)
-        y = methods.index(entry.method) + _METRIC_OFFSET * (metric_index - (len(metrics) - 1) / 2)
-        tint = colour(metric_index)
+        line = panel_metrics.index(entry.metric) - (len(panel_metrics) - 1) / 2
+        y = methods.index(entry.method) + _METRIC_OFFSET * line
+        tint = colour(metrics.index(entry.metric))
         if entry.published:
             axes.plot(entry.published.value, y, "o", markersize=7, markerfacecolor="none", color=tint)
         if entry.mean is not None:
