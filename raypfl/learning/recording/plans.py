@@ -98,7 +98,7 @@ class Plan:
         computed = {name for step in self._once for name in step.results}
         read = {name for step in self._once for name in step.reads} - computed - recorder.constants.keys()
         # Of a result that changes, an operation that runs once reads only the shape.
-        examples = {name: recorder.tensors[name].detach() for name in read}
+        examples: dict[str, Tensor] = {name: recorder.tensors[name].detach() for name in read}
         namespace: dict[str, Any] = {**self._constants, **examples}
         exec(compile(code, "<a recorded step>", "exec"), namespace)
         self._repeat_on: Callable[..., Callable[[], None]] = namespace["repeat_on"]
