@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,9 +62,12 @@ class ClientState(MutableMapping[str, Tensor]):
 
         # One copy of each row, since a state may be large.
         example = next(row[name] for row in self._rows if name in row)
+        if isinstance(default, Tensor):
+            self._refuse_other_shape(name, example.shape, default.shape[isinstance(default, PerClient) :])
         stored = host_memory((len(self._rows), *example.shape), example.dtype, self._device)
         for k, row in enumerate(self._rows):
             if name in row:
+                self._refuse_other_shape(name, row[name].shape, example.shape)
                 stored.numpy()[k] = row[name]
 
         rows = stored.to(self._device, non_blocking=True)
@@ -122,6 +125,18 @@ class ClientState(MutableMapping[str, Tensor]):
         unchanged = self._rows if whole else [{} for _ in self._rows]
         stack = Stack.updated(unchanged, changes)
         return stack, stack.contents(len(self._rows), whole)
+
+    def _refuse_other_shape(self, name: str, shape: Sequence[int], expected: Sequence[int]) -> None:
+        """Raise an error if a client's value has not the shape of the others' or of the default.
+
+        NumPy and torch would say so about the line that reads it, or repeat a single number.
+        """
+        if tuple(shape) != tuple(expected):
+            raise MethodError(
+                f"clients.state[{name!r}] has the shape {tuple(shape)} for a client that stored it in an earlier round, "
+                f"but {tuple(expected)} here, for another client or as the default. Store the same shape for every "
+                "client; the run's checkpoints have the wrong one, so start a new run."
+            )
 
     def _default_rows(self, default: Default, new: list[int]) -> PerClient:
         """Return the default rows of the clients at the positions `new`."""

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypfl.common import files
-from raypfl.common.errors import Stopped
+from raypfl.common.errors import MethodError, Stopped
 from raypfl.common.messages import per_client
 from raypfl.engine.backends.inline import Inline
 from raypfl.storage import checkpoints, filesystems
@@ -305,6 +305,13 @@ def test_a_default_is_computed_for_new_clients_only():
         clients.state.get("w")
     clients = fed.clients(states=[{"w": np.array([1.0, 2.0])}] * 4)
     assert clients.state.get("w", default=make_default).tolist() == [[1, 2]] * 4 and len(requests) == 2
+
+
+@pytest.mark.parametrize("default", [torch.zeros(3), per_client(torch.zeros(2, 3)), None])
+def test_a_state_of_another_shape_than_the_default_or_the_other_clients_is_refused(default):
+    clients = Federation().clients(states=[{"w": np.ones(1)}, {} if default is not None else {"w": np.ones(3)}])
+    with pytest.raises(MethodError, match=r"state\['w'\] has the shape \(.*\) .* but \(.*start a new run"):
+        clients.state.get("w", default=default)
 
 
 # ------------------------------------------------------------------------------------------ states of several names
