@@ -159,6 +159,15 @@ def test_one_listener_records_several_runs_and_attaches_a_file_to_each(folder: P
     assert len(list(folder.rglob("mlartifacts/*/artifacts/picture.png"))) == 2
 
 
+def test_a_comparison_with_a_run_that_was_stopped_before_it_wrote_its_results_is_recorded(folder: Path) -> None:
+    warnings: list[str] = []
+    with MLflowListener("sweep", warn=warnings.append, kept_in=folder) as tracked:
+        for event in events(folder, status="stopped"):
+            tracked(event)
+    assert warnings == []
+    assert {run.info.status for run in runs_of(folder)} == {"KILLED"} and len(runs_of(folder)) == 2
+
+
 def test_the_link_opens_the_page_of_the_runs_among_experiments_of_models(folder: Path) -> None:
     listener = MLflowListener()
     happened = events(folder)

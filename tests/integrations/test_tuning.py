@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 import shutil
 import signal
 import time
@@ -17,7 +18,7 @@ from raypfl import Experiment, Result
 from raypfl.common.errors import ConfigError, Stopped
 from raypfl.engine.events import Checkpointed, RunFinished
 from raypfl.experiment.spaces import draws_of_point, spaces_of, values_by_column, values_by_setting
-from raypfl.integrations.tuning.result import tune
+from raypfl.integrations.tuning.result import SweepResult, tune
 from raypfl.integrations.tuning.search import check, search
 from raypfl.integrations.tuning.sweep import Sweep, load
 from raypfl.integrations.tuning.trial import SweepContext, Trial, close, run_seeds, schedule_of
@@ -393,6 +394,19 @@ def test_optuna_searches_for_two_objectives_at_once(tmp_path: Path):
     trials = search(sweep, *check(sweep), tmp_path / "optuna", silent, silent)
     assert [sorted(trial.values) for trial in trials] == [["accuracy/val", "worst_decile/val"]] * 2
     assert {path.name for path in (tmp_path / "optuna/trials").iterdir()} == {trial.name for trial in trials}
+
+
+@pytest.mark.parametrize(
+    ("status", "heading"), [("finished", "# The best of 2 configurations"), ("waiting", "# The best so far .* 1 of 2 ")]
+)
+def test_the_best_configuration_says_whether_others_are_still_to_come(tmp_path: Path, monkeypatch, status, heading):
+    sweep = load(small(trials=2), [f"output={tmp_path}"])
+    drawn = draws_of_point(sweep.spaces, {"training.lr": 0.1})
+    trials = [Trial("0", drawn, "finished", values={"accuracy/val": 0.5}), Trial("1", drawn, status)]
+    monkeypatch.setattr(SweepResult, "_draw", lambda result: None)
+    sweep.folder.mkdir()
+    SweepResult(sweep, trials, ["max"], Experiment().measures).write_files()
+    assert re.match(heading, (sweep.folder / "best.yaml").read_text())
 
 
 @pytest.mark.thorough

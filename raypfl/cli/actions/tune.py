@@ -153,7 +153,9 @@ def _print(outcome: SweepResult) -> None:
         console.print(Text("\n".join([f"{BEST}:", *outcome.changes]), "yellow"), soft_wrap=True)
     if outcome.best is not None:
         console.print(Text(f"Try next: raypfl report {nearby(outcome.folder)}"), soft_wrap=True)
-        console.print(Text(f"          raypfl run {nearby(outcome.folder / BEST)}"), soft_wrap=True)
+        # Of a sweep that was stopped, another configuration may turn out to be the best.
+        if outcome.is_complete:
+            console.print(Text(f"          raypfl run {nearby(outcome.folder / BEST)}"), soft_wrap=True)
 
 
 def _in_two_lines(name: str) -> str:

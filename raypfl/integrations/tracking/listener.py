@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self
 
-from raypfl.common.errors import RaypflError, Stopped
+from raypfl.common.errors import NoRun, RaypflError, Stopped
 from raypfl.engine.events import Event, RunStarted
 from raypfl.experiment import Experiment
 from raypfl.integrations.tracking import entries
@@ -133,9 +134,14 @@ class MLflowListener:
 
     def _describe_runs(self) -> None:
         """Describe the comparison by the table of its runs."""
-        records = [record for record in self._latest() if record.status in ("finished", "stopped")]
-        results = [RunResult.load(record.run_dir) for record in records]
-        evaluated = [result for result in results if result.evaluations.num_rows]
+        evaluated = []
+        for record in self._latest():
+            # A run that is being stopped may not have written its results yet.
+            with contextlib.suppress(NoRun):
+                result = RunResult.load(record.run_dir)
+                if result.evaluations.num_rows:
+                    evaluated.append(result)
+
         if evaluated:
             metrics = entries.comparison_metrics(evaluated)
             self.describe(entries.comparison_description(evaluated), metrics, entries.comparison_scores(evaluated))

@@ -214,10 +214,17 @@ class SweepResult:
         write(self.folder / TABLE, text.getvalue())
 
         if self.best is not None:
-            heading = [f"The best of {len(self.trials)} configurations of the sweep {self.sweep.name}.", *self.changes]
+            heading = [self._heading(), *self.changes]
             comment = "".join(f"# {line}\n" for line in heading)
             write(self.folder / BEST, comment + as_yaml(self.sweep.settings(self.best.drawn)))
             self._draw()
+
+    def _heading(self) -> str:
+        count = len(self.trials)
+        ended = sum(trial.has_ended for trial in self.trials)
+        if ended < count:
+            return f"The best so far in the sweep {self.sweep.name}, of which {ended} of {count} trials have ended."
+        return f"The best of {count} configurations of the sweep {self.sweep.name}."
 
     def _draw(self) -> None:
         trials = [trial for trial in self.trials if math.isfinite(trial.values.get(self.name, math.nan))]
