@@ -133,9 +133,9 @@ class ClientState(MutableMapping[str, Tensor]):
         """
         if tuple(shape) != tuple(expected):
             raise MethodError(
-                f"clients.state[{name!r}] has the shape {tuple(shape)} for a client that stored it in an earlier round, "
-                f"but {tuple(expected)} here, for another client or as the default. Store the same shape for every "
-                "client; the run's checkpoints have the wrong one, so start a new run."
+                f"clients.state[{name!r}] has the shape {tuple(shape)} for a client that stored it earlier, but "
+                f"{tuple(expected)} for another client or as the default. Store the same shape for every client; the "
+                "run's checkpoints have the wrong one, so start a new run."
             )
 
     def _default_rows(self, default: Default, new: list[int]) -> PerClient:

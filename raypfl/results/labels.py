@@ -22,7 +22,8 @@ def labels(experiments: Sequence[Experiment]) -> list[str]:
 
     A label is the method with the options in which runs of this method differ, and with the settings in which it
     differs from the first experiment: ``ditto lam=0.1 training.lr=0.05``. All labels, the first one's too, show their
-    values if all runs are of one method, or if they differ in a single setting that is not a method's own.
+    values if the experiments differ in a single setting that is not a method's own. If all are of one method and differ
+    in several settings, labels show those that are not at their default.
     """
     names = _method_names(experiments)
     texts = _setting_texts(names, experiments)
@@ -52,7 +53,7 @@ def _method_names(experiments: Sequence[Experiment]) -> list[str]:
             # An option that is off by default is not worth a word: `ditto` beside `ditto personal_epochs=2`.
             is_off = value is None and getattr(type(experiment.method), key, ...) is None
             if not is_off and any(other[key] != value for other in namesakes):
-                words.append(f"{key}={value}")
+                words.append(f"{key}={_value_text(value)}")
         names.append(" ".join(words))
     return names
 
@@ -63,11 +64,14 @@ def _setting_texts(names: Sequence[str], experiments: Sequence[Experiment]) -> l
     differing = _differing_keys(settings)
 
     complete = _with_defaults(settings)
-    reference = complete[0]
     one_method = len({name.split()[0] for name in names}) == 1
-    one_setting = len(differing) == 1 and not _are_settings_of_methods(names, settings)
-    if one_method or one_setting:
-        reference = {}  # then also the first one shows its values
+    if len(differing) == 1 and (one_method or not _are_settings_of_methods(names, settings)):
+        # All show their value, a learning rate at its default beside others too, unless it is off.
+        reference = {key: value for key, value in _defaults().items() if value is None}
+    elif one_method:
+        reference = _defaults()
+    else:
+        reference = complete[0]
     differences = [_differences(values, reference, differing) for values in complete]
 
     short_texts = [_as_text(_without_parts_of_other_components(values)) for values in differences]
@@ -75,6 +79,11 @@ def _setting_texts(names: Sequence[str], experiments: Sequence[Experiment]) -> l
         return short_texts
     # Such as two depths of one network beside another network: the short text has the network's name only.
     return [_as_text(values) for values in differences]
+
+
+def _defaults() -> dict[str, Any]:
+    """The default of each setting that is not an option of a component, such as a partition's."""
+    return flatten(deciding_settings(Experiment()))
 
 
 def _differing_keys(settings: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -164,7 +173,16 @@ def _without_parts_of_other_components(differences: Mapping[str, Any]) -> dict[s
 
 
 def _as_text(settings: Mapping[str, Any]) -> str:
-    return " ".join(f"{key.removesuffix('.name')}={value}" for key, value in settings.items())
+    return " ".join(f"{key.removesuffix('.name')}={_value_text(value)}" for key, value in settings.items())
+
+
+def _value_text(value: Any) -> str:
+    """The value as one would type it on the command line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
 
 
 def _tell_apart(names: Sequence[str], texts: Sequence[str], settings: Sequence[Mapping[str, Any]]) -> bool:

@@ -184,7 +184,7 @@ def test_namesakes_are_labelled_with_the_options_that_differ():
     runs = [Experiment(method={"name": "ditto", "personal_epochs": epochs}) for epochs in (None, 2)]
     assert labels(runs) == ["ditto", "ditto personal_epochs=2"]
     runs = [Experiment(method={"name": "fedpac", "head_lr": lr}) for lr in (None, 0.1)]
-    assert labels(runs) == ["fedpac head_lr=None", "fedpac head_lr=0.1"]
+    assert labels(runs) == ["fedpac head_lr=null", "fedpac head_lr=0.1"]
 
 
 def test_a_label_has_the_settings_of_its_method_and_the_first_label_has_none():
@@ -264,11 +264,17 @@ def test_runs_of_one_label_have_the_same_settings():
     runs = [Experiment(method="ditto", model=network) for network in networks]
     expected = ["ditto model.hidden=[8]", "ditto model=vit_s_16 model.depth=1", "ditto model=vit_s_16 model.depth=2"]
     assert labels([Experiment(), *runs]) == ["fedavg", *expected]
-    assert labels(runs) == ["ditto model=mlp model.hidden=[8]", *expected[1:]]
+    assert labels(runs) == expected
+
+    assert labels(experiments(settings_of("devices-digits"))[:3]) == [
+        "fedavg",
+        "fedavg cohort.over_selection=1.5",
+        "fedavg cohort.deadline=1.0 cohort.late=partial",
+    ]
 
     private = [Experiment(method="fedavg", privacy={"noise": 1.0}), Experiment(method="ditto")]
     both = [*private, private[1].override(["privacy={noise: 1.0}"])]
-    assert labels(both) == ["fedavg privacy.noise=1.0", "ditto privacy.noise=None", "ditto privacy.noise=1.0"]
+    assert labels(both) == ["fedavg privacy.noise=1.0", "ditto", "ditto privacy.noise=1.0"]
 
 
 def test_labels_do_not_name_a_file_of_weights_that_other_differing_settings_determine():
@@ -421,6 +427,10 @@ def test_the_outcome_ends_with_all_files_and_suggestions():
     for part in ("runs/p.png", "3fa2c19d88e0", "mlflow ui", "raypfl resume runs/2026 rounds=20"):
         assert part in text
     assert "raypfl report runs/2026\n" in text
+
+    longer = with_setting(comparison()[:1], "rounds=30")
+    of_own_lengths = [*comparison()[1:], *longer]
+    assert "raypfl resume" not in printed(lambda console: show(console, of_own_lengths, {}, ["digits"]))
 
 
 def test_the_outcome_as_json_is_plain():

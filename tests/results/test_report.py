@@ -184,7 +184,7 @@ def test_the_ledger_by_tensor_adds_up_to_what_was_sent(results, whole):
 def test_only_the_settings_that_differ_between_runs_are_listed(results):
     other = changed(results[0], "training.lr=0.5", "seed=7", "partition.alpha=1")
     differing, shared = tables.compare_settings(group_runs([results[0], other]))
-    names = ["fedavg partition.alpha=0.3 training.lr=0.1", "fedavg partition.alpha=1.0 training.lr=0.5"]
+    names = ["fedavg", "fedavg partition.alpha=1.0 training.lr=0.5"]
     assert differing == [
         ("partition.alpha", [("0.3", [names[0]]), ("1.0", [names[1]])]),
         ("training.lr", [("0.1", [names[0]]), ("0.5", [names[1]])]),
@@ -234,6 +234,10 @@ def test_the_headline_says_whose_models_it_compares_and_how_they_spread(results,
     won = lead({"global": 97}, {"global": 97}, {"personal": 90, "global": 95}, {"personal": 90, "global": 95})
     assert won.startswith("The global model of fedavg is best")
     assert "7.0 points above the personal models of ditto, ahead in 2 of 2 seeds" in won
+
+    unused = lead({"global": 94}, {"global": 94}, {"personal": 90, "global": 95}, {"personal": 90, "global": 95})
+    assert unused.startswith("The global model of fedavg is best")
+    assert unused.endswith("the models that clients would use; the global model of ditto has 95.0 ± 0.0 %.")
 
 
 def test_runs_with_other_settings_are_no_seeds_of_one_method(results):

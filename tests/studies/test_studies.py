@@ -598,7 +598,7 @@ def test_every_study_has_a_summary_and_distinct_valid_cells(name):
     study, reference = load(name)
     cells = plan(study)
     assert reference is study or (reference.name in STUDIES and not study.published)
-    assert STUDIES.summary(name) and len({cell.folder for cell in cells}) == len(cells)
+    assert STUDIES.summary(name).endswith(".") and len({cell.folder for cell in cells}) == len(cells)
     assert len(cells) == study.seeds * len(study.methods) * max(1, len(study.down)) * max(1, len(study.across))
     if study.search:
         short, _ = with_search(study, ["search.trials=1"])

@@ -338,7 +338,9 @@ def _suggestions(results: Sequence[RunResult], tried: Sequence[str], folder: Pat
     suggestions = [shlex.join(["raypfl", "report", str(folder)])]
     if changes:
         suggestions.append(_changed_command(command, tried, changes))
-    suggestions.append(shlex.join(["raypfl", "resume", str(folder), f"rounds={2 * experiment.rounds}"]))
+    # Where methods have rounds of their own, one number for all would end a fair comparison.
+    if len({result.experiment.rounds for result in results}) == 1:
+        suggestions.append(shlex.join(["raypfl", "resume", str(folder), f"rounds={2 * experiment.rounds}"]))
     suggestions.append("raypfl list methods")
     return suggestions
 

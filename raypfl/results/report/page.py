@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from datetime import date
 from importlib import resources
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import Any
 
 import jinja2
@@ -22,11 +21,12 @@ from raypfl.evaluation.masking import unmasked_name
 from raypfl.evaluation.run_metrics import Measures
 from raypfl.results import client_data
 from raypfl.results.colours import COLOURS, mark
-from raypfl.results.differences import HEADINGS, Difference, difference, differences, find_label, remarks
+from raypfl.results.differences import HEADINGS, differences, find_label, remarks
 from raypfl.results.display.notices import run_notices
 from raypfl.results.epsilons import epsilons, privacy_sentence
 from raypfl.results.numbers import prediction_traffic
 from raypfl.results.report import budgets, export, figures, sweeps, tables
+from raypfl.results.report.lead import lead_of
 from raypfl.results.report.tables import listed, protocol_name
 from raypfl.results.run_groups import RunGroup, group_runs
 from raypfl.results.setting_text import data_text, shared_setting_text
@@ -188,7 +188,7 @@ def _part(groups: list[RunGroup], suffix: str, baseline: str | None) -> dict[str
     return {
         "suffix": suffix,
         "setting": shared_setting_text([result for _, _, result in runs]),
-        "lead": _lead(groups, main),
+        "lead": lead_of(groups, main),
         "size": _size(groups),
         "notes": _cautions(groups),
         "groups": groups,
@@ -234,90 +234,6 @@ def _tests(protocols: Sequence[str]) -> list[str]:
     """The protocols on test data, or all if there are none; clients' own test data come first."""
     tests = [name for name in protocols if unmasked_name(name) != "val"]
     return sorted(tests or protocols, key=lambda name: name != "local")
-
-
-def _lead(groups: Sequence[RunGroup], protocol: str) -> str:
-    """The main result as a sentence or two: which method's models are best, and by how much."""
-    unit = groups[0].unit
-    test_data = protocol_name(protocol)
-    scored = []
-    for group in groups:
-        scores = group.scores(protocol)
-        if scores:
-            scored.append((group, scores))
-    scored.sort(key=lambda pair: fmean(pair[1]), reverse=unit.metric.higher_is_better)
-
-    (best, best_scores), *rivals = scored
-    models, reach, are = _models(best, protocol)
-    if not rivals:
-        return f"{capitalised(models)} {reach} {_score_text(unit, best_scores)} on {test_data}."
-
-    best_text = unit.text(fmean(best_scores))
-    equals = [group for group, seeds in rivals if unit.text(fmean(seeds)) == best_text]
-    if equals:
-        equal_models = f"{len(equals)} others"
-        if len(equals) == 1:
-            equal_models, _, _ = _models(equals[0], protocol)
-        return f"{capitalised(models)} and {equal_models} are best on {test_data}: {_score_text(unit, best_scores)}."
-
-    second, second_scores = rivals[0]
-    rival_models, _, _ = _models(second, protocol)
-    lead = _lead_text(unit, fmean(best_scores), fmean(second_scores))
-    certainty = _certainty(difference(best, second, protocol), best_scores, second_scores)
-    sentence = (
-        f"{capitalised(models)} {are} best on {test_data}: {_score_text(unit, best_scores)}, "
-        f"{lead} {rival_models}{certainty}."
-    )
-
-    if best.deployed(protocol) == "personal":
-        global_scores = best.scores(protocol, "global")
-        if global_scores:
-            sentence += f" The global model of {best.label} has {_score_text(unit, global_scores)}."
-    return sentence
-
-
-def _lead_text(unit: Unit, best: float, second: float) -> str:
-    """``3.1 points above``."""
-    lead = unit.text(abs(best - second))
-    if unit.metric.percent:
-        lead += " points"
-    if unit.metric.higher_is_better:
-        return f"{lead} above"
-    return f"{lead} below"
-
-
-def _certainty(row: Difference, best_scores: Sequence[float], second_scores: Sequence[float]) -> str:
-    """The end of the sentence on a lead: its interval or, if nothing is paired, whether it is within the spread."""
-    if row.low is not None and row.high is not None:
-        interval = f"{row.text(row.low)} to {row.text(row.high)}"
-        if row.low <= 0 <= row.high:
-            return f", but the 95% interval of the difference includes 0 ({interval})"
-        if len(row.by_seed) == 1:
-            return f" (95% interval {interval})"
-        return f", ahead in {row.seeds_ahead} of {len(row.by_seed)} seeds (95% interval {interval})"
-
-    spread = 0.0
-    for scores in (best_scores, second_scores):
-        if len(scores) > 1:
-            spread = max(spread, stdev(scores))
-    if abs(fmean(best_scores) - fmean(second_scores)) > spread:
-        return ""
-    return f", which is within the spread over seeds (± {row.unit.text(spread)})"
-
-
-def _score_text(unit: Unit, scores: Sequence[float]) -> str:
-    """``94.2 ± 0.3 %``, or ``a mean squared error of 2,900``."""
-    text = unit.text(*scores).replace("±", " ± ")
-    if unit.sign:
-        return f"{text}{unit.sign}"
-    return f"a {unit.phrase} of {text}"
-
-
-def _models(group: RunGroup, protocol: str) -> tuple[str, str, str]:
-    """The models that clients use, with their verbs: ``the personal models of ditto``, ``reach``, ``are``."""
-    if group.deployed(protocol) == "personal":
-        return f"the personal models of {group.label}", "reach", "are"
-    return f"the global model of {group.label}", "reaches", "is"
 
 
 def _other_metrics(measures: Measures, headings: Sequence[str]) -> str:
