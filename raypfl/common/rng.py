@@ -37,7 +37,9 @@ def keys(seed: int, purpose: str, round: int, clients: Sequence[int] | np.ndarra
 
 def generator(seed: int, purpose: str, *path: int) -> np.random.Generator:
     """Return a NumPy generator for a handful of draws for one purpose."""
-    return np.random.Generator(np.random.Philox(_KeyOfPhilox(key(seed, purpose, *path))))
+    # NumPy's types do not know that any ISeedSequence will do.
+    words = _KeyOfPhilox(key(seed, purpose, *path))
+    return np.random.Generator(np.random.Philox(words))  # type: ignore[arg-type]
 
 
 class _KeyOfPhilox(ISeedSequence):
