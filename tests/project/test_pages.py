@@ -26,6 +26,7 @@ from raypfl.experiment import experiments
 from raypfl.experiment.recipes import RECIPES, settings_of
 from raypfl.integrations.tuning import sweep
 from raypfl.studies import cells, description
+from raypfl.studies.search import trials
 from raypfl.trained.membership import membership
 from tests.support.federation import Federation
 from tests.support.pages import BLOCKS, READER_FILES, ROOT, Block, blocks, shell_lines, write_files
@@ -255,8 +256,8 @@ def accepted(reader: Path) -> Iterator[Callable[[list[str]], bool]]:
         sweep.load(source, changes).first()
 
     def read_study(source: str, only: list[str], changes: list[str], *rest: Any) -> None:
-        study, _ = description.load(source)
-        cells.plan(cells.select(study, only), changes)
+        study, other_changes = trials.with_search(description.load(source)[0], changes)
+        cells.plan(cells.select(study, only), other_changes)
 
     def read_recipe(source: str, changes: list[str], *rest: Any) -> None:
         assert source == "RUN" or (source in RECIPES and experiments(settings_of(source), changes))
