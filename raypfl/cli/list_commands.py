@@ -82,8 +82,8 @@ def plan(
     """Plan a run on its clients' devices before anything trains: rounds a day, traffic, energy, and who takes part.
 
     Name the experiment as for raypfl run, with devices.hardware; each method of a comparison is planned. The picture is
-    plan.png in the current folder unless --picture names another file. With --clients, give the cohort as
-    cohort.fraction.
+    plan.png in the current folder unless --picture names another file; of several plans, plan-1.png and so on. With
+    --clients, give the cohort as cohort.fraction.
     """
     from raypfl.cli.actions.plan import carry_out
     from raypfl.experiment import experiments

@@ -282,7 +282,8 @@ class Clients:
     def grad(self, loss: LossFunction, at: Tensor, batches: list[Batch] | None = None, **extras: Any) -> PerClient:
         """Return the gradient ``[K, P]`` of each client's mean loss, at ``at`` (``[P+B]`` or ``[K, P+B]``).
 
-        `batches` come from :meth:`batches`; None: all training samples of each client.
+        `batches` come from :meth:`batches`; None: all training samples of each client. The gradient in something other
+        than a model is :meth:`vjp`'s.
         """
         group = self._group
         local_loss = LocalLoss(self.model, loss)

@@ -215,11 +215,11 @@ def test_a_rehearsal_tells_whether_clients_with_different_models_can_train_in_on
     [
         ({"method": "pefll"}, "PeFLL has 3 exchanges in a round"),
         ({"method": "apple"}, "returns 'core', .*: the server needs the `core` of each client"),
-        ({"method": "fednova"}, "the mean `normaliser` is not of what clients were sent"),
+        ({"method": "fednova"}, "returns 'normaliser', .* after training. A reply that comes late"),
         ({"method": "pfedhn"}, "gets 'theta' as a Scatter"),
         # The first half of its rounds are FedAvg's.
         ({"method": "pfedsim"}, "gets 'start' as a Scatter"),
-        ({"method": "feddyn"}, "FedDyn keeps on the server .* set asynchronous.staleness=constant"),
+        ({"method": "feddyn"}, "FedDyn keeps on the server .* A remedy is asynchronous.staleness=constant"),
         ({"asynchronous__buffer": 21}, "asynchronous.buffer is 21, but after 20 replies of round 1 no client is left"),
         ({"devices__partial_work": 0.5}, "devices.partial_work is for synchronous rounds"),
         ({"privacy__noise": 1.0}, "privacy.noise is for synchronous rounds"),

@@ -18,6 +18,7 @@ import yaml
 import raypfl
 from raypfl.common.errors import ConfigError
 from raypfl.engine.events import RoundFinished, RunStarted
+from raypfl.results.report import find_runs
 from raypfl.runs.result import is_finished
 from raypfl.runs.several.worker import carry_out
 from raypfl.studies import STUDIES, running
@@ -399,6 +400,9 @@ def test_the_command_runs_a_study_and_leaves_its_table_in_six_files(tiny: Path):
     runs = pq.ParquetFile(folder / "cells.parquet").read().to_pylist()
     accuracies = [row["accuracy"] for row in runs if (row["protocol"], row["model"]) == ("global", "global")]
     assert 100 * accuracies[0] == pytest.approx(gm["measured"]) and {row["rounds"] for row in runs} == {1}
+
+    reported, _ = find_runs([folder])
+    assert {str(result.run_dir) for result in reported} == {row["run_dir"] for row in runs}
 
     assert study["deviations"] == [
         "1 of 2 methods: without Ditto.",

@@ -24,6 +24,7 @@ from raypfl.integrations.tracking.listener import MLflowListener
 from raypfl.results.colours import colour
 from raypfl.results.display.console import RunLine, view, warner
 from raypfl.results.display.outcome import nearby
+from raypfl.results.report.runs import STUDY_CELLS
 from raypfl.runs.result import RunResult, is_finished
 from raypfl.runs.several.worker import FAILED, FINISHED, STOPPED, RunOutcome
 from raypfl.studies.cells import StudyCell, choices_with_values, plan, select
@@ -38,7 +39,7 @@ from raypfl.studies.table import layout
 from raypfl.studies.table.entries import TableEntry, cell_table, entry_rows, entry_table, table_entries
 from raypfl.studies.table.picture import draw
 
-FILES = ("table.md", "table.tex", "table.csv", "table.parquet", "cells.parquet", "table.png")
+FILES = ("table.md", "table.tex", "table.csv", "table.parquet", STUDY_CELLS, "table.png")
 TRIALS = "trials.csv"
 """The file with all trials of a study's search."""
 

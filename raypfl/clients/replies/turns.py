@@ -145,15 +145,18 @@ def _sent_rows(who: str, name: str, value: Any, sent: Any, num_clients: int) -> 
         if rows.shape in (shape, shape[1:]):
             return rows.expand(shape)
 
+    expected = f"{who} returns {name!r}, which is not the mean of an argument of that name after training"
     if isinstance(value, Each):
         reason = f"the server needs the `{name}` of each client"
+        expected += f": {reason}"
     elif isinstance(value, Sum):
         reason = f"the server needs a sum over the cohort, `{name}`"
+        expected += f": {reason}"
     else:
         reason = f"the mean `{name}` is not of what clients were sent"
     raise LateReplyError(
-        f"{who} returns {name!r}, which is not the mean of an argument of that name after training: {reason}. A reply "
-        "that comes late counts by how far it got from what the client was sent, and here that is unknown.",
+        f"{expected}. A reply that comes late counts by how far it got from what the client was sent, and here that is "
+        "unknown.",
         reason,
     )
 

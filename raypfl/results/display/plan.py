@@ -82,7 +82,7 @@ def show(console: Console, plan: Plan) -> None:
 
 
 def _clients_of_a_round(mean_counts: Mapping[str, float]) -> str:
-    parts = [f"{mean_counts['clients']:,.1f} count"]
+    parts = [f"{mean_counts['clients']:,.1f} whose work counts"]
     if mean_counts["late"]:
         parts.append(f"{mean_counts['late']:,.1f} are late")
     if mean_counts["dropped"]:
@@ -93,12 +93,12 @@ def _clients_of_a_round(mean_counts: Mapping[str, float]) -> str:
 def _taking_part(numbers: Mapping[str, Any]) -> str:
     never_drawn = numbers["never_drawn"]
     text = f"{never_drawn:,} of {counted(numbers['clients'], 'client')} are never drawn"
-    if numbers["gini"] is not None:
-        text = f"Gini {numbers['gini']:.2f}; {text}"
 
     never_counted = numbers["never_taken_part"] - never_drawn
     if never_counted:
         text += f", and the work of {never_counted:,} more never counts"
+    if numbers["gini"] is not None:
+        text += f"; the Gini coefficient of their turns is {numbers['gini']:.2f}"
     return text
 
 

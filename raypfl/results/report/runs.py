@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.results.labels import labels
@@ -16,11 +17,14 @@ from raypfl.runs.result import RECIPE, RunResult
 _DAMAGED = (OSError, ValueError, LookupError, TypeError, pa.ArrowException)
 """What reading files with other content than expected raises."""
 
+STUDY_CELLS = "cells.parquet"
+"""The file in a study's folder that names the folders of its runs, which it shares with other studies."""
+
 
 def find_runs(paths: Sequence[str | Path]) -> tuple[list[RunResult], list[str]]:
     """Return the runs to report on, and sentences on those that are left out.
 
-    Each path is the folder of a run, a comparison or a sweep, or a folder that contains some.
+    Each path is the folder of a run, a comparison, a study or a sweep, or a folder that contains some.
 
     Left out are folders without runs, runs that have not ended, were never evaluated or cannot be read, and all but the
     last of several runs of one experiment from one seed, which are repetitions. Files, such as a picture that a shell's
@@ -95,6 +99,9 @@ def _runs_of(folder: Path) -> list[Path]:
     """The folder, if it is a run's, or those in a comparison's."""
     if (folder / RECIPE).exists():
         return [folder]
+    if (folder / STUDY_CELLS).exists():
+        runs = pq.read_table(folder / STUDY_CELLS, columns=["run_dir"])["run_dir"].to_pylist()
+        return [Path(run) for run in dict.fromkeys(runs)]
     try:
         comparison = ComparisonFolder.load(folder)
     except (RaypflError, *_DAMAGED):

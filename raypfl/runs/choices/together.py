@@ -53,7 +53,7 @@ def refuse_unmet(prepared: Prepared) -> dict[str, Any] | None:
     if experiment.method.needs_whole_replies() and not experiment.asynchronous.counts_whole:
         error = LateReplyError(
             f"{type(experiment.method).__name__} keeps on the server what must stay in step with its clients, so that "
-            "late replies must count whole; set asynchronous.staleness=constant, and leave asynchronous.mixing out.",
+            "late replies must count whole. A remedy is asynchronous.staleness=constant, without asynchronous.mixing.",
             "replies must count whole, by `asynchronous.staleness: constant`",
         )
         raise ConfigError(str(error)) from error
