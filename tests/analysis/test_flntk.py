@@ -155,6 +155,7 @@ def test_untrained_signs_are_not_reported_as_frozen_random_weights(tmp_path):
     assert not [event for event in events if isinstance(event, Warned)]
 
 
+@pytest.mark.thorough
 def test_an_interrupted_run_has_the_same_files_as_a_whole_one(tmp_path):
     changes = {"checkpoint__every": 2}
     whole = raypfl.run(two_layer(tmp_path, **changes))
@@ -167,6 +168,7 @@ def test_an_interrupted_run_has_the_same_files_as_a_whole_one(tmp_path):
     assert contents(analysis_folder(whole)) == contents(analysis_folder(resumed)) != {}
 
 
+@pytest.mark.thorough
 def test_a_run_that_is_resumed_with_more_rounds_is_predicted_to_its_new_end(tmp_path, result):
     short = raypfl.run(two_layer(tmp_path, rounds=2))
     resumed = raypfl.resume(short.run_dir, overrides=["rounds=6"])

@@ -21,6 +21,8 @@ from benchmarks.overhead import COMMITTED, JOBS, TOLERANCE, Plan, check
 from benchmarks.scheduling import JOBS as REPLAYED
 from benchmarks.scheduling import rounds
 
+pytestmark = pytest.mark.thorough
+
 TINY = Noise("tiny", 6, (1, 8, 8), 3, 9, tests=2)
 RATIOS = {
     "cnn": {"inline": 1.0, "inline, channels last": 1.1, "Ray, 1 actor": 0.95, "Ray, 2 actors": 1.8},

@@ -24,6 +24,8 @@ from raypfl.common.errors import ConfigError
 from raypfl.models import MODELS
 from tests.support.gpu_steps import crash, fail, hang
 
+pytestmark = pytest.mark.thorough
+
 CPU = Options("cpu", quick=True)
 WITHOUT = ("ray", "pyarrow", "pydantic", "mlflow", "torchvision", "pandas")
 

@@ -29,6 +29,8 @@ from benchmarks.peers.systems.raypfl import experiment, note_choice
 from raypfl.data import load_federated
 from raypfl.models import MODELS
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.fixture
 def order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Order:

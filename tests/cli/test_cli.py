@@ -110,7 +110,7 @@ def test_a_finished_run_is_made_longer_by_resuming_it():
     "words",
     [
         ["--method", "fedprox,ditto", "method.lam=2", "--seeds", "2"],
-        ["my files/mine.yaml", "partition.alpha=0.5"],
+        pytest.param(["my files/mine.yaml", "partition.alpha=0.5"], marks=pytest.mark.thorough),
         ["methods=[{name: ditto, settings: {training.lr: 0.05}}, local]"],
     ],
 )

@@ -388,6 +388,7 @@ except MemoryError:
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
 def test_a_data_set_larger_than_the_memory_allowed_is_built_and_a_few_of_its_clients_are_read_and_trained(tmp_path):
     image = datasets.encoded(datasets.pixels(64, 64, 3), "BMP")

@@ -152,6 +152,7 @@ def memory_peaks(folder: Path) -> list[float]:
     return peaks
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from Linux's /proc")
 def test_a_million_described_clients_take_less_than_120_mb_more_than_a_thousand(tmp_path):
     _, thousand, million = call(memory_peaks, tmp_path)

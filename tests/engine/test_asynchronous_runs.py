@@ -123,8 +123,12 @@ def inline(tmp_path_factory):
     }
 
 
+OTHER_PLACES = [(2, False), (3, True), (1, False)]
+PLACES = [(2, True), *(pytest.param(*place, marks=pytest.mark.thorough) for place in OTHER_PLACES)]
+
+
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize(("actors", "one_by_one"), [(2, True), (2, False), (3, True), (1, False)])
+@pytest.mark.parametrize(("actors", "one_by_one"), PLACES)
 def test_any_number_of_actors_gives_the_bits_of_an_inline_run_and_so_do_two_of_which_one_is_killed(
     tmp_path, inline, actors, one_by_one
 ):

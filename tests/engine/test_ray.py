@@ -116,6 +116,7 @@ def test_analyses_keep_the_same_files_on_any_number_of_actors(tmp_path, actors):
     assert inline == files(**(ON_RAY | {"ray__actors": actors}))
 
 
+@pytest.mark.thorough
 def test_a_session_keeps_its_client_actors_for_a_run_with_more_or_fewer_that_work_at_once(tmp_path):
     def processes(actors: int | str, clients: int) -> set[str]:
         """Return the processes in which so many clients, each a group, meet in every round."""
@@ -136,6 +137,7 @@ def test_a_session_keeps_its_client_actors_for_a_run_with_more_or_fewer_that_wor
     assert alone < pair < one_for_each_client
 
 
+@pytest.mark.thorough
 def test_large_states_and_small_ones_give_the_bits_of_an_inline_run(tmp_path):
     from raypfl.engine.backends.objects.answers import SEPARATE_BYTES
 
@@ -223,7 +225,7 @@ def test_a_failing_client_is_named_once_with_its_first_traceback(tmp_path):
     assert text.count("LookupError: the client's disk is on fire") == 1 and len(text.splitlines()) < 30
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.thorough)])
 def test_a_stopped_run_resumes_to_the_same_bits(tmp_path, undisturbed, number):
     # A location that all nodes reach: client actors write and read the states.
     location = f"file://{tmp_path}/shared"

@@ -37,6 +37,7 @@ def family(folder: Path) -> tuple[Any, list[Any]]:
     return parent, children
 
 
+@pytest.mark.thorough
 def test_a_study_that_is_interrupted_and_extended_stays_below_one_parent(folder: Path, monkeypatch):
     watch = Watch(cell=0, round=1)
 

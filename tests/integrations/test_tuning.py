@@ -198,6 +198,7 @@ def test_a_sweep_leaves_a_table_pictures_and_the_best_configuration_which_repeat
     assert {run.info.status for run in children} == {"FINISHED", "KILLED"}
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_sweep_takes_a_users_searcher_and_scheduler_and_a_value_that_ends_trials(tmp_path: Path):
     sweep = {
@@ -213,6 +214,7 @@ def test_a_sweep_takes_a_users_searcher_and_scheduler_and_a_value_that_ends_tria
     assert best.metrics["accuracy/val"] == outcome.best.values["accuracy/val"]
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("ray_cluster")
 def test_when_its_time_is_over_a_sweep_ends_with_what_its_trials_have_reached(tmp_path: Path):
     outcome = tune(small(concurrent=1), [f"output={tmp_path}", "rounds=100000", "stop.seconds=6"])

@@ -459,6 +459,7 @@ def test_a_run_reports_the_epsilon_of_each_client_and_a_resume_keeps_it(tmp_path
     assert all(0 < value < 100 for value in table["epsilon"])
 
 
+@pytest.mark.thorough
 def test_a_new_clients_model_is_trained_privately_and_reports_its_epsilon(tmp_path):
     changes = ["method=fedavg-ft", "method.finetune_epochs=2", "evaluation.every=0", "training.batch_size=4"]
     models = raypfl.trained_models(run(experiment(tmp_path, *changes)).run_dir)

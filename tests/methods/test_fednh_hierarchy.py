@@ -78,6 +78,7 @@ def check(fednh: raypfl.Result) -> None:
     assert 0 < max(moved) <= bound + 1e-5
 
 
+@pytest.mark.thorough
 def test_prototypes_of_a_super_class_end_closer_and_a_scale_is_needed(tmp_path):
     fednh = trained(tmp_path, "fednh", seed=0, rounds=25)
     unscaled = trained(tmp_path, {"name": "fednh", "scale": 1.0, "train_scale": False}, seed=0, rounds=25)

@@ -46,6 +46,7 @@ from tests.support.federation import (
     torch_sgd,
 )
 from tests.support.runs import experiment
+from tests.support.tiers import with_quick
 
 
 @both_executors
@@ -401,7 +402,7 @@ def test_methods_with_heads_and_prototypes_learn_digits(name, tmp_path):
     assert accuracy["personal", "local"] > 0.75 and accuracy.get(("global", "global"), 1.0) > 0.6
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adagrad", "adam", "yogi"])
+@pytest.mark.parametrize("optimizer", with_quick(["sgd", "momentum", "adagrad", "adam", "yogi"], {"adam"}))
 def test_no_server_optimizer_fails_on_digits_at_its_default_rate(optimizer, tmp_path):
     method = {"name": "fedavg", "server_optimizer": optimizer}
     settings = {"rounds": 12, "cohort__size": 12, "evaluation__every": 0, "training__batch_size": 10}

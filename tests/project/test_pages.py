@@ -30,6 +30,7 @@ from raypfl.studies.search import trials
 from raypfl.trained.membership import membership
 from tests.support.federation import Federation
 from tests.support.pages import BLOCKS, READER_FILES, ROOT, Block, blocks, shell_lines, write_files
+from tests.support.tiers import with_quick
 from tests.support.tracking import forget_mlflow_settings, with_database
 
 NOT_CODE = {"text", "toml"}  # tests/common/test_plugins.py installs what the only block of TOML describes
@@ -152,7 +153,10 @@ def ran(reader: Path) -> Callable[[str], SimpleNamespace]:
     return run_page
 
 
-@pytest.mark.parametrize("page", dict.fromkeys(block.page for block in BLOCKS if block.language == "python"))
+PYTHON_PAGES = dict.fromkeys(block.page for block in BLOCKS if block.language == "python")
+
+
+@pytest.mark.parametrize("page", with_quick(PYTHON_PAGES, {"README.md"}))
 def test_the_python_of_a_page_runs_from_top_to_bottom(ran, page: str):
     import mlflow
 

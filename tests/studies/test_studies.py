@@ -294,6 +294,7 @@ def test_a_stopped_study_goes_on_without_redoing_what_is_finished_and_to_the_sam
     assert again.first_rounds == {}
 
 
+@pytest.mark.thorough
 def test_a_study_whose_process_is_killed_goes_on_from_the_last_checkpoint(tiny: Path):
     cells = cells_of("tiny.yaml", "seeds=1")
     watch = Watch(cell=1, round=3, number=signal.SIGKILL)

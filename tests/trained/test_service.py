@@ -247,6 +247,7 @@ def test_a_service_of_pefll_takes_descriptors_and_no_samples(pefll: Service, opt
     assert code == status and sentence in error, error
 
 
+@pytest.mark.thorough
 def test_only_the_descriptor_leaves_a_client_of_pefll_in_a_process_of_its_own(
     pefll: Service, pefll_dir: Path, tmp_path: Path
 ):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich import box
 from rich.console import Console
@@ -23,6 +23,7 @@ EMPTY = "–"
 PENDING = "…"
 """Mark of unfinished cells."""
 
+_STANDING = "against the best"
 _STYLES = {"here": "bold", "published": "dim", "gap": "cyan", "rank": "bold"}
 
 
@@ -74,7 +75,7 @@ def standing_blocks(entries: Sequence[TableEntry]) -> list[TableBlock]:
             for kind, line in zip(_STANDING_LINES, texts, strict=True):
                 lines.append([method if kind == "rank" else "", kind, *line])
         if lines:
-            table.append(TableBlock(f"{title} against the best".strip(), headings, lines))
+            table.append(TableBlock(f"{title} {_STANDING}".strip(), headings, lines))
     return table
 
 
@@ -131,9 +132,13 @@ def as_latex(
 ) -> str:
     """Return the table as LaTeX, one for all blocks with the same columns, and its notes as comments."""
     (_, (legend,)), *notes = _notes(study, published, entries, deviations, searched)
+    # The caption says what their titles end with.
+    standings = [
+        replace(block, title=block.title.removesuffix(_STANDING).strip()) for block in standing_blocks(entries)
+    ]
     tables = [
         *_latex_tables(blocks(entries), f"{study.name}. {legend}"),
-        *_latex_tables(standing_blocks(entries), f"{study.name}, against the best."),
+        *_latex_tables(standings, f"{study.name}, {_STANDING}."),
     ]
 
     comments = []
