@@ -135,6 +135,8 @@ def post(url: str, json: dict[str, Any], headers: dict[str, str]) -> SimpleNames
 def ran(reader: Path) -> Callable[[str], SimpleNamespace]:
     """A function that runs a page's Python once, from top to bottom; returns its names and what it printed."""
 
+    import mlflow
+
     @functools.cache
     def run_page(page: str) -> SimpleNamespace:
         module = ModuleType(re.sub(r"\W", "_", page))
@@ -146,8 +148,11 @@ def ran(reader: Path) -> Callable[[str], SimpleNamespace]:
             patch.setattr("raypfl.trained.serving.remote.RemoteRun", LocalService)
             patch.setattr("raypfl.trained.membership.membership", functools.partial(membership, epochs=1))
             vars(module).update(NAMES_BEFORE.get(page, dict)())
-            for code in blocks(page, "python"):
-                exec(compile(code, page, "exec"), vars(module))
+            try:
+                for code in blocks(page, "python"):
+                    exec(compile(code, page, "exec"), vars(module))
+            finally:
+                mlflow.set_tracking_uri(None)  # a page sets it for the whole process
         return SimpleNamespace(names=vars(module), printed=printed.getvalue())
 
     return run_page
@@ -158,12 +163,7 @@ PYTHON_PAGES = dict.fromkeys(block.page for block in BLOCKS if block.language ==
 
 @pytest.mark.parametrize("page", with_quick(PYTHON_PAGES, {"README.md"}))
 def test_the_python_of_a_page_runs_from_top_to_bottom(ran, page: str):
-    import mlflow
-
-    try:
-        assert ran(page)
-    finally:
-        mlflow.set_tracking_uri(None)  # a page sets it for the whole process
+    assert ran(page)
 
 
 def test_the_readmes_python_prints_what_it_says(ran):
