@@ -6,7 +6,6 @@ import contextlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -131,8 +130,8 @@ def _require_json(file: Path, keys: Iterable[str] = ()) -> dict[str, Any]:
 
 def refuse_unknown_client(client: int, count: int) -> None:
     """Raise a ConfigError unless `client` is one of `count`."""
-    if not isinstance(client, Integral) or not 0 <= client < count:
-        raise ConfigError(f"There is no client {client!r}; clients are numbered from 0 to {count - 1}.")
+    if not 0 <= client < count:
+        raise ConfigError(f"There is no client {client}; clients are numbered from 0 to {count - 1}.")
 
 
 def recorded_reason(folder: Path, experiment: Experiment) -> str:

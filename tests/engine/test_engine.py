@@ -367,8 +367,8 @@ def test_a_folder_that_holds_a_run_is_not_run_in_again(tmp_path):
 
 def test_a_client_that_does_not_exist_has_no_state(tmp_path):
     result = raypfl.run(experiment(tmp_path, rounds=1))
-    for stranger in (-1, 12, "a"):
-        with pytest.raises(ConfigError, match=f"There is no client {stranger!r}; clients are numbered from 0 to 11"):
+    for stranger in (-1, 12):
+        with pytest.raises(ConfigError, match=f"There is no client {stranger}; clients are numbered from 0 to 11"):
             result.client_state(stranger)
 
 
