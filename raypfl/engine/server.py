@@ -401,7 +401,7 @@ class Server:
         permit = partial(refuse_unless_held, location, self.job.attempt, strict=True)
         with checkpoints.explain_write_errors(self.round, location):
             states = client_states.save(self.states, self.backend, location, permit, self._warn)
-            held = client_states.save(self._held_states(), self.backend, location, permit, self._warn)
+            held_states = client_states.save(self._held_states(), self.backend, location, permit, self._warn)
 
         snapshot = Snapshot(
             round=self.round,
@@ -418,7 +418,7 @@ class Server:
             }
             | self._evaluator.saved(),
             pending=self._pending(),
-            held=held,
+            held=held_states,
         )
 
         path = checkpoints.save(location, snapshot, self.experiment.checkpoint.keep, permit)

@@ -403,8 +403,9 @@ def test_optuna_searches_for_two_objectives_at_once(tmp_path: Path):
 )
 def test_the_best_configuration_says_whether_others_are_still_to_come(tmp_path: Path, monkeypatch, status, heading):
     sweep = load(small(trials=2), [f"output={tmp_path}"])
-    drawn = draws_of_point(sweep.spaces, {"training.lr": 0.1})
-    trials = [Trial("0", drawn, "finished", values={"accuracy/val": 0.5}), Trial("1", drawn, status)]
+    configuration = draws_of_point(sweep.spaces, {"training.lr": 0.1})
+    ended = Trial("0", configuration, "finished", values={"accuracy/val": 0.5})
+    trials = [ended, Trial("1", configuration, status)]
     monkeypatch.setattr(SweepResult, "_draw", lambda result: None)
     sweep.folder.mkdir()
     SweepResult(sweep, trials, ["max"], Experiment().measures).write_files()

@@ -88,7 +88,8 @@ def test_every_method_has_all_trials_with_equal_draws_of_shared_settings_and_mor
     by_method = {}
     for trial in trials_of("tiny.yaml"):
         by_method.setdefault(trial.position[0], []).append(trial)
-    fedavg, ditto = by_method["FedAvg"], by_method["Ditto"]
+    fedavg = by_method["FedAvg"]
+    ditto = by_method["Ditto"]
 
     assert [trial.number for trial in fedavg] == [trial.number for trial in ditto] == [1, 2, 3]
     rates = [trial.values["training.lr"] for trial in fedavg]
@@ -116,10 +117,10 @@ def test_draws_are_uniform_over_all_seeds_and_few_of_one_seed_lie_apart():
     smallest_gaps = []
     values: dict[str, list] = {space.key: [] for space in spaces}
     for seed in range(100):
-        drawn = draw(spaces, seed, 6)
-        logarithms = sorted(math.log10(configuration["a"]) for configuration in drawn)
+        configurations = draw(spaces, seed, 6)
+        logarithms = sorted(math.log10(configuration["a"]) for configuration in configurations)
         smallest_gaps.append(min(high - low for low, high in pairwise(logarithms)))
-        for configuration in drawn:
+        for configuration in configurations:
             for key, value in configuration.items():
                 values[key].append(value)
 

@@ -89,6 +89,7 @@ class SearchOutcome:
             f"A trial is trained with {counted(search.seeds, 'seed')} and evaluated on validation data alone. The one "
             f"that is best by {value} in {chosen_round} sets the row's settings; these alone see test data.",
         ]
+
         for position, best in self.best.items():
             values = ", ".join(f"{key}={in_words(value)}" for key, value in best.trial.values.items())
             values_of_others = [
@@ -100,6 +101,7 @@ class SearchOutcome:
             if values_of_others:
                 reached += f", the others {min(values_of_others):.2f} to {max(values_of_others):.2f}"
             lines.append(f"{_name(position)}: {values} (trial {best.trial.number}; {reached}).")
+
         for score in self.scores:
             if score.value is None:
                 reason = score.error or "it has no such number."
