@@ -404,6 +404,9 @@ def test_the_command_runs_a_study_and_leaves_its_table_in_six_files(tiny: Path):
 
     reported, _ = find_runs([folder])
     assert {str(result.run_dir) for result in reported} == {row["run_dir"] for row in runs}
+    (folder / "cells.parquet").write_bytes(b"cut off")
+    reported, (note,) = find_runs([folder, reported[0].run_dir])
+    assert len(reported) == 1 and str(folder) in note
 
     assert study["deviations"] == [
         "1 of 2 methods: without Ditto.",

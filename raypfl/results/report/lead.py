@@ -15,14 +15,7 @@ def lead_of(groups: Sequence[RunGroup], protocol: str) -> str:
     """The main result as a sentence or two: which method's models are best, and by how much."""
     unit = groups[0].unit
     test_data = protocol_name(protocol)
-    scored = []
-    for group in groups:
-        scores = group.scores(protocol)
-        if scores:
-            scored.append((group, scores))
-    scored.sort(key=lambda pair: fmean(pair[1]), reverse=unit.metric.higher_is_better)
-
-    (best, best_scores), *rivals = scored
+    (best, best_scores), *rivals = _best_first(groups, protocol)
     models, reach, are = _models(best, protocol)
     if not rivals:
         return f"{capitalised(models)} {reach} {_score_text(unit, best_scores)} on {test_data}."
@@ -51,18 +44,26 @@ def lead_of(groups: Sequence[RunGroup], protocol: str) -> str:
     return sentence + _unused_global_model(groups, protocol, fmean(best_scores))
 
 
+def _best_first(groups: Sequence[RunGroup], protocol: str, model: str = "") -> list[tuple[RunGroup, list[float]]]:
+    """The groups that have such a model, with its scores; by default the one that clients use."""
+    scored = []
+    for group in groups:
+        scores = group.scores(protocol, model)
+        if scores:
+            scored.append((group, scores))
+    scored.sort(key=lambda pair: fmean(pair[1]), reverse=groups[0].unit.metric.higher_is_better)
+    return scored
+
+
 def _unused_global_model(groups: Sequence[RunGroup], protocol: str, best: float) -> str:
     """A sentence on a global model that is better than the best models that clients would use; empty if none is."""
     unit = groups[0].unit
-    better: list[tuple[float, str]] = []
-    for group in groups:
-        scores = group.scores(protocol, "global")
-        if scores and (fmean(scores) > best if unit.metric.higher_is_better else fmean(scores) < best):
-            better.append((fmean(scores), f"the global model of {group.label} has {_score_text(unit, scores)}"))
-    if not better:
-        return ""
-    _, text = max(better) if unit.metric.higher_is_better else min(better)
-    return f" These are the models that clients would use; {text}."
+    for group, scores in _best_first(groups, protocol, "global")[:1]:
+        mean = fmean(scores)
+        if mean > best if unit.metric.higher_is_better else mean < best:
+            text = f"the global model of {group.label} has {_score_text(unit, scores)}"
+            return f" These are the models that clients would use; {text}."
+    return ""
 
 
 def _lead_text(unit: Unit, best: float, second: float) -> str:

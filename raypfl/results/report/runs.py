@@ -89,19 +89,27 @@ def _run_folders(path: Path) -> list[Path]:
     if path.is_file():
         return []
 
+    if (path / STUDY_CELLS).exists():
+        return _cells_of(path)
     runs = _runs_of(path)
     if not runs:
         runs = [run for folder in sorted(path.iterdir()) for run in _runs_of(folder)]
     return runs or [path]
 
 
+def _cells_of(study: Path) -> list[Path]:
+    """The folders of a study's runs; the study's own if its file is damaged, to be refused together with others."""
+    try:
+        runs = pq.read_table(study / STUDY_CELLS, columns=["run_dir"])["run_dir"].to_pylist()
+    except _DAMAGED:
+        return [study]
+    return [Path(run) for run in dict.fromkeys(runs)]
+
+
 def _runs_of(folder: Path) -> list[Path]:
     """The folder, if it is a run's, or those in a comparison's."""
     if (folder / RECIPE).exists():
         return [folder]
-    if (folder / STUDY_CELLS).exists():
-        runs = pq.read_table(folder / STUDY_CELLS, columns=["run_dir"])["run_dir"].to_pylist()
-        return [Path(run) for run in dict.fromkeys(runs)]
     try:
         comparison = ComparisonFolder.load(folder)
     except (RaypflError, *_DAMAGED):
