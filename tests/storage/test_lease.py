@@ -137,14 +137,15 @@ def test_a_location_that_is_slow_to_write_to_is_no_sign_of_death_and_changes_no_
 def test_signs_of_life_end_when_the_lease_is_lost(tmp_path, monkeypatch):
     monkeypatch.setattr(lease, "BEAT", 0.001)
     location = tmp_path / "run"
+    other_holder = holder_on_another_machine()
     with lease.hold_lease(str(location), "mine", pytest.fail):
         while json.loads((location / "lease.json").read_text())["beat"] < 3:
             pass
         while any(thread.name == "raypfl-lease" for thread in threading.enumerate()):  # a beat may be on its way
-            write_lease(location, holder_on_another_machine())
+            write_lease(location, other_holder)
             time.sleep(0.01)
 
-    assert json.loads((location / "lease.json").read_text()) == asdict(holder_on_another_machine())
+    assert json.loads((location / "lease.json").read_text()) == asdict(other_holder)
 
 
 def test_a_dead_process_of_this_machine_is_recognised_although_its_number_is_reused():
