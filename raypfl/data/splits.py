@@ -17,7 +17,7 @@ NOBODY = -1
 
 
 @dataclass(frozen=True)
-class Holdings:
+class Allocation:
     """The client and the split of every sample.
 
     Attributes
@@ -36,7 +36,7 @@ class Holdings:
 
 def allocate(
     samples: Traits, published_test: np.ndarray, data: DataConfig, partition: Partition, seed: int
-) -> Holdings:
+) -> Allocation:
     """Allocate samples to clients by the partition, and to splits and pools as `data` describes.
 
     A client's val and test samples have its classes in the proportions in which it holds them. Sizes are rounded down,
@@ -79,7 +79,7 @@ def allocate(
         training_counts = _counts(kind[client_samples], owner, (kinds, clients))
         client[test_samples] = _draw_test_owners(kind[test_samples], training_counts, seed)
         split[test_samples] = _TEST
-    return Holdings(client, split, clients, _draw_unseen(data.unseen_fraction, clients, seed))
+    return Allocation(client, split, clients, _draw_unseen(data.unseen_fraction, clients, seed))
 
 
 def _draw_unseen(fraction: float, clients: int, seed: int) -> np.ndarray:

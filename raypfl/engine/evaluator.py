@@ -20,7 +20,7 @@ from raypfl.common.user_code import where_defined
 from raypfl.engine.building.groups import groups_for
 from raypfl.engine.prepared import Prepared
 from raypfl.engine.scoring import score
-from raypfl.evaluation import Selection, select, summarise, tabulate, validation_aggregates
+from raypfl.evaluation import BestRound, select, summarise, tabulate, validation_aggregates
 from raypfl.evaluation.masking import Mask
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.cohort_draw import cohort_size
@@ -180,7 +180,7 @@ class Evaluator:
             return None
         return _refuse_misshapen(model, [self.task.model.size], self.method.global_model, self.runner.last_exchange)
 
-    def _selection(self) -> Selection:
+    def _selection(self) -> BestRound:
         return select(self.measures, self._validated, self.experiment.evaluation)
 
     def _columns(self, state: dict[str, Any], round: int) -> dict[str, list[Any]]:

@@ -12,7 +12,7 @@ from raypfl.evaluation.settings import EvaluationSettings
 PROTOCOL = "val"
 
 
-class Selection(NamedTuple):
+class BestRound(NamedTuple):
     """The best round so far.
 
     Attributes
@@ -25,7 +25,7 @@ class Selection(NamedTuple):
     waited: int
 
 
-def select(measures: Measures, validated: Mapping[int, Mapping[str, Any]], settings: EvaluationSettings) -> Selection:
+def select(measures: Measures, validated: Mapping[int, Mapping[str, Any]], settings: EvaluationSettings) -> BestRound:
     """Select the best evaluated round.
 
     Parameters
@@ -43,10 +43,10 @@ def select(measures: Measures, validated: Mapping[int, Mapping[str, Any]], setti
         if not math.isnan(value):
             values[round] = value
     if not values:
-        return Selection(None, len(validated))
+        return BestRound(None, len(validated))
 
     best = max(values, key=lambda round: (values[round], -round))
-    return Selection(best, sum(round > best for round in validated))
+    return BestRound(best, sum(round > best for round in validated))
 
 
 def validation_aggregates(summary: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:

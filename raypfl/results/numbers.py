@@ -35,7 +35,7 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Message:
+class MessageCost:
     """The cost of one named message, over all of its clients and rounds.
 
     Attributes
@@ -143,7 +143,7 @@ def has_simulated_time(group: RunGroup) -> bool:
     return all("simulated_time" in result.rounds.column_names for result in group.results)
 
 
-def messages(group: RunGroup) -> list[Message]:
+def messages(group: RunGroup) -> list[MessageCost]:
     """Return the ledger by tensor, in the order in which messages are sent."""
     ledger = pa.concat_tables([result.ledger for result in group.results])
     ledger = ledger.append_column("total", pc.multiply(ledger["bytes"], pc.cast(ledger["clients"], pa.int64())))
@@ -154,7 +154,7 @@ def messages(group: RunGroup) -> list[Message]:
 
     seeds = len(group.results)
     return [
-        Message(
+        MessageCost(
             name=row["name"],
             exchange=row["exchange"] + 1,
             direction=row["direction"],

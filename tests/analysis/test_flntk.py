@@ -124,6 +124,7 @@ def test_the_run_is_predicted_before_it_begins_and_explained_in_a_sentence(resul
     assert [row["name"] for row in result.images.to_pylist()] == ["flntk", "flntk_rounds"]
 
 
+@pytest.mark.thorough
 def test_the_recommended_change_saves_the_predicted_rounds(result, tmp_path):
     diagnosis = json.loads((analysis_folder(result) / DIAGNOSIS).read_text())
     name, _, value = diagnosis["change"].rpartition(" ")

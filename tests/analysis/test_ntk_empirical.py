@@ -198,6 +198,7 @@ def test_the_run_says_what_departs_from_a_linear_model(tmp_path):
     )
 
 
+@pytest.mark.thorough
 def test_a_sketch_as_long_as_the_parameters_gives_the_exact_kernel_in_a_run(tmp_path):
     kernels = {}
     for sketch_of in (0, 100_000):

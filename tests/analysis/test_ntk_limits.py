@@ -13,6 +13,7 @@ from raypfl.analysis.theory.diagnosis import Diagnosis, diagnose
 from raypfl.analysis.theory.flntk import TheoremSetting
 from raypfl.analysis.theory.kernels import Spectrum, infinite_width, positive
 from tests.support.ntk import Problem, problem, simulate, split
+from tests.support.tiers import with_quick
 
 WIDE = 1024
 STEP_SIZES = {"a local rate of": "rate", "a server's rate of": "server_rate"}
@@ -108,7 +109,7 @@ CASES: Mapping[str, tuple[Case, int, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", with_quick(CASES, {"long local steps that are stable"}))
 def test_a_run_with_the_recommended_change_takes_the_predicted_rounds(name: str):
     before, rounds, limit = CASES[name]
     diagnosis = before.diagnosis(rounds)

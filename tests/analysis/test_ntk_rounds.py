@@ -265,7 +265,7 @@ def test_first_outputs_have_half_the_variance_of_the_weights():
     assert abs(float(sums.mean()) - 20 * 0.5**2 / 2) <= 4 * float(sums.std()) / 200**0.5
 
 
-@pytest.mark.parametrize(("clients", "steps"), [(1, 1), (4, 5)])
+@pytest.mark.parametrize(("clients", "steps"), [(1, 1), pytest.param(4, 5, marks=pytest.mark.thorough)])
 def test_weights_move_to_the_nearest_interpolation_for_any_clients_and_steps(clients: int, steps: int):
     p = problem(12, 10, m=1024)
     error, u = simulate(p, split(12, clients, by=p.y), steps, rate_of(p, 1 / steps), 60 * clients)

@@ -109,7 +109,7 @@ def test_a_finished_run_is_made_longer_by_resuming_it():
 @pytest.mark.parametrize(
     "words",
     [
-        ["--method", "fedprox,ditto", "method.lam=2", "--seeds", "2"],
+        pytest.param(["--method", "fedprox,ditto", "method.lam=2", "--seeds", "2"], marks=pytest.mark.thorough),
         pytest.param(["my files/mine.yaml", "partition.alpha=0.5"], marks=pytest.mark.thorough),
         ["methods=[{name: ditto, settings: {training.lr: 0.05}}, local]"],
     ],

@@ -14,6 +14,7 @@ from tests.analysis.test_flntk import two_layer
 from tests.support.runs import experiment
 
 
+@pytest.mark.thorough
 def test_a_recipe_is_run_and_its_findings_stand_under_labels_before_the_suggestions(tmp_path, capsys):
     file = tmp_path / "mine.yaml"
     file.write_text(two_layer(tmp_path).to_yaml())
@@ -45,6 +46,7 @@ def test_a_run_of_any_network_is_analysed_and_shown_again_from_its_folder(tmp_pa
     assert capsys.readouterr().out == f"fedavg, seed 0\n  {diagnosis['sentence']}\n\n"
 
 
+@pytest.mark.thorough
 def test_a_finished_run_is_analysed_at_its_checkpoints_with_the_kernels_that_it_had(tmp_path, capsys):
     """The kernel before the first local step is that of the global model after the round before."""
     settings = {"method": "fedavg", "rounds": 3, "cohort__size": 12, "checkpoint__every": 1, "checkpoint__keep": 2}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 
-from typer.testing import CliRunner
+import pytest
 
-from raypfl.cli.app import app
 from raypfl.results.report.page import write
 from raypfl.runs.result import RunResult
+from tests.support.command import raypfl
 
 DEVICES = ["rounds=2", "devices.hardware=lognormal", "method=fedavg"]
 
@@ -17,33 +17,34 @@ def words_of(result) -> str:
     return " ".join(result.output.split())
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_a_run_in_which_nobody_meets_the_deadline_says_that_nothing_was_trained(tmp_path):
     inline = ["engine.backend=inline", "tracking.mlflow=false", "-q"]
     missed = ["run", *DEVICES, *inline, "cohort.deadline=0.001", f"--run-dir={tmp_path / 'run'}"]
     sentence = "Nothing was trained, since no client counted in any round. None met cohort.deadline: raise it"
-    printed = CliRunner().invoke(app, missed)
+    printed = raypfl(*missed)
     assert sentence in words_of(printed), printed.output
 
     # The run is finished, so that this only prints its results again.
-    numbers = json.loads(CliRunner().invoke(app, [*missed, "--json"]).stdout)
+    numbers = json.loads(raypfl(*missed, "--json").stdout)
     assert [notice.startswith(sentence) for notice in numbers["runs"][0]["notices"]] == [True]
     assert sentence in write([RunResult.load(tmp_path / "run")], tmp_path / "report.html").read_text()
 
     met = ["run", *DEVICES, *inline, f"--run-dir={tmp_path / 'other'}"]
-    finished = CliRunner().invoke(app, met)
+    finished = raypfl(*met)
     assert "fedavg" in finished.output and "othing was trained" not in finished.output
-    assert json.loads(CliRunner().invoke(app, [*met, "--json"]).stdout)["runs"][0]["notices"] == []
+    assert json.loads(raypfl(*met, "--json").stdout)["runs"][0]["notices"] == []
 
 
 def test_a_plan_in_which_nobody_meets_the_deadline_says_that_nothing_will_be_trained(tmp_path):
     missed = ["plan", *DEVICES, "cohort.deadline=0.001", f"--picture={tmp_path / 'plan.png'}", "-q"]
     sentence = "Nothing will be trained, since no client counts in any round. None meets cohort.deadline: raise it"
-    printed = words_of(CliRunner().invoke(app, missed))
+    printed = words_of(raypfl(*missed))
     assert sentence in printed and "nan" not in printed
     assert "0 of 20 clients are never drawn, and the work of 20 more never counts" in printed
 
     def refuse_constant(name: str) -> None:
         raise AssertionError(f"{name} is not JSON")
 
-    numbers = json.loads(CliRunner().invoke(app, [*missed, "--json"]).stdout, parse_constant=refuse_constant)
+    numbers = json.loads(raypfl(*missed, "--json").stdout, parse_constant=refuse_constant)
     assert numbers["notices"][0].startswith(sentence) and numbers["gini"] is None

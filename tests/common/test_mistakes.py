@@ -272,6 +272,7 @@ class FailsToDivide(Partition):
     owners = fails
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("place", [{}, ON_RAY], ids=["inline", "ray"])
 def test_an_error_in_start_is_reported_by_function_line_and_error_on_both_backends(tmp_path: Path, place: dict):

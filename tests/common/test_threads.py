@@ -32,6 +32,7 @@ def together(calls: list[Callable[[], Any]]) -> list[Any]:
         return list(pool.map(call_at_start, calls))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("executor", ["sequential", "vectorised"])
 def test_personal_models_that_threads_fine_tune_at_once_are_those_of_one_thread(executor: str, tmp_path: Path):
     described = experiment(

@@ -29,6 +29,7 @@ from raypfl.data import (
     Traits,
 )
 from raypfl.data.partitions.allocation import apportion, fit_margins, largest_remainders
+from tests.support.tiers import with_quick
 
 DRAWN = [name for name in PARTITIONS if name != "from_file"]
 
@@ -176,7 +177,7 @@ def test_a_partition_depends_on_its_seed_and_on_nothing_else(name):
     assert any(not np.array_equal(a, b) for a, b in zip(first, other, strict=True))
 
 
-@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize("name", with_quick(DRAWN, {"dirichlet"}))
 def test_a_hundred_thousand_clients_get_samples(name):
     samples = traits(balanced(100_000))
     partition = replace(PARTITIONS.get(name)(clients=100_000), **({"min_samples": 5} if name == "dirichlet" else {}))

@@ -145,6 +145,7 @@ def test_the_picture_shows_runs_that_request_it_and_have_a_global_model(run, tmp
         latent_picture.draw([alone, unasked], tmp_path / "none.png")
 
 
+@pytest.mark.thorough
 def test_many_dimensions_are_projected_and_fedrods_prototypes_are_its_generic_head(tmp_path):
     changes = {"rounds": 2, "evaluation__every": 0, "tracking__latent": "true", "checkpoint": "{every: 1, keep: 9}"}
     results = [raypfl.run(experiment(tmp_path, method=method, **changes)) for method in ("fedrod", "fednh")]

@@ -8,6 +8,7 @@ import pytest
 from raypfl.common.errors import ConfigError
 from raypfl.devices.availability import Always, Chances, Spans
 from raypfl.devices.availability_models import AVAILABILITY_MODELS, Holdings
+from tests.support.tiers import with_quick
 
 HELD = np.array([[1, 1, 0, 0], [0, 0, 1, 0], [0, 1, 1, 1]], dtype=bool)
 HOLDINGS = Holdings(seed=0, num_samples=np.array([4, 16, 100]), labels_held=lambda: HELD)
@@ -129,7 +130,7 @@ FORMULAS = {
 
 
 @pytest.mark.parametrize("name", FORMULAS)
-@pytest.mark.parametrize("hour", [0, 7, 23])
+@pytest.mark.parametrize("hour", with_quick([0, 7, 23], {7}))
 def test_flgos_models_reach_clients_as_often_as_their_formulas_say(name, hour):
     days = 4000
     availability = AVAILABILITY_MODELS.get(name)().availability(HOLDINGS, unit=3600.0)

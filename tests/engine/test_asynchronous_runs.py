@@ -23,6 +23,7 @@ from raypfl.runs.preparing import prepare
 from tests.support.federated_methods import Marked
 from tests.support.processes import exit_code
 from tests.support.runs import ON_RAY, Interrupt, experiment, same_tables
+from tests.support.tiers import with_quick
 
 BUFFERED = {
     "devices__hardware": "lognormal",
@@ -67,7 +68,7 @@ def whole(tmp_path_factory):
     return raypfl.run(buffered(tmp_path_factory.mktemp("whole"), **STOPPED))
 
 
-@pytest.mark.parametrize("stop", range(1, 7))
+@pytest.mark.parametrize("stop", with_quick(range(1, 7), {3}))
 def test_a_run_that_is_stopped_after_any_round_resumes_to_the_same_bits(tmp_path, whole, stop):
     stopped = raypfl.run(buffered(tmp_path, **STOPPED), listeners=[Interrupt(stop)])
     assert stopped.status == "stopped" and stopped.round == stop
@@ -94,6 +95,7 @@ class KillsItsProcess(Marked):
         return super().train(clients, theta)
 
 
+@pytest.mark.thorough
 def test_a_process_that_is_killed_while_clients_of_several_models_train_resumes_to_the_same_bits(tmp_path):
     # Client 10 trains again for round 9. The checkpoint before, of round 6, holds replies of round 7.
     often = {"checkpoint__every": 2, "devices__dropout": 0.1}
@@ -158,6 +160,7 @@ class GoesBack(Marked):
         return super().train(clients, theta)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("ray_cluster")
 def test_clients_that_trained_before_a_checkpoint_and_train_again_after_it_begin_at_their_old_states(tmp_path, inline):
     going_back = {"method": "tests.engine.test_asynchronous_runs:GoesBack", "method__marks": tmp_path}

@@ -52,6 +52,7 @@ class Reserved(raypfl.methods.FedAvg):
         return ray.get_runtime_context().get_assigned_resources().get("CPU", 0.0)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("ray_cluster")
 def test_server_and_client_actors_reserve_what_the_settings_say(tmp_path):
     reserving = ON_RAY | {"ray__actors": 1, "ray__cpus_for_server": 0.25}

@@ -96,7 +96,7 @@ def private(**changes) -> dict[str, object]:
     return short | {f"privacy__{name}": value for name, value in changes.items()}
 
 
-@pytest.mark.parametrize("changes", [NOISE, NOISE_AND_MASKS])
+@pytest.mark.parametrize("changes", [pytest.param(NOISE, marks=pytest.mark.thorough), NOISE_AND_MASKS])
 def test_noise_and_masks_have_the_same_bits_on_any_number_of_actors(tmp_path, inline, actors, changes):
     expected = inline(**private(**changes))
     result = raypfl.run(on_ray(tmp_path, actors, **private(**changes)))
@@ -186,6 +186,7 @@ def test_actors_that_exceed_the_cluster_are_refused_in_a_sentence(tmp_path):
         raypfl.run(on_ray(tmp_path, actors=900))
 
 
+@pytest.mark.thorough
 def test_a_run_after_one_that_failed_before_its_first_round_has_the_same_processes(tmp_path, undisturbed):
     raypfl.run(on_ray(tmp_path, rounds=1))
     server = spare_server.server
@@ -208,6 +209,7 @@ def test_an_actor_killed_in_the_middle_of_a_round_changes_no_bit(tmp_path, undis
     assert result.weights_hash == undisturbed.weights_hash and same_tables(result, undisturbed)
 
 
+@pytest.mark.thorough
 def test_a_killed_server_is_started_again_and_goes_on_to_the_same_bits(tmp_path, undisturbed):
     events = []
     killing = on_ray(tmp_path, method="tests.support.federated_methods:KillsItsServer", method__marks=tmp_path)
@@ -225,7 +227,8 @@ def test_a_failing_client_is_named_once_with_its_first_traceback(tmp_path):
     assert text.count("LookupError: the client's disk is on fire") == 1 and len(text.splitlines()) < 30
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_run_resumes_to_the_same_bits(tmp_path, undisturbed, number):
     # A location that all nodes reach: client actors write and read the states.
     location = f"file://{tmp_path}/shared"
@@ -319,6 +322,7 @@ def test_a_run_attaches_to_a_running_cluster_and_leaves_it_running(tmp_path, und
     assert ray.cluster_resources()["CPU"] > 0
 
 
+@pytest.mark.thorough
 def test_an_unreachable_cluster_is_reported_in_a_sentence(tmp_path):
     with pytest.raises(ConfigError, match=r"No Ray cluster can be reached at '127\.0\.0\.1:1'"):
         call(hash_of_run, on_ray(tmp_path, ray__address="127.0.0.1:1"))

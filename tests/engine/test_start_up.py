@@ -48,6 +48,7 @@ def _collector() -> Iterator[None]:
     gc.enable()
 
 
+@pytest.mark.thorough
 def test_a_server_requests_its_client_actors_before_it_imports_torch() -> None:
     process = subprocess.run([sys.executable, "-c", START], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert process.stdout == "[False, False] True\n", process.stderr

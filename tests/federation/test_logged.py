@@ -160,6 +160,7 @@ def test_images_lie_in_a_grid_with_a_gap():
     assert (pixels[4] == 255).all() and (pixels[5:, 6:] == 255).all()
 
 
+@pytest.mark.thorough
 def test_the_report_shows_curves_tables_and_images(tmp_path, whole):
     page = write([whole], tmp_path / "report.html").read_text("utf-8")
     assert "What methods logged" in page and "Lines of norm by round" in page
@@ -172,6 +173,7 @@ def test_a_report_without_logged_values_has_no_section_for_them(tmp_path):
     assert "What methods logged" not in write([silent], tmp_path / "report.html").read_text("utf-8")
 
 
+@pytest.mark.thorough
 def test_mlflow_has_numbers_by_round_tables_and_images(tmp_path, monkeypatch, mlflow_database, whole):
     for name in [name for name in os.environ if name.startswith("MLFLOW_")]:
         monkeypatch.delenv(name)

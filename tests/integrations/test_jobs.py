@@ -240,6 +240,7 @@ def test_a_package_that_is_too_large_is_refused_with_its_largest_files(home: Pat
         package.collect([], ["job_package"])
 
 
+@pytest.mark.thorough
 def test_a_log_is_shown_once_although_its_stream_ends_early_breaks_or_falls_silent(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(following, "SILENCE", 0.05)
     server = Server(

@@ -67,6 +67,7 @@ def test_a_run_is_recorded_with_parameters_metrics_tags_and_tables(folder: Path)
     assert (folder / "mlartifacts" / run.info.run_id).is_dir()
 
 
+@pytest.mark.thorough
 def test_an_analysis_is_recorded_with_its_numbers_tables_figures_and_arrays(folder: Path) -> None:
     tracked = {"tracking__mlflow": "true", "tracking__models_mb": 0, "tracking__system_metrics": "false"}
     described = two_layer(folder.parent, rounds=2, output=folder, **tracked)

@@ -48,6 +48,7 @@ def uri(folder: Path) -> str:
     return f"sqlite:///{folder}/mlflow.db"
 
 
+@pytest.mark.thorough
 def test_a_comparison_is_a_parent_with_its_results_and_a_child_for_each_run_with_its_models(folder: Path) -> None:
     import mlflow.pytorch
 

@@ -15,17 +15,17 @@ from raypfl.learning.augmentation import AUGMENTATIONS
 from raypfl.learning.loss import LocalLoss
 from raypfl.learning.packing.alike import Likeness
 from raypfl.learning.packing.packer import Packed, Packer, tried
-from raypfl.learning.packing.trainings import Training, joined
+from raypfl.learning.packing.trainings import GroupTraining, joined
 from raypfl.learning.vectorised import Vectorised
 from raypfl.models.row_number import RowNumber
 from tests.support.federation import Federation, NormalisedConv, assert_close, dropping_mlp, small_mlp, starts_of
 
 
-def training_of(fed: Federation, loss=None, penalty=None, **extras) -> Training:
+def training_of(fed: Federation, loss=None, penalty=None, **extras) -> GroupTraining:
     group = fed.group()
     order, keys, _, _ = group.training(None, None, None, "")
     local_loss = LocalLoss(fed.model, loss or group.loss, penalty)
-    return Training(local_loss, starts_of(fed), group.samples("train"), order, group.update(), keys, extras)
+    return GroupTraining(local_loss, starts_of(fed), group.samples("train"), order, group.update(), keys, extras)
 
 
 def pull(strength: float):

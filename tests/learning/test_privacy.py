@@ -344,6 +344,7 @@ def test_the_orders_of_the_accountant_are_those_of_opacus():
     assert eval(orders) == ORDERS
 
 
+@pytest.mark.thorough
 def test_the_accountant_is_above_the_exact_curve_and_close_to_published_values():
     # Abadi et al. 2016, Section 3.2: q = 0.01, sigma = 4, 10,000 steps, delta = 1e-5: 1.26 by the moments accountant;
     # the newer conversion is tighter.
@@ -437,6 +438,7 @@ def test_batch_norm_is_refused_before_the_run(tmp_path):
         experiment(tmp_path, "privacy.clip=.inf")
 
 
+@pytest.mark.thorough
 def test_a_run_reports_the_epsilon_of_each_client_and_a_resume_keeps_it(tmp_path):
     # Each number of samples costs the accountant a quarter of a second.
     equal_sizes = "partition={name: iid, clients: 6}"

@@ -383,6 +383,7 @@ class Compass(FedPTRServer):
         return {"theta": Mean(trained, clients.num_samples), "own": Each(trained)}
 
 
+@pytest.mark.thorough
 def test_the_projection_points_to_where_the_global_model_goes_better_than_clients_do(tmp_path):
     method = {"name": "tests.methods.test_fedptr:Compass", "per_class": 1, "outer_steps": 5, "image_lr": 100.0}
     changes = {"partition": "{name: dirichlet, clients: 10, alpha: 0.01}", "cohort__size": 10, "rounds": 16}
@@ -398,6 +399,7 @@ def test_the_projection_points_to_where_the_global_model_goes_better_than_client
     assert projected.mean() > local.mean() + 0.05, (projected.mean(), local.mean())
 
 
+@pytest.mark.thorough
 def test_with_one_class_a_client_own_images_start_nearer_to_the_trajectory_than_noise_and_matching_gets_nearer(
     tmp_path,
 ):

@@ -395,7 +395,7 @@ def test_options_out_of_range_are_refused_with_the_experiment(options, message):
         raypfl.Experiment(method=options)
 
 
-@pytest.mark.parametrize("name", ["fednh", "fedproto", "fedrod", "creff"])
+@pytest.mark.parametrize("name", with_quick(["fednh", "fedproto", "fedrod", "creff"], {"fednh", "fedrod"}))
 def test_methods_with_heads_and_prototypes_learn_digits(name, tmp_path):
     result = raypfl.run(experiment(tmp_path, method=name, rounds=12, cohort__size=12, evaluation__every=0))
     accuracy = {(s["model"], s["protocol"]): s["accuracy"] for s in result.summary()}

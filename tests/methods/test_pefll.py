@@ -461,6 +461,7 @@ def test_options_that_make_no_sense_are_refused_in_a_sentence(tmp_path, changes,
         raypfl.run(experiment(tmp_path, **changes))
 
 
+@pytest.mark.thorough
 def test_images_are_described_by_a_convolutional_network(tmp_path):
     datasets.cifar10(tmp_path, each=20)
     base = experiment(tmp_path, method="pefll", method__embedding="cnn", model="lenet", rounds=1, cohort__size=3)

@@ -135,6 +135,7 @@ def test_one_step_on_a_linear_model_is_its_closed_form():
     assert_close(path(1, model)(start, images, rate), (w - rate * slope).reshape(1, -1), 1e-12)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("factory", "lr"), [(tiny, 1000.0), (dense, 10.0)])
 def test_matching_recovers_a_path_made_by_hidden_images(factory, lr):
     model = FlatModel(factory, dtype=torch.float64)

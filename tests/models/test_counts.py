@@ -74,11 +74,11 @@ def millions(count: int) -> tuple[str, str, str]:
 
 PUBLISHED = [
     ("local", {}, "none", "11.18", "0.00"),
-    ("pfedme", {}, "none", "22.36", "11.18"),
-    ("fedalt", {}, "none", "11.18", "11.17"),
     ("fedsim", {"personal": "adapters"}, "bias", "12.59", "11.18"),
 ]
 PUBLISHED_FOR_OTHERS = [
+    ("pfedme", {}, "none", "22.36", "11.18"),
+    ("fedalt", {}, "none", "11.18", "11.17"),
     ("mtl", {}, "none", "11.18", "11.18"),
     ("fedavg-ft", {}, "none", "11.18", "11.18"),
     ("apfl", {"adaptive": False}, "none", "22.36", "11.18"),

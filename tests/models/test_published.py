@@ -34,6 +34,7 @@ def test_a_network_of_torchvision_computes_what_torchvision_does():
         assert torch.equal(model(theta, x), reference(x))
 
 
+@pytest.mark.thorough
 def test_a_network_of_timm_is_trained(tmp_path: Path):
     described = raypfl.Experiment(model=TIMM, rounds=4, training={"lr": 0.1}, output=str(tmp_path)).override(
         ["engine.backend=inline"]

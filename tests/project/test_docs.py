@@ -103,6 +103,7 @@ def test_clients_have_exactly_the_members_that_the_guide_documents():
     assert named == {name for name in dir(Federation().clients()) if not name.startswith("_")}
 
 
+@pytest.mark.thorough
 def test_a_run_on_the_million_clients_of_the_guide_to_data_learns_and_tests_a_thousand(tmp_path, monkeypatch):
     import_from_page("my_clients", tmp_path, monkeypatch)
     described = raypfl.Experiment(

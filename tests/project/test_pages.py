@@ -171,6 +171,7 @@ def test_the_readmes_python_prints_what_it_says(ran):
     assert "local  personal" in printed and "torch.Size([9610])" in printed
 
 
+@pytest.mark.thorough
 def test_the_guide_to_tracking_finds_its_runs_and_models(ran):
     printed = ran("docs/tracking.md").printed
     assert printed.count("torch.Size([5, 10])") == 3 and "tags.seed" in printed

@@ -53,6 +53,15 @@ def test_the_page_lists_every_room():
     assert {room_of(name) for name in MODULES} <= {"", "__main__", "api", *ROOMS}, "a module lies outside of all rooms"
 
 
+def test_no_two_public_classes_have_the_same_name():
+    modules_of_class: dict[str, list[str]] = {}
+    for module, path in MODULES.items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                modules_of_class.setdefault(node.name, []).append(module)
+    assert {name: in_modules for name, in_modules in modules_of_class.items() if len(in_modules) > 1} == {}
+
+
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_imports_rooms_above_it_only(room: str):
     allowed = {room, *ROOMS[: ROOMS.index(room)]}

@@ -400,6 +400,7 @@ def with_a_thousand_clients(result: raypfl.Result, seed: int) -> raypfl.Result:
     return replace(result, round=50, rounds=rounds, evaluations=pa.table(columns), best_round=None)
 
 
+@pytest.mark.thorough
 def test_a_page_on_a_thousand_clients_stays_small(results, tmp_path):
     many = []
     for i, (result, seed) in enumerate(product(results[::2], range(3))):
@@ -407,6 +408,7 @@ def test_a_page_on_a_thousand_clients_stays_small(results, tmp_path):
     assert write(many, tmp_path / "report.html").stat().st_size < LARGEST
 
 
+@pytest.mark.thorough
 def test_methods_that_share_a_colour_differ_in_their_marks(results, tmp_path):
     many = [changed(results[2], f"method.lam={i}") for i in range(len(COLOURS) + 2)]
     picture = next(section(page(many, tmp_path), "learning").iter("svg"))

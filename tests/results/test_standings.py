@@ -12,6 +12,7 @@ from raypfl.results.ranking.joint_draws import joint_draws
 from raypfl.results.ranking.standings import ClientScores, Pairing, scores_of, standings, standings_of_groups
 from raypfl.results.run_groups import group_runs
 from tests.results.test_differences import ISSUE, runs_at
+from tests.support.tiers import with_quick
 
 
 def scores(values, weights=None) -> ClientScores:
@@ -32,7 +33,7 @@ def nested_draws(values, weights, seed: int, draws: int) -> np.ndarray:
     return np.array(rows)
 
 
-@pytest.mark.parametrize("clients", [6, 1200])
+@pytest.mark.parametrize("clients", with_quick([6, 1200], {6}))
 def test_joint_draws_are_those_of_seeds_and_then_of_clients(clients):
     generator = np.random.default_rng(1)
     values = [generator.normal(s, 1 + np.arange(3), (clients, 3)) for s in range(3)]

@@ -199,6 +199,7 @@ def test_an_interrupted_extension_shows_the_earlier_results_of_all_runs(monkeypa
     assert "Stopped. 0 of 2 runs are finished with rounds=9; earlier results exist for 1." in stopped.stderr
 
 
+@pytest.mark.thorough
 def test_the_suggested_command_repeats_the_settings_that_ran_not_those_typed_first():
     raypfl_json("run", *UNTRACKED, "--method", "fedavg,local", "--seeds", "3")
     folder = only_folder()

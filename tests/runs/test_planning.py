@@ -8,14 +8,13 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 import raypfl
-from raypfl.cli.app import app
 from raypfl.common.errors import ConfigError
 from raypfl.devices import ClientTurns, Exchange, Training, Turn
 from raypfl.devices.hardware import LogNormalHardware
 from raypfl.runs.planning.plan import Plan, plan, planned
+from tests.support.command import raypfl as command
 from tests.support.runs import EVENTFUL, experiment
 
 
@@ -117,7 +116,7 @@ def test_the_command_prints_numbers_and_draws_a_picture(tmp_path):
         "rounds=50",
         f"--picture={picture}",
     ]
-    result = CliRunner().invoke(app, [*words, "--clients=1000", "--json", "-q"])
+    result = command(*words, "--clients=1000", "--json", "-q", draws=True)
     assert result.exit_code == 0, result.output
     numbers = json.loads(result.stdout)
     assert numbers["clients"] == 1000 and numbers["clients_a_round"] == {"clients": 100, "dropped": 0, "late": 0}
@@ -125,7 +124,7 @@ def test_the_command_prints_numbers_and_draws_a_picture(tmp_path):
     assert numbers["round_seconds"]["p50"] <= numbers["round_seconds"]["p95"] <= numbers["round_seconds"]["max"]
     assert picture.read_bytes().startswith(b"\x89PNG")
 
-    table = CliRunner().invoke(app, [*words, "-q"]).stdout
+    table = command(*words, "-q").stdout
     assert "rounds a day" in table and "of 20 clients are never drawn" in table
 
 
@@ -138,7 +137,7 @@ def test_the_command_plans_each_method_also_where_all_rounds_end_at_their_deadli
         f"methods={methods}",
         f"--picture={tmp_path / 'plan.png'}",
     ]
-    result = CliRunner().invoke(app, [*words, "--json", "-q"])
+    result = command(*words, "--json", "-q")
     assert result.exit_code == 0, result.output
     late = [numbers["clients_a_round"]["late"] for numbers in json.loads(result.stdout).values()]
     assert late == [0, 20]
@@ -147,7 +146,7 @@ def test_the_command_plans_each_method_also_where_all_rounds_end_at_their_deadli
 
 def test_the_command_plans_the_methods_that_it_is_given_and_asynchronous_rounds(tmp_path):
     words = ["plan", "fedbuff-digits", "--method=fedavg,ditto", "asynchronous.buffer=5", "rounds=8", "--json", "-q"]
-    result = CliRunner().invoke(app, [*words, f"--picture={tmp_path / 'plan.png'}"])
+    result = command(*words, f"--picture={tmp_path / 'plan.png'}")
     assert result.exit_code == 0, result.output
     numbers = json.loads(result.stdout)
     assert list(numbers) == ["fedavg", "ditto"]

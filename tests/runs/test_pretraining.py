@@ -86,6 +86,7 @@ def test_with_weights_in_the_settings_nothing_is_pretrained(tmp_path):
     assert result.weights_hash == first.weights_hash
 
 
+@pytest.mark.thorough
 def test_adapters_are_no_part_of_a_pretrained_network(tmp_path):
     image = {"model": "{name: resnet10, stem: cifar, width: 4}", "model__pretrain": "backbone"}
     image |= {"model__pretrain_epochs": 1, "training__smallest_batch": 2, "model__trained": "null", "method": "local"}
@@ -117,6 +118,7 @@ def test_pools_that_cannot_pretrain_are_refused(tmp_path):
         raypfl.run(settings)
 
 
+@pytest.mark.thorough
 def test_the_command_pretrains_once_and_records_it_and_a_run_uses_the_weights(tmp_path):
     words = [f"data.cache={tmp_path / 'cache'}", f"output={tmp_path}", "model.pretrain=body", "data.pools={body: 0.3}"]
     words += ["model.pretrain_epochs=2", "model.trained=output layer"]

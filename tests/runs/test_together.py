@@ -65,7 +65,7 @@ def seeds(tmp_path: Path, **changes) -> list[raypfl.Experiment]:
     [
         pytest.param({"method": "fedavg", "training__momentum": 0.9}, marks=pytest.mark.thorough),
         # Unequal steps, a penalty, a state, and a trained part; recorded steps.
-        {"method": "ditto", "training__epochs": 6, "training__batch_size": 8},
+        pytest.param({"method": "ditto", "training__epochs": 6, "training__batch_size": 8}, marks=pytest.mark.thorough),
         pytest.param({"method": "fedrep", "training__steps": 3}, marks=pytest.mark.thorough),
         {"method": "scaffold", "training__weight_decay": 0.01, "training__clip_norm": 1.0},
         {"method": "fedavg", "model": "{name: cnn}", "training__steps": 2},
@@ -96,7 +96,15 @@ def rates(tmp_path: Path, *numbers: float, **changes) -> list[raypfl.Experiment]
     "changes",
     [
         # Recorded steps, and rates that differ from round to round.
-        {"training__epochs": 6, "training__batch_size": 8, "training__schedule": "exponential", "training__decay": 0.9},
+        pytest.param(
+            {
+                "training__epochs": 6,
+                "training__batch_size": 8,
+                "training__schedule": "exponential",
+                "training__decay": 0.9,
+            },
+            marks=pytest.mark.thorough,
+        ),
         pytest.param({"training__momentum": 0.9, "training__nesterov": True}, marks=pytest.mark.thorough),
         {"method": "scaffold"},
         pytest.param({"training__optimizer": "adamw", "training__weight_decay": 0.1}, marks=pytest.mark.thorough),
@@ -118,9 +126,8 @@ def test_other_numbers_together_have_the_bits_and_tables_of_lone_runs(tmp_path: 
     assert joined.count(3) > 2, "nothing but a trial was trained together"
 
 
-@pytest.mark.parametrize(
-    ("method", "option"), [("ditto", "lam"), pytest.param("feddyn", "alpha", marks=pytest.mark.thorough)]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize(("method", "option"), [("ditto", "lam"), ("feddyn", "alpha")])
 def test_strengths_of_a_penalty_together_have_the_bits_and_tables_of_lone_runs(
     tmp_path: Path, joined: list[int], method: str, option: str
 ):

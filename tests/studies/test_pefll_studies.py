@@ -111,6 +111,7 @@ def test_the_clients_network_has_the_papers_count(data, shape, classes, count):
     assert Prepared(cell.experiment, ImageShape(shape, classes)).model.num_parameters == count
 
 
+@pytest.mark.thorough
 def test_femnists_column_trains_nine_of_ten_writers_in_leafs_files_and_evaluates_all(tmp_path):
     leaf(tmp_path / "all_data_0.json", {f"f{number:04}": [number, 2 * number, 1, 0, 5] for number in range(20)})
     in_folder = [f"data.root={tmp_path}", f"output={tmp_path / 'out'}", "engine.backend=inline"]

@@ -113,6 +113,7 @@ def test_the_file_on_the_page_adds_the_settings_of_the_authors_code_to_the_study
     assert (cell.experiment.method.lam, cell.experiment.method.distill_rounds) == (2.0, 30)
 
 
+@pytest.mark.thorough
 def test_perada_trains_and_sends_an_eighth_of_what_the_other_methods_do():
     counts = {}
     for method, experiment in cifar10_experiments().items():

@@ -100,6 +100,7 @@ def test_another_file_is_not_taken_for_a_record(small: Path):
     assert not (small / "runs").exists() and written_by_hand(small / "none.json") == {}
 
 
+@pytest.mark.thorough
 def test_a_record_grows_by_cells_of_another_machine_and_loses_no_run(small: Path):
     file = small / "record.json"
     changes = ["rounds=2"]

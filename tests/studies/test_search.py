@@ -21,7 +21,7 @@ from raypfl.experiment.spaces import spaces_of
 from raypfl.studies.cells import plan
 from raypfl.studies.description import load
 from raypfl.studies.deviations import deviations
-from raypfl.studies.search.trials import Trial, draw, planned_trials, with_search
+from raypfl.studies.search.trials import SearchTrial, draw, planned_trials, with_search
 from tests.support.command import raypfl as command
 
 STUDY = """\
@@ -56,7 +56,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tiny.yaml").write_text(STUDY)
 
 
-def trials_of(source: str, *assignments: str) -> list[Trial]:
+def trials_of(source: str, *assignments: str) -> list[SearchTrial]:
     study, changes = with_search(load(source)[0], assignments)
     return planned_trials(study, plan(study, changes))
 
@@ -136,6 +136,7 @@ def test_draws_are_uniform_over_all_seeds_and_few_of_one_seed_lie_apart():
 # What chooses
 
 
+@pytest.mark.thorough
 def test_test_labels_change_what_is_measured_and_not_what_is_chosen(whole: tuple[dict, Path]):
     record, folder = whole
     poisoned = record_of("data.poisoned=true", "output=poisoned")

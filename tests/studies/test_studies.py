@@ -34,6 +34,7 @@ from tests.support.command import raypfl as command
 from tests.support.command import raypfl_json
 from tests.support.pages import blocks as yaml_blocks
 from tests.support.processes import exit_code
+from tests.support.tiers import with_quick
 
 TINY = """\
 seeds: 2
@@ -327,6 +328,7 @@ def test_cells_on_ray_are_stopped_with_a_checkpoint_and_end_with_the_bits_of_an_
     assert raypfl.Result.load(cells[0].folder).weights_hash == whole.weights_hash
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("ray_cluster")
 def test_cells_on_ray_run_at_the_same_time(tiny: Path):
     meeting = (
@@ -369,6 +371,7 @@ def test_ctrl_c_exits_with_130_shows_the_table_so_far_and_the_command_to_continu
 # What the table says
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("across", [("",), ("Dir(0.1)", "Dir(1.0)")])
 def test_the_whole_legend_is_in_the_picture(tmp_path: Path, across: tuple[str, ...]):
     metrics = ("global", "personal", "worst decile", "std")
@@ -601,7 +604,7 @@ def test_the_studies_of_the_guide_can_be_planned(tiny: Path):
 # The studies that come with the package
 
 
-@pytest.mark.parametrize("name", list(STUDIES))
+@pytest.mark.parametrize("name", with_quick(STUDIES, {"digits-personal", "fednh-table1", "pfllib-small"}))
 def test_every_study_has_a_summary_and_distinct_valid_cells(name):
     study, reference = load(name)
     cells = plan(study)

@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 
 from raypfl.cli.app import app
 from raypfl.runs import driver
+from raypfl.runs.planning.plan import Plan
 from raypfl.runs.result import RunResult, description
 from tests.support.runs import Interrupt
 
@@ -22,12 +23,14 @@ def raypfl(*words: str, draws: bool = False) -> Result:
 
     Its picture is an empty file unless it `draws`, which takes half a second.
     """
-    picture = contextlib.nullcontext() if draws else mock.patch("raypfl.results.drawing.draw", _empty_picture)
-    with picture:
+    with contextlib.ExitStack() as patches:
+        if not draws:
+            patches.enter_context(mock.patch("raypfl.results.drawing.draw", _empty_picture))
+            patches.enter_context(mock.patch("raypfl.cli.actions.plan.draw", _empty_picture))
         return CliRunner().invoke(app, words)
 
 
-def _empty_picture(results: Sequence[RunResult], path: Path) -> Path:
+def _empty_picture(shown: Sequence[RunResult] | Plan, path: Path) -> Path:
     path.touch()
     return path
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -33,7 +33,10 @@ def methods(names: Iterable[str]) -> list[Any]:
     return with_quick(sorted(names), QUICK_METHODS)
 
 
-def with_quick(values: Iterable[str], quick: set[str]) -> list[Any]:
+_Value = TypeVar("_Value", str, int)
+
+
+def with_quick(values: Iterable[_Value], quick: set[_Value]) -> list[Any]:
     """Return values as parameters of a test, which is `thorough` for all that are not `quick`."""
     parameters = []
     for value in values:

@@ -60,6 +60,7 @@ def models(results: dict[str, raypfl.Result]) -> dict[str, TrainedModels]:
     return {name: raypfl.trained_models(result.run_dir) for name, result in results.items()}
 
 
+@pytest.mark.thorough
 def test_training_orders_descriptors_of_unseen_clients_by_their_label_mixes(models):
     pefll = models["pefll"]
     before = descriptors_of(pefll, pefll.at_start())

@@ -31,7 +31,7 @@ from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.models.hypernetworks import EmbeddingNetwork
 from raypfl.trained.serving import service
 from raypfl.trained.serving.embedder import embedder_file, read_embedder
-from raypfl.trained.serving.service import Limits, Service, _Query
+from raypfl.trained.serving.service import RequestLimits, Service, _Query
 from tests.support import datasets
 from tests.support.command import raypfl as raypfl_command
 from tests.support.pages import blocks
@@ -77,7 +77,7 @@ def pefll(pefll_dir: Path) -> Service:
 
 def without_ray(run_dir: Path) -> Service:
     """A service outside of Ray Serve, which answers each query alone."""
-    service = Service(str(run_dir), TOKEN, Limits(megabytes=0.05, samples=20))
+    service = Service(str(run_dir), TOKEN, RequestLimits(megabytes=0.05, samples=20))
 
     async def answer_alone(query: _Query) -> Any:
         answers = await asyncio.to_thread(service._answer_all, [query])
@@ -272,6 +272,7 @@ def test_only_the_descriptor_leaves_a_client_of_pefll_in_a_process_of_its_own(
     torch.testing.assert_close(remote_outputs, local.model(images))
 
 
+@pytest.mark.thorough
 def test_a_descriptor_is_the_mean_embedding_of_normalised_samples_with_their_classes(tmp_path: Path):
     datasets.cifar10(tmp_path, each=20)
     changes = ["method={name: pefll, embedding: cnn, length: 3, batch: null}", "model=lenet", "rounds=1"]
@@ -471,6 +472,6 @@ def test_a_method_without_models_for_new_clients_is_refused_before_anything_star
     run = raypfl.run(experiment(tmp_path, method="fedavg", rounds=1, evaluation__every=0)).run_dir
     with (
         pytest.raises(ConfigError, match="FedAvg has no way"),
-        service.served(run, TOKEN, "127.0.0.1", 8765, replicas=1, limits=Limits()),
+        service.served(run, TOKEN, "127.0.0.1", 8765, replicas=1, limits=RequestLimits()),
     ):
         pass

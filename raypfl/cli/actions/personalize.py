@@ -77,7 +77,7 @@ def serve(run: Path, host: str, port: int, replicas: int, megabytes: float, samp
     say = partial(Console().print, soft_wrap=True, highlight=False)
     if host not in ("127.0.0.1", "localhost", "::1"):
         say(Text(f"Anyone who can reach {host} can try tokens, and traffic is not encrypted.", "yellow"))
-    limits = service.Limits(megabytes, samples)
+    limits = service.RequestLimits(megabytes, samples)
     with signals_interrupt(), service.served(run, token, host, port, replicas, limits) as address:
         say(f"Serving {run} at {address}")
         say(f"Token: the value of ${TOKEN}" if token_from_user else f"Token: {token}")

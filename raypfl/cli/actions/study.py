@@ -34,7 +34,7 @@ from raypfl.studies.record import keep, record_of, refuse_to_lose
 from raypfl.studies.running import run
 from raypfl.studies.scaffold import scaffold
 from raypfl.studies.search.choice import SearchOutcome, judge, write_trials
-from raypfl.studies.search.trials import Trial, planned_trials, with_search
+from raypfl.studies.search.trials import SearchTrial, planned_trials, with_search
 from raypfl.studies.table import layout
 from raypfl.studies.table.entries import TableEntry, cell_table, entry_rows, entry_table, table_entries
 from raypfl.studies.table.picture import draw
@@ -185,7 +185,7 @@ def _counted(affected: Sequence[StudyCell], cells: Sequence[StudyCell]) -> str:
 
 def _search(
     study: Study,
-    trials: Sequence[Trial],
+    trials: Sequence[SearchTrial],
     tracked: MLflowListener,
     progress: Console,
     quiet: bool,

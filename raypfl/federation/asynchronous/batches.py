@@ -44,7 +44,7 @@ class TurnGroup:
         return batch_of(self.index)
 
 
-class Batch:
+class TurnBatch:
     """The turns whose replies end one round, or several.
 
     Parameters

@@ -11,7 +11,7 @@ import numpy as np
 from raypfl.clients.replies.turns import Turns
 from raypfl.common.errors import LateReplyError
 from raypfl.devices import ClientTurns
-from raypfl.federation.asynchronous.batches import Batch, TurnGroup, batch_of, fitting
+from raypfl.federation.asynchronous.batches import TurnBatch, TurnGroup, batch_of, fitting
 from raypfl.federation.asynchronous.cohorts import (
     Message,
     ReplyingCohort,
@@ -48,7 +48,7 @@ class AsynchronousRounds:
     """Gives each round its cohort, whose clients train when their replies are needed, or before.
 
     Which clients train in one group, and how replies are added up, follows from the schedule alone; see
-    :class:`Batch`. When a group trains depends on the number of actors.
+    :class:`TurnBatch`. When a group trains depends on the number of actors.
 
     Parameters
     ----------
@@ -80,7 +80,7 @@ class AsynchronousRounds:
         self._learning_rate = learning_rate
         self._together = together
         self._messages: dict[int, Message] = {}
-        self._batches: dict[int, Batch] = {}
+        self._batches: dict[int, TurnBatch] = {}
         self._replies: dict[int, RoundReplies] = {}
         self._joules: np.ndarray | None = None
 
@@ -238,7 +238,7 @@ class AsynchronousRounds:
     def _function(self) -> str:
         return next(iter(self._messages.values())).function
 
-    def _batch(self, round: int) -> Batch:
+    def _batch(self, round: int) -> TurnBatch:
         """Return the batch that begins with a round.
 
         One of clients that train together has as many rounds as can be: large groups cost less a client, and their
@@ -249,7 +249,7 @@ class AsynchronousRounds:
             last = self.schedule.wave_from(round) if self._is_vectorised else round
             turns = self._turns_joining(round, last)
             as_sent = self._as_sent(turns)
-            self._batches[round] = Batch(
+            self._batches[round] = TurnBatch(
                 round,
                 self._function,
                 self._parts(turns, as_sent),

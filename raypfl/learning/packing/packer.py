@@ -21,7 +21,7 @@ from raypfl.learning.loss import LocalLoss
 from raypfl.learning.optimizers import Update
 from raypfl.learning.packing.alike import Likeness
 from raypfl.learning.packing.numbers import fixed_numbers
-from raypfl.learning.packing.trainings import Training, different_numbers, joined
+from raypfl.learning.packing.trainings import GroupTraining, different_numbers, joined
 from raypfl.learning.vectorised import Vectorised
 from raypfl.models.extras import Extras
 
@@ -52,7 +52,7 @@ class Packer:
         self._active = -1
         self._unstarted = list(range(runs))
         self._ready: list[int] = []
-        self._waiting: dict[int, tuple[Packed, Training]] = {}
+        self._waiting: dict[int, tuple[Packed, GroupTraining]] = {}
         self._outcomes: dict[int, Trained | Exception | None] = {}
         self._is_abandoned = False
         self._seconds = np.zeros((runs, 2))
@@ -90,7 +90,7 @@ class Packer:
             seconds += _now() - self._since
         return float(seconds[0]), float(seconds[1])
 
-    def train(self, run: int, executor: Packed, training: Training) -> Trained:
+    def train(self, run: int, executor: Packed, training: GroupTraining) -> Trained:
         """Train a run's group, with groups of other runs if their trainings are alike."""
         process = _ProcessState()
         with self._changed:
@@ -181,7 +181,7 @@ class Packer:
             # Copies: views would keep the models of all runs in memory.
             self._outcomes[run] = (run_models.clone(), run_losses.clone())
 
-    def _kind_of(self, waiting: Sequence[tuple[Packed, Training]]) -> _Kind | None:
+    def _kind_of(self, waiting: Sequence[tuple[Packed, GroupTraining]]) -> _Kind | None:
         """Return the kind of trainings that are alike, tried now if it is new; None: there are too many kinds."""
         at_any_rate = waiting[0][1].at_rate(1.0)
         by_row = different_numbers([training for _, training in waiting])
@@ -213,18 +213,18 @@ class _Kind:
     single_keeps_bits : whether a client has them without company, too.
     """
 
-    training: Training
+    training: GroupTraining
     by_row: frozenset[str]
     fixed: dict[str, float]
     keeps_bits: bool
     single_keeps_bits: bool
 
-    def takes(self, training: Training) -> bool:
+    def takes(self, training: GroupTraining) -> bool:
         """Whether a training of this kind can be joined with others."""
         return self.keeps_bits and (self.single_keeps_bits or not training.ends_alone)
 
 
-def tried(trainings: Sequence[tuple[Vectorised, Training]]) -> tuple[bool, bool]:
+def tried(trainings: Sequence[tuple[Vectorised, GroupTraining]]) -> tuple[bool, bool]:
     """Return whether clients keep their bits when trainings are joined, and whether single clients do.
 
     Kernels may round a row by its place in memory, if that is no multiple of 16 bytes, and the last numbers of a tensor
@@ -321,12 +321,12 @@ class Packed(Vectorised):
         correction: Tensor | None = None,
         observe: StepCallback | None = None,
     ) -> tuple[Tensor, Tensor]:
-        training = Training(loss, start, samples, order, update, keys, extras, correction)
+        training = GroupTraining(loss, start, samples, order, update, keys, extras, correction)
         if observe is not None or not self._may_join(training):
             return self.alone.sgd(loss, start, samples, order, update, keys, extras, correction, observe)
         return self._packer.train(self._run, self, training)
 
-    def _may_join(self, training: Training) -> bool:
+    def _may_join(self, training: GroupTraining) -> bool:
         # A network or a loss with a state may depend on what it computed before. And how samples' gradients are added
         # up depends on the size of the group, which decides how many are in memory at once.
         if self.recorder is None or self.may_keep_state(training.loss, training.update):

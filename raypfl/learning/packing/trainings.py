@@ -25,7 +25,7 @@ MOVED = 0.01
 
 
 @dataclass(frozen=True, eq=False)
-class Training:
+class GroupTraining:
     """The arguments of :meth:`raypfl.learning.executor.Executor.sgd`, without an observer."""
 
     loss: LocalLoss
@@ -63,11 +63,11 @@ class Training:
             self.correction,
         )
 
-    def at_rate(self, lr: float) -> Training:
+    def at_rate(self, lr: float) -> GroupTraining:
         """Return the training at another learning rate."""
         return replace(self, update=replace(self.update, lr=lr))
 
-    def with_rows(self, rows: Mapping[str, Tensor]) -> Training:
+    def with_rows(self, rows: Mapping[str, Tensor]) -> GroupTraining:
         """Return the training with a row for each client of these numbers, ``float64[K]``."""
         if not rows:
             return self
@@ -79,11 +79,11 @@ class Training:
         numbers = numbers_of(self.loss, self.update)
         return {name: torch.full((len(self),), numbers[name], dtype=torch.float64) for name in sorted(names)}
 
-    def shortened(self, steps: int) -> Training:
+    def shortened(self, steps: int) -> GroupTraining:
         """Return a training of the first `steps` steps."""
         return replace(self, order=first_steps(self.order, steps))
 
-    def moved_apart(self) -> Training:
+    def moved_apart(self) -> GroupTraining:
         """Return a training from models that differ, and with other models among its extras, in all entries."""
         return replace(
             self,
@@ -92,7 +92,7 @@ class Training:
             correction=None if self.correction is None else _moved(self.correction, 3),
         )
 
-    def of_first(self, count: int) -> Training:
+    def of_first(self, count: int) -> GroupTraining:
         """Return the training of the first `count` clients."""
         order = self.order
         return replace(
@@ -110,7 +110,7 @@ class Training:
             correction=None if self.correction is None else self.correction[:count],
         )
 
-    def is_like(self, other: Training, likeness: Likeness) -> bool:
+    def is_like(self, other: GroupTraining, likeness: Likeness) -> bool:
         """Whether the trainings differ only in the numbers of their clients, and in those that may have rows."""
         batches_are_alike = self.order.index.shape[2] == other.order.index.shape[2]
         batches_are_alike &= (self.order.draws is None) == (other.order.draws is None)
@@ -125,13 +125,13 @@ class Training:
         )
 
 
-def different_numbers(trainings: Sequence[Training]) -> frozenset[str]:
+def different_numbers(trainings: Sequence[GroupTraining]) -> frozenset[str]:
     """Return the names of the numbers in which trainings that are alike differ."""
     numbers = [numbers_of(training.loss, training.update) for training in trainings]
     return frozenset(name for name in numbers[0] if len({values[name] for values in numbers}) > 1)
 
 
-def joined(trainings: Sequence[Training]) -> Training:
+def joined(trainings: Sequence[GroupTraining]) -> GroupTraining:
     """Return one training of all clients of trainings that are alike, the first one's clients first."""
     first = trainings[0]
     names = different_numbers(trainings)
@@ -140,7 +140,7 @@ def joined(trainings: Sequence[Training]) -> Training:
     correction = None
     if first.correction is not None:
         correction = torch.cat([_of(training.correction) for training in trainings])
-    joined_clients = Training(
+    joined_clients = GroupTraining(
         loss=first.loss,
         start=torch.cat([unmarked(training.start) for training in trainings]),
         samples=joined_samples([training.samples for training in trainings]),
@@ -158,7 +158,7 @@ def _of(correction: Tensor | None) -> Tensor:
     return unmarked(correction)
 
 
-def _joined_extra(name: str, trainings: Sequence[Training]) -> Any:
+def _joined_extra(name: str, trainings: Sequence[GroupTraining]) -> Any:
     """Return an extra with a row for each client, if it is made of tensors: what all clients of a run share differs
     between runs.
     """

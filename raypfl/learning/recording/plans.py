@@ -58,21 +58,21 @@ BINDINGS: Mapping[OpOverload, Callable[..., Any]] = {
 MAX_PLANS = 64
 """The number of plans that a process remembers. A run has a few: for each loss, number of clients and batch size."""
 
-_plans: OrderedDict[Any, Plan] = OrderedDict()
+_plans: OrderedDict[Any, StepPlan] = OrderedDict()
 
 
-def plan_of(recorder: OperationRecorder) -> Plan:
+def plan_of(recorder: OperationRecorder) -> StepPlan:
     """Return the plan of a recording; it was made before if the same operations were recorded before."""
     key = recorder.key
     if key not in _plans:
-        _plans[key] = Plan(recorder)
+        _plans[key] = StepPlan(recorder)
         if len(_plans) > MAX_PLANS:
             _plans.popitem(last=False)
     _plans.move_to_end(key)
     return _plans[key]
 
 
-class Plan:
+class StepPlan:
     """The operations of a recorded step that have to be repeated, and those of which the result stays the same.
 
     Computed once: views of constants, and tensors filled with a number that nothing changes. Left out: results that

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from raypfl.learning.recording.operations import Name, OperationRecorder
-from raypfl.learning.recording.plans import MAX_PLANS, Plan, plan_of
+from raypfl.learning.recording.plans import MAX_PLANS, StepPlan, plan_of
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class KeptPlan:
     input_of : the constants of the plan's recording, each with the name of the input that it was.
     """
 
-    plan: Plan
+    plan: StepPlan
     input_of: Mapping[Name, str]
 
     def function(self, inputs: Mapping[str, Tensor]) -> Callable[[], None]:
@@ -71,7 +71,7 @@ class Repetition:
     """Repeats what was recorded; the recording knows which tensors it was."""
 
     recording: OperationRecorder
-    plan: Plan
+    plan: StepPlan
     again: Callable[[], None]
 
     def __call__(self) -> None:

@@ -27,7 +27,7 @@ BEST_TRIALS = 6
 
 
 @dataclass(frozen=True)
-class Search:
+class FinishedSweep:
     """A finished sweep.
 
     Attributes
@@ -47,7 +47,7 @@ def is_sweep(folder: Path) -> bool:
     return (folder / TABLE).is_file()
 
 
-def read(folder: Path, measures: Measures) -> Search:
+def read(folder: Path, measures: Measures) -> FinishedSweep:
     """Return the table and the pictures of a sweep with these metrics."""
     trials = _trials(folder)
     columns = [name for name in trials[0] if any(trial[name] for trial in trials)]
@@ -70,7 +70,7 @@ def read(folder: Path, measures: Measures) -> Search:
     for name, caption in PICTURES.items():
         if (folder / name).is_file():
             pictures.append((as_uri(folder / name), caption))
-    return Search(folder.name, headings, rows, pictures)
+    return FinishedSweep(folder.name, headings, rows, pictures)
 
 
 def best_runs(folder: Path) -> tuple[list[Path], str]:

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from raypfl.experiment.assignments import flatten
 from raypfl.results.differences import Difference
-from raypfl.results.numbers import Message, messages, metric_curves, seconds
+from raypfl.results.numbers import MessageCost, messages, metric_curves, seconds
 from raypfl.results.run_groups import RunGroup
 from raypfl.results.setting_text import applicable_settings, options_at_default
 from raypfl.results.table import result_columns, result_rows
@@ -201,7 +201,7 @@ def curve_values(groups: Sequence[RunGroup], protocol: str) -> tuple[list[str], 
     return list(curves), rows
 
 
-def ledger(groups: Sequence[RunGroup]) -> list[tuple[int, str, list[tuple[Message, float]]]]:
+def ledger(groups: Sequence[RunGroup]) -> list[tuple[int, str, list[tuple[MessageCost, float]]]]:
     """Return each group's messages, each with its size as a share of the traffic of the group that sends most."""
     by_group = [messages(group) for group in groups]
     most = 0.0

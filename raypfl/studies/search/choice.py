@@ -19,7 +19,7 @@ from raypfl.runs.several.worker import FAILED, RunOutcome
 from raypfl.studies.cells import StudyCell
 from raypfl.studies.description import Study
 from raypfl.studies.search.description import Search
-from raypfl.studies.search.trials import Position, Trial
+from raypfl.studies.search.trials import Position, SearchTrial
 from raypfl.studies.table.entries import measured
 
 
@@ -33,7 +33,7 @@ class Score:
     error : why a run failed; empty: none did.
     """
 
-    trial: Trial
+    trial: SearchTrial
     value: float | None
     error: str = ""
 
@@ -109,7 +109,7 @@ class SearchOutcome:
         return lines
 
 
-def judge(study: Study, trials: Sequence[Trial], outcomes: Sequence[RunOutcome]) -> SearchOutcome:
+def judge(study: Study, trials: Sequence[SearchTrial], outcomes: Sequence[RunOutcome]) -> SearchOutcome:
     """Score finished and failed trials by validation data, and choose the best of each row, the first of equal ones.
 
     Parameters
@@ -151,7 +151,7 @@ def write_trials(file: Path, searched: SearchOutcome) -> None:
     write(file, text.getvalue())
 
 
-def _score(search: Search, trial: Trial, outcomes: Sequence[RunOutcome]) -> tuple[Score, bool]:
+def _score(search: Search, trial: SearchTrial, outcomes: Sequence[RunOutcome]) -> tuple[Score, bool]:
     """Return a trial's score, and whether lower ones are better."""
     for outcome in outcomes:
         if outcome.status == FAILED:

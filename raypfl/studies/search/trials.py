@@ -26,7 +26,7 @@ _CANDIDATES = 16
 
 
 @dataclass(frozen=True)
-class Trial:
+class SearchTrial:
     """A configuration of a method in one setting.
 
     Attributes
@@ -80,7 +80,7 @@ def _changed(study: Study, search: Search, changes: Sequence[str]) -> Study:
     return checked(study.name, study.model_dump() | values)
 
 
-def planned_trials(study: Study, cells: Sequence[StudyCell]) -> list[Trial]:
+def planned_trials(study: Study, cells: Sequence[StudyCell]) -> list[SearchTrial]:
     """Return all trials of the search: for each method in each setting of `cells`, equally many.
 
     Raises
@@ -100,7 +100,7 @@ def planned_trials(study: Study, cells: Sequence[StudyCell]) -> list[Trial]:
         configurations = draw(search.spaces(cell.method), search.seed, search.trials)
         for number, values in enumerate(configurations, start=1):
             runs = _runs(cell, values, number, search.seeds)
-            trials.append(Trial(position, number, values, runs))
+            trials.append(SearchTrial(position, number, values, runs))
     return trials
 
 

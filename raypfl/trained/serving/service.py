@@ -55,7 +55,7 @@ APP = "raypfl"
 
 
 @dataclass(frozen=True)
-class Limits:
+class RequestLimits:
     """Limits of one request.
 
     Attributes
@@ -107,7 +107,7 @@ class Service:
     run_dir : the folder of the run.
     """
 
-    def __init__(self, run_dir: str, token: str, limits: Limits):
+    def __init__(self, run_dir: str, token: str, limits: RequestLimits):
         torch.set_num_threads(1)
         self._models = TrainedModels.of_snapshot(*newest(run_dir, whole=False))
         self._maker = model_maker_of(self._models)
@@ -307,7 +307,7 @@ def _held_out(request: Request) -> float | None:
 
 
 @contextlib.contextmanager
-def served(run: Path, token: str, host: str, port: int, replicas: int, limits: Limits) -> Iterator[str]:
+def served(run: Path, token: str, host: str, port: int, replicas: int, limits: RequestLimits) -> Iterator[str]:
     """While active, serve models for new clients over HTTP; yield the address.
 
     Raises
