@@ -114,8 +114,9 @@ def test_a_picture_is_drawn_of(results, tmp_path: Path):
     assert draw(results, tmp_path / "picture.png").read_bytes().startswith(PNG)
 
 
-@pytest.mark.parametrize("methods", [1, 3, 6])
-def test_no_legend_covers_data(methods: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures of all pictures that are drawn."""
     figures: list[Figure] = []
 
     def keep_figure(**options: Any) -> Figure:
@@ -123,6 +124,27 @@ def test_no_legend_covers_data(methods: int, tmp_path: Path, monkeypatch: pytest
         return figures[-1]
 
     monkeypatch.setattr(canvas, "Figure", keep_figure)
+    return figures
+
+
+def test_a_picture_of_runs_in_simulated_time_shows_when_models_were_good(tmp_path: Path, figures: list[Figure]):
+    slow, fast = comparison()
+    times = {"slow": 3600.0 * np.arange(1, 11), "fast": 60.0 * np.arange(1, 11)}
+    slow = replace(slow, rounds=slow.rounds.append_column("simulated_time", [times["slow"]]))
+    timed = replace(fast, rounds=fast.rounds.append_column("simulated_time", [times["fast"]]))
+
+    draw([slow, timed], tmp_path / "timed.png")
+    draw([slow, fast], tmp_path / "untimed.png")
+
+    axes, untimed_axes = (figure.axes[0] for figure in figures)
+    lines = [line.get_xdata().tolist() for line in axes.get_lines()]
+    assert (axes.get_xlabel(), untimed_axes.get_xlabel()) == ("simulated hours", "round")
+    assert "over simulated time" in axes.get_title("left") and "over rounds" in untimed_axes.get_title("left")
+    assert lines == [[5, 10], [5 / 60, 10 / 60], [5 / 60, 10 / 60]]
+
+
+@pytest.mark.parametrize("methods", [1, 3, 6])
+def test_no_legend_covers_data(methods: int, tmp_path: Path, figures: list[Figure]):
     runs = []
     for lam, seed in product(range(methods), (0, 1)):
         runs.append(made_up({"name": "ditto", "lam": lam}, ("personal", "global"), seed=seed))

@@ -1,8 +1,9 @@
-"""The picture of a comparison: curves over rounds, and every client at the end."""
+"""The picture of a comparison: curves over rounds or simulated time, and every client at the end."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from textwrap import fill
@@ -22,8 +23,9 @@ from raypfl.results.drawing.curves import (
     point_style,
     scale,
     scale_rounds,
+    time_scale,
 )
-from raypfl.results.numbers import clients_from_worst, metric_curves
+from raypfl.results.numbers import clients_from_worst, has_simulated_time, metric_curves
 from raypfl.results.run_groups import RunGroup, group_runs
 from raypfl.results.setting_text import shared_setting_text
 from raypfl.results.table import MODELS
@@ -39,7 +41,8 @@ def draw(results: Sequence[RunResult], path: str | Path) -> Path:
     """Write a PNG of finished runs of one comparison, and return its path.
 
     Left: the primary metric by round, mean over clients on their own test data, of the personal models (solid) and of
-    the global one (dashed); a band spans the seeds. Right: each client's at the end, from worst to best, with the model
+    the global one (dashed); a band spans the seeds. If all runs have simulated time, that takes the place of rounds,
+    which may last differently long. Right: each client's at the end, from worst to best, with the model
     that the client uses: its personal one where the method makes one. If only global models were tested, on one test
     set, a bar and a dot for each seed.
 
@@ -52,20 +55,22 @@ def draw(results: Sequence[RunResult], path: str | Path) -> Path:
     protocol = groups[0].protocols[0]
     if "local" in groups[0].protocols:
         protocol = "local"
-    curves = metric_curves(groups, protocol)
+    has_time = all(map(has_simulated_time, groups))
+    curves = metric_curves(groups, protocol, "simulated_seconds" if has_time else "round")
     tested_once = all(len(clients_from_worst(group, protocol)) <= len(group.results) for group in groups)
     metric = capitalised(groups[0].unit.phrase)
 
     with png(path, 11, 5, padding=0.1) as figure:
         left, right = figure.subplots(1, 2, width_ratios=(1.15, 1))
 
-        have_turns = _draw_rounds(left, groups, curves, protocol)
+        have_turns = _draw_course(left, groups, curves, protocol, has_time)
+        course = "simulated time" if has_time else "rounds"
         if tested_once:
-            left.set_title(f"{metric} over rounds")
+            left.set_title(f"{metric} over {course}")
             _draw_ends(right, groups, protocol)
             right.set_title("The global model at the end")
         else:
-            left.set_title(f"{metric} over rounds, mean over clients")
+            left.set_title(f"{metric} over {course}, mean over clients")
             have_turns |= draw_clients(right, groups, protocol, _paint)
             right.set_title(f"{metric} of each client at the end")
 
@@ -74,7 +79,7 @@ def draw(results: Sequence[RunResult], path: str | Path) -> Path:
     return Path(path)
 
 
-def _draw_rounds(axes: Axes, groups: Sequence[RunGroup], curves: Curves, protocol: str) -> bool:
+def _draw_course(axes: Axes, groups: Sequence[RunGroup], curves: Curves, protocol: str, has_time: bool) -> bool:
     """The curves; returns whether lines are in the same place."""
     unit = groups[0].unit
     ylabel = f"{unit.phrase} on the {protocol} test data"
@@ -83,9 +88,19 @@ def _draw_rounds(axes: Axes, groups: Sequence[RunGroup], curves: Curves, protoco
     if unit.sign:
         ylabel += " (%)"
 
+    axes.set_ylabel(ylabel)
+    if has_time:
+        seconds, name = time_scale(max(curve.x[-1] for curve in curves.values()))
+        curves = {key: replace(curve, x=curve.x / seconds) for key, curve in curves.items()}
+        axes.set_xlabel(f"simulated {name}")
+
     have_turns = draw_curves(axes, groups, curves, _paint)
-    axes.set(xlabel="round", ylabel=ylabel)
-    scale_rounds(axes)
+    if has_time:
+        axes.set_xlim(0)
+        scale(axes.xaxis)
+    else:
+        axes.set_xlabel("round")
+        scale_rounds(axes)
     scale(axes.yaxis)
     return have_turns
 

@@ -14,6 +14,7 @@ from raypfl.results.colours import mark
 from raypfl.results.numbers import Curve, clients_from_worst
 from raypfl.results.run_groups import RunGroup
 
+_DAY = 24 * 3600.0  # seconds
 _STEPS = [1, 2, 2.5, 5, 10]
 _DASH = 3.0
 _MARKERS = {"": None, "●": "o", "■": "s", "▲": "^", "◆": "D", "▼": "v"}
@@ -39,6 +40,17 @@ def scale_rounds(axes: Axes) -> None:
     if high - low < 1:
         axes.set_xlim(low - 1, high + 1)
     scale(axes.xaxis, integer=True)
+
+
+def time_scale(seconds: float) -> tuple[float, str]:
+    """Return the length in seconds of the unit in which so many seconds read well, and its name."""
+    if seconds < 300:
+        return 1.0, "seconds"
+    if seconds < 3 * 3600:
+        return 60.0, "minutes"
+    if seconds < 3 * _DAY:
+        return 3600.0, "hours"
+    return _DAY, "days"
 
 
 def line_style(model: str, turn: int = 0, turns: int = 1) -> dict[str, Any]:

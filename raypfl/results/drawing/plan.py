@@ -10,7 +10,8 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from raypfl.results.drawing.canvas import DATA, GREY, INK, PALE, png
-from raypfl.runs.planning.plan import DAY, PERCENTILES, Plan
+from raypfl.results.drawing.curves import time_scale
+from raypfl.runs.planning.plan import PERCENTILES, Plan
 from raypfl.runs.planning.turns import PlannedTurn
 
 _MOST_BARS = 200
@@ -46,7 +47,7 @@ def _draw_turns(axes: Axes, plan: Plan) -> None:
     """A row for each client that is at work at a time: its turns, and how long it waits for the end of the round."""
     num_rounds = _num_drawn_rounds(plan.turns)
     round_ends = (plan.begins + plan.seconds)[:num_rounds]
-    scale, unit = _scale(round_ends[-1])
+    scale, unit = time_scale(round_ends[-1])
     shown = [turn for turn in plan.turns if turn.round <= num_rounds]
     row_of_place = {place: row for row, place in enumerate(sorted({turn.place for turn in shown}))}
 
@@ -90,7 +91,7 @@ def _rows_label(turns: Sequence[PlannedTurn], num_rows: int) -> str:
 
 
 def _draw_lengths(axes: Axes, plan: Plan) -> None:
-    scale, unit = _scale(float(np.percentile(plan.seconds, 95)))
+    scale, unit = time_scale(float(np.percentile(plan.seconds, 95)))
     lengths = plan.seconds / scale
     low, high = lengths.min(), lengths.max()
     if high - low < 1e-6 * high:
@@ -110,14 +111,3 @@ def _draw_staleness(axes: Axes, staleness: np.ndarray) -> None:
     counts = np.bincount(staleness)
     axes.bar(np.arange(len(counts)), counts, width=0.9, color=DATA)
     axes.set(title="How stale replies are", xlabel="models made while a reply was under way", ylabel="replies")
-
-
-def _scale(seconds: float) -> tuple[float, str]:
-    """The unit in which so many seconds read well."""
-    if seconds < 300:
-        return 1.0, "seconds"
-    if seconds < 3 * 3600:
-        return 60.0, "minutes"
-    if seconds < 3 * DAY:
-        return 3600.0, "hours"
-    return DAY, "days"
