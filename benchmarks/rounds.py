@@ -31,6 +31,7 @@ from raypfl.engine.server import Server
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.exchange.group_runner import GroupRunner
 from raypfl.federation.ledger import Ledger
+from raypfl.federation.rounds import SynchronousRounds
 from raypfl.learning.executor import Executor
 from raypfl.learning.vectorised import Vectorised
 
@@ -41,7 +42,7 @@ PARTS: Mapping[str, Sequence[tuple[type, str]]] = {
     TRAINING: [(Vectorised, "sgd"), (Executor, "sgd")],
     "keys, samples and their order": [(ClientGroup, "training"), (ClientGroup, "samples")],
     "the rest of a group's work": [(Worker, "work")],
-    "draw of the cohort": [(Server, "_draw_cohort")],
+    "draw of the cohort": [(SynchronousRounds, "draw")],
     "groups and broadcasts": [(GroupRunner, "prepare")],
     "ledger": [(Cohort, "_charge_down"), (Cohort, "_charge"), (Ledger, "add"), (Ledger, "total")],
     "tables and events": [(RunTables, "add_round"), (EventDispatcher, "__call__")],

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, partial
 from typing import Any, Literal
 
-import numpy as np
 import pyarrow as pa
 import torch
 from torch import Tensor
@@ -25,19 +24,18 @@ from raypfl.common.version import __version__
 from raypfl.devices import ClientTurns
 from raypfl.engine import client_states
 from raypfl.engine.building.analysing import Analyses
-from raypfl.engine.building.asynchronous import asynchronous_rounds
 from raypfl.engine.building.groups import groups_for
+from raypfl.engine.building.rounds import rounds_for
 from raypfl.engine.evaluator import Evaluator
 from raypfl.engine.events import Checkpointed, Evaluated, Listener, RoundFinished, RunFinished, RunStarted, Warned
 from raypfl.engine.job import Job
 from raypfl.engine.prepared import Prepared
 from raypfl.engine.run_tables import ROUNDS, STALENESS, TIMED_ROUNDS, RunTables
 from raypfl.federation.cohort import Cohort, round_record
-from raypfl.federation.cohort_draw import CohortDraw, cohort_size, draw_cohort
+from raypfl.federation.cohort_draw import cohort_size
 from raypfl.federation.exchange.backend import Backend
 from raypfl.federation.ledger import Ledger
 from raypfl.federation.logged import Logged
-from raypfl.federation.selection.selector import Selector
 from raypfl.learning.privacy.accounting import accounted
 from raypfl.models.weights import origin
 from raypfl.storage import checkpoints
@@ -112,12 +110,7 @@ class Server:
         )
         self._analyses = Analyses(job.experiment.analyses, run, job.run_dir)
         self._runner.keep_observations = self._analyses.keep
-        self._asynchronous = asynchronous_rounds(
-            self.experiment, self._turns, self.task.trained, self._runner, job.together
-        )
-        self._selector: Selector | None = None
-        if self.experiment.cohort.selection is not None:
-            self._selector = Selector(self.experiment.cohort.selection, self._turns, self.task.num_samples)
+        self._rounds = rounds_for(self.experiment, self._turns, self._runner, job.together)
 
     # Something in this process may have left gradients off.
     @torch.enable_grad()
@@ -233,14 +226,14 @@ class Server:
         start = self._clock()
         number = self.round + 1
         self._runner.compact_states(number)
-        cohort_draw = self._draw_cohort(number)
+        cohort_draw = self._rounds.draw(number, self._turns, self.time)
         model_before = self._global_model()
         self._runner.observers = self._analyses.observers(number)
 
         try:
             with self._all_or_nothing():
                 with refuse_unkeyed(self.method.round, self.task.model.device, ON_SERVER):
-                    cohort = self._cohort(number, cohort_draw)
+                    cohort = self._rounds.cohort(number, self.state, self._records.logged_columns(), cohort_draw)
                     returned: object = self.method.round(self.state, cohort)  # type: ignore[func-returns-value]
                 self._refuse_returned(returned)
                 # Refuses what no checkpoint can store, before anything uses it.
@@ -249,14 +242,12 @@ class Server:
                 self._evaluator.global_model(self.state)
                 seconds = self._clock() - start
                 self._analyse(cohort, number, model_before)
-                if self._selector is not None:
-                    self._selector.update(cohort, cohort_draw)
+                self._rounds.update(cohort, cohort_draw)
         except EmptyCohort as error:
             self._warn(f"{error} Such a round changes nothing.")
             seconds = self._clock() - start
 
-        if self._selector is not None:
-            self._selector.commit()
+        self._rounds.commit()
         self.states.commit()
         self.round = number
         self.time = cohort_draw.ends
@@ -300,33 +291,6 @@ class Server:
             return None
         model = self.method.global_model(self.state)
         return None if model is None else model.clone()
-
-    def _cohort(self, number: int, cohort_draw: CohortDraw) -> Cohort:
-        """Make a round's cohort, whose clients have already trained if rounds are asynchronous."""
-        logged_columns = self._records.logged_columns()
-        if self._asynchronous is not None:
-            return self._asynchronous.cohort(number, self.state, logged_columns)
-        lr = self.experiment.training.learning_rate(number - 1, self.experiment.rounds)
-        return Cohort(self._runner, cohort_draw.clients, cohort_draw.lost, number, lr, logged_columns, cohort_draw.work)
-
-    def _draw_cohort(self, number: int) -> CohortDraw:
-        """Draw a round's cohort from the clients that are trained."""
-        if self._asynchronous is not None:
-            return self._asynchronous.draw(number, self._turns)
-
-        trained = None
-        if len(self.task.unseen):
-            trained = np.setdiff1d(np.arange(self.task.num_clients), self.task.unseen)
-        return draw_cohort(
-            self.experiment.cohort,
-            self.task.num_trained,
-            self.experiment.seed,
-            number,
-            self._turns,
-            trained,
-            self.time,
-            None if self._selector is None else self._selector.choose,
-        )
 
     def _evaluate(self) -> None:
         with self._all_or_nothing():
@@ -401,7 +365,7 @@ class Server:
         permit = partial(refuse_unless_held, location, self.job.attempt, strict=True)
         with checkpoints.explain_write_errors(self.round, location):
             states = client_states.save(self.states, self.backend, location, permit, self._warn)
-            held_states = client_states.save(self._held_states(), self.backend, location, permit, self._warn)
+            held_states = client_states.save(self._rounds.held_states(), self.backend, location, permit, self._warn)
 
         snapshot = Snapshot(
             round=self.round,
@@ -417,7 +381,7 @@ class Server:
                 "time": self.time,
             }
             | self._evaluator.saved(),
-            pending=self._pending(),
+            pending=self._rounds.saved(self.round),
             held=held_states,
         )
 
@@ -425,16 +389,6 @@ class Server:
         self._saved_round = self.round
         self._saved_at = self._clock()
         self.emit(Checkpointed(self.round, path))
-
-    def _held_states(self) -> StateTable:
-        """Return the states of clients whose replies a checkpoint keeps for rounds to come."""
-        return StateTable() if self._asynchronous is None else self._asynchronous.held_states()
-
-    def _pending(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the rounds to come."""
-        if self._asynchronous is not None:
-            return self._asynchronous.saved(self.round)
-        return {} if self._selector is None else {"selection": self._selector.saved()}
 
     @cached_property
     def _description(self) -> str:
@@ -457,12 +411,9 @@ class Server:
             self._restore(snapshot)
         else:
             self._start()
-        if self._asynchronous is not None:
-            self._asynchronous.restore(snapshot.pending if snapshot else {})
-            if snapshot and snapshot.held.state_files:
-                self.states.hold_again(client_states.restored(snapshot.held, self.backend))
-        if self._selector is not None:
-            self._selector.restore(snapshot.pending.get("selection", {}) if snapshot else {})
+        self._rounds.restore(snapshot.pending if snapshot else {})
+        if snapshot and snapshot.held.state_files:
+            self.states.hold_again(client_states.restored(snapshot.held, self.backend))
         self.ledger.rows = self._records.tables["ledger"].waiting
 
     def _use_states(self, states: StateTable) -> None:
@@ -493,7 +444,7 @@ class Server:
 
     def _columns_of_rounds(self) -> dict[str, str]:
         columns = TIMED_ROUNDS if self._turns.has_clock else ROUNDS
-        return columns if self._asynchronous is None else columns | STALENESS
+        return columns if self.experiment.asynchronous.buffer is None else columns | STALENESS
 
     def _table_of_run(self, table: str) -> pa.Table | None:
         """Read a table from the run's folder, where the run's last end wrote it; None if that fails."""

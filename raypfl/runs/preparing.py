@@ -16,8 +16,8 @@ from raypfl.engine import history
 from raypfl.engine.backends.actor_pools import reserved
 from raypfl.engine.backends.cluster import connected, refuse_too_many_actors
 from raypfl.engine.backends.session import spare_server
-from raypfl.engine.building.asynchronous import schedule_for
 from raypfl.engine.building.devices import device_for, refuse_missing_gpu
+from raypfl.engine.building.rounds import schedule_for
 from raypfl.engine.building.turns import digest_of_files
 from raypfl.engine.events import Listener, Progress, Warned
 from raypfl.engine.job import Job

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import raypfl
 from raypfl.cli.app import app
 from raypfl.common.errors import ConfigError, LostState
-from raypfl.engine.building.asynchronous import schedule_for
+from raypfl.engine.building.rounds import schedule_for
 from raypfl.engine.events import Evaluated
 from raypfl.federation.asynchronous.schedule import Fleet, make_schedule
 from raypfl.methods import METHODS, FedAvg

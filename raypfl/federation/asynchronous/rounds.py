@@ -25,6 +25,7 @@ from raypfl.federation.cohort import Cohort
 from raypfl.federation.cohort_draw import CohortDraw
 from raypfl.federation.exchange.group_runner import GroupRunner
 from raypfl.federation.method import Method
+from raypfl.federation.rounds import EarlierKinds, Rounds
 from raypfl.storage.states import StateTable
 from raypfl.storage.tree import flatten, on_device
 
@@ -44,7 +45,7 @@ class _Turns:
     joins: np.ndarray
 
 
-class AsynchronousRounds:
+class AsynchronousRounds(Rounds):
     """Gives each round its cohort, whose clients train when their replies are needed, or before.
 
     Which clients train in one group, and how replies are added up, follows from the schedule alone; see
@@ -84,14 +85,16 @@ class AsynchronousRounds:
         self._replies: dict[int, RoundReplies] = {}
         self._joules: np.ndarray | None = None
 
-    def cohort(self, round: int, server: dict[str, Any], earlier_kinds: Mapping[str, Mapping[str, str]]) -> Cohort:
+    def cohort(
+        self,
+        round: int,
+        server: dict[str, Any],
+        earlier_kinds: EarlierKinds,
+        cohort_draw: CohortDraw | None = None,
+    ) -> Cohort:
         """Send this round's messages, and return the cohort whose replies end it.
 
-        Its clients train now unless they have.
-
-        Parameters
-        ----------
-        server : the server's state after the round before.
+        Its clients train now unless they have. The schedule has drawn them, so `cohort_draw` is not read.
         """
         for sent_in in list(self._messages):
             if not self._is_needed(sent_in, after=round - 1):
@@ -104,8 +107,11 @@ class AsynchronousRounds:
         self.runner.states.release(replies.clients)
         return ReplyingCohort(self.runner, replies, round, self._learning_rate(round), earlier_kinds)
 
-    def draw(self, round: int, turns: ClientTurns) -> CohortDraw:
-        """Return who takes part in a round: whose replies end it, and who was sent its message but will not reply."""
+    def draw(self, round: int, turns: ClientTurns, time: float = 0.0) -> CohortDraw:
+        """Return who takes part in a round: whose replies end it, and who was sent its message but will not reply.
+
+        The schedule says when the round begins.
+        """
         schedule = self.schedule
         joining = schedule.joining(round, round)
         joining = joining[np.argsort(schedule.clients[joining])]
@@ -142,6 +148,12 @@ class AsynchronousRounds:
                     "rounds call different functions",
                 )
         return message
+
+    def update(self, cohort: Cohort, cohort_draw: CohortDraw) -> None:
+        """Do nothing: the schedule was made before the first round."""
+
+    def commit(self) -> None:
+        """Do nothing, see :meth:`update`."""
 
     def saved(self, round: int) -> dict[str, Any]:
         """Return what a checkpoint after a round needs: the messages to clients that have yet to train, and replies.

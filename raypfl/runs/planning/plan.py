@@ -9,7 +9,7 @@ import numpy as np
 from raypfl.common.errors import ConfigError
 from raypfl.data import load_federated
 from raypfl.devices import ClientTurns, Turn
-from raypfl.engine.building.asynchronous import schedule_for
+from raypfl.engine.building.rounds import schedule_for
 from raypfl.engine.events import Listener, Progress
 from raypfl.engine.prepared import Prepared
 from raypfl.experiment import Experiment

@@ -1,4 +1,4 @@
-"""The asynchronous rounds of a run, built from its settings and its clients' turns."""
+"""The rounds of a run, synchronous or asynchronous, built from its settings and its clients' turns."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from raypfl.federation.asynchronous.rounds import AsynchronousRounds
 from raypfl.federation.asynchronous.schedule import Fleet, Schedule, make_schedule
 from raypfl.federation.cohort_draw import cohort_size
 from raypfl.federation.exchange.group_runner import GroupRunner
+from raypfl.federation.rounds import Rounds, SynchronousRounds
 
 if TYPE_CHECKING:
     from raypfl.experiment import Experiment
@@ -58,19 +59,27 @@ def schedule_for(experiment: Experiment, turns: ClientTurns, trained: np.ndarray
     return make_schedule(fleet, experiment.rounds, experiment.seed, settings.buffer, settings.window)
 
 
-def asynchronous_rounds(
-    experiment: Experiment, turns: ClientTurns, trained: np.ndarray, runner: GroupRunner, together: bool
-) -> AsynchronousRounds | None:
-    """Return the rounds of a run; None if they are synchronous. Parameters as for the schedule and the rounds."""
+def rounds_for(experiment: Experiment, turns: ClientTurns, runner: GroupRunner, together: bool) -> Rounds:
+    """Return the rounds of a run.
+
+    Parameters
+    ----------
+    turns : the clients' turns.
+    runner : the runner of the server's exchanges.
+    together : see :class:`AsynchronousRounds`.
+
+    Raises
+    ------
+    ConfigError : if too few clients can ever be reached for asynchronous rounds.
+    """
+
+    def learning_rate(round: int) -> float:
+        return experiment.training.learning_rate(round - 1, experiment.rounds)
+
+    trained = runner.task.trained
     schedule = schedule_for(experiment, turns, trained)
     if schedule is None:
-        return None
+        return SynchronousRounds(experiment.cohort, runner, learning_rate, turns)
     return AsynchronousRounds(
-        experiment.asynchronous,
-        schedule,
-        trained,
-        experiment.method,
-        runner,
-        lambda round: experiment.training.learning_rate(round - 1, experiment.rounds),
-        together,
+        experiment.asynchronous, schedule, trained, experiment.method, runner, learning_rate, together
     )

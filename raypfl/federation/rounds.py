@@ -1,0 +1,105 @@
+"""Who takes part in each round, and what a run remembers for it from round to round."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from raypfl.devices import ClientTurns
+from raypfl.federation.cohort import Cohort
+from raypfl.federation.cohort_draw import CohortDraw, draw_cohort
+from raypfl.federation.exchange.group_runner import GroupRunner
+from raypfl.federation.selection.selector import Selector
+from raypfl.federation.settings import CohortSettings
+from raypfl.storage.states import StateTable
+
+EarlierKinds = Mapping[str, Mapping[str, str]]
+"""Table -> column -> kind, of the tables that were logged in earlier rounds."""
+
+
+class Rounds(ABC):
+    """Gives each round its cohort."""
+
+    @abstractmethod
+    def draw(self, round: int, turns: ClientTurns, time: float) -> CohortDraw:
+        """Return who takes part in a round that may begin at `time`, in simulated seconds."""
+
+    @abstractmethod
+    def cohort(
+        self, round: int, server: dict[str, Any], earlier_kinds: EarlierKinds, cohort_draw: CohortDraw
+    ) -> Cohort:
+        """Return the cohort of a round that was drawn, given the server's state after the round before."""
+
+    @abstractmethod
+    def update(self, cohort: Cohort, cohort_draw: CohortDraw) -> None:
+        """Learn from what a cohort reported; it counts once the round is done."""
+
+    @abstractmethod
+    def commit(self) -> None:
+        """Keep what was learned from the round, which is done."""
+
+    @abstractmethod
+    def saved(self, round: int) -> dict[str, Any]:
+        """Return what a checkpoint after a round needs, a tree of tensors and numbers."""
+
+    def held_states(self) -> StateTable:
+        """Return the states of clients whose replies a checkpoint keeps for rounds to come."""
+        return StateTable()
+
+    @abstractmethod
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Go back to what :meth:`saved` returned; an empty mapping: to the start of the run."""
+
+
+class SynchronousRounds(Rounds):
+    """Draws each cohort when its round begins: uniformly, or by a selection.
+
+    Parameters
+    ----------
+    settings : how large a cohort is, and how long its round may take.
+    learning_rate : a function that returns the learning rate of a round.
+    turns : the clients' turns, which a selection may ask for.
+    """
+
+    def __init__(
+        self,
+        settings: CohortSettings,
+        runner: GroupRunner,
+        learning_rate: Callable[[int], float],
+        turns: ClientTurns,
+    ):
+        self._settings = settings
+        self._runner = runner
+        self._learning_rate = learning_rate
+        task = runner.task
+        self._trained = task.trained if len(task.unseen) else None
+        self._selector: Selector | None = None
+        if settings.selection is not None:
+            self._selector = Selector(settings.selection, turns, task.num_samples)
+
+    def draw(self, round: int, turns: ClientTurns, time: float) -> CohortDraw:
+        task = self._runner.task
+        choose = None if self._selector is None else self._selector.choose
+        return draw_cohort(self._settings, task.num_trained, task.seed, round, turns, self._trained, time, choose)
+
+    def cohort(
+        self, round: int, server: dict[str, Any], earlier_kinds: EarlierKinds, cohort_draw: CohortDraw
+    ) -> Cohort:
+        lr = self._learning_rate(round)
+        return Cohort(self._runner, cohort_draw.clients, cohort_draw.lost, round, lr, earlier_kinds, cohort_draw.work)
+
+    def update(self, cohort: Cohort, cohort_draw: CohortDraw) -> None:
+        if self._selector is not None:
+            self._selector.update(cohort, cohort_draw)
+
+    def commit(self) -> None:
+        if self._selector is not None:
+            self._selector.commit()
+
+    def saved(self, round: int) -> dict[str, Any]:
+        return {} if self._selector is None else {"selection": self._selector.saved()}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        if self._selector is not None:
+            self._selector.restore(saved.get("selection", {}))
