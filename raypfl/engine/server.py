@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, partial
@@ -12,32 +11,27 @@ from typing import Any, Literal
 
 import pyarrow as pa
 import torch
-from torch import Tensor
 
-from raypfl.analysis.base import AnalysedRun
 from raypfl.common.counting import counted
 from raypfl.common.errors import CheckpointError, EmptyCohort, LostState, MethodError, RaypflError, Stopped
 from raypfl.common.global_draws import AT_START, ON_SERVER, refuse_unkeyed
 from raypfl.common.rounds import is_due
-from raypfl.common.user_code import describe_failure, explain_user_errors, traceback_text, where_defined, with_location
+from raypfl.common.user_code import explain_user_errors, with_location
 from raypfl.common.version import __version__
 from raypfl.devices import ClientTurns
 from raypfl.engine import client_states
 from raypfl.engine.building.analysing import Analyses
-from raypfl.engine.building.groups import groups_for
 from raypfl.engine.building.rounds import rounds_for
 from raypfl.engine.evaluator import Evaluator
-from raypfl.engine.events import Checkpointed, Evaluated, Listener, RoundFinished, RunFinished, RunStarted, Warned
+from raypfl.engine.events import Checkpointed, Evaluated, Listener, RunFinished, RunStarted, Warned
+from raypfl.engine.facts import facts_of
 from raypfl.engine.job import Job
+from raypfl.engine.method_errors import refuse_returned, refuse_start, server_failure, warning_of_other_messages
 from raypfl.engine.prepared import Prepared
 from raypfl.engine.run_tables import ROUNDS, STALENESS, TIMED_ROUNDS, RunTables
-from raypfl.federation.cohort import Cohort, round_record
-from raypfl.federation.cohort_draw import cohort_size
 from raypfl.federation.exchange.backend import Backend
 from raypfl.federation.ledger import Ledger
-from raypfl.federation.logged import Logged
 from raypfl.learning.privacy.accounting import accounted
-from raypfl.models.weights import origin
 from raypfl.storage import checkpoints
 from raypfl.storage.checkpoints import Snapshot
 from raypfl.storage.lease import refuse_unless_held
@@ -100,15 +94,7 @@ class Server:
 
         self._runner = prepared.runner(backend, self.states, self.ledger, self.emit, self._warn)
         self._evaluator = Evaluator(prepared, self._runner)
-        run = AnalysedRun(
-            task=self.task,
-            method=self.method,
-            training=self.experiment.training,
-            cohort_size=cohort_size(self.experiment.cohort, self.task.num_clients),
-            samples=prepared.training_samples,
-            pools=prepared.server_pools,
-        )
-        self._analyses = Analyses(job.experiment.analyses, run, job.run_dir)
+        self._analyses = Analyses(prepared, job.run_dir)
         self._runner.keep_observations = self._analyses.keep
         self._rounds = rounds_for(self.experiment, self._turns, self._runner, job.together)
 
@@ -139,28 +125,8 @@ class Server:
 
     def _announce(self) -> None:
         """Emit the event of the run's start, with the facts for its record."""
-        cohort = cohort_size(self.experiment.cohort, self.task.num_clients)
-        metadata = {
-            "num_clients": self.task.num_clients,
-            "parameters": self.task.model.num_parameters,
-            "weights": origin(self.task.model.module),
-            "executor": self.experiment.engine.executor,
-            "channels_last": bool(self.experiment.training.channels_last),
-            "why": self.job.why,
-            "group_size": max(groups_for(self.experiment.engine, cohort)),
-            "data": self.job.fingerprint,
-            "server_device": str(self.task.model.device),
-            "system": f"{platform.system()} {platform.machine()}",
-            "versions": {
-                "raypfl": __version__,
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-            },
-        }
-
-        if self.job.parent:
-            metadata["parent"] = dict(self.job.parent)
-        self.emit(RunStarted(self.job.name, self.job.run_dir, self.experiment, metadata | self.metadata, self.round))
+        facts = facts_of(self.job, self.task) | self.metadata
+        self.emit(RunStarted(self.job.name, self.job.run_dir, self.experiment, facts, self.round))
 
     def _run_rounds(self) -> RunFinished:
         """Run the remaining rounds, with their evaluations and checkpoints, and end the run."""
@@ -189,15 +155,9 @@ class Server:
 
     def _describe_failure(self, error: Exception) -> str:
         """What failed and where, for an error that the method raised on the server."""
-        if self._evaluator.is_due(self.round):
-            when = f"in the evaluation after round {self.round}"
-            failure = describe_failure(error, when, None)
-        else:
-            when = f"in round {self.round + 1}"
-            failure = describe_failure(error, when, self.method.round)
-        if failure is None:
-            failure = f"{type(self.method).__name__} failed on the server {when}:\n{traceback_text(error)}"
-        return f"{failure}\n{self._runner.last_exchange}".rstrip()
+        is_evaluation = self._evaluator.is_due(self.round)
+        failed = self.round if is_evaluation else self.round + 1
+        return server_failure(self.method, error, failed, is_evaluation, self._runner.last_exchange)
 
     def _stops_early(self) -> bool:
         reason = self._evaluator.reason_to_stop()
@@ -227,21 +187,23 @@ class Server:
         number = self.round + 1
         self._runner.compact_states(number)
         cohort_draw = self._rounds.draw(number, self._turns, self.time)
-        model_before = self._global_model()
+        logged_columns = self._records.logged_columns()
+        model_before = self._analyses.global_model(self.state)
         self._runner.observers = self._analyses.observers(number)
 
         try:
             with self._all_or_nothing():
                 with refuse_unkeyed(self.method.round, self.task.model.device, ON_SERVER):
-                    cohort = self._rounds.cohort(number, self.state, self._records.logged_columns(), cohort_draw)
+                    cohort = self._rounds.cohort(number, self.state, logged_columns, cohort_draw)
                     returned: object = self.method.round(self.state, cohort)  # type: ignore[func-returns-value]
-                self._refuse_returned(returned)
+                refuse_returned(self.method.round, returned, self.state)
                 # Refuses what no checkpoint can store, before anything uses it.
                 encode(self.state, {})
                 # Refuses a state that no evaluation could use: once it is saved, every resume would fail on it.
                 self._evaluator.global_model(self.state)
                 seconds = self._clock() - start
-                self._analyse(cohort, number, model_before)
+                models = (model_before, self._analyses.global_model(self.state))
+                self._analyses.after_round(cohort, models, logged_columns)
                 self._rounds.update(cohort, cohort_draw)
         except EmptyCohort as error:
             self._warn(f"{error} Such a round changes nothing.")
@@ -252,45 +214,10 @@ class Server:
         self.round = number
         self.time = cohort_draw.ends
         finished = self._records.add_round(number, cohort, cohort_draw, seconds, self.ledger)
-        self._warn_of_other_messages(finished)
+        warning = warning_of_other_messages(self.method, self._turns.turn, finished)
+        if warning is not None:
+            self._warn(warning)
         self.emit(finished)
-
-    def _warn_of_other_messages(self, finished: RoundFinished) -> None:
-        """Warn if a round's messages are not those of the rehearsal; in the first round, many methods send less."""
-        turn = self._turns.turn
-        if turn is None or finished.round == 1 or not finished.clients:
-            return
-        sent = finished.bytes_up / finished.clients
-        if abs(sent - turn.up_bytes) > 0.01 * turn.up_bytes:
-            self._warn(
-                f"{type(self.method).__name__} does not send as much in every round as in the rehearsed one, "
-                f"{turn.up_bytes:,.0f} bytes a client, by which simulated time and raypfl plan count; the ledger "
-                "is right."
-            )
-
-    def _analyse(self, cohort: Cohort, number: int, model_before: Tensor | None) -> None:
-        """Run the analyses of a round, if there are any; what they log joins the round's log."""
-        if not self._analyses:
-            return
-        present = tuple(client for client, is_in in zip(cohort.ids, cohort.present, strict=True) if is_in)
-        models = (model_before, self._global_model())
-        _, logged = round_record(cohort)
-        self._analyses.after_round(number, present, models, logged, self._records.logged_columns())
-
-    def _refuse_returned(self, returned: object) -> None:
-        """Raise a MethodError if a round returns a coroutine, a new state or anything else, which would be lost."""
-        if returned is not None and returned is not self.state:
-            raise MethodError(
-                f"{where_defined(self.method.round)} returned {_kind(returned)}; it must return nothing, and change "
-                'the server\'s state in place, as in server["theta"] = ...'
-            )
-
-    def _global_model(self) -> Tensor | None:
-        """A copy of the global model, if there are analyses, which need it."""
-        if not self._analyses:
-            return None
-        model = self.method.global_model(self.state)
-        return None if model is None else model.clone()
 
     def _evaluate(self) -> None:
         with self._all_or_nothing():
@@ -430,17 +357,11 @@ class Server:
             self.round = 0
             self.time = 0.0
             self.state = start(self.task)
-        if not isinstance(self.state, dict):
-            raise MethodError(
-                f"{where_defined(start)} returned {_kind(self.state)}; it must return the server's state, a dict "
-                'such as {"theta": task.model.init(task.seed)}.'
-            )
+        refuse_start(start, self.state)
 
         self._records = RunTables(self._evaluator.measures.column_types, columns=self._columns_of_rounds())
         self._evaluator.restore(None)
-        logged = Logged()
-        self._analyses.start(self._global_model(), logged, {})
-        self._records.add_logged(self.round, logged)
+        self._records.add_logged(self.round, self._analyses.start(self.state))
 
     def _columns_of_rounds(self) -> dict[str, str]:
         columns = TIMED_ROUNDS if self._turns.has_clock else ROUNDS
@@ -491,7 +412,3 @@ class Server:
                 f"The run in {self.job.run_dir} was evaluated by other metrics than it would be now "
                 f"({', '.join(sorted(different))}). Restore its objective and evaluation.metrics, or start a new run."
             )
-
-
-def _kind(value: object) -> str:
-    return "nothing" if value is None else f"a {type(value).__name__}"

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from raypfl.analysis import AnalysedRound, Analysis, Observation
+from raypfl.analysis import AnalysedRound, Observation
 from raypfl.analysis.base import AnalysedRun, analysis_folder, save_observations
 from raypfl.common.errors import MethodError, RaypflError
 from raypfl.common.user_code import where_defined, with_location
+from raypfl.engine.prepared import Prepared
+from raypfl.federation.cohort import Cohort, round_record
+from raypfl.federation.cohort_draw import cohort_size
 from raypfl.federation.logged import Logged
 
 TableColumns = Mapping[str, Mapping[str, str]]
@@ -24,18 +27,29 @@ class Analyses:
 
     Parameters
     ----------
-    analyses : the analyses that the settings name.
-    run : what all rounds of the run share.
+    prepared : the experiment, which names the analyses, with its task, on the server's device.
     run_dir : the run's folder.
     """
 
-    def __init__(self, analyses: Sequence[Analysis], run: AnalysedRun, run_dir: str):
-        self._analyses = analyses
-        self._run = run
-        self._folders = [analysis_folder(run_dir, analysis) for analysis in analyses]
+    def __init__(self, prepared: Prepared, run_dir: str):
+        experiment = prepared.experiment
+        self._analyses = experiment.analyses
+        self._folders = [analysis_folder(run_dir, analysis) for analysis in self._analyses]
+        self._run = AnalysedRun(
+            task=prepared.task,
+            method=experiment.method,
+            training=experiment.training,
+            cohort_size=cohort_size(experiment.cohort, prepared.task.num_clients),
+            samples=prepared.training_samples,
+            pools=prepared.server_pools,
+        )
 
-    def __bool__(self) -> bool:
-        return bool(self._analyses)
+    def global_model(self, state: dict[str, Any]) -> Tensor | None:
+        """Return a copy of the global model at a state of the server; None without a model, or without analyses."""
+        if not self._analyses:
+            return None
+        model = self._run.method.global_model(state)
+        return None if model is None else model.clone()
 
     def observers(self, round: int) -> tuple[int, ...]:
         """Numbers of the analyses that see the local steps of a round."""
@@ -48,15 +62,20 @@ class Analyses:
             for _, client_observations in groupby(observations, lambda observation: observation.client):
                 save_observations(self._folders[number], round, list(client_observations))
 
-    def start(self, initial: Tensor | None, logged: Logged, tables: TableColumns) -> None:
-        """Analyse the initial model, before the first round."""
-        self._call("start", 0, (), (initial, initial), logged, tables)
+    def start(self, state: dict[str, Any]) -> Logged:
+        """Analyse the initial model, before the first round; return what the analyses log."""
+        initial = self.global_model(state)
+        logged = Logged()
+        self._call("start", 0, (), (initial, initial), logged, {})
+        return logged
 
-    def after_round(
-        self, round: int, clients: tuple[int, ...], models: tuple[Any, Any], logged: Logged, tables: TableColumns
-    ) -> None:
-        """Analyse a round, given the global model before it and after it. What analyses log is added to `logged`."""
-        self._call("after_round", round, clients, models, logged, tables)
+    def after_round(self, cohort: Cohort, models: tuple[Any, Any], tables: TableColumns) -> None:
+        """Analyse a round, given the global model before it and after it; what is logged joins the round's log."""
+        if not self._analyses:
+            return
+        present = tuple(client for client, is_in in zip(cohort.ids, cohort.present, strict=True) if is_in)
+        _, logged = round_record(cohort)
+        self._call("after_round", cohort.round, present, models, logged, tables)
 
     def _call(
         self,

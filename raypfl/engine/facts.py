@@ -1,0 +1,41 @@
+"""Facts about a run that are found at its start, for its record."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import torch
+
+from raypfl.common.version import __version__
+from raypfl.engine.building.groups import groups_for
+from raypfl.engine.job import Job
+from raypfl.federation.cohort_draw import cohort_size
+from raypfl.federation.task import Task
+from raypfl.models.weights import origin
+
+
+def facts_of(job: Job, task: Task) -> dict[str, Any]:
+    """Return what ``metadata.json`` says of a run, except for what its backend adds."""
+    experiment = job.experiment
+    cohort = cohort_size(experiment.cohort, task.num_clients)
+    facts = {
+        "num_clients": task.num_clients,
+        "parameters": task.model.num_parameters,
+        "weights": origin(task.model.module),
+        "executor": experiment.engine.executor,
+        "channels_last": bool(experiment.training.channels_last),
+        "why": job.why,
+        "group_size": max(groups_for(experiment.engine, cohort)),
+        "data": job.fingerprint,
+        "server_device": str(task.model.device),
+        "system": f"{platform.system()} {platform.machine()}",
+        "versions": {
+            "raypfl": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+    }
+    if job.parent:
+        facts["parent"] = dict(job.parent)
+    return facts

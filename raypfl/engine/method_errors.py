@@ -1,0 +1,70 @@
+"""What a run says of a method that fails on the server, or that returns or sends what it should not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from raypfl.common.errors import MethodError
+from raypfl.common.user_code import describe_failure, traceback_text, where_defined
+from raypfl.devices import Turn
+from raypfl.engine.events import RoundFinished
+from raypfl.federation.method import Method
+
+
+def server_failure(method: Method, error: Exception, round: int, is_evaluation: bool, last_exchange: str) -> str:
+    """Describe an error that the method raised on the server: what failed and where.
+
+    Parameters
+    ----------
+    round : the round that failed or, in an evaluation, the one before it.
+    last_exchange : a sentence with the shapes of the last exchange; may be empty.
+    """
+    if is_evaluation:
+        when = f"in the evaluation after round {round}"
+        failure = describe_failure(error, when, None)
+    else:
+        when = f"in round {round}"
+        failure = describe_failure(error, when, method.round)
+    if failure is None:
+        failure = f"{type(method).__name__} failed on the server {when}:\n{traceback_text(error)}"
+    return f"{failure}\n{last_exchange}".rstrip()
+
+
+def refuse_returned(function: Callable[..., Any], returned: object, state: object) -> None:
+    """Raise a MethodError if a round returns a coroutine, a new state or anything else, which would be lost."""
+    if returned is not None and returned is not state:
+        raise MethodError(
+            f"{where_defined(function)} returned {_kind(returned)}; it must return nothing, and change "
+            'the server\'s state in place, as in server["theta"] = ...'
+        )
+
+
+def refuse_start(function: Callable[..., Any], state: object) -> None:
+    """Raise a MethodError if a method starts with anything but a dict."""
+    if not isinstance(state, dict):
+        raise MethodError(
+            f"{where_defined(function)} returned {_kind(state)}; it must return the server's state, a dict "
+            'such as {"theta": task.model.init(task.seed)}.'
+        )
+
+
+def warning_of_other_messages(method: Method, turn: Turn | None, finished: RoundFinished) -> str | None:
+    """Return a warning if a round's messages are not those of the rehearsal, or None.
+
+    `turn` : the rehearsed turn of a client; None: nothing was rehearsed.
+    """
+    # In the first round, many methods send less.
+    if turn is None or finished.round == 1 or not finished.clients:
+        return None
+    bytes_up = finished.bytes_up / finished.clients
+    if abs(bytes_up - turn.up_bytes) <= 0.01 * turn.up_bytes:
+        return None
+    return (
+        f"{type(method).__name__} does not send as much in every round as in the rehearsed one, "
+        f"{turn.up_bytes:,.0f} bytes a client, by which simulated time and raypfl plan count; the ledger is right."
+    )
+
+
+def _kind(value: object) -> str:
+    return "nothing" if value is None else f"a {type(value).__name__}"
