@@ -26,8 +26,9 @@ from raypfl.clients.group import ClientGroup
 from raypfl.clients.worker import Worker
 from raypfl.engine.dispatcher import EventDispatcher
 from raypfl.engine.events import Event, RoundFinished
-from raypfl.engine.run_tables import RunTables
 from raypfl.engine.server import Server
+from raypfl.engine.state.run_checkpoints import RunCheckpoints
+from raypfl.engine.state.run_tables import RunTables
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.exchange.group_runner import GroupRunner
 from raypfl.federation.ledger import Ledger
@@ -53,7 +54,7 @@ PARTS: Mapping[str, Sequence[tuple[type, str]]] = {
 
 WHOLE: Mapping[str, Sequence[tuple[type, str]]] = {
     "evaluation, every fifth round": [(Server, "_evaluate")],
-    "checkpoints, every two seconds": [(Server, "_save")],
+    "checkpoints, every two seconds": [(RunCheckpoints, "save")],
 }
 """Parts that include what they call."""
 

@@ -31,10 +31,10 @@ from ray._private.internal_api import memory_summary
 
 import raypfl
 from benchmarks import states as rounds
-from raypfl.engine import client_states
 from raypfl.engine.backends.client_actor import ClientActor
 from raypfl.engine.backends.cluster import FREE_AT_ONCE, NO_TASK_EVENTS
 from raypfl.engine.backends.objects import states_on_ray
+from raypfl.engine.state import client_states
 from raypfl.storage.checkpoints import StoredStates
 from raypfl.storage.stacks import Stack
 from raypfl.storage.states import StateTable

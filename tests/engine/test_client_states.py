@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from raypfl.clients.worker import Worker
-from raypfl.engine import client_states
 from raypfl.engine.backends.client_actor import ClientActor
 from raypfl.engine.backends.inline import Inline
 from raypfl.engine.backends.objects import states_on_ray
+from raypfl.engine.state import client_states
 from raypfl.storage.checkpoints import Damaged, StoredStates, write_file
 from raypfl.storage.stacks import Stack
 from raypfl.storage.states import StateTable

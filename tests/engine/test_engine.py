@@ -48,10 +48,10 @@ def test_short_rounds_are_saved_by_the_seconds_that_they_take_unless_checkpoints
         result = raypfl.run(settings, listeners=[events.append])
         return [e.round for e in events if isinstance(e, Checkpointed)], result
 
-    monkeypatch.setattr("raypfl.engine.server.SECONDS_PER_CHECKPOINT", math.inf)
+    monkeypatch.setattr("raypfl.engine.state.run_checkpoints.SECONDS_PER_CHECKPOINT", math.inf)
     never_rounds, never = run("never")
     every_rounds, every = run("every", checkpoint__every=9)
-    monkeypatch.setattr("raypfl.engine.server.SECONDS_PER_CHECKPOINT", 0.0)
+    monkeypatch.setattr("raypfl.engine.state.run_checkpoints.SECONDS_PER_CHECKPOINT", 0.0)
     always_rounds, always = run("always")
 
     assert (never_rounds, every_rounds, always_rounds) == ([25], [9, 18, 25], [10, 20, 25])

@@ -15,6 +15,8 @@ from raypfl.federation.cohort_draw import CohortDraw
 from raypfl.federation.ledger import LEDGER, Ledger
 from raypfl.federation.logged import ANALYSIS, IMAGES, LOGGED, Logged, kinds
 from raypfl.learning.privacy import SPENDING, Spending
+from raypfl.learning.privacy.accounting import accounted
+from raypfl.learning.privacy.settings import PrivacySettings
 from raypfl.storage.checkpoints import read_table
 from raypfl.storage.columns import Columns
 from raypfl.storage.tables import RunTable, to_arrow
@@ -44,6 +46,21 @@ TIMED_ROUNDS = {
 
 STALENESS = {"staleness": "int32 list"}
 """A further column if rounds are asynchronous: how late each reply of the cohort is."""
+
+
+def columns_of_rounds(has_clock: bool, is_asynchronous: bool) -> dict[str, str]:
+    """Return the columns of a run's table of rounds, and their kinds; `has_clock` : whether time is simulated."""
+    columns = TIMED_ROUNDS if has_clock else ROUNDS
+    return columns | STALENESS if is_asynchronous else columns
+
+
+def with_privacy(tables: Mapping[str, pa.Table], settings: PrivacySettings) -> dict[str, pa.Table]:
+    """Return a finished run's tables with what privacy was spent in all, if any was, in place of each spending."""
+    tables_by_name = dict(tables)
+    spending = tables_by_name.pop("spending")
+    if spending.num_rows:
+        tables_by_name["privacy"] = pa.table(accounted(spending.to_pydict(), settings))
+    return tables_by_name
 
 
 class RunTables:

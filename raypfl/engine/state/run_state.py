@@ -1,0 +1,79 @@
+"""What a run has reached."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+from raypfl.common.errors import EmptyCohort
+from raypfl.engine.state import client_states
+from raypfl.engine.state.run_tables import RunTables
+from raypfl.federation.exchange.group_runner import GroupRunner
+from raypfl.storage.states import StateTable
+from raypfl.storage.tree import clone, flatten
+
+
+class RunState:
+    """All that rounds change, and that a checkpoint keeps.
+
+    Parameters
+    ----------
+    runner : the runner of the server's exchanges, which has the clients' states and the ledger.
+
+    Attributes
+    ----------
+    round : the last finished round; 0 before the first one.
+    time : simulated seconds since the start of the run.
+    server : the server's state, which the method changes.
+    tables : the run's tables so far.
+    """
+
+    def __init__(self, runner: GroupRunner):
+        self.runner = runner
+        self.go_to(0, 0.0, {}, RunTables({}))
+
+    @property
+    def clients(self) -> StateTable:
+        """References to the clients' states."""
+        return self.runner.states
+
+    @clients.setter
+    def clients(self, states: StateTable) -> None:
+        self.runner.states = states
+
+    def go_to(self, round: int, time: float, server: dict[str, Any], tables: RunTables) -> None:
+        """Set all but the clients' states; parameters like the attributes."""
+        self.round = round
+        self.time = time
+        self.server = server
+        self.tables = tables
+        self.runner.ledger.rows = tables.tables["ledger"].waiting
+
+    @contextlib.contextmanager
+    def all_or_nothing(self) -> Iterator[None]:
+        """Undo every change of the block if it is stopped or fails."""
+        ledger = self.runner.ledger
+        server_before = clone(self.server)
+        entries_before = len(ledger)
+        try:
+            yield
+        except BaseException as error:
+            self.server = server_before
+            self.clients.abandon()
+            # An empty cohort changes nothing, but its messages were sent: the ledger keeps them.
+            if not isinstance(error, EmptyCohort):
+                ledger.cut(entries_before)
+            raise
+
+    def weights_hash(self) -> str:
+        """SHA-256 of the server's tensors, sorted by name, and then of each client's own SHA-256, sorted by client."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(flatten(self.server)[1].items()):
+            digest.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
+
+        digest_of_client = client_states.all_digests(self.clients, self.runner.backend)
+        for client in sorted(digest_of_client):
+            digest.update(digest_of_client[client])
+        return digest.hexdigest()
