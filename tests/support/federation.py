@@ -41,6 +41,7 @@ from raypfl.learning.vectorised import Vectorised
 from raypfl.models import FlatModel
 from raypfl.storage.stacks import merged
 from raypfl.storage.states import StateTable
+from tests.support.tiers import with_quick
 
 torch.set_num_threads(1)
 
@@ -51,7 +52,9 @@ NO_RETRIES = FailureSettings(retries=0)
 
 ROUNDS = ([0, 1, 3], [2, 3], [0, 2], [1, 3])
 EXECUTORS = ["vectorised", "sequential"]
-both_executors = pytest.mark.parametrize("executor", EXECUTORS)
+both_executors = pytest.mark.parametrize("executor", with_quick(EXECUTORS, {"vectorised"}))
+"""Run a test with both executors; `make test` leaves the sequential one to CI."""
+
 CLASSES = 3
 SHAPE = (2, 4, 4)
 POOLED = 9
