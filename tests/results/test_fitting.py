@@ -14,7 +14,7 @@ from raypfl.integrations.tuning.result import SweepResult
 from raypfl.integrations.tuning.sweep import load
 from raypfl.integrations.tuning.trial import Trial
 from raypfl.studies.description import PublishedNumber
-from raypfl.studies.table import layout
+from raypfl.studies.table import formats, layout
 from raypfl.studies.table.entries import TableEntry
 
 JOB = {"job": "digits-ditto-20261123-170253-ab12", "status": "SUCCEEDED", "began": "2026-11-23 17:02", "seconds": 754.0}
@@ -81,7 +81,7 @@ def test_a_studys_numbers_are_whole_at_any_width(width: int):
             entries.append(TableEntry(method, "", across, metric, (10.0 * m + k,), (12.345,), 0, published, "clients"))
 
     (block,) = layout.blocks(entries)
-    parts = list(layout._parts(block, Console(width=width)))
+    parts = list(formats._parts(block, Console(width=width)))
     lines = [line for part in parts for line in printed(part, width)]
     words = [word for line in lines for word in line.split()]
 

@@ -28,7 +28,8 @@ from raypfl.studies.deviations import deviations
 from raypfl.studies.scaffold import scaffold
 from raypfl.studies.search.trials import planned_trials, with_search
 from raypfl.studies.table.entries import TableEntry, table_entries
-from raypfl.studies.table.layout import as_latex, blocks, markdown
+from raypfl.studies.table.formats import as_latex, markdown
+from raypfl.studies.table.layout import arrange, blocks
 from raypfl.studies.table.picture import draw
 from tests.support.command import raypfl as command
 from tests.support.command import raypfl_json
@@ -520,7 +521,7 @@ def test_the_table_has_measured_published_and_gap_as_the_paper_lays_it_out():
 
     study, _ = load("digits-personal")
     second_block = [replace(cell, down="Other_set") for cell in entries]
-    latex = as_latex(study, None, [*entries, *second_block], ["Half the data."])
+    latex = as_latex(arrange(study, None, [*entries, *second_block], ["Half the data."]))
     for line in (
         r"method &  & x GM & x PM & y GM & y PM \\",
         r"\multicolumn{6}{l}{\emph{Other\_set}} \\",
@@ -554,7 +555,7 @@ def test_deviations_say_where_they_hold_and_are_on_the_page():
         "2 seeds, not 3.",
         "16 of 16 cells are not finished, so the means do not include them.",
     ]
-    page = markdown(study, study.published, [entry("A", "x", "GM", 1.0)], lines)
+    page = markdown(arrange(study, study.published, [entry("A", "x", "GM", 1.0)], lines))
     assert "**Deviations from the published protocol**" in page and all(f"- {line}" in page for line in lines)
 
 

@@ -35,8 +35,9 @@ from raypfl.studies.running import run
 from raypfl.studies.scaffold import scaffold
 from raypfl.studies.search.choice import SearchOutcome, judge, write_trials
 from raypfl.studies.search.trials import SearchTrial, planned_trials, with_search
-from raypfl.studies.table import layout
+from raypfl.studies.table import formats
 from raypfl.studies.table.entries import TableEntry, cell_table, entry_rows, entry_table, table_entries
+from raypfl.studies.table.layout import StudyTable, arrange
 from raypfl.studies.table.picture import draw
 
 FILES = ("table.md", "table.tex", "table.csv", "table.parquet", STUDY_CELLS, "table.png")
@@ -125,9 +126,10 @@ def run_study(
             measured = table_entries(study, reference, cells, results)
             departures = deviations(reference, study, described, published, results)
             notes = searched.sentences() if searched else []
-            page = layout.markdown(study, reference.published, measured, departures, notes)
+            study_table = arrange(study, reference.published, measured, departures, notes)
+            page = formats.markdown(study_table)
             _write(folder, study.name, page, measured, cell_table(cells, results))
-            write(folder / "table.tex", layout.as_latex(study, reference.published, measured, departures, notes))
+            write(folder / "table.tex", formats.as_latex(study_table))
             if record_file:
                 smaller = size_settings(described, published)
                 record = record_of(study, reference, command, cells, results, measured, departures, smaller, searched)
@@ -142,7 +144,7 @@ def run_study(
                     table["trials"] = searched.rows()
                 print(json.dumps({"study": study.name, "folder": str(folder), **table}, indent=2))
             else:
-                _show(study, reference, measured, departures, notes, folder)
+                _show(study_table, folder, has_trials=study.search is not None)
         _raise_for(outcomes, cells, to_continue, searched)
 
 
@@ -240,18 +242,12 @@ def _write(folder: Path, name: str, page: str, measured: Sequence[TableEntry], c
     draw(measured, name, folder / "table.png")
 
 
-def _show(
-    study: Study,
-    reference: Study,
-    measured: Sequence[TableEntry],
-    departures: Sequence[str],
-    notes: Sequence[str],
-    folder: Path,
-) -> None:
+def _show(study_table: StudyTable, folder: Path, has_trials: bool) -> None:
+    """Print the table, and which files there are."""
     console = Console()
-    layout.show(console, study, reference.published, measured, departures, notes)
+    formats.show(console, study_table)
     console.print()
-    for name in [*FILES, TRIALS] if study.search else FILES:
+    for name in [*FILES, TRIALS] if has_trials else FILES:
         console.print(Text(str(nearby(folder / name))), soft_wrap=True)
 
 

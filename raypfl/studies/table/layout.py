@@ -1,30 +1,20 @@
-"""A study's table, on the terminal and in Markdown."""
+"""How a study's table is arranged: blocks of lines, and the text of each number."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from rich import box
-from rich.console import Console
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
-
-from raypfl.common.counting import counted
-from raypfl.results import bootstrap, latex
-from raypfl.results.differences import ENOUGH_SEEDS
-from raypfl.results.display.fitting import width_of
 from raypfl.results.ranking.standings import Standing
 from raypfl.studies.description import PublishedTable, Study
 from raypfl.studies.table.entries import TableEntry
+from raypfl.studies.table.notes import PENDING, NoteList, notes_on
 
 EMPTY = "–"
-PENDING = "…"
-"""Mark of unfinished cells."""
+AGAINST_THE_BEST = "against the best"
+"""The titles of the blocks that say how methods stand end with this."""
 
-_STANDING = "against the best"
-_STYLES = {"here": "bold", "published": "dim", "gap": "cyan", "rank": "bold"}
+_STANDING_LINES = ("rank", "95%", "to best", "P(better)")
 
 
 @dataclass(frozen=True)
@@ -41,6 +31,49 @@ class TableBlock:
     title: str
     headings: list[tuple[str, str]]
     lines: list[list[str]]
+
+
+@dataclass(frozen=True)
+class StudyTable:
+    """A study's table, ready to be shown.
+
+    Attributes
+    ----------
+    name : the study's name.
+    results : the table as in the paper.
+    standings : how methods stand; empty if no two of them can be compared.
+    notes : what stands below, the legend first.
+    """
+
+    name: str
+    results: list[TableBlock]
+    standings: list[TableBlock]
+    notes: NoteList
+
+    @property
+    def titled_blocks(self) -> list[TableBlock]:
+        """All blocks, with titles that tell results from standings."""
+        titled = [replace(block, title=f"{block.title} {AGAINST_THE_BEST}".strip()) for block in self.standings]
+        return [*self.results, *titled]
+
+
+def arrange(
+    study: Study,
+    published: PublishedTable | None,
+    entries: Sequence[TableEntry],
+    deviations: Sequence[str],
+    searched: Sequence[str] = (),
+) -> StudyTable:
+    """Arrange the entries of a study as in the paper, with notes.
+
+    Parameters
+    ----------
+    published : the table that the study reproduces; None: there is none.
+    deviations : where the runs depart from the published protocol, a sentence each.
+    searched : what a search chose, a sentence each.
+    """
+    notes = notes_on(study, published, entries, deviations, searched)
+    return StudyTable(study.name, blocks(entries), standing_blocks(entries), notes)
 
 
 def blocks(entries: Sequence[TableEntry]) -> list[TableBlock]:
@@ -75,130 +108,7 @@ def standing_blocks(entries: Sequence[TableEntry]) -> list[TableBlock]:
             for kind, line in zip(_STANDING_LINES, texts, strict=True):
                 lines.append([method if kind == "rank" else "", kind, *line])
         if lines:
-            table.append(TableBlock(f"{title} {_STANDING}".strip(), headings, lines))
-    return table
-
-
-def show(
-    console: Console,
-    study: Study,
-    published: PublishedTable | None,
-    entries: Sequence[TableEntry],
-    deviations: Sequence[str],
-    searched: Sequence[str] = (),
-) -> None:
-    """Print the table and its notes; `searched` says what a search chose."""
-    for block in [*blocks(entries), *standing_blocks(entries)]:
-        console.print()
-        if block.title:
-            console.print(Text(block.title, "bold"))
-        for part in _parts(block, console):
-            console.print(part)
-
-    for heading, lines in _notes(study, published, entries, deviations, searched):
-        is_warning = heading.startswith("Deviations")
-        console.print(Text(heading, "bold yellow" if is_warning else "dim"))
-        for line in lines:
-            console.print(Padding(Text(line, "" if is_warning else "dim"), (0, 0, 0, 2)))
-
-
-def markdown(
-    study: Study,
-    published: PublishedTable | None,
-    entries: Sequence[TableEntry],
-    deviations: Sequence[str],
-    searched: Sequence[str] = (),
-) -> str:
-    """Return the table and its notes as Markdown."""
-    parts = [f"# {study.name}"]
-    for block in [*blocks(entries), *standing_blocks(entries)]:
-        if block.title:
-            parts.append(f"## {block.title}")
-        headings = ["", "", *(" ".join(filter(None, heading)) for heading in block.headings)]
-        rows = [headings, ["---", "---", *["---:"] * len(block.headings)], *block.lines]
-        parts.append("\n".join(f"| {' | '.join(row)} |" for row in rows))
-
-    for heading, lines in _notes(study, published, entries, deviations, searched):
-        parts.append("\n".join([f"**{heading}**", "", *(f"- {line}" for line in lines)]))
-    return "\n\n".join(parts) + "\n"
-
-
-def as_latex(
-    study: Study,
-    published: PublishedTable | None,
-    entries: Sequence[TableEntry],
-    deviations: Sequence[str],
-    searched: Sequence[str] = (),
-) -> str:
-    """Return the table as LaTeX, one for all blocks with the same columns, and its notes as comments."""
-    (_, (legend,)), *notes = _notes(study, published, entries, deviations, searched)
-    # The caption says what their titles end with.
-    standings = [
-        replace(block, title=block.title.removesuffix(_STANDING).strip()) for block in standing_blocks(entries)
-    ]
-    tables = [
-        *_latex_tables(blocks(entries), f"{study.name}. {legend}"),
-        *_latex_tables(standings, f"{study.name}, {_STANDING}."),
-    ]
-
-    comments = []
-    for heading, lines in notes:
-        comments += [f"% {heading}: {line}" for line in lines]
-    return "\n".join([latex.PREAMBLE, *tables, *comments, ""])
-
-
-def _latex_tables(arranged: Sequence[TableBlock], caption: str) -> Iterator[str]:
-    """Yield a table for all blocks with the same columns."""
-    by_headings: dict[tuple[tuple[str, str], ...], list[TableBlock]] = {}
-    for block in arranged:
-        by_headings.setdefault(tuple(block.headings), []).append(block)
-
-    for headings, same_columns in by_headings.items():
-        column_names = ["method", "", *(latex.escaped(" ".join(filter(None, heading))) for heading in headings)]
-        rows = []
-        for block in same_columns:
-            texts = [list(map(latex.number, line)) for line in block.lines]
-            rows.append((latex.escaped(block.title), texts))
-        yield latex.table(column_names, rows, caption, words=2)
-
-
-def _parts(block: TableBlock, console: Console) -> Iterator[Table]:
-    """Yield the block as a table or, if it is wider than the console, as several tables with some columns each."""
-    columns = [list(texts) for texts in zip(*(line[2:] for line in block.lines), strict=True)]
-    whole = _table(block, range(len(columns)), [None] * len(columns))
-    if width_of(console, whole) <= console.width:
-        yield whole
-        return
-
-    # Each column is as wide as its longest word, so that no word is broken.
-    widths = []
-    for heading, texts in zip(block.headings, columns, strict=True):
-        words = " ".join((*heading, *texts)).split()
-        widths.append(max(len(word) for word in words))
-
-    room = console.width - width_of(console, _table(block, [], []))
-    selected: list[int] = []
-    for i, width in enumerate(widths):
-        used = sum(widths[column] + 2 for column in selected)
-        if selected and used + width + 2 > room:
-            yield _table(block, selected, widths)
-            selected = []
-        selected.append(i)
-    yield _table(block, selected, widths)
-
-
-def _table(block: TableBlock, columns: Sequence[int], widths: Sequence[int | None]) -> Table:
-    """Return some columns of a block as a table; a width of None fits the texts."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    table.add_column("method", style="bold")
-    table.add_column("")
-    for i in columns:
-        table.add_column("\n".join(filter(None, block.headings[i])), justify="right", width=widths[i])
-    for i, (method, kind, *texts) in enumerate(block.lines):
-        if method and i:
-            table.add_section()
-        shown_texts = [kind, *(texts[column] for column in columns)]
-        table.add_row(Text(method), *(Text(text, _STYLES.get(kind, "")) for text in shown_texts))
+            table.append(TableBlock(title, headings, lines))
     return table
 
 
@@ -212,9 +122,6 @@ def _lines(method: str, row: Sequence[TableEntry]) -> list[list[str]]:
         if {*texts} != {EMPTY}:
             lines.append(["", kind, *texts])
     return lines
-
-
-_STANDING_LINES = ("rank", "95%", "to best", "P(better)")
 
 
 def _standing_texts(standing: Standing) -> list[str]:
@@ -252,50 +159,3 @@ def _gap(entry: TableEntry) -> str:
 def _signed(value: float) -> str:
     # Adding 0.0 turns -0.0 into 0.0, so that -0.00 is never shown.
     return f"{round(value, 2) + 0.0:+.2f}"
-
-
-def _standing_remarks(standings: Sequence[Standing]) -> list[str]:
-    remarks = [
-        f"Of {bootstrap.DRAWS:,} bootstrap draws of seeds and clients, the same for all methods of a column: the "
-        "middle 95% of a method's mean, of its difference to the method with the best mean (to best), and of its rank. "
-        "P(better) is the share of draws in which it is better than that method."
-    ]
-    seeds = min(standing.seeds for standing in standings)
-    if seeds < ENOUGH_SEEDS:
-        remarks.append(
-            f"Over {counted(seeds, 'seed')}: a two-sided Wilcoxon test can give p < 0.05 from {ENOUGH_SEEDS} seeds on."
-        )
-    return remarks
-
-
-def _notes(
-    study: Study,
-    published: PublishedTable | None,
-    entries: Sequence[TableEntry],
-    deviations: Sequence[str],
-    searched: Sequence[str],
-) -> list[tuple[str, list[str]]]:
-    """Return the notes below the table, as headings with lines; the first one is the legend."""
-    over = "the seeds"
-    if any(entry.spread_over == "clients" for entry in entries):
-        gaps = "; gap (gap of the ±)" if published else ""
-        over = f"the clients, averaged over the seeds{gaps}"
-    all_in_percent = all(entry.label.endswith("(%)") for entry in entries)
-    shares = "In %" if all_in_percent else "Shares in %"
-    legend = f"{shares}. ± is the standard deviation over {over}. {PENDING} marks unfinished cells."
-
-    if any(entry.never for entry in entries):
-        legend += " Never: so many seeds did not reach the target."
-
-    notes = [("Numbers", [legend])]
-    ranked = [entry.standing for entry in entries if entry.standing]
-    if ranked:
-        notes.append(("Against the best", _standing_remarks(ranked)))
-    notes.append(("Search", [*searched]))
-    if published:
-        notes.append(("Published", [published.source, *published.notes]))
-        notes.append(("Choices where the source leaves something open", study.choices))
-
-    heading = "Deviations from the published protocol" if published else "Deviations"
-    notes.append((heading, [*deviations] or ["None: everything was run as described."]))
-    return [(heading, lines) for heading, lines in notes if lines]

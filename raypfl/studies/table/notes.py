@@ -1,0 +1,68 @@
+"""The notes below a study's table: its legend, what a search chose, and where the runs depart from the publication."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from raypfl.common.counting import counted
+from raypfl.results import bootstrap
+from raypfl.results.differences import ENOUGH_SEEDS
+from raypfl.results.ranking.standings import Standing
+from raypfl.studies.description import PublishedTable, Study
+from raypfl.studies.table.entries import TableEntry
+
+PENDING = "…"
+"""Mark of unfinished cells."""
+
+NoteList = list[tuple[str, list[str]]]
+"""Headings with lines."""
+
+
+def notes_on(
+    study: Study,
+    published: PublishedTable | None,
+    entries: Sequence[TableEntry],
+    deviations: Sequence[str],
+    searched: Sequence[str],
+) -> NoteList:
+    """Return the notes, of which the first is the legend; parameters as for `arrange` in ``layout.py``."""
+    notes = [("Numbers", [_legend(published, entries)])]
+    ranked = [entry.standing for entry in entries if entry.standing]
+    if ranked:
+        notes.append(("Against the best", _standing_remarks(ranked)))
+    notes.append(("Search", [*searched]))
+    if published:
+        notes.append(("Published", [published.source, *published.notes]))
+        notes.append(("Choices where the source leaves something open", study.choices))
+
+    heading = "Deviations from the published protocol" if published else "Deviations"
+    notes.append((heading, [*deviations] or ["None: everything was run as described."]))
+    return [(heading, lines) for heading, lines in notes if lines]
+
+
+def _legend(published: PublishedTable | None, entries: Sequence[TableEntry]) -> str:
+    over = "the seeds"
+    if any(entry.spread_over == "clients" for entry in entries):
+        gaps = "; gap (gap of the ±)" if published else ""
+        over = f"the clients, averaged over the seeds{gaps}"
+    all_in_percent = all(entry.label.endswith("(%)") for entry in entries)
+    shares = "In %" if all_in_percent else "Shares in %"
+    legend = f"{shares}. ± is the standard deviation over {over}. {PENDING} marks unfinished cells."
+
+    if any(entry.never for entry in entries):
+        legend += " Never: so many seeds did not reach the target."
+    return legend
+
+
+def _standing_remarks(standings: Sequence[Standing]) -> list[str]:
+    remarks = [
+        f"Of {bootstrap.DRAWS:,} bootstrap draws of seeds and clients, the same for all methods of a column: the "
+        "middle 95% of a method's mean, of its difference to the method with the best mean (to best), and of its rank. "
+        "P(better) is the share of draws in which it is better than that method."
+    ]
+    seeds = min(standing.seeds for standing in standings)
+    if seeds < ENOUGH_SEEDS:
+        remarks.append(
+            f"Over {counted(seeds, 'seed')}: a two-sided Wilcoxon test can give p < 0.05 from {ENOUGH_SEEDS} seeds on."
+        )
+    return remarks
