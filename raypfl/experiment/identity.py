@@ -9,6 +9,9 @@ from typing import Any
 from raypfl.experiment.assignments import flatten
 from raypfl.experiment.experiment import Experiment
 
+ONLY_ROUNDING = ("engine", "training.channels_last")
+"""Settings that change a result by rounding alone."""
+
 _NO_EFFECT = ("name", "output", "ray", "checkpoint", "tracking")
 _LOCATION = ("name", "output", "checkpoint.location")
 """Settings that say where a run is; with other ones it would not be found."""

@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from raypfl.data.datasets.population import is_described
 from raypfl.experiment import Experiment
 from raypfl.experiment.assignments import flatten
-from raypfl.experiment.identity import deciding_settings, is_in
-from raypfl.results.setting_text import options_at_default
-
-_ONLY_ROUNDING = ("engine", "training.channels_last")
-"""Settings that change a result by rounding alone."""
+from raypfl.experiment.identity import ONLY_ROUNDING, deciding_settings, is_in
+from raypfl.results.setting_text import implied_settings
 
 _SHOWN_ELSEWHERE = ("method", "seed", "data.root")
 
@@ -106,14 +102,7 @@ def _are_settings_of_methods(names: Sequence[str], settings: Sequence[Mapping[st
 
 def _deciding_settings(experiment: Experiment) -> dict[str, Any]:
     """The settings, other than method and seed, that decide a result up to rounding."""
-    hidden = [*_ONLY_ROUNDING, *_SHOWN_ELSEWHERE]
-    hidden += [f"model.{name}" for name in options_at_default(experiment.model)]
-    if experiment.model.pretrain is not None:
-        # The pretrained file, which follows from the other settings.
-        hidden.append("model.weights")
-    if is_described(experiment.data):
-        hidden.append("partition")
-
+    hidden = {*ONLY_ROUNDING, *_SHOWN_ELSEWHERE, *implied_settings(experiment)}
     shown = {}
     for key, value in flatten(deciding_settings(experiment)).items():
         if not any(is_in(key, section) for section in hidden):

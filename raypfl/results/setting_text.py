@@ -75,6 +75,17 @@ def applicable_settings(experiment: Experiment) -> dict[str, Any]:
     return values
 
 
+def implied_settings(experiment: Experiment) -> set[str]:
+    """Return the settings that need not be shown, since the others imply them; a section stands for all in it."""
+    implied = {f"model.{name}" for name in options_at_default(experiment.model)}
+    if experiment.model.pretrain is not None:
+        # The pretrained file.
+        implied.add("model.weights")
+    if is_described(experiment.data):
+        implied.add("partition")
+    return implied
+
+
 def options_at_default(model: ModelSettings) -> set[str]:
     """Return the options of a network that are given, but as they would be anyway."""
     at_default = set()
@@ -89,16 +100,12 @@ def options_at_default(model: ModelSettings) -> set[str]:
 
 def _network(experiment: Experiment) -> dict[str, Any]:
     """The model's name, and its settings that are not at their default."""
-    model = applicable_settings(experiment)["model"]
-    at_default = options_at_default(experiment.model)
+    implied = implied_settings(experiment)
     network = {}
-    for key, value in model.items():
-        if value != _MODEL_DEFAULTS.get(key) and key not in at_default:
+    for key, value in experiment.to_dict()["model"].items():
+        if value != _MODEL_DEFAULTS.get(key) and f"model.{key}" not in implied:
             network[key] = value
 
-    if "pretrain" in network:
-        # The pretrained file, which follows from the other settings.
-        network.pop("weights", None)
     if "weights" in network:
         network["weights"] = Path(network["weights"]).name
     return network
