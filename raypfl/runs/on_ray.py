@@ -10,7 +10,7 @@ from typing import Any
 
 from raypfl.common.errors import RaypflError, Stopped
 from raypfl.common.stopping import StopRequest
-from raypfl.engine.backends.actor_pools import reserved
+from raypfl.engine.backends.actors.actor_pools import reserved
 from raypfl.engine.backends.cluster import (
     client_actors,
     connected,

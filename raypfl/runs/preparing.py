@@ -13,7 +13,7 @@ from raypfl.common.threads import threads
 from raypfl.data import load_federated
 from raypfl.devices.settings import DeviceSettings
 from raypfl.engine import history
-from raypfl.engine.backends.actor_pools import reserved
+from raypfl.engine.backends.actors.actor_pools import reserved
 from raypfl.engine.backends.cluster import connected, refuse_too_many_actors
 from raypfl.engine.backends.session import spare_server
 from raypfl.engine.building.devices import device_for, refuse_missing_gpu

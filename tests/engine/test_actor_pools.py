@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raypfl.common.errors import ConfigError
-from raypfl.engine.backends.actor_pools import ActorPools, reserved, room_for, share_of
+from raypfl.engine.backends.actors.actor_pools import ActorPools, reserved, room_for, share_of
 from raypfl.experiment import Experiment
 from raypfl.experiment.settings import ActorPool
 from tests.support.runs import experiment

@@ -13,13 +13,14 @@ import torch
 from raypfl.clients.worker import Call, Group, Reply, Worker
 from raypfl.common.errors import RaypflError
 from raypfl.common.messages import Each, Mean, Sum
-from raypfl.engine.backends import ray_backend
-from raypfl.engine.backends.actor_pools import ActorPools
+from raypfl.engine.backends import actor_exchange
+from raypfl.engine.backends.actors import fleet
+from raypfl.engine.backends.actors.actor_pools import ActorPools
+from raypfl.engine.backends.actors.restarts import MAX_SETUP_FAILURES, PATIENCE
 from raypfl.engine.backends.client_actor import ClientActor, Home
 from raypfl.engine.backends.inline import Inline
 from raypfl.engine.backends.objects.answers import SEPARATE_BYTES
 from raypfl.engine.backends.ray_backend import INLINE_BYTES, RayBackend
-from raypfl.engine.backends.restarts import MAX_SETUP_FAILURES, PATIENCE
 from raypfl.experiment.settings import ActorPool
 from raypfl.federation.exchange.backend import Backend, BundleReply, Failed
 from raypfl.federation.settings import FailureSettings
@@ -151,15 +152,16 @@ class Clock:
 def killed_actors(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The actors that were killed."""
     gone: list[Any] = []
-    monkeypatch.setattr(ray_backend.ray, "kill", gone.append)
+    monkeypatch.setattr("ray.kill", gone.append)
     return gone
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(ray_backend, "time", clock)
-    monkeypatch.setattr(ray_backend.ray, "kill", lambda actor: None)
+    for module in (actor_exchange, fleet):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr("ray.kill", lambda actor: None)
     return clock
 
 

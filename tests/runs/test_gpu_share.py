@@ -19,7 +19,7 @@ from safetensors import safe_open
 import raypfl
 from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.data import load_federated
-from raypfl.engine.backends.actor_pools import share_of
+from raypfl.engine.backends.actors.actor_pools import share_of
 from raypfl.engine.backends.cluster import client_resources
 from raypfl.engine.backends.session import SpareServer
 from raypfl.engine.backends.shipment import Shipment

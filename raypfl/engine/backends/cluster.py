@@ -18,7 +18,7 @@ from raypfl.common import registry
 from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.common.stopping import handlers_restored, hangups_ignored, signals_deferred, signals_interrupt
 from raypfl.common.user_modules import copy_files, module_files
-from raypfl.engine.backends.actor_pools import ActorPools, reserved, room_for
+from raypfl.engine.backends.actors.actor_pools import ActorPools, reserved, room_for
 from raypfl.engine.events import Listener, Progress
 from raypfl.experiment.settings import RaySettings
 from raypfl.storage.filesystems import is_shared

@@ -17,7 +17,7 @@ import torch
 from raypfl.common.errors import ConfigError, OutOfMemory, RaypflError
 from raypfl.common.memory import out_of_memory
 from raypfl.data import FederatedData
-from raypfl.engine.backends.actor_pools import reserved, room_for, share_of
+from raypfl.engine.backends.actors.actor_pools import reserved, room_for, share_of
 from raypfl.engine.backends.cluster import nodes_of
 from raypfl.engine.building.devices import CONTEXT_BYTES
 from raypfl.engine.building.groups import groups_for

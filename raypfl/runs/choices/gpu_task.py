@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from raypfl.common.errors import ConfigError
-from raypfl.engine.backends.actor_pools import room_for
+from raypfl.engine.backends.actors.actor_pools import room_for
 from raypfl.engine.backends.cluster import nodes_of
 from raypfl.engine.prepared import Prepared
 
