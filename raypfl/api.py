@@ -25,8 +25,9 @@ from raypfl.integrations.tracking.connection import (
 )
 from raypfl.integrations.tracking.models import FOLDER
 from raypfl.results.display.compare import Differences, compare
-from raypfl.results.display.console import RunLine, lines_for, view
+from raypfl.results.display.console import view
 from raypfl.results.display.outcome import table
+from raypfl.results.display.run_line import RunLine, lines_for
 from raypfl.runs import driver, result, resuming
 from raypfl.trained.models import TrainedModels
 

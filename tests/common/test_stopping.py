@@ -22,7 +22,8 @@ from raypfl.common.stopping import (
     signals_interrupt,
 )
 from raypfl.engine.events import Progress, RunFinished, Warned
-from raypfl.results.display.console import RunLine, View
+from raypfl.results.display.console import View
+from raypfl.results.display.run_line import RunLine
 from tests.support.processes import exit_code
 from tests.support.runs import experiment
 

@@ -17,7 +17,8 @@ from raypfl.federation import server_training
 from raypfl.learning.augmentation import Crop, Flip
 from raypfl.learning.optimizers import SGD, Adam, AdamW
 from raypfl.models import FlatModel
-from raypfl.results.display.console import LiveView, LogView, RunLine
+from raypfl.results.display.console import LiveView, LogView
+from raypfl.results.display.run_line import RunLine
 from tests.support.federation import (
     POOLED,
     Federation,

@@ -15,7 +15,7 @@ from raypfl.common.errors import ConfigError
 from raypfl.data.datasets import RawData
 from raypfl.engine.events import RunStarted, Warned
 from raypfl.methods import FedAvg
-from raypfl.results.display.console import RunLine
+from raypfl.results.display.run_line import RunLine
 from tests.support.federation import FP64, Federation, assert_close, both_executors
 from tests.support.runs import experiment
 

@@ -26,7 +26,8 @@ from raypfl.experiment.recipes import settings_of
 from raypfl.federation.ledger import LEDGER
 from raypfl.integrations.tracking.entries import comparison_description, run_params
 from raypfl.results.display import outcome
-from raypfl.results.display.console import LiveView, LogView, RunLine, View, lines_for, minutes, view
+from raypfl.results.display.console import LiveView, LogView, View, view
+from raypfl.results.display.run_line import RunLine, lines_for, minutes
 from raypfl.results.drawing import canvas, draw
 from raypfl.results.labels import labels
 from raypfl.results.run_groups import group_runs

@@ -23,7 +23,8 @@ from raypfl.integrations.tracking.entries import comparison_description, compari
 from raypfl.integrations.tracking.listener import MLflowListener
 from raypfl.results.differences import find_label
 from raypfl.results.display import outcome
-from raypfl.results.display.console import lines_for, view, warner
+from raypfl.results.display.console import view, warner
+from raypfl.results.display.run_line import lines_for
 from raypfl.results.labels import labels
 from raypfl.runs import driver
 from raypfl.runs.folders import ComparisonFolder, new_folder, with_checkpoints_apart

@@ -22,8 +22,9 @@ from raypfl.data import load_federated
 from raypfl.engine.events import Event
 from raypfl.integrations.tracking.listener import MLflowListener
 from raypfl.results.colours import colour
-from raypfl.results.display.console import RunLine, view, warner
+from raypfl.results.display.console import view, warner
 from raypfl.results.display.outcome import nearby
+from raypfl.results.display.run_line import RunLine
 from raypfl.results.report.runs import STUDY_CELLS
 from raypfl.runs.result import RunResult, is_finished
 from raypfl.runs.several.worker import FAILED, FINISHED, STOPPED, RunOutcome
