@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -11,12 +10,11 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
-from raypfl.common.errors import ConfigError, DataError, did_you_mean
+from raypfl.common.errors import ConfigError, DataError
 from raypfl.data.datasets.raw_data import RawData
 from raypfl.data.datasets.source import DATASETS, Reader, files_under
-from raypfl.data.datasets.tables import TEST_WORDS, has_word, read_csv
+from raypfl.data.datasets.table_rows import TableRows, is_number
 
 MAX_UNDECLARED = 100
 """Categories of a column, or integers to predict, beyond which the options must say that they are categories."""
@@ -83,7 +81,7 @@ class FeatureTable(Reader):
         return paths
 
     def read(self) -> RawData:
-        rows = _Rows.read(self.paths(), self.config.folder("the tables"))
+        rows = TableRows.read(self.paths(), self.config.folder("the tables"))
         for option, names in self._columns_by_option().items():
             for name in names:
                 rows.refuse_unknown(option, name)
@@ -119,13 +117,13 @@ class FeatureTable(Reader):
             "leave_out": self.leave_out,
         }
 
-    def _targets(self, rows: _Rows, name: str) -> tuple[np.ndarray, list[str]]:
+    def _targets(self, rows: TableRows, name: str) -> tuple[np.ndarray, list[str]]:
         """The targets of all rows, as in `RawData`, and their names."""
         column = rows.complete(name)
         if self._is_regression(rows, name, column.type):
             return rows.finite(name, column), [name]
 
-        are_numbers = _is_number(column.type)
+        are_numbers = is_number(column.type)
         if are_numbers and not pa.types.is_integer(column.type):
             column = rows.whole(name, column)
         values = column.to_pylist()
@@ -142,23 +140,23 @@ class FeatureTable(Reader):
         labels = np.array([label_of[value] for value in values], np.int64)
         return labels, [str(value) for value in classes]
 
-    def _is_regression(self, rows: _Rows, name: str, column_type: pa.DataType) -> bool:
+    def _is_regression(self, rows: TableRows, name: str, column_type: pa.DataType) -> bool:
         if self.task == "auto":
-            return _is_number(column_type) and not pa.types.is_integer(column_type)
-        if self.task == "regression" and not _is_number(column_type):
+            return is_number(column_type) and not pa.types.is_integer(column_type)
+        if self.task == "regression" and not is_number(column_type):
             raise DataError(
                 f"The column {name!r} of {rows.file} is {_type_name(column_type)}, but data.task is regression."
             )
         return self.task == "regression"
 
-    def _features(self, rows: _Rows) -> list[_Feature]:
+    def _features(self, rows: TableRows) -> list[_Feature]:
         not_features = {self.target, self.group, *self.leave_out, *_PANDAS_INDEX_NAMES}
         features = [self._feature(rows, name) for name in rows.columns if name not in not_features]
         if not features:
             raise DataError(f"{rows.file} has no features: no columns but data.target, data.group and data.leave_out.")
         return features
 
-    def _feature(self, rows: _Rows, name: str) -> _Feature:
+    def _feature(self, rows: TableRows, name: str) -> _Feature:
         column = rows.columns[name]
         if column.null_count == len(column):
             raise DataError(f"The column {name!r} of {rows.file} has no values; name it in data.leave_out.")
@@ -169,11 +167,11 @@ class FeatureTable(Reader):
         if name in ordinal:
             places = _places_in_order(rows, name, column, ordinal[name])
             return self._number_feature(rows, name, places)
-        if name in self.categorical or not _is_number(column.type):
+        if name in self.categorical or not is_number(column.type):
             return self._one_hot_feature(rows, name, column)
         return self._number_feature(rows, name, column)
 
-    def _number_feature(self, rows: _Rows, name: str, column: pa.Array) -> _Feature:
+    def _number_feature(self, rows: TableRows, name: str, column: pa.Array) -> _Feature:
         """A column of numbers; the median in place of missing ones."""
         if column.null_count:
             column = column.cast(pa.float64())
@@ -187,7 +185,7 @@ class FeatureTable(Reader):
         values = rows.finite(name, column)[:, None].astype(np.float32)
         return _Feature([name], values, is_indicator=False)
 
-    def _one_hot_feature(self, rows: _Rows, name: str, column: pa.Array) -> _Feature:
+    def _one_hot_feature(self, rows: TableRows, name: str, column: pa.Array) -> _Feature:
         """A column of categories: an indicator for each."""
         values = np.array([MISSING if value is None else _category_name(value) for value in column.to_pylist()])
         categories, category = np.unique(values, return_inverse=True)
@@ -216,164 +214,7 @@ class _Feature:
     is_indicator: bool
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """The rows of all files, one file after another.
-
-    Attributes
-    ----------
-    columns : name -> column; numbers as int64 or float64 without NaN, which is missing.
-    files : for each file, its name in messages and its number of rows.
-    is_test : ``bool[n]``, the rows of a published test split.
-    """
-
-    columns: Mapping[str, pa.Array]
-    files: list[tuple[str, int]]
-    is_test: np.ndarray
-
-    @classmethod
-    def read(cls, paths: Sequence[Path], root: Path) -> _Rows:
-        """Read all files, whose columns must have equal names."""
-        file_names = [str(path.relative_to(root)) for path in paths]
-        tables = [_read_table(path, file_name) for path, file_name in zip(paths, file_names, strict=True)]
-        column_names = tables[0].column_names
-        for file_name, table in zip(file_names, tables, strict=True):
-            _refuse_unequal_columns(file_names[0], column_names, file_name, table.column_names)
-
-        counts = [table.num_rows for table in tables]
-        if not sum(counts):
-            raise DataError(f"{', '.join(file_names)}: the table has no rows.")
-
-        columns = {name: _join_column([table[name] for table in tables]) for name in column_names}
-        is_test = np.repeat([has_word(file_name, TEST_WORDS) for file_name in file_names], counts)
-        return cls(columns, list(zip(file_names, counts, strict=True)), is_test)
-
-    @property
-    def file(self) -> str:
-        """The first file, as messages name it."""
-        return self.files[0][0]
-
-    def place(self, row: int) -> str:
-        """A row, as messages name it."""
-        for file_name, count in self.files:
-            if row < count:
-                return f"Row {row} of {file_name}"
-            row -= count
-        raise IndexError(row)
-
-    def refuse_unknown(self, option: str, name: str) -> None:
-        """Raise a ConfigError unless there is a column of this name, which ``data.<option>`` has."""
-        if name not in self.columns:
-            raise ConfigError(
-                f"data.{option} is {name!r}, but {self.file} has no such column; {did_you_mean(name, self.columns)}"
-            )
-
-    def complete(self, name: str) -> pa.Array:
-        """A column.
-
-        Raises
-        ------
-        DataError : if a value is missing.
-        """
-        column = self.columns[name]
-        if column.null_count:
-            row = column.is_null().to_numpy(zero_copy_only=False).argmax()
-            raise DataError(
-                f"{self.place(int(row))} has no {name!r}. data.missing=fill fills in features; a target must be given."
-            )
-        return column
-
-    def finite(self, name: str, column: pa.Array) -> np.ndarray:
-        """A column of numbers, ``float64[n]``.
-
-        Raises
-        ------
-        DataError : if a number is infinite.
-        """
-        numbers = column.cast(pa.float64()).to_numpy(zero_copy_only=False)
-        infinite = np.flatnonzero(~np.isfinite(numbers))
-        if infinite.size:
-            row = int(infinite[0])
-            raise DataError(f"{self.place(row)} has {numbers[row]} for {name!r}, which is not finite.")
-        return numbers
-
-    def whole(self, name: str, column: pa.Array) -> pa.Array:
-        """A column of numbers as integers.
-
-        Raises
-        ------
-        DataError : if a number is no integer.
-        """
-        numbers = self.finite(name, column)
-        fractional = np.flatnonzero(numbers % 1)
-        if fractional.size:
-            row = int(fractional[0])
-            raise DataError(
-                f"{self.place(row)} has {numbers[row]} for {name!r}, which is not an integer, as classes are."
-            )
-        return pa.array(numbers.astype(np.int64))
-
-
-def _read_table(path: Path, file_name: str) -> pa.Table:
-    """Read a CSV or Parquet file.
-
-    Raises
-    ------
-    DataError : if it cannot be read, or two columns have one name.
-    """
-    if path.suffix == ".csv":
-        table = read_csv(path, file_name)
-    else:
-        try:
-            table = pq.ParquetFile(path).read()
-        except (pa.ArrowException, OSError) as error:
-            raise DataError(f"{file_name} is not a readable Parquet file: {error}") from error
-
-    for name, count in Counter(table.column_names).items():
-        if count > 1:
-            raise DataError(f"{file_name} has two columns called {name!r}; rename one.")
-    return table
-
-
-def _refuse_unequal_columns(file: str, columns: list[str], other_file: str, other_columns: list[str]) -> None:
-    for column in columns:
-        if column not in other_columns:
-            raise DataError(f"{file} has the column {column!r}, but {other_file} has not; see data.files.")
-    for column in other_columns:
-        if column not in columns:
-            raise DataError(f"{other_file} has the column {column!r}, but {file} has not; see data.files.")
-
-
-def _join_column(parts: list[pa.ChunkedArray]) -> pa.Array:
-    """Join a column of all files.
-
-    Its type is that of numbers if all files have numbers, else its own if it is the same in all files, else text.
-    """
-    plain = [part.cast(part.type.value_type) if pa.types.is_dictionary(part.type) else part for part in parts]
-
-    # In a file in which it has no value, the type of a column says nothing.
-    types = {part.type for part in plain if len(part) > part.null_count}
-    if types and all(pa.types.is_integer(part_type) for part_type in types):
-        joint_type = pa.int64()
-    elif types and all(_is_number(part_type) for part_type in types):
-        joint_type = pa.float64()
-    elif len(types) == 1:
-        joint_type = types.pop()
-    else:
-        joint_type = pa.string()
-
-    chunks = []
-    for part in plain:
-        chunks += part.cast(joint_type).chunks
-    column = pa.chunked_array(chunks, joint_type).combine_chunks()
-
-    # NaN is a missing number, as in pandas.
-    if pa.types.is_floating(joint_type):
-        column = pc.if_else(pc.is_nan(column), pa.scalar(None, joint_type), column)
-    return column
-
-
-def _places_in_order(rows: _Rows, name: str, column: pa.Array, order: Sequence[Any]) -> pa.Array:
+def _places_in_order(rows: TableRows, name: str, column: pa.Array, order: Sequence[Any]) -> pa.Array:
     """The place of each value in the order of the categories, from 0; a missing value has none."""
     categories = [_category_name(category) for category in order]
     places: list[int | None] = []
@@ -392,10 +233,6 @@ def _places_in_order(rows: _Rows, name: str, column: pa.Array, order: Sequence[A
     return pa.array(places, pa.float64())
 
 
-def _is_number(column_type: pa.DataType) -> bool:
-    return pa.types.is_integer(column_type) or pa.types.is_floating(column_type) or pa.types.is_decimal(column_type)
-
-
 def _is_text(column_type: pa.DataType) -> bool:
     return pa.types.is_string(column_type) or pa.types.is_large_string(column_type)
 
@@ -410,7 +247,7 @@ def _category_name(value: object) -> str:
 
 
 def _refuse_doubtful_categories(
-    rows: _Rows, name: str, column_type: pa.DataType, values: np.ndarray, categories: np.ndarray
+    rows: TableRows, name: str, column_type: pa.DataType, values: np.ndarray, categories: np.ndarray
 ) -> None:
     """Refuse a column that may not have been meant as categories."""
     if not (_is_text(column_type) or pa.types.is_boolean(column_type)):

@@ -1,0 +1,177 @@
+"""The rows of the CSV and Parquet files of one table, joined, and messages that say in which file a row is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from raypfl.common.errors import ConfigError, DataError, did_you_mean
+from raypfl.data.datasets.tables import TEST_WORDS, has_word, read_csv
+
+
+@dataclass(frozen=True)
+class TableRows:
+    """The rows of all files, one file after another.
+
+    Attributes
+    ----------
+    columns : name -> column; numbers as int64 or float64 without NaN, which is missing.
+    files : for each file, its name in messages and its number of rows.
+    is_test : ``bool[n]``, the rows of a published test split.
+    """
+
+    columns: Mapping[str, pa.Array]
+    files: list[tuple[str, int]]
+    is_test: np.ndarray
+
+    @classmethod
+    def read(cls, paths: Sequence[Path], root: Path) -> TableRows:
+        """Read all files, whose columns must have equal names."""
+        file_names = [str(path.relative_to(root)) for path in paths]
+        tables = [_read_table(path, file_name) for path, file_name in zip(paths, file_names, strict=True)]
+        column_names = tables[0].column_names
+        for file_name, table in zip(file_names, tables, strict=True):
+            _refuse_unequal_columns(file_names[0], column_names, file_name, table.column_names)
+
+        counts = [table.num_rows for table in tables]
+        if not sum(counts):
+            raise DataError(f"{', '.join(file_names)}: the table has no rows.")
+
+        columns = {name: _join_column([table[name] for table in tables]) for name in column_names}
+        is_test = np.repeat([has_word(file_name, TEST_WORDS) for file_name in file_names], counts)
+        return cls(columns, list(zip(file_names, counts, strict=True)), is_test)
+
+    @property
+    def file(self) -> str:
+        """The first file, as messages name it."""
+        return self.files[0][0]
+
+    def place(self, row: int) -> str:
+        """A row, as messages name it."""
+        for file_name, count in self.files:
+            if row < count:
+                return f"Row {row} of {file_name}"
+            row -= count
+        raise IndexError(row)
+
+    def refuse_unknown(self, option: str, name: str) -> None:
+        """Raise a ConfigError unless there is a column of this name, which ``data.<option>`` has."""
+        if name not in self.columns:
+            raise ConfigError(
+                f"data.{option} is {name!r}, but {self.file} has no such column; {did_you_mean(name, self.columns)}"
+            )
+
+    def complete(self, name: str) -> pa.Array:
+        """A column.
+
+        Raises
+        ------
+        DataError : if a value is missing.
+        """
+        column = self.columns[name]
+        if column.null_count:
+            row = column.is_null().to_numpy(zero_copy_only=False).argmax()
+            raise DataError(
+                f"{self.place(int(row))} has no {name!r}. data.missing=fill fills in features; a target must be given."
+            )
+        return column
+
+    def finite(self, name: str, column: pa.Array) -> np.ndarray:
+        """A column of numbers, ``float64[n]``.
+
+        Raises
+        ------
+        DataError : if a number is infinite.
+        """
+        numbers = column.cast(pa.float64()).to_numpy(zero_copy_only=False)
+        infinite = np.flatnonzero(~np.isfinite(numbers))
+        if infinite.size:
+            row = int(infinite[0])
+            raise DataError(f"{self.place(row)} has {numbers[row]} for {name!r}, which is not finite.")
+        return numbers
+
+    def whole(self, name: str, column: pa.Array) -> pa.Array:
+        """A column of numbers as integers.
+
+        Raises
+        ------
+        DataError : if a number is no integer.
+        """
+        numbers = self.finite(name, column)
+        fractional = np.flatnonzero(numbers % 1)
+        if fractional.size:
+            row = int(fractional[0])
+            raise DataError(
+                f"{self.place(row)} has {numbers[row]} for {name!r}, which is not an integer, as classes are."
+            )
+        return pa.array(numbers.astype(np.int64))
+
+
+def _read_table(path: Path, file_name: str) -> pa.Table:
+    """Read a CSV or Parquet file.
+
+    Raises
+    ------
+    DataError : if it cannot be read, or two columns have one name.
+    """
+    if path.suffix == ".csv":
+        table = read_csv(path, file_name)
+    else:
+        try:
+            table = pq.ParquetFile(path).read()
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"{file_name} is not a readable Parquet file: {error}") from error
+
+    for name, count in Counter(table.column_names).items():
+        if count > 1:
+            raise DataError(f"{file_name} has two columns called {name!r}; rename one.")
+    return table
+
+
+def _refuse_unequal_columns(file: str, columns: list[str], other_file: str, other_columns: list[str]) -> None:
+    for column in columns:
+        if column not in other_columns:
+            raise DataError(f"{file} has the column {column!r}, but {other_file} has not; see data.files.")
+    for column in other_columns:
+        if column not in columns:
+            raise DataError(f"{other_file} has the column {column!r}, but {file} has not; see data.files.")
+
+
+def _join_column(parts: list[pa.ChunkedArray]) -> pa.Array:
+    """Join a column of all files.
+
+    Its type is that of numbers if all files have numbers, else its own if it is the same in all files, else text.
+    """
+    plain = [part.cast(part.type.value_type) if pa.types.is_dictionary(part.type) else part for part in parts]
+
+    # In a file in which it has no value, the type of a column says nothing.
+    types = {part.type for part in plain if len(part) > part.null_count}
+    if types and all(pa.types.is_integer(part_type) for part_type in types):
+        joint_type = pa.int64()
+    elif types and all(is_number(part_type) for part_type in types):
+        joint_type = pa.float64()
+    elif len(types) == 1:
+        joint_type = types.pop()
+    else:
+        joint_type = pa.string()
+
+    chunks = []
+    for part in plain:
+        chunks += part.cast(joint_type).chunks
+    column = pa.chunked_array(chunks, joint_type).combine_chunks()
+
+    # NaN is a missing number, as in pandas.
+    if pa.types.is_floating(joint_type):
+        column = pc.if_else(pc.is_nan(column), pa.scalar(None, joint_type), column)
+    return column
+
+
+def is_number(column_type: pa.DataType) -> bool:
+    return pa.types.is_integer(column_type) or pa.types.is_floating(column_type) or pa.types.is_decimal(column_type)
