@@ -22,6 +22,7 @@ import torch
 
 import raypfl
 from benchmarks.circumstances import about
+from raypfl.clients import clients
 from raypfl.clients.group import ClientGroup
 from raypfl.clients.worker import Worker
 from raypfl.engine.dispatcher import EventDispatcher
@@ -39,9 +40,9 @@ from raypfl.learning.vectorised import Vectorised
 WARM_UP = 20
 TRAINING = "local steps"
 
-PARTS: Mapping[str, Sequence[tuple[type, str]]] = {
+PARTS: Mapping[str, Sequence[tuple[Any, str]]] = {
     TRAINING: [(Vectorised, "sgd"), (Executor, "sgd")],
-    "keys, samples and their order": [(ClientGroup, "training"), (ClientGroup, "samples")],
+    "keys, samples and their order": [(clients, "prepare_training"), (ClientGroup, "samples")],
     "the rest of a group's work": [(Worker, "work")],
     "draw of the cohort": [(SynchronousRounds, "draw")],
     "groups and broadcasts": [(GroupRunner, "prepare")],
@@ -50,9 +51,9 @@ PARTS: Mapping[str, Sequence[tuple[type, str]]] = {
     "the rest of an exchange": [(Cohort, "run")],
     "the rest of a round": [(Server, "_run_round")],
 }
-"""Part -> the functions that it consists of, except for parts within them."""
+"""Part -> the functions that it consists of, each with its class or module, except for parts within them."""
 
-WHOLE: Mapping[str, Sequence[tuple[type, str]]] = {
+WHOLE: Mapping[str, Sequence[tuple[Any, str]]] = {
     "evaluation, every fifth round": [(Server, "_evaluate")],
     "checkpoints, every two seconds": [(RunCheckpoints, "save")],
 }

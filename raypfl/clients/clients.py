@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from raypfl.clients.group import ClientGroup
+from raypfl.clients.steps.local_training import prepare_training, refuse_moved_statistics, training_length
 from raypfl.clients.steps.minibatches import MiniBatch, MiniBatches
 from raypfl.common.errors import MethodError, PrivacyError
 from raypfl.common.messages import PerClient, Weighting, inside_a_loss, per_client, unmarked
@@ -120,7 +121,7 @@ class Clients:
     ) -> PerClient:
         """Return the steps ``[K]`` that :meth:`sgd` takes on each client with the same arguments, in floating point."""
         sizes = self._group.samples("train").sizes
-        batch_size, epochs, steps = self._group.training_length(epochs, steps, batch_size)
+        batch_size, epochs, steps = training_length(self._group, epochs, steps, batch_size)
         all_steps = num_steps(sizes, batch_size, epochs, steps, self.training.smallest_batch)
         work = self._group.work
         return self._numbers(all_steps if work is None else share_of_steps(all_steps, work))
@@ -241,9 +242,10 @@ class Clients:
         ClientError : if a client's reported loss or model is not finite, or its loss is above the limit.
         """
         group = self._group
-        order, keys, _, rule = group.training(epochs, steps, batch_size, stream)
+        training = prepare_training(group, epochs, steps, batch_size, stream)
+        order = training.order
         trainable = self._mask(train)
-        update = group.update(optimizer, lr, trainable, self._mask(decay), rule, perturb)
+        update = group.update(optimizer, lr, trainable, self._mask(decay), training.rule, perturb)
 
         rows = group.models(start)
         local_loss = LocalLoss(self.model, loss, penalty, report)
@@ -253,13 +255,13 @@ class Clients:
 
         trained, losses = group.run(
             group.trainer(local_loss, rows, order, extras),
-            lambda e: e.sgd(
-                local_loss, rows, group.samples("train"), order, update, keys, extras, corrections, observe
+            lambda executor: executor.sgd(
+                local_loss, rows, group.samples("train"), order, update, training.keys, extras, corrections, observe
             ),
         )
 
-        if rule is not None:
-            group.refuse_moved_statistics(self.model.buffers(rows), self.model.buffers(trained))
+        if training.rule is not None:
+            refuse_moved_statistics(self.model.buffers(rows), self.model.buffers(trained))
         has_steps = order.index.shape[1] > 0
         group.report(trained, losses if report is not None and has_steps else None)
         if trainable is not None:
@@ -275,7 +277,7 @@ class Clients:
 
         ``for batch in clients.minibatches(): theta = batch.step(loss, theta)`` is ``sgd``; see :meth:`MiniBatch.step`.
         """
-        batches = MiniBatches(self._group, *self._group.training(epochs, steps, batch_size, stream))
+        batches = MiniBatches(self._group, prepare_training(self._group, epochs, steps, batch_size, stream))
         yield from batches
         batches.report()
 
@@ -292,8 +294,9 @@ class Clients:
         rows = group.rows(at)
         extras = group.extras(extras)
 
-        executor = group.executor_for(local_loss, rows[0], chosen[0].subset, _sizes_differ(chosen), extras, train=True)
-        return per_client(group.run(executor, lambda e: e.grad(local_loss, rows, chosen, keys, extras)[0]))
+        first = group.executor_for(local_loss, rows[0], chosen[0].subset, _sizes_differ(chosen), extras, train=True)
+        gradients = group.run(first, lambda executor: executor.grad(local_loss, rows, chosen, keys, extras)[0])
+        return per_client(gradients)
 
     def map(self, function: LossFunction, at: Tensor, batches: list[Batch] | None = None, **extras: Any) -> PerClient:
         """Return ``function(at[k], batch, **extras)`` of each client, ``[K, ...]``; networks are in evaluation mode.
@@ -309,8 +312,8 @@ class Clients:
 
         with self._context.evaluating():
             sizes_differ = _sizes_differ(chosen)
-            executor = group.executor_for(function, rows[0], chosen[0].subset, sizes_differ, extras, train=False)
-            values = group.run(executor, lambda e: e.map(function, rows, chosen, keys, extras))
+            first = group.executor_for(function, rows[0], chosen[0].subset, sizes_differ, extras, train=False)
+            values = group.run(first, lambda executor: executor.map(function, rows, chosen, keys, extras))
         return per_client(values.to(self.model.dtype) if values.is_floating_point() else values)
 
     def compute(self, function: Callable[..., Sequence[Tensor]], *rows: Tensor) -> list[PerClient]:
@@ -375,7 +378,7 @@ class Clients:
         parts = x.split(self._context.evaluation_batch)
         with self.model.mode(train=False):
             outputs = self._group.run(
-                self._context.executor, lambda e: [e.predict(rows, part, own=False) for part in parts]
+                self._context.executor, lambda executor: [executor.predict(rows, part, own=False) for part in parts]
             )
         return per_client(torch.cat(outputs, dim=1).to(self.model.dtype))
 

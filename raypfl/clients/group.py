@@ -16,13 +16,12 @@ from raypfl.clients.observation import Observer
 from raypfl.clients.state import ClientState
 from raypfl.common.errors import ClientError, MethodError, PrivacyError
 from raypfl.common.messages import PerClient, unmarked
-from raypfl.devices import RequestedTraining
-from raypfl.learning.batches import GroupSamples, SampleOrder, epoch_order, sampled_order, sampling_rates
+from raypfl.learning.batches import GroupSamples, SampleOrder
 from raypfl.learning.executor import Executor
 from raypfl.learning.loss import LocalLoss, LossFunction
 from raypfl.learning.objectives.batch import Batch
 from raypfl.learning.optimizers import LocalOptimizer, Perturb, SampleRule, Update
-from raypfl.learning.privacy import NoisySum, PrivateTraining
+from raypfl.learning.privacy import PrivateTraining
 from raypfl.learning.vectorised import Vectorised
 
 
@@ -189,95 +188,6 @@ class ClientGroup:
     def draws(self, stream: str = "") -> Tensor:
         """Return the keys ``int64[K]`` of the draws of networks and losses, in the host's memory."""
         return torch.from_numpy(self.keys("draws" + stream).astype(np.int64))
-
-    def training_length(
-        self, epochs: int | None, steps: int | None, batch_size: int | None
-    ) -> tuple[int, int, int | None]:
-        """Return batch size, epochs and steps of a training; None stands for the experiment's."""
-        training = self.context.training
-        if epochs is None and steps is None:
-            epochs = training.epochs
-            steps = training.steps
-        return batch_size or training.batch_size, 1 if epochs is None else epochs, steps
-
-    def training(
-        self, epochs: int | None, steps: int | None, batch_size: int | None, stream: str
-    ) -> tuple[SampleOrder, Tensor, PrivateTraining | None, SampleRule | None]:
-        """Prepare a local training.
-
-        Each private training of a round has its own batches and noise.
-
-        Returns
-        -------
-        The mini-batches; the keys ``int64[K]`` of the draws; and, if training is private, the record of the privacy
-        that it spends and the rule that adds noise, else None and None.
-        """
-        if self.context.requested is not None:
-            self.context.requested.append(RequestedTraining(self.ids, self.exchange[1], epochs, steps, batch_size))
-
-        privacy = self.context.privacy
-        if not privacy.protects_samples:
-            return self.sample_order(epochs, steps, batch_size, stream), self.draws(stream), None, None
-
-        function, exchange = self.exchange
-        number = 1 + sum(self.ids == training.ids for training in self.private_trainings)
-        stream = f"{stream} {exchange} {number}"
-        samples = self.samples("train")
-        size, epochs, steps = self.training_length(epochs, steps, batch_size)
-        drawn_order = sampled_order(self.keys("batches" + stream), samples.sizes, size, epochs, steps)
-        drawn_order = self._of_work(drawn_order)
-        order = self._with_augmentation(drawn_order, stream)
-
-        rates = sampling_rates(samples.sizes, size)
-        training = PrivateTraining(f"{function} {number}", self.ids, rates, order.steps)
-        self.private_trainings.append(training)
-        return order, self.draws(stream), training, NoisySum(privacy.clip, privacy.deviation, size)
-
-    def refuse_moved_statistics(self, before: Tensor, after: Tensor) -> None:
-        """Raise a PrivacyError if a private training changed the network's statistics ``[K, B]``: they get no noise."""
-        # Without statistics, a GPU need not be waited for.
-        if before.numel() and not torch.equal(before, after):
-            raise PrivacyError(
-                "Training moved statistics of the network, such as running means, which depend on the samples and "
-                "get no noise, so privacy.noise would not hold. Choose a network without them (norm: group), or freeze "
-                "what has them."
-            )
-
-    def sample_order(self, epochs: int | None, steps: int | None, batch_size: int | None, stream: str) -> SampleOrder:
-        """Return the mini-batches of local training.
-
-        Raises
-        ------
-        ClientError : if batch norm would see a batch of one sample.
-        """
-        samples = self.samples("train")
-        size, epochs, steps = self.training_length(epochs, steps, batch_size)
-        size = min(size, samples.width)
-        smallest = self.context.training.smallest_batch
-        order = self._of_work(epoch_order(self.keys("batches" + stream), samples.sizes, size, epochs, steps, smallest))
-
-        with_lone_sample = np.flatnonzero((order.counts == 1).any(1))
-        if len(with_lone_sample) and self.model.normalises_vectors:
-            raise ClientError(
-                f"Client {self.ids[with_lone_sample[0]]} has a batch of one sample, over which the network's batch "
-                "norm is undefined. Set training.smallest_batch to 2, which leaves it out, or choose another "
-                "training.batch_size, or a network with group norm.",
-                clients=[self.ids[k] for k in with_lone_sample],
-                repeatable=True,
-            )
-
-        return self._with_augmentation(order, stream)
-
-    def _of_work(self, order: SampleOrder) -> SampleOrder:
-        """Return the steps that clients do."""
-        return order if self.work is None else order.limited(self.work)
-
-    def _with_augmentation(self, order: SampleOrder, stream: str) -> SampleOrder:
-        augmentations = self.context.samples.augmentation
-        if not augmentations:
-            return order
-        draws_per_image = sum(augmentation.draws for augmentation in augmentations)
-        return order.with_draws(self.keys("augmentation" + stream), draws_per_image)
 
     def update(
         self,

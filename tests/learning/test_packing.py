@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from raypfl.clients.clients import Clients
+from raypfl.clients.steps.local_training import prepare_training
 from raypfl.common.messages import per_client
 from raypfl.learning.augmentation import AUGMENTATIONS
 from raypfl.learning.loss import LocalLoss
@@ -23,7 +24,7 @@ from tests.support.federation import Federation, NormalisedConv, assert_close, d
 
 def training_of(fed: Federation, loss=None, penalty=None, **extras) -> GroupTraining:
     group = fed.group()
-    order, keys, _, _ = group.training(None, None, None, "")
+    order, keys, _, _ = prepare_training(group, None, None, None, "")
     local_loss = LocalLoss(fed.model, loss or group.loss, penalty)
     return GroupTraining(local_loss, starts_of(fed), group.samples("train"), order, group.update(), keys, extras)
 

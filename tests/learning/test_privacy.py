@@ -18,6 +18,7 @@ from torch.nn import functional as F
 import raypfl
 from raypfl import Experiment, Mean, Result, resume, run
 from raypfl.clients.clients import WITH_NOISE, WITHOUT_CONTENTS
+from raypfl.clients.steps.local_training import prepare_training
 from raypfl.common import device_rng
 from raypfl.common.errors import ConfigError, MethodError, PrivacyError
 from raypfl.common.messages import per_client, unmarked
@@ -171,7 +172,7 @@ def test_a_client_whose_poisson_batch_is_empty_takes_a_step_of_noise():
     for executor in EXECUTORS:
         fed = Federation(executor=executor, training=replace(FP64, batch_size=1, steps=20), privacy=NOISY)
         clients = fed.clients()
-        assert (clients._group.training(None, None, None, "")[0].counts == 0).any()
+        assert (prepare_training(clients._group, None, None, None, "").order.counts == 0).any()
         trained.append(unmarked(fed.clients().sgd(clients.loss, clients.initial)))
     assert_close(trained[0], trained[1], 1e-12)
 

@@ -13,15 +13,15 @@ from torch import Tensor
 
 from raypfl.clients.group import ClientGroup
 from raypfl.clients.observation import ObservedTraining
+from raypfl.clients.steps.local_training import LocalTraining, refuse_moved_statistics
 from raypfl.common.errors import PrivacyError
 from raypfl.common.messages import PerClient, per_client
 from raypfl.common.transfer import to_device
-from raypfl.learning.batches import SampleOrder, StackedBatches, StepBatches
+from raypfl.learning.batches import StackedBatches, StepBatches
 from raypfl.learning.executor import Executor
 from raypfl.learning.loss import LocalLoss, LossFunction, ReportedLoss
 from raypfl.learning.objectives.batch import Batch
-from raypfl.learning.optimizers import LocalOptimizer, Memory, Perturb, SampleRule
-from raypfl.learning.privacy import PrivateTraining
+from raypfl.learning.optimizers import LocalOptimizer, Memory, Perturb
 from raypfl.models.extras import of_clients
 from raypfl.models.rows import aligned, copy_rows
 
@@ -56,19 +56,12 @@ class MiniBatches:
     num_steps : the number of steps taken so far, over all models and mini-batches.
     """
 
-    def __init__(
-        self,
-        group: ClientGroup,
-        order: SampleOrder,
-        keys: Tensor,
-        private_training: PrivateTraining | None,
-        rule: SampleRule | None,
-    ):
+    def __init__(self, group: ClientGroup, training: LocalTraining):
         self.group = group
-        self.order = order
-        self.keys = keys
-        self.private_training = private_training
-        self.rule = rule
+        self.order = training.order
+        self.keys = training.keys
+        self.private_training = training.privacy
+        self.rule = training.rule
         self.num_steps = 0
         self._models: dict[str, ModelInTraining] = {}
         self._active: dict[int, Tensor] = {}
@@ -189,7 +182,8 @@ class MiniBatch:
                 model.observe(k, self._number, row)
 
         (gradient, reported, statistics), model.executor = group.context.run(
-            model.executor, lambda e: e.grad(local_loss, moved, self._batches, keys, active_extras, update)
+            model.executor,
+            lambda executor: executor.grad(local_loss, moved, self._batches, keys, active_extras, update),
         )
         corrections = group.corrections(correction)
         if corrections is not None:
@@ -203,7 +197,7 @@ class MiniBatch:
         update.step_(moved[:, :num_parameters], gradient, active_memory)
 
         if self._minibatches.rule is not None:
-            group.refuse_moved_statistics(moved[:, num_parameters:], statistics)
+            refuse_moved_statistics(moved[:, num_parameters:], statistics)
         moved[:, num_parameters:] = statistics
         if not self._all_active:
             # The optimizer stepped on copies of the active clients' rows.
@@ -232,9 +226,10 @@ class MiniBatch:
         local_loss = LocalLoss(group.model, loss)
         rows = group.models(at)
         active_extras = extras if self._all_active else of_clients(extras, self._rows)
-        executor = group.trainer(local_loss, rows, minibatches.order, group.extras(extras))
+        first = group.trainer(local_loss, rows, minibatches.order, group.extras(extras))
+        active_rows = self._of_active(rows)
         gradient = group.run(
-            executor, lambda e: e.grad(local_loss, self._of_active(rows), self._batches, self._keys, active_extras)[0]
+            first, lambda executor: executor.grad(local_loss, active_rows, self._batches, self._keys, active_extras)[0]
         )
         if self._all_active:
             return per_client(gradient)
