@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Sequence, Set
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,8 @@ from raypfl.learning.optimizers.descent import (
     sample_keys,
     segments,
 )
-from raypfl.learning.recording import Known, Recorder, key_of_steps, may_keep_state, repeat, shared_tensors
+from raypfl.learning.ranked_training import ActiveRows, RankedTraining, phases
+from raypfl.learning.recording import Recorder, key_of_steps, may_keep_state, repeat
 from raypfl.models.extras import Extras, of_client, of_clients, rows_of, with_rows, without_buffers
 from raypfl.models.flat import FlatModel, FunctionalCall
 from raypfl.models.predictor import Predictor
@@ -64,109 +66,111 @@ class Vectorised(Executor):
         # Clients with most steps come first, so that those that still have some are always the first rows.
         rank = np.argsort(-order.steps, kind="stable")
         steps = order.steps[rank]
-        batches = samples.stacked(rank, order)
         already_in_order = bool((rank[1:] > rank[:-1]).all())
         ranked = None if already_in_order else to_device(rank, start.device)
-        keys = to_device(keys.numpy()[rank], start.device)
-        theta = copy_rows(self.model.parameters(start), ranked)
-        statistics = copy_rows(self.model.buffers(start), ranked)
         if ranked is not None:
             extras = of_clients(extras, ranked)
             update = update.of_rows(ranked)
             correction = None if correction is None else correction[ranked]
 
-        memory = {name: aligned(rows) for name, rows in update.init(theta).items()}
-        losses = torch.zeros(len(theta), dtype=theta.dtype, device=theta.device)
-        extra_rows = list(rows_of(extras).values())
+        theta = copy_rows(self.model.parameters(start), ranked)
         if update.separates_penalty:
             loss = self._separated(loss, theta, extras)
-        step = self._vectorised_step(loss, extras)
-        frozen = frozen_segments(self.model, update)
+        training = RankedTraining(
+            loss=loss,
+            step=self._vectorised_step(loss, extras),
+            update=update,
+            frozen=frozen_segments(self.model, update),
+            batches=samples.stacked(rank, order),
+            keys=to_device(keys.numpy()[rank], start.device),
+            extras=extras,
+            correction=correction,
+            theta=theta,
+            statistics=copy_rows(self.model.buffers(start), ranked),
+            memory={name: aligned(rows) for name, rows in update.init(theta).items()},
+            losses=torch.zeros(len(theta), dtype=theta.dtype, device=theta.device),
+        )
+        self._take_steps(training, rank, steps, observe)
+
+        losses = training.losses / to_device(steps, theta.device).to(theta.dtype).clamp_min(1)
+        trained = torch.cat([theta, training.statistics], dim=1) if self.model.num_buffers else theta
+        if ranked is None:
+            return trained, losses
+        original_order = ranked.argsort()
+        return trained[original_order], losses[original_order]
+
+    def _take_steps(
+        self, training: RankedTraining, rank: np.ndarray, steps: np.ndarray, observe: StepCallback | None
+    ) -> None:
+        """Take all steps, recorded ones if they can be.
+
+        `rank`, `steps` : each row's place in the group, and its number of steps, in descending order.
+        """
         recorder = self.recorder
-        if observe is not None or self.may_keep_state(loss, update):
+        if observe is not None or self.may_keep_state(training.loss, training.update):
             recorder = None
-
         key = None
-        if recorder is not None and batches.draws is None:
-            key = key_of_steps(loss, update, extras, batches.is_normalised)
-
-        def first_rows(k: int) -> tuple[Callable[[int | Tensor], None], Known | None]:
-            """Return ``take(s)``, by which the first k rows take step s, and what is known of these steps.
-
-            s is a number or ``int64[1]`` on the device.
-            """
-            active_memory = {name: rows[:k] for name, rows in memory.items()}
-            active_correction = None if correction is None else correction[:k]
-            leaves = self._leaves(theta[:k], frozen)
-            active_update = update.of_rows(slice(k))
-            descent = Descent(self.model, active_update, theta[:k], leaves, active_memory, active_correction)
-            active_extras = [rows[:k] for rows in extra_rows]
-
-            def take(s: int | Tensor) -> None:
-                batch = batches(slice(k), s)
-                step_keys = keys[:k] + s
-                if update.separates_penalty:
-                    gradients, reported, moved = self._gradients(
-                        step, update, frozen, descent.theta, statistics[:k], step_keys, batch, active_extras
-                    )
-                    self._add_penalty_gradients(loss, descent.theta, extras, active_extras, gradients)
-                    descent.step_whole(gradients)
-                else:
-                    grads, direct, reported, moved = step(
-                        descent.theta, descent.tensors, statistics[:k], step_keys, batch, active_extras
-                    )
-                    descent.step(grads, direct)
-                if self.model.num_buffers:
-                    statistics[:k] = moved
-                losses[:k] += reported
-
-            if key is None:
-                return take, None
-            function_key, captured_tensors = key
-            named = {
-                "theta": descent.theta,
-                "statistics": statistics,
-                "losses": losses,
-                "keys": keys,
-                "correction": active_correction,
-                "trained": update.trained,
-                "decayed": update.decayed,
-                **batches.tensors,
-                **{f"number {name}": numbers for name, numbers in active_update.by_row.items()},
-                **{f"memory {name}": rows for name, rows in active_memory.items()},
-                **shared_tensors(extras),
-            }
-            numbered = {
-                "segment": leaves,
-                "gradient": descent.gradients,
-                "extra row": active_extras,
-                "captured": captured_tensors,
-            }
-            inputs = {name: tensor for name, tensor in named.items() if tensor is not None}
-            for name, tensors in numbered.items():
-                inputs |= {f"{name} {i}": tensor for i, tensor in enumerate(tensors)}
-            return take, Known.of((function_key, k, frozen), inputs, batches.FREE_AXES)
+        if recorder is not None and training.batches.draws is None:
+            key = key_of_steps(training.loss, training.update, training.extras, training.batches.is_normalised)
 
         with self.model.mode(train=True), self._loss_context(None):
-            for k, phase in _phases(steps):
-                take, known = first_rows(k)
+            for k, phase in phases(steps):
+                active = self._first_rows(training, k)
+                take = partial(self._take_step, training, active)
                 if recorder is not None:
-                    if not repeat(take, phase, theta.device, recorder, known):
+                    known = None if key is None else training.known(key, active)
+                    if not repeat(take, phase, training.theta.device, recorder, known):
                         self.recorder = None
                     continue
 
                 for s in phase:
                     if observe is not None:
-                        for row, *model in zip(rank[:k].tolist(), theta, statistics, strict=False):
+                        for row, *model in zip(rank[:k].tolist(), training.theta, training.statistics, strict=False):
                             observe(row, s, torch.cat(model))
                     take(s)
 
-        losses /= to_device(steps, losses.device).to(losses.dtype).clamp_min(1)
-        trained = torch.cat([theta, statistics], dim=1) if self.model.num_buffers else theta
-        if ranked is None:
-            return trained, losses
-        original_order = ranked.argsort()
-        return trained[original_order], losses[original_order]
+    def _first_rows(self, training: RankedTraining, k: int) -> ActiveRows:
+        """Return what the next steps of the first k rows compute with: views, so that a step moves the training."""
+        theta = training.theta[:k]
+        update = training.update.of_rows(slice(k))
+        leaves = self._leaves(theta, training.frozen)
+        memory = {name: rows[:k] for name, rows in training.memory.items()}
+        correction = None if training.correction is None else training.correction[:k]
+        return ActiveRows(
+            count=k,
+            descent=Descent(self.model, update, theta, leaves, memory, correction),
+            extras=[rows[:k] for rows in rows_of(training.extras).values()],
+        )
+
+    def _take_step(self, training: RankedTraining, active: ActiveRows, s: int | Tensor) -> None:
+        """Let the active rows take step s, a number or ``int64[1]`` on the device."""
+        k = active.count
+        descent = active.descent
+        statistics = training.statistics
+        batch = training.batches(slice(k), s)
+        keys = training.keys[:k] + s
+        if training.update.separates_penalty:
+            gradients, reported, moved = self._gradients(
+                training.step,
+                training.update,
+                training.frozen,
+                descent.theta,
+                statistics[:k],
+                keys,
+                batch,
+                active.extras,
+            )
+            self._add_penalty_gradients(training.loss, descent.theta, training.extras, active.extras, gradients)
+            descent.step_whole(gradients)
+        else:
+            grads, direct, reported, moved = training.step(
+                descent.theta, descent.tensors, statistics[:k], keys, batch, active.extras
+            )
+            descent.step(grads, direct)
+
+        if self.model.num_buffers:
+            statistics[:k] = moved
+        training.losses[:k] += reported
 
     def may_keep_state(self, loss: LocalLoss, update: Update) -> bool:
         """Whether a step's functions may depend on more than their arguments; the network has no say in it."""
@@ -394,14 +398,6 @@ class Vectorised(Executor):
         if self.model.mixes_rows or self.model.has_dropout or self.model.num_buffers:
             return RowWise(batch.weight, key)
         return contextlib.nullcontext()
-
-
-def _phases(steps: np.ndarray) -> Iterator[tuple[int, range]]:
-    """Yield k and the steps that only the first k rows take, for ``steps[K]`` in descending order."""
-    start = 0
-    for stop in np.unique(steps).tolist():
-        yield int((steps >= stop).sum()), range(start, stop)
-        start = stop
 
 
 def _pad(batches: Batches) -> Batch:
