@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,7 @@ def run_study(
     trials = planned_trials(study, cells)
     if record_file:
         refuse_to_lose(record_file, cells)
+
     published = _published(reference, changes)
     # Refuses a choice that names an unknown setting before anything runs.
     choices_with_values(study, cells)
@@ -116,37 +118,83 @@ def run_study(
             tracked.attach(folder / TRIALS)
             described = [cell for cell in cells if cell.position in searched.best]
             cells = searched.configured(described)
+
         study = study.model_copy(update={"choices": choices_with_values(study, cells)})
         outcomes = _run(cells, tracked, progress, quiet)
+
         results = {}
         for i, outcome in enumerate(outcomes):
             if outcome.status == FINISHED:
                 results[i] = RunResult.load(cells[i].folder)
 
         if results:
-            measured = table_entries(study, reference, cells, results)
-            departures = deviations(reference, study, described, published, results)
-            notes = searched.sentences() if searched else []
-            study_table = arrange(study, reference.published, measured, departures, notes)
-            page = formats.markdown(study_table)
-            _write(folder, study.name, page, measured, cell_table(cells, results))
-            write(folder / "table.tex", formats.as_latex(study_table))
-            if record_file:
-                smaller = size_settings(described, published)
-                record = record_of(study, reference, command, cells, results, measured, departures, smaller, searched)
-                keep(record_file, record)
-            tracked.describe(page)
-            for name in FILES:
-                tracked.attach(folder / name)
-
-            if as_json:
-                table: dict[str, Any] = {"entries": entry_rows(measured), "deviations": departures}
-                if searched:
-                    table["trials"] = searched.rows()
-                print(json.dumps({"study": study.name, "folder": str(folder), **table}, indent=2))
-            else:
-                _show(study_table, folder, has_trials=study.search is not None)
+            ran = _RanStudy(study, reference, published, described, cells, results, searched)
+            _report(ran, folder, command, record_file, tracked, as_json)
         _raise_for(outcomes, cells, to_continue, searched)
+
+
+@dataclass(frozen=True)
+class _RanStudy:
+    """A study, some of whose cells are finished.
+
+    Attributes
+    ----------
+    study : the study as it was run.
+    reference : the study with the published numbers.
+    published : the cells as published.
+    described : the cells that were run, without the settings that a search chose.
+    cells : the cells as they were run.
+    results : the results of the finished cells, by index in `cells`.
+    searched : what a search chose; None: the study has none.
+    """
+
+    study: Study
+    reference: Study
+    published: Sequence[StudyCell]
+    described: Sequence[StudyCell]
+    cells: Sequence[StudyCell]
+    results: Mapping[int, RunResult]
+    searched: SearchOutcome | None
+
+
+def _report(
+    ran: _RanStudy,
+    folder: Path,
+    command: Sequence[str],
+    record_file: Path | None,
+    tracked: MLflowListener,
+    as_json: bool,
+) -> None:
+    """Write the study's table and record, and show the table."""
+    study = ran.study
+    reference = ran.reference
+    cells = ran.cells
+    results = ran.results
+    searched = ran.searched
+    measured = table_entries(study, reference, cells, results)
+    departures = deviations(reference, study, ran.described, ran.published, results)
+    notes = searched.sentences() if searched else []
+    study_table = arrange(study, reference.published, measured, departures, notes)
+    page = formats.markdown(study_table)
+    _write(folder, study.name, page, measured, cell_table(cells, results))
+    write(folder / "table.tex", formats.as_latex(study_table))
+
+    if record_file:
+        smaller = size_settings(ran.described, ran.published)
+        record = record_of(study, reference, command, cells, results, measured, departures, smaller, searched)
+        keep(record_file, record)
+
+    tracked.describe(page)
+    for name in FILES:
+        tracked.attach(folder / name)
+
+    if as_json:
+        table: dict[str, Any] = {"entries": entry_rows(measured), "deviations": departures}
+        if searched:
+            table["trials"] = searched.rows()
+        print(json.dumps({"study": study.name, "folder": str(folder), **table}, indent=2))
+    else:
+        _show(study_table, folder, has_trials=searched is not None)
 
 
 def _published(reference: Study, assignments: Sequence[str]) -> list[StudyCell]:
