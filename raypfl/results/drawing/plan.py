@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +25,15 @@ _PACE_LABELS = ("fastest third of devices", "middle third", "slowest third")
 _OTHER_COLOURS = {"late": "#9BA5AF", "dropped": "#C4453A", "unfinished": PALE}
 _OTHER_LABELS = {"late": "late: its work is lost", "dropped": "drops out", "unfinished": "at work when the run ends"}
 _WAITING = "#EDF0F3"
+
+
+@dataclass(frozen=True)
+class _Bars:
+    """Turns that are drawn in one colour."""
+
+    turns: list[PlannedTurn]
+    label: str
+    colour: str
 
 
 def draw(plan: Plan, path: str | Path) -> Path:
@@ -51,23 +60,11 @@ def _draw_turns(axes: Axes, plan: Plan) -> None:
     shown = [turn for turn in plan.turns if turn.round <= num_rounds]
     row_of_place = {place: row for row, place in enumerate(sorted({turn.place for turn in shown}))}
 
-    counted = [turn for turn in shown if turn.kind == "counted"]
-    has_paces = len({turn.pace for turn in shown}) > 1
-    kinds = [(kind, _OTHER_LABELS[kind], colour) for kind, colour in _OTHER_COLOURS.items()]
-    bars = [([turn for turn in shown if turn.kind == kind], label, colour) for kind, label, colour in kinds]
-    for pace, colour in enumerate(_PACE_COLOURS):
-        label = _PACE_LABELS[pace] if has_paces else "counts"
-        bars.insert(pace, ([turn for turn in counted if turn.pace == pace], label, colour))
-    if plan.staleness is None:
-        waiting = [replace(turn, begins=turn.ends, ends=round_ends[turn.round - 1]) for turn in counted]
-        bars.append((waiting, "waits for the round's end", _WAITING))
-
-    for turns, label, colour in bars:
-        rows = [row_of_place[turn.place] for turn in turns]
-        begins = np.array([turn.begins for turn in turns]) / scale
-        ends = np.array([turn.ends for turn in turns]) / scale
-        if rows:
-            axes.barh(rows, ends - begins, 1.0, begins, color=colour, label=label, edgecolor="white", linewidth=0.4)
+    for bars in _bars(shown, round_ends, waits=plan.staleness is None):
+        rows = [row_of_place[turn.place] for turn in bars.turns]
+        begins = np.array([turn.begins for turn in bars.turns]) / scale
+        lengths = np.array([turn.ends for turn in bars.turns]) / scale - begins
+        axes.barh(rows, lengths, 1.0, begins, color=bars.colour, label=bars.label, edgecolor="white", linewidth=0.4)
     for end in round_ends:
         axes.axvline(end / scale, color=GREY, linewidth=0.6)
 
@@ -77,6 +74,27 @@ def _draw_turns(axes: Axes, plan: Plan) -> None:
     axes.set(ylabel=_rows_label(shown, len(row_of_place)))
     axes.grid(False)
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
+def _bars(turns: Sequence[PlannedTurn], round_ends: np.ndarray, waits: bool) -> list[_Bars]:
+    """Return the turns of each kind, in the order of the legend.
+
+    `waits` : whether clients whose turns are over wait for the end of their round.
+    """
+    counted = [turn for turn in turns if turn.kind == "counted"]
+    has_paces = len({turn.pace for turn in turns}) > 1
+    kinds = []
+    for pace, colour in enumerate(_PACE_COLOURS):
+        label = _PACE_LABELS[pace] if has_paces else "counts"
+        kinds.append(_Bars([turn for turn in counted if turn.pace == pace], label, colour))
+
+    for kind, colour in _OTHER_COLOURS.items():
+        kinds.append(_Bars([turn for turn in turns if turn.kind == kind], _OTHER_LABELS[kind], colour))
+
+    if waits:
+        waiting = [replace(turn, begins=turn.ends, ends=round_ends[turn.round - 1]) for turn in counted]
+        kinds.append(_Bars(waiting, "waits for the round's end", _WAITING))
+    return [bars for bars in kinds if bars.turns]
 
 
 def _num_drawn_rounds(turns: Sequence[PlannedTurn]) -> int:

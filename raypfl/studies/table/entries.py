@@ -111,32 +111,11 @@ def table_entries(
 
         # The objective may be open until a run starts, so a finished run knows the metrics better than its cell.
         experiment = finished[0].experiment if finished else cells[indices[0]].experiment
-        measures = experiment.measures
-
         missing = len(indices) - len(finished)
-
         for heading, metric in study.metrics.items():
             published = reference.quoted(*position, heading)
-            if metric.target is not None:
-                entries.append(_cost_entry(position, heading, metric, finished, missing, published))
-                continue
-
-            rows_by_run = [_rows(result, metric) for result in finished]
-            value = metric.value or measures.primary.name
-            unit = Unit(measures.metric_of(value) if value in measures.aggregates else measures.primary)
-            is_of_primary = value in (measures.primary.name, *PRIMARY_AGGREGATES)
-            entries.append(
-                TableEntry(
-                    *position,
-                    metric=heading,
-                    values=tuple(unit.of(_means(rows_by_run, value))),
-                    within=tuple(unit.of(_means(rows_by_run, "std") if is_of_primary else ())),
-                    missing=missing,
-                    published=published,
-                    spread_over=metric.spread,
-                    label=unit.label,
-                )
-            )
+            entry_of = _mean_entry if metric.target is None else _cost_entry
+            entries.append(entry_of(position, heading, metric, finished, missing, published, experiment.measures))
 
     for column in dict.fromkeys((entry.down, entry.across, entry.metric) for entry in entries):
         entries = _with_standings(entries, column, study.metrics[column[2]], cells, results)
@@ -146,6 +125,39 @@ def table_entries(
     return sorted(entries, key=lambda entry: (downs.index(entry.down), methods.index(entry.method)))
 
 
+def _mean_entry(
+    position: tuple[str, str, str],
+    heading: str,
+    metric: MetricColumn,
+    finished: Sequence[RunResult],
+    missing: int,
+    published: PublishedNumber | None,
+    measures: Measures,
+) -> TableEntry:
+    """Return the entry of a mean over clients, or of another aggregate."""
+    rows_by_run = [_rows(result, metric) for result in finished]
+    value = metric.value or measures.primary.name
+    unit = _unit_of(value, measures)
+    within = []
+    if value in (measures.primary.name, *PRIMARY_AGGREGATES):
+        within = _means(rows_by_run, "std")
+    return TableEntry(
+        *position,
+        metric=heading,
+        values=tuple(unit.of(_means(rows_by_run, value))),
+        within=tuple(unit.of(within)),
+        missing=missing,
+        published=published,
+        spread_over=metric.spread,
+        label=unit.label,
+    )
+
+
+def _unit_of(value: str, measures: Measures) -> Unit:
+    """Return the unit of a column of the evaluations' summary."""
+    return Unit(measures.metric_of(value) if value in measures.aggregates else measures.primary)
+
+
 def _cost_entry(
     position: tuple[str, str, str],
     heading: str,
@@ -153,6 +165,7 @@ def _cost_entry(
     finished: Sequence[RunResult],
     missing: int,
     published: PublishedNumber | None,
+    measures: Measures,
 ) -> TableEntry:
     """Return the entry of what runs spent until their target."""
     assert metric.cost is not None and metric.target is not None
@@ -193,8 +206,7 @@ def measured(results: Sequence[RunResult], metric: MetricColumn) -> list[float]:
     """Return a metric for each run that has it, in percent if it is a share."""
     measures = results[0].experiment.measures
     value = metric.value or measures.primary.name
-    unit = Unit(measures.metric_of(value) if value in measures.aggregates else measures.primary)
-    return list(unit.of(_means([_rows(result, metric) for result in results], value)))
+    return list(_unit_of(value, measures).of(_means([_rows(result, metric) for result in results], value)))
 
 
 def _with_standings(
@@ -220,6 +232,7 @@ def _with_standings(
             # A cost, a deviation over clients, or their worst decile, is no mean over clients.
             return list(entries)
         higher_is_better = measures.metric_of(value).higher_is_better
+
         by_seed = {}
         for result in method_runs:
             rounds = _rounds(result, metric)
@@ -230,12 +243,12 @@ def _with_standings(
 
     paired = pairing({method: runs[method] for method in scores})
     by_method = standings(scores, paired, higher_is_better=higher_is_better)
-    return [
-        replace(entry, standing=by_method.get(entry.method))
-        if (entry.down, entry.across, entry.metric) == column
-        else entry
-        for entry in entries
-    ]
+    with_standings = []
+    for entry in entries:
+        if (entry.down, entry.across, entry.metric) == column:
+            entry = replace(entry, standing=by_method.get(entry.method))
+        with_standings.append(entry)
+    return with_standings
 
 
 def _rounds(result: RunResult, metric: MetricColumn) -> list[int]:
@@ -248,17 +261,23 @@ def _rounds(result: RunResult, metric: MetricColumn) -> list[int]:
         return evaluated[-metric.last :]
     if metric.choose == "validation":
         return [] if result.best_round is None else [result.best_round]
+    return _best_round(result, metric, evaluated)
 
+
+def _best_round(result: RunResult, metric: MetricColumn, evaluated: Sequence[int]) -> list[int]:
+    """Return the evaluated round in which a metric is best, the first of equal ones; none if it has no value."""
     measures = result.experiment.measures
     value = metric.value or measures.primary.name
-    sign = -1 if measures.lower_is_better(value) else 1
-    values = {}
+    value_of_round = {}
     for round in evaluated:
         for row in _rows_of_round(result, metric, round):
             if value in row:
-                values[round] = sign * row[value]
-    # The first of equal rounds.
-    return [max(values, key=lambda round: values[round])] if values else []
+                value_of_round[round] = row[value]
+
+    if not value_of_round:
+        return []
+    best = min if measures.lower_is_better(value) else max
+    return [best(value_of_round, key=value_of_round.__getitem__)]
 
 
 def _model(result: RunResult, metric: MetricColumn) -> str:

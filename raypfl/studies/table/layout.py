@@ -97,16 +97,13 @@ def standing_blocks(entries: Sequence[TableEntry]) -> list[TableBlock]:
     for title in dict.fromkeys(entry.down for entry in entries):
         ranked = [entry for entry in entries if entry.down == title and entry.standing]
         headings = list(dict.fromkeys((entry.across, entry.metric) for entry in ranked))
+
         lines = []
         for method in dict.fromkeys(entry.method for entry in ranked):
-            texts = [[EMPTY] * len(headings) for _ in _STANDING_LINES]
-            for entry in ranked:
-                if entry.method == method and entry.standing:
-                    column = headings.index((entry.across, entry.metric))
-                    for line, text in zip(texts, _standing_texts(entry.standing), strict=True):
-                        line[column] = text
-            for kind, line in zip(_STANDING_LINES, texts, strict=True):
-                lines.append([method if kind == "rank" else "", kind, *line])
+            by_heading = {(entry.across, entry.metric): entry.standing for entry in ranked if entry.method == method}
+            columns = [_standing_texts(by_heading.get(heading)) for heading in headings]
+            for kind, *texts in zip(_STANDING_LINES, *columns, strict=True):
+                lines.append([method if kind == "rank" else "", kind, *texts])
         if lines:
             table.append(TableBlock(title, headings, lines))
     return table
@@ -124,8 +121,10 @@ def _lines(method: str, row: Sequence[TableEntry]) -> list[list[str]]:
     return lines
 
 
-def _standing_texts(standing: Standing) -> list[str]:
-    """Return a text for each of the `_STANDING_LINES`."""
+def _standing_texts(standing: Standing | None) -> list[str]:
+    """Return a text for each of the `_STANDING_LINES`; None: the method cannot be compared."""
+    if standing is None:
+        return [EMPTY] * len(_STANDING_LINES)
     first, last = standing.rank_interval
     low, high = standing.interval
     texts = [f"{standing.rank} ({first} to {last})", f"{low:.2f} to {high:.2f}"]
