@@ -92,19 +92,17 @@ def diagnose(
 
     if outlook.diverges and (best is None or math.isfinite(outlook.slowdown)):
         limit = "divergence"
+    elif best is None:
+        limit = "kernel"
     else:
-        limit = "kernel" if best is None else limits[best]
+        limit = limits[best]
 
     if best is None:
         advice = _why_no_change_helps(frozen, error, share, outlook.diverges)
     else:
-        cause = "The steps are too long" if limit == "divergence" else f"The {limit} limits convergence"
-        rounds = predicted_rounds[best]
-        verb = "is" if rounds == 1 else "are"
-        advice = f"{cause}: with {best}, {_counted(rounds)} {verb} predicted until {_percent(share)} is left"
-        if run.reached is None and math.isfinite(outlook.rounds_needed):
-            advice += f" instead of {outlook.rounds_needed:.0f}"
-        advice += "."
+        # Where the run reached the share, how long it took is in the sentence before.
+        instead_of = math.inf if run.reached is not None else outlook.rounds_needed
+        advice = _advice(limit, best, predicted_rounds[best], share, instead_of)
 
     return Diagnosis(
         limit=limit,
@@ -114,6 +112,16 @@ def diagnose(
         change=best,
         changed=predicted_rounds,
     )
+
+
+def _advice(limit: str, change: str, rounds: int | None, share: float, instead_of: float) -> str:
+    """Say what limits convergence, and what the best change is predicted to take, instead of how many rounds."""
+    cause = "The steps are too long" if limit == "divergence" else f"The {limit} limits convergence"
+    verb = "is" if rounds == 1 else "are"
+    text = f"{cause}: with {change}, {_counted(rounds)} {verb} predicted until {_percent(share)} is left"
+    if math.isfinite(instead_of):
+        text += f" instead of {instead_of:.0f}"
+    return f"{text}."
 
 
 def _counted(rounds: int | None) -> str:

@@ -208,6 +208,7 @@ def _carry_out(work: _Work, quiet: bool, as_json: bool) -> None:
     progress = Console(stderr=True)
     planned = list(work.runs.values())
     unfinished = work.unfinished
+
     lines = lines_for(planned)
     for line, folder in zip(lines, work.runs, strict=True):
         if folder not in unfinished:
@@ -226,17 +227,16 @@ def _carry_out(work: _Work, quiet: bool, as_json: bool) -> None:
                 listeners: dict[Path, list[Listener]] = {}
                 for i, folder in enumerate(work.runs):
                     listeners[folder] = [shown.listener(i), trackers[i]]
+
                 outcomes = resume_all(unfinished, listeners, work.changes)
                 for folder in work.runs:
-                    outcome = next(outcomes) if folder in unfinished else RunResult.load(folder)
-                    results.append(outcome)
-                    if results[-1].status == "stopped":
+                    result = next(outcomes) if folder in unfinished else RunResult.load(folder)
+                    results.append(result)
+                    if result.status == "stopped":
                         raise KeyboardInterrupt
-            comparison = ComparisonFolder.load(work.folder) if work.changes else None
-            if comparison:
-                comparison.write(work.words)
+            _note_changes(work)
         except KeyboardInterrupt:
-            # Raised above, or by a Ctrl-C before the first round, between two runs, or a second time.
+            # Raised above, or by a Ctrl-C before the first round, between two runs, or when it comes a second time.
             raise Stopped(f"Stopped. {_unfinished(work, results)}") from None
         except Refused:
             raise
@@ -247,6 +247,13 @@ def _carry_out(work: _Work, quiet: bool, as_json: bool) -> None:
         finally:
             if results:
                 _report(work, results, tracked, as_json)
+
+
+def _note_changes(work: _Work) -> None:
+    """Let a comparison's folder say which changes its runs were resumed with, now that all have them."""
+    comparison = ComparisonFolder.load(work.folder) if work.changes else None
+    if comparison:
+        comparison.write(work.words)
 
 
 @contextmanager

@@ -204,21 +204,7 @@ def _show_table(console: Console, evaluated: Sequence[RunResult]) -> None:
 
 def _table_notes(groups: Sequence[RunGroup], left_out: Sequence[str]) -> list[str]:
     """Sentences for below the table, from which the columns `left_out` are missing."""
-    unit = groups[0].unit
-    metric_text = capitalised(_phrase(unit))
-    if not unit.metric.higher_is_better:
-        metric_text += " (lower is better)"
-    first = (
-        f"{metric_text}, mean over clients, of their personal models and of the global one, tested on a client's own "
-        "data (local) or on everybody's (global)."
-    )
-    spread = []
-    for heading in ("std", "worst\ndecile"):
-        if heading not in left_out:
-            spread.append(_one_line(heading))
-    if spread:
-        first += f" Spread over clients ({', '.join(spread)}): of the personal models, if there are any."
-    notes = [first, *_left_out_note(left_out)]
+    notes = [_scores_note(groups[0].unit, left_out), *_left_out_note(left_out)]
 
     metrics = []
     for column in _metric_columns(groups):
@@ -232,6 +218,7 @@ def _table_notes(groups: Sequence[RunGroup], left_out: Sequence[str]) -> list[st
     for mask in masks:
         if mask:
             notes.append(_MASK_NOTES[mask])
+
     for group in groups:
         traffic = prediction_traffic(group)
         if traffic is not None:
@@ -243,6 +230,22 @@ def _table_notes(groups: Sequence[RunGroup], left_out: Sequence[str]) -> list[st
     if any(group.has_best for group in groups):
         notes.append(_BEST_NOTE)
     return notes
+
+
+def _scores_note(unit: Unit, left_out: Sequence[str]) -> str:
+    """What the scores are, and their spread."""
+    metric_text = capitalised(_phrase(unit))
+    if not unit.metric.higher_is_better:
+        metric_text += " (lower is better)"
+    note = (
+        f"{metric_text}, mean over clients, of their personal models and of the global one, tested on a client's own "
+        "data (local) or on everybody's (global)."
+    )
+
+    spread = [_one_line(heading) for heading in ("std", "worst\ndecile") if heading not in left_out]
+    if spread:
+        note += f" Spread over clients ({', '.join(spread)}): of the personal models, if there are any."
+    return note
 
 
 def _simulated_note(group: RunGroup) -> str:
