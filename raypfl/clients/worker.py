@@ -165,20 +165,13 @@ class Worker:
         versions: dict[str, tuple[Tensor, int]] = {}
 
         def fetch(skeleton: Any) -> Any:
+            """Fill in the tensors that the server sent, and note them, since a client function must not change them."""
             tensors = self._tensors(call.shared, leaves(skeleton), fetch_objects)
             versions.update({name: (tensor, tensor._version) for name, tensor in tensors.items()})
             clients.mark_shared(tensors.values())
             return unflatten(skeleton, tensors)
 
-        device = self.context.model.device
-        rows = {name: per_client(_tensor(array, device)) for name, array in group.scattered.items()}
-        if group.turns is None:
-            arguments = {**fetch(dict(call.arguments)), **rows}
-        else:
-            arguments = arguments_of(group.turns, lambda round: fetch(dict(call.messages[round])))
-        if call.server is not None:
-            arguments["server"] = _ServerState(call.server, fetch)
-
+        arguments = self._arguments(call, group, fetch)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
             returned = self._run(call, clients, arguments)
@@ -188,10 +181,16 @@ class Worker:
         logged = logged_means(clients.logged)
         if group.turns is not None:
             logged = logged_by_round(clients.logged, group.turns)
-        stack, new_states = clients.state.stack() if clients.state.changed else (None, None)
+
+        stack = None
+        new_states = None
+        if clients.state.changed:
+            stack, new_states = clients.state.stack()
+
         spent: list[Spending] = []
         for training in clients.private_trainings:
             spent += training.rows()
+
         reply = Reply(
             values=values,
             losses=None if clients.losses is None else clients.losses.cpu().numpy(),
@@ -203,6 +202,20 @@ class Worker:
             seconds=time.perf_counter() - started,
         )
         return reply, stack
+
+    def _arguments(self, call: Call, group: Group, fetch: Callable[[Any], Any]) -> dict[str, Any]:
+        """Return the arguments of the client function; `fetch` fills in the tensors that the server sent."""
+        if group.turns is None:
+            device = self.context.model.device
+            arguments = fetch(dict(call.arguments))
+            for name, array in group.scattered.items():
+                arguments[name] = per_client(_tensor(array, device))
+        else:
+            arguments = arguments_of(group.turns, lambda round: fetch(dict(call.messages[round])))
+
+        if call.server is not None:
+            arguments["server"] = _ServerState(call.server, fetch)
+        return arguments
 
     def _client_group(self, call: Call, group: Group, states: list[Mapping[str, np.ndarray]]) -> ClientGroup:
         name = call.function if isinstance(call.function, str) else "personal model"

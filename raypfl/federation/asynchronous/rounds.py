@@ -190,7 +190,8 @@ class AsynchronousRounds(Rounds):
         groups += self._groups_meanwhile(round, groups)
         messages: dict[int, Mapping[str, Any]] = {}
         for group in groups:
-            messages |= {sent_in: self._messages[sent_in].arguments for sent_in in group.turns.rounds.tolist()}
+            for sent_in in group.turns.rounds.tolist():
+                messages[sent_in] = self._messages[sent_in].arguments
 
         call, prepared = self.runner.prepare_turns(
             self._function,
@@ -202,7 +203,10 @@ class AsynchronousRounds(Rounds):
             exchange="training 0",
         )
         batches = {group.batch: self._batches[group.batch] for group in groups}
-        batch_of_client = {client: batches[group.batch] for group in groups for client in group.clients.tolist()}
+        batch_of_client = {}
+        for group in groups:
+            for client in group.clients.tolist():
+                batch_of_client[client] = batches[group.batch]
 
         def skip(client: int, why: str) -> None:
             batch_of_client[client].drop(client, why)
