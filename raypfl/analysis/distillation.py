@@ -90,7 +90,6 @@ class Distillation(Analysis):
         y = self.batch(view.pool(self.labelled)).y
 
         bound = ErrorBound.of(g, h, y)
-        violations = bound.violations
         view.log(
             distillation_distance=_distance(global_on_pool, logits_on_pool.softmax(2).mean(0)).mean(),
             distillation_distance_to_mean_logits=_distance(global_on_pool, logits_on_pool.mean(0).softmax(1)).mean(),
@@ -99,20 +98,30 @@ class Distillation(Analysis):
             global_bound=bound.bound.mean(),
         )
 
+        violations = bound.violations
         # A method with personal models trains twice in a round, the personal model first.
         if all(len(observations) > 1 for observations in steps):
-            logits = _stack([observations[0].arrays["labelled"] for observations in steps], model.device)
-            personal = [ErrorBound.of(p, g, y) for p in logits.softmax(2)]
-            violations += sum(bound.violations for bound in personal)
-            columns = {
-                "personal_distance": torch.stack([bound.distance.mean() for bound in personal]),
-                "personal_error": torch.stack([bound.error.mean() for bound in personal]),
-                "personal_bound": torch.stack([bound.bound.mean() for bound in personal]),
-            }
-            view.log(**{name: values.mean() for name, values in columns.items()})
-            view.log_table("distillation", {"client": view.clients} | columns)
-
+            personal_logits = [observations[0].arrays["labelled"] for observations in steps]
+            violations += self._log_personal(view, _stack(personal_logits, model.device), g, y)
         view.log(inequalities_violated=violations)
+
+    def _log_personal(self, view: AnalysedRound, logits: Tensor, g: Tensor, y: Tensor) -> int:
+        """Log how far personal models are from the global one; return how many inequalities do not hold.
+
+        Parameters
+        ----------
+        logits : those of each client's personal model, ``[K, n, C]``.
+        g, y : the global model's probabilities ``[n, C]``, and the labels ``[n]``.
+        """
+        bounds = [ErrorBound.of(p, g, y) for p in logits.softmax(2)]
+        columns = {
+            "personal_distance": torch.stack([bound.distance.mean() for bound in bounds]),
+            "personal_error": torch.stack([bound.error.mean() for bound in bounds]),
+            "personal_bound": torch.stack([bound.bound.mean() for bound in bounds]),
+        }
+        view.log(**{name: values.mean() for name, values in columns.items()})
+        view.log_table("distillation", {"client": view.clients} | columns)
+        return sum(bound.violations for bound in bounds)
 
     def batch(self, pool: Pool) -> Batch:
         """Return the samples of a pool on which models are compared."""

@@ -149,25 +149,30 @@ def standings(
 
     values = []
     weights = []
+    means_by_seed = []
     for seed in seeds:
         seed_values, seed_weights = _aligned([scores[label][seed] for label in labels])
         if not len(seed_values):
             return {}
         values.append(seed_values)
         weights.append(seed_weights)
+        means_by_seed.append(np.average(seed_values, axis=0, weights=seed_weights))
 
     sign = 1 if higher_is_better else -1
-    means = np.mean([np.average(v, axis=0, weights=w) for v, w in zip(values, weights, strict=True)], axis=0)
-    crossed = paired.same_clients and len({len(v) for v in values}) == 1
+    means = np.mean(means_by_seed, axis=0)
+    crossed = paired.same_clients and len({len(seed_values) for seed_values in values}) == 1
     draws = joint_draws(values, weights, crossed)
     best = int(np.argmax(sign * means))
 
     places = _places(sign * means[None])[0]
     drawn_places = _places(sign * draws)
     ahead = sign * (draws - draws[:, [best]])
+    # A draw in which both are equal counts half.
     chances = (ahead > 0).mean(0) + (ahead == 0).mean(0) / 2
-    return {
-        label: Standing(
+
+    standing_of = {}
+    for i, label in enumerate(labels):
+        standing_of[label] = Standing(
             mean=float(means[i]),
             interval=_middle(draws[:, i]),
             difference=float(means[i] - means[best]),
@@ -177,8 +182,7 @@ def standings(
             rank_interval=tuple(np.quantile(drawn_places[:, i], [0.025, 0.975], method="nearest").tolist()),
             seeds=len(seeds),
         )
-        for i, label in enumerate(labels)
-    }
+    return standing_of
 
 
 def _aligned(runs: Sequence[ClientScores]) -> tuple[np.ndarray, np.ndarray]:

@@ -167,66 +167,93 @@ def _part(groups: list[RunGroup], suffix: str, baseline: str | None) -> dict[str
     """What the page shows of runs on one data set, partition and model; `suffix` makes ids unique on the page."""
     protocols = list(dict.fromkeys(name for group in groups for name in group.protocols))
     tests = _tests(protocols)
-    main = tests[0]
-    per_client = next((name for name in _PER_CLIENT if name in protocols), None)
-    tested_alone = ""
-    sorted_clients = None
-    planes = []
-    if per_client:
-        tested_alone = protocol_name(per_client)
-        sorted_clients = figures.clients_figure(groups, per_client)
-        planes = figures.personal_against_global(groups, per_client)
-
-    axes = budgets.axes_of(groups)
-    headings, results = tables.result_tables(groups)
-    differing, shared = tables.compare_settings(groups)
-    environment_differing, environment = tables.compare_environments(groups)
-    logged_tables, logged_images = tables.logged(groups)
-    paired = differences(groups, baseline)
     runs = [(i, group.label, result) for i, group in enumerate(groups) for result in group.results]
-
     return {
         "suffix": suffix,
         "setting": shared_setting_text([result for _, _, result in runs]),
-        "lead": lead_of(groups, main),
+        "lead": lead_of(groups, tests[0]),
         "size": _size(groups),
         "notes": _cautions(groups),
         "groups": groups,
         "several_seeds": any(len(group.results) > 1 for group in groups),
-        "headings": headings,
-        "models": [model for model in MODELS if any(group.scores(main, model) for group in groups)],
         "unit": groups[0].unit,
         "capitalised": capitalised,
+        "holdings": _holdings(groups[0].results[0]),
+        "runs": runs,
+        **_results(groups, tests[0], baseline),
+        **_curves(groups, tests),
+        **_clients(groups, protocols),
+        **_spending(groups, tests[0]),
+        **_settings(groups),
+    }
+
+
+def _results(groups: list[RunGroup], main: str, baseline: str | None) -> dict[str, Any]:
+    """The tables of results and of paired differences."""
+    headings, results = tables.result_tables(groups)
+    paired = differences(groups, baseline)
+    return {
+        "headings": headings,
+        "models": [model for model in MODELS if any(group.scores(main, model) for group in groups)],
         "metrics": _other_metrics(groups[0].measures, headings),
         "results": results,
         "differences": tables.difference_tables(groups, paired),
         "difference_headings": [heading.replace("\n", " ") for heading in HEADINGS],
         "difference_remarks": remarks(paired, groups),
-        "costs": tables.costs(groups),
-        "tested": protocol_name(main),
-        "first_curves": figures.metric_figure(groups, main, "round", wide=True),
-        "curve_values": tables.curve_values(groups, main),
+    }
+
+
+def _curves(groups: list[RunGroup], tests: Sequence[str]) -> dict[str, Any]:
+    """What changed over the rounds: on the main test first, then on others; losses, and what methods logged."""
+    logged_tables, logged_images = tables.logged(groups)
+    return {
+        "tested": protocol_name(tests[0]),
+        "first_curves": figures.metric_figure(groups, tests[0], "round", wide=True),
+        "curve_values": tables.curve_values(groups, tests[0]),
         "more_curves": [figures.metric_figure(groups, name, "round") for name in tests[1:_MOST_CURVES]],
         "undrawn": tests[_MOST_CURVES:],
         "losses": figures.loss_figure(groups),
         "logged_curves": figures.logged_figures(groups),
         "logged_tables": logged_tables,
         "logged_images": logged_images,
-        "tested_alone": tested_alone,
-        "sorted": sorted_clients,
-        "planes": planes,
+    }
+
+
+def _clients(groups: list[RunGroup], protocols: Sequence[str]) -> dict[str, Any]:
+    """The clients one by one, if a protocol tests them so."""
+    per_client = next((name for name in _PER_CLIENT if name in protocols), None)
+    if per_client is None:
+        return {"tested_alone": "", "sorted": None, "planes": []}
+    return {
+        "tested_alone": protocol_name(per_client),
+        "sorted": figures.clients_figure(groups, per_client),
+        "planes": figures.personal_against_global(groups, per_client),
+    }
+
+
+def _spending(groups: list[RunGroup], main: str) -> dict[str, Any]:
+    """What runs cost, in messages, time, energy and privacy, and how good methods are for it."""
+    axes = budgets.axes_of(groups)
+    return {
+        "costs": tables.costs(groups),
         "efforts": [figures.metric_figure(groups, main, against) for against in axes],
         "target": budgets.for_target(groups, main, axes),
         "within": budgets.within_budgets(groups, main, axes),
-        "holdings": _holdings(groups[0].results[0]),
         "ledger": tables.ledger(groups),
         "privacy": [(privacy_sentence(group), epsilons(group)) for group in groups if epsilons(group)],
         "predicted": any(prediction_traffic(group) for group in groups),
+    }
+
+
+def _settings(groups: list[RunGroup]) -> dict[str, Any]:
+    """In what runs differ, and what they share."""
+    differing, shared = tables.compare_settings(groups)
+    environment_differing, environment = tables.compare_environments(groups)
+    return {
         "differing": differing,
         "shared": shared,
         "environment_differing": environment_differing,
         "environment": environment,
-        "runs": runs,
     }
 
 

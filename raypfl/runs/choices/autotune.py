@@ -91,17 +91,7 @@ def choose(prepared: Prepared) -> tuple[Candidate, str]:
     candidates, why = _candidates(prepared, _cost(prepared), trial.batch, group)
     by_timing = prepared.experiment.engine.executor == "fastest"
 
-    working: list[Candidate] = []
-    errors: dict[Candidate, Exception] = {}
-    for candidate in candidates:
-        error = trial.error(candidate)
-        if error is not None:
-            errors[candidate] = error
-            continue
-        working.append(candidate)
-        if not by_timing:
-            break
-
+    working, errors = _tried(trial, candidates, stops_at_first=not by_timing)
     if not working:
         plainest = min(candidates)
         if error_of_batch(prepared, plainest.channels_last) is not None:
@@ -123,6 +113,23 @@ def choose(prepared: Prepared) -> tuple[Candidate, str]:
         f"{candidate} does not work with this network: {first_line(error)}" for candidate, error in errors.items()
     ]
     return best, "; ".join(filter(None, [why, *failures]))
+
+
+def _tried(
+    trial: _Trial, candidates: Sequence[Candidate], stops_at_first: bool
+) -> tuple[list[Candidate], dict[Candidate, Exception]]:
+    """Return the candidates in which a step works, and the errors of those in which it fails."""
+    working: list[Candidate] = []
+    errors: dict[Candidate, Exception] = {}
+    for candidate in candidates:
+        error = trial.error(candidate)
+        if error is None:
+            working.append(candidate)
+        else:
+            errors[candidate] = error
+        if working and stops_at_first:
+            break
+    return working, errors
 
 
 def expected_executor(prepared: Prepared) -> tuple[str, str]:
