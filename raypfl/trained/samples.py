@@ -46,22 +46,11 @@ def samples_in(path: str | Path, models: TrainedModels) -> tuple[np.ndarray, np.
 
 
 def _folder(folder: Path, models: TrainedModels) -> tuple[np.ndarray, np.ndarray]:
+    """Read a folder of images, or one that lies like that of the run's data."""
     data = models.outline.data
     config = models.experiment.data
     if not isinstance(data, FederatedData):
         raise ConfigError(f"The data set {config.name!r} is generated; give a .npz file with arrays x and y.")
-
-    subfolders = {path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")}
-    if subfolders and subfolders <= set(data.class_names):
-        square = data.input_shape[-1] if len(set(data.input_shape[-2:])) == 1 else None
-        source = DataSource(name="image_folder", root=str(folder), split="merged", options={"size": square})
-    elif config.root is None:
-        raise ConfigError(
-            f"The folders in {folder} are not named like the run's classes ({', '.join(data.class_names[:5])}, ...), "
-            f"and {config.name!r} is read from no folder. Name them so, or give a .npz file with arrays x and y."
-        )
-    else:
-        source = DataSource(name=config.name, root=str(folder), split="merged", options=config.options)
 
     example = RawData(
         inputs=data.inputs[:1],
@@ -71,7 +60,7 @@ def _folder(folder: Path, models: TrainedModels) -> tuple[np.ndarray, np.ndarray
         feature_names=data.feature_names,
         indicators=data.indicators,
     )
-    pool = read_pool(str(folder), source, example)
+    pool = read_pool(str(folder), _source(folder, config, data), example)
 
     targets = pool.labels.reshape(len(pool.labels), -1)
     unknown = np.isnan(targets) if data.kind == "numbers" else targets == UNLABELLED
@@ -81,3 +70,19 @@ def _folder(folder: Path, models: TrainedModels) -> tuple[np.ndarray, np.ndarray
             f"the run are {', '.join(data.class_names[:5])}."
         )
     return np.concatenate(list(pool.blocks(data.input_shape))), pool.labels
+
+
+def _source(folder: Path, config: DataSource, data: FederatedData) -> DataSource:
+    """Return how a folder is read: as images if its folders are named like classes, else as the run's data are."""
+    subfolders = {path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")}
+    if subfolders and subfolders <= set(data.class_names):
+        is_square = len(set(data.input_shape[-2:])) == 1
+        size = data.input_shape[-1] if is_square else None
+        return DataSource(name="image_folder", root=str(folder), split="merged", options={"size": size})
+
+    if config.root is None:
+        raise ConfigError(
+            f"The folders in {folder} are not named like the run's classes ({', '.join(data.class_names[:5])}, ...), "
+            f"and {config.name!r} is read from no folder. Name them so, or give a .npz file with arrays x and y."
+        )
+    return DataSource(name=config.name, root=str(folder), split="merged", options=config.options)

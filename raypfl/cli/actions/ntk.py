@@ -76,19 +76,23 @@ def _show(source: str, changes: Sequence[str], as_json: bool) -> None:
             analysis = next((analysis for analysis in analyses if isinstance(analysis, NTK)), NTK())
             rows = checkpoint_kernels(result, analysis)
             findings[run] = {"checkpoints": rows}
-
-            lines = [_line(row) for row in rows]
-            if len(lines) < 2:
-                lines.append(
-                    "Two checkpoints or more show how the kernel moves and why: run with checkpoint.every=5 "
-                    "checkpoint.keep=100, or `raypfl ntk RECIPE`."
-                )
-            lines_by_run.append(lines)
+            lines_by_run.append(_checkpoint_lines(rows))
 
     if as_json:
         print(json.dumps(findings, indent=2))
     else:
         outcome.show_findings(Console(), results, lines_by_run)
+
+
+def _checkpoint_lines(rows: Sequence[Mapping[str, float]]) -> list[str]:
+    """Return a line for each checkpoint's kernel, and what to do if there is one alone."""
+    lines = [_line(row) for row in rows]
+    if len(lines) < 2:
+        lines.append(
+            "Two checkpoints or more show how the kernel moves and why: run with checkpoint.every=5 "
+            "checkpoint.keep=100, or `raypfl ntk RECIPE`."
+        )
+    return lines
 
 
 def _has_kernel_analysis(experiment: Experiment) -> bool:

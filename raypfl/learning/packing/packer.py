@@ -248,15 +248,19 @@ def tried(trainings: Sequence[tuple[Vectorised, GroupTraining]]) -> tuple[bool, 
     if not all(is_kept(count) for count in range(2, min(4, len(first_steps[0])))):
         return False, False
 
-    arrangements = [list(range(len(first_steps)))[::-1]]
-    arrangements += [[-1] * shift + list(range(len(first_steps))) for shift in range(4)]
+    # The numbers of trainings in a row; a single client, None, moves those after it by a place.
+    in_order = range(len(first_steps))
+    arrangements: list[list[int | None]] = [[*reversed(in_order)]]
+    for num_places in range(4):
+        arrangements.append([*[None] * num_places, *in_order])
+
     for arrangement in arrangements:
-        parts = [first if number < 0 else first_steps[number] for number in arrangement]
+        parts = [first if number is None else first_steps[number] for number in arrangement]
         counts = [len(part) for part in parts]
-        # A loss computes with the network of its own run.
-        models, losses = joined(parts).run(executors[max(arrangement[0], 0)])
+        # A loss computes with the network of its own run; the single client is of the first one.
+        models, losses = joined(parts).run(executors[arrangement[0] or 0])
         for number, *trained in zip(arrangement, models.split(counts), losses.split(counts), strict=True):
-            if number >= 0 and not _are_equal((trained[0], trained[1]), alone[number]):
+            if number is not None and not _are_equal((trained[0], trained[1]), alone[number]):
                 return False, False
     return True, is_kept(1)
 
