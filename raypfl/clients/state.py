@@ -60,17 +60,7 @@ class ClientState(MutableMapping[str, Tensor]):
             with warnings.catch_warnings(action="ignore"):
                 return torch.from_numpy(np.asarray(self._rows[0][name]))[None].as_subclass(ReadOnly)
 
-        # One copy of each row, since a state may be large.
-        example = next(row[name] for row in self._rows if name in row)
-        if isinstance(default, Tensor):
-            self._refuse_other_shape(name, example.shape, default.shape[isinstance(default, PerClient) :])
-        stored = host_memory((len(self._rows), *example.shape), example.dtype, self._device)
-        for k, row in enumerate(self._rows):
-            if name in row:
-                self._refuse_other_shape(name, row[name].shape, example.shape)
-                stored.numpy()[k] = row[name]
-
-        rows = stored.to(self._device, non_blocking=True)
+        rows = self._stored_rows(name, default)
         if isinstance(default, Tensor):
             # After the copy: the host would convert into memory that is not pinned.
             rows = rows.to(default.dtype)
@@ -78,6 +68,20 @@ class ClientState(MutableMapping[str, Tensor]):
             positions = to_device(np.array(new), self._device)
             rows[positions] = unmarked(self._default_rows(default, new)).to(rows.dtype)
         return per_client(rows)
+
+    def _stored_rows(self, name: str, default: Any) -> Tensor:
+        """Return the values on the device, ``[K, ...]``; rows of clients without one hold anything."""
+        # One copy of each row, since a state may be large.
+        example = next(row[name] for row in self._rows if name in row)
+        if isinstance(default, Tensor):
+            shape_of_row = default.shape[1:] if isinstance(default, PerClient) else default.shape
+            self._refuse_other_shape(name, example.shape, shape_of_row)
+        stored = host_memory((len(self._rows), *example.shape), example.dtype, self._device)
+        for k, row in enumerate(self._rows):
+            if name in row:
+                self._refuse_other_shape(name, row[name].shape, example.shape)
+                stored.numpy()[k] = row[name]
+        return stored.to(self._device, non_blocking=True)
 
     def __getitem__(self, name: str) -> Tensor:
         value = self.get(name)

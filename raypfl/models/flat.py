@@ -87,18 +87,24 @@ class FlatModel(VectorLayout):
         self.has_dropout = any(_draws(child) for child in modules)
         self._norms = [child for child in modules if isinstance(child, _NormBase) and child.running_mean is not None]
 
-        # Every attribute that holds a segment, to be set by setattr or, faster, in the module's own dictionary. A
-        # tensor that two modules share has one segment and two attributes.
+        self._find_places()
+        self._loss: LossCall | None = None
+
+    def _find_places(self) -> None:
+        """Find every attribute that holds a segment, to be set by setattr or, faster, in the module's own dictionary.
+
+        A tensor that two modules share has one segment and two attributes.
+        """
         self._places: list[tuple[str, nn.Module, str]] = []
         self._stores: list[tuple[str, dict[str, Any], str]] = []
-        names = {id(tensor): name for name, tensor in self._vector_tensors(module).items()}
-        for child in modules:
+        name_of_tensor = {id(tensor): name for name, tensor in self._vector_tensors(self.module).items()}
+        for child in self.modules:
             for store in (child._parameters, child._buffers):
                 for attribute, tensor in store.items():
-                    if id(tensor) in names:
-                        self._places.append((names[id(tensor)], child, attribute))
-                        self._stores.append((names[id(tensor)], store, attribute))
-        self._loss: LossCall | None = None
+                    name = name_of_tensor.get(id(tensor))
+                    if name is not None:
+                        self._places.append((name, child, attribute))
+                        self._stores.append((name, store, attribute))
 
     def init(self, seed: int) -> Tensor:
         """Return a newly initialised model vector, ``Tensor[P+B]``; the same for the same seed."""

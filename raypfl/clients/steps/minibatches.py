@@ -21,7 +21,7 @@ from raypfl.learning.batches import StackedBatches, StepBatches
 from raypfl.learning.executor import Executor
 from raypfl.learning.loss import LocalLoss, LossFunction, ReportedLoss
 from raypfl.learning.objectives.batch import Batch
-from raypfl.learning.optimizers import LocalOptimizer, Memory, Perturb
+from raypfl.learning.optimizers import LocalOptimizer, Memory, Perturb, Update
 from raypfl.models.extras import of_clients
 from raypfl.models.rows import aligned, copy_rows
 
@@ -192,18 +192,11 @@ class MiniBatch:
         if update.optimizer not in model.memories:
             memory = update.init(rows[:, :num_parameters])
             model.memories[update.optimizer] = {name: aligned(values) for name, values in memory.items()}
-        memory = model.memories[update.optimizer]
-        active_memory = {name: self._of_active(values) for name, values in memory.items()}
-        update.step_(moved[:, :num_parameters], gradient, active_memory)
+        self._descend(update, moved[:, :num_parameters], gradient, model.memories[update.optimizer])
 
         if self._minibatches.rule is not None:
             refuse_moved_statistics(moved[:, num_parameters:], statistics)
         moved[:, num_parameters:] = statistics
-        if not self._all_active:
-            # The optimizer stepped on copies of the active clients' rows.
-            for name, values in memory.items():
-                values[active] = active_memory[name]
-
         model.rows = moved if self._all_active else rows.clone().index_copy_(0, active, moved)
         if report is not None:
             model.losses[active] += reported
@@ -235,6 +228,15 @@ class MiniBatch:
             return per_client(gradient)
         gradients = gradient.new_zeros(len(rows), gradient.shape[1])
         return per_client(gradients.index_copy_(0, self._rows, gradient))
+
+    def _descend(self, update: Update, theta: Tensor, gradient: Tensor, memory: Memory) -> None:
+        """Step the active clients' parameters in place; the memory has rows of all clients."""
+        active_memory = {name: self._of_active(values) for name, values in memory.items()}
+        update.step_(theta, gradient, active_memory)
+        if not self._all_active:
+            # The optimizer stepped on copies of the active clients' rows.
+            for name, values in memory.items():
+                values[self._rows] = active_memory[name]
 
     def _next_keys(self) -> Tensor:
         """Return the keys of a step's draws; each private step on this mini-batch gets its own noise."""
