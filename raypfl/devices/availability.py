@@ -108,9 +108,9 @@ class Spans(Availability):
         first = self._first[clients]
         in_period = np.broadcast_to(np.mod(time, self._periods[clients]), len(clients))
         span = self._last_begun(clients, in_period)
-        begun = span >= first
+        has_begun = span >= first
         available = np.zeros(len(clients), dtype=bool)
-        available[begun] = in_period[begun] < self._ends[span[begun]]
+        available[has_begun] = in_period[has_begun] < self._ends[span[has_begun]]
         return available
 
     def is_one_available(self, client: int, time: float) -> bool:
@@ -155,9 +155,9 @@ class Spans(Availability):
             middle = (low + high) // 2
             is_open = low < high
             # Where the search is over, `middle` may lie behind the last span.
-            begun = is_open & (self._starts[np.minimum(middle, len(self._starts) - 1)] <= in_period)
-            low = np.where(begun, middle + 1, low)
-            high = np.where(is_open & ~begun, middle, high)
+            has_begun = is_open & (self._starts[np.minimum(middle, len(self._starts) - 1)] <= in_period)
+            low = np.where(has_begun, middle + 1, low)
+            high = np.where(is_open & ~has_begun, middle, high)
         return low - 1
 
 

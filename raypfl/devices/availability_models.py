@@ -111,8 +111,8 @@ class UniformChances(ChanceModel):
 
         # For a few clients at a time: a million may be drawn from, but only a cohort is looked at.
         def of_clients(clients: np.ndarray, draws: np.ndarray) -> np.ndarray:
-            drawn = rng.uniform(rng.keys(seed, "availability", 0, clients))
-            return self.low + (self.high - self.low) * drawn
+            fractions = rng.uniform(rng.keys(seed, "availability", 0, clients))
+            return self.low + (self.high - self.low) * fractions
 
         return of_clients
 
@@ -246,8 +246,8 @@ class LogNormalChances(ChanceModel):
 
     def constant(self, holdings: Holdings) -> np.ndarray:
         clients = np.arange(holdings.num_clients)
-        drawn = np.exp(-np.log(1 - self.beta) * rng.normal(holdings.seed, "chances", clients))
-        return drawn / drawn.max()
+        weights = np.exp(-np.log(1 - self.beta) * rng.normal(holdings.seed, "chances", clients))
+        return weights / weights.max()
 
 
 @AVAILABILITY_MODELS.register("sln")

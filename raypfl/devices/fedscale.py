@@ -78,8 +78,8 @@ class FedScaleAvailability(AvailabilityModel):
                     starts.append(start)
                     ends.append(end)
 
-        of_entries = Spans(np.array(owners, dtype=np.int64), np.array(starts), np.array(ends), periods, len(entries))
-        return of_entries.of(np.arange(holdings.num_clients) % len(entries))
+        spans = Spans(np.array(owners, dtype=np.int64), np.array(starts), np.array(ends), periods, len(entries))
+        return spans.of(np.arange(holdings.num_clients) % len(entries))
 
 
 class _PlainUnpickler(pickle.Unpickler):

@@ -105,9 +105,9 @@ def _drawn(classes: tuple[DeviceClass, ...], num_clients: int, seed: int) -> Dev
     """Draw each client's class and, within it, its speed and bandwidth."""
     clients = np.arange(num_clients, dtype=np.uint64)
     shares = np.cumsum([device_class.share for device_class in classes])
-    drawn = rng.uniform(rng.keys(seed, "device class", 0, clients)) * shares[-1]
+    places = rng.uniform(rng.keys(seed, "device class", 0, clients)) * shares[-1]
     # A product may round up to the sum of all shares.
-    class_of_client = np.minimum(np.searchsorted(shares, drawn, side="right"), len(classes) - 1)
+    class_of_client = np.minimum(np.searchsorted(shares, places, side="right"), len(classes) - 1)
 
     def of_client(name: str) -> np.ndarray:
         return np.array([getattr(device_class, name) for device_class in classes])[class_of_client]

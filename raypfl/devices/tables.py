@@ -37,8 +37,8 @@ class HardwareTable(Hardware):
         num_rows = len(columns["ms_per_sample"])
         columns.setdefault("watts", np.zeros(num_rows))
         if self.assign == "drawn":
-            drawn = rng.uniform(rng.keys(seed, "device row", 0, np.arange(num_clients)))
-            row_of_client = np.minimum((drawn * num_rows).astype(np.int64), num_rows - 1)
+            fractions = rng.uniform(rng.keys(seed, "device row", 0, np.arange(num_clients)))
+            row_of_client = np.minimum((fractions * num_rows).astype(np.int64), num_rows - 1)
         else:
             row_of_client = self._rows_by_id(columns, num_clients)
 

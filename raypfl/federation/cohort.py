@@ -359,10 +359,10 @@ def describe_exchange(function: str, arguments: Mapping[str, Any], answer: Mappi
 
 def _shapes(values: Mapping[str, Any]) -> str:
     """Describe the shapes that one client sees: ``"theta [9610]"``."""
-    of_one_client = {}
+    client_values = {}
     for name, value in values.items():
-        of_one_client[name] = value.rows[0] if isinstance(value, Scatter) else value
+        client_values[name] = value.rows[0] if isinstance(value, Scatter) else value
 
-    _, tensors = flatten(of_one_client)
+    _, tensors = flatten(client_values)
     shapes = [f"{path} {list(tensor.shape)}" for path, tensor in tensors.items()]
     return ", ".join(shapes) or "nothing"

@@ -93,23 +93,23 @@ def draw_cohort(
     num_drawn = min(math.ceil(settings.over_selection * size - 1e-9), num_clients)
     begins = time if turns.has_clock else float(round)
 
-    def drawn_at(begins: float) -> np.ndarray:
+    def clients_at(begins: float) -> np.ndarray:
         if choose is None:
             return _draw_reachable(num_drawn, num_clients, seed, round, trained, begins, turns)
-        clients = np.arange(num_clients) if trained is None else trained
-        return choose(clients[turns.availability.is_available(clients, begins)], num_drawn, round)
+        everybody = np.arange(num_clients) if trained is None else trained
+        return choose(everybody[turns.availability.is_available(everybody, begins)], num_drawn, round)
 
-    drawn = drawn_at(begins)
-    if turns.has_clock and not len(drawn):
+    clients = clients_at(begins)
+    if turns.has_clock and not len(clients):
         begins = _next_begin(turns, np.arange(num_clients) if trained is None else trained, begins)
-        drawn = drawn_at(begins)
+        clients = clients_at(begins)
 
     if not turns.has_clock and not turns.dropout and not turns.partial_work:
-        return CohortDraw(tuple(drawn.tolist()))
+        return CohortDraw(tuple(clients.tolist()))
 
-    is_dropped = turns.is_dropped(round, drawn)
-    active = drawn[~is_dropped]
-    dropped = drawn[is_dropped]
+    is_dropped = turns.is_dropped(round, clients)
+    active = clients[~is_dropped]
+    dropped = clients[is_dropped]
     shares = turns.work_shares(round, active)
     if turns.has_clock:
         return _timed(settings, size, turns, active, shares, dropped, begins)
@@ -126,8 +126,8 @@ def _draw_reachable(
     turns: ClientTurns,
 ) -> np.ndarray:
     """Draw clients that can be reached at a time, at most `size` of them, ascending."""
-    everybody = isinstance(turns.availability, Always)
-    num_candidates = size if everybody else 2 * size
+    is_always_available = isinstance(turns.availability, Always)
+    num_candidates = size if is_always_available else 2 * size
     tries = 0
     while True:
         num_candidates = min(num_candidates, num_clients)
@@ -136,7 +136,7 @@ def _draw_reachable(
         if trained is not None:
             candidates = trained[candidates]
         reachable = candidates
-        if not everybody:
+        if not is_always_available:
             reachable = candidates[turns.availability.is_available(candidates, time)]
         if len(reachable) >= size or num_candidates == num_clients:
             return np.sort(reachable[:size])
@@ -178,26 +178,26 @@ def _timed(
     # A share that fits the deadline may round up to a moment after it.
     num_in_time = int((seconds <= deadline * (1 + 1e-12)).sum())
     num_needed = math.ceil(settings.quorum * size - 1e-9)
-    num_kept = min(max(num_in_time, num_needed), size, len(active))
-    kept = np.sort(by_finish[:num_kept])
-    late = np.sort(by_finish[num_kept:])
+    num_counted = min(max(num_in_time, num_needed), size, len(active))
+    counted = np.sort(by_finish[:num_counted])
+    late = np.sort(by_finish[num_counted:])
 
     # The server notices that a client has disappeared when its first message has been sent.
     noticed = turns.download_seconds(dropped)
     # After each exchange, all wait for the slowest.
-    round_seconds = float(turns.exchange_seconds(active[kept], shares[kept]).max(axis=1, initial=0.0).sum())
+    round_seconds = float(turns.exchange_seconds(active[counted], shares[counted]).max(axis=1, initial=0.0).sum())
     round_seconds = max(round_seconds, float(noticed.max(initial=0.0)))
-    if len(late) and num_kept < size:
+    if len(late) and num_counted < size:
         round_seconds = max(round_seconds, deadline)
 
     # Clients that are late are told to stop when the round ends.
     busy = np.minimum(seconds, round_seconds)
     joules = turns.devices.watts[active] @ busy + turns.devices.watts[dropped] @ noticed
     return CohortDraw(
-        clients=tuple(active[kept].tolist()),
+        clients=tuple(active[counted].tolist()),
         dropped=tuple(dropped.tolist()),
         late=tuple(active[late].tolist()),
-        work=_unless_whole(shares[kept]),
+        work=_unless_whole(shares[counted]),
         begins=begins,
         seconds=round_seconds,
         joules=float(joules),

@@ -59,7 +59,7 @@ class Pools:
             return
 
         bytes_per_sample = (inputs.nbytes + labels.nbytes) / max(1, len(labels))
-        used = sum(kept.resident for kept in self._kept.values())
+        used = sum(samples.resident for samples in self._kept.values())
         if used + bytes_per_sample * len(indices) <= self.room:
             # Pageable memory: this happens once, and pinned memory is never given back.
             on_device = [torch.from_numpy(np.array(array[indices])).to(device) for array in (inputs, labels)]

@@ -95,7 +95,7 @@ class RunTable:
         part = TablePart(file, rows.num_rows, len(content), hashlib.sha256(content).hexdigest())
         self.parts = (*parts, part)
         self.waiting.clear()
-        self._kept = {part: kept for part, kept in self._kept.items() if part in parts}
+        self._kept = {part: table for part, table in self._kept.items() if part in parts}
         if rows.num_rows <= KEPT:
             self._kept[part] = rows.combine_chunks()
 

@@ -191,8 +191,8 @@ def context_of(context: Context, outline: DataOutline, clients: Sequence[Labelle
 
     inputs = np.concatenate([x for x, _ in clients])
     targets = np.concatenate([y for _, y in clients])
-    of_run = context.samples
-    samples = Samples(inputs, targets, of_run.gain, of_run.offset, of_run.augmentation)
+    run_samples = context.samples
+    samples = Samples(inputs, targets, run_samples.gain, run_samples.offset, run_samples.augmentation)
     attributes = {field.name: getattr(context, field.name) for field in fields(Context)}
     return _NewClients(**attributes | {"samples": samples, "split": split, "_unions": {}})
 

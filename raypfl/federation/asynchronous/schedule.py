@@ -286,10 +286,10 @@ class _Simulation:
             return math.inf
 
         for _ in range(min(missing, len(self._free))):
-            drawn = self._draw()
-            if drawn is None:
+            free_client = self._draw()
+            if free_client is None:
                 return self._next_reachable()
-            self._begin(drawn)
+            self._begin(free_client)
         return math.inf
 
     def _draw(self) -> int | None:

@@ -66,7 +66,7 @@ def by_row(
     -------
     The loss and the update, and the extras that the loss takes besides its own.
     """
-    of_step = {name: values[:, None] for name, values in rows.items() if name in NUMBERS}
+    step_numbers = {name: values[:, None] for name, values in rows.items() if name in NUMBERS}
     extras = {name: RowNumber(per_client(values)) for name, values in rows.items() if name not in NUMBERS}
 
     parts: dict[str, Any] = {}
@@ -75,7 +75,7 @@ def by_row(
         if variables:
             function = getattr(loss, part)
             parts[part] = partial(_call_with_numbers, function, variables, extras_of(function))
-    return replace(loss, **parts), replace(update, by_row=of_step), extras
+    return replace(loss, **parts), replace(update, by_row=step_numbers), extras
 
 
 def _call_with_numbers(

@@ -136,7 +136,7 @@ def joined(trainings: Sequence[GroupTraining]) -> GroupTraining:
     first = trainings[0]
     names = different_numbers(trainings)
     rows_of_runs = [training.rows_of(names) for training in trainings]
-    rows = {name: torch.cat([of_run[name] for of_run in rows_of_runs]) for name in rows_of_runs[0]}
+    rows = {name: torch.cat([run_rows[name] for run_rows in rows_of_runs]) for name in rows_of_runs[0]}
     correction = None
     if first.correction is not None:
         correction = torch.cat([_of(training.correction) for training in trainings])

@@ -28,22 +28,22 @@ def key_of_steps(loss: LocalLoss, update: Update, extras: Extras, options: Any) 
     if update.sample_rule is not None:
         return None
 
-    others: dict[str, Any] = {}
+    kind_of_extra: dict[str, Any] = {}
     for name, extra in extras.items():
         if isinstance(extra, Other):
-            others[name] = ("model", extra.model, isinstance(extra.theta, PerClient))
+            kind_of_extra[name] = ("model", extra.model, isinstance(extra.theta, PerClient))
         elif isinstance(extra, RowNumber):
-            others[name] = ("number",)
+            kind_of_extra[name] = ("number",)
         elif isinstance(extra, Tensor):
-            others[name] = ("tensor", isinstance(extra, PerClient))
+            kind_of_extra[name] = ("tensor", isinstance(extra, PerClient))
         else:
-            others[name] = ("value", extra)
+            kind_of_extra[name] = ("value", extra)
     functions = [loss.loss, loss.penalty, loss.report, update.optimizer, update.optimizer.step_]
     numbers = {"lr": update.lr, "weight_decay": update.weight_decay, "clip_norm": update.clip_norm}
     # Those of which each client has its own are inputs of a step.
     numbers |= dict.fromkeys(update.by_row)
     try:
-        return captured([*functions, numbers, torch.get_default_dtype(), others, options], loss.model.modules)
+        return captured([*functions, numbers, torch.get_default_dtype(), kind_of_extra, options], loss.model.modules)
     except Unknown:
         return None
 

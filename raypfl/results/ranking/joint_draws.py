@@ -21,7 +21,9 @@ def joint_draws(values: Sequence[np.ndarray], weights: Sequence[np.ndarray], sam
     generator = rng.generator(0, "bootstrap")
     num_seeds = len(values)
     times = generator.multinomial(num_seeds, np.full(num_seeds, 1 / num_seeds), size=DRAWS)
-    terms = [(_in_groups(v * w), _in_groups(w)) for v, w in zip(values, weights, strict=True)]
+    terms = []
+    for seed_values, seed_weights in zip(values, weights, strict=True):
+        terms.append((_in_groups(seed_values * seed_weights), _in_groups(seed_weights)))
     total = np.zeros((DRAWS, values[0].shape[1]))
 
     if same_clients:
@@ -32,9 +34,9 @@ def joint_draws(values: Sequence[np.ndarray], weights: Sequence[np.ndarray], sam
         for seed, (sums, sizes) in enumerate(terms):
             # A seed that is drawn twice gets two draws of its clients.
             for repeat in range(times[:, seed].max()):
-                drawn = times[:, seed] > repeat
-                counts = _drawn_counts(len(sums), int(drawn.sum()), generator)
-                total[drawn] += (counts @ sums) / (counts @ sizes)
+                has_seed = times[:, seed] > repeat
+                counts = _drawn_counts(len(sums), int(has_seed.sum()), generator)
+                total[has_seed] += (counts @ sums) / (counts @ sizes)
     return total / num_seeds
 
 

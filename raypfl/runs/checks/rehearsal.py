@@ -66,18 +66,18 @@ class Rehearsal:
                 trainings[request.exchange].append(self._training(request))
         context.requested = None
 
-        sent: Counter[tuple[int, str]] = Counter()
+        bytes_of: Counter[tuple[int, str]] = Counter()
         for entry in self._ledger.entries:
             if entry.round == self._round:
-                sent[entry.exchange, entry.direction] += entry.clients * entry.bytes
+                bytes_of[entry.exchange, entry.direction] += entry.clients * entry.bytes
 
         exchanges = []
-        for number in range(1 + max((exchange for exchange, _ in sent), default=0)):
+        for number in range(1 + max((exchange for exchange, _ in bytes_of), default=0)):
             exchanges.append(
                 Exchange(
                     tuple(trainings[f"training {number}"]),
-                    sent[number, "down"] / len(clients),
-                    sent[number, "up"] / len(clients),
+                    bytes_of[number, "down"] / len(clients),
+                    bytes_of[number, "up"] / len(clients),
                 )
             )
         return Turn(tuple(exchanges))

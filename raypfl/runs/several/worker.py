@@ -84,10 +84,11 @@ def carry_out(
         is_inline = runs[0].experiment.engine.backend == "inline"
         if len(runs) == 1 and (is_inline or not in_this_process):
             return [_outcome_of(partial(_start_or_continue, runs[0], listeners[0]))]
-        ended = run_together(
-            [partial(_start_or_continue, run, of_run) for run, of_run in zip(runs, listeners, strict=True)]
-        )
-    return [_outcome_of(partial(_reraise, result)) for result in ended]
+        starts = []
+        for run, run_listeners in zip(runs, listeners, strict=True):
+            starts.append(partial(_start_or_continue, run, run_listeners))
+        results = run_together(starts)
+    return [_outcome_of(partial(_reraise, result)) for result in results]
 
 
 def _start_or_continue(run: PlannedRun, listeners: Sequence[Listener], place: Place | None = None) -> RunResult:
