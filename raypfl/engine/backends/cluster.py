@@ -18,9 +18,9 @@ from raypfl.common import registry
 from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.common.stopping import handlers_restored, hangups_ignored, signals_deferred, signals_interrupt
 from raypfl.common.user_modules import copy_files, module_files
-from raypfl.engine.backends.actors.actor_pools import ActorPools, reserved, room_for
+from raypfl.engine.backends.actors.actor_pools import ActorPools, Nodes, reserved, room_for
 from raypfl.engine.events import Listener, Progress
-from raypfl.experiment.settings import RaySettings
+from raypfl.experiment.settings import ActorPool, RaySettings
 from raypfl.storage.filesystems import is_shared
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -217,17 +217,23 @@ def client_actors(ray: Any, settings: RaySettings, groups: int) -> list[int]:
         room_alone = room_for(reserved(pool), nodes, server)
         is_too_small = room_alone is not None and (room_alone < 1 or room < (pool.actors or 0))
         if room_alone is None or (is_too_small and pool.max_actors is None):
-            total = {name: sum(node.get(name, 0.0) for node in nodes) for name in ("CPU", "GPU")}
-            beside = f"beside a server with {_describe(server)} " if any(server.values()) else ""
-            remedy = "Lower ray.actors, ray.cpus_per_actor (with 0.5, two actors share a core) or ray.gpus_per_actor"
-            if beside:
-                remedy += ", or what ray.cpus_for_server and ray.gpus_for_server reserve"
-            raise ConfigError(
-                f"{pool.actors or 1} client actors with {_describe(reserved(pool))} each {beside}need more than this "
-                f"cluster has: {total['CPU']:g} CPUs and {total['GPU']:g} GPUs on {len(nodes)} nodes. {remedy}; or set "
-                "ray.max_actors instead of ray.actors, if nodes are still to join."
-            )
+            raise _no_room_error(pool, server, nodes)
     return pools.target_counts()
+
+
+def _no_room_error(pool: ActorPool, server: Mapping[str, float], nodes: Nodes) -> ConfigError:
+    """Return the error for a cluster that is too small for the server and a pool's client actors."""
+    total = {name: sum(node.get(name, 0.0) for node in nodes) for name in ("CPU", "GPU")}
+    remedy = "Lower ray.actors, ray.cpus_per_actor (with 0.5, two actors share a core) or ray.gpus_per_actor"
+    beside = ""
+    if any(server.values()):
+        beside = f"beside a server with {_describe(server)} "
+        remedy += ", or what ray.cpus_for_server and ray.gpus_for_server reserve"
+    return ConfigError(
+        f"{pool.actors or 1} client actors with {_describe(reserved(pool))} each {beside}need more than this "
+        f"cluster has: {total['CPU']:g} CPUs and {total['GPU']:g} GPUs on {len(nodes)} nodes. {remedy}; or set "
+        "ray.max_actors instead of ray.actors, if nodes are still to join."
+    )
 
 
 def refuse_too_many_actors(settings: RaySettings) -> None:

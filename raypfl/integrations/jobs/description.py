@@ -87,22 +87,25 @@ class Description:
         ----------
         run_dir : the folder of the run; None: it is in `output`.
         """
-        mistakes = []
-        for key, folder, example in (
+        folders = (
             ("output", self.output, "output=/shared/runs"),
             ("--run-dir", run_dir, "--run-dir /shared/runs/mine"),
-        ):
+        )
+        mistakes = []
+        for key, folder, example in folders:
             if folder is not None and not Path(folder).is_absolute():
                 mistakes.append(
                     f"{key} is {str(folder)!r}, which would be in the job's working directory, and Ray deletes that "
                     f"after the job: name a folder that outlives the job and that all nodes share, such as {example}."
                 )
+
         for key, path in self._paths():
             if _is_relative(key, path):
                 mistakes.append(
                     f"{key} is {path!r}. A job takes along its description and your modules, and no other files: write "
                     "the absolute path that it has on the cluster, or a URI."
                 )
+
         if mistakes:
             raise ConfigError("\n".join(mistakes))
 

@@ -173,13 +173,14 @@ def _refuse_other_sweep(sweep: Sweep, folder: Path) -> None:
     file = folder / SWEEP
     if not file.exists():
         return
+
     before = Sweep(**read(file))
-    is_other = before.model_dump(exclude=CHANGEABLE) != sweep.model_dump(exclude=CHANGEABLE)
-    if is_other:
+    if before.model_dump(exclude=CHANGEABLE) != sweep.model_dump(exclude=CHANGEABLE):
         raise ConfigError(
             f"{folder} holds another sweep called {sweep.name!r}: its {SWEEP} differs from the one given now. Choose "
             f"another name, or delete that folder. Only these may change: {', '.join(sorted(CHANGEABLE))}."
         )
+
     if sweep.trials < before.trials:
         raise ConfigError(
             f"trials is {sweep.trials}, but the sweep in {folder} has {before.trials} already; it can only have more."

@@ -140,6 +140,7 @@ def joined(trainings: Sequence[GroupTraining]) -> GroupTraining:
     correction = None
     if first.correction is not None:
         correction = torch.cat([_of(training.correction) for training in trainings])
+
     joined_clients = GroupTraining(
         loss=first.loss,
         start=torch.cat([unmarked(training.start) for training in trainings]),

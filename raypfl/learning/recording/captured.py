@@ -113,29 +113,34 @@ class _Walk:
                 self.add(item)
         elif isinstance(value, Tensor):
             self.tensors.append(value)
-        elif kind is partial:
-            self.add((value.func, value.args, value.keywords))
-        elif kind is MethodType:
-            self.add(value.__func__)
-            lasting = getattr(value.__self__, "_lasting", None)
-            if lasting is None or not _is_own(type(value.__self__).__module__):
-                self.add(value.__self__)
-            else:
-                self._add_lasting(lasting, value.__func__.__name__)
-        elif kind is FunctionType:
-            self._add_function(value)
+        elif kind in (partial, MethodType, FunctionType, BuiltinFunctionType):
+            self._add_callable(value, kind)
         elif kind is ModuleType:
             self._add_module_of_code(value)
-        elif kind is BuiltinFunctionType:
-            if not isinstance(value.__self__, ModuleType | None):
-                raise Unknown
-            self.key.append(_Same(value))
         elif isinstance(value, type):
             self._add_class(value)
         elif _is_own(kind.__module__):
             self._add_own(value)
         else:
             self._add_object(value)
+
+    def _add_callable(self, value: Any, kind: type) -> None:
+        if kind is partial:
+            self.add((value.func, value.args, value.keywords))
+        elif kind is FunctionType:
+            self._add_function(value)
+        elif kind is BuiltinFunctionType:
+            if not isinstance(value.__self__, ModuleType | None):
+                raise Unknown
+            self.key.append(_Same(value))
+        else:
+            # A method of an object, which may say what its functions depend on.
+            self.add(value.__func__)
+            lasting = getattr(value.__self__, "_lasting", None)
+            if lasting is None or not _is_own(type(value.__self__).__module__):
+                self.add(value.__self__)
+            else:
+                self._add_lasting(lasting, value.__func__.__name__)
 
     def add_module(self, module: nn.Module) -> None:
         """Add what a network's module holds besides parameters, buffers and modules."""

@@ -43,6 +43,7 @@ class AsynchronousMethods:
             methods=[name for name in METHODS if not why_not[name]],
         )
         data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
+
         reasons: dict[str, str] = {}
         for name in METHODS:
             if why_not[name]:

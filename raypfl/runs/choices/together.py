@@ -50,6 +50,7 @@ def refuse_unmet(prepared: Prepared) -> dict[str, Any] | None:
     experiment = prepared.experiment
     if experiment.asynchronous.buffer is None:
         return None
+
     if experiment.method.needs_whole_replies() and not experiment.asynchronous.counts_whole:
         error = LateReplyError(
             f"{type(experiment.method).__name__} keeps on the server what must stay in step with its clients, so that "
@@ -57,6 +58,7 @@ def refuse_unmet(prepared: Prepared) -> dict[str, Any] | None:
             "replies must count whole, by `asynchronous.staleness: constant`",
         )
         raise ConfigError(str(error)) from error
+
     with (
         threads(threads_of_server(experiment)),
         explain_user_errors("in a rehearsed round", function=experiment.method.round),
