@@ -99,7 +99,7 @@ class RunCheckpoints:
             round=state.round,
             server=state.server,
             states=client_files,
-            tables=state.tables.tables,
+            tables=state.tables.by_name,
             meta=meta | self._evaluator.saved(),
             pending=self._rounds.saved(state.round),
             held=held_files,
@@ -186,7 +186,7 @@ class RunCheckpoints:
                 "devices.availability hold now. Restore the files, or start a new run."
             )
 
-        recorded_columns = set(tables.tables["evaluations"].waiting.kinds)
+        recorded_columns = set(tables.by_name["evaluations"].waiting.kinds)
         different = recorded_columns ^ set(self._evaluator.measures.column_types)
         if different:
             raise CheckpointError(

@@ -49,7 +49,7 @@ class RunState:
         self.time = time
         self.server = server
         self.tables = tables
-        self.runner.ledger.rows = tables.tables["ledger"].waiting
+        self.runner.ledger.rows = tables.by_name["ledger"].waiting
 
     @contextlib.contextmanager
     def all_or_nothing(self) -> Iterator[None]:

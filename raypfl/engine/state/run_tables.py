@@ -74,7 +74,7 @@ class RunTables:
 
     Attributes
     ----------
-    tables : all tables, by name.
+    by_name : the tables, by their names.
     """
 
     def __init__(
@@ -91,8 +91,8 @@ class RunTables:
             "images": IMAGES,
             "spending": SPENDING,
         }
-        self.tables = {name: RunTable(Columns(columns)) for name, columns in columns_by_table.items()}
-        self.tables |= saved or {}
+        self.by_name = {name: RunTable(Columns(columns)) for name, columns in columns_by_table.items()}
+        self.by_name |= saved or {}
         self._bytes_up = 0
         self._bytes_down = 0
         self._joules = 0.0
@@ -104,7 +104,7 @@ class RunTables:
         ------
         CheckpointError : if a file is missing or damaged.
         """
-        rounds = read_table(checkpoints, self.tables["rounds"])
+        rounds = read_table(checkpoints, self.by_name["rounds"])
         self._bytes_up = sum(rounds["bytes_up"].to_pylist())
         self._bytes_down = sum(rounds["bytes_down"].to_pylist())
         if "joules" in rounds.column_names:
@@ -143,14 +143,14 @@ class RunTables:
             row["simulated_seconds"] = simulated.seconds
             row["simulated_time"] = simulated.time
             row["joules"] = simulated.joules
-        self.tables["rounds"].waiting.append(**{name: row[name] for name in self.tables["rounds"].waiting.kinds})
+        self.by_name["rounds"].waiting.append(**{name: row[name] for name in self.by_name["rounds"].waiting.kinds})
         self.add_logged(number, logged)
         self.add_spending(number, "training", cohort.spent)
         return finished
 
     def _simulated(self, cohort_draw: CohortDraw) -> SimulatedRound | None:
         """A round in simulated time, if time is simulated."""
-        if "simulated_time" not in self.tables["rounds"].waiting.kinds:
+        if "simulated_time" not in self.by_name["rounds"].waiting.kinds:
             return None
         return SimulatedRound(
             seconds=cohort_draw.seconds,
@@ -163,28 +163,28 @@ class RunTables:
     def add_logged(self, number: int, logged: Logged) -> None:
         """Record what method and analyses logged in a round."""
         for name, value in logged.values.items():
-            self.tables["logged"].waiting.append(round=number, name=name, value=value)
+            self.by_name["logged"].waiting.append(round=number, name=name, value=value)
         for name, png in logged.images.items():
-            self.tables["images"].waiting.append(round=number, name=name, png=png)
+            self.by_name["images"].waiting.append(round=number, name=name, png=png)
         for name, columns in logged.tables.items():
             empty = RunTable(Columns({"round": "int32", **kinds(columns)}))
-            table = self.tables.setdefault(f"{ANALYSIS}{name}", empty)
+            table = self.by_name.setdefault(f"{ANALYSIS}{name}", empty)
             num_rows = len(next(iter(columns.values())))
             table.waiting.extend({"round": [number] * num_rows, **columns})
 
     def add_evaluations(self, columns: Mapping[str, Sequence[Any]]) -> None:
         """Record an evaluation."""
-        self.tables["evaluations"].waiting.extend(columns)
+        self.by_name["evaluations"].waiting.extend(columns)
 
     def add_spending(self, number: int, phase: str, spent: Sequence[Spending]) -> None:
         """Record what a round's ``training`` or ``prediction`` spent of clients' privacy."""
         for row in spent:
-            self.tables["spending"].waiting.append(round=number, phase=phase, **row._asdict())
+            self.by_name["spending"].waiting.append(round=number, phase=phase, **row._asdict())
 
     def logged_columns(self) -> dict[str, dict[str, str]]:
         """The columns of each logged table, with their kinds, by the table's name."""
         columns_by_table = {}
-        for name, table in self.tables.items():
+        for name, table in self.by_name.items():
             if name.startswith(ANALYSIS):
                 columns = {column: kind for column, kind in table.waiting.kinds.items() if column != "round"}
                 columns_by_table[name.removeprefix(ANALYSIS)] = columns
@@ -197,8 +197,8 @@ class RunTables:
         ------
         CheckpointError : if a file is missing or damaged.
         """
-        return {name: read_table(checkpoints, table) for name, table in self.tables.items()}
+        return {name: read_table(checkpoints, table) for name, table in self.by_name.items()}
 
     def waiting(self) -> dict[str, pa.Table]:
         """All tables, with only the rows that are newer than the last checkpoint."""
-        return {name: to_arrow(table.waiting) for name, table in self.tables.items()}
+        return {name: to_arrow(table.waiting) for name, table in self.by_name.items()}
