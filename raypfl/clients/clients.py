@@ -16,11 +16,11 @@ from raypfl.clients.steps.minibatches import MiniBatch, MiniBatches
 from raypfl.common.errors import MethodError, PrivacyError
 from raypfl.common.messages import PerClient, Weighting, inside_a_loss, per_client, unmarked
 from raypfl.common.transfer import to_device
-from raypfl.learning.batches import epoch_order, num_steps, share_of_steps
 from raypfl.learning.executor import Executor
 from raypfl.learning.loss import LocalLoss, LossFunction, ReportedLoss
 from raypfl.learning.objectives.batch import Batch
 from raypfl.learning.optimizers import LocalOptimizer, Perturb
+from raypfl.learning.sample_order import epoch_order, num_steps, share_of_steps
 from raypfl.learning.sample_pools import Pool
 from raypfl.learning.vectorised import Vectorised
 from raypfl.models.extras import Other

@@ -16,12 +16,13 @@ from raypfl.clients.observation import Observer
 from raypfl.clients.state import ClientState
 from raypfl.common.errors import ClientError, MethodError, PrivacyError
 from raypfl.common.messages import PerClient, unmarked
-from raypfl.learning.batches import GroupSamples, SampleOrder
+from raypfl.learning.batches import GroupSamples
 from raypfl.learning.executor import Executor
 from raypfl.learning.loss import LocalLoss, LossFunction
 from raypfl.learning.objectives.batch import Batch
 from raypfl.learning.optimizers import LocalOptimizer, Perturb, SampleRule, Update
 from raypfl.learning.privacy import PrivateTraining
+from raypfl.learning.sample_order import SampleOrder
 from raypfl.learning.vectorised import Vectorised
 
 

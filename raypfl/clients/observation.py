@@ -14,9 +14,10 @@ from raypfl.common import streams
 from raypfl.common.errors import MethodError, RaypflError
 from raypfl.common.messages import unmarked
 from raypfl.common.user_code import where_defined, with_location
-from raypfl.learning.batches import GroupSamples, SampleOrder
+from raypfl.learning.batches import GroupSamples
 from raypfl.learning.objectives import Objective
 from raypfl.learning.objectives.batch import Batch
+from raypfl.learning.sample_order import SampleOrder
 from raypfl.learning.sample_pools import Pool
 from raypfl.models.flat import FlatModel
 

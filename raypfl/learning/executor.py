@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from raypfl.common import streams
 from raypfl.common.messages import one_client_at_a_time
-from raypfl.learning.batches import Batches, GroupSamples, SampleOrder
+from raypfl.learning.batches import Batches, GroupSamples
 from raypfl.learning.loss import LocalLoss, LossFunction
 from raypfl.learning.objectives.batch import Batch
 from raypfl.learning.optimizers import Update
@@ -31,6 +31,7 @@ from raypfl.learning.optimizers.descent import (
     sample_keys,
     segments,
 )
+from raypfl.learning.sample_order import SampleOrder
 from raypfl.models.extras import Extras, of_client, without_buffers
 from raypfl.models.flat import BoundModel, FlatModel, FunctionalCall, LossCall
 from raypfl.models.predictor import Predictor

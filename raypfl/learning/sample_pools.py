@@ -12,8 +12,9 @@ from torch import Tensor
 from raypfl.common import rng
 from raypfl.common.errors import MethodError, checked_pool
 from raypfl.common.transfer import to_device
-from raypfl.learning.batches import Samples, draws
+from raypfl.learning.batches import Samples
 from raypfl.learning.objectives.batch import Batch
+from raypfl.learning.sample_order import draws
 
 
 @dataclass(frozen=True)

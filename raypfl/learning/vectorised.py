@@ -13,7 +13,7 @@ from torch import Tensor, vmap
 
 from raypfl.common import streams
 from raypfl.common.transfer import to_device
-from raypfl.learning.batches import Batches, GroupSamples, SampleOrder, StepBatches
+from raypfl.learning.batches import Batches, GroupSamples, StepBatches
 from raypfl.learning.executor import DEFAULT_PRECISION, Executor, Precision, StepCallback
 from raypfl.learning.loss import LocalLoss, LossFunction
 from raypfl.learning.objectives.batch import Batch
@@ -27,8 +27,9 @@ from raypfl.learning.optimizers.descent import (
     sample_keys,
     segments,
 )
-from raypfl.learning.ranked_training import ActiveRows, RankedTraining, phases
+from raypfl.learning.optimizers.ranked_training import ActiveRows, RankedTraining, phases
 from raypfl.learning.recording import Recorder, key_of_steps, may_keep_state, repeat
+from raypfl.learning.sample_order import SampleOrder
 from raypfl.models.extras import Extras, of_client, of_clients, rows_of, with_rows, without_buffers
 from raypfl.models.flat import FlatModel, FunctionalCall
 from raypfl.models.predictor import Predictor

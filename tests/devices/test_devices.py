@@ -10,7 +10,7 @@ import pytest
 from raypfl.common.errors import ConfigError
 from raypfl.devices import Devices, Exchange, Training, Turn
 from raypfl.devices.hardware import DeviceClass, HardwareClasses, LogNormalHardware
-from raypfl.learning.batches import epoch_order
+from raypfl.learning.sample_order import epoch_order
 
 
 def test_a_turn_lasts_as_long_as_download_samples_and_upload():

@@ -15,7 +15,8 @@ from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.common.messages import unmarked
 from raypfl.data.datasets import DataConfig
 from raypfl.learning.augmentation import Crop, Cutout, Flip, augmented
-from raypfl.learning.batches import Samples, epoch_order
+from raypfl.learning.batches import Samples
+from raypfl.learning.sample_order import epoch_order
 from tests.support.federated_images import Brighter, ChangesShape
 from tests.support.federation import (
     Federation,

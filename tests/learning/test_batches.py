@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from raypfl.common import rng
 from raypfl.learning.augmentation import Crop, Cutout, Flip
-from raypfl.learning.batches import GroupSamples, SampleOrder, Samples, epoch_order
+from raypfl.learning.batches import GroupSamples, Samples
 from raypfl.learning.objectives.batch import Batch
+from raypfl.learning.sample_order import SampleOrder, epoch_order
 from tests.support.federation import MEAN, STD, Federation
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=6)

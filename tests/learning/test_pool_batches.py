@@ -14,7 +14,8 @@ from raypfl.common.errors import ConfigError, MethodError
 from raypfl.data import IID, load_federated
 from raypfl.engine.prepared import Prepared
 from raypfl.learning.augmentation import Crop, Flip
-from raypfl.learning.batches import Samples, epoch_order
+from raypfl.learning.batches import Samples
+from raypfl.learning.sample_order import epoch_order
 from raypfl.learning.sample_pools import Pool
 from tests.support import datasets
 from tests.support.federation import MEAN, POOLED, STD, Federation, assert_close

@@ -22,11 +22,11 @@ from raypfl.clients.steps.local_training import prepare_training
 from raypfl.common import device_rng
 from raypfl.common.errors import ConfigError, MethodError, PrivacyError
 from raypfl.common.messages import per_client, unmarked
-from raypfl.learning.batches import epoch_order, sampled_order
 from raypfl.learning.loss import LocalLoss
 from raypfl.learning.objectives.batch import Batch
 from raypfl.learning.privacy import NoisySum, PrivacySettings
 from raypfl.learning.privacy.accounting import ALL, ORDERS, accounted, epsilon
+from raypfl.learning.sample_order import epoch_order, sampled_order
 from raypfl.methods import MTL, Ditto, FedAvg, FedNH, FedProto, PerAda, PFedMe
 from raypfl.results.epsilons import epsilons, privacy_sentence
 from raypfl.results.run_groups import group_runs

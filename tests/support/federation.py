@@ -31,10 +31,11 @@ from raypfl.federation.server_training import ServerContext
 from raypfl.federation.settings import FailureSettings
 from raypfl.federation.task import Task
 from raypfl.learning.augmentation import Augmentation, augmented
-from raypfl.learning.batches import Samples, epoch_order
+from raypfl.learning.batches import Samples
 from raypfl.learning.executor import Executor, Precision
 from raypfl.learning.objectives import default_objective, kind_of
 from raypfl.learning.privacy import PrivacySettings
+from raypfl.learning.sample_order import epoch_order
 from raypfl.learning.sample_pools import Pools
 from raypfl.learning.settings import TrainingSettings
 from raypfl.learning.vectorised import Vectorised

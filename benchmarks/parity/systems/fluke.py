@@ -34,7 +34,7 @@ from benchmarks.parity.jobs import Order, Scores, judged
 from benchmarks.peers.order import Shards
 from benchmarks.peers.systems.fluke import federation, loader, training
 from raypfl.common import rng
-from raypfl.learning.batches import epoch_order as visits
+from raypfl.learning.sample_order import epoch_order as visits
 from raypfl.models import MODELS
 
 ALGORITHMS = {

@@ -11,9 +11,9 @@ from torch import Tensor
 from raypfl.clients.group import ClientGroup
 from raypfl.common.errors import ClientError, PrivacyError
 from raypfl.devices import RequestedTraining
-from raypfl.learning.batches import SampleOrder, epoch_order, sampled_order, sampling_rates
 from raypfl.learning.optimizers import SampleRule
 from raypfl.learning.privacy import NoisySum, PrivateTraining
+from raypfl.learning.sample_order import SampleOrder, epoch_order, sampled_order, sampling_rates
 
 
 class LocalTraining(NamedTuple):

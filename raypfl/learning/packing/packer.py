@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from raypfl.common.exclusive import exclusive
-from raypfl.learning.batches import GroupSamples, SampleOrder
+from raypfl.learning.batches import GroupSamples
 from raypfl.learning.executor import StepCallback
 from raypfl.learning.loss import LocalLoss
 from raypfl.learning.optimizers import Update
 from raypfl.learning.packing.alike import Likeness
 from raypfl.learning.packing.numbers import fixed_numbers
 from raypfl.learning.packing.trainings import GroupTraining, different_numbers, joined
+from raypfl.learning.sample_order import SampleOrder
 from raypfl.learning.vectorised import Vectorised
 from raypfl.models.extras import Extras
 

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from raypfl.learning.batches import GroupSamples, SampleOrder
+from raypfl.learning.batches import GroupSamples
+from raypfl.learning.sample_order import SampleOrder
 
 
 def may_join(a: GroupSamples, b: GroupSamples) -> bool:

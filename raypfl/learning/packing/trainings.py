@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from raypfl.common.messages import PerClient, per_client, unmarked
-from raypfl.learning.batches import GroupSamples, SampleOrder
+from raypfl.learning.batches import GroupSamples
 from raypfl.learning.executor import Executor
 from raypfl.learning.loss import LocalLoss
 from raypfl.learning.optimizers import Update
 from raypfl.learning.packing.alike import Likeness
 from raypfl.learning.packing.numbers import by_row, numbers_of
 from raypfl.learning.packing.samples import first_steps, joined_orders, joined_samples, may_join, of_first
+from raypfl.learning.sample_order import SampleOrder
 from raypfl.models.extras import Extras, Other
 
 MOVED = 0.01

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from raypfl.common import rng
 from raypfl.common.errors import CheckpointError, DataError
 from raypfl.engine.building.data_outline import DataOutline
-from raypfl.learning.batches import epoch_order
+from raypfl.learning.sample_order import epoch_order
 from raypfl.methods.personal_models.pefll import PeFLL
 from raypfl.models.hypernetworks import EmbeddingNetwork
 from raypfl.models.trained_model import TrainedModel
