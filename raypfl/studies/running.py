@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
+from typing import Any
 
-from raypfl.common.stopping import StopRequest
-from raypfl.engine.backends.cluster import connected
-from raypfl.engine.backends.session import spare_server
 from raypfl.engine.events import Event
 from raypfl.experiment import Experiment
 from raypfl.runs import driver
 from raypfl.runs.result import is_finished
-from raypfl.runs.several.processes import refuse_unless_folders_are_shared, room_for_runs, run_as_tasks, shares
-from raypfl.runs.several.worker import FINISHED, STOPPED, PlannedRun, RunOutcome, carry_out
-from raypfl.runs.together import MOST_RUNS, expected, parts
+from raypfl.runs.several.processes import refuse_unless_folders_are_shared, run_in_this_process, run_on_cluster
+from raypfl.runs.several.worker import FINISHED, STOPPED, PlannedRun, RunOutcome
 from raypfl.studies.cells import StudyCell
 
 CellListener = Callable[[int, Event], None]
@@ -65,19 +61,6 @@ def _needs_this_process(experiment: Experiment) -> bool:
     return experiment.engine.backend == "inline" or experiment.ray.actors is not None or bool(experiment.ray.pools)
 
 
-def _parts(cells: Sequence[StudyCell], unfinished: Sequence[int]) -> list[list[int]]:
-    """Return the numbers of cells, those in one list that advance together."""
-    together: list[list[int]] = []
-    for positions in parts([cells[i].experiment for i in unfinished]):
-        numbers = [unfinished[position] for position in positions]
-        if len(numbers) > 1 and not expected(cells[numbers[0]].experiment).pays:
-            together += [[number] for number in numbers]
-        else:
-            together.append(numbers)
-    # Cells that do not advance together stay in their order, seed by seed.
-    return sorted(together)
-
-
 def _planned(cell: StudyCell, experiment: Experiment) -> PlannedRun:
     values = experiment.to_dict()
     # It may continue on other machines, or with other checkpoints, to the same bits.
@@ -89,28 +72,17 @@ def _planned(cell: StudyCell, experiment: Experiment) -> PlannedRun:
 def _run_in_this_process(
     cells: Sequence[StudyCell], unfinished: Sequence[int], listen: CellListener
 ) -> dict[int, RunOutcome]:
-    outcomes: dict[int, RunOutcome] = {}
+    runs = {i: _planned(cells[i], cells[i].experiment) for i in unfinished}
     with driver.session(cells[unfinished[0]].experiment):
-        for part in _parts(cells, unfinished):
-            for start in range(0, len(part), MOST_RUNS):
-                numbers = part[start : start + MOST_RUNS]
-                runs = [_planned(cells[i], cells[i].experiment) for i in numbers]
-                ended = carry_out(runs, [[partial(listen, i)] for i in numbers])
-                outcomes |= zip(numbers, ended, strict=True)
-                if any(outcome.status == STOPPED for outcome in ended):
-                    return outcomes
-    return outcomes
+        return run_in_this_process(runs, listen)
 
 
 def _run_as_tasks(cells: Sequence[StudyCell], unfinished: Sequence[int], listen: CellListener) -> dict[int, RunOutcome]:
-    first = unfinished[0]
     runs = {}
     for i in unfinished:
         runs[i] = _planned(cells[i], cells[i].experiment.override(["engine.backend=inline"]))
 
-    with StopRequest().listening() as stop, connected(cells[first].experiment.ray, partial(listen, first)) as ray:
-        spare_server.release(ray)
-        # Refuses a cell for which the cluster will never have room.
-        rooms = [room_for_runs(ray, run.experiment, len(runs)) for run in runs.values()]
+    def prepare(ray: Any) -> None:
         refuse_unless_folders_are_shared(ray, runs.values(), "This study")
-        return run_as_tasks(ray, runs, shares(_parts(cells, unfinished), min(rooms)), listen, stop)
+
+    return run_on_cluster(runs, listen, prepare)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from raypfl.integrations.tracking.listener import MLflowListener
+from raypfl.runs.several import processes
 from raypfl.runs.several.worker import carry_out
-from raypfl.studies import running
 from tests.studies.test_studies import TINY, Watch
 from tests.support.command import raypfl
 from tests.support.tracking import client_of, events, runs_of, with_database
@@ -47,7 +47,7 @@ def test_a_study_that_is_interrupted_and_extended_stays_below_one_parent(folder:
         return carry_out(runs, listeners)
 
     with monkeypatch.context() as patch:
-        patch.setattr(running, "carry_out", interrupted)
+        patch.setattr(processes, "carry_out", interrupted)
         assert study("--only", "dir0.1").exit_code == 130
     parent, children = family(folder)
     assert parent.info.status == "KILLED" and [run.info.status for run in children] == ["FINISHED", "KILLED"]

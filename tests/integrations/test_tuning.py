@@ -352,6 +352,69 @@ def test_seeds_of_a_trial_advance_together_and_have_the_bits_of_lone_runs(tmp_pa
     assert means == {"accuracy/val": sum(accuracies) / 2}
 
 
+def test_trials_that_need_nothing_of_each_other_advance_together_to_the_bits_of_lone_runs_also_after_an_interruption(
+    tmp_path: Path,
+):
+    ditto = {"name": "ditto", "lam": {"loguniform": [0.01, 1]}}
+    searched = {"method": {"choice": ["fedavg", ditto]}, "training.lr": {"loguniform": [0.01, 1e9]}}
+    points = [
+        {"method": "fedavg", "training.lr": 0.1},
+        {"method": "fedavg", "training.lr": 1e9},  # diverges
+        {"method": "ditto", "method.lam": 0.5, "training.lr": 0.1},
+        {"method": "fedavg", "training.lr": 0.2},
+    ]
+    described = small(search=searched, points=points, trials=4)
+    changes = [f"output={tmp_path}", "engine.executor=auto", "engine.backend=inline"]
+    interruptions = []
+
+    def interrupt(outcome: SweepResult) -> None:
+        if not interruptions and any(trial.round for trial in outcome.trials):
+            interruptions.append(signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    interrupted = tune(described, changes, show=interrupt)
+    assert interrupted.status == "stopped"
+    outcome = tune(described, changes)
+    assert [trial.status for trial in outcome.trials] == ["finished", "failed", "finished", "finished"]
+    assert outcome.trials[1].error.startswith("Training diverged")
+    with pytest.raises(ConfigError, match="without Ray Tune"):
+        _ = outcome.grid
+
+    together = []
+    for trial in outcome.trials:
+        if trial.status == "finished":
+            result = Result.load(outcome.folder / "trials" / trial.name)
+            together.append(result.metadata.get("together"))
+            alone = run(outcome.sweep.configured(trial.drawn).override(["engine.backend=inline"]))
+            assert result.weights_hash == alone.weights_hash
+            by_model = {row["model"]: row["accuracy"] for row in alone.summary() if row["protocol"] == "val"}
+            accuracy = by_model.get("personal", by_model["global"])
+            assert (trial.round, trial.values) == (4, {"accuracy/val": accuracy})
+    assert together == [3, None, 3]
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_sweep_without_ray_tune_has_the_configurations_table_and_best_yaml_that_it_has_with_it(tmp_path: Path):
+    searched = {"training.lr": {"loguniform": [0.01, 1]}, "training.steps": {"grid": [1, 2]}}
+    described = small(search=searched, trials=2, seeds=2, points=[{"training.lr": 0.1, "training.steps": 2}])
+    outcomes = []
+    for name, changes in (("tune", ["concurrent=2"]), ("tasks", [])):
+        outcomes.append(tune(described, [f"output={tmp_path}/{name}", "engine.executor=auto", *changes]))
+
+    with_tune, without = outcomes
+    assert (with_tune.folder / "tune").exists() and not (without.folder / "tune").exists()
+    assert len(without.rows()) == 3 and without.rows() == with_tune.rows()
+    for file in ("best.yaml", "trials.csv"):
+        texts = [(outcome.folder / file).read_text().replace(str(outcome.folder.parent), "") for outcome in outcomes]
+        assert texts[0] == texts[1]
+
+    for trial in without.trials:
+        for seed in range(2):
+            runs = [Result.load(outcome.folder / f"trials/{trial.name}/seed-{seed}") for outcome in outcomes]
+            assert runs[0].weights_hash == runs[1].weights_hash
+
+
 @pytest.mark.thorough
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_trial_whose_process_died_goes_on_although_tune_gave_it_up(tmp_path: Path):

@@ -20,6 +20,7 @@ from raypfl.common.errors import ConfigError
 from raypfl.engine.events import RoundFinished, RunStarted
 from raypfl.results.report import find_runs
 from raypfl.runs.result import is_finished
+from raypfl.runs.several import processes
 from raypfl.runs.several.worker import carry_out
 from raypfl.studies import STUDIES, running
 from raypfl.studies.cells import choices_with_values, identity, plan, select
@@ -316,7 +317,7 @@ def test_cells_on_ray_are_stopped_with_a_checkpoint_and_end_with_the_bits_of_an_
 ):
     (tiny / "tiny.yaml").write_text(TINY.replace("FedAvg: fedavg", "FedAvg: tests.support.federated_methods:Slow"))
     # Seeds advance together: here two in one process.
-    monkeypatch.setattr(running, "room_for_runs", lambda ray, experiment, runs: 1)
+    monkeypatch.setattr(processes, "room_for_runs", lambda ray, experiment, runs: 1)
     cells = cells_of("tiny.yaml", "engine.backend=ray", "rounds=20", only=("FedAvg", "Dir(0.1)"))
     stopped = running.run(cells, Watch(cell=0, round=2))
     assert [outcome.status for outcome in stopped] == ["stopped", "stopped"]
@@ -360,7 +361,7 @@ def test_ctrl_c_exits_with_130_shows_the_table_so_far_and_the_command_to_continu
             listeners = [[*listeners[0], lambda event: watch(0, event)]]
         return carry_out(runs, listeners)
 
-    monkeypatch.setattr(running, "carry_out", interrupted)
+    monkeypatch.setattr(processes, "carry_out", interrupted)
     result = command("study", "tiny.yaml", "seeds=1", "training.lr=0.05", "--only", "Dir(0.1)", "--quiet")
 
     assert result.exit_code == 130

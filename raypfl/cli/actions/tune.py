@@ -19,9 +19,8 @@ from raypfl.engine.events import Event
 from raypfl.integrations.tracking.connection import is_recorded
 from raypfl.integrations.tracking.listener import MLflowListener
 from raypfl.integrations.tuning.result import BEST, SweepResult, tune
-from raypfl.integrations.tuning.search import TrialListener
 from raypfl.integrations.tuning.sweep import Sweep, load
-from raypfl.integrations.tuning.trial import Trial, finished_runs
+from raypfl.integrations.tuning.trial import Trial, TrialListener, finished_runs
 from raypfl.results.display.console import warner
 from raypfl.results.display.fitting import fit_table, output
 from raypfl.results.display.outcome import nearby

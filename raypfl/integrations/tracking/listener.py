@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self
@@ -147,13 +148,18 @@ class MLflowListener:
             self.describe(entries.comparison_description(evaluated), metrics, entries.comparison_scores(evaluated))
 
     def _finish_parent(self, client: MlflowClient, parent: str, kind: type[BaseException] | None) -> None:
+        from mlflow.entities import Metric
+
         if not self._description:
             self._describe_runs()
 
         if self._description:
             client.set_tag(parent, NOTE, entries.shortened(self._description))
-        for name, value in self._metrics.items():
-            client.log_metric(parent, name, value)
+        now = int(time.time() * 1000)
+        metrics = [Metric(name, value, now, 0) for name, value in self._metrics.items()]
+        # Each call is a transaction, and MLflow takes no more in one.
+        for start in range(0, len(metrics), 1000):
+            client.log_batch(parent, metrics[start : start + 1000])
         if self._scores and self._comparison:
             client.update_run(parent, name=entries.short_name(f"{self._comparison.name}: {self._scores}"))
         client.set_terminated(parent, STATUS[self._status(kind)])

@@ -36,7 +36,8 @@ def draw_configurations(
     values : the metric of each trial, in the unit of `label`.
     """
     rows = [values_by_column(list(spaces), draws) for draws in configurations]
-    keys = list(dict.fromkeys(space.key for space in spaces))
+    # A setting inside a choice may have been drawn in none of them.
+    keys = [key for key in dict.fromkeys(space.key for space in spaces) if any(key in row for row in rows)]
     logarithmic = {space.key for space in spaces if space.is_logarithmic}
 
     with png(path, 2.4 * (len(keys) + 1), 4.5) as figure:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from raypfl.common.registry import Registry
 from raypfl.experiment import Experiment
 from raypfl.experiment.spaces import Space, draws_of_point
 from raypfl.integrations.tuning.sweep import Scheduler, Searcher, Sweep
+from raypfl.integrations.tuning.trial import trial_name
 
 SEARCHERS = Registry("searcher")
 SEARCHERS.register("optuna")(OptunaSearch)
@@ -119,6 +121,28 @@ def _is_reached(value: float, name: str, mode: str, trial: str, result: Mapping[
 
 
 # Searchers
+
+
+def configurations(sweep: Sweep) -> dict[str, dict[str, Any]]:
+    """Return the configurations that ``searcher: random`` proposes, by their trials' names.
+
+    They depend on nothing but the sweep, and more trials begin with the same ones.
+
+    Raises
+    ------
+    ConfigError : if the searcher cannot be made.
+    """
+    searcher = _searcher(sweep, (), (), at_once=1)
+    # Ray Tune wants a function and a folder also where nothing is run.
+    with tempfile.TemporaryDirectory() as folder:
+        domains = {space.name: domain(space) for space in sweep.spaces}
+        searcher.add_configurations(
+            tune.Experiment("draws", print, config=domains, num_samples=sweep.trials, storage_path=folder)
+        )
+        draws = {}
+        while (trial := searcher.next_trial()) is not None:
+            draws[trial_name(trial.trial_id)] = dict(trial.config)
+    return draws
 
 
 class ResumableRandomSearch(BasicVariantGenerator):

@@ -10,14 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from raypfl.common.errors import ConfigError
 from raypfl.common.files import write
 from raypfl.evaluation import Measures
 from raypfl.experiment.spaces import in_words, values_by_column
 from raypfl.experiment.yaml_text import write as as_yaml
 from raypfl.integrations.tuning.pictures import draw_configurations, draw_importances, importances
-from raypfl.integrations.tuning.search import TUNE, TrialListener, check, search
+from raypfl.integrations.tuning.search import TUNE, check, search
 from raypfl.integrations.tuning.sweep import Sweep, load
-from raypfl.integrations.tuning.trial import Trial, metric_names, run_folder, schedule_of
+from raypfl.integrations.tuning.trial import Trial, TrialListener, metric_names, run_folder, schedule_of
 from raypfl.results.report.sweeps import CONFIGURATIONS, IMPORTANCE, TABLE
 from raypfl.results.units import Unit
 
@@ -157,9 +158,20 @@ class SweepResult:
 
     @property
     def grid(self) -> ResultGrid:
-        """Ray Tune's results, for its own tools and as a table: ``result.grid.get_dataframe()``."""
+        """Ray Tune's results, for its own tools and as a table: ``result.grid.get_dataframe()``.
+
+        Raises
+        ------
+        ConfigError : if the trials were carried out without Ray Tune; `rows` has their table.
+        """
         from ray.tune import ExperimentAnalysis, ResultGrid
 
+        if not (self.folder / TUNE).exists():
+            raise ConfigError(
+                f"The trials of {self.sweep.name!r} needed nothing of each other and were carried out without Ray "
+                "Tune, so there is no ResultGrid of them. rows() and trials.csv have their table; with tensorboard: "
+                "true, a sweep runs on Ray Tune."
+            )
         path = str(self.folder / TUNE)
         return ResultGrid(ExperimentAnalysis(path, default_metric=self.name, default_mode=self.modes[0]))
 

@@ -1,4 +1,4 @@
-"""Run what is left of a sweep on Ray Tune, with the resources that its trials need."""
+"""Run what is left of a sweep: on Ray Tune, with the resources that its trials need, or without it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from raypfl.common.errors import ConfigError
-from raypfl.common.files import write
 from raypfl.common.stopping import handlers_restored
 from raypfl.data import load_federated
 from raypfl.engine.backends.cluster import (
@@ -33,13 +32,15 @@ from raypfl.evaluation import Measures
 from raypfl.experiment import Experiment
 from raypfl.experiment.settings import RaySettings
 from raypfl.experiment.yaml_text import read
-from raypfl.experiment.yaml_text import write as as_yaml
+from raypfl.integrations.tuning import independent
 from raypfl.integrations.tuning.sweep import SWEEP, Sweep, Target
 from raypfl.integrations.tuning.trial import (
     SweepContext,
     Trial,
+    TrialListener,
     close,
     final_status,
+    last_sentence,
     metric_names,
     run_folder,
     run_trial,
@@ -60,9 +61,6 @@ RESTARTS = 3
 
 Tune gives up a trial when two calls fail with the same process, so a node's death can end a trial at once.
 """
-
-TrialListener = Callable[[str, int, Event], None]
-"""A function of a trial's name, a seed's number and an event of that run."""
 
 
 def check(sweep: Sweep) -> tuple[Experiment, list[str]]:
@@ -111,6 +109,14 @@ def search(
     show : a function that is called with all trials so far, whenever one has changed.
     """
     _refuse_other_sweep(sweep, folder)
+    # What Ray Tune has begun, it continues.
+    if independent.suits(sweep, first) and not (folder / TUNE).exists():
+        from raypfl.integrations.tuning.ray_tune import configurations
+
+        with _quiet_tune():
+            draws = configurations(sweep)
+        return independent.run_trials(sweep, draws, folder, hear, show)
+
     heard_ends: set[str] = set()
 
     def hear_and_note_ends(trial: str, seed: int, event: Event) -> None:
@@ -140,7 +146,7 @@ def search(
         with _quiet_tune():
             for _ in range(1 + RESTARTS):
                 arguments = run_arguments(sweep, first, names, modes, at_once, tune_folder, log)
-                _write_description(sweep, folder)
+                sweep.write(folder)
 
                 tune_trials = tune.run(trainable, **arguments).trials
                 saved_trials = tune.ExperimentAnalysis(str(tune_folder)).trials
@@ -190,11 +196,6 @@ def _refuse_other_sweep(sweep: Sweep, folder: Path) -> None:
             f"trials is {sweep.trials}, but the population of {sweep.scheduler.name} in {folder} has {before.trials} "
             "members, which evolve together. Start a sweep with another name."
         )
-
-
-def _write_description(sweep: Sweep, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    write(folder / SWEEP, as_yaml(sweep.model_dump(mode="json")))
 
 
 def _at_once(ray: Any, settings: RaySettings, trials: int) -> int:
@@ -298,5 +299,5 @@ def _trials(tune_trials: list[Any], saved_trials: list[Any], sweep: Sweep, names
 def _last_error(tune_trial: Any) -> str:
     """Return why a trial failed, without the traceback."""
     file = tune_trial.error_file
-    lines = Path(file).read_text().strip().splitlines() if file and Path(file).exists() else []
-    return lines[-1].rpartition("Error: ")[2] if lines else "its process died"
+    text = Path(file).read_text() if file and Path(file).exists() else ""
+    return last_sentence(text) or "its process died"

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from raypfl.common.counting import counted
 from raypfl.common.errors import ConfigError, did_you_mean
+from raypfl.common.files import write
 from raypfl.evaluation.masking import mask_of, unmasked_name
 from raypfl.experiment import Experiment, experiments
 from raypfl.experiment.assignments import assign, parse_assignments
@@ -20,6 +21,7 @@ from raypfl.experiment.comparison import setting_paths
 from raypfl.experiment.recipes import settings_of
 from raypfl.experiment.spaces import KINDS, Space, configured, draws_of_point, spaces_of, values_by_setting
 from raypfl.experiment.yaml_text import read
+from raypfl.experiment.yaml_text import write as as_yaml
 
 SWEEP = "sweep.yaml"
 """The file in a sweep's folder with its description."""
@@ -269,8 +271,8 @@ class Sweep(_Part):
         return values
 
     @cached_property
-    def base(self) -> Experiment:
-        """The experiment without the search, evaluated on what the metrics need, with a checkpoint each time."""
+    def described(self) -> Experiment:
+        """The experiment without the search, as the sweep's file describes it."""
         runs = experiments(self.settings())
         if len(runs) != 1:
             raise ConfigError(
@@ -279,6 +281,12 @@ class Sweep(_Part):
             )
 
         (experiment,) = runs
+        return experiment
+
+    @cached_property
+    def base(self) -> Experiment:
+        """The experiment without the search, evaluated on what the metrics need, with a checkpoint each time."""
+        experiment = self.described
         evaluation = experiment.evaluation
         targets = [target.protocol for target in self.metric]
         protocols = dict.fromkeys([*evaluation.protocols, *map(unmasked_name, targets)])
@@ -295,6 +303,11 @@ class Sweep(_Part):
                 f"checkpoint.every={every}",
             ]
         )
+
+    def write(self, folder: Path) -> None:
+        """Write the sweep's description into its folder."""
+        folder.mkdir(parents=True, exist_ok=True)
+        write(folder / SWEEP, as_yaml(self.model_dump(mode="json")))
 
 
 def load(source: str | Path | Mapping[str, Any], assignments: Iterable[str] = ()) -> Sweep:

@@ -11,7 +11,7 @@ import json
 import os
 import platform
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -64,6 +64,16 @@ class Trial:
     def has_ended(self) -> bool:
         """Whether nothing of the trial is left to run."""
         return self.status in ("finished", "stopped", "failed")
+
+
+TrialListener = Callable[[str, int, "Event"], None]
+"""A function of a trial's name, a seed's number and an event of that run."""
+
+
+def last_sentence(error: str) -> str:
+    """Return the last line of an error or a traceback, without the error's type."""
+    lines = error.strip().splitlines()
+    return lines[-1].rpartition("Error: ")[2] if lines else ""
 
 
 def final_status(sweep: Sweep, trial: Trial) -> str:
@@ -248,7 +258,7 @@ class _TrialRun:
         if result.status == "stopped":
             raise Stopped("The trial was asked to stop.")
 
-        self.values = self._optimised(result.summary())
+        self.values = metric_values(self.context.sweep, self.experiment, result.summary())
         if self.reports and self.reported < result.round:
             self._report(result.round, done=True)
         return result
@@ -301,7 +311,7 @@ class _TrialRun:
             self.experiment = event.experiment
         elif isinstance(event, Evaluated):
             self.evaluated = event.round
-            self.values = self._optimised(event.summary)
+            self.values = metric_values(self.context.sweep, self.experiment, event.summary)
         elif isinstance(event, Checkpointed) and self._must_report(event.round):
             self._report(event.round, done=False)
 
@@ -313,21 +323,6 @@ class _TrialRun:
         import ray
 
         self.context.events.put((self.trial, self.seed, ray.cloudpickle.dumps(event)))
-
-    def _optimised(self, summary: list[dict[str, Any]]) -> dict[str, float]:
-        """Return the optimised metrics in an evaluation's summary, by name."""
-        values = {}
-        measures = self.experiment.measures
-        for name, target in zip(self.context.metrics, self.context.sweep.metric, strict=True):
-            rows = {row["model"]: row for row in summary if row["protocol"] == target.protocol}
-            model = target.model or ("personal" if "personal" in rows else "global")
-            if model not in rows:
-                raise ConfigError(
-                    f"The metric {name!r} is of {model} models, but the method {type(self.experiment.method).__name__} "
-                    f"has none that is evaluated on {target.protocol!r}."
-                )
-            values[name] = float(rows[model][target.value or measures.primary.name])
-        return values
 
     def _report(self, round: int, done: bool) -> None:
         """Report an evaluated round; after the last one, `done` keeps a scheduler from changing the trial."""
@@ -357,6 +352,32 @@ def _keep_actors(experiment: Experiment) -> None:
         session = contextlib.ExitStack()
         _sessions.append(session)
         session.enter_context(driver.session(experiment))
+
+
+def metric_values(sweep: Sweep, experiment: Experiment, summary: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the sweep's metrics by name.
+
+    Parameters
+    ----------
+    experiment : that of the run.
+    summary : the summary of one of its evaluations.
+
+    Raises
+    ------
+    ConfigError : if the run has no models that a metric is of.
+    """
+    values = {}
+    measures = experiment.measures
+    for name, target in zip(metric_names(sweep, measures), sweep.metric, strict=True):
+        rows = {row["model"]: row for row in summary if row["protocol"] == target.protocol}
+        model = target.model or ("personal" if "personal" in rows else "global")
+        if model not in rows:
+            raise ConfigError(
+                f"The metric {name!r} is of {model} models, but the method {type(experiment.method).__name__} "
+                f"has none that is evaluated on {target.protocol!r}."
+            )
+        values[name] = float(rows[model][target.value or measures.primary.name])
+    return values
 
 
 def metric_names(sweep: Sweep, measures: Measures) -> list[str]:

@@ -1,22 +1,31 @@
-"""Runs as Ray tasks: as many at a time as the cluster has room for, each task in a process of its own."""
+"""Runs in this process, or as Ray tasks: as many processes at a time as the cluster has room for."""
 
 from __future__ import annotations
 
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from raypfl.common.errors import RaypflError
 from raypfl.common.stopping import StopRequest
-from raypfl.engine.backends.cluster import bundle, client_actors, client_resources, in_one_process, on_this_node
+from raypfl.engine.backends.cluster import (
+    bundle,
+    client_actors,
+    client_resources,
+    connected,
+    in_one_process,
+    on_this_node,
+)
+from raypfl.engine.backends.session import spare_server
 from raypfl.engine.backends.shared_folder import refuse_unless_shared
 from raypfl.engine.events import Event, Progress
 from raypfl.experiment import Experiment
 from raypfl.runs.resuming import is_complete_as
-from raypfl.runs.several.worker import FAILED, FINISHED, STOPPED, PlannedRun, RunOutcome, carry_out_task
-from raypfl.runs.together import MOST_RUNS
+from raypfl.runs.several.worker import FAILED, FINISHED, STOPPED, PlannedRun, RunOutcome, carry_out, carry_out_task
+from raypfl.runs.together import MOST_RUNS, paying_parts
 
 POLL = 0.3
 """Seconds between polls of the running tasks' events."""
@@ -61,6 +70,41 @@ def refuse_unless_folders_are_shared(ray: Any, runs: Iterable[PlannedRun], what:
         reserved.setdefault(run.folder.parent, []).append(needed)
     for folder, bundles in reserved.items():
         refuse_unless_shared(ray, folder, bundles, what)
+
+
+def run_in_this_process(runs: Mapping[int, PlannedRun], listen: RunListener) -> dict[int, RunOutcome]:
+    """Carry out runs one after another, or together where that pays.
+
+    Returns
+    -------
+    number -> outcome of its run; without those that had not begun when the runs were asked to stop.
+    """
+    outcomes: dict[int, RunOutcome] = {}
+    for part in paying_parts({number: run.experiment for number, run in runs.items()}):
+        for start in range(0, len(part), MOST_RUNS):
+            numbers = part[start : start + MOST_RUNS]
+            ended = carry_out([runs[number] for number in numbers], [[partial(listen, number)] for number in numbers])
+            outcomes |= zip(numbers, ended, strict=True)
+            if any(outcome.status == STOPPED for outcome in ended):
+                return outcomes
+    return outcomes
+
+
+def run_on_cluster(
+    runs: Mapping[int, PlannedRun], listen: RunListener, prepare: Callable[[Any], None]
+) -> dict[int, RunOutcome]:
+    """Carry out runs as Ray tasks, together where that pays.
+
+    prepare : called with Ray before anything starts; it may refuse the runs.
+    """
+    experiments = {number: run.experiment for number, run in runs.items()}
+    first, experiment = next(iter(experiments.items()))
+    with StopRequest().listening() as stop, connected(experiment.ray, partial(listen, first)) as ray:
+        spare_server.release(ray)
+        # Refuses a run for which the cluster will never have room.
+        rooms = [room_for_runs(ray, experiment, len(runs)) for experiment in experiments.values()]
+        prepare(ray)
+        return run_as_tasks(ray, runs, shares(paying_parts(experiments), min(rooms)), listen, stop)
 
 
 def run_as_tasks(

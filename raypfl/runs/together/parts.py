@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +66,20 @@ class Expectation:
     pays: bool
     why: str
     groups: int
+
+
+def paying_parts(experiments: Mapping[int, Experiment]) -> list[list[int]]:
+    """Return the numbers of runs, those in one list that can advance together and are expected to gain from it."""
+    numbers = list(experiments)
+    together: list[list[int]] = []
+    for positions in parts(list(experiments.values())):
+        part = [numbers[position] for position in positions]
+        if len(part) > 1 and not expected(experiments[part[0]]).pays:
+            together += [[number] for number in part]
+        else:
+            together.append(part)
+    # Runs that do not advance together stay in their order, such as seed by seed.
+    return sorted(together)
 
 
 def expected(experiment: Experiment) -> Expectation:
