@@ -19,11 +19,25 @@ from raypfl.common.messages import unmarked
 from raypfl.learning.optimizers import SGD, StepDraws
 from raypfl.learning.recording import CannotRecord, CudaGraphs, Replays
 from raypfl.learning.recording.plans import BINDINGS
-from raypfl.learning.recording.replays import KeptPlan
+from raypfl.learning.recording.replays import KeptPlan, Repetition
 from raypfl.learning.vectorised import Vectorised
 from raypfl.methods.local_training import proximal
 from tests.learning.test_gpu_steps import CASES, by_sgd
 from tests.support.federation import CLASSES, FP32, Federation
+
+
+class Products(TorchDispatchMode):
+    """Notes the shapes of products of matrices."""
+
+    def __init__(self, shapes: list[tuple[int, ...]]) -> None:
+        super().__init__()
+        self.shapes = shapes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.bmm.default:
+            self.shapes.append(tuple(result.shape))
+        return result
 
 
 class Tape(TorchDispatchMode):
@@ -380,3 +394,34 @@ def test_a_plan_of_an_earlier_round_is_used_only_if_the_training_is_the_same(tra
 def test_a_plan_calls_its_operations_by_bindings_of_the_same_name():
     for operation, binding in BINDINGS.items():
         assert operation._schema.name == f"aten::{binding.__name__}"
+
+
+@pytest.mark.parametrize("summed", [False, True])
+def test_a_transposed_product_is_computed_in_the_order_in_which_it_is_added_unless_an_operation_would_notice(summed):
+    generator = torch.Generator().manual_seed(0)
+    inputs, gradient = (torch.randn((3, 5, width), generator=generator) for width in (20, 40))
+    weights = torch.randn((3, 40, 20), generator=generator)
+    total = torch.zeros(())
+
+    def step() -> None:
+        product = torch.bmm((inputs * 2).transpose(1, 2), gradient * 2).transpose(1, 2)
+        weights.add_(product + weights, alpha=-0.1)
+        if summed:
+            total.add_(product.sum())
+
+    start = weights.clone()
+    repeat = Replays().record(step)
+    assert isinstance(repeat, Repetition)
+    repeat()
+    repeated = torch.cat([weights.flatten(), total.view(1)])
+
+    weights.copy_(start)
+    total.zero_()
+    for _ in range(3):
+        step()
+    assert torch.equal(repeated, torch.cat([weights.flatten(), total.view(1)]))
+
+    shapes: list[tuple[int, ...]] = []
+    with Products(shapes):
+        repeat()
+    assert shapes == [(3, 20, 40) if summed else tuple(weights.shape)]

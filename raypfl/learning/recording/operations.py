@@ -141,10 +141,12 @@ class OperationRecorder(TorchDispatchMode):
         self._memory[name] = self._memory_numbers.setdefault(address, len(self._memory_numbers))
         return name
 
+    def name_of(self, result: Tensor) -> Name:
+        """Return the name of a result, which gets one if it was not seen before."""
+        return self._names.get(id(result)) or self._add(result, f"t{len(self.tensors)}")
+
     def _result(self, value: Any) -> Name | None:
-        if not isinstance(value, Tensor):
-            return None
-        return self._names.get(id(value)) or self._add(value, f"t{len(self.tensors)}")
+        return self.name_of(value) if isinstance(value, Tensor) else None
 
     def _name_of(self, tensor: Tensor) -> Name:
         """Return the tensor's name; one that was not seen before is a constant."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from raypfl.learning.recording.operations import Name, Operation, OperationRecorder
+from raypfl.learning.recording.transposed_products import EXACT, EXACT_IN_PLACE, without_transposing
 
 aten = torch.ops.aten
 
@@ -25,9 +26,6 @@ FILLED = frozenset(
     }
 )
 """Operations that read the shape of their tensor, and none of its values."""
-
-EXACT = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten._foreach_add_.List})
-"""Operations whose bits do not depend on the order of their arguments in memory."""
 
 BINDINGS: Mapping[OpOverload, Callable[..., Any]] = {
     aten._foreach_add_.List: torch._foreach_add_,
@@ -90,7 +88,8 @@ class StepPlan:
             for name in step.writes:
                 self._first_change.setdefault(recorder.memory_of(name), number)
 
-        operations = self._needed(self._simplified(recorder))
+        simplified = self._needed(self._simplified(recorder))
+        operations = without_transposing(simplified, recorder, lambda step: self._is_pure(step, recorder))
         # Again, for what only those needed that are computed once.
         changing = self._needed(self._changing(operations, recorder))
         code = self._code(recorder, changing)
@@ -159,7 +158,7 @@ class StepPlan:
         change = self._first_change.get(recorder.memory_of(factor), len(recorder.operations))
         for number, step in enumerate(recorder.operations):
             uses_product = any(recorder.memory_of(name) == memory for name in step.reads)
-            if uses_product and (number >= change or not (step.is_view or step.function in EXACT)):
+            if uses_product and (number >= change or not (step.is_view or step.function in EXACT | EXACT_IN_PLACE)):
                 return False
         return True
 
