@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -18,11 +18,11 @@ from torch import Tensor
 from raypfl.common.errors import ConfigError, NoRun
 from raypfl.common.files import draft, write
 from raypfl.engine import history
-from raypfl.engine.events import Evaluated, Event, RoundFinished, RunFinished, RunStarted, SimulatedRound
+from raypfl.engine.events import RunFinished
 from raypfl.engine.job import checkpoints_of
 from raypfl.evaluation import summarise
 from raypfl.experiment import Experiment
-from raypfl.federation.logged import ANALYSIS, Logged
+from raypfl.federation.logged import ANALYSIS
 from raypfl.methods import METHODS
 from raypfl.storage import checkpoints
 from raypfl.storage.columns import Columns
@@ -128,6 +128,17 @@ def _require_json(file: Path, keys: Iterable[str] = ()) -> dict[str, Any]:
     return content
 
 
+def recorded_end(folder: Path) -> dict[str, Any]:
+    """Return status, round, hash, error and best round of a run that has ended, by their names.
+
+    Raises
+    ------
+    NoRun : if the file that has them is damaged.
+    """
+    summary = _require_json(folder / SUMMARY, _SUMMARY_KEYS)
+    return {name: summary[name] for name in _SUMMARY_KEYS}
+
+
 def refuse_unknown_client(client: int, count: int) -> None:
     """Raise a ConfigError unless `client` is one of `count`."""
     if not 0 <= client < count:
@@ -224,16 +235,16 @@ class RunResult:
         if not (folder / SUMMARY).exists() or not (folder / METADATA).exists():
             raise NoRun(f"{folder} has no finished run; `raypfl resume {folder}` finishes an interrupted one.")
 
-        summary = _require_json(folder / SUMMARY, _SUMMARY_KEYS)
+        end = recorded_end(folder)
         analysis_files = sorted(folder.glob(f"{ANALYSIS}*.parquet"))
         privacy_file = folder / "privacy.parquet"
         return cls(
             experiment=experiment,
             run_dir=folder,
-            status=summary["status"],
-            round=summary["round"],
-            weights_hash=summary["weights_hash"],
-            best_round=summary["best_round"],
+            status=end["status"],
+            round=end["round"],
+            weights_hash=end["weights_hash"],
+            best_round=end["best_round"],
             metadata=_require_json(folder / METADATA),
             **{name: _read_table(folder / f"{name}.parquet") for name in TABLES},
             analysis={file.stem.removeprefix(ANALYSIS): _read_table(file) for file in analysis_files},
@@ -354,62 +365,3 @@ def _images(folder: Path) -> pa.Table:
     for file in files:
         columns.append(round=int(file.stem), name=file.parent.name, file=str(file))
     return to_arrow(columns)
-
-
-def events_of(result: RunResult, uri: str | None = None) -> Iterator[Event]:
-    """The events of a tracked run, except checkpoints and warnings.
-
-    `uri` : MLflow's tracking URI; None: that of the experiment.
-    """
-    changes = ["tracking.mlflow=true"]
-    if uri:
-        changes.append(f"tracking.uri={json.dumps(uri)}")
-    yield RunStarted(
-        run=result.run_dir.name,
-        run_dir=str(result.run_dir.resolve()),
-        experiment=result.experiment.override(changes),
-        metadata=result.metadata,
-        first_round=0,
-    )
-
-    evaluated_rounds = set(pc.unique(result.evaluations["round"]).to_pylist())
-    if 0 in evaluated_rounds:
-        yield Evaluated(0, result.summary(0))
-
-    bytes_up = 0
-    bytes_down = 0
-    joules = 0.0
-    for row in result.rounds.to_pylist():
-        del row["cohort"]
-        bytes_up += row["bytes_up"]
-        bytes_down += row["bytes_down"]
-        logged = _logged(result, row["round"])
-        simulated = None
-        if "simulated_time" in row:
-            joules += row["joules"]
-            simulated = SimulatedRound(
-                seconds=row.pop("simulated_seconds"),
-                time=row.pop("simulated_time"),
-                joules=row.pop("joules"),
-                joules_total=joules,
-                late=row.pop("late"),
-            )
-        yield RoundFinished(
-            **row, bytes_up_total=bytes_up, bytes_down_total=bytes_down, simulated=simulated, logged=logged
-        )
-        if row["round"] in evaluated_rounds:
-            yield Evaluated(row["round"], result.summary(row["round"]))
-
-    summary = _require_json(result.run_dir / SUMMARY, _SUMMARY_KEYS)
-    yield RunFinished(**{name: summary[name] for name in _SUMMARY_KEYS}, tables=result.tables)
-
-
-def _logged(result: RunResult, round: int) -> Logged:
-    """What the method logged in a round, except its tables, which come whole at the end."""
-    in_round = pc.field("round") == round
-    values = result.logged.filter(in_round).to_pylist()
-    images = result.images.filter(in_round).to_pylist()
-    return Logged(
-        values={row["name"]: row["value"] for row in values},
-        images={row["name"]: Path(row["file"]).read_bytes() for row in images},
-    )

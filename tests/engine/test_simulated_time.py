@@ -19,7 +19,7 @@ from raypfl.engine.prepared import Prepared
 from raypfl.federation.cohort_draw import draw_cohort
 from raypfl.methods import FedAvg
 from raypfl.runs.choices.turn import turn_of
-from raypfl.runs.result import events_of
+from raypfl.runs.replay import events_of
 from tests.support.federation import FP64, Federation
 from tests.support.runs import EVENTFUL, TIMED, Interrupt, experiment, same_tables
 

@@ -18,7 +18,7 @@ from raypfl.evaluation import Measures, summarise
 from raypfl.methods import Ditto, FedAvg, FedAvgFT, Local
 from raypfl.results import numbers
 from raypfl.results.run_groups import group_runs
-from raypfl.runs.result import events_of
+from raypfl.runs.replay import events_of
 from tests.support.federation import EXECUTORS
 from tests.support.runs import Interrupt, experiment, same_tables
 

@@ -16,7 +16,7 @@ from raypfl.integrations.tracking.entries import evaluation_points
 from raypfl.integrations.tuning.sweep import load as load_sweep
 from raypfl.results.run_groups import group_runs
 from raypfl.results.table import result_columns, result_rows
-from raypfl.runs.result import events_of
+from raypfl.runs.replay import events_of
 from raypfl.studies.cells import plan
 from raypfl.studies.description import load as load_study
 from tests.evaluation.test_evaluation import judged_federation, models_of, scored

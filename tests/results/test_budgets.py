@@ -12,7 +12,7 @@ from raypfl.integrations.tracking.entries import round_points
 from raypfl.results.budgets import cost_to_target, score_within
 from raypfl.results.display.outcome import as_json
 from raypfl.results.report import page
-from raypfl.runs.result import events_of
+from raypfl.runs.replay import events_of
 from tests.support.runs import TIMED, experiment
 
 

@@ -24,7 +24,8 @@ from raypfl.integrations.tuning.trial import Trial, TrialListener, finished_runs
 from raypfl.results.display.console import warner
 from raypfl.results.display.fitting import fit_table, output
 from raypfl.results.display.outcome import nearby
-from raypfl.runs.result import RunResult, events_of
+from raypfl.runs.replay import events_of
+from raypfl.runs.result import RunResult
 
 MOST_ROWS = 20
 """Largest number of trials in a table."""

@@ -18,7 +18,8 @@ from raypfl.integrations.tracking.comparison_run import ComparisonRun
 from raypfl.integrations.tracking.run import NOTE, STATUS, RunRecord
 from raypfl.results.labels import differing_settings
 from raypfl.runs import folders
-from raypfl.runs.result import RunResult, events_of
+from raypfl.runs.replay import events_of
+from raypfl.runs.result import RunResult
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

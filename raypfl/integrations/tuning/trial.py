@@ -183,7 +183,8 @@ def close(folder: Path, hear: Listener, is_heard: bool) -> None:
     from raypfl.engine.events import RunStarted
     from raypfl.engine.job import checkpoints_of
     from raypfl.runs import driver
-    from raypfl.runs.result import SUMMARY, RunResult, description, events_of
+    from raypfl.runs.replay import events_of
+    from raypfl.runs.result import SUMMARY, RunResult, description
     from raypfl.storage import lease
 
     def stop_at_once(event: Event) -> None:
