@@ -178,7 +178,7 @@ class ActorFleet:
                 self.kill(actor)
 
     def start_missing(self) -> None:
-        """Start as many actors as are missing, unless those before died only now."""
+        """Start the actors that are missing; after deaths in the set-up, only once a pause is over."""
         for pool, target in enumerate(self._targets):
             while len(self._pool_actors[pool]) < target and self.restarts.may_start(time.monotonic()):
                 self._add(pool, self._start(self._pools.options(pool)))
