@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +14,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from raypfl.analysis.base import ANALYSES, AnalysedRound, Analysis, LocalStep, picture
+from raypfl.analysis.flntk_problem import Problem
 from raypfl.analysis.theory.diagnosis import Diagnosis, diagnose
 from raypfl.analysis.theory.flntk import TheoremSetting, generalization, posterior_bound, theory_report
 from raypfl.analysis.theory.kernels import Spectrum, asymmetry, gram, infinite_width, positive
 from raypfl.analysis.theory.scaling import Scaling, numbers_around
-from raypfl.analysis.theory.two_layer import Round, Terms, TwoLayer
+from raypfl.analysis.theory.two_layer import Terms
 from raypfl.common.errors import ConfigError
 from raypfl.common.files import write
 from raypfl.learning.objectives import Regression
@@ -220,83 +220,6 @@ def _picture_of_run(view: AnalysedRound, curves: Mapping[str, Tensor], initial: 
     finite = Spectrum.of(initial["finite"]).values
     infinite = Spectrum.of(initial["infinite"]).values
     return draw(errors, curves, terms, finite, infinite)
-
-
-@dataclass(frozen=True)
-class Problem:
-    """The data and the network of a round, with samples in the order of clients."""
-
-    view: AnalysedRound
-
-    @cached_property
-    def _batches(self) -> list[Any]:
-        return [self.view.samples(client) for client in range(self.view.task.num_clients)]
-
-    @property
-    def module(self) -> TwoLayerReLU:
-        module = self.view.task.model.module
-        assert isinstance(module, TwoLayerReLU)
-        return module
-
-    @cached_property
-    def x(self) -> Tensor:
-        return torch.cat([self.module.scaled(batch.x) for batch in self._batches]).double().cpu()
-
-    @cached_property
-    def y(self) -> Tensor:
-        return torch.cat([batch.y.flatten() for batch in self._batches]).double().cpu()
-
-    @cached_property
-    def parts(self) -> list[Tensor]:
-        sizes = [len(batch.y) for batch in self._batches]
-        return list(torch.arange(sum(sizes)).split(sizes))
-
-    @cached_property
-    def network(self) -> TwoLayer:
-        return TwoLayer(self.module.signs.detach().double().cpu())
-
-    def weights(self, theta: Tensor | None) -> Tensor:
-        assert theta is not None
-        return theta.double().cpu().view(len(self.network.signs), -1)
-
-    def setting(self, delta: float) -> TheoremSetting:
-        method = self.view.method
-        training = self.view.training
-        assert isinstance(method, FedAvg)
-        server_rate = method.server_lr
-        return TheoremSetting(
-            parts=self.parts,
-            width=len(self.network.signs),
-            # A step takes all samples, so an epoch is one step.
-            steps=training.epochs if training.steps is None else training.steps,
-            rate=training.lr,
-            server_rate=1.0 if server_rate is None else server_rate,
-            sigma=self.module.sigma,
-            delta=delta,
-        )
-
-    def round(self) -> Round:
-        """Return the round, with the observations of the clients' local steps."""
-        setting = self.setting(0.1)
-        width = setting.width
-        active = torch.empty(setting.steps, len(self.y), width, dtype=torch.bool)
-        local = torch.empty(setting.steps, len(self.y), dtype=torch.float64)
-        for client, part in enumerate(self.parts):
-            for observation in self.view.steps(client):
-                bits = np.unpackbits(observation.arrays["active"], axis=1, count=width).astype(bool)
-                active[observation.step, part] = torch.from_numpy(bits)
-                local[observation.step, part] = torch.from_numpy(observation.arrays["outputs"]).double()
-
-        return Round(
-            network=self.network,
-            x=self.x,
-            y=self.y,
-            before=self.weights(self.view.before),
-            after=self.weights(self.view.after),
-            active=list(active),
-            local=local,
-            scale=torch.full_like(self.y, setting.server_rate * setting.rate / setting.clients),
-        )
 
 
 def observed_errors(folder: Path, rounds: int) -> dict[int, float]:
