@@ -97,7 +97,9 @@ def fill(network: nn.Module, weights: Mapping[str, Tensor], source: str) -> str:
         for name, tensor in weights.items():
             targets[name].copy_(tensor)
 
-    description = f"{len(weights)} of {len(targets)} tensors" if random else f"all {len(targets)} tensors"
+    if not random:
+        return f"all {len(targets)} tensors"
+    description = f"{len(weights)} of {len(targets)} tensors"
     random_layers = sorted({name.rpartition(".")[0] for name in random if name in head})
     if random_layers:
         description += f"; {', '.join(random_layers)} drawn at random{other_classes}"

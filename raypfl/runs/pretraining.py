@@ -110,13 +110,7 @@ def _pretrained(prepared: Prepared, emit: Listener) -> Pretraining:
     device = torch.device("cpu") if on_cluster else device_for(prepared.experiment.ray.gpus_for_server)
     recipe = Prepared(_recipe(prepared), data, device)
     settings = recipe.experiment.model
-    provenance = {
-        "settings": recipe.experiment.to_dict(),
-        "data": data.fingerprint,
-        "code": source_digest(MODELS.get(settings.name)),
-        "device": "cuda" if on_cluster else device.type,
-        "versions": {"raypfl": __version__, "torch": torch.__version__},
-    }
+    provenance = _provenance(recipe, "cuda" if on_cluster else device.type)
     key = hashlib.sha256(json.dumps(provenance, sort_keys=True).encode()).hexdigest()[:12]
     path = cache_folder(prepared.experiment.data) / "pretrained" / f"{settings.name}-{pool}-{key}.safetensors"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -140,6 +134,18 @@ def _pretrained(prepared: Prepared, emit: Listener) -> Pretraining:
         loss = float((file.metadata() or {}).get("loss", "nan"))
     samples = len(data.pool(pool)) if isinstance(data, FederatedData) else 0
     return Pretraining(path, provenance, samples, loss, seconds)
+
+
+def _provenance(recipe: Prepared, device: str) -> dict[str, Any]:
+    """Return all that decides the pretrained weights, which are kept under a hash of it."""
+    experiment = recipe.experiment
+    return {
+        "settings": experiment.to_dict(),
+        "data": recipe.data.fingerprint,
+        "code": source_digest(MODELS.get(experiment.model.name)),
+        "device": device,
+        "versions": {"raypfl": __version__, "torch": torch.__version__},
+    }
 
 
 def needs_gpu_of_cluster(experiment: Experiment) -> bool:

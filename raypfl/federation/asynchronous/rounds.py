@@ -186,8 +186,8 @@ class AsynchronousRounds(Rounds):
 
     def _train(self, round: int) -> None:
         """Train the clients whose replies end a round, and others while actors would wait for these."""
-        groups = list(self._batch(round).waiting)
-        groups += self._groups_meanwhile(round, groups)
+        required = self._batch(round).waiting
+        groups = [*required, *self._groups_meanwhile(round, required)]
         messages: dict[int, Mapping[str, Any]] = {}
         for group in groups:
             for sent_in in group.turns.rounds.tolist():

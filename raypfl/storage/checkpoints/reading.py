@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import pyarrow as pa
@@ -158,22 +158,18 @@ def read_checkpoint(
             state_files = tuple(StateFile(**file) for file in meta["states"])
         else:
             state_files = _old_state_files(name, entries, meta["state_files"])
-        states = StoredStates(location, state_files)
 
-        tables = {}
-        for table_name, table in meta["tables"].items():
-            parts = [TablePart(**part) for part in table["parts"]]
-            tables[table_name] = RunTable(Columns(table["kinds"]), parts)
-
+        # Older versions had neither pending work nor held states.
+        pending = decode(meta["pending"], tensors) if "pending" in meta else {}
+        held_files = tuple(StateFile(**file) for file in meta.get("held", ()))
         snapshot = Snapshot(
             round=meta["round"],
             server=decode(meta["server"], tensors),
-            states=states,
-            tables=tables,
+            states=StoredStates(location, state_files),
+            tables={table_name: _table(table) for table_name, table in meta["tables"].items()},
             meta=meta["meta"],
-            # Older versions had neither.
-            pending=decode(meta["pending"], tensors) if "pending" in meta else {},
-            held=StoredStates(location, tuple(StateFile(**file) for file in meta.get("held", ()))),
+            pending=pending,
+            held=StoredStates(location, held_files),
         )
     except (ValueError, LookupError, TypeError, AttributeError, safetensors.SafetensorError) as error:
         raise Damaged(f"its {META} is not what raypfl writes ({type(error).__name__}: {error})") from error
@@ -185,6 +181,11 @@ def read_checkpoint(
             is_needed = table_name in needed
             table.parts = tuple(_intact_parts(files, root, table_name, table, warn, is_needed, copies))
     return snapshot
+
+
+def _table(table: Mapping[str, Any]) -> RunTable:
+    """Return the table whose columns and files a checkpoint describes."""
+    return RunTable(Columns(table["kinds"]), [TablePart(**part) for part in table["parts"]])
 
 
 def _old_state_files(name: str, entries: dict[str, dict[str, Any]], count: int) -> tuple[StateFile, ...]:
