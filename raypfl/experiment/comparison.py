@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 from raypfl.common.errors import ConfigError
-from raypfl.experiment.assignments import parse_assignments
+from raypfl.experiment.assignments import flatten, parse_assignments
 from raypfl.experiment.checks.effects import assign_all, require_effect
 from raypfl.experiment.checks.validation import one_message
 from raypfl.experiment.components import unknown_option
@@ -30,13 +30,13 @@ def experiments(source: str | Path | Mapping[str, Any], assignments: Iterable[st
     source : an `Experiment` as YAML text, file or mapping, in which ``methods: [fedavg, {name: ditto, lam: 1}]`` may
         take the place of ``method``, and ``seeds: 3`` runs each method with three seeds, from ``seed`` on. A method may
         have its own settings, as in ``{name: ditto, settings: {training.lr: 0.05}}``.
-    assignments : ``dotted.key=value``; ``method.lam=1`` applies to each method with a `lam`. A method's own settings
-        take precedence.
+    assignments : ``dotted.key=value``, also in place of a method's own setting, unless they give the methods, too;
+        ``method.lam=1`` applies to each method with a `lam`.
 
     Raises
     ------
-    ConfigError : as `Experiment` does, before anything runs; or if two methods have the same name, options and
-        settings, since their runs would be mistaken for two seeds.
+    ConfigError : as `Experiment` does, before anything runs; if an assignment has no effect on one of the methods; or
+        if two methods have the same name, options and settings, since their runs would be mistaken for two seeds.
     """
     values = deepcopy(dict(source)) if isinstance(source, Mapping) else read(source)
 
@@ -56,7 +56,10 @@ def experiments(source: str | Path | Mapping[str, Any], assignments: Iterable[st
     methods = _take_methods(values)
     seeds = _take_seeds(values)
     base = Experiment(**values)
-    compared = [_with_settings(base, method) for method in methods]
+    assigned = [tuple(path) for path, _ in changes]
+    gives_methods = any(path[0] in ("method", "methods") for path in assigned)
+    compared = [_with_settings(base, method, () if gives_methods else assigned) for method in methods]
+    _refuse_without_effect(base, compared, methods, assigned)
     compared = _with_options(compared, options)
     _refuse_repetition(compared)
 
@@ -85,8 +88,8 @@ def _take_seeds(values: dict[str, Any]) -> int:
     return seeds
 
 
-def _with_settings(base: Experiment, method: Any) -> Experiment:
-    """Return `base` with a method and that method's own settings.
+def _with_settings(base: Experiment, method: Any, assigned: Collection[tuple[str, ...]]) -> Experiment:
+    """Return `base` with a method and that method's own settings, except those that were assigned.
 
     A section with a name replaces the whole section (``model: {name: cnn}``); otherwise only the keys in it change.
     """
@@ -111,11 +114,38 @@ def _with_settings(base: Experiment, method: Any) -> Experiment:
                 f"{', '.join((*PER_METHOD, _EVALUATED))} may differ between methods."
             )
 
+    remaining = [(path, value) for path, value in changes if not _is_assigned(path, assigned)]
     try:
-        require_effect(assign_all(values, changes))
+        require_effect(assign_all(values, remaining))
         return Experiment(**values)
     except ConfigError as error:
         raise ConfigError(f"In the settings of method {name!r}: {error}") from None
+
+
+def _is_assigned(path: Sequence[str], assigned: Collection[tuple[str, ...]]) -> bool:
+    """Whether a setting, or a section around it, was assigned."""
+    return any(tuple(path[: depth + 1]) in assigned for depth in range(len(path)))
+
+
+def _refuse_without_effect(
+    base: Experiment, compared: Sequence[Experiment], methods: Sequence[Any], assigned: Iterable[tuple[str, ...]]
+) -> None:
+    """Raise a ConfigError if a method's own settings leave an assigned one without effect on that method."""
+    expected = flatten(base.to_dict())
+    for path in assigned:
+        key = ".".join(path)
+        refusing = []
+        for experiment, method in zip(compared, methods, strict=True):
+            if key not in expected or not isinstance(method, Mapping) or "settings" not in method:
+                continue
+            replaced = [tuple(own_path) for own_path, _ in setting_paths(method["settings"])]
+            if not _is_assigned(path, replaced) and flatten(experiment.to_dict()).get(key) != expected[key]:
+                refusing.append(f"{method['name']} with settings {dict(method['settings'])}")
+        if refusing:
+            raise ConfigError(
+                f"{key}={expected[key]} has no effect on {' and on '.join(refusing)}. Leave it out, or give the "
+                "methods that it is for, as in methods=[fedavg]."
+            )
 
 
 def setting_paths(settings: Mapping[str, Any]) -> list[tuple[list[str], Any]]:

@@ -93,11 +93,11 @@ def test_a_method_of_a_comparison_may_have_its_own_settings():
     settings |= {"evaluation.every": 7}
     values = {
         "methods": ["fedavg", {"name": "ditto", "lam": 2, "settings": settings}],
-        "training": {"epochs": 3},
+        "training": {"epochs": 3, "lr": 0.2},
         "seeds": 2,
     }
 
-    fedavg, second_seed, ditto, _ = experiments(values, ["training.lr=0.2", "training.batch_size=5"])
+    fedavg, second_seed, ditto, _ = experiments(values, ["training.batch_size=5"])
 
     assert fedavg.method == second_seed.method == FedAvg()
     assert fedavg.training == TrainingSettings(lr=0.2, epochs=3, batch_size=5)
@@ -107,6 +107,24 @@ def test_a_method_of_a_comparison_may_have_its_own_settings():
 
     (alone,) = experiments({"method": {"name": "ditto", "settings": {"model.hidden": [3], "training.lr": 0.05}}})
     assert alone.model.options == {"hidden": [3]} and alone.training.lr == 0.05
+
+
+def test_an_assignment_replaces_a_methods_own_setting_and_is_refused_if_another_one_leaves_it_without_effect():
+    settings = {"asynchronous.buffer": 2, "rounds": 80}
+    source = {
+        "devices": {"hardware": "lognormal"},
+        "methods": ["fedavg", {"name": "fedavg", "settings": settings}],
+    }
+    synchronous, asynchronous = experiments(source, ["rounds=3"])
+    assert (synchronous.rounds, asynchronous.rounds, asynchronous.asynchronous.buffer) == (3, 3, 2)
+
+    # A command that also gives the methods means both.
+    command = [f"methods={[{'name': 'fedavg', 'settings': settings}]}", "rounds=3"]
+    (given,) = experiments(source, command)
+    assert given.rounds == 80
+
+    with pytest.raises(ConfigError, match=r"^cohort.deadline=9.0 has no effect on fedavg with settings .*'rounds': 80"):
+        experiments(source, ["cohort.deadline=9"])
 
 
 @pytest.mark.parametrize(

@@ -113,10 +113,12 @@ def test_a_methods_settings_go_before_the_studys_and_may_differ_between_columns(
     values = yaml.safe_load(TINY)
     values["methods"]["Ditto"] = {"name": "ditto", "settings": {"training.lr": 0.05, "model.hidden": [9]}}
     values["across"]["Dir(1.0)"]["methods"] = {"Ditto": {"settings": {"training.lr": 0.01}}}
+    values["experiment"]["training"] = {"lr": 0.3}
     (tiny / "own.yaml").write_text(yaml.safe_dump(values))
 
-    cells = cells_of("own.yaml", "seeds=1", "training.lr=0.3")
+    cells = cells_of("own.yaml", "seeds=1")
 
+    assert {cell.experiment.training.lr for cell in cells_of("own.yaml", "training.lr=0.2")} == {0.2}
     assert {(cell.method, cell.across): cell.experiment.training.lr for cell in cells} == {
         ("FedAvg", "Dir(0.1)"): 0.3,
         ("FedAvg", "Dir(1.0)"): 0.3,
