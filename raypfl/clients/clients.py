@@ -263,7 +263,7 @@ class Clients:
         if training.rule is not None:
             refuse_moved_statistics(self.model.buffers(rows), self.model.buffers(trained))
         has_steps = order.index.shape[1] > 0
-        group.report(trained, losses if report is not None and has_steps else None)
+        group.report(trained, losses if report is not None and has_steps else None, rows)
         if trainable is not None:
             trained = torch.where(trainable, trained, rows)
         if observe is not None:

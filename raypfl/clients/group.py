@@ -308,8 +308,12 @@ class ClientGroup:
         """Return ``work(executor)``, or a simpler executor's result; see :meth:`Context.run`."""
         return self.context.run(executor, work)[0]
 
-    def report(self, trained: Tensor, losses: Tensor | None) -> None:
+    def report(self, trained: Tensor, losses: Tensor | None, start: Tensor | None = None) -> None:
         """Record ``losses[K]``, if any, as the round's.
+
+        Parameters
+        ----------
+        start : the models ``[K, P+B]`` that training began with, for a message.
 
         Raises
         ------
@@ -332,10 +336,18 @@ class ClientGroup:
             return
 
         k = failed[0]
+        clients = [self.ids[i] for i in failed]
+        if start is not None and not start[k].isfinite().all():
+            raise ClientError(
+                f"Client {self.ids[k]} was to train in round {self.rounds[k]} from a model with nan or infinity. "
+                "Training did not diverge here: an earlier reply, the server's code or the client's state made it so.",
+                clients=clients,
+                repeatable=True,
+            )
         reason = "its model is not finite" if losses is None else f"mean loss {float(losses[k]):.3g}, limit {limit:.3g}"
         raise ClientError(
             f"Training diverged on client {self.ids[k]} in round {self.rounds[k]}: {reason}. "
             f"Lower training.lr ({self.lr:.3g} now) or set training.clip_norm.",
-            clients=[self.ids[i] for i in failed],
+            clients=clients,
             repeatable=True,
         )

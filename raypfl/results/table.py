@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+import pyarrow.compute as pc
+
 from raypfl.evaluation.masking import unmasked_name
 from raypfl.results.run_groups import RunGroup
 from raypfl.results.units import TableCell, Unit, over_seeds
@@ -121,10 +123,18 @@ def legend(groups: Sequence[RunGroup]) -> list[str]:
     return lines
 
 
+def _have_as_many_replies(groups: Sequence[RunGroup]) -> bool:
+    """Whether only asynchronous rounds, which fewer replies make, differ in number."""
+    results = [result for group in groups for result in group.results]
+    replies = {pc.sum(result.rounds["clients"]).as_py() for result in results}
+    is_asynchronous = any(result.experiment.asynchronous.buffer is not None for result in results)
+    return is_asynchronous and len(replies) == 1
+
+
 def unequal_lengths(groups: Sequence[RunGroup]) -> list[str]:
     """Return a caution if not all methods were trained for as many rounds, since a table ranks them side by side."""
     lengths = {frozenset(max(result.last_rounds) for result in group.results) for group in groups}
-    if len(lengths) < 2:
+    if len(lengths) < 2 or _have_as_many_replies(groups):
         return []
     rounds = frozenset().union(*lengths)
     return [

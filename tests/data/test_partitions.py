@@ -391,7 +391,7 @@ def test_the_shares_of_a_class_are_drawn_evenly_between_two_fifths_and_three():
         (Dirichlet(clients=20, min_samples=30), "partition.min_samples is 30.* 20 clients.* 600 samples.* are 500"),
         (LogNormal(clients=51), "partition.min_samples is 10.* 51 clients need 510"),
         (Dirichlet(clients=20, reserve=3), "partition.reserve is 3.* 20 clients need 60 .* class 0 has 50"),
-        (IID(clients=501), "partition.clients is 501, but there are only 500 training samples"),
+        (IID(clients=501), "partition.clients is 501, but there are only 500 samples to divide"),
     ],
 )
 def test_a_partition_that_cannot_be_met_is_refused_in_a_sentence(partition, sentence):

@@ -194,6 +194,9 @@ def test_training_that_reports_nothing_has_no_loss_but_divergence_is_still_an_er
     assert clients.losses is None
     with pytest.raises(ClientError, match="Training diverged on client 0 in round 0: its model is not finite"):
         clients.sgd(clients.loss, clients.initial, report=None, lr=float("inf"))
+    # A method's own mistake, which a lower learning rate does not mend.
+    with pytest.raises(ClientError, match="Client 0 was to train in round 0 from a model with nan or infinity"):
+        clients.sgd(clients.loss, clients.initial * float("nan"))
 
 
 @pytest.mark.parametrize("reporting", [0, 1], ids=["the first", "the second"])

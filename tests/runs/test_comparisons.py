@@ -150,7 +150,7 @@ def test_the_finished_runs_of_an_interrupted_comparison_are_reported(monkeypatch
     for named in (folder, Path("runs")):
         results, notes = find_runs([named])
         assert [result.run_dir.name for result in results] == ["fedavg-s0"]
-        assert f"{folder / 'ditto-s0'} was stopped before its first evaluation." in notes
+        assert f"{folder / 'ditto-s0'} ended before its first evaluation." in notes
         assert any(f"`raypfl resume {folder / 'local-s0'}` finishes an interrupted one" in note for note in notes)
 
 

@@ -260,6 +260,12 @@ def test_a_mistake_in_a_search_is_refused_before_anything_runs(old: str, new: st
     assert not Path("runs").exists()
 
 
+def test_a_row_whose_label_names_a_value_that_is_searched_is_refused():
+    Path("tiny.yaml").write_text(STUDY.replace("Ditto: ", "ditto lam=1.0: "))
+    result = command("study", "tiny.yaml")
+    assert result.exit_code == 2 and "'ditto lam=1.0' names a value of method.lam" in result.stderr, result.output
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [

@@ -125,7 +125,7 @@ class Partition(ABC):
         clients = self.count(samples)
         if clients > len(samples):
             raise ConfigError(
-                f"partition.clients is {clients}, but there are only {len(samples)} training samples; "
+                f"partition.clients is {clients}, but there are only {len(samples)} samples to divide; "
                 f"every client needs at least one."
             )
 

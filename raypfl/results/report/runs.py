@@ -127,5 +127,5 @@ def _load_evaluated(folder: Path) -> RunResult:
     # Compute with the metrics, so that a damaged table is found here.
     result.summary()
     if not result.evaluations.num_rows:
-        raise ConfigError(f"{folder} was stopped before its first evaluation.")
+        raise ConfigError(f"{folder} ended before its first evaluation.")
     return result

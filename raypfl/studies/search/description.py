@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator
 from typing import Any, Literal
 
@@ -71,6 +72,10 @@ def search_mistakes(search: Search, methods: Collection[str]) -> Iterator[str]:
                 f"settings of {', '.join(PER_METHOD)}."
             )
     for label in methods:
+        # `raypfl study new` names rows by their options, such as "ditto lam=1.0".
+        for key in sorted(search.shared.keys() | search.methods.get(label, {}).keys()):
+            if re.search(rf"\b{re.escape(key.rpartition('.')[2])}=", label):
+                yield f"The row {label!r} names a value of {key}, which the search chooses; give the row another label."
         try:
             grids = [space.key for space in search.spaces(label) if space.kind == "grid"]
         except ConfigError as error:
