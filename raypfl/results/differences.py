@@ -210,6 +210,8 @@ def _resampling_remarks(rows: Sequence[Difference]) -> list[str]:
     lines = [f"The 95% interval is that of {bootstrap.DRAWS:,} bootstrap draws of {' and '.join(levels)}."]
     if not several_seeds:
         lines.append("There is only one seed, which does not show how results vary between seeds.")
+    if len(resampled) < sum(row.mean is not None for row in rows):
+        lines.append("No interval (–): both global models were tested on one set, with one seed.")
     return lines
 
 

@@ -118,9 +118,21 @@ def legend(groups: Sequence[RunGroup]) -> list[str]:
     averaged = {len(result.last_rounds) for group in groups for result in group.results} - {0, 1}
     lines = [f"Means over the last {rounds} evaluated rounds." for rounds in sorted(averaged)]
     lines += unequal_lengths(groups)
+    lines += _unfinished(groups)
     if any(len(group.results) > 1 for group in groups):
         lines.append("±: standard deviation over seeds.")
     return lines
+
+
+def _unfinished(groups: Sequence[RunGroup]) -> list[str]:
+    """Return a sentence on runs that have not come to their end, if there are any."""
+    runs = []
+    for group in groups:
+        for result in group.results:
+            if result.status != "finished":
+                rounds = f"{result.rounds.num_rows} of {result.experiment.rounds} rounds"
+                runs.append(f"{group.label}, seed {result.experiment.seed} ({rounds})")
+    return [f"Not finished: {'; '.join(runs)}."] if runs else []
 
 
 def _have_as_many_replies(groups: Sequence[RunGroup]) -> bool:

@@ -361,6 +361,12 @@ def test_methods_of_different_lengths_are_ranked_with_a_caution(results, tmp_pat
         assert not [line for line in legend(group_runs(comparison)) if "ranked" in line]
 
 
+def test_a_table_of_runs_that_were_stopped_says_so(results):
+    stopped = replace(results[0], status="stopped", rounds=results[0].rounds[:2])
+    assert "Not finished: fedavg, seed 0 (2 of 3 rounds)." in legend(group_runs([stopped, *results[2:]]))
+    assert not any("Not finished" in line for line in legend(group_runs(results)))
+
+
 def test_a_method_whose_seeds_have_no_round_in_common_is_named(results):
     disjoint = []
     for result, round in zip(results[:2], (1, 2), strict=True):
