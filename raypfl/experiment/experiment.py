@@ -352,6 +352,11 @@ def _unknown(path: tuple[int | str, ...]) -> str:
         prefix = f"{sections[0]}." if len(sections) == 1 else ""
         hint = suggestion(key, sections[0]) or did_you_mean(key, _keys(sections[0]), prefix)
         return f"is not a setting of {sections[0]}; {hint}"
+    if key in ("methods", "seeds"):
+        return (
+            "is of a comparison, in a file or a command. In Python, run an experiment for each, such as "
+            "experiment.override(['method=ditto', 'seed=1']), and give the results to raypfl.compare."
+        )
     hint = suggestion(key) or did_you_mean(key, Experiment.model_fields)
     return f"is not a setting of an experiment; {hint}"
 

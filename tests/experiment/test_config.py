@@ -109,6 +109,11 @@ def test_a_method_of_a_comparison_may_have_its_own_settings():
     assert alone.model.options == {"hidden": [3]} and alone.training.lr == 0.05
 
 
+@pytest.mark.parametrize("of_comparison", [{"methods": ["fedavg", "ditto"]}, {"seeds": 3}], ids=str)
+def test_what_a_comparison_has_is_no_setting_of_an_experiment(of_comparison):
+    assert "give the results to raypfl.compare" in refusal(**of_comparison)
+
+
 def test_an_assignment_replaces_a_methods_own_setting_and_is_refused_if_another_one_leaves_it_without_effect():
     settings = {"asynchronous.buffer": 2, "rounds": 80}
     source = {
