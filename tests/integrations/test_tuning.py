@@ -269,6 +269,12 @@ def test_the_command_line_changes_and_drops_searched_settings():
     assert load(described, changes).search == {"training.lr": {"uniform": [0.1, 0.2]}, "seed": {"grid": [1, 2]}}
 
 
+def test_mlflow_gets_the_models_of_trials_only_if_the_sweep_says_so():
+    assert load(small()).base.tracking.models_mb == 0
+    assert load(small(), ["tracking.models_mb=3"]).base.tracking.models_mb == 3
+    assert "models_mb" not in load(small()).settings()["tracking"], "a run of best.yaml uploads its models"
+
+
 def run_schedule(sweep: Sweep, schedule: list[dict], folder: Path) -> Result:
     """Repeat a trial without Ray Tune: stop the run where its settings change, and continue with the next ones."""
     ends = [part["after"] for part in schedule[1:]]

@@ -18,6 +18,9 @@ from raypfl.runs.result import RunResult, is_finished
 from raypfl.runs.several.processes import run_in_this_process, run_on_cluster
 from raypfl.runs.several.worker import FAILED, FINISHED, STOPPED, PlannedRun, RunOutcome
 
+TrialsListener = Callable[[list[Trial]], None]
+"""A function of all trials so far."""
+
 
 def suits(sweep: Sweep, first: Experiment) -> bool:
     """Whether no trial depends on another, and the sweep asks for nothing that only Ray Tune does.
@@ -32,11 +35,7 @@ def suits(sweep: Sweep, first: Experiment) -> bool:
 
 
 def run_trials(
-    sweep: Sweep,
-    draws: Mapping[str, dict[str, Any]],
-    folder: Path,
-    hear: TrialListener,
-    show: Callable[[list[Trial]], None],
+    sweep: Sweep, draws: Mapping[str, dict[str, Any]], folder: Path, hear: TrialListener, show: TrialsListener
 ) -> list[Trial]:
     """Carry out what is left of all trials, as Ray tasks or, with ``engine.backend=inline``, in this process.
 
@@ -48,7 +47,7 @@ def run_trials(
     folder : the sweep's folder.
     hear, show : as in :func:`raypfl.integrations.tuning.search.search`.
     """
-    trials = _Trials(sweep, draws, folder, hear, show)
+    trials = _Trials(sweep, [Trial(name, drawn) for name, drawn in draws.items()], folder, hear, show)
     outcomes: dict[int, RunOutcome] = {}
     planned: dict[int, PlannedRun] = {}
     for number, run in enumerate(trials.runs()):
@@ -76,15 +75,8 @@ class _Trials:
     The runs are numbered: those of the first trial, one for each seed, then those of the second one, and so on.
     """
 
-    def __init__(
-        self,
-        sweep: Sweep,
-        draws: Mapping[str, dict[str, Any]],
-        folder: Path,
-        hear: TrialListener,
-        show: Callable[[list[Trial]], None],
-    ):
-        self._trials = [Trial(name, drawn) for name, drawn in draws.items()]
+    def __init__(self, sweep: Sweep, trials: list[Trial], folder: Path, hear: TrialListener, show: TrialsListener):
+        self._trials = trials
         self._sweep = sweep
         self._folder = folder
         self._hear = hear
@@ -161,9 +153,8 @@ class _Trials:
         seeds = range(self._sweep.seeds)
         results = [RunResult.load(run_folder(self._sweep, self._folder, trial.name, seed)) for seed in seeds]
         try:
-            trial.values = _means(
-                [metric_values(self._sweep, result.experiment, result.summary()) for result in results]
-            )
+            by_seed = [metric_values(self._sweep, result.experiment, result.summary()) for result in results]
+            trial.values = _means(by_seed)
             trial.round = results[0].round
             trial.status = "finished"
         except ConfigError as error:

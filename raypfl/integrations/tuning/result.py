@@ -168,9 +168,8 @@ class SweepResult:
 
         if not (self.folder / TUNE).exists():
             raise ConfigError(
-                f"The trials of {self.sweep.name!r} needed nothing of each other and were carried out without Ray "
-                "Tune, so there is no ResultGrid of them. rows() and trials.csv have their table; with tensorboard: "
-                "true, a sweep runs on Ray Tune."
+                f"The sweep {self.sweep.name!r} ran without Ray Tune, which has no results of it; rows() has a table. "
+                "With tensorboard: true, a sweep runs on Ray Tune."
             )
         path = str(self.folder / TUNE)
         return ResultGrid(ExperimentAnalysis(path, default_metric=self.name, default_mode=self.modes[0]))

@@ -295,14 +295,16 @@ class Sweep(_Part):
         if self.scheduler.copies:
             every = self.scheduler.interval or every
 
-        return experiment.override(
-            [
-                f"evaluation.protocols=[{','.join(protocols)}]",
-                f"evaluation.masks=[{','.join(masks)}]",
-                f"evaluation.every={every}",
-                f"checkpoint.every={every}",
-            ]
-        )
+        changes = [
+            f"evaluation.protocols=[{','.join(protocols)}]",
+            f"evaluation.masks=[{','.join(masks)}]",
+            f"evaluation.every={every}",
+            f"checkpoint.every={every}",
+        ]
+        # MLflow takes half a second to copy a model, which is in the trial's folder anyway.
+        if "models_mb" not in self.settings().get("tracking", {}):
+            changes.append("tracking.models_mb=0")
+        return experiment.override(changes)
 
     def write(self, folder: Path) -> None:
         """Write the sweep's description into its folder."""
