@@ -41,7 +41,7 @@ def test_a_plan_in_which_nobody_meets_the_deadline_says_that_nothing_will_be_tra
     sentence = "Nothing will be trained, since no client counts in any round. None meets cohort.deadline: raise it"
     printed = words_of(raypfl(*missed))
     assert sentence in printed and "nan" not in printed
-    assert "0 of 20 clients are never drawn, and the work of 20 more never counts" in printed
+    assert "all 20 clients are drawn, but the work of 20 of them never counts" in printed
 
     def refuse_constant(name: str) -> None:
         raise AssertionError(f"{name} is not JSON")

@@ -19,6 +19,7 @@ from matplotlib.image import imread
 from rich.console import Console
 
 from raypfl.cli import messages
+from raypfl.devices import Turn
 from raypfl.engine.events import Evaluated, Progress, RoundFinished, RunFinished, RunStarted, Warned
 from raypfl.evaluation import summarise
 from raypfl.experiment import Experiment, experiments
@@ -29,10 +30,13 @@ from raypfl.results.display import outcome
 from raypfl.results.display.console import LiveView, LogView, View, view
 from raypfl.results.display.run_line import RunLine, lines_for, minutes
 from raypfl.results.drawing import canvas, draw
+from raypfl.results.drawing.plan import draw as draw_plan
 from raypfl.results.labels import labels
 from raypfl.results.run_groups import group_runs
 from raypfl.results.setting_text import setting_text
 from raypfl.results.units import over_seeds
+from raypfl.runs.planning.plan import Plan
+from raypfl.runs.planning.turns import PlannedTurn
 from raypfl.storage.columns import Columns
 from raypfl.storage.tables import to_arrow
 
@@ -142,6 +146,26 @@ def test_a_picture_of_runs_in_simulated_time_shows_when_models_were_good(tmp_pat
     assert (axes.get_xlabel(), untimed_axes.get_xlabel()) == ("simulated hours", "round")
     assert "over simulated time" in axes.get_title("left") and "over rounds" in untimed_axes.get_title("left")
     assert lines == [[5, 10], [5 / 60, 10 / 60], [5 / 60, 10 / 60]]
+
+
+def test_the_picture_of_a_plan_has_its_title_and_shows_every_reply(tmp_path: Path, figures: list[Figure]):
+    turns = [PlannedTurn(round, 0, 0, round - 1.0, float(round), "counted", 0) for round in range(1, 5)]
+    numbers = {"begins": np.arange(4.0), "seconds": np.ones(4)}
+    for name in ("joules", "bytes_down", "bytes_up", "clients", "dropped", "late", "taken_part", "drawn"):
+        numbers[name] = np.ones(4)
+    staleness = np.repeat([0, 1, 30], [100_000, 5_000, 1])
+    title = "fedavg " + " ".join(f"asynchronous.option_{i}={i}" for i in range(9))
+
+    draw_plan(Plan(Turn(()), 4, turns=tuple(turns), staleness=staleness, **numbers), tmp_path / "plan.png", title)
+
+    (figure,) = figures
+    figure.draw_without_rendering()
+    assert figure.get_suptitle().split() == title.split()
+    extent = figure._suptitle.get_window_extent()
+    assert extent.x0 > 0 and extent.x1 < figure.bbox.width
+    replies = figure.subfigs[1].axes[1]
+    heights = [bar.get_window_extent().height for bar in replies.patches if bar.get_height()]
+    assert len(heights) == 3 and min(heights) > 2, "a bar is less than two pixels high"
 
 
 @pytest.mark.parametrize("methods", [1, 3, 6])

@@ -30,7 +30,7 @@ def raypfl(*words: str, draws: bool = False) -> Result:
         return CliRunner().invoke(app, words)
 
 
-def _empty_picture(shown: Sequence[RunResult] | Plan, path: Path) -> Path:
+def _empty_picture(shown: Sequence[RunResult] | Plan, path: Path, title: str = "") -> Path:
     path.touch()
     return path
 

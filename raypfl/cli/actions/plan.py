@@ -38,7 +38,7 @@ def carry_out(
         file = picture
         if len(by_label) > 1:
             file = picture.with_stem(f"{picture.stem}-{i}")
-        draw(result, file)
+        draw(result, file, label)
         numbers[label] = {**display.as_json(result), "picture": str(file)}
         if as_json:
             continue

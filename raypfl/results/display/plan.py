@@ -56,7 +56,7 @@ def show(console: Console, plan: Plan) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=False)
     table.add_column(style="dim")
     table.add_column()
-    table.add_row("rounds a day", f"{numbers['rounds_a_day']:,.1f}")
+    table.add_row("rounds a day", _three_digits(numbers["rounds_a_day"]))
     table.add_row("the whole run", f"{duration(plan.total_seconds)} for {counted(plan.rounds, 'round')}")
     table.add_row(
         "a round",
@@ -92,14 +92,21 @@ def _clients_of_a_round(mean_counts: Mapping[str, float]) -> str:
 
 def _taking_part(numbers: Mapping[str, Any]) -> str:
     never_drawn = numbers["never_drawn"]
-    text = f"{never_drawn:,} of {counted(numbers['clients'], 'client')} are never drawn"
+    share = f"{numbers['clients'] - never_drawn:,} of" if never_drawn else "all"
+    text = f"{share} {counted(numbers['clients'], 'client')} are drawn"
 
     never_counted = numbers["never_taken_part"] - never_drawn
     if never_counted:
-        text += f", and the work of {never_counted:,} more never counts"
+        text += f", but the work of {never_counted:,} of them never counts"
     if numbers["gini"] is not None:
         text += f"; the Gini coefficient of their turns is {numbers['gini']:.2f}"
     return text
+
+
+def _three_digits(number: float) -> str:
+    """Return ``"0.0123"``, ``"12.3"`` or ``"12,300"``."""
+    rounded = f"{number:.3g}"
+    return rounded if number < 100 else f"{float(rounded):,.0f}"
 
 
 def duration(seconds: float) -> str:

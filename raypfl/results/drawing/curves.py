@@ -8,7 +8,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from raypfl.results.colours import mark
 from raypfl.results.numbers import Curve, clients_from_worst
@@ -16,6 +16,7 @@ from raypfl.results.run_groups import RunGroup
 
 _DAY = 24 * 3600.0  # seconds
 _STEPS = [1, 2, 2.5, 5, 10]
+_LONG_AXIS = 300.0  # greatest over least number, from which powers of 10 are enough
 _DASH = 3.0
 _MARKERS = {"": None, "●": "o", "■": "s", "▲": "^", "◆": "D", "▼": "v"}
 _MANY_CURVES = 6  # the bands of more curves would hide each other
@@ -32,6 +33,15 @@ def scale(axis: Any, ticks: int = 7, integer: bool = False) -> None:
     """Put about `ticks` round numbers on an axis."""
     axis.set_major_locator(MaxNLocator(ticks, steps=_STEPS, integer=integer, min_n_ticks=1))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}".replace("-", "−")))
+
+
+def scale_logarithmic(axis: Any) -> None:
+    """Put plain numbers on a logarithmic axis whose limits are set: 1, 2, 5, 10, or powers of 10 on a long axis."""
+    low, high = axis.get_view_interval()
+    steps = (1.0, 2.0, 5.0) if high < _LONG_AXIS * low else (1.0,)
+    axis.set_major_locator(LogLocator(subs=steps))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
 
 
 def scale_rounds(axes: Axes) -> None:

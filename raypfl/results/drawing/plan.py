@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from textwrap import fill
 
 import numpy as np
 from matplotlib.axes import Axes
 
+from raypfl.common.counting import counted
 from raypfl.results.drawing.canvas import DATA, GREY, INK, PALE, png
-from raypfl.results.drawing.curves import time_scale
+from raypfl.results.drawing.curves import scale, scale_logarithmic, time_scale
 from raypfl.runs.planning.plan import PERCENTILES, Plan
 from raypfl.runs.planning.turns import PlannedTurn
+
+_TITLE_WIDTH = 75  # characters across the figure
 
 _MOST_BARS = 200
 """Turns in the picture, about; further rounds are left out."""
@@ -36,9 +40,10 @@ class _Bars:
     colour: str
 
 
-def draw(plan: Plan, path: str | Path) -> Path:
+def draw(plan: Plan, path: str | Path, title: str) -> Path:
     """Write a PNG of the first rounds, turn by turn, and of the lengths of all rounds; its folder must exist."""
-    with png(path, 10, 6.2) as figure:
+    with png(path, 10, 6.5) as figure:
+        figure.suptitle(fill(title, _TITLE_WIDTH), fontsize=13, fontweight="bold")
         rows = figure.add_gridspec(2, 1, height_ratios=(2.4, 1))
         above = figure.add_subfigure(rows[0])
         below = figure.add_subfigure(rows[1])
@@ -56,21 +61,21 @@ def _draw_turns(axes: Axes, plan: Plan) -> None:
     """A row for each client that is at work at a time: its turns, and how long it waits for the end of the round."""
     num_rounds = _num_drawn_rounds(plan.turns)
     round_ends = (plan.begins + plan.seconds)[:num_rounds]
-    scale, unit = time_scale(round_ends[-1])
+    seconds, unit = time_scale(round_ends[-1])
     shown = [turn for turn in plan.turns if turn.round <= num_rounds]
     row_of_place = {place: row for row, place in enumerate(sorted({turn.place for turn in shown}))}
 
     for bars in _bars(shown, round_ends, waits=plan.staleness is None):
         rows = [row_of_place[turn.place] for turn in bars.turns]
-        begins = np.array([turn.begins for turn in bars.turns]) / scale
-        lengths = np.array([turn.ends for turn in bars.turns]) / scale - begins
+        begins = np.array([turn.begins for turn in bars.turns]) / seconds
+        lengths = np.array([turn.ends for turn in bars.turns]) / seconds - begins
         axes.barh(rows, lengths, 1.0, begins, color=bars.colour, label=bars.label, edgecolor="white", linewidth=0.4)
     for end in round_ends:
-        axes.axvline(end / scale, color=GREY, linewidth=0.6)
+        axes.axvline(end / seconds, color=GREY, linewidth=0.6)
 
     rounds = "The first round" if num_rounds == 1 else f"The first {num_rounds} rounds"
     axes.set(title=f"{rounds}, turn by turn; a grey line is the end of a round", yticks=[])
-    axes.set(xlabel=f"simulated {unit}", xlim=(0, round_ends[-1] / scale), ylim=(len(row_of_place) - 0.5, -0.5))
+    axes.set(xlabel=f"simulated {unit}", xlim=(0, round_ends[-1] / seconds), ylim=(len(row_of_place) - 0.5, -0.5))
     axes.set(ylabel=_rows_label(shown, len(row_of_place)))
     axes.grid(False)
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
@@ -109,23 +114,28 @@ def _rows_label(turns: Sequence[PlannedTurn], num_rows: int) -> str:
 
 
 def _draw_lengths(axes: Axes, plan: Plan) -> None:
-    scale, unit = time_scale(float(np.percentile(plan.seconds, 95)))
-    lengths = plan.seconds / scale
+    seconds, unit = time_scale(float(np.percentile(plan.seconds, 95)))
+    lengths = plan.seconds / seconds
     low, high = lengths.min(), lengths.max()
     if high - low < 1e-6 * high:
         # Rounds that all end at their deadline differ by rounding alone.
         low, high = 0.9 * low, 1.1 * high
     axes.hist(lengths, bins=min(60, max(plan.rounds // 2, 5)), range=(low, high), color=DATA)
-    for percent in PERCENTILES:
-        position = np.percentile(plan.seconds, percent) / scale
+    for position in np.percentile(plan.seconds, PERCENTILES) / seconds:
         axes.axvline(position, color=INK, linewidth=0.8, linestyle="--")
-        axes.annotate(
-            f" {percent} %", (position, 0.92), xycoords=("data", "axes fraction"), color=INK, fontsize=9, va="top"
-        )
-    axes.set(title=f"How long all {plan.rounds:,} rounds take", xlabel=unit, ylabel="rounds")
+    scale(axes.yaxis, ticks=4, integer=True)
+    # The bars leave room for the dashes, which are hard to see on them.
+    axes.margins(y=0.25)
+    percentiles = " and ".join(f"{percent}th" for percent in PERCENTILES)
+    axes.set(title=f"Lengths of {counted(plan.rounds, 'round')}", ylabel="rounds")
+    axes.set(xlabel=f"{unit}; dashed: {percentiles} percentiles")
 
 
 def _draw_staleness(axes: Axes, staleness: np.ndarray) -> None:
     counts = np.bincount(staleness)
     axes.bar(np.arange(len(counts)), counts, width=0.9, color=DATA)
-    axes.set(title="How stale replies are", xlabel="models made while a reply was under way", ylabel="replies")
+    axes.set(title="How stale replies are (logarithmic)", xlabel="models made while a reply was under way")
+    # A few replies of slow devices are far more stale than all others, and would be invisible on a linear axis.
+    axes.set(yscale="log", ylabel="replies", ylim=(0.7, 1.5 * counts.max()))
+    scale_logarithmic(axes.yaxis)
+    scale(axes.xaxis, integer=True)
