@@ -139,11 +139,16 @@ def test_a_picture_of_runs_in_simulated_time_shows_when_models_were_good(tmp_pat
     timed = replace(fast, rounds=fast.rounds.append_column("simulated_time", [times["fast"]]))
 
     draw([slow, timed], tmp_path / "timed.png")
+    draw([slow, slow], tmp_path / "equal.png")
     draw([slow, fast], tmp_path / "untimed.png")
 
-    axes, untimed_axes = (figure.axes[0] for figure in figures)
+    axes, equal_axes, untimed_axes = (figure.axes[0] for figure in figures)
     lines = [line.get_xdata().tolist() for line in axes.get_lines()]
-    assert (axes.get_xlabel(), untimed_axes.get_xlabel()) == ("simulated hours", "round")
+    assert (axes.get_xlabel(), axes.get_xscale()) == ("simulated hours, logarithmic", "log")
+    assert (equal_axes.get_xlabel(), equal_axes.get_xscale()) == ("simulated hours", "linear")
+    assert untimed_axes.get_xlabel() == "round"
+    marks = [label.get_text() for label in axes.get_xticklabels()]
+    assert {"0.1", "0.2", "0.5", "1", "2", "5", "10"} <= set(marks)
     assert "over simulated time" in axes.get_title("left") and "over rounds" in untimed_axes.get_title("left")
     assert lines == [[5, 10], [5 / 60, 10 / 60], [5 / 60, 10 / 60]]
 
@@ -180,7 +185,7 @@ def test_no_legend_covers_data(methods: int, tmp_path: Path, figures: list[Figur
     figure.draw_without_rendering()
     legends = [*figure.legends, *(axes.get_legend() for axes in figure.axes if axes.get_legend())]
     labels_shown = [text.get_text() for legend in legends for text in legend.get_texts()]
-    explained = {"personal model", "global model"}
+    explained = {"personal model", "global model", "band: from the lowest to the highest seed"}
     if methods > 1:
         explained.add("dashes of several colours: equal values")
     assert explained < set(labels_shown) and len(labels_shown) == methods + len(explained)

@@ -9,9 +9,11 @@ from statistics import fmean
 from textwrap import fill
 from typing import Any
 
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 
 from raypfl.results.colours import colour
 from raypfl.results.drawing.canvas import GREY, INK, png
@@ -22,6 +24,7 @@ from raypfl.results.drawing.curves import (
     line_style,
     point_style,
     scale,
+    scale_logarithmic,
     scale_rounds,
     time_scale,
 )
@@ -32,6 +35,7 @@ from raypfl.results.table import MODELS
 from raypfl.results.units import capitalised
 from raypfl.runs.result import RunResult
 
+_UNEQUAL_TIMES = 4  # longest over shortest run, from which a linear axis of time would hide the shortest
 _LEGEND_WIDTH = 150  # characters across the figure
 _LEGEND_GAP = 8  # characters that an entry takes besides its text
 _LEGEND_LINE = 70  # characters; a longer label continues on another line
@@ -42,9 +46,9 @@ def draw(results: Sequence[RunResult], path: str | Path) -> Path:
 
     Left: the primary metric by round, mean over clients on their own test data, of the personal models (solid) and of
     the global one (dashed); a band spans the seeds. If all runs have simulated time, that takes the place of rounds,
-    which may last differently long. Right: each client's at the end, from worst to best, with the model
-    that the client uses: its personal one where the method makes one. If only global models were tested, on one test
-    set, a bar and a dot for each seed.
+    which may last differently long, on a logarithmic axis if the runs end at very different times. Right: each
+    client's at the end, from worst to best, with the model that the client uses: its personal one where the method
+    makes one. If only global models were tested, on one test set, a bar and a dot for each seed.
 
     Parameters
     ----------
@@ -90,19 +94,29 @@ def _draw_course(axes: Axes, groups: Sequence[RunGroup], curves: Curves, protoco
 
     axes.set_ylabel(ylabel)
     if has_time:
-        seconds, name = time_scale(max(curve.x[-1] for curve in curves.values()))
+        seconds, time_unit = time_scale(max(curve.x[-1] for curve in curves.values()))
         curves = {key: replace(curve, x=curve.x / seconds) for key, curve in curves.items()}
-        axes.set_xlabel(f"simulated {name}")
 
     have_turns = draw_curves(axes, groups, curves, _paint)
-    if has_time:
-        axes.set_xlim(0)
-        scale(axes.xaxis)
-    else:
+    scale(axes.yaxis)
+    if not has_time:
         axes.set_xlabel("round")
         scale_rounds(axes)
-    scale(axes.yaxis)
+    elif _end_at_unequal_times(curves):
+        axes.set(xlabel=f"simulated {time_unit}, logarithmic", xscale="log")
+        scale_logarithmic(axes.xaxis)
+    else:
+        axes.set(xlabel=f"simulated {time_unit}", xlim=(0, None))
+        scale(axes.xaxis)
     return have_turns
+
+
+def _end_at_unequal_times(curves: Curves) -> bool:
+    """Whether a logarithmic axis shows all curves better than a linear one."""
+    ends = [curve.x[-1] for curve in curves.values()]
+    # A logarithmic axis has no place for time 0.
+    start = min(curve.x[0] for curve in curves.values())
+    return start > 0 and max(ends) >= _UNEQUAL_TIMES * min(ends)
 
 
 def _draw_ends(axes: Axes, groups: Sequence[RunGroup], protocol: str) -> None:
@@ -120,7 +134,7 @@ def _draw_ends(axes: Axes, groups: Sequence[RunGroup], protocol: str) -> None:
 
 def _draw_legend(figure: Figure, groups: Sequence[RunGroup], curves: Curves, protocol: str, have_turns: bool) -> None:
     """The groups with their final scores, and how lines of personal, of global and of equal models look."""
-    handles = []
+    handles: list[Artist] = []
     for group in groups:
         handles.append(Line2D([], [], color=group.colour, linewidth=5, label=_label_with_score(group, protocol)))
     is_one_round = all(len(curve.x) == 1 for curve in curves.values())
@@ -131,6 +145,8 @@ def _draw_legend(figure: Figure, groups: Sequence[RunGroup], curves: Curves, pro
         if is_one_round:
             look = {"ls": "", **point_style(model)}
         handles.append(Line2D([], [], color=INK, label=f"{model} model", **look))
+    if any(len(curve.x) > 1 and len(groups[i].results) > 1 for (i, _), curve in curves.items()):
+        handles.append(Patch(color=GREY, alpha=0.3, linewidth=0, label="band: from the lowest to the highest seed"))
     if have_turns:
         handles.append(Line2D([], [], ls="", label="dashes of several colours: equal values"))
 
