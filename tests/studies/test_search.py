@@ -21,6 +21,7 @@ from raypfl.experiment.spaces import spaces_of
 from raypfl.studies.cells import plan
 from raypfl.studies.description import load
 from raypfl.studies.deviations import deviations
+from raypfl.studies.search.choice import Score, SearchOutcome
 from raypfl.studies.search.trials import SearchTrial, draw, planned_trials, with_search
 from tests.support.command import raypfl as command
 
@@ -181,6 +182,18 @@ def test_the_table_and_the_files_tell_what_was_searched(whole: tuple[dict, Path]
     assert deviations(study, without_search, plan(study), plan(study), {})[0] == "No settings are searched."
     expected = "Settings are searched, with 4 trials for each method."
     assert deviations(without_search, study, plan(study), plan(study), {})[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("scores", "text"),
+    [([50.0], "validation data)"), ([50.0, 43.09], "the other 43.09)"), ([50.0, 41.0, 43.0], "others 41.00 to 43.00)")],
+)
+def test_a_search_says_what_its_other_trials_reached(scores: list[float], text: str):
+    search = with_search(load("tiny.yaml")[0], [])[0].search
+    trials = [trial for trial in trials_of("tiny.yaml") if trial.position[0] == "FedAvg"]
+    judged = [Score(trial, value) for trial, value in zip(trials, scores, strict=False)]
+    outcome = SearchOutcome(search, judged, {trials[0].position: judged[0]})
+    assert text in outcome.sentences()[2]
 
 
 def test_a_trial_that_fails_has_no_score_and_another_one_is_chosen():

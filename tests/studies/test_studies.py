@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import os
 import signal
 from dataclasses import replace
@@ -14,6 +15,7 @@ import matplotlib.image
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from rich.console import Console
 
 import raypfl
 from raypfl.common.errors import ConfigError
@@ -29,7 +31,7 @@ from raypfl.studies.deviations import deviations
 from raypfl.studies.scaffold import scaffold
 from raypfl.studies.search.trials import planned_trials, with_search
 from raypfl.studies.table.entries import TableEntry, table_entries
-from raypfl.studies.table.formats import as_latex, markdown
+from raypfl.studies.table.formats import as_latex, markdown, show
 from raypfl.studies.table.layout import arrange, blocks
 from raypfl.studies.table.picture import draw
 from tests.support.command import raypfl as command
@@ -534,6 +536,19 @@ def test_the_table_has_measured_published_and_gap_as_the_paper_lays_it_out():
     ):
         assert line in latex
     assert latex.count(r"\begin{tabular}{llrrrr}") == 1
+
+
+def test_a_table_of_measured_numbers_alone_has_a_line_for_each_method_that_does_not_say_here():
+    entries = [entry(method, "x", "GM", 61.0, 63.0) for method in ("A", "B")]
+    study, _ = load("digits-personal")
+    table = arrange(study, None, entries, [])
+    console = Console(file=io.StringIO(), width=60)
+    show(console, table)
+
+    texts = [markdown(table), as_latex(table), console.file.getvalue()]
+    assert "| A | 62.00±1.41 |" in texts[0] and r"A & 62.00 $\pm$ 1.41 \\" in texts[1]
+    assert ["A", "62.00±1.41"] in [line.split() for line in texts[2].splitlines()]
+    assert not any("here" in text for text in texts)
 
 
 def test_a_spread_over_clients_is_a_result_with_a_gap_of_its_own():

@@ -98,7 +98,9 @@ class SearchOutcome:
                 if score.trial.position == position and score is not best and score.value is not None
             ]
             reached = f"{best.value:.2f} on validation data"
-            if values_of_others:
+            if len(values_of_others) == 1:
+                reached += f", the other {values_of_others[0]:.2f}"
+            elif values_of_others:
                 reached += f", the others {min(values_of_others):.2f} to {max(values_of_others):.2f}"
             lines.append(f"{_name(position)}: {values} (trial {best.trial.number}; {reached}).")
 

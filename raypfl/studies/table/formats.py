@@ -39,8 +39,8 @@ def markdown(table: StudyTable) -> str:
     for block in table.titled_blocks:
         if block.title:
             parts.append(f"## {block.title}")
-        headings = ["", "", *(" ".join(filter(None, heading)) for heading in block.headings)]
-        rows = [headings, ["---", "---", *["---:"] * len(block.headings)], *block.lines]
+        headings = [*[""] * block.words, *(" ".join(filter(None, heading)) for heading in block.headings)]
+        rows = [headings, [*["---"] * block.words, *["---:"] * len(block.headings)], *block.lines]
         parts.append("\n".join(f"| {' | '.join(row)} |" for row in rows))
 
     for heading, lines in table.notes:
@@ -69,17 +69,19 @@ def _latex_tables(arranged: Sequence[TableBlock], caption: str) -> Iterator[str]
         by_headings.setdefault(tuple(block.headings), []).append(block)
 
     for headings, same_columns in by_headings.items():
-        column_names = ["method", "", *(latex.escaped(" ".join(filter(None, heading))) for heading in headings)]
+        words = same_columns[0].words
+        names_of_words = ["method", ""][:words]
+        column_names = [*names_of_words, *(latex.escaped(" ".join(filter(None, heading))) for heading in headings)]
         rows = []
         for block in same_columns:
             texts = [list(map(latex.number, line)) for line in block.lines]
             rows.append((latex.escaped(block.title), texts))
-        yield latex.table(column_names, rows, caption, words=2)
+        yield latex.table(column_names, rows, caption, words)
 
 
 def _parts(block: TableBlock, console: Console) -> Iterator[Table]:
     """Yield the block as a table or, if it is wider than the console, as several tables with some columns each."""
-    columns = [list(texts) for texts in zip(*(line[2:] for line in block.lines), strict=True)]
+    columns = [list(texts) for texts in zip(*(line[block.words :] for line in block.lines), strict=True)]
     whole = _table(block, range(len(columns)), [None] * len(columns))
     if width_of(console, whole) <= console.width:
         yield whole
@@ -106,12 +108,14 @@ def _table(block: TableBlock, columns: Sequence[int], widths: Sequence[int | Non
     """Return some columns of a block as a table; a width of None fits the texts."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("method", style="bold")
-    table.add_column("")
+    if block.words > 1:
+        table.add_column("")
     for i in columns:
         table.add_column("\n".join(filter(None, block.headings[i])), justify="right", width=widths[i])
-    for i, (method, kind, *texts) in enumerate(block.lines):
-        if method and i:
+    for i, line in enumerate(block.lines):
+        if line[0] and i and block.words > 1:
             table.add_section()
-        shown_texts = [kind, *(texts[column] for column in columns)]
-        table.add_row(Text(method), *(Text(text, _STYLES.get(kind, "")) for text in shown_texts))
+        style = _STYLES.get(line[1], "") if block.words > 1 else ""
+        shown_texts = [*line[1 : block.words], *(line[block.words + column] for column in columns)]
+        table.add_row(Text(line[0]), *(Text(text, style) for text in shown_texts))
     return table

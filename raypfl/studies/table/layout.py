@@ -25,12 +25,15 @@ class TableBlock:
     ----------
     headings : ``(group, metric)`` of each column.
     lines : up to four lines per method: the method's name (empty after the first line), then what is in the line, such
-        as ``here``, ``published`` or ``gap``, then a text for each column.
+        as ``here``, ``published`` or ``gap``, then a text for each column. If the study has measured numbers alone,
+        nothing says what is in a line.
+    words : number of texts of a line before its columns: 2, or 1 if nothing says what is in a line.
     """
 
     title: str
     headings: list[tuple[str, str]]
     lines: list[list[str]]
+    words: int = 2
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ def arrange(
 
 def blocks(entries: Sequence[TableEntry]) -> list[TableBlock]:
     """Arrange entries as in the paper: a block for each setting down, a column for each metric and setting across."""
+    has_published = any(entry.published for entry in entries)
     table = []
     for title in dict.fromkeys(entry.down for entry in entries):
         block_entries = [entry for entry in entries if entry.down == title]
@@ -86,8 +90,9 @@ def blocks(entries: Sequence[TableEntry]) -> list[TableBlock]:
         lines = []
         for method in dict.fromkeys(entry.method for entry in block_entries):
             by_heading = {(entry.across, entry.metric): entry for entry in block_entries if entry.method == method}
-            lines += _lines(method, [by_heading[heading] for heading in headings])
-        table.append(TableBlock(title, headings, lines))
+            row = [by_heading[heading] for heading in headings]
+            lines += _lines(method, row) if has_published else [[method, *map(_measured, row)]]
+        table.append(TableBlock(title, headings, lines, words=2 if has_published else 1))
     return table
 
 

@@ -80,9 +80,11 @@ def _legend_handles(entries: Sequence[TableEntry], metrics: Sequence[str]) -> li
     handles = []
     for i, metric in enumerate(metrics):
         handles.append(Line2D([], [], linestyle="", marker="s", color=colour(i), label=metric))
-    handles.append(Line2D([], [], marker="o", markersize=4, color=INK, label=f"here, ± over {over}"))
+    has_published = any(entry.published for entry in entries)
+    measured = "here" if has_published else "mean"
+    handles.append(Line2D([], [], marker="o", markersize=4, color=INK, label=f"{measured}, ± over {over}"))
 
-    if any(entry.published for entry in entries):
+    if has_published:
         hollow = Line2D([], [], linestyle="", marker="o", markersize=7, markerfacecolor="none", color=INK)
         hollow.set_label("published")
         handles.append(hollow)
