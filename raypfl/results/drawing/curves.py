@@ -16,7 +16,6 @@ from raypfl.results.run_groups import RunGroup
 
 _DAY = 24 * 3600.0  # seconds
 _STEPS = [1, 2, 2.5, 5, 10]
-_LONG_AXIS = 300.0  # greatest over least number, from which powers of 10 are enough
 _DASH = 3.0
 _MARKERS = {"": None, "●": "o", "■": "s", "▲": "^", "◆": "D", "▼": "v"}
 _MANY_CURVES = 6  # the bands of more curves would hide each other
@@ -35,10 +34,11 @@ def scale(axis: Any, ticks: int = 7, integer: bool = False) -> None:
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}".replace("-", "−")))
 
 
-def scale_logarithmic(axis: Any) -> None:
-    """Put plain numbers on a logarithmic axis whose limits are set: 1, 2, 5, 10, or powers of 10 on a long axis."""
+def scale_logarithmic(axis: Any, ticks: int = 9) -> None:
+    """Put plain numbers on a logarithmic axis, whose limits are set: 1, 2, 5, 10, or powers of 10 if these are more
+    than `ticks`."""
     low, high = axis.get_view_interval()
-    steps = (1.0, 2.0, 5.0) if high < _LONG_AXIS * low else (1.0,)
+    steps = (1.0, 2.0, 5.0) if 3 * np.log10(high / low) <= ticks else (1.0,)
     axis.set_major_locator(LogLocator(subs=steps))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))

@@ -137,5 +137,5 @@ def _draw_staleness(axes: Axes, staleness: np.ndarray) -> None:
     axes.set(title="How stale replies are (logarithmic)", xlabel="models made while a reply was under way")
     # A few replies of slow devices are far more stale than all others, and would be invisible on a linear axis.
     axes.set(yscale="log", ylabel="replies", ylim=(0.7, 1.5 * counts.max()))
-    scale_logarithmic(axes.yaxis)
+    scale_logarithmic(axes.yaxis, ticks=4)
     scale(axes.xaxis, integer=True)
