@@ -17,7 +17,7 @@ from raypfl.data.datasets.readers.spiral import EXTENT, Spiral, as_bytes, spiral
 from raypfl.experiment import experiments
 from raypfl.experiment.recipes import RECIPES
 from raypfl.models import MODELS
-from raypfl.results import latent_picture
+from raypfl.results.drawing import latent_picture
 from tests.support.runs import experiment
 
 

@@ -19,7 +19,7 @@ from raypfl.common.errors import MethodError
 from raypfl.engine.events import RoundFinished
 from raypfl.federation.logged import png
 from raypfl.integrations.tracking.listener import track
-from raypfl.results import logged_picture
+from raypfl.results.drawing import logged_picture
 from raypfl.results.report import write
 from tests.federation.test_cohort import SIZES, exchange, federation, ids_of
 from tests.support.runs import Interrupt, experiment, same_tables

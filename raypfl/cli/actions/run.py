@@ -327,7 +327,8 @@ def _pictures(
 ) -> dict[str, Path]:
     """Draw the pictures of the results, and return them by heading."""
     # Matplotlib takes a second, which an error need not wait for.
-    from raypfl.results import drawing, latent_picture, logged_picture
+    from raypfl.results import drawing
+    from raypfl.results.drawing import latent_picture, logged_picture
     from raypfl.trained import descriptor_picture
 
     pictures = {}
