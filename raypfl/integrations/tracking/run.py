@@ -43,6 +43,9 @@ NOTE = "mlflow.note.content"
 TABLES = "mlflow.loggedArtifacts"
 """The tag with the tables that MLflow shows."""
 
+GATHERING = 5.0
+"""Seconds in which events are gathered: each record is a few transactions, which cost more than what they write."""
+
 _OPENING = threading.Lock()
 """Runs that begin at the same time open MLflow one by one: the first creates their common experiment and parent."""
 
@@ -126,10 +129,7 @@ class RunRecord:
         last_event: Event | None = None
         is_recorded = False
         while not isinstance(last_event, RunFinished):
-            pending.append(self._events.get())
-            while not self._events.empty():
-                pending.append(self._events.get())
-
+            pending += self._next_events()
             last_event, time_of_last = pending[-1]
             is_recorded = self.attempt(self._record, pending)
             if is_recorded:
@@ -139,6 +139,17 @@ class RunRecord:
             self.attempt(self._finish, last_event, time_of_last)
         if self._monitor:
             self._monitor.finish()
+
+    def _next_events(self) -> list[tuple[Event, int]]:
+        """Wait for an event, and for those of the next seconds unless it is the last one."""
+        events = [self._events.get()]
+        deadline = time.monotonic() + GATHERING
+        while not isinstance(events[-1][0], RunFinished):
+            try:
+                events.append(self._events.get(timeout=max(0.0, deadline - time.monotonic())))
+            except queue.Empty:
+                break
+        return events
 
     def _open(self) -> MlflowClient:
         """Start the MLflow run or, if the run is resumed, continue the one that it has."""
