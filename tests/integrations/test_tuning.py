@@ -152,6 +152,7 @@ def test_every_search_that_comes_with_raypfl_is_valid_and_says_where_it_is_from(
     assert sweep.source or file.stem.startswith("digits"), "a grid of a paper names its section"
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_sweep_leaves_a_table_pictures_and_the_best_configuration_which_repeats_the_trials_bits(
     tmp_path: Path, mlflow_database: Path
