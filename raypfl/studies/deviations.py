@@ -86,7 +86,8 @@ def _extent(reference: Study, study: Study) -> list[str]:
         left_out = [label for label in published if label not in selected]
         if left_out:
             count = len(published) - len(left_out)
-            lines.append(f"{count} of {len(published)} {name}: without {', '.join(left_out)}.")
+            # Some labels have a comma: "2 classes, FashionMNIST".
+            lines.append(f"Only {count} of {len(published)} {name}; left out: {'; '.join(left_out)}.")
 
         added = [label for label in selected if label not in published]
         if added:

@@ -172,7 +172,7 @@ def test_a_study_that_extends_another_adds_and_drops_methods_and_is_compared_wit
 
     lines = deviations(reference, study, plan(study), plan(reference), {})
     assert "training.lr is 0.5, not 0.1." in lines
-    assert "FedPer: not in the published table." in lines and "1 of 2 methods: without FedAvg." in lines
+    assert "FedPer: not in the published table." in lines and "Only 1 of 2 methods; left out: FedAvg." in lines
 
 
 def test_a_study_that_extends_another_keeps_its_metrics_except_those_set_to_null(tiny: Path):
@@ -418,8 +418,8 @@ def test_the_command_runs_a_study_and_leaves_its_table_in_six_files(tiny: Path):
     assert len(reported) == 1 and str(folder) in note
 
     assert study["deviations"] == [
-        "1 of 2 methods: without Ditto.",
-        "1 of 2 groups of columns: without Dir(1.0).",
+        "Only 1 of 2 methods; left out: Ditto.",
+        "Only 1 of 2 groups of columns; left out: Dir(1.0).",
         "rounds is 1, not 4.",
         "1 seed, not 2.",
     ]
@@ -565,7 +565,7 @@ def test_deviations_say_where_they_hold_and_are_on_the_page():
     lines = deviations(study, choice, plan(choice, changes), plan(study), {})
 
     assert lines == [
-        "2 of 10 methods: without Local, FedPer, Ditto, FedRep, FedProto, CReFF, FedBABU, FedROD.",
+        "Only 2 of 10 methods; left out: Local; FedPer; Ditto; FedRep; FedProto; CReFF; FedBABU; FedROD.",
         "2 of 3 blocks: without CIFAR-100.",
         "training.precision is bf16, not fp32.",
         "method.rho is 0.5, not 0.9 (FedNH).",
