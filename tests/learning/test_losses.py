@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from dataclasses import replace
@@ -218,12 +219,12 @@ def test_an_extra_with_as_many_rows_as_clients_must_say_whose_they_are():
 
 @both_executors
 def test_a_loss_that_is_not_a_number_names_its_clients_and_the_round(executor):
-    fed = Federation(executor=executor)
-    starts = starts_of(fed)
-    starts[[1, 3]] = float("nan")
-    clients = fed.clients(ids=[3, 2, 1, 0], round=6)
+    clients = Federation(executor=executor).clients(ids=[3, 2, 1, 0], round=6)
+    factors = torch.tensor([1.0, math.nan, 1.0, math.nan])
     with pytest.raises(ClientError, match=r"diverged on client 2 in round 6: mean loss nan.*training\.lr") as caught:
-        clients.sgd(clients.loss, per_client(starts))
+        clients.sgd(
+            lambda p, batch, factor: factor * clients.loss(p, batch), clients.initial, factor=per_client(factors)
+        )
     assert caught.value.clients == (2, 0)
     assert caught.value.repeatable
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -12,6 +13,9 @@ aten = torch.ops.aten
 
 EXACT = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor})
 """Operations on each number by itself, whose bits do not depend on the order of their arguments in memory."""
+
+_TRIED_NUMBERS = 2**16
+"""How many numbers of products have to agree, at least."""
 
 EXACT_IN_PLACE = frozenset({aten.add_.Tensor, aten.sub_.Tensor, aten._foreach_add_.List})
 """Such operations that change their first argument, which stays in its order."""
@@ -43,17 +47,32 @@ def without_transposing(
 
         result = _result_of(step)
         untransposed: Name = left_maker.arguments[0]
-        transposed_right = recorder.tensors[right].transpose(1, 2)
-        # A matrix library may add up in another order, as it does for narrow matrices.
-        other_product = torch.bmm(transposed_right, recorder.tensors[untransposed])
-        if torch.equal(other_product, recorder.tensors[result]) and _may_be_in_any_order(result, operations):
-            name = recorder.name_of(transposed_right)
+        shapes = tuple(recorder.tensors[untransposed].shape), tuple(recorder.tensors[right].shape)
+        if _have_same_bits(*shapes, recorder.tensors[right].dtype) and _may_be_in_any_order(result, operations):
+            name = recorder.name_of(recorder.tensors[right].transpose(1, 2))
             replacements[id(product)] = [
                 Operation(aten.transpose.int, [right, 1, 2], {}, [name], returns_many=False),
                 Operation(aten.bmm.default, [name, untransposed], {}, [result], returns_many=False),
             ]
             replacements[id(step)] = []
     return [replacement for step in operations for replacement in replacements.get(id(step), [step])]
+
+
+@functools.lru_cache(maxsize=1024)
+def _have_same_bits(left: tuple[int, ...], right: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Whether ``(A^T B)^T`` and ``B^T A`` have the same bits for all matrices of these shapes.
+
+    A matrix library adds up in an order that depends on the shapes, and in another one for narrow matrices. So numbers
+    are drawn for a trial: those of a step, many of which are 0, can agree by chance.
+    """
+    generator = torch.Generator().manual_seed(0)
+    outputs = left[0] * left[2] * right[2]
+    for _ in range(max(4, _TRIED_NUMBERS // outputs)):
+        a = torch.randn(left, dtype=dtype, generator=generator)
+        b = torch.randn(right, dtype=dtype, generator=generator)
+        if not torch.equal(torch.bmm(a.transpose(1, 2), b).transpose(1, 2), torch.bmm(b.transpose(1, 2), a)):
+            return False
+    return True
 
 
 def _result_of(step: Operation) -> Name:
