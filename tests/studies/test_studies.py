@@ -566,7 +566,7 @@ def test_deviations_say_where_they_hold_and_are_on_the_page():
 
     assert lines == [
         "Only 2 of 10 methods; left out: Local; FedPer; Ditto; FedRep; FedProto; CReFF; FedBABU; FedROD.",
-        "2 of 3 blocks: without CIFAR-100.",
+        "Only 2 of 3 blocks; left out: CIFAR-100.",
         "training.precision is bf16, not fp32.",
         "method.rho is 0.5, not 0.9 (FedNH).",
         "training.weight_decay is 1e-05, not 0.001 (TinyImageNet).",
