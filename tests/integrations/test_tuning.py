@@ -426,7 +426,8 @@ def test_a_sweep_without_ray_tune_has_the_configurations_table_and_best_yaml_tha
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_trial_whose_process_died_goes_on_although_tune_gave_it_up(tmp_path: Path):
     dies_twice = {"name": "tests.support.federated_methods:KillsItsServer", "marks": str(tmp_path), "at": 3, "times": 2}
-    described = small(experiment={**SMALL["experiment"], "method": dies_twice}, trials=1)
+    # A limit of concurrent trials is what only Ray Tune has.
+    described = small(experiment={**SMALL["experiment"], "method": dies_twice}, trials=1, concurrent=1)
     sweep = load(described, [f"output={tmp_path}", "checkpoint.every=1"])
     statuses: set[str] = set()
 

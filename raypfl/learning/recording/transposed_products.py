@@ -66,10 +66,10 @@ def _have_same_bits(left: tuple[int, ...], right: tuple[int, ...], dtype: torch.
     are drawn for a trial: those of a step, many of which are 0, can agree by chance.
     """
     generator = torch.Generator().manual_seed(0)
-    outputs = left[0] * left[2] * right[2]
+    outputs = max(left[0] * left[2] * right[2], 1)
     for _ in range(max(4, _TRIED_NUMBERS // outputs)):
-        a = torch.randn(left, dtype=dtype, generator=generator)
-        b = torch.randn(right, dtype=dtype, generator=generator)
+        a = torch.randn(left, dtype=dtype, generator=generator, device="cpu")
+        b = torch.randn(right, dtype=dtype, generator=generator, device="cpu")
         if not torch.equal(torch.bmm(a.transpose(1, 2), b).transpose(1, 2), torch.bmm(b.transpose(1, 2), a)):
             return False
     return True
