@@ -125,8 +125,8 @@ def test_an_assignment_replaces_a_methods_own_setting_and_is_refused_if_another_
 
     # A command that also gives the methods means both.
     command = [f"methods={[{'name': 'fedavg', 'settings': settings}]}", "rounds=3"]
-    (given,) = experiments(source, command)
-    assert given.rounds == 80
+    (experiment,) = experiments(source, command)
+    assert experiment.rounds == 80
 
     with pytest.raises(ConfigError, match=r"^cohort.deadline=9.0 has no effect on fedavg with settings .*'rounds': 80"):
         experiments(source, ["cohort.deadline=9"])

@@ -191,8 +191,8 @@ def test_the_table_and_the_files_tell_what_was_searched(whole: tuple[dict, Path]
 def test_a_search_says_what_its_other_trials_reached(scores: list[float], text: str):
     search = with_search(load("tiny.yaml")[0], [])[0].search
     trials = [trial for trial in trials_of("tiny.yaml") if trial.position[0] == "FedAvg"]
-    judged = [Score(trial, value) for trial, value in zip(trials, scores, strict=False)]
-    outcome = SearchOutcome(search, judged, {trials[0].position: judged[0]})
+    scored = [Score(trial, value) for trial, value in zip(trials, scores, strict=False)]
+    outcome = SearchOutcome(search, scored, {trials[0].position: scored[0]})
     assert text in outcome.sentences()[2]
 
 

@@ -39,19 +39,19 @@ def without_transposing(
         product = maker.get(step.arguments[0]) if _transposes(step) else None
         if product is None or product.function is not aten.bmm.default or not is_pure(product):
             continue
-        left, right = product.arguments
-        left_maker = maker.get(left)
+        left_factor, right_factor = product.arguments
+        left_maker = maker.get(left_factor)
         is_read_again = sum(product.results[0] in reader.reads for reader in operations) > 1
         if left_maker is None or not _transposes(left_maker) or is_read_again:
             continue
 
         result = _result_of(step)
         untransposed: Name = left_maker.arguments[0]
-        shapes = tuple(recorder.tensors[untransposed].shape), tuple(recorder.tensors[right].shape)
-        if _have_same_bits(*shapes, recorder.tensors[right].dtype) and _may_be_in_any_order(result, operations):
-            name = recorder.name_of(recorder.tensors[right].transpose(1, 2))
+        shapes = tuple(recorder.tensors[untransposed].shape), tuple(recorder.tensors[right_factor].shape)
+        if _have_same_bits(*shapes, recorder.tensors[right_factor].dtype) and _may_be_in_any_order(result, operations):
+            name = recorder.name_of(recorder.tensors[right_factor].transpose(1, 2))
             replacements[id(product)] = [
-                Operation(aten.transpose.int, [right, 1, 2], {}, [name], returns_many=False),
+                Operation(aten.transpose.int, [right_factor, 1, 2], {}, [name], returns_many=False),
                 Operation(aten.bmm.default, [name, untransposed], {}, [result], returns_many=False),
             ]
             replacements[id(step)] = []
@@ -59,17 +59,17 @@ def without_transposing(
 
 
 @functools.lru_cache(maxsize=1024)
-def _have_same_bits(left: tuple[int, ...], right: tuple[int, ...], dtype: torch.dtype) -> bool:
+def _have_same_bits(left_shape: tuple[int, ...], right_shape: tuple[int, ...], dtype: torch.dtype) -> bool:
     """Whether ``(A^T B)^T`` and ``B^T A`` have the same bits for all matrices of these shapes.
 
     A matrix library adds up in an order that depends on the shapes, and in another one for narrow matrices. So numbers
     are drawn for a trial: those of a step, many of which are 0, can agree by chance.
     """
     generator = torch.Generator().manual_seed(0)
-    outputs = max(left[0] * left[2] * right[2], 1)
+    outputs = max(left_shape[0] * left_shape[2] * right_shape[2], 1)
     for _ in range(max(4, _TRIED_NUMBERS // outputs)):
-        a = torch.randn(left, dtype=dtype, generator=generator, device="cpu")
-        b = torch.randn(right, dtype=dtype, generator=generator, device="cpu")
+        a = torch.randn(left_shape, dtype=dtype, generator=generator, device="cpu")
+        b = torch.randn(right_shape, dtype=dtype, generator=generator, device="cpu")
         if not torch.equal(torch.bmm(a.transpose(1, 2), b).transpose(1, 2), torch.bmm(b.transpose(1, 2), a)):
             return False
     return True
