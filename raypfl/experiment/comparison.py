@@ -131,15 +131,20 @@ def _refuse_without_effect(
     base: Experiment, compared: Sequence[Experiment], methods: Sequence[Any], assigned: Iterable[tuple[str, ...]]
 ) -> None:
     """Raise a ConfigError if a method's own settings leave an assigned one without effect on that method."""
+    with_settings = []
+    for experiment, method in zip(compared, methods, strict=True):
+        if isinstance(method, Mapping) and "settings" in method:
+            replaced = [tuple(own_path) for own_path, _ in setting_paths(method["settings"])]
+            with_settings.append((method, flatten(experiment.to_dict()), replaced))
+    if not with_settings:
+        return
+
     expected = flatten(base.to_dict())
     for path in assigned:
         key = ".".join(path)
         refusing = []
-        for experiment, method in zip(compared, methods, strict=True):
-            if key not in expected or not isinstance(method, Mapping) or "settings" not in method:
-                continue
-            replaced = [tuple(own_path) for own_path, _ in setting_paths(method["settings"])]
-            if not _is_assigned(path, replaced) and flatten(experiment.to_dict()).get(key) != expected[key]:
+        for method, settings, replaced in with_settings:
+            if key in expected and settings.get(key) != expected[key] and not _is_assigned(path, replaced):
                 refusing.append(f"{method['name']} with settings {dict(method['settings'])}")
         if refusing:
             raise ConfigError(
