@@ -282,18 +282,23 @@ def test_fedacg_starts_as_fedprox_and_without_both_is_fedavg():
 @both_executors
 @pytest.mark.parametrize("kind", [MimeLite, Mime])
 def test_three_rounds_of_mime_and_mimelite_by_hand(kind, executor):
-    fed = rounds_of(kind(beta=0.8), executor)
+    decay = 0.05
+    fed = rounds_of(kind(beta=0.8), executor, training=replace(FP64, weight_decay=decay))
     theta = fed.model.init(fed.seed)
     m = torch.zeros(P, dtype=theta.dtype)
+
+    def slope(w, k, samples=None):
+        return gradient(fed, w, k, samples) + decay * w[:P]
+
     for round, ids in enumerate(DRAWN):
-        c = torch.stack([gradient(fed, theta, k) for k in ids]).mean(0)
+        c = torch.stack([slope(theta, k) for k in ids]).mean(0)
         rows = []
         for k in ids:
 
             def direction(w, samples, k=k, theta=theta, c=c, m=m):
-                g = gradient(fed, w, k, samples)
+                g = slope(w, k, samples)
                 if kind is Mime:
-                    g = g - gradient(fed, theta, k, samples) + c
+                    g = g - slope(theta, k, samples) + c
                 return 0.2 * g + 0.8 * m
 
             rows.append(local(fed, theta, k, round, direction))

@@ -23,7 +23,7 @@ class MimeLite(FedAvg):
     A local step of client k goes along ``(1 - beta) g + beta m``, with m the server's momentum, which stays fixed. The
     model becomes the mean of clients' models, and then ``m <- (1 - beta) c + beta m``, with c the mean gradient of the
     cohort's training losses at the model that the round started from. A client sends its model and its gradient. With
-    ``beta = 0`` it is FedAvg with equal weights.
+    ``beta = 0`` it is FedAvg with equal weights. Weight decay is part of all these gradients.
 
     Attributes
     ----------
@@ -46,8 +46,17 @@ class MimeLite(FedAvg):
         trained = clients.sgd(clients.loss, theta, lr=lr, correction=self.momentum(m))
         return {
             "theta": Mean(trained, weight=clients.weights(self.weighting)),
-            "c": Mean(clients.grad(clients.loss, theta), weight=clients.weights(self.weighting)),
+            "c": Mean(self.gradient(clients, theta), weight=clients.weights(self.weighting)),
         }
+
+    def gradient(self, clients: Clients, theta: Tensor) -> Tensor:
+        """Return the gradients ``[K, P]`` of the losses on all training samples at `theta`, with weight decay."""
+        return self.with_decay(clients, clients.grad(clients.loss, theta), theta)
+
+    def with_decay(self, clients: Clients, gradient: Tensor, theta: Tensor) -> Tensor:
+        """Return a gradient at `theta` with that of weight decay, which local steps add by themselves."""
+        decay = clients.training.weight_decay
+        return gradient + decay * clients.model.parameters(theta) if decay else gradient
 
     def momentum(self, m: Tensor) -> Tensor:
         """Return what is added to gradients, so that steps at the rate ``(1 - beta) lr`` are those of momentum."""
@@ -74,13 +83,13 @@ class Mime(MimeLite):
         self.finish(server, cohort, reply["theta"], c)
 
     def gradients(self, clients: Clients, theta: Tensor) -> dict[str, Mean]:
-        return {"c": Mean(clients.grad(clients.loss, theta), weight=clients.weights(self.weighting))}
+        return {"c": Mean(self.gradient(clients, theta), weight=clients.weights(self.weighting))}
 
     def corrected(self, clients: Clients, theta: Tensor, m: Tensor, c: Tensor) -> dict[str, Mean]:
         lr = clients.lr * (1 - self.beta)
         common = c + self.momentum(m)
         model: Tensor = per_client(theta.repeat(len(clients), 1))
         for batch in clients.minibatches():
-            correction = common - batch.grad(clients.loss, theta)
-            model = batch.step(clients.loss, model, lr=lr, correction=correction)
+            at_start = self.with_decay(clients, batch.grad(clients.loss, theta), theta)
+            model = batch.step(clients.loss, model, lr=lr, correction=common - at_start)
         return {"theta": Mean(model, weight=clients.weights(self.weighting))}
