@@ -12,6 +12,7 @@ from raypfl.methods import FedAvg, FedKD, Local
 from raypfl.methods.personal_models.fedkd import compressed
 from tests.support.federation import (
     FP64,
+    Federation,
     NormalisedConv,
     assert_close,
     both_executors,
@@ -54,8 +55,11 @@ def truncated(tensor, energy):
 def test_rounds_of_fedkd_by_hand(executor):
     lam = 0.6
     cohorts = ([0, 1, 2, 3], [1, 2], [0, 2], [0, 1])
-    method = FedKD(lam=lam, energy_start=0.6, energy_end=0.9)
-    fed = run_method(method, *cohorts, executor=executor, training=FP64)
+    method = FedKD(lam=lam, energy_start=0.3, energy_end=1.0)
+    fed = Federation(method=method, executor=executor, training=FP64, group_size=2)
+    # The last four of ten rounds.
+    fed.round = first = 7
+    fed.run_rounds(*cohorts)
     start = fed.model.unflatten(fed.model.init(fed.seed))
     student = [start[name] for name in NAMES]
     teachers = [[*student, torch.eye(5, dtype=torch.float64)]] * 4
@@ -69,8 +73,8 @@ def test_rounds_of_fedkd_by_hand(executor):
     def divergence(a, b):
         return (a.softmax(1) * (a.log_softmax(1) - b.log_softmax(1))).sum(1).mean()
 
-    for round, ids in enumerate(cohorts):
-        energy = 0.6 + 0.3 * (round + 1) / 10
+    for round, ids in enumerate(cohorts, start=first):
+        energy = 0.3 + 0.7 * round / 10
         moves = []
         sizes = []
         for client in ids:
@@ -109,11 +113,11 @@ def test_rounds_of_fedkd_by_hand(executor):
             assert_close(tensors[name], expected)
     assert not fed.warnings
 
-    # 183 numbers are the student itself. Client 0 missed the second round, client 1 the third.
-    for round, upload in enumerate(uploads):
+    # 183 numbers are the student itself, and its whole move. Client 0 missed the second round, client 1 the third.
+    for round, upload in enumerate(uploads, start=first):
         assert sent_per_client(fed.ledger, round)["up", "move"] == pytest.approx(upload)
-    assert max(uploads) < 183 > max(downloads)
-    down = [sent_per_client(fed.ledger, round)["down", "student"] for round in range(4)]
+    assert max(uploads[:3]) < 183 > max(downloads[:3]) and uploads[3] == downloads[3] == 183
+    down = [sent_per_client(fed.ledger, round)["down", "student"] for round in range(first, 11)]
     missed = min(183, downloads[0] + downloads[1])
     assert down == [183, downloads[0], (missed + downloads[1]) / 2, (downloads[2] + min(183, sum(downloads[1:3]))) / 2]
 

@@ -32,10 +32,10 @@ class FedKD(Method):
     is trained with the teacher, and stays with it. Both networks have the experiment's architecture.
 
     The client sends the student's move. Of each tensor, seen as a matrix with a row for each output, it sends the
-    fewest singular values, with their vectors, that hold more than a share T of their sum of squares; T goes from
-    `energy_start` to `energy_end` over the rounds. The server does the same with the mean of the moves, in which
-    clients count equally. A vector, or a matrix that is no larger than its factors, is sent itself. A client that
-    missed rounds gets their moves, or the student if it is smaller, as at first.
+    fewest singular values, with their vectors, that hold more than a share T of their sum of squares; T goes in equal
+    steps from `energy_start`, before the first round, to `energy_end`, in the last. The server does the same with the
+    mean of the moves, in which clients count equally. A vector, or a matrix that is no larger than its factors, is sent
+    itself. A client that missed rounds gets their moves, or the student if it is smaller, as at first.
 
     The global model is the student. A client that was never trained has the initial model. With ``lam: 0`` the teacher
     is trained alone, and with ``energy_start: 1, energy_end: 1`` the student's moves are whole.
@@ -43,7 +43,7 @@ class FedKD(Method):
     Attributes
     ----------
     lam : weight of what is learnt from the other network.
-    energy_start, energy_end : share T of the squares in the first and after the last round.
+    energy_start, energy_end : share T of the squares before the first round and in the last.
     """
 
     objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
