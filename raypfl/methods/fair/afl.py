@@ -27,8 +27,9 @@ class AFL(FedAvg):
     the simplex. The model that is evaluated is the mean of the rounds' models. With ``training.steps=1``, these are the
     paper's steps. With ``lambda_lr = 0`` the rounds' models are FedAvg's.
 
-    In the paper, all clients take part in each round. Here, a client that is not in a round's cohort keeps its
-    ``lambda_k``, and the cohort's weights are scaled to sum to 1. If all of them are 0, the model stays.
+    In the paper, all clients take part in each round. Here, a round raises the ``lambda_k`` of its cohort alone, and
+    the projection, of all clients, lowers the others. The cohort's weights are scaled to sum to 1 in the average;
+    if all of them are 0, the model stays.
 
     Attributes
     ----------

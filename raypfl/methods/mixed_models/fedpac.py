@@ -31,9 +31,9 @@ class FedPAC(Method):
     a_ij phi_j`` over the cohort, where ``a_i`` minimises ``sum_j a_j^2 V_j + ||h_i - sum_j a_j h_j||^2`` over the
     simplex. On the received body, ``h_i`` are its mean features by class times the classes' shares, and ``V_i`` is the
     variance of this estimate. Down: body, output layer, C d class means; up: the same, ``h_i``, and ``V_i``; nothing is
-    sent for classes that a client lacks. Clients keep nothing: the server has their output layers. Clients that were
-    never trained train the initial one before they are evaluated. There is no global model. With ``lam = 0`` and every
-    client's own output layer it is FedRep.
+    sent for classes that a client lacks. Clients keep nothing: the server has their output layers. A client that was
+    never drawn has the initial one; clients that are never trained also train it before they are evaluated. There is no
+    global model. With ``lam = 0`` and every client's own output layer it is FedRep.
 
     Attributes
     ----------

@@ -31,7 +31,7 @@ class APFL(FedAvg):
     alpha : weight of the personal model, at the start or, without `adaptive`, always.
     adaptive : start each round with a gradient step of ``alpha_k`` on the mixture's loss for one mini-batch. Its
         gradient is ``<v_k - w, grad F_k(mixture)>``, and the result is clipped to [0, 1].
-    alpha_lr : learning rate of alpha; None: training.lr.
+    alpha_lr : learning rate of alpha; None: the round's.
     """
 
     alpha: Annotated[float, CHANCE] = 0.5

@@ -30,9 +30,9 @@ class PFedMe(FedAvg):
 
     Attributes
     ----------
-    lam : weight of the proximal term, lambda. ``w_k`` moves the fraction ``training.lr * lam`` of the way to ``v_k``.
+    lam : weight of the proximal term, lambda. ``w_k`` moves the fraction ``lr * lam`` of the way to ``v_k``.
     inner_steps : number of steps on each mini-batch, K; with 0, ``w`` does not change.
-    inner_lr : learning rate of the personal model; None: training.lr.
+    inner_lr : learning rate of the personal model; None: the round's.
     unseen_epochs : number of epochs on the inner problem of a client that was never trained, from the global model;
         None: as many as in one round.
     """
