@@ -10,8 +10,6 @@
 # Without Ray, everything runs in this process, and a breakpoint stops where you put it.
 
 # %%
-import ray
-
 import raypfl
 
 described = raypfl.Experiment(method="ditto", rounds=3, cohort={"size": 8}, evaluation={"every": 0})
@@ -28,7 +26,7 @@ alone = raypfl.run(described.override(["engine.backend=inline"]))
 
 # %%
 spread = raypfl.run(described.override(["ray.actors=2"]))
-print(ray.cluster_resources()["CPU"], "CPUs on", len(ray.nodes()), "node")
+print(spread.metadata["actors"], "client processes")
 
 # %% [markdown]
 # Both runs have the same bits, since draws are keyed by client and round, and sums are taken in a
