@@ -33,18 +33,23 @@ def test_feddbe_without_pull_and_bias_is_fedavg(executor):
 
 
 def steps_by_hand(parameters, visits, lr, kappa, momentum, consensus):
-    """Train weights, biases and the shift in place on these batches; return the running mean."""
+    """Train weights, biases and the shift in place on these batches; return the running mean.
+
+    Without a consensus, the features have no shift.
+    """
     w1, b1, w2, b2, shift = parameters
+    trained = parameters if consensus is not None else parameters[:4]
     running = torch.zeros_like(shift)
     for x, y in visits:
         z = (x.flatten(1) @ w1.T + b1).tanh()
         running = (1 - momentum) * running.detach() + momentum * z.mean(0)
-        loss = F.cross_entropy((z + shift) @ w2.T + b2, y)
-        if consensus is not None:
-            loss = loss + kappa * 0.5 * ((running - consensus) ** 2).mean()
-        slopes = torch.autograd.grad(loss, parameters)
+        if consensus is None:
+            loss = F.cross_entropy(z @ w2.T + b2, y)
+        else:
+            loss = F.cross_entropy((z + shift) @ w2.T + b2, y) + kappa * 0.5 * ((running - consensus) ** 2).mean()
+        slopes = torch.autograd.grad(loss, trained)
         with torch.no_grad():
-            for p, slope in zip(parameters, slopes, strict=True):
+            for p, slope in zip(trained, slopes, strict=True):
                 p -= lr * slope
     return running.detach()
 

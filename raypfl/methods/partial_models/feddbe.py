@@ -25,8 +25,9 @@ class FedDBE(SharedPart):
     Client k adds a bias ``b_k`` to the features z, the inputs of the output layer. It minimises ``F_k + kappa/2 *
     mean((m - consensus)^2)``, the mean over features, where ``m <- (1 - momentum) m + momentum * mean(z)`` runs over
     the mini-batches of a round, from 0; the gradient goes through the last term. The bias is trained with the rest, and
-    stays on the client, from 0. The consensus is the mean of m over all trained clients after a local training before
-    the first round, whose models are discarded; every client takes part in it, also those that the first cohort lacks.
+    stays on the client, from 0. The consensus is the mean of m over all trained clients after a local training without
+    the bias before the first round, whose models are discarded; every client takes part in it, also those that the
+    first cohort lacks.
 
     Without the bias and with ``kappa: 0`` it is FedAvg. A client that was never trained has the global model, whose
     bias is 0.
@@ -76,7 +77,8 @@ class FedDBE(SharedPart):
             loss, _ = self._loss_and_mean(clients, p, batch)
             return loss
 
-        trained = clients.sgd(followed, self.received(clients, shared))
+        without_bias = ~self.personal_part(clients.model)
+        trained = clients.sgd(followed, self.received(clients, shared), train=without_bias)
         mean = trained[:, clients.model.mask(output_segments(clients.model, "mean"))]
         return {"mean": Mean(mean, clients.weights(self.weighting))}
 
