@@ -37,7 +37,9 @@ def events_of(result: RunResult, uri: str | None = None) -> Iterator[Event]:
     bytes_down = 0
     joules = 0.0
     for row in result.rounds.to_pylist():
-        del row["cohort"]
+        # Lists of clients and of the age of their models, which no event has.
+        row.pop("cohort")
+        row.pop("staleness", None)
         bytes_up += row["bytes_up"]
         bytes_down += row["bytes_down"]
         logged = _logged(result, row["round"])

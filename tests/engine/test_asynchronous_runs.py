@@ -15,11 +15,12 @@ import raypfl
 from raypfl.cli.app import app
 from raypfl.common.errors import ConfigError, LostState
 from raypfl.engine.building.rounds import schedule_for
-from raypfl.engine.events import Evaluated
+from raypfl.engine.events import Evaluated, RoundFinished
 from raypfl.federation.asynchronous.schedule import Fleet, make_schedule
 from raypfl.methods import METHODS, FedAvg
 from raypfl.runs.choices import asynchronous_methods
 from raypfl.runs.preparing import prepare
+from raypfl.runs.replay import events_of
 from tests.support.federated_methods import Marked
 from tests.support.processes import exit_code
 from tests.support.runs import ON_RAY, Interrupt, experiment, same_tables
@@ -283,3 +284,15 @@ def test_dropped_clients_are_counted_where_they_were_sent_a_message(tmp_path):
     schedule = make_schedule(Fleet(job.turns.turn_seconds(np.arange(20)), 8, dropout=0.3), 12, 0, 2)
     assert result.rounds["dropped"].to_pylist() == [schedule.drops[schedule.sent_in(n)].sum() for n in range(1, 13)]
     assert schedule.drops.sum() > 3
+
+
+def test_the_rounds_of_a_finished_run_can_be_told_to_those_that_did_not_hear_them(whole):
+    rounds = [event for event in events_of(whole) if isinstance(event, RoundFinished)]
+    assert [event.clients for event in rounds] == whole.rounds["clients"].to_pylist()
+    assert [event.simulated.time for event in rounds] == whole.rounds["simulated_time"].to_pylist()
+
+
+def test_a_run_that_continues_another_at_the_same_pace_may_have_another_learning_rate(tmp_path):
+    parent = raypfl.run(buffered(tmp_path, rounds=6, checkpoint__every=1, checkpoint__keep=9)).run_dir
+    lower = raypfl.resume(parent, from_round=3, new_run_dir=tmp_path / "new", overrides=["training.lr=0.01"])
+    assert (lower.status, lower.round) == ("finished", 6)
