@@ -135,8 +135,9 @@ class StateTable:
         """Let the staged changes count."""
         for client, layers in self._staged.items():
             self._count_uses(layers, 1)
-            self._count_uses(self._committed.get(client, ()), -1)
-            self._committed[client] = layers
+            self._count_uses(self._committed.pop(client, ()), -1)
+            if layers:
+                self._committed[client] = layers
         self._staged.clear()
 
     def abandon(self) -> None:

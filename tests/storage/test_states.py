@@ -19,6 +19,7 @@ from raypfl.common import files
 from raypfl.common.errors import MethodError, Stopped
 from raypfl.common.messages import per_client
 from raypfl.engine.backends.inline import Inline
+from raypfl.engine.state.client_states import all_digests
 from raypfl.storage import checkpoints, filesystems
 from raypfl.storage.checkpoints import Snapshot, state_files
 from raypfl.storage.stacks import Fetch, Stack, merged
@@ -430,3 +431,16 @@ def test_memory_is_bounded_if_a_large_name_changes_and_a_small_one_does_not():
             bytes_of_states += sum(rows.nbytes for rows in stack.handle.rows.values())
         assert bytes_of_states <= 2.2 * 12 * 404  # what a round replaces is rewritten before the next
     assert all(set(fed.state_of(client)) == {"small", "large"} for client in range(12))
+
+
+def test_a_client_that_deletes_all_that_it_has_just_stored_keeps_nothing():
+    def answer(clients):
+        clients.state["scratch"] = torch.zeros(len(clients), 3)
+        del clients.state["scratch"]
+        return {}
+
+    fed = Federation(method=Probe(answer=answer))
+    fed.cohort().run(fed.method.reply)
+    fed.states.commit()
+    assert all_digests(fed.states, fed.runner.backend) == {}
+    assert fed.states.refs(0) == ()
