@@ -327,7 +327,7 @@ def _refuse(view: AnalysedRound) -> None:
             training.batch_size >= most_samples
         ),
         "data.unseen_fraction: 0": not len(task.unseen),
-        "cohort.fraction: 1, so that all clients take part": view.cohort_size == task.num_clients,
+        "cohort.fraction: 1, so that all clients take part": view.cohort_size == task.num_trained,
     }
 
     missing = [name for name, met in needed.items() if not met]

@@ -198,7 +198,7 @@ class Evaluator:
         if not self.method.has("personalize"):
             return [pairs]
 
-        size = cohort_size(self.experiment.cohort, self.task.num_clients)
+        size = cohort_size(self.experiment.cohort, self.task.num_trained)
         portions = []
         start = 0
         for portion_size in even_sizes(len(pairs), math.ceil(len(pairs) / size)):

@@ -18,7 +18,7 @@ from raypfl.models.weights import origin
 def facts_of(job: Job, task: Task) -> dict[str, Any]:
     """Return what ``metadata.json`` says of a run, except for what its backend adds."""
     experiment = job.experiment
-    cohort = cohort_size(experiment.cohort, task.num_clients)
+    cohort = cohort_size(experiment.cohort, task.num_trained)
     facts = {
         "num_clients": task.num_clients,
         "parameters": task.model.num_parameters,

@@ -198,7 +198,7 @@ class Prepared:
     @property
     def num_groups(self) -> int:
         """Number of groups of a cohort; more client actors than that would have nothing to do."""
-        return len(groups_for(self.experiment.engine, cohort_size(self.experiment.cohort, self.data.num_clients)))
+        return len(groups_for(self.experiment.engine, cohort_size(self.experiment.cohort, self.num_trained)))
 
     def training_samples(self, client: int) -> Batch:
         """All training samples of a client, as the network sees them."""

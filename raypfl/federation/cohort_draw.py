@@ -54,9 +54,9 @@ class CohortDraw:
 
 
 def cohort_size(settings: CohortSettings, num_clients: int) -> int:
-    """Return the number of clients drawn in a round."""
+    """Return the number of clients drawn in a round; `num_clients` : the number of those that are trained."""
     if settings.size is not None:
-        return settings.size
+        return min(settings.size, num_clients)
     # In floating point, 0.1 * 30 is a little more than 3: rounded up, it would draw a fourth client.
     return max(1, math.ceil(settings.fraction * num_clients - 1e-9))
 
@@ -89,7 +89,7 @@ def draw_cohort(
     ConfigError : if no client can be reached at any time from `time` on.
     """
     turns = turns or ClientTurns(seed)
-    size = min(cohort_size(settings, num_clients), num_clients)
+    size = cohort_size(settings, num_clients)
     num_drawn = min(math.ceil(settings.over_selection * size - 1e-9), num_clients)
     begins = time if turns.has_clock else float(round)
 

@@ -343,8 +343,9 @@ def _mean_rows(summaries: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, 
 
     means = []
     for (protocol, model), rows_of_rounds in rows.items():
-        names = [name for name in rows_of_rounds[-1] if name not in ("protocol", "model")]
-        aggregates = {name: fmean(row[name] for row in rows_of_rounds) for name in names}
+        # A round in which a metric is undefined for all clients lacks it.
+        names = dict.fromkeys(name for row in rows_of_rounds for name in row if name not in ("protocol", "model"))
+        aggregates = {name: fmean(row[name] for row in rows_of_rounds if name in row) for name in names}
         means.append({"protocol": protocol, "model": model, **aggregates})
     return means
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -15,10 +18,12 @@ from raypfl.common.errors import ConfigError
 from raypfl.data import load_federated
 from raypfl.engine.events import Evaluated
 from raypfl.evaluation import Measures, summarise
+from raypfl.learning.objectives import SampleSums
 from raypfl.methods import Ditto, FedAvg, FedAvgFT, Local
 from raypfl.results import numbers
 from raypfl.results.run_groups import group_runs
 from raypfl.runs.replay import events_of
+from raypfl.runs.result import RunResult
 from tests.support.federation import EXECUTORS
 from tests.support.runs import Interrupt, experiment, same_tables
 
@@ -55,6 +60,24 @@ class Adapting(FedAvg):
     def unseen_model(self, clients, server):
         clients.state["touched"] = clients.initial.repeat(len(clients), 1)
         return clients.sgd(clients.loss, server["theta"], epochs=2)
+
+
+class SizesOfCohorts(FedAvg):
+    """FedAvg that notes how many clients an evaluation calls at a time."""
+
+    sizes: ClassVar[list[int]] = []
+
+    def personalize(self, server, cohort):
+        self.sizes.append(len(cohort))
+
+
+class ShareOfFirstClass(SampleSums):
+    """The share of samples of class 0, a metric that need not have a value."""
+
+    name: ClassVar[str] = "share"
+
+    def sums(self, scores):
+        return (scores.targets == 0).to(scores.outputs.dtype)[..., None]
 
 
 def test_unseen_clients_are_never_in_a_cohort_and_get_the_global_model(tmp_path, arrange_data):
@@ -340,3 +363,31 @@ def test_results_are_means_over_the_number_of_last_rounds_in_the_settings(tmp_pa
     assert dict(zip(ids.tolist(), scores.tolist(), strict=True)) == pytest.approx(
         {k: sum(v) for k, v in by_client.items()}
     )
+
+
+def test_clients_that_are_never_trained_make_no_cohort_larger(tmp_path):
+    """Half of twelve clients are never trained, so a round has three, as many as an evaluation may call at a time."""
+    SizesOfCohorts.sizes.clear()
+    unseen = {"data__unseen_fraction": 0.5, "cohort__size": "null", "cohort__fraction": 0.5}
+    grouped = {"engine__group_size": "null", "engine__executor": "vectorised", "rounds": 1}
+    method = f"{__name__}:SizesOfCohorts"
+    result = raypfl.run(experiment(tmp_path, method=method, **unseen, **grouped))
+    assert result.rounds["clients"].to_pylist() == [3]
+    assert result.metadata["group_size"] == 3
+    assert SizesOfCohorts.sizes == [3, 3]
+
+
+def test_a_metric_that_one_of_the_last_rounds_lacks_is_the_mean_of_the_others(tmp_path):
+    metric = f"[{__name__}:ShareOfFirstClass]"
+    settings = {"rounds": 2, "evaluation__every": 1, "evaluation__last": 2, "evaluation__metrics": metric}
+    result = raypfl.run(experiment(tmp_path, **settings, evaluation__protocols="[local]"))
+    file = result.run_dir / "evaluations.parquet"
+    for lacking in (1, 2):
+        table = result.evaluations.to_pydict()
+        for row, round in enumerate(table["round"]):
+            if round == lacking:
+                table["share"][row] = None
+        pq.write_table(pa.table(table, schema=result.evaluations.schema), file)
+        changed = RunResult.load(result.run_dir)
+        assert changed.summary()[0]["share"] == result.summary(3 - lacking)[0]["share"]
+        assert changed.summary()[0]["accuracy"] == result.summary()[0]["accuracy"]

@@ -39,7 +39,7 @@ class Analyses:
             task=prepared.task,
             method=experiment.method,
             training=experiment.training,
-            cohort_size=cohort_size(experiment.cohort, prepared.task.num_clients),
+            cohort_size=cohort_size(experiment.cohort, prepared.num_trained),
             samples=prepared.training_samples,
             pools=prepared.server_pools,
         )

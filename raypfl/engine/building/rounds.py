@@ -52,7 +52,7 @@ def schedule_for(experiment: Experiment, turns: ClientTurns, trained: np.ndarray
     is_always = isinstance(turns.availability, Always)
     fleet = Fleet(
         seconds=turns.turn_seconds(trained),
-        size=min(cohort_size(experiment.cohort, len(trained)), len(trained)),
+        size=cohort_size(experiment.cohort, len(trained)),
         dropout=turns.dropout,
         availability=turns.availability if is_always else _OfTrained(turns.availability, trained),
     )

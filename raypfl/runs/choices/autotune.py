@@ -193,7 +193,7 @@ def device_of_clients(prepared: Prepared) -> str:
 
 def _largest_group(prepared: Prepared) -> int:
     """Number of clients in the largest group that this run would train together."""
-    cohort = min(cohort_size(prepared.experiment.cohort, prepared.num_trained), prepared.num_trained)
+    cohort = cohort_size(prepared.experiment.cohort, prepared.num_trained)
     return max(groups_for(replace(prepared.experiment.engine, executor="vectorised"), cohort))
 
 

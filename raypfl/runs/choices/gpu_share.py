@@ -114,7 +114,7 @@ def bytes_needed(prepared: Prepared, memory: GpuMemory) -> float:
     # Masks need a second client, and no memory.
     experiment = prepared.experiment.override(["privacy.secure_aggregation=false"])
     trained = prepared.num_trained
-    cohort = min(cohort_size(experiment.cohort, trained), trained)
+    cohort = cohort_size(experiment.cohort, trained)
     largest_groups = {
         Rehearsal.train: max(groups_for(experiment.engine, cohort)),
         Rehearsal.evaluate: max(groups_for(experiment.engine, trained, evaluation=True)),
