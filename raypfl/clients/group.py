@@ -344,7 +344,10 @@ class ClientGroup:
                 clients=clients,
                 repeatable=True,
             )
-        reason = "its model is not finite" if losses is None else f"mean loss {float(losses[k]):.3g}, limit {limit:.3g}"
+        reason = "its model is not finite"
+        # After the last step no loss is taken, so a model may be at fault whose loss was not.
+        if losses is not None and not float(losses[k]) <= limit:
+            reason = f"mean loss {float(losses[k]):.3g}, limit {limit:.3g}"
         raise ClientError(
             f"Training diverged on client {self.ids[k]} in round {self.rounds[k]}: {reason}. "
             f"Lower training.lr ({self.lr:.3g} now) or set training.clip_norm.",

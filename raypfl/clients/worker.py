@@ -288,7 +288,7 @@ class Worker:
             plain,
             array=masks.sum_of(ids, rows),
             numbers=numbers,
-            masked=unmarked(value.rows).dtype,
+            masked=torch.as_tensor(plain.array).dtype,
             contributors=contributors,
         )
 

@@ -194,6 +194,8 @@ class Cohort(Log, ServerTraining):
         everyone._exchanges = self._exchanges
         answer = everyone.run(function, **arguments)
         self._exchanges = everyone._exchanges
+        self._logged.values.update(everyone._logged.values)
+        self.failed |= everyone.failed
         self.spent += everyone.spent
         return answer
 
@@ -317,7 +319,7 @@ class Cohort(Log, ServerTraining):
         numbers = numbers_charged(name, charged, len(self.ids), size)
         received = Counter(numbers[self.present].tolist())
         if self._exchanges == 0:  # a client that drops out still receives the round's first message
-            received[max(numbers.tolist(), default=size)] += len(self._dropped)
+            received[_most(name, charged, numbers, size)] += len(self._dropped)
         self._charge("down", name, received, tensor.element_size())
 
     def _charge(self, direction: Literal["down", "up"], name: str, clients: Mapping[int, int], itemsize: int) -> None:
@@ -328,6 +330,15 @@ class Cohort(Log, ServerTraining):
                     self.round, self._exchanges, direction, name, count, numbers, numbers * itemsize, self.phase
                 )
                 self._runner.ledger.add(entry)
+
+
+def _most(name: str, charged: bool | int | Tensor, numbers: np.ndarray, size: int) -> int:
+    """Return the most of a message's `size` numbers that a client gets, given what each of the cohort gets."""
+    if len(numbers):
+        return int(numbers.max())
+    # Of a cohort of nobody, only what is the same for all clients is known.
+    is_by_client = isinstance(charged, Tensor) and charged.dim() > 0
+    return size if is_by_client else int(numbers_charged(name, charged, 1, size)[0])
 
 
 @functools.lru_cache

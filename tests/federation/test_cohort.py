@@ -17,6 +17,7 @@ from raypfl.common.messages import Broadcast, Each, Mean, PerClient, Scatter, Su
 from raypfl.engine.evaluator import EvaluationCohort
 from raypfl.federation.ledger import LedgerEntry
 from raypfl.federation.settings import FailureSettings
+from raypfl.learning.privacy import PrivacySettings
 from raypfl.methods import FedAvg, Method
 from raypfl.runs.driver import check
 from tests.support.federation import Federation, sent_per_client
@@ -148,6 +149,60 @@ def test_every_message_is_counted_once_for_each_client_that_it_reaches_or_leaves
 
     fed.ledger.cut(3)
     assert fed.ledger.entries == expected[:3]
+
+
+def test_a_cohort_of_which_everybody_drops_out_is_charged_as_its_clients_would_be():
+    fed = federation(lambda clients, **arguments: {})
+    with pytest.raises(EmptyCohort):
+        fed.cohort([], dropped=(2, 4)).run(
+            fed.method.reply,
+            theta=torch.zeros(10),
+            known=Broadcast(torch.zeros(50), charged=False),
+            part=Broadcast(torch.zeros(50), charged=7),
+            row=Scatter(torch.zeros(0, 6), charged=False),
+        )
+    assert fed.ledger.entries == [
+        LedgerEntry(0, 0, "down", "theta", 2, 10, 40),
+        LedgerEntry(0, 0, "down", "part", 2, 7, 28),
+    ]
+
+
+def test_what_clients_log_and_who_fails_in_an_exchange_with_everyone_is_kept():
+    def answer(clients):
+        if 4 in clients.ids:
+            raise ClientError("Client 4 has no power.", [4], repeatable=True)
+        clients.log(number=ids_of(clients))
+        return {"rows": Each(rows_of(clients))}
+
+    fed = federation(answer, group_size=1, failures=FailureSettings(on_client_failure="skip", retries=0))
+    cohort = fed.cohort([0, 1])
+    cohort.run_everyone(fed.method.reply)
+    assert cohort.logged.values == {"number": 1.5}
+    assert cohort.failed == {4: "Client 4 has no power."}
+    assert cohort.present.all()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool])
+def test_a_mean_of_whole_numbers_keeps_weights_that_are_not_whole(dtype, masked):
+    def answer(clients):
+        votes = (ids_of(clients) % 2).to(dtype)[:, None]
+        return {"weighted": Mean(votes, weight=0.25 + ids_of(clients)), "even": Mean(votes)}
+
+    fed = federation(answer, group_size=2, privacy=PrivacySettings(secure_aggregation=masked))
+    reply = exchange(fed)
+    weights = 0.25 + np.arange(5)
+    assert reply["weighted"].item() == pytest.approx(np.average([0, 1, 0, 1, 0], weights=weights))
+    assert reply["even"].item() == pytest.approx(0.4)
+
+
+def test_a_model_that_the_last_step_made_infinite_is_said_to_be_the_trouble_and_not_its_finite_loss():
+    def answer(clients):
+        return {"theta": Mean(clients.sgd(clients.loss, clients.initial, steps=1, lr=float("inf")))}
+
+    fed = federation(answer)
+    with pytest.raises(ClientError, match=r"diverged on client 0 in round 0: its model is not finite\."):
+        exchange(fed)
 
 
 def test_rows_that_clients_send_partly_are_counted_by_size():

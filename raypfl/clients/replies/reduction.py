@@ -74,6 +74,10 @@ def reduced(who: str, name: str, value: object, clients: int) -> Value:
             f"The weight of Mean {name!r}, which {who} returned, is a {type(value.weight).__name__}; it must be a "
             "tensor with a number for each client, such as clients.num_samples."
         )
+    is_exact = value.weight is None and rows.dtype != torch.bool
+    if not rows.is_floating_point() and not is_exact:
+        # In the rows' own type, weights would become whole numbers too.
+        rows = rows.double()
     if value.weight is None:
         weight = torch.ones(clients, dtype=rows.dtype, device=rows.device)
         return Value("mean", torch.tensordot(weight, rows, dims=1).cpu().numpy(), float(clients), numbers)
