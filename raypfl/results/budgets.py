@@ -9,6 +9,9 @@ from raypfl.results.numbers import Axis, evaluated_rows, positions
 from raypfl.results.units import Unit
 from raypfl.runs.result import RunResult
 
+_ROUNDING = 1e-9
+"""The relative difference up to which two means of the same numbers, added up in other orders, count as equal."""
+
 
 def cost_to_target(result: RunResult, target: float, against: Axis, protocol: str, model: str) -> float | None:
     """Return what a run had spent when it was first evaluated to be as good as the target; None: it never was.
@@ -21,7 +24,9 @@ def cost_to_target(result: RunResult, target: float, against: Axis, protocol: st
     """
     rounds, scores = _scores(result, protocol, model)
     is_higher_better = Unit(result.experiment.measures.primary).metric.higher_is_better
-    reached = scores >= target if is_higher_better else scores <= target
+    # The target may be a run's own final mean.
+    rounding = _ROUNDING * abs(target)
+    reached = scores >= target - rounding if is_higher_better else scores <= target + rounding
     if not reached.any():
         return None
     return float(positions(result, against)[rounds[np.argmax(reached)]])

@@ -200,9 +200,14 @@ def _curve(
 
 
 def positions(result: RunResult, against: Axis) -> np.ndarray:
-    """Where each round ends on an axis: ``float64[rounds + 1]``, by the round's number; round 0 is at 0."""
+    """Where each round ends on an axis: ``float64[rounds + 1]``, by the round's number; round 0 is at 0.
+
+    Rounds whose records were lost with a damaged table are as if they had cost nothing.
+    """
+    rounds = result.rounds["round"].to_numpy()
+    by_round = np.zeros(int(rounds.max(initial=0)) + 1)
     if against == "round":
-        return np.arange(result.rounds.num_rows + 1, dtype=float)
+        return np.arange(len(by_round), dtype=float)
 
     if against == "simulated_seconds":
         totals = result.rounds["simulated_time"].to_numpy()
@@ -212,7 +217,8 @@ def positions(result: RunResult, against: Axis) -> np.ndarray:
         totals = np.cumsum(result.rounds["seconds"].to_numpy())
     else:
         totals = np.cumsum(result.rounds["bytes_up"].to_numpy() + result.rounds["bytes_down"].to_numpy()) / 1e6
-    return np.append(0.0, totals)
+    by_round[rounds] = totals
+    return np.maximum.accumulate(by_round)
 
 
 def evaluated_rows(result: RunResult, protocol: str, model: str) -> pa.Table:

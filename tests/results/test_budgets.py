@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 
 import pytest
 
@@ -11,8 +12,11 @@ from raypfl.engine.events import RoundFinished
 from raypfl.integrations.tracking.entries import round_points
 from raypfl.results.budgets import cost_to_target, score_within
 from raypfl.results.display.outcome import as_json
-from raypfl.results.report import page
+from raypfl.results.numbers import positions
+from raypfl.results.report import budgets, page
+from raypfl.results.run_groups import group_runs
 from raypfl.runs.replay import events_of
+from tests.results.test_picture import made_up
 from tests.support.runs import TIMED, experiment
 
 
@@ -48,12 +52,32 @@ def test_a_target_costs_what_was_spent_until_the_first_evaluation_that_reached_i
 
         for target in (curve[2] - 1, curve[6], max(curve.values())):
             first = min(number for number, score in curve.items() if score >= target - 1e-9)
-            cost = cost_to_target(result, target - 1e-9, axis, "local", "global")
+            cost = cost_to_target(result, target, axis, "local", "global")
             assert cost == pytest.approx(spent(result, axis, first))
         assert cost_to_target(result, 101.0, axis, "local", "global") is None
 
         assert score_within(result, spent(result, axis, 5), axis, "local", "global") == pytest.approx(curve[4])
         assert score_within(result, 0.99 * spent(result, axis, 2), axis, "local", "global") is None
+
+
+def test_the_run_whose_final_mean_is_the_target_reaches_it():
+    for seed in range(20):
+        runs = [made_up("fedavg", ("global",), 0.7, seed), made_up("ditto", ("personal",), 0.9, seed)]
+        table = budgets.for_target(group_runs(runs), "local", [])
+        rounds = {label: cells[0] for _, label, cells in table.lines}
+        assert rounds["fedavg"] in ("5", "10") and rounds["ditto"] == "5"
+
+
+def test_a_round_has_its_place_though_the_records_of_earlier_ones_are_lost(runs):
+    for result in runs:
+        continued = replace(result, rounds=result.rounds.slice(4))
+        assert positions(continued, "round").tolist() == list(range(9))
+        times = positions(result, "simulated_seconds").tolist()
+        assert positions(continued, "simulated_seconds").tolist() == [0.0] * 5 + times[5:]
+
+        megabytes = positions(continued, "megabytes")
+        assert not megabytes[:5].any() and megabytes[8] == pytest.approx(sum(continued.megabytes))
+        assert cost_to_target(continued, 101.0, "megabytes", "local", "global") is None
 
 
 @pytest.mark.usefixtures("without_figures")
