@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import floor, isfinite, log10
+from math import floor, isfinite, log10, nan
 from statistics import fmean, stdev
 
 from raypfl.learning.objectives import Metric
@@ -82,8 +82,16 @@ def over_seeds(values: Sequence[float], digits: int = 1, best: str | None = None
         return TableCell("–")
 
     mean = f"{fmean(values):,.{digits}f}"
-    spread = f"{stdev(values):.{digits}f}" if len(values) > 1 else ""
+    spread = f"{deviation(values):.{digits}f}" if len(values) > 1 else ""
     return TableCell(mean, spread, mean == best)
+
+
+def deviation(values: Sequence[float]) -> float:
+    """Return the sample standard deviation of two numbers or more; NaN if one of them is infinite or NaN.
+
+    ``statistics.stdev`` raises for these. A loss may be infinite, such as that of an excluded class.
+    """
+    return stdev(values) if all(map(isfinite, values)) else nan
 
 
 def capitalised(text: str) -> str:

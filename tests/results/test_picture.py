@@ -7,6 +7,7 @@ import json
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 from warnings import catch_warnings
@@ -82,6 +83,10 @@ def made_up(method, models=("global",), level=0.8, seed=0, clients=20, rounds=(5
     return MadeUp(experiment, Path(f"runs/{seed}"), rounds, evaluations)
 
 
+def without_local_tests(run: MadeUp) -> MadeUp:
+    return replace(run, evaluations=run.evaluations.filter(pa.compute.field("protocol") != "local"))
+
+
 def comparison(seeds: int = 1) -> list[MadeUp]:
     fedavg = [made_up("fedavg", ("global",), 0.8, seed) for seed in range(seeds)]
     ditto = [made_up("ditto", ("personal", "global"), 0.9, seed) for seed in range(seeds)]
@@ -112,8 +117,9 @@ def terminal(width: int) -> Console:
         [made_up("fedavg", rounds=(10,))],
         [made_up("local", models=("personal",), clients=500)],
         [made_up({"name": "ditto", "lam": lam}, ("personal", "global")) for lam in (0.1, 0.5, 1.0, 2.0, 4.0)],
+        [made_up("fedavg"), without_local_tests(made_up("fedamp", ("personal",)))],
     ],
-    ids=["two methods", "three seeds", "one evaluation", "no global model", "five namesakes"],
+    ids=["two methods", "three seeds", "one evaluation", "no global model", "five namesakes", "a method not tested so"],
 )
 def test_a_picture_is_drawn_of(results, tmp_path: Path):
     assert draw(results, tmp_path / "picture.png").read_bytes().startswith(PNG)
@@ -343,6 +349,7 @@ def test_runs_that_differ_in_their_seed_alone_are_one_group():
 
 def test_several_seeds_give_mean_and_deviation():
     assert [str(over_seeds(values)) for values in ([], [1.25], [1.0, 2.0])] == ["–", "1.2", "1.5±0.7"]
+    assert [str(over_seeds([1.0, value])) for value in (inf, nan)] == ["inf±nan", "nan±nan"]
 
 
 def test_the_spread_over_seeds_is_explained_where_there_is_one():

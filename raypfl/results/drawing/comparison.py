@@ -123,8 +123,9 @@ def _draw_ends(axes: Axes, groups: Sequence[RunGroup], protocol: str) -> None:
     """A bar for each group's final mean, and a dot for each of its seeds."""
     for i, group in enumerate(groups):
         scores = group.scores(protocol)
-        axes.barh(i, fmean(scores), height=0.7, alpha=0.6, **_paint(i))
-        axes.plot(scores, [i] * len(scores), "o", markersize=4, color=INK)
+        if scores:
+            axes.barh(i, fmean(scores), height=0.7, alpha=0.6, **_paint(i))
+            axes.plot(scores, [i] * len(scores), "o", markersize=4, color=INK)
 
     axes.invert_yaxis()
     axes.set_yticks(range(len(groups)), [fill(group.label, 24) for group in groups])
@@ -157,9 +158,13 @@ def _draw_legend(figure: Figure, groups: Sequence[RunGroup], curves: Curves, pro
 
 
 def _label_with_score(group: RunGroup, protocol: str) -> str:
-    score = f"{group.unit.text(fmean(group.scores(protocol)))}{group.unit.sign}"
+    label = fill(group.label, _LEGEND_LINE)
+    scores = group.scores(protocol)
+    # A method may have no model to test so, such as one without a global model for unseen clients.
+    if not scores:
+        return label
     # Two spaces set the score apart; textwrap would make one of them.
-    return f"{fill(group.label, _LEGEND_LINE)}  {score}"
+    return f"{label}  {group.unit.text(fmean(scores))}{group.unit.sign}"
 
 
 def _paint(index: int) -> dict[str, Any]:

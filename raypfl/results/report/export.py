@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Sequence
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 from raypfl.results import latex
@@ -15,7 +15,7 @@ from raypfl.results.report.tables import result_tables
 from raypfl.results.run_groups import RunGroup
 from raypfl.results.setting_text import shared_setting_text
 from raypfl.results.table import Column, legend, result_columns, tests_of
-from raypfl.results.units import TableCell, capitalised
+from raypfl.results.units import TableCell, capitalised, deviation
 
 
 def as_csv(parts: Sequence[tuple[Sequence[RunGroup], str | None]]) -> str:
@@ -73,7 +73,7 @@ def _scores(group: RunGroup, columns: Sequence[Column], protocol: str, best: boo
         name = column.heading.replace("\n", "_").replace(" ", "_")
         scores = group.scores(protocol, column.model, column.aggregate, best)
         numbers[name] = fmean(scores) if scores else ""
-        numbers[f"{name}_std_over_seeds"] = stdev(scores) if len(scores) > 1 else ""
+        numbers[f"{name}_std_over_seeds"] = deviation(scores) if len(scores) > 1 else ""
     return numbers
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import fmean, stdev
+from statistics import fmean
 
 from raypfl.results.differences import Difference, difference
 from raypfl.results.report.tables import protocol_name
 from raypfl.results.run_groups import RunGroup
-from raypfl.results.units import Unit, capitalised
+from raypfl.results.units import Unit, capitalised, deviation
 
 
 def lead_of(groups: Sequence[RunGroup], protocol: str) -> str:
@@ -89,7 +89,7 @@ def _certainty(row: Difference, best_scores: Sequence[float], second_scores: Seq
     spread = 0.0
     for scores in (best_scores, second_scores):
         if len(scores) > 1:
-            spread = max(spread, stdev(scores))
+            spread = max(spread, deviation(scores))
     if abs(fmean(best_scores) - fmean(second_scores)) > spread:
         return ""
     return f", which is within the spread over seeds (± {row.unit.text(spread)})"
