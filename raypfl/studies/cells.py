@@ -213,7 +213,7 @@ def _require_metrics(study: Study, cell: StudyCell) -> None:
     available = aggregates(cell.experiment.objective, evaluation.metrics)
 
     for heading, metric in study.metrics.items():
-        if metric.down is not None and cell.down not in metric.down:
+        if not metric.is_of(cell.down):
             continue
         if metric.protocol not in with_masks(protocols, masks):
             raise ConfigError(

@@ -54,3 +54,7 @@ class MetricColumn(StudyPart):
     target: float | None = None
     budget: float | None = Field(default=None, gt=0)
     down: list[str] | None = None
+
+    def is_of(self, block: str) -> bool:
+        """Whether the column is measured in a block of rows."""
+        return self.down is None or block in self.down

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,28 @@ def test_a_target_that_a_seed_never_reached_has_no_mean_and_says_so(tmp_path: Pa
 
     record = record_of(study, study, [], cells, results, entries, [], [])
     assert record["entries"][0]["never"] == 1 and len(record["entries"][0]["values"]) == 1
+
+
+def test_a_method_without_the_model_of_a_target_has_no_number_and_did_not_fail_to_reach_it(tmp_path: Path, runs):
+    cells, results = runs
+    study = study_with(tmp_path, rounds={"protocol": "local", "model": "personal", "cost": "round", "target": 1})
+    entries = table_entries(study, study, cells, results)
+    assert [(entry.values, entry.never) for entry in entries] == [((), 0)] * 2
+    assert "| FedAvg | – |" in markdown(arrange(study, None, entries, []))
+
+
+def test_a_column_of_some_blocks_has_no_numbers_in_the_others(tmp_path: Path, runs):
+    cells, results = runs
+    metrics = {"everywhere": GLOBAL, "there": GLOBAL | {"down": ["first"]}}
+    file = tmp_path / "blocks.yaml"
+    file.write_text(yaml.safe_dump(STUDY | {"metrics": metrics, "down": {"first": {}, "second": {}}}))
+    study, _ = load(str(file))
+    in_blocks = [replace(cell, down=("first", "second")[cell.experiment.seed]) for cell in cells]
+
+    entries = table_entries(study, study, in_blocks, results)
+    measured = {(entry.down, entry.metric) for entry in entries if entry.values}
+    ranked = {(entry.down, entry.metric) for entry in entries if entry.standing}
+    assert measured == ranked == {("first", "everywhere"), ("first", "there"), ("second", "everywhere")}
 
 
 @pytest.mark.parametrize(

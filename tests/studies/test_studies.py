@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import os
 import signal
 from dataclasses import replace
@@ -549,6 +550,11 @@ def test_a_table_of_measured_numbers_alone_has_a_line_for_each_method_that_does_
     assert "| A | 62.00±1.41 |" in texts[0] and r"A & 62.00 $\pm$ 1.41 \\" in texts[1]
     assert ["A", "62.00±1.41"] in [line.split() for line in texts[2].splitlines()]
     assert not any("here" in text for text in texts)
+
+
+def test_an_infinite_loss_of_a_seed_is_in_the_table():
+    (block,) = blocks([entry("A", "x", "loss", math.inf, 2.0)])
+    assert block.lines == [["A", "inf±nan"]]
 
 
 def test_a_spread_over_clients_is_a_result_with_a_gap_of_its_own():

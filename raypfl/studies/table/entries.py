@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 import pyarrow as pa
@@ -12,9 +12,9 @@ import pyarrow.compute as pc
 
 from raypfl.evaluation.run_metrics import PRIMARY_AGGREGATES, Measures
 from raypfl.results.budgets import cost_to_target
-from raypfl.results.numbers import Axis, positions
+from raypfl.results.numbers import Axis, evaluated_rows, positions
 from raypfl.results.ranking.standings import Standing, pairing, scores_of, standings
-from raypfl.results.units import Unit
+from raypfl.results.units import Unit, deviation
 from raypfl.runs.result import RunResult
 from raypfl.studies.cells import StudyCell
 from raypfl.studies.description import PublishedNumber, Study
@@ -66,7 +66,7 @@ class TableEntry:
     @property
     def over_seeds(self) -> float | None:
         """Sample standard deviation over the seeds; None for fewer than two, or if the mean is None."""
-        return stdev(self.values) if len(self.values) > 1 and not self.never else None
+        return deviation(self.values) if len(self.values) > 1 and not self.never else None
 
     @property
     def over_clients(self) -> float | None:
@@ -113,12 +113,17 @@ def table_entries(
         experiment = finished[0].experiment if finished else cells[indices[0]].experiment
         missing = len(indices) - len(finished)
         for heading, metric in study.metrics.items():
+            is_measured = metric.is_of(position[1])
+            runs = finished if is_measured else []
+            pending = missing if is_measured else 0
             published = reference.quoted(*position, heading)
             entry_of = _mean_entry if metric.target is None else _cost_entry
-            entries.append(entry_of(position, heading, metric, finished, missing, published, experiment.measures))
+            entries.append(entry_of(position, heading, metric, runs, pending, published, experiment.measures))
 
     for column in dict.fromkeys((entry.down, entry.across, entry.metric) for entry in entries):
-        entries = _with_standings(entries, column, study.metrics[column[2]], cells, results)
+        metric = study.metrics[column[2]]
+        if metric.is_of(column[0]):
+            entries = _with_standings(entries, column, metric, cells, results)
 
     downs = list(study.down or [""])
     methods = list(study.methods)
@@ -170,10 +175,15 @@ def _cost_entry(
     """Return the entry of what runs spent until their target."""
     assert metric.cost is not None and metric.target is not None
     values = []
+    never = 0
     for result in finished:
         model = _model(result, metric)
+        if not evaluated_rows(result, metric.protocol, model).num_rows:
+            continue  # the method has no such model
         value = cost_to_target(result, metric.target, metric.cost, metric.protocol, model)
-        if value is not None:
+        if value is None:
+            never += 1
+        else:
             values.append(value)
     return TableEntry(
         *position,
@@ -184,7 +194,7 @@ def _cost_entry(
         published=published,
         spread_over="seeds",
         label=_COST_LABELS[metric.cost],
-        never=len(finished) - len(values),
+        never=never,
     )
 
 
