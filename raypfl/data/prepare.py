@@ -28,7 +28,7 @@ from raypfl.data.splits import NOBODY, allocate
 from raypfl.learning.objectives import kind_of
 
 # Raise this when the written files change in a way that the code of readers and partitions does not show.
-_FORMAT = 4
+_FORMAT = 5
 # Bytes of samples read at a time where all samples are visited.
 _BLOCK_BYTES = 12 << 20
 # The number in the column ``pool`` for the data set's own samples.
@@ -322,7 +322,10 @@ def _feature_moments(inputs: np.ndarray, chosen: np.ndarray, scale: float) -> tu
 
     mean = mean_of(lambda rows: rows)
     std = np.sqrt(mean_of(lambda rows: (rows - mean) ** 2))
-    return mean, np.where(std > 0, std, 1.0)
+    # The mean of n equal numbers is off by up to n roundings; divided by that little, they would become huge.
+    count = len(chosen) * inputs[0].size // features
+    rounding = count * np.finfo(np.float64).eps * np.abs(mean)
+    return mean, np.where(std > rounding, std, 1.0)
 
 
 def _content_hash(paths: list[Path], source: DataSource, cache: Path) -> str:

@@ -42,3 +42,16 @@ def test_arrays_that_are_no_features_and_targets_are_refused(tmp_path, opened, i
     np.save(tmp_path / "data/targets.npy", targets)
     with pytest.raises(DataError, match=sentence):
         opened("arrays")
+
+
+@pytest.mark.parametrize("value", [0.1, 1 / 3, -123.456, 1e8 + 0.1])
+def test_a_constant_feature_is_0_for_the_network_though_its_mean_is_rounded(tmp_path, opened, value):
+    constant = np.full((len(X), 1), value)
+    (tmp_path / "data").mkdir()
+    np.save(tmp_path / "data/inputs.npy", np.concatenate([X.astype(np.float64), constant], axis=1))
+    np.save(tmp_path / "data/targets.npy", Y)
+    data = opened("arrays")
+    trained = data.inputs[np.concatenate([data.indices(client) for client in range(2)])]
+
+    np.testing.assert_allclose(data.std, [*trained[:, :4].std(0), 1.0], rtol=1e-6)
+    assert data.mean[4] == np.float32(value)
