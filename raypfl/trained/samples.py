@@ -5,12 +5,14 @@ from __future__ import annotations
 import zipfile
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from raypfl.common.errors import ConfigError, DataError
 from raypfl.data import FederatedData
 from raypfl.data.datasets import DataSource, RawData
+from raypfl.data.datasets.images import ImageReader
 from raypfl.data.datasets.pools import UNLABELLED, read_pool
 from raypfl.trained.models import TrainedModels
 
@@ -78,7 +80,11 @@ def _source(folder: Path, config: DataSource, data: FederatedData) -> DataSource
     if subfolders and subfolders <= set(data.class_names):
         is_square = len(set(data.input_shape[-2:])) == 1
         size = data.input_shape[-1] if is_square else None
-        return DataSource(name="image_folder", root=str(folder), split="merged", options={"size": size})
+        options: dict[str, Any] = {"size": size}
+        reader = config.reader
+        if isinstance(reader, ImageReader):
+            options["fit"] = reader.fit
+        return DataSource(name="image_folder", root=str(folder), split="merged", options=options)
 
     if config.root is None:
         raise ConfigError(

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 import raypfl as library
+from raypfl.trained.samples import samples_in
 from tests.support.command import raypfl
 from tests.support.runs import experiment
 
@@ -51,14 +52,14 @@ def test_the_numbers_are_printed_as_json(run_dir: Path, samples: Path, tmp_path:
     assert (numbers["samples"], numbers["held_out"], numbers["metrics"]) == (12, 0, {}) and numbers["seconds"] > 0
 
 
-def write_images(folder: Path, count: int, side: int) -> None:
-    """Write noise in three classes, a folder each, as ``image_folder`` reads it."""
+def write_images(folder: Path, count: int, side: int, width: int | None = None) -> None:
+    """Write noise in three classes, a folder each, as ``image_folder`` reads it; square unless there is a width."""
     draws = np.random.default_rng(0)
     for name in ("cat", "dog", "cow"):
         (folder / name).mkdir(parents=True)
         for number in range(count):
             pixels = draws.integers(0, 256, (8, 8, 3), dtype=np.uint8)
-            Image.fromarray(pixels).resize((side, side)).save(folder / name / f"{number}.png")
+            Image.fromarray(pixels).resize((width or side, side)).save(folder / name / f"{number}.png")
 
 
 def test_images_in_folders_named_like_classes_are_scaled_to_the_runs_shape(tmp_path: Path):
@@ -78,6 +79,16 @@ def test_images_in_folders_named_like_classes_are_scaled_to_the_runs_shape(tmp_p
     result = raypfl("personalize", str(run), "--data", str(tmp_path / "renamed"), "--out", str(out))
     message = " ".join(result.stderr.split())
     assert result.exit_code == 2 and "have other classes than the run: cow, dog, horse" in message
+
+
+def test_images_that_are_not_square_are_cropped_where_the_runs_are(tmp_path: Path):
+    write_images(tmp_path / "train", count=12, side=8, width=16)
+    data = {"data__name": "image_folder", "data__root": tmp_path / "train", "data__size": 6, "data__fit": "crop"}
+    run = finished_run(tmp_path, method="fedavg-ft", partition="iid", **data)
+    models = library.trained_models(run)
+
+    inputs, _ = samples_in(tmp_path / "train", models)
+    np.testing.assert_array_equal(inputs, models.outline.data.inputs)
 
 
 def test_a_mistake_is_a_sentence(run_dir: Path, samples: Path, tmp_path: Path):
