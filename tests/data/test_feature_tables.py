@@ -133,7 +133,7 @@ def test_a_type_that_shows_only_late_in_a_large_file_is_seen(tmp_path, opened):
         (ROWS, {"ordinal": {"level": ["low", "high"]}}, r"Row 2 of people\.csv has 'middle' for 'level', .*low, high"),
         (ROWS, {"leave_out": ["age", "income", "level", "smokes", "region"], "ordinal": None}, r"no features"),
         (ROWS.replace("York,52", "York,"), {}, r"Row 2 of people\.csv has no 'age'.*data\.missing=fill"),
-        (ROWS.replace("York,52", ",52"), {}, r"Row 2 of people\.csv has no 'city'"),
+        (ROWS.replace("York,52", ",52"), {}, r"no 'city'\. .* targets and groups must be given"),
         (ROWS.replace("low,true,1,yes", "low,true,1,"), {"missing": "fill"}, r"Row 0 of people\.csv has no 'bought'"),
         (ROWS.replace(",52,", ",?,"), {}, r"Row 2 of people\.csv has .\?. for .age., but most of its val"),
         (ROWS.replace("2000", "inf"), {}, r"Row 1 of people\.csv has inf for 'income'"),
