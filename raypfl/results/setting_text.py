@@ -9,11 +9,15 @@ from typing import Any
 
 from raypfl.common.counting import counted
 from raypfl.data.datasets.population import is_described
+from raypfl.data.datasets.settings import DataConfig
 from raypfl.experiment import Experiment
 from raypfl.experiment.components import options_of
 from raypfl.experiment.settings import ModelSettings
 from raypfl.models import MODELS
 from raypfl.runs.result import RunResult
+
+_OF_ANY_FOLDER = ("arrays", "csv", "image_folder", "npy", "parquet", "table", "text")
+"""Names of data sets that say how files are read, but not which: their folder does."""
 
 _MODEL_DEFAULTS = {field.name: field.default for field in fields(ModelSettings) if field.name != "name"}
 
@@ -48,7 +52,7 @@ def shared_setting_text(results: Sequence[RunResult]) -> str:
 def data_text(experiment: Experiment, metadata: Mapping[str, Any]) -> str:
     """Return data and partition in one line."""
     values = applicable_settings(experiment)
-    parts = [values["data"]["name"]]
+    parts = [_data_name(experiment.data)]
 
     partition = values.get("partition")
     if partition is None:
@@ -65,6 +69,13 @@ def data_text(experiment: Experiment, metadata: Mapping[str, Any]) -> str:
     always = list(partition)[:2]
     shown = {key: value for key, value in partition.items() if key in always or value != defaults[key]}
     return " · ".join([*parts, _component_text(shown)])
+
+
+def _data_name(data: DataConfig) -> str:
+    """``cifar10``, or ``table(people)`` where the folder says which table."""
+    if data.root is None or data.name not in _OF_ANY_FOLDER:
+        return data.name
+    return f"{data.name}({Path(data.root).expanduser().absolute().name})"
 
 
 def applicable_settings(experiment: Experiment) -> dict[str, Any]:

@@ -113,7 +113,7 @@ def changed(result: raypfl.Result, *assignments: str) -> raypfl.Result:
 
 
 @pytest.mark.usefixtures("without_figures")
-def test_runs_on_other_data_partitions_or_models_are_compared_in_separate_parts(results, tmp_path):
+def test_runs_on_other_partitions_are_compared_in_separate_parts(results, tmp_path):
     other_partition = [changed(result, "partition.alpha=1") for result in results[:4]]
     other_partition = [shifted(result, {"global": 99, "personal": 98}) for result in other_partition]
     root = page([*results[:4], *other_partition], tmp_path)
@@ -126,6 +126,21 @@ def test_runs_on_other_data_partitions_or_models_are_compared_in_separate_parts(
         assert headline in text(root.find("body/header/ol")[part - 1])
     ids = [element.get("id") for element in root.iter() if element.get("id")]
     assert len(ids) == len(set(ids))
+
+
+@pytest.mark.usefixtures("without_figures")
+def test_runs_on_the_tables_of_another_folder_are_no_repetitions_but_a_part_of_their_own(results, tmp_path):
+    folders = {"first": "here/hearts", "second": "here/wines", "third": "there/wines"}
+    for name, folder in folders.items():
+        run = changed(results[0], f"data={{name: table, root: {folder}, target: kind}}")
+        shutil.copytree(run.run_dir, tmp_path / "runs" / name)
+        (tmp_path / "runs" / name / "experiment.yaml").write_text(run.experiment.to_yaml())
+
+    runs, notes = find_runs([tmp_path / "runs"])
+    assert [run.run_dir.name for run in runs] == ["first", "third"]
+    assert len(notes) == 1 and "is also fedavg from seed 0" in notes[0]
+    words = text(page(runs, tmp_path))
+    assert "table(hearts) · 8 clients" in words and "table(wines) · 8 clients" in words
 
 
 def test_options_that_only_some_methods_have_are_differences_if_they_are_not_at_their_default(results):

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.results.labels import labels
 from raypfl.results.report.sweeps import best_runs, is_sweep
+from raypfl.results.setting_text import data_text
 from raypfl.runs.folders import ComparisonFolder
 from raypfl.runs.result import RECIPE, RunResult
 
@@ -67,8 +68,10 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[RunResult], list[str]]:
 
 def _without_repetitions(results: Sequence[RunResult], notes: Sequence[str]) -> tuple[list[RunResult], list[str]]:
     """The last run of each experiment and seed, and the notes with a sentence on each that is left out."""
-    experiments = [result.experiment for result in results]
-    keys = [(label, experiment.seed) for label, experiment in zip(labels(experiments), experiments, strict=True)]
+    keys = []
+    for label, result in zip(labels([result.experiment for result in results]), results, strict=True):
+        # A label leaves out the folder of the data, which may be elsewhere on another machine.
+        keys.append((label, result.experiment.seed, data_text(result.experiment, result.metadata)))
     last = dict(zip(keys, results, strict=True))
 
     unrepeated = []
@@ -77,7 +80,7 @@ def _without_repetitions(results: Sequence[RunResult], notes: Sequence[str]) -> 
         if last[key] is result:
             unrepeated.append(result)
         else:
-            label, seed = key
+            label, seed, _ = key
             all_notes.append(f"{result.run_dir} is left out: {last[key].run_dir} is also {label} from seed {seed}.")
     return unrepeated, all_notes
 
