@@ -131,7 +131,7 @@ class FederatedData:
         offsets, samples = self._split(split)
         if self.kind == "labels":
             totals = np.cumsum(self.labels[samples], axis=0, dtype=np.int64)
-            totals_before = np.concatenate([np.zeros_like(totals[:1]), totals])
+            totals_before = np.concatenate([np.zeros((1, self.num_classes), np.int64), totals])
             return np.diff(totals_before[offsets], axis=0)
 
         client = np.repeat(np.arange(self.num_clients), self.sizes(split))

@@ -252,9 +252,13 @@ def test_an_object_that_is_no_reader_is_refused_in_a_sentence(opened):
             opened(name)
 
 
-def test_an_option_that_the_reader_does_not_have_is_refused_with_its_name(opened):
+def test_an_option_without_effect_is_refused_with_its_name(opened):
     with pytest.raises(ConfigError, match=r"data\.layout is not an option of csv; image_folder has it"):
         opened("csv", layout="class")
+    with pytest.raises(ConfigError, match=r"data\.fit is 'crop', which has no effect without data\.size"):
+        opened("csv", fit="crop")
+    with pytest.raises(ConfigError, match=r"data\.uncertain is 'negative', .* while data\.label is one column"):
+        opened("csv", uncertain="negative")
     with pytest.raises(ConfigError, match=r"The data set 'digits' cannot be read with these options: .*'size'"):
         DataConfig(options={"size": 8})
 
@@ -301,6 +305,16 @@ def test_folders_within_classes_are_read(tmp_path, opened):
         for i in range(3):
             datasets.image(tmp_path / "data" / kind / "images" / f"{i}.png", datasets.pixels(4, 4, seed=i))
     assert opened("image_folder").class_names == ["cat", "dog"]
+
+
+def test_linked_folders_are_read_as_torchvision_does_and_links_back_are_not_followed(tmp_path, opened):
+    for folder in ("data/cat", "elsewhere"):
+        for i in range(3):
+            datasets.image(tmp_path / folder / f"{i}.png", datasets.pixels(4, 4, seed=i))
+    (tmp_path / "data/dog").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere/all").symlink_to(tmp_path / "data")
+    data = opened("image_folder")
+    assert data.class_names == ["cat", "dog"] and len(data.labels) == 6
 
 
 def test_a_split_level_is_the_published_test_split_of_its_own_domain(tmp_path, opened):
@@ -444,6 +458,7 @@ def test_chexpert_has_five_labels_and_uncertain_ones_count_as_the_settings_say(t
     assert data.kind == "labels" and data.input_shape == (1, 8, 8)
     counts = data.label_counts("train") + data.label_counts("test")
     assert counts.sum(axis=0).tolist() == data.labels.sum(axis=0).tolist()
+    assert data.label_counts("val").tolist() == [[0] * 5] * 2
 
 
 def test_combinations_of_labels_are_dealt_out_and_rare_ones_counted_as_one(tmp_path, opened):

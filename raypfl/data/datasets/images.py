@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 from PIL import Image, ImageOps
 
-from raypfl.common.errors import DataError
+from raypfl.common.errors import ConfigError, DataError
 from raypfl.data.datasets.source import Reader, require_size
 
 # A block of decoded images ends at this number of images or of bytes. One thread decodes them: for small images,
@@ -39,6 +39,11 @@ class ImageReader(Reader):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_size(self.size)
+        if self.size is None and self.fit != "stretch":
+            raise ConfigError(
+                f"data.fit is {self.fit!r}, which has no effect without data.size; set that, such as data.size=64, or "
+                "leave data.fit out."
+            )
 
     def decode(self, sources: Iterable[tuple[str, bytes | Path | None]]) -> Iterator[np.ndarray]:
         """Decode images to their pixels, in blocks ``uint8[n, 3, H, W]``.

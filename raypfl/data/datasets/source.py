@@ -233,10 +233,16 @@ def require_size(size: int | None) -> None:
 
 
 def files_under(root: Path) -> list[Path]:
-    """All files in a folder and its subfolders, in order, without hidden ones."""
+    """All files in a folder, its subfolders and folders that are linked there, in order, without hidden ones."""
     paths: list[Path] = []
-    for folder, subfolders, names in os.walk(root):
+    for folder, subfolders, names in os.walk(root, followlinks=True):
         # os.walk descends into what is left in this list.
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        subfolders[:] = [name for name in subfolders if not name.startswith(".") and not _leads_back(folder, name)]
         paths += [Path(folder, name) for name in names if not name.startswith(".")]
     return sorted(paths)
+
+
+def _leads_back(folder: str, name: str) -> bool:
+    """Whether the subfolder is a link to a folder around it, so that following it would never end."""
+    subfolder = Path(folder, name)
+    return subfolder.is_symlink() and subfolder.resolve() in [around.resolve() for around in subfolder.parents]

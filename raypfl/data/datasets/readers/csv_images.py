@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from raypfl.common.errors import DataError
+from raypfl.common.errors import ConfigError, DataError
 from raypfl.data.datasets.source import DATASETS
 from raypfl.data.datasets.tables import TEST_WORDS, ImageTable, ImageTableReader, numbered_classes, read_csv
 
@@ -38,6 +38,11 @@ class Csv(ImageTableReader):
         super().__post_init__()
         if not isinstance(self.label, str):
             object.__setattr__(self, "label", tuple(self.label))
+        elif self.uncertain != "positive":
+            raise ConfigError(
+                f"data.uncertain is {self.uncertain!r}, which has no effect while data.label is one column; list "
+                "several, or leave data.uncertain out."
+            )
 
     def paths(self) -> list[Path]:
         paths = []
