@@ -71,17 +71,26 @@ def _why_untestable(name: str, data: ClientData, objective: Objective) -> str:
     if name in WEIGHTED and objective.targets != "classes":
         return "which needs one class for each sample."
 
-    # A described population has no array of labels.
+    # A described population has no arrays.
+    inputs = getattr(data, "inputs", None)
     labels = getattr(data, "labels", None)
     if name.startswith(_CORRUPT):
         if len(data.input_shape) != 3:
             return f"but the samples of {data.name!r} are not images."
-        return "which is not available for a described population." if labels is None else ""
+        if inputs is None:
+            return "which is not available for a described population."
+        if inputs.dtype != np.uint8:
+            return f"which is for images in uint8, but those of {data.name!r} are {inputs.dtype}."
+        return ""
     if name.startswith(_OOD):
         pool = pool_of(name, data.pools)
-        classes = labels is not None and objective.targets in ("classes", "labels")
-        if classes and (data.labels[data.pool(pool)] < 0).any():  # type: ignore[union-attr]
+        if labels is None:
+            return ""
+        pool_labels = labels[data.pool(pool)]
+        if objective.targets in ("classes", "labels") and (pool_labels < 0).any():
             return f"but samples of the pool {pool!r} have no known class."
+        if objective.targets == "numbers" and np.isnan(pool_labels).any():
+            return f"but the pool {pool!r} has other targets."
     return ""
 
 

@@ -117,6 +117,18 @@ def test_rounds_read_the_samples_of_their_cohort_only(tmp_path):
     assert set(result.evaluations["client"].to_pylist()) == {0, 1, 2}
 
 
+def test_clients_that_are_tested_together_have_their_own_samples_read_only(tmp_path):
+    """Those with fewer test samples are padded, and client 0 has no training sample to pad them with."""
+    GeneratedClients.requests.clear()
+    together = {"engine__executor": "vectorised", "engine__group_size": 3, "training__channels_last": False}
+    result = raypfl.run(described(tmp_path, name="UnequalTests", clients=100_000, method="ditto", **together))
+    trained = set(np.concatenate(result.rounds["cohort"].to_pylist()).tolist())
+
+    assert {client for client, split in GeneratedClients.requests if split == "train"} == trained
+    tested = [row for row in result.evaluations.to_pylist() if row["model"] == "personal" and row["round"] == 6]
+    assert [row["samples"] for row in tested] == [4, 8, 12]
+
+
 def test_a_stopped_run_of_described_clients_resumes_to_the_same_bits(tmp_path):
     whole = raypfl.run(described(tmp_path))
     stopped = raypfl.run(described(tmp_path), listeners=[Interrupt(3)])

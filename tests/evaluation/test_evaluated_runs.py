@@ -321,6 +321,22 @@ def test_a_pool_of_other_classes_is_refused(tmp_path, arrange_data):
         raypfl.run(experiment(tmp_path, evaluation__protocols=["ood/odd"]))
 
 
+def test_a_pool_of_other_targets_is_refused(tmp_path, arrange_data):
+    def numbers_without_the_first(data):
+        return np.where(np.arange(len(data.labels)) < 5, np.nan, data.labels)
+
+    arrange_data(pools={"odd": np.arange(9)}, labels=numbers_without_the_first)
+    with pytest.raises(ConfigError, match="but the pool 'odd' has other targets"):
+        raypfl.run(experiment(tmp_path, evaluation__protocols=["ood/odd"]))
+
+
+def test_corruptions_of_images_that_are_not_of_bytes_are_refused(tmp_path):
+    """They would be rounded to 0 and 1."""
+    data = {"data": "tests.support.federated_data:floating", "evaluation__protocols": "[ood/corrupt/contrast]"}
+    with pytest.raises(ConfigError, match=r"which is for images in uint8, but those of '.*floating' are float32"):
+        raypfl.run(experiment(tmp_path, **data))
+
+
 def test_class_weights_for_samples_of_several_labels_are_refused(tmp_path, arrange_data):
     arrange_data(labels=lambda data: np.zeros((len(data.labels), 3), dtype=np.float32))
     with pytest.raises(ConfigError, match="has 'pm_v', which needs one class for each sample"):

@@ -20,6 +20,7 @@ from raypfl.runs.replay import events_of
 from raypfl.studies.cells import plan
 from raypfl.studies.description import load as load_study
 from tests.evaluation.test_evaluation import judged_federation, models_of, scored
+from tests.support.command import raypfl_json
 from tests.support.federation import CLASSES, EXECUTORS, as_module
 from tests.support.runs import ON_RAY, experiment, same_tables
 
@@ -32,8 +33,6 @@ def federation(executor: str):
     fed = judged_federation(executor)
     for client, classes in enumerate(TRAINED_CLASSES):
         fed.labels[fed.split[client]] = np.resize(sorted(classes), len(fed.split[client]))
-    # Batches are padded with sample 0: it must not count, also for clients that lack its class.
-    fed.labels[0] = 1
     return fed
 
 
@@ -166,6 +165,15 @@ def test_masked_numbers_stand_beside_the_others_in_tables_the_report_and_mlflow(
     for event in evaluated:
         logged |= {name for name, *_ in evaluation_points(event)}
     assert {"accuracy/local/global", "accuracy/local/exclude/global"} <= logged
+
+
+def test_the_infinite_loss_of_excluded_classes_is_null_in_json(tmp_path):
+    few = ["rounds=1", "method=fedavg", "evaluation.masks=[exclude]", "engine.backend=inline", "tracking.mlflow=false"]
+    # Of many small clients, some test the only sample that they have of a class.
+    small = ["partition.clients=60", "partition.min_samples=5"]
+    (run,) = raypfl_json("run", "digits", *few, *small, f"output={tmp_path}")["runs"]
+    losses = {row["protocol"]: row["loss"] for row in run["summary"]}
+    assert losses["local/exclude"] is None and losses["local"] > 0
 
 
 def test_studies_and_sweeps_accept_masked_metrics(tmp_path):

@@ -29,6 +29,12 @@ def _noise(shape: tuple[int, int, int]) -> RawData:
     return RawData(inputs=inputs, labels=labels, class_names=[str(c) for c in range(10)])
 
 
+def floating(config: DataConfig) -> RawData:
+    """240 grey images of 8x8 pixels in floating point, of two classes."""
+    inputs = np.random.default_rng(0).random((240, 1, 8, 8), dtype=np.float32)
+    return RawData(inputs=inputs, labels=np.arange(240) % 2, class_names=["even", "odd"])
+
+
 class GeneratedClients(Population):
     """Clients with generated samples; the file ``clients`` in `data.root` says how many. Three have test samples.
 
@@ -57,6 +63,16 @@ class GeneratedClients(Population):
         draws = np.random.default_rng([client, split == "test"])
         count = self.sizes(split)[client]
         return draws.integers(0, 17, (count, 1, 8, 8), dtype=np.uint8), draws.integers(0, 10, count)
+
+
+class UnequalTests(GeneratedClients):
+    """The same clients, but the first three have 4, 8 and 12 test samples, and client 0 has no others."""
+
+    def sizes(self, split: str) -> np.ndarray:
+        client = np.arange(self.num_clients)
+        if split == "train":
+            return np.where(client > 0, super().sizes(split), 0)
+        return (1 + client) * super().sizes(split)
 
 
 class OneSampleShort(GeneratedClients):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -13,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from raypfl.common.errors import CheckpointError, ConfigError, NoRun, RaypflError, Refused, Stopped, Unwritable
+from raypfl.common.json_text import json_text
 from raypfl.common.stopping import message_if_killed, signals_interrupt
 from raypfl.engine.events import Listener
 from raypfl.experiment import Experiment
@@ -306,7 +306,7 @@ def _report(work: _Work, results: Sequence[RunResult], tracked: MLflowListener, 
             comparison_scores(evaluated),
         )
     if as_json:
-        print(json.dumps(outcome.as_json(results, pictures, baseline), indent=2))
+        print(json_text(outcome.as_json(results, pictures, baseline)))
     else:
         mlflow = how_to_view(results[0].experiment, tracked.experiment_id)
         words = work.words if is_complete else ()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from rich.text import Text
 from raypfl.common.counting import counted
 from raypfl.common.errors import ConfigError, RaypflError, Refused, Stopped
 from raypfl.common.files import draft, write
+from raypfl.common.json_text import json_text
 from raypfl.common.stopping import message_if_killed, signals_interrupt
 from raypfl.data import load_federated
 from raypfl.engine.events import Event
@@ -192,7 +192,7 @@ def _report(
         table: dict[str, Any] = {"entries": entry_rows(measured), "deviations": departures}
         if searched:
             table["trials"] = searched.rows()
-        print(json.dumps({"study": study.name, "folder": str(folder), **table}, indent=2))
+        print(json_text({"study": study.name, "folder": str(folder), **table}))
     else:
         _show(study_table, folder, has_trials=searched is not None)
 

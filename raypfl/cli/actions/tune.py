@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raypfl.common.errors import RaypflError, Stopped
+from raypfl.common.json_text import json_text
 from raypfl.common.stopping import message_if_killed, signals_interrupt
 from raypfl.engine.events import Event
 from raypfl.integrations.tracking.connection import is_recorded
@@ -66,7 +66,7 @@ def carry_out(source: str, assignments: Sequence[str], quiet: bool, as_json: boo
         tracked.conclude(outcome.status)
 
     if as_json:
-        print(json.dumps({"sweep": sweep.name, "folder": str(folder), "trials": outcome.rows()}, indent=2))
+        print(json_text({"sweep": sweep.name, "folder": str(folder), "trials": outcome.rows()}))
     else:
         _print(outcome)
 
