@@ -25,6 +25,7 @@ def report(
 
     --out table.tex writes the table of results as LaTeX, and --out table.csv as CSV.
     """
+    from raypfl.common.counting import counted
     from raypfl.results.report import find_runs, write
     from raypfl.results.report.sweeps import is_sweep
 
@@ -32,6 +33,8 @@ def report(
     results, reasons_left_out = find_runs(folders)
     for reason in reasons_left_out:
         print_message(reason, "yellow")
+    # Drawing many runs takes a while.
+    print_message(f"Writing a report on {counted(len(results), 'run')}", "")
     sweeps = [folder for folder in folders if is_sweep(folder)]
     print(f"Report: {write(results, out, reasons_left_out, sweeps, baseline)}")
 

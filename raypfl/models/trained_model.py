@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
+
+from raypfl.common.errors import DataError
 
 
 class TrainedModel(nn.Module):
@@ -14,25 +18,42 @@ class TrainedModel(nn.Module):
     Parameters
     ----------
     gain, offset : ``[C, 1, 1]``, or ``[features]``; the network sees ``images * gain + offset``.
+    input_shape : the shape of one input in training; a network may take others too.
     discrete : whether inputs are tokens, which are not normalised.
 
     Attributes
     ----------
     network : the network without normalisation.
+
+    Raises
+    ------
+    DataError : from a call, if the network fails with inputs of another shape.
     """
 
     gain: Tensor
     offset: Tensor
 
-    def __init__(self, network: nn.Module, gain: Tensor, offset: Tensor, discrete: bool = False):
+    def __init__(
+        self, network: nn.Module, gain: Tensor, offset: Tensor, input_shape: Sequence[int], discrete: bool = False
+    ):
         super().__init__()
         self.network = network
+        self.input_shape = tuple(input_shape)
         self.discrete = discrete
         self.register_buffer("gain", gain)
         self.register_buffer("offset", offset)
         self.train(network.training)
 
     def forward(self, images: Tensor) -> Tensor:
-        if self.discrete:
-            return self.network(images)
-        return self.network(torch.addcmul(self.offset, images.to(self.gain.dtype), self.gain))
+        try:
+            if self.discrete:
+                return self.network(images)
+            return self.network(torch.addcmul(self.offset, images.to(self.gain.dtype), self.gain))
+        except RuntimeError as error:
+            if tuple(images.shape[1:]) == self.input_shape:
+                raise
+            trained_shape = ", ".join(map(str, ("n", *self.input_shape)))
+            raise DataError(
+                f"The network was trained with inputs of shape [{trained_shape}], and fails with {list(images.shape)}: "
+                f"{error}"
+            ) from error

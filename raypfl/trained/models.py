@@ -301,7 +301,7 @@ class TrainedModels:
 
     def _trained(self, network: nn.Module) -> TrainedModel:
         gain, offset = self.normalisation
-        return TrainedModel(network, gain.clone(), offset.clone(), self.outline.discrete)
+        return TrainedModel(network, gain.clone(), offset.clone(), self.outline.input_shape, self.outline.discrete)
 
 
 def _test_metrics(context: Context, models: Tensor | Predictor, clients: Sequence[int]) -> list[dict[str, float]]:

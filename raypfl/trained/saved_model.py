@@ -114,7 +114,7 @@ def load_model(file: str | Path) -> TrainedModel:
 
     gain = torch.tensor(json.loads(metadata["gain"]), dtype=model.dtype)
     offset = torch.tensor(json.loads(metadata["offset"]), dtype=model.dtype)
-    return TrainedModel(network, gain, offset, outline.discrete)
+    return TrainedModel(network, gain, offset, outline.input_shape, outline.discrete)
 
 
 def tensors_in(file: str | Path, what: str) -> tuple[dict[str, str], dict[str, Tensor]]:

@@ -16,6 +16,7 @@ import yaml
 
 from raypfl import Experiment, Result
 from raypfl.common.errors import ConfigError, Stopped
+from raypfl.engine import history
 from raypfl.engine.events import Checkpointed, RunFinished
 from raypfl.experiment.spaces import draws_of_point, spaces_of, values_by_column, values_by_setting
 from raypfl.integrations.tuning.result import SweepResult, tune
@@ -542,3 +543,48 @@ def test_a_killed_sweep_keeps_its_finished_trials_and_its_mlflow_run(tmp_path: P
     assert {path.name for path in (folder / "trials").iterdir()} == {row["trial"] for row in rows}, "a folder is left"
     (parent,), children = mlflow_runs(settings["tracking"]["uri"])
     assert len(children) == 3 and {run.info.status for run in (parent, *children)} == {"FINISHED"}
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_killed_sweep_without_ray_tune_continues_from_the_checkpoints_of_its_trials(tmp_path: Path):
+    import ray
+
+    settings = SMALL["experiment"] | {
+        "rounds": 40,
+        "checkpoint": {"every": 1},
+        "engine": {"executor": "vectorised"},
+        "ray": {"address": ray.get_runtime_context().gcs_address},
+    }
+
+    def described(name: str) -> Path:
+        file = tmp_path / f"{name}.yaml"
+        file.write_text(yaml.safe_dump(small(experiment={**settings, "output": str(tmp_path / name)})))
+        return file
+
+    process = start_command(["tune", str(described("killed")), "--quiet"], tmp_path / "log")
+    folder = tmp_path / "killed/small"
+
+    def trials_under_way() -> set[str]:
+        return {file.parents[1].name for file in folder.glob("trials/*/checkpoints/*-round-[3-9]")}
+
+    deadline = time.monotonic() + 240
+    while not trials_under_way() and time.monotonic() < deadline and process.is_alive():
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.join()
+    under_way = trials_under_way()
+    assert under_way and not list(folder.glob("trials/*/summary.json"))
+
+    # Ray's processes may still be at work on the trials; their leases end with them.
+    for name in ("killed", "undisturbed"):
+        ended = raypfl("tune", str(described(name)), "--quiet")
+        assert ended.exit_code == 0, ended.output
+
+    trials = sorted((folder / "trials").iterdir())
+    assert len(trials) == 3
+    for trial in trials:
+        undisturbed = tmp_path / "undisturbed/small/trials" / trial.name
+        assert Result.load(trial).weights_hash == Result.load(undisturbed).weights_hash
+        if trial.name in under_way:
+            assert history.read(trial)[-1]["from_round"] > 0, "the trial began anew"

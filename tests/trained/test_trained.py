@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import raypfl
-from raypfl.common.errors import CheckpointError, ConfigError
+from raypfl.common.errors import CheckpointError, ConfigError, DataError
 from raypfl.methods import METHODS
 from raypfl.runs.result import newest
 from raypfl.storage import checkpoints
@@ -105,6 +105,9 @@ def test_missing_models_clients_and_checkpoints_are_refused_in_a_sentence(tmp_pa
         models.personal_model(0)
     with pytest.raises(ConfigError, match="no client 12; clients are numbered from 0 to 11"):
         models.personal_model(12)
+    # The axis of channels is missing: torch alone would speak of matrices that cannot be multiplied.
+    with pytest.raises(DataError, match=r"trained with inputs of shape \[n, 1, 8, 8\], and fails with \[5, 8, 4\]"):
+        models.global_model()(torch.ones(5, 8, 4))
 
     with pytest.raises(CheckpointError, match="is not the folder of a run") as refused:
         TrainedModels.of_snapshot(*newest(tmp_path))
