@@ -51,6 +51,10 @@ class Rounds(ABC):
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Go back to what :meth:`saved` returned; an empty mapping: to the start of the run."""
 
+    @abstractmethod
+    def refuse_other_rounds(self, round: int, time: float) -> None:
+        """Raise a CheckpointError unless these rounds can follow one that ended at `time`, in simulated seconds."""
+
 
 class SynchronousRounds(Rounds):
     """Draws each cohort when its round begins: uniformly, or by a selection.
@@ -96,6 +100,9 @@ class SynchronousRounds(Rounds):
     def commit(self) -> None:
         if self._selector is not None:
             self._selector.commit()
+
+    def refuse_other_rounds(self, round: int, time: float) -> None:
+        """Do nothing: a cohort is drawn when its round begins, whichever were before."""
 
     def saved(self, round: int) -> dict[str, Any]:
         return {} if self._selector is None else {"selection": self._selector.saved()}

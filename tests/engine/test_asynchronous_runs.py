@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import raypfl
 from raypfl.cli.app import app
-from raypfl.common.errors import ConfigError, LostState
+from raypfl.common.errors import CheckpointError, ConfigError, LostState
 from raypfl.engine.building.rounds import schedule_for
 from raypfl.engine.events import Evaluated, RoundFinished
 from raypfl.federation.asynchronous.schedule import Fleet, make_schedule
@@ -290,6 +290,22 @@ def test_the_rounds_of_a_finished_run_can_be_told_to_those_that_did_not_hear_the
     rounds = [event for event in events_of(whole) if isinstance(event, RoundFinished)]
     assert [event.clients for event in rounds] == whole.rounds["clients"].to_pylist()
     assert [event.simulated.time for event in rounds] == whole.rounds["simulated_time"].to_pylist()
+
+
+@pytest.mark.parametrize(
+    ("before", "words"),
+    [
+        ({"devices__hardware": "lognormal", "cohort__size": 8}, ["asynchronous.buffer=2"]),
+        (BUFFERED, ["asynchronous.buffer=3"]),
+        (BUFFERED, ["training.epochs=3"]),
+    ],
+)
+def test_a_run_that_continues_another_with_other_asynchronous_rounds_is_refused(tmp_path, before, words):
+    settings = {"rounds": 6, "checkpoint__every": 1, "checkpoint__keep": 9, "engine__executor": "vectorised"}
+    parent = raypfl.run(experiment(tmp_path, **settings | before)).run_dir
+    with pytest.raises(CheckpointError, match=r"other rounds .* to round 3 .* from its first round on"):
+        raypfl.resume(parent, from_round=3, new_run_dir=tmp_path / "new", overrides=words)
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_run_that_continues_another_at_the_same_pace_may_have_another_learning_rate(tmp_path):

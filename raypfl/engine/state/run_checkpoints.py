@@ -138,10 +138,12 @@ class RunCheckpoints:
 
         tables = RunTables(self._evaluator.measures.column_types, snapshot.tables)
         self._refuse_other_run(snapshot.meta, tables)
+        # Checkpoints of versions without simulated time lack it.
+        time = snapshot.meta.get("time", 0.0)
+        self._rounds.refuse_other_rounds(snapshot.round, time)
         tables.count_costs(self._job.checkpoints)
         server = on_device(snapshot.server, self._runner.task.model.device)
-        # Checkpoints of versions without simulated time lack it.
-        self._state.go_to(snapshot.round, snapshot.meta.get("time", 0.0), server, tables)
+        self._state.go_to(snapshot.round, time, server, tables)
         self._saved_round = snapshot.round
         self._evaluator.restore(snapshot.meta)
         self._rounds.restore(snapshot.pending)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from raypfl.clients.replies.turns import Turns
-from raypfl.common.errors import LateReplyError
+from raypfl.common.errors import CheckpointError, LateReplyError
 from raypfl.devices import ClientTurns
 from raypfl.federation.asynchronous.batches import TurnBatch, TurnGroup, batch_of, fitting
 from raypfl.federation.asynchronous.cohorts import (
@@ -177,6 +177,17 @@ class AsynchronousRounds(Rounds):
         self._messages = {sent_in: Message(**message) for sent_in, message in saved.get("messages", {}).items()}
         self._batches = {}
         self._replies = {round: RoundReplies(**replies) for round, replies in saved.get("replies", {}).items()}
+
+    def refuse_other_rounds(self, round: int, time: float) -> None:
+        """Raise a CheckpointError unless the schedule ends the round at `time`: it says which clients are at work."""
+        if self.schedule.round_ends[round - 1] != time:
+            raise CheckpointError(
+                f"The checkpoint is one of other rounds than those of this schedule, which lead to round {round} at "
+                f"{self.schedule.round_ends[round - 1]:.1f} simulated seconds, not at {time:.1f}. Asynchronous rounds "
+                "continue those of a run that has had the same clients, devices, training, messages and settings of "
+                "asynchronous from its first round on; leave these as they were, or start another run, with "
+                "`raypfl run`."
+            )
 
     def _send(self, round: int, server: dict[str, Any]) -> None:
         turns = self.schedule.sent_in(round)
