@@ -32,7 +32,7 @@ from raypfl.runs.result import (
     write_description,
     write_tables,
 )
-from raypfl.runs.resuming import is_complete_as, resumed
+from raypfl.runs.resuming import is_complete_as, refuse_other_checkpoints, resumed
 from raypfl.runs.together import Place
 from raypfl.storage.lease import hold_lease, refuse_unless_held
 
@@ -137,6 +137,7 @@ def _run(
         stack.enter_context(stop.listening())
 
         with stop.interruptible():
+            refuse_other_checkpoints(folder, experiment)
             if preparing.needs_ray(experiment):
                 # Otherwise a local cluster would start for the preparation, and another one for the run.
                 stack.enter_context(connected(experiment.ray, emit))

@@ -116,14 +116,39 @@ def refuse_other_run(folder: Path, experiment: Experiment, before: Experiment) -
     if not keys:
         return
 
-    requested = flatten(experiment.to_dict())
-    recorded = flatten(before.to_dict())
-    listed = ", ".join(f"{key} is {recorded.get(key)!r} there, not {requested.get(key)!r}" for key in keys[:3])
-    more = f", and {len(keys) - 3} more settings differ" if len(keys) > 3 else ""
-    text = f"{folder} has another run: {listed}{more}. Name another folder"
+    text = f"{folder} has another run: {_listed(keys, experiment, before)}. Name another folder"
     if all(map(may_change, keys)):
         text += f", or change the run that is there: `raypfl resume {folder} KEY=VALUE`"
     raise ConfigError(f"{text}.")
+
+
+def refuse_other_checkpoints(folder: Path, experiment: Experiment) -> None:
+    """Raise a ConfigError if a run that has not begun in its folder would continue the checkpoints of another one.
+
+    Where checkpoints are kept apart from the folder they outlive it, so they may be of any run whose folder had its
+    name. Those of the same run are continued.
+
+    Raises
+    ------
+    CheckpointError : if there are checkpoints, but none that can be read.
+    """
+    if experiment.checkpoint.location is None or history.read(folder):
+        return
+    location = checkpoints_of(experiment, str(folder))
+    snapshot = checkpoints.load(location, lambda text: None, whole=False)
+    if snapshot is None:
+        return
+
+    before = Experiment.from_record(snapshot.meta["experiment"])
+    keys = [key for key in differences(experiment, before) if not may_change(key)]
+    if keys:
+        raise ConfigError(
+            f"{location} has checkpoints of another run: {_listed(keys, experiment, before)}. Name another folder than "
+            f"{folder.name}, or another checkpoint.location."
+        )
+    _refuse_less_patience(folder, experiment, before)
+    refuse_shorter(folder, experiment)
+    _refuse_other_rates(folder, experiment, before)
 
 
 @contextlib.contextmanager
@@ -176,6 +201,14 @@ def _changed_keys(experiment: Experiment, before: Experiment) -> list[str]:
     requested = flatten(experiment.to_dict())
     recorded = flatten(before.to_dict())
     return [key for key in {**recorded, **requested} if requested.get(key) != recorded.get(key)]
+
+
+def _listed(keys: Sequence[str], experiment: Experiment, before: Experiment) -> str:
+    """Say how the first settings of these differ, ``training.lr is 0.1 there, not 0.3``."""
+    requested = flatten(experiment.to_dict())
+    recorded = flatten(before.to_dict())
+    listed = ", ".join(f"{key} is {recorded.get(key)!r} there, not {requested.get(key)!r}" for key in keys[:3])
+    return f"{listed}, and {len(keys) - 3} more settings differ" if len(keys) > 3 else listed
 
 
 def _has_weights_file(experiment: Experiment) -> bool:

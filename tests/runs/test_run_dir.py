@@ -94,3 +94,29 @@ def test_a_lost_folder_is_written_again_from_the_checkpoints_of_a_finished_run(w
     shutil.rmtree(workdir / "kept")
     assert hashes(raypfl_json(*COMMAND, location)) == hashes(first)
     assert [pq.read_table(run_dir / f"{name}.parquet") for name in tables] == before
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "sentence"),
+    [
+        (COMMAND, ["training.lr=0.3"], "has checkpoints of another run: training.lr is 0.1 there, not 0.3."),
+        (COMPARISON, ["method.weighting=uniform"], "method.weighting is 'samples' there, not 'uniform'."),
+        (COMMAND, ["rounds=2"], "has already done 3"),
+    ],
+)
+def test_checkpoints_of_another_run_are_not_taken_for_those_of_a_lost_folder(
+    workdir: Path, command: list[str], words: list[str], sentence: str
+):
+    location = f"checkpoint.location={workdir}/store"
+    raypfl_json(*command, location)
+    shutil.rmtree(workdir / "kept")
+    refused = raypfl(*command, location, *words)
+    assert (refused.exit_code, sentence in " ".join(refused.output.split())) == (2, True), refused.output
+
+
+def test_more_rounds_follow_the_checkpoints_of_a_lost_folder(workdir: Path):
+    location = f"checkpoint.location={workdir}/store"
+    whole = raypfl_json(*(word.replace("mine", "whole") for word in COMMAND), "rounds=5")
+    raypfl_json(*COMMAND, location)
+    shutil.rmtree(workdir / "kept")
+    assert hashes(raypfl_json(*COMMAND, location, "rounds=5")) == hashes(whole)
