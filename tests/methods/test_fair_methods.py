@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from raypfl.common.simplex import on_simplex
+from raypfl.federation.settings import FailureSettings
 from raypfl.methods import AFL, QFFL, TERM, FedAvg
 from tests.support.federation import (
     FP64,
@@ -174,3 +175,20 @@ def test_a_large_rate_of_lambda_leaves_the_worst_client_and_cohorts_without_it_c
     # The others learn their part only when their loss raises it, after the round.
     fed.run_rounds([k for k in range(4) if k != worst])
     assert torch.equal(fed.server["theta"], before)
+
+
+class WithoutTheWorst(AFL):
+    """AFL in which a client that has all of the weight fails."""
+
+    def weighted(self, clients, theta, lam):
+        if bool((lam == 1).any()):
+            raise RuntimeError("out of power")
+        return super().weighted(clients, theta, lam)
+
+
+def test_a_cohort_whose_only_weighted_client_fails_leaves_the_model():
+    failures = FailureSettings(on_client_failure="skip", retries=0)
+    fed = run_method(WithoutTheWorst(lambda_lr=1e6), None, training=ONE_STEP, failures=failures)
+    before = fed.server["theta"]
+    fed.run_rounds(None)
+    assert torch.equal(fed.server["theta"], before) and fed.cohorts[-1].present.sum() == 3

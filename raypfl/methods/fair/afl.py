@@ -51,13 +51,10 @@ class AFL(FedAvg):
     def round(self, server: ServerState, cohort: Cohort) -> None:
         weights = server["lambda"]
         ids = torch.tensor(cohort.ids, dtype=torch.int64, device=weights.device)
-        lam = weights[ids]
-        any_counts = bool(lam.any())
 
         # The server knows the weights, and uses them itself.
-        scattered = Scatter(lam if any_counts else torch.ones_like(lam), charged=False)
-        reply = cohort.run(self.weighted, theta=server["theta"], lam=scattered)
-        if any_counts:
+        reply = cohort.run(self.weighted, theta=server["theta"], lam=Scatter(weights[ids], charged=False))
+        if "theta" in reply:
             self.step(server, reply["theta"], cohort.task.model)
 
         raised = weights.clone()
@@ -71,7 +68,7 @@ class AFL(FedAvg):
 
     def weighted(self, clients: Clients, theta: Tensor, lam: Tensor) -> dict[str, Mean | Each]:
         loss = clients.map(clients.loss, theta)
-        return {"theta": Mean(clients.sgd(clients.loss, theta), weight=lam), "loss": Each(loss)}
+        return {"theta": Mean(clients.sgd(clients.loss, theta), weight=lam, can_be_empty=True), "loss": Each(loss)}
 
     def global_model(self, server: ServerState) -> Tensor:
         if server["rounds"] == 0:
