@@ -59,7 +59,7 @@ def run(
     recipe, changes = recipe_and_changes(words or [], method, seeds)
     planned = experiments(settings_of(recipe), changes)
     if not quiet and other_data(words or [], changes):
-        print_message(_settings_from_digits(planned), "yellow")
+        print_message(_settings_from_digits(planned, changes), "yellow")
     run_experiments(planned, [recipe, *changes], run_dir, quiet, as_json, baseline=baseline)
 
 
@@ -181,7 +181,7 @@ def tune(
     carry_out(source, changes or [], quiet, as_json)
 
 
-def _settings_from_digits(planned: Sequence[Experiment]) -> str:
+def _settings_from_digits(planned: Sequence[Experiment], changes: Sequence[str]) -> str:
     """Say what runs of other data take from the recipe `digits`, which their command does not name."""
     from raypfl.data.datasets.population import is_described
 
@@ -189,11 +189,20 @@ def _settings_from_digits(planned: Sequence[Experiment]) -> str:
     first = descriptions[0]
     methods = " and ".join(dict.fromkeys(values["method"]["name"] for values in descriptions))
 
-    parts = [f"method {methods}", f"model {first['model']['name']}", counted(first["rounds"], "round")]
-    if not is_described(planned[0].data):
-        parts.insert(1, f"partition {first['partition']['name']}")
+    parts = {
+        "methods": f"method {methods}",
+        "partition": f"partition {first['partition']['name']}",
+        "model": f"model {first['model']['name']}",
+        "rounds": counted(first["rounds"], "round"),
+    }
+    changed = {change.partition("=")[0].removesuffix(".name") for change in changes}
+    if "method" in changed:
+        changed.add("methods")
+    if is_described(planned[0].data):
+        changed.add("partition")
+    examples = [text for setting, text in parts.items() if setting not in changed]
     return (
-        "No recipe is named, so all other settings come from the recipe digits: "
-        f"{', '.join(parts)}. "
+        "No recipe is named, so all other settings come from the recipe digits"
+        f"{': ' if examples else ''}{', '.join(examples)}. "
         "Set them as KEY=VALUE, or start with a YAML file or another recipe: raypfl list recipes."
     )

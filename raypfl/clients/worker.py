@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from raypfl.clients.group import ClientGroup
 from raypfl.clients.observation import AnalysisHooks, Observation, Observer
 from raypfl.clients.replies.reduction import Value, logged_means, reduced
 from raypfl.clients.replies.turns import Turns, arguments_of, logged_by_round, values_by_round
-from raypfl.common.errors import MethodError, PrivacyError
+from raypfl.common.errors import ClientError, MethodError, PrivacyError
 from raypfl.common.global_draws import ON_CLIENTS, refuse_unkeyed
 from raypfl.common.messages import Each, Mean, numbers_charged, per_client, unmarked
 from raypfl.common.transfer import to_device
@@ -253,6 +254,10 @@ class Worker:
                 '{"theta": Mean(trained)}.'
             )
 
+        for name, value in (returned or {}).items():
+            if isinstance(value, Mean):
+                _refuse_unless_finite(who, name, value, call, group)
+
         if group.turns is not None:
             return values_by_round(who, returned or {}, arguments, group.turns)
 
@@ -363,3 +368,21 @@ def _tensor(array: np.ndarray, device: torch.device) -> Tensor:
     to them.
     """
     return to_device(np.array(array) if device.type == "cpu" else array, device)
+
+
+def _refuse_unless_finite(who: str, name: str, mean: Mean, call: Call, group: Group) -> None:
+    """Raise a ClientError for clients whose row of a mean has nan or infinity: it would spoil all others'."""
+    rows = unmarked(mean.rows).detach()
+    # The sum is finite only if all numbers are, and takes a fraction of the time of a check of each.
+    if not rows.is_floating_point() or math.isfinite(rows.sum()):
+        return
+
+    is_finite = rows.reshape(len(rows), -1).isfinite().all(1).tolist() if rows.dim() else []
+    failed = [client for client, is_good in zip(group.clients, is_finite, strict=False) if not is_good]
+    if failed:
+        raise ClientError(
+            f"{who} returned {name!r} with nan or infinity for client {failed[0]} in round {call.round}. Look at what "
+            f"the function does with the trained model, and at training.lr ({call.lr:.3g} now).",
+            clients=failed,
+            repeatable=True,
+        )

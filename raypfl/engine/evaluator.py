@@ -178,7 +178,9 @@ class Evaluator:
         model = self.method.global_model(state)
         if model is None:
             return None
-        return _refuse_misshapen(model, [self.task.model.size], self.method.global_model, self.runner.last_exchange)
+        _refuse_misshapen(model, [self.task.model.size], self.method.global_model, self.runner.last_exchange)
+        _refuse_unless_finite(model[None], self.method.global_model, ["the global model"])
+        return model
 
     def _selection(self) -> BestRound:
         return select(self.measures, self._validated, self.experiment.evaluation)
@@ -261,16 +263,17 @@ def _score(
                 f"{len(clients)}: a tensor that is passed row by row must have a row for each."
             )
         if isinstance(models, torch.Tensor):
-            return _refuse_misshapen(models, [len(clients), clients.model.size], make)
+            _refuse_misshapen(models, [len(clients), clients.model.size], make)
+            _refuse_unless_finite(models, make, [f"client {client}" for client in group.ids])
         return models
 
     return score(group, make_models, shared, protocols, shares, masks)
 
 
-def _refuse_misshapen(models: object, shape: list[int], maker: Callable[..., Any], hint: str = "") -> torch.Tensor:
-    """Return the models that a method's function made; raise a MethodError, which ends in `hint`, for a wrong shape."""
+def _refuse_misshapen(models: object, shape: list[int], maker: Callable[..., Any], hint: str = "") -> None:
+    """Raise a MethodError, which ends in `hint`, unless the models that a method's function made have this shape."""
     if isinstance(models, torch.Tensor) and list(models.shape) == shape:
-        return models
+        return
 
     returned = list(models.shape) if isinstance(models, torch.Tensor) else f"a {type(models).__name__}"
     order = "of each client of the group, a row each" if len(shape) > 1 else "in the order of task.model.init"
@@ -279,6 +282,14 @@ def _refuse_misshapen(models: object, shape: list[int], maker: Callable[..., Any
         f"return {shape}: all parameters and buffer entries, {order}. {hint}"
     )
     raise MethodError(text.rstrip())
+
+
+def _refuse_unless_finite(models: torch.Tensor, maker: Callable[..., Any], owners: Sequence[str]) -> None:
+    """Raise a MethodError if a row of models ``[K, P+B]`` has nan or infinity: it would count as one that guesses."""
+    rows = unmarked(models)
+    for owner, total in zip(owners, rows.sum(1).tolist(), strict=False):
+        if not math.isfinite(total):
+            raise MethodError(f"{where_defined(maker)} returned a model with nan or infinity for {owner}.")
 
 
 def _refuse_failure(client: int, why: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -112,6 +113,20 @@ def test_an_error_on_the_server_names_what_the_clients_returned(tmp_path):
         with pytest.raises(RaypflError) as caught:
             raypfl.run(experiment(tmp_path, method=f"{MODULE}:SendsTooLittle", **changes))
         assert f"{function} got theta [1210] and returned theta [1207]." in str(caught.value)
+
+
+def test_models_with_nan_or_infinity_are_refused_where_they_are_made(tmp_path):
+    # In the last round, nobody would train from the new model: it would be tested as one that guesses.
+    line = line_of("def train", "class TakesALogarithm")
+    function = f"TakesALogarithm.train (mistaken_methods.py, line {line})"
+    for changes in ({}, {"privacy__secure_aggregation": True}):
+        text = error_of(tmp_path, "TakesALogarithm", rounds=1, **changes)
+        assert re.search(re.escape(f"{function} returned 'theta' with nan or infinity for client ") + r"\d", text)
+
+    line = line_of("def personal_model", "class DividesByZero")
+    function = f"DividesByZero.personal_model (mistaken_methods.py, line {line})"
+    text = error_of(tmp_path, "DividesByZero", rounds=1)
+    assert f"{function} returned a model with nan or infinity for client 0." in text
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,18 @@ class SendsTooLittle(FedAvg):
         return {"theta": Mean(reply["theta"].rows[:, :-3])}
 
 
+class TakesALogarithm(Base):
+    """Its models are nan wherever a weight is negative."""
+
+    def train(self, clients, theta):
+        return {"theta": Mean(torch.log(clients.sgd(clients.loss, theta)))}
+
+
+class DividesByZero(FedAvg):
+    def personal_model(self, clients, server):
+        return (server["theta"] / 0.0).expand(len(clients), -1)
+
+
 class KeepsTooLittle(Base):
     global_model = Method.global_model
 

@@ -76,7 +76,8 @@ def draw(results: Sequence[RunResult], path: str | Path) -> Path:
         else:
             left.set_title(f"{metric} over {course}, mean over clients")
             have_turns |= draw_clients(right, groups, protocol, _paint)
-            right.set_title(f"{metric} of each client at the end")
+            has_seeds = any(len(group.results) > 1 for group in groups)
+            right.set_title(f"{metric} of each client{' and seed' if has_seeds else ''} at the end")
 
         figure.suptitle(fill(shared_setting_text(results), 110), fontsize=11, color=GREY)
         _draw_legend(figure, groups, curves, protocol, have_turns)
