@@ -44,6 +44,16 @@ def test_arrays_that_are_no_features_and_targets_are_refused(tmp_path, opened, i
         opened("arrays")
 
 
+def test_labels_that_count_from_1_come_with_a_warning(tmp_path, opened):
+    (tmp_path / "data").mkdir()
+    np.save(tmp_path / "data/inputs.npy", X)
+    np.save(tmp_path / "data/targets.npy", Y + 1)
+    with pytest.warns(
+        UserWarning, match=r"gets 4 outputs, one for a class .* of targets\.npy count from 1, subtract 1"
+    ):
+        assert opened("arrays").num_classes == 4
+
+
 @pytest.mark.parametrize("value", [0.1, 1 / 3, -123.456, 1e8 + 0.1])
 def test_a_constant_feature_is_0_for_the_network_though_its_mean_is_rounded(tmp_path, opened, value):
     constant = np.full((len(X), 1), value)

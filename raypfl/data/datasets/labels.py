@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 import numpy as np
@@ -60,6 +61,13 @@ def class_count(files: Sequence[tuple[str, np.ndarray]]) -> int:
             )
         if len(labels):
             num_classes = max(num_classes, int(labels.max()) + 1)
+
+    if num_classes and not any((labels == 0).any() for _, labels in files):
+        warnings.warn(
+            f"No sample has label 0, but labels count classes from 0: the network gets {num_classes} outputs, one for "
+            f"a class without samples. If the labels of {files[0][0]} count from 1, subtract 1.",
+            stacklevel=2,
+        )
     return num_classes
 
 
