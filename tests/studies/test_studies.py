@@ -20,7 +20,7 @@ from rich.console import Console
 
 import raypfl
 from raypfl.common.errors import ConfigError
-from raypfl.engine.events import RoundFinished, RunStarted
+from raypfl.engine.events import Progress, RoundFinished, RunStarted
 from raypfl.results.report import find_runs
 from raypfl.runs.result import is_finished
 from raypfl.runs.several import processes
@@ -87,16 +87,20 @@ class Watch:
     Attributes
     ----------
     first_rounds : cell -> the round after which it started or went on.
+    progress : the texts on what is done besides rounds.
     """
 
     def __init__(self, cell: int = -1, round: int = 0, number: int = signal.SIGINT):
         self.target = (cell, round)
         self.number = number
         self.first_rounds: dict[int, int] = {}
+        self.progress: list[str] = []
 
     def __call__(self, cell: int, event: object) -> None:
         if isinstance(event, RunStarted):
             self.first_rounds[cell] = event.first_round
+        if isinstance(event, Progress):
+            self.progress.append(event.text)
         if isinstance(event, RoundFinished) and (cell, event.round) == self.target:
             os.kill(os.getpid(), self.number)
 
@@ -300,6 +304,13 @@ def test_a_stopped_study_goes_on_without_redoing_what_is_finished_and_to_the_sam
     again = Watch()
     running.run(cells, again)
     assert again.first_rounds == {}
+
+
+def test_cells_that_advance_together_say_that_they_are_being_stopped():
+    cells = cells_of("tiny.yaml", only=("FedAvg", "Dir(0.1)"))
+    watch = Watch(cell=0, round=2)
+    assert [outcome.status for outcome in running.run(cells, watch)] == ["stopped", "stopped"]
+    assert any(text.startswith("Stopping: the finished rounds are being saved") for text in watch.progress)
 
 
 @pytest.mark.thorough

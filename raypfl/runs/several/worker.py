@@ -72,6 +72,9 @@ def carry_out(
     in_this_process : whether a single run on Ray is computed in this process too, as several are.
     """
     from raypfl.common.files import locked
+    from raypfl.engine.dispatcher import EventDispatcher
+    from raypfl.engine.events import Progress
+    from raypfl.runs import driver
     from raypfl.runs.together import run_together
 
     with contextlib.ExitStack() as locks:
@@ -87,7 +90,8 @@ def carry_out(
         starts = []
         for run, run_listeners in zip(runs, listeners, strict=True):
             starts.append(partial(_start_or_continue, run, run_listeners))
-        results = run_together(starts)
+        emit = EventDispatcher(listeners[0])
+        results = run_together(starts, notice=lambda: emit(Progress(driver.STOPPING)))
     return [_outcome_of(partial(_reraise, result)) for result in results]
 
 
