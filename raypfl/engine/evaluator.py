@@ -264,7 +264,7 @@ def _score(
             )
         if isinstance(models, torch.Tensor):
             _refuse_misshapen(models, [len(clients), clients.model.size], make)
-            _refuse_unless_finite(models, make, [f"client {client}" for client in group.ids])
+            _refuse_unless_finite(models, make, [f"client {client}" for client in clients.ids])
         return models
 
     return score(group, make_models, shared, protocols, shares, masks)
@@ -287,7 +287,7 @@ def _refuse_misshapen(models: object, shape: list[int], maker: Callable[..., Any
 def _refuse_unless_finite(models: torch.Tensor, maker: Callable[..., Any], owners: Sequence[str]) -> None:
     """Raise a MethodError if a row of models ``[K, P+B]`` has nan or infinity: it would count as one that guesses."""
     rows = unmarked(models)
-    for owner, total in zip(owners, rows.sum(1).tolist(), strict=False):
+    for owner, total in zip(owners, rows.sum(1).tolist(), strict=True):
         if not math.isfinite(total):
             raise MethodError(f"{where_defined(maker)} returned a model with nan or infinity for {owner}.")
 
