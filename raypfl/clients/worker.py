@@ -293,6 +293,7 @@ class Worker:
             plain,
             array=masks.sum_of(ids, rows),
             numbers=numbers,
+            itemsize=8,
             masked=torch.as_tensor(plain.array).dtype,
             contributors=contributors,
         )

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from raypfl.clients.replies.turns import Turns, values_by_round
 from raypfl.common.errors import MethodError
 from raypfl.common.messages import Each, Mean, Scatter, Sum
 from raypfl.engine.backends.inline import Inline
@@ -336,3 +337,18 @@ def test_a_round_that_differs_between_clients_is_no_number():
     with pytest.raises(MethodError, match=r"clients\.round is not one number"):
         run_asynchronous(AsksForRound(), AsynchronousSettings(buffer=2), together=True)
     run_asynchronous(AsksForRound(), AsynchronousSettings(buffer=2))
+
+
+@pytest.mark.parametrize("mixes_models", [False, True])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float16, torch.float32])
+def test_late_means_of_any_type_keep_their_shares_and_are_charged_as_they_are_sent(dtype, mixes_models):
+    turns = Turns(
+        np.array([1, 2]), np.array([3, 3]), np.array([0.5, 0.25]), np.array([False, False]), 0.1, mixes_models
+    )
+    rows = torch.tensor([[14, 20], [12, 28]], dtype=dtype)
+    received = torch.tensor([10, 20], dtype=dtype)
+    value = values_by_round("reply", {"counts": Mean(rows)}, {"counts": received}, turns)["3 counts"]
+
+    moved = rows.double() - (0 if mixes_models else received.double())
+    assert value.array.tolist() == (0.5 * moved[0] + 0.25 * moved[1]).tolist()
+    assert value.itemsize == dtype.itemsize

@@ -196,6 +196,26 @@ def test_a_mean_of_whole_numbers_keeps_weights_that_are_not_whole(dtype, masked)
     assert reply["even"].item() == pytest.approx(0.4)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.float16, torch.bfloat16])
+def test_what_clients_send_in_a_small_type_is_summed_without_overflow_and_charged_as_it_is_sent(dtype):
+    large = {torch.uint8: 200, torch.int16: 30_000, torch.float16: 60_000, torch.bfloat16: 60_160}[dtype]
+
+    def answer(clients):
+        rows = torch.full((len(clients), 7), large, dtype=dtype)
+        return {
+            "even": Mean(rows),
+            "weighted": Mean(rows, weight=2049 + ids_of(clients)),
+            "sum": Sum(rows),
+            "each": Each(rows),
+        }
+
+    fed = federation(answer, group_size=2)
+    reply = exchange(fed)
+    for name, expected in (("even", large), ("weighted", large), ("sum", 5 * large), ("each", large)):
+        assert reply[name].double().numpy() == pytest.approx(expected, rel=1e-6)
+    assert {entry.bytes for entry in fed.ledger.entries} == {7 * dtype.itemsize}
+
+
 def test_a_model_that_the_last_step_made_infinite_is_said_to_be_the_trouble_and_not_its_finite_loss():
     def answer(clients):
         return {"theta": Mean(clients.sgd(clients.loss, clients.initial, steps=1, lr=float("inf")))}

@@ -25,6 +25,7 @@ class Value:
     array : the rows, or their partial sum.
     weight : the total weight of a mean.
     numbers : the count of numbers that each client sends, ``int64[K]``; zeros if the value is not charged.
+    itemsize : the bytes of each of these numbers.
     masked : the dtype of the sum without its masks; None: there are no masks.
     contributors : under masks, the number of clients whose rows are not all zeros.
     can_be_empty : whether a mean without weight is left out of the reply.
@@ -34,6 +35,7 @@ class Value:
     array: np.ndarray
     weight: float
     numbers: np.ndarray
+    itemsize: int = 0
     masked: torch.dtype | None = None
     contributors: int = 0
     can_be_empty: bool = False
@@ -64,10 +66,15 @@ def reduced(who: str, name: str, value: object, clients: int) -> Value:
         )
 
     numbers = numbers_charged(name, value.charged, clients, rows[0].numel())
+    itemsize = rows.element_size()
+    # Half precision is too coarse for sums, and NumPy has no bfloat16.
+    if rows.dtype == torch.bfloat16 or (rows.dtype == torch.float16 and not isinstance(value, Each)):
+        rows = rows.float()
+
     if isinstance(value, Each):
-        return Value("each", rows.cpu().numpy(), 0.0, numbers)
+        return Value("each", rows.cpu().numpy(), 0.0, numbers, itemsize)
     if isinstance(value, Sum):
-        return Value("sum", rows.sum(0).cpu().numpy(), 0.0, numbers)
+        return Value("sum", rows.sum(0).cpu().numpy(), 0.0, numbers, itemsize)
 
     if not isinstance(value.weight, torch.Tensor | None):
         raise MethodError(
@@ -75,12 +82,12 @@ def reduced(who: str, name: str, value: object, clients: int) -> Value:
             "tensor with a number for each client, such as clients.num_samples."
         )
     is_exact = value.weight is None and rows.dtype != torch.bool
-    if not rows.is_floating_point() and not is_exact:
-        # In the rows' own type, weights would become whole numbers too.
-        rows = rows.double()
+    if not rows.is_floating_point():
+        # In the rows' own type, weights would become whole numbers too, and sums could overflow.
+        rows = rows.long() if is_exact else rows.double()
     if value.weight is None:
         weight = torch.ones(clients, dtype=rows.dtype, device=rows.device)
-        return Value("mean", torch.tensordot(weight, rows, dims=1).cpu().numpy(), float(clients), numbers)
+        return Value("mean", torch.tensordot(weight, rows, dims=1).cpu().numpy(), float(clients), numbers, itemsize)
 
     weight = unmarked(value.weight)
     # A GPU is waited for once, not for each look at the weights.
@@ -93,4 +100,4 @@ def reduced(who: str, name: str, value: object, clients: int) -> Value:
 
     weighted_sum = torch.tensordot(weight.to(rows.dtype), rows, dims=1)
     total = float(weight_on_host.double().sum())
-    return Value("mean", weighted_sum.cpu().numpy(), total, numbers, can_be_empty=value.can_be_empty)
+    return Value("mean", weighted_sum.cpu().numpy(), total, numbers, itemsize, can_be_empty=value.can_be_empty)

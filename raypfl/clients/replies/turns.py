@@ -116,11 +116,12 @@ def values_by_round(
         for round, members in turns.members():
             part = _of_members(value, members)
             if not turns.as_sent[members[0]]:
-                shares = torch.from_numpy(turns.shares[members]).to(sent)
+                shares = torch.from_numpy(turns.shares[members]).to(sent if sent.is_floating_point() else sent.device)
                 reference = 0.0 if turns.mixes_models else sent[members]
                 moved = shares.view(-1, *[1] * (sent.dim() - 1)) * (unmarked(part.rows).detach() - reference)
                 part = replace(part, rows=moved)
-            values[name_in_round(round, name)] = reduced(who, name, part, len(members))
+            total = reduced(who, name, part, len(members))
+            values[name_in_round(round, name)] = replace(total, itemsize=value.rows.element_size())
 
             if turns.mixes_models:
                 share = Mean(torch.from_numpy(turns.shares[members]), part.weight, charged=False)

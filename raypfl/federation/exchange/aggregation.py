@@ -59,7 +59,7 @@ class ReplyAggregator:
     @property
     def sent(self) -> dict[str, tuple[Counter[int], int]]:
         """Name -> how many clients sent so many numbers, ``{numbers: clients}``, and the bytes of a number."""
-        return {name: (self._senders[name], value.array.itemsize) for name, value in self._values()}
+        return {name: (self._senders[name], value.itemsize) for name, value in self._values()}
 
     def next_exchange(self) -> None:
         """Let the indices of groups begin again: what was added so far is added to the result as a whole."""
