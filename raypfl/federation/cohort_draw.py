@@ -182,17 +182,18 @@ def _timed(
     counted = np.sort(by_finish[:num_counted])
     late = np.sort(by_finish[num_counted:])
 
-    # The server notices that a client has disappeared when its first message has been sent.
-    noticed = turns.download_seconds(dropped)
     # After each exchange, all wait for the slowest.
     round_seconds = float(turns.exchange_seconds(active[counted], shares[counted]).max(axis=1, initial=0.0).sum())
-    round_seconds = max(round_seconds, float(noticed.max(initial=0.0)))
-    if len(late) and num_counted < size:
-        round_seconds = max(round_seconds, deadline)
+    # The server notices that a client has disappeared when its first message has been sent.
+    noticed = turns.download_seconds(dropped)
+    if num_counted < size:
+        missing = math.inf if len(late) else float(noticed.max(initial=0.0))
+        round_seconds = max(round_seconds, min(missing, deadline))
 
     # Clients that are late are told to stop when the round ends.
     busy = np.minimum(seconds, round_seconds)
-    joules = turns.devices.watts[active] @ busy + turns.devices.watts[dropped] @ noticed
+    receiving = np.minimum(noticed, round_seconds)
+    joules = turns.devices.watts[active] @ busy + turns.devices.watts[dropped] @ receiving
     return CohortDraw(
         clients=tuple(active[counted].tolist()),
         dropped=tuple(dropped.tolist()),

@@ -93,6 +93,25 @@ def test_clients_that_drop_out_are_noticed_after_their_download_and_do_not_delay
     assert any(not cohort.clients for cohort in cohorts)
 
 
+def test_nobody_waits_for_a_slow_download_of_a_client_that_drops_out_longer_than_for_its_reply():
+    # Client 1 downloads for 1000 seconds; in this round it drops out, and client 0 does not.
+    bandwidth = np.array([8.0, 0.008])
+    devices = Devices(np.full(2, 10.0), bandwidth, np.full(2, 8.0), np.ones(2))
+    pair = turns(dropout=0.5, devices=devices)
+
+    def draw_pair(**settings) -> CohortDraw:
+        cohort = draw_cohort(CohortSettings(**settings), 2, pair.seed, 1, pair)
+        assert cohort.clients == (0,) and cohort.dropped == (1,)
+        return cohort
+
+    patient = draw_pair(size=2)
+    assert patient.seconds == pytest.approx(1000) and patient.joules == pytest.approx(seconds(0) + 1000)
+    hurried = draw_pair(size=2, deadline=20.0)
+    assert hurried.seconds == 20 and hurried.joules == pytest.approx(seconds(0) + 20)
+    replaced = draw_pair(size=1, over_selection=2.0)
+    assert replaced.seconds == pytest.approx(seconds(0)) and replaced.joules == pytest.approx(2 * seconds(0))
+
+
 def test_a_share_of_the_clients_does_a_part_of_its_work_in_a_part_of_the_time():
     parts = []
     for round in range(1, 200):
