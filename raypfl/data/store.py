@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ import numpy as np
 
 from raypfl.common.errors import ConfigError, DataError, checked_pool, did_you_mean
 from raypfl.data.arrow_file import Arrays, Unreadable, open_arrays, open_or_build
+from raypfl.data.client_names import ClientNames
 from raypfl.data.datasets.population import DescribedData, is_described
 from raypfl.data.datasets.settings import SPLITS, DataConfig
 from raypfl.data.partitions import Partition
@@ -64,7 +66,23 @@ class FederatedData:
     fingerprint: str
     _splits: dict[str, tuple[np.ndarray, np.ndarray]]
     _pools: dict[str, np.ndarray]
+    _samples: Arrays
     _origin: _Origin
+
+    @cached_property
+    def client_names(self) -> ClientNames | None:
+        """The clients' names, if the partition divides samples by groups; None: clients have numbers only."""
+        columns = self._samples.columns
+        if not self._origin.by_group or "group" not in columns:
+            return None
+
+        splits = list(SPLITS)
+        if self._origin.data.split == "auto" and columns["published_test"].any():
+            # The partition does not divide these. Those of a group without training samples go to any client.
+            splits.remove("test")
+        samples = np.concatenate([self._splits[split][1] for split in splits])
+        clients = np.concatenate([np.repeat(np.arange(self.num_clients), self.sizes(split)) for split in splits])
+        return ClientNames.of_groups(clients, columns["group"][samples], self._samples.about["group_names"])
 
     @property
     def num_classes(self) -> int:
@@ -164,11 +182,13 @@ class _Origin(NamedTuple):
     data : the description of the data set.
     files : the samples' file and the holdings' file, by their names in a cache.
     cache : the cache that they were prepared in.
+    by_group : whether the partition divides samples by groups.
     """
 
     data: DataConfig
     files: tuple[str, str]
     cache: Path
+    by_group: bool
 
 
 class PreparedDataMissing(DataError):
@@ -220,7 +240,8 @@ def load_federated(data: DataConfig, partition: Partition, *, seed: int, cache: 
     holdings_file = f"{name}/partitions/{holdings_key(samples.digest, data, partition, seed)}.arrow"
     holdings = open_or_build(folder / holdings_file, lambda: prepare_holdings(samples, data, partition, seed))
 
-    federated_data = _join(samples, holdings, _Origin(data, (samples_file, holdings_file), folder))
+    origin = _Origin(data, (samples_file, holdings_file), folder, partition.by_group)
+    federated_data = _join(samples, holdings, origin)
     if data.test_fraction and not federated_data.sizes("test").any():
         warnings.warn(
             f"No client of {data.name!r} has a test sample: a client needs two samples for one. Evaluation on the "
@@ -295,6 +316,7 @@ def _join(samples: Arrays, holdings: Arrays, origin: _Origin) -> FederatedData:
         fingerprint=hashlib.sha256((samples.digest + holdings.digest).encode()).hexdigest(),
         _splits=splits,
         _pools=pools,
+        _samples=samples,
         _origin=origin,
     )
 

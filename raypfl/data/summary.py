@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from raypfl.common.errors import ConfigError
+from raypfl.data.client_names import ClientNames
 from raypfl.data.datasets.population import DescribedData
 from raypfl.data.datasets.settings import SPLITS
 from raypfl.data.store import ClientData, FederatedData
@@ -33,6 +34,7 @@ class Summary:
     pools : name -> number of samples.
     unseen : ``int64[U]``, clients that are never trained.
     kind : kind of the targets, one of :data:`raypfl.learning.objectives.KINDS`.
+    client_names : the clients' names; None: clients have numbers only.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Summary:
     pools: dict[str, int]
     unseen: np.ndarray
     kind: str = "classes"
+    client_names: ClientNames | None = None
 
     @property
     def unit(self) -> str:
@@ -109,6 +112,7 @@ def summarised(data: ClientData) -> Summary:
         pools={name: len(data.pool(name)) for name in data.pools},
         unseen=data.unseen,
         kind=data.kind,
+        client_names=data.client_names,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,12 @@ _SHADES = LinearSegmentedColormap.from_list("shades", [f"{DATA}00", DATA])  # fo
 _FEW_CLASSES = 30
 _CLIENT_INCHES = 0.28
 _NARROWEST_CLIENT_INCHES = 0.17
+_INCHES_FOR_NAMES = 0.8
 _MARGIN_INCHES = 1.8  # for axes and legend
 _MOST_COLUMNS = 1500  # in the picture of many clients; with more clients, neighbours share a column
 _LONGEST_NAME = 18
+_LONGEST_LINE = 60
+_MOST_NAMED = 30  # clients, in the table and the picture
 _LARGEST_BUBBLE = 340.0  # square points
 
 
@@ -44,6 +47,9 @@ def show(console: Console, summary: Summary) -> None:
     console.print(_table("samples of a client", sizes_of(summary), totals))
     console.print(_table("training labels of a client", labels_of(summary)))
 
+    if summary.client_names is not None:
+        console.print(_table_of_names(summary, summary.client_names))
+
     for name, count in summary.pools.items():
         console.print(Text.assemble("pool ", (name, "bold"), f": {counted(count, 'sample')}"))
 
@@ -57,6 +63,7 @@ def as_json(summary: Summary) -> dict[str, Any]:
         "input_shape": list(summary.input_shape),
         "classes": summary.class_names,
         "clients": summary.num_clients,
+        "client_names": None if summary.client_names is None else list(summary.client_names),
         "unseen": summary.unseen.tolist(),
         "samples": samples,
         "classes_held": classes,
@@ -105,7 +112,8 @@ def draw(summary: Summary, path: str | Path) -> Path:
 
 def height(summary: Summary) -> float:
     """Return the height in inches that suits the picture."""
-    return 2.6 + 0.3 * min(max(len(summary.class_names), 6), 24)
+    inches_for_names = 0.0 if _few_names(summary) is None else _INCHES_FOR_NAMES
+    return 2.6 + 0.3 * min(max(len(summary.class_names), 6), 24) + inches_for_names
 
 
 def paint(figure: Figure, summary: Summary) -> None:
@@ -197,10 +205,36 @@ def _label_axes(above: Axes, below: Axes, summary: Summary, few_clients: bool) -
     clients = "client" if few_clients else f"clients, sorted by the {summary.unit} that they have most of"
     unseen = " (grey: never trained)" if len(summary.unseen) else ""
     below.set(ylabel=summary.unit, xlabel=f"{clients}{unseen}")
+    names = _few_names(summary)
+    if few_clients and names is not None:
+        labels = [_shortened(name) for name in names]
+        below.set_xticks(range(len(labels)), labels, rotation=45, ha="right", rotation_mode="anchor")
 
 
-def _shortened(name: str) -> str:
-    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"
+def _few_names(summary: Summary) -> Sequence[str] | None:
+    """The clients' names, if they have names that fit below the picture."""
+    return summary.client_names if summary.num_clients <= _MOST_NAMED else None
+
+
+def _shortened(name: str, longest: int = _LONGEST_NAME) -> str:
+    return name if len(name) <= longest else f"{name[: longest - 1]}…"
+
+
+def _table_of_names(summary: Summary, names: Sequence[str]) -> Table:
+    """A row for each of the first clients: number, name, and samples of each split."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("client", justify="right")
+    table.add_column("name")
+    for split in summary.sizes:
+        table.add_column(split, justify="right")
+
+    for client, name in enumerate(names[:_MOST_NAMED]):
+        unseen = " (never trained)" if client in summary.unseen else ""
+        counts = [f"{sizes[client]:,}" for sizes in summary.sizes.values()]
+        table.add_row(str(client), Text(f"{_shortened(name, _LONGEST_LINE)}{unseen}"), *counts)
+    if len(names) > _MOST_NAMED:
+        table.caption = f"and {len(names) - _MOST_NAMED:,} more, which --json lists"
+    return table
 
 
 def _over_clients(values: np.ndarray) -> dict[str, float]:

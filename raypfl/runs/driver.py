@@ -12,6 +12,7 @@ from raypfl.common.errors import CheckpointError, ConfigError, RaypflError, Refu
 from raypfl.common.files import write
 from raypfl.common.stopping import StopRequest
 from raypfl.common.user_code import explain_user_errors
+from raypfl.data.client_names import ClientNames
 from raypfl.engine import history
 from raypfl.engine.backends.cluster import connected
 from raypfl.engine.backends.session import exclusive_ray, ray_lock, spare_server
@@ -29,6 +30,7 @@ from raypfl.runs.result import (
     RunResult,
     discard_unstarted,
     reopen,
+    write_client_names,
     write_description,
     write_tables,
 )
@@ -147,7 +149,7 @@ def _run(
         run_job = partial(run_inline, place=place) if is_inline else run_on_ray
         with run_job(job, prepared, emit, stop) as finished:
             # Within the context, since leaving it stops Ray, which takes seconds.
-            _write_end(job, finished)
+            _write_end(job, finished, prepared.data.client_names)
     return RunResult.load(folder)
 
 
@@ -160,11 +162,13 @@ def _write_start(folder: Path, event: Event) -> None:
         write(folder / METADATA, json.dumps(event.metadata, indent=1))
 
 
-def _write_end(job: Job, finished: RunFinished) -> None:
+def _write_end(job: Job, finished: RunFinished, client_names: ClientNames | None) -> None:
     """Write the end of a run into its folder, and raise its error if it has one."""
     problems = [finished.error] if finished.error else []
     try:
         refuse_unless_held(job.checkpoints, job.attempt)
+        if client_names is not None:
+            write_client_names(Path(job.run_dir), client_names)
         write_tables(Path(job.run_dir), finished)
     except Unwritable as problem:
         problems.append(f"{problem} `raypfl resume {job.run_dir}` then continues from the newest checkpoint.")

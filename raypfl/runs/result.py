@@ -17,6 +17,7 @@ from torch import Tensor
 
 from raypfl.common.errors import ConfigError, NoRun
 from raypfl.common.files import draft, write
+from raypfl.data.client_names import ClientNames, number_of
 from raypfl.engine import history
 from raypfl.engine.events import RunFinished
 from raypfl.engine.job import checkpoints_of
@@ -32,6 +33,7 @@ TABLES = ("rounds", "evaluations", "ledger", "logged")
 PICTURES = "images"
 SUMMARY = "summary.json"
 METADATA = "metadata.json"
+CLIENT_NAMES = "clients.parquet"
 RECIPE = "experiment.yaml"
 COMPARISON = "comparison.yaml"
 
@@ -139,6 +141,21 @@ def recorded_end(folder: Path) -> dict[str, Any]:
     return {name: summary[name] for name in _SUMMARY_KEYS}
 
 
+def write_client_names(folder: Path, names: ClientNames) -> None:
+    """Write the names of a run's clients into its folder: a row for each client and name."""
+    table = pa.table({"client": pa.array(names.clients, pa.int32()), "name": pa.array(names.names, pa.string())})
+    with draft(folder / CLIENT_NAMES) as file:
+        pq.write_table(table, file)
+
+
+def _client_names(folder: Path) -> ClientNames | None:
+    file = folder / CLIENT_NAMES
+    if not file.exists():
+        return None
+    table = _read_table(file)
+    return ClientNames(table["client"].to_numpy(), table["name"].to_pylist())
+
+
 def refuse_unknown_client(client: int, count: int) -> None:
     """Raise a ConfigError unless `client` is one of `count`."""
     if not 0 <= client < count:
@@ -200,6 +217,7 @@ class RunResult:
     images : a row for each PNG file that the method logged: round, name, file.
     privacy : a row for each client and branch of private training, and one for all branches: client, branch, steps,
         epsilon; None without privacy.
+    client_names : the clients' names by number; None where they have numbers only.
 
     Rounds are numbered from 1 in all tables; 0 is before the first round.
     """
@@ -218,6 +236,7 @@ class RunResult:
     analysis: dict[str, pa.Table]
     images: pa.Table
     privacy: pa.Table | None = None
+    client_names: ClientNames | None = None
 
     @classmethod
     def load(cls, run_dir: str | Path) -> RunResult:
@@ -250,6 +269,7 @@ class RunResult:
             analysis={file.stem.removeprefix(ANALYSIS): _read_table(file) for file in analysis_files},
             images=_images(folder),
             privacy=_read_table(privacy_file) if privacy_file.exists() else None,
+            client_names=_client_names(folder),
         )
 
     @property
@@ -323,13 +343,19 @@ class RunResult:
             raise ConfigError(f"{type(self.experiment.method).__name__} has no global model.")
         return theta
 
-    def client_state(self, client: int) -> dict[str, Any]:
+    def client_state(self, client: int | str) -> dict[str, Any]:
         """The state of one client, by name, as NumPy arrays; empty if it never took part or keeps nothing.
+
+        Parameters
+        ----------
+        client : the client's number or, where clients have names, its name.
 
         Raises
         ------
         ConfigError : if there is no such client.
         """
+        if isinstance(client, str):
+            client = number_of(client, self.client_names)
         refuse_unknown_client(client, self.metadata["num_clients"])
         return newest(self.run_dir)[1].state_of(client)
 

@@ -22,6 +22,7 @@ from raypfl.common.errors import ConfigError, DataError, RaypflError
 from raypfl.common.messages import unmarked
 from raypfl.common.threads import threads
 from raypfl.data import load_federated
+from raypfl.data.client_names import ClientNames, number_of
 from raypfl.engine.backends.inline import Inline
 from raypfl.engine.building.data_outline import DataOutline
 from raypfl.engine.building.groups import client_costs
@@ -87,7 +88,9 @@ class TrainedModels:
             if isinstance(value, np.ndarray):
                 values[name] = torch.from_numpy(np.array(value))
         content = {"server": self.server, "data": values}
-        meta = {"experiment": self.experiment.to_yaml()}
+        meta: dict[str, Any] = {"experiment": self.experiment.to_yaml()}
+        if self.client_names is not None:
+            meta["client_names"] = [self.client_names.clients.tolist(), list(self.client_names.names)]
         with checkpoints.explain_write_errors(self.round, str(folder)):
             states = self._snapshot.states.copied_to(str(folder))
         checkpoints.save(str(folder), Snapshot(self.round, content, states, {}, meta), keep=1)
@@ -107,6 +110,10 @@ class TrainedModels:
         for name, value in snapshot.server["data"].items():
             values[name] = value.numpy() if isinstance(value, torch.Tensor) else value
         counts = {split: values.pop(split) for split in ("train", "test")}
+        values["client_names"] = None
+        if "client_names" in snapshot.meta:
+            clients, names = snapshot.meta["client_names"]
+            values["client_names"] = ClientNames(np.array(clients), names)
         load = partial(load_federated, experiment.data, experiment.partition, seed=experiment.seed)
         outline = DataOutline(attributes=values, counts=counts, load=load)
         return cls(experiment, outline, replace(snapshot, server=snapshot.server["server"]))
@@ -115,6 +122,12 @@ class TrainedModels:
     def num_clients(self) -> int:
         """The number of clients, which are numbered from 0."""
         return self.outline.num_clients
+
+    @property
+    def client_names(self) -> ClientNames | None:
+        """The clients' names by number; None where they have numbers only."""
+        names: ClientNames | None = self.outline.client_names
+        return names
 
     def global_model(self) -> TrainedModel:
         """Return the global model, in evaluation mode.
@@ -128,14 +141,20 @@ class TrainedModels:
             raise ConfigError(f"{type(self.experiment.method).__name__} has no global model.")
         return self._trained(self._context.model.as_module(theta))
 
-    def personal_model(self, client: int) -> TrainedModel:
+    def personal_model(self, client: int | str) -> TrainedModel:
         """Return a client's own model, in evaluation mode; for an unseen client, the one that the method makes for it.
+
+        Parameters
+        ----------
+        client : the client's number or, where clients have names, its name.
 
         Raises
         ------
-        ConfigError : if there is no such client, or the method makes no personal models.
+        ConfigError : if there is no such client, several share the name, or the method makes no personal models.
         DataError : if the model is made from the client's data, which is not on this machine.
         """
+        if isinstance(client, str):
+            client = number_of(client, self.client_names)
         refuse_unknown_client(client, self.num_clients)
         unseen = client in self.outline.unseen
         models, _ = self._make_models(self._context, [client], [self._snapshot.state_of(client)], unseen)

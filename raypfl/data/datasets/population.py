@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections import OrderedDict
+from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
 
 from raypfl.common.errors import ConfigError, DataError, did_you_mean
+from raypfl.data.client_names import ClientNames
 from raypfl.data.datasets.raw_data import RawData, as_array
 from raypfl.data.datasets.settings import SPLITS, DataConfig
 from raypfl.data.datasets.source import DATASETS
@@ -45,6 +48,7 @@ class Population(ABC):
         :data:`raypfl.learning.objectives.KINDS`.
     discrete : whether inputs are tokens, ``int64``, which networks get unchanged.
     scale, mean, std : networks get ``(inputs / scale - mean) / std`` of other inputs.
+    client_names : a name for each client; None: clients have numbers only.
     """
 
     describes_clients: ClassVar[bool] = True
@@ -57,6 +61,7 @@ class Population(ABC):
     scale: float = 1.0
     mean: float = 0.0
     std: float = 1.0
+    client_names: Sequence[str] | None = None
 
     def __init__(self, config: DataConfig):
         self.config = config
@@ -97,10 +102,25 @@ class DescribedData:
         self.pools: tuple[str, ...] = ()
         self.unseen = np.zeros(0, dtype=np.int64)
 
+        names = self.population.client_names
+        if names is not None and len(names) != self.num_clients:
+            raise DataError(
+                f"{config.name}.client_names must be a name for each of {self.num_clients} clients, but has "
+                f"{len(names)}."
+            )
+
         self._sizes: dict[str, np.ndarray] = {}
         # The client that was read last is last in the cache.
         self._cache: OrderedDict[tuple[int, str], tuple[np.ndarray, np.ndarray]] = OrderedDict()
         self._cached_bytes = 0
+
+    @cached_property
+    def client_names(self) -> ClientNames | None:
+        """The names that the population gives its clients; None: clients have numbers only."""
+        names = self.population.client_names
+        if names is None:
+            return None
+        return ClientNames(np.arange(self.num_clients), [str(name) for name in names])
 
     @property
     def fingerprint(self) -> str:

@@ -22,7 +22,8 @@ from raypfl.data.partitions.partition import PARTITIONS, Partition, Traits, requ
 class ByColumn(Partition):
     """By the groups of the data set: one client for each domain, writer or hospital.
 
-    Clients are numbered in the order of the groups' names. A published test split is divided within each group.
+    Clients are numbered in the order of the groups' names, and have these names. A published test split is divided
+    within each group.
 
     Attributes
     ----------
@@ -30,6 +31,7 @@ class ByColumn(Partition):
         divided at random over several clients, in equal numbers; if there are fewer, groups are merged at random.
     """
 
+    by_group: ClassVar = True
     least: ClassVar = {"clients": 0}
 
     clients: int = 0

@@ -69,10 +69,12 @@ class Partition(ABC):
     ----------
     clients : number of clients; each gets at least one sample.
     by_class : whether it needs the samples' classes; if so, samples without classes are refused.
+    by_group : whether each client gets whole groups or a part of one, so that clients are named after their groups.
     least : the smallest value of each option that has one.
     """
 
     by_class: ClassVar[bool] = False
+    by_group: ClassVar[bool] = False
     least: ClassVar[dict[str, int]] = {"clients": 1}
 
     clients: int = 20
