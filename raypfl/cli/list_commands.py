@@ -31,6 +31,8 @@ CATALOGUES = {
     "metrics": "raypfl.learning.objectives:METRICS",
     "analyses": "raypfl.analysis:ANALYSES",
     "selections": "raypfl.federation.selection:SELECTIONS",
+    "attacks": "raypfl.federation.robustness:ATTACKS",
+    "aggregations": "raypfl.federation.robustness:AGGREGATIONS",
     "hardware": "raypfl.devices:HARDWARE",
     "availability": "raypfl.devices:AVAILABILITY_MODELS",
     "settings": "raypfl.experiment.reference:SETTINGS",

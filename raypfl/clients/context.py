@@ -55,6 +55,7 @@ class Context:
     pools : the samples that belong to no client.
     networks : the method's further networks (:meth:`raypfl.Method.networks`).
     loss_limit : the largest training loss; a larger one is a failure.
+    sends_rows : whether the server gets each client's training messages, and not only their sums.
     evaluation_batch : the number of samples per model and forward pass in evaluation.
     scale : the value of a full pixel.
     unseen : the clients that are never trained.
@@ -76,6 +77,7 @@ class Context:
     privacy: PrivacySettings = field(default_factory=PrivacySettings)
     networks: Mapping[str, FlatModel] = field(default_factory=dict)
     loss_limit: float = 1e6
+    sends_rows: bool = False
     evaluation_batch: int = EvaluationSettings.batch_size
     scale: float = 255.0
     corrupted_bytes: float = CORRUPTED_BYTES

@@ -261,6 +261,7 @@ class Worker:
         if group.turns is not None:
             return values_by_round(who, returned or {}, arguments, group.turns)
 
+        keeps_rows = self.context.sends_rows and call.training
         clips_updates = self.context.privacy.protects_clients and isinstance(call.function, str)
         values = {}
         for name, value in (returned or {}).items():
@@ -269,7 +270,7 @@ class Worker:
             if call.masked:
                 values[name] = self._masked_sum(call, who, name, value, group.clients)
             else:
-                values[name] = reduced(who, name, value, len(group.clients))
+                values[name] = reduced(who, name, value, len(group.clients), keeps_rows)
         return values
 
     def _masked_sum(self, call: Call, who: str, name: str, value: Any, ids: tuple[int, ...]) -> Value:

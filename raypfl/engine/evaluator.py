@@ -71,6 +71,7 @@ class Evaluator:
         self.runner = runner
         self.task = prepared.task
         self.measures = prepared.measures
+        self._is_malicious = prepared.is_malicious
 
     @property
     def best_round(self) -> int | None:
@@ -212,9 +213,10 @@ class Evaluator:
         return groups_for(self.experiment.engine, clients, evaluation=True), self.experiment.engine.executor
 
     def _trained_clients(self) -> list[int]:
-        """The trained clients to evaluate: all or, if only their own test data are used, those that have any."""
+        """The trained clients to evaluate: all honest ones or, if only their own test data are used, those with any."""
         is_tested = np.ones(self.task.num_clients, dtype=bool)
         is_tested[self.task.unseen] = False
+        is_tested[self._is_malicious] = False
         if set(self.experiment.evaluation.protocols) <= {"local", "unseen"}:
             is_tested &= self.task.num_test_samples > 0
         return np.flatnonzero(is_tested).tolist()

@@ -36,6 +36,8 @@ def facts_of(job: Job, task: Task) -> dict[str, Any]:
             "python": platform.python_version(),
         },
     }
+    if experiment.attack is not None:
+        facts["malicious_clients"] = experiment.attack.malicious(task.trained, experiment.seed).tolist()
     if job.parent:
         facts["parent"] = dict(job.parent)
     return facts

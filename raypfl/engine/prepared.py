@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
+import numpy as np
 import torch
 
 from raypfl.clients.context import CORRUPTED_BYTES, Context
@@ -21,6 +22,8 @@ from raypfl.federation.cohort_draw import cohort_size
 from raypfl.federation.exchange.backend import Backend
 from raypfl.federation.exchange.group_runner import GroupRunner
 from raypfl.federation.ledger import Ledger
+from raypfl.federation.robustness import LabelAttack, UpdateAttack, Wire
+from raypfl.federation.robustness.attacks import poisoned_labels
 from raypfl.federation.server_training import ServerContext, ServerProgress
 from raypfl.federation.task import Task
 from raypfl.learning.batches import GroupSamples, device_data_budget
@@ -34,7 +37,7 @@ from raypfl.models import FlatModel
 from raypfl.storage.states import StateTable
 
 if TYPE_CHECKING:
-    from raypfl.data import ClientData
+    from raypfl.data import ClientData, FederatedData
     from raypfl.experiment import Experiment
 
 
@@ -130,7 +133,7 @@ class Prepared:
         """What the clients of this process share."""
         experiment = self.experiment
         data_budget = device_data_budget(self.device, experiment.ray.data_share, self._gpus)
-        samples = samples_for(self.data, self.model, experiment.data.augmentation, data_budget)
+        samples = samples_for(self.data, self.model, experiment.data.augmentation, data_budget, self._poisoned_labels())
         return Context(
             model=self.model,
             executor=self._executor(),
@@ -149,7 +152,34 @@ class Prepared:
             scale=self.data.scale,
             corrupted_bytes=min(data_budget - samples.resident, CORRUPTED_BYTES),
             unseen=frozenset(self.task.unseen.tolist()),
+            sends_rows=self._wire().needs_rows,
         )
+
+    @cached_property
+    def is_malicious(self) -> np.ndarray:
+        """Which clients attack, ``bool[num_clients]``."""
+        is_malicious = np.zeros(self.task.num_clients, dtype=bool)
+        attack = self.experiment.attack
+        if attack is not None:
+            is_malicious[attack.malicious(self.task.trained, self.experiment.seed)] = True
+        return is_malicious
+
+    def _wire(self) -> Wire:
+        """What happens to clients' messages on their way to the server."""
+        attack = self.experiment.attack
+        on_messages = attack if isinstance(attack, UpdateAttack) else None
+        return Wire(on_messages, self.experiment.aggregation, self.is_malicious)
+
+    def _poisoned_labels(self) -> np.ndarray | None:
+        """The data's labels, with those that an attack changes; None: it changes none."""
+        attack = self.experiment.attack
+        if not isinstance(attack, LabelAttack):
+            return None
+        # Described data, which have no labels yet, are refused before the run.
+        data = cast("FederatedData", self.data)
+        malicious = np.flatnonzero(self.is_malicious).tolist()
+        samples = np.concatenate([data.indices(client, "train") for client in malicious])
+        return poisoned_labels(attack, data.labels, samples, data.num_classes, self.experiment.seed)
 
     def _executor(self) -> Executor:
         """How the clients of this process train."""
@@ -226,6 +256,7 @@ class Prepared:
             cut_for=lambda cohort: (groups_for(experiment.engine, cohort), experiment.engine.executor),
             warn=warn,
             privacy=experiment.privacy,
+            wire=self._wire(),
         )
 
 

@@ -19,6 +19,7 @@ from raypfl.data import PARTITIONS, Partition
 from raypfl.devices import AVAILABILITY_MODELS, HARDWARE, AvailabilityModel, Hardware
 from raypfl.experiment.checks.hints import suggestion
 from raypfl.experiment.checks.validation import Mistakes, boolean_mistakes, validation_mistakes
+from raypfl.federation.robustness import AGGREGATIONS, ATTACKS, Aggregation, Attack
 from raypfl.federation.selection import SELECTIONS, Selection
 from raypfl.learning.augmentation import AUGMENTATIONS, Augmentation
 from raypfl.learning.objectives import METRICS, OBJECTIVES, Metric, Objective
@@ -41,6 +42,8 @@ _REGISTRIES: dict[type, Registry] = {
     Hardware: HARDWARE,
     AvailabilityModel: AVAILABILITY_MODELS,
     Selection: SELECTIONS,
+    Attack: ATTACKS,
+    Aggregation: AGGREGATIONS,
 }
 _DEFAULTS = {Method: "fedavg", Partition: "dirichlet", LocalOptimizer: "sgd"}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,13 +21,11 @@ from pydantic import (
 )
 
 from raypfl.analysis import Analysis
-from raypfl.analysis.base import analysis_name
 from raypfl.common.errors import ConfigError, did_you_mean
 from raypfl.common.user_code import explain_user_errors
 from raypfl.data import Dirichlet, Partition
-from raypfl.data.datasets import DATASETS, DataConfig, DataSource
+from raypfl.data.datasets import DataConfig
 from raypfl.data.datasets.population import is_described
-from raypfl.devices import AvailabilityModel, Hardware
 from raypfl.devices.settings import DeviceSettings
 from raypfl.evaluation.run_metrics import Measures
 from raypfl.evaluation.settings import EvaluationSettings
@@ -42,144 +40,33 @@ from raypfl.experiment.checks.limits import (
     outside_limits,
     privacy_mistakes,
     ray_mistakes,
+    robustness_mistakes,
     selection_mistakes,
     training_mistakes,
 )
 from raypfl.experiment.checks.moved import NOW_OF_DEVICES, move_to_devices, moved_to_devices
 from raypfl.experiment.checks.validation import Mistakes, boolean_mistakes, one_message, validation_mistakes
-from raypfl.experiment.components import (
-    GIVEN_BY_ENGINE,
-    build,
-    checked_options,
-    describe,
-    look_up,
-    name_and_options,
-    options_of,
+from raypfl.experiment.components import build
+from raypfl.experiment.parts import (
+    analyses_of,
+    cohort_settings,
+    data_config,
+    device_settings,
+    evaluation_settings,
+    model_settings,
+    optional,
+    to_plain,
+    training_settings,
 )
 from raypfl.experiment.settings import CheckpointSettings, ModelSettings, RaySettings, TrackingSettings
 from raypfl.experiment.yaml_text import read, write
 from raypfl.federation.asynchronous.settings import AsynchronousSettings
-from raypfl.federation.selection import Selection
+from raypfl.federation.robustness import Aggregation, Attack
 from raypfl.federation.settings import CohortSettings, EngineSettings, FailureSettings
-from raypfl.learning.objectives import Classification, Metric, Objective
-from raypfl.learning.optimizers import SGD, LocalOptimizer
+from raypfl.learning.objectives import Classification, Objective
 from raypfl.learning.privacy import PrivacySettings
 from raypfl.learning.settings import TrainingSettings
 from raypfl.methods import FedAvg, Method
-from raypfl.models import MODELS
-from raypfl.models.weights import is_file
-
-_PLAIN_TYPES = (bool, int, float, str)
-
-
-def _data(value: Any) -> DataConfig:
-    if isinstance(value, DataConfig):
-        return value
-    if isinstance(value, dict):
-        value = dict(value)
-        pools = value.get("pools")
-        if isinstance(pools, dict):
-            value["pools"] = {name: _pool(name, pool) for name, pool in pools.items()}
-    return _source(DataConfig, value, "data")
-
-
-def _source(section: type[DataSource], value: Any, where: str) -> Any:
-    """Build a data set from the fields of `section` and the options of its reader."""
-    name, settings = name_and_options(value, where, section.name)
-    reader = look_up(DATASETS, name)
-    try:
-        # A reader's first parameter is the description itself.
-        config, *_ = options_of(reader) or [""]
-    except (TypeError, ValueError):
-        raise ValueError(f"{where} is {name!r}, which is not a function, a Reader or a Population.") from None
-
-    options, fields = _options_and_fields(section, reader, name, settings, where, (config,))
-    try:
-        return section(name=name, options=options, **fields)
-    except ConfigError as error:
-        raise ValueError(str(error)) from None
-
-
-def _pool(name: str, pool: Any) -> Any:
-    is_data_set = isinstance(pool, dict) and "name" in pool
-    return _source(DataSource, pool, f"data.pools.{name}") if is_data_set else pool
-
-
-def _model(value: Any) -> ModelSettings:
-    plain = _to_plain(value) if isinstance(value, ModelSettings) else value
-    name, settings = name_and_options(plain, "model", ModelSettings.name)
-    entry = look_up(MODELS, name)
-    options, fields = _options_and_fields(ModelSettings, entry, name, settings, "model", GIVEN_BY_ENGINE)
-
-    if fields.get("frozen") is not None and fields.get("trained") is not None:
-        raise ValueError("model.frozen and model.trained are both set; set what is frozen, or what alone is trained.")
-    weights = fields.get("weights")
-    if weights and is_file(weights):
-        # Client actors have other working directories.
-        fields["weights"] = str(Path(weights).expanduser().absolute())
-    return ModelSettings(name=name, options=_to_plain(options), **fields)
-
-
-def _options_and_fields(
-    section: type, entry: Callable[..., Any], name: str, settings: dict[str, Any], where: str, hidden: Iterable[str]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Check settings, and part the options of a registered entry from the fields of the section that names it."""
-    valid = checked_options(entry, name, settings, where, hidden, shared=section)
-    field_names = {field.name for field in dataclasses.fields(section)}
-    options = {key: value for key, value in valid.items() if key not in field_names}
-    fields = {key: value for key, value in valid.items() if key in field_names}
-    return options, fields
-
-
-def _training(value: Any, validate: Callable[[Any], TrainingSettings]) -> TrainingSettings:
-    plain = vars(value) if isinstance(value, TrainingSettings) else value
-    if not isinstance(plain, dict) or plain.get("optimizer", "sgd") == "sgd":
-        return validate(value)
-
-    optimizer = build(LocalOptimizer, plain["optimizer"], "training.optimizer")
-    if type(optimizer) is SGD and optimizer != SGD():
-        raise ValueError("training.optimizer is sgd, whose options are training.momentum and training.nesterov.")
-    settings = validate({key: setting for key, setting in plain.items() if key != "optimizer"})
-    if type(optimizer) is SGD:
-        return settings
-    return dataclasses.replace(settings, optimizer=optimizer)
-
-
-def _with_components(value: Any, validate: Callable[[Any], Any], section: str, bases: dict[str, type]) -> Any:
-    """Build a section of settings of which some, by their names in `bases`, are components."""
-    plain = vars(value) if dataclasses.is_dataclass(value) else value
-    if not isinstance(plain, dict):
-        return validate(value)
-
-    parts = {}
-    for name, base in bases.items():
-        if plain.get(name) is not None:
-            parts[name] = build(base, plain[name], f"{section}.{name}")
-    settings = validate({key: setting for key, setting in plain.items() if key not in parts})
-    return dataclasses.replace(settings, **parts)
-
-
-def _evaluation(value: EvaluationSettings) -> EvaluationSettings:
-    metrics = tuple(build(Metric, metric, "evaluation.metrics") for metric in value.metrics)
-    return dataclasses.replace(value, metrics=metrics)
-
-
-def _analyses(value: Any) -> tuple[Analysis, ...]:
-    if not isinstance(value, list | tuple):
-        raise ValueError(f"analyses is {value!r}; it must be a list of names, or of mappings with 'name' and options.")
-    analyses = tuple(build(Analysis, analysis, "analyses") for analysis in value)
-    names = {analysis_name(analysis) for analysis in analyses}
-    if len(names) < len(analyses):
-        raise ValueError("analyses names the same analysis twice, whose files would have the same names.")
-    return analyses
-
-
-def _objective(value: Any) -> Objective | None:
-    return None if value is None else build(Objective, value)
-
-
-_COHORT = partial(_with_components, section="cohort", bases={"selection": Selection})
-_DEVICES = partial(_with_components, section="devices", bases={"hardware": Hardware, "availability": AvailabilityModel})
 
 
 class Experiment(BaseModel):
@@ -196,6 +83,8 @@ class Experiment(BaseModel):
     partition : division of the samples over the clients.
     objective : loss and metrics; None: chosen by the type of the data's targets.
     method : the federated method.
+    attack : what malicious clients do; None: all clients are honest. Evaluations are of the honest clients.
+    aggregation : a robust rule in place of the mean of clients' messages; None: the mean.
     analyses : analyses that observe the training without changing it; a list of names, or of mappings with `name` and
         options.
     output : folder that holds the runs' folders.
@@ -216,17 +105,19 @@ class Experiment(BaseModel):
     name: str = "experiment"
     seed: int = 0
     rounds: int = 30
-    data: Annotated[DataConfig, PlainValidator(_data)] = DataConfig()
+    data: Annotated[DataConfig, PlainValidator(data_config)] = DataConfig()
     partition: Annotated[Partition, PlainValidator(partial(build, Partition))] = Dirichlet()
-    model: Annotated[ModelSettings, PlainValidator(_model)] = ModelSettings()
-    objective: Annotated[Objective | None, PlainValidator(_objective)] = None
+    model: Annotated[ModelSettings, PlainValidator(model_settings)] = ModelSettings()
+    objective: Annotated[Objective | None, PlainValidator(partial(optional, Objective))] = None
     method: Annotated[Method, PlainValidator(partial(build, Method))] = FedAvg()
-    cohort: Annotated[CohortSettings, WrapValidator(_COHORT)] = CohortSettings()
-    devices: Annotated[DeviceSettings, WrapValidator(_DEVICES)] = DeviceSettings()
+    cohort: Annotated[CohortSettings, WrapValidator(cohort_settings)] = CohortSettings()
+    devices: Annotated[DeviceSettings, WrapValidator(device_settings)] = DeviceSettings()
     asynchronous: AsynchronousSettings = AsynchronousSettings()
-    training: Annotated[TrainingSettings, WrapValidator(_training)] = TrainingSettings()
-    evaluation: Annotated[EvaluationSettings, AfterValidator(_evaluation)] = EvaluationSettings()
-    analyses: Annotated[tuple[Analysis, ...], PlainValidator(_analyses)] = ()
+    training: Annotated[TrainingSettings, WrapValidator(training_settings)] = TrainingSettings()
+    evaluation: Annotated[EvaluationSettings, AfterValidator(evaluation_settings)] = EvaluationSettings()
+    attack: Annotated[Attack | None, PlainValidator(partial(optional, Attack))] = None
+    aggregation: Annotated[Aggregation | None, PlainValidator(partial(optional, Aggregation))] = None
+    analyses: Annotated[tuple[Analysis, ...], PlainValidator(analyses_of)] = ()
     engine: EngineSettings = EngineSettings()
     ray: RaySettings = RaySettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
@@ -259,7 +150,7 @@ class Experiment(BaseModel):
 
     def to_dict(self) -> dict[str, Any]:
         """Return nested dicts and lists of numbers and texts, as in YAML."""
-        return {name: _to_plain(value) for name, value in self}
+        return {name: to_plain(value) for name, value in self}
 
     def override(self, assignments: Iterable[str]) -> Experiment:
         """Return a copy changed by ``dotted.key=value`` assignments, whose values are YAML.
@@ -342,6 +233,7 @@ class Experiment(BaseModel):
             *ray_mistakes(self.ray, self.engine),
             *evaluation_mistakes(self.evaluation, self.objective),
             *privacy_mistakes(self.privacy, self.failures),
+            *robustness_mistakes(self.attack, self.aggregation, self.asynchronous, self.privacy),
         ]
 
 
@@ -366,33 +258,3 @@ def _keys(section: str) -> list[str]:
     if not dataclasses.is_dataclass(section_class):
         return []
     return [field.name for field in dataclasses.fields(section_class)]
-
-
-def _to_plain(value: Any) -> Any:
-    """Turn settings and components into nested dicts and lists of numbers and texts."""
-    if value is None or type(value) in _PLAIN_TYPES:
-        return value
-    if isinstance(value, DataSource):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        options = fields.pop("options")
-        return _to_plain({"name": value.name, **options, **fields})
-    if isinstance(value, ModelSettings):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        options = fields.pop("options")
-        return _to_plain(fields | options)
-
-    component = describe(value)
-    if component:
-        return _to_plain(component)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, dict):
-        return {key: _to_plain(part) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_to_plain(part) for part in value]
-
-    # Also for the subclasses of NumPy and enum, which Ray Tune samples.
-    for plain_type in _PLAIN_TYPES:
-        if isinstance(value, plain_type):
-            return plain_type(value)
-    return value

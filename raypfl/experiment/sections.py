@@ -10,6 +10,7 @@ from raypfl.devices.settings import DeviceSettings
 from raypfl.evaluation.settings import EvaluationSettings
 from raypfl.experiment.settings import CheckpointSettings, ModelSettings, RaySettings, TrackingSettings
 from raypfl.federation.asynchronous.settings import AsynchronousSettings
+from raypfl.federation.robustness import AGGREGATIONS, ATTACKS
 from raypfl.federation.selection import SELECTIONS
 from raypfl.federation.settings import CohortSettings, EngineSettings, FailureSettings
 from raypfl.learning.optimizers import OPTIMIZERS
@@ -41,6 +42,8 @@ COMPONENTS: dict[tuple[str, ...], tuple[Registry, str]] = {
     ("method",): (METHODS, "fedavg"),
     ("model",): (MODELS, ModelSettings.name),
     ("training", "optimizer"): (OPTIMIZERS, "sgd"),
+    ("attack",): (ATTACKS, "sign_flip"),
+    ("aggregation",): (AGGREGATIONS, "median"),
     ("cohort", "selection"): (SELECTIONS, "oort"),
     ("devices", "hardware"): (HARDWARE, "lognormal"),
     ("devices", "availability"): (AVAILABILITY_MODELS, "idl"),

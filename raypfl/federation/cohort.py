@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
@@ -22,6 +22,7 @@ from raypfl.federation.exchange.aggregation import ReplyAggregator
 from raypfl.federation.exchange.group_runner import GroupRunner
 from raypfl.federation.ledger import LedgerEntry, Phase
 from raypfl.federation.logged import Log, Logged
+from raypfl.federation.robustness.wire import Kind, Messages, Wire
 from raypfl.federation.server_training import ServerTraining
 from raypfl.learning.privacy import Spending, server_noise
 from raypfl.storage.tree import flatten
@@ -157,7 +158,8 @@ class Cohort(Log, ServerTraining):
         arguments = {name: tensors_of(value) for name, value in arguments.items()}
         call, groups = self._prepare(function_name, arguments)
 
-        replies = ReplyAggregator(len(self.ids), self.task.model.device)
+        combine = partial(self._combined, arguments) if self._wire.needs_rows else None
+        replies = ReplyAggregator(len(self.ids), self.task.model.device, combine)
         logged = ReplyAggregator(len(self.ids), self.task.model.device)
         finished: dict[int, tuple[tuple[int, ...], Reply]] = {}
         for group, done in self._runner.run(call, groups, self._drop_client):
@@ -171,6 +173,7 @@ class Cohort(Log, ServerTraining):
 
         self._refuse_empty()
         replies.refuse_exposed(described_function)
+        self._wire.refuse_unless_means(described_function, replies.kinds)
         for _, (clients, reply) in sorted(finished.items()):
             self.spent += reply.spent
             if reply.losses is not None:
@@ -238,6 +241,19 @@ class Cohort(Log, ServerTraining):
                 f"cohort.{name} was measured without noise and masks, for the run's record only. Under privacy.noise "
                 "or privacy.secure_aggregation, a method must not use it: let clients return what the server needs."
             )
+
+    @property
+    def _wire(self) -> Wire:
+        """What happens to messages on their way; nobody attacks an evaluation."""
+        return self._runner.wire if self.phase == "training" else Wire()
+
+    def _combined(
+        self, arguments: Mapping[str, Any], name: str, kind: Kind, rows: Tensor, weights: np.ndarray
+    ) -> Tensor:
+        """Return what reaches the server of the rows ``[C, ...]`` of a message."""
+        generator = self.generator(f" attack {self._exchanges} {name}")
+        messages = Messages(np.array(self.ids), rows, weights, arguments.get(name), generator)
+        return self._wire.combine(kind, messages)
 
     def _add_noise(self, function: str, means: dict[str, Tensor]) -> dict[str, Tensor]:
         """Add noise to the means of clients' clipped updates, if the unit of privacy is a client."""
@@ -341,7 +357,7 @@ def _most(name: str, charged: bool | int | Tensor, numbers: np.ndarray, size: in
     return size if is_by_client else int(numbers_charged(name, charged, 1, size)[0])
 
 
-@functools.lru_cache
+@lru_cache
 def _mismatch(function: Callable[..., Any], names: tuple[str, ...]) -> str | None:
     """Say why a client function does not take arguments of these names; None if it does."""
     try:

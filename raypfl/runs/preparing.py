@@ -29,6 +29,7 @@ from raypfl.models.weights import RANDOM, digest, origin
 from raypfl.runs.checks.hooks import refuse_mistaken_hooks
 from raypfl.runs.checks.network import refuse_channels_last, refuse_lone_samples, refuse_misfit, refuse_outputs
 from raypfl.runs.checks.privacy import refuse_unprotected
+from raypfl.runs.checks.robustness import refuse_unfit_attack
 from raypfl.runs.checks.settings import (
     refuse_another_objective,
     refuse_large_cohort,
@@ -169,6 +170,7 @@ def refuse_unfit(prepared: Prepared) -> None:
     refuse_lone_samples(prepared)
     warn_of_test_data(experiment.method)
     refuse_outputs(prepared)
+    refuse_unfit_attack(prepared)
     refuse_unprotected(prepared)
     if experiment.training.channels_last and experiment.engine.executor != "vectorised":
         refuse_channels_last(prepared)

@@ -27,6 +27,7 @@ from raypfl.federation.exchange.group_runner import GroupRunner
 from raypfl.federation.exchange.grouping import even_sizes
 from raypfl.federation.ledger import Ledger, LedgerEntry
 from raypfl.federation.method import Method
+from raypfl.federation.robustness import Wire
 from raypfl.federation.server_training import ServerContext
 from raypfl.federation.settings import FailureSettings
 from raypfl.federation.task import Task
@@ -115,6 +116,7 @@ class Federation:
     failures: FailureSettings = NO_RETRIES
     augmentation: Sequence[Augmentation] = ()
     privacy: PrivacySettings = field(default_factory=PrivacySettings)
+    wire: Wire = field(default_factory=Wire)
     method: Method | None = None
     backend: Callable[[Worker], Backend] = Inline
     warnings: list[str] = field(default_factory=list)
@@ -179,6 +181,7 @@ class Federation:
             pools=self.pools,
             loss_limit=self.loss_limit,
             privacy=self.privacy,
+            sends_rows=self.wire.needs_rows,
         )
 
     @cached_property
@@ -194,6 +197,7 @@ class Federation:
             cut_for=lambda cohort: (even_sizes(cohort, -(-cohort // (self.group_size or cohort))), self.executor),
             warn=self.warnings.append,
             privacy=self.privacy,
+            wire=self.wire,
         )
 
     def clients(self, ids: Iterable[int] | None = None, round: int = 0, **state: Any) -> Clients:

@@ -29,6 +29,8 @@ class Value:
     masked : the dtype of the sum without its masks; None: there are no masks.
     contributors : under masks, the number of clients whose rows are not all zeros.
     can_be_empty : whether a mean without weight is left out of the reply.
+    weights : the weight of each row, ``float64[K]``, if the rows of a sum or mean are sent as they are; None: they were
+        added.
     """
 
     kind: Literal["each", "sum", "mean"]
@@ -39,6 +41,12 @@ class Value:
     masked: torch.dtype | None = None
     contributors: int = 0
     can_be_empty: bool = False
+    weights: np.ndarray | None = None
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether `array` has a row for each client."""
+        return self.kind == "each" or self.weights is not None
 
 
 def logged_means(logged: Mapping[str, Tensor]) -> dict[str, Value]:
@@ -52,8 +60,8 @@ def logged_means(logged: Mapping[str, Tensor]) -> dict[str, Value]:
     return values
 
 
-def reduced(who: str, name: str, value: object, clients: int) -> Value:
-    """Reduce a returned value to one row for the group, or keep its rows if it is `Each`."""
+def reduced(who: str, name: str, value: object, clients: int, keeps_rows: bool = False) -> Value:
+    """Reduce a returned value to one row for the group, or keep its rows if it is `Each` or if `keeps_rows`."""
     if not isinstance(value, Mean | Sum | Each):
         kind = "bare tensor" if isinstance(value, torch.Tensor) else type(value).__name__
         raise MethodError(f"{who} returned {name!r} as a {kind}; wrap it in Mean, Sum or Each.")
@@ -74,6 +82,8 @@ def reduced(who: str, name: str, value: object, clients: int) -> Value:
     if isinstance(value, Each):
         return Value("each", rows.cpu().numpy(), 0.0, numbers, itemsize)
     if isinstance(value, Sum):
+        if keeps_rows:
+            return Value("sum", rows.cpu().numpy(), 0.0, numbers, itemsize, weights=np.ones(clients))
         return Value("sum", rows.sum(0).cpu().numpy(), 0.0, numbers, itemsize)
 
     if not isinstance(value.weight, torch.Tensor | None):
@@ -86,6 +96,8 @@ def reduced(who: str, name: str, value: object, clients: int) -> Value:
         # In the rows' own type, weights would become whole numbers too, and sums could overflow.
         rows = rows.long() if is_exact else rows.double()
     if value.weight is None:
+        if keeps_rows:
+            return Value("mean", rows.cpu().numpy(), 0.0, numbers, itemsize, weights=np.ones(clients))
         weight = torch.ones(clients, dtype=rows.dtype, device=rows.device)
         return Value("mean", torch.tensordot(weight, rows, dims=1).cpu().numpy(), float(clients), numbers, itemsize)
 
@@ -97,6 +109,11 @@ def reduced(who: str, name: str, value: object, clients: int) -> Value:
             f"The weight of Mean {name!r}, which {who} returned, must be a non-negative number for each of the "
             f"group's {counted(clients, 'client')}; it is {weight.tolist()}."
         )
+
+    if keeps_rows:
+        weights = weight_on_host.double().numpy()
+        array = rows.cpu().numpy()
+        return Value("mean", array, 0.0, numbers, itemsize, can_be_empty=value.can_be_empty, weights=weights)
 
     weighted_sum = torch.tensordot(weight.to(rows.dtype), rows, dims=1)
     total = float(weight_on_host.double().sum())

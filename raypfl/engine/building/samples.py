@@ -20,16 +20,23 @@ from raypfl.models import FlatModel
 
 
 def samples_for(
-    data: ClientData | DataOutline, model: FlatModel, augmentation: Sequence[Augmentation], room: float
+    data: ClientData | DataOutline,
+    model: FlatModel,
+    augmentation: Sequence[Augmentation],
+    room: float,
+    labels: np.ndarray | None = None,
 ) -> Samples:
-    """The samples for the model's device, on which they are kept if they take at most `room` bytes."""
+    """The samples for the model's device, on which they are kept if they take at most `room` bytes.
+
+    `labels` : what takes the place of the data's own labels; None: nothing.
+    """
     gain, offset = normalisation(data, model)
     if not isinstance(data, FederatedData):
         nothing = np.zeros(0)
         return _FetchedSamples(nothing, nothing, gain, offset, augmentation, data=data)
 
     inputs = data.inputs
-    labels = data.labels
+    labels = data.labels if labels is None else labels
     if model.device.type == "cpu" or inputs.nbytes + labels.nbytes > room:
         return Samples(inputs, labels, gain, offset, augmentation)
 

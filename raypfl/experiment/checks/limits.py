@@ -26,6 +26,7 @@ from raypfl.evaluation.run_metrics import Measures
 from raypfl.evaluation.settings import EvaluationSettings
 from raypfl.experiment.settings import ActorPool, RaySettings
 from raypfl.federation.asynchronous.settings import AsynchronousSettings
+from raypfl.federation.robustness import Aggregation, Attack, UpdateAttack
 from raypfl.federation.settings import CohortSettings, EngineSettings, FailureSettings
 from raypfl.learning.objectives import OBJECTIVES, Metric, Objective
 from raypfl.learning.privacy import PrivacySettings
@@ -224,6 +225,27 @@ def privacy_mistakes(privacy: PrivacySettings, failures: FailureSettings) -> lis
             "privacy.secure_aggregation is true, but failures.on_client_failure is 'skip': the masks of a client that "
             "is skipped would not cancel. Set it to 'raise'."
         )
+    return lines
+
+
+def robustness_mistakes(
+    attack: Attack | None, aggregation: Aggregation | None, asynchronous: AsynchronousSettings, privacy: PrivacySettings
+) -> list[str]:
+    """Return a sentence for everything with which the server would need each client's message, but has no such one."""
+    needing = ["attack"] if isinstance(attack, UpdateAttack) else []
+    if aggregation is not None:
+        needing.append("aggregation")
+
+    impossible = {
+        "asynchronous.buffer": asynchronous.buffer is not None,
+        "privacy.secure_aggregation": privacy.secure_aggregation,
+        "privacy.unit=client": privacy.protects_clients,
+    }
+    lines = []
+    for setting in needing:
+        for other, is_set in impossible.items():
+            if is_set:
+                lines.append(f"{setting} looks at the message of each client, which {other} rules out; leave one out.")
     return lines
 
 

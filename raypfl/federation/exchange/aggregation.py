@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,20 +15,32 @@ from raypfl.clients.worker import Group, Reply
 from raypfl.common.errors import MethodError, PrivacyError
 from raypfl.common.transfer import to_device
 from raypfl.federation.exchange.tree_sum import Subtree, Total, TreeSum, added
+from raypfl.federation.robustness.wire import Kind
 from raypfl.learning.privacy import unmasked
+
+CombineRows = Callable[[str, Kind, Tensor, np.ndarray], Tensor]
+"""Returns a message's result from its name, kind, rows ``[C, ...]`` and their weights ``float64[C]``, NaN for none."""
 
 
 class ReplyAggregator:
-    """Adds up sums and means over the cohort, and collects the rows of ``Each``, in whichever order groups reply."""
+    """Adds up sums and means over the cohort, and collects rows, in whichever order groups reply.
 
-    def __init__(self, clients: int, device: torch.device):
+    Parameters
+    ----------
+    clients : the number of clients in the cohort.
+    combine : what is made of the rows of training messages; None: ``Each`` alone sends rows, which stay as they are.
+    """
+
+    def __init__(self, clients: int, device: torch.device, combine: CombineRows | None = None):
         self._clients = clients
         self._device = device
+        self._combine = combine
         # Name -> ``(index of the first group that sent it, place in its reply)`` and this value, without its array.
         self._first: dict[str, tuple[tuple[int, int], Value]] = {}
         self._senders: dict[str, Counter[int]] = {}
         self._contributors: Counter[str] = Counter()
         self._rows: dict[str, np.ndarray] = {}
+        self._weights: dict[str, np.ndarray] = {}
         self._tree = TreeSum()
         self._totals: Mapping[str, Total] = {}
 
@@ -44,10 +56,12 @@ class ReplyAggregator:
             self._senders.setdefault(name, Counter()).update(value.numbers.tolist())
             self._contributors[name] += value.contributors
 
-            if value.kind == "each":
+            if value.has_rows:
                 if name not in self._rows:
                     self._rows[name] = np.zeros((self._clients, *value.array.shape[1:]), value.array.dtype)
+                    self._weights[name] = np.full(self._clients, np.nan)
                 self._rows[name][group.positions] = value.array
+                self._weights[name][group.positions] = 1.0 if value.weights is None else value.weights
 
         for subtree in [leaf(group, values)] if subtrees is None else subtrees:
             self.add_sums(subtree)
@@ -55,6 +69,11 @@ class ReplyAggregator:
     def add_sums(self, subtree: Subtree) -> None:
         """Add sums over groups whose replies are added without them."""
         self._tree.add(subtree)
+
+    @property
+    def kinds(self) -> dict[str, str]:
+        """Name -> ``each``, ``sum`` or ``mean``."""
+        return {name: value.kind for name, value in self._values()}
 
     @property
     def sent(self) -> dict[str, tuple[Counter[int], int]]:
@@ -96,16 +115,20 @@ class ReplyAggregator:
         self.next_exchange()
         result = {}
         for name, value in self._values():
-            if value.kind == "each":
-                result[name] = to_device(self._rows[name], self._device)
+            weight = np.nansum(self._weights[name]) if value.has_rows else self._totals[name].weight
+            if value.kind == "mean" and weight <= 0:
+                if value.can_be_empty:
+                    continue
+                raise MethodError(f"The weights of Mean {name!r} sum to {weight}; they must be positive.")
+
+            if value.has_rows:
+                rows = to_device(self._rows[name], self._device)
+                if self._combine is not None:
+                    rows = self._combine(name, value.kind, rows, self._weights[name])
+                result[name] = rows
                 continue
 
             total = self._totals[name]
-            if value.kind == "mean" and total.weight <= 0:
-                if value.can_be_empty:
-                    continue
-                raise MethodError(f"The weights of Mean {name!r} sum to {total.weight}; they must be positive.")
-
             # What came from one group alone may be in memory that is shared, or that its sender uses.
             array = total.array if total.is_writable else np.array(total.array)
             if value.masked is not None:
@@ -124,7 +147,7 @@ class ReplyAggregator:
 
 def leaf(group: Group, values: Mapping[str, Value]) -> Subtree:
     """Return a group's sums and means as a leaf of the tree."""
-    totals = {name: Total(value.array, value.weight) for name, value in values.items() if value.kind != "each"}
+    totals = {name: Total(value.array, value.weight) for name, value in values.items() if not value.has_rows}
     return Subtree(0, group.index, totals)
 
 

@@ -22,6 +22,7 @@ from raypfl.federation.exchange.broadcasts import Broadcasts
 from raypfl.federation.exchange.grouping import cut_into_groups
 from raypfl.federation.exchange.timings import Timings
 from raypfl.federation.ledger import Ledger
+from raypfl.federation.robustness import Wire
 from raypfl.federation.server_training import ServerContext
 from raypfl.federation.settings import FailureSettings
 from raypfl.federation.task import Task
@@ -68,6 +69,7 @@ class GroupRunner:
     cut_for : the group sizes and the executor for a cohort of a given size.
     warn : called with warnings for the user.
     privacy : how training is made private.
+    wire : what happens to training messages on their way to the server.
     last_exchange : a sentence with the shapes of what the cohort's last exchange sent and returned.
     observers : numbers of the analyses that see the local steps of this round.
     keep_observations : called with a round and what analyses keep of a group's steps, as soon as the group has replied.
@@ -83,6 +85,7 @@ class GroupRunner:
     cut_for: CutFor
     warn: Callable[[str], None]
     privacy: PrivacySettings = field(default_factory=PrivacySettings)
+    wire: Wire = field(default_factory=Wire)
     last_exchange: str = ""
     observers: tuple[int, ...] = ()
     keep_observations: Callable[[int, Mapping[int, list[Observation]]], None] | None = None

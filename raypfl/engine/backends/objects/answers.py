@@ -98,11 +98,11 @@ def _bytes_of_sums(answer: BundleReply) -> int:
     if answer.subtrees is None:
         (outcome,) = answer.outcomes
         values = [] if isinstance(outcome, Failed) else outcome.values.values()
-        return sum(value.array.nbytes for value in values if value.kind != "each")
+        return sum(value.array.nbytes for value in values if not value.has_rows)
     return sum(total.array.nbytes for subtree in answer.subtrees for total in subtree.totals.values())
 
 
 def _bytes_besides_sums(reply: Reply) -> int:
-    """Return the bytes of a group's new states and of its rows of ``Each``, which no bundle adds up."""
-    rows = sum(value.array.nbytes for value in reply.values.values() if value.kind == "each")
+    """Return the bytes of a group's new states and of its rows, which no bundle adds up."""
+    rows = sum(value.array.nbytes for value in reply.values.values() if value.has_rows)
     return rows + (reply.new_states.nbytes if reply.new_states else 0)

@@ -1,0 +1,232 @@
+"""Malicious clients and robust rules in whole rounds and runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import raypfl
+from raypfl.common.errors import ConfigError, MethodError, RaypflError
+from raypfl.data import load_federated
+from raypfl.engine.prepared import Prepared
+from raypfl.federation.robustness import UpdateAttack, Updates, Wire
+from raypfl.federation.robustness.attacks import Boost, InnerProduct, SignFlip
+from raypfl.federation.robustness.rules import Clipping, Krum, Median
+from raypfl.federation.settings import FailureSettings
+from raypfl.methods import FedAvg
+from raypfl.runs.driver import check
+from tests.support.federation import Federation
+from tests.support.runs import ON_RAY, Interrupt, experiment, same_tables
+
+GLOBAL = -1
+"""The client's number in a row on the global model and everybody's test data."""
+
+MALICIOUS = np.array([False, True, False, False, True])
+
+
+class Remembering(FedAvg):
+    """FedAvg whose clients remember what an honest one would send."""
+
+    def train(self, clients, theta):
+        reply = super().train(clients, theta)
+        clients.state["trained"] = reply["theta"].rows
+        return reply
+
+
+class MixedKinds(FedAvg):
+    """Sends its update as a mean, a sum and a row each."""
+
+    def train(self, clients, theta):
+        trained = clients.sgd(clients.loss, theta)
+        return {
+            "theta": raypfl.Mean(trained),
+            "moved": raypfl.Sum(trained - theta),
+            "step": raypfl.Each(trained - theta),
+            "count": raypfl.Each(clients.num_samples.long()),
+        }
+
+    def round(self, server, cohort):
+        server["reply"] = cohort.run(self.train, theta=server["theta"])
+        server["theta"] = server["reply"]["theta"]
+
+
+def federation(method: FedAvg, **options: Any) -> Federation:
+    return Federation(sizes=(7, 4, 11, 7, 2), method=method, **options)
+
+
+@pytest.mark.parametrize("group_size", [None, 1, 2])
+@pytest.mark.parametrize("weighting", ["samples", "uniform"])
+def test_a_round_with_an_attack_is_the_mean_of_what_honest_and_malicious_clients_send(group_size, weighting):
+    wire = Wire(SignFlip(scale=3.0), None, MALICIOUS)
+    fed = federation(Remembering(weighting=weighting), wire=wire, group_size=group_size)
+    before = fed.method.start(fed.task)["theta"].clone()
+    theta = fed.run_rounds(None)["theta"]
+
+    sizes = np.array(fed.sizes, dtype=float) if weighting == "samples" else np.ones(5)
+    expected = np.zeros(len(before))
+    for client in range(5):
+        sent = fed.state_of(client)["trained"].astype(float)
+        if MALICIOUS[client]:
+            sent = before.numpy() - 3.0 * (sent - before.numpy())
+        expected += sizes[client] / sizes.sum() * sent
+    assert theta.numpy() == pytest.approx(expected, rel=1e-12, abs=1e-14)
+
+
+def test_an_attack_that_sends_the_honest_update_changes_nothing_but_rounding():
+    honest = federation(FedAvg()).run_rounds(None, [0, 1, 3])["theta"]
+    boosted = federation(FedAvg(), wire=Wire(Boost(factor=1.0), None, MALICIOUS)).run_rounds(None, [0, 1, 3])["theta"]
+    assert torch.allclose(boosted, honest, rtol=1e-12, atol=1e-14)
+
+
+def test_krum_sends_on_one_clients_model_to_the_bit():
+    fed = federation(Remembering(), wire=Wire(SignFlip(scale=50.0), Krum(fraction=0.4), MALICIOUS))
+    theta = fed.run_rounds(None)["theta"]
+    chosen = [client for client in range(5) if np.array_equal(theta.numpy(), fed.state_of(client)["trained"])]
+    assert len(chosen) == 1 and not MALICIOUS[chosen[0]]
+
+
+def test_clipping_bounds_by_how_much_a_round_moves_the_model():
+    fed = federation(FedAvg(), wire=Wire(Boost(factor=1e6), Clipping(radius=0.01), MALICIOUS))
+    before = fed.method.start(fed.task)["theta"].clone()
+    assert 0 < (fed.run_rounds(None)["theta"] - before).norm() <= 0.01 * (1 + 1e-9)
+
+
+def test_every_kind_of_message_is_attacked_and_numbers_that_are_no_floats_are_not():
+    honest = federation(MixedKinds()).run_rounds(None)["reply"]
+    fed = federation(MixedKinds(), wire=Wire(SignFlip(), None, MALICIOUS), group_size=2)
+    reply = fed.run_rounds(None)["reply"]
+
+    step = honest["step"].clone()
+    step[torch.from_numpy(MALICIOUS)] *= -1
+    assert torch.allclose(reply["step"], step, rtol=1e-12)
+    assert torch.allclose(reply["moved"], step.sum(0), rtol=1e-9, atol=1e-12)
+    assert torch.allclose(reply["theta"], fed.method.start(fed.task)["theta"] + step.mean(0), rtol=1e-12)
+    assert torch.equal(reply["count"], honest["count"])
+
+
+def test_a_client_that_failed_is_neither_honest_nor_malicious():
+    class Counting(UpdateAttack):
+        def forge(self, updates: Updates) -> torch.Tensor:
+            assert (len(updates.honest), len(updates.own)) == (2, 1)
+            return updates.own
+
+    class Fails(FedAvg):
+        def train(self, clients, theta):
+            if {1, 2} & set(clients.ids):
+                raise RuntimeError("a client without power")
+            return super().train(clients, theta)
+
+    failures = FailureSettings(retries=0, on_client_failure="skip", min_success_fraction=0.1)
+    fed = federation(Fails(), wire=Wire(Counting(), Median(), MALICIOUS), group_size=1, failures=failures)
+    assert fed.run_rounds(None)["theta"].isfinite().all() and len(fed.cohorts[0].failed) == 2
+
+
+@pytest.mark.parametrize(("method", "message"), [("fednh", "'means' as a sum"), ("fedamp", "'model' as a row")])
+def test_a_rule_is_refused_for_messages_that_it_does_not_replace(tmp_path, method, message):
+    with pytest.raises(RaypflError, match=message):
+        raypfl.run(experiment(tmp_path, method=method, rounds=1, aggregation="median"))
+
+
+@pytest.mark.parametrize("attack", ["label_flip", "random_labels"])
+def test_label_attacks_change_the_training_labels_of_malicious_clients_and_no_others(tmp_path, attack):
+    described = experiment(tmp_path, attack=attack, attack__fraction=0.25)
+    data = load_federated(described.data, described.partition, seed=described.seed)
+    prepared = Prepared(described, data)
+    labels = np.asarray(prepared.context.samples.labels)
+    assert prepared.is_malicious.sum() == 3
+
+    poisoned = np.zeros(len(labels), dtype=bool)
+    for client in np.flatnonzero(prepared.is_malicious):
+        poisoned[data.indices(client, "train")] = True
+    assert np.array_equal(labels[~poisoned], data.labels[~poisoned])
+    if attack == "label_flip":
+        assert np.array_equal(labels[poisoned], 9 - data.labels[poisoned])
+    else:
+        assert 0.05 < (labels[poisoned] == data.labels[poisoned]).mean() < 0.2
+        assert set(labels[poisoned]) == set(range(10))
+
+
+def test_evaluations_are_of_honest_clients_and_the_record_names_the_others(tmp_path):
+    result = raypfl.run(experiment(tmp_path, attack="sign_flip", rounds=1, evaluation__every=1))
+    malicious = result.metadata["malicious_clients"]
+    evaluated = set(result.evaluations["client"].to_pylist()) - {GLOBAL}
+    assert len(malicious) == 2 and evaluated == set(range(12)) - set(malicious)
+
+
+def test_rules_withstand_what_ruins_the_mean(tmp_path):
+    def accuracy(**changes: Any) -> float:
+        described = experiment(
+            tmp_path,
+            method="fedavg",
+            rounds=8,
+            training__batch_size=10,
+            partition="{name: iid, clients: 10}",
+            cohort__size=10,
+            attack="{name: sign_flip, fraction: 0.3, scale: 5}",
+            evaluation__protocols="[global]",
+            **changes,
+        )
+        (row,) = raypfl.run(described).summary()
+        return row["accuracy"]
+
+    assert accuracy() < 0.5
+    for rule in ("median", "{name: trimmed_mean, fraction: 0.3}", "{name: krum, fraction: 0.3, select: 4}"):
+        assert accuracy(aggregation=rule) > 0.8
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_an_attacked_run_has_the_same_bits_on_actors_and_after_a_stop(tmp_path):
+    attacked = {"attack": "gaussian", "aggregation": "{name: krum, select: 3}", "rounds": 4}
+    expected = raypfl.run(experiment(tmp_path, **attacked))
+    on_actors = raypfl.run(experiment(tmp_path, **attacked, **ON_RAY))
+    assert on_actors.weights_hash == expected.weights_hash and same_tables(on_actors, expected)
+
+    stopped = raypfl.run(experiment(tmp_path, **attacked), listeners=[Interrupt(3)])
+    resumed = raypfl.resume(stopped.run_dir)
+    assert resumed.weights_hash == expected.weights_hash and same_tables(resumed, expected)
+
+
+def test_without_attack_and_rule_clients_send_sums(tmp_path):
+    described = experiment(tmp_path)
+    data = load_federated(described.data, described.partition, seed=described.seed)
+    assert not Prepared(described, data).context.sends_rows
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attack": "sign_flip", "privacy__secure_aggregation": True}, "attack looks at the message of each client"),
+        (
+            {"aggregation": "krum", "asynchronous__buffer": 3, "devices__hardware": "lognormal"},
+            "which asynchronous.buffer rules out",
+        ),
+        ({"attack": "sign_flop"}, "did you mean 'sign_flip'"),
+        ({"attack": "{name: sign_flip, fraction: 1.5}"}, "attack.fraction is 1.5; it must be above 0 and below 1"),
+        ({"aggregation": "{name: trimmed_mean, fraction: 0.5}"}, "aggregation.fraction is 0.5; it must be at least 0"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        experiment(tmp_path, method="fedavg", **changes)
+
+
+def test_labels_that_are_no_classes_are_refused(tmp_path):
+    (tmp_path / "people.csv").write_text("age,income\n" + "\n".join(f"{20 + i},{1000.5 * i}" for i in range(12)))
+    table = f"{{name: table, root: {tmp_path}, target: income}}"
+    described = experiment(tmp_path, method="fedavg", data=table, attack="label_flip", cohort__size=2)
+    with pytest.raises(ConfigError, match="attack changes labels, which are one class a sample"):
+        check([described.override(["partition={name: iid, clients: 2}"])])
+
+
+def test_a_rule_that_bounds_updates_needs_what_all_clients_were_sent():
+    class Scattered(FedAvg):
+        def round(self, server, cohort):
+            rows = server["theta"].expand(len(cohort), -1)
+            server["theta"] = cohort.run(self.train, theta=raypfl.Scatter(rows))["theta"]
+
+    fed = federation(Scattered(), wire=Wire(InnerProduct(), Clipping(radius=1.0), MALICIOUS))
+    with pytest.raises(MethodError, match="aggregation is Clipping, which bounds changes"):
+        fed.run_rounds(None)
