@@ -20,7 +20,7 @@ from raypfl.common import streams
 from raypfl.common.errors import ConfigError, MethodError
 from raypfl.common.exclusive import exclusive
 from raypfl.models.layout import VectorLayout, select
-from raypfl.models.parts import common_parts, freeze, frozen_norms, stored_tensors
+from raypfl.models.parts import common_parts, freeze, frozen_norms, layers_with_parameters, stored_tensors
 
 Input = Tensor | tuple[Tensor, ...]
 
@@ -49,6 +49,7 @@ class FlatModel(VectorLayout):
     segments : name -> Segment, parameters first, in the network's order.
     parameter_names : names of the segments that are trainable parameters.
     common_parts : part -> names of its tensors, frozen or not; see :func:`raypfl.models.parts.common_parts`.
+    output_tensors : attribute of the output layer, such as ``weight`` -> segment.
     mixes_rows : whether the network has batch norm that normalises by the batch during training.
     normalises_vectors : whether some of that batch norm is ``BatchNorm1d``.
     has_dropout : whether the network has dropout, or a module that says ``draws = True`` and calls ``torch.rand_like``.
@@ -66,6 +67,7 @@ class FlatModel(VectorLayout):
         self.factory = factory
         module = _build(factory, seed, dtype, torch.device(device))
         parts = common_parts(module, stored_tensors(module))
+        layers = layers_with_parameters(module)
         if trained is not None:
             freeze(module, stored_tensors(module).keys() - select(trained, module, parts))
         elif frozen is not None:
@@ -75,6 +77,7 @@ class FlatModel(VectorLayout):
         if self.num_parameters == 0:
             raise ConfigError("The network has no trainable parameters, so there is nothing to train.")
 
+        self._output_layer = module.get_submodule(layers[-1])
         self._frozen_norms = frozen_norms(module)
         modules = list(module.modules())
         self.modules = modules
@@ -88,6 +91,8 @@ class FlatModel(VectorLayout):
         self._norms = [child for child in modules if isinstance(child, _NormBase) and child.running_mean is not None]
 
         self._find_places()
+        output_places = [place for place in self._places if place[1] is self._output_layer]
+        self.output_tensors = {attribute: name for name, _, attribute in output_places}
         self._loss: LossCall | None = None
 
     def _find_places(self) -> None:
@@ -147,11 +152,9 @@ class FlatModel(VectorLayout):
 
         It calls the network once, and both results have gradients.
         """
-        path, _, _ = self.common_parts["output layer"][0].rpartition(".")
-        layer = self.module.get_submodule(path)
         features: list[Tensor] = []
         with exclusive:
-            hook = layer.register_forward_pre_hook(lambda _, inputs: features.append(inputs[0]))
+            hook = self._output_layer.register_forward_pre_hook(lambda _, inputs: features.append(inputs[0]))
             try:
                 outputs = self(theta, x)
             finally:

@@ -90,8 +90,7 @@ def zero_head(like: nn.Linear) -> nn.Linear:
 
 def output_segments(model: FlatModel, *names: str) -> str:
     """Return the pattern of the output layer's own tensors of these names, such as ``weight``."""
-    path, _, _ = model.common_parts["output layer"][0].rpartition(".")
-    return ",".join(f"{path}.{name}" for name in names if f"{path}.{name}" in model.segments)
+    return ",".join(model.output_tensors[name] for name in names if name in model.output_tensors)
 
 
 def output_layer(network: nn.Module) -> tuple[str, nn.Linear]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from raypfl.common.errors import ConfigError
-from raypfl.models.parts import common_parts
+from raypfl.models.parts import layers_with_parameters
 
 TRAINED = "adapters, output layer"
 """The parts that clients train unless the settings name others."""
@@ -45,11 +45,11 @@ def with_lora(factory: Callable[[], nn.Module], rank: int) -> nn.Module:
     ConfigError : if there is no such layer.
     """
     network = factory()
-    output_layer = common_parts(network, dict(network.named_parameters()))["output layer"]
+    output_layer = layers_with_parameters(network)[-1:]
     layers = {}
     for path, layer in network.named_modules():
         # Exactly nn.Linear: nn.MultiheadAttention has a subclass of it.
-        if not path or type(layer) is not nn.Linear or f"{path}.weight" in output_layer:
+        if not path or type(layer) is not nn.Linear or path in output_layer:
             continue
         parent = network.get_submodule(path.rpartition(".")[0])
         if not isinstance(parent, nn.TransformerEncoderLayer):

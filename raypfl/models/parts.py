@@ -22,32 +22,46 @@ def common_parts(module: nn.Module, tensors: Iterable[str]) -> dict[str, list[st
     tensors : names of all tensors to choose from.
     """
     names = list(tensors)
-    layers = []
+    layers = layers_with_parameters(module)
     batch_norms = []
     adapters = []
     for path, child in module.named_modules():
-        if any(parameter.requires_grad for parameter in child.parameters(recurse=False)):
-            layers.append(path)
         if isinstance(child, _BatchNorm):
             batch_norms.append(path)
         if path.rpartition(".")[2].startswith("adapter"):
             adapters.append(path)
-    # Parameters of the network itself, whose path is empty, are no layer, unless there are no others.
-    layers = [path for path in layers if path] or layers
 
-    output_layer = _below(layers[-1:], names)
+    output_layer = _tensors_of(module, layers[-1:], names)
     return {
-        "input layer": _below(layers[:1], names),
+        "input layer": _tensors_of(module, layers[:1], names),
         "output layer": output_layer,
         "feature extractor": [name for name in names if name not in output_layer],
-        "batch norm": _below(batch_norms, names),
-        "adapters": _below(adapters, names),
+        "batch norm": _tensors_of(module, batch_norms, names),
+        "adapters": _tensors_of(module, adapters, names),
     }
 
 
-def _below(paths: list[str], names: list[str]) -> list[str]:
-    """Return the names of the tensors in the modules at these paths."""
-    return [name for name in names if any(not path or name.startswith(path + ".") for path in paths)]
+def layers_with_parameters(module: nn.Module) -> list[str]:
+    """Return the paths of the layers that have trainable parameters, in the order in which they are registered.
+
+    Parameters of the network itself, whose path is empty, are no layer, unless there are no others.
+    """
+    layers = []
+    for path, child in module.named_modules():
+        if any(parameter.requires_grad for parameter in child.parameters(recurse=False)):
+            layers.append(path)
+    return [path for path in layers if path] or layers
+
+
+def _tensors_of(module: nn.Module, paths: list[str], names: list[str]) -> list[str]:
+    """Return the names of the tensors in the modules at these paths, also of those shared with another module."""
+    # A shared tensor has the name that it has in the first module.
+    name_of_tensor = {id(parameter): name for name, parameter in module.named_parameters()}
+    parameters: set[str] = set()
+    for path in paths:
+        parameters |= {name_of_tensor[id(parameter)] for parameter in module.get_submodule(path).parameters()}
+    below = tuple(f"{path}." if path else "" for path in paths)
+    return [name for name in names if name in parameters or name.startswith(below)]
 
 
 def freeze(network: nn.Module, names: Collection[str]) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from raypfl.common.errors import ConfigError
 from raypfl.models import FlatModel
 from raypfl.models.flat import FunctionalCall
+from raypfl.models.heads import output_segments
 from tests.support.federation import NormalisedConv, as_module, as_vector, both_networks, small_mlp
 
 
@@ -159,6 +160,19 @@ def test_a_tied_weight_is_counted_once_and_learns_from_both_places(bound):
         (gradient,) = torch.autograd.grad(model(p, x).square().sum(), p)
 
     torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_the_output_layer_has_the_weight_that_it_shares_with_another_layer():
+    model = FlatModel(Tied)
+    assert model.names("output layer") == ["first.weight", "second.bias"]
+    assert model.names("feature extractor") == ["first.bias"]
+    assert output_segments(model, "weight", "bias") == "first.weight,second.bias"
+
+    theta = torch.randn(model.size)
+    x = torch.randn(6, 4)
+    z, outputs = model.features(theta, x)
+    layer = as_module(Tied, theta).second
+    assert torch.equal(outputs, layer(z)) and torch.equal(outputs, model(theta, x))
 
 
 def test_frozen_parameters_are_in_no_vector_and_stay_those_of_the_template():
