@@ -35,6 +35,8 @@ class Summary:
     unseen : ``int64[U]``, clients that are never trained.
     kind : kind of the targets, one of :data:`raypfl.learning.objectives.KINDS`.
     client_names : the clients' names; None: clients have numbers only.
+    features : the network's inputs in order, if they have names: the name, and the mean and deviation that standardise
+        it; 0 and 1 for indicators of categories, which are not standardised.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Summary:
     unseen: np.ndarray
     kind: str = "classes"
     client_names: ClientNames | None = None
+    features: list[tuple[str, float, float]] | None = None
 
     @property
     def unit(self) -> str:
@@ -113,7 +116,18 @@ def summarised(data: ClientData) -> Summary:
         unseen=data.unseen,
         kind=data.kind,
         client_names=data.client_names,
+        features=_features(data),
     )
+
+
+def _features(data: FederatedData) -> list[tuple[str, float, float]] | None:
+    """The features with mean and deviation, in the units of the inputs; None: they have no names, or no moments."""
+    names = data.feature_names
+    if names is None or len(data.mean) != len(names):
+        return None
+    means = (data.mean * data.scale).tolist()
+    deviations = (data.std * data.scale).tolist()
+    return list(zip(names, means, deviations, strict=True))
 
 
 def _count_targets(data: FederatedData) -> tuple[list[str], np.ndarray]:

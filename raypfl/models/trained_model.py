@@ -20,6 +20,8 @@ class TrainedModel(nn.Module):
     gain, offset : ``[C, 1, 1]``, or ``[features]``; the network sees ``images * gain + offset``.
     input_shape : the shape of one input in training; a network may take others too.
     discrete : whether inputs are tokens, which are not normalised.
+    feature_names : names of the last axis of inputs, in order; None: features have no names.
+    class_names : names of the outputs in order: of classes, labels, numbers or tokens; None: they have no names.
 
     Attributes
     ----------
@@ -34,12 +36,21 @@ class TrainedModel(nn.Module):
     offset: Tensor
 
     def __init__(
-        self, network: nn.Module, gain: Tensor, offset: Tensor, input_shape: Sequence[int], discrete: bool = False
+        self,
+        network: nn.Module,
+        gain: Tensor,
+        offset: Tensor,
+        input_shape: Sequence[int],
+        discrete: bool = False,
+        feature_names: list[str] | None = None,
+        class_names: list[str] | None = None,
     ):
         super().__init__()
         self.network = network
         self.input_shape = tuple(input_shape)
         self.discrete = discrete
+        self.feature_names = feature_names
+        self.class_names = class_names
         self.register_buffer("gain", gain)
         self.register_buffer("offset", offset)
         self.train(network.training)

@@ -49,6 +49,11 @@ def show(console: Console, summary: Summary) -> None:
 
     if summary.client_names is not None:
         console.print(_table_of_names(summary, summary.client_names))
+    if summary.features is not None:
+        console.print(_table_of_features(summary.features))
+    outputs = _outputs(summary)
+    if outputs:
+        console.print(Text.assemble("outputs: ", outputs))
 
     for name, count in summary.pools.items():
         console.print(Text.assemble("pool ", (name, "bold"), f": {counted(count, 'sample')}"))
@@ -63,6 +68,7 @@ def as_json(summary: Summary) -> dict[str, Any]:
         "input_shape": list(summary.input_shape),
         "classes": summary.class_names,
         "clients": summary.num_clients,
+        "features": _features_as_json(summary.features),
         "client_names": None if summary.client_names is None else list(summary.client_names),
         "unseen": summary.unseen.tolist(),
         "samples": samples,
@@ -232,9 +238,49 @@ def _table_of_names(summary: Summary, names: Sequence[str]) -> Table:
         unseen = " (never trained)" if client in summary.unseen else ""
         counts = [f"{sizes[client]:,}" for sizes in summary.sizes.values()]
         table.add_row(str(client), Text(f"{_shortened(name, _LONGEST_LINE)}{unseen}"), *counts)
-    if len(names) > _MOST_NAMED:
-        table.caption = f"and {len(names) - _MOST_NAMED:,} more, which --json lists"
+    _tell_of_more(table, len(names))
     return table
+
+
+def _table_of_features(features: Sequence[tuple[str, float, float]]) -> Table:
+    """A row for each of the first features: the network's input, its name, and what standardises it."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("input", justify="right")
+    table.add_column("feature")
+    table.add_column("mean", justify="right")
+    table.add_column("deviation", justify="right")
+
+    for index, (name, mean, deviation) in enumerate(features[:_MOST_NAMED]):
+        moments = [f"{mean:.4g}", f"{deviation:.4g}"]
+        if (mean, deviation) == (0.0, 1.0):
+            moments = ["as it is", ""]
+        table.add_row(str(index), Text(_shortened(name, _LONGEST_LINE)), *moments)
+    _tell_of_more(table, len(features))
+    return table
+
+
+def _tell_of_more(table: Table, count: int) -> None:
+    """Say below a table how many of `count` it leaves out."""
+    if count > _MOST_NAMED:
+        table.caption = f"and {count - _MOST_NAMED:,} more, which --json lists"
+
+
+def _outputs(summary: Summary) -> str:
+    """The network's outputs by number and name; empty if classes are numbered, or outputs are of another kind."""
+    names = summary.class_names
+    is_numbered = names == [str(number) for number in range(len(names))]
+    if summary.kind not in ("classes", "labels") or is_numbered:
+        return ""
+
+    outputs = [f"{number} {_shortened(name)}" for number, name in enumerate(names[:_MOST_NAMED])]
+    more = f" and {len(names) - _MOST_NAMED:,} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(outputs) + more
+
+
+def _features_as_json(features: Sequence[tuple[str, float, float]] | None) -> list[dict[str, Any]] | None:
+    if features is None:
+        return None
+    return [{"name": name, "mean": mean, "deviation": deviation} for name, mean, deviation in features]
 
 
 def _over_clients(values: np.ndarray) -> dict[str, float]:

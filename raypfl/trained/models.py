@@ -45,7 +45,7 @@ from raypfl.storage.checkpoints import Snapshot
 from raypfl.storage.stacks import merged
 from raypfl.storage.states import StateShard, StateTable
 from raypfl.trained.new_clients import NewClient, checked_samples, context_of, require_new_client_models
-from raypfl.trained.saved_model import Origin
+from raypfl.trained.saved_model import Origin, names_of
 
 if TYPE_CHECKING:
     from raypfl.clients.context import Context
@@ -88,7 +88,7 @@ class TrainedModels:
             if isinstance(value, np.ndarray):
                 values[name] = torch.from_numpy(np.array(value))
         content = {"server": self.server, "data": values}
-        meta: dict[str, Any] = {"experiment": self.experiment.to_yaml()}
+        meta: dict[str, Any] = {"experiment": self.experiment.to_yaml(), "names": names_of(self.outline)}
         if self.client_names is not None:
             meta["client_names"] = [self.client_names.clients.tolist(), list(self.client_names.names)]
         with checkpoints.explain_write_errors(self.round, str(folder)):
@@ -110,6 +110,7 @@ class TrainedModels:
         for name, value in snapshot.server["data"].items():
             values[name] = value.numpy() if isinstance(value, torch.Tensor) else value
         counts = {split: values.pop(split) for split in ("train", "test")}
+        values |= snapshot.meta.get("names", {})
         values["client_names"] = None
         if "client_names" in snapshot.meta:
             clients, names = snapshot.meta["client_names"]
@@ -320,7 +321,10 @@ class TrainedModels:
 
     def _trained(self, network: nn.Module) -> TrainedModel:
         gain, offset = self.normalisation
-        return TrainedModel(network, gain.clone(), offset.clone(), self.outline.input_shape, self.outline.discrete)
+        outline = self.outline
+        return TrainedModel(
+            network, gain.clone(), offset.clone(), outline.input_shape, outline.discrete, **names_of(outline)
+        )
 
 
 def _test_metrics(context: Context, models: Tensor | Predictor, clients: Sequence[int]) -> list[dict[str, float]]:

@@ -43,6 +43,11 @@ def inputs_of(outline: DataOutline) -> str:
     return f"[{shape}]"
 
 
+def names_of(outline: DataOutline) -> dict[str, list[str] | None]:
+    """Return ``feature_names`` and ``class_names`` of a run's data; a population has none."""
+    return {name: getattr(outline, name, None) for name in ("feature_names", "class_names")}
+
+
 @dataclass(frozen=True)
 class Origin:
     """The run that a model is from: its description, and the outline of its data."""
@@ -53,7 +58,7 @@ class Origin:
     @cached_property
     def metadata(self) -> dict[str, str]:
         """The part of a model file's metadata that is about the run."""
-        outline = {name: getattr(self.outline, name) for name in _OUTLINE}
+        outline = {name: getattr(self.outline, name) for name in _OUTLINE} | names_of(self.outline)
         return {
             "inputs": inputs_of(self.outline),
             "experiment": self.experiment.override(["model.weights=null"]).to_yaml(),  # the state dict has them
@@ -74,7 +79,8 @@ def encoded(model: TrainedModel, origin: Origin, facts: Mapping[str, Any]) -> by
 
     The metadata have, as text or JSON: ``outline``, the network as torch prints it; ``gain`` and ``offset``, by which
     inputs become the network's: ``network(x * gain + offset)``; ``inputs``, their shape and values; `facts`; and the
-    run's ``experiment`` and ``data``, from which raypfl builds the network again. If a model is more than a network,
+    run's ``experiment`` and ``data``, from which raypfl builds the network again; ``data`` has the names of inputs and
+    outputs in order, ``feature_names`` and ``class_names``. If a model is more than a network,
     the tensors are those that its method's function predicts with, and ``predictor`` names the function.
     """
     metadata = {
@@ -114,7 +120,7 @@ def load_model(file: str | Path) -> TrainedModel:
 
     gain = torch.tensor(json.loads(metadata["gain"]), dtype=model.dtype)
     offset = torch.tensor(json.loads(metadata["offset"]), dtype=model.dtype)
-    return TrainedModel(network, gain, offset, outline.input_shape, outline.discrete)
+    return TrainedModel(network, gain, offset, outline.input_shape, outline.discrete, **names_of(outline))
 
 
 def tensors_in(file: str | Path, what: str) -> tuple[dict[str, str], dict[str, Tensor]]:
@@ -142,6 +148,7 @@ def outline_in(text: str) -> DataOutline:
     for name in ("mean", "std"):
         values[name] = np.array(values[name], dtype=np.float32)
     values["input_shape"] = tuple(values["input_shape"])
+    values = {"feature_names": None, "class_names": None} | values
     return DataOutline(attributes=values, counts={"train": np.zeros(0, np.int64)}, load=_refuse)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -9,12 +10,16 @@ import numpy as np
 import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 import pytest
+import safetensors.torch
+import torch
+from rich.console import Console
 
 import raypfl
 from raypfl.common.errors import ConfigError, DataError
-from raypfl.data import ByColumn
+from raypfl.data import ByColumn, summarised
 from raypfl.data.datasets.tables import read_csv
 from raypfl.experiment import experiments
+from raypfl.results import client_data
 from raypfl.runs.result import newest
 from raypfl.trained.models import TrainedModels
 from raypfl.trained.samples import samples_in
@@ -205,6 +210,59 @@ def test_new_clients_and_pools_have_the_features_of_the_clients_by_name(tmp_path
     written(tmp_path / "new", ROWS)
     with pytest.raises(DataError, match="city=Bath"):
         samples_in(tmp_path / "new", models)
+
+
+def test_a_models_file_and_plain_torch_suffice_to_predict_a_row_of_a_table(tmp_path):
+    file = written(tmp_path / "data")
+    described = experiment(tmp_path, method="fedavg-ft", rounds=1, evaluation__every=0, cohort__size=2)
+    options = {"name": "table", "root": str(file.parent), **OPTIONS}
+    described = described.override([f"data={json.dumps(options)}", "partition=by_column"])
+    models = TrainedModels.of_snapshot(*newest(raypfl.run(described).run_dir))
+    data = models.outline.data
+    made = models.personalize(data.inputs[:4], data.labels[:4], held_out=0)
+    model_file = made.save(tmp_path / "mine.safetensors")
+
+    with safetensors.safe_open(model_file, "pt") as opened_file:
+        about = opened_file.metadata()
+    names = json.loads(about["data"])
+    page: dict = {}
+    (code,) = [code for code in blocks("docs/new_clients.md", "python") if "def values_of" in code]
+    exec(code, page)
+    row = {"age": 41, "income": 2000, "level": LEVELS.index("high"), "smokes": "false", "region": "2"}
+    values = page["values_of"](row, names["feature_names"])
+    network = torch.nn.Sequential(
+        torch.nn.Flatten(), torch.nn.Linear(len(NAMES), 16), torch.nn.ReLU(), torch.nn.Linear(16, 3)
+    )
+    network.load_state_dict(safetensors.torch.load_file(model_file))
+    gain, offset = (torch.tensor(json.loads(about[name])) for name in ("gain", "offset"))
+    logits = network(torch.tensor([values]) * gain + offset)
+
+    np.testing.assert_allclose(logits.detach(), made.model(torch.tensor(data.inputs[1:2])).detach(), atol=1e-5)
+    np.testing.assert_allclose(1 / gain, data.std, rtol=1e-5)
+    np.testing.assert_allclose(-offset / gain, data.mean, rtol=1e-5)
+
+    models.export(tmp_path / "export")
+    exported = TrainedModels.of_export(tmp_path / "export")
+    for model in (made.model, raypfl.load_model(model_file), models.global_model(), exported.personal_model("Bath")):
+        assert (model.feature_names, model.class_names) == (NAMES, ["maybe", "no", "yes"])
+
+
+def test_data_show_has_the_networks_inputs_and_outputs_in_order(tmp_path, opened):
+    written(tmp_path / "data")
+    data = opened("table", ByColumn(), **OPTIONS)
+    summary = summarised(data)
+    console = Console(file=io.StringIO(), width=100)
+    client_data.show(console, summary)
+    table = console.file.getvalue()
+
+    features = client_data.as_json(summary)["features"]
+    assert [feature["name"] for feature in features] == NAMES
+    assert [feature["mean"] for feature in features] == data.mean.tolist()
+    assert [feature["deviation"] for feature in features] == data.std.tolist()
+    lines = [line.split() for line in table.splitlines()]
+    assert ["0", "age", f"{data.mean[0]:.4g}", f"{data.std[0]:.4g}"] in lines
+    assert ["6", "region=2", "as", "it", "is"] in lines
+    assert "outputs: 0 maybe, 1 no, 2 yes" in table
 
 
 def test_the_page_of_data_trains_on_a_table(tmp_path, monkeypatch):
