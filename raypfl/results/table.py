@@ -9,6 +9,7 @@ from statistics import fmean
 import pyarrow.compute as pc
 
 from raypfl.evaluation.masking import unmasked_name
+from raypfl.federation.robustness import ATTACKS
 from raypfl.results.run_groups import RunGroup
 from raypfl.results.units import TableCell, Unit, over_seeds
 
@@ -117,11 +118,24 @@ def legend(groups: Sequence[RunGroup]) -> list[str]:
     """Return sentences for below the table: over which rounds and seeds its numbers are."""
     averaged = {len(result.last_rounds) for group in groups for result in group.results} - {0, 1}
     lines = [f"Means over the last {rounds} evaluated rounds." for rounds in sorted(averaged)]
+    lines += attack_sentences(groups)
     lines += unequal_lengths(groups)
     lines += _unfinished(groups)
     if any(len(group.results) > 1 for group in groups):
         lines.append("±: standard deviation over seeds.")
     return lines
+
+
+def attack_sentences(groups: Sequence[RunGroup]) -> list[str]:
+    """Return how many clients are malicious, and that they are not evaluated, if there are any."""
+    sentences = {}
+    for group in groups:
+        experiment = group.results[0].experiment
+        if experiment.attack is not None:
+            name = ATTACKS.name_of(type(experiment.attack))
+            share = f"{100 * experiment.attack.fraction:.3g} %"
+            sentences[f"{share} of the clients are malicious ({name}); scores are of the honest ones."] = None
+    return list(sentences)
 
 
 def _unfinished(groups: Sequence[RunGroup]) -> list[str]:

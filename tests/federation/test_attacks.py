@@ -17,6 +17,8 @@ from raypfl.federation.robustness.attacks import Boost, InnerProduct, SignFlip
 from raypfl.federation.robustness.rules import Clipping, Krum, Median
 from raypfl.federation.settings import FailureSettings
 from raypfl.methods import FedAvg
+from raypfl.results.run_groups import group_runs
+from raypfl.results.table import legend
 from raypfl.runs.driver import check
 from tests.support.federation import Federation
 from tests.support.runs import ON_RAY, Interrupt, experiment, same_tables
@@ -154,6 +156,9 @@ def test_evaluations_are_of_honest_clients_and_the_record_names_the_others(tmp_p
     malicious = result.metadata["malicious_clients"]
     evaluated = set(result.evaluations["client"].to_pylist()) - {GLOBAL}
     assert len(malicious) == 2 and evaluated == set(range(12)) - set(malicious)
+    assert legend(group_runs([result])) == [
+        "20 % of the clients are malicious (sign_flip); scores are of the honest ones."
+    ]
 
 
 def test_rules_withstand_what_ruins_the_mean(tmp_path):

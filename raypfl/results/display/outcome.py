@@ -226,7 +226,6 @@ def _table_notes(groups: Sequence[RunGroup], left_out: Sequence[str]) -> list[st
 
     notes += [_simulated_note(group) for group in groups if has_simulated_time(group)]
     notes += filter(None, map(privacy_sentence, groups))
-    notes += dict.fromkeys(filter(None, map(_attack_note, groups)))
     notes += legend(groups)
     if any(group.has_best for group in groups):
         notes.append(_BEST_NOTE)
@@ -254,16 +253,6 @@ def _simulated_note(group: RunGroup) -> str:
     seconds_taken = fmean(positions(result, "simulated_seconds")[-1] for result in group.results)
     kilojoules = fmean(positions(result, "kilojoules")[-1] for result in group.results)
     return f"{group.label} on the clients' devices, simulated: {duration(seconds_taken)}, {energy(1e3 * kilojoules)}."
-
-
-def _attack_note(group: RunGroup) -> str:
-    """How many clients are malicious, and that they are not evaluated; empty if all are honest."""
-    metadata = group.results[0].metadata
-    if "malicious_clients" not in metadata:
-        return ""
-    attack = type(group.results[0].experiment.attack).__name__
-    count = len(metadata["malicious_clients"])
-    return f"{count} of {metadata['num_clients']} clients are malicious ({attack}); scores are of the honest ones."
 
 
 def _phrase(unit: Unit) -> str:

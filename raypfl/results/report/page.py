@@ -30,7 +30,7 @@ from raypfl.results.report.lead import lead_of
 from raypfl.results.report.tables import listed, protocol_name
 from raypfl.results.run_groups import RunGroup, group_runs
 from raypfl.results.setting_text import data_text, shared_setting_text
-from raypfl.results.table import MODELS, unequal_lengths
+from raypfl.results.table import MODELS, attack_sentences, unequal_lengths
 from raypfl.results.units import Unit, capitalised
 from raypfl.runs.result import RunResult
 
@@ -309,6 +309,7 @@ def _cautions(groups: Sequence[RunGroup]) -> list[str]:
                 "Tables show each at its own end, curves the rounds that all of them reached."
             )
 
+    cautions += attack_sentences(groups)
     cautions += unequal_lengths(groups)
     seeds = {tuple(sorted(result.experiment.seed for result in group.results)) for group in groups}
     if len(seeds) > 1:
