@@ -58,7 +58,7 @@ class Context:
     sends_rows : whether the server gets each client's training messages, and not only their sums.
     evaluation_batch : the number of samples per model and forward pass in evaluation.
     scale : the value of a full pixel.
-    unseen : the clients that are never trained.
+    left_out : the clients that are in no union of splits: those that are never trained, and malicious ones.
     corrupted_bytes : most bytes of corrupted test images on the device, which all personal models share.
     corrupted : the corrupted test images, by corruption.
     requested : the local trainings that methods ask for, in a rehearsal; None: they are not kept.
@@ -81,7 +81,7 @@ class Context:
     evaluation_batch: int = EvaluationSettings.batch_size
     scale: float = 255.0
     corrupted_bytes: float = CORRUPTED_BYTES
-    unseen: frozenset[int] = frozenset()
+    left_out: frozenset[int] = frozenset()
     corrupted: dict[Any, Tensor] = field(default_factory=dict)
     requested: list[RequestedTraining] | None = None
     _unions: dict[str, np.ndarray] = field(default_factory=dict)
@@ -105,10 +105,10 @@ class Context:
         return keys
 
     def union(self, split: str) -> np.ndarray:
-        """Return the union of the splits of all clients that are trained, ``int64[N]``."""
+        """Return the union of the splits of all honest clients that are trained, ``int64[N]``."""
         if split not in self._unions:
-            trained = (client for client in range(self.num_clients) if client not in self.unseen)
-            self._unions[split] = np.concatenate([self.split(client, split) for client in trained])
+            clients = (client for client in range(self.num_clients) if client not in self.left_out)
+            self._unions[split] = np.concatenate([self.split(client, split) for client in clients])
         return self._unions[split]
 
     def metric_sums(self, by_class: bool = False) -> MetricSums:

@@ -151,7 +151,7 @@ class Prepared:
             evaluation_batch=experiment.evaluation.batch_size,
             scale=self.data.scale,
             corrupted_bytes=min(data_budget - samples.resident, CORRUPTED_BYTES),
-            unseen=frozenset(self.task.unseen.tolist()),
+            left_out=frozenset([*self.task.unseen.tolist(), *np.flatnonzero(self.is_malicious).tolist()]),
             sends_rows=self._wire().needs_rows,
         )
 

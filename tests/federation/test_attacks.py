@@ -161,6 +161,23 @@ def test_evaluations_are_of_honest_clients_and_the_record_names_the_others(tmp_p
     ]
 
 
+def test_personal_and_global_models_are_tested_on_the_same_data_of_honest_clients(tmp_path):
+    described = experiment(
+        tmp_path,
+        method="ditto",
+        attack="sign_flip",
+        rounds=1,
+        evaluation__protocols="[global, pm_v, ood/corrupt/jpeg/1]",
+    )
+    result = raypfl.run(described)
+    data = load_federated(described.data, described.partition, seed=described.seed)
+    sizes = data.sizes("test")
+    num_honest = int(sizes.sum() - sizes[result.metadata["malicious_clients"]].sum())
+    table = result.evaluations.to_pydict()
+    for protocol, model, samples in zip(table["protocol"], table["model"], table["samples"], strict=True):
+        assert samples == num_honest or (protocol == "pm_v" and samples < num_honest), (protocol, model)
+
+
 def test_rules_withstand_what_ruins_the_mean(tmp_path):
     def accuracy(**changes: Any) -> float:
         described = experiment(
