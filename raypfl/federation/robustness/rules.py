@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from typing import Annotated, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,8 +18,8 @@ AGGREGATIONS = Registry("aggregation")
 
 BELOW_HALF = Limit("at least 0 and below 0.5", lambda v: 0 <= v < 0.5)
 
-_COLUMNS = 2**16
-"""Columns of messages that are computed at once, so that copies of them stay small."""
+_COLUMNS = 2**12
+"""Columns of messages that are computed at once: copies of those of 100 clients fit the cache."""
 
 
 class Aggregation(Component, ABC):
@@ -176,6 +177,13 @@ def _mean_of_middle(rows: Tensor, left_out: int) -> Tensor:
     """Return the mean of each coordinate ``[P]`` without its `left_out` smallest and largest values."""
     means = []
     for columns in rows.split(_COLUMNS, dim=1):
-        middle = columns.sort(0).values[left_out : len(rows) - left_out]
-        means.append(middle.mean(0))
+        means.append(_sorted(columns)[left_out : len(rows) - left_out].mean(0))
     return torch.cat(means)
+
+
+def _sorted(rows: Tensor) -> Tensor:
+    """Return each column's values in ascending order."""
+    if rows.device.type != "cpu":
+        return rows.sort(0).values
+    # torch takes eight times as long.
+    return torch.from_numpy(np.sort(rows.numpy(), axis=0))
