@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import shlex
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +18,8 @@ from rich.console import Console
 
 import raypfl
 from raypfl.common.errors import ConfigError, DataError
-from raypfl.data import ByColumn, summarised
+from raypfl.data import IID, ByColumn, summarised
+from raypfl.data.datasets import DataSource
 from raypfl.data.datasets.tables import read_csv
 from raypfl.experiment import experiments
 from raypfl.results import client_data
@@ -263,6 +266,67 @@ def test_data_show_has_the_networks_inputs_and_outputs_in_order(tmp_path, opened
     assert ["0", "age", f"{data.mean[0]:.4g}", f"{data.std[0]:.4g}"] in lines
     assert ["6", "region=2", "as", "it", "is"] in lines
     assert "outputs: 0 maybe, 1 no, 2 yes" in table
+
+
+def of_columns(**columns) -> str:
+    """A table with these columns, and two classes to predict."""
+    count = len(next(iter(columns.values())))
+    rows = zip(*columns.values(), (row % 2 for row in range(count)), strict=True)
+    return "\n".join(",".join(map(str, row)) for row in [(*columns, "y"), *rows])
+
+
+@pytest.mark.parametrize(
+    ("column", "values"),
+    [
+        ("number", range(1, 21)),
+        ("number", np.random.default_rng(0).permutation(50)),
+        ("number", [row for row in range(100, 160) if row % 3]),  # a third of the rows was dropped
+        ("first name", [f"n{row}x" for row in range(20)]),
+        ("PassengerId", [row**3 for row in range(20)]),
+        ("customer_id", [-(row**3) for row in range(20)]),
+    ],
+    ids=["counted", "shuffled", "dropped", "text", "Id", "_id"],
+)
+def test_a_feature_that_numbers_or_names_the_rows_comes_with_a_warning_that_mends_it(tmp_path, opened, column, values):
+    written(tmp_path / "data", of_columns(**{"z": [1, 2] * (len(values) // 2), column: values}))
+    with pytest.warns(UserWarning, match="Every row of people.csv has another value for") as caught:
+        opened("table", IID(clients=2), target="y", leave_out=["z"])
+    (setting,) = shlex.split(str(caught[0].message).rpartition(" set ")[2].removesuffix("."))
+    assert setting == f'data.leave_out=["z", "{column}"]'
+    options = {"target": "y", "leave_out": json.loads(setting.partition("=")[2])[1:]}
+    assert opened("table", IID(clients=2), **options).feature_names == ["z"]
+
+
+@pytest.mark.parametrize(
+    ("column", "values"),
+    [
+        ("income", [1000.5 + 7 * row for row in range(40)]),
+        ("id", [float(row) + 0.25 for row in range(40)]),
+        ("price", [row**3 for row in range(40)]),  # all differ, but far from each other
+        ("age", [18 + 7 * row % 37 for row in range(40)]),  # integers, of which some are equal
+        ("customer_id", [row // 2 for row in range(40)]),
+        ("paid", [row**2 for row in range(40)]),
+        ("number", range(19)),
+    ],
+    ids=["floats", "floats-called-id", "sparse", "ages", "customers", "not-id", "few-rows"],
+)
+def test_other_features_come_without_a_warning(tmp_path, opened, recwarn, column, values):
+    written(tmp_path / "data", of_columns(**{column: values}))
+    assert opened("table", IID(clients=2), target="y").feature_names == [column]
+    assert not recwarn.list
+
+
+def test_an_id_that_counts_each_file_or_all_files_comes_with_a_warning_and_a_declared_one_does_not(tmp_path, opened):
+    for folder, second in (("each", range(30)), ("all", range(30, 60))):
+        written(tmp_path / folder, of_columns(number=range(30)))
+        written(tmp_path / folder, of_columns(number=second), name="test.csv")
+        with pytest.warns(UserWarning, match="another value for 'number', as for an id"):
+            DataSource(name="table", root=str(tmp_path / folder), options={"target": "y"}).read()
+
+    declared = {"target": "y", "categorical": ["number"]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        DataSource(name="table", root=str(tmp_path / "each"), options=declared).read()
 
 
 def test_the_page_of_data_trains_on_a_table(tmp_path, monkeypatch):
