@@ -38,7 +38,6 @@ from raypfl.federation.task import Task
 from raypfl.learning.privacy import Spending
 from raypfl.learning.privacy.accounting import epsilons_of, refuse_without_accountant
 from raypfl.models.predictor import Predictor
-from raypfl.models.trained_model import TrainedModel
 from raypfl.runs.result import refuse_unknown_client
 from raypfl.storage import checkpoints
 from raypfl.storage.checkpoints import Snapshot
@@ -46,6 +45,7 @@ from raypfl.storage.stacks import merged
 from raypfl.storage.states import StateShard, StateTable
 from raypfl.trained.new_clients import NewClient, checked_samples, context_of, require_new_client_models
 from raypfl.trained.saved_model import Origin, names_of
+from raypfl.trained.trained_model import TrainedModel
 
 if TYPE_CHECKING:
     from raypfl.clients.context import Context

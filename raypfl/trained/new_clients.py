@@ -16,8 +16,8 @@ from raypfl.data.datasets.settings import SPLITS
 from raypfl.data.partitions import Traits
 from raypfl.data.splits import hold_out
 from raypfl.learning.batches import Samples
-from raypfl.models.trained_model import TrainedModel
 from raypfl.trained.saved_model import Origin, inputs_of, save
+from raypfl.trained.trained_model import TrainedModel
 
 if TYPE_CHECKING:
     from raypfl.engine.building.data_outline import DataOutline

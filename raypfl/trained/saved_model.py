@@ -26,7 +26,7 @@ from raypfl.methods import METHODS
 from raypfl.models.extras import Other
 from raypfl.models.flat import FlatModel
 from raypfl.models.predictor import Predictor
-from raypfl.models.trained_model import TrainedModel
+from raypfl.trained.trained_model import TrainedModel
 
 FORMAT = "raypfl personal model 1"
 PREDICTOR = "predictor"

@@ -18,7 +18,7 @@ from raypfl.trained.models import TrainedModels
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-    from raypfl.models.trained_model import TrainedModel
+    from raypfl.trained.trained_model import TrainedModel
 
 GLOBAL = "global_model"
 """The name of the logged model."""

@@ -18,10 +18,10 @@ from raypfl.engine.building.data_outline import DataOutline
 from raypfl.learning.sample_order import epoch_order
 from raypfl.methods.personal_models.pefll import PeFLL
 from raypfl.models.hypernetworks import EmbeddingNetwork
-from raypfl.models.trained_model import TrainedModel
 from raypfl.trained.models import TrainedModels
 from raypfl.trained.new_clients import checked_samples
 from raypfl.trained.saved_model import outline_in, tensors_in
+from raypfl.trained.trained_model import TrainedModel
 
 FORMAT = "raypfl embedding network 1"
 

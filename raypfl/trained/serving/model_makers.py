@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from raypfl.common.errors import DataError, RaypflError
-from raypfl.models.trained_model import TrainedModel
 from raypfl.trained.models import TrainedModels
 from raypfl.trained.new_clients import Labelled, checked_samples, class_numbers, require_new_client_models
 from raypfl.trained.serving.embedder import can_describe, embedder_file, models_of_descriptors
+from raypfl.trained.trained_model import TrainedModel
 
 HELD_OUT = 0.25
 """The share of a client's samples that its model is tested on, unless the request has another."""

@@ -16,10 +16,10 @@ import safetensors.numpy
 
 from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.common.files import write
-from raypfl.models.trained_model import TrainedModel
 from raypfl.trained.new_clients import class_numbers
 from raypfl.trained.saved_model import load_model
 from raypfl.trained.serving.embedder import Embedder, read_embedder
+from raypfl.trained.trained_model import TrainedModel
 
 TRIES = 10
 """Requests to a service that answers "later" each time, before it is given up."""
