@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import os
 import re
 import shutil
@@ -22,7 +23,7 @@ from raypfl.experiment.spaces import draws_of_point, spaces_of, values_by_column
 from raypfl.integrations.tuning.result import SweepResult, tune
 from raypfl.integrations.tuning.search import check, search
 from raypfl.integrations.tuning.sweep import Sweep, load
-from raypfl.integrations.tuning.trial import SweepContext, Trial, close, run_seeds, schedule_of
+from raypfl.integrations.tuning.trial import SweepContext, Trial, close, metric_values, run_seeds, schedule_of
 from raypfl.runs.driver import resume, run
 from raypfl.runs.result import write_description
 from tests.support.command import raypfl
@@ -482,6 +483,18 @@ def test_the_best_configuration_says_whether_others_are_still_to_come(tmp_path: 
     sweep.folder.mkdir()
     SweepResult(sweep, trials, ["max"], Experiment().measures).write_files()
     assert re.match(heading, (sweep.folder / "best.yaml").read_text())
+
+
+def test_a_trial_whose_metric_is_undefined_is_never_the_best(tmp_path: Path):
+    sweep = load(small(trials=2), [f"output={tmp_path}"])
+    first, _ = check(sweep)
+    undefined = Trial("0", {}, "finished", values=metric_values(sweep, first, [{"protocol": "val", "model": "global"}]))
+    infinite = Trial("1", {}, "finished", values={"accuracy/val": math.inf})
+
+    alone = SweepResult(sweep, [undefined], ["min"], first.measures)
+    assert alone.best is None
+    assert alone.status == "failed"
+    assert SweepResult(sweep, [undefined, infinite], ["min"], first.measures).best is infinite
 
 
 @pytest.mark.thorough

@@ -75,7 +75,7 @@ def carry_out(source: str, assignments: Sequence[str], quiet: bool, as_json: boo
         raise Stopped(f"Stopped. {ended} of {len(outcome.trials)} trials have ended. {to_continue}")
     if outcome.best is None:
         errors = dict.fromkeys(trial.error for trial in outcome.trials if trial.error)
-        raise RaypflError("\n".join(["No trial of the sweep was evaluated.", *errors]))
+        raise RaypflError("\n".join([f"No trial of the sweep has a value of {outcome.name}.", *errors]))
 
 
 def _run_sweep(sweep: Sweep, progress: Console, quiet: bool, hear: TrialListener) -> SweepResult:

@@ -98,12 +98,15 @@ class SweepResult:
         """The trials with a value, the best first by the first metric; then those without."""
         sign = -1 if self.modes[0] == "max" else 1
 
-        def rank(trial: Trial) -> tuple[float, str]:
-            value = trial.values.get(self.name, math.nan)
-            badness = math.inf if math.isnan(value) else sign * value
-            return badness, trial.name
+        def rank(trial: Trial) -> tuple[bool, float, str]:
+            if not self._has_value(trial):
+                return True, 0.0, trial.name
+            return False, sign * trial.values[self.name], trial.name
 
         return sorted(self.trials, key=rank)
+
+    def _has_value(self, trial: Trial) -> bool:
+        return not math.isnan(trial.values.get(self.name, math.nan))
 
     @property
     def best(self) -> Trial | None:
@@ -111,7 +114,7 @@ class SweepResult:
         if not self.trials:
             return None
         first = self.ranked[0]
-        return first if self.name in first.values else None
+        return first if self._has_value(first) else None
 
     @property
     def schedule(self) -> list[tuple[int, dict[str, Any]]]:

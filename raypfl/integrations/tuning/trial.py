@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import platform
 import tempfile
@@ -356,7 +357,7 @@ def _keep_actors(experiment: Experiment) -> None:
 
 
 def metric_values(sweep: Sweep, experiment: Experiment, summary: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the sweep's metrics by name.
+    """Return the sweep's metrics by name; NaN for one that is undefined for all clients.
 
     Parameters
     ----------
@@ -377,7 +378,7 @@ def metric_values(sweep: Sweep, experiment: Experiment, summary: list[dict[str, 
                 f"The metric {name!r} is of {model} models, but the method {type(experiment.method).__name__} "
                 f"has none that is evaluated on {target.protocol!r}."
             )
-        values[name] = float(rows[model][target.value or measures.primary.name])
+        values[name] = float(rows[model].get(target.value or measures.primary.name, math.nan))
     return values
 
 
