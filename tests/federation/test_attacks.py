@@ -48,6 +48,7 @@ class MixedKinds(FedAvg):
             "moved": raypfl.Sum(trained - theta),
             "step": raypfl.Each(trained - theta),
             "count": raypfl.Each(clients.num_samples.long()),
+            "nothing": raypfl.Each(trained[:, :0]),
         }
 
     def round(self, server, cohort):
@@ -107,6 +108,16 @@ def test_every_kind_of_message_is_attacked_and_numbers_that_are_no_floats_are_no
     assert torch.allclose(reply["moved"], step.sum(0), rtol=1e-9, atol=1e-12)
     assert torch.allclose(reply["theta"], fed.method.start(fed.task)["theta"] + step.mean(0), rtol=1e-12)
     assert torch.equal(reply["count"], honest["count"])
+
+
+def test_messages_without_numbers_are_not_attacked():
+    class Checking(UpdateAttack):
+        def forge(self, updates: Updates) -> torch.Tensor:
+            assert updates.own.numel() > 0
+            return updates.own
+
+    reply = federation(MixedKinds(), wire=Wire(Checking(), None, MALICIOUS)).run_rounds(None)["reply"]
+    assert reply["nothing"].shape == (5, 0)
 
 
 def test_a_client_that_failed_is_neither_honest_nor_malicious():

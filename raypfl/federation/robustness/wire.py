@@ -109,7 +109,8 @@ class Wire:
     def _attacked(self, messages: Messages) -> Tensor:
         """Return the rows ``[C, ...]`` with those of malicious clients forged."""
         is_malicious = torch.from_numpy(self.malicious[messages.clients] & messages.is_sent)
-        if self.attack is None or not is_malicious.any() or not messages.rows.is_floating_point():
+        can_be_forged = messages.rows.is_floating_point() and messages.rows.numel() > 0
+        if self.attack is None or not can_be_forged or not is_malicious.any():
             return messages.rows
         is_honest = torch.from_numpy(messages.is_sent) & ~is_malicious
 
