@@ -52,6 +52,13 @@ class HardwareTable(Hardware):
             )
         ids = columns["id"]
         known = (ids >= 0) & (ids < num_clients)
+        clients, rows_of_client = np.unique(ids[known], return_counts=True)
+        repeated = clients[rows_of_client > 1]
+        if len(repeated):
+            raise ConfigError(
+                f"{self.file} has several devices for client {repeated[0]}. Leave one row, or set "
+                "devices.hardware.assign=drawn."
+            )
         row_of_client = np.full(num_clients, -1)
         row_of_client[ids[known].astype(np.int64)] = np.flatnonzero(known)
         missing = np.flatnonzero(row_of_client < 0)

@@ -40,6 +40,14 @@ def test_each_client_gets_the_row_with_its_id(tmp_path: Path, kind):
     assert len(counts) == 4 and (np.abs(counts - 1000) < 4 * np.sqrt(750)).all()
 
 
+def test_a_client_with_two_devices_in_a_table_is_named(tmp_path: Path):
+    file = tmp_path / "devices.csv"
+    file.write_text("id,ms_per_sample,down_kbps,up_kbps\n0,1,8,8\n1,2,8,8\n1,3,8,8\n9,4,8,8\n9,5,8,8\n")
+    with pytest.raises(ConfigError, match="has several devices for client 1"):
+        HardwareTable(file=str(file)).devices(2, seed=0)
+    assert len(HardwareTable(file=str(file)).devices(1, seed=0)) == 1
+
+
 def test_a_table_that_lacks_a_column_or_numbers_is_refused_by_name(tmp_path: Path):
     file = tmp_path / "devices.csv"
     file.write_text("id,ms_per_sample,down_kbps\n0,1,1\n")
