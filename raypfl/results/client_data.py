@@ -202,8 +202,8 @@ def _label_axes(above: Axes, below: Axes, summary: Summary, few_clients: bool) -
     classes = len(summary.class_names)
     # Name every class or, if there are many, one in `step`.
     step = math.ceil(classes / _FEW_CLASSES)
-    names = [_shortened(name) for name in summary.class_names[::step]]
-    below.set_yticks(range(0, classes, step), names)
+    class_names = [_shortened(name) for name in summary.class_names[::step]]
+    below.set_yticks(range(0, classes, step), class_names)
     below.set(ylim=(classes - 0.5, -0.5), xlim=(-0.7, summary.num_clients - 0.3))
     below.xaxis.set_major_locator(MaxNLocator(min(summary.num_clients + 1, 13), integer=True, steps=[1, 2, 5, 10]))
     below.xaxis.set_minor_locator(NullLocator())
@@ -211,9 +211,9 @@ def _label_axes(above: Axes, below: Axes, summary: Summary, few_clients: bool) -
     clients = "client" if few_clients else f"clients, sorted by the {summary.unit} that they have most of"
     unseen = " (grey: never trained)" if len(summary.unseen) else ""
     below.set(ylabel=summary.unit, xlabel=f"{clients}{unseen}")
-    names = _few_names(summary)
-    if few_clients and names is not None:
-        labels = [_shortened(name) for name in names]
+    client_names = _few_names(summary)
+    if few_clients and client_names is not None:
+        labels = [_shortened(name) for name in client_names]
         below.set_xticks(range(len(labels)), labels, rotation=45, ha="right", rotation_mode="anchor")
 
 

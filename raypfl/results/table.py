@@ -128,14 +128,14 @@ def legend(groups: Sequence[RunGroup]) -> list[str]:
 
 def attack_sentences(groups: Sequence[RunGroup]) -> list[str]:
     """Return how many clients are malicious, and that they are not evaluated, if there are any."""
-    sentences = {}
+    sentences = []
     for group in groups:
         experiment = group.results[0].experiment
         if experiment.attack is not None:
             name = ATTACKS.name_of(type(experiment.attack))
             share = f"{100 * experiment.attack.fraction:.3g} %"
-            sentences[f"{share} of the clients are malicious ({name}); scores are of the honest ones."] = None
-    return list(sentences)
+            sentences.append(f"{share} of the clients are malicious ({name}); scores are of the honest ones.")
+    return list(dict.fromkeys(sentences))
 
 
 def _unfinished(groups: Sequence[RunGroup]) -> list[str]:
