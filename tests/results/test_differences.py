@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 import scipy.stats
 
@@ -16,7 +17,12 @@ import raypfl
 from raypfl.common.errors import ConfigError
 from raypfl.experiment import Experiment
 from raypfl.federation.logged import LOGGED
-from raypfl.integrations.tracking.entries import comparison_description, comparison_metrics
+from raypfl.integrations.tracking.entries import (
+    comparison_description,
+    comparison_metrics,
+    comparison_scores,
+    run_score,
+)
 from raypfl.results import bootstrap, latex
 from raypfl.results.differences import Difference, differences, find_label, remarks
 from raypfl.results.display.compare import compare
@@ -269,3 +275,16 @@ def test_characters_that_latex_reads_as_commands_are_escaped():
     assert latex.escaped("ditto · lam=0.1 & 50% of {a_b} ~ c^2 \\ d#1 $") == (
         r"ditto $\cdot$ lam=0.1 \& 50\% of \{a\_b\} \textasciitilde{} c\textasciicircum{}2 \textbackslash{} d\#1 \$"
     )
+
+
+def test_scores_in_mlflow_are_on_one_protocol_those_without_a_number_last():
+    fedavg, ditto, local, pfedme = runs_at({"fedavg": (91.0,), "ditto": (93.0,), "local": (50.0,), "pfedme": (np.nan,)})
+    on_global = pc.field("protocol") == "global"
+    fedavg = replace(fedavg, evaluations=fedavg.evaluations.filter(~on_global))
+    local = replace(local, evaluations=local.evaluations.filter(on_global))
+
+    assert comparison_scores([fedavg, pfedme, ditto, local]) == "ditto 93.0 %, fedavg 91.0 %, pfedme nan %"
+
+
+def test_a_run_whose_metric_is_undefined_has_no_score_in_its_name_in_mlflow():
+    assert run_score(Experiment(), [{"protocol": "local", "model": "global"}]) == ""

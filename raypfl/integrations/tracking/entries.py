@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
-from math import isinf
+from math import isinf, isnan
 from statistics import fmean
 from typing import Any
 
@@ -49,22 +49,38 @@ def run_name(experiment: Experiment, score: str = "") -> str:
 
 
 def run_score(experiment: Experiment, summary: Sequence[Mapping[str, Any]]) -> str:
-    """Return the primary metric in an evaluation's summary, for the model that clients use: ``"96.9 %"``."""
+    """Return the primary metric in an evaluation's summary, for the model that clients use: ``"96.9 %"``.
+
+    Empty if it is undefined for all clients.
+    """
     metric = experiment.measures.primary
     rows = [row for row in summary if row["protocol"] == summary[0]["protocol"]]
     row = next((row for row in rows if row["model"] == "personal"), rows[0])
+    if metric.name not in row:
+        return ""
     unit = Unit(metric)
     return _score(unit, unit.factor * row[metric.name])
 
 
 def comparison_scores(results: Sequence[RunResult]) -> str:
-    """Return the final scores of a comparison's methods, the best first: ``"ditto 96.9 %, fedavg 96.5 %"``."""
+    """Return the final scores of a comparison's methods, the best first: ``"ditto 96.9 %, fedavg 96.5 %"``.
+
+    All are on one protocol, the first of those on which the most methods have scores; the other methods are left out.
+    """
     groups = group_runs(results)
     unit = groups[0].unit
-    by_label = {group.label: group.scores(group.protocols[0]) for group in groups}
-    is_loss = groups[0].measures.lower_is_better(unit.metric.name)
-    ranked = sorted(by_label, key=lambda label: fmean(by_label[label]), reverse=not is_loss)
-    return ", ".join(f"{label} {_score(unit, fmean(by_label[label]))}" for label in ranked)
+    means_by_protocol: dict[str, dict[str, float]] = {}
+    for group in groups:
+        for protocol in group.protocols:
+            means = means_by_protocol.setdefault(protocol, {})
+            scores = group.scores(protocol)
+            if scores:
+                means[group.label] = fmean(scores)
+
+    means = max(means_by_protocol.values(), key=len)
+    sign = 1 if groups[0].measures.lower_is_better(unit.metric.name) else -1
+    ranked = sorted(means, key=lambda label: (isnan(means[label]), sign * means[label]))
+    return ", ".join(f"{label} {_score(unit, means[label])}" for label in ranked)
 
 
 def _score(unit: Unit, value: float) -> str:
