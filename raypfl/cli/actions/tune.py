@@ -92,8 +92,13 @@ def _run_sweep(sweep: Sweep, progress: Console, quiet: bool, hear: TrialListener
 def _lines(progress: Console, quiet: bool) -> Callable[[SweepResult], None]:
     """Return a function that prints a line for each trial as it ends, for where there is no terminal."""
     printed: set[str] = set()
+    is_announced = False
 
     def show(outcome: SweepResult) -> None:
+        nonlocal is_announced
+        if not is_announced and not quiet:
+            is_announced = True
+            progress.print(Text(f"{outcome.sweep.name}: running; a line follows as each trial ends"))
         for trial in outcome.trials:
             if trial.has_ended and trial.name not in printed and not quiet:
                 printed.add(trial.name)

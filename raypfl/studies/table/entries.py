@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -281,7 +282,7 @@ def _best_round(result: RunResult, metric: MetricColumn, evaluated: Sequence[int
     value_of_round = {}
     for round in evaluated:
         for row in _rows_of_round(result, metric, round):
-            if value in row:
+            if value in row and not math.isnan(row[value]):
                 value_of_round[round] = row[value]
 
     if not value_of_round:
