@@ -11,6 +11,7 @@ from raypfl.experiment.identity import ONLY_ROUNDING, deciding_settings, is_in
 from raypfl.results.setting_text import implied_settings
 
 _SHOWN_ELSEWHERE = ("method", "seed", "data.root")
+_MISSING = object()
 
 
 def labels(experiments: Sequence[Experiment]) -> list[str]:
@@ -87,7 +88,8 @@ def _differing_keys(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     first = settings[0]
     differing = []
     for key in dict.fromkeys(key for values in settings for key in values):
-        if any(values.get(key) != first.get(key) for values in settings):
+        # A section that is null in some is a component with options of its own in others.
+        if any(values.get(key, _MISSING) != first.get(key, _MISSING) for values in settings):
             differing.append(key)
     return differing
 

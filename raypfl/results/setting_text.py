@@ -32,7 +32,8 @@ def setting_text(experiment: Experiment, metadata: Mapping[str, Any]) -> str:
     metadata : what the run recorded about itself; the number of clients of a population, which has no partition, is
         there.
     """
-    return " · ".join([data_text(experiment, metadata), _component_text(_network(experiment))])
+    parts = [data_text(experiment, metadata), _component_text(_network(experiment)), *_robustness([experiment])]
+    return " · ".join(parts)
 
 
 def shared_setting_text(results: Sequence[RunResult]) -> str:
@@ -43,10 +44,10 @@ def shared_setting_text(results: Sequence[RunResult]) -> str:
         if all(network.get(key) == value for network in networks):
             common[key] = value
 
-    data = data_text(results[0].experiment, results[0].metadata)
-    if "name" not in common:
-        return data
-    return " · ".join([data, _component_text(common)])
+    parts = [data_text(results[0].experiment, results[0].metadata)]
+    if "name" in common:
+        parts.append(_component_text(common))
+    return " · ".join([*parts, *_robustness([result.experiment for result in results])])
 
 
 def data_text(experiment: Experiment, metadata: Mapping[str, Any]) -> str:
@@ -107,6 +108,16 @@ def options_at_default(model: ModelSettings) -> set[str]:
         if name in model.options and model.options[name] == default:
             at_default.add(name)
     return at_default
+
+
+def _robustness(experiments: Sequence[Experiment]) -> list[str]:
+    """The attack and the rule of aggregation, each if there is one and all experiments have it."""
+    texts = []
+    for section in ("attack", "aggregation"):
+        components = [experiment.to_dict()[section] for experiment in experiments]
+        if components[0] is not None and all(component == components[0] for component in components):
+            texts.append(_component_text(components[0]))
+    return texts
 
 
 def _network(experiment: Experiment) -> dict[str, Any]:

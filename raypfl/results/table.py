@@ -8,6 +8,7 @@ from statistics import fmean
 
 import pyarrow.compute as pc
 
+from raypfl.common.counting import counted
 from raypfl.evaluation.masking import unmasked_name
 from raypfl.federation.robustness import ATTACKS
 from raypfl.results.run_groups import RunGroup
@@ -132,9 +133,10 @@ def attack_sentences(groups: Sequence[RunGroup]) -> list[str]:
     for group in groups:
         experiment = group.results[0].experiment
         if experiment.attack is not None:
+            metadata = group.results[0].metadata
             name = ATTACKS.name_of(type(experiment.attack))
-            share = f"{100 * experiment.attack.fraction:.3g} %"
-            sentences.append(f"{share} of the clients are malicious ({name}); scores are of the honest ones.")
+            count = f"{len(metadata['malicious_clients'])} of {counted(metadata['num_clients'], 'client')}"
+            sentences.append(f"{count} attack ({name}); scores are of the honest ones.")
     return list(dict.fromkeys(sentences))
 
 

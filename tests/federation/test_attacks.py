@@ -12,7 +12,7 @@ import raypfl
 from raypfl.common.errors import ConfigError, MethodError, RaypflError
 from raypfl.data import load_federated
 from raypfl.engine.prepared import Prepared
-from raypfl.federation.robustness import UpdateAttack, Updates, Wire
+from raypfl.federation.robustness import Aggregation, UpdateAttack, Updates, Wire
 from raypfl.federation.robustness.attacks import Boost, InnerProduct, SignFlip
 from raypfl.federation.robustness.rules import Clipping, Krum, Median
 from raypfl.federation.settings import FailureSettings
@@ -167,9 +167,7 @@ def test_evaluations_are_of_honest_clients_and_the_record_names_the_others(tmp_p
     malicious = result.metadata["malicious_clients"]
     evaluated = set(result.evaluations["client"].to_pylist()) - {GLOBAL}
     assert len(malicious) == 2 and evaluated == set(range(12)) - set(malicious)
-    assert legend(group_runs([result])) == [
-        "20 % of the clients are malicious (sign_flip); scores are of the honest ones."
-    ]
+    assert legend(group_runs([result])) == ["2 of 12 clients attack (sign_flip); scores are of the honest ones."]
 
 
 def test_personal_and_global_models_are_tested_on_the_same_data_of_honest_clients(tmp_path):
@@ -263,3 +261,12 @@ def test_a_rule_that_bounds_updates_needs_what_all_clients_were_sent():
     fed = federation(Scattered(), wire=Wire(InnerProduct(), Clipping(radius=1.0), MALICIOUS))
     with pytest.raises(MethodError, match="aggregation is Clipping, which bounds changes"):
         fed.run_rounds(None)
+
+
+def test_a_rule_that_returns_rows_is_told_what_to_return():
+    class Rows(Aggregation):
+        def combine(self, rows, before):
+            return rows
+
+    with pytest.raises(MethodError, match=r"aggregation.combine returned \[5, \d+\]; it must return one row"):
+        federation(FedAvg(), wire=Wire(None, Rows())).run_rounds(None)

@@ -104,13 +104,20 @@ class Wire:
             )
         counts = torch.from_numpy(messages.weights > 0)
         combined = self.aggregation.combine(_flat(rows)[counts], before[0].flatten())
+        if combined.numel() != rows[0].numel():
+            raise MethodError(
+                f"aggregation.combine returned {list(combined.shape)}; it must return one row, as a client sends it: "
+                f"{[rows[0].numel()]}."
+            )
         return combined.reshape(rows.shape[1:])
 
     def _attacked(self, messages: Messages) -> Tensor:
         """Return the rows ``[C, ...]`` with those of malicious clients forged."""
-        is_malicious = torch.from_numpy(self.malicious[messages.clients] & messages.is_sent)
         can_be_forged = messages.rows.is_floating_point() and messages.rows.numel() > 0
-        if self.attack is None or not can_be_forged or not is_malicious.any():
+        if self.attack is None or not can_be_forged:
+            return messages.rows
+        is_malicious = torch.from_numpy(self.malicious[messages.clients] & messages.is_sent)
+        if not is_malicious.any():
             return messages.rows
         is_honest = torch.from_numpy(messages.is_sent) & ~is_malicious
 

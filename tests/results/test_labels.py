@@ -1,0 +1,27 @@
+"""Labels tell runs apart, whichever of them comes first."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from raypfl.experiment import Experiment
+from raypfl.results.labels import labels
+
+RULES = [None, "median", {"name": "krum", "select": 14, "fraction": 0.3}]
+SELECTIONS = [{"size": 5}, {"size": 5, "selection": "oort"}]
+
+
+@pytest.mark.parametrize("order", itertools.permutations(range(4)))
+def test_a_run_without_a_component_has_another_label_than_runs_with_one_in_any_order(order):
+    compared = [Experiment(method="fedavg", aggregation=rule) for rule in RULES]
+    compared.append(Experiment(method="ditto", aggregation=RULES[2]))
+    assert len(set(labels([compared[i] for i in order]))) == 4
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0)])
+def test_a_selection_of_clients_is_told_from_none_in_any_order(order):
+    compared = [Experiment(method="fedavg", cohort=cohort) for cohort in SELECTIONS]
+    compared.append(Experiment(method="ditto", cohort={"size": 5, "selection": {"name": "oort", "exploration": 0.5}}))
+    assert len(set(labels([compared[i] for i in order]))) == 3
