@@ -97,6 +97,17 @@ def names_for_new_clients() -> dict[str, Any]:
     return {"result": result, "x": x, "y": y, "network": network, "token": "secret"}
 
 
+def names_for_data() -> dict[str, Any]:
+    """No names; the page reads the run, whose clients are cities, from its folder."""
+    rows = [f"{20 + row},{row % 2},{('Aachen', 'Berlin', 'Cottbus')[row % 3]}" for row in range(60)]
+    Path("people").mkdir()
+    Path("people/people.csv").write_text("\n".join(["age,bought,city", *rows]))
+    table = {"name": "table", "root": "people", "target": "bought", "group": "city"}
+    experiment = raypfl.Experiment(method="ditto", rounds=1, data=table, partition="by_column")
+    quick(experiment, run_dir="runs/...")
+    return {}
+
+
 def names_for_pefll() -> dict[str, Any]:
     """No names; the page reads the run from its folder."""
     experiment, *_ = experiments(settings_of("pefll-digits"), ["methods=[pefll]", "seeds=1", "rounds=1"])
@@ -105,6 +116,7 @@ def names_for_pefll() -> dict[str, Any]:
 
 
 NAMES_BEFORE: dict[str, Callable[[], dict[str, Any]]] = {
+    "docs/data.md": names_for_data,
     "docs/fednh.md": names_for_fednh,
     "docs/fedptr.md": names_for_fedptr,
     "docs/new_clients.md": names_for_new_clients,

@@ -13,7 +13,7 @@ RULES = [None, "median", {"name": "krum", "select": 14, "fraction": 0.3}]
 SELECTIONS = [{"size": 5}, {"size": 5, "selection": "oort"}]
 
 
-@pytest.mark.parametrize("order", itertools.permutations(range(4)))
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
 def test_a_run_without_a_component_has_another_label_than_runs_with_one_in_any_order(order):
     compared = [Experiment(method="fedavg", aggregation=rule) for rule in RULES]
     compared.append(Experiment(method="ditto", aggregation=RULES[2]))
