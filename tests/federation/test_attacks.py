@@ -71,10 +71,10 @@ def test_a_round_with_an_attack_is_the_mean_of_what_honest_and_malicious_clients
     sizes = np.array(fed.sizes, dtype=float) if weighting == "samples" else np.ones(5)
     expected = np.zeros(len(before))
     for client in range(5):
-        sent = fed.state_of(client)["trained"].astype(float)
+        message = fed.state_of(client)["trained"].astype(float)
         if MALICIOUS[client]:
-            sent = before.numpy() - 3.0 * (sent - before.numpy())
-        expected += sizes[client] / sizes.sum() * sent
+            message = before.numpy() - 3.0 * (message - before.numpy())
+        expected += sizes[client] / sizes.sum() * message
     assert theta.numpy() == pytest.approx(expected, rel=1e-12, abs=1e-14)
 
 
@@ -113,8 +113,8 @@ def test_every_kind_of_message_is_attacked_and_numbers_that_are_no_floats_are_no
 def test_messages_without_numbers_are_not_attacked():
     class Checking(UpdateAttack):
         def forge(self, updates: Updates) -> torch.Tensor:
-            assert updates.own.numel() > 0
-            return updates.own
+            assert updates.malicious.numel() > 0
+            return updates.malicious
 
     reply = federation(MixedKinds(), wire=Wire(Checking(), None, MALICIOUS)).run_rounds(None)["reply"]
     assert reply["nothing"].shape == (5, 0)
@@ -123,8 +123,8 @@ def test_messages_without_numbers_are_not_attacked():
 def test_a_client_that_failed_is_neither_honest_nor_malicious():
     class Counting(UpdateAttack):
         def forge(self, updates: Updates) -> torch.Tensor:
-            assert (len(updates.honest), len(updates.own)) == (2, 1)
-            return updates.own
+            assert (len(updates.honest), len(updates.malicious)) == (2, 1)
+            return updates.malicious
 
     class Fails(FedAvg):
         def train(self, clients, theta):

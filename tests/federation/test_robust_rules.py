@@ -115,9 +115,9 @@ def updates(honest: int = 5, malicious: int = 2) -> Updates:
 
 def test_simple_attacks_multiply_the_clients_own_updates():
     case = updates()
-    assert torch.equal(SignFlip(scale=3.0).forge(case), -3.0 * case.own)
-    assert torch.equal(Boost().forge(case), 7.0 * case.own)
-    assert torch.equal(Boost(factor=2.0).forge(case), 2.0 * case.own)
+    assert torch.equal(SignFlip(scale=3.0).forge(case), -3.0 * case.malicious)
+    assert torch.equal(Boost().forge(case), 7.0 * case.malicious)
+    assert torch.equal(Boost(factor=2.0).forge(case), 2.0 * case.malicious)
 
 
 def test_gaussian_noise_has_the_standard_deviation_of_the_update_or_the_one_that_is_set():
@@ -156,7 +156,7 @@ def test_min_max_goes_as_far_as_the_two_honest_clients_that_are_farthest_apart()
 @pytest.mark.parametrize("attack", [InnerProduct(), LittleIsEnough(), MinMax()])
 def test_attacks_that_look_at_honest_updates_stay_finite_with_one_or_none(attack):
     alone = updates(honest=0)
-    assert torch.equal(attack.forge(alone), alone.own)
+    assert torch.equal(attack.forge(alone), alone.malicious)
     assert attack.forge(updates(honest=1)).isfinite().all()
 
 
@@ -166,7 +166,7 @@ def test_malicious_clients_are_a_share_of_the_trained_ones_that_only_the_seed_de
     assert len(chosen) == 3 and set(chosen) <= set(trained) and list(chosen) == sorted(chosen)
     assert set(chosen) <= set(SignFlip(fraction=0.5).malicious(trained, seed=1))
     assert len(SignFlip(fraction=0.01).malicious(trained, seed=1)) == 1
-    drawn = {tuple(SignFlip(fraction=0.3).malicious(trained, seed=seed)) for seed in range(20)}
-    assert len(drawn) > 10
+    choices = {tuple(SignFlip(fraction=0.3).malicious(trained, seed=seed)) for seed in range(20)}
+    assert len(choices) > 10
     with pytest.raises(ConfigError, match=r"attack.fraction is 0.99, with which all of the 10"):
         SignFlip(fraction=0.99).malicious(trained, seed=1)

@@ -27,18 +27,18 @@ class Updates:
     Attributes
     ----------
     honest : ``[h, P]``, those of the honest clients; h may be 0.
-    own : ``[f, P]``, those that the malicious clients would send if they were honest.
+    malicious : ``[f, P]``, those that the malicious clients would send if they were honest.
     generator : a generator on the CPU for the attack's draws.
     """
 
     honest: Tensor
-    own: Tensor
+    malicious: Tensor
     generator: torch.Generator
 
     @property
     def num_clients(self) -> int:
         """The number of clients, honest and malicious."""
-        return len(self.honest) + len(self.own)
+        return len(self.honest) + len(self.malicious)
 
 
 class Attack(Component, ABC):
@@ -117,7 +117,7 @@ class SignFlip(UpdateAttack):
     scale: Annotated[float, POSITIVE] = 1.0
 
     def forge(self, updates: Updates) -> Tensor:
-        return -self.scale * updates.own
+        return -self.scale * updates.malicious
 
 
 @ATTACKS.register("gaussian")
@@ -132,9 +132,9 @@ class Gaussian(UpdateAttack):
     std: Annotated[float | None, POSITIVE] = None
 
     def forge(self, updates: Updates) -> Tensor:
-        normal = torch.randn(updates.own.shape, generator=updates.generator, dtype=updates.own.dtype)
-        std = updates.own.std(1, unbiased=False, keepdim=True) if self.std is None else self.std
-        return normal.to(updates.own.device) * std
+        normal = torch.randn(updates.malicious.shape, generator=updates.generator, dtype=updates.malicious.dtype)
+        std = updates.malicious.std(1, unbiased=False, keepdim=True) if self.std is None else self.std
+        return normal.to(updates.malicious.device) * std
 
 
 @ATTACKS.register("boost")
@@ -150,7 +150,7 @@ class Boost(UpdateAttack):
 
     def forge(self, updates: Updates) -> Tensor:
         factor = updates.num_clients if self.factor is None else self.factor
-        return factor * updates.own
+        return factor * updates.malicious
 
 
 @ATTACKS.register("ipm")
@@ -168,8 +168,8 @@ class InnerProduct(UpdateAttack):
 
     def forge(self, updates: Updates) -> Tensor:
         if not len(updates.honest):
-            return updates.own
-        return (-self.scale * updates.honest.mean(0)).expand_as(updates.own)
+            return updates.malicious
+        return (-self.scale * updates.honest.mean(0)).expand_as(updates.malicious)
 
 
 @ATTACKS.register("alie")
@@ -187,9 +187,9 @@ class LittleIsEnough(UpdateAttack):
 
     def forge(self, updates: Updates) -> Tensor:
         if not len(updates.honest):
-            return updates.own
+            return updates.malicious
         forged = updates.honest.mean(0) + self.z * updates.honest.std(0, unbiased=False)
-        return forged.expand_as(updates.own)
+        return forged.expand_as(updates.malicious)
 
 
 @ATTACKS.register("min_max")
@@ -203,7 +203,7 @@ class MinMax(UpdateAttack):
 
     def forge(self, updates: Updates) -> Tensor:
         if not len(updates.honest):
-            return updates.own
+            return updates.malicious
 
         # All in float64, in which the two sides of the bound are compared.
         honest = updates.honest.double()
@@ -215,12 +215,12 @@ class MinMax(UpdateAttack):
         to_mean = mean - honest
         a = std.square().sum()
         if a == 0:
-            return mean.to(updates.own.dtype).expand_as(updates.own)
+            return mean.to(updates.malicious.dtype).expand_as(updates.malicious)
         half_b = to_mean @ std
         c = to_mean.square().sum(1) - bound
         roots = (half_b + (half_b.square() - a * c).clamp_min(0).sqrt()) / a
         forged = mean - roots.min() * std
-        return forged.to(updates.own.dtype).expand_as(updates.own)
+        return forged.to(updates.malicious.dtype).expand_as(updates.malicious)
 
 
 def poisoned_labels(

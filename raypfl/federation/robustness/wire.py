@@ -123,13 +123,13 @@ class Wire:
 
         rows = _flat(messages.rows)
         before = _flat(messages.before()).expand_as(rows)
-        own = rows[is_malicious] - before[is_malicious]
+        malicious = rows[is_malicious] - before[is_malicious]
         honest = rows[is_honest] - before[is_honest]
-        forged = self.attack.forge(Updates(honest, own, messages.generator))
-        if forged.shape != own.shape:
+        forged = self.attack.forge(Updates(honest, malicious, messages.generator))
+        if forged.shape != malicious.shape:
             raise MethodError(
                 f"attack.forge returned {list(forged.shape)}; it must return a row for each malicious client of the "
-                f"round: {list(own.shape)}."
+                f"round: {list(malicious.shape)}."
             )
 
         attacked = rows.clone()
