@@ -51,12 +51,12 @@ def cities_of(folder: Path, rows: np.ndarray) -> set[str]:
 def test_a_clients_name_has_the_groups_of_its_samples(tmp_path, opened, clients, names):
     written(tmp_path / "data", CITIES)
     data = opened("table", ByColumn(clients=clients), val_fraction=0.2, **OPTIONS)
-    held = []
+    cities = []
     for client in range(data.num_clients):
         samples = [data.indices(client, split) for split in ("train", "val", "test")]
-        held.append(cities_of(tmp_path / "data", np.concatenate(samples)))
+        cities.append(cities_of(tmp_path / "data", np.concatenate(samples)))
 
-    assert [set(name.split(" + ")) for name in data.client_names] == held
+    assert [set(name.split(" + ")) for name in data.client_names] == cities
     if names:
         assert list(data.client_names) == names
 
@@ -118,7 +118,9 @@ def test_a_run_whose_clients_have_numbers_only_writes_no_names_and_says_so(tmp_p
 class Hospitals(Population):
     """A million hospitals with names."""
 
-    num_clients, num_classes, input_shape = 1_000_000, 2, (3,)
+    num_clients = 1_000_000
+    num_classes = 2
+    input_shape = (3,)
     client_names: list[str] | None = None
 
     def __init__(self, config, named=1_000_000):

@@ -28,9 +28,12 @@ def refuse_unfit_attack(prepared: Prepared) -> None:
             "Choose an attack on messages, such as sign_flip."
         )
 
-    poisoned = np.concatenate([data.indices(client, "train") for client in malicious])
+    is_poisoned = np.zeros(len(data.labels), dtype=bool)
+    for client in malicious:
+        is_poisoned[data.indices(client, "train")] = True
     for client in np.flatnonzero(~prepared.is_malicious).tolist():
-        shared = np.intersect1d(poisoned, data.indices(client, "train"))
+        samples = data.indices(client, "train")
+        shared = samples[is_poisoned[samples]]
         if len(shared):
             raise ConfigError(
                 f"attack changes the labels of sample {shared[0]}, which honest client {client} has too. Choose a "
