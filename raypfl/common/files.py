@@ -34,6 +34,19 @@ def draft(path: Path) -> Iterator[Path]:
         raise Unwritable(f"{path} cannot be written: {error.strerror or error}. {remedy(error)}") from error
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder, and those above it, unless they exist.
+
+    Raises
+    ------
+    Unwritable : if it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Unwritable(f"The folder {folder} cannot be made: {error.strerror}. {remedy(error)}") from error
+
+
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path to write to. At the end, the file is flushed to the disk, then renamed to `path`.

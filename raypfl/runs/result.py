@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from torch import Tensor
 
 from raypfl.common.errors import ConfigError, NoRun
-from raypfl.common.files import draft, write
+from raypfl.common.files import draft, make_folder, write
 from raypfl.data.client_names import ClientNames, number_of
 from raypfl.engine import history
 from raypfl.engine.events import RunFinished
@@ -71,7 +71,7 @@ def _where_runs_are(folder: Path) -> str:
 
 def write_description(folder: Path, experiment: Experiment) -> None:
     """Write the experiment into its folder, which makes it a run's folder that can be resumed."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     write(folder / RECIPE, history.header_comments(folder) + experiment.to_yaml())
 
 

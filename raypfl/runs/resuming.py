@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from raypfl.common.errors import CheckpointError, ConfigError, Refused
+from raypfl.common.files import make_folder
 from raypfl.data.datasets.population import is_described
 from raypfl.engine import history
 from raypfl.engine.job import checkpoints_of
@@ -189,7 +190,7 @@ def branch(parent: Path, round: int, folder: Path, experiment: Experiment) -> No
     """
     source = checkpoints_of(description(parent), str(parent))
     checkpoints.copy_round(source, round, checkpoints_of(experiment, str(folder)))
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     # A run that was in the folder before may have left its summary.
     (folder / SUMMARY).unlink(missing_ok=True)
     history.inherit(parent, round, folder, experiment)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from raypfl.common.errors import CheckpointError
-from raypfl.common.files import write
+from raypfl.common.files import make_folder, write
 from raypfl.common.messages import per_client
 from raypfl.engine.building.data_outline import DataOutline
 from raypfl.engine.prepared import Prepared
@@ -69,7 +69,7 @@ class Origin:
 def save(model: TrainedModel, origin: Origin, file: str | Path, facts: Mapping[str, Any]) -> Path:
     """Write the model's file, and return its path; :func:`encoded` says what is in it."""
     path = Path(file)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     write(path, encoded(model, origin, facts))
     return path
 

@@ -198,6 +198,8 @@ def test_settings_that_do_not_fit_a_later_method_are_refused_before_an_earlier_o
 def test_a_folder_that_cannot_be_made_is_refused_in_a_sentence(output):
     refused = raypfl("run", *SMALL, f"output={output}")
     assert refused.exit_code == 2 and "cannot be made" in refused.stderr
+    refused = raypfl("run", *SMALL, "--run-dir", f"/dev/null/{output}")
+    assert refused.exit_code == 1 and "cannot be made: Not a directory" in refused.stderr
 
 
 def test_resuming_a_folder_without_a_run_is_a_sentence_and_exit_code_two():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,11 +15,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 import raypfl
-from raypfl.common.errors import CheckpointError, ConfigError, DataError, RaypflError
+from raypfl.common.errors import CheckpointError, ConfigError, DataError, RaypflError, Unwritable
 from raypfl.data import FederatedData
 from raypfl.methods import METHODS
 from raypfl.runs.result import newest
 from raypfl.trained.models import TrainedModels
+from raypfl.trained.new_clients import checked_samples
 from tests.support.runs import experiment
 
 
@@ -192,9 +194,36 @@ CLASSES = np.array([0, 1, 0, 1])
         (IMAGES * np.float32("nan"), CLASSES, "Sample 0 of x has an input that is not finite"),
         (IMAGES.astype(np.int64) * 50, CLASSES, "x has values from 150 to 150, but the run's images have 0 to 16"),
         (IMAGES / 16, CLASSES, "as if it had been divided; the run's images have 0 to 16"),
+        ([[1], [1, 2]], CLASSES[:2], "The x are of different shapes"),
     ],
 )
 def test_samples_that_do_not_fit_are_refused_in_a_sentence(x: np.ndarray, y: np.ndarray, sentence: str, folder: Path):
     with pytest.raises(RaypflError, match=sentence) as refused:
         trained(folder, "pefll").personalize(x, y)
     assert isinstance(refused.value, DataError)
+
+
+def test_a_token_that_the_network_does_not_know_is_refused_in_a_sentence(tmp_path: Path):
+    for client in range(6):
+        (tmp_path / f"{client}.txt").write_text("the quick brown fox jumps over the lazy dog. " * 20)
+    data = f"{{name: text, root: {tmp_path}, size: 8}}"
+    described = experiment(tmp_path, method="fedavg-ft", rounds=1, model="{name: gru, width: 8}", evaluation__every=0)
+    run = raypfl.run(described.override([f"data={data}", "partition=by_column"])).run_dir
+
+    x = np.full((8, 8), 3)
+    x[0, 0] = 1000
+    with pytest.raises(DataError, match=r"new client\. index out of range"):
+        raypfl.trained_models(run).personalize(x, np.full((8, 8), 2))
+
+
+@pytest.mark.parametrize("y", [np.array(["many"] * 4), np.array([{}] * 4), np.arange(4) * 1j])
+def test_targets_that_are_no_numbers_are_refused_in_a_sentence(y: np.ndarray):
+    outline = SimpleNamespace(input_shape=(2,), kind="numbers", num_classes=1, discrete=False, scale=1.0)
+    with pytest.raises(DataError, match=r"y is .*, not numbers"):
+        checked_samples(np.zeros((4, 2)), y, outline)  # type: ignore[arg-type]
+
+
+def test_a_model_whose_folder_cannot_be_made_is_a_sentence(folder: Path):
+    client = trained(folder, "fedrep").personalize(IMAGES, CLASSES)
+    with pytest.raises(Unwritable, match="/dev/null/models cannot be made: Not a directory"):
+        client.save("/dev/null/models/mine.safetensors")

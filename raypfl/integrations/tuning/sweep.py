@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from raypfl.common.counting import counted
 from raypfl.common.errors import ConfigError, did_you_mean
-from raypfl.common.files import write
+from raypfl.common.files import make_folder, write
 from raypfl.evaluation.masking import mask_of, unmasked_name
 from raypfl.experiment import Experiment, experiments
 from raypfl.experiment.assignments import assign, parse_assignments
@@ -308,7 +308,7 @@ class Sweep(_Part):
 
     def write(self, folder: Path) -> None:
         """Write the sweep's description into its folder."""
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         write(folder / SWEEP, as_yaml(self.model_dump(mode="json")))
 
 
