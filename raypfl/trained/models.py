@@ -200,13 +200,13 @@ class TrainedModels:
         start = time.perf_counter()
         try:
             models, spent = self._make_models(context, numbers, [{}] * len(samples), unseen=True)
-        except RaypflError as error:
+            if models is None:
+                raise ConfigError(f"{type(self.experiment.method).__name__} made none.")
+            seconds = time.perf_counter() - start
+            metrics = _test_metrics(context, models, numbers)
+        except (RaypflError, IndexError, RuntimeError) as error:  # such as a token that the network does not know
             raise DataError(f"No model could be made for the new client. {error}") from error
-        if models is None:
-            raise ConfigError(f"{type(self.experiment.method).__name__} made no model for a new client.")
-        seconds = time.perf_counter() - start
 
-        metrics = _test_metrics(context, models, numbers)
         epsilons = epsilons_of(spent, privacy)
         new_clients = []
         for client, network in enumerate(self._networks(models, len(samples))):

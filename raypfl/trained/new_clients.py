@@ -12,6 +12,7 @@ import numpy as np
 from raypfl.clients.context import Context
 from raypfl.common.errors import ConfigError, DataError, did_you_mean
 from raypfl.data.datasets import RawData
+from raypfl.data.datasets.raw_data import as_array
 from raypfl.data.datasets.settings import SPLITS
 from raypfl.data.partitions import Traits
 from raypfl.data.splits import hold_out
@@ -87,8 +88,8 @@ def checked_samples(x: Any, y: Any, outline: DataOutline) -> Labelled:
     ------
     DataError : if they do not fit, with the reason.
     """
-    x = np.asarray(x)
-    y = np.asarray(y)
+    x = as_array(x, "x")
+    y = as_array(y, "y")
     _refuse_other_shape(x, outline, "x")
     if y.shape[:1] != x.shape[:1]:
         raise DataError(f"x has {len(x)} samples, but y has the shape {list(y.shape)}; y needs a target for each.")
@@ -99,6 +100,8 @@ def checked_samples(x: Any, y: Any, outline: DataOutline) -> Labelled:
     kind = outline.kind
     if kind in _INTEGER_TARGETS and y.dtype.kind not in "iub":
         raise DataError(f"y is {y.dtype}, but the run's targets are {kind}, which are integers.")
+    if y.dtype.kind not in "iufb":
+        raise DataError(f"y is {y.dtype}, not numbers.")
     targets = y.astype(_INTEGER_TARGETS.get(kind, np.float32))
     if kind in _INTEGER_TARGETS and not np.array_equal(targets, y):
         raise DataError(f"y has numbers that are no {kind} of the run: they must fit into {targets.dtype}.")
@@ -138,7 +141,7 @@ def checked_inputs(x: Any, outline: DataOutline, name: str) -> np.ndarray:
     ------
     DataError : if they do not fit, with the reason.
     """
-    x = np.asarray(x)
+    x = as_array(x, name)
     _refuse_other_shape(x, outline, name)
     if not len(x):
         raise DataError(f"{name} is empty.")

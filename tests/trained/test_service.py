@@ -374,9 +374,28 @@ def test_a_client_sends_its_samples_only_on_request(training_service: Service, r
         model = remote.personalize(X, Y, upload=True)
         with pytest.raises(RaypflError, match=r"answers 401: The header Authorization"):
             raypfl.RemoteRun(address, "another").personalize(X, Y)
+        # The token may come from a file that ends in a line break.
+        assert raypfl.RemoteRun(address, f"{TOKEN}\n").about["method"] == "fedavg-ft"
 
     local = raypfl.trained_models(run_dir).personalize(X, Y, held_out=0)
     torch.testing.assert_close(model(torch.from_numpy(X)), local.model(torch.from_numpy(X)))
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.0 200 OK\r\n\r\n<html>", b"HTTP/1.0 200 OK\r\n\r\n{}", b"SSH-2.0\r\n"])
+def test_an_address_at_which_something_else_answers_is_refused_in_a_sentence(answer: bytes):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer_once() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=answer_once)
+        thread.start()
+        with pytest.raises(RaypflError, match=r"answers, but is not a run|cannot be asked for a model"):
+            raypfl.RemoteRun(f"http://127.0.0.1:{server.getsockname()[1]}", TOKEN).personalize(X, Y)
+        thread.join()
 
 
 def test_requests_that_come_together_are_answered_together_and_a_failing_one_fails_alone(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tempfile
 import time
 import urllib.error
 import urllib.request
 from functools import cached_property
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +52,11 @@ class RemoteRun:
     @cached_property
     def about(self) -> dict[str, Any]:
         """The run's method, inputs, classes and paths, and the service's limits."""
-        return json.loads(self._request("/"))
+        with contextlib.suppress(ValueError):
+            about = json.loads(self._request("/"))
+            if isinstance(about, dict) and {"method", "class_names", "paths"} <= about.keys():
+                return about
+        raise RaypflError(f"{self.address} answers, but is not a run that `raypfl serve` serves.")
 
     def personalize(self, x: Any, y: Any, file: str | Path | None = None, upload: bool = False) -> TrainedModel:
         """Return a model for a client with these samples.
@@ -101,7 +107,7 @@ class RemoteRun:
 
     def _request(self, path: str, body: bytes | None = None, media: str = JSON) -> bytes:
         """Return the answer to a GET or, with a body, a POST. A busy service is asked again."""
-        headers = {"Authorization": f"Bearer {self._token}"}
+        headers = {"Authorization": f"Bearer {self._token.strip()}"}
         if body is not None:
             headers["Content-Type"] = media
 
@@ -115,7 +121,7 @@ class RemoteRun:
                 if not (error.code == 503 and later.isdecimal() and tries_left):
                     raise RaypflError(f"{self.address} answers {error.code}: {_sentence(error.read())}") from error
                 time.sleep(int(later))
-            except OSError as error:
+            except (OSError, HTTPException) as error:
                 raise RaypflError(f"{self.address} cannot be asked for a model: {error}") from error
         raise AssertionError("The last try returns or raises.")
 

@@ -334,7 +334,7 @@ def served(run: Path, token: str, host: str, port: int, replicas: int, limits: R
             target = serve.RunTarget(application, name=APP, route_prefix="/", logging_config=quiet)
             serve.run_many([target], wait_for_applications_running=False)
             _wait_until_running()
-            yield f"http://{host}:{port}"
+            yield f"http://{f'[{host}]' if ':' in host else host}:{port}"
         finally:
             serve.shutdown()
 
