@@ -57,7 +57,9 @@ def personalize(
     data: Annotated[
         Path,
         typer.Option(
-            metavar="PATH", help="The client's samples: a .npz file with x and y, or a folder.", show_default=False
+            metavar="PATH",
+            help="The client's samples: a .npz file with x and y, a table like the run's, or a folder.",
+            show_default=False,
         ),
     ],
     out: Annotated[Path, typer.Option(metavar="FILE", help="File of the model.")] = Path("model.safetensors"),

@@ -129,8 +129,14 @@ def did_you_mean(name: str, candidates: Iterable[str], prefix: str = "") -> str:
     nearest = difflib.get_close_matches(_letters(name), by_letters, n=1, cutoff=0.5)
     if nearest:
         return f"did you mean {prefix + by_letters[nearest[0]]!r}?"
-    more = f" and {len(candidates) - _MAX_LISTED} more" if len(candidates) > _MAX_LISTED else ""
-    return f"choose one of: {', '.join(candidates[:_MAX_LISTED])}{more}."
+    return f"choose one of: {listed(candidates)}."
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return names in a row, of which a message has the first 80."""
+    names = list(names)
+    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    return ", ".join(names[:_MAX_LISTED]) + more
 
 
 def _letters(name: str) -> str:

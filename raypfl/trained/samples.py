@@ -14,6 +14,7 @@ from raypfl.data import FederatedData
 from raypfl.data.datasets import DataSource, RawData
 from raypfl.data.datasets.images import ImageReader
 from raypfl.data.datasets.pools import UNLABELLED, read_pool
+from raypfl.data.datasets.readers.feature_table import TABLE_ENDINGS, FeatureTable
 from raypfl.trained.models import TrainedModels
 
 
@@ -23,7 +24,8 @@ def samples_in(path: str | Path, models: TrainedModels) -> tuple[np.ndarray, np.
     Parameters
     ----------
     path : a ``.npz`` file with arrays ``x`` and ``y``; a folder of images in a folder for each class, which has its
-        name; or a folder of files like those of the run's data set, which the same reader reads.
+        name; a folder of files like those of the run's data set, which the same reader reads; or, where that is a
+        table, one CSV or Parquet file.
 
     Raises
     ------
@@ -31,8 +33,9 @@ def samples_in(path: str | Path, models: TrainedModels) -> tuple[np.ndarray, np.
     DataError : if it cannot be read, or does not fit.
     """
     file = Path(path).expanduser()
-    if file.is_dir():
-        return _folder(file, models)
+    is_table = isinstance(models.experiment.data.reader, FeatureTable) and file.suffix in TABLE_ENDINGS
+    if file.is_dir() or (is_table and file.is_file()):
+        return _like_the_runs_data(file, models)
     if not file.is_file():
         raise ConfigError(f"There is no file or folder {file}; --data names the new client's samples.")
     if file.suffix != ".npz":
@@ -47,8 +50,8 @@ def samples_in(path: str | Path, models: TrainedModels) -> tuple[np.ndarray, np.
         raise DataError(f"{file} cannot be read as a .npz file: {error}") from error
 
 
-def _folder(folder: Path, models: TrainedModels) -> tuple[np.ndarray, np.ndarray]:
-    """Read a folder of images, or one that lies like that of the run's data."""
+def _like_the_runs_data(path: Path, models: TrainedModels) -> tuple[np.ndarray, np.ndarray]:
+    """Read a folder of images, or a folder or file that is like the run's data."""
     data = models.outline.data
     config = models.experiment.data
     if not isinstance(data, FederatedData):
@@ -62,29 +65,36 @@ def _folder(folder: Path, models: TrainedModels) -> tuple[np.ndarray, np.ndarray
         feature_names=data.feature_names,
         indicators=data.indicators,
     )
-    pool = read_pool(str(folder), _source(folder, config, data), example)
+    pool = read_pool(str(path), _source(path, config, data), example)
 
     targets = pool.labels.reshape(len(pool.labels), -1)
     unknown = np.isnan(targets) if data.kind == "numbers" else targets == UNLABELLED
     if unknown.all(axis=1).any():
         raise DataError(
-            f"The samples in {folder} have other classes than the run: {', '.join(pool.raw.class_names[:5])}. Those of "
+            f"The samples in {path} have other classes than the run: {', '.join(pool.raw.class_names[:5])}. Those of "
             f"the run are {', '.join(data.class_names[:5])}."
         )
     return np.concatenate(list(pool.blocks(data.input_shape))), pool.labels
 
 
 def _source(folder: Path, config: DataSource, data: FederatedData) -> DataSource:
-    """Return how a folder is read: as images if its folders are named like classes, else as the run's data are."""
+    """Return how a folder is read: as images if its folders are named like classes, else as the run's data are.
+
+    A file is read as the run's data are, whatever the pattern of their names.
+    """
+    if folder.is_file():
+        options = {name: value for name, value in config.options.items() if name != "files"}
+        return DataSource(name=config.name, root=str(folder), split="merged", options=options)
+
     subfolders = {path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")}
     if subfolders and subfolders <= set(data.class_names):
         is_square = len(set(data.input_shape[-2:])) == 1
         size = data.input_shape[-1] if is_square else None
-        options: dict[str, Any] = {"size": size}
+        image_options: dict[str, Any] = {"size": size}
         reader = config.reader
         if isinstance(reader, ImageReader):
-            options["fit"] = reader.fit
-        return DataSource(name="image_folder", root=str(folder), split="merged", options=options)
+            image_options["fit"] = reader.fit
+        return DataSource(name="image_folder", root=str(folder), split="merged", options=image_options)
 
     if config.root is None:
         raise ConfigError(

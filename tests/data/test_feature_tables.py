@@ -76,6 +76,14 @@ def test_a_table_becomes_numbers_categories_and_classes_by_client(tmp_path, open
     assert [data.indices(client).tolist() for client in range(3)] == [[1, 4], [3, 5], [0, 2]]
 
 
+def test_a_file_alone_is_read_as_its_folder_is_and_is_no_test_split_whatever_its_name(tmp_path, opened):
+    in_folder = opened("table", target="bought", root=str(written(tmp_path / "data").parent))
+    alone = opened("table", target="bought", root=str(written(tmp_path / "other", name="valid.csv")))
+    assert np.array_equal(alone.inputs, in_folder.inputs) and alone.sizes("train").sum() < len(ROWS.splitlines()) - 1
+    with pytest.raises(DataError, match=r"no notes\.csv .* in .*valid\.csv; see data\.files"):
+        opened("table", target="bought", root=str(tmp_path / "other" / "valid.csv"), files="notes.csv")
+
+
 def test_numbers_are_standardised_by_training_samples_alone_and_categories_are_not(tmp_path, opened):
     written(tmp_path / "data")
     written(tmp_path / "data", ROWS.replace("000", "999999"), name="test.csv")
@@ -134,9 +142,9 @@ def test_a_type_that_shows_only_late_in_a_large_file_is_seen(tmp_path, opened):
     ("text", "options", "sentence"),
     [
         (ROWS, {"target": None}, r"data\.target is missing"),
-        (ROWS, {"target": "bougt"}, r"data\.target is 'bougt', but people\.csv has no such column; did you mean"),
-        (ROWS, {"group": "town"}, r"data\.group is 'town', but people\.csv has no such column"),
-        (ROWS, {"leave_out": ["agee"]}, r"data\.leave_out is 'agee', .*did you mean 'age'"),
+        (ROWS, {"target": "bougt"}, r"people\.csv has no column 'bougt', which data\.target .*: city, age, .*bought\."),
+        (ROWS, {"group": "town"}, r"people\.csv has no column 'town', which data\.group names"),
+        (ROWS, {"leave_out": ["agee"]}, r"people\.csv has no column 'agee', which data\.leave_out names"),
         (ROWS, {"leave_out": ["bought"]}, r"'bought' is in data\.target and in data\.leave_out"),
         (ROWS, {"ordinal": {"level": ["low", "high"]}}, r"Row 2 of people\.csv has 'middle' for 'level', .*low, high"),
         (ROWS, {"leave_out": ["age", "income", "level", "smokes", "region"], "ordinal": None}, r"no features"),
@@ -195,7 +203,7 @@ def test_the_readers_of_images_say_which_one_reads_a_table(tmp_path, opened, nam
     file = written(tmp_path / "data")
     if name == "parquet":
         as_parquet(file)
-    with pytest.raises(ConfigError, match=r"no such column.*data\.name=table reads tables of features"):
+    with pytest.raises(ConfigError, match=r"no column '(image|label)', .*data\.name=table reads tables of features"):
         opened(name)
 
 
@@ -210,6 +218,9 @@ def test_new_clients_and_pools_have_the_features_of_the_clients_by_name(tmp_path
     written(tmp_path / "new", "\n".join(ROWS.splitlines()[i] for i in (0, 1, 3)))  # nobody of Hull, and no high level
     x, y = samples_in(tmp_path / "new", models)
     assert np.array_equal(x, models.outline.data.inputs[[0, 2]]) and y.tolist() == [2, 1]
+    alone, _ = samples_in(tmp_path / "new" / "people.csv", models)
+    assert np.array_equal(alone, x)
+
     written(tmp_path / "new", ROWS)
     with pytest.raises(DataError, match="city=Bath"):
         samples_in(tmp_path / "new", models)

@@ -112,7 +112,7 @@ def test_a_table_without_writers_is_refused(tmp_path: Path, opened: Opened):
     table(tmp_path / "data/characters.parquet", [0, 1], [7, None])
     with pytest.raises(DataError, match=r"Row 1 of characters\.parquet has no 'writer'"):
         opened("parquet", ByColumn(), group="writer")
-    with pytest.raises(ConfigError, match=r"data\.group is 'author', but characters\.parquet has no such column"):
+    with pytest.raises(ConfigError, match=r"characters\.parquet has no column 'author', which data\.group names"):
         opened("parquet", ByColumn(), group="author")
 
 

@@ -256,7 +256,7 @@ def test_a_run_from_before_clients_per_actor_became_the_group_size_can_be_read()
         ({"method": "my/mine.py"}, "no method called 'my/mine.py'; did you mean 'my.mine:ClassName'?"),
         (
             {"data": "people/people.csv"},
-            "; a table is read by data=table data.root=people data.files=people.csv data.target=COLUMN",
+            "; a table is read by data=table data.root=people/people.csv data.target=COLUMN",
         ),
         (
             {"method": {"name": "fedper", "personal": 3}},

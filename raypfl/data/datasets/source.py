@@ -25,8 +25,8 @@ def _how_to_name_a_file(name: str) -> str:
     if path.suffix not in (".csv", ".parquet"):
         return ""
     return (
-        f"a table is read by data=table data.root={path.parent} data.files={path.name} data.target=COLUMN, the column "
-        "to predict; a table that lists images by data=csv or data=parquet. See docs/data.md."
+        f"a table is read by data=table data.root={name} data.target=COLUMN, the column to predict; a table that lists "
+        "images by data=csv or data=parquet. See docs/data.md."
     )
 
 
@@ -68,8 +68,9 @@ class DataSource:
     name : a registered data set, or ``module:attribute`` of your own: a function or a `Reader`, called with this
         object, or a :class:`raypfl.data.datasets.Population`.
     options : options of the reader; in YAML they stand next to `name`. Options that equal the default are dropped.
-    root : folder of the data set's files, for readers that need one; or its address in shared storage, any that
-        ``pyarrow.fs`` knows (``s3://...``, ``gs://...``), from which the whole folder is copied into `cache` once.
+    root : folder of the data set's files, for readers that need one; of a ``table``, also its only file; or the
+        folder's address in shared storage, any that ``pyarrow.fs`` knows (``s3://...``, ``gs://...``), from which the
+        whole folder is copied into `cache` once.
     download : whether a reader may download a published data set into `root`, if it can.
     split : use of a published test split: ``auto`` divides it over the clients class by class, in proportion to their
         training samples; ``merged`` adds it to the training samples first, and each client holds out `test_fraction`.
@@ -233,7 +234,12 @@ def require_size(size: int | None) -> None:
 
 
 def files_under(root: Path) -> list[Path]:
-    """All files in a folder, its subfolders and folders that are linked there, in order, without hidden ones."""
+    """All files in a folder, its subfolders and folders that are linked there, in order, without hidden ones.
+
+    If `root` is a file, this is the only one.
+    """
+    if root.is_file():
+        return [root]
     paths: list[Path] = []
     for folder, subfolders, names in os.walk(root, followlinks=True):
         # os.walk descends into what is left in this list.

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from raypfl.common.errors import ConfigError, DataError, did_you_mean
+from raypfl.common.errors import ConfigError, DataError, listed
 from raypfl.data.datasets.tables import TEST_WORDS, has_word, read_csv
 
 
@@ -33,8 +33,9 @@ class TableRows:
 
     @classmethod
     def read(cls, paths: Sequence[Path], root: Path) -> TableRows:
-        """Read all files, whose columns must have equal names."""
-        file_names = [str(path.relative_to(root)) for path in paths]
+        """Read all files, whose columns must have equal names; `root` is their folder, or the only file."""
+        is_folder = paths != [root]
+        file_names = [str(path.relative_to(root)) if is_folder else path.name for path in paths]
         tables = [_read_table(path, file_name) for path, file_name in zip(paths, file_names, strict=True)]
         column_names = tables[0].column_names
         for file_name, table in zip(file_names, tables, strict=True):
@@ -45,7 +46,8 @@ class TableRows:
             raise DataError(f"{', '.join(file_names)}: the table has no rows.")
 
         columns = {name: _join_column([table[name] for table in tables]) for name in column_names}
-        is_test = np.repeat([has_word(file_name, TEST_WORDS) for file_name in file_names], counts)
+        # A file on its own is no test split, whatever its name.
+        is_test = np.repeat([is_folder and has_word(file_name, TEST_WORDS) for file_name in file_names], counts)
         return cls(columns, list(zip(file_names, counts, strict=True)), is_test)
 
     @property
@@ -65,7 +67,8 @@ class TableRows:
         """Raise a ConfigError unless there is a column of this name, which ``data.<option>`` has."""
         if name not in self.columns:
             raise ConfigError(
-                f"data.{option} is {name!r}, but {self.file} has no such column; {did_you_mean(name, self.columns)}"
+                f"{self.file} has no column {name!r}, which data.{option} names; its columns are: "
+                f"{listed(self.columns)}."
             )
 
     def complete(self, name: str) -> pa.Array:

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.csv as pa_csv
 
-from raypfl.common.errors import ConfigError, DataError, did_you_mean
+from raypfl.common.errors import ConfigError, DataError, listed
 from raypfl.data.datasets.images import ImageReader
 from raypfl.data.datasets.labels import class_count
 from raypfl.data.datasets.raw_data import RawData
@@ -137,8 +137,8 @@ class ImageTable(ABC):
         """
         if name not in self.types:
             raise ConfigError(
-                f"data.{option} is {name!r}, but {self.file_name} has no such column; "
-                f"{did_you_mean(name, self.types)} This reader reads images; data.name=table reads tables of features."
+                f"{self.file_name} has no column {name!r}, which data.{option} names; its columns are: "
+                f"{listed(self.types)}. This reader reads images; data.name=table reads tables of features."
             )
         return self.types[name]
 

@@ -26,6 +26,9 @@ MAX_UNDECLARED = 100
 _LEAST_ROWS_FOR_IDS = 20
 """Rows from which on a column without two equal values may be told from one that has none by chance."""
 
+TABLE_ENDINGS = (".csv", ".parquet")
+"""Endings of the files that are read."""
+
 MISSING = "(missing)"
 # What the index that pandas writes is called in CSV and in Parquet.
 _PANDAS_INDEX_NAMES = ("", "__index_level_0__")
@@ -34,7 +37,7 @@ _PANDAS_INDEX_NAMES = ("", "__index_level_0__")
 @DATASETS.register("table")
 @dataclass(frozen=True, kw_only=True)
 class FeatureTable(Reader):
-    """Tables of features: the CSV and Parquet files in a folder (data.root) and its subfolders, with equal columns.
+    """Tables of features: a CSV or Parquet file (data.root), or all in a folder and its subfolders, with equal columns.
 
     Every column is a feature but the target, the group, those in `leave_out` and an index that pandas wrote. Columns of
     numbers are standardised by the clients' training samples. Columns of text and of true and false become a feature
@@ -81,14 +84,19 @@ class FeatureTable(Reader):
                 option_of[name] = option
 
     def paths(self) -> list[Path]:
-        root = self.config.folder("the tables, as CSV or Parquet files")
-        paths = [path for path in files_under(root) if path.suffix in (".csv", ".parquet") and path.match(self.files)]
+        root = self._root()
+        paths = [path for path in files_under(root) if path.suffix in TABLE_ENDINGS and path.match(self.files)]
         if not paths:
             raise DataError(f"There is no {self.files} with the ending .csv or .parquet in {root}; see data.files.")
         return paths
 
+    def _root(self) -> Path:
+        """The folder ``data.root``, or the file."""
+        file = Path(self.config.root or "").expanduser()
+        return file if file.is_file() else self.config.folder("the tables, as CSV or Parquet files")
+
     def read(self) -> RawData:
-        rows = TableRows.read(self.paths(), self.config.folder("the tables"))
+        rows = TableRows.read(self.paths(), self._root())
         for option, names in self._columns_by_option().items():
             for name in names:
                 rows.refuse_unknown(option, name)
