@@ -74,8 +74,19 @@ class TrainedModels:
 
     @classmethod
     def of_snapshot(cls, experiment: Experiment, snapshot: Snapshot) -> TrainedModels:
-        """Return the models of a loaded checkpoint."""
+        """Return the models of a loaded checkpoint.
+
+        Raises
+        ------
+        DataError : if the run's data are not on this machine, or not as they were in training.
+        """
         data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
+        if data.fingerprint != snapshot.meta["data"]:
+            # Inputs would be normalised by other means and deviations than in training.
+            raise DataError(
+                f"The data {experiment.data.name!r} or their partition have changed since the run was trained on them, "
+                f"so its models do not fit them. Restore the files, and keep new ones outside of data.root."
+            )
         return cls(experiment, DataOutline.of(data), snapshot)
 
     def export(self, folder: str | Path) -> None:

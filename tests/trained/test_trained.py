@@ -117,6 +117,19 @@ def test_missing_models_clients_and_checkpoints_are_refused_in_a_sentence(tmp_pa
         TrainedModels.of_export(tmp_path / "empty")
 
 
+def test_models_of_data_that_have_changed_since_are_refused(tmp_path: Path):
+    np.save(tmp_path / "x.npy", np.random.default_rng(0).normal(size=(40, 3)))
+    np.save(tmp_path / "y.npy", np.arange(40) % 2)
+    data = {"data": f"{{name: arrays, root: {tmp_path}, input: x.npy, target: y.npy}}", "partition__clients": 2}
+    small = {"cohort__size": 2, "rounds": 1, "evaluation__every": 0}
+    run_dir = raypfl.run(experiment(tmp_path, **data, **small)).run_dir
+    assert TrainedModels.of_snapshot(*newest(run_dir)).num_clients == 2
+
+    np.save(tmp_path / "x.npy", np.random.default_rng(1).normal(size=(40, 3)))
+    with pytest.raises(DataError, match="have changed since the run was trained"):
+        TrainedModels.of_snapshot(*newest(run_dir))
+
+
 def test_a_checkpoint_gives_a_clients_latest_state_or_the_server_without_states(tmp_path: Path):
     older = StateShard(np.array([1, 2]), {"a": np.array([1.0, 2.0])})
     newer = StateShard(np.array([1]), {"a": np.array([5.0])})
