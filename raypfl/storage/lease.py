@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pyarrow.fs as pafs
 
-from raypfl.common.errors import CheckpointError
+from raypfl.common.errors import CheckpointError, Unwritable
 from raypfl.common.files import locked, write
 from raypfl.storage import filesystems
 
@@ -90,22 +90,18 @@ def hold_lease(location: str, attempt: str, notify: Callable[[str], None]) -> It
     """
     file = _LeaseFile(location)
     holder = _Holder.in_this_process(attempt)
-    file.wait_for_silence(notify)
-    file.claim(holder)
+    silent_holder = file.wait_for_silence(notify)
+    # Before the claim: another thread takes an attempt of this process that is not among them for dead.
     _attempts_here.add(attempt)
-
-    over = threading.Event()
-    heart = threading.Thread(target=_beat, args=(file, holder, over), name="raypfl-lease", daemon=True)
-    heart.start()
     try:
-        yield
+        file.claim(holder, silent_holder)
+        with _beating(file, holder):
+            yield
     finally:
-        over.set()
-        heart.join()
-        _attempts_here.discard(attempt)
         with contextlib.suppress(OSError, CheckpointError):
             if file.is_held_by(attempt):
                 file.clear()
+        _attempts_here.discard(attempt)
 
 
 def wait_until_free(location: str, seconds: float) -> None:
@@ -134,12 +130,25 @@ def refuse_unless_held(location: str, attempt: str, strict: bool = False) -> Non
     )
 
 
+@contextlib.contextmanager
+def _beating(file: _LeaseFile, holder: _Holder) -> Iterator[None]:
+    """While active, a thread writes heartbeats."""
+    over = threading.Event()
+    heart = threading.Thread(target=_beat, args=(file, holder, over), name="raypfl-lease", daemon=True)
+    heart.start()
+    try:
+        yield
+    finally:
+        over.set()
+        heart.join()
+
+
 def _beat(file: _LeaseFile, holder: _Holder, over: threading.Event) -> None:
     """Write heartbeats until the lease is over or lost."""
     while not over.wait(BEAT):
         holder = replace(holder, beat=holder.beat + 1)
-        # After an error, the next beat tries again.
-        with contextlib.suppress(OSError, CheckpointError):
+        # After an error, such as a full disk, the next beat tries again.
+        with contextlib.suppress(OSError, CheckpointError, Unwritable):
             if not file.is_held_by(holder.attempt):
                 return
             file.write(holder)
@@ -185,13 +194,18 @@ class _LeaseFile:
         holder = self.read()
         return holder is not None and holder.attempt == attempt
 
-    def claim(self, new_holder: _Holder) -> None:
-        """Take the lease; raises a CheckpointError if an attempt that is alive on this machine holds it."""
+    def claim(self, new_holder: _Holder, silent_holder: _Holder | None) -> None:
+        """Take the lease; raises a CheckpointError if another attempt holds it than one that is dead.
+
+        Parameters
+        ----------
+        silent_holder : an attempt on another machine that is taken for dead; None: there is none.
+        """
         try:
             self._files.create_dir(self._root, recursive=True)
             with locked(Path(self._path)) if self._is_local else contextlib.nullcontext():
                 holder = self.read()
-                if holder is not None and holder.is_alive:
+                if holder is not None and holder != silent_holder and holder.is_alive is not False:
                     raise self._already_running(holder)
                 self.write(new_holder)
         except OSError as error:
@@ -199,11 +213,16 @@ class _LeaseFile:
                 f"Checkpoints cannot be written to {self._location}: {error}. Set checkpoint.location to another place."
             ) from error
 
-    def wait_for_silence(self, notify: Callable[[str], None]) -> None:
-        """Return once a holder on another machine can be taken for dead; raises a CheckpointError if it is alive."""
+    def wait_for_silence(self, notify: Callable[[str], None]) -> _Holder | None:
+        """Wait until a holder on another machine can be taken for dead, and return it; None: there is none.
+
+        Raises
+        ------
+        CheckpointError : if it is alive.
+        """
         first = self.read()
         if first is None or first.is_alive is not None:
-            return
+            return None
 
         notify(f"waiting {PATIENCE:g} s to see whether process {first.process} on {first.host} is still running this")
         deadline = time.monotonic() + PATIENCE
@@ -211,6 +230,7 @@ class _LeaseFile:
             if now != first:
                 raise self._already_running(now)
             time.sleep(_POLL)
+        return first
 
     def _already_running(self, holder: _Holder) -> CheckpointError:
         return CheckpointError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pyarrow.fs as pafs
 import pytest
 
 import raypfl
-from raypfl.common.errors import CheckpointError, RaypflError
+from raypfl.common.errors import CheckpointError, RaypflError, Unwritable
 from raypfl.engine.events import RoundFinished
 from raypfl.storage import checkpoints, filesystems, lease
 from tests.support.runs import experiment, same_tables
@@ -108,6 +109,58 @@ def test_a_holder_elsewhere_with_signs_of_life_keeps_the_lease(place, monkeypatc
     ):
         pytest.fail("two attempts at a time")
     lease.refuse_unless_held(place, "another")
+
+
+def test_of_two_attempts_that_waited_for_a_dead_one_the_first_gets_the_lease(place, monkeypatch, tmp_path):
+    monkeypatch.setattr(lease, "PATIENCE", 0.01)
+    monkeypatch.setattr(lease, "_POLL", 0.001)
+    wait_for_silence = lease._LeaseFile.wait_for_silence
+
+    def wait_too_long(file: lease._LeaseFile, notify) -> lease._Holder | None:
+        silent_holder = wait_for_silence(file, notify)
+        write_lease(tmp_path / "run", replace(holder_on_another_machine(), attempt="faster", host="node8"))
+        return silent_holder
+
+    monkeypatch.setattr(lease._LeaseFile, "wait_for_silence", wait_too_long)
+    with (
+        pytest.raises(CheckpointError, match="already running as process 4711 on node8"),
+        lease.hold_lease(place, "mine", lambda text: None),
+    ):
+        pytest.fail("two attempts at a time")
+    lease.refuse_unless_held(place, "faster")
+
+
+def test_of_two_attempts_at_once_in_a_process_the_first_gets_the_lease(monkeypatch, tmp_path):
+    location = str(tmp_path / "run")
+    claim = lease._LeaseFile.claim
+
+    def claim_before_another(file: lease._LeaseFile, *arguments) -> None:
+        claim(file, *arguments)
+        monkeypatch.setattr(lease._LeaseFile, "claim", claim)
+        with pytest.raises(CheckpointError, match="already running"), lease.hold_lease(location, "second", pytest.fail):
+            pytest.fail("two attempts at a time")
+
+    monkeypatch.setattr(lease._LeaseFile, "claim", claim_before_another)
+    with lease.hold_lease(location, "first", pytest.fail):
+        lease.refuse_unless_held(location, "first")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_full_disk_ends_no_signs_of_life(monkeypatch, tmp_path):
+    monkeypatch.setattr(lease, "BEAT", 0.001)
+    write = lease.write
+    writes = itertools.count()
+
+    def write_on_full_disk(path: Path, content: str) -> None:
+        if next(writes) == 1:
+            raise Unwritable("The disk is full.")
+        write(path, content)
+
+    monkeypatch.setattr(lease, "write", write_on_full_disk)
+    with lease.hold_lease(str(tmp_path / "run"), "mine", pytest.fail):
+        deadline = time.monotonic() + 5
+        while json.loads((tmp_path / "run" / "lease.json").read_text())["beat"] < 3:
+            assert time.monotonic() < deadline
 
 
 def test_a_location_that_is_slow_to_write_to_is_no_sign_of_death_and_changes_no_bit(tmp_path, monkeypatch):
