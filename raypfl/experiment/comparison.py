@@ -39,6 +39,7 @@ def experiments(source: str | Path | Mapping[str, Any], assignments: Iterable[st
         if two methods have the same name, options and settings, since their runs would be mistaken for two seeds.
     """
     values = deepcopy(dict(source)) if isinstance(source, Mapping) else read(source)
+    methods_of_source = _methods_by_name(values)
 
     # An option of a method applies to the methods that have it, once all methods are known.
     options = []
@@ -57,8 +58,11 @@ def experiments(source: str | Path | Mapping[str, Any], assignments: Iterable[st
     seeds = _take_seeds(values)
     base = Experiment(**values)
     assigned = [tuple(path) for path, _ in changes]
-    gives_methods = any(path[0] in ("method", "methods") for path in assigned)
-    compared = [_with_settings(base, method, () if gives_methods else assigned) for method in methods]
+    chosen = [(method, True) for method in methods]
+    if any(path[0] in ("method", "methods") for path in assigned):
+        chosen = _choose(methods, methods_of_source)
+        methods = [method for method, _ in chosen]
+    compared = [_with_settings(base, method, assigned if is_of_source else ()) for method, is_of_source in chosen]
     _refuse_without_effect(base, compared, methods, assigned)
     compared = _with_options(compared, options)
     _refuse_repetition(compared)
@@ -68,6 +72,34 @@ def experiments(source: str | Path | Mapping[str, Any], assignments: Iterable[st
         # Copied without another check, since no check looks at the seed: a study has hundreds of experiments.
         planned += [experiment.model_copy(update={"seed": experiment.seed + i}) for i in range(seeds)]
     return planned
+
+
+def _methods_by_name(values: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return the methods of a description by name, each with all its variants; none if they are no list."""
+    methods = values.get("methods", [values.get("method")])
+    by_name: dict[str, list[Any]] = {}
+    for method in methods if isinstance(methods, list) else []:
+        name = method.get("name", "fedavg") if isinstance(method, Mapping) else method
+        if isinstance(name, str):
+            by_name.setdefault(name, []).append(method)
+    return by_name
+
+
+def _choose(methods: Sequence[Any], of_source: Mapping[str, Sequence[Any]]) -> list[tuple[Any, bool]]:
+    """Replace a name alone by what the source has of this name: the name alone, too, or else all variants.
+
+    Returns
+    -------
+    The methods, each with whether it is the source's.
+    """
+    chosen = []
+    for method in methods:
+        variants = of_source.get(method, []) if isinstance(method, str) else []
+        if not variants or method in variants:
+            chosen.append((method, False))
+        else:
+            chosen += [(variant, True) for variant in variants]
+    return chosen
 
 
 def _take_methods(values: dict[str, Any]) -> list[Any]:

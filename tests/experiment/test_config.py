@@ -477,6 +477,28 @@ def test_naming_one_method_replaces_a_comparison_by_it():
     assert method_names(experiments("methods: [fedavg, ditto]\n", ["method=local"])) == ["local"]
 
 
+def test_a_command_that_names_a_method_chooses_it_with_the_options_and_settings_that_the_recipe_gives_it():
+    recipe = """
+    methods:
+      - fedavg
+      - {name: ditto, lam: 2.0, settings: {training.lr: 0.5, training.epochs: 3}}
+      - {name: ditto, lam: 4.0}
+      - {name: fedavg, server_lr: 0.5}
+    """
+
+    first, second, third = experiments(recipe, ["methods=[ditto, local]", "training.epochs=2"])
+
+    assert first.method == Ditto(lam=2.0)
+    assert (first.training.lr, first.training.epochs) == (0.5, 2)
+    assert second.method == Ditto(lam=4.0)
+    assert method_names([third]) == ["local"]
+
+    # A name alone that the recipe has, too, is not its variants; a description with a name is meant as it stands.
+    assert [experiment.method for experiment in experiments(recipe, ["method=fedavg"])] == [FedAvg()]
+    assert experiments(recipe, ["methods=[{name: ditto}]"])[0].method == Ditto()
+    assert experiments("method: {server_lr: 0.5}\n", ["method=fedavg"])[0].method == FedAvg(server_lr=0.5)
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
