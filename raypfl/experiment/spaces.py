@@ -85,8 +85,7 @@ class Space:
         """Return the nearest number in a range."""
         low, high = self.values
         if self.step is not None:
-            lowest = ceil(low / self.step)
-            highest = floor(high / self.step)
+            lowest, highest = _multiples(low, high, self.step)
             multiple = min(max(round(number / self.step), lowest), highest)
             return multiple * self.step if self.is_integer else float(f"{multiple * self.step:.10g}")
         if self.is_integer:
@@ -194,9 +193,17 @@ def _bounds(key: str, kind: str, values: Any) -> list[Any]:
     if not low < high or (is_logarithmic and low <= 0):
         least = "0 < low < high" if is_logarithmic else "low < high"
         raise ConfigError(f"search.{key}: {kind} is {values}; it must be {form} with {least}.")
-    if step and not (step[0] > 0 and ceil(low / step[0]) < floor(high / step[0])):
-        raise ConfigError(f"search.{key}: {kind} is {values}, which has fewer than two multiples of the step.")
+    if step:
+        lowest, highest = _multiples(low, high, step[0]) if step[0] > 0 else (0, 0)
+        if lowest >= highest:
+            raise ConfigError(f"search.{key}: {kind} is {values}, which has fewer than two multiples of the step.")
     return numbers
+
+
+def _multiples(low: float, high: float, step: float) -> tuple[int, int]:
+    """Return the first and the last of the multiples of a step from `low` to `high`, both of which may be one."""
+    # In floating point, 0.7 / 0.1 is a little less than 7.
+    return ceil(round(low / step, 9)), floor(round(high / step, 9))
 
 
 def draws_of_point(spaces: list[Space], point: Mapping[str, Any]) -> dict[str, Any]:

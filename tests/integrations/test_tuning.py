@@ -20,10 +20,13 @@ from raypfl.common.errors import ConfigError, Stopped
 from raypfl.engine import history
 from raypfl.engine.events import Checkpointed, RunFinished
 from raypfl.experiment.spaces import draws_of_point, spaces_of, values_by_column, values_by_setting
+from raypfl.integrations.tuning.pictures import importances
 from raypfl.integrations.tuning.result import SweepResult, tune
 from raypfl.integrations.tuning.search import check, search
 from raypfl.integrations.tuning.sweep import Sweep, load
 from raypfl.integrations.tuning.trial import SweepContext, Trial, close, metric_values, run_seeds, schedule_of
+from raypfl.results.report import sweeps
+from raypfl.results.report.sweeps import CONFIGURATIONS
 from raypfl.runs.driver import resume, run
 from raypfl.runs.result import write_description
 from tests.support.command import raypfl
@@ -266,6 +269,15 @@ def test_values_of_a_quantised_space_are_multiples_within_its_bounds_also_after_
     assert values == {step * k for k in range(1, 100) if low <= step * k <= high}
 
 
+def test_a_quantised_space_includes_its_bounds_though_floating_point_numbers_are_a_little_off():
+    (quantised,) = spaces_of({"training.lr": {"quniform": [0.3, 0.7, 0.1]}})
+    draws = [{"training.lr": 3 * 0.1}, {"training.lr": 0.4}, {"training.lr": 0.5}, {"training.lr": 7 * 0.1}]
+    assert draws[-1]["training.lr"] > 0.7 > 0.1 * (0.7 // 0.1)
+    assert [quantised.value(draw["training.lr"]) for draw in draws] == [0.3, 0.4, 0.5, 0.7]
+    assert draws_of_point([quantised], {"training.lr": 0.7}) == {"training.lr": 0.7}
+    assert importances([quantised], draws, [0.1, 0.2, 0.3, 0.4]) == {"training.lr": 1.0}
+
+
 def test_the_command_line_changes_and_drops_searched_settings():
     described = small(search={**SMALL["search"], "training.batch_size": {"choice": [8, 16]}})
     changes = ["search.training.lr.uniform=[0.1, 0.2]", "search.training.batch_size=null", "search.seed={grid: [1, 2]}"]
@@ -489,12 +501,17 @@ def test_a_trial_whose_metric_is_undefined_is_never_the_best(tmp_path: Path):
     sweep = load(small(trials=2), [f"output={tmp_path}"])
     first, _ = check(sweep)
     undefined = Trial("0", {}, "finished", values=metric_values(sweep, first, [{"protocol": "val", "model": "global"}]))
-    infinite = Trial("1", {}, "finished", values={"accuracy/val": math.inf})
+    infinite = Trial("12345e67", {"training.lr": 0.1}, "finished", values={"accuracy/val": math.inf})
 
     alone = SweepResult(sweep, [undefined], ["min"], first.measures)
     assert alone.best is None
     assert alone.status == "failed"
     assert SweepResult(sweep, [undefined, infinite], ["min"], first.measures).best is infinite
+
+    sweep.write(sweep.folder)
+    SweepResult(sweep, [infinite], ["min"], first.measures).write_files()
+    assert not (sweep.folder / CONFIGURATIONS).exists()  # for which no trial has a finite value
+    assert sweeps.read(sweep.folder, first.measures).rows[0][0] == "12345e67"
 
 
 @pytest.mark.thorough

@@ -124,7 +124,11 @@ def importances(
     distributions = {space.name: _distribution(space) for space in common}
     study = optuna.create_study()
     for draws, value in zip(configurations, values, strict=True):
-        parameters = {space.name: draws[space.name] for space in common}
+        # A draw may be a rounding error outside of its range.
+        parameters = {}
+        for space in common:
+            draw = draws[space.name]
+            parameters[space.name] = space.inside(draw) if space.is_range else draw
         study.add_trial(optuna.trial.create_trial(params=parameters, distributions=distributions, value=value))
 
     evaluator = optuna.importance.FanovaImportanceEvaluator(seed=0)

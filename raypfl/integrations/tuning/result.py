@@ -242,6 +242,8 @@ class SweepResult:
 
     def _draw(self) -> None:
         trials = [trial for trial in self.trials if math.isfinite(trial.values.get(self.name, math.nan))]
+        if not trials:
+            return
         configurations = [trial.drawn for trial in trials]
         unit = self.units[self.name]
         values = unit.of([trial.values[self.name] for trial in trials])

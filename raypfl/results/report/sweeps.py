@@ -64,7 +64,11 @@ def read(folder: Path, measures: Measures) -> FinishedSweep:
             headings.append(f"{name} (%)")
         else:
             headings.append(name)
-    rows = [[_cell(trial[name], units.get(name)) for name in columns] for trial in trials]
+
+    rows = []
+    for trial in trials:
+        # The name of a trial may be hexadecimal, and look like 12345e67.
+        rows.append([trial[name] if name == "trial" else _cell(trial[name], units.get(name)) for name in columns])
 
     pictures = []
     for name, caption in PICTURES.items():
