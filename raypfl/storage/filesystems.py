@@ -22,7 +22,7 @@ def open_location(location: str) -> tuple[pafs.FileSystem, str]:
     CheckpointError : if the URI is none that Arrow can open.
     """
     if not is_shared(location):
-        return pafs.LocalFileSystem(), os.path.abspath(os.path.expanduser(location))
+        return pafs.LocalFileSystem(), absolute(location)
     try:
         files, path = pafs.FileSystem.from_uri(location)
     except (pa.ArrowException, OSError) as error:
@@ -36,6 +36,11 @@ def open_location(location: str) -> tuple[pafs.FileSystem, str]:
 def is_shared(location: str) -> bool:
     """Return whether all nodes of a cluster reach a location: they do if it is a URI, but a path may be a local one."""
     return "://" in location
+
+
+def absolute(location: str) -> str:
+    """Return a location as it is called in every working folder."""
+    return location if is_shared(location) else os.path.abspath(os.path.expanduser(location))
 
 
 def join(location: str, name: str) -> str:

@@ -114,17 +114,19 @@ def test_a_resumed_run_goes_on_in_its_mlflow_run(folder: Path) -> None:
 
 
 def test_a_run_that_goes_on_in_a_folder_of_another_machine_goes_on_in_its_mlflow_run(folder: Path) -> None:
-    for location in ("s3://it's/runs", "s3://it-s/runs"):
+    place = "s3://key:secret@it's/runs?scheme=http"
+    for location in (place, "s3://it-s/runs"):
         record(events(folder, range(1, 4), status="stopped", location=location))
         (folder / "digits-ditto" / "mlflow_run_id").unlink()
-    assert record(events(folder, range(4, 6), location="s3://it's/runs")) == []
+    assert record(events(folder, range(4, 6), location=place)) == []
 
     first, second = runs_of(folder)
     assert (first.info.status, second.info.status) == ("FINISHED", "KILLED")
     assert (folder / "digits-ditto" / "mlflow_run_id").read_text() == first.info.run_id
+    assert first.data.tags["checkpoint"] == "s3://it's/runs/digits-ditto/000001-round-3?scheme=http"
 
     (folder / "digits-ditto" / "mlflow_run_id").unlink()
-    record(events(folder, location="s3://it's/runs"))  # begins again, so it is another run
+    record(events(folder, location=place))  # begins again, so it is another run
     assert len(runs_of(folder)) == 3
 
 

@@ -15,6 +15,7 @@ from raypfl.engine.job import checkpoints_of
 from raypfl.experiment import Experiment
 from raypfl.integrations.tracking.connection import tracking_uri
 from raypfl.integrations.tracking.listener import MLflowListener
+from raypfl.storage.filesystems import absolute, join
 
 
 def forget_mlflow_settings(patch: pytest.MonkeyPatch) -> None:
@@ -58,7 +59,7 @@ def events(
         events.append(RoundFinished(round, 1.0 / round, 0.1, 10, 20, clients=5, dropped=0, failed=0, **totals))
     events.append(Evaluated(rounds.stop - 1, [{"protocol": "local", "model": "personal", **score}]))
 
-    checkpoint = f"{checkpoints_of(experiment, str(run_dir))}/000001-round-3"
+    checkpoint = join(absolute(checkpoints_of(experiment, str(run_dir))), "000001-round-3")
     events.append(Checkpointed(rounds.stop - 1, checkpoint))
     tables = {"rounds": pa.table({"round": [1]})}
     events.append(RunFinished(status, rounds.stop - 1, "abc", "a client's loss is NaN", tables))  # type: ignore[arg-type]

@@ -105,10 +105,10 @@ class RunCheckpoints:
             held=held_files,
         )
 
-        path = checkpoints.save(self._job.checkpoints, snapshot, self._experiment.checkpoint.keep, permit)
+        location = checkpoints.save(self._job.checkpoints, snapshot, self._experiment.checkpoint.keep, permit)
         self._saved_round = state.round
         self._saved_at = self._clock()
-        self._emit(Checkpointed(state.round, path))
+        self._emit(Checkpointed(state.round, location))
 
     def save_unless_saved(self) -> None:
         """Write a checkpoint if the last finished round has none; the errors are those of :meth:`save`."""

@@ -33,6 +33,7 @@ from raypfl.integrations.tracking.connection import (
     without_password,
 )
 from raypfl.integrations.tracking.models import log_models
+from raypfl.storage.filesystems import absolute, join
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -187,7 +188,8 @@ class RunRecord:
             return None
 
         home = experiment_id(client, experiment, self._uri)
-        prefix = f"{checkpoints_of(experiment, self.run_dir)}/"
+        # A query, which may follow, is after the name of the checkpoint.
+        prefix = join(without_password(absolute(checkpoints_of(experiment, self.run_dir))), "").partition("?")[0]
         pattern = prefix.replace("'", "_")  # which stands for any character
         for run in client.search_runs([home], f"tags.checkpoint LIKE '{pattern}%'"):
             if run.data.tags["checkpoint"].startswith(prefix):
@@ -266,7 +268,7 @@ class RunRecord:
 
         checkpoints = [event.location for event, _ in pending if isinstance(event, Checkpointed)]
         if checkpoints:
-            client.set_tag(self.run_id, "checkpoint", checkpoints[-1])
+            client.set_tag(self.run_id, "checkpoint", without_password(checkpoints[-1]))
 
     def _is_unrecorded(self, event: Event) -> bool:
         # After a kill, rounds since the last checkpoint come again, equal: those that are recorded are skipped.

@@ -46,7 +46,7 @@ def save(location: str, snapshot: Snapshot, keep: int, permit: Callable[[], None
 
     Returns
     -------
-    path of the checkpoint inside the location's file system.
+    the location of the checkpoint.
 
     Raises
     ------
@@ -57,7 +57,8 @@ def save(location: str, snapshot: Snapshot, keep: int, permit: Callable[[], None
     permit()
     with explain_write_errors(snapshot.round, location):
         numbers = [int(name.partition("-")[0]) for name in checkpoint_names(files, root)]
-        path = f"{root}/{1 + max(numbers, default=0):06d}-round-{snapshot.round}"
+        checkpoint = f"{1 + max(numbers, default=0):06d}-round-{snapshot.round}"
+        path = f"{root}/{checkpoint}"
         # An object store cannot rename: there a checkpoint counts once it has its manifest.
         draft = path + DRAFT if is_local else path
 
@@ -70,7 +71,7 @@ def save(location: str, snapshot: Snapshot, keep: int, permit: Callable[[], None
     # The next save tries again to delete what cannot be deleted now.
     with contextlib.suppress(OSError):
         _prune(files, root, keep)
-    return path
+    return filesystems.join(filesystems.absolute(location), checkpoint)
 
 
 def _write(files: pafs.FileSystem, folder: str, snapshot: Snapshot, permit: Callable[[], None]) -> None:
