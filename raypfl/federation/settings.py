@@ -73,8 +73,8 @@ class FailureSettings:
     on_client_failure : ``raise`` stops the run with an error message; ``skip`` continues without the client and counts
         the failure.
     retries : number of times that a group is retried after an error, before each of its clients is tried once alone to
-        find those that fail. Mistakes in the method's code, such as a TypeError or KeyError, are not retried, since
-        they would recur.
+        find those that fail. Mistakes in the method's code, such as a TypeError or torch's error for wrong shapes, are
+        not retried, since they would recur.
     deaths : number of times in a row that a group's process may die while no group finishes anywhere, before each of
         its clients is tried alone. Deaths are counted apart from errors, since preemption and other programs that fill
         the memory also kill processes.

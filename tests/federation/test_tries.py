@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import torch
 
 from raypfl.common.errors import ClientError
 from raypfl.engine.backends.inline import Inline
@@ -89,3 +90,26 @@ def test_clients_of_a_group_that_fail_in_turn_are_each_skipped_with_their_own_re
     reply = cohort.run(fed.method.reply)
     assert cohort.failed == {1: "Client 1 diverged.", 3: "Client 3 diverged."}
     np.testing.assert_allclose(reply["rows"][[0, 2, 4]], ROWS[[0, 2, 4]] + 1, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("error", "tries"),
+    [
+        pytest.param(None, 1, id="torch's error for wrong shapes"),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), 3),
+        (OSError("no route to host"), 3),
+    ],
+)
+def test_torchs_error_for_wrong_shapes_is_a_mistake_that_is_not_tried_again_and_one_of_the_machine_is(error, tries):
+    groups = []
+
+    def answer(clients):
+        groups.append(clients.ids)
+        if error is not None:
+            raise error
+        return torch.zeros(2, 3) @ torch.zeros(4)
+
+    fed = federation(answer, failures=THREE_TRIES)
+    with pytest.raises(ClientError, match=r"^All 5 clients of a group failed"):
+        exchange(fed)
+    assert groups.count((0, 1, 2, 3, 4)) == tries

@@ -90,7 +90,7 @@ def failure(error: Exception) -> Failed:
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
-        error = RuntimeError(f"{type(error).__name__}: {error}")
+        error = Exception(f"{type(error).__name__}: {error}")
     return Failed(error, trace)
 
 

@@ -17,6 +17,7 @@ from raypfl.common.counting import counted
 from raypfl.common.errors import ClientError, OutOfMemory, RaypflError
 from raypfl.common.memory import out_of_memory
 from raypfl.common.messages import Scatter
+from raypfl.common.mistakes import is_mistake
 from raypfl.federation.exchange.backend import Backend, Done, Failed
 from raypfl.federation.exchange.broadcasts import Broadcasts
 from raypfl.federation.exchange.grouping import cut_into_groups
@@ -29,19 +30,6 @@ from raypfl.federation.task import Task
 from raypfl.learning.privacy import PrivacySettings
 from raypfl.storage.states import StateTable
 from raypfl.storage.tree import flatten
-
-_DETERMINISTIC = (
-    TypeError,
-    ValueError,
-    NameError,
-    AttributeError,
-    LookupError,
-    ArithmeticError,
-    AssertionError,
-    ImportError,
-    NotImplementedError,
-)
-"""Errors of a method's own code that another try would raise again."""
 
 _MAX_NAMED = 5
 """Clients whose numbers a message lists, of those that failed together."""
@@ -316,7 +304,7 @@ class GroupRunner:
     def _remaining(self, call: Call, group: Group, failed: Failed, drop_client: DropClient) -> Group | None:
         """Return what to try again of a failed group: all of it, or the clients that do not fail, or None."""
         named = failed.error.clients if isinstance(failed.error, ClientError) else ()
-        may_succeed = not named and not isinstance(failed.error, _DETERMINISTIC) and group.tries > 0
+        may_succeed = not named and not is_mistake(failed.error) and group.tries > 0
         if may_succeed and not failed.deaths:
             return group
 
