@@ -33,6 +33,7 @@ CATALOGUES = {
     "selections": "raypfl.federation.selection:SELECTIONS",
     "attacks": "raypfl.federation.robustness:ATTACKS",
     "aggregations": "raypfl.federation.robustness:AGGREGATIONS",
+    "compression": "raypfl.clients.compression:COMPRESSORS",
     "hardware": "raypfl.devices:HARDWARE",
     "availability": "raypfl.devices:AVAILABILITY_MODELS",
     "settings": "raypfl.experiment.reference:SETTINGS",

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from raypfl.clients.compression import Compressor
 from raypfl.common import rng
 from raypfl.common.memory import out_of_memory
 from raypfl.common.messages import unmarked
@@ -55,6 +56,7 @@ class Context:
     pools : the samples that belong to no client.
     networks : the method's further networks (:meth:`raypfl.Method.networks`).
     loss_limit : the largest training loss; a larger one is a failure.
+    compressor : how clients compress the updates that they send in training; None: not at all.
     sends_rows : whether the server gets each client's training messages, and not only their sums.
     evaluation_batch : the number of samples per model and forward pass in evaluation.
     scale : the value of a full pixel.
@@ -77,6 +79,7 @@ class Context:
     privacy: PrivacySettings = field(default_factory=PrivacySettings)
     networks: Mapping[str, FlatModel] = field(default_factory=dict)
     loss_limit: float = 1e6
+    compressor: Compressor | None = None
     sends_rows: bool = False
     evaluation_batch: int = EvaluationSettings.batch_size
     scale: float = 255.0

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from raypfl.clients.clients import Clients
+from raypfl.clients.compression.updates import compressed
 from raypfl.clients.context import Context
 from raypfl.clients.group import ClientGroup
 from raypfl.clients.observation import AnalysisHooks, Observation, Observer
@@ -178,7 +179,7 @@ class Worker:
             returned = self._run(call, clients, arguments)
         self._refuse_changed(versions)
 
-        values = self._values(call, group, returned, arguments)
+        values = self._values(call, group, clients, returned, arguments)
         logged = logged_means(clients.logged)
         if group.turns is not None:
             logged = logged_by_round(clients.logged, group.turns)
@@ -245,7 +246,12 @@ class Worker:
             return function(Clients(clients), **arguments)
 
     def _values(
-        self, call: Call, group: Group, returned: Mapping[str, Any] | None, arguments: Mapping[str, Any]
+        self,
+        call: Call,
+        group: Group,
+        clients: ClientGroup,
+        returned: Mapping[str, Any] | None,
+        arguments: Mapping[str, Any],
     ) -> dict[str, Value]:
         who = where_defined(getattr(self.method, call.function)) if isinstance(call.function, str) else "The engine"
         if not isinstance(returned, Mapping | None):
@@ -258,13 +264,17 @@ class Worker:
             if isinstance(value, Mean):
                 _refuse_unless_finite(who, name, value, call, group)
 
+        messages = dict(returned or {})
+        if self.context.compressor is not None and call.training:
+            messages = compressed(self.context.compressor, clients, messages, arguments)
+
         if group.turns is not None:
-            return values_by_round(who, returned or {}, arguments, group.turns)
+            return values_by_round(who, messages, arguments, group.turns)
 
         keeps_rows = self.context.sends_rows and call.training
         clips_updates = self.context.privacy.protects_clients and isinstance(call.function, str)
         values = {}
-        for name, value in (returned or {}).items():
+        for name, value in messages.items():
             if clips_updates:
                 value = self._clip(who, name, value, arguments)
             if call.masked:
@@ -294,7 +304,7 @@ class Worker:
             plain,
             array=masks.sum_of(ids, rows),
             numbers=numbers,
-            itemsize=8,
+            num_bytes=numbers * 8,
             masked=torch.as_tensor(plain.array).dtype,
             contributors=contributors,
         )

@@ -56,12 +56,15 @@ class Mean:
         counted, and that are reduced on the actors only because the models are there (a teacher ensemble's logits on a
         public pool).
     can_be_empty : whether all weights may be zero; the reply then lacks this name. Otherwise that is an error.
+    num_bytes : how many bytes each client sends, if its row is encoded: one count for all clients, or ``[K]``. None:
+        those of the numbers that are charged.
     """
 
     rows: Tensor
     weight: Tensor | None = None
     charged: bool | int | Tensor = True
     can_be_empty: bool = False
+    num_bytes: int | Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ class Sum:
 
     Parameters
     ----------
-    rows, charged : as for `Mean`.
+    rows, charged, num_bytes : as for `Mean`.
     counts_late : whether a row counts whole in an asynchronous run, however old the model is that the client was sent:
         true of what describes the client alone, such as class means, or by how much its control variate moved. Without
         it, a method that returns a sum is refused there.
@@ -79,14 +82,16 @@ class Sum:
     rows: Tensor
     charged: bool | int | Tensor = True
     counts_late: bool = False
+    num_bytes: int | Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Each:
-    """Up: ``rows[K, ...]`` as they are; the server gets ``[C, ...]`` in cohort order. `charged` as for `Mean`."""
+    """Up: ``rows[K, ...]`` as they are; the server gets ``[C, ...]`` in cohort order. The rest is as for `Mean`."""
 
     rows: Tensor
     charged: bool | int | Tensor = True
+    num_bytes: int | Tensor | None = None
 
 
 def numbers_charged(name: str, charged: bool | int | Tensor, clients: int, size: int) -> np.ndarray:
@@ -101,6 +106,20 @@ def numbers_charged(name: str, charged: bool | int | Tensor, clients: int, size:
             f"number for each of the {clients} clients; it is {numbers.tolist()}."
         )
     return np.broadcast_to(numbers, clients).astype(np.int64)
+
+
+def bytes_charged(name: str, message: Mean | Sum | Each, numbers: np.ndarray) -> np.ndarray:
+    """Return the bytes of each client's message, ``int64[K]``, of which ``numbers[K]`` are charged."""
+    if message.num_bytes is None:
+        return numbers * message.rows.element_size()
+
+    num_bytes = np.asarray(unmarked(torch.as_tensor(message.num_bytes)).cpu())
+    if num_bytes.shape not in ((), numbers.shape) or num_bytes.dtype.kind not in "iu" or (num_bytes < 0).any():
+        raise MethodError(
+            f"The argument num_bytes of {name!r} must be a whole number from 0, or one for each of the {len(numbers)} "
+            f"clients; it is {num_bytes.tolist()}."
+        )
+    return np.where(numbers > 0, num_bytes, 0).astype(np.int64)
 
 
 class PerClient(torch.Tensor):

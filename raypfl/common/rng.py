@@ -37,8 +37,13 @@ def keys(seed: int, purpose: str, round: int, clients: Sequence[int] | np.ndarra
 
 def generator(seed: int, purpose: str, *path: int) -> np.random.Generator:
     """Return a NumPy generator for a handful of draws for one purpose."""
+    return generator_of(key(seed, purpose, *path))
+
+
+def generator_of(key: int) -> np.random.Generator:
+    """Return the NumPy generator of a key."""
     # NumPy's types do not know that any ISeedSequence will do.
-    words = _KeyOfPhilox(key(seed, purpose, *path))
+    words = _KeyOfPhilox(key)
     return np.random.Generator(np.random.Philox(words))  # type: ignore[arg-type]
 
 

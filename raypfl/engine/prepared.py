@@ -152,6 +152,7 @@ class Prepared:
             scale=self.data.scale,
             corrupted_bytes=min(data_budget - samples.resident, CORRUPTED_BYTES),
             left_out=frozenset([*self.task.unseen.tolist(), *np.flatnonzero(self.is_malicious).tolist()]),
+            compressor=experiment.compression,
             sends_rows=self._wire().needs_rows,
         )
 

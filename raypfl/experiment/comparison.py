@@ -15,7 +15,7 @@ from raypfl.experiment.components import unknown_option
 from raypfl.experiment.experiment import Experiment
 from raypfl.experiment.yaml_text import read
 
-PER_METHOD = ("training", "model", "cohort", "asynchronous", "aggregation", "rounds")
+PER_METHOD = ("training", "model", "cohort", "asynchronous", "aggregation", "compression", "rounds")
 """Sections and settings that may differ between the methods of a comparison."""
 
 _EVALUATED = "evaluation.every"

@@ -12,6 +12,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainValidator, ValidationError, create_model
 
 from raypfl.analysis import ANALYSES, Analysis
+from raypfl.clients.compression import COMPRESSORS, Compressor
 from raypfl.common.component import abstract_functions
 from raypfl.common.errors import ConfigError, did_you_mean
 from raypfl.common.registry import Registry
@@ -44,6 +45,7 @@ _REGISTRIES: dict[type, Registry] = {
     Selection: SELECTIONS,
     Attack: ATTACKS,
     Aggregation: AGGREGATIONS,
+    Compressor: COMPRESSORS,
 }
 _DEFAULTS = {Method: "fedavg", Partition: "dirichlet", LocalOptimizer: "sgd"}
 

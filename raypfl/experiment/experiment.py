@@ -21,6 +21,7 @@ from pydantic import (
 )
 
 from raypfl.analysis import Analysis
+from raypfl.clients.compression import Compressor
 from raypfl.common.errors import ConfigError, did_you_mean
 from raypfl.common.user_code import explain_user_errors
 from raypfl.data import Dirichlet, Partition
@@ -35,6 +36,7 @@ from raypfl.experiment.checks.hints import suggestion
 from raypfl.experiment.checks.limits import (
     asynchronous_mistakes,
     cohort_mistakes,
+    compression_mistakes,
     device_mistakes,
     evaluation_mistakes,
     outside_limits,
@@ -85,6 +87,7 @@ class Experiment(BaseModel):
     method : the federated method.
     attack : what malicious clients do; None: all clients are honest. Evaluations are of the honest clients.
     aggregation : a robust rule in place of the mean of clients' messages; None: the mean.
+    compression : how clients compress the updates that they send; None: not at all.
     analyses : analyses that observe the training without changing it; a list of names, or of mappings with `name` and
         options.
     output : folder that holds the runs' folders.
@@ -117,6 +120,7 @@ class Experiment(BaseModel):
     evaluation: Annotated[EvaluationSettings, AfterValidator(evaluation_settings)] = EvaluationSettings()
     attack: Annotated[Attack | None, PlainValidator(partial(optional, Attack))] = None
     aggregation: Annotated[Aggregation | None, PlainValidator(partial(optional, Aggregation))] = None
+    compression: Annotated[Compressor | None, PlainValidator(partial(optional, Compressor))] = None
     analyses: Annotated[tuple[Analysis, ...], PlainValidator(analyses_of)] = ()
     engine: EngineSettings = EngineSettings()
     ray: RaySettings = RaySettings()
@@ -234,6 +238,7 @@ class Experiment(BaseModel):
             *evaluation_mistakes(self.evaluation, self.objective),
             *privacy_mistakes(self.privacy, self.failures),
             *robustness_mistakes(self.attack, self.aggregation, self.asynchronous, self.privacy),
+            *compression_mistakes(self.compression, self.privacy),
         ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from raypfl.clients.compression import COMPRESSORS
 from raypfl.common.registry import Registry
 from raypfl.data import PARTITIONS
 from raypfl.data.datasets import DATASETS, DataConfig
@@ -44,6 +45,7 @@ COMPONENTS: dict[tuple[str, ...], tuple[Registry, str]] = {
     ("training", "optimizer"): (OPTIMIZERS, "sgd"),
     ("attack",): (ATTACKS, "sign_flip"),
     ("aggregation",): (AGGREGATIONS, "median"),
+    ("compression",): (COMPRESSORS, "top_k"),
     ("cohort", "selection"): (SELECTIONS, "oort"),
     ("devices", "hardware"): (HARDWARE, "lognormal"),
     ("devices", "availability"): (AVAILABILITY_MODELS, "idl"),

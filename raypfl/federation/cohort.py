@@ -178,8 +178,8 @@ class Cohort(Log, ServerTraining):
             self.spent += reply.spent
             if reply.losses is not None:
                 self._losses.update(zip(clients, reply.losses.tolist(), strict=True))
-        for name, (senders, itemsize) in replies.sent.items():
-            self._charge("up", name, senders, itemsize)
+        for name, sizes in replies.sent.items():
+            self._charge("up", name, sizes)
         self.log(**logged.result())
 
         answer = Answer(self._add_noise(function_name, replies.result()), described_function)
@@ -336,15 +336,14 @@ class Cohort(Log, ServerTraining):
         received = Counter(numbers[self.present].tolist())
         if self._exchanges == 0:  # a client that drops out still receives the round's first message
             received[_most(name, charged, numbers, size)] += len(self._dropped)
-        self._charge("down", name, received, tensor.element_size())
+        sizes = {(numbers, numbers * tensor.element_size()): count for numbers, count in received.items()}
+        self._charge("down", name, sizes)
 
-    def _charge(self, direction: Literal["down", "up"], name: str, clients: Mapping[int, int], itemsize: int) -> None:
-        """Charge a message; `clients` maps how many numbers are sent to how many clients send or receive so many."""
-        for numbers, count in sorted(clients.items(), reverse=True):
+    def _charge(self, direction: Literal["down", "up"], name: str, sizes: Mapping[tuple[int, int], int]) -> None:
+        """Charge a message; `sizes` has how many clients send or receive so many numbers and bytes."""
+        for (numbers, num_bytes), count in sorted(sizes.items(), reverse=True):
             if numbers and count:
-                entry = LedgerEntry(
-                    self.round, self._exchanges, direction, name, count, numbers, numbers * itemsize, self.phase
-                )
+                entry = LedgerEntry(self.round, self._exchanges, direction, name, count, numbers, num_bytes, self.phase)
                 self._runner.ledger.add(entry)
 
 

@@ -71,11 +71,7 @@ def _setting_texts(names: Sequence[str], experiments: Sequence[Experiment]) -> l
         reference = complete[0]
     differences = [_differences(values, reference, differing) for values in complete]
 
-    short_texts = [_as_text(_without_parts_of_other_components(values)) for values in differences]
-    if _tell_apart(names, short_texts, settings):
-        return short_texts
-    # Such as two depths of one network beside another network: the short text has the network's name only.
-    return [_as_text(values) for values in differences]
+    return [_as_text(_without_parts_of_other_components(values, settings)) for values in differences]
 
 
 def _defaults() -> dict[str, Any]:
@@ -149,8 +145,13 @@ def _section(key: str) -> str:
     return key.rpartition(".")[0]
 
 
-def _without_parts_of_other_components(differences: Mapping[str, Any]) -> dict[str, Any]:
-    """The differences with only the name of another network, partition and so on: ``model=lenet``."""
+def _without_parts_of_other_components(
+    differences: Mapping[str, Any], all_settings: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """The differences with only the name of another network, partition and so on: ``model=lenet``.
+
+    If there are several with this name, such as two depths of one network, the options in which they differ are kept.
+    """
     components = {}
     for key, value in differences.items():
         if key.endswith(".name"):
@@ -158,7 +159,13 @@ def _without_parts_of_other_components(differences: Mapping[str, Any]) -> dict[s
 
     others = {}
     for key, value in differences.items():
-        if not any(is_in(key, component) for component in components):
+        component = next((component for component in components if is_in(key, component)), None)
+        if component is None:
+            others[key] = value
+            continue
+        name = f"{component}.name"
+        namesakes = [settings for settings in all_settings if settings.get(name) == components[component]]
+        if any(settings.get(key, _MISSING) != value for settings in namesakes):
             others[key] = value
     return components | others
 
@@ -174,12 +181,3 @@ def _value_text(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return str(value)
-
-
-def _tell_apart(names: Sequence[str], texts: Sequence[str], settings: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether experiments with the same name and text have the same settings."""
-    meanings: dict[tuple[str, str], Mapping[str, Any]] = {}
-    for name, text, values in zip(names, texts, settings, strict=True):
-        if meanings.setdefault((name, text), values) != values:
-            return False
-    return True

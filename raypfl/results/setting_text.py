@@ -32,7 +32,7 @@ def setting_text(experiment: Experiment, metadata: Mapping[str, Any]) -> str:
     metadata : what the run recorded about itself; the number of clients of a population, which has no partition, is
         there.
     """
-    parts = [data_text(experiment, metadata), _component_text(_network(experiment)), *_robustness([experiment])]
+    parts = [data_text(experiment, metadata), _component_text(_network(experiment)), *_on_messages([experiment])]
     return " · ".join(parts)
 
 
@@ -47,7 +47,7 @@ def shared_setting_text(results: Sequence[RunResult]) -> str:
     parts = [data_text(results[0].experiment, results[0].metadata)]
     if "name" in common:
         parts.append(_component_text(common))
-    return " · ".join([*parts, *_robustness([result.experiment for result in results])])
+    return " · ".join([*parts, *_on_messages([result.experiment for result in results])])
 
 
 def data_text(experiment: Experiment, metadata: Mapping[str, Any]) -> str:
@@ -110,10 +110,10 @@ def options_at_default(model: ModelSettings) -> set[str]:
     return at_default
 
 
-def _robustness(experiments: Sequence[Experiment]) -> list[str]:
-    """The attack and the rule of aggregation, each if there is one and all experiments have it."""
+def _on_messages(experiments: Sequence[Experiment]) -> list[str]:
+    """The attack, the rule of aggregation and the compression, each if there is one and all experiments have it."""
     texts = []
-    for section in ("attack", "aggregation"):
+    for section in ("attack", "aggregation", "compression"):
         components = [experiment.to_dict()[section] for experiment in experiments]
         if components[0] is not None and all(component == components[0] for component in components):
             texts.append(_component_text(components[0]))

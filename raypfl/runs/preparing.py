@@ -26,6 +26,7 @@ from raypfl.evaluation import refuse_untestable
 from raypfl.evaluation.masking import refuse_unmaskable
 from raypfl.experiment import Experiment
 from raypfl.models.weights import RANDOM, digest, origin
+from raypfl.runs.checks.compression import refuse_idle_compression
 from raypfl.runs.checks.hooks import refuse_mistaken_hooks
 from raypfl.runs.checks.network import refuse_channels_last, refuse_lone_samples, refuse_misfit, refuse_outputs
 from raypfl.runs.checks.privacy import refuse_unprotected
@@ -172,6 +173,7 @@ def refuse_unfit(prepared: Prepared) -> None:
     refuse_outputs(prepared)
     refuse_unfit_attack(prepared)
     refuse_unprotected(prepared)
+    refuse_idle_compression(prepared)
     if experiment.training.channels_last and experiment.engine.executor != "vectorised":
         refuse_channels_last(prepared)
 

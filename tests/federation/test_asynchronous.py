@@ -351,4 +351,4 @@ def test_late_means_of_any_type_keep_their_shares_and_are_charged_as_they_are_se
 
     moved = rows.double() - (0 if mixes_models else received.double())
     assert value.array.tolist() == (0.5 * moved[0] + 0.25 * moved[1]).tolist()
-    assert value.itemsize == dtype.itemsize
+    assert value.num_bytes.tolist() == [2 * dtype.itemsize] * 2

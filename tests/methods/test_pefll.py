@@ -263,7 +263,7 @@ def test_a_round_of_pefll_is_six_messages_and_of_pfedhn_two():
         (1, "down", "theta", 3, model),
         (1, "up", "step", 3, model),
         (2, "down", "step", 3, LENGTH),
-        (2, "up", "embed", 3, embed),
+        (2, "up", "embed_step", 3, embed),
     ]
 
     fed = Federation(method=PFedHN(**SOME))
@@ -469,5 +469,5 @@ def test_images_are_described_by_a_convolutional_network(tmp_path):
     result = raypfl.run(base)
     sent = {(r["direction"], r["name"]): r["numbers"] for r in result.ledger.to_pylist() if r["phase"] == "training"}
     embed = EmbeddingNetwork("cnn", (3, 32, 32), 10, 1)
-    assert sent["down", "embed"] == sent["up", "embed"] == sum(p.numel() for p in embed.parameters())
+    assert sent["down", "embed"] == sent["up", "embed_step"] == sum(p.numel() for p in embed.parameters())
     assert sent["down", "theta"] == 121_182

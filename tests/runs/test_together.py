@@ -69,8 +69,9 @@ def seeds(tmp_path: Path, **changes) -> list[raypfl.Experiment]:
         pytest.param({"method": "fedrep", "training__steps": 3}, marks=pytest.mark.thorough),
         {"method": "scaffold", "training__weight_decay": 0.01, "training__clip_norm": 1.0},
         {"method": "fedavg", "model": "{name: cnn}", "training__steps": 2},
+        {"method": "fedavg", "compression": "random_k", "compression__error_feedback": True},
     ],
-    ids=["fedavg", "ditto", "fedrep", "scaffold", "cnn"],
+    ids=["fedavg", "ditto", "fedrep", "scaffold", "cnn", "compressed"],
 )
 def test_seeds_together_have_the_bits_and_tables_of_lone_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, joined: list[int], changes: dict

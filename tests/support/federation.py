@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raypfl.clients.clients import Clients
+from raypfl.clients.compression import Compressor
 from raypfl.clients.context import Context
 from raypfl.clients.group import ClientGroup
 from raypfl.clients.worker import Worker
@@ -117,6 +118,7 @@ class Federation:
     augmentation: Sequence[Augmentation] = ()
     privacy: PrivacySettings = field(default_factory=PrivacySettings)
     wire: Wire = field(default_factory=Wire)
+    compressor: Compressor | None = None
     method: Method | None = None
     backend: Callable[[Worker], Backend] = Inline
     warnings: list[str] = field(default_factory=list)
@@ -181,6 +183,7 @@ class Federation:
             pools=self.pools,
             loss_limit=self.loss_limit,
             privacy=self.privacy,
+            compressor=self.compressor,
             sends_rows=self.wire.needs_rows,
         )
 

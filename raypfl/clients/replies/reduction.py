@@ -12,7 +12,7 @@ from torch import Tensor
 
 from raypfl.common.counting import counted
 from raypfl.common.errors import MethodError
-from raypfl.common.messages import Each, Mean, Sum, numbers_charged, unmarked
+from raypfl.common.messages import Each, Mean, Sum, bytes_charged, numbers_charged, unmarked
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,7 @@ class Value:
     kind : ``each`` (rows per client), or a partial ``sum`` or ``mean`` with its total `weight`.
     array : the rows, or their partial sum.
     weight : the total weight of a mean.
-    numbers : the count of numbers that each client sends, ``int64[K]``; zeros if the value is not charged.
-    itemsize : the bytes of each of these numbers.
+    numbers, num_bytes : how many numbers and bytes each client sends, ``int64[K]``; zeros if the value is not charged.
     masked : the dtype of the sum without its masks; None: there are no masks.
     contributors : under masks, the number of clients whose rows are not all zeros.
     can_be_empty : whether a mean without weight is left out of the reply.
@@ -37,7 +36,7 @@ class Value:
     array: np.ndarray
     weight: float
     numbers: np.ndarray
-    itemsize: int = 0
+    num_bytes: np.ndarray
     masked: torch.dtype | None = None
     contributors: int = 0
     can_be_empty: bool = False
@@ -56,7 +55,7 @@ def logged_means(logged: Mapping[str, Tensor]) -> dict[str, Value]:
         numbers = rows.double()[~rows.isnan()]
         if len(numbers):
             not_charged = np.zeros(len(numbers), np.int64)
-            values[name] = Value("mean", numbers.sum().cpu().numpy(), len(numbers), not_charged)
+            values[name] = Value("mean", numbers.sum().cpu().numpy(), len(numbers), not_charged, not_charged)
     return values
 
 
@@ -74,17 +73,17 @@ def reduced(who: str, name: str, value: object, clients: int, keeps_rows: bool =
         )
 
     numbers = numbers_charged(name, value.charged, clients, rows[0].numel())
-    itemsize = rows.element_size()
+    num_bytes = bytes_charged(name, value, numbers)
     # Half precision is too coarse for sums, and NumPy has no bfloat16.
     if rows.dtype == torch.bfloat16 or (rows.dtype == torch.float16 and not isinstance(value, Each)):
         rows = rows.float()
 
     if isinstance(value, Each):
-        return Value("each", rows.cpu().numpy(), 0.0, numbers, itemsize)
+        return Value("each", rows.cpu().numpy(), 0.0, numbers, num_bytes)
     if isinstance(value, Sum):
         if keeps_rows:
-            return Value("sum", rows.cpu().numpy(), 0.0, numbers, itemsize, weights=np.ones(clients))
-        return Value("sum", rows.sum(0).cpu().numpy(), 0.0, numbers, itemsize)
+            return Value("sum", rows.cpu().numpy(), 0.0, numbers, num_bytes, weights=np.ones(clients))
+        return Value("sum", rows.sum(0).cpu().numpy(), 0.0, numbers, num_bytes)
 
     if not isinstance(value.weight, torch.Tensor | None):
         raise MethodError(
@@ -97,9 +96,9 @@ def reduced(who: str, name: str, value: object, clients: int, keeps_rows: bool =
         rows = rows.long() if is_exact else rows.double()
     if value.weight is None:
         if keeps_rows:
-            return Value("mean", rows.cpu().numpy(), 0.0, numbers, itemsize, weights=np.ones(clients))
+            return Value("mean", rows.cpu().numpy(), 0.0, numbers, num_bytes, weights=np.ones(clients))
         weight = torch.ones(clients, dtype=rows.dtype, device=rows.device)
-        return Value("mean", torch.tensordot(weight, rows, dims=1).cpu().numpy(), float(clients), numbers, itemsize)
+        return Value("mean", torch.tensordot(weight, rows, dims=1).cpu().numpy(), float(clients), numbers, num_bytes)
 
     weight = unmarked(value.weight)
     # A GPU is waited for once, not for each look at the weights.
@@ -113,8 +112,8 @@ def reduced(who: str, name: str, value: object, clients: int, keeps_rows: bool =
     if keeps_rows:
         weights = weight_on_host.double().numpy()
         array = rows.cpu().numpy()
-        return Value("mean", array, 0.0, numbers, itemsize, can_be_empty=value.can_be_empty, weights=weights)
+        return Value("mean", array, 0.0, numbers, num_bytes, can_be_empty=value.can_be_empty, weights=weights)
 
     weighted_sum = torch.tensordot(weight.to(rows.dtype), rows, dims=1)
     total = float(weight_on_host.double().sum())
-    return Value("mean", weighted_sum.cpu().numpy(), total, numbers, itemsize, can_be_empty=value.can_be_empty)
+    return Value("mean", weighted_sum.cpu().numpy(), total, numbers, num_bytes, can_be_empty=value.can_be_empty)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from raypfl.clients.replies.reduction import Value, logged_means, reduced
 from raypfl.common.errors import LateReplyError
-from raypfl.common.messages import Each, Mean, Sum, per_client, unmarked
+from raypfl.common.messages import Each, Mean, Sum, bytes_charged, numbers_charged, per_client, unmarked
 from raypfl.common.transfer import to_device
 
 
@@ -119,9 +119,10 @@ def values_by_round(
                 shares = torch.from_numpy(turns.shares[members]).to(sent if sent.is_floating_point() else sent.device)
                 reference = 0.0 if turns.mixes_models else sent[members]
                 moved = shares.view(-1, *[1] * (sent.dim() - 1)) * (unmarked(part.rows).detach() - reference)
-                part = replace(part, rows=moved)
-            total = reduced(who, name, part, len(members))
-            values[name_in_round(round, name)] = replace(total, itemsize=value.rows.element_size())
+                numbers = numbers_charged(name, part.charged, len(members), part.rows[0].numel())
+                # The client sends its rows as they are, whatever type the shares give them.
+                part = replace(part, rows=moved, num_bytes=torch.from_numpy(bytes_charged(name, part, numbers)))
+            values[name_in_round(round, name)] = reduced(who, name, part, len(members))
 
             if turns.mixes_models:
                 share = Mean(torch.from_numpy(turns.shares[members]), part.weight, charged=False)
@@ -169,6 +170,8 @@ def _of_members(value: Any, members: np.ndarray) -> Any:
     part = replace(value, rows=unmarked(value.rows)[members])
     if isinstance(value.charged, Tensor) and value.charged.dim() > 0:
         part = replace(part, charged=value.charged[members])
+    if isinstance(value.num_bytes, Tensor) and value.num_bytes.dim() > 0:
+        part = replace(part, num_bytes=value.num_bytes[members])
     if isinstance(value, Mean) and value.weight is not None:
         part = replace(part, weight=value.weight[members])
     return part

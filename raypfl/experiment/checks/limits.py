@@ -6,6 +6,7 @@ import re
 from math import inf
 from typing import Any
 
+from raypfl.clients.compression import Compressor
 from raypfl.common.errors import did_you_mean
 from raypfl.common.limits import (
     BELOW_ONE,
@@ -247,6 +248,21 @@ def robustness_mistakes(
             if is_set:
                 lines.append(f"{setting} looks at the message of each client, which {other} rules out; leave one out.")
     return lines
+
+
+def compression_mistakes(compression: Compressor | None, privacy: PrivacySettings) -> list[str]:
+    """Return a sentence for everything that compressed updates cannot have."""
+    if compression is None:
+        return []
+    impossible = {
+        "privacy.secure_aggregation": (privacy.secure_aggregation, "masks whole numbers of 64 bits"),
+        "privacy.unit=client": (privacy.protects_clients, "bounds the updates that arrive"),
+    }
+    return [
+        f"compression changes clients' updates, but {setting} {why}; leave one out."
+        for setting, (is_set, why) in impossible.items()
+        if is_set
+    ]
 
 
 def evaluation_mistakes(evaluation: EvaluationSettings, objective: Objective | None) -> list[str]:

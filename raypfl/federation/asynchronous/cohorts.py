@@ -76,7 +76,7 @@ class RoundReplies:
     as_sent : whether the means of what clients returned count as they are; else they are of differences to models that
         were sent or, if a model is mixed with the clients', of shares of theirs.
     means, sums, logged : what the client function returned and logged, by name.
-    senders : name -> how many clients sent so many numbers, and the bytes of a number.
+    sent : name -> how many clients sent a message of so many numbers and bytes, ``{(numbers, bytes): clients}``.
     losses : the training loss of each client that has one.
     failed : client -> why it was skipped.
     """
@@ -87,7 +87,7 @@ class RoundReplies:
     means: dict[str, Tensor] = field(default_factory=dict)
     sums: dict[str, Tensor] = field(default_factory=dict)
     logged: dict[str, Tensor] = field(default_factory=dict)
-    senders: dict[str, tuple[Mapping[int, int], int]] = field(default_factory=dict)
+    sent: dict[str, Mapping[tuple[int, int], int]] = field(default_factory=dict)
     losses: dict[int, float] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
 
@@ -121,8 +121,8 @@ class ReplyingCohort(Cohort):
             self._drop_client(client, why)
         self._refuse_empty()
         self._losses.update(self._replies.losses)
-        for name, (senders, itemsize) in self._replies.senders.items():
-            self._charge("up", name, senders, itemsize)
+        for name, sizes in self._replies.sent.items():
+            self._charge("up", name, sizes)
         self.log(**self._replies.logged)
 
         current = {name: tensors_of(value) for name, value in arguments.items()}

@@ -37,7 +37,7 @@ class ReplyAggregator:
         self._combine = combine
         # Name -> ``(index of the first group that sent it, place in its reply)`` and this value, without its array.
         self._first: dict[str, tuple[tuple[int, int], Value]] = {}
-        self._senders: dict[str, Counter[int]] = {}
+        self._sent: dict[str, Counter[tuple[int, int]]] = {}
         self._contributors: Counter[str] = Counter()
         self._rows: dict[str, np.ndarray] = {}
         self._weights: dict[str, np.ndarray] = {}
@@ -53,7 +53,8 @@ class ReplyAggregator:
             place = (group.index, position)
             if name not in self._first or place < self._first[name][0]:
                 self._first[name] = (place, _without_array(value))
-            self._senders.setdefault(name, Counter()).update(value.numbers.tolist())
+            sizes = zip(value.numbers.tolist(), value.num_bytes.tolist(), strict=True)
+            self._sent.setdefault(name, Counter()).update(sizes)
             self._contributors[name] += value.contributors
 
             if value.has_rows:
@@ -76,9 +77,9 @@ class ReplyAggregator:
         return {name: value.kind for name, value in self._values()}
 
     @property
-    def sent(self) -> dict[str, tuple[Counter[int], int]]:
-        """Name -> how many clients sent so many numbers, ``{numbers: clients}``, and the bytes of a number."""
-        return {name: (self._senders[name], value.itemsize) for name, value in self._values()}
+    def sent(self) -> dict[str, Counter[tuple[int, int]]]:
+        """Name -> how many clients sent a message of so many numbers and bytes, ``{(numbers, bytes): clients}``."""
+        return {name: self._sent[name] for name, _ in self._values()}
 
     def next_exchange(self) -> None:
         """Let the indices of groups begin again: what was added so far is added to the result as a whole."""
@@ -91,7 +92,7 @@ class ReplyAggregator:
             if value.masked is None:
                 continue
 
-            senders = self._senders[name].total()
+            senders = self._sent[name].total()
             if senders < self._clients:
                 raise PrivacyError(
                     f"{function} returned {name!r} for {senders} of the cohort's {self._clients} clients, but the "

@@ -74,7 +74,7 @@ class PeFLL(HypernetworkMethod):
         # Clients have the embedding network from the first exchange: it is not sent again.
         embed = Broadcast(server["embed"], charged=False)
         reply = cohort.run(self.pull_back, embed=embed, step=Scatter(v_steps))
-        self.move(server, {"hyper": hyper_step, "embed": reply["embed"]}, cohort.lr)
+        self.move(server, {"hyper": hyper_step, "embed": reply["embed_step"]}, cohort.lr)
 
     def personalize(self, server: ServerState, cohort: Cohort) -> None:
         v = cohort.run(self.describe, embed=server["embed"])["v"]
@@ -99,7 +99,7 @@ class PeFLL(HypernetworkMethod):
         return clients.map(self._descriptor(clients), embed)
 
     def pull_back(self, clients: Clients, embed: Tensor, step: Tensor) -> dict[str, Mean]:
-        return {"embed": Mean(clients.vjp(self._descriptor(clients), embed, step, self._batches(clients)))}
+        return {"embed_step": Mean(clients.vjp(self._descriptor(clients), embed, step, self._batches(clients)))}
 
     def _batches(self, clients: Clients) -> list[Batch] | None:
         """Return the samples that describe the clients, the same in all exchanges of a round; None: all."""

@@ -1,0 +1,91 @@
+"""The updates of a group's clients, as the server reads them from compressed messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raypfl.clients.compression.compressors import Compressor
+from raypfl.clients.group import ClientGroup
+from raypfl.common import rng
+from raypfl.common.errors import MethodError
+from raypfl.common.messages import Each, Mean, numbers_charged, unmarked
+from raypfl.common.transfer import to_device
+
+
+def compressed(
+    compressor: Compressor, clients: ClientGroup, messages: Mapping[str, Any], arguments: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return a group's messages with rows as the server reads them, and the bytes that each client sends.
+
+    Compressed are updates: differences of the rows of a mean or of `Each` to the `arguments` of the same names. Other
+    messages stay as they are, and so does a row that is not sent whole or that compression would not make shorter.
+    """
+    return {
+        name: _compressed(compressor, clients, name, value, arguments[name])
+        if _is_update(value, arguments.get(name))
+        else value
+        for name, value in messages.items()
+    }
+
+
+def _is_update(value: Any, before: Any) -> bool:
+    if not isinstance(value, Mean | Each) or not isinstance(before, Tensor):
+        return False
+    rows = value.rows
+    return rows.is_floating_point() and rows.numel() > 0 and before.shape in (rows.shape, rows.shape[1:])
+
+
+def _compressed(
+    compressor: Compressor, clients: ClientGroup, name: str, value: Mean | Each, before: Tensor
+) -> Mean | Each:
+    rows = unmarked(value.rows).detach()
+    sent = unmarked(before).expand_as(rows)
+    updates = (rows - sent).flatten(1)
+    size = updates.shape[1]
+    num_bytes = numbers_charged(name, value.charged, len(rows), size) * rows.element_size()
+
+    errors = torch.zeros_like(updates)
+    name_of_errors = f"compression error of {name} in {clients.exchange[0]}"
+    if compressor.error_feedback:
+        errors = unmarked(clients.state.get(name_of_errors, default=errors[0])).expand_as(updates)
+        updates = updates + errors
+
+    decoded = np.zeros(updates.shape, np.float32)
+    is_compressed = np.zeros(len(rows), dtype=bool)
+    keys = clients.keys(f"compression {clients.exchange[1]} {name}")
+    for k, update in enumerate(updates.float().cpu().numpy()):
+        if num_bytes[k] < size * rows.element_size():
+            continue
+        message = _encoded(compressor, update, rng.generator_of(int(keys[k])))
+        if len(message) < num_bytes[k]:
+            decoded[k] = _decoded(compressor, message, size)
+            num_bytes[k] = len(message)
+            is_compressed[k] = True
+
+    read = to_device(decoded, rows.device).to(rows.dtype)
+    chosen = torch.from_numpy(is_compressed).to(rows.device)[:, None]
+    if compressor.error_feedback:
+        clients.state[name_of_errors] = torch.where(chosen, updates - read, errors)
+    arrived = torch.where(chosen, sent.flatten(1) + read, rows.flatten(1)).view_as(rows)
+    return replace(value, rows=arrived, num_bytes=torch.from_numpy(num_bytes))
+
+
+def _encoded(compressor: Compressor, update: np.ndarray, generator: np.random.Generator) -> bytes:
+    message = compressor.encode(update, generator)
+    if not isinstance(message, bytes):
+        raise MethodError(f"compression.encode returned a {type(message).__name__}; it must return bytes.")
+    return message
+
+
+def _decoded(compressor: Compressor, message: bytes, size: int) -> np.ndarray:
+    update = compressor.decode(message, size)
+    if not isinstance(update, np.ndarray) or update.shape != (size,):
+        returned = list(update.shape) if isinstance(update, np.ndarray) else type(update).__name__
+        raise MethodError(f"compression.decode returned {returned}; it must return an array of [{size}] numbers.")
+    return update

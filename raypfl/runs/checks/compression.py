@@ -1,0 +1,51 @@
+"""Whether compression can be used with a network, and does something with a method."""
+
+from __future__ import annotations
+
+from raypfl.common.errors import ConfigError
+from raypfl.common.threads import threads
+from raypfl.engine.prepared import Prepared, threads_of_server
+from raypfl.federation.cohort_draw import cohort_size
+from raypfl.runs.checks.rehearsal import Rehearsal
+
+_CLIENTS = 2
+"""Clients in the rehearsed rounds: some methods need two."""
+
+_ROUNDS = 2
+"""In the first round, some methods do not send all that they send later."""
+
+
+def refuse_idle_compression(prepared: Prepared) -> None:
+    """Raise a ConfigError if no message is compressed, or if compression would spoil the network."""
+    experiment = prepared.experiment
+    if experiment.compression is None:
+        return
+
+    if prepared.model.num_buffers:
+        raise ConfigError(
+            "compression changes all numbers of a model, but some that this network and method have are no parameters: "
+            "running statistics, as of batch norm, whose variances could become negative. Choose group norm (norm: "
+            "group) or a network without batch norm, or freeze the layers that have it."
+        )
+
+    try:
+        is_idle = _bytes_up(prepared) == _bytes_up(prepared.with_settings(experiment.replace(compression=None)))
+    # The run itself reports any failure with its round and client.
+    except Exception:
+        return
+    if is_idle:
+        raise ConfigError(
+            f"compression has no effect on {type(experiment.method).__name__}: it compresses what clients make of an "
+            "argument that they were sent under the same name, and this method's clients send no such message, or one "
+            "that would not become shorter. Leave compression out."
+        )
+
+
+def _bytes_up(prepared: Prepared) -> int:
+    """Return the bytes that the clients of rehearsed rounds send."""
+    cohort = cohort_size(prepared.experiment.cohort, prepared.num_trained)
+    with threads(threads_of_server(prepared.experiment)):
+        rehearsal = Rehearsal(prepared, min(_CLIENTS, cohort))
+        for _ in range(_ROUNDS):
+            rehearsal.train()
+    return sum(entry.clients * entry.bytes for entry in rehearsal.messages if entry.direction == "up")
