@@ -60,6 +60,10 @@ class PrivacyError(MethodError):
     """Error for a method that needs what the privacy settings do not let it have."""
 
 
+class AggregationError(MethodError):
+    """Error for a method that sends what the rule in ``aggregation`` does not replace."""
+
+
 class CheckpointError(RaypflError):
     """Error for a checkpoint that is missing, damaged, or another experiment's."""
 

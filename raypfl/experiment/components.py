@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainValidator, Val
 from raypfl.analysis import ANALYSES, Analysis
 from raypfl.clients.compression import COMPRESSORS, Compressor
 from raypfl.common.component import abstract_functions
-from raypfl.common.errors import ConfigError, did_you_mean
+from raypfl.common.errors import ConfigError, did_you_mean, listed
 from raypfl.common.registry import Registry
 from raypfl.data import PARTITIONS, Partition
 from raypfl.devices import AVAILABILITY_MODELS, HARDWARE, AvailabilityModel, Hardware
@@ -70,7 +70,7 @@ def build(base: type, value: Any, where: str = "") -> Any:
     if isinstance(value, type) and issubclass(value, base):
         return instantiate(value, value.__name__, {}, where)
 
-    name, options = name_and_options(value, where, _DEFAULTS.get(base))
+    name, options = name_and_options(value, where, _DEFAULTS.get(base), registry)
     entry = look_up(registry, name)
     if not (isinstance(entry, type) and issubclass(entry, base)):
         raise ValueError(f"{where} is {name!r}, which is not a subclass of {base.__name__}.")
@@ -86,8 +86,13 @@ def describe(value: Any) -> dict[str, Any] | None:
     return {"name": registry.name_of(type(value)), **options}
 
 
-def name_and_options(value: Any, where: str, default: str | None) -> tuple[str, dict[str, Any]]:
-    """Split ``"ditto"``, ``{"name": "ditto", "lam": 0.75}``, or options without a name, into name and options."""
+def name_and_options(
+    value: Any, where: str, default: str | None, names: Iterable[str] = ()
+) -> tuple[str, dict[str, Any]]:
+    """Split ``"ditto"``, ``{"name": "ditto", "lam": 0.75}``, or options without a name, into name and options.
+
+    `names` : those that a message lists if there are options, but neither a name nor a `default`.
+    """
     if isinstance(value, str):
         return value, {}
 
@@ -95,6 +100,11 @@ def name_and_options(value: Any, where: str, default: str | None) -> tuple[str, 
         name = value.get("name", default)
         if isinstance(name, str):
             return name, {key: option for key, option in value.items() if key != "name"}
+        if name is None and names:
+            raise ValueError(
+                f"{where} has options ({', '.join(value)}), but no name; add one of these, as in "
+                f"{where}={next(iter(names))}: {listed(names)}."
+            )
 
     hint = ""
     if not isinstance(value, type(None) | bool | int | float | str | bytes | list | tuple | dict):

@@ -30,7 +30,7 @@ from raypfl.runs.checks.compression import refuse_idle_compression
 from raypfl.runs.checks.hooks import refuse_mistaken_hooks
 from raypfl.runs.checks.network import refuse_channels_last, refuse_lone_samples, refuse_misfit, refuse_outputs
 from raypfl.runs.checks.privacy import refuse_unprotected
-from raypfl.runs.checks.robustness import refuse_unfit_attack
+from raypfl.runs.checks.robustness import refuse_unfit_attack, refuse_unfit_rule
 from raypfl.runs.checks.settings import (
     refuse_another_objective,
     refuse_large_cohort,
@@ -172,6 +172,7 @@ def refuse_unfit(prepared: Prepared) -> None:
     warn_of_test_data(experiment.method)
     refuse_outputs(prepared)
     refuse_unfit_attack(prepared)
+    refuse_unfit_rule(prepared)
     refuse_unprotected(prepared)
     refuse_idle_compression(prepared)
     if experiment.training.channels_last and experiment.engine.executor != "vectorised":

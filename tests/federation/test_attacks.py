@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import raypfl
-from raypfl.common.errors import ConfigError, MethodError, RaypflError
+from raypfl.common.errors import ConfigError, MethodError
 from raypfl.data import load_federated
 from raypfl.engine.prepared import Prepared
 from raypfl.federation.robustness import Aggregation, UpdateAttack, Updates, Wire
@@ -137,10 +137,22 @@ def test_a_client_that_failed_is_neither_honest_nor_malicious():
     assert fed.run_rounds(None)["theta"].isfinite().all() and len(fed.cohorts[0].failed) == 2
 
 
-@pytest.mark.parametrize(("method", "message"), [("fednh", "'means' as a sum"), ("fedamp", "'model' as a row")])
-def test_a_rule_is_refused_for_messages_that_it_does_not_replace(tmp_path, method, message):
-    with pytest.raises(RaypflError, match=message):
-        raypfl.run(experiment(tmp_path, method=method, rounds=1, aggregation="median"))
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"method": "fednh", "aggregation": "median"}, "'means' as a sum"),
+        ({"method": "fedamp", "aggregation": "median"}, "'model' as a row"),
+        (
+            {"aggregation": "{name: krum, select: 7}", "cohort__size": 6},
+            "aggregation.select is 7, but a cohort has 6 clients; average fewer, since",
+        ),
+    ],
+)
+def test_a_rule_that_does_not_fit_the_method_or_the_cohort_is_refused_before_the_run(tmp_path, changes, message):
+    described = experiment(tmp_path, rounds=1, **changes)
+    with pytest.raises(ConfigError, match=message):
+        raypfl.run(described)
+    assert not list(tmp_path.glob("*/*"))
 
 
 @pytest.mark.parametrize("attack", ["label_flip", "random_labels"])
@@ -229,10 +241,17 @@ def test_without_attack_and_rule_clients_send_sums(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"attack": "sign_flip", "privacy__secure_aggregation": True}, "attack looks at the message of each client"),
+        (
+            {"attack": "sign_flip", "privacy__secure_aggregation": True},
+            "attack needs each client's message, but with privacy",
+        ),
         (
             {"aggregation": "krum", "asynchronous__buffer": 3, "devices__hardware": "lognormal"},
-            "which asynchronous.buffer rules out",
+            "with asynchronous.buffer the server has only their sums; leave aggregation or asynchronous.buffer out",
+        ),
+        (
+            {"attack__fraction": 0.3},
+            r"^attack has options \(fraction\), but no name; add one of these, as in attack=alie: alie, boost,",
         ),
         ({"attack": "sign_flop"}, "did you mean 'sign_flip'"),
         ({"attack": "{name: sign_flip, fraction: 1.5}"}, "attack.fraction is 1.5; it must be above 0 and below 1"),

@@ -246,7 +246,10 @@ def robustness_mistakes(
     for setting in needing:
         for other, is_set in impossible.items():
             if is_set:
-                lines.append(f"{setting} looks at the message of each client, which {other} rules out; leave one out.")
+                lines.append(
+                    f"{setting} needs each client's message, but with {other} the server has only their sums; leave "
+                    f"{setting} or {other} out."
+                )
     return lines
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from raypfl.common.component import Component
+from raypfl.common.errors import ConfigError
 from raypfl.common.limits import COUNT, POSITIVE, Limit
 from raypfl.common.registry import Registry
 
@@ -44,6 +45,10 @@ class Aggregation(Component, ABC):
         rows : ``[n, P]``, the messages of the round's clients, at least one.
         before : ``[P]``, what all clients were sent under the message's name; zeros if nothing.
         """
+
+    def check(self, clients: int) -> None:
+        """Raise a ConfigError if the rule makes no sense for cohorts of so many clients; called before the run."""
+        return None
 
 
 @AGGREGATIONS.register("median")
@@ -84,6 +89,13 @@ class Krum(Aggregation):
 
     fraction: Annotated[float, BELOW_HALF] = 0.2
     select: Annotated[int, COUNT] = 1
+
+    def check(self, clients: int) -> None:
+        if self.select > clients:
+            raise ConfigError(
+                f"aggregation.select is {self.select}, but a cohort has {clients} clients; average fewer, since "
+                "all of them would be the mean."
+            )
 
     def combine(self, rows: Tensor, before: Tensor) -> Tensor:
         if len(rows) == 1:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raypfl.common.errors import MethodError
+from raypfl.common.errors import AggregationError, MethodError
 from raypfl.common.messages import Scatter
 from raypfl.federation.robustness.attacks import UpdateAttack, Updates
 from raypfl.federation.robustness.rules import Aggregation
@@ -71,13 +71,13 @@ class Wire:
         return self.attack is not None or self.aggregation is not None
 
     def refuse_unless_means(self, function: str, kinds: Mapping[str, str]) -> None:
-        """Raise a MethodError if there is a rule, but `function` returns messages that are not means."""
+        """Raise an AggregationError if there is a rule, but `function` returns messages that are not means."""
         if self.aggregation is None:
             return
         for name, kind in kinds.items():
             if kind != "mean":
                 returned = "a row for each client" if kind == "each" else "a sum"
-                raise MethodError(
+                raise AggregationError(
                     f"{function} returns {name!r} as {returned}, but aggregation replaces means only, so malicious "
                     "clients could still decide this message. Choose a method that returns means (fedavg, ditto, "
                     "fedper, ...), or leave aggregation out."
@@ -98,7 +98,7 @@ class Wire:
 
         before = messages.before()
         if self.aggregation.bounds_updates and len(before) > 1:
-            raise MethodError(
+            raise AggregationError(
                 f"aggregation is {type(self.aggregation).__name__}, which bounds changes of what all clients were "
                 "sent, but this method sends each client something of its own. Choose another rule, such as median."
             )

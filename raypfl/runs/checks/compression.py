@@ -6,10 +6,7 @@ from raypfl.common.errors import ConfigError
 from raypfl.common.threads import threads
 from raypfl.engine.prepared import Prepared, threads_of_server
 from raypfl.federation.cohort_draw import cohort_size
-from raypfl.runs.checks.rehearsal import Rehearsal
-
-_CLIENTS = 2
-"""Clients in the rehearsed rounds: some methods need two."""
+from raypfl.runs.checks.rehearsal import FEW, Rehearsal
 
 _ROUNDS = 2
 """In the first round, some methods do not send all that they send later."""
@@ -45,7 +42,7 @@ def _bytes_up(prepared: Prepared) -> int:
     """Return the bytes that the clients of rehearsed rounds send."""
     cohort = cohort_size(prepared.experiment.cohort, prepared.num_trained)
     with threads(threads_of_server(prepared.experiment)):
-        rehearsal = Rehearsal(prepared, min(_CLIENTS, cohort))
+        rehearsal = Rehearsal(prepared, min(FEW, cohort))
         for _ in range(_ROUNDS):
             rehearsal.train()
     return sum(entry.clients * entry.bytes for entry in rehearsal.messages if entry.direction == "up")

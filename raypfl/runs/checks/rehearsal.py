@@ -10,17 +10,23 @@ import torch
 from torch import Tensor
 
 from raypfl.clients.worker import Worker
-from raypfl.common.errors import LateReplyError
+from raypfl.common.errors import ConfigError, LateReplyError, MethodError
+from raypfl.common.threads import threads
+from raypfl.common.user_code import with_location
 from raypfl.devices import Exchange, RequestedTraining, Training, Turn
 from raypfl.engine.backends.inline import Inline
 from raypfl.engine.evaluator import Evaluator
-from raypfl.engine.prepared import Prepared
+from raypfl.engine.prepared import Prepared, threads_of_server
 from raypfl.federation.asynchronous.rounds import AsynchronousRounds
 from raypfl.federation.asynchronous.schedule import Schedule
 from raypfl.federation.cohort import Cohort
+from raypfl.federation.cohort_draw import cohort_size
 from raypfl.federation.ledger import Ledger, LedgerEntry
 from raypfl.storage.stacks import merged
 from raypfl.storage.states import StateTable
+
+FEW = 2
+"""Clients in a rehearsed round: masks and some methods need two."""
 
 
 class Rehearsal:
@@ -168,3 +174,24 @@ class Rehearsal:
         unseen = set(self._task.unseen.tolist())
         ranked = [client for client in np.argsort(-samples, kind="stable").tolist() if client not in unseen]
         return tuple(sorted(ranked[:size]))
+
+
+def refuse_rehearsed(prepared: Prepared, kind: type[MethodError]) -> None:
+    """Rehearse a round and an evaluation, since only they tell what a method's clients send and read.
+
+    Raises
+    ------
+    ConfigError : for an error of this `kind`.
+    """
+    experiment = prepared.experiment
+    cohort = cohort_size(experiment.cohort, prepared.num_trained)
+    try:
+        with threads(threads_of_server(experiment)):
+            rehearsal = Rehearsal(prepared, min(FEW, cohort))
+            rehearsal.train()
+            rehearsal.evaluate()
+    except kind as error:
+        raise ConfigError(with_location(error)) from error
+    # Any other failure is left to the run itself, which reports it with its round and client.
+    except Exception:
+        return

@@ -8,10 +8,7 @@ from raypfl.common.user_code import explain_user_errors
 from raypfl.devices import Turn
 from raypfl.engine.prepared import Prepared, threads_of_server
 from raypfl.federation.cohort_draw import cohort_size
-from raypfl.runs.checks.rehearsal import Rehearsal
-
-_CLIENTS = 2
-"""Clients in the rehearsed rounds: masks and some methods need two."""
+from raypfl.runs.checks.rehearsal import FEW, Rehearsal
 
 
 def turn_of(prepared: Prepared) -> Turn | None:
@@ -32,7 +29,7 @@ def turn_of(prepared: Prepared) -> Turn | None:
         threads(threads_of_server(experiment)),
         explain_user_errors("in a rehearsed round", function=experiment.method.round),
     ):
-        rehearsal = Rehearsal(prepared, min(_CLIENTS, cohort))
+        rehearsal = Rehearsal(prepared, min(FEW, cohort))
         rehearsal.train()
         turn = rehearsal.turn()
 
