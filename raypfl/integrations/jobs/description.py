@@ -21,7 +21,8 @@ from raypfl.studies.description import load as load_study
 from raypfl.studies.search.trials import planned_trials, with_search
 
 _PATH_SETTING = re.compile(
-    r"(?:^|\.)(data(?:\.pools\.[^.]+)?\.root|datasets\.[^.]+(?:\.root)?|data\.cache|model\.weights|checkpoint\.location|tracking\.uri)"
+    r"(?:^|\.)(data(?:\.pools\.[^.]+)?\.root|datasets\.[^.]+(?:\.root)?|data\.cache|model\.weights|checkpoint\.location|tracking\.uri"
+    r"|partition\.file|devices\.(?:hardware|availability)\.file)"
     r"(?:\.choice|\.grid)?$"
 )
 """The keys of settings that are paths, in an experiment, a study or a sweep."""
