@@ -185,6 +185,9 @@ def test_the_link_opens_the_page_of_the_runs_among_experiments_of_models(folder:
     page = f"/#/experiments/{home.experiment_id}/runs"
     assert how_to_view(experiment, listener.experiment_id) == f"{command}  then http://127.0.0.1:5000{page}"
 
+    apart = experiment.override(["tracking.uri=sqlite:////my runs/mlflow.db"])
+    assert how_to_view(apart) == "mlflow ui --backend-store-uri 'sqlite:////my runs/mlflow.db'"
+
     remote = experiment.override(["tracking.uri=https://me:secret@mlflow.example.org/"])
     assert how_to_view(remote, listener.experiment_id) == f"https://mlflow.example.org{page}"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,7 +61,7 @@ def how_to_view(experiment: Experiment, experiment_id: str = "") -> str:
     page = f"/#/experiments/{experiment_id}/runs" if experiment_id else ""
     if uri.startswith("http"):
         return f"{without_password(uri).rstrip('/')}{page}"
-    command = f"mlflow ui --backend-store-uri {uri}"
+    command = shlex.join(["mlflow", "ui", "--backend-store-uri", uri])
     return f"{command}  then {_LOCAL_SERVER}{page}" if page else command
 
 
