@@ -176,7 +176,10 @@ def test_sweeps_and_studies_take_the_files_that_they_name(server: Server, home: 
         (["model.weights=weights.pt"], "model.weights is 'weights.pt'"),
         (["partition={name: from_file, file: who.csv}"], "partition.file is 'who.csv'"),
         (["devices.hardware={name: table, file: phones.csv}"], "devices.hardware.file is 'phones.csv'"),
-        (["devices.hardware=lognormal", "devices.availability={name: spans, file: on.csv}"], "devices.availability.file is 'on.csv'"),
+        (
+            ["devices.hardware=lognormal", "devices.availability={name: spans, file: on.csv}"],
+            "devices.availability.file is 'on.csv'",
+        ),
         (["rouns=3"], "rouns is not a setting"),
         (["../mine.yaml"], "There is no file '../mine.yaml'"),
     ],

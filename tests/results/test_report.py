@@ -323,6 +323,21 @@ def test_a_run_that_was_not_tested_client_by_client_makes_a_page(results, tmp_pa
     assert "on all clients’ test data together" in text(root.find("body/header"))
 
 
+@pytest.mark.usefixtures("without_figures")
+def test_runs_whose_metric_is_undefined_make_a_page_and_no_comparison(results, tmp_path):
+    undefined = []
+    for result in (results[0], results[2]):
+        evaluations = result.evaluations
+        column = evaluations.column_names.index("accuracy")
+        values = pa.nulls(evaluations.num_rows, pa.float64())
+        undefined.append(replace(result, evaluations=evaluations.set_column(column, "accuracy", values)))
+
+    sentence = "Accuracy is undefined for all clients on each client’s own test data."
+    assert sentence in text(page(undefined, tmp_path).find("body/header"))
+    with pytest.raises(ConfigError, match="no two methods have a value of accuracy on the same test"):
+        raypfl.compare(undefined)
+
+
 def test_one_run_makes_a_page(results, tmp_path):
     words = text(page(results[:1], tmp_path))
     assert "There is one run, so nothing differs." in words

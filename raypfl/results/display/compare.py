@@ -77,6 +77,10 @@ def compare(results: Sequence[RunResult], baseline: str | None = None) -> Differ
     """
     groups = _comparable_groups(results)
     rows = differences(groups, baseline)
+    if not rows:
+        raise ConfigError(
+            f"There is nothing to compare: no two methods have a value of {groups[0].unit.phrase} on the same test."
+        )
     return Differences(tuple(rows), tuple(remarks(rows, groups)))
 
 

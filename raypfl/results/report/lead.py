@@ -15,7 +15,11 @@ def lead_of(groups: Sequence[RunGroup], protocol: str) -> str:
     """The main result as a sentence or two: which method's models are best, and by how much."""
     unit = groups[0].unit
     test_data = protocol_name(protocol)
-    (best, best_scores), *rivals = _best_first(groups, protocol)
+    ranked = _best_first(groups, protocol)
+    if not ranked:
+        return f"{capitalised(unit.phrase)} is undefined for all clients on {test_data}."
+
+    (best, best_scores), *rivals = ranked
     models, reach, are = _models(best, protocol)
     if not rivals:
         return f"{capitalised(models)} {reach} {_score_text(unit, best_scores)} on {test_data}."
