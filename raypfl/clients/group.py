@@ -348,9 +348,10 @@ class ClientGroup:
         # After the last step no loss is taken, so a model may be at fault whose loss was not.
         if losses is not None and not float(losses[k]) <= limit:
             reason = f"mean loss {float(losses[k]):.3g}, limit {limit:.3g}"
+        advice = f"Lower training.lr ({self.lr:.3g} now) or set training.clip_norm."
+        advice += f" {self.objective.advice_if_diverged()}"
         raise ClientError(
-            f"Training diverged on client {self.ids[k]} in round {self.rounds[k]}: {reason}. "
-            f"Lower training.lr ({self.lr:.3g} now) or set training.clip_norm.",
+            f"Training diverged on client {self.ids[k]} in round {self.rounds[k]}: {reason}. {advice.rstrip()}",
             clients=clients,
             repeatable=True,
         )

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import raypfl
-from raypfl.common.errors import ConfigError, DataError, MethodError
+from raypfl.common.errors import ClientError, ConfigError, DataError, MethodError
 from raypfl.data import IID, ByColumn, load_federated
 from raypfl.data.datasets import DataConfig, Population, RawData
 from raypfl.evaluation import Measures, summarise
@@ -144,6 +144,17 @@ def test_numbers_are_learnt_as_a_bare_loop_learns_them(executor, reduction):
         net = as_module(small_regressor, fed.context.initial)
         torch_sgd(net, fed.visits(k), lr=0.01, loss=loss)
         assert_close(trained[k], as_vector(net))
+
+
+@pytest.mark.parametrize(("objective", "is_told"), [(Regression(), True), (Regression(std=1000.0), False)])
+def test_training_that_diverges_on_large_targets_is_told_to_scale_them(objective, is_told):
+    fed = Federation(small_regressor)
+    fed.labels = 1000 * np.random.default_rng(2).normal(size=len(fed.labels))
+    fed.context.measures = Measures(objective)
+    clients = fed.clients()
+    with pytest.raises(ClientError, match="Training diverged") as refused:
+        clients.sgd(clients.loss, clients.initial, lr=1e9)
+    assert ("set objective.mean and objective.std to their mean" in str(refused.value)) is is_told
 
 
 def test_what_counts_classes_is_refused_in_a_sentence_where_there_are_none():

@@ -175,6 +175,10 @@ class Objective(Component):
         """Return the input of the metrics."""
         return Scores(outputs, targets, self)
 
+    def advice_if_diverged(self) -> str:
+        """Return a sentence on what else may be wrong when training diverges, besides the learning rate; or nothing."""
+        return ""
+
 
 def unrounded(outputs: Tensor) -> Tensor:
     """Return bfloat16 outputs as float32, and others unchanged: rounding float64 to float32 would make ties."""

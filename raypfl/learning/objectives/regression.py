@@ -132,6 +132,11 @@ class Regression(Objective):
     def scores(self, outputs: Tensor, targets: Tensor) -> Scores:
         return NumberScores(outputs, targets, self)
 
+    def advice_if_diverged(self) -> str:
+        if (self.mean, self.std) != (0, 1):
+            return ""
+        return "If the targets are large numbers, set objective.mean and objective.std to their mean and deviation."
+
 
 def rows_of(targets: Tensor, outputs: Tensor) -> Tensor:
     """Return targets ``[..., b]`` or ``[..., b, T]`` as ``[..., b, T]``, with the dtype of the outputs."""
