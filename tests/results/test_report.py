@@ -17,6 +17,7 @@ import pytest
 
 import raypfl
 from raypfl.common.errors import ConfigError
+from raypfl.evaluation import Measures
 from raypfl.results import numbers
 from raypfl.results.colours import COLOURS
 from raypfl.results.report import find_runs, tables, write
@@ -324,7 +325,8 @@ def test_a_run_that_was_not_tested_client_by_client_makes_a_page(results, tmp_pa
 
 
 @pytest.mark.usefixtures("without_figures")
-def test_runs_whose_metric_is_undefined_make_a_page_and_no_comparison(results, tmp_path):
+def test_runs_whose_metric_is_undefined_make_a_page_and_no_comparison(results, tmp_path, monkeypatch):
+    monkeypatch.setattr(Measures, "always", lambda measures, name: False)  # as for an AUC
     undefined = []
     for result in (results[0], results[2]):
         evaluations = result.evaluations
