@@ -156,12 +156,7 @@ def _best_group(tested: Sequence[RunGroup], protocol: str, best: bool) -> RunGro
     if len(tested) < 2:
         return None
 
-    def mean(group: RunGroup) -> float:
-        return fmean(group.scores(protocol, best=best))
-
-    if tested[0].unit.metric.higher_is_better:
-        return max(tested, key=mean)
-    return min(tested, key=mean)
+    return min(tested, key=lambda group: group.unit.order(fmean(group.scores(protocol, best=best))))
 
 
 def remarks(rows: Sequence[Difference], groups: Sequence[RunGroup]) -> list[str]:

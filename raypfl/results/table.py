@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isnan
 from statistics import fmean
 
 import pyarrow.compute as pc
@@ -106,12 +107,10 @@ def _cells(groups: Sequence[RunGroup], column: Column, protocol: str, best: bool
         deployed = [group.scores(protocol, best=best) for group in groups]
         rivals = [seeds for seeds in deployed if seeds]
 
-    means = [fmean(seeds) for seeds in rivals]
+    means = [mean for mean in map(fmean, rivals) if not isnan(mean)]
     best_mean = None
-    if len(means) > 1 and measures.lower_is_better(aggregate):
-        best_mean = f"{min(means):,.{digits}f}"
-    elif len(means) > 1:
-        best_mean = f"{max(means):,.{digits}f}"
+    if len(rivals) > 1 and means:
+        best_mean = f"{min(means) if measures.lower_is_better(aggregate) else max(means):,.{digits}f}"
     return [over_seeds(seeds, digits, best_mean) for seeds in scores]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import floor, isfinite, log10, nan
+from math import floor, isfinite, isnan, log10, nan
 from statistics import fmean, stdev
 
 from raypfl.learning.objectives import Metric
@@ -46,6 +46,10 @@ class Unit:
     def of(self, values: Iterable[float]) -> list[float]:
         """Return the metric's values in this unit."""
         return [self.factor * value for value in values]
+
+    def order(self, value: float) -> tuple[bool, float]:
+        """Return a key that sorts numbers in this unit from the best to the worst, and NaN last."""
+        return isnan(value), -value if self.metric.higher_is_better else value
 
     def digits(self, values: Iterable[float]) -> int:
         """Return the decimals of numbers in this unit: one for a share, else enough for three significant digits."""

@@ -27,7 +27,9 @@ from raypfl.results import bootstrap, latex
 from raypfl.results.differences import Difference, differences, find_label, remarks
 from raypfl.results.display.compare import compare
 from raypfl.results.report import write
+from raypfl.results.report.lead import lead_of
 from raypfl.results.run_groups import group_runs
+from raypfl.results.table import result_columns, result_rows
 from raypfl.runs.result import RunResult
 from raypfl.storage.columns import Columns
 from raypfl.storage.tables import to_arrow
@@ -284,6 +286,16 @@ def test_scores_in_mlflow_are_on_one_protocol_those_without_a_number_last():
     local = replace(local, evaluations=local.evaluations.filter(on_global))
 
     assert comparison_scores([fedavg, pfedme, ditto, local]) == "ditto 93.0 %, fedavg 91.0 %, pfedme nan %"
+
+
+def test_a_method_whose_metric_is_nan_is_never_the_best():
+    runs = runs_at({"pfedme": (np.nan,), "ditto": (93.0,), "fedavg": (91.0,)})
+    groups = group_runs(runs)
+    assert {row.baseline for row in differences(groups)} == {"ditto"}
+    assert "of ditto is best" in lead_of(groups, "local")
+
+    results, *_ = result_rows(groups, result_columns(groups))
+    assert [cells[1].best for cells in results.rows.values()] == [False, True, False]
 
 
 def test_a_run_whose_metric_is_undefined_has_no_score_in_its_name_in_mlflow():

@@ -66,6 +66,14 @@ def test_a_methods_standing_is_of_its_own_score_its_distance_to_the_best_and_its
     assert rows["good"].chance == 0 and rows["twin"].chance == 0.5
     assert rows["worse"].rank_interval == (4, 4) and rows["best"].rank_interval == (1, 1)
 
+    # A client whose loss is infinite: without it, 0 times infinity is NaN.
+    table["best"][0].values[0] = np.inf
+    table["nan"] = {s: scores(np.full(12, np.nan)) for s in seeds}
+    infinite = standings(table, Pairing(["best", "twin", "nan"], list(seeds), False), higher_is_better=False)
+    assert [infinite[name].rank for name in ("twin", "best", "nan")] == [1, 2, 2]
+    assert infinite["twin"].rank_interval == (1, 1) and infinite["nan"].rank_interval[0] > 1
+    table["best"] = table["twin"]
+
     lower = standings(table, Pairing(list(levels), list(seeds), False), higher_is_better=False)
     assert [lower[name].rank for name in levels] == [1, 2, 3, 3]
     assert lower["good"].difference == pytest.approx(19)

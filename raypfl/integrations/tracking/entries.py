@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
-from math import isinf, isnan
+from math import isinf
 from statistics import fmean
 from typing import Any
 
@@ -78,8 +78,7 @@ def comparison_scores(results: Sequence[RunResult]) -> str:
                 means[group.label] = fmean(scores)
 
     means = max(means_by_protocol.values(), key=len)
-    sign = 1 if groups[0].measures.lower_is_better(unit.metric.name) else -1
-    ranked = sorted(means, key=lambda label: (isnan(means[label]), sign * means[label]))
+    ranked = sorted(means, key=lambda label: unit.order(means[label]))
     return ", ".join(f"{label} {_score(unit, means[label])}" for label in ranked)
 
 

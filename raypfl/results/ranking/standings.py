@@ -162,10 +162,11 @@ def standings(
     means = np.mean(means_by_seed, axis=0)
     crossed = paired.same_clients and len({len(seed_values) for seed_values in values}) == 1
     draws = joint_draws(values, weights, crossed)
-    best = int(np.argmax(sign * means))
+    goodness = _nan_last(sign * means)
+    best = int(np.argmax(goodness))
 
-    places = _places(sign * means[None])[0]
-    drawn_places = _places(sign * draws)
+    places = _places(goodness[None])[0]
+    drawn_places = _places(_nan_last(sign * draws))
     ahead = sign * (draws - draws[:, [best]])
     # A draw in which both are equal counts half.
     chances = (ahead > 0).mean(0) + (ahead == 0).mean(0) / 2
@@ -210,6 +211,11 @@ def _aligned(runs: Sequence[ClientScores]) -> tuple[np.ndarray, np.ndarray]:
             values.append(run.values[places])
             weights.append(run.weights[places])
     return np.stack(values, 1), np.stack(weights, 1)
+
+
+def _nan_last(scores: np.ndarray) -> np.ndarray:
+    """Return scores, of which higher ones are better, with the lowest in place of NaN: of an infinite loss, say."""
+    return np.where(np.isnan(scores), -np.inf, scores)
 
 
 def _places(scores: np.ndarray) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite
 from statistics import fmean
 
 from raypfl.results.budgets import cost_to_target, score_within
@@ -45,11 +46,12 @@ def axes_of(groups: Sequence[RunGroup]) -> list[Axis]:
 def for_target(groups: Sequence[RunGroup], protocol: str, axes: Sequence[Axis]) -> BudgetTable | None:
     """Return what each method spends until it is first as good as the worst one at its end; None for one method."""
     finals = {i: fmean(group.scores(protocol)) for i, group in enumerate(groups) if group.scores(protocol)}
-    if len(finals) < 2:
+    finite = [final for final in finals.values() if isfinite(final)]
+    if len(finals) < 2 or not finite:
         return None
 
     unit = groups[0].unit
-    target = min(finals.values()) if unit.metric.higher_is_better else max(finals.values())
+    target = min(finite) if unit.metric.higher_is_better else max(finite)
     columns: list[Axis] = ["round", *axes]
     lines = []
     for i in finals:

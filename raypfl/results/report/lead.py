@@ -55,8 +55,7 @@ def _best_first(groups: Sequence[RunGroup], protocol: str, model: str = "") -> l
         scores = group.scores(protocol, model)
         if scores:
             scored.append((group, scores))
-    scored.sort(key=lambda pair: fmean(pair[1]), reverse=groups[0].unit.metric.higher_is_better)
-    return scored
+    return sorted(scored, key=lambda pair: groups[0].unit.order(fmean(pair[1])))
 
 
 def _unused_global_model(groups: Sequence[RunGroup], protocol: str, best: float) -> str:
