@@ -191,8 +191,8 @@ class Prepared:
 
     def _recorder(self) -> Recorder | None:
         """What records the steps of clients that train together; None if the network or the loss may keep a state."""
-        forward_passes = [type(module).forward for module in self.model.module.modules()]
-        if may_keep_state([*forward_passes, type(self.objective).loss]):
+        forward_passes = [module.forward for module in self.model.module.modules()]
+        if may_keep_state([*forward_passes, self.objective.loss]):
             return None
         if self.device.type == "cpu":
             return Replays()

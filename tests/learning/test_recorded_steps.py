@@ -21,7 +21,7 @@ from raypfl.learning.recording import CannotRecord, CudaGraphs, Replays
 from raypfl.learning.recording.plans import BINDINGS
 from raypfl.learning.recording.replays import KeptPlan, Repetition
 from raypfl.learning.vectorised import Vectorised
-from raypfl.methods.local_training import proximal
+from raypfl.methods.local_training import ascent, proximal
 from tests.learning.test_gpu_steps import CASES, by_sgd
 from tests.support.federation import CLASSES, FP32, Federation
 
@@ -193,13 +193,30 @@ class Schedule:
         self.calls += 1
         return 0.0 if self.calls <= 10 else 1.0
 
+    def weight_by_another_method(self) -> float:
+        return self.weight()
+
+    @property
+    def current(self) -> float:
+        return self.weight()
+
+
+class WithSchedule:
+    """An object that has a schedule."""
+
+    def __init__(self) -> None:
+        self.schedule = Schedule()
+
+    def weight(self) -> float:
+        return self.schedule.weight_by_another_method()
+
 
 def late_by_list(calls: list[int]) -> float:
     calls.append(1)
     return 1.0 if len(calls) <= 10 else 2.0
 
 
-@pytest.mark.parametrize("kind", ["a list", "an object", "a variable"])
+@pytest.mark.parametrize("kind", ["a list", "an object", "a variable", "a method", "a property", "an object's object"])
 def test_a_loss_that_changes_after_some_steps_is_called_in_every_step(kind):
     def changing() -> Callable[[], float]:
         calls: list[int] = []
@@ -211,7 +228,14 @@ def test_a_loss_that_changes_after_some_steps_is_called_in_every_step(kind):
             count += 1
             return 1.0 if count <= 10 else 2.0
 
-        return {"a list": lambda: late_by_list(calls), "an object": lambda: schedule.weight(), "a variable": late}[kind]
+        return {
+            "a list": lambda: late_by_list(calls),
+            "an object": lambda: schedule.weight(),
+            "a variable": late,
+            "a method": schedule.weight_by_another_method,
+            "a property": lambda: schedule.current,
+            "an object's object": WithSchedule().weight,
+        }[kind]
 
     replays = CountingReplays()
     assert torch.equal(with_loss_of(replays, changing()), with_loss_of(None, changing()))
@@ -282,8 +306,10 @@ PLACES: dict[str, Callable[[float], Times]] = {
     "a property": lambda weight: lambda value: WEIGHTS.computed * value,
     "a name in a text": lambda weight: lambda value: getattr(WEIGHTS, "own") * value,  # noqa: B009
     "an array": lambda weight: (lambda array: lambda value: float(array[0]) * value)(np.array([weight])),
+    "a tensor's list": lambda weight: (lambda t: lambda value: t.tolist() * value)(torch.tensor(weight)),
+    "a tensor's array": lambda weight: (lambda t: lambda value: float(np.asarray(t)) * value)(torch.tensor(weight)),
 }
-NOT_COMPARED = ("a property", "a name in a text", "an array")
+NOT_COMPARED = ("a property", "a name in a text", "an array", "a tensor's list", "a tensor's array")
 """What is not looked into, so that no step of an earlier round is repeated."""
 
 
@@ -360,6 +386,10 @@ def with_penalty(fed: Federation, strength: float) -> Tensor:
     return clients.sgd(clients.loss, clients.initial, penalty=proximal(strength), anchor=anchor)
 
 
+def with_perturbation(fed: Federation, rho: float) -> Tensor:
+    return fed.clients().sgd(fed.group().loss, fed.model.init(0), perturb=ascent(rho))
+
+
 def with_slope(fed: Federation, slope: float) -> Tensor:
     fed.model.module[2].negative_slope = slope  # type: ignore[index]
     return fed.clients().sgd(fed.group().loss, fed.model.init(0))
@@ -379,6 +409,8 @@ def with_extra(fed: Federation, weight: float) -> Tensor:
         (with_trained, ("1", "3")),
         (with_momentum, (0.5, 0.9)),
         (with_penalty, (0.1, 2.0)),
+        (with_perturbation, (0.1, 0.5)),
+        (with_perturbation, (0.0, 0.5)),
         (with_slope, (0.1, 0.5)),
         (with_extra, (1.0, 3.0)),
     ],

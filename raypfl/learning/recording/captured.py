@@ -102,6 +102,8 @@ class _Walk:
             self._add_new(value, kind)
 
     def _add_new(self, value: Any, kind: type) -> None:
+        if _is_of_numpy(value):
+            raise Unknown
         if kind in (tuple, list):
             self.key.append(len(value))
             for item in value:
@@ -250,6 +252,12 @@ class _Walk:
 def _is_own(module: str) -> bool:
     """Whether a module is raypfl's and none of its methods, whose functions depend on more than their arguments."""
     return module.partition(".")[0] == "raypfl" and not module.startswith("raypfl.methods")
+
+
+def _is_of_numpy(value: Any) -> bool:
+    """Whether a value is NumPy's, whose functions read tensors without an operation that a recording sees."""
+    module = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+    return str(module).partition(".")[0] == "numpy"
 
 
 def _is_of_library(module: str | None) -> bool:

@@ -23,9 +23,12 @@ CALLS = frozenset(
         *("remove", "setattr", "setdefault", "update"),
         *("next", "send", "throw", "random", "time", "datetime", "perf_counter", "monotonic"),
         *("print", "write", "input", "open", "breakpoint", "exec", "eval"),
+        *("tolist", "numpy"),
     }
 )
-"""Names in the code of functions that change an object, read a clock, an iterator or a file, or show something."""
+"""Names in the code of functions that change an object, read a clock, an iterator or a file, or show something; or that
+read a tensor's numbers without an operation, which no recording sees.
+"""
 
 LIBRARIES = ("torch", "raypfl", "numpy", "torchvision", "timm", "math")
 """Packages whose functions depend on their arguments only."""
@@ -34,45 +37,69 @@ LIBRARIES = ("torch", "raypfl", "numpy", "torchvision", "timm", "math")
 def may_keep_state(functions: Iterable[Any]) -> bool:
     """Return whether any of these functions, or one that they use, may depend on more than its arguments."""
     waiting = list(functions)
-    visited: set[FunctionType] = set()
+    visited: set[tuple[FunctionType, type]] = set()
     while waiting:
-        for function in _plain(waiting.pop()):
-            if function in visited or _is_of_library(function.__module__):
+        for function, owner in _plain(waiting.pop()):
+            if (function, type(owner)) in visited:
                 continue
-            visited.add(function)
-            if _changes_something(function.__code__):
+            visited.add((function, type(owner)))
+            if _is_of_library(function.__module__):
+                # It may call what a user's class defines.
+                waiting += _attributes(owner, names_in(function.__code__), set())
+            elif _changes_something(function.__code__):
                 return True
-            waiting += _used(function)
+            else:
+                waiting += _used(function, owner)
     return False
 
 
-def _plain(value: Any) -> Iterator[FunctionType]:
-    """Yield the Python functions that a call of `value` runs."""
+def _plain(value: Any, owner: Any = None) -> Iterator[tuple[FunctionType, Any]]:
+    """Yield the Python functions that a call of `value` runs, each with the object whose method it is, or None."""
     if isinstance(value, partial):
         yield from _plain(value.func)
     elif isinstance(value, MethodType):
-        yield from _plain(value.__func__)
+        yield from _plain(value.__func__, value.__self__)
     elif isinstance(value, FunctionType):
-        yield value
+        yield value, owner
     elif isinstance(value, type):
         yield from _plain(vars(value).get("__init__"))
     elif callable(value) and not _is_of_library(type(value).__module__):
-        yield from _plain(getattr(type(value), "__call__", None))  # noqa: B004
+        yield from _plain(getattr(type(value), "__call__", None), value)  # noqa: B004
 
 
-def _used(function: FunctionType) -> Iterator[Any]:
-    """Yield what a function refers to, in its module or in the function around it, and the methods that it calls."""
+def _used(function: FunctionType, owner: Any) -> Iterator[Any]:
+    """Yield what a function refers to: in its module, in the function around it, and in the objects of these."""
     names = names_in(function.__code__)
-    values = [function.__globals__[name] for name in names if name in function.__globals__]
+    values = [owner, *(function.__globals__[name] for name in names if name in function.__globals__)]
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # not assigned yet
             values.append(cell.cell_contents)
 
     yield from values
+    visited: set[int] = set()
     for value in values:
-        owner = type(value)
-        if owner.__module__ != "builtins" and not _is_of_library(owner.__module__):
-            yield from (vars(base)[name] for base in owner.__mro__ for name in names if name in vars(base))
+        yield from _attributes(value, names, visited)
+
+
+def _attributes(value: Any, names: frozenset[str], visited: set[int]) -> Iterator[Any]:
+    """Yield the attributes of these names of an object of a user's class, its methods bound to it; and theirs."""
+    kind = type(value)
+    if id(value) in visited or kind.__module__ == "builtins" or _is_of_library(kind.__module__):
+        return
+    visited.add(id(value))
+    for base in kind.__mro__:
+        for name in names & vars(base).keys():
+            attribute = vars(base)[name]
+            if isinstance(attribute, property):
+                attribute = attribute.fget
+            elif isinstance(attribute, (staticmethod, classmethod)):
+                attribute = attribute.__func__
+            yield MethodType(attribute, value) if isinstance(attribute, FunctionType) else attribute
+
+    attributes = getattr(value, "__dict__", {})
+    for name in names & attributes.keys():
+        yield attributes[name]
+        yield from _attributes(attributes[name], names, visited)
 
 
 def _is_of_library(module: str | None) -> bool:
