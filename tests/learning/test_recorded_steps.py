@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from raypfl.common import device_rng
 from raypfl.common.messages import unmarked
 from raypfl.learning.optimizers import SGD, StepDraws
-from raypfl.learning.recording import CannotRecord, CudaGraphs, Replays
+from raypfl.learning.recording import CannotRecord, CudaGraphs, Replays, may_keep_state
 from raypfl.learning.recording.plans import BINDINGS
 from raypfl.learning.recording.replays import KeptPlan, Repetition
 from raypfl.learning.vectorised import Vectorised
@@ -216,7 +216,9 @@ def late_by_list(calls: list[int]) -> float:
     return 1.0 if len(calls) <= 10 else 2.0
 
 
-@pytest.mark.parametrize("kind", ["a list", "an object", "a variable", "a method", "a property", "an object's object"])
+@pytest.mark.parametrize(
+    "kind", ["a list", "an object", "a variable", "a default", "a method", "a property", "an object's object"]
+)
 def test_a_loss_that_changes_after_some_steps_is_called_in_every_step(kind):
     def changing() -> Callable[[], float]:
         calls: list[int] = []
@@ -232,6 +234,7 @@ def test_a_loss_that_changes_after_some_steps_is_called_in_every_step(kind):
             "a list": lambda: late_by_list(calls),
             "an object": lambda: schedule.weight(),
             "a variable": late,
+            "a default": lambda schedule=schedule: schedule.weight(),
             "a method": schedule.weight_by_another_method,
             "a property": lambda: schedule.current,
             "an object's object": WithSchedule().weight,
@@ -241,6 +244,15 @@ def test_a_loss_that_changes_after_some_steps_is_called_in_every_step(kind):
     assert torch.equal(with_loss_of(replays, changing()), with_loss_of(None, changing()))
     assert not torch.equal(with_loss_of(None, changing()), with_loss_of(None, lambda: 1.0))
     assert not replays.recordings
+
+
+def test_a_loss_may_call_a_built_in_function_and_an_object_that_can_be_called():
+    class Twice:
+        def __call__(self, value: Tensor) -> Tensor:
+            return 2 * value
+
+    for function in (torch.relu, Twice()):
+        assert not may_keep_state([lambda value, function=function: function(value)])
 
 
 def test_a_number_that_a_loss_knows_may_be_another_in_the_next_training():

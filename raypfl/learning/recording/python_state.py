@@ -63,14 +63,18 @@ def _plain(value: Any, owner: Any = None) -> Iterator[tuple[FunctionType, Any]]:
         yield value, owner
     elif isinstance(value, type):
         yield from _plain(vars(value).get("__init__"))
-    elif callable(value) and not _is_of_library(type(value).__module__):
-        yield from _plain(getattr(type(value), "__call__", None), value)  # noqa: B004
+    elif not _is_of_library(type(value).__module__):
+        call = getattr(type(value), "__call__", None)  # noqa: B004
+        # That of a built-in function such as torch.relu is no Python function.
+        if isinstance(call, FunctionType):
+            yield call, value
 
 
 def _used(function: FunctionType, owner: Any) -> Iterator[Any]:
-    """Yield what a function refers to: in its module, in the function around it, and in the objects of these."""
+    """Yield what a function refers to: in its module, its defaults and the function around it; and in their objects."""
     names = names_in(function.__code__)
     values = [owner, *(function.__globals__[name] for name in names if name in function.__globals__)]
+    values += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # not assigned yet
             values.append(cell.cell_contents)
