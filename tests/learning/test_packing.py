@@ -16,6 +16,7 @@ from raypfl.learning.augmentation import AUGMENTATIONS
 from raypfl.learning.loss import LocalLoss
 from raypfl.learning.packing.alike import Likeness
 from raypfl.learning.packing.packer import Packed, Packer, tried
+from raypfl.learning.packing.rounding import Call, Shape, rounds_alike
 from raypfl.learning.packing.trainings import GroupTraining, joined
 from raypfl.learning.vectorised import Vectorised
 from raypfl.models.row_number import RowNumber
@@ -219,3 +220,22 @@ class Rounding(Vectorised):
 def test_a_trial_finds_out_whether_rows_keep_their_bits(error, keeps_bits):
     feds = [Federation(seed=seed, sizes=(7, 4, 11, 7)) for seed in (3, 4)]
     assert tried([(Rounding(fed, error), training_of(fed)) for fed in feds]) == keeps_bits
+
+
+@pytest.mark.parametrize("function", [torch.sigmoid, torch.expm1, torch.tanh, torch.relu, torch.sqrt])
+def test_trainings_are_joined_only_if_no_operation_rounds_the_last_numbers_of_a_tensor_otherwise(function):
+    fed = Federation(seed=3, sizes=(7, 4, 11, 7))
+    trainings = [training_of(fed, lambda p, batch: batch.mean(function(fed.model(p, batch.x)).sum(-1)))] * 2
+    numbers = torch.rand(2**16, generator=torch.Generator().manual_seed(0))
+    # Of numbers with gaps between them, PyTorch takes each as it takes the last ones of a tensor.
+    is_same_everywhere = torch.equal(function(numbers), function(torch.stack([numbers, numbers], 1)[:, 0]))
+    assert tried([(fed.context.executor, training) for training in trainings])[0] == is_same_everywhere
+
+
+@pytest.mark.parametrize("length", [5, 610])
+def test_a_client_is_left_alone_if_a_product_of_its_vectors_is_added_up_in_another_order(length):
+    a, b = torch.randn(2, 1000, length, generator=torch.Generator().manual_seed(0))
+    whole = torch.bmm(a[:, None], b[:, :, None])
+    alone = [torch.bmm(a[k : k + 1, None], b[k : k + 1, :, None]) for k in range(len(a))]
+    call = Call(torch.ops.aten.bmm.default, [Shape.of(a[:, None]), Shape.of(b[:, :, None])], {}, len(a), a.dtype)
+    assert rounds_alike([call], len(a), a.dtype) == (True, torch.equal(whole, torch.cat(alone)))
