@@ -138,6 +138,12 @@ def test_a_type_that_shows_only_late_in_a_large_file_is_seen(tmp_path, opened):
     assert data.inputs[-1].tolist() == [0.5, 1.0]
 
 
+def test_integers_of_many_digits_are_features_to_the_precision_of_a_float(tmp_path, opened):
+    written(tmp_path / "data", f"a,y\n{2**60 + 1},0\n-5,1\n")
+    written(tmp_path / "data", "a,y\n0.5,0\n1,1\n", name="more.csv")
+    assert opened("table", target="y", test_fraction=0).inputs[:, 0].tolist() == [0.5, 1, 2.0**60, -5]
+
+
 @pytest.mark.parametrize(
     ("text", "options", "sentence"),
     [

@@ -36,7 +36,7 @@ class TableRows:
         """Read all files, whose columns must have equal names; `root` is their folder, or the only file."""
         is_folder = paths != [root]
         file_names = [str(path.relative_to(root)) if is_folder else path.name for path in paths]
-        tables = [_read_table(path, file_name) for path, file_name in zip(paths, file_names, strict=True)]
+        tables = [read_table(path, file_name) for path, file_name in zip(paths, file_names, strict=True)]
         column_names = tables[0].column_names
         for file_name, table in zip(file_names, tables, strict=True):
             _refuse_unequal_columns(file_names[0], column_names, file_name, table.column_names)
@@ -49,6 +49,12 @@ class TableRows:
         # A file on its own is no test split, whatever its name.
         is_test = np.repeat([is_folder and has_word(file_name, TEST_WORDS) for file_name in file_names], counts)
         return cls(columns, list(zip(file_names, counts, strict=True)), is_test)
+
+    @classmethod
+    def of_table(cls, table: pa.Table, name: str) -> TableRows:
+        """The rows of a table, which messages call `name`."""
+        columns = {column: _join_column([table[column]]) for column in table.column_names}
+        return cls(columns, [(name, table.num_rows)], np.zeros(table.num_rows, dtype=bool))
 
     @property
     def file(self) -> str:
@@ -94,7 +100,7 @@ class TableRows:
         ------
         DataError : if a number is infinite.
         """
-        numbers = column.cast(pa.float64()).to_numpy(zero_copy_only=False)
+        numbers = as_float(column).to_numpy(zero_copy_only=False)
         infinite = np.flatnonzero(~np.isfinite(numbers))
         if infinite.size:
             row = int(infinite[0])
@@ -118,8 +124,8 @@ class TableRows:
         return pa.array(numbers.astype(np.int64))
 
 
-def _read_table(path: Path, file_name: str) -> pa.Table:
-    """Read a CSV or Parquet file.
+def read_table(path: Path, file_name: str) -> pa.Table:
+    """Read a CSV or Parquet file; messages call it `file_name`.
 
     Raises
     ------
@@ -168,13 +174,18 @@ def _join_column(parts: list[pa.ChunkedArray]) -> pa.Array:
 
     chunks = []
     for part in plain:
-        chunks += part.cast(joint_type).chunks
+        chunks += (as_float(part) if joint_type == pa.float64() else part.cast(joint_type)).chunks
     column = pa.chunked_array(chunks, joint_type).combine_chunks()
 
     # NaN is a missing number, as in pandas.
     if pa.types.is_floating(joint_type):
         column = pc.if_else(pc.is_nan(column), pa.scalar(None, joint_type), column)
     return column
+
+
+def as_float(column: pa.Array) -> pa.Array:
+    """A column of numbers as float64; integers of more than 15 digits are rounded."""
+    return column.cast(pa.float64(), safe=False)
 
 
 def is_number(column_type: pa.DataType) -> bool:

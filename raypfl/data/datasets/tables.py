@@ -27,8 +27,12 @@ def has_word(file_name: str, words: Set[str]) -> bool:
     return not words.isdisjoint(re.split(r"[^a-z]+", file_name.lower()))
 
 
-def read_csv(path: Path, file_name: str) -> pa.Table:
+def read_csv(path: Path, file_name: str, as_text: Sequence[str] = ()) -> pa.Table:
     """Read a CSV file. The type of a column is one that all its values have.
+
+    Parameters
+    ----------
+    as_text : columns of which the text is returned as it is written, without missing values.
 
     Raises
     ------
@@ -52,7 +56,9 @@ def read_csv(path: Path, file_name: str) -> pa.Table:
             path,
             read_options=pa_csv.ReadOptions(use_threads=False, block_size=block_size),
             parse_options=pa_csv.ParseOptions(invalid_row_handler=note_invalid_row),
-            convert_options=pa_csv.ConvertOptions(strings_can_be_null=True),
+            convert_options=pa_csv.ConvertOptions(
+                strings_can_be_null=not as_text, column_types=dict.fromkeys(as_text, pa.string())
+            ),
         )
     except OSError as error:
         raise DataError(f"{path} is not a readable CSV file: {error}") from error

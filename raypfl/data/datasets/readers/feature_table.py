@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 from raypfl.common.errors import ConfigError, DataError
 from raypfl.data.datasets.raw_data import RawData
 from raypfl.data.datasets.source import DATASETS, Reader, files_under
-from raypfl.data.datasets.table_rows import TableRows, is_number
+from raypfl.data.datasets.table_rows import TableRows, as_float, is_number
 
 MAX_UNDECLARED = 100
 """Categories of a column, or integers to predict, beyond which the options must say that they are categories."""
@@ -143,7 +143,7 @@ class FeatureTable(Reader):
             column = rows.whole(name, column)
         values = column.to_pylist()
         if not are_numbers:
-            values = [_category_name(value) for value in values]
+            values = [category_name(value) for value in values]
 
         classes = sorted(set(values))
         if are_numbers and len(classes) > MAX_UNDECLARED and self.task == "auto":
@@ -193,31 +193,29 @@ class FeatureTable(Reader):
         if self.missing == "refuse":
             rows.complete(name)
 
-        ordinal = self.ordinal or {}
-        if name in ordinal:
-            places = _places_in_order(rows, name, column, ordinal[name])
-            return self._number_feature(rows, name, places)
-        if name in self.categorical or not is_number(column.type):
+        is_ordered = name in (self.ordinal or {})
+        if not is_ordered and (name in self.categorical or not is_number(column.type)):
             return self._one_hot_feature(rows, name, column)
-        return self._number_feature(rows, name, column)
 
-    def _number_feature(self, rows: TableRows, name: str, column: pa.Array) -> _Feature:
-        """A column of numbers; the median in place of missing ones."""
-        if column.null_count:
-            column = column.cast(pa.float64())
-            # The median of a published test split would leak into training.
-            training_values = column.filter(pa.array(~rows.is_test)).drop_null()
-            if not len(training_values):
-                raise DataError(f"The column {name!r} has values in test files only; name it in data.leave_out.")
-            median = float(np.median(training_values.to_numpy(zero_copy_only=False)))
-            column = pc.fill_null(column, median)
-
-        values = rows.finite(name, column)[:, None].astype(np.float32)
+        numbers = self.numbers(rows, name)
+        if numbers.null_count:
+            numbers = pc.fill_null(as_float(numbers), _median(rows, name, numbers))
+        values = rows.finite(name, numbers)[:, None].astype(np.float32)
         return _Feature([name], values, is_indicator=False)
+
+    def numbers(self, rows: TableRows, name: str) -> pa.Array:
+        """A column of numbers, or the places of its categories in their order."""
+        order = (self.ordinal or {}).get(name)
+        return rows.columns[name] if order is None else _places_in_order(rows, name, rows.columns[name], order)
+
+    def medians(self, names: Sequence[str]) -> dict[str, float]:
+        """The numbers that ``missing: fill`` puts in the place of missing ones, for these columns."""
+        rows = TableRows.read(self.paths(), self._root())
+        return {name: _median(rows, name, self.numbers(rows, name)) for name in names}
 
     def _one_hot_feature(self, rows: TableRows, name: str, column: pa.Array) -> _Feature:
         """A column of categories: an indicator for each."""
-        values = np.array([MISSING if value is None else _category_name(value) for value in column.to_pylist()])
+        values = np.array([MISSING if value is None else category_name(value) for value in column.to_pylist()])
         categories, category = np.unique(values, return_inverse=True)
         if name not in self.categorical:
             _refuse_doubtful_categories(rows, name, column.type, values, categories)
@@ -277,16 +275,24 @@ def _numbers_rows(name: str, column: pa.Array) -> bool:
     return pc.count_distinct(column).as_py() == len(column)
 
 
+def _median(rows: TableRows, name: str, numbers: pa.Array) -> float:
+    """The median of a column over all rows but those of a published test split, which would leak into training."""
+    training_values = as_float(numbers).filter(pa.array(~rows.is_test)).drop_null()
+    if not len(training_values):
+        raise DataError(f"The column {name!r} has values in test files only; name it in data.leave_out.")
+    return float(np.median(training_values.to_numpy(zero_copy_only=False)))
+
+
 def _places_in_order(rows: TableRows, name: str, column: pa.Array, order: Sequence[Any]) -> pa.Array:
     """The place of each value in the order of the categories, from 0; a missing value has none."""
-    categories = [_category_name(category) for category in order]
+    categories = [category_name(category) for category in order]
     places: list[int | None] = []
     for row, value in enumerate(column.to_pylist()):
         if value is None:
             places.append(None)
             continue
 
-        category = _category_name(value)
+        category = category_name(value)
         if category not in categories:
             raise DataError(
                 f"{rows.place(row)} has {category!r} for {name!r}, which is not in data.ordinal: "
@@ -304,7 +310,7 @@ def _type_name(column_type: pa.DataType) -> str:
     return "text" if _is_text(column_type) else str(column_type)
 
 
-def _category_name(value: object) -> str:
+def category_name(value: object) -> str:
     """The name of a category; of true and false, as YAML writes them."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
@@ -320,7 +326,7 @@ def _refuse_doubtful_categories(
         )
 
     present = categories[categories != MISSING]
-    are_numerals = [_is_numeral(category) for category in present]
+    are_numerals = [is_numeral(category) for category in present]
     if 2 * sum(are_numerals) > len(are_numerals):
         # A word among numbers, such as "unknown", explains why the column is text.
         odd = str(present[are_numerals.index(False)] if False in are_numerals else present[0])
@@ -336,7 +342,7 @@ def _refuse_doubtful_categories(
         )
 
 
-def _is_numeral(text: str) -> bool:
+def is_numeral(text: str) -> bool:
     try:
         float(text)
     except ValueError:
