@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from raypfl.results import report as report
     from raypfl.results.display.compare import compare as compare
     from raypfl.runs.driver import session as session
+    from raypfl.trained.predictions import predict as predict
     from raypfl.trained.saved_model import load_model as load_model
     from raypfl.trained.serving.remote import RemoteRun as RemoteRun
 
@@ -62,6 +63,7 @@ _MODULE_OF_NAME = {
     "compare": "raypfl.results.display.compare",
     "load_model": "raypfl.trained.saved_model",
     "per_client": "raypfl.common.messages",
+    "predict": "raypfl.trained.predictions",
     "resume": "raypfl.api",
     "run": "raypfl.api",
     "session": "raypfl.runs.driver",

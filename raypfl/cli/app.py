@@ -12,7 +12,7 @@ from raypfl.cli.arguments import ACCEPT_UNKNOWN_OPTIONS
 from raypfl.cli.job_commands import jobs, logs, stop, submit
 from raypfl.cli.list_commands import list_catalogue, plan, show_data
 from raypfl.cli.messages import CommandsWithMessages
-from raypfl.cli.result_commands import personalize, report, serve, track
+from raypfl.cli.result_commands import personalize, predict, report, serve, track
 from raypfl.cli.run_commands import ntk, pretrain, resume, run, study, tune
 from raypfl.common.version import __version__
 
@@ -39,6 +39,7 @@ app.command(context_settings=ACCEPT_UNKNOWN_OPTIONS)(submit)
 app.command()(jobs)
 app.command()(logs)
 app.command()(stop)
+app.command()(predict)
 app.command()(personalize)
 app.command()(serve)
 app.command()(track)

@@ -1,4 +1,4 @@
-"""The commands that use finished runs: report, track, personalize and serve."""
+"""The commands that use finished runs: report, track, predict, personalize and serve."""
 
 from __future__ import annotations
 
@@ -50,6 +50,31 @@ def track(
 
     for folder in folders:
         listener.track(folder, uri)
+
+
+def predict(
+    run: RunFolder,
+    rows: Annotated[
+        Path, typer.Argument(metavar="FILE", help="CSV or Parquet file with the rows.", show_default=False)
+    ],
+    client: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|NUMBER", help="Client whose personal model predicts all rows.", show_default=False),
+    ] = None,
+    use_global: Annotated[bool, typer.Option("--global", help="Predict all rows by the global model.")] = False,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="File to write, .csv or .parquet.")] = Path(
+        "predictions.csv"
+    ),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Predict the target of new rows, by the models of a run that was trained on a table.
+
+    By default, each row is predicted by the personal model of the client that its column data.group names or, if the
+    method makes no personal models, by the global model. The file written has the rows and their predictions.
+    """
+    from raypfl.cli.actions import predict as implementation
+
+    implementation.predict(run, rows, client, use_global, out, as_json)
 
 
 def personalize(

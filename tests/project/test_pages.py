@@ -260,7 +260,7 @@ NOT_DONE = (
     *("cli.actions.pretrain.carry_out", "cli.actions.jobs.submit", "cli.actions.plan.carry_out"),
     *("cli.actions.personalize.personalize", "cli.actions.personalize.serve", "integrations.tracking.listener.track"),
     *("data.load_federated", "data.summarised", "results.client_data.draw", "results.client_data.show"),
-    "results.report.write",
+    *("results.report.write", "cli.actions.predict.predict"),
 )
 """Functions that would do what a page's command asks for."""
 

@@ -344,6 +344,9 @@ def _suggestions(results: Sequence[RunResult], tried: Sequence[str], folder: Pat
     # Where methods have rounds of their own, one number for all would end a fair comparison.
     if len({result.experiment.rounds for result in results}) == 1:
         suggestions.append(shlex.join(["raypfl", "resume", str(folder), f"rounds={2 * experiment.rounds}"]))
+    if experiment.data.name == "table":
+        run_dir = str(nearby(results[-1].run_dir))
+        suggestions.append(f"{shlex.join(['raypfl', 'predict', run_dir])} NEW_ROWS.csv")
     suggestions.append("raypfl list methods")
     return suggestions
 

@@ -1,0 +1,209 @@
+"""Rows of a table as inputs of a run's models: its features by name, and the client that each row is from."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from raypfl.common.errors import ConfigError, DataError, listed
+from raypfl.data.client_names import ClientNames
+from raypfl.data.datasets.readers.feature_table import (
+    MISSING,
+    TABLE_ENDINGS,
+    FeatureTable,
+    category_name,
+    is_numeral,
+)
+from raypfl.data.datasets.table_rows import TableRows, as_float, is_number, read_table
+from raypfl.data.datasets.tables import read_csv
+
+
+@dataclass(frozen=True)
+class NewRows:
+    """The rows of one table, which need not have a target.
+
+    Attributes
+    ----------
+    name : the table in messages.
+    table : the rows.
+    texts : the rows as they are written in a CSV file; None: they are from elsewhere.
+    """
+
+    name: str
+    table: pa.Table
+    texts: pa.Table | None = None
+
+    @classmethod
+    def read(cls, source: Any) -> NewRows:
+        """Read a CSV or Parquet file, or take the rows of a table of PyArrow, pandas or Polars.
+
+        Raises
+        ------
+        ConfigError : if there is no such file, or it is of another kind.
+        DataError : if it cannot be read, two columns have one name, or there are no rows.
+        """
+        if isinstance(source, str | Path):
+            rows = cls._of_file(Path(source).expanduser())
+        elif hasattr(source, "__arrow_c_stream__"):
+            rows = cls("The table", pa.table(source))
+        else:
+            raise ConfigError(
+                f"The rows are {type(source).__name__}; give a CSV or Parquet file, or a table of PyArrow, pandas or "
+                "Polars."
+            )
+        if not rows.table.num_rows:
+            raise DataError(f"{rows.name} has no rows.")
+        return rows
+
+    @classmethod
+    def _of_file(cls, file: Path) -> NewRows:
+        if not file.is_file():
+            raise ConfigError(f"There is no file {file}; name the CSV or Parquet file with the rows to predict.")
+        if file.suffix not in TABLE_ENDINGS:
+            raise ConfigError(f"{file} is not a table: its name must end in .csv or .parquet.")
+
+        table = read_table(file, file.name)
+        texts = read_csv(file, file.name, as_text=table.column_names) if file.suffix == ".csv" else None
+        return cls(file.name, table, texts)
+
+    def inputs(self, feature_names: Sequence[str], reader: FeatureTable) -> np.ndarray:
+        """Return the inputs of a run's models, ``float32[n, len(feature_names)]``.
+
+        Parameters
+        ----------
+        feature_names : the names of the inputs.
+        reader : the reader of the run's data, which are read again if a missing number is to be filled in.
+
+        Raises
+        ------
+        DataError : if a column is missing, or a value does not fit: text where the run had numbers, a category that it
+            did not have, or none where it allowed none.
+        """
+        positions_by_column: dict[str, dict[str | None, int]] = {}
+        for position, feature in enumerate(feature_names):
+            column, category = self._column_and_category(feature)
+            positions_by_column.setdefault(column, {})[category] = position
+        missing = [repr(column) for column in positions_by_column if column not in self.table.column_names]
+        if missing:
+            raise DataError(
+                f"{self.name} has no column {' and no column '.join(missing)}, which the run was trained with; its "
+                f"columns are: {listed(self.table.column_names)}."
+            )
+
+        inputs = np.zeros((self.table.num_rows, len(feature_names)), np.float32)
+        number_columns = [column for column, positions in positions_by_column.items() if None in positions]
+        for column, values in self._numbers(number_columns, reader).items():
+            inputs[:, positions_by_column.pop(column)[None]] = values
+        for column, positions in positions_by_column.items():
+            inputs[np.arange(len(inputs)), self._positions(column, positions)] = 1.0
+        return inputs
+
+    def clients(self, column: str, names: ClientNames) -> np.ndarray:
+        """Return the number of the client that each row is from, ``int64[n]``.
+
+        Parameters
+        ----------
+        column : the column that names the clients.
+        names : their names.
+
+        Raises
+        ------
+        DataError : if a row names no client, or one that shares its name with others.
+        """
+        known = {*names.names, *names}
+        number_of = functools.cache(names.client)
+        clients = []
+        for row, spellings in enumerate(self.spellings(column)):
+            try:
+                if not spellings:
+                    raise ConfigError("It names the row's client.")
+                clients.append(number_of(next((name for name in spellings if name in known), spellings[0])))
+            except ConfigError as error:
+                value = repr(spellings[0]) if spellings else "nothing"
+                raise DataError(
+                    f"{self._rows.place(row)} has {value} for {column!r}. {error} Or predict all rows by the personal "
+                    "model of one client (--client) or by the global model (--global)."
+                ) from error
+        return np.array(clients, np.int64)
+
+    def spellings(self, column: str) -> list[tuple[str, ...]]:
+        """Return the names that each row's value may have in the run's data: as it is written first; () if missing."""
+        values = self._rows.columns[column].to_pylist()
+        texts = values if self.texts is None else self.texts[column].to_pylist()
+        return [_spellings(value, text) for value, text in zip(values, texts, strict=True)]
+
+    def numbers(self, column: str) -> np.ndarray:
+        """Return a column of numbers, ``float64[n]``; NaN where one is missing."""
+        return self._as_numbers(column, self._rows.columns[column]).to_numpy(zero_copy_only=False)
+
+    @functools.cached_property
+    def _rows(self) -> TableRows:
+        return TableRows.of_table(self.table, self.name)
+
+    def _column_and_category(self, feature: str) -> tuple[str, str | None]:
+        """The column that a feature is from and, of an indicator, its category."""
+        columns = self.table.column_names
+        if feature in columns or "=" not in feature:
+            return feature, None
+        ends = [match.start() for match in re.finditer("=", feature)]
+        # Columns and categories may have the sign in their names, too.
+        end = next((end for end in ends if feature[:end] in columns), ends[0])
+        return feature[:end], feature[end + 1 :]
+
+    def _numbers(self, columns: Sequence[str], reader: FeatureTable) -> dict[str, np.ndarray]:
+        """Columns of numbers, ``float64[n]`` each; the run's medians in place of missing ones."""
+        numbers = {column: self._as_numbers(column, reader.numbers(self._rows, column)) for column in columns}
+        incomplete = [column for column, values in numbers.items() if values.null_count]
+        if incomplete and reader.missing == "refuse":
+            row = numbers[incomplete[0]].is_null().index(True).as_py()
+            raise DataError(
+                f"{self._rows.place(row)} has no {incomplete[0]!r}, and the run was trained on complete rows only. "
+                "Fill in the value or leave the row out, or train with data.missing=fill."
+            )
+        if incomplete:
+            for column, median in reader.medians(incomplete).items():
+                numbers[column] = pc.fill_null(numbers[column], median)
+        return {column: self._rows.finite(column, values) for column, values in numbers.items()}
+
+    def _as_numbers(self, column: str, values: pa.Array) -> pa.Array:
+        """A column as float64, of which some may be missing."""
+        if is_number(values.type) or values.null_count == len(values):
+            return as_float(values)
+
+        present = [(row, value) for row, value in enumerate(values.to_pylist()) if value is not None]
+        # A word among numbers, such as "unknown", explains why the column is text.
+        odd = [(row, value) for row, value in present if not is_numeral(str(value))]
+        row, value = (odd or present)[0]
+        raise DataError(f"{self._rows.place(row)} has {value!r} for {column!r}, but the run was trained with numbers.")
+
+    def _positions(self, column: str, positions: Mapping[str | None, int]) -> list[int]:
+        """Each row's position among the features, by its category."""
+        row_positions = []
+        for row, spellings in enumerate(self.spellings(column)):
+            spelling = next((spelling for spelling in spellings or (MISSING,) if spelling in positions), None)
+            if spelling is None:
+                problem = f"has {spellings[0]!r} for {column!r}" if spellings else f"has no {column!r}"
+                raise DataError(
+                    f"{self._rows.place(row)} {problem}, but the run's data have only these categories: "
+                    f"{listed(map(str, positions))}."
+                )
+            row_positions.append(positions[spelling])
+        return row_positions
+
+
+def _spellings(value: Any, text: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    spellings = [str(text), category_name(value)]
+    # pandas has floats in a column of integers of which some are missing.
+    if isinstance(value, float) and value.is_integer():
+        spellings.append(str(int(value)))
+    return tuple(dict.fromkeys(spellings))

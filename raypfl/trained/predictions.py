@@ -1,0 +1,225 @@
+"""Predictions for the rows of a table, by the models of a run."""
+
+from __future__ import annotations
+
+import csv
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+
+from raypfl.common.errors import ConfigError, DataError
+from raypfl.common.files import draft
+from raypfl.common.threads import threads
+from raypfl.data.client_names import number_of
+from raypfl.data.datasets.readers.feature_table import TABLE_ENDINGS, FeatureTable
+from raypfl.data.shared_storage import copy_to_this_machine
+from raypfl.data.store import cache_folder
+from raypfl.learning.objectives import Classification, Regression
+from raypfl.runs.result import newest
+from raypfl.trained.models import TrainedModels
+from raypfl.trained.new_rows import NewRows
+from raypfl.trained.saved_model import inputs_of
+from raypfl.trained.trained_model import TrainedModel
+
+PREDICTED = "predicted"
+"""The name of the column of predictions."""
+
+_ROWS_AT_A_TIME = 4096
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """The rows of a table, with what a run's models predict for them.
+
+    Attributes
+    ----------
+    table : the rows as they were given, and the columns ``predicted`` and, where the target is a class,
+        ``probability_NAME`` for each class.
+    target : the name of the target.
+    clients : numbers of the clients whose personal models were used; None: the global model was.
+    tested : the number of rows that have the target.
+    metrics : ``accuracy``, or ``mse`` and ``mae``, of the predictions for these; empty if there are none.
+    """
+
+    table: pa.Table = field(repr=False)
+    target: str
+    clients: list[int] | None
+    tested: int
+    metrics: dict[str, float]
+    _rows: NewRows = field(repr=False)
+
+    @property
+    def columns(self) -> list[str]:
+        """The names of the columns that are not in the rows."""
+        return self.table.column_names[self._rows.table.num_columns :]
+
+    def save(self, file: str | Path) -> Path:
+        """Write the table as CSV or Parquet, by the file's ending; rows of a CSV file stay as they are written there.
+
+        Raises
+        ------
+        ConfigError : if it ends otherwise.
+        Unwritable : if it cannot be written.
+        """
+        path = refuse_other_endings(Path(file))
+        with draft(path) as unfinished:
+            if path.suffix == ".parquet":
+                pq.write_table(self.table, unfinished)
+            else:
+                self._write_csv(unfinished)
+        return path
+
+    def _write_csv(self, path: Path) -> None:
+        rows = self._rows.table if self._rows.texts is None else self._rows.texts
+        columns = [column.to_pylist() for column in rows.columns]
+        for name in self.columns:
+            # As text, the shortest that is the number in single precision: 0.1, not 0.10000000149.
+            columns.append(self.table[name].to_numpy().astype(str).tolist())
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(self.table.column_names)
+            writer.writerows(zip(*columns, strict=True))
+
+
+def predict(
+    run: str | Path | TrainedModels, rows: Any, *, client: int | str | None = None, use_global: bool = False
+) -> Predictions:
+    """Predict the target of rows of a table by the models of a run that was trained on a table (``data=table``).
+
+    Without `client` and `use_global`, the personal model of the client that a row is from predicts it: the one that its
+    value in the column ``data.group`` names. If the method makes no personal models, the global model predicts all.
+
+    Parameters
+    ----------
+    run : the run's folder, or its :func:`raypfl.trained_models`.
+    rows : a CSV or Parquet file, or a table of PyArrow, pandas or Polars, with the columns of the run's table. The
+        target may be missing, and other columns have no effect.
+    client : the name or number of a client, whose personal model predicts all rows.
+    use_global : whether the global model predicts all rows.
+
+    Raises
+    ------
+    ConfigError : if the run has no such model, or was not trained on a table of classes or numbers.
+    DataError : if the rows do not fit the run, with the row and the column.
+
+    Examples
+    --------
+    ``raypfl.predict(result.run_dir, "new.csv").table.to_pandas()`` is a data frame with the column ``predicted``.
+    """
+    if client is not None and use_global:
+        raise ConfigError("Both a client and the global model are given; keep one of them.")
+    models = run if isinstance(run, TrainedModels) else TrainedModels.of_snapshot(*newest(run))
+    reader = _table_reader(models)
+    new_rows = NewRows.read(rows)
+    inputs = torch.from_numpy(new_rows.inputs(models.outline.feature_names, reader))
+    clients = None if use_global else _clients(models, new_rows, client, reader.group)
+
+    with torch.no_grad(), threads(models.experiment.engine.threads):
+        columns = _columns(models, _outputs(models, inputs, clients))
+    table = new_rows.table
+    for name, values in columns.items():
+        if name in table.column_names:
+            raise DataError(f"{new_rows.name} has a column {name!r}, as the predictions would; rename it.")
+        table = table.append_column(name, pa.array(values))
+
+    target = str(reader.target)
+    errors = _errors(models, new_rows, target, columns[PREDICTED])
+    metrics = {}
+    if len(errors) and models.outline.kind == "numbers":
+        metrics = {"mse": float((errors**2).mean()), "mae": float(abs(errors).mean())}
+    elif len(errors):
+        metrics = {"accuracy": 1 - float(errors.mean())}
+    used = None if clients is None else np.unique(clients).tolist()
+    return Predictions(table, target, used, len(errors), metrics, new_rows)
+
+
+def refuse_other_endings(path: Path) -> Path:
+    """Return a file for predictions; raises a ConfigError unless it ends in .csv or .parquet."""
+    if path.suffix not in TABLE_ENDINGS:
+        raise ConfigError(f"{path} is to have the predictions, so its name must end in .csv or .parquet.")
+    return path
+
+
+def _table_reader(models: TrainedModels) -> FeatureTable:
+    """The reader of the run's table, on this machine."""
+    config = models.experiment.data
+    reader = copy_to_this_machine(config, cache_folder(config)).reader
+    if not isinstance(reader, FeatureTable):
+        raise ConfigError(
+            f"The run was trained on {config.name!r}, and predictions are for rows of tables (data=table). Its models "
+            f"take arrays {inputs_of(models.outline)}, in Python: raypfl.trained_models(RUN).global_model()(x)."
+        )
+    return reader
+
+
+def _clients(models: TrainedModels, rows: NewRows, client: int | str | None, group: str | None) -> np.ndarray | None:
+    """The number of the client whose model predicts each row, ``int64[n]``; None: the global model predicts all."""
+    names = models.client_names
+    if client is not None:
+        number = number_of(client, names) if isinstance(client, str) else client
+        return np.full(rows.table.num_rows, number)
+    if not models.experiment.method.has("personal_model"):
+        return None
+
+    choose = "name one client, whose personal model predicts all rows (--client), or the global model (--global)"
+    if group is None or names is None:
+        raise ConfigError(f"The run has a personal model for each of {models.num_clients} clients: {choose}.")
+    if group not in rows.table.column_names:
+        raise DataError(f"{rows.name} has no column {group!r}, which names the client of a row: add it; or {choose}.")
+    return rows.clients(group, names)
+
+
+def _outputs(models: TrainedModels, inputs: Tensor, clients: np.ndarray | None) -> Tensor:
+    """The outputs for all rows, ``[n, outputs]``, of the clients' models or, if `clients` is None, the global one."""
+    if clients is None:
+        return _outputs_of(models.global_model(), inputs)
+
+    order = np.argsort(clients, kind="stable")
+    numbers, starts = np.unique(clients[order], return_index=True)
+    outputs = []
+    for number, rows in zip(numbers.tolist(), np.split(order, starts[1:]), strict=True):
+        outputs.append(_outputs_of(models.personal_model(number), inputs[rows]))
+    return torch.cat(outputs)[np.argsort(order)]
+
+
+def _outputs_of(model: TrainedModel, inputs: Tensor) -> Tensor:
+    return torch.cat([model(block) for block in inputs.split(_ROWS_AT_A_TIME)])
+
+
+def _columns(models: TrainedModels, outputs: Tensor) -> dict[str, np.ndarray]:
+    """The columns of predictions, by name."""
+    objective = models.measures.objective
+    mismatch = models.measures.output_mismatch(outputs)
+    if mismatch:
+        raise DataError(f"The network {mismatch}")
+    if models.outline.kind == "numbers":
+        if isinstance(objective, Regression):
+            outputs = outputs * objective.std + objective.mean
+        return {PREDICTED: outputs[:, 0].float().numpy()}
+
+    names = models.outline.class_names
+    values = [int(name) for name in names] if all(re.fullmatch(r"0|-?[1-9]\d*", name) for name in names) else names
+    columns = {PREDICTED: np.array(values)[outputs.argmax(1).numpy()]}
+    if isinstance(objective, Classification):
+        for name, probabilities in zip(names, outputs.float().softmax(1).unbind(1), strict=True):
+            columns[f"probability_{name}"] = probabilities.numpy()
+    return columns
+
+
+def _errors(models: TrainedModels, rows: NewRows, target: str, predicted: np.ndarray) -> np.ndarray:
+    """For rows that have the target: prediction minus target or, of classes, whether it is wrong."""
+    if target not in rows.table.column_names:
+        return np.zeros(0)
+    if models.outline.kind == "numbers":
+        errors = predicted - rows.numbers(target)
+        return errors[~np.isnan(errors)]
+
+    pairs = zip(predicted.astype(str).tolist(), rows.spellings(target), strict=True)
+    return np.array([name not in spellings for name, spellings in pairs if spellings])
