@@ -355,6 +355,12 @@ def test_a_name_is_added_to_an_address_before_its_query() -> None:
     assert filesystems.join("/why?/", "x") == "/why?/x"
 
 
+def test_a_copy_that_cannot_be_written_says_where(tmp_path: Path) -> None:
+    save(tmp_path, 3, keep=1)
+    with pytest.raises(CheckpointError, match="checkpoint of round 3 cannot be written to /dev/null/copy"):
+        checkpoints.copy_round(str(tmp_path), 3, "/dev/null/copy")
+
+
 def test_a_uri_can_be_the_location(tmp_path: Path) -> None:
     save(f"file://{tmp_path}/a", 3, keep=1)
     assert load(tmp_path / "a") is not None

@@ -14,6 +14,7 @@ from raypfl.storage.checkpoints.layout import (
     TABLES,
     Damaged,
     explain_read_errors,
+    explain_write_errors,
     find_checkpoints,
     is_complete,
     read_manifest,
@@ -56,7 +57,6 @@ def copy_round(source: str, round: int, location: str) -> None:
     CheckpointError : if a location cannot be read, or the checkpoint cannot be copied.
     """
     source_files, source_root, _ = find_checkpoints(source)
-    files, root = filesystems.open_location(location)
     with explain_read_errors("checkpoints", source):
         name = _newest_intact(source, round)
         if name is None:
@@ -64,14 +64,17 @@ def copy_round(source: str, round: int, location: str) -> None:
                 f"{source} has no checkpoint of round {round}; it has {_list_rounds(rounds(source))}. checkpoint.every "
                 "and checkpoint.keep say which ones a run keeps."
             )
+        shared = read_manifest(source_files, f"{source_root}/{name}")["shared"]
 
+    files, root = filesystems.open_location(location)
+    with explain_write_errors(round, location):
         if files.get_file_info(root).type != pafs.FileType.NotFound:
             files.delete_dir_contents(root)
-        for folder in (name, STATES, TABLES):
+        for folder in (STATES, TABLES, name):
             files.create_dir(f"{root}/{folder}")
 
-        shared = read_manifest(source_files, f"{source_root}/{name}")["shared"]
-        for path in (name, *shared):
+        # The checkpoint's own folder comes last: it needs the others.
+        for path in (*shared, name):
             # A table's file that is missing is reported when the checkpoint is loaded.
             with contextlib.suppress(FileNotFoundError):
                 pafs.copy_files(f"{source_root}/{path}", f"{root}/{path}", source_files, files)
