@@ -31,7 +31,12 @@ def escaped(text: str) -> str:
 
 def number(text: str) -> str:
     """Return a printed number, such as ``+2.4±0.3``, as LaTeX, with its signs set as in formulas."""
-    return _NUMBER.sub(lambda signed: f"${signed[0]}$", escaped(text.replace("±", " ± ")))
+    return _NUMBER.sub(lambda signed: signed_number(signed[0]), escaped(text.replace("±", " ± ")))
+
+
+def signed_number(text: str) -> str:
+    """Return one number with its sign, such as ``-1,234.5``, as a formula, in which a bare comma would take a space."""
+    return f"${text.replace(',', '{,}')}$"
 
 
 def table(headings: Sequence[str], parts: Sequence[TitledRows], caption: str, words: int = 1) -> str:

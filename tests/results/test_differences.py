@@ -279,6 +279,10 @@ def test_characters_that_latex_reads_as_commands_are_escaped():
     )
 
 
+def test_commas_of_signed_numbers_take_no_space_in_latex():
+    assert latex.number("-1,234.5±1,000.2") == r"$-1{,}234.5$ $\pm$ 1,000.2"
+
+
 def test_scores_in_mlflow_are_on_one_protocol_those_without_a_number_last():
     fedavg, ditto, local, pfedme = runs_at({"fedavg": (91.0,), "ditto": (93.0,), "local": (50.0,), "pfedme": (np.nan,)})
     on_global = pc.field("protocol") == "global"

@@ -329,11 +329,11 @@ def load(source: str | Path | Mapping[str, Any], assignments: Iterable[str] = ()
     settings_of_sweep = set(Sweep.model_fields) - {"experiment"}
     for path, value in parse_assignments(assignments):
         if path[0] == "search" and len(path) > 1:
-            values["search"] = _with_space(values.get("search", {}), path[1:], value)
+            values["search"] = _with_space(values.get("search") or {}, path[1:], value)
         elif path[0] in settings_of_sweep:
             assign(values, path, value)
         else:
-            values["experiment"] = {**values.get("experiment", {}), ".".join(path): value}
+            values["experiment"] = {**(values.get("experiment") or {}), ".".join(path): value}
 
     try:
         return Sweep(**values)

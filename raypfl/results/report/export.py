@@ -137,9 +137,10 @@ def _latex_table(groups: Sequence[RunGroup], baseline: str | None) -> str:
 def _difference_cells(row: Difference | None) -> list[str]:
     if row is None or row.mean is None:
         return ["--", "--"]
-    difference = f"${row.text(row.mean)}$"
+    difference = latex.signed_number(row.text(row.mean))
     if row.low is not None and row.high is not None:
-        difference += f" [${row.text(row.low)}$, ${row.text(row.high)}$]"
+        low, high = (latex.signed_number(row.text(end)) for end in (row.low, row.high))
+        difference += f" [{low}, {high}]"
     return [difference, f"{row.seeds_ahead}/{len(row.by_seed)}"]
 
 
