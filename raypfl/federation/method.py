@@ -76,6 +76,13 @@ class Method(Component):
         """
         return False
 
+    def depends_on_rounds(self) -> bool:
+        """Return whether what a round does depends on how many there are, ``cohort.task.rounds``.
+
+        A run that has begun then keeps its number of rounds: with more, its first ones would have been others.
+        """
+        return False
+
     def networks(self, task: Task) -> dict[str, FlatModel]:
         """Return further networks by name; they are then in ``task.networks`` and ``clients.networks``."""
         return {}

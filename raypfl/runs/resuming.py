@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import FunctionType
 
 from raypfl.common.errors import CheckpointError, ConfigError, Refused
 from raypfl.common.files import make_folder
@@ -19,6 +20,8 @@ from raypfl.experiment import Experiment
 from raypfl.experiment.assignments import flatten
 from raypfl.experiment.identity import differences, is_in
 from raypfl.experiment.yaml_text import parse
+from raypfl.learning.recording.python_state import names_in
+from raypfl.methods import Method
 from raypfl.models.weights import is_file
 from raypfl.runs.result import (
     METADATA,
@@ -106,7 +109,7 @@ def refuse_changes(run_dir: str | Path, experiment: Experiment, before: Experime
     _refuse_less_patience(run_dir, experiment, before)
     _refuse_empty_location(run_dir, experiment, before)
     refuse_shorter(run_dir, experiment)
-    _refuse_other_rates(run_dir, experiment, before)
+    _refuse_other_rounds(run_dir, experiment, before)
 
 
 def refuse_other_run(folder: Path, experiment: Experiment, before: Experiment) -> None:
@@ -149,7 +152,7 @@ def refuse_other_checkpoints(folder: Path, experiment: Experiment) -> None:
         )
     _refuse_less_patience(folder, experiment, before)
     refuse_shorter(folder, experiment)
-    _refuse_other_rates(folder, experiment, before)
+    _refuse_other_rounds(folder, experiment, before)
 
 
 @contextlib.contextmanager
@@ -283,15 +286,36 @@ def _refuse_empty_location(run_dir: str | Path, experiment: Experiment, before: 
     )
 
 
-def _refuse_other_rates(run_dir: str | Path, experiment: Experiment, before: Experiment) -> None:
-    """Raise a ConfigError unless the finished rounds had the learning rates that the experiment gives them."""
+def _refuse_other_rounds(run_dir: str | Path, experiment: Experiment, before: Experiment) -> None:
+    """Raise a ConfigError if the finished rounds would have been others with the experiment's number of rounds."""
     finished_rounds = rounds_saved(run_dir, experiment)
+    if experiment.rounds == before.rounds or not finished_rounds:
+        return
+
+    name = type(before.method).__name__
+    remedy = "Start another run with `raypfl run`."
     if _learning_rates(experiment, finished_rounds) != _learning_rates(before, finished_rounds):
-        raise ConfigError(
-            f"rounds is {before.rounds} in the run in {run_dir}, not {experiment.rounds}: training.schedule is "
-            f"{before.training.schedule!r}, by which the learning rates of its {finished_rounds} rounds would have "
-            "been others. Start another run with `raypfl run`."
-        )
+        cause = f"training.schedule is {before.training.schedule!r}, by which the learning rates of"
+    elif before.method.depends_on_rounds():
+        cause = f"what {name} does in a round depends on their number, by which"
+    elif _reads_rounds(before.method):
+        cause = f"{name} reads their number, by which"
+        remedy += f" If none depends on it, let {name} have a function depends_on_rounds(self) that returns False."
+    else:
+        return
+    raise ConfigError(
+        f"rounds is {before.rounds} in the run in {run_dir}, not {experiment.rounds}: {cause} its {finished_rounds} "
+        f"rounds would have been others. {remedy}"
+    )
+
+
+def _reads_rounds(method: Method) -> bool:
+    """Whether a user's method reads ``task.rounds``, and does not say whether its rounds depend on it."""
+    if method.has("depends_on_rounds"):
+        return False
+    owners = [owner for owner in type(method).__mro__ if not owner.__module__.startswith("raypfl.")]
+    functions = [value for owner in owners for value in vars(owner).values() if isinstance(value, FunctionType)]
+    return any("rounds" in names_in(function.__code__) for function in functions)
 
 
 def _learning_rates(experiment: Experiment, rounds: int) -> list[float]:

@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import raypfl
 from raypfl.common.errors import CheckpointError, ConfigError, NoRun
 from raypfl.engine.events import Warned
 from raypfl.experiment import Experiment
 from raypfl.experiment.assignments import assign, flatten
+from raypfl.learning.recording.python_state import names_in
+from raypfl.methods import METHODS, FedAvg
 from raypfl.runs.resuming import MAY_CHANGE, may_change, refuse_changes
 from tests.support.command import raypfl as command
 from tests.support.command import raypfl_json
@@ -118,6 +121,52 @@ def test_more_rounds_are_refused_where_they_would_have_changed_the_rounds_before
     with pytest.raises(ConfigError, match=r"rounds is 6 .* not 8.* training.schedule is 'cosine'"):
         raypfl.resume(stopped.run_dir, overrides=["rounds=8"])
     assert raypfl.resume(stopped.run_dir).weights_hash == raypfl.run(cosine).weights_hash
+
+
+class Fading(FedAvg):
+    """Clients count less in later rounds."""
+
+    def round(self, server, cohort):
+        before = server["theta"]
+        super().round(server, cohort)
+        server["theta"] = torch.lerp(server["theta"], before, cohort.round / cohort.task.rounds)
+
+
+class Counting(FedAvg):
+    """Logs how many rounds are left, on which nothing depends."""
+
+    def round(self, server, cohort):
+        super().round(server, cohort)
+        cohort.log(left=cohort.task.rounds - cohort.round)
+
+    def depends_on_rounds(self):
+        return False
+
+
+@pytest.mark.parametrize("method", ["fedphp", {"name": "floco", "endpoints": 3}, f"{__name__}:Fading"])
+def test_more_rounds_are_refused_where_the_methods_rounds_depend_on_their_number(tmp_path, method):
+    run = raypfl.run(experiment(tmp_path, method=method, rounds=2)).run_dir
+    with pytest.raises(ConfigError, match=r"rounds is 2 .* not 4.* number.* its 2 rounds would have been others"):
+        raypfl.resume(run, overrides=["rounds=4"])
+
+
+def test_a_method_that_only_tells_of_the_number_of_rounds_can_be_extended(tmp_path):
+    method = f"{__name__}:Counting"
+    run = raypfl.run(experiment(tmp_path, method=method, rounds=1)).run_dir
+    longer = raypfl.resume(run, overrides=["rounds=2"])
+    assert longer.weights_hash == raypfl.run(experiment(tmp_path, method=method, rounds=2)).weights_hash
+
+
+def test_the_methods_whose_rounds_depend_on_their_number_say_so():
+    depending, reading = set(), set()
+    for name in METHODS:
+        method = METHODS.get(name)
+        functions = [value for owner in method.__mro__ for value in vars(owner).values() if hasattr(value, "__code__")]
+        depending |= {name} if method().depends_on_rounds() else set()
+        reading |= {name} if any("rounds" in names_in(function.__code__) for function in functions) else set()
+    # The others draw a picture in the last round, and in some before.
+    assert reading - depending == {"extra-images", "fednh", "fedptr", "fedptr-s"}
+    assert depending == {"apple", "fedkd", "fedphp", "floco", "floco-plus", "pfedsim"}
 
 
 def test_a_location_without_the_runs_checkpoints_is_refused(tmp_path):

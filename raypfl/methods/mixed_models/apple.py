@@ -46,6 +46,9 @@ class APPLE(Method):
     schedule: Literal["exponential", "cosine"] = "exponential"
     horizon: Annotated[float, SHARE] = 0.1
 
+    def depends_on_rounds(self) -> bool:
+        return True
+
     def start(self, task: Task) -> ServerState:
         cores = task.model.init(task.seed).repeat(task.num_clients, 1)
         samples = torch.from_numpy(task.num_samples).to(cores)

@@ -45,6 +45,9 @@ class PFedSim(FedAvg):
     def check(self, model: FlatModel) -> None:
         output_layer(model.module)  # refuses a network without a dense one
 
+    def depends_on_rounds(self) -> bool:
+        return True
+
     def start(self, task: Task) -> ServerState:
         similarity = torch.eye(task.num_clients, dtype=task.model.dtype, device=task.model.device)
         return super().start(task) | {"similarity": similarity}

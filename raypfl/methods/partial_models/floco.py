@@ -49,6 +49,9 @@ class Floco(FedAvg):
     subspace_round: Annotated[int | None, COUNT] = None
     radius: Annotated[float, FROM_ZERO] = 0.01
 
+    def depends_on_rounds(self) -> bool:
+        return self.subspace_round is None
+
     def network(self, network: nn.Module) -> nn.Module:
         _, layer = output_layer(network)
         return with_output_layer(network, SimplexLinear(layer, self.endpoints))

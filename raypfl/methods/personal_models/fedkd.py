@@ -52,6 +52,9 @@ class FedKD(Method):
     energy_start: Annotated[float, SHARE] = 0.95
     energy_end: Annotated[float, SHARE] = 0.98
 
+    def depends_on_rounds(self) -> bool:
+        return True
+
     def network(self, network: nn.Module) -> nn.Module:
         _, layer = output_layer(network)
         return with_output_layer(network, MatchedLinear(layer))

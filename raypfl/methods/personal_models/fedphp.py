@@ -35,6 +35,9 @@ class FedPHP(FedAvg):
     lam: Annotated[float, CHANCE] = 0.01
     mu: Annotated[float, CHANCE] = 0.9
 
+    def depends_on_rounds(self) -> bool:
+        return True
+
     def round(self, server: ServerState, cohort: Cohort) -> None:
         inherited = self.mu * cohort.round / cohort.task.rounds
         reply = cohort.run(self.train, theta=server["theta"], inherited=inherited)
