@@ -30,7 +30,7 @@ from raypfl.federation.exchange.grouping import even_sizes
 from raypfl.federation.method import Method
 from raypfl.learning.privacy import Spending
 from raypfl.models.predictor import Predictor
-from raypfl.storage.tree import clone
+from raypfl.storage.tree import Copies
 
 
 class EvaluationCohort(Cohort):
@@ -148,10 +148,11 @@ class Evaluator:
         makes_models = self.method.has("personal_model") or self.method.has("unseen_model")
         visible_state = state if makes_models else {}
 
+        copies = Copies()
         replies = ReplyAggregator(len(clients), torch.device("cpu"))
         for pairs in self._portions(clients):
             cohort = EvaluationCohort(self.runner, [client for _, client in pairs], round, lr, unseen)
-            personalize(self.method, state, cohort)
+            personalize(self.method, state, cohort, copies)
             call, groups = self.runner.prepare(
                 _score, pairs, round, lr, arguments, self._cut, visible_state, exchange="evaluation"
             )
@@ -222,11 +223,11 @@ class Evaluator:
         return np.flatnonzero(is_tested).tolist()
 
 
-def personalize(method: Method, state: dict[str, Any], cohort: EvaluationCohort) -> None:
+def personalize(method: Method, state: dict[str, Any], cohort: EvaluationCohort, copies: Copies) -> None:
     """Call the method's `personalize`, if it has one, with a copy of the server's state."""
     if method.has("personalize"):
         with refuse_unkeyed(method.personalize, cohort.task.model.device, ON_SERVER):
-            method.personalize(clone(state), cohort)
+            method.personalize(copies.of(state), cohort)
 
 
 def model_hook(unseen: bool) -> str:

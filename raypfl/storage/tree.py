@@ -78,6 +78,31 @@ def clone(tree: Any) -> Any:
     return unflatten(skeleton, {name: tensor.detach().clone() for name, tensor in tensors.items()})
 
 
+class Copies:
+    """Deep copies of trees, one at a time: the next takes the memory of the last, since new memory takes longer."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, Tensor] = {}
+
+    def of(self, tree: Any) -> Any:
+        """Return a deep copy, whose tensors are detached; the copy before is no longer one."""
+        skeleton, tensors = flatten(tree)
+        copies = {}
+        for name, tensor in tensors.items():
+            memory = self._tensors.get(name)
+            if memory is not None and _layout(memory) == _layout(tensor):
+                copies[name] = memory.copy_(tensor.detach())
+            else:
+                copies[name] = tensor.detach().clone()
+        self._tensors = copies
+        # Its reader may ask for gradients of it.
+        return unflatten(skeleton, {name: copied.detach() for name, copied in copies.items()})
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
 def on_device(tree: Any, device: torch.device) -> Any:
     """Return the tree with its tensors on a device.
 

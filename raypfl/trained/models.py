@@ -43,6 +43,7 @@ from raypfl.storage import checkpoints
 from raypfl.storage.checkpoints import Snapshot
 from raypfl.storage.stacks import merged
 from raypfl.storage.states import StateShard, StateTable
+from raypfl.storage.tree import Copies
 from raypfl.trained.new_clients import NewClient, checked_samples, context_of, require_new_client_models
 from raypfl.trained.saved_model import Origin, names_of
 from raypfl.trained.trained_model import TrainedModel
@@ -300,7 +301,7 @@ class TrainedModels:
             warn=warnings.warn,
         )
         cohort = EvaluationCohort(runner, clients, self.round, self._lr, unseen)
-        personalize(self.experiment.method, self.server, cohort)
+        personalize(self.experiment.method, self.server, cohort, Copies())
 
         new_states: list[Mapping[str, np.ndarray]] = []
         for client in clients:

@@ -12,7 +12,7 @@ from raypfl.engine.state import client_states
 from raypfl.engine.state.run_tables import RunTables
 from raypfl.federation.exchange.group_runner import GroupRunner
 from raypfl.storage.states import StateTable
-from raypfl.storage.tree import clone, flatten
+from raypfl.storage.tree import Copies, flatten
 
 
 class RunState:
@@ -32,6 +32,7 @@ class RunState:
 
     def __init__(self, runner: GroupRunner):
         self.runner = runner
+        self._copies = Copies()
         self.go_to(0, 0.0, {}, RunTables({}))
 
     @property
@@ -55,12 +56,13 @@ class RunState:
     def all_or_nothing(self) -> Iterator[None]:
         """Undo every change of the block if it is stopped or fails."""
         ledger = self.runner.ledger
-        server_before = clone(self.server)
+        server_before = self._copies.of(self.server)
         entries_before = len(ledger)
         try:
             yield
         except BaseException as error:
             self.server = server_before
+            self._copies = Copies()
             self.clients.abandon()
             # An empty cohort changes nothing, but its messages were sent: the ledger keeps them.
             if not isinstance(error, EmptyCohort):

@@ -96,8 +96,8 @@ class HypernetworkMethod(Method):
         The mean over the cohort of the steps pulled back to the hypernetwork ``[Q]``, and each client's step pulled
         back to its vector ``[C, l]``; zeros for a client that was skipped.
         """
-        eta = server["hyper"].detach().clone().requires_grad_()
-        v = v.detach().clone().requires_grad_()
+        eta = server["hyper"].detach().requires_grad_()
+        v = v.detach().requires_grad_()
         with torch.enable_grad():
             theta = cohort.task.networks["hyper"](eta, v)
 
@@ -133,14 +133,10 @@ class HypernetworkMethod(Method):
 
             update = Update(self._optimizer, rate, weight_decay=2 * lam)
             flat = eta.clone().reshape(-1)
-            if name in server["moments"]:
-                # step_ changes its moments in place; entries of the server's state are replaced instead.
-                moments = {key: moment.clone() for key, moment in server["moments"][name].items()}
-            else:
-                moments = update.init(flat)
-            update.step_(flat, -scale * step.reshape(-1), moments)
+            if name not in server["moments"]:
+                server["moments"][name] = update.init(flat)
+            update.step_(flat, -scale * step.reshape(-1), server["moments"][name])
             server[name] = flat.reshape(eta.shape)
-            server["moments"][name] = moments
 
     @property
     def _optimizer(self) -> LocalOptimizer:
