@@ -59,13 +59,14 @@ def experiments(source: str | Path | Mapping[str, Any], assignments: Iterable[st
     base = Experiment(**values)
     assigned = [tuple(path) for path, _ in changes]
     chosen = [(method, True) for method in methods]
-    if any(path[0] in ("method", "methods") for path in assigned):
+    are_named = any(path[0] in ("method", "methods") for path in assigned)
+    if are_named:
         chosen = _choose(methods, methods_of_source)
         methods = [method for method, _ in chosen]
     compared = [_with_settings(base, method, assigned if is_of_source else ()) for method, is_of_source in chosen]
     _refuse_without_effect(base, compared, methods, assigned)
     compared = _with_options(compared, options)
-    _refuse_repetition(compared)
+    compared = _without_repetition(compared, [are_named and is_of_source for _, is_of_source in chosen])
 
     planned = []
     for experiment in compared:
@@ -242,12 +243,19 @@ def _refuse_unknown_options(
         raise ConfigError(f"method.{option} {unknown_option(option, names, known_options, *classes)}")
 
 
-def _refuse_repetition(compared: Sequence[Experiment]) -> None:
-    descriptions = [experiment.to_dict() for experiment in compared]
-    for i, description in enumerate(descriptions):
-        if description in descriptions[:i]:
+def _without_repetition(compared: Sequence[Experiment], are_variants: Sequence[bool]) -> list[Experiment]:
+    """Leave out variants of a named method that assignments made equal; refuse a method that is given twice."""
+    kept: list[Experiment] = []
+    descriptions: list[dict[str, Any]] = []
+    for experiment, is_variant in zip(compared, are_variants, strict=True):
+        description = experiment.to_dict()
+        if description not in descriptions:
+            kept.append(experiment)
+            descriptions.append(description)
+        elif not is_variant:
             name = description["method"]["name"]
             raise ConfigError(
                 f"methods has {name} twice, with the same options and settings; keep one of them. "
                 "seeds=2 runs each method twice, with different seeds."
             )
+    return kept

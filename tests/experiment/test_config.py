@@ -493,6 +493,14 @@ def test_a_command_that_names_a_method_chooses_it_with_the_options_and_settings_
     assert second.method == Ditto(lam=4.0)
     assert method_names([third]) == ["local"]
 
+    # Variants that a command makes equal are one.
+    assert [experiment.method for experiment in experiments(recipe, ["method=ditto", "method.lam=1"])] == [
+        Ditto(lam=1.0),
+        Ditto(lam=1.0),
+    ]
+    rates = ["method=ditto", "method.lam=1", "training.lr=0.1", "training.epochs=1"]
+    assert [experiment.method for experiment in experiments(recipe, rates)] == [Ditto(lam=1.0)]
+
     # A name alone that the recipe has, too, is not its variants; a description with a name is meant as it stands.
     assert [experiment.method for experiment in experiments(recipe, ["method=fedavg"])] == [FedAvg()]
     assert experiments(recipe, ["methods=[{name: ditto}]"])[0].method == Ditto()
