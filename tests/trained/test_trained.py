@@ -98,6 +98,15 @@ def test_models_are_read_from_an_export_without_the_data(tmp_path: Path, monkeyp
     assert torch.isfinite(alone.global_model()(torch.ones(2, 1, 8, 8))).all()
 
 
+def test_damaged_states_are_not_exported_as_if_they_were_intact(tmp_path: Path):
+    result = raypfl.run(experiment(tmp_path, method="fedper", rounds=1, evaluation__every=0))
+    (file,) = (result.run_dir / "checkpoints" / "states").iterdir()
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match=r"is damaged: the content of its states/.* has changed"):
+        TrainedModels.of_snapshot(*newest(result.run_dir, whole=False)).export(tmp_path / "models")
+
+
 def test_missing_models_clients_and_checkpoints_are_refused_in_a_sentence(tmp_path: Path):
     result = raypfl.run(experiment(tmp_path, method="fedavg", rounds=1, evaluation__every=0))
     models = TrainedModels.of_snapshot(*newest(result.run_dir))

@@ -15,7 +15,7 @@ import safetensors.numpy
 from raypfl.common.errors import CheckpointError
 from raypfl.common.files import replacing
 from raypfl.storage import filesystems
-from raypfl.storage.checkpoints.layout import STATES, explain_read_errors, read_intact
+from raypfl.storage.checkpoints.layout import STATES, Damaged, explain_read_errors, read_intact
 from raypfl.storage.filesystems import read_bytes
 from raypfl.storage.stacks import Fetch
 from raypfl.storage.states import LiveRows, LiveStack, StateFile, StateShard, StateTable
@@ -64,11 +64,20 @@ class StoredStates:
             read_intact(files, root, file.path, file.bytes, file.sha256)
 
     def copied_to(self, location: str) -> StoredStates:
-        """Copy the files to another location, one at a time."""
+        """Copy the files to another location, one at a time.
+
+        Raises
+        ------
+        CheckpointError : if one is not as it was written.
+        OSError : if one cannot be read or written.
+        """
         files, root = self._place
         copies = []
         for file in self.state_files:
-            content = read_bytes(files, f"{root}/{file.path}")
+            try:
+                content = read_intact(files, root, file.path, file.bytes, file.sha256)
+            except Damaged as error:
+                raise CheckpointError(f"The checkpoint in {self.location} is damaged: {error}.") from error
             copies.append(_write_content(location, content, file.state_bytes))
         return StoredStates(location, tuple(copies))
 
