@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import raypfl
 from raypfl.common.errors import CheckpointError, RaypflError
 from raypfl.integrations.tracking.listener import MLflowListener, track
+from raypfl.integrations.tracking.models import log_models
 from raypfl.trained.models import TrainedModels
 from tests.support.runs import experiment
 from tests.support.tracking import client_of, forget_mlflow_settings, runs_of, with_database
@@ -109,6 +110,14 @@ def test_models_that_are_too_large_are_not_recorded_and_a_warning_says_where_the
     (run,) = runs_of(folder)
     files = {file.path for file in client_of(folder).list_artifacts(run.info.run_id)}
     assert run.info.status == "FINISHED" and "models" not in files
+
+
+def test_a_hypernetwork_of_which_personal_models_are_made_counts_as_they_do(folder: Path) -> None:
+    warnings: list[str] = []
+    result = raypfl.run(small(folder, method="pefll", tracking__mlflow=False, tracking__models_mb=0.001))
+    log_models(None, "", str(result.run_dir), warnings.append)  # type: ignore[arg-type]
+    (warning,) = warnings
+    assert "personal models take" in warning and "more than tracking.models_mb=0.001" in warning
 
 
 def test_a_network_that_torch_cannot_export_costs_the_global_model_and_not_the_run(folder: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from raypfl.integrations.tracking.connection import first_line
 from raypfl.runs.result import newest
+from raypfl.storage.tree import flatten
 from raypfl.trained.models import TrainedModels
 
 if TYPE_CHECKING:
@@ -59,7 +60,10 @@ def log_models(client: MlflowClient, run_id: str, run_dir: str, warn: Callable[[
             attempt("The parameters of the run's global model", log_global, theta.nbytes, limit)
         if experiment.method.has("personal_model"):
             log_personal = partial(_log_personal_models, client, run_id, models)
-            attempt("The parameters of the run's personal models", log_personal, snapshot.states_bytes, limit)
+            # A method may keep what it makes them of on the server, such as a hypernetwork.
+            server_bytes = sum(tensor.nbytes for tensor in flatten(snapshot.server)[1].values())
+            size = snapshot.states_bytes + server_bytes
+            attempt("The parameters of the run's personal models", log_personal, size, limit)
 
     attempt("The run's models", log_all)
 
