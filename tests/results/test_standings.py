@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from raypfl.results import bootstrap
+from raypfl.results.ranking import standings as ranking
 from raypfl.results.ranking.joint_draws import joint_draws
 from raypfl.results.ranking.standings import ClientScores, Pairing, scores_of, standings, standings_of_groups
 from raypfl.results.run_groups import group_runs
@@ -49,6 +50,25 @@ def test_the_same_clients_in_every_seed_are_drawn_once_for_all_seeds():
     column = np.array([[0.0], [10.0]])
     drawn = joint_draws([column, column], [np.ones((2, 1))] * 2, same_clients=True)
     assert set(drawn[:, 0]) == {0.0, 5.0, 10.0}
+
+
+def test_other_clients_in_every_seed_are_drawn_for_each_seed_though_there_are_as_many(monkeypatch):
+    crossed = []
+
+    def noted(values, weights, same_clients: bool) -> np.ndarray:
+        crossed.append(same_clients)
+        return joint_draws(values, weights, same_clients)
+
+    monkeypatch.setattr(ranking, "joint_draws", noted)
+    for second_seed in ([0, 1, 3], [0, 1, 2]):
+        table = {}
+        for name, level in (("a", 50.0), ("b", 60.0)):
+            by_seed = [[0, 1, 2], second_seed]
+            table[name] = {
+                s: ClientScores(np.array(ids), np.full(3, level), np.ones(3)) for s, ids in enumerate(by_seed)
+            }
+        standings(table, Pairing(["a", "b"], [0, 1], True), higher_is_better=True)
+    assert crossed == [False, True]
 
 
 def test_a_methods_standing_is_of_its_own_score_its_distance_to_the_best_and_its_place():

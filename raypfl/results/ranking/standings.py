@@ -147,20 +147,23 @@ def standings(
     if len(labels) < 2 or not seeds:
         return {}
 
+    clients = []
     values = []
     weights = []
     means_by_seed = []
     for seed in seeds:
-        seed_values, seed_weights = _aligned([scores[label][seed] for label in labels])
+        seed_clients, seed_values, seed_weights = _aligned([scores[label][seed] for label in labels])
         if not len(seed_values):
             return {}
+        clients.append(seed_clients)
         values.append(seed_values)
         weights.append(seed_weights)
         means_by_seed.append(np.average(seed_values, axis=0, weights=seed_weights))
 
     sign = 1 if higher_is_better else -1
     means = np.mean(means_by_seed, axis=0)
-    crossed = paired.same_clients and len({len(seed_values) for seed_values in values}) == 1
+    # Of the same clients, each seed may leave out others, such as those that were never trained.
+    crossed = paired.same_clients and all(np.array_equal(clients[0], others) for others in clients)
     draws = joint_draws(values, weights, crossed)
     goodness = _nan_last(sign * means)
     best = int(np.argmax(goodness))
@@ -186,14 +189,15 @@ def standings(
     return standing_of
 
 
-def _aligned(runs: Sequence[ClientScores]) -> tuple[np.ndarray, np.ndarray]:
-    """Return ``[clients, methods]``, values and weights, of the clients that all methods have in one seed.
+def _aligned(runs: Sequence[ClientScores]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the clients that all methods have in one seed, and their values and weights, ``[clients, methods]``.
 
     One model on one test set counts for every client of the others.
     """
     by_client = [run for run in runs if run.clients.tolist() != [TESTED_ONCE]]
     if not by_client:
-        return np.stack([run.values for run in runs], 1), np.stack([run.weights for run in runs], 1)
+        values_of_all = np.stack([run.values for run in runs], 1)
+        return runs[0].clients, values_of_all, np.stack([run.weights for run in runs], 1)
 
     shared = by_client[0].clients
     for run in by_client[1:]:
@@ -210,7 +214,7 @@ def _aligned(runs: Sequence[ClientScores]) -> tuple[np.ndarray, np.ndarray]:
             places = order[np.searchsorted(run.clients, shared, sorter=order)]
             values.append(run.values[places])
             weights.append(run.weights[places])
-    return np.stack(values, 1), np.stack(weights, 1)
+    return shared, np.stack(values, 1), np.stack(weights, 1)
 
 
 def _nan_last(scores: np.ndarray) -> np.ndarray:
