@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
@@ -20,7 +20,7 @@ from raypfl.common.messages import Broadcast, Scatter, numbers_charged
 from raypfl.common.user_code import where_defined
 from raypfl.federation.exchange.aggregation import ReplyAggregator
 from raypfl.federation.exchange.group_runner import GroupRunner
-from raypfl.federation.ledger import LedgerEntry, Phase
+from raypfl.federation.ledger import LedgerEntry, MessageSize, Phase
 from raypfl.federation.logged import Log, Logged
 from raypfl.federation.robustness.wire import Kind, Messages, Wire
 from raypfl.federation.server_training import ServerTraining
@@ -336,14 +336,17 @@ class Cohort(Log, ServerTraining):
         received = Counter(numbers[self.present].tolist())
         if self._exchanges == 0:  # a client that drops out still receives the round's first message
             received[_most(name, charged, numbers, size)] += len(self._dropped)
-        sizes = {(numbers, numbers * tensor.element_size()): count for numbers, count in received.items()}
+        itemsize = tensor.element_size()
+        sizes = [(numbers, numbers * itemsize, clients) for numbers, clients in sorted(received.items(), reverse=True)]
         self._charge("down", name, sizes)
 
-    def _charge(self, direction: Literal["down", "up"], name: str, sizes: Mapping[tuple[int, int], int]) -> None:
-        """Charge a message; `sizes` has how many clients send or receive so many numbers and bytes."""
-        for (numbers, num_bytes), count in sorted(sizes.items(), reverse=True):
-            if numbers and count:
-                entry = LedgerEntry(self.round, self._exchanges, direction, name, count, numbers, num_bytes, self.phase)
+    def _charge(self, direction: Literal["down", "up"], name: str, sizes: Sequence[MessageSize]) -> None:
+        """Charge a message of these sizes."""
+        for numbers, num_bytes, clients in sizes:
+            if numbers and clients:
+                entry = LedgerEntry(
+                    self.round, self._exchanges, direction, name, clients, numbers, num_bytes, self.phase
+                )
                 self._runner.ledger.add(entry)
 
 

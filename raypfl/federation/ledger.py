@@ -20,6 +20,10 @@ LEDGER = {
 Phase = Literal["training", "prediction"]
 
 
+MessageSize = tuple[int, int, int]
+"""The numbers and bytes of a client's message, and how many clients send or receive such a one."""
+
+
 class LedgerEntry(NamedTuple):
     """A message that clients sent or received in an exchange; one entry for each size of it.
 

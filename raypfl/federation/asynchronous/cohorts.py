@@ -20,6 +20,7 @@ from raypfl.common.messages import Scatter
 from raypfl.common.user_code import where_defined
 from raypfl.federation.cohort import Answer, Cohort, describe_exchange, tensors_of
 from raypfl.federation.exchange.group_runner import GroupRunner
+from raypfl.federation.ledger import MessageSize
 from raypfl.federation.method import Method
 from raypfl.storage.tree import clone
 
@@ -76,7 +77,7 @@ class RoundReplies:
     as_sent : whether the means of what clients returned count as they are; else they are of differences to models that
         were sent or, if a model is mixed with the clients', of shares of theirs.
     means, sums, logged : what the client function returned and logged, by name.
-    sent : name -> how many clients sent a message of so many numbers and bytes, ``{(numbers, bytes): clients}``.
+    sent : name -> the sizes of the clients' messages.
     losses : the training loss of each client that has one.
     failed : client -> why it was skipped.
     """
@@ -87,7 +88,7 @@ class RoundReplies:
     means: dict[str, Tensor] = field(default_factory=dict)
     sums: dict[str, Tensor] = field(default_factory=dict)
     logged: dict[str, Tensor] = field(default_factory=dict)
-    sent: dict[str, Mapping[tuple[int, int], int]] = field(default_factory=dict)
+    sent: dict[str, list[MessageSize]] = field(default_factory=dict)
     losses: dict[int, float] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
 

@@ -15,6 +15,7 @@ from raypfl.clients.worker import Group, Reply
 from raypfl.common.errors import MethodError, PrivacyError
 from raypfl.common.transfer import to_device
 from raypfl.federation.exchange.tree_sum import Subtree, Total, TreeSum, added
+from raypfl.federation.ledger import MessageSize
 from raypfl.federation.robustness.wire import Kind
 from raypfl.learning.privacy import unmasked
 
@@ -77,9 +78,12 @@ class ReplyAggregator:
         return {name: value.kind for name, value in self._values()}
 
     @property
-    def sent(self) -> dict[str, Counter[tuple[int, int]]]:
-        """Name -> how many clients sent a message of so many numbers and bytes, ``{(numbers, bytes): clients}``."""
-        return {name: self._sent[name] for name, _ in self._values()}
+    def sent(self) -> dict[str, list[MessageSize]]:
+        """Name -> the sizes of the clients' messages, the largest first."""
+        sizes = {}
+        for name, _ in self._values():
+            sizes[name] = [(*size, clients) for size, clients in sorted(self._sent[name].items(), reverse=True)]
+        return sizes
 
     def next_exchange(self) -> None:
         """Let the indices of groups begin again: what was added so far is added to the result as a whole."""
