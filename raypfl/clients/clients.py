@@ -341,7 +341,13 @@ class Clients:
         return per_client(torch.autograd.grad(unmarked(rows), p, unmarked(cotangent))[0])
 
     def batches(self, size: int, stream: str, split: str = "train") -> list[Batch]:
-        """Draw a random batch of `size` samples of each client (all it has, if fewer), keyed by round and stream."""
+        """Draw a random batch of `size` samples of each client (all it has, if fewer), keyed by round and stream.
+
+        Raises
+        ------
+        ClientError : if a client has no samples in the split.
+        """
+        self._group.refuse_empty(split)
         samples = self._group.samples(split)
         order = epoch_order(self._group.keys("batch" + stream), samples.sizes, min(size, samples.width), steps=1)
 
@@ -410,10 +416,13 @@ class Clients:
         actors and not charged. Numbers logged during evaluation are not kept.
         """
         for name, values in rows.items():
-            if values.shape != (len(self),):
+            # A single number is not taken for all clients: it may be one of the group, and so depend on its size.
+            if not isinstance(values, Tensor) or values.shape != (len(self),):
+                given = list(values.shape) if isinstance(values, Tensor) else f"a {type(values).__name__}"
                 raise MethodError(
-                    f"clients.log takes one number for each of the group's {len(self)} clients for {name!r}, not "
-                    f"{list(values.shape)}."
+                    f"clients.log takes one number for each of the group's {len(self)} clients for {name!r}, a tensor "
+                    f"of shape [{len(self)}], not {given}. To log one number of the round, call "
+                    f"cohort.log({name}=...) in round()."
                 )
             self._group.logged[name] = unmarked(values).detach()
 

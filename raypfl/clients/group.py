@@ -165,17 +165,24 @@ class ClientGroup:
         ClientError : if a client has nothing to train on.
         """
         if split not in self._samples:
-            indices = self.split(split)
-            empty = [client for client, samples in zip(self.ids, indices, strict=True) if not len(samples)]
-            if empty and split == "train":
-                raise ClientError(
-                    f"There is nothing to train on: client {empty[0]} has no samples in its train split. Give every "
-                    "client some, by another partition or fewer clients.",
-                    clients=empty,
-                    repeatable=True,
-                )
-            self._samples[split] = GroupSamples(self.context.samples, indices)
+            if split == "train":
+                self.refuse_empty(split)
+            self._samples[split] = GroupSamples(self.context.samples, self.split(split))
         return self._samples[split]
+
+    def refuse_empty(self, split: str) -> None:
+        """Raise a ClientError for clients without samples in a split."""
+        empty = [client for client, samples in zip(self.ids, self.split(split), strict=True) if not len(samples)]
+        if not empty:
+            return
+        advice = "by another partition or fewer clients"
+        if split == "val":
+            advice = "by data.val_fraction, such as 0.2"
+        raise ClientError(
+            f"Client {empty[0]} has no samples in its {split} split. Give every client some, {advice}.",
+            clients=empty,
+            repeatable=True,
+        )
 
     def full_batches(self, split: str) -> list[Batch]:
         """Return all samples of each client's split as one batch."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from raypfl.common.errors import MethodError
 from raypfl.common.messages import PerClient, ReadOnly, per_client, unmarked
-from raypfl.common.transfer import host_memory, to_device
+from raypfl.common.transfer import host_memory, refuse_without_array, to_device
 from raypfl.storage.stacks import Contents, Stack
 
 Default = Tensor | Callable[[Tensor], Tensor]
@@ -95,6 +95,7 @@ class ClientState(MutableMapping[str, Tensor]):
                 f"clients.state[{name!r}] needs one row for each of the group's {len(self._rows)} clients, "
                 f"this has shape {tuple(value.shape)}."
             )
+        refuse_without_array(f"clients.state[{name!r}]", value.dtype)
         self._new[name] = per_client(unmarked(value).detach())
         self.changed = True
 

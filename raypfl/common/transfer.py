@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from raypfl.common.errors import MethodError
+
 
 def host_memory(shape: tuple[int, ...], dtype: np.dtype, device: torch.device) -> Tensor:
     """Return uninitialised memory of the host, to be filled for a copy to `device`: pinned for a GPU.
@@ -25,3 +27,14 @@ def to_device(rows: np.ndarray, device: torch.device) -> Tensor:
     staged = host_memory(rows.shape, rows.dtype, device)
     staged.numpy()[...] = rows
     return staged.to(device, non_blocking=True)
+
+
+def refuse_without_array(what: str, dtype: torch.dtype) -> None:
+    """Raise a MethodError if NumPy, in whose arrays messages and states are kept, has no such type of numbers."""
+    try:
+        torch.empty(0, dtype=dtype).numpy()
+    except TypeError:
+        raise MethodError(
+            f"{what} is of the type {dtype}, which NumPy lacks, so that it can be neither sent nor stored; convert it, "
+            "as in x.half() or x.float()."
+        ) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import warnings
 from collections.abc import Callable, Mapping
@@ -15,6 +16,7 @@ import torch
 from raypfl.common.errors import ClientError, EmptyCohort, MethodError
 from raypfl.common.messages import Broadcast, Each, Mean, PerClient, Scatter, Sum, per_client, unmarked
 from raypfl.engine.evaluator import EvaluationCohort
+from raypfl.engine.state.run_state import RunState
 from raypfl.federation.ledger import LedgerEntry
 from raypfl.federation.settings import FailureSettings
 from raypfl.learning.privacy import PrivacySettings
@@ -367,6 +369,37 @@ def test_a_state_needs_a_row_for_each_client_and_a_value_before_it_is_read():
     assert clients.state.get("x") is None
     clients.state["x"] = torch.ones(5, 2)
     assert list(clients.state) == ["x"] and clients.state["x"].shape == (5, 2)
+
+
+HALF = torch.zeros(5, 4, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("use", "what"),
+    [
+        (lambda fed: exchange(fed, x=HALF), "What the server sends as 'x'"),
+        (lambda fed: exchange(fed, x=Scatter(HALF)), "What the server sends as 'x'"),
+        (lambda fed: fed.clients().state.update(x=HALF), r"clients\.state\['x'\]"),
+    ],
+    ids=["broadcast", "scatter", "state"],
+)
+def test_a_type_that_numpy_lacks_is_refused_where_it_would_be_sent_or_stored(use, what):
+    with pytest.raises(MethodError, match=rf"^{what} is of the type torch\.bfloat16, which NumPy lacks.*x\.half"):
+        use(federation(lambda clients, x: None))
+
+
+def test_a_servers_state_of_any_type_is_hashed_by_its_bytes():
+    state = RunState(federation(lambda clients: None).runner)
+    step = torch.tensor(7)
+    state.server = {"half": HALF.t(), "step": step}
+    assert state.weights_hash() == hashlib.sha256(b"half" + bytes(40) + b"step" + step.numpy().tobytes()).hexdigest()
+
+
+def test_a_random_batch_of_a_split_that_a_client_lacks_is_refused_in_a_sentence():
+    # The support's clients have no validation samples.
+    sentence = r"^Client 0 has no samples in its val split\. Give .* by data\.val_fraction, such as 0\.2\.$"
+    with pytest.raises(ClientError, match=sentence):
+        exchange(federation(lambda clients: clients.batches(3, "some", split="val")))
 
 
 @pytest.mark.parametrize(

@@ -138,8 +138,10 @@ def test_values_that_cannot_be_logged_are_refused_in_a_sentence(log, sentence):
 
 
 def test_each_client_logs_a_number():
-    with pytest.raises(MethodError, match=r"one number for each of the group's 5 clients for 'x', not \[5, 2\]"):
-        exchange(federation(lambda clients: clients.log(x=torch.zeros(5, 2))))
+    wanted = r"one number for each of the group's 5 clients for 'x', a tensor of shape \[5\], not "
+    for value, given in [(torch.zeros(5, 2), r"\[5, 2\]"), (3.0, "a float"), ([1.0] * 5, "a list")]:
+        with pytest.raises(MethodError, match=f"{wanted}{given}"):
+            exchange(federation(lambda clients, value=value: clients.log(x=value)))
 
 
 def test_integers_fit_a_column_of_floats():

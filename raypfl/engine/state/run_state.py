@@ -7,6 +7,8 @@ import hashlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from raypfl.common.errors import EmptyCohort
 from raypfl.engine.state import client_states
 from raypfl.engine.state.run_tables import RunTables
@@ -73,7 +75,9 @@ class RunState:
         """SHA-256 of the server's tensors, sorted by name, and then of each client's own SHA-256, sorted by client."""
         digest = hashlib.sha256()
         for name, tensor in sorted(flatten(self.server)[1].items()):
-            digest.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
+            # As bytes, since NumPy has no bfloat16.
+            content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            digest.update(name.encode() + content.numpy().tobytes())
 
         digest_of_client = client_states.all_digests(self.clients, self.runner.backend)
         for client in sorted(digest_of_client):

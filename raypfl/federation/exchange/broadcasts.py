@@ -13,6 +13,7 @@ from torch import Tensor
 
 from raypfl.clients.worker import SharedTensors
 from raypfl.common.messages import unmarked
+from raypfl.common.transfer import refuse_without_array
 from raypfl.federation.exchange.backend import Backend
 
 INLINE_BYTES = 64_000
@@ -51,6 +52,7 @@ class Broadcasts:
         for batch, inside in ((tensors, True), (on_demand or {}, False)):
             small = {}
             for name, tensor in batch.items():
+                refuse_without_array(f"What the server sends as {name!r}", tensor.dtype)
                 array = unmarked(tensor).detach().cpu().numpy()
                 if array.nbytes > INLINE_BYTES:
                     large = self._send_large(tensor, array, round)

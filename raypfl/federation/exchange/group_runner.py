@@ -18,6 +18,7 @@ from raypfl.common.errors import ClientError, OutOfMemory, RaypflError
 from raypfl.common.memory import out_of_memory
 from raypfl.common.messages import Scatter
 from raypfl.common.mistakes import is_mistake
+from raypfl.common.transfer import refuse_without_array
 from raypfl.federation.exchange.backend import Backend, Done, Failed
 from raypfl.federation.exchange.broadcasts import Broadcasts
 from raypfl.federation.exchange.grouping import cut_into_groups
@@ -119,6 +120,7 @@ class GroupRunner:
         rows = {}
         for name, argument in arguments.items():
             if isinstance(argument, Scatter):
+                refuse_without_array(f"What the server sends as {name!r}", argument.rows.dtype)
                 rows[name] = argument.rows.detach().cpu().numpy()
             else:
                 to_all[name] = argument
