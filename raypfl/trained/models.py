@@ -335,7 +335,13 @@ class TrainedModels:
         gain, offset = self.normalisation
         outline = self.outline
         return TrainedModel(
-            network, gain.clone(), offset.clone(), outline.input_shape, outline.discrete, **names_of(outline)
+            network,
+            gain.clone(),
+            offset.clone(),
+            outline.input_shape,
+            outline.discrete,
+            self.measures.objective,
+            **names_of(outline),
         )
 
 

@@ -21,7 +21,7 @@ from raypfl.data.client_names import number_of
 from raypfl.data.datasets.readers.feature_table import TABLE_ENDINGS, FeatureTable
 from raypfl.data.shared_storage import copy_to_this_machine
 from raypfl.data.store import cache_folder
-from raypfl.learning.objectives import Classification, Regression
+from raypfl.learning.objectives import Classification
 from raypfl.runs.result import newest
 from raypfl.trained.models import TrainedModels
 from raypfl.trained.new_rows import NewRows
@@ -195,19 +195,16 @@ def _outputs_of(model: TrainedModel, inputs: Tensor) -> Tensor:
 
 def _columns(models: TrainedModels, outputs: Tensor) -> dict[str, np.ndarray]:
     """The columns of predictions, by name."""
-    objective = models.measures.objective
     mismatch = models.measures.output_mismatch(outputs)
     if mismatch:
         raise DataError(f"The network {mismatch}")
     if models.outline.kind == "numbers":
-        if isinstance(objective, Regression):
-            outputs = outputs * objective.std + objective.mean
         return {PREDICTED: outputs[:, 0].float().numpy()}
 
     names = models.outline.class_names
     values = [int(name) for name in names] if all(re.fullmatch(r"0|-?[1-9]\d*", name) for name in names) else names
     columns = {PREDICTED: np.array(values)[outputs.argmax(1).numpy()]}
-    if isinstance(objective, Classification):
+    if isinstance(models.measures.objective, Classification):
         for name, probabilities in zip(names, outputs.float().softmax(1).unbind(1), strict=True):
             columns[f"probability_{name}"] = probabilities.numpy()
     return columns

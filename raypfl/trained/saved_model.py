@@ -78,7 +78,7 @@ def encoded(model: TrainedModel, origin: Origin, facts: Mapping[str, Any]) -> by
     """Return the network's state dict as safetensors, with metadata.
 
     The metadata have, as text or JSON: ``outline``, the network as torch prints it; ``gain`` and ``offset``, by which
-    inputs become the network's: ``network(x * gain + offset)``; ``inputs``, their shape and values; `facts`; and the
+    inputs become the network's: ``network(x * gain + offset)`` (in the units of the objective); ``inputs``, their shape and values; `facts`; and the
     run's ``experiment`` and ``data``, from which raypfl builds the network again; ``data`` has the names of inputs and
     outputs in order, ``feature_names`` and ``class_names``. If a model is more than a network,
     the tensors are those that its method's function predicts with, and ``predictor`` names the function.
@@ -112,7 +112,8 @@ def load_model(file: str | Path) -> TrainedModel:
 
     experiment = Experiment.from_record(metadata["experiment"])
     outline = outline_in(metadata["data"])
-    model = Prepared(experiment, outline).model
+    prepared = Prepared(experiment, outline)
+    model = prepared.model
     network = _predictor(metadata, experiment, model, tensors) if PREDICTOR in metadata else _network(model, tensors)
     if network is None:
         name = METHODS.name_of(type(experiment.method))
@@ -120,7 +121,8 @@ def load_model(file: str | Path) -> TrainedModel:
 
     gain = torch.tensor(json.loads(metadata["gain"]), dtype=model.dtype)
     offset = torch.tensor(json.loads(metadata["offset"]), dtype=model.dtype)
-    return TrainedModel(network, gain, offset, outline.input_shape, outline.discrete, **names_of(outline))
+    objective = prepared.objective
+    return TrainedModel(network, gain, offset, outline.input_shape, outline.discrete, objective, **names_of(outline))
 
 
 def tensors_in(file: str | Path, what: str) -> tuple[dict[str, str], dict[str, Tensor]]:

@@ -8,24 +8,27 @@ import torch
 from torch import Tensor, nn
 
 from raypfl.common.errors import DataError
+from raypfl.learning.objectives import Objective
 
 
 class TrainedModel(nn.Module):
     """A network with the normalisation that it was trained with: ``images[n, C, H, W] -> logits[n, classes]``.
 
-    Images have the values of the data set, in any dtype: usually pixels from 0 to 255; 0 to 16 for digits.
+    Images have the values of the data set, in any dtype: usually pixels from 0 to 255; 0 to 16 for digits. Of a
+    regression, outputs are in the units of the data set's targets.
 
     Parameters
     ----------
     gain, offset : ``[C, 1, 1]``, or ``[features]``; the network sees ``images * gain + offset``.
     input_shape : the shape of one input in training; a network may take others too.
     discrete : whether inputs are tokens, which are not normalised.
+    objective : the objective, which knows the units of outputs; None: outputs stay as they are.
     feature_names : names of the last axis of inputs, in order; None: features have no names.
     class_names : names of the outputs in order: of classes, labels, numbers or tokens; None: they have no names.
 
     Attributes
     ----------
-    network : the network without normalisation.
+    network : the network without normalisation, also of its outputs.
 
     Raises
     ------
@@ -42,6 +45,7 @@ class TrainedModel(nn.Module):
         offset: Tensor,
         input_shape: Sequence[int],
         discrete: bool = False,
+        objective: Objective | None = None,
         feature_names: list[str] | None = None,
         class_names: list[str] | None = None,
     ):
@@ -49,6 +53,7 @@ class TrainedModel(nn.Module):
         self.network = network
         self.input_shape = tuple(input_shape)
         self.discrete = discrete
+        self.objective = objective
         self.feature_names = feature_names
         self.class_names = class_names
         self.register_buffer("gain", gain)
@@ -58,8 +63,9 @@ class TrainedModel(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         try:
             if self.discrete:
-                return self.network(images)
-            return self.network(torch.addcmul(self.offset, images.to(self.gain.dtype), self.gain))
+                outputs = self.network(images)
+            else:
+                outputs = self.network(torch.addcmul(self.offset, images.to(self.gain.dtype), self.gain))
         except RuntimeError as error:
             if tuple(images.shape[1:]) == self.input_shape:
                 raise
@@ -68,3 +74,4 @@ class TrainedModel(nn.Module):
                 f"The network was trained with inputs of shape [{trained_shape}], and fails with {list(images.shape)}: "
                 f"{error}"
             ) from error
+        return outputs if self.objective is None else self.objective.in_units(outputs)

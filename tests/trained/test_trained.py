@@ -18,6 +18,7 @@ from raypfl.storage.checkpoints import Snapshot, StoredStates, write_shards
 from raypfl.storage.states import StateShard
 from raypfl.trained import models as trained
 from raypfl.trained.models import TrainedModels
+from raypfl.trained.saved_model import save
 from tests.support.runs import experiment
 from tests.support.tiers import methods
 
@@ -72,6 +73,21 @@ def test_the_global_model_is_the_one_that_was_evaluated(tmp_path: Path):
     models = TrainedModels.of_snapshot(*newest(result.run_dir, whole=False))
     for client, evaluated in recorded(result, "global").items():
         assert accuracy(models.global_model(), models.outline.data, client) == pytest.approx(evaluated, abs=1e-9)
+
+
+def test_models_of_a_regression_give_numbers_in_the_units_of_the_targets(tmp_path: Path):
+    changes = {"data": "diabetes", "partition": "by_column", "objective": "{name: regression, mean: 150, std: 75}"}
+    result = raypfl.run(experiment(tmp_path, **changes, method="fedavg", rounds=1, evaluation__every=1))
+    models = raypfl.trained_models(result.run_dir)
+    x, y = models.outline.data.take(models.outline.data.indices(0, "test"))
+    (row,) = (row for row in result.evaluations.to_pylist() if (row["client"], row["protocol"]) == (0, "local"))
+
+    model = models.global_model()
+    predicted = model(torch.from_numpy(x)).detach()[:, 0]
+    assert float((predicted - torch.from_numpy(y)).square().mean()) == pytest.approx(row["mse"], rel=1e-5)
+
+    file = save(model, models.origin, tmp_path / "model.safetensors", {})
+    assert torch.equal(raypfl.load_model(file)(torch.from_numpy(x))[:, 0], predicted)
 
 
 def test_clients_that_were_never_trained_get_what_the_method_gives_them(tmp_path: Path):

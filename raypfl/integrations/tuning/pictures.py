@@ -125,10 +125,8 @@ def importances(
     study = optuna.create_study()
     for draws, value in zip(configurations, values, strict=True):
         # A draw may be a rounding error outside of its range.
-        parameters = {}
-        for space in common:
-            draw = draws[space.name]
-            parameters[space.name] = space.inside(draw) if space.is_range else draw
+        inside = {space.name: space.inside(draws[space.name]) for space in common if space.is_range}
+        parameters = {space.name: draws[space.name] for space in common} | inside
         study.add_trial(optuna.trial.create_trial(params=parameters, distributions=distributions, value=value))
 
     evaluator = optuna.importance.FanovaImportanceEvaluator(seed=0)

@@ -175,6 +175,10 @@ class Objective(Component):
         """Return the input of the metrics."""
         return Scores(outputs, targets, self)
 
+    def in_units(self, outputs: Tensor) -> Tensor:
+        """Return outputs in the units of the data set's targets, which a run's models give; by default as they are."""
+        return outputs
+
     def advice_if_diverged(self) -> str:
         """Return a sentence on what else may be wrong when training diverges, besides the learning rate; or nothing."""
         return ""

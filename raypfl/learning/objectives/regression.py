@@ -36,7 +36,7 @@ class NumberScores(Scores):
     @cached_property
     def errors(self) -> Tensor:
         """Prediction minus target, ``[k, b, T]``, in the units of the data set."""
-        return self.outputs * self.objective.std + self.objective.mean - self.target_rows
+        return self.objective.in_units(self.outputs) - self.target_rows
 
 
 @METRICS.register("mse")
@@ -131,6 +131,9 @@ class Regression(Objective):
 
     def scores(self, outputs: Tensor, targets: Tensor) -> Scores:
         return NumberScores(outputs, targets, self)
+
+    def in_units(self, outputs: Tensor) -> Tensor:
+        return outputs * self.std + self.mean
 
     def advice_if_diverged(self) -> str:
         if (self.mean, self.std) != (0, 1):
