@@ -78,10 +78,11 @@ def encoded(model: TrainedModel, origin: Origin, facts: Mapping[str, Any]) -> by
     """Return the network's state dict as safetensors, with metadata.
 
     The metadata have, as text or JSON: ``outline``, the network as torch prints it; ``gain`` and ``offset``, by which
-    inputs become the network's: ``network(x * gain + offset)`` (in the units of the objective); ``inputs``, their shape and values; `facts`; and the
-    run's ``experiment`` and ``data``, from which raypfl builds the network again; ``data`` has the names of inputs and
-    outputs in order, ``feature_names`` and ``class_names``. If a model is more than a network,
-    the tensors are those that its method's function predicts with, and ``predictor`` names the function.
+    inputs become the network's: ``network(x * gain + offset)``, whose outputs are in the units of the objective;
+    ``inputs``, their shape and values; `facts`; and the run's ``experiment`` and ``data``, from which raypfl builds the
+    network again; ``data`` has the names of inputs and outputs in order, ``feature_names`` and ``class_names``. If a
+    model is more than a network, the tensors are those that its method's function predicts with, and ``predictor``
+    names the function.
     """
     metadata = {
         "format": FORMAT,
