@@ -65,7 +65,8 @@ def list_catalogue(
     table.add_column("what it is")
     table.add_column(heading, style="dim")
     for name in _names(kind, catalogue, section):
-        table.add_row(Text(name), Text(catalogue.summary(name)), Text(details(name)))
+        # Docstrings and the page of settings mark code with backticks.
+        table.add_row(Text(name), Text(catalogue.summary(name).replace("`", "")), Text(details(name)))
     Console().print(table)
 
 
@@ -156,6 +157,7 @@ def _third_column(kind: str, catalogue: Any) -> tuple[str, Callable[[str], str]]
 def _options(registry: Registry, name: str) -> str:
     """Return a line for each option; options inherited unchanged from a registered method go under its name."""
     from raypfl.experiment.components import GIVEN_BY_ENGINE, Option, options_of
+    from raypfl.experiment.parts import to_plain
 
     entry = registry.get(name)
     parameters = options_of(entry, ("config", "member", *GIVEN_BY_ENGINE))
@@ -173,7 +175,8 @@ def _options(registry: Registry, name: str) -> str:
         if default is Option.empty:
             lines.append(f"{key}, required")
         else:
-            lines.append(f"{key} = {default!r}")
+            # As in a file or command: null, and not None.
+            lines.append(f"{key} = {json.dumps(to_plain(default))}")
     if inherited:
         lines.append(f"and those of {registry.name_of(base)}")
     return "\n".join(lines)

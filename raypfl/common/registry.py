@@ -6,6 +6,7 @@ import difflib
 import functools
 import importlib
 import inspect
+import pkgutil
 import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoints, entry_points
@@ -137,18 +138,32 @@ class Registry:
             if families:
                 suggestion = f"{families[0]}:{attribute}"
                 raise ConfigError(f"There is no {self.kind} called {path!r}; did you mean {suggestion!r}?") from None
+            nearest = difflib.get_close_matches(module, _modules_beside(module), n=1, cutoff=0.8)
+            hint = f"Did you mean '{nearest[0]}:{attribute}'?" if nearest else ""
             raise ConfigError(
                 f"The {self.kind} {path!r} cannot be imported: {error}. "
-                f"Is the module's folder on PYTHONPATH, or the current folder?"
+                f"{hint or 'Is the folder of the module on PYTHONPATH, or the current folder?'}"
             ) from error
 
         user_modules.add(module)
         try:
             return getattr(imported, attribute)
         except AttributeError as error:
+            names = [name for name, value in vars(imported).items() if callable(value) and not name.startswith("_")]
+            hint = did_you_mean(attribute, names) if names else "it has no class or function."
             raise ConfigError(
-                f"The module {module!r} has no {attribute!r}, which the {self.kind} {path!r} names."
+                f"The module {module!r} has no {attribute!r}, which the {self.kind} {path!r} names; {hint}"
             ) from error
+
+
+def _modules_beside(module: str) -> list[str]:
+    """Return the modules that can be imported from where `module` would be."""
+    package, dot, _ = module.rpartition(".")
+    try:
+        folders = importlib.import_module(package).__path__ if package else None
+    except (ImportError, AttributeError):
+        return []
+    return [f"{package}{dot}{found.name}" for found in pkgutil.iter_modules(folders)]
 
 
 def _module_of(file: str) -> str:
