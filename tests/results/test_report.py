@@ -20,6 +20,7 @@ from raypfl.common.errors import ConfigError
 from raypfl.evaluation import Measures
 from raypfl.results import numbers
 from raypfl.results.colours import COLOURS
+from raypfl.results.drawing.canvas import page_paint, svg
 from raypfl.results.report import find_runs, tables, write
 from raypfl.results.report.figures import metric_figure
 from raypfl.results.report.page import shades
@@ -296,6 +297,11 @@ def test_pictures_take_all_colours_from_the_style_sheet_and_one_for_each_method(
 
     without_links = re.sub(r"(?:href=\"|url\()#\w+", "", pictures)
     assert not re.findall(r"#(?:[0-9a-f]{6}|[0-9a-f]{3})\b(?=[;\"\s])", without_links)
+
+
+def test_a_page_has_a_colour_for_each_of_hundreds_of_methods():
+    picture = svg("many", "", 100, 100, lambda figure: figure.subplots().plot([0, 1], **page_paint(256)))
+    assert "var(--m256)" in picture
 
 
 def contrast(a: str, b: str) -> float:

@@ -84,7 +84,7 @@ _TIDY = (
     (r"<defs>\s*<style.*?</style>\s*</defs>|<metadata>.*?</metadata>", ""),
     (r" id=\"(of-\d+)\"", r' class="\1"'),
     (r" id=\"[\w.]+_\d{1,3}\"", ""),  # ids of groups, to which nothing refers
-    (r"#0505([0-9a-f]{2})", lambda match: f"var(--m{int(match[1], 16)})"),
+    (r"#05([0-9a-f]{4})", lambda match: f"var(--m{int(match[1], 16)})"),
     (r"font: ([\d.]+px) [^;\"]*", r"font-size: \1"),
     (r"font-family: [^;\"]*;? ?| transform=\"rotate\(-0 [^\"]*\"", ""),
     (r"xlink:(?=href)", ""),
@@ -147,7 +147,7 @@ def page_paint(index: int) -> dict[str, Any]:
 
     The page fades groups by this class while the pointer is on another one's name.
     """
-    return {"color": f"#0505{index:02x}", "gid": f"of-{index}"}
+    return {"color": f"#05{index:04x}", "gid": f"of-{index}"}
 
 
 def _in_tenths(number: re.Match[str]) -> str:
