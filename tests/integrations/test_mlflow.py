@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 import raypfl
 from raypfl.common.files import locked
 from raypfl.engine.events import RunFinished
-from raypfl.integrations.tracking.connection import how_to_view, opening_database, quiet_mlflow
+from raypfl.integrations.tracking.connection import how_to_view, is_recorded, opening_database, quiet_mlflow
 from raypfl.integrations.tracking.listener import MLflowListener
 from raypfl.integrations.tracking.run import RunRecord
 from tests.analysis.test_flntk import two_layer
@@ -190,6 +190,10 @@ def test_the_link_opens_the_page_of_the_runs_among_experiments_of_models(folder:
 
     remote = experiment.override(["tracking.uri=https://me:secret@mlflow.example.org/"])
     assert how_to_view(remote, listener.experiment_id) == f"https://mlflow.example.org{page}"
+
+
+def test_a_database_that_cannot_be_opened_has_recorded_nothing(tmp_path: Path) -> None:
+    assert not is_recorded(raypfl.Experiment(tracking={"uri": "sqlite:////dev/null/mlflow.db"}), tmp_path)
 
 
 def test_without_tracking_nothing_is_recorded(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 from rich.console import Console
 from rich.text import Text
 
+from raypfl.common.errors import Unwritable
 from raypfl.engine.events import Event, Progress
 from raypfl.experiment import Experiment
 from raypfl.integrations.tracking.connection import first_line, quiet_mlflow
@@ -33,7 +34,7 @@ def carry_out(experiment: Experiment, quiet: bool, as_json: bool) -> None:
     if result.seconds is not None:
         try:
             record_pretraining(experiment, result)
-        except (quiet_mlflow().MlflowException, OSError) as error:
+        except (quiet_mlflow().MlflowException, OSError, Unwritable) as error:
             warner(progress)(f"MLflow did not record it: {first_line(error)}")
     if as_json:
         console.print_json(json.dumps({"weights": str(result.path), "loss": result.loss, "seconds": result.seconds}))

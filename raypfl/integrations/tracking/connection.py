@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raypfl.common.errors import Unwritable
 from raypfl.common.files import draft, locked
 from raypfl.experiment import Experiment
 
@@ -103,7 +104,7 @@ def is_recorded(experiment: Experiment, run_dir: Path) -> bool:
     try:
         with opening_database(uri):
             run = existing_run(mlflow.MlflowClient(uri), run_dir / RUN_ID_FILE)
-    except mlflow.MlflowException:
+    except (mlflow.MlflowException, OSError, Unwritable):
         return False
     return run is not None and run.info.status != "RUNNING"
 
