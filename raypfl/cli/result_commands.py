@@ -53,7 +53,12 @@ def track(
 
 
 def predict(
-    run: RunFolder,
+    run: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN|MODEL", help="Folder of a run, or a model's file from personalize.", show_default=False
+        ),
+    ],
     rows: Annotated[
         Path, typer.Argument(metavar="FILE", help="CSV or Parquet file with the rows.", show_default=False)
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ from raypfl.data.datasets.readers.feature_table import (
 )
 from raypfl.data.datasets.table_rows import TableRows, as_float, is_number, read_table
 from raypfl.data.datasets.tables import read_csv
+
+Medians = Callable[[Sequence[str]], Mapping[str, float]]
 
 
 @dataclass(frozen=True)
@@ -74,13 +76,14 @@ class NewRows:
         texts = read_csv(file, file.name, as_text=table.column_names) if file.suffix == ".csv" else None
         return cls(file.name, table, texts)
 
-    def inputs(self, feature_names: Sequence[str], reader: FeatureTable) -> np.ndarray:
+    def inputs(self, feature_names: Sequence[str], reader: FeatureTable, medians: Medians) -> np.ndarray:
         """Return the inputs of a run's models, ``float32[n, len(feature_names)]``.
 
         Parameters
         ----------
         feature_names : the names of the inputs.
-        reader : the reader of the run's data, which are read again if a missing number is to be filled in.
+        reader : the reader of the run's data.
+        medians : a function that returns the numbers by which the run filled missing ones in these columns.
 
         Raises
         ------
@@ -100,7 +103,7 @@ class NewRows:
 
         inputs = np.zeros((self.table.num_rows, len(feature_names)), np.float32)
         number_columns = [column for column, positions in positions_by_column.items() if None in positions]
-        for column, values in self._numbers(number_columns, reader).items():
+        for column, values in self._numbers(number_columns, reader, medians).items():
             inputs[:, positions_by_column.pop(column)[None]] = values
         for column, positions in positions_by_column.items():
             inputs[np.arange(len(inputs)), self._positions(column, positions)] = 1.0
@@ -158,7 +161,7 @@ class NewRows:
         end = next((end for end in ends if feature[:end] in columns), ends[0])
         return feature[:end], feature[end + 1 :]
 
-    def _numbers(self, columns: Sequence[str], reader: FeatureTable) -> dict[str, np.ndarray]:
+    def _numbers(self, columns: Sequence[str], reader: FeatureTable, medians: Medians) -> dict[str, np.ndarray]:
         """Columns of numbers, ``float64[n]`` each; the run's medians in place of missing ones."""
         numbers = {column: self._as_numbers(column, reader.numbers(self._rows, column)) for column in columns}
         incomplete = [column for column, values in numbers.items() if values.null_count]
@@ -169,7 +172,7 @@ class NewRows:
                 "Fill in the value or leave the row out, or train with data.missing=fill."
             )
         if incomplete:
-            for column, median in reader.medians(incomplete).items():
+            for column, median in medians(incomplete).items():
                 numbers[column] = pc.fill_null(numbers[column], median)
         return {column: self._rows.finite(column, values) for column, values in numbers.items()}
 

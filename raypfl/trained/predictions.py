@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from raypfl.common.errors import ConfigError, DataError
 from raypfl.common.files import draft
 from raypfl.common.threads import threads
 from raypfl.data.client_names import number_of
+from raypfl.data.datasets import DataConfig
 from raypfl.data.datasets.readers.feature_table import TABLE_ENDINGS, FeatureTable
 from raypfl.data.shared_storage import copy_to_this_machine
 from raypfl.data.store import cache_folder
@@ -25,7 +28,7 @@ from raypfl.learning.objectives import Classification
 from raypfl.runs.result import newest
 from raypfl.trained.models import TrainedModels
 from raypfl.trained.new_rows import NewRows
-from raypfl.trained.saved_model import inputs_of
+from raypfl.trained.saved_model import Origin, inputs_of, load_with_origin
 from raypfl.trained.trained_model import TrainedModel
 
 PREDICTED = "predicted"
@@ -43,7 +46,7 @@ class Predictions:
     table : the rows as they were given, and the columns ``predicted`` and, where the target is a class,
         ``probability_NAME`` for each class.
     target : the name of the target.
-    clients : numbers of the clients whose personal models were used; None: the global model was.
+    clients : numbers of the clients whose personal models were used; None: one model was, the global one or a file's.
     tested : the number of rows that have the target.
     metrics : ``accuracy``, or ``mse`` and ``mae``, of the predictions for these; empty if there are none.
     """
@@ -98,7 +101,8 @@ def predict(
 
     Parameters
     ----------
-    run : the run's folder, or its :func:`raypfl.trained_models`.
+    run : the run's folder, or its :func:`raypfl.trained_models`; or the file of a model that was made for a new client,
+        which predicts all rows.
     rows : a CSV or Parquet file, or a table of PyArrow, pandas or Polars, with the columns of the run's table. The
         target may be missing, and other columns have no effect.
     client : the name or number of a client, whose personal model predicts all rows.
@@ -115,29 +119,48 @@ def predict(
     """
     if client is not None and use_global:
         raise ConfigError("Both a client and the global model are given; keep one of them.")
-    models = run if isinstance(run, TrainedModels) else TrainedModels.of_snapshot(*newest(run))
-    reader = _table_reader(models)
-    new_rows = NewRows.read(rows)
-    inputs = torch.from_numpy(new_rows.inputs(models.outline.feature_names, reader))
-    clients = None if use_global else _clients(models, new_rows, client, reader.group)
+    if not isinstance(run, TrainedModels) and Path(run).is_file():
+        if client is not None or use_global:
+            raise ConfigError(f"{run} is one model, which predicts all rows; leave --client and --global out.")
+        model, origin = load_with_origin(run)
+        reader = _table_reader(origin)
+        return _predictions(origin, reader, NewRows.read(rows), None, partial(_outputs_of, model))
 
-    with torch.no_grad(), threads(models.experiment.engine.threads):
-        columns = _columns(models, _outputs(models, inputs, clients))
-    table = new_rows.table
+    models = run if isinstance(run, TrainedModels) else TrainedModels.of_snapshot(*newest(run))
+    reader = _table_reader(models.origin)
+    new_rows = NewRows.read(rows)
+    clients = None if use_global else _clients(models, new_rows, client, reader.group)
+    return _predictions(models.origin, reader, new_rows, clients, partial(_outputs, models, clients))
+
+
+def _predictions(
+    origin: Origin,
+    reader: FeatureTable,
+    rows: NewRows,
+    clients: np.ndarray | None,
+    outputs_of: Callable[[Tensor], Tensor],
+) -> Predictions:
+    """The predictions for rows by their clients' models or by one, whose outputs a function returns."""
+    config = origin.experiment.data
+    target = str(reader.target)
+    inputs = torch.from_numpy(rows.inputs(origin.outline.feature_names, reader, partial(_medians, config)))
+    with threads(origin.experiment.engine.threads):
+        columns = _columns(origin, outputs_of(inputs))
+
+    table = rows.table
     for name, values in columns.items():
         if name in table.column_names:
-            raise DataError(f"{new_rows.name} has a column {name!r}, as the predictions would; rename it.")
+            raise DataError(f"{rows.name} has a column {name!r}, as the predictions would; rename it.")
         table = table.append_column(name, pa.array(values))
 
-    target = str(reader.target)
-    errors = _errors(models, new_rows, target, columns[PREDICTED])
+    errors = _errors(origin.outline.kind, rows, target, columns[PREDICTED])
     metrics = {}
-    if len(errors) and models.outline.kind == "numbers":
+    if len(errors) and origin.outline.kind == "numbers":
         metrics = {"mse": float((errors**2).mean()), "mae": float(abs(errors).mean())}
     elif len(errors):
         metrics = {"accuracy": 1 - float(errors.mean())}
     used = None if clients is None else np.unique(clients).tolist()
-    return Predictions(table, target, used, len(errors), metrics, new_rows)
+    return Predictions(table, target, used, len(errors), metrics, rows)
 
 
 def refuse_other_endings(path: Path) -> Path:
@@ -147,16 +170,23 @@ def refuse_other_endings(path: Path) -> Path:
     return path
 
 
-def _table_reader(models: TrainedModels) -> FeatureTable:
-    """The reader of the run's table, on this machine."""
-    config = models.experiment.data
-    reader = copy_to_this_machine(config, cache_folder(config)).reader
+def _table_reader(origin: Origin) -> FeatureTable:
+    """The reader of the run's table."""
+    config = origin.experiment.data
+    reader = config.reader
     if not isinstance(reader, FeatureTable):
         raise ConfigError(
             f"The run was trained on {config.name!r}, and predictions are for rows of tables (data=table). Its models "
-            f"take arrays {inputs_of(models.outline)}, in Python: raypfl.trained_models(RUN).global_model()(x)."
+            f"take arrays {inputs_of(origin.outline)}, in Python: raypfl.trained_models(RUN).global_model()(x)."
         )
     return reader
+
+
+def _medians(config: DataConfig, columns: Sequence[str]) -> Mapping[str, float]:
+    """The medians of columns of the run's table, which is read again."""
+    reader = copy_to_this_machine(config, cache_folder(config)).reader
+    assert isinstance(reader, FeatureTable)
+    return reader.medians(columns)
 
 
 def _clients(models: TrainedModels, rows: NewRows, client: int | str | None, group: str | None) -> np.ndarray | None:
@@ -176,7 +206,7 @@ def _clients(models: TrainedModels, rows: NewRows, client: int | str | None, gro
     return rows.clients(group, names)
 
 
-def _outputs(models: TrainedModels, inputs: Tensor, clients: np.ndarray | None) -> Tensor:
+def _outputs(models: TrainedModels, clients: np.ndarray | None, inputs: Tensor) -> Tensor:
     """The outputs for all rows, ``[n, outputs]``, of the clients' models or, if `clients` is None, the global one."""
     if clients is None:
         return _outputs_of(models.global_model(), inputs)
@@ -190,31 +220,32 @@ def _outputs(models: TrainedModels, inputs: Tensor, clients: np.ndarray | None) 
 
 
 def _outputs_of(model: TrainedModel, inputs: Tensor) -> Tensor:
-    return torch.cat([model(block) for block in inputs.split(_ROWS_AT_A_TIME)])
+    with torch.no_grad():
+        return torch.cat([model(block) for block in inputs.split(_ROWS_AT_A_TIME)])
 
 
-def _columns(models: TrainedModels, outputs: Tensor) -> dict[str, np.ndarray]:
+def _columns(origin: Origin, outputs: Tensor) -> dict[str, np.ndarray]:
     """The columns of predictions, by name."""
-    mismatch = models.measures.output_mismatch(outputs)
+    mismatch = origin.measures.output_mismatch(outputs)
     if mismatch:
         raise DataError(f"The network {mismatch}")
-    if models.outline.kind == "numbers":
+    if origin.outline.kind == "numbers":
         return {PREDICTED: outputs[:, 0].float().numpy()}
 
-    names = models.outline.class_names
+    names = origin.outline.class_names
     values = [int(name) for name in names] if all(re.fullmatch(r"0|-?[1-9]\d*", name) for name in names) else names
     columns = {PREDICTED: np.array(values)[outputs.argmax(1).numpy()]}
-    if isinstance(models.measures.objective, Classification):
+    if isinstance(origin.measures.objective, Classification):
         for name, probabilities in zip(names, outputs.float().softmax(1).unbind(1), strict=True):
             columns[f"probability_{name}"] = probabilities.numpy()
     return columns
 
 
-def _errors(models: TrainedModels, rows: NewRows, target: str, predicted: np.ndarray) -> np.ndarray:
+def _errors(kind: str, rows: NewRows, target: str, predicted: np.ndarray) -> np.ndarray:
     """For rows that have the target: prediction minus target or, of classes, whether it is wrong."""
     if target not in rows.table.column_names:
         return np.zeros(0)
-    if models.outline.kind == "numbers":
+    if kind == "numbers":
         errors = predicted - rows.numbers(target)
         return errors[~np.isnan(errors)]
 

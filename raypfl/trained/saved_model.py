@@ -20,6 +20,7 @@ from raypfl.common.files import make_folder, write
 from raypfl.common.messages import per_client
 from raypfl.engine.building.data_outline import DataOutline
 from raypfl.engine.prepared import Prepared
+from raypfl.evaluation.run_metrics import Measures
 from raypfl.experiment import Experiment
 from raypfl.federation.method import Method
 from raypfl.methods import METHODS
@@ -54,6 +55,11 @@ class Origin:
 
     experiment: Experiment
     outline: DataOutline
+
+    @cached_property
+    def measures(self) -> Measures:
+        """The objective and the metrics."""
+        return Prepared(self.experiment, self.outline).measures
 
     @cached_property
     def metadata(self) -> dict[str, str]:
@@ -105,6 +111,11 @@ def load_model(file: str | Path) -> TrainedModel:
     ------
     CheckpointError : if there is no such file, it is damaged, or it is not one of these.
     """
+    return load_with_origin(file)[0]
+
+
+def load_with_origin(file: str | Path) -> tuple[TrainedModel, Origin]:
+    """Do :func:`load_model`, and return the run that the model is from, too; its outline has no data."""
     metadata, tensors = tensors_in(file, "a personal model")
     if metadata.get("format") != FORMAT:
         raise CheckpointError(
@@ -122,8 +133,9 @@ def load_model(file: str | Path) -> TrainedModel:
 
     gain = torch.tensor(json.loads(metadata["gain"]), dtype=model.dtype)
     offset = torch.tensor(json.loads(metadata["offset"]), dtype=model.dtype)
-    objective = prepared.objective
-    return TrainedModel(network, gain, offset, outline.input_shape, outline.discrete, objective, **names_of(outline))
+    names = names_of(outline)
+    trained = TrainedModel(network, gain, offset, outline.input_shape, outline.discrete, prepared.objective, **names)
+    return trained, Origin(experiment, outline)
 
 
 def tensors_in(file: str | Path, what: str) -> tuple[dict[str, str], dict[str, Tensor]]:

@@ -8,10 +8,12 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 import raypfl as library
 from raypfl.common.errors import ConfigError, DataError
 from raypfl.trained.new_rows import NewRows
+from raypfl.trained.samples import samples_in
 from tests.support.command import raypfl
 from tests.support.runs import experiment
 
@@ -93,7 +95,7 @@ def test_the_inputs_are_those_of_training_also_where_values_are_missing_and_a_ro
     reader = models.experiment.data.reader
     for row in range(40):
         rows = NewRows.read(written(tmp_path / "rows.csv", [header, lines[row]]))
-        assert np.array_equal(rows.inputs(models.outline.feature_names, reader), inputs[row : row + 1])
+        assert np.array_equal(rows.inputs(models.outline.feature_names, reader, reader.medians), inputs[row : row + 1])
 
 
 def test_numbers_are_predicted_in_the_units_of_the_table(tmp_path):
@@ -123,6 +125,22 @@ def test_rows_of_all_clients_are_predicted_each_by_its_own_model(result, tmp_pat
         np.testing.assert_allclose(
             of_city.table["probability_yes"].to_numpy()[client::3], probabilities[1, client::3], rtol=1e-5
         )
+
+
+def test_a_new_clients_model_predicts_from_its_file(tmp_path):
+    result = result_of(tmp_path, "fedavg-ft")
+    file = written(tmp_path / "rows.csv", lines_of_people(40))
+    made = library.trained_models(result.run_dir).personalize(*samples_in(file, library.trained_models(result.run_dir)))
+    model_file = made.save(tmp_path / "mine.safetensors")
+
+    predictions = library.predict(model_file, file)
+    inputs = np.array(library.trained_models(result.run_dir).outline.data.inputs[:40])
+    logits = made.model(torch.from_numpy(inputs)).detach()
+    np.testing.assert_allclose(predictions.table["probability_yes"], logits.softmax(1)[:, 1], atol=1e-6)
+    with pytest.raises(ConfigError, match=r"is one model, .* leave --client and --global out"):
+        library.predict(model_file, file, client="Bath")
+    words = [str(model_file), str(file), "--out", str(tmp_path / "out.csv")]
+    assert f"predicted by the model in {model_file}." in raypfl("predict", *words).stdout
 
 
 def test_the_command_writes_the_rows_as_they_were_and_prints_what_it_did(result, tmp_path):

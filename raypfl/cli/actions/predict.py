@@ -11,6 +11,7 @@ from rich.text import Text
 
 from raypfl.common.counting import counted
 from raypfl.common.errors import ConfigError
+from raypfl.learning.objectives import METRICS
 from raypfl.results.units import Unit
 from raypfl.runs.result import newest
 from raypfl.trained import predictions
@@ -25,8 +26,13 @@ def predict(run: Path, rows: Path, client: str | None, use_global: bool, out: Pa
     if out.exists() and rows.exists() and out.samefile(rows):
         raise ConfigError(f"{out} has the rows; name another file for the predictions.")
 
-    models = TrainedModels.of_snapshot(*newest(run))
-    predicted = predictions.predict(models, rows, client=_name_or_number(client, models), use_global=use_global)
+    if run.is_file():
+        predicted = predictions.predict(run, rows, client=client, use_global=use_global)
+        models_text = f"the model in {run}"
+    else:
+        models = TrainedModels.of_snapshot(*newest(run))
+        predicted = predictions.predict(models, rows, client=_name_or_number(client, models), use_global=use_global)
+        models_text = _models_text(predicted.clients, models)
     file = predicted.save(out)
 
     if as_json:
@@ -42,10 +48,10 @@ def predict(run: Path, rows: Path, client: str | None, use_global: bool, out: Pa
         return
 
     count = counted(predicted.table.num_rows, "row")
-    lines = [f"{count} of {rows.name}, predicted by {_models_text(predicted.clients, models)}."]
+    lines = [f"{count} of {rows.name}, predicted by {models_text}."]
     lines.append(f"{predicted.target}: {_values_text(predicted.table[predictions.PREDICTED].to_numpy())}.")
     if predicted.metrics:
-        units = {name: Unit(models.measures.metrics[name]) for name in predicted.metrics}
+        units = {name: Unit(METRICS.get(name)()) for name in predicted.metrics}
         scores = [
             f"{unit.phrase} {unit.text(unit.of([predicted.metrics[name]])[0])}{unit.sign}"
             for name, unit in units.items()
