@@ -23,7 +23,7 @@ from raypfl.engine.state.client_states import all_digests
 from raypfl.storage import checkpoints, filesystems
 from raypfl.storage.checkpoints import Snapshot, state_files
 from raypfl.storage.stacks import Fetch, Stack, merged
-from raypfl.storage.states import StateFile, StateTable
+from raypfl.storage.states import StateFile, StateShard, StateTable
 from tests.federation.test_cohort import Probe
 from tests.support.federation import Federation
 
@@ -444,3 +444,17 @@ def test_a_client_that_deletes_all_that_it_has_just_stored_keeps_nothing():
     fed.states.commit()
     assert all_digests(fed.states, fed.runner.backend) == {}
     assert fed.states.refs(0) == ()
+
+
+def test_clients_of_one_file_are_read_at_once_and_own_what_they_get(tmp_path: Path, monkeypatch) -> None:
+    rows = np.arange(6.0).reshape(3, 2)
+    file = checkpoints.write_shards(str(tmp_path), [StateShard(np.arange(3), {"w": rows})])
+    stored = checkpoints.StoredStates(str(tmp_path), (file,))
+    reads = []
+    read = state_files.read_bytes
+    monkeypatch.setattr(state_files, "read_bytes", lambda *place: reads.append(place) or read(*place))
+
+    for client in range(3):
+        stored.state_of(client)["w"][:] = -1
+        assert stored.state_of(client)["w"].tolist() == rows[client].tolist()
+    assert len(reads) == 2  # to find the clients of all files, and then their states

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -45,15 +45,18 @@ class StoredStates:
             yield from self._shards(file)
 
     def state_of(self, client: int) -> dict[str, np.ndarray]:
-        """Return what one client keeps, by name; empty if it keeps nothing. Only the first call reads all files."""
+        """Return what one client keeps, by name; empty if it keeps nothing.
+
+        Only the first call reads all files. The last file that was read stays in memory, for others of its clients.
+        """
         shards = []
         for file in self._files_of_client.get(client, ()):
-            shards += [shard for shard in self._shards(file) if client in shard.clients]
+            shards += [shard for shard in self._shards_once(file) if client in shard.clients]
 
         state: dict[str, np.ndarray] = {}
         for shard in sorted(shards, key=lambda shard: shard.number):
             row = int((shard.clients == client).argmax())
-            part = {name: rows[row] for name, rows in shard.tensors.items()}
+            part = {name: rows[row].copy() for name, rows in shard.tensors.items()}
             state = part if shard.complete else state | part
         return state
 
@@ -94,6 +97,10 @@ class StoredStates:
             for client in clients:
                 files_of_client.setdefault(client, []).append(file)
         return files_of_client
+
+    @cached_property
+    def _shards_once(self) -> Callable[[StateFile], list[StateShard]]:
+        return lru_cache(maxsize=1)(self._shards)
 
     def _shards(self, file: StateFile) -> list[StateShard]:
         files, root = self._place
