@@ -294,7 +294,7 @@ def test_a_description_keeps_names_options_and_their_order():
     [
         ("[corp]", r"no augmentation called 'corp'; did you mean 'crop'"),
         ("crop", r"data.augmentation is 'crop'; it must be a list"),
-        ("[{padding: 3}]", r"data.augmentation is \{'padding': 3\}; it must be a name, or options"),
+        ("[{padding: 3}]", r"data.augmentation has options \(padding\), but no name; add one of these"),
         ("[{name: crop, pading: 3}]", r"pading is not an option of crop; did you mean 'data.augmentation.padding'"),
         ("[{name: crop, fill: white}]", r"data.augmentation.fill.*'black' or 'mean'"),
         ("[{name: crop, padding: 0}]", r"padding is 0, but must be at least 1"),

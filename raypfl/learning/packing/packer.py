@@ -21,7 +21,7 @@ from raypfl.learning.loss import LocalLoss
 from raypfl.learning.optimizers import Update
 from raypfl.learning.packing.alike import Likeness
 from raypfl.learning.packing.numbers import fixed_numbers
-from raypfl.learning.packing.rounding import Call, Calls, rounds_alike
+from raypfl.learning.packing.rounding import Calls, OperationCall, rounds_alike
 from raypfl.learning.packing.trainings import GroupTraining, different_numbers, joined
 from raypfl.learning.sample_order import SampleOrder
 from raypfl.learning.vectorised import Vectorised
@@ -272,7 +272,7 @@ def tried(trainings: Sequence[tuple[Vectorised, GroupTraining]]) -> tuple[bool, 
     return True, operations_alone and is_kept(1)
 
 
-def _calls_of_step(training: GroupTraining, executor: Vectorised, by_row: Set[str]) -> list[Call]:
+def _calls_of_step(training: GroupTraining, executor: Vectorised, by_row: Set[str]) -> list[OperationCall]:
     """Return the operations of a training's first step, in which these numbers have rows."""
     step = training.shortened(1)
     step = step.with_rows(step.rows_of(by_row))

@@ -39,7 +39,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Call:
+class OperationCall:
     """A call of an operation, with a `Shape` in place of each tensor.
 
     Attributes
@@ -59,7 +59,7 @@ class Calls(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: dict[str, Call] = {}
+        self.calls: dict[str, OperationCall] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -75,12 +75,12 @@ class Calls(TorchDispatchMode):
             outlines = (_outline(list(args)), _outline(options))
         result = func(*args, **options)
         if outlines and isinstance(result, Tensor) and result.is_floating_point():
-            call = Call(func, *outlines, result.numel(), result.dtype)
+            call = OperationCall(func, *outlines, result.numel(), result.dtype)
             self.calls.setdefault(repr(call), call)
         return result
 
 
-def rounds_alike(calls: Iterable[Call], rows: int, dtype: torch.dtype) -> tuple[bool, bool]:
+def rounds_alike(calls: Iterable[OperationCall], rows: int, dtype: torch.dtype) -> tuple[bool, bool]:
     """Return whether operations round a client's numbers alike among many and few clients; and alone, too.
 
     Parameters
@@ -113,7 +113,7 @@ def _outline(value: Any) -> Any:
     return value
 
 
-def _is_same_everywhere(call: Call) -> bool:
+def _is_same_everywhere(call: OperationCall) -> bool:
     """Whether an operation on each number by itself gives the same bits wherever the number is in a tensor.
 
     Of numbers that are not one after the other, kernels take each as they take the last ones of a tensor.
