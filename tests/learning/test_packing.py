@@ -16,7 +16,7 @@ from raypfl.learning.augmentation import AUGMENTATIONS
 from raypfl.learning.loss import LocalLoss
 from raypfl.learning.packing.alike import Likeness
 from raypfl.learning.packing.packer import Packed, Packer, tried
-from raypfl.learning.packing.rounding import Call, Shape, rounds_alike
+from raypfl.learning.packing.rounding import OperationCall, Shape, rounds_alike
 from raypfl.learning.packing.trainings import GroupTraining, joined
 from raypfl.learning.vectorised import Vectorised
 from raypfl.models.row_number import RowNumber
@@ -237,5 +237,7 @@ def test_a_client_is_left_alone_if_a_product_of_its_vectors_is_added_up_in_anoth
     a, b = torch.randn(2, 1000, length, generator=torch.Generator().manual_seed(0))
     whole = torch.bmm(a[:, None], b[:, :, None])
     alone = [torch.bmm(a[k : k + 1, None], b[k : k + 1, :, None]) for k in range(len(a))]
-    call = Call(torch.ops.aten.bmm.default, [Shape.of(a[:, None]), Shape.of(b[:, :, None])], {}, len(a), a.dtype)
+    call = OperationCall(
+        torch.ops.aten.bmm.default, [Shape.of(a[:, None]), Shape.of(b[:, :, None])], {}, len(a), a.dtype
+    )
     assert rounds_alike([call], len(a), a.dtype) == (True, torch.equal(whole, torch.cat(alone)))
