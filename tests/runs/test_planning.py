@@ -166,10 +166,18 @@ def test_the_command_plans_the_methods_that_it_is_given_and_asynchronous_rounds(
         assert sum(staleness["histogram"]) == 40 and len(staleness["histogram"]) == staleness["max"] + 1
 
 
-def test_a_plan_of_a_run_that_would_be_refused_is_refused(tmp_path):
-    settings = {"devices__hardware": "lognormal", "asynchronous__buffer": 2, "method": "mime"}
-    with pytest.raises(ConfigError, match=r"leave asynchronous\.buffer out"):
-        plan(experiment(tmp_path, **settings), quietly)
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"asynchronous__buffer": 2, "method": "mime"}, r"leave asynchronous\.buffer out"),
+        ({"objective": "regression"}, r"objective is 'regression', which is for numbers"),
+        ({"model__pretrain": "public"}, r"There is no pool called 'public'"),
+        ({"privacy__noise": 1.0, "privacy__unit": "client"}, r"set method\.weighting=uniform"),
+    ],
+)
+def test_a_plan_of_a_run_that_would_be_refused_is_refused(tmp_path, settings, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        plan(experiment(tmp_path, devices__hardware="lognormal", **settings), quietly)
 
 
 def test_a_plan_without_devices_is_refused(tmp_path):

@@ -15,9 +15,11 @@ from raypfl.engine.prepared import Prepared
 from raypfl.experiment import Experiment
 from raypfl.federation.asynchronous.schedule import Schedule
 from raypfl.federation.cohort_draw import draw_cohort
+from raypfl.runs.checks.hooks import refuse_mistaken_hooks
 from raypfl.runs.choices.together import refuse_unmet
 from raypfl.runs.choices.turn import turn_of
 from raypfl.runs.planning.turns import DRAWN_ROUNDS, PlannedTurn, paces_of, turns_of_round, turns_of_schedule
+from raypfl.runs.preparing import refuse_unfit
 
 DAY = 86400.0
 PERCENTILES = (50, 95)
@@ -92,7 +94,7 @@ def plan(experiment: Experiment, emit: Listener, num_clients: int | None = None)
 
     Raises
     ------
-    ConfigError : if no hardware is set, or a run would be refused.
+    ConfigError : if no hardware is set, or a run would be refused, except for a GPU or weights that are not here.
     """
     if experiment.devices.hardware is None:
         raise ConfigError(
@@ -106,6 +108,8 @@ def plan(experiment: Experiment, emit: Listener, num_clients: int | None = None)
     emit(Progress("preparing data"))
     data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
     prepared = Prepared(experiment, data)
+    refuse_mistaken_hooks(experiment.method)
+    refuse_unfit(prepared)
     emit(Progress("rehearsing a round"))
     turn = turn_of(prepared)
     assert turn is not None
