@@ -97,6 +97,8 @@ def _dropout(
 ) -> Tensor:
     if not training or p == 0.0:
         return x
+    if p == 1.0:
+        return x * 0.0
 
     z = _hashes(key(), x)
     # The sign bit is flipped, since int64 compares as signed and the hashes are unsigned.

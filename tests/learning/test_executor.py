@@ -535,3 +535,11 @@ def test_training_leaves_the_shared_network_as_it_found_it(ends, executor):
 
     trained = clients.sgd(clients.loss, clients.initial)
     assert_close(trained, bare_loop(fed, clients.initial.expand(4, -1))[0])
+
+
+def test_dropout_of_everything_leaves_zeros_as_torchs_does():
+    x = torch.tensor([1.0, -2.0], requires_grad=True)
+    with RowWise(None, torch.tensor(0)):
+        dropped = torch.nn.functional.dropout(x, 1.0)
+    assert torch.equal(dropped, torch.zeros(2))
+    assert torch.equal(torch.autograd.grad(dropped.sum(), x)[0], torch.zeros(2))
