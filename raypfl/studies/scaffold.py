@@ -53,15 +53,20 @@ def scaffold(file: Path, assignments: Sequence[str]) -> int:
     if not isinstance(methods, list) or not methods:
         raise ConfigError("A new study needs its methods, as in: raypfl study new mine.yaml methods=[fedavg,ditto]")
 
+    labels = [_label(method) for method in methods]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise ConfigError(f"methods has {label} twice, and each is a row of the table; keep one of them.")
+
     study = {
         "seeds": values.pop("seeds", SEEDS),
         "experiment": values,
-        "methods": {_label(method): method for method in methods},
+        "methods": dict(zip(labels, methods, strict=True)),
         "metrics": _METRICS,
     }
     if search is not None:
         study["search"] = search
-    write(file, f"# {', '.join(map(_label, methods))}.\n{as_yaml(study)}{_COLUMNS}")
+    write(file, f"# {', '.join(labels)}.\n{as_yaml(study)}{_COLUMNS}")
     try:
         described, _ = load(str(file))
         return len(plan(described))

@@ -511,6 +511,8 @@ def test_a_new_study_is_written_checked_and_never_over_another_file(tiny: Path):
 
     with pytest.raises(ConfigError, match=r"mine\.yaml exists"):
         scaffold(Path("mine.yaml"), words)
+    with pytest.raises(ConfigError, match="methods has fedavg twice, and each is a row"):
+        scaffold(Path("other.yaml"), ["methods=[fedavg,ditto,fedavg]"])
     with pytest.raises(ConfigError, match="needs its methods"):
         scaffold(Path("other.yaml"), ["rounds=3"])
     with pytest.raises(ConfigError, match="did you mean 'partition'"):

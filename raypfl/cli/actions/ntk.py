@@ -16,6 +16,7 @@ from raypfl.analysis.flntk import DIAGNOSIS, FLNTK, REPORT, observed_errors
 from raypfl.analysis.ntk import NTK
 from raypfl.cli.actions.run import run_experiments
 from raypfl.common.errors import ConfigError
+from raypfl.common.json_text import json_text
 from raypfl.experiment import Experiment, experiments
 from raypfl.experiment.recipes import settings_of
 from raypfl.results.display import outcome
@@ -79,7 +80,7 @@ def _show(source: str, changes: Sequence[str], as_json: bool) -> None:
             lines_by_run.append(_checkpoint_lines(rows))
 
     if as_json:
-        print(json.dumps(findings, indent=2))
+        print(json_text(findings))
     else:
         outcome.show_findings(Console(), results, lines_by_run)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import sys
@@ -14,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from raypfl.common.errors import ConfigError
+from raypfl.common.json_text import json_text
 from raypfl.common.optional_packages import not_installed
 from raypfl.common.stopping import signals_interrupt
 from raypfl.methods import METHODS
@@ -38,7 +38,7 @@ def personalize(run: Path, data: Path, out: Path, held_out: float, as_json: bool
     total = time.perf_counter() - start
 
     if as_json:
-        print(json.dumps({**model.facts, "total_seconds": total, "file": str(file)}, indent=2))
+        print(json_text({**model.facts, "total_seconds": total, "file": str(file)}))
         return
     name = METHODS.name_of(type(models.experiment.method))
     lines = [

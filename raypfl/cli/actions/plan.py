@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 
+from raypfl.common.json_text import json_text
 from raypfl.engine.events import Event, Progress
 from raypfl.experiment import Experiment
 from raypfl.results.display import plan as display
@@ -48,6 +48,6 @@ def carry_out(
         print(f"Picture: {file}")
 
     if as_json and len(numbers) > 1:
-        print(json.dumps(numbers, indent=2))
+        print(json_text(numbers))
     elif as_json:
-        print(json.dumps(*numbers.values(), indent=2))
+        print(json_text(*numbers.values()))
