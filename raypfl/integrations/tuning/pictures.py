@@ -11,6 +11,7 @@ import matplotlib
 import numpy as np
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
+from matplotlib.patheffects import withStroke
 
 from raypfl.experiment.spaces import Space, values_by_column
 from raypfl.results.drawing.canvas import png
@@ -52,11 +53,11 @@ def draw_configurations(
             line = [heights[i] for heights, _ in columns]
             axes.plot(range(len(columns)), line, color=colours(norm(values[i])), linewidth=1.4, alpha=0.8)
 
-        box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.9, "pad": 1}
+        style: dict[str, Any] = {"fontsize": 8, "path_effects": [withStroke(linewidth=2.5, foreground="white")]}
         for x, (_, ticks) in enumerate(columns):
             axes.axvline(x, color="#999999", linewidth=1)
             for height, text in ticks:
-                axes.annotate(text, (x, height), (4, 0), textcoords="offset points", va="center", fontsize=8, bbox=box)
+                axes.annotate(text, (x, height), (4, 0), textcoords="offset points", va="center", **style)
 
         axes.set_xticks(range(len(columns)), [*keys, label])
         axes.set_yticks([])
@@ -151,7 +152,7 @@ def draw_importances(shares: dict[str, float], trials: int, metric: str, path: P
         names = list(shares)[::-1]
         bars = axes.barh(names, [100 * shares[name] for name in names], color="#4C72B0")
         axes.bar_label(bars, fmt="%.0f %%", padding=3, fontsize=9)
-        axes.set_xlim(0, 112)
-        axes.set_xlabel(f"share of the variance of {metric} over the search space (%)")
+        axes.set(xlim=(0, 100), xlabel=f"share of the variance of {metric} over the search space (%)")
+        axes.grid(False, axis="y")
         rough = ", a rough estimate" if trials < ENOUGH else ""
         axes.set_title(f"How much each setting matters ({trials} trials{rough})")
