@@ -37,6 +37,8 @@ class AnalysedRound(Log):
         round, both are the initial one.
     task, method, training : the run's task, method and training settings.
     cohort_size : the number of clients drawn for a round.
+    departures : settings in force by which clients do, or the server gets, something else than the method says, such as
+        ``attack``.
     folder : the analysis's folder in the run's folder. Write files that later rounds need here, named by round.
     """
 
@@ -57,6 +59,7 @@ class AnalysedRound(Log):
         self.method = run.method
         self.training = run.training
         self.cohort_size = run.cohort_size
+        self.departures = run.departures
         self.folder = folder
         self._run = run
 
@@ -79,7 +82,7 @@ class AnalysedRun:
 
     Attributes
     ----------
-    task, method, training, cohort_size : as in :class:`AnalysedRound`.
+    task, method, training, cohort_size, departures : as in :class:`AnalysedRound`.
     samples : a function that returns all training samples of a client.
     pools : the server's view of the pools.
     """
@@ -88,6 +91,7 @@ class AnalysedRun:
     method: Method
     training: TrainingSettings
     cohort_size: int
+    departures: tuple[str, ...]
     samples: Callable[[int], Batch]
     pools: Pools
 

@@ -328,6 +328,7 @@ def _refuse(view: AnalysedRound) -> None:
         ),
         "data.unseen_fraction: 0": not len(task.unseen),
         "cohort.fraction: 1, so that all clients take part": view.cohort_size == task.num_trained,
+        f"no {' and no '.join(view.departures)}": not view.departures,
     }
 
     missing = [name for name, met in needed.items() if not met]

@@ -190,6 +190,8 @@ def test_a_run_that_is_resumed_with_more_rounds_is_predicted_to_its_new_end(tmp_
         ({"training__batch_size": 3}, "batch_size: 6 or more"),
         ({"training__momentum": 0.9}, "without momentum"),
         ({"cohort__size": 2}, "all clients take part"),
+        ({"attack": "sign_flip"}, "no attack"),
+        ({"devices__hardware": "lognormal", "devices__partial_work": 0.5}, "no devices.partial_work"),
     ],
 )
 def test_settings_outside_the_theory_are_refused_with_those_that_it_needs(tmp_path, changes, needed):

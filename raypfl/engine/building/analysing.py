@@ -14,6 +14,7 @@ from raypfl.analysis.base import AnalysedRun, analysis_folder, save_observations
 from raypfl.common.errors import MethodError, RaypflError
 from raypfl.common.user_code import where_defined, with_location
 from raypfl.engine.prepared import Prepared
+from raypfl.experiment import Experiment
 from raypfl.federation.cohort import Cohort, round_record
 from raypfl.federation.cohort_draw import cohort_size
 from raypfl.federation.logged import Logged
@@ -40,6 +41,7 @@ class Analyses:
             method=experiment.method,
             training=experiment.training,
             cohort_size=cohort_size(experiment.cohort, prepared.num_trained),
+            departures=_departures(experiment),
             samples=prepared.training_samples,
             pools=prepared.server_pools,
         )
@@ -108,3 +110,17 @@ class Analyses:
             # The fields of Logged, all dicts: numbers, tables and images.
             for added, total in zip(vars(view.logged).values(), vars(logged).values(), strict=True):
                 total.update(added)
+
+
+def _departures(experiment: Experiment) -> tuple[str, ...]:
+    in_force = {
+        "attack": experiment.attack is not None,
+        "aggregation": experiment.aggregation is not None,
+        "compression": experiment.compression is not None,
+        "privacy.noise": experiment.privacy.noise is not None,
+        "asynchronous.buffer": experiment.asynchronous.buffer is not None,
+        "devices.partial_work": experiment.devices.partial_work > 0,
+        "cohort.late": experiment.cohort.late == "partial",
+        "data.augmentation": bool(experiment.data.augmentation),
+    }
+    return tuple(setting for setting, is_in_force in in_force.items() if is_in_force)
