@@ -68,7 +68,8 @@ class NewRows:
     @classmethod
     def _of_file(cls, file: Path) -> NewRows:
         if not file.is_file():
-            raise ConfigError(f"There is no file {file}; name the CSV or Parquet file with the rows to predict.")
+            problem = f"{file} is a folder" if file.is_dir() else f"There is no file {file}"
+            raise ConfigError(f"{problem}; name the CSV or Parquet file with the rows to predict.")
         if file.suffix not in TABLE_ENDINGS:
             raise ConfigError(f"{file} is not a table: its name must end in .csv or .parquet.")
 

@@ -395,7 +395,7 @@ def test_a_bad_row_is_named(tmp_path, opened, images, labels, sentence):
         opened("parquet")
 
 
-def test_a_missing_column_is_refused_with_the_nearest_name(tmp_path, opened):
+def test_a_missing_column_is_refused_with_the_columns_that_there_are(tmp_path, opened):
     write_table(tmp_path / "data/train.parquet", GOOD, [0, 1, 0])
     with pytest.raises(
         ConfigError,
@@ -413,7 +413,7 @@ def test_a_column_that_holds_no_images_is_refused(tmp_path, opened):
 def test_a_folder_that_is_missing_or_empty_is_refused_with_a_sentence(tmp_path, opened):
     with pytest.raises(ConfigError, match=r"data\.root is missing"):
         load_federated(DataConfig(name="parquet"), SMALL, seed=0, cache=tmp_path)
-    with pytest.raises(ConfigError, match="there is no such folder"):
+    with pytest.raises(ConfigError, match="which does not exist"):
         opened("parquet")
     (tmp_path / "data").mkdir()
     with pytest.raises(DataError, match=r"no \*\.parquet in the folder"):

@@ -152,7 +152,7 @@ class DataSource:
         if root.is_file():
             raise ConfigError(f"data.root is {self.root!r}, which is a file; name the folder that it is in.")
         if not root.is_dir():
-            raise ConfigError(f"data.root is {self.root!r}, but there is no such folder; it should hold {content}.")
+            raise ConfigError(f"data.root is {self.root!r}, which does not exist; it should hold {content}.")
         return root
 
 
