@@ -13,6 +13,7 @@ from raypfl.experiment import Experiment
 from raypfl.integrations.tuning.result import SweepResult
 from raypfl.integrations.tuning.sweep import load
 from raypfl.integrations.tuning.trial import Trial
+from raypfl.results.display.fitting import fit_table
 from raypfl.studies.description import PublishedNumber
 from raypfl.studies.table import formats, layout
 from raypfl.studies.table.entries import TableEntry
@@ -90,3 +91,9 @@ def test_a_studys_numbers_are_whole_at_any_width(width: int):
     assert numbers == [f"{10 * m + k}.00±12.35" for m, k in product((1, 2), range(4))]
     assert {"Per-FedAvg", "published", "CIFAR-10,", "n=100", "(+9.25)"} <= {*words}
     assert (len(parts) == 1) == (width >= 76)
+
+
+def test_an_interval_stays_whole_and_names_fold_in_its_place():
+    columns = {"method": ["fedavg attack=sign_flip"], "interval": ["-14.0 to -4.3"], "draws": ["0%"]}
+    fitting, left_out = fit_table(36, columns, ["draws"], whole=["interval"])
+    assert left_out == ["draws"] and any("-14.0 to -4.3" in line for line in printed(fitting, 36))

@@ -117,4 +117,4 @@ def difference_table(rows: Sequence[Difference], width: int) -> tuple[Table, lis
         "against": [row.baseline for row in rows],
         **dict(zip(HEADINGS, cells, strict=True)),
     }
-    return fit_table(width, columns, dispensable=HEADINGS[:1:-1], right=HEADINGS)
+    return fit_table(width, columns, dispensable=HEADINGS[:1:-1], right=HEADINGS, whole=HEADINGS)

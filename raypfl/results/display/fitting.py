@@ -27,7 +27,11 @@ def width_of(console: Console, table: Table) -> int:
 
 
 def fit_table(
-    width: int, columns: Mapping[str, Sequence[str]], dispensable: Sequence[str] = (), right: Sequence[str] = ()
+    width: int,
+    columns: Mapping[str, Sequence[str]],
+    dispensable: Sequence[str] = (),
+    right: Sequence[str] = (),
+    whole: Sequence[str] = (),
 ) -> tuple[Table, list[str]]:
     """Return a table at most `width` wide, if its columns can be made so narrow, and the headings left out.
 
@@ -36,12 +40,15 @@ def fit_table(
     columns : cells by heading.
     dispensable : headings that may be left out, in this order.
     right : headings of columns that are aligned on the right.
+    whole : headings of columns whose cells are not folded, such as intervals.
     """
     for count in range(len(dispensable) + 1):
         left_out = dispensable[:count]
         shown = {heading: cells for heading, cells in columns.items() if heading not in left_out}
         widths = {heading: _longest([*heading.splitlines(), *cells]) for heading, cells in shown.items()}
-        spare = {heading: widths[heading] - _narrowest(heading, cells) for heading, cells in shown.items()}
+        spare = {}
+        for heading, cells in shown.items():
+            spare[heading] = 0 if heading in whole else widths[heading] - _narrowest(heading, cells)
         excess = sum(widths.values()) + 2 * len(widths) - width
         if excess <= sum(spare.values()):
             break
