@@ -16,7 +16,7 @@ from raypfl.learning.augmentation import AUGMENTATIONS
 from raypfl.learning.loss import LocalLoss
 from raypfl.learning.packing.alike import Likeness
 from raypfl.learning.packing.packer import Packed, Packer, tried
-from raypfl.learning.packing.rounding import OperationCall, Shape, rounds_alike
+from raypfl.learning.packing.rounding import Calls, OperationCall, Shape, rounds_alike
 from raypfl.learning.packing.trainings import GroupTraining, joined
 from raypfl.learning.vectorised import Vectorised
 from raypfl.models.row_number import RowNumber
@@ -241,3 +241,19 @@ def test_a_client_is_left_alone_if_a_product_of_its_vectors_is_added_up_in_anoth
         torch.ops.aten.bmm.default, [Shape.of(a[:, None]), Shape.of(b[:, :, None])], {}, len(a), a.dtype
     )
     assert rounds_alike([call], len(a), a.dtype) == (True, torch.equal(whole, torch.cat(alone)))
+
+
+@pytest.mark.parametrize("size", [4, 3])
+def test_a_client_is_left_alone_if_its_convolutions_are_added_up_in_another_order(size):
+    rows, generator = 6, torch.Generator().manual_seed(0)
+    x = torch.randn(10, rows, 8, 8, generator=generator)
+    weight = torch.randn(12 * rows, 1, size, size, generator=generator)
+    bias = torch.randn(12 * rows, generator=generator)
+    options = [[1, 1], [0, 0], [1, 1], False, [0, 0]]
+
+    with Calls() as noted:
+        whole = torch.ops.aten.convolution(x, weight, bias, *options, rows)
+    alone = [torch.ops.aten.convolution(x[:, :1].contiguous(), weight[:12], bias[:12], *options, 1)]
+    among_few, single = rounds_alike(noted.calls.values(), rows, x.dtype)
+    assert len(noted.calls) == 1 and (not single or torch.equal(whole[:, :12], alone[0]))
+    assert among_few or not single

@@ -1,13 +1,14 @@
 """Whether the operations of a step round a client's numbers alike among many clients, among few, and alone.
 
 The results of a few steps do not always show it. Kernels take a sigmoid of the last numbers of a tensor by another
-formula than of the others: one of some thousands has other bits. And a product of a single pair of matrices may be
-added up in another order, which a step hides whose other terms are larger. So each operation is tried on many numbers.
+formula than of the others: one of some thousands has other bits. And a single client's product of matrices, or its
+convolution, may be added up in another order, which a step hides whose other terms are larger. So each operation is
+tried on many numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,15 @@ TAIL = 32
 
 FEW = 3
 """With so many clients, and with fewer, a product is compared with that of many."""
+
+aten = torch.ops.aten
+
+CONVOLUTIONS: dict[Any, tuple[tuple[int, ...], int, tuple[int, ...]]] = {
+    aten.convolution.default: ((1, 0, 0), 8, (1,)),
+    aten.convolution_backward.default: ((1, 1, 0), 9, (1, 0, 0)),
+}
+"""Where they have the channels of all clients, a group for each: the axis in the first arguments, tensors; the argument
+with the number of groups; and the axis in the results."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +54,7 @@ class OperationCall:
 
     Attributes
     ----------
-    numbers, dtype : how many numbers its result has, and of which type.
+    numbers, dtype : how many numbers its first result has, and of which type.
     """
 
     function: Any
@@ -68,14 +78,14 @@ class Calls(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
-        is_product = func is torch.ops.aten.bmm.default
         outlines = None
-        if is_product or torch.Tag.pointwise in func.tags:
+        if func is aten.bmm.default or func in CONVOLUTIONS or torch.Tag.pointwise in func.tags:
             # Before the call, which may return one of them.
             outlines = (_outline(list(args)), _outline(options))
         result = func(*args, **options)
-        if outlines and isinstance(result, Tensor) and result.is_floating_point():
-            call = OperationCall(func, *outlines, result.numel(), result.dtype)
+        first = next((value for value in _values(result) if isinstance(value, Tensor)), None)
+        if outlines and first is not None and first.is_floating_point():
+            call = OperationCall(func, *outlines, first.numel(), first.dtype)
             self.calls.setdefault(repr(call), call)
         return result
 
@@ -93,14 +103,19 @@ def rounds_alike(calls: Iterable[OperationCall], rows: int, dtype: torch.dtype) 
     for call in calls:
         if torch.finfo(call.dtype).eps < torch.finfo(dtype).eps:
             continue
-        if call.function is torch.ops.aten.bmm.default:
-            among_few, alone = _product_rounds_alike(*call.arguments)
+        if call.function is aten.bmm.default or call.function in CONVOLUTIONS:
+            is_product = call.function is aten.bmm.default
+            among_few, alone = _products(*call.arguments) if is_product else _convolutions(call, rows)
             if not among_few:
                 return False, False
             single_too &= alone
         elif call.numbers % (rows * TAIL) and not _is_same_everywhere(call):
             return False, False
     return True, single_too
+
+
+def _values(result: Any) -> Sequence[Any]:
+    return result if isinstance(result, (list, tuple)) else [result]
 
 
 def _outline(value: Any) -> Any:
@@ -143,7 +158,7 @@ def _is_same_everywhere(call: OperationCall) -> bool:
     return torch.equal(together.nan_to_num(), apart.nan_to_num())
 
 
-def _product_rounds_alike(left: Shape, right: Shape) -> tuple[bool, bool]:
+def _products(left: Shape, right: Shape) -> tuple[bool, bool]:
     """Whether products of pairs of matrices have the same bits among few pairs and among many; and alone, too."""
     pairs = max(left.sizes[0], 2 * FEW)
     generator = torch.Generator().manual_seed(0)
@@ -166,3 +181,39 @@ def _product_rounds_alike(left: Shape, right: Shape) -> tuple[bool, bool]:
             for count in same:
                 same[count] &= torch.equal(torch.bmm(a[:count], b[:count]), whole[:count])
     return same[FEW - 1] and same[FEW], same[1]
+
+
+def _convolutions(call: OperationCall, rows: int) -> tuple[bool, bool]:
+    """Whether convolutions of clients in groups have the same bits among few clients and among many; and alone, too."""
+    axes, groups_at, result_axes = CONVOLUTIONS[call.function]
+    arguments = call.arguments
+    if arguments[groups_at] % rows:  # the clients' samples have the same weights
+        return True, True
+    generator = torch.Generator().manual_seed(0)
+
+    def of_first(count: int, tensors: Sequence[Tensor | None]) -> list[Any]:
+        parts: list[Any] = [_part(tensor, axis, rows, count) for tensor, axis in zip(tensors, axes, strict=True)]
+        parts += arguments[len(axes) :]
+        parts[groups_at] = arguments[groups_at] // rows * count
+        if call.function is aten.convolution_backward.default and parts[3]:
+            parts[3] = [parts[3][0] // rows * count]
+        return parts
+
+    same = dict.fromkeys(range(1, min(FEW, rows) + 1), True)
+    with torch.no_grad():
+        for _ in range(max(1, NUMBERS // max(call.numbers, 1))):
+            tensors = []
+            for value in arguments[: len(axes)]:
+                is_tensor = isinstance(value, Shape)
+                tensors.append(torch.randn(value.sizes, generator=generator, dtype=value.dtype) if is_tensor else None)
+            whole = _values(call.function(*of_first(rows, tensors)))
+            for count in same:
+                few = _values(call.function(*of_first(count, tensors)))
+                for value, all_values, axis in zip(few, whole, result_axes, strict=True):
+                    same[count] &= value is None or torch.equal(value, _part(all_values, axis, rows, count))
+    return all(same[count] for count in same if count > 1), same[1]
+
+
+def _part(tensor: Tensor | None, axis: int, rows: int, count: int) -> Any:
+    """Return what the first `count` of the clients along an axis have; None of None."""
+    return None if tensor is None else tensor.narrow(axis, 0, tensor.shape[axis] // rows * count).contiguous()
