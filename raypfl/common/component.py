@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, ClassVar, dataclass_transform
 
 from raypfl.common.errors import ConfigError
 from raypfl.common.limits import limit_violations
+from raypfl.common.user_code import other_arguments
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -25,10 +28,24 @@ class Component:
         dataclass(frozen=True, kw_only=True)(cls)
 
     def __post_init__(self) -> None:
-        """Raise a ConfigError for an option that is outside of the limit that its type declares."""
-        violations = limit_violations(self)
-        if violations:
-            raise ConfigError(" ".join(f"{self.section}{violation}." for violation in violations))
+        """Raise a ConfigError for an option outside of its type's limit, or a function that takes other arguments."""
+        mistakes = [f"{self.section}{violation}." for violation in limit_violations(self)]
+        mistakes += _mistaken_functions(self)
+        if mistakes:
+            raise ConfigError(" ".join(mistakes))
+
+
+def _mistaken_functions(component: Component) -> list[str]:
+    """Return a sentence for each function of a component that takes other arguments than its base class says."""
+    mistakes = []
+    for owner in type(component).__mro__:
+        for name, function in vars(owner).items():
+            if isinstance(function, FunctionType) and getattr(function, "__isabstractmethod__", False):
+                names = list(inspect.signature(function).parameters)[1:]
+                mistake = other_arguments(getattr(component, name), names)
+                if mistake is not None:
+                    mistakes.append(mistake)
+    return mistakes
 
 
 def abstract_functions(entry: Any) -> str:

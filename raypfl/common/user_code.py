@@ -8,7 +8,7 @@ import linecache
 import os
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FrameType
@@ -30,6 +30,22 @@ def where_defined(function: Callable[..., Any]) -> str:
         return name
     # Not a Path: this describes the function of every exchange.
     return f"{name} ({os.path.basename(code.co_filename)}, line {code.co_firstlineno})"
+
+
+def other_arguments(function: Callable[..., Any], names: Sequence[str]) -> str | None:
+    """Say that a function takes other arguments than it is called with; None: it does not."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # not written in Python
+        return None
+    try:
+        signature.bind(*names)
+    except TypeError:
+        return (
+            f"{where_defined(function)} is called with ({', '.join(names)}), but takes "
+            f"({', '.join(signature.parameters)}); write {function.__name__}({', '.join(['self', *names])})."
+        )
+    return None
 
 
 def source_digest(component: Any) -> str:

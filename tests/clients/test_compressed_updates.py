@@ -131,6 +131,15 @@ def test_a_compressor_of_a_users_own_is_told_what_it_must_return():
         federation(FedAvg(), compressor=Short()).run_rounds(None)
 
 
+def test_a_compressor_that_takes_other_arguments_is_refused_before_the_run(tmp_path):
+    class Forgetful(Half):
+        def encode(self, update):
+            return b""
+
+    with pytest.raises(ConfigError, match=r"encode .*is called with \(update, generator\), but takes \(update\)"):
+        experiment(tmp_path).replace(compression=Forgetful())
+
+
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("compression", ["{name: top_k, fraction: 0.05}", "qsgd"])
 def test_a_compressed_run_has_the_same_bits_on_actors_and_after_a_stop(tmp_path, compression):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from types import FunctionType
 
 from raypfl.common.errors import ConfigError
-from raypfl.common.user_code import where_defined
+from raypfl.common.user_code import other_arguments, where_defined
 from raypfl.experiment.checks.unread_options import names_reached
 from raypfl.methods import Method
 
@@ -48,24 +48,15 @@ def _refuse_missing(method: Method) -> None:
 
 def _refuse_other_arguments(method: Method, name: str) -> None:
     function = getattr(method, name)
-    definition = _definition(name)
     if not callable(function):
         raise ConfigError(
-            f"{type(method).__name__}.{name} is {function!r}, but must be the function {definition}; call a "
+            f"{type(method).__name__}.{name} is {function!r}, but must be the function {_definition(name)}; call a "
             "hyperparameter by another name."
         )
 
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # not written in Python
-        return
-    try:
-        signature.bind(*HOOKS[name])
-    except TypeError:
-        raise ConfigError(
-            f"{where_defined(function)} is called with ({', '.join(HOOKS[name])}), but takes "
-            f"({', '.join(signature.parameters)}); write {definition}."
-        ) from None
+    mistake = other_arguments(function, HOOKS[name])
+    if mistake is not None:
+        raise ConfigError(mistake)
 
 
 def _refuse_misspelt(method: Method) -> None:
