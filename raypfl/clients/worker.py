@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,6 +24,7 @@ from raypfl.common.global_draws import ON_CLIENTS, refuse_unkeyed
 from raypfl.common.messages import Each, Mean, numbers_charged, per_client, unmarked
 from raypfl.common.transfer import to_device
 from raypfl.common.user_code import where_defined
+from raypfl.common.user_warnings import user_warnings
 from raypfl.learning.privacy import Masks, Spending, clipped_updates
 from raypfl.storage.stacks import Contents, Stack, StackRef
 from raypfl.storage.tree import leaves, unflatten
@@ -174,8 +174,7 @@ class Worker:
             return unflatten(skeleton, tensors)
 
         arguments = self._arguments(call, group, fetch)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", UserWarning)
+        with user_warnings() as texts:
             returned = self._run(call, clients, arguments)
         self._refuse_changed(versions)
 
@@ -196,7 +195,7 @@ class Worker:
         reply = Reply(
             values=values,
             losses=None if clients.losses is None else clients.losses.cpu().numpy(),
-            notes=sorted({str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)}),
+            notes=sorted(texts),
             logged=logged,
             observed=clients.observer.observations if clients.observer else {},
             new_states=new_states,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -14,6 +15,7 @@ import torch
 
 import raypfl
 from raypfl.common.errors import ConfigError
+from raypfl.common.user_warnings import user_warnings
 from raypfl.engine.events import RoundFinished
 from tests.support.runs import ON_RAY, experiment
 
@@ -94,3 +96,21 @@ def test_a_second_thread_may_not_run_on_the_ray_of_this_process_meanwhile(tmp_pa
             may_go_on.set()
         assert run.result().round == 2
     assert not (tmp_path / "second").exists()
+
+
+def test_warnings_of_another_thread_are_not_those_of_the_function():
+    def warn(text: str) -> None:
+        warnings.warn(text, stacklevel=1)
+
+    def in_another_thread(text: str) -> None:
+        thread = threading.Thread(target=warn, args=(text,))
+        thread.start()
+        thread.join()
+
+    with user_warnings() as texts:
+        warn("mine")
+        in_another_thread("an import in the background")
+        with user_warnings() as inner:
+            in_another_thread("another's")
+            warn("mine, too")
+    assert texts == {"mine"} and inner == {"mine, too"}

@@ -232,7 +232,7 @@ def test_a_loss_that_is_not_a_number_names_its_clients_and_the_round(executor):
 @both_executors
 def test_a_client_without_training_samples_is_named_in_a_sentence(executor):
     clients = Federation(sizes=(5, 0, 3), executor=executor).clients()
-    with pytest.raises(RaypflError, match="client 1"):
+    with pytest.raises(RaypflError, match=r"^Client 1 has no samples in its train split"):
         clients.sgd(clients.loss, clients.initial)
 
 

@@ -1,0 +1,34 @@
+"""Collect the warnings of a function that runs while other threads work."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def user_warnings() -> Iterator[set[str]]:
+    """While active, collect the texts of this thread's UserWarnings, which are not shown.
+
+    Python's own record has those of other threads as well: a thread imports MLflow, for example, and the warnings of
+    its packages would seem to be the function's.
+    """
+    thread = threading.get_ident()
+    texts: set[str] = set()
+
+    def collect(message: Warning | str, category: type[Warning], *location: Any, **more: Any) -> None:
+        if threading.get_ident() == thread:
+            if issubclass(category, UserWarning):
+                texts.add(str(message))
+        elif getattr(show_before, "collects", False):
+            show_before(message, category, *location, **more)
+
+    collect.collects = True  # type: ignore[attr-defined]
+    with warnings.catch_warnings():
+        show_before: Any = warnings.showwarning
+        warnings.showwarning = collect
+        warnings.simplefilter("always", UserWarning)
+        yield texts
