@@ -333,17 +333,6 @@ def test_dropout_is_on_in_training_off_in_maps_and_differs_by_client_and_step(ex
     assert_close(clients.map(clients.loss, clients.initial), calm.expand(2))
 
 
-@both_executors
-def test_dropout_of_everything_gives_zeros_and_no_gradient_as_torchs_does(executor):
-    def factory():
-        return nn.Sequential(nn.Flatten(), nn.Dropout(1.0), nn.Linear(32, CLASSES))
-
-    clients = Federation(factory, executor=executor, training=replace(FP64, steps=1)).clients()
-    moved = clients.sgd(clients.loss, clients.initial) - clients.initial
-    weight = clients.model.mask("*.weight")
-    assert moved.isfinite().all() and not moved[:, weight].any() and moved[:, ~weight].any()
-
-
 def test_dropout_keeps_its_share_scales_it_and_draws_every_layer_and_step_afresh():
     ones = torch.ones(100_000)
     masks = []
