@@ -9,7 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+
+_PRODUCTS = (nn.Linear, _ConvNd)
+"""Layers that multiply with a weight."""
 
 VECTORS = 6
 """Model vectors of a client in training: what it receives and trains, gradients, the optimizer's memory, its state."""
@@ -45,10 +48,13 @@ def measured_cost(network: nn.Module, samples: int) -> Iterator[Cost]:
         if not isinstance(output, torch.Tensor):
             return
         cost.outputs += output.numel()
-        if isinstance(layer, (nn.Linear, _ConvNd)):
-            cost.multiplications += layer.weight.numel() * (output.numel() // len(layer.weight))
+        if isinstance(layer, _PRODUCTS):
+            # Each number of one side, whose axis is the weight's first, is multiplied with a row of it.
+            side = inputs[0] if isinstance(layer, _ConvTransposeNd) else output
+            cost.multiplications += layer.weight.numel() * (side.numel() // len(layer.weight))
 
-    layers = [module for module in network.modules() if not list(module.children())]
+    # A layer with an adapter has children, and multiplies by itself, too.
+    layers = [module for module in network.modules() if isinstance(module, _PRODUCTS) or not list(module.children())]
     hooks = [layer.register_forward_hook(count) for layer in layers]
     try:
         yield cost

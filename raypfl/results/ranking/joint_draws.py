@@ -26,17 +26,19 @@ def joint_draws(values: Sequence[np.ndarray], weights: Sequence[np.ndarray], sam
         terms.append((_in_groups(seed_values * seed_weights), _in_groups(seed_weights)))
     total = np.zeros((DRAWS, values[0].shape[1]))
 
-    if same_clients:
-        counts = _drawn_counts(len(terms[0][0]), DRAWS, generator)
-        for seed, (sums, sizes) in enumerate(terms):
-            total += times[:, [seed]] * (counts @ sums) / (counts @ sizes)
-    else:
-        for seed, (sums, sizes) in enumerate(terms):
-            # A seed that is drawn twice gets two draws of its clients.
-            for repeat in range(times[:, seed].max()):
-                has_seed = times[:, seed] > repeat
-                counts = _drawn_counts(len(sums), int(has_seed.sum()), generator)
-                total[has_seed] += (counts @ sums) / (counts @ sizes)
+    # Where a client's loss is infinite, a draw without it has 0 times infinity: NaN, which is the worst, too.
+    with np.errstate(invalid="ignore"):
+        if same_clients:
+            counts = _drawn_counts(len(terms[0][0]), DRAWS, generator)
+            for seed, (sums, sizes) in enumerate(terms):
+                total += times[:, [seed]] * (counts @ sums) / (counts @ sizes)
+        else:
+            for seed, (sums, sizes) in enumerate(terms):
+                # A seed that is drawn twice gets two draws of its clients.
+                for repeat in range(times[:, seed].max()):
+                    has_seed = times[:, seed] > repeat
+                    counts = _drawn_counts(len(sums), int(has_seed.sum()), generator)
+                    total[has_seed] += (counts @ sums) / (counts @ sizes)
     return total / num_seeds
 
 
