@@ -15,6 +15,7 @@ from typing import Any
 
 from benchmarks import searches
 from benchmarks.searches import FEWEST_METHODS
+from raypfl.common.counting import counted
 from raypfl.common.files import write
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -306,8 +307,8 @@ def _cost(runs: Sequence[dict[str, Any]]) -> str:
         return ", made from a table; hashes and CPU time of its runs were not kept"
     seconds = [run["cpu_seconds"] for run in runs]
     if None in seconds:
-        return f", {len(runs)} runs"
-    return f", {len(runs)} runs, {sum(seconds) / 3600:.1f} CPU hours"
+        return f", {counted(len(runs), 'run')}"
+    return f", {counted(len(runs), 'run')}, {sum(seconds) / 3600:.1f} CPU hours"
 
 
 def _number(value: float, spread: float | None) -> str:
