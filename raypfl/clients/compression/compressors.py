@@ -211,29 +211,29 @@ class TopK(Compressor):
 
     def encode(self, update: np.ndarray, generator: np.random.Generator) -> bytes:
         size = len(update)
-        kept = _share(self.fraction, size)
-        places = np.sort(np.argpartition(np.abs(update), size - kept)[size - kept :])
+        num_kept = _share(self.fraction, size)
+        places = np.sort(np.argpartition(np.abs(update), size - num_kept)[size - num_kept :])
         values = update[places].astype(_FLOAT)
-        if self._has_bit_for_each(kept, size):
+        if self._has_bit_for_each(num_kept, size):
             is_kept = np.zeros(size, np.uint8)
             is_kept[places] = 1
             return values.tobytes() + packed(is_kept, 1)
         return values.tobytes() + packed(places, _width(size))
 
     def decode(self, message: bytes, size: int) -> np.ndarray:
-        kept = _share(self.fraction, size)
-        values = np.frombuffer(message, _FLOAT, count=kept)
+        num_kept = _share(self.fraction, size)
+        values = np.frombuffer(message, _FLOAT, count=num_kept)
         rest = message[values.nbytes :]
-        if self._has_bit_for_each(kept, size):
+        if self._has_bit_for_each(num_kept, size):
             places = np.flatnonzero(unpacked(rest, 1, size))
         else:
-            places = unpacked(rest, _width(size), kept)
+            places = unpacked(rest, _width(size), num_kept)
         update = np.zeros(size, np.float32)
         update[places] = values
         return update
 
-    def _has_bit_for_each(self, kept: int, size: int) -> bool:
-        return packed_size(size, 1) <= packed_size(kept, _width(size))
+    def _has_bit_for_each(self, num_kept: int, size: int) -> bool:
+        return packed_size(size, 1) <= packed_size(num_kept, _width(size))
 
 
 @COMPRESSORS.register("random_k")

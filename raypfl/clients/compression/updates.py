@@ -26,12 +26,11 @@ def compressed(
     Compressed are updates: differences of the rows of a mean or of `Each` to the `arguments` of the same names. Other
     messages stay as they are, and so does a row that is not sent whole or that compression would not make shorter.
     """
-    return {
-        name: _compressed(compressor, clients, name, value, arguments[name])
-        if _is_update(value, arguments.get(name))
-        else value
-        for name, value in messages.items()
-    }
+    messages_read = dict(messages)
+    for name, value in messages.items():
+        if _is_update(value, arguments.get(name)):
+            messages_read[name] = _compressed(compressor, clients, name, value, arguments[name])
+    return messages_read
 
 
 def _is_update(value: Any, before: Any) -> bool:
@@ -45,8 +44,8 @@ def _compressed(
     compressor: Compressor, clients: ClientGroup, name: str, value: Mean | Each, before: Tensor
 ) -> Mean | Each:
     rows = unmarked(value.rows).detach()
-    sent = unmarked(before).expand_as(rows)
-    updates = (rows - sent).flatten(1)
+    rows_before = unmarked(before).expand_as(rows)
+    updates = (rows - rows_before).flatten(1)
     size = updates.shape[1]
     num_bytes = numbers_charged(name, value.charged, len(rows), size) * rows.element_size()
 
@@ -72,7 +71,7 @@ def _compressed(
     chosen = torch.from_numpy(is_compressed).to(rows.device)[:, None]
     if compressor.error_feedback:
         clients.state[name_of_errors] = torch.where(chosen, updates - read, errors)
-    arrived = torch.where(chosen, sent.flatten(1) + read, rows.flatten(1)).view_as(rows)
+    arrived = torch.where(chosen, rows_before.flatten(1) + read, rows.flatten(1)).view_as(rows)
     return replace(value, rows=arrived, num_bytes=torch.from_numpy(num_bytes))
 
 

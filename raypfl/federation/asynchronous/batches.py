@@ -107,13 +107,13 @@ class TurnBatch:
 
     def finished(self) -> dict[int, RoundReplies]:
         """Return the replies of each round, once all groups have trained."""
-        sent = self._sums.sent
+        sizes = self._sums.sent
         for full_name, value in self._sums.result().items():
             round, name = round_and_name(full_name)
             replies = self._replies[round]
             values = replies.sums if full_name in self._summed else replies.means
             values[name] = value
-            replies.sent[name] = sent[full_name]
+            replies.sent[name] = sizes[full_name]
 
         for full_name, mean in self._logged.result().items():
             round, name = round_and_name(full_name)
