@@ -55,20 +55,23 @@ def test_rounds_are_those_of_a_loop_in_which_each_client_keeps_what_was_lost(com
     fed = federation(Remembering(), compressor=compressor, group_size=group_size, training=FP64)
     theta = fed.method.start(fed.task)["theta"].numpy().astype(np.float64)
     errors = {client: np.zeros(len(theta)) for client in range(5)}
+
     for cohort in COHORTS:
         server = fed.run_rounds(cohort)
         total = np.zeros(len(theta))
+
         for client in cohort:
-            wanted = fed.state_of(client)["trained"] - theta + errors[client]
+            update = fed.state_of(client)["trained"] - theta + errors[client]
             read = np.zeros(len(theta))
             if isinstance(compressor, TopK):
-                kept = np.argsort(-np.abs(wanted))[: -(-len(theta) // 10)]
-                read[kept] = wanted[kept]
+                largest = np.argsort(-np.abs(update))[: -(-len(theta) // 10)]
+                read[largest] = update[largest]
             else:
-                read = np.abs(wanted).mean() * np.sign(wanted)
+                read = np.abs(update).mean() * np.sign(update)
             if compressor.error_feedback:
-                errors[client] = wanted - read
+                errors[client] = update - read
             total += fed.sizes[client] * (theta + read)
+
         theta = total / sum(fed.sizes[client] for client in cohort)
         # Messages have numbers of 32 bits.
         assert server["theta"].numpy() == pytest.approx(theta, abs=1e-7)

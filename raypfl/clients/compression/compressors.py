@@ -113,9 +113,7 @@ class QSGD(Compressor):
     norm: Literal["max", "l2"] = "max"
 
     def encode(self, update: np.ndarray, generator: np.random.Generator) -> bytes:
-        padded = np.zeros(self._buckets(len(update)) * self.bucket)
-        padded[: len(update)] = update
-        buckets = padded.reshape(-1, self.bucket)
+        buckets = _padded(update, self._buckets(len(update)) * self.bucket).reshape(-1, self.bucket)
         norms = self._norms(buckets).astype(_FLOAT)
 
         highest = self._highest_level
@@ -171,7 +169,7 @@ class Drive(Compressor):
 
     def encode(self, update: np.ndarray, generator: np.random.Generator) -> bytes:
         key = generator.integers(2**64, dtype=_KEY)
-        rotated = _hadamard(self._padded(update) * self._flips(key, len(update)))
+        rotated = _hadamard(_padded(update, _next_power(len(update))) * self._flips(key, len(update)))
         total = np.abs(rotated).sum()
         scale = np.square(update, dtype=np.float64).sum() / total if total > 0 else 0.0
         return key.tobytes() + np.array(scale, _FLOAT).tobytes() + packed(~np.signbit(rotated), 1)
@@ -182,11 +180,6 @@ class Drive(Compressor):
         signs = _signs(message[key.nbytes + scale.nbytes :], _next_power(size))
         restored = _hadamard(signs.astype(np.float64)) * self._flips(key, size)
         return (scale * restored[:size]).astype(np.float32)
-
-    def _padded(self, update: np.ndarray) -> np.ndarray:
-        padded = np.zeros(_next_power(len(update)))
-        padded[: len(update)] = update
-        return padded
 
     def _flips(self, key: np.uint64, size: int) -> np.ndarray:
         """Return the signs before the rotation, 1 or -1."""
@@ -262,6 +255,13 @@ class RandomK(Compressor):
 
     def _places(self, key: np.uint64, size: int) -> np.ndarray:
         return rng.generator_of(int(key)).choice(size, _share(self.fraction, size), replace=False, shuffle=False)
+
+
+def _padded(update: np.ndarray, length: int) -> np.ndarray:
+    """Return an update with zeros after it, ``float64[length]``."""
+    padded = np.zeros(length)
+    padded[: len(update)] = update
+    return padded
 
 
 def _rounded_at_random(heights: np.ndarray, highest: int, generator: np.random.Generator) -> np.ndarray:
