@@ -61,6 +61,7 @@ class Context:
     evaluation_batch : the number of samples per model and forward pass in evaluation.
     scale : the value of a full pixel.
     left_out : the clients that are in no union of splits: those that are never trained, and malicious ones.
+    with_trigger : the samples all with the trigger of a backdoor; None: there is no backdoor.
     corrupted_bytes : most bytes of corrupted test images on the device, which all personal models share.
     corrupted : the corrupted test images, by corruption.
     requested : the local trainings that methods ask for, in a rehearsal; None: they are not kept.
@@ -83,6 +84,7 @@ class Context:
     sends_rows: bool = False
     evaluation_batch: int = EvaluationSettings.batch_size
     scale: float = 255.0
+    with_trigger: Samples | None = None
     corrupted_bytes: float = CORRUPTED_BYTES
     left_out: frozenset[int] = frozenset()
     corrupted: dict[Any, Tensor] = field(default_factory=dict)
@@ -129,7 +131,11 @@ class Context:
             yield
 
     def model_outputs(
-        self, models: Tensor | Predictor, indices: np.ndarray | Sequence[np.ndarray], change: InputChange | None = None
+        self,
+        models: Tensor | Predictor,
+        indices: np.ndarray | Sequence[np.ndarray],
+        change: InputChange | None = None,
+        samples: Samples | None = None,
     ) -> Iterator[ModelOutputs]:
         """Yield the outputs of M models, ``[M, P+B]`` or a predictor's, batch by batch.
 
@@ -137,16 +143,18 @@ class Context:
         ----------
         indices : the numbers of the samples: ``int64[n]``, the same for all models, or one such array per model.
         change : a change of the inputs, only if all models get the same samples; None: none.
+        samples : the samples that the numbers mean; None: those of the data.
         """
+        source = self.samples if samples is None else samples
         models = models if isinstance(models, Predictor) else unmarked(models)
 
         # The first batch is computed within `run`, which replaces an executor that cannot run the network.
         def first_and_rest(executor: Executor) -> tuple[ModelOutputs | None, Iterator[ModelOutputs]]:
             size = self.evaluation_batch
             if isinstance(indices, np.ndarray):
-                batches = outputs_on_shared_samples(executor, self.samples, models, indices, size, change)
+                batches = outputs_on_shared_samples(executor, source, models, indices, size, change)
             else:
-                batches = outputs_on_own_samples(executor, self.samples, models, indices, size)
+                batches = outputs_on_own_samples(executor, source, models, indices, size)
             return next(batches, None), batches
 
         with self.evaluating():

@@ -22,6 +22,7 @@ from raypfl.engine.prepared import Prepared
 from raypfl.engine.scoring import score
 from raypfl.evaluation import BestRound, select, summarise, tabulate, validation_aggregates
 from raypfl.evaluation.masking import Mask
+from raypfl.evaluation.protocols import BACKDOOR
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.cohort_draw import cohort_size
 from raypfl.federation.exchange.aggregation import ReplyAggregator
@@ -218,7 +219,7 @@ class Evaluator:
         is_tested = np.ones(self.task.num_clients, dtype=bool)
         is_tested[self.task.unseen] = False
         is_tested[self._is_malicious] = False
-        if set(self.experiment.evaluation.protocols) <= {"local", "unseen"}:
+        if set(self.experiment.evaluation.protocols) <= {"local", "unseen", BACKDOOR}:
             is_tested &= self.task.num_test_samples > 0
         return np.flatnonzero(is_tested).tolist()
 

@@ -15,6 +15,7 @@ from raypfl.devices import ClientTurns, Turn
 from raypfl.engine.building.data_outline import DataOutline
 from raypfl.engine.building.groups import client_costs, groups_for
 from raypfl.engine.building.network import build_model
+from raypfl.engine.building.poison import Poison, poison_for
 from raypfl.engine.building.samples import normalisation, pool_indices, pools_for, samples_for
 from raypfl.engine.building.turns import turns_for
 from raypfl.evaluation import Measures
@@ -22,8 +23,7 @@ from raypfl.federation.cohort_draw import cohort_size
 from raypfl.federation.exchange.backend import Backend
 from raypfl.federation.exchange.group_runner import GroupRunner
 from raypfl.federation.ledger import Ledger
-from raypfl.federation.robustness import LabelAttack, UpdateAttack, Wire
-from raypfl.federation.robustness.attacks import poisoned_labels
+from raypfl.federation.robustness import Wire
 from raypfl.federation.server_training import ServerContext, ServerProgress
 from raypfl.federation.task import Task
 from raypfl.learning.batches import GroupSamples, device_data_budget
@@ -32,6 +32,7 @@ from raypfl.learning.objectives import Objective, default_objective
 from raypfl.learning.objectives.batch import Batch
 from raypfl.learning.recording import CudaGraphs, Recorder, Replays, may_keep_state
 from raypfl.learning.sample_pools import Pools
+from raypfl.learning.stamped_samples import StampedSamples
 from raypfl.learning.vectorised import Vectorised
 from raypfl.models import FlatModel
 from raypfl.storage.states import StateTable
@@ -97,7 +98,7 @@ class Prepared:
     def measures(self) -> Measures:
         """The objective and the metrics."""
         objective = self.experiment.objective or default_objective(self.data.kind)
-        return Measures(objective, self.experiment.evaluation.metrics, self.data.num_classes)
+        return Measures(objective, self.experiment.extra_metrics, self.data.num_classes)
 
     @property
     def objective(self) -> Objective:
@@ -133,7 +134,7 @@ class Prepared:
         """What the clients of this process share."""
         experiment = self.experiment
         data_budget = device_data_budget(self.device, experiment.ray.data_share, self._gpus)
-        samples = samples_for(self.data, self.model, experiment.data.augmentation, data_budget, self._poisoned_labels())
+        samples = samples_for(self.data, self.model, experiment.data.augmentation, data_budget, self._poison())
         return Context(
             model=self.model,
             executor=self._executor(),
@@ -150,6 +151,7 @@ class Prepared:
             loss_limit=experiment.failures.loss_limit,
             evaluation_batch=experiment.evaluation.batch_size,
             scale=self.data.scale,
+            with_trigger=samples.all_stamped() if isinstance(samples, StampedSamples) else None,
             corrupted_bytes=min(data_budget - samples.resident, CORRUPTED_BYTES),
             left_out=frozenset([*self.task.unseen.tolist(), *np.flatnonzero(self.is_malicious).tolist()]),
             compressor=experiment.compression,
@@ -168,19 +170,14 @@ class Prepared:
     def _wire(self) -> Wire:
         """What happens to clients' messages on their way to the server."""
         attack = self.experiment.attack
-        on_messages = attack if isinstance(attack, UpdateAttack) else None
+        on_messages = None if attack is None else attack.on_messages
         return Wire(on_messages, self.experiment.aggregation, self.is_malicious)
 
-    def _poisoned_labels(self) -> np.ndarray | None:
-        """The data's labels, with those that an attack changes; None: it changes none."""
-        attack = self.experiment.attack
-        if not isinstance(attack, LabelAttack):
-            return None
+    def _poison(self) -> Poison | None:
+        """What an attack makes of the samples; None: nothing."""
         # Described data, which have no labels yet, are refused before the run.
         data = cast("FederatedData", self.data)
-        malicious = np.flatnonzero(self.is_malicious).tolist()
-        samples = np.concatenate([data.indices(client, "train") for client in malicious])
-        return poisoned_labels(attack, data.labels, samples, data.num_classes, self.experiment.seed)
+        return poison_for(self.experiment.attack, data, self.is_malicious, self.experiment.seed)
 
     def _executor(self) -> Executor:
         """How the clients of this process train."""

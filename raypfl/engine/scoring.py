@@ -17,7 +17,8 @@ from raypfl.evaluation.corruptions import Corruption
 from raypfl.evaluation.inference import InputChange, ModelOutputs
 from raypfl.evaluation.masking import Mask, masked, masked_name
 from raypfl.evaluation.metric_sums import MetricSums, RunningSums
-from raypfl.evaluation.protocols import OWN_SPLITS, WEIGHTED, EvaluationSamples, class_weights, ood_test_sets
+from raypfl.evaluation.protocols import BACKDOOR, OWN_SPLITS, WEIGHTED, EvaluationSamples, class_weights, ood_test_sets
+from raypfl.learning.batches import Samples
 from raypfl.models.predictor import Predictor
 
 PersonalModels = Callable[[Clients], Tensor | Predictor | None]
@@ -76,7 +77,8 @@ def _score_personal(
     rows: dict[str, Tensor] = {}
     for protocol in protocols:
         if protocol in OWN_SPLITS:
-            outputs = group.context.model_outputs(models, group.split(OWN_SPLITS[protocol]))
+            samples, indices = _own_samples(group, protocol)
+            outputs = group.context.model_outputs(models, indices, samples=samples)
             sums_by_name = _own_sums(group, metric_sums, outputs, protocol, masks)
             rows |= {name: metric_sums.values(sums) for name, sums in sums_by_name.items()}
         elif protocol.startswith("ood/"):
@@ -116,14 +118,14 @@ def _score_shared(
     weighted = any(protocol in WEIGHTED for protocol in protocols)
     needs_union = weighted or "global" in protocols
 
-    for protocol, split in OWN_SPLITS.items():
+    for protocol in OWN_SPLITS:
         is_requested = protocol in protocols
         serves_union = protocol == "local" and needs_union
         if not is_requested and not serves_union:
             continue
 
         metric_sums = group.context.metric_sums(by_class=weighted and protocol == "local")
-        outputs = _outputs_by_client(group, model, group.split(split))
+        outputs = _outputs_by_client(group, model, *_own_samples(group, protocol))
         sums_by_name = _own_sums(group, metric_sums, outputs, protocol, masks if is_requested else ())
         sums = sums_by_name.pop(protocol)
         if is_requested:
@@ -241,11 +243,19 @@ def _corrupt_once(context: Context, test_set: EvaluationSamples, corruption: Cor
     context.corrupted[corruption] = torch.cat(corrupted)
 
 
-def _outputs_by_client(group: ClientGroup, model: Tensor, indices: list[np.ndarray]) -> Iterator[ModelOutputs]:
+def _own_samples(group: ClientGroup, protocol: str) -> tuple[Samples | None, list[np.ndarray]]:
+    """The samples of a protocol, and the numbers of each client's, ``int64[n]``."""
+    samples = group.context.with_trigger if protocol == BACKDOOR else group.context.samples
+    return samples, group.split(OWN_SPLITS[protocol])
+
+
+def _outputs_by_client(
+    group: ClientGroup, model: Tensor, samples: Samples | None, indices: list[np.ndarray]
+) -> Iterator[ModelOutputs]:
     """The outputs of one model ``[1, P+B]`` on each client's samples ``indices[k]``, in batches that clients share."""
     sizes = [len(client_indices) for client_indices in indices]
     owners = to_device(np.repeat(np.arange(len(indices)), sizes), group.context.model.device)
-    for batch in group.context.model_outputs(model, np.concatenate(indices)):
+    for batch in group.context.model_outputs(model, np.concatenate(indices), samples=samples):
         size = batch.outputs.shape[1]
         batch_owners, owners = owners.split([size, len(owners) - size])
         yield batch._replace(models=slice(None), owners=batch_owners)

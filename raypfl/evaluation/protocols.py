@@ -15,14 +15,17 @@ if TYPE_CHECKING:
     from raypfl.data import ClientData
     from raypfl.learning.objectives import Objective
 
-OWN_SPLITS = {"local": "test", "val": "val", "train": "train", "unseen": "test"}
+BACKDOOR = "backdoor"
+"""The protocol on test samples with the trigger of an attack."""
+
+OWN_SPLITS = {"local": "test", "val": "val", "train": "train", "unseen": "test", BACKDOOR: "test"}
 """Protocols on a client's own samples -> the split that each uses."""
 
 WEIGHTED = ("pm_v", "pm_l")
 """Protocols on all clients' test data, with class weights from the client's training data."""
 
 PROTOCOLS = (
-    *("local", "global", "unseen", "val", *WEIGHTED, "train"),
+    *("local", "global", "unseen", "val", *WEIGHTED, "train", BACKDOOR),
     *("ood/POOL", "ood/corrupt/NAME", "ood/corrupt/NAME/SEVERITY"),
 )
 

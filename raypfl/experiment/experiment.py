@@ -65,7 +65,7 @@ from raypfl.experiment.yaml_text import read, write
 from raypfl.federation.asynchronous.settings import AsynchronousSettings
 from raypfl.federation.robustness import Aggregation, Attack
 from raypfl.federation.settings import CohortSettings, EngineSettings, FailureSettings
-from raypfl.learning.objectives import Classification, Objective
+from raypfl.learning.objectives import Classification, Metric, Objective
 from raypfl.learning.privacy import PrivacySettings
 from raypfl.learning.settings import TrainingSettings
 from raypfl.methods import FedAvg, Method
@@ -131,9 +131,14 @@ class Experiment(BaseModel):
     output: str = "runs"
 
     @property
+    def extra_metrics(self) -> tuple[Metric, ...]:
+        """The metrics beside those of the objective: the user's, and those of an attack."""
+        return (*self.evaluation.metrics, *(() if self.attack is None else self.attack.metrics))
+
+    @property
     def measures(self) -> Measures:
         """The metrics of the models; those of classification if the data decide on the objective."""
-        return Measures(self.objective or Classification(), self.evaluation.metrics)
+        return Measures(self.objective or Classification(), self.extra_metrics)
 
     @classmethod
     def from_yaml(cls, source: str | Path) -> Experiment:

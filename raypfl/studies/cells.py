@@ -210,7 +210,7 @@ def _require_metrics(study: Study, cell: StudyCell) -> None:
     evaluation = cell.experiment.evaluation
     protocols = evaluation.protocols
     masks = evaluation.masks
-    available = aggregates(cell.experiment.objective, evaluation.metrics)
+    available = aggregates(cell.experiment.objective, cell.experiment.extra_metrics)
 
     for heading, metric in study.metrics.items():
         if not metric.is_of(cell.down):

@@ -251,7 +251,7 @@ def test_without_attack_and_rule_clients_send_sums(tmp_path):
         ),
         (
             {"attack__fraction": 0.3},
-            r"^attack has options \(fraction\), but no name; add one of these, as in attack=alie: alie, boost,",
+            r"^attack has options \(fraction\), but no name; add one of these, as in attack=alie: alie, backdoor,",
         ),
         ({"attack": "sign_flop"}, "did you mean 'sign_flip'"),
         ({"attack": "{name: sign_flip, fraction: 1.5}"}, "attack.fraction is 1.5; it must be above 0 and below 1"),

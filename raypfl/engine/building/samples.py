@@ -13,6 +13,7 @@ from raypfl.common.transfer import to_device
 from raypfl.data import ClientData, FederatedData
 from raypfl.data.datasets import DescribedData
 from raypfl.engine.building.data_outline import DataOutline
+from raypfl.engine.building.poison import Poison
 from raypfl.learning.augmentation import Augmentation
 from raypfl.learning.batches import Samples
 from raypfl.learning.sample_pools import Pools
@@ -24,11 +25,11 @@ def samples_for(
     model: FlatModel,
     augmentation: Sequence[Augmentation],
     room: float,
-    labels: np.ndarray | None = None,
+    poison: Poison | None = None,
 ) -> Samples:
     """The samples for the model's device, on which they are kept if they take at most `room` bytes.
 
-    `labels` : what takes the place of the data's own labels; None: nothing.
+    `poison` : what an attack makes of them; None: nothing.
     """
     gain, offset = normalisation(data, model)
     if not isinstance(data, FederatedData):
@@ -36,13 +37,13 @@ def samples_for(
         return _FetchedSamples(nothing, nothing, gain, offset, augmentation, data=data)
 
     inputs = data.inputs
-    labels = data.labels if labels is None else labels
-    if model.device.type == "cpu" or inputs.nbytes + labels.nbytes > room:
-        return Samples(inputs, labels, gain, offset, augmentation)
-
-    resident_inputs = torch.from_numpy(np.array(inputs)).to(model.device)
-    resident_labels = torch.from_numpy(np.array(labels)).to(model.device)
-    return Samples(resident_inputs, resident_labels, gain, offset, augmentation)
+    labels = data.labels if poison is None else poison.labels
+    samples = Samples(inputs, labels, gain, offset, augmentation)
+    if model.device.type != "cpu" and inputs.nbytes + labels.nbytes <= room:
+        resident_inputs = torch.from_numpy(np.array(inputs)).to(model.device)
+        resident_labels = torch.from_numpy(np.array(labels)).to(model.device)
+        samples = replace(samples, inputs=resident_inputs, labels=resident_labels)
+    return samples if poison is None else poison.poisoned(samples)
 
 
 def pools_for(data: ClientData | DataOutline, samples: Samples, seed: int) -> Pools:

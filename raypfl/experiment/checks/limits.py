@@ -27,7 +27,7 @@ from raypfl.evaluation.run_metrics import Measures
 from raypfl.evaluation.settings import EvaluationSettings
 from raypfl.experiment.settings import ActorPool, RaySettings
 from raypfl.federation.asynchronous.settings import AsynchronousSettings
-from raypfl.federation.robustness import Aggregation, Attack, UpdateAttack
+from raypfl.federation.robustness import Aggregation, Attack
 from raypfl.federation.settings import CohortSettings, EngineSettings, FailureSettings
 from raypfl.learning.objectives import OBJECTIVES, Metric, Objective
 from raypfl.learning.privacy import PrivacySettings
@@ -233,7 +233,7 @@ def robustness_mistakes(
     attack: Attack | None, aggregation: Aggregation | None, asynchronous: AsynchronousSettings, privacy: PrivacySettings
 ) -> list[str]:
     """Return a sentence for everything with which the server would need each client's message, but has no such one."""
-    needing = ["attack"] if isinstance(attack, UpdateAttack) else []
+    needing = ["attack"] if attack is not None and attack.on_messages is not None else []
     if aggregation is not None:
         needing.append("aggregation")
 

@@ -16,6 +16,7 @@ from raypfl.common.errors import ConfigError
 from raypfl.common.limits import FINITE, INSIDE, POSITIVE
 from raypfl.common.registry import Registry
 from raypfl.federation.robustness.rules import squared_distances
+from raypfl.learning.objectives import Metric
 
 ATTACKS = Registry("attack")
 
@@ -69,6 +70,16 @@ class Attack(Component, ABC):
         order = np.argsort(rng.keys(seed, "malicious", 0, clients), kind="stable")
         return np.sort(clients[order[:count]])
 
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        """The metrics that tell of the attack's success."""
+        return ()
+
+    @property
+    def on_messages(self) -> UpdateAttack | None:
+        """What malicious clients do to their messages; None: they send what they trained."""
+        return None
+
 
 class LabelAttack(Attack):
     """Base class of attacks on the labels of malicious clients' training samples, from 0 to ``num_classes - 1``."""
@@ -83,6 +94,10 @@ class UpdateAttack(Attack):
 
     Every message of floating-point numbers is attacked, each by itself, before the server makes a mean of it.
     """
+
+    @property
+    def on_messages(self) -> UpdateAttack:
+        return self
 
     @abstractmethod
     def forge(self, updates: Updates) -> Tensor:

@@ -30,6 +30,7 @@ _PROTOCOLS = {
     "pm_v": "all clients’ test data, only the client’s classes counting",
     "pm_l": "all clients’ test data, classes weighted as the client has them",
     "unseen": "the own test data of clients that were never trained",
+    "backdoor": "each client’s own test data with the attack’s trigger",
 }
 
 _MASKS = {

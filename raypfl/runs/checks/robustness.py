@@ -7,20 +7,26 @@ import numpy as np
 from raypfl.common.errors import AggregationError, ConfigError
 from raypfl.data import FederatedData
 from raypfl.engine.prepared import Prepared
+from raypfl.evaluation.protocols import BACKDOOR
 from raypfl.federation.cohort_draw import cohort_size
-from raypfl.federation.robustness import LabelAttack
+from raypfl.federation.robustness import Backdoor, LabelAttack
 from raypfl.learning.objectives import KINDS
 from raypfl.runs.checks.rehearsal import refuse_rehearsed
 
 
 def refuse_unfit_attack(prepared: Prepared) -> None:
-    """Raise a ConfigError unless there are honest and malicious clients, and labels that an attack can change."""
+    """Raise a ConfigError unless there are honest and malicious clients, and samples that an attack can change."""
     attack = prepared.experiment.attack
+    if BACKDOOR in prepared.experiment.evaluation.protocols and not isinstance(attack, Backdoor):
+        raise ConfigError(
+            f"evaluation.protocols has {BACKDOOR!r}, which tests images with the trigger of an attack, but there is no "
+            "such attack; add attack=backdoor."
+        )
     if attack is None:
         return
 
     malicious = np.flatnonzero(prepared.is_malicious).tolist()
-    if not isinstance(attack, LabelAttack):
+    if not isinstance(attack, LabelAttack | Backdoor):
         return
     data = prepared.data
     if data.kind != "classes" or not isinstance(data, FederatedData):
@@ -29,6 +35,8 @@ def refuse_unfit_attack(prepared: Prepared) -> None:
             f"attack changes labels, which are {KINDS['classes']}, but the targets of {data.name!r} are {targets}. "
             "Choose an attack on messages, such as sign_flip."
         )
+    if isinstance(attack, Backdoor):
+        _refuse_without_trigger(attack, data)
 
     is_poisoned = np.zeros(len(data.labels), dtype=bool)
     for client in malicious:
@@ -41,6 +49,26 @@ def refuse_unfit_attack(prepared: Prepared) -> None:
                 f"attack changes the labels of sample {shared[0]}, which honest client {client} has too. Choose a "
                 "partition that gives each sample to one client, or an attack on messages, such as sign_flip."
             )
+
+
+def _refuse_without_trigger(attack: Backdoor, data: FederatedData) -> None:
+    """Raise a ConfigError unless the samples are images with room for the trigger, and some of the target class."""
+    if len(data.input_shape) != 3:
+        raise ConfigError(
+            f"attack puts a trigger on images, but the samples of {data.name!r} are not images. Choose another one, "
+            "such as label_flip."
+        )
+    smallest = min(data.input_shape[1:])
+    if attack.size >= smallest:
+        raise ConfigError(
+            f"attack.size is {attack.size}, but the images of {data.name!r} are {smallest} pixels wide or high; choose "
+            "a smaller trigger."
+        )
+    if attack.target >= data.num_classes:
+        raise ConfigError(
+            f"attack.target is {attack.target}, but the classes of {data.name!r} are numbered from 0 to "
+            f"{data.num_classes - 1}."
+        )
 
 
 def refuse_unfit_rule(prepared: Prepared) -> None:

@@ -156,7 +156,7 @@ def _require_validation(study: Study, search: Search, cell: StudyCell) -> None:
             f"The search of the study {study.name} is on validation data, but data.val_fraction is 0. Set it under "
             "experiment, such as data.val_fraction: 0.2."
         )
-    available = aggregates(experiment.objective, experiment.evaluation.metrics)
+    available = aggregates(experiment.objective, experiment.extra_metrics)
     if search.value is not None and search.value not in available:
         raise ConfigError(
             f"search.value is {search.value!r}, which is no metric; {did_you_mean(search.value, available)}"
