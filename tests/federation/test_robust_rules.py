@@ -13,7 +13,7 @@ from raypfl.common.errors import ConfigError
 from raypfl.federation.robustness import Updates
 from raypfl.federation.robustness import rules as rules_module
 from raypfl.federation.robustness.attacks import Boost, Gaussian, InnerProduct, LittleIsEnough, MinMax, SignFlip
-from raypfl.federation.robustness.rules import Clipping, GeometricMedian, Krum, Median, TrimmedMean
+from raypfl.federation.robustness.rules import Clipping, GeometricMedian, Krum, Median, RobustLearningRate, TrimmedMean
 
 CLIENTS = [1, 2, 3, 6, 11]
 
@@ -52,6 +52,19 @@ def test_a_trimmed_mean_leaves_out_the_same_number_at_either_end(clients):
         middle = sorted(column.tolist())[left_out : clients - left_out]
         expected.append(sum(middle) / len(middle))
     assert TrimmedMean(fraction=0.3).combine(rows, rows[0]).tolist() == pytest.approx(expected, rel=1e-14)
+
+
+@pytest.mark.parametrize("clients", CLIENTS)
+def test_a_robust_learning_rate_turns_around_where_too_few_clients_agree(clients):
+    rows = rows_of(clients)
+    before = 100 + torch.from_numpy(np.random.default_rng(1).normal(size=7))
+    expected = []
+    for coordinate in range(7):
+        updates = [float(row[coordinate] - before[coordinate]) for row in rows]
+        votes = sum(1 if update > 0 else -1 for update in updates)
+        direction = 1 if abs(votes) >= 0.4 * clients - 1e-9 else -1
+        expected.append(float(before[coordinate]) + direction * sum(updates) / clients)
+    assert RobustLearningRate(threshold=0.4).combine(rows, before).tolist() == pytest.approx(expected, rel=1e-13)
 
 
 @pytest.mark.parametrize("clients", CLIENTS)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from raypfl.common.component import Component
 from raypfl.common.errors import ConfigError
-from raypfl.common.limits import COUNT, POSITIVE, Limit
+from raypfl.common.limits import CHANCE, COUNT, POSITIVE, Limit
 from raypfl.common.registry import Registry
 
 AGGREGATIONS = Registry("aggregation")
@@ -158,6 +158,32 @@ class Clipping(Aggregation):
             factors = (self.radius / distances_to(centre, rows)).clamp_max(1.0).to(rows.dtype)
             centre = centre + factors @ (rows - centre) / len(rows)
         return centre
+
+
+@AGGREGATIONS.register("rlr")
+class RobustLearningRate(Aggregation):
+    """The mean update, negated in coordinates in which too few clients agree on its sign (Özdayi et al. 2021).
+
+    Attributes
+    ----------
+    threshold : the smallest ``|sum of the signs|`` with which a coordinate's mean counts as it is, as a share of the
+        clients. It should be above the share of malicious clients.
+    """
+
+    bounds_updates: ClassVar[bool] = True
+
+    threshold: Annotated[float, CHANCE] = 0.2
+
+    def combine(self, rows: Tensor, before: Tensor) -> Tensor:
+        # A sum of signs is a whole number; a share of the clients may be a little more than one.
+        fewest = self.threshold * len(rows) - 1e-9
+        parts = []
+        for columns, start in zip(rows.split(_COLUMNS, dim=1), before.split(_COLUMNS), strict=True):
+            updates = columns - start
+            agrees = updates.sign().sum(0).abs() >= fewest
+            update = updates.mean(0)
+            parts.append(start + torch.where(agrees, update, -update))
+        return torch.cat(parts)
 
 
 def squared_distances(rows: Tensor) -> Tensor:
