@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 
 from raypfl.common.errors import ConfigError, DataError, listed
 from raypfl.data.client_names import ClientNames
+from raypfl.data.datasets import DataConfig
 from raypfl.data.datasets.readers.feature_table import (
     MISSING,
     TABLE_ENDINGS,
@@ -24,8 +25,17 @@ from raypfl.data.datasets.readers.feature_table import (
 )
 from raypfl.data.datasets.table_rows import TableRows, as_float, is_number, read_table
 from raypfl.data.datasets.tables import read_csv
+from raypfl.data.shared_storage import copy_to_this_machine
+from raypfl.data.store import cache_folder
 
 Medians = Callable[[Sequence[str]], Mapping[str, float]]
+
+
+def run_medians(config: DataConfig, columns: Sequence[str]) -> Mapping[str, float]:
+    """Return the medians of columns of the run's table, which is read again."""
+    reader = copy_to_this_machine(config, cache_folder(config)).reader
+    assert isinstance(reader, FeatureTable)
+    return reader.medians(columns)
 
 
 @dataclass(frozen=True)
@@ -138,6 +148,23 @@ class NewRows:
                 ) from error
         return np.array(clients, np.int64)
 
+    def targets(self, column: str, class_names: Sequence[str] | None) -> np.ndarray:
+        """Return the targets, numbers of classes ``int64[n]`` or, if `class_names` is None, numbers ``float64[n]``.
+
+        Raises
+        ------
+        DataError : if there is no such column, or a row has no target, or one of another kind or class.
+        """
+        if column not in self.table.column_names:
+            raise DataError(
+                f"{self.name} has no column {column!r}, the target of the run; its columns are: "
+                f"{listed(self.table.column_names)}."
+            )
+        values = self._rows.complete(column)
+        if class_names is None:
+            return self._rows.finite(column, self._as_numbers(column, values))
+        return np.array(self._positions(column, {name: label for label, name in enumerate(class_names)}), np.int64)
+
     def spellings(self, column: str) -> list[tuple[str, ...]]:
         """Return the names that each row's value may have in the run's data: as it is written first; () if missing."""
         values = self._rows.columns[column].to_pylist()
@@ -188,8 +215,8 @@ class NewRows:
         row, value = (odd or present)[0]
         raise DataError(f"{self._rows.place(row)} has {value!r} for {column!r}, but the run was trained with numbers.")
 
-    def _positions(self, column: str, positions: Mapping[str | None, int]) -> list[int]:
-        """Each row's position among the features, by its category."""
+    def _positions(self, column: str, positions: Mapping[Any, int]) -> list[int]:
+        """The position of each row's category: that of its feature, or the number of its class."""
         row_positions = []
         for row, spellings in enumerate(self.spellings(column)):
             spelling = next((spelling for spelling in spellings or (MISSING,) if spelling in positions), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,14 +20,11 @@ from raypfl.common.errors import ConfigError, DataError
 from raypfl.common.files import draft
 from raypfl.common.threads import threads
 from raypfl.data.client_names import number_of
-from raypfl.data.datasets import DataConfig
 from raypfl.data.datasets.readers.feature_table import TABLE_ENDINGS, FeatureTable
-from raypfl.data.shared_storage import copy_to_this_machine
-from raypfl.data.store import cache_folder
 from raypfl.learning.objectives import Classification
 from raypfl.runs.result import newest
 from raypfl.trained.models import TrainedModels
-from raypfl.trained.new_rows import NewRows
+from raypfl.trained.new_rows import NewRows, run_medians
 from raypfl.trained.saved_model import Origin, inputs_of, load_with_origin
 from raypfl.trained.trained_model import TrainedModel
 
@@ -143,7 +140,7 @@ def _predictions(
     """The predictions for rows by their clients' models or by one, whose outputs a function returns."""
     config = origin.experiment.data
     target = str(reader.target)
-    inputs = torch.from_numpy(rows.inputs(origin.outline.feature_names, reader, partial(_medians, config)))
+    inputs = torch.from_numpy(rows.inputs(origin.outline.feature_names, reader, partial(run_medians, config)))
     with threads(origin.experiment.engine.threads):
         columns = _columns(origin, outputs_of(inputs))
 
@@ -180,13 +177,6 @@ def _table_reader(origin: Origin) -> FeatureTable:
             f"take arrays {inputs_of(origin.outline)}, in Python: raypfl.trained_models(RUN).global_model()(x)."
         )
     return reader
-
-
-def _medians(config: DataConfig, columns: Sequence[str]) -> Mapping[str, float]:
-    """The medians of columns of the run's table, which is read again."""
-    reader = copy_to_this_machine(config, cache_folder(config)).reader
-    assert isinstance(reader, FeatureTable)
-    return reader.medians(columns)
 
 
 def _clients(models: TrainedModels, rows: NewRows, client: int | str | None, group: str | None) -> np.ndarray | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import zipfile
 import zlib
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from raypfl.data.datasets.images import ImageReader
 from raypfl.data.datasets.pools import UNLABELLED, read_pool
 from raypfl.data.datasets.readers.feature_table import TABLE_ENDINGS, FeatureTable
 from raypfl.trained.models import TrainedModels
+from raypfl.trained.new_rows import NewRows, run_medians
 
 
 def samples_in(path: str | Path, models: TrainedModels) -> tuple[np.ndarray, np.ndarray]:
@@ -33,8 +36,10 @@ def samples_in(path: str | Path, models: TrainedModels) -> tuple[np.ndarray, np.
     DataError : if it cannot be read, or does not fit.
     """
     file = Path(path).expanduser()
-    is_table = isinstance(models.experiment.data.reader, FeatureTable) and file.suffix in TABLE_ENDINGS
-    if file.is_dir() or (is_table and file.is_file()):
+    reader = models.experiment.data.reader
+    if isinstance(reader, FeatureTable) and (file.is_dir() or (file.is_file() and file.suffix in TABLE_ENDINGS)):
+        return _rows_of_tables(file, reader, models)
+    if file.is_dir():
         return _like_the_runs_data(file, models)
     if not file.is_file():
         raise ConfigError(f"There is no file or folder {file}; --data names the new client's samples.")
@@ -50,8 +55,19 @@ def samples_in(path: str | Path, models: TrainedModels) -> tuple[np.ndarray, np.
         raise DataError(f"{file} cannot be read as a .npz file: {error}") from error
 
 
-def _like_the_runs_data(path: Path, models: TrainedModels) -> tuple[np.ndarray, np.ndarray]:
-    """Read a folder of images, or a folder or file that is like the run's data."""
+def _rows_of_tables(path: Path, reader: FeatureTable, models: TrainedModels) -> tuple[np.ndarray, np.ndarray]:
+    """Read the rows of a file, or of all files in a folder that the run's reader would read."""
+    config = models.experiment.data
+    files = [path] if path.is_file() else replace(reader, config=replace(config, root=str(path))).paths()
+    tables = [NewRows.read(file) for file in files]
+    inputs = [rows.inputs(models.outline.feature_names, reader, partial(run_medians, config)) for rows in tables]
+    class_names = None if models.outline.kind == "numbers" else models.outline.class_names
+    targets = [rows.targets(str(reader.target), class_names) for rows in tables]
+    return np.concatenate(inputs), np.concatenate(targets)
+
+
+def _like_the_runs_data(folder: Path, models: TrainedModels) -> tuple[np.ndarray, np.ndarray]:
+    """Read a folder of images, or one that is like the run's data."""
     data = models.outline.data
     config = models.experiment.data
     if not isinstance(data, FederatedData):
@@ -62,30 +78,21 @@ def _like_the_runs_data(path: Path, models: TrainedModels) -> tuple[np.ndarray, 
         labels=data.labels[:1],
         class_names=data.class_names,
         scale=data.scale if data.inputs.dtype == np.uint8 else RawData.scale,  # which only images are divided by
-        feature_names=data.feature_names,
-        indicators=data.indicators,
     )
-    pool = read_pool(str(path), _source(path, config, data), example)
+    pool = read_pool(str(folder), _source(folder, config, data), example)
 
     targets = pool.labels.reshape(len(pool.labels), -1)
     unknown = np.isnan(targets) if data.kind == "numbers" else targets == UNLABELLED
     if unknown.all(axis=1).any():
         raise DataError(
-            f"The samples in {path} have other classes than the run: {', '.join(pool.raw.class_names[:5])}. Those of "
+            f"The samples in {folder} have other classes than the run: {', '.join(pool.raw.class_names[:5])}. Those of "
             f"the run are {', '.join(data.class_names[:5])}."
         )
     return np.concatenate(list(pool.blocks(data.input_shape))), pool.labels
 
 
 def _source(folder: Path, config: DataSource, data: FederatedData) -> DataSource:
-    """Return how a folder is read: as images if its folders are named like classes, else as the run's data are.
-
-    A file is read as the run's data are, whatever the pattern of their names.
-    """
-    if folder.is_file():
-        options = {name: value for name, value in config.options.items() if name != "files"}
-        return DataSource(name=config.name, root=str(folder), split="merged", options=options)
-
+    """Return how a folder is read: as images if its folders are named like classes, else as the run's data are."""
     subfolders = {path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")}
     if subfolders and subfolders <= set(data.class_names):
         is_square = len(set(data.input_shape[-2:])) == 1

@@ -98,6 +98,28 @@ def test_the_inputs_are_those_of_training_also_where_values_are_missing_and_a_ro
         assert np.array_equal(rows.inputs(models.outline.feature_names, reader, reader.medians), inputs[row : row + 1])
 
 
+def test_a_new_clients_rows_need_no_column_of_clients_and_are_filled_as_in_training(result, tmp_path):
+    models = library.trained_models(result.run_dir)
+    header, *lines = lines_of_people(30)
+    chosen = [3, 0, 20, 9]  # two ages are missing, and the others have another median than all people
+    rows = [line.partition(",")[2] for line in [header, *(lines[row] for row in chosen)]]
+    x, y = samples_in(written(tmp_path / "new" / "rows.csv", rows), models)
+
+    assert np.array_equal(x, models.outline.data.inputs[chosen])
+    assert np.array_equal(y, models.outline.data.labels[chosen])
+    folder_x, folder_y = samples_in(tmp_path / "new", models)
+    assert np.array_equal(folder_x, x) and np.array_equal(folder_y, y)
+
+    for change, sentence in [
+        (("yes", "perhaps"), r"Row \d of rows\.csv has 'perhaps' for 'bought', but .* only these categories: no, yes"),
+        (("yes", ""), r"Row \d of rows\.csv has no 'bought'"),
+        (("bought", "sold"), r"rows\.csv has no column 'bought', the target of the run; its columns are: age, "),
+    ]:
+        file = written(tmp_path / "rows.csv", [row.replace(*change) for row in rows])
+        with pytest.raises(DataError, match=sentence):
+            samples_in(file, models)
+
+
 def test_numbers_are_predicted_in_the_units_of_the_table(tmp_path):
     options = {"target": "income", "leave_out": ["bought"]}
     objective = {"objective": "{name: regression, mean: 3000, std: 900}"}
