@@ -26,6 +26,7 @@ FAMILIES = {
     "personal_models": "a model for each client",
     "mixed_models": "a mixture of clients' models for each client",
     "clustered_models": "a model for each cluster of clients",
+    "sub_networks": "a part of one model's units for each client",
 }
 """Folders of `raypfl.methods`, in the order of the page."""
 

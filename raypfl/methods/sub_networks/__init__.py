@@ -1,0 +1,1 @@
+"""Methods whose clients train a part of the global model's units, for clients of unequal capacity."""

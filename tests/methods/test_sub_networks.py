@@ -1,0 +1,328 @@
+"""HeteroFL equals loops that slice the layers' weights, and FedAvg where every client has the whole network."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from raypfl.common.errors import ConfigError, MethodError
+from raypfl.learning.privacy import PrivacySettings
+from raypfl.methods import FedAvg, HeteroFL
+from raypfl.methods.sub_networks.slices import slices_of, units_of
+from raypfl.models import FlatModel
+from raypfl.models.networks import MODELS
+from tests.support.federation import (
+    CLASSES,
+    FP64,
+    ROUNDS,
+    Federation,
+    NormalisedConv,
+    as_module,
+    as_vector,
+    assert_close,
+    both_executors,
+    dropping_mlp,
+    run_method,
+    sent_per_client,
+)
+
+ALL = [0, 1, 2, 3]
+RATES = (1.0, 0.5, 0.25)
+TRAINING = replace(FP64, momentum=0.5, weight_decay=0.01, clip_norm=1.0, epochs=2)
+
+
+def two_hidden() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(32, 6), nn.ReLU(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, CLASSES))
+
+
+class TwoConvolutions(nn.Module):
+    """Two convolutions with instance norm and pooling, then dense layers; its forward calls functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(2, 5, 3, padding=1)
+        self.norm = nn.GroupNorm(5, 5)
+        self.conv2 = nn.Conv2d(5, 4, 3, padding=1, bias=False)
+        self.dense = nn.Linear(16, 7)
+        self.head = nn.Linear(7, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norm(self.conv1(x)))
+        x = F.max_pool2d(self.conv2(x), 2).relu()
+        return self.head(F.gelu(self.dense(torch.flatten(x, 1))))
+
+
+both_networks = pytest.mark.parametrize("factory", [two_hidden, TwoConvolutions])
+
+WIDTHS = {two_hidden: {"1": 6, "3": 5}, TwoConvolutions: {"conv1": 5, "conv2": 4, "dense": 7}}
+"""The units of the hidden layers."""
+
+INPUTS = {
+    two_hidden: {"3": "1", "5": "3"},
+    TwoConvolutions: {"norm": "conv1", "conv2": "conv1", "dense": "conv2", "head": "dense"},
+}
+"""Layer -> the hidden layer that it follows."""
+
+
+def sliced(factory, net: nn.Module, rate: float, shift: int = 0) -> dict[str, tuple[Tensor, ...]]:
+    """For each parameter, the indices that a slice has along its axes."""
+    windows = {
+        layer: (shift + torch.arange(math.ceil(rate * width))) % width for layer, width in WIDTHS[factory].items()
+    }
+    indices = {}
+    for name, parameter in net.named_parameters():
+        layer = name.split(".")[0]
+        before = INPUTS[factory].get(layer)
+        rows = windows.get("conv1" if layer == "norm" else layer, torch.arange(len(parameter)))
+        axes = [rows]
+        if parameter.dim() > 1:
+            columns = windows[before] if before else torch.arange(parameter.shape[1])
+            if layer == "dense":  # 2 x 2 numbers of each channel
+                columns = (columns[:, None] * 4 + torch.arange(4)).flatten()
+            axes.append(columns)
+        indices[name] = tuple(axes)
+    return indices
+
+
+def outputs(factory, p: dict[str, Tensor], x: Tensor, rate: float = 1.0) -> Tensor:
+    """The narrow network, by functions alone; hidden layers' outputs are divided by `rate`."""
+    if factory is two_hidden:
+        z = F.relu(F.linear(x.flatten(1), p["1.weight"], p["1.bias"]) / rate)
+        return F.linear(torch.tanh(F.linear(z, p["3.weight"], p["3.bias"]) / rate), p["5.weight"], p["5.bias"])
+    z = F.conv2d(x, p["conv1.weight"], p["conv1.bias"], padding=1) / rate
+    z = F.relu(F.instance_norm(z, weight=p["norm.weight"], bias=p["norm.bias"]))
+    z = F.relu(F.max_pool2d(F.conv2d(z, p["conv2.weight"], padding=1) / rate, 2)).flatten(1)
+    return F.linear(F.gelu(F.linear(z, p["dense.weight"], p["dense.bias"]) / rate), p["head.weight"], p["head.bias"])
+
+
+def rounds_by_hand(fed: Federation, cohorts, rates_of, shift_of=lambda round: 0) -> Tensor:
+    """Train narrow networks in a bare loop; return the global model after these rounds."""
+    t = fed.training
+    net = as_module(fed.factory, fed.model.init(fed.seed))
+    for round, cohort in enumerate(cohorts):
+        total = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
+        owners = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
+        for client in cohort:
+            rate = rates_of(client, round)
+            indices = sliced(fed.factory, net, rate, shift_of(round))
+            p = {}
+            for name, parameter in net.named_parameters():
+                p[name] = parameter.detach()[_grid(indices[name])].clone().requires_grad_()
+            optimizer = torch.optim.SGD(p.values(), t.lr, t.momentum, weight_decay=t.weight_decay)
+            for x, y in fed.visits(client, round):
+                optimizer.zero_grad()
+                scale = rate if fed.method.scaler else 1.0
+                F.cross_entropy(outputs(fed.factory, p, x, scale), y).backward()
+                nn.utils.clip_grad_norm_(p.values(), t.clip_norm)
+                optimizer.step()
+            for name, trained in p.items():
+                total[name][_grid(indices[name])] += trained.detach()
+                owners[name][_grid(indices[name])] += 1
+        with torch.no_grad():
+            for name, parameter in net.named_parameters():
+                has_owner = owners[name] > 0
+                parameter[has_owner] = total[name][has_owner] / owners[name][has_owner]
+    return as_vector(net)
+
+
+def _grid(axes: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return axes if len(axes) == 1 else (axes[0][:, None], axes[1])
+
+
+def rates_of(fed: Federation) -> list[float]:
+    return [fed.method.rates[level] for level in fed.server["levels"].tolist()]
+
+
+@both_executors
+@both_networks
+@pytest.mark.parametrize("scaler", [True, False])
+def test_rounds_of_heterofl_are_those_of_a_loop_that_slices_the_weights(factory, scaler, executor):
+    method = HeteroFL(rates=RATES, scaler=scaler)
+    fed = run_method(method, factory=factory, executor=executor, training=TRAINING)
+    rates = rates_of(fed)
+    assert set(rates) == set(RATES)
+    assert_close(fed.server["theta"], rounds_by_hand(fed, ROUNDS, lambda client, round: rates[client]), 1e-12)
+    assert not fed.warnings
+
+
+@both_networks
+def test_a_personal_model_predicts_as_the_narrow_network(factory):
+    fed = run_method(HeteroFL(rates=RATES), factory=factory, training=FP64)
+    x, _ = fed.samples(0)
+    net = as_module(factory, fed.server["theta"])
+    models = fed.method.personal_model(fed.clients(), fed.server).as_subclass(Tensor)
+    assert torch.equal(fed.method.unseen_model(fed.clients(), fed.server), models)
+    for model, rate in zip(models, rates_of(fed), strict=True):
+        indices = sliced(factory, net, rate)
+        p = {name: parameter.detach()[_grid(indices[name])] for name, parameter in net.named_parameters()}
+        assert_close(as_module(factory, model).eval()(x).detach(), outputs(factory, p, x), 1e-13)
+
+
+@both_executors
+@pytest.mark.parametrize("factory", [two_hidden, TwoConvolutions, dropping_mlp])
+def test_clients_that_all_have_the_whole_network_are_fedavg_to_the_bit(factory, executor):
+    fedavg, heterofl = (
+        run_method(m, factory=factory, executor=executor) for m in (FedAvg(weighting="uniform"), HeteroFL(rates=(1.0,)))
+    )
+    assert torch.equal(heterofl.server["theta"], fedavg.server["theta"])
+    assert sent_per_client(heterofl.ledger, 1)["up", "slices"] == heterofl.model.size
+
+
+@both_networks
+def test_entries_beyond_the_widest_slice_never_move_and_others_do(factory):
+    fed = run_method(HeteroFL(rates=(0.5, 0.25)), factory=factory)
+    initial = fed.model.init(fed.seed)
+    widest = slices_of(fed.model).entries(0.5)
+    assert torch.equal(fed.server["theta"][~widest], initial[~widest])
+    assert (fed.server["theta"][widest] != initial[widest]).float().mean() > 0.5
+
+
+def test_the_ledger_has_the_numbers_of_each_clients_slice():
+    fed = run_method(HeteroFL(rates=RATES), ALL, factory=two_hidden)
+    numbers = {1.0: 32 * 6 + 6 + 6 * 5 + 5 + 5 * 3 + 3, 0.5: 32 * 3 + 3 + 3 * 3 + 3 + 3 * 3 + 3}
+    numbers[0.25] = 32 * 2 + 2 + 2 * 2 + 2 + 2 * 3 + 3
+    expected = sorted((numbers[rate] for rate in rates_of(fed)), reverse=True)
+    for direction, name in (("down", "theta"), ("up", "slices")):
+        entries = [entry for entry in fed.ledger.entries if entry.direction == direction]
+        assert {entry.name for entry in entries} == {name}
+        assert [entry.numbers for entry in entries for _ in range(entry.clients)] == expected
+        assert all(entry.bytes == 4 * entry.numbers for entry in entries)
+
+
+def test_how_a_cohort_is_cut_changes_rounding_only():
+    whole, alone = (
+        run_method(HeteroFL(rates=RATES), factory=TwoConvolutions, training=FP64, group_size=size) for size in (4, 1)
+    )
+    assert_close(alone.server["theta"], whole.server["theta"], 1e-13)
+
+
+def test_shares_are_exact_and_rates_are_drawn_once_or_in_every_round():
+    fed = Federation(sizes=[4] * 12)
+    levels = HeteroFL(rates=RATES).start(fed.task)["levels"]
+    assert levels.bincount().tolist() == [4, 4, 4] and levels.tolist() != sorted(levels.tolist())
+    shared = HeteroFL(rates=RATES, shares=(1, 0, 2)).start(fed.task)["levels"]
+    assert shared.bincount(minlength=3).tolist() == [4, 0, 8]
+    fixed, dynamic = (
+        run_method(HeteroFL(rates=RATES, assignment=assignment), ALL, ALL) for assignment in ("fixed", "dynamic")
+    )
+    assert fixed.server["levels"].tolist() == fixed.method.start(fixed.task)["levels"].tolist()
+    draws = [dynamic.method.drawn_levels(dynamic.task, round).tolist() for round in range(6)]
+    assert dynamic.server["levels"].tolist() == draws[1] and len({tuple(draw) for draw in draws}) > 1
+
+
+@both_executors
+def test_rounds_with_rates_that_are_drawn_anew_are_those_of_the_loop(executor):
+    method = HeteroFL(rates=(1.0, 0.3), assignment="dynamic")
+    fed = run_method(method, factory=two_hidden, executor=executor, training=TRAINING)
+
+    def rate(client: int, round: int) -> float:
+        return method.rates[method.drawn_levels(fed.task, round)[client]]
+
+    assert_close(fed.server["theta"], rounds_by_hand(fed, ROUNDS, rate), 1e-12)
+
+
+@pytest.mark.parametrize(
+    "rate, units", [(1.0, 128), (1 / 16, 8), (0.07, 9), (0.001, 1)], ids=["all", "sixteenth", "up", "one"]
+)
+def test_units_are_rounded_up(rate, units):
+    assert units_of(128, rate) == units
+    assert units_of(100, 0.07) == 7  # although 0.07 * 100 is a little above
+
+
+@pytest.mark.parametrize("name, size", [("mlp", (8,)), ("lenet", (28,)), ("cnn", (28,)), ("fedavg_cnn", (28,))])
+def test_slices_of_rate_one_half_have_half_of_the_units_of_built_in_networks(name, size):
+    shape = (1, *size, *size)
+    model = FlatModel(lambda: MODELS.get(name)(input_shape=shape, num_classes=10))
+    theta = model.init(0)
+    held = slices_of(model).entries(0.5)
+    tensors = model.unflatten(theta * held)
+    for segment in list(tensors.values())[:-2]:
+        if segment.dim() == 1:
+            assert (segment != 0).sum() == len(segment) / 2
+    assert (list(tensors.values())[-1] != 0).all()
+
+
+class Residual(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, 3, padding=1)
+        self.inner = inner
+        self.head = nn.Linear(64, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x)
+        return self.head((x + self.inner(x)).flatten(1))
+
+
+class ByShape(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(32, 8)
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.dense(x.view(len(x), -1)).sigmoid())
+
+
+def dense(*layers: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(32, 8), *layers, nn.Linear(8, CLASSES))
+
+
+def convolution(*layers: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(2, 4, 3), *layers, nn.Flatten(), nn.Linear(16, CLASSES))
+
+
+@pytest.mark.parametrize(
+    "factory, reason",
+    [
+        (NormalisedConv, "BatchNorm2d 'norm' has running statistics"),
+        (lambda: dense(nn.LayerNorm(8)), "LayerNorm '2' normalises over several units"),
+        (
+            lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(16, 3)),
+            "GroupNorm '1'",
+        ),
+        (lambda: dense(nn.Sigmoid()), "Sigmoid '2' is not among the layers"),
+        (lambda: dense(nn.MaxPool1d(1)), "MaxPool1d '2' pools over units"),
+        (lambda: Residual(nn.Conv2d(4, 4, 3, padding=1)), "the step 'add' does not take the output of one layer"),
+        (ByShape, "its forward cannot be followed|the step 'view'"),
+        (lambda: dense(*[nn.Linear(8, 8)] * 2), "'2' is used twice|shared with another layer"),
+        (lambda: convolution(nn.Linear(2, 2)), "Linear '1' has inputs that are not the flattened units of '0'"),
+    ],
+    ids=["batch norm", "layer norm", "group norm", "sigmoid", "pool", "residual", "view", "twice", "maps"],
+)
+def test_networks_whose_slices_are_not_narrower_networks_are_refused_with_the_reason(factory, reason):
+    with pytest.raises(ConfigError, match=reason):
+        HeteroFL().check(FlatModel(factory))
+
+
+def test_frozen_layers_are_refused():
+    with pytest.raises(ConfigError, match=r"'1\.weight' is frozen"):
+        HeteroFL().check(FlatModel(two_hidden, frozen="1"))
+
+
+def test_options_that_do_not_fit_are_refused():
+    with pytest.raises(ConfigError, match="above 0 and at most 1"):
+        HeteroFL(rates=(1.0, 0.0))
+    with pytest.raises(ConfigError, match=r"3 numbers and method\.rates 2"):
+        HeteroFL(rates=(1.0, 0.5), shares=(1, 1, 1)).check(FlatModel(two_hidden))
+
+
+def test_noise_on_the_entries_outside_of_a_slice_ends_the_run_with_the_reason():
+    with pytest.raises(MethodError, match=r"moved them: by the noise of privacy\.noise"):
+        run_method(HeteroFL(), privacy=PrivacySettings(noise=1.0, unit="sample"))
+
+
+def test_slices_are_forgotten_with_their_network():
+    model = FlatModel(two_hidden)
+    assert slices_of(model) is slices_of(model)
+    forgotten = weakref.ref(model)
+    del model
+    gc.collect()
+    assert forgotten() is None
