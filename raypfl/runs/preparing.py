@@ -38,6 +38,7 @@ from raypfl.runs.checks.settings import (
     refuse_missing_validation,
     refuse_missing_weights,
     refuse_to_augment,
+    refuse_untested_clients,
     warn_of_test_data,
 )
 from raypfl.runs.choices.autotune import Candidate, choose
@@ -158,6 +159,7 @@ def refuse_unfit(prepared: Prepared) -> None:
     """Raise a ConfigError unless settings, data, network and method fit together."""
     experiment = prepared.experiment
     refuse_untestable(experiment.evaluation.protocols, prepared.data, prepared.objective)
+    refuse_untested_clients(experiment)
     refuse_unmaskable(experiment.evaluation.masks, prepared.objective)
     refuse_another_objective(prepared)
     refuse_to_augment(prepared)

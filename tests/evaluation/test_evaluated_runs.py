@@ -312,6 +312,17 @@ def test_protocols_without_their_data_are_refused_before_anything_runs(tmp_path,
         raypfl.run(experiment(tmp_path, evaluation__protocols=[protocol]))
 
 
+def test_a_method_without_a_model_for_unseen_clients_is_refused_or_warned_of(tmp_path, arrange_data):
+    arrange_data(unseen=(3, 7))
+    described = experiment(tmp_path, method="fedamp", rounds=1, evaluation__protocols=["unseen"])
+    sentence = r"'unseen', but 'fedamp' has no model for clients that are never trained: .*\. "
+    with pytest.raises(ConfigError, match=sentence + "Nothing would be tested; add local"):
+        raypfl.run(described)
+    with pytest.warns(UserWarning, match=sentence + "They are not tested"):
+        result = raypfl.run(described.override(["evaluation.protocols=[local, unseen]"]))
+    assert {row["protocol"] for row in rows_of(result)} == {"local"}
+
+
 def test_a_pool_of_other_classes_is_refused(tmp_path, arrange_data):
     def without_first_labels(data):
         return np.where(np.arange(len(data.labels)) < 5, -1, data.labels)

@@ -101,6 +101,22 @@ def refuse_missing_validation(prepared: Prepared) -> None:
         )
 
 
+def refuse_untested_clients(experiment: Experiment) -> None:
+    """Raise a ConfigError if the only protocol is ``unseen`` and the method has no model for it; warn if others remain."""
+    method = experiment.method
+    protocols = experiment.evaluation.protocols
+    if "unseen" not in protocols or any(method.has(hook) for hook in ("global_model", "unseen_model", "personalize")):
+        return
+
+    sentence = (
+        f"evaluation.protocols has 'unseen', but {METHODS.name_of(type(method))!r} has no model for clients that are "
+        "never trained: neither a global one nor a way to make one"
+    )
+    if set(protocols) == {"unseen"}:
+        raise ConfigError(f"{sentence}. Nothing would be tested; add local, or choose another method.")
+    warnings.warn(f"{sentence}. They are not tested.", stacklevel=2)
+
+
 def warn_of_test_data(method: Method) -> None:
     """Warn if a method may train on test samples."""
     if method.test_data_in_training:
