@@ -37,28 +37,31 @@ class LowRank(nn.Linear):
 def with_lora(factory: Callable[[], nn.Module], rank: int) -> nn.Module:
     """Build a network with adapters of this rank in all its dense layers but the output layer.
 
-    Layers whose weights torch reads without calling them get none: those in ``nn.MultiheadAttention`` and
-    ``nn.TransformerEncoderLayer``.
+    A layer that the network has in several places gets one adapter. Layers whose weights torch reads without calling
+    them get none: those in ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer``.
 
     Raises
     ------
     ConfigError : if there is no such layer.
     """
     network = factory()
-    output_layer = layers_with_parameters(network)[-1:]
-    layers = {}
-    for path, layer in network.named_modules():
+    output_layer = network.get_submodule(layers_with_parameters(network)[-1])
+    paths: dict[nn.Linear, list[str]] = {}
+    unadapted: set[nn.Module] = {network, output_layer}
+    for path, layer in network.named_modules(remove_duplicate=False):
         # Exactly nn.Linear: nn.MultiheadAttention has a subclass of it.
-        if not path or type(layer) is not nn.Linear or path in output_layer:
-            continue
-        parent = network.get_submodule(path.rpartition(".")[0])
-        if not isinstance(parent, nn.TransformerEncoderLayer):
-            layers[path] = layer
+        if type(layer) is nn.Linear:
+            paths.setdefault(layer, []).append(path)
+        elif isinstance(layer, nn.TransformerEncoderLayer):
+            unadapted.update(layer.children())
 
+    layers = {layer: places for layer, places in paths.items() if layer not in unadapted}
     if not layers:
         raise ConfigError(
             f"model.lora is {rank}, but {type(network).__name__} has no nn.Linear besides its output layer to adapt."
         )
-    for path, layer in layers.items():
-        network.set_submodule(path, LowRank(layer, rank))
+    for layer, places in layers.items():
+        adapted = LowRank(layer, rank)
+        for path in places:
+            network.set_submodule(path, adapted)
     return network

@@ -68,6 +68,16 @@ def test_layers_whose_weights_torch_reads_directly_get_no_adapters():
         with_lora(lambda: nn.Linear(3, 3), 2)
 
 
+def test_a_layer_in_two_places_has_one_adapter_in_both():
+    layer = nn.Linear(8, 8)
+    network = with_lora(lambda: nn.Sequential(layer, nn.ReLU(), layer, nn.Linear(8, 3)), 2)
+    assert network[0] is network[2] and hasattr(network[2], "adapter")
+
+    tied_output = nn.Linear(8, 8)
+    network = with_lora(lambda: nn.Sequential(nn.Linear(8, 8), tied_output, nn.ReLU(), tied_output), 2)
+    assert network[1] is network[3] is tied_output
+
+
 def described(tmp_path: Path, **changes) -> raypfl.Experiment:
     base = raypfl.Experiment(
         data={"pools": {"body": 0.3}},

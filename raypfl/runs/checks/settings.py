@@ -102,7 +102,7 @@ def refuse_missing_validation(prepared: Prepared) -> None:
 
 
 def refuse_untested_clients(experiment: Experiment) -> None:
-    """Raise a ConfigError if the only protocol is ``unseen`` and the method has no model for it; warn if others remain."""
+    """Raise a ConfigError if the only protocol is ``unseen``, and the method has no model for it; else warn of that."""
     method = experiment.method
     protocols = experiment.evaluation.protocols
     if "unseen" not in protocols or any(method.has(hook) for hook in ("global_model", "unseen_model", "personalize")):
