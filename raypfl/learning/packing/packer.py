@@ -48,8 +48,9 @@ class Packer:
     """
 
     def __init__(self, runs: int):
-        # A run that waits gives up PyTorch's global state, however deep in calls it has taken it.
-        self._changed = threading.Condition(exclusive)
+        # A run that waits gives up PyTorch's global state, however deep in calls it has taken it. Each waits for a
+        # condition of its own: one for all would wake every run at every turn.
+        self._turns = [threading.Condition(exclusive) for _ in range(runs)]
         self.runs = runs
         self._active = -1
         self._unstarted = list(range(runs))
@@ -66,7 +67,7 @@ class Packer:
     @contextlib.contextmanager
     def turn(self, run: int) -> Iterator[None]:
         """Wait for a run's first turn; its last one ends with the context."""
-        with self._changed:
+        with exclusive:
             if self._active < 0:
                 self._pass_on()
             self._wait_for_turn(run)
@@ -75,7 +76,7 @@ class Packer:
             yield
         finally:
             self._process.restore()
-            with self._changed:
+            with exclusive:
                 self._pass_on()
 
     def abandon(self) -> None:
@@ -95,7 +96,7 @@ class Packer:
     def train(self, run: int, executor: Packed, training: GroupTraining) -> Trained:
         """Train a run's group, with groups of other runs if their trainings are alike."""
         process = _ProcessState()
-        with self._changed:
+        with exclusive:
             self._waiting[run] = (executor, training)
             self._pass_on()
             self._wait_for_turn(run)
@@ -108,7 +109,7 @@ class Packer:
 
     def _wait_for_turn(self, run: int) -> None:
         while self._active != run:
-            self._changed.wait()
+            self._turns[run].wait()
         if self._is_abandoned:
             raise KeyboardInterrupt
 
@@ -133,7 +134,8 @@ class Packer:
 
         self._active = self._ready.pop(0) if self._ready else -1
         self._since = _now()
-        self._changed.notify_all()
+        if self._active >= 0:
+            self._turns[self._active].notify()
 
     def _charge(self, weights: Mapping[int, int]) -> None:
         """Charge the time since the last charge to runs, in proportion to their weights."""
