@@ -7,7 +7,7 @@ from raypfl.devices.devices import Devices
 from raypfl.devices.fedscale import FedScaleAvailability, FedScaleHardware
 from raypfl.devices.hardware import HARDWARE, DeviceClass, Hardware
 from raypfl.devices.tables import HardwareTable, SpansTable
-from raypfl.devices.turn import Exchange, RequestedTraining, Training, Turn
+from raypfl.devices.turn import Exchange, Loads, RequestedTraining, Training, Turn
 
 __all__ = [
     "AVAILABILITY_MODELS",
@@ -25,6 +25,7 @@ __all__ = [
     "Hardware",
     "HardwareTable",
     "Holdings",
+    "Loads",
     "RequestedTraining",
     "Spans",
     "SpansTable",

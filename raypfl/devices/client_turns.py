@@ -61,10 +61,13 @@ class ClientTurns:
         """
         assert self.devices is not None and self.turn is not None and self.num_samples is not None
         sizes = self.num_samples[clients]
+        work = self.turn.work(clients)
+        messages = self.turn.message_sizes(clients)
         rows = []
         for exchange in self.turn.exchanges:
-            samples = shares * exchange.samples(sizes)
-            rows.append(self.devices.turn_seconds(clients, samples, exchange.down_bytes, exchange.up_bytes))
+            samples = shares * work * exchange.samples(sizes)
+            down_bytes = messages * exchange.down_bytes
+            rows.append(self.devices.turn_seconds(clients, samples, down_bytes, messages * exchange.up_bytes))
         return np.stack(rows)
 
     def turn_seconds(self, clients: np.ndarray, shares: float | np.ndarray = 1.0) -> np.ndarray:
@@ -83,4 +86,5 @@ class ClientTurns:
     def download_seconds(self, clients: np.ndarray) -> np.ndarray:
         """Return how long each client receives the first message of a round, ``float64[n]``."""
         assert self.devices is not None and self.turn is not None
-        return self.devices.download_seconds(clients, self.turn.exchanges[0].down_bytes)
+        down_bytes = self.turn.message_sizes(clients) * self.turn.exchanges[0].down_bytes
+        return self.devices.download_seconds(clients, down_bytes)

@@ -81,10 +81,39 @@ class Exchange:
 
 
 @dataclass(frozen=True)
+class Loads:
+    """What a method asks of each client, if not the same of all: some train a smaller network than others.
+
+    Attributes
+    ----------
+    messages : the size of a client's messages, relative to those of other clients, ``float64[num_clients]``.
+    work : how long a gradient step takes a client on a sample, relative to the whole network, ``float64[num_clients]``.
+    """
+
+    messages: np.ndarray
+    work: np.ndarray
+
+
+@dataclass(frozen=True)
 class Turn:
-    """What a method asks of a client in one round, exchange by exchange."""
+    """What a method asks of a client in one round, exchange by exchange.
+
+    Attributes
+    ----------
+    exchanges : the exchanges, with messages of the mean size over clients.
+    loads : what is asked of each client, with `messages` of mean 1; None: the same of all.
+    """
 
     exchanges: tuple[Exchange, ...]
+    loads: Loads | None = None
+
+    def message_sizes(self, clients: np.ndarray) -> float | np.ndarray:
+        """Return the sizes of these clients' messages, relative to the mean over clients."""
+        return 1.0 if self.loads is None else _of(self.loads.messages, clients)
+
+    def work(self, clients: np.ndarray) -> float | np.ndarray:
+        """Return how long a step takes these clients on a sample, relative to the whole network."""
+        return 1.0 if self.loads is None else _of(self.loads.work, clients)
 
     @property
     def down_bytes(self) -> float:
@@ -102,3 +131,8 @@ class Turn:
         for exchange in self.exchanges:
             total += exchange.samples(sizes)
         return total
+
+
+def _of(column: np.ndarray, clients: np.ndarray) -> np.ndarray:
+    """Return clients' numbers; a plan with more clients than the data repeats those of the data."""
+    return column[clients % len(column)]

@@ -54,8 +54,8 @@ def warning_of_other_messages(method: Method, turn: Turn | None, finished: Round
 
     `turn` : the rehearsed turn of a client; None: nothing was rehearsed.
     """
-    # In the first round, many methods send less.
-    if turn is None or finished.round == 1 or not finished.clients:
+    # In the first round, many methods send less; where clients differ, each cohort sends something else.
+    if turn is None or turn.loads is not None or finished.round == 1 or not finished.clients:
         return None
     bytes_up = finished.bytes_up / finished.clients
     if abs(bytes_up - turn.up_bytes) <= 0.01 * turn.up_bytes:

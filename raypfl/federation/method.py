@@ -11,6 +11,7 @@ from raypfl.clients.clients import Clients
 from raypfl.common.component import Component
 from raypfl.common.errors import IncompleteError, MethodError
 from raypfl.common.registry import Registry
+from raypfl.devices import Loads
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.task import Task
 from raypfl.learning.objectives import Objective
@@ -82,6 +83,13 @@ class Method(Component):
         A run that has begun then keeps its number of rounds: with more, its first ones would have been others.
         """
         return False
+
+    def loads(self, task: Task) -> Loads | None:
+        """Return what a round asks of each client, if clients have smaller messages or less work than others.
+
+        Simulated time counts by it; None: clients differ in their samples alone.
+        """
+        return None
 
     def networks(self, task: Task) -> dict[str, FlatModel]:
         """Return further networks by name; they are then in ``task.networks`` and ``clients.networks``."""

@@ -56,6 +56,7 @@ from raypfl.methods.personal_models.perada import PerAda
 from raypfl.methods.personal_models.perfedavg import PerFedAvg
 from raypfl.methods.personal_models.pfedhn import PFedHN
 from raypfl.methods.personal_models.pfedme import PFedMe
+from raypfl.methods.sub_networks.fedrolex import FedRolex
 from raypfl.methods.sub_networks.heterofl import HeteroFL
 
 __all__ = [
@@ -103,6 +104,7 @@ __all__ = [
     "FedProx",
     "FedROD",
     "FedRep",
+    "FedRolex",
     "FedSAM",
     "FedSim",
     "FedSpeed",

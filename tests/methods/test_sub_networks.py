@@ -1,4 +1,4 @@
-"""HeteroFL equals loops that slice the layers' weights, and FedAvg where every client has the whole network."""
+"""HeteroFL and FedRolex equal loops that slice the layers' weights, and FedAvg where all have the whole network."""
 
 from __future__ import annotations
 
@@ -7,17 +7,23 @@ import math
 import weakref
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import raypfl
 from raypfl.common.errors import ConfigError, MethodError
+from raypfl.data import load_federated
+from raypfl.engine.events import Warned
+from raypfl.engine.prepared import Prepared
 from raypfl.learning.privacy import PrivacySettings
-from raypfl.methods import FedAvg, HeteroFL
+from raypfl.methods import FedAvg, FedRolex, HeteroFL
 from raypfl.methods.sub_networks.slices import slices_of, units_of
 from raypfl.models import FlatModel
 from raypfl.models.networks import MODELS
+from raypfl.runs.choices.turn import turn_of
 from tests.support.federation import (
     CLASSES,
     FP64,
@@ -32,6 +38,7 @@ from tests.support.federation import (
     run_method,
     sent_per_client,
 )
+from tests.support.runs import TIMED, experiment
 
 ALL = [0, 1, 2, 3]
 RATES = (1.0, 0.5, 0.25)
@@ -167,12 +174,13 @@ def test_a_personal_model_predicts_as_the_narrow_network(factory):
 
 @both_executors
 @pytest.mark.parametrize("factory", [two_hidden, TwoConvolutions, dropping_mlp])
-def test_clients_that_all_have_the_whole_network_are_fedavg_to_the_bit(factory, executor):
-    fedavg, heterofl = (
-        run_method(m, factory=factory, executor=executor) for m in (FedAvg(weighting="uniform"), HeteroFL(rates=(1.0,)))
+@pytest.mark.parametrize("kind", [HeteroFL, FedRolex])
+def test_clients_that_all_have_the_whole_network_are_fedavg_to_the_bit(kind, factory, executor):
+    fedavg, sliced = (
+        run_method(m, factory=factory, executor=executor) for m in (FedAvg(weighting="uniform"), kind(rates=(1.0,)))
     )
-    assert torch.equal(heterofl.server["theta"], fedavg.server["theta"])
-    assert sent_per_client(heterofl.ledger, 1)["up", "slices"] == heterofl.model.size
+    assert torch.equal(sliced.server["theta"], fedavg.server["theta"])
+    assert sent_per_client(sliced.ledger, 1)["up", "slices"] == sliced.model.size
 
 
 @both_networks
@@ -182,6 +190,40 @@ def test_entries_beyond_the_widest_slice_never_move_and_others_do(factory):
     widest = slices_of(fed.model).entries(0.5)
     assert torch.equal(fed.server["theta"][~widest], initial[~widest])
     assert (fed.server["theta"][widest] != initial[widest]).float().mean() > 0.5
+
+
+@both_executors
+@both_networks
+def test_rounds_of_fedrolex_are_those_of_a_loop_whose_slices_move(factory, executor):
+    fed = run_method(FedRolex(rates=(0.6, 0.25)), factory=factory, executor=executor, training=TRAINING)
+    rates = rates_of(fed)
+    by_hand = rounds_by_hand(fed, ROUNDS, lambda client, round: rates[client], lambda round: round)
+    assert_close(fed.server["theta"], by_hand, 1e-12)
+
+    models = fed.method.personal_model(fed.clients(), fed.server)
+    for model, rate in zip(models.as_subclass(Tensor), rates, strict=True):
+        indices = sliced(factory, as_module(factory, by_hand), rate, len(ROUNDS) - 1)
+        expected = as_module(factory, torch.zeros_like(by_hand))
+        with torch.no_grad():
+            for name, parameter in expected.named_parameters():
+                whole = as_module(factory, by_hand).get_parameter(name)
+                parameter[_grid(indices[name])] = whole[_grid(indices[name])]
+        assert_close(model, as_vector(expected), 1e-12)
+
+
+def test_the_first_round_of_fedrolex_is_heterofls_to_the_bit_and_the_second_is_not():
+    for rounds, is_equal in (([ALL], True), ([ALL, ALL], False)):
+        heterofl, fedrolex = (run_method(kind(rates=(0.5, 0.25)), *rounds) for kind in (HeteroFL, FedRolex))
+        assert torch.equal(fedrolex.server["theta"], heterofl.server["theta"]) == is_equal
+
+
+def test_every_unit_is_in_as_many_slices_in_the_rounds_of_a_width():
+    model = FlatModel(two_hidden)
+    method = FedRolex(rates=(0.4,))
+    counts = torch.zeros(6)
+    for round in range(6):
+        counts += model.segment(method.slices(model, method.shift(round))[0].float(), "1.bias")
+    assert counts.tolist() == [math.ceil(0.4 * 6)] * 6
 
 
 def test_the_ledger_has_the_numbers_of_each_clients_slice():
@@ -326,3 +368,40 @@ def test_slices_are_forgotten_with_their_network():
     del model
     gc.collect()
     assert forgotten() is None
+
+
+def test_a_slice_has_the_share_of_the_multiplications_of_the_narrow_network():
+    def multiplications(units: int) -> int:
+        return 32 * units + 3 * units
+
+    model = FlatModel(lambda: dense(nn.ReLU()))
+    assert slices_of(model).work(0.5, (2, 4, 4)) == multiplications(4) / multiplications(8)
+    images = FlatModel(TwoConvolutions)
+    whole = 5 * 2 * 9 * 16 + 4 * 5 * 9 * 16 + 16 * 7 + 7 * 3
+    assert slices_of(images).work(0.5, (2, 4, 4)) == (3 * 2 * 9 * 16 + 2 * 3 * 9 * 16 + 8 * 4 + 4 * 3) / whole
+
+
+@pytest.mark.parametrize("assignment", ["fixed", "dynamic"])
+def test_in_simulated_time_a_client_of_a_small_slice_sends_and_computes_less(tmp_path, assignment):
+    method = {"name": "fedrolex", "rates": [1, 0.25], "assignment": assignment}
+    settings = experiment(tmp_path, **TIMED, method=method, training__epochs=1)
+    data = load_federated(settings.data, settings.partition, seed=settings.seed)
+    prepared = Prepared(settings, data)
+    turns = prepared.turns(turn_of(prepared))
+    clients = np.arange(data.num_clients)
+
+    level = settings.method.drawn_levels(prepared.task, 0).numpy()
+    sizes = np.array([65 * 16 + 17 * 10, 65 * 4 + 5 * 10])[level]
+    work = np.array([1.0, 0.25])[level]
+    assert turns.turn.down_bytes == turns.turn.up_bytes == pytest.approx(4 * sizes.mean())
+    if assignment == "dynamic":
+        sizes = np.full(len(clients), sizes.mean())
+        work = np.full(len(clients), work.mean())
+    expected = turns.devices.turn_seconds(clients, work * data.sizes("train"), 4 * sizes, 4 * sizes)
+    np.testing.assert_allclose(turns.turn_seconds(clients), expected)
+    np.testing.assert_allclose(turns.download_seconds(clients), turns.devices.download_seconds(clients, 4 * sizes))
+
+    events = []
+    result = raypfl.run(settings, listeners=[events.append])
+    assert not [event for event in events if isinstance(event, Warned)]
+    assert (result.rounds["simulated_seconds"].to_numpy() <= turns.turn_seconds(clients).max()).all()

@@ -14,6 +14,7 @@ from raypfl.common import rng
 from raypfl.common.errors import ConfigError, MethodError
 from raypfl.common.limits import Limit
 from raypfl.common.messages import Broadcast, Mean, Scatter, Sum, per_client, unmarked
+from raypfl.devices import Loads
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import METHODS, Method, ServerState, ServerView
 from raypfl.federation.task import Task
@@ -65,6 +66,15 @@ class HeteroFL(Method):
         ends = np.round(shares.cumsum() / shares.sum() * task.num_clients)
         levels = np.searchsorted(ends, np.arange(task.num_clients), side="right")
         return torch.from_numpy(rng.generator(task.seed, "rates", draw).permutation(levels))
+
+    def loads(self, task: Task) -> Loads:
+        sizes = self.slices(task.model, 0).sum(1).double().cpu().numpy()
+        work = np.array([slices_of(task.model).work(rate, task.input_shape) for rate in self.rates])
+        levels = self.drawn_levels(task, 0).numpy()
+        if self.assignment == "fixed":
+            return Loads(sizes[levels], work[levels])
+        # A client's rate differs from round to round, so that it counts as the mean client.
+        return Loads(np.ones(len(levels)), np.full(len(levels), work[levels].mean()))
 
     def shift(self, rounds: int) -> int:
         """Return the first unit of a slice after so many rounds."""

@@ -44,9 +44,6 @@ _POOLING_NAMES = {
     f"{kind}_pool{dimensions}d" for kind in ("max", "avg", "adaptive_max", "adaptive_avg") for dimensions in (1, 2, 3)
 }
 
-MOST_MASKS = 32
-"""Slices of a network that are remembered."""
-
 Window = Callable[[int], Tensor]
 """Returns which of a hidden layer's `width` units a slice has, ``bool[width]``."""
 
@@ -89,7 +86,9 @@ class SlicedNetwork:
         self._size = model.size
         self._device = model.device
         self.sides: dict[str, tuple[tuple[Units, int], ...]] = {}
-        self._masks: dict[tuple[float, int], Tensor] = {}
+        # Those of the last shift, which is the same for all clients of a round.
+        self._masks: dict[float, Tensor] = {}
+        self._shift = 0
 
         output_layer = self._follow(_traced(model.module))
         uncovered = [name for name in model.segments if name not in self.sides]
@@ -113,11 +112,39 @@ class SlicedNetwork:
 
         It begins at unit ``shift % width`` and goes on, after the last unit, at the first.
         """
-        if (rate, shift) not in self._masks:
-            if len(self._masks) >= MOST_MASKS:
-                self._masks.clear()
-            self._masks[rate, shift] = self._entries(lambda width: _window(width, rate, shift))
-        return self._masks[rate, shift]
+        if shift != self._shift:
+            self._shift = shift
+            self._masks = {}
+        if rate not in self._masks:
+            self._masks[rate] = self._entries(lambda width: _window(width, rate, shift))
+        return self._masks[rate]
+
+    def work(self, rate: float, input_shape: tuple[int, ...]) -> float:
+        """Return a slice's multiplications for a sample of this shape, as a share of the whole network's."""
+        uses = torch.zeros(self._size, dtype=torch.float64, device=self._device)
+        for name, count in self._uses(input_shape).items():
+            segment = self._segments[f"{name}.weight"]
+            uses[segment.start : segment.stop] = count
+        return float(uses[self.entries(rate)].sum() / uses.sum())
+
+    def _uses(self, input_shape: tuple[int, ...]) -> dict[str, int]:
+        """Return how often each number of a layer's weight is multiplied with one for a sample, by layer."""
+        uses: dict[str, int] = {}
+        hooks = []
+        with exclusive, torch.no_grad():
+            for name, layer in self._module.named_modules():
+                if type(layer) in (*_DENSE, *_CONVOLUTIONS):
+
+                    def count(layer: nn.Module, _: object, output: Tensor, name: str = name) -> None:
+                        uses[name] = output.numel() // len(layer.weight)  # type: ignore[arg-type]
+
+                    hooks.append(layer.register_forward_hook(count))
+            try:
+                self._module(next(self._module.parameters()).new_zeros(1, *input_shape))
+            finally:
+                for hook in hooks:
+                    hook.remove()
+        return uses
 
     def _entries(self, window: Window) -> Tensor:
         mask = torch.ones(self._size, dtype=torch.bool)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -77,16 +78,23 @@ class Rehearsal:
             if entry.round == self._round:
                 bytes_of[entry.exchange, entry.direction] += entry.clients * entry.bytes
 
+        # The mean over the run's clients, of which those of the rehearsal may have larger or smaller messages.
+        loads = self._method.loads(self._task)
+        rehearsed_size = float(len(clients))
+        if loads is not None:
+            loads = replace(loads, messages=loads.messages / loads.messages[self._task.trained].mean())
+            rehearsed_size = loads.messages[list(clients)].sum()
+
         exchanges = []
         for number in range(1 + max((exchange for exchange, _ in bytes_of), default=0)):
             exchanges.append(
                 Exchange(
                     tuple(trainings[f"training {number}"]),
-                    bytes_of[number, "down"] / len(clients),
-                    bytes_of[number, "up"] / len(clients),
+                    bytes_of[number, "down"] / rehearsed_size,
+                    bytes_of[number, "up"] / rehearsed_size,
                 )
             )
-        return Turn(tuple(exchanges))
+        return Turn(tuple(exchanges), loads)
 
     def _training(self, request: RequestedTraining) -> Training:
         """A requested training, with the run's settings for what the method leaves open."""
