@@ -14,7 +14,7 @@ from raypfl.cli.messages import print_message
 def report(
     runs: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="RUN...", help="Folders of runs, comparisons or sweeps, or folders that contain some."),
+        typer.Argument(metavar="RUN...", help="Folders of runs, comparisons, studies or sweeps, or folders of these."),
     ] = None,
     out: Annotated[
         Path, typer.Option(help="File to write: an HTML page, or the table of results if it ends in .tex or .csv.")
@@ -27,7 +27,7 @@ def report(
     """
     from raypfl.common.counting import counted
     from raypfl.results.report import find_runs, write
-    from raypfl.results.report.sweeps import is_sweep
+    from raypfl.results.report.searches import has_search
 
     folders = runs or []
     results, reasons_left_out = find_runs(folders)
@@ -35,8 +35,8 @@ def report(
         print_message(reason, "yellow")
     # Drawing many runs takes a while.
     print_message(f"Writing a report on {counted(len(results), 'run')}", "")
-    sweeps = [folder for folder in folders if is_sweep(folder)]
-    print(f"Report: {write(results, out, reasons_left_out, sweeps, baseline)}")
+    searches = [folder for folder in folders if has_search(folder)]
+    print(f"Report: {write(results, out, reasons_left_out, searches, baseline)}")
 
 
 def track(

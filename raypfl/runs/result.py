@@ -37,6 +37,15 @@ CLIENT_NAMES = "clients.parquet"
 RECIPE = "experiment.yaml"
 COMPARISON = "comparison.yaml"
 
+SWEEP = "sweep.yaml"
+"""The file in a sweep's folder with its description."""
+
+SEARCH = "search.yaml"
+"""The file in a study's folder with the description of its search, if it has one."""
+
+TRIALS = "trials.csv"
+"""The file in the folder of a sweep, or of a study with a search, with its trials."""
+
 _SUMMARY_KEYS = ("status", "round", "weights_hash", "error", "best_round")
 """What ``summary.json`` holds, as in :class:`raypfl.engine.events.RunFinished`."""
 

@@ -14,7 +14,7 @@ from raypfl.common.errors import ConfigError
 from raypfl.common.files import write
 from raypfl.common.version import __version__
 from raypfl.runs.result import RunResult
-from raypfl.runs.several.worker import COSTS
+from raypfl.runs.several.costs import costs_of, cpu_seconds
 from raypfl.studies.cells import StudyCell
 from raypfl.studies.description import Study
 from raypfl.studies.search.choice import SearchOutcome
@@ -185,28 +185,12 @@ def _trials(searched: SearchOutcome) -> list[dict[str, Any]]:
     for row, score in zip(searched.rows(), searched.scores, strict=True):
         if score.value is not None:
             row["score"] = round(score.value, _DIGITS)
-        row["cpu_seconds"] = _cpu_seconds([line for cell in score.trial.cells for line in _costs(cell)])
         rows.append(row)
     return rows
 
 
-def _costs(cell: StudyCell) -> list[dict[str, Any]]:
-    """Return what each process that worked on a cell has noted."""
-    file = cell.folder / COSTS
-    if not file.exists():
-        return []
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
-def _cpu_seconds(costs: Sequence[Mapping[str, Any]]) -> float | None:
-    # A part that is unknown makes the sum unknown.
-    seconds = [line["cpu_seconds"] for line in costs]
-    return round(sum(seconds), 1) if seconds and None not in seconds else None
-
-
 def _run(cell: StudyCell, result: RunResult) -> dict[str, Any]:
-    costs = _costs(cell)
-    commits = dict.fromkeys(line["commit"] for line in costs if line["commit"])
+    commits = dict.fromkeys(line["commit"] for line in costs_of(cell.folder) if line["commit"])
     return {
         "method": cell.method,
         "down": cell.down,
@@ -214,7 +198,7 @@ def _run(cell: StudyCell, result: RunResult) -> dict[str, Any]:
         "seed": cell.experiment.seed,
         "rounds": result.round,
         "weights_hash": result.weights_hash,
-        "cpu_seconds": _cpu_seconds(costs),
+        "cpu_seconds": cpu_seconds([cell.folder]),
         "commit": ", ".join(commits) or None,
     }
 

@@ -21,9 +21,10 @@ from raypfl.evaluation import Measures
 from raypfl.results import numbers
 from raypfl.results.colours import COLOURS
 from raypfl.results.drawing.canvas import page_paint, svg
-from raypfl.results.report import find_runs, tables, write
+from raypfl.results.report import find_runs, searches, tables, write
 from raypfl.results.report.figures import metric_figure
 from raypfl.results.report.page import shades
+from raypfl.results.report.searches import has_search
 from raypfl.results.run_groups import group_runs
 from raypfl.results.table import legend
 from tests.support.command import raypfl as command
@@ -480,7 +481,10 @@ def test_the_command_finds_the_runs_of_a_folder_and_prints_the_pages_path(result
     [
         ([], "raypfl report needs a run's folder or several, such as: raypfl report runs/digits-*"),
         (["nowhere"], "There is no folder nowhere."),
-        (["."], ". is no run's folder, and there is none in it: a run's folder has an experiment.yaml."),
+        (
+            ["."],
+            ". is no run's folder, and there is none in it: a run's folder has an experiment.yaml, and a sweep's has",
+        ),
         (["picture.png"], "There is no run in picture.png, only files."),
         (["cut-off"], "cut-off has no finished run; `raypfl resume cut-off` finishes an interrupted one."),
     ],
@@ -548,3 +552,31 @@ def test_a_report_in_an_unknown_format_is_refused(results, tmp_path):
     with pytest.raises(ConfigError, match=r"let .*table.pdf end in .html, .tex or .csv"):
         write(results, tmp_path / "table.pdf")
     assert not (tmp_path / "table.pdf").exists()
+
+
+def test_only_a_sweeps_own_folder_is_shown_as_a_search_and_a_killed_one_says_so(results, tmp_path):
+    other = tmp_path / "mine"
+    shutil.copytree(results[0].run_dir, other / "run")
+    (other / "trials.csv").write_text("trial,score\n1,0.5\n")
+    (other / "sweep.yaml").write_text("search: {training.lr: {loguniform: [0.01, 1]}}\n")
+    assert not has_search(other)
+    assert [run.run_dir for run in find_runs([other])[0]] == [other / "run"]
+
+    sweep = tmp_path / "rates"
+    shutil.copytree(results[0].run_dir, sweep / "trials/00000")
+    shutil.copy(other / "sweep.yaml", sweep)
+    (run,), notes = find_runs([sweep])
+    assert run.run_dir == sweep / "trials/00000" and "has no trials.csv, since its sweep was killed" in notes[0]
+    assert not has_search(sweep)
+
+    (sweep / "trials.csv").write_text(
+        "trial,status,round,accuracy/val,training.lr,error\n"
+        "00000,finished,3,0.9,0.1,\n00002,stopped,1,0.4,0.5,\n00001,failed,0,,0.9,diverged\n"
+    )
+    assert has_search(sweep)
+    (method,) = searches.read(sweep, results[0].experiment.measures).methods
+    assert method.headings == ["trial", "status", "round", "accuracy/val (%)", "training.lr", "error"]
+    assert method.rows[0] == (["00000", "finished", "3", "90.0", "0.1", "–"], True)
+    (figure,) = method.figures
+    assert figure.caption == "Pale: ended before the last round. Not drawn: 1 trial without a score."
+    assert [tick for tick in ("0.01", "0.1", "1") if f">{tick}<" in figure.svg] == ["0.01", "0.1", "1"], "a log axis"

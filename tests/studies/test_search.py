@@ -9,6 +9,7 @@ import signal
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
+from xml.etree import ElementTree
 
 import pytest
 
@@ -172,7 +173,7 @@ def test_the_table_and_the_files_tell_what_was_searched(whole: tuple[dict, Path]
     assert "Each method has 3 trials, drawn at random with seed 0: training.lr (loguniform [0.001, 1])" in page
     assert "for Ditto also method.lam" in page and "FedAvg: training.lr=" in page
     rows = (folder / "trials.csv").read_text().splitlines()
-    assert rows[0] == "method,down,across,trial,score,chosen,training.lr,method.lam" and len(rows) == 7
+    assert rows[0] == "method,down,across,trial,score,chosen,cpu_seconds,training.lr,method.lam" and len(rows) == 7
 
     Path("other.yaml").write_text("extends: tiny.yaml\nsearch: {trials: 4}\n")
     study, reference = load("other.yaml")
@@ -209,6 +210,27 @@ def test_a_trial_that_fails_has_no_score_and_another_one_is_chosen():
     Path("tiny.yaml").write_text(STUDY.replace("{loguniform: [0.001, 1]}", "{choice: [1e30]}"))
     with pytest.raises(RaypflError, match="FedAvg: no trial has a score"):
         run_study("tiny.yaml", ["FedAvg"], ["seeds=1", "search.trials=1"], quiet=True, as_json=True)
+
+
+def test_a_report_shows_what_was_searched_all_trials_and_the_chosen_ones(whole: tuple[dict, Path]):
+    folder = whole[1] / "runs/tiny"
+    reported = command("report", str(folder))
+    assert reported.exit_code == 0, reported.output
+    page = ElementTree.fromstring(Path("report.html").read_text())
+    (section,) = [part for part in page.iter("section") if part.get("class") == "search"]
+    words = " ".join("".join(section.itertext()).split())
+    assert "training.lr (loguniform from 0.001 to 1) and method.lam (loguniform from 0.1 to 10)" in words
+
+    for table, method in zip(section.iter("table"), ("FedAvg", "Ditto"), strict=True):
+        rows = [row for row in whole[0]["trials"] if row["method"] == method]
+        lines = list(table.find("tbody"))
+        scores = [f"{row['score']:.1f}" for row in rows]
+        assert [line[1].text for line in lines] == scores
+        assert [line.get("class") == "best" for line in lines] == [row["chosen"] for row in rows]
+        assert all(float(line[-1].text) >= 0 for line in lines), "CPU seconds"
+
+    pictures = [picture.get("aria-label") for picture in section.iter("svg")]
+    assert len(pictures) == 3 and all("one for each of 3 trials. Chosen, in a ring: " in text for text in pictures)
 
 
 # Stopping, and going on

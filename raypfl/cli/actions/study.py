@@ -27,7 +27,7 @@ from raypfl.results.display.console import view, warner
 from raypfl.results.display.outcome import nearby
 from raypfl.results.display.run_line import RunLine
 from raypfl.results.report.runs import STUDY_CELLS
-from raypfl.runs.result import RunResult, is_finished
+from raypfl.runs.result import TRIALS, RunResult, is_finished
 from raypfl.runs.several.worker import FAILED, FINISHED, STOPPED, RunOutcome
 from raypfl.studies.cells import StudyCell, choices_with_values, plan, select
 from raypfl.studies.description import Study, load
@@ -43,8 +43,6 @@ from raypfl.studies.table.layout import StudyTable, arrange
 from raypfl.studies.table.picture import draw
 
 FILES = ("table.md", "table.tex", "table.csv", "table.parquet", STUDY_CELLS, "table.png")
-TRIALS = "trials.csv"
-"""The file with all trials of a study's search."""
 
 
 def new_study(files: Sequence[str], assignments: Sequence[str]) -> None:
@@ -114,7 +112,7 @@ def run_study(
         searched = None
         if trials:
             searched = _search(study, trials, tracked, progress, quiet, to_continue)
-            write_trials(folder / TRIALS, searched)
+            write_trials(folder, searched)
             tracked.attach(folder / TRIALS)
             described = [cell for cell in cells if cell.position in searched.best]
             cells = searched.configured(described)

@@ -19,8 +19,9 @@ from raypfl.integrations.tuning.pictures import draw_configurations, draw_import
 from raypfl.integrations.tuning.search import TUNE, check, search
 from raypfl.integrations.tuning.sweep import Sweep, load
 from raypfl.integrations.tuning.trial import Trial, TrialListener, metric_names, run_folder, schedule_of
-from raypfl.results.report.sweeps import CONFIGURATIONS, IMPORTANCE, TABLE
+from raypfl.results.report.searches import CONFIGURATIONS, IMPORTANCE
 from raypfl.results.units import Unit
+from raypfl.runs.result import TRIALS
 
 if TYPE_CHECKING:
     from ray.tune import ResultGrid
@@ -215,7 +216,7 @@ class SweepResult:
     @property
     def files(self) -> list[Path]:
         """The files in the sweep's folder that are for a person to read."""
-        names = (TABLE, BEST, CONFIGURATIONS, IMPORTANCE)
+        names = (TRIALS, BEST, CONFIGURATIONS, IMPORTANCE)
         return [self.folder / name for name in names if (self.folder / name).exists()]
 
     def write_files(self) -> None:
@@ -225,7 +226,7 @@ class SweepResult:
         table = csv.DictWriter(text, list(rows[0]))
         table.writeheader()
         table.writerows(rows)
-        write(self.folder / TABLE, text.getvalue())
+        write(self.folder / TRIALS, text.getvalue())
 
         if self.best is not None:
             heading = [self._heading(), *self.changes]

@@ -33,7 +33,7 @@ from raypfl.experiment import Experiment
 from raypfl.experiment.settings import RaySettings
 from raypfl.experiment.yaml_text import read
 from raypfl.integrations.tuning import independent
-from raypfl.integrations.tuning.sweep import SWEEP, Sweep, Target
+from raypfl.integrations.tuning.sweep import Sweep, Target
 from raypfl.integrations.tuning.trial import (
     SweepContext,
     Trial,
@@ -46,6 +46,7 @@ from raypfl.integrations.tuning.trial import (
     run_trial,
     trial_name,
 )
+from raypfl.runs.result import SWEEP
 
 TUNE = "tune"
 """The folder in a sweep's folder that is Ray Tune's. It holds pickles, so only a folder that is trusted is resumed."""

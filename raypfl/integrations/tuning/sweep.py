@@ -22,9 +22,7 @@ from raypfl.experiment.recipes import settings_of
 from raypfl.experiment.spaces import KINDS, Space, configured, draws_of_point, spaces_of, values_by_setting
 from raypfl.experiment.yaml_text import read
 from raypfl.experiment.yaml_text import write as as_yaml
-
-SWEEP = "sweep.yaml"
-"""The file in a sweep's folder with its description."""
+from raypfl.runs.result import SWEEP
 
 WITHOUT_TEST_DATA = ("val", "train")
 """Protocols that look at no test data."""

@@ -162,7 +162,7 @@ def run_seeds(config: Mapping[str, Any], context: SweepContext, trial: str) -> d
 
 def _refuse_without_folder(folder: Path) -> None:
     """Raise a ConfigError on a node without the sweep's folder: one that joined after the sweep had begun."""
-    from raypfl.integrations.tuning.sweep import SWEEP
+    from raypfl.runs.result import SWEEP
 
     if not (folder / SWEEP).exists():
         raise ConfigError(

@@ -25,7 +25,7 @@ from raypfl.results.differences import HEADINGS, differences, find_label, remark
 from raypfl.results.display.notices import run_notices
 from raypfl.results.epsilons import epsilons, privacy_sentence
 from raypfl.results.numbers import prediction_traffic
-from raypfl.results.report import budgets, export, figures, sweeps, tables
+from raypfl.results.report import budgets, export, figures, searches, tables
 from raypfl.results.report.lead import lead_of
 from raypfl.results.report.tables import listed, protocol_name
 from raypfl.results.run_groups import RunGroup, group_runs
@@ -48,7 +48,7 @@ def write(
     results: Sequence[RunResult],
     path: str | Path,
     notes: Sequence[str] = (),
-    sweeps: Sequence[str | Path] = (),
+    searches: Sequence[str | Path] = (),
     baseline: str | None = None,
 ) -> Path:
     """Write a report on runs that were evaluated at least once, or its table of results, and return its path.
@@ -58,7 +58,7 @@ def write(
     results : at least one; those that differ in their seed alone are one method's repetitions.
     path : the HTML file or, if it ends in ``.tex`` or ``.csv``, the table; its folder must exist.
     notes : sentences for the reader, such as on what is left out.
-    sweeps : folders of hyperparameter searches that the results are from.
+    searches : folders of sweeps, and of studies with a search, that the results are from.
     baseline : the method, by its label, that the others are compared with; None: the best one.
 
     Raises
@@ -78,7 +78,7 @@ def write(
         export_table = _EXPORTS[path.suffix]
         files.write(path, export_table(list(zip(parts, baselines, strict=True))))
     else:
-        files.write(path, _page(results, parts, baselines, notes, sweeps))
+        files.write(path, _page(results, parts, baselines, notes, searches))
     return path
 
 
@@ -115,7 +115,7 @@ def _page(
     parts: Sequence[list[RunGroup]],
     baselines: Sequence[str | None],
     notes: Sequence[str],
-    sweep_folders: Sequence[str | Path],
+    search_folders: Sequence[str | Path],
 ) -> str:
     """The page as HTML."""
     most_groups = max(map(len, parts))
@@ -134,11 +134,16 @@ def _page(
     if len(contents) == 1:  # several parts show their notes themselves
         all_notes += contents[0]["notes"]
     measures = results[0].experiment.measures
+    shown_searches = [
+        searches.read(Path(folder), measures, number) for number, folder in enumerate(search_folders, start=1)
+    ]
+    most_colours = max([most_groups, *(len(search.places) for search in shown_searches), 1])
     return _template("page.html.jinja").render(
         title=listed(list(dict.fromkeys(result.experiment.name for result in results))),
         style=Markup(_file("page.css")),
-        shades=[shades(i) for i in range(most_groups)],
-        searches=[sweeps.read(Path(folder), measures) for folder in sweep_folders],
+        shades=[shades(i) for i in range(most_colours)],
+        searches=shown_searches,
+        marks=[mark(i) for i in range(most_colours)],
         parts=contents,
         notes=all_notes,
         version=__version__,
@@ -148,9 +153,13 @@ def _page(
 
 def _template(name: str) -> jinja2.Template:
     environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+        loader=jinja2.FunctionLoader(_file),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
     )
-    return environment.from_string(_file(name))
+    return environment.get_template(name)
 
 
 def _file(name: str) -> str:

@@ -10,10 +10,10 @@ import pyarrow.parquet as pq
 
 from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.results.labels import labels
-from raypfl.results.report.sweeps import best_runs, is_sweep
+from raypfl.results.report.searches import best_runs, is_sweep
 from raypfl.results.setting_text import data_text
 from raypfl.runs.folders import ComparisonFolder
-from raypfl.runs.result import RECIPE, RunResult
+from raypfl.runs.result import RECIPE, SWEEP, RunResult
 
 _DAMAGED = (OSError, ValueError, LookupError, TypeError, pa.ArrowException)
 """What reading files with other content than expected raises."""
@@ -124,7 +124,10 @@ def _runs_of(folder: Path) -> list[Path]:
 def _load_evaluated(folder: Path) -> RunResult:
     """The run, if it has been evaluated; a RaypflError otherwise."""
     if not (folder / RECIPE).exists():
-        raise ConfigError(f"{folder} is no run's folder, and there is none in it: a run's folder has an {RECIPE}.")
+        raise ConfigError(
+            f"{folder} is no run's folder, and there is none in it: a run's folder has an {RECIPE}, and a sweep's has "
+            f"{SWEEP} and trials."
+        )
 
     result = RunResult.load(folder)
     # Compute with the metrics, so that a damaged table is found here.

@@ -35,10 +35,6 @@ INTERVAL = 0.2
 """Seconds between messages with the events of a process; one for each event would cost as much as a small round."""
 
 
-COSTS = "costs.jsonl"
-"""File in a cell's folder. Each process that works on the cell adds a line: ``commit`` and ``cpu_seconds``."""
-
-
 @dataclass(frozen=True)
 class PlannedRun:
     """A run to start or, if it has been started, to continue.
@@ -112,6 +108,7 @@ def _start_or_continue(run: PlannedRun, listeners: Sequence[Listener], place: Pl
 def _recorded_costs(run: PlannedRun, place: Place | None) -> Iterator[None]:
     """Add a line to a cell's costs; its CPU seconds are unknown where actors do the work."""
     from raypfl.common.checkout import commit
+    from raypfl.runs.several.costs import COSTS
 
     clock = time.process_time if place is None else place.cpu_clock
     start = clock()

@@ -14,7 +14,9 @@ from typing import Any
 from raypfl.common.counting import counted
 from raypfl.common.files import write
 from raypfl.experiment.spaces import configured, in_words
-from raypfl.runs.result import RunResult
+from raypfl.experiment.yaml_text import write as as_yaml
+from raypfl.runs.result import SEARCH, TRIALS, RunResult
+from raypfl.runs.several.costs import cpu_seconds
 from raypfl.runs.several.worker import FAILED, RunOutcome
 from raypfl.studies.cells import StudyCell
 from raypfl.studies.description import Study
@@ -60,7 +62,7 @@ class SearchOutcome:
         ]
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a dict for each trial: its position, number, values, score and whether it was chosen."""
+        """Return a dict for each trial: its position, number, values, score, CPU seconds, and whether it was chosen."""
         rows: list[dict[str, Any]] = []
         for score in self.scores:
             trial = score.trial
@@ -69,6 +71,7 @@ class SearchOutcome:
             row["values"] = {key: in_words(value) for key, value in trial.values.items()}
             row["score"] = score.value
             row["chosen"] = self.best.get(trial.position) is score
+            row["cpu_seconds"] = cpu_seconds(cell.folder for cell in trial.cells)
             rows.append(row)
         return rows
 
@@ -135,8 +138,8 @@ def judge(study: Study, trials: Sequence[SearchTrial], outcomes: Sequence[RunOut
     return SearchOutcome(search, scores, best)
 
 
-def write_trials(file: Path, searched: SearchOutcome) -> None:
-    """Write a CSV file with a row for each trial and a column for each setting."""
+def write_trials(folder: Path, searched: SearchOutcome) -> None:
+    """Write the search's description, and a CSV file with a row for each trial and a column for each setting."""
     rows = []
     for row in searched.rows():
         values = row.pop("values")
@@ -149,8 +152,9 @@ def write_trials(file: Path, searched: SearchOutcome) -> None:
     writer = csv.DictWriter(text, list(columns), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write(file, text.getvalue())
+    folder.mkdir(parents=True, exist_ok=True)
+    write(folder / SEARCH, as_yaml(searched.search.model_dump()))
+    write(folder / TRIALS, text.getvalue())
 
 
 def _score(search: Search, trial: SearchTrial, outcomes: Sequence[RunOutcome]) -> tuple[Score, bool]:
