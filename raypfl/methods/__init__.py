@@ -57,6 +57,7 @@ from raypfl.methods.personal_models.perfedavg import PerFedAvg
 from raypfl.methods.personal_models.pfedhn import PFedHN
 from raypfl.methods.personal_models.pfedme import PFedMe
 from raypfl.methods.sub_networks.fedrolex import FedRolex
+from raypfl.methods.sub_networks.fjord import FjORD
 from raypfl.methods.sub_networks.heterofl import HeteroFL
 
 __all__ = [
@@ -108,6 +109,7 @@ __all__ = [
     "FedSAM",
     "FedSim",
     "FedSpeed",
+    "FjORD",
     "Floco",
     "FlocoPlus",
     "HeteroFL",

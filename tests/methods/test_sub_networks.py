@@ -1,4 +1,4 @@
-"""HeteroFL and FedRolex equal loops that slice the layers' weights, and FedAvg where all have the whole network."""
+"""HeteroFL, FedRolex and FjORD equal loops that slice the layers' weights, and FedAvg where all have all units."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from raypfl.data import load_federated
 from raypfl.engine.events import Warned
 from raypfl.engine.prepared import Prepared
 from raypfl.learning.privacy import PrivacySettings
-from raypfl.methods import FedAvg, FedRolex, HeteroFL
+from raypfl.methods import FedAvg, FedRolex, FjORD, HeteroFL
 from raypfl.methods.sub_networks.slices import slices_of, units_of
 from raypfl.models import FlatModel
 from raypfl.models.networks import MODELS
@@ -174,10 +174,11 @@ def test_a_personal_model_predicts_as_the_narrow_network(factory):
 
 @both_executors
 @pytest.mark.parametrize("factory", [two_hidden, TwoConvolutions, dropping_mlp])
-@pytest.mark.parametrize("kind", [HeteroFL, FedRolex])
+@pytest.mark.parametrize("kind", [HeteroFL, FedRolex, FjORD])
 def test_clients_that_all_have_the_whole_network_are_fedavg_to_the_bit(kind, factory, executor):
+    method = kind(rates=(1.0,))
     fedavg, sliced = (
-        run_method(m, factory=factory, executor=executor) for m in (FedAvg(weighting="uniform"), kind(rates=(1.0,)))
+        run_method(m, factory=factory, executor=executor) for m in (FedAvg(weighting=method.weighting), method)
     )
     assert torch.equal(sliced.server["theta"], fedavg.server["theta"])
     assert sent_per_client(sliced.ledger, 1)["up", "slices"] == sliced.model.size
@@ -224,6 +225,71 @@ def test_every_unit_is_in_as_many_slices_in_the_rounds_of_a_width():
     for round in range(6):
         counts += model.segment(method.slices(model, method.shift(round))[0].float(), "1.bias")
     assert counts.tolist() == [math.ceil(0.4 * 6)] * 6
+
+
+def narrowed(factory, p: dict[str, Tensor], net: nn.Module, rate: float) -> dict[str, Tensor]:
+    """The slice of a rate of the weights of a wider slice, which begins at the same units."""
+    indices = sliced(factory, net, rate)
+    return {name: tensor[_grid(indices[name])] for name, tensor in p.items()}
+
+
+@both_executors
+@both_networks
+@pytest.mark.parametrize("distillation", [True, False])
+def test_rounds_of_fjord_are_those_of_a_loop_that_draws_a_width_for_each_mini_batch(factory, distillation, executor):
+    method = FjORD(rates=RATES, distillation=distillation)
+    fed = run_method(method, factory=factory, executor=executor, training=TRAINING)
+    own_rates = rates_of(fed)
+    t = fed.training
+    net = as_module(factory, fed.model.init(fed.seed))
+    for round, cohort in enumerate(ROUNDS):
+        total = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
+        weight = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
+        for client in cohort:
+            own_rate = own_rates[client]
+            indices = sliced(factory, net, own_rate)
+            p = {}
+            for name, parameter in net.named_parameters():
+                p[name] = parameter.detach()[_grid(indices[name])].clone().requires_grad_()
+            optimizer = torch.optim.SGD(p.values(), t.lr, t.momentum, weight_decay=t.weight_decay)
+            (draws,) = fed.clients([client], round).generators("widths")
+            choices = [rate for rate in RATES if rate <= own_rate]
+            for x, y in fed.visits(client, round):
+                rate = choices[torch.randint(len(choices), (), generator=draws)]
+                narrow = outputs(factory, narrowed(factory, p, net, rate), x)
+                loss = F.cross_entropy(narrow, y)
+                if distillation:
+                    whole = outputs(factory, p, x)
+                    loss = F.cross_entropy(whole, y)
+                    if rate < own_rate:
+                        loss = loss + F.cross_entropy(narrow, whole.detach().softmax(1))
+                optimizer.zero_grad()
+                loss.backward()
+                nn.utils.clip_grad_norm_(p.values(), t.clip_norm)
+                optimizer.step()
+            for name, trained in p.items():
+                total[name][_grid(indices[name])] += fed.sizes[client] * trained.detach()
+                weight[name][_grid(indices[name])] += fed.sizes[client]
+        with torch.no_grad():
+            for name, parameter in net.named_parameters():
+                is_held = weight[name] > 0
+                parameter[is_held] = total[name][is_held] / weight[name][is_held]
+    assert_close(fed.server["theta"], as_vector(net), 1e-12)
+    assert not fed.warnings
+
+
+def test_fjord_with_one_width_is_heterofl_without_scaler_by_samples_to_the_bit():
+    fjord, heterofl = (
+        run_method(m, factory=TwoConvolutions)
+        for m in (FjORD(rates=(0.5,)), HeteroFL(rates=(0.5,), scaler=False, weighting="samples"))
+    )
+    assert torch.equal(fjord.server["theta"], heterofl.server["theta"])
+
+
+def test_fjords_steps_take_the_multiplications_of_the_widths_that_they_draw():
+    fed = Federation(factory=lambda: dense(nn.ReLU()))
+    assert FjORD(rates=RATES, distillation=False).work(fed.task).tolist() == [1.75 / 3, 0.75 / 2, 0.25]
+    assert FjORD(rates=RATES).work(fed.task).tolist() == [1 + 0.75 / 3, 0.5 + 0.25 / 2, 0.25]
 
 
 def test_the_ledger_has_the_numbers_of_each_clients_slice():

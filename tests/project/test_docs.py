@@ -136,7 +136,7 @@ def test_the_readmes_method_is_the_packages():
 
 
 def test_every_method_has_a_row_and_one_valid_example():
-    method_block, *model_blocks = blocks("docs/methods.md", "yaml")
+    method_block, _of_slices, *model_blocks = blocks("docs/methods.md", "yaml")
     examples = [type(raypfl.Experiment.from_yaml(line).method) for line in method_block.splitlines()]
     names = [METHODS.name_of(example) for example in examples]
     assert len(names) == len(set(names))

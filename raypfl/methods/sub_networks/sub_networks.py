@@ -1,0 +1,147 @@
+"""What methods share whose clients train slices of one model: who has which slice, and the means of its entries."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from raypfl.clients.clients import Clients
+from raypfl.common import rng
+from raypfl.common.errors import ConfigError, MethodError
+from raypfl.common.limits import Limit
+from raypfl.common.messages import Broadcast, Mean, Scatter, Sum, Weighting, per_client, unmarked
+from raypfl.devices import Loads
+from raypfl.federation.cohort import Cohort
+from raypfl.federation.method import Method, ServerState, ServerView
+from raypfl.federation.task import Task
+from raypfl.methods.sub_networks.slices import slices_of
+from raypfl.models.flat import FlatModel
+
+RATES = Limit("one number or more, each above 0 and at most 1", lambda v: len(v) > 0 and all(0 < r <= 1 for r in v))
+SHARES = Limit("numbers of 0 or more, not all 0", lambda v: all(0 <= s < np.inf for s in v) and sum(v) > 0)
+
+
+class SubNetworks(Method):
+    """Clients of unequal capacity train slices of one model.
+
+    An entry of the model becomes the mean over the clients of the cohort that have it; one that nobody has stays as it
+    is. A client's personal model, trained or not, is its slice of the global model. Clients keep nothing.
+
+    Attributes
+    ----------
+    rates : the rates r that clients have: a slice has ``ceil(r width)`` units of each hidden layer.
+    shares : the share of the clients that has each rate, relative to each other; None: equal shares.
+    assignment : rates are drawn once (``fixed``), or anew in every round (``dynamic``); the shares are exact, up to
+        whole clients.
+    weighting : weights of clients in the mean: training samples (``samples``) or equal (``uniform``).
+    """
+
+    rates: Annotated[tuple[float, ...], RATES] = (1.0, 0.5, 0.25)
+    shares: Annotated[tuple[float, ...] | None, SHARES] = None
+    assignment: Literal["fixed", "dynamic"] = "fixed"
+    weighting: Weighting = "uniform"
+
+    def trained(self, clients: Clients, start: Tensor, level: Tensor) -> Tensor:
+        """Return the slices ``[K, P+B]`` after local training, with zeros outside of them, as in `start`.
+
+        `level` : the number of each client's rate in `rates`, ``int64[K]``.
+        """
+        return clients.sgd(clients.loss, start)
+
+    def work(self, task: Task) -> np.ndarray:
+        """Return a step's multiplications at each of the `rates`, as a share of the whole network's."""
+        return np.array([slices_of(task.model).work(rate, task.input_shape) for rate in self.rates])
+
+    def shift(self, rounds: int) -> int:
+        """Return the first unit of a slice after so many rounds."""
+        return 0
+
+    def check(self, model: FlatModel) -> None:
+        slices_of(model)
+        if self.shares is not None and len(self.shares) != len(self.rates):
+            raise ConfigError(
+                f"method.shares has {len(self.shares)} numbers and method.rates {len(self.rates)}; give each rate its "
+                "share."
+            )
+
+    def loads(self, task: Task) -> Loads:
+        sizes = self.slices(task.model, 0).sum(1).double().cpu().numpy()
+        work = self.work(task)
+        levels = self.drawn_levels(task, 0).numpy()
+        if self.assignment == "fixed":
+            return Loads(sizes[levels], work[levels])
+        # A client's rate differs from round to round, so that it counts as the mean client.
+        return Loads(np.ones(len(levels)), np.full(len(levels), work[levels].mean()))
+
+    def start(self, task: Task) -> ServerState:
+        return {"theta": task.model.init(task.seed), "levels": self.drawn_levels(task, 0), "rounds": 0}
+
+    def drawn_levels(self, task: Task, draw: int) -> Tensor:
+        """Return the number of each client's rate in `rates`, ``int64[num_clients]``."""
+        shares = np.array(self.shares or [1.0] * len(self.rates))
+        ends = np.round(shares.cumsum() / shares.sum() * task.num_clients)
+        levels = np.searchsorted(ends, np.arange(task.num_clients), side="right")
+        return torch.from_numpy(rng.generator(task.seed, "rates", draw).permutation(levels))
+
+    def slices(self, model: FlatModel, shift: int) -> Tensor:
+        """Return the entries that a client of each rate has, ``bool[rates, P+B]``."""
+        return torch.stack([slices_of(model).entries(rate, shift) for rate in self.rates])
+
+    def round(self, server: ServerState, cohort: Cohort) -> None:
+        if self.assignment == "dynamic":
+            server["levels"] = self.drawn_levels(cohort.task, cohort.round)
+        theta = server["theta"]
+        shift = self.shift(server["rounds"])
+        slices = self.slices(cohort.task.model, shift)
+        levels = cohort.rows(server["levels"])
+
+        # A client knows its rate, or tells it by the size of what it is sent.
+        reply = cohort.run(
+            self.train,
+            theta=Broadcast(theta, charged=slices.sum(1)[levels.to(slices.device)]),
+            level=Scatter(levels, charged=False),
+            shift=shift,
+        )
+        weights = reply["weights"].to(theta.device, theta.dtype)
+        weight_of_entry = weights @ slices.to(theta.dtype)
+        # Of an entry that all have, the mean over the cohort keeps its bits: the factor is 1.
+        mean = reply["slices"] * (weights.sum() / weight_of_entry.clamp_min(1))
+        server["theta"] = torch.where(weight_of_entry > 0, mean, theta)
+        server["rounds"] += 1
+
+    def train(self, clients: Clients, theta: Tensor, level: Tensor, shift: int) -> dict[str, Mean | Sum]:
+        level = unmarked(level)
+        held = self.slices(clients.model, shift)[level]
+        start = per_client(torch.where(held, theta, 0.0))
+        trained = unmarked(self.trained(clients, start, level))
+        if bool((trained.masked_fill(held, 0) != 0).any()):
+            raise MethodError(
+                f"{type(self).__name__} trains a slice of the network as the whole one with zeros outside of it, but "
+                "this training moved them: by the noise of privacy.noise, an optimizer that moves weights without a "
+                "gradient, or a loss that depends on more than the network's outputs. Choose another."
+            )
+
+        weight = clients.weights(self.weighting)
+        weights = F.one_hot(level, len(self.rates))
+        if weight is not None:
+            weights = weights * unmarked(weight).long()[:, None]
+        # The server knows who has which entries.
+        return {"slices": Mean(trained, weight, charged=held.sum(1)), "weights": Sum(weights, charged=False)}
+
+    def global_model(self, server: ServerState) -> Tensor:
+        return server["theta"]
+
+    def personal_model(self, clients: Clients, server: ServerView) -> Tensor:
+        """Return each client's slice, with the units of the last round, and zeros outside of it: ``[K, P+B]``."""
+        # A client that was not in the run is numbered from 0.
+        levels = server["levels"]
+        level = levels[torch.tensor(clients.ids, device=levels.device) % len(levels)]
+        slices = self.slices(clients.model, self.shift(max(server["rounds"] - 1, 0)))
+        return per_client(torch.where(slices[level.to(slices.device)], server["theta"], 0.0))
+
+    def unseen_model(self, clients: Clients, server: ServerView) -> Tensor:
+        return self.personal_model(clients, server)
