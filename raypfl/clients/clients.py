@@ -226,7 +226,8 @@ class Clients:
             ``[P+B]`` for all clients, or a row per client.
         perturb : ``perturb(p, gradient) -> [..., P]``, of parameters and gradients ``[..., P]``: every step follows the
             gradient at ``p + perturb(p, gradient)`` of the same batch, with the same draws. Reported losses and
-            batch-norm statistics are those at `p`, as is the gradient of a penalty that does not depend on the batch.
+            statistics (of batch norm, or of ``model.running_mean``) are those at `p`, as is the gradient of a penalty
+            that does not depend on the batch.
         report : another function of the same form to report instead of `loss`; None: report nothing, so that the round
             has no training loss.
         extras : further arguments of the loss, by name; with a penalty or a report, of each function that names them.

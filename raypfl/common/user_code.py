@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NoReturn
 
-from raypfl.common.errors import RaypflError, UserCodeError
+from raypfl.common.errors import MethodError, RaypflError, UserCodeError
 
 _LIBRARIES = (str(Path(__file__).parents[1]), *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 _MAX_LINES = 24
@@ -30,6 +30,13 @@ def where_defined(function: Callable[..., Any]) -> str:
         return name
     # Not a Path: this describes the function of every exchange.
     return f"{name} ({os.path.basename(code.co_filename)}, line {code.co_firstlineno})"
+
+
+def refuse_result(function: Callable[..., Any], result: Any, must_return: str) -> NoReturn:
+    """Raise a MethodError that says what a function returned, and what it must return."""
+    shape = getattr(result, "shape", None)
+    returned = f"a {type(result).__name__}" if shape is None else str(list(shape))
+    raise MethodError(f"{where_defined(function)} returned {returned}; it must return {must_return}.")
 
 
 def other_arguments(function: Callable[..., Any], names: Sequence[str]) -> str | None:

@@ -35,9 +35,23 @@ def parse_assignments(assignments: Iterable[str]) -> list[tuple[list[str], Any]]
         if value.lstrip().startswith("*"):
             pairs.append((path, value.strip()))
         else:
-            pairs.append((path, parse(value, f"The value in {text!r}")))
+            pairs.append((path, _parsed(text, value)))
 
     return sorted(pairs, key=lambda pair: len(pair[0]))
+
+
+def _parsed(text: str, value: str) -> Any:
+    """Parse the value of an assignment, `text`; say how to quote it if a shell seems to have cut it at a space."""
+    try:
+        return parse(value, f"The value in {text!r}")
+    except ConfigError as error:
+        for opening, closing in ("{}", "[]"):
+            if value.count(opening) > value.count(closing):
+                raise ConfigError(
+                    f"The value in {text!r} has no {closing!r} for its {opening!r}. A shell divides what has spaces: "
+                    "put the whole assignment in quotes, as in 'method={name: ditto, lam: 0.1}'."
+                ) from error
+        raise
 
 
 def last_of_each(assignments: Iterable[str]) -> list[str]:

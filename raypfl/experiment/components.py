@@ -18,7 +18,7 @@ from raypfl.common.errors import ConfigError, did_you_mean, listed
 from raypfl.common.registry import Registry
 from raypfl.data import PARTITIONS, Partition
 from raypfl.devices import AVAILABILITY_MODELS, HARDWARE, AvailabilityModel, Hardware
-from raypfl.experiment.checks.hints import suggestion
+from raypfl.experiment.checks.hints import components_with, suggestion
 from raypfl.experiment.checks.validation import Mistakes, boolean_mistakes, validation_mistakes
 from raypfl.federation.robustness import AGGREGATIONS, ATTACKS, Aggregation, Attack
 from raypfl.federation.selection import SELECTIONS, Selection
@@ -91,7 +91,7 @@ def name_and_options(
 ) -> tuple[str, dict[str, Any]]:
     """Split ``"ditto"``, ``{"name": "ditto", "lam": 0.75}``, or options without a name, into name and options.
 
-    `names` : those that a message lists if there are options, but neither a name nor a `default`.
+    `names` : those that a message lists if there are options, but neither a name nor a `default`, and none has these.
     """
     if isinstance(value, str):
         return value, {}
@@ -101,9 +101,10 @@ def name_and_options(
         if isinstance(name, str):
             return name, {key: option for key, option in value.items() if key != "name"}
         if name is None and names:
+            fitting = components_with(where, *value) or tuple(names)
             raise ValueError(
-                f"{where} has options ({', '.join(value)}), but no name; add one of these, as in "
-                f"{where}={next(iter(names))}: {listed(names)}."
+                f"{where} has options ({', '.join(value)}), but no name; add one of these, as in {where}={fitting[0]}: "
+                f"{listed(fitting)}."
             )
 
     hint = ""

@@ -128,9 +128,14 @@ def test_a_compressor_of_a_users_own_is_told_what_it_must_return():
         def decode(self, message, size):
             return np.zeros(3)
 
-    with pytest.raises(MethodError, match=r"compression\.encode returned a str; it must return bytes"):
+    with pytest.raises(
+        MethodError,
+        match=r"Text\.encode \(test_compressed_updates\.py, line \d+\) returned a str; it must return bytes",
+    ):
         federation(FedAvg(), compressor=Text()).run_rounds(None)
-    with pytest.raises(MethodError, match=r"compression.decode returned \[3\]; it must return an array of \[\d+\]"):
+    with pytest.raises(
+        MethodError, match=r"Short\.decode \(test_.*, line \d+\) returned \[3\]; it must return an array of \[\d+\]"
+    ):
         federation(FedAvg(), compressor=Short()).run_rounds(None)
 
 

@@ -441,6 +441,10 @@ def test_overriding_leaves_the_original_as_it_was():
     ("word", "sentence"),
     [
         ("rounds", "'rounds' is not an assignment"),
+        (
+            "method={name:",
+            "has no '}' for its '{'. A shell divides what has spaces: put the whole assignment in quotes",
+        ),
         ("rounds.x=1", "rounds.x cannot be set: rounds is 30, which has no parts."),
         ("rounds=[1", "The value in 'rounds=[1'"),
         ("lr=1", "did you mean 'training.lr'?"),

@@ -12,8 +12,8 @@ import raypfl
 from raypfl.common.errors import ConfigError, MethodError
 from raypfl.data import load_federated
 from raypfl.engine.prepared import Prepared
-from raypfl.federation.robustness import Aggregation, UpdateAttack, Updates, Wire
-from raypfl.federation.robustness.attacks import Boost, InnerProduct, SignFlip
+from raypfl.federation.robustness import Aggregation, LabelAttack, UpdateAttack, Updates, Wire
+from raypfl.federation.robustness.attacks import Boost, InnerProduct, SignFlip, poisoned_labels
 from raypfl.federation.robustness.rules import Clipping, Krum, Median
 from raypfl.federation.settings import FailureSettings
 from raypfl.methods import FedAvg
@@ -253,6 +253,10 @@ def test_without_attack_and_rule_clients_send_sums(tmp_path):
             {"attack__fraction": 0.3},
             r"^attack has options \(fraction\), but no name; add one of these, as in attack=alie: alie, backdoor,",
         ),
+        (
+            {"aggregation__select": 3},
+            r"^aggregation has options \(select\), but no name; .* as in aggregation=krum: krum\.",
+        ),
         ({"attack": "sign_flop"}, "did you mean 'sign_flip'"),
         ({"attack": "{name: sign_flip, fraction: 1.5}"}, "attack.fraction is 1.5; it must be above 0 and below 1"),
         ({"aggregation": "{name: trimmed_mean, fraction: 0.5}"}, "aggregation.fraction is 0.5; it must be at least 0"),
@@ -282,10 +286,27 @@ def test_a_rule_that_bounds_updates_needs_what_all_clients_were_sent():
         fed.run_rounds(None)
 
 
+def test_an_attack_of_a_users_own_is_told_what_it_must_return(tmp_path):
+    class Silent(UpdateAttack):
+        def forge(self, updates):
+            return None
+
+    class OneLabel(LabelAttack):
+        def poison(self, labels, num_classes, generator):
+            return np.zeros(1)
+
+    with pytest.raises(MethodError, match=r"Silent\.forge \(test_attacks\.py, line \d+\) returned a NoneType; it must"):
+        federation(FedAvg(), wire=Wire(Silent(), None, MALICIOUS)).run_rounds(None)
+    with pytest.raises(MethodError, match=r"OneLabel\.poison \(test_attacks\.py, line \d+\) returned \[1\]; it must"):
+        poisoned_labels(OneLabel(), np.zeros(9), np.arange(4), 10, seed=0)
+
+
 def test_a_rule_that_returns_rows_is_told_what_to_return():
     class Rows(Aggregation):
         def combine(self, rows, before):
             return rows
 
-    with pytest.raises(MethodError, match=r"aggregation.combine returned \[5, \d+\]; it must return one row"):
+    with pytest.raises(
+        MethodError, match=r"Rows\.combine \(test_attacks\.py, line \d+\) returned \[5, \d+\]; it must return one row"
+    ):
         federation(FedAvg(), wire=Wire(None, Rows())).run_rounds(None)

@@ -13,9 +13,9 @@ from torch import Tensor
 from raypfl.clients.compression.compressors import Compressor
 from raypfl.clients.group import ClientGroup
 from raypfl.common import rng
-from raypfl.common.errors import MethodError
 from raypfl.common.messages import Each, Mean, numbers_charged, unmarked
 from raypfl.common.transfer import to_device
+from raypfl.common.user_code import refuse_result
 
 
 def compressed(
@@ -78,13 +78,12 @@ def _compressed(
 def _encoded(compressor: Compressor, update: np.ndarray, generator: np.random.Generator) -> bytes:
     message = compressor.encode(update, generator)
     if not isinstance(message, bytes):
-        raise MethodError(f"compression.encode returned a {type(message).__name__}; it must return bytes.")
+        refuse_result(compressor.encode, message, "bytes")
     return message
 
 
 def _decoded(compressor: Compressor, message: bytes, size: int) -> np.ndarray:
     update = compressor.decode(message, size)
     if not isinstance(update, np.ndarray) or update.shape != (size,):
-        returned = list(update.shape) if isinstance(update, np.ndarray) else type(update).__name__
-        raise MethodError(f"compression.decode returned {returned}; it must return an array of [{size}] numbers.")
+        refuse_result(compressor.decode, update, f"an array of [{size}] numbers")
     return update

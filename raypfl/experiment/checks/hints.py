@@ -64,7 +64,7 @@ def suggestion(key: str, section: str = "") -> str:
     if settings:
         return _did_you_mean(settings)
 
-    components = _components_with(tuple(section.split(".")), key)
+    components = components_with(section, key)
     if components:
         names = ", ".join(components[:_MOST_NAMES])
         if len(components) > _MOST_NAMES:
@@ -72,7 +72,7 @@ def suggestion(key: str, section: str = "") -> str:
         verb = "has" if len(components) == 1 else "have"
         return f"{names} {verb} it."
 
-    in_other_sections = [".".join((*path, key)) for path in COMPONENTS if _components_with(path, key)]
+    in_other_sections = [".".join((*path, key)) for path in COMPONENTS if components_with(".".join(path), key)]
     return _did_you_mean(in_other_sections) if in_other_sections else ""
 
 
@@ -89,13 +89,14 @@ def _settings(key: str) -> Iterator[str]:
 
 
 @lru_cache
-def _components_with(path: tuple[str, ...], key: str) -> tuple[str, ...]:
-    """Return the names of a section's registered components that have this option."""
+def components_with(section: str, *options: str) -> tuple[str, ...]:
+    """Return the names of a section's registered components that have these options."""
+    path = tuple(section.split("."))
     if path not in COMPONENTS:
         return ()
     registry, _ = COMPONENTS[path]
     names = [name for name in registry if ":" not in name]
-    return tuple(name for name in names if key in _parameters(_loaded(registry, name)))
+    return tuple(name for name in names if set(options) <= _parameters(_loaded(registry, name)))
 
 
 def _loaded(registry: Registry, name: str) -> Any:

@@ -15,6 +15,7 @@ from raypfl.common.component import Component
 from raypfl.common.errors import ConfigError
 from raypfl.common.limits import FINITE, INSIDE, POSITIVE
 from raypfl.common.registry import Registry
+from raypfl.common.user_code import refuse_result
 from raypfl.federation.robustness.rules import squared_distances
 from raypfl.learning.objectives import Metric
 
@@ -243,5 +244,8 @@ def poisoned_labels(
 ) -> np.ndarray:
     """Return a copy of the labels ``int64[N]`` of a data set with those of the malicious clients' `samples` changed."""
     poisoned = np.array(labels)
-    poisoned[samples] = attack.poison(poisoned[samples], num_classes, rng.generator(seed, "poisoned labels"))
+    result = attack.poison(poisoned[samples], num_classes, rng.generator(seed, "poisoned labels"))
+    if np.shape(result) != samples.shape:
+        refuse_result(attack.poison, result, f"a label for each sample of the malicious clients: {list(samples.shape)}")
+    poisoned[samples] = result
     return poisoned

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raypfl.common.errors import AggregationError, MethodError
+from raypfl.common.errors import AggregationError
 from raypfl.common.messages import Scatter
+from raypfl.common.user_code import refuse_result
 from raypfl.federation.robustness.attacks import UpdateAttack, Updates
 from raypfl.federation.robustness.rules import Aggregation
 
@@ -104,11 +105,9 @@ class Wire:
             )
         counts = torch.from_numpy(messages.weights > 0)
         combined = self.aggregation.combine(_flat(rows)[counts], before[0].flatten())
-        if combined.numel() != rows[0].numel():
-            raise MethodError(
-                f"aggregation.combine returned {list(combined.shape)}; it must return one row, as a client sends it: "
-                f"{[rows[0].numel()]}."
-            )
+        if not isinstance(combined, Tensor) or combined.numel() != rows[0].numel():
+            must_return = f"one row, as a client sends it: {[rows[0].numel()]}"
+            refuse_result(self.aggregation.combine, combined, must_return)
         return combined.reshape(rows.shape[1:])
 
     def _attacked(self, messages: Messages) -> Tensor:
@@ -126,11 +125,9 @@ class Wire:
         malicious = rows[is_malicious] - before[is_malicious]
         honest = rows[is_honest] - before[is_honest]
         forged = self.attack.forge(Updates(honest, malicious, messages.generator))
-        if forged.shape != malicious.shape:
-            raise MethodError(
-                f"attack.forge returned {list(forged.shape)}; it must return a row for each malicious client of the "
-                f"round: {list(malicious.shape)}."
-            )
+        if not isinstance(forged, Tensor) or forged.shape != malicious.shape:
+            must_return = f"a row for each malicious client of the round: {list(malicious.shape)}"
+            refuse_result(self.attack.forge, forged, must_return)
 
         attacked = rows.clone()
         attacked[is_malicious] = before[is_malicious] + forged.to(rows.dtype)
