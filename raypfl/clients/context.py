@@ -56,6 +56,7 @@ class Context:
     pools : the samples that belong to no client.
     networks : the method's further networks (:meth:`raypfl.Method.networks`).
     loss_limit : the largest training loss; a larger one is a failure.
+    attack : the name of the attack of malicious clients; empty: there is none.
     compressor : how clients compress the updates that they send in training; None: not at all.
     sends_rows : whether the server gets each client's training messages, and not only their sums.
     evaluation_batch : the number of samples per model and forward pass in evaluation.
@@ -80,6 +81,7 @@ class Context:
     privacy: PrivacySettings = field(default_factory=PrivacySettings)
     networks: Mapping[str, FlatModel] = field(default_factory=dict)
     loss_limit: float = 1e6
+    attack: str = ""
     compressor: Compressor | None = None
     sends_rows: bool = False
     evaluation_batch: int = EvaluationSettings.batch_size

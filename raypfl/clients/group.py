@@ -343,11 +343,18 @@ class ClientGroup:
             return
 
         k = failed[0]
+        attack = ""
+        if self.context.attack:
+            attack = (
+                f" The attack {self.context.attack!r} may be the cause: try a robust aggregation, such as "
+                "aggregation=median or aggregation=clipping."
+            )
         clients = [self.ids[i] for i in failed]
         if start is not None and not start[k].isfinite().all():
             raise ClientError(
                 f"Client {self.ids[k]} was to train in round {self.rounds[k]} from a model with nan or infinity. "
-                "Training did not diverge here: an earlier reply, the server's code or the client's state made it so.",
+                "Training did not diverge here: an earlier reply, the server's code or the client's state made it so."
+                + attack,
                 clients=clients,
                 repeatable=True,
             )
@@ -358,7 +365,7 @@ class ClientGroup:
         advice = f"Lower training.lr ({self.lr:.3g} now) or set training.clip_norm."
         advice += f" {self.objective.advice_if_diverged()}"
         raise ClientError(
-            f"Training diverged on client {self.ids[k]} in round {self.rounds[k]}: {reason}. {advice.rstrip()}",
+            f"Training diverged on client {self.ids[k]} in round {self.rounds[k]}: {reason}.{attack} {advice.rstrip()}",
             clients=clients,
             repeatable=True,
         )

@@ -23,7 +23,7 @@ from raypfl.federation.cohort_draw import cohort_size
 from raypfl.federation.exchange.backend import Backend
 from raypfl.federation.exchange.group_runner import GroupRunner
 from raypfl.federation.ledger import Ledger
-from raypfl.federation.robustness import Wire
+from raypfl.federation.robustness import ATTACKS, Wire
 from raypfl.federation.server_training import ServerContext, ServerProgress
 from raypfl.federation.task import Task
 from raypfl.learning.batches import GroupSamples, device_data_budget
@@ -149,6 +149,7 @@ class Prepared:
             privacy=experiment.privacy,
             networks=self.task.networks,
             loss_limit=experiment.failures.loss_limit,
+            attack="" if experiment.attack is None else ATTACKS.name_of(type(experiment.attack)),
             evaluation_batch=experiment.evaluation.batch_size,
             scale=self.data.scale,
             with_trigger=samples.all_stamped() if isinstance(samples, StampedSamples) else None,

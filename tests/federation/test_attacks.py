@@ -199,6 +199,14 @@ def test_personal_and_global_models_are_tested_on_the_same_data_of_honest_client
         assert samples == num_honest or (protocol == "pm_v" and samples < num_honest), (protocol, model)
 
 
+def test_a_run_that_an_attack_makes_diverge_ends_with_the_attacks_name_and_a_remedy(tmp_path):
+    described = experiment(tmp_path, attack="{name: boost, factor: 1e9}")
+    with pytest.raises(
+        raypfl.RaypflError, match=r"The attack 'boost' may be the cause: try a robust .*aggregation=med"
+    ):
+        raypfl.run(described)
+
+
 def test_rules_withstand_what_ruins_the_mean(tmp_path):
     def accuracy(**changes: Any) -> float:
         described = experiment(
