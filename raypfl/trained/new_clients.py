@@ -17,6 +17,7 @@ from raypfl.data.datasets.settings import SPLITS
 from raypfl.data.partitions import Traits
 from raypfl.data.splits import hold_out
 from raypfl.learning.batches import Samples
+from raypfl.methods import METHODS
 from raypfl.trained.saved_model import Origin, inputs_of, save
 from raypfl.trained.trained_model import TrainedModel
 
@@ -75,10 +76,13 @@ class _NewClients(Context):
 def require_new_client_models(method: Method) -> None:
     """Raise a ConfigError if a method makes no models for clients that were not in the run."""
     if not (method.has("unseen_model") or method.has("personalize")):
-        raise ConfigError(
-            f"{type(method).__name__} has no way to make a model for a new client. It gets the global model, if there "
-            "is one: raypfl.trained_models(RUN).global_model()."
-        )
+        advice = "It has no global model either, which such a client could get: use a run of another method."
+        if method.has("global_model"):
+            advice = (
+                "A new client gets the global model as it is, in Python: raypfl.trained_models(RUN).global_model(). To "
+                "fine-tune it for new clients, run fedavg-ft."
+            )
+        raise ConfigError(f"{METHODS.name_of(type(method))} has no way to make a model for a new client. {advice}")
 
 
 def checked_samples(x: Any, y: Any, outline: DataOutline) -> Labelled:

@@ -20,7 +20,7 @@ from raypfl.data import FederatedData
 from raypfl.methods import METHODS
 from raypfl.runs.result import newest
 from raypfl.trained.models import TrainedModels
-from raypfl.trained.new_clients import checked_samples
+from raypfl.trained.new_clients import checked_samples, require_new_client_models
 from tests.support.runs import experiment
 
 
@@ -166,11 +166,16 @@ def test_a_model_with_a_memory_of_samples_is_saved_and_read_too(folder: Path, tm
     assert load_file(file)["memory"].shape == (new.samples, 16)
 
 
-@pytest.mark.parametrize("method", ["fedavg", "ditto"])
-def test_methods_without_models_for_new_clients_say_so(method: str, folder: Path):
-    models = trained(folder, method)
-    with pytest.raises(ConfigError, match="has no way to make a model for a new client"):
-        models.personalize(*samples(models, 0))
+@pytest.mark.parametrize(
+    ("method", "advice"),
+    [
+        ("ditto", r"A new client gets the global model as it is, .*run fedavg-ft"),
+        ("fedamp", "has no global model either"),
+    ],
+)
+def test_methods_without_models_for_new_clients_say_what_one_gets(method: str, advice: str):
+    with pytest.raises(ConfigError, match=f"^{method} has no way to make a model for a new client.*{advice}"):
+        require_new_client_models(METHODS.get(method)())
 
 
 IMAGES = np.full((4, 1, 8, 8), 3, dtype=np.uint8)
