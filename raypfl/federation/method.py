@@ -91,6 +91,10 @@ class Method(Component):
         """
         return None
 
+    def leaves_untrained(self) -> bool:
+        """Return whether the global model has initial values where clients keep a part of their own."""
+        return False
+
     def networks(self, task: Task) -> dict[str, FlatModel]:
         """Return further networks by name; they are then in ``task.networks`` and ``clients.networks``."""
         return {}

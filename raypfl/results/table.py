@@ -119,6 +119,7 @@ def legend(groups: Sequence[RunGroup]) -> list[str]:
     averaged = {len(result.last_rounds) for group in groups for result in group.results} - {0, 1}
     lines = [f"Means over the last {rounds} evaluated rounds." for rounds in sorted(averaged)]
     lines += attack_sentences(groups)
+    lines += _untrained_parts(groups)
     lines += unequal_lengths(groups)
     lines += _unfinished(groups)
     if any(len(group.results) > 1 for group in groups):
@@ -137,6 +138,18 @@ def attack_sentences(groups: Sequence[RunGroup]) -> list[str]:
             count = f"{len(metadata['malicious_clients'])} of {counted(metadata['num_clients'], 'client')}"
             sentences.append(f"{count} attack ({name}); scores are of the honest ones.")
     return list(dict.fromkeys(sentences))
+
+
+def _untrained_parts(groups: Sequence[RunGroup]) -> list[str]:
+    """Return a sentence on global models of which a part was never trained, if there are any."""
+    labels = []
+    for group in groups:
+        is_tested = any(group.scores(protocol, "global") for protocol in group.protocols)
+        if is_tested and group.results[0].experiment.method.leaves_untrained():
+            labels.append(group.label)
+    if not labels:
+        return []
+    return [f"In the global model of {' and of '.join(labels)}, what clients keep has its initial values."]
 
 
 def _unfinished(groups: Sequence[RunGroup]) -> list[str]:

@@ -400,6 +400,12 @@ def test_methods_of_different_lengths_are_ranked_with_a_caution(results, tmp_pat
         assert not [line for line in legend(group_runs(comparison)) if "ranked" in line]
 
 
+def test_a_table_says_where_a_global_model_has_a_part_that_is_not_trained(results):
+    partial = [changed(results[0], f"method={name}") for name in ("fedrep", "fedgh", "fedbabu")]
+    (sentence,) = [line for line in legend(group_runs([*results[2:4], *partial])) if "initial" in line]
+    assert sentence == "In the global model of fedrep and of fedgh, what clients keep has its initial values."
+
+
 def test_a_table_of_runs_that_were_stopped_says_so(results):
     stopped = replace(results[0], status="stopped", rounds=results[0].rounds[:2])
     assert "Not finished: fedavg, seed 0 (2 of 3 rounds)." in legend(group_runs([stopped, *results[2:]]))

@@ -90,6 +90,9 @@ class PartialPersonalization(Method):
             )
         return Parts(personal, ~(personal | frozen), frozen)
 
+    def leaves_untrained(self) -> bool:
+        return bool(self.personal)
+
     def check(self, model: FlatModel) -> None:
         self.parts(model)
 

@@ -20,6 +20,9 @@ class SharedPart(Method):
     values.
     """
 
+    def leaves_untrained(self) -> bool:
+        return True
+
     def personal_part(self, model: FlatModel) -> Tensor:
         """Return the entries that a client keeps between rounds, ``bool[P+B]``."""
         return model.mask("output layer")
