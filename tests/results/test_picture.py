@@ -475,7 +475,12 @@ def test_suggested_commands_keep_changed_settings():
     words = ["mine.yaml", "data.root=/d/my images", "partition.alpha=1", "methods=[fedavg,ditto]", "method.lam=2"]
     text = printed(lambda console: show(console, comparison(), {}, words))
     same = "raypfl run mine.yaml 'data.root=/d/my images'"
-    assert f"{same} 'methods=[fedavg,ditto]' method.lam=2 partition.alpha=0.1 seeds=3\n" in text
+    assert f"{same} partition.alpha=1 'methods=[fedavg,ditto]' method.lam=2 seeds=3\n" in text
+    whole = ["digits", "partition={name: dirichlet, alpha: 1}"]
+    text = printed(lambda console: show(console, comparison(), {}, whole))
+    assert "raypfl run digits 'partition={name: dirichlet, alpha: 1}' seeds=3\n" in text
+    text = printed(lambda console: show(console, comparison(), {}, ["digits", "rounds=5"]))
+    assert "raypfl run digits rounds=5 partition.alpha=0.1 seeds=3\n" in text
 
     skewed = with_setting(comparison(), "partition.alpha=0.1")
     assert "raypfl run digits seeds=3\n" in printed(lambda console: show(console, skewed, {}, ["digits"]))

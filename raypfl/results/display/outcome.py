@@ -333,7 +333,8 @@ def _suggestions(results: Sequence[RunResult], tried: Sequence[str], folder: Pat
     partition = applicable_settings(experiment).get("partition", {})
 
     changes = []
-    if partition.get("alpha", 0.0) > 0.1:
+    keys_set = {word.partition("=")[0] for word in tried}
+    if partition.get("alpha", 0.0) > 0.1 and not keys_set & {"partition", "partition.alpha"}:
         changes.append("partition.alpha=0.1")
     if len({result.experiment.seed for result in results}) < 3:
         changes.append("seeds=3")
