@@ -18,6 +18,7 @@ _COMMANDS = {
     "–": "--",
     "’": "'",
 }
+_NO_LABEL = re.compile(r"[^A-Za-z0-9.]+")
 _NUMBER = re.compile(r"(?<![\w.,])[+-][\d,]*\.?\d+")
 
 TitledRows = tuple[str, Sequence[Sequence[str]]]
@@ -39,19 +40,21 @@ def signed_number(text: str) -> str:
     return f"${text.replace(',', '{,}')}$"
 
 
-def table(headings: Sequence[str], parts: Sequence[TitledRows], caption: str, words: int = 1) -> str:
+def table(headings: Sequence[str], parts: Sequence[TitledRows], caption: str, label: str, words: int = 1) -> str:
     """Return a ``table`` environment.
 
     Parameters
     ----------
     headings : LaTeX.
     caption : plain text.
+    label : what the text refers to it by, after ``tab:``; characters that a label cannot have become hyphens.
     words : number of text columns, on the left; the columns after them are numbers.
     """
     lines = [
         r"\begin{table}",
         r"  \centering",
         rf"  \caption{{{escaped(caption)}}}",
+        rf"  \label{{tab:{_NO_LABEL.sub('-', label).strip('-')}}}",
         rf"  \begin{{tabular}}{{{'l' * words}{'r' * (len(headings) - words)}}}",
         r"    \toprule",
         f"    {_row(headings)}",

@@ -273,6 +273,22 @@ def test_a_comparison_is_exported_as_latex_that_needs_booktabs_alone(tmp_path):
     assert not [line for line in text.splitlines() if line.count("{") != line.count("}")]
 
 
+def test_a_latex_table_has_one_baseline_and_a_label(tmp_path):
+    runs = []
+    for run in runs_at(ISSUE):
+        columns = run.evaluations.to_pydict()
+        if run.experiment.to_dict()["method"]["name"] == "ditto":
+            # The best method on clients' own data is the worst on everybody's.
+            is_local = [protocol == "local" for protocol in columns["protocol"]]
+            columns["accuracy"] = [a if own else 0.5 for a, own in zip(columns["accuracy"], is_local, strict=True)]
+        runs.append(replace(run, evaluations=pa.table(columns)))
+    text = write(runs, tmp_path / "table.tex").read_text()
+
+    compared = [line.split(" &")[0].strip() for line in text.splitlines() if "/3 " in line]
+    assert compared == ["fedavg", "fedavg"] and "Differences to ditto are paired" in text
+    assert text.count(r"\label{") == 1 and r"\label{tab:results}" in text
+
+
 def test_characters_that_latex_reads_as_commands_are_escaped():
     assert latex.escaped("ditto · lam=0.1 & 50% of {a_b} ~ c^2 \\ d#1 $") == (
         r"ditto $\cdot$ lam=0.1 \& 50\% of \{a\_b\} \textasciitilde{} c\textasciicircum{}2 \textbackslash{} d\#1 \$"

@@ -233,6 +233,16 @@ def test_a_report_shows_what_was_searched_all_trials_and_the_chosen_ones(whole: 
     assert len(pictures) == 3 and all("one for each of 3 trials. Chosen, in a ring: " in text for text in pictures)
 
 
+def test_what_is_redirected_to_a_file_has_each_sentence_in_one_line_without_blanks_at_its_end(
+    whole: tuple[dict, Path],
+):
+    result = command("study", "tiny.yaml", f"output={whole[1]}/runs", "--quiet")
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    (spaces,) = [line for line in lines if line.startswith("  Each method has 3 trials")]
+    assert spaces.endswith("for Ditto also method.lam (loguniform [0.1, 10]).") and max(map(len, lines)) < 400
+
+
 # Stopping, and going on
 
 

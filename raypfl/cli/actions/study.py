@@ -24,6 +24,7 @@ from raypfl.engine.events import Event
 from raypfl.integrations.tracking.listener import MLflowListener
 from raypfl.results.colours import colour
 from raypfl.results.display.console import view, warner
+from raypfl.results.display.fitting import output
 from raypfl.results.display.outcome import nearby
 from raypfl.results.display.run_line import RunLine
 from raypfl.results.report.runs import STUDY_CELLS
@@ -291,7 +292,7 @@ def _write(folder: Path, name: str, page: str, measured: Sequence[TableEntry], c
 
 def _show(study_table: StudyTable, folder: Path, has_trials: bool) -> None:
     """Print the table, and which files there are."""
-    console = Console()
+    console = output()
     formats.show(console, study_table)
     console.print()
     for name in [*FILES, TRIALS] if has_trials else FILES:

@@ -39,7 +39,10 @@ def as_csv(parts: Sequence[tuple[Sequence[RunGroup], str | None]]) -> str:
 
 def as_latex(parts: Sequence[tuple[Sequence[RunGroup], str | None]]) -> str:
     """Return a table for each part."""
-    tables = [_latex_table(groups, baseline) for groups, baseline in parts]
+    tables = []
+    for number, (groups, baseline) in enumerate(parts, start=1):
+        label = "results" if len(parts) == 1 else f"results-{number}"
+        tables.append(_latex_table(groups, baseline, label))
     return "\n".join([latex.PREAMBLE, *tables])
 
 
@@ -106,31 +109,29 @@ def _difference(row: Difference | None) -> dict[str, Any]:
     return cells
 
 
-def _latex_table(groups: Sequence[RunGroup], baseline: str | None) -> str:
+def _latex_table(groups: Sequence[RunGroup], baseline: str | None, label: str) -> str:
     headings, tables = result_tables(groups)
     rows = differences(groups, baseline)
+    if rows and baseline is None:
+        # One baseline for the whole table: the method that is best on its first test data.
+        baseline = rows[0].baseline
+        rows = differences(groups, baseline)
     paired = {(row.method, row.protocol, row.best): row for row in rows}
 
     parts = []
     for table in tables:
-        # Without a baseline, each protocol is compared with the best method there.
-        against = ""
-        for row in rows:
-            if (row.protocol, row.best) == (table.protocol, table.best):
-                against = f", against {row.baseline}"
-
         lines = []
-        for _, label, cells in table.lines:
-            line = [latex.escaped(label), *map(_cell, cells)]
+        for _, method, cells in table.lines:
+            line = [latex.escaped(method), *map(_cell, cells)]
             if rows:
-                line += _difference_cells(paired.get((label, table.protocol, table.best)))
+                line += _difference_cells(paired.get((method, table.protocol, table.best)))
             lines.append(line)
-        parts.append((latex.escaped(f"{capitalised(table.title)}{against}"), lines))
+        parts.append((latex.escaped(capitalised(table.title)), lines))
 
     columns = ["method", *map(latex.escaped, headings)]
     if rows:
         columns += ["difference [95\\% interval]", "ahead in"]
-    text = latex.table(columns, parts, _caption(groups, bool(rows)))
+    text = latex.table(columns, parts, _caption(groups, rows[0].baseline if rows else ""), label)
     return text + "".join(f"% {line}\n" for line in remarks(rows, groups))
 
 
@@ -153,11 +154,11 @@ def _cell(cell: TableCell) -> str:
     return rf"{mean} $\pm$ {cell.spread}"
 
 
-def _caption(groups: Sequence[RunGroup], has_differences: bool) -> str:
+def _caption(groups: Sequence[RunGroup], baseline: str) -> str:
     sentences = [f"{_setting(groups)}. {capitalised(groups[0].unit.label)}, mean over clients."]
     sentences += legend(groups)
-    if has_differences:
-        sentences.append("Differences are paired by seed and client, with 95% bootstrap intervals.")
+    if baseline:
+        sentences.append(f"Differences to {baseline} are paired by seed and client, with 95% bootstrap intervals.")
     return " ".join(sentences)
 
 

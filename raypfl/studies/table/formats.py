@@ -30,7 +30,7 @@ def show(console: Console, table: StudyTable) -> None:
         is_warning = heading.startswith("Deviations")
         console.print(Text(heading, "bold yellow" if is_warning else "dim"))
         for line in lines:
-            console.print(Padding(Text(line, "" if is_warning else "dim"), (0, 0, 0, 2)))
+            console.print(Padding(Text(line, "" if is_warning else "dim"), (0, 0, 0, 2), expand=False))
 
 
 def markdown(table: StudyTable) -> str:
@@ -52,8 +52,8 @@ def as_latex(table: StudyTable) -> str:
     """Return the table as LaTeX, one for all blocks with the same columns, and its notes as comments."""
     (_, (legend,)), *notes = table.notes
     tables = [
-        *_latex_tables(table.results, f"{table.name}. {legend}"),
-        *_latex_tables(table.standings, f"{table.name}, {AGAINST_THE_BEST}."),
+        *_latex_tables(table.results, f"{table.name}. {legend}", table.name),
+        *_latex_tables(table.standings, f"{table.name}, {AGAINST_THE_BEST}.", f"{table.name} {AGAINST_THE_BEST}"),
     ]
 
     comments = []
@@ -62,13 +62,13 @@ def as_latex(table: StudyTable) -> str:
     return "\n".join([latex.PREAMBLE, *tables, *comments, ""])
 
 
-def _latex_tables(arranged: Sequence[TableBlock], caption: str) -> Iterator[str]:
+def _latex_tables(arranged: Sequence[TableBlock], caption: str, label: str) -> Iterator[str]:
     """Yield a table for all blocks with the same columns."""
     by_headings: dict[tuple[tuple[str, str], ...], list[TableBlock]] = {}
     for block in arranged:
         by_headings.setdefault(tuple(block.headings), []).append(block)
 
-    for headings, same_columns in by_headings.items():
+    for number, (headings, same_columns) in enumerate(by_headings.items(), start=1):
         words = same_columns[0].words
         names_of_words = ["method", ""][:words]
         column_names = [*names_of_words, *(latex.escaped(" ".join(filter(None, heading))) for heading in headings)]
@@ -76,7 +76,8 @@ def _latex_tables(arranged: Sequence[TableBlock], caption: str) -> Iterator[str]
         for block in same_columns:
             texts = [list(map(latex.number, line)) for line in block.lines]
             rows.append((latex.escaped(block.title), texts))
-        yield latex.table(column_names, rows, caption, words)
+        unique_label = label if len(by_headings) == 1 else f"{label} {number}"
+        yield latex.table(column_names, rows, caption, unique_label, words)
 
 
 def _parts(block: TableBlock, console: Console) -> Iterator[Table]:
