@@ -24,7 +24,7 @@ from raypfl.common.errors import did_you_mean
 from raypfl.engine.events import Evaluated, Event, RoundFinished, RunStarted
 from raypfl.experiment import Experiment
 from raypfl.methods import METHODS
-from raypfl.runs.choices.every_method import experiment_for_every_method
+from raypfl.runs.choices.every_method import experiment_for_every_method, with_method
 from raypfl.studies.cells import plan, select
 from raypfl.studies.description import load
 
@@ -86,7 +86,7 @@ def experiments_of_study(name: str, across: str, assignments: Sequence[str]) -> 
 def experiments_of_registered(assignments: Sequence[str]) -> dict[str, Experiment]:
     """Return an experiment on digits for each registered method."""
     experiment = experiment_for_every_method(assignments)
-    return {name: experiment.override([f"method={name}"]) for name in METHODS}
+    return {name: with_method(experiment, name) for name in METHODS}
 
 
 def positive(text: str) -> int:

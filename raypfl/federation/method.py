@@ -48,12 +48,14 @@ class Method(Component):
         Test results then do not show how well the method does on new samples.
     needs_validation : whether rounds read validation samples, as in ``clients.evaluate(theta, "val")``; a run in which
         a client has none is refused.
+    needs_lora : whether clients' networks must have low-rank adapters, ``model.lora``; a run without them is refused.
     """
 
     section: ClassVar[str] = "method."
     objectives: ClassVar[tuple[type[Objective], ...]] = (Objective,)
     test_data_in_training: ClassVar[bool] = False
     needs_validation: ClassVar[bool] = False
+    needs_lora: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

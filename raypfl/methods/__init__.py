@@ -25,6 +25,9 @@ from raypfl.methods.global_model.fedspeed import FedSpeed
 from raypfl.methods.global_model.mime import Mime, MimeLite
 from raypfl.methods.global_model.moon import Moon
 from raypfl.methods.global_model.scaffold import Scaffold
+from raypfl.methods.lora.fedsa_lora import FedSALoRA
+from raypfl.methods.lora.ffa_lora import FFALoRA
+from raypfl.methods.lora.flexlora import FlexLoRA
 from raypfl.methods.mixed_models.apple import APPLE
 from raypfl.methods.mixed_models.fedamp import FedAMP, HeurFedAMP
 from raypfl.methods.mixed_models.fedfomo import FedFomo
@@ -39,7 +42,15 @@ from raypfl.methods.partial_models.fedrod import FedROD
 from raypfl.methods.partial_models.floco import Floco, FlocoPlus
 from raypfl.methods.partial_models.gpfl import GPFL
 from raypfl.methods.partial_models.partial import PartialPersonalization
-from raypfl.methods.partial_models.partial_presets import FedAlt, FedBABU, FedBN, FedPer, FedRep, FedSim, LGFedAvg
+from raypfl.methods.partial_models.partial_presets import (
+    FedAlt,
+    FedBABU,
+    FedBN,
+    FedPer,
+    FedRep,
+    FedSim,
+    LGFedAvg,
+)
 from raypfl.methods.partial_models.pfedfda import PFedFDA
 from raypfl.methods.personal_models.apfl import APFL
 from raypfl.methods.personal_models.ditto import Ditto
@@ -74,6 +85,7 @@ __all__ = [
     "CReFF",
     "Ditto",
     "ExtraImages",
+    "FFALoRA",
     "FedACG",
     "FedALA",
     "FedAMP",
@@ -106,10 +118,12 @@ __all__ = [
     "FedROD",
     "FedRep",
     "FedRolex",
+    "FedSALoRA",
     "FedSAM",
     "FedSim",
     "FedSpeed",
     "FjORD",
+    "FlexLoRA",
     "Floco",
     "FlocoPlus",
     "HeteroFL",

@@ -4,34 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch import Tensor, nn
+from torch import nn
 
 from raypfl.common.errors import ConfigError
+from raypfl.models.layout import VectorLayout
+from raypfl.models.low_rank import LowRank
 from raypfl.models.parts import layers_with_parameters
 
 TRAINED = "adapters, output layer"
 """The parts that clients train unless the settings name others."""
-
-
-class LowRank(nn.Linear):
-    """``y = W x + b + up(down(x))``, for the W and b of an existing layer; ``r (inputs + outputs)`` further parameters.
-
-    It starts as that layer, since `up` is zero. W and b keep their names; the new tensors are below ``adapter``.
-    """
-
-    def __init__(self, layer: nn.Linear, rank: int):
-        # On the meta device: the layer's own weights replace these at once, and nothing is drawn for them.
-        super().__init__(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
-        self.weight = layer.weight
-        self.bias = layer.bias
-
-        down = nn.Linear(layer.in_features, rank, bias=False)
-        up = nn.Linear(rank, layer.out_features, bias=False)
-        nn.init.zeros_(up.weight)
-        self.adapter = nn.Sequential(down, up)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + self.adapter(x)
 
 
 def with_lora(factory: Callable[[], nn.Module], rank: int) -> nn.Module:
@@ -65,3 +46,9 @@ def with_lora(factory: Callable[[], nn.Module], rank: int) -> nn.Module:
         for path in places:
             network.set_submodule(path, adapted)
     return network
+
+
+def factor_pairs(model: VectorLayout) -> list[tuple[str, str]]:
+    """Return the names of A ``[r, inputs]`` and B ``[outputs, r]`` of each adapter of which neither is frozen."""
+    pairs = zip(model.common_parts["lora A"], model.common_parts["lora B"], strict=True)
+    return [(a, b) for a, b in pairs if a in model.segments and b in model.segments]

@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterable
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from raypfl.models.low_rank import LowRank
+
 
 def common_parts(module: nn.Module, tensors: Iterable[str]) -> dict[str, list[str]]:
     """Return the names of the tensors in each part that most networks have; none if a network lacks the part.
@@ -16,6 +18,7 @@ def common_parts(module: nn.Module, tensors: Iterable[str]) -> dict[str, list[st
     - ``feature extractor``: everything except the output layer.
     - ``batch norm``: scales, shifts and statistics of all batch-norm layers.
     - ``adapters``: modules whose names start with ``adapter``.
+    - ``lora A``, ``lora B``: the two factors of the low-rank adapters.
 
     Parameters
     ----------
@@ -25,11 +28,14 @@ def common_parts(module: nn.Module, tensors: Iterable[str]) -> dict[str, list[st
     layers = layers_with_parameters(module)
     batch_norms = []
     adapters = []
+    low_rank = []
     for path, child in module.named_modules():
         if isinstance(child, _BatchNorm):
             batch_norms.append(path)
         if path.rpartition(".")[2].startswith("adapter"):
             adapters.append(path)
+        if isinstance(child, LowRank):
+            low_rank.append(path)
 
     output_layer = _tensors_of(module, layers[-1:], names)
     return {
@@ -38,6 +44,8 @@ def common_parts(module: nn.Module, tensors: Iterable[str]) -> dict[str, list[st
         "feature extractor": [name for name in names if name not in output_layer],
         "batch norm": _tensors_of(module, batch_norms, names),
         "adapters": _tensors_of(module, adapters, names),
+        "lora A": _tensors_of(module, [f"{path}.adapter.0" for path in low_rank], names),
+        "lora B": _tensors_of(module, [f"{path}.adapter.1" for path in low_rank], names),
     }
 
 

@@ -28,7 +28,13 @@ from raypfl.experiment import Experiment
 from raypfl.models.weights import RANDOM, digest, origin
 from raypfl.runs.checks.compression import refuse_idle_compression
 from raypfl.runs.checks.hooks import refuse_mistaken_hooks
-from raypfl.runs.checks.network import refuse_channels_last, refuse_lone_samples, refuse_misfit, refuse_outputs
+from raypfl.runs.checks.network import (
+    refuse_channels_last,
+    refuse_lone_samples,
+    refuse_misfit,
+    refuse_missing_adapters,
+    refuse_outputs,
+)
 from raypfl.runs.checks.privacy import refuse_unprotected
 from raypfl.runs.checks.robustness import refuse_unfit_attack, refuse_unfit_rule
 from raypfl.runs.checks.settings import (
@@ -169,6 +175,7 @@ def refuse_unfit(prepared: Prepared) -> None:
 
     # The checks above need no network; those below do.
     refuse_misfit(prepared)
+    refuse_missing_adapters(prepared)
     experiment.method.check(prepared.model)
     refuse_lone_samples(prepared)
     warn_of_test_data(experiment.method)

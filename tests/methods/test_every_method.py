@@ -46,6 +46,7 @@ KEEP_NOTHING = {
     "fedasam",
     "fedexp",
     "feddf",
+    "ffa-lora",
     "per-fedavg",
     "knn-per",
     "q-ffl",
@@ -53,7 +54,7 @@ KEEP_NOTHING = {
 }
 """Methods whose server has one model, as FedAvg's, and whose clients keep nothing."""
 
-PRESETS = {"partial", "fedrep", "fedbabu", "lg-fedavg", "fedbn", "fedalt", "fedsim"}
+PRESETS = {"partial", "fedrep", "fedbabu", "lg-fedavg", "fedbn", "fedalt", "fedsim", "fedsa-lora"}
 """Methods that differ from FedPer in their options alone."""
 
 

@@ -14,7 +14,7 @@ from raypfl.common.errors import ConfigError
 from raypfl.data import load_federated
 from raypfl.engine.prepared import Prepared
 from raypfl.models import MODELS, FlatModel
-from raypfl.models.lora import TRAINED, with_lora
+from raypfl.models.lora import TRAINED, factor_pairs, with_lora
 from tests.support.federation import both_executors
 
 TOKENS = 7
@@ -43,6 +43,15 @@ def test_the_numbers_of_a_model_are_the_adapters_and_the_output_layers():
     assert model.num_parameters == model.size == 2 * IN_A_BLOCK + TOKENS * WIDTH + TOKENS
     assert int(model.mask("adapters").sum()) == 2 * IN_A_BLOCK
     assert model.names("output layer") == ["head.weight", "head.bias"]
+
+
+def test_the_two_factors_of_all_adapters_are_parts_of_the_network():
+    model = FlatModel(adapted, trained=TRAINED)
+    assert sorted(model.names("lora A") + model.names("lora B")) == sorted(model.names("adapters"))
+    assert int(model.mask("lora A").sum()) == 2 * RANK * (WIDTH + WIDTH + WIDTH + 4 * WIDTH)
+    layer = "blocks.0.attn.qkv.adapter"
+    assert factor_pairs(model)[0] == (f"{layer}.0.weight", f"{layer}.1.weight") and len(factor_pairs(model)) == 8
+    assert factor_pairs(FlatModel(adapted, frozen="lora A")) == []
 
 
 def test_only_adapters_and_the_output_layer_have_gradients_and_an_update_is_of_low_rank():

@@ -339,7 +339,8 @@ def test_labels_do_not_name_a_file_of_weights_that_other_differing_settings_dete
     pretrained = []
     for planned in experiments(settings_of("lora-digits")):
         pretrained.append(planned.override([f"model.weights=/cache/{planned.model.lora}.safetensors"]))
-    assert labels(pretrained) == ["fedavg", "partial", "fedper", "fedavg model.lora=0 training.lr=0.02"]
+    named = ["fedavg", "partial", "fedper", "ffa-lora", "flexlora", "fedsa-lora"]
+    assert labels(pretrained) == [*named, "fedavg model.lora=0 training.lr=0.02"]
     assert "weights" not in setting_text(pretrained[0], {})
 
 

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import raypfl
 from raypfl.engine.events import RoundFinished
+from raypfl.methods import METHODS
 
 NEEDED = {name: {"data__pools": "{auxiliary: 0.3}"} for name in ("feddf", "perada")}
 NEEDED["fedfomo"] = {"data__val_fraction": 0.2}
+NEEDED |= {name: {"model__lora": 2} for name in METHODS if METHODS.get(name).needs_lora}
 """Settings without which a method does not run."""
 
 ON_RAY = {"engine__backend": "ray", "ray__actors": 2, "ray__cpus_per_actor": 0.5}

@@ -127,7 +127,7 @@ class PartialPersonalization(Method):
             return {}
         return {"shared": Mean(theta[:, parts.shared], clients.weights(self.weighting))}
 
-    def global_model(self, server: ServerState) -> Tensor:
+    def global_model(self, server: ServerState) -> Tensor | None:
         return server["theta"]
 
     def personal_model(self, clients: Clients, server: ServerView) -> Tensor:

@@ -16,6 +16,8 @@ from raypfl.engine.prepared import Prepared
 from raypfl.federation.exchange.backend import ONE_SAMPLE
 from raypfl.learning.executor import Precision
 from raypfl.learning.settings import TrainingSettings
+from raypfl.methods import METHODS
+from raypfl.models.lora import factor_pairs
 
 FEW = 2
 """Samples in a batch, and clients in a group, of a smoke test."""
@@ -33,6 +35,18 @@ def refuse_misfit(prepared: Prepared) -> None:
         f"model is {prepared.experiment.model.name!r}, which fails for samples of {prepared.experiment.data.name!r}, "
         f"whose shape is {tuple(data.input_shape)}.{tokens} {type(error).__name__}: {with_location(error)}"
     ) from error
+
+
+def refuse_missing_adapters(prepared: Prepared) -> None:
+    """Raise a ConfigError if the method needs low-rank adapters, and the network has none with both factors trained."""
+    method = prepared.experiment.method
+    if not method.needs_lora or factor_pairs(prepared.model):
+        return
+
+    remedy = "the network has none. Set model.lora to their rank, such as model.lora=4."
+    if prepared.model.common_parts["lora A"]:
+        remedy = "model.frozen or model.trained freezes them. Leave both out, or name 'adapters' in model.trained."
+    raise ConfigError(f"method is {METHODS.name_of(type(method))!r}, which is for low-rank adapters, but {remedy}")
 
 
 def refuse_lone_samples(prepared: Prepared) -> None:

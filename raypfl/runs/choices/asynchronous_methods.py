@@ -9,7 +9,7 @@ from raypfl.common.errors import LateReplyError, Refused
 from raypfl.data import load_federated
 from raypfl.engine.prepared import Prepared
 from raypfl.methods import METHODS
-from raypfl.runs.choices.every_method import experiment_for_every_method, why_not_made
+from raypfl.runs.choices.every_method import experiment_for_every_method, why_not_made, with_method
 from raypfl.runs.choices.together import refuse_unmet
 
 
@@ -49,7 +49,7 @@ class AsynchronousMethods:
             if why_not[name]:
                 reasons[name] = f"unknown, since {why_not[name]}"
             else:
-                prepared = Prepared(experiment.override([f"method={name}"]), data)
+                prepared = Prepared(with_method(experiment, name), data)
                 reasons[name] = _reason(prepared)
         return reasons
 

@@ -25,6 +25,12 @@ def experiment_for_every_method(changes: Iterable[str] = (), methods: Iterable[s
     return Experiment().override([f"data.pools={pools}", "data.val_fraction=0.2", *changes])
 
 
+def with_method(experiment: Experiment, name: str) -> Experiment:
+    """Return the experiment with this method, and with adapters if the method needs them."""
+    chosen = experiment.override([f"method={name}"])
+    return chosen.override(["model.lora=2"]) if chosen.method.needs_lora else chosen
+
+
 def why_not_made(name: str) -> str:
     """Return why a method cannot be made with its default options; empty: it can."""
     try:

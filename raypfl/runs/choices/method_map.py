@@ -12,7 +12,7 @@ from raypfl.engine.prepared import Prepared
 from raypfl.learning.objectives import Classification
 from raypfl.methods import METHODS
 from raypfl.runs.checks.rehearsal import Rehearsal
-from raypfl.runs.choices.every_method import experiment_for_every_method
+from raypfl.runs.choices.every_method import experiment_for_every_method, with_method
 
 ROUNDS = 4
 """Rounds of a rehearsal: enough for methods whose second half differs, and for a window of three models."""
@@ -27,6 +27,7 @@ FAMILIES = {
     "mixed_models": "a mixture of clients' models for each client",
     "clustered_models": "a model for each cluster of clients",
     "sub_networks": "a part of one model's units for each client",
+    "lora": "low-rank adapters of one network",
 }
 """Folders of `raypfl.methods`, in the order of the page."""
 
@@ -67,7 +68,7 @@ def needs_of(names: Iterable[str]) -> dict[str, Needs]:
     size = Prepared(experiment.override(["method=fedavg"]), data).task.model.num_parameters
 
     with threads(experiment.engine.threads):
-        return {name: _needs(Prepared(experiment.override([f"method={name}"]), data), size) for name in names}
+        return {name: _needs(Prepared(with_method(experiment, name), data), size) for name in names}
 
 
 def _needs(prepared: Prepared, size: int) -> Needs:
@@ -120,6 +121,7 @@ def markdown(needs_of_methods: Mapping[str, Needs]) -> str:
             "all clients at once, in some round": needs.calls_everyone,
             "validation samples of clients": method.needs_validation,
             "a pool of samples on the server": bool(method.needed_pools()),
+            "low-rank adapters (`model.lora`)": method.needs_lora,
             "labels that are classes": Classification in method.objectives,
             "the server to make personal models": method.has("personalize"),
         }

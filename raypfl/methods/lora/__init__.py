@@ -1,0 +1,1 @@
+"""Methods for low-rank adapters."""
