@@ -13,7 +13,7 @@ from raypfl.cli.job_commands import jobs, logs, stop, submit
 from raypfl.cli.list_commands import list_catalogue, plan, show_data
 from raypfl.cli.messages import CommandsWithMessages
 from raypfl.cli.result_commands import personalize, predict, report, serve, track
-from raypfl.cli.run_commands import ntk, pretrain, resume, run, study, tune
+from raypfl.cli.run_commands import new_study, ntk, pretrain, resume, run, study, tune
 from raypfl.common.version import __version__
 
 app = typer.Typer(
@@ -22,7 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Personalized federated learning, simulated on Ray.",
 )
-data_app = typer.Typer(no_args_is_help=True, help="Look at the data of each client.")
+data_app = typer.Typer(cls=CommandsWithMessages, no_args_is_help=True, help="Look at the data of each client.")
 
 app.add_typer(data_app, name="data")
 data_app.command("show", context_settings=ACCEPT_UNKNOWN_OPTIONS)(show_data)
@@ -33,6 +33,7 @@ app.command(context_settings=ACCEPT_UNKNOWN_OPTIONS)(plan)
 app.command(context_settings=ACCEPT_UNKNOWN_OPTIONS)(pretrain)
 app.command()(report)
 app.command(context_settings=ACCEPT_UNKNOWN_OPTIONS)(study)
+app.command("study new", context_settings=ACCEPT_UNKNOWN_OPTIONS)(new_study)
 app.command(context_settings=ACCEPT_UNKNOWN_OPTIONS)(ntk)
 app.command()(tune)
 app.command(context_settings=ACCEPT_UNKNOWN_OPTIONS)(submit)

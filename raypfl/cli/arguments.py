@@ -46,6 +46,16 @@ def count(text: str) -> int:
     return number
 
 
+StudyRounds = Annotated[
+    int | None, typer.Option("--rounds", metavar="N", parser=count, help="Number of rounds of each run.")
+]
+StudySeeds = Annotated[
+    int | None,
+    typer.Option("--seeds", metavar="N", parser=count, help="Number of seeds for each method and setting."),
+]
+StudyTrials = Annotated[
+    int | None, typer.Option("--trials", metavar="N", parser=count, help="Number of trials of each method's search.")
+]
 Baseline = Annotated[
     str | None,
     typer.Option(

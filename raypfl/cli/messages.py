@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -23,6 +24,19 @@ EXIT_STOPPED = 130  # what a shell expects after Ctrl-C
 
 class CommandsWithMessages(TyperGroup):
     """Commands whose errors and warnings are printed as sentences, without a traceback or a line of code."""
+
+    def __init__(self, **attributes: Any):
+        super().__init__(**attributes)
+        for command in self.commands.values():
+            # Typer keeps the ends of lines in all paragraphs but the first, whatever the terminal's width.
+            command.help = re.sub(r"(?<!\n)\n(?!\n)", " ", command.help or "")
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command that the words begin with; its name may be two words."""
+        two_words = " ".join(args[:2])
+        if two_words in self.commands:
+            args = [two_words, *args[2:]]
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         try:

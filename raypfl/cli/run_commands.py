@@ -16,6 +16,9 @@ from raypfl.cli.arguments import (
     Quiet,
     RecipeAndChanges,
     StudyAndChanges,
+    StudyRounds,
+    StudySeeds,
+    StudyTrials,
     comma_separated,
     count,
     other_data,
@@ -113,14 +116,9 @@ def pretrain(words: RecipeAndChanges = None, quiet: Quiet = False, as_json: AsJs
 def study(
     words: StudyAndChanges = None,
     only: Annotated[str, typer.Option(help="Methods and settings to run, by label, as in: --only fednh,cifar10")] = "",
-    rounds: Annotated[int | None, typer.Option(metavar="N", parser=count, help="Number of rounds of each run.")] = None,
-    seeds: Annotated[
-        int | None, typer.Option(metavar="N", parser=count, help="Number of seeds for each method and setting.")
-    ] = None,
-    trials: Annotated[
-        int | None,
-        typer.Option(metavar="N", parser=count, help="Number of trials of each method's search."),
-    ] = None,
+    rounds: StudyRounds = None,
+    seeds: StudySeeds = None,
+    trials: StudyTrials = None,
     record: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Keep a record of what was measured, with all seeds, hashes and CPU time."),
@@ -130,19 +128,35 @@ def study(
 ) -> None:
     """Reproduce a published table and show both: a study by name (default: digits-personal) or your own YAML file.
 
-    Finished runs are not repeated; interrupted ones continue. KEY=VALUE changes a setting of all runs. Such a file is
-    written by: raypfl study new FILE.yaml methods=[fedavg,ditto] KEY=VALUE
+    Finished runs are not repeated; interrupted ones continue. KEY=VALUE changes a setting of all runs.
+    `raypfl study new` writes such a file.
     """
-    from raypfl.cli.actions.study import new_study, run_study
+    from raypfl.cli.actions.study import run_study
 
-    if words and words[0] == "new":
-        if record:
-            raise ConfigError("--record keeps what a study measured, but `raypfl study new` only writes its file.")
-        _, changes = study_and_changes(words[1:], rounds, seeds, trials)
-        new_study(words[1:2], changes)
-        return
     source, changes = study_and_changes(words or [], rounds, seeds, trials)
     run_study(source, comma_separated(only), changes, quiet, as_json, record)
+
+
+def new_study(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="FILE.yaml KEY=VALUE", help="The file to write, and the study's settings.", show_default=False
+        ),
+    ] = None,
+    rounds: StudyRounds = None,
+    seeds: StudySeeds = None,
+    trials: StudyTrials = None,
+) -> None:
+    """Write the YAML file of a study of your own, which compares methods; nothing is run.
+
+    methods=\\[fedavg,ditto] names the methods, and the other KEY=VALUE are settings of all runs, such as data=digits.
+    `raypfl study FILE.yaml` runs the study.
+    """
+    from raypfl.cli.actions.study import new_study as write_study
+
+    _, changes = study_and_changes(words or [], rounds, seeds, trials)
+    write_study((words or [])[:1], changes)
 
 
 def ntk(

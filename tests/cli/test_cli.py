@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import shlex
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from raypfl.cli.app import main
+from raypfl.cli.app import app, main
 from raypfl.common.version import __version__
 from raypfl.runs import driver, preparing
 from tests.support.command import raypfl, raypfl_json
@@ -278,6 +279,15 @@ def test_the_package_can_be_run_as_a_module_and_offers_completion():
     result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=root)
     assert result.stdout.splitlines() == [f"raypfl {__version__}"]
     assert "--install-completion" in raypfl("--help").stdout
+
+
+def test_help_loses_no_text_and_breaks_no_sentence(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "500")
+    for command in app.registered_commands:
+        help_text = raypfl(*(command.name or command.callback.__name__).split(), "--help").stdout
+        for paragraph in inspect.getdoc(command.callback).replace("\\[", "[").split("\n\n"):
+            assert paragraph.replace("\n", " ") in help_text
+    assert "methods=[fedavg,ditto] names the methods" in raypfl("study", "new", "--help").stdout
 
 
 def test_the_version_is_printed():
