@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 
 from raypfl.common.counting import counted
 from raypfl.evaluation.masking import unmasked_name
+from raypfl.evaluation.protocols import BACKDOOR
 from raypfl.federation.robustness import ATTACKS
 from raypfl.results.run_groups import RunGroup
 from raypfl.results.units import TableCell, Unit, over_seeds
@@ -128,7 +129,7 @@ def legend(groups: Sequence[RunGroup]) -> list[str]:
 
 
 def attack_sentences(groups: Sequence[RunGroup]) -> list[str]:
-    """Return how many clients are malicious, and that they are not evaluated, if there are any."""
+    """Return how many clients are malicious, that they are not evaluated, and how their success is tested."""
     sentences = []
     for group in groups:
         experiment = group.results[0].experiment
@@ -137,6 +138,8 @@ def attack_sentences(groups: Sequence[RunGroup]) -> list[str]:
             name = ATTACKS.name_of(type(experiment.attack))
             count = f"{len(metadata['malicious_clients'])} of {counted(metadata['num_clients'], 'client')}"
             sentences.append(f"{count} attack ({name}); scores are of the honest ones.")
+        if BACKDOOR in group.protocols:
+            sentences.append(f"{BACKDOOR}: a client's own data, all with the attack's trigger.")
     return list(dict.fromkeys(sentences))
 
 

@@ -11,6 +11,8 @@ from raypfl.common.errors import ConfigError
 from raypfl.data import load_federated
 from raypfl.engine.prepared import Prepared
 from raypfl.federation.robustness import Backdoor
+from raypfl.results.run_groups import group_runs
+from raypfl.results.table import legend
 from raypfl.runs.driver import check
 
 SETTINGS = {
@@ -71,6 +73,7 @@ def test_images_with_the_trigger_are_tested_for_their_class_and_for_the_target(t
 
     evaluations = result.tables["evaluations"].to_pylist()
     rows = [row for row in evaluations if row["protocol"] == "backdoor" and row["round"] == 2]
+    assert legend(group_runs([result]))[1] == "backdoor: a client's own data, all with the attack's trigger."
     clients = [row["client"] for row in rows if row["model"] == "global"]
     assert clients == np.flatnonzero(~prepared.is_malicious).tolist()
     for row in rows:
