@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from dataclasses import dataclass
 from types import FunctionType
@@ -9,7 +10,7 @@ from typing import Any, ClassVar, dataclass_transform
 
 from raypfl.common.errors import ConfigError
 from raypfl.common.limits import limit_violations
-from raypfl.common.user_code import other_arguments
+from raypfl.common.user_code import other_arguments, where_defined
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -50,4 +51,10 @@ def _mistaken_functions(component: Component) -> list[str]:
 
 def abstract_functions(entry: Any) -> str:
     """Return the functions that a class still has to define, separated by commas; empty if there are none."""
-    return ", ".join(sorted(getattr(entry, "__abstractmethods__", ())))
+    descriptions = []
+    for name in sorted(getattr(entry, "__abstractmethods__", ())):
+        functions = {name: value for name, value in vars(entry).items() if isinstance(value, FunctionType)}
+        nearest = difflib.get_close_matches(name, functions, n=1, cutoff=0.8)
+        misspelt = f" (did you mean it by {where_defined(functions[nearest[0]])}?)" if nearest else ""
+        descriptions.append(name + misspelt)
+    return ", ".join(descriptions)

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from raypfl.common.errors import ConfigError
-from raypfl.federation.robustness import Updates
+from raypfl.experiment import Experiment
+from raypfl.federation.robustness import Aggregation, Updates
 from raypfl.federation.robustness import rules as rules_module
 from raypfl.federation.robustness.attacks import Boost, Gaussian, InnerProduct, LittleIsEnough, MinMax, SignFlip
 from raypfl.federation.robustness.rules import Clipping, GeometricMedian, Krum, Median, RobustLearningRate, TrimmedMean
@@ -183,3 +184,16 @@ def test_malicious_clients_are_a_share_of_the_trained_ones_that_only_the_seed_de
     assert len(choices) > 10
     with pytest.raises(ConfigError, match=r"attack.fraction is 0.99, with which all of the 10"):
         SignFlip(fraction=0.99).malicious(trained, seed=1)
+
+
+class MisspellsCombine(Aggregation):
+    def combin(self, messages, counts):
+        return messages.mean(0)
+
+
+def test_a_rule_with_a_misspelt_function_is_refused_with_that_function():
+    sentence = (
+        r"define combine \(did you mean it by MisspellsCombine\.combin \(test_robust_rules\.py, line \d+\)\?\)\.$"
+    )
+    with pytest.raises(ConfigError, match=sentence):
+        Experiment(aggregation=f"{__name__}:MisspellsCombine")
