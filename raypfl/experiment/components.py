@@ -226,6 +226,9 @@ def unknown_option(
     hint = suggestion(option, where)
     if not hint and known:
         hint = did_you_mean(option, known, f"{where}.")
+    elif known and not hint.startswith("did you mean"):
+        # Other components have it, but a user may need to know what this one has.
+        hint += f" Those of {name}: {listed(sorted(known))}."
     if hint:
         return f"is not an option of {name}; {hint}"
     return f"is not an option of {name}, which has none."

@@ -251,6 +251,7 @@ def test_a_run_from_before_clients_per_actor_became_the_group_size_can_be_read()
         ({"engine": {"device": "cuda"}}, "not a setting of engine; did you mean 'ray.gpus_per_actor=1'?"),
         ({"num_clients": 9}, "num_clients is not a setting of an experiment; did you mean 'partition.clients'?"),
         ({"method": {"name": "fedavg", "lam": 1}}, "method.lam is not an option of fedavg; ditto, fedacg, fedamp,"),
+        ({"method": {"name": "heterofl", "lam": 1}}, "12 more have it. Those of heterofl: "),
         ({"data": "CIFAR-10"}, "There is no data set called 'CIFAR-10'; did you mean 'cifar10'?"),
         ({"method": "dito"}, "There is no method called 'dito'; did you mean 'ditto'?"),
         ({"method": "my/mine.py"}, "no method called 'my/mine.py'; did you mean 'my.mine:ClassName'?"),
