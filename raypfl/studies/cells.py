@@ -87,7 +87,7 @@ def select(study: Study, only: Iterable[str]) -> Study:
     named: dict[str, set[str]] = {axis: set() for axis in axes}
     for word in only:
         if plain_label(word) not in label_by_word:
-            hint = did_you_mean(plain_label(word), label_by_word)
+            hint = did_you_mean(word, [label for _, label in label_by_word.values()])
             raise ConfigError(f"--only names {word!r}, which is no method and no setting of {study.name}; {hint}")
         axis, label = label_by_word[plain_label(word)]
         named[axis].add(label)

@@ -144,7 +144,7 @@ def test_only_matches_labels_whatever_their_case_and_punctuation():
     table = positions("fednh-table1", "FedNH", "fedavg", "cifar10")
     assert {(method, down) for method, down, _ in table} == {("FedNH", "CIFAR-10"), ("FedAvg", "CIFAR-10")}
 
-    with pytest.raises(ConfigError, match=r"no setting of fednh-table1; did you mean 'fednh'\?"):
+    with pytest.raises(ConfigError, match=r"no setting of fednh-table1; did you mean 'FedNH'\?"):
         cells_of("fednh-table1", only=("fednhh",))
 
 
