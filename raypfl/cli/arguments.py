@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from raypfl.common.errors import ConfigError
+
+if TYPE_CHECKING:
+    from raypfl.common.packaged_yaml import Packaged
 
 ACCEPT_UNKNOWN_OPTIONS = {"ignore_unknown_options": True}
 """Leave an unknown option among the words, where `refuse_options` names the setting that is meant."""
@@ -71,7 +74,9 @@ def recipe_and_changes(words: Sequence[str], method: str, seeds: int | None) -> 
     ------
     ConfigError : if an option and an assignment set the same thing.
     """
-    recipe, changes = source_and_changes(words, "digits")
+    from raypfl.experiment.recipes import RECIPES
+
+    recipe, changes = source_and_changes(words, "digits", RECIPES)
     _refuse_both("--method", method, ("method", "methods"), changes)
     _refuse_both("--seeds", seeds, ("seeds",), changes)
 
@@ -83,16 +88,31 @@ def recipe_and_changes(words: Sequence[str], method: str, seeds: int | None) -> 
     # The recipe's name is that of its data, and would be false for other data.
     data = other_data(words, changes)
     if data and not any(_key(change) == "name" for change in changes):
-        file_name = re.sub(r"[^A-Za-z0-9_.-]+", "-", data)[:100]
-        changes.append(f"name={file_name}")
+        changes.append(_name_after(data))
     return recipe, changes
+
+
+def as_typed(words: Sequence[str]) -> list[str]:
+    """Leave out of a recipe and its assignments what `recipe_and_changes` added to a command that names other data."""
+    recipe, *changes = words
+    data = other_data(changes, changes)
+    if recipe == "digits" and data and _name_after(data) in changes:
+        return [change for change in changes if change != _name_after(data)]
+    return list(words)
+
+
+def _name_after(data: str) -> str:
+    """The assignment of a run's name after its data set."""
+    return f"name={re.sub(r'[^A-Za-z0-9_.-]+', '-', data)[:100]}"
 
 
 def study_and_changes(
     words: Sequence[str], rounds: int | None, seeds: int | None, trials: int | None
 ) -> tuple[str, list[str]]:
     """Return a study or file, and the assignments that words, ``--rounds``, ``--seeds`` and ``--trials`` stand for."""
-    source, changes = source_and_changes(words, "digits-personal")
+    from raypfl.studies import STUDIES
+
+    source, changes = source_and_changes(words, "digits-personal", STUDIES)
     if rounds:
         changes.append(f"rounds={rounds}")
     if seeds:
@@ -102,16 +122,44 @@ def study_and_changes(
     return source, changes
 
 
-def source_and_changes(words: Sequence[str], default: str) -> tuple[str, list[str]]:
-    """Split words into a name or file, `default` if they begin with an assignment, and the assignments."""
+def source_and_changes(words: Sequence[str], default: str, known: Packaged) -> tuple[str, list[str]]:
+    """Split words into a name or file, `default` if they begin with an assignment, and the assignments.
+
+    Raises
+    ------
+    ConfigError : if a setting has no ``=VALUE``, or a `known` name or a file is not the first word.
+    """
     # YAML and the parsing of settings are not needed for --help.
     from raypfl.experiment.assignments import last_of_each
 
     refuse_options(words)
+    _refuse_misplaced(words, known)
     first, *rest = words or [default]
     if "=" in first:
         return default, last_of_each(words)
     return first, last_of_each(rest)
+
+
+def _refuse_misplaced(words: Sequence[str], known: Packaged) -> None:
+    for i, word in enumerate(words):
+        is_source = word in known or word.endswith((".yaml", ".yml"))
+        if is_source and i > 0 and "=" not in word and "=" in words[0]:
+            others = " ".join(other for other in words if other != word)
+            raise ConfigError(f"{word!r} comes first, before the settings that change it: {word} {others}")
+        if not is_source and "=" not in word:
+            _refuse_bare_setting(word, words[i + 1 :])
+
+
+def _refuse_bare_setting(word: str, next_words: Sequence[str]) -> None:
+    """Raise a ConfigError for a setting without ``=``, such as ``training.lr 0.1``, that says how to write it."""
+    from raypfl.experiment.reference import SETTINGS
+    from raypfl.experiment.sections import COMPONENTS
+
+    section, dot, _ = word.rpartition(".")
+    if word in SETTINGS or (dot and tuple(section.split(".")) in COMPONENTS):
+        values = [text.removeprefix("=") for text in next_words[:2] if text != "=" and "=" not in text[1:]]
+        value = values[0] if values else "VALUE"
+        raise ConfigError(f"{word!r} is a setting and needs its value, without spaces around '=': {word}={value}")
 
 
 def other_data(words: Sequence[str], changes: Sequence[str]) -> str:

@@ -108,10 +108,10 @@ def show_data(
     """
     from raypfl.data import load_federated, summarised
     from raypfl.experiment import experiments
-    from raypfl.experiment.recipes import settings_of
+    from raypfl.experiment.recipes import RECIPES, settings_of
     from raypfl.results import client_data
 
-    recipe, changes = source_and_changes(words or [], "digits")
+    recipe, changes = source_and_changes(words or [], "digits", RECIPES)
     experiment = experiments(settings_of(recipe), changes)[0]
     summary = summarised(load_federated(experiment.data, experiment.partition, seed=experiment.seed))
     picture_file = client_data.draw(summary, picture)

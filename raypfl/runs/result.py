@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from torch import Tensor
 
-from raypfl.common.errors import ConfigError, NoRun
+from raypfl.common.errors import ConfigError, NoRun, did_you_mean
 from raypfl.common.files import draft, make_folder, write
 from raypfl.data.client_names import ClientNames, number_of
 from raypfl.engine import history
@@ -60,11 +60,22 @@ def description(run_dir: str | Path) -> Experiment:
     ------
     NoRun : if it is not the folder of a run.
     """
+    _refuse_missing(Path(run_dir))
     file = Path(run_dir, RECIPE)
     if not file.exists():
         kind = "a comparison, not a run" if Path(run_dir, COMPARISON).exists() else "not the folder of a run"
         raise NoRun(f"{run_dir} is {kind}: it has no {RECIPE}. {_where_runs_are(Path(run_dir))}")
     return Experiment.from_record(file)
+
+
+def _refuse_missing(folder: Path) -> None:
+    if folder.exists():
+        return
+    nearby = [file.parent.name for name in (RECIPE, COMPARISON) for file in folder.parent.glob(f"*/{name}")]
+    if nearby:
+        hint = did_you_mean(folder.name, nearby, str(folder).removesuffix(folder.name))
+        raise NoRun(f"There is no folder {folder}; {hint}")
+    raise NoRun(f"There is no folder {folder}. {_where_runs_are(folder.parent)}")
 
 
 def _where_runs_are(folder: Path) -> str:
@@ -256,9 +267,6 @@ class RunResult:
         NoRun : if it is not the folder of a run, or its run has not ended.
         """
         folder = Path(run_dir)
-        if not folder.exists():
-            raise NoRun(f"There is no folder {folder}. {_where_runs_are(folder)}")
-
         experiment = description(folder)
         if not (folder / SUMMARY).exists() or not (folder / METADATA).exists():
             raise NoRun(f"{folder} has no finished run; `raypfl resume {folder}` finishes an interrupted one.")

@@ -48,6 +48,8 @@ def test_without_a_recipe_other_data_name_the_run_and_the_defaults_are_reported(
     assert "recipe digits: model mlp. Set them" in run.stderr
     (folder,) = Path("runs").iterdir()
     assert folder.name.startswith("diabetes")
+    # Digits are not involved, so that the suggested command does not name them.
+    assert "raypfl run data=diabetes" in run.stdout and "name=" not in run.stdout
 
 
 def test_methods_and_seeds_are_chosen_on_the_command_line():
@@ -160,7 +162,12 @@ def test_suggested_commands_repeat_the_run_with_one_change():
         (["run", "rouns=2"], "rouns is not a setting of an experiment; did you mean 'rounds'?"),
         (["run", "digts"], "There is no recipe called 'digts'; did you mean 'digits'?"),
         (["run", "--method", "dito"], "There is no method called 'dito'; did you mean 'ditto'?"),
-        (["run", "digits", "rounds"], "'rounds' is not an assignment"),
+        (["run", "digits", "quickly"], "'quickly' is not an assignment"),
+        (["run", "training.lr", "0.1"], "'training.lr' is a setting and needs its value, without spaces"),
+        (["run", "digits", "training.lr", "=", "0.1"], "without spaces around '=': training.lr=0.1\n"),
+        (["run", "rounds=1", "method.lam"], ": method.lam=VALUE\n"),
+        (["run", "attack=backdoor", "diabetes", "rounds=2"], "'diabetes' comes first, before the settings that change"),
+        (["study", "rounds=2", "fednh-table1"], "that change it: fednh-table1 rounds=2\n"),
         (["run", "mine.yaml"], "There is no file 'mine.yaml'."),
         (["run", "--method", ","], "methods is []; it must be a list, such as"),
         (["run", "--method", "local,fedavg,local"], "methods has local twice, with the same options and settings;"),
@@ -206,7 +213,12 @@ def test_a_folder_that_cannot_be_made_is_refused_in_a_sentence(output):
 def test_resuming_a_folder_without_a_run_is_a_sentence_and_exit_code_two():
     result = raypfl("resume", "nowhere")
     assert result.exit_code == 2
-    assert "nowhere is not the folder of a run" in result.stderr
+    assert "There is no folder nowhere." in result.stderr
+
+    Path("runs/cc").mkdir(parents=True)
+    assert "runs/cc is not the folder of a run" in raypfl("resume", "runs/cc").stderr
+    Path("runs/cc/comparison.yaml").touch()
+    assert "There is no folder runs/cc2; did you mean 'runs/cc'?" in raypfl("resume", "runs/cc2").stderr
 
 
 def test_ctrl_c_in_a_run_exits_with_130_and_says_how_to_continue(monkeypatch: pytest.MonkeyPatch):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from raypfl.cli.arguments import as_typed
 from raypfl.common.errors import CheckpointError, ConfigError, NoRun, RaypflError, Refused, Stopped, Unwritable
 from raypfl.common.json_text import json_text
 from raypfl.common.stopping import message_if_killed, signals_interrupt
@@ -309,7 +310,7 @@ def _report(work: _Work, results: Sequence[RunResult], tracked: MLflowListener, 
         print(json_text(outcome.as_json(results, pictures, baseline)))
     else:
         mlflow = how_to_view(results[0].experiment, tracked.experiment_id)
-        words = work.words if is_complete else ()
+        words = as_typed(work.words) if is_complete else ()
         outcome.show(Console(), results, pictures, words, work.folder, mlflow, work.command, baseline)
 
 
