@@ -490,7 +490,7 @@ def visit(address: str, over: threading.Event) -> list[requests.Response]:
 def test_a_method_without_models_for_new_clients_is_refused_before_anything_starts(tmp_path: Path):
     run = raypfl.run(experiment(tmp_path, method="fedavg", rounds=1, evaluation__every=0)).run_dir
     with (
-        pytest.raises(ConfigError, match="FedAvg has no way"),
+        pytest.raises(ConfigError, match="fedavg has no way"),
         service.served(run, TOKEN, "127.0.0.1", 8765, replicas=1, limits=RequestLimits()),
     ):
         pass
