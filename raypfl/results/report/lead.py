@@ -41,11 +41,13 @@ def lead_of(groups: Sequence[RunGroup], protocol: str) -> str:
         f"{lead} {rival_models}{certainty}."
     )
 
+    unused = _unused_global_model(groups, protocol, fmean(best_scores))
     if best.deployed(protocol) == "personal":
         global_scores = best.scores(protocol, "global")
-        if global_scores:
-            sentence += f" The global model of {best.label} has {_score_text(unit, global_scores)}."
-    return sentence + _unused_global_model(groups, protocol, fmean(best_scores))
+        own_global_model = f"global model of {best.label} has"
+        if global_scores and own_global_model not in unused:
+            sentence += f" The {own_global_model} {_score_text(unit, global_scores)}."
+    return sentence + unused
 
 
 def _best_first(groups: Sequence[RunGroup], protocol: str, model: str = "") -> list[tuple[RunGroup, list[float]]]:
