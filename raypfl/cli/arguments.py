@@ -144,8 +144,8 @@ def _refuse_misplaced(words: Sequence[str], known: Packaged) -> None:
     for i, word in enumerate(words):
         is_source = word in known or word.endswith((".yaml", ".yml"))
         if is_source and i > 0 and "=" not in word and "=" in words[0]:
-            others = " ".join(other for other in words if other != word)
-            raise ConfigError(f"{word!r} comes first, before the settings that change it: {word} {others}")
+            settings = " ".join(other for other in words if other != word)
+            raise ConfigError(f"{word!r} comes first, before the settings that change it: {word} {settings}")
         if not is_source and "=" not in word:
             _refuse_bare_setting(word, words[i + 1 :])
 

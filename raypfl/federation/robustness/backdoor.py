@@ -89,6 +89,7 @@ class Backdoor(Attack):
         labels : the classes of all samples of the data set, ``int64[N]``.
         samples : the numbers of the client's samples, ``int64[n]``.
         """
-        others = samples[labels[samples] != self.target]
-        order = np.argsort(rng.keys(seed, "backdoor", 0, others), kind="stable")
-        return np.sort(others[order[: round(self.share * len(others))]])
+        of_other_classes = samples[labels[samples] != self.target]
+        order = np.argsort(rng.keys(seed, "backdoor", 0, of_other_classes), kind="stable")
+        count = round(self.share * len(of_other_classes))
+        return np.sort(of_other_classes[order[:count]])

@@ -59,11 +59,11 @@ class FjORD(SubNetworks):
 
         theta = start
         for batch in clients.minibatches():
-            drawn = []
+            drawn_levels = []
             for levels, generator in zip(choices, generators, strict=True):
-                drawn.append(levels[int(torch.randint(len(levels), (), generator=generator))])
-            is_narrower = torch.from_numpy((rates[drawn] < own_rates).astype(float)).to(start)
-            theta = batch.step(loss, theta, width=per_client(slices[drawn]), is_narrower=per_client(is_narrower))
+                drawn_levels.append(levels[int(torch.randint(len(levels), (), generator=generator))])
+            is_narrower = torch.from_numpy((rates[drawn_levels] < own_rates).astype(float)).to(start)
+            theta = batch.step(loss, theta, width=per_client(slices[drawn_levels]), is_narrower=per_client(is_narrower))
         return theta
 
     def work(self, task: Task) -> np.ndarray:
@@ -71,10 +71,10 @@ class FjORD(SubNetworks):
         rates = np.array(self.rates)
         work = []
         for rate, of_slice in zip(rates, of_slices, strict=True):
-            drawn = of_slices[rates <= rate]
+            of_drawn_slices = of_slices[rates <= rate]
             if self.distillation:
                 # The client's slice in every step and, if it is drawn, a narrower one.
-                work.append(of_slice + of_slices[rates < rate].sum() / len(drawn))
+                work.append(of_slice + of_slices[rates < rate].sum() / len(of_drawn_slices))
             else:
-                work.append(drawn.mean())
+                work.append(of_drawn_slices.mean())
         return np.array(work)

@@ -153,8 +153,8 @@ class SlicedNetwork:
             view = mask[segment.start : segment.stop].view(segment.shape)
             for axis, (side, each) in enumerate(sides):
                 if side.layer is not None:
-                    held = window(side.width).repeat_interleave(each)
-                    view &= held.view(-1, *[1] * (view.dim() - 1 - axis))
+                    in_slice = window(side.width).repeat_interleave(each)
+                    view &= in_slice.view(-1, *[1] * (view.dim() - 1 - axis))
         return mask.to(self._device)
 
     def _follow(self, graph: fx.Graph) -> str:

@@ -115,10 +115,10 @@ class SubNetworks(Method):
 
     def train(self, clients: Clients, theta: Tensor, level: Tensor, shift: int) -> dict[str, Mean | Sum]:
         level = unmarked(level)
-        held = self.slices(clients.model, shift)[level]
-        start = per_client(torch.where(held, theta, 0.0))
+        in_slice = self.slices(clients.model, shift)[level]
+        start = per_client(torch.where(in_slice, theta, 0.0))
         trained = unmarked(self.trained(clients, start, level))
-        if bool((trained.masked_fill(held, 0) != 0).any()):
+        if bool((trained.masked_fill(in_slice, 0) != 0).any()):
             raise MethodError(
                 f"{type(self).__name__} trains a slice of the network as the whole one with zeros outside of it, but "
                 "this training moved them: by the noise of privacy.noise, an optimizer that moves weights without a "
@@ -130,7 +130,7 @@ class SubNetworks(Method):
         if weight is not None:
             weights = weights * unmarked(weight).long()[:, None]
         # The server knows who has which entries.
-        return {"slices": Mean(trained, weight, charged=held.sum(1)), "weights": Sum(weights, charged=False)}
+        return {"slices": Mean(trained, weight, charged=in_slice.sum(1)), "weights": Sum(weights, charged=False)}
 
     def global_model(self, server: ServerState) -> Tensor:
         return server["theta"]
