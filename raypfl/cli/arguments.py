@@ -122,27 +122,27 @@ def study_and_changes(
     return source, changes
 
 
-def source_and_changes(words: Sequence[str], default: str, known: Packaged) -> tuple[str, list[str]]:
+def source_and_changes(words: Sequence[str], default: str, packaged: Packaged) -> tuple[str, list[str]]:
     """Split words into a name or file, `default` if they begin with an assignment, and the assignments.
 
     Raises
     ------
-    ConfigError : if a setting has no ``=VALUE``, or a `known` name or a file is not the first word.
+    ConfigError : if a setting has no ``=VALUE``, or a `packaged` name or a file is not the first word.
     """
     # YAML and the parsing of settings are not needed for --help.
     from raypfl.experiment.assignments import last_of_each
 
     refuse_options(words)
-    _refuse_misplaced(words, known)
+    _refuse_misplaced(words, packaged)
     first, *rest = words or [default]
     if "=" in first:
         return default, last_of_each(words)
     return first, last_of_each(rest)
 
 
-def _refuse_misplaced(words: Sequence[str], known: Packaged) -> None:
+def _refuse_misplaced(words: Sequence[str], packaged: Packaged) -> None:
     for i, word in enumerate(words):
-        is_source = word in known or word.endswith((".yaml", ".yml"))
+        is_source = word in packaged or word.endswith((".yaml", ".yml"))
         if is_source and i > 0 and "=" not in word and "=" in words[0]:
             settings = " ".join(other for other in words if other != word)
             raise ConfigError(f"{word!r} comes first, before the settings that change it: {word} {settings}")

@@ -109,6 +109,14 @@ def outputs(factory, p: dict[str, Tensor], x: Tensor, rate: float = 1.0) -> Tens
     return F.linear(F.gelu(F.linear(z, p["dense.weight"], p["dense.bias"]) / rate), p["head.weight"], p["head.bias"])
 
 
+def slice_parameters(net, indices) -> dict[str, Tensor]:
+    """Copy the entries of a slice, to be trained apart."""
+    slices = {}
+    for name, parameter in net.named_parameters():
+        slices[name] = parameter.detach()[_grid(indices[name])].clone().requires_grad_()
+    return slices
+
+
 def rounds_by_hand(fed: Federation, cohorts, rates_of, shift_of=lambda round: 0) -> Tensor:
     """Train narrow networks in a bare loop; return the global model after these rounds."""
     t = fed.training
@@ -119,9 +127,7 @@ def rounds_by_hand(fed: Federation, cohorts, rates_of, shift_of=lambda round: 0)
         for client in cohort:
             rate = rates_of(client, round)
             indices = sliced(fed.factory, net, rate, shift_of(round))
-            p = {}
-            for name, parameter in net.named_parameters():
-                p[name] = parameter.detach()[_grid(indices[name])].clone().requires_grad_()
+            p = slice_parameters(net, indices)
             optimizer = torch.optim.SGD(p.values(), t.lr, t.momentum, weight_decay=t.weight_decay)
             for x, y in fed.visits(client, round):
                 optimizer.zero_grad()
@@ -129,9 +135,11 @@ def rounds_by_hand(fed: Federation, cohorts, rates_of, shift_of=lambda round: 0)
                 F.cross_entropy(outputs(fed.factory, p, x, scale), y).backward()
                 nn.utils.clip_grad_norm_(p.values(), t.clip_norm)
                 optimizer.step()
+
             for name, trained in p.items():
                 total[name][_grid(indices[name])] += trained.detach()
                 owners[name][_grid(indices[name])] += 1
+
         with torch.no_grad():
             for name, parameter in net.named_parameters():
                 has_owner = owners[name] > 0
@@ -248,9 +256,7 @@ def test_rounds_of_fjord_are_those_of_a_loop_that_draws_a_width_for_each_mini_ba
         for client in cohort:
             own_rate = own_rates[client]
             indices = sliced(factory, net, own_rate)
-            p = {}
-            for name, parameter in net.named_parameters():
-                p[name] = parameter.detach()[_grid(indices[name])].clone().requires_grad_()
+            p = slice_parameters(net, indices)
             optimizer = torch.optim.SGD(p.values(), t.lr, t.momentum, weight_decay=t.weight_decay)
             (draws,) = fed.clients([client], round).generators("widths")
             choices = [rate for rate in RATES if rate <= own_rate]
@@ -267,6 +273,7 @@ def test_rounds_of_fjord_are_those_of_a_loop_that_draws_a_width_for_each_mini_ba
                 loss.backward()
                 nn.utils.clip_grad_norm_(p.values(), t.clip_norm)
                 optimizer.step()
+
             for name, trained in p.items():
                 total[name][_grid(indices[name])] += fed.sizes[client] * trained.detach()
                 weight[name][_grid(indices[name])] += fed.sizes[client]

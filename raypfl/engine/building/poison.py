@@ -49,11 +49,10 @@ class Poison:
 def poison_for(attack: Attack | None, data: FederatedData, is_malicious: np.ndarray, seed: int) -> Poison | None:
     """Return what the attack makes of the training samples of malicious clients, ``bool[num_clients]``, if anything."""
     clients = np.flatnonzero(is_malicious).tolist()
-    unchanged = np.zeros(0, dtype=bool)
     if isinstance(attack, LabelAttack):
         samples = np.concatenate([data.indices(client, "train") for client in clients])
         labels = poisoned_labels(attack, data.labels, samples, data.num_classes, seed)
-        return Poison(labels, None, unchanged, data.scale)
+        return Poison(labels, None, np.zeros(len(labels), dtype=bool), data.scale)
     if not isinstance(attack, Backdoor):
         return None
 

@@ -71,14 +71,14 @@ def best_factors(a: Tensor, b: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
     a, b, share : ``[C, r, in]``, ``[C, out, r]`` and ``[C]``.
     """
     rank = a.shape[1]
-    # D = left @ right. With their QR decompositions, the SVD is of a matrix with at most C r rows and columns.
-    left = (share[:, None, None] * b).double().transpose(0, 1).flatten(1)
-    right = a.double().flatten(0, 1)
-    basis_left, left = torch.linalg.qr(left)
-    basis_right, right = torch.linalg.qr(right.T)
-    u, s, vt = torch.linalg.svd(left @ right.T, full_matrices=False)
-    columns = basis_left @ (u * s)[:, :rank]
-    rows = vt[:rank] @ basis_right.T
+    # D = scaled_b @ stacked_a. With their QR decompositions, the SVD is of a matrix with at most C r rows and columns.
+    scaled_b = (share[:, None, None] * b).double().transpose(0, 1).flatten(1)
+    stacked_a = a.double().flatten(0, 1)
+    basis_b, triangle_b = torch.linalg.qr(scaled_b)
+    basis_a, triangle_a = torch.linalg.qr(stacked_a.T)
+    u, s, vt = torch.linalg.svd(triangle_b @ triangle_a.T, full_matrices=False)
+    columns = basis_b @ (u * s)[:, :rank]
+    rows = vt[:rank] @ basis_a.T
 
     signs = rows.gather(1, rows.abs().argmax(1, keepdim=True)).sign()
     best_a = torch.zeros_like(a[0])

@@ -52,7 +52,7 @@ def refuse_unfit_attack(prepared: Prepared) -> None:
 
 
 def _refuse_without_trigger(attack: Backdoor, data: FederatedData) -> None:
-    """Raise a ConfigError unless the samples are images with room for the trigger, and some of the target class."""
+    """Raise a ConfigError unless the samples are images with room for the trigger, and the target is a class."""
     if len(data.input_shape) != 3:
         raise ConfigError(
             f"attack puts a trigger on images, but the samples of {data.name!r} are not images. Choose another one, "
