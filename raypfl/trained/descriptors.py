@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy.stats import spearmanr
 
 from raypfl.common import rng
 from raypfl.common.errors import ConfigError, DataError
@@ -48,6 +47,8 @@ class Descriptors:
     @property
     def rank_correlations(self) -> np.ndarray:
         """For each unseen client, Spearman's correlation of both distances to all others (Scott et al., Fig. 3)."""
+        from scipy.stats import spearmanr  # slow to import
+
         return np.array([spearmanr(a, b).statistic for a, b in zip(*self.distances(self.unseen), strict=True)])
 
 
