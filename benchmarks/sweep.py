@@ -1,17 +1,22 @@
-"""CPU time of a sweep whose trials need nothing of each other, beside the same sweep on Ray Tune.
+"""CPU time of a sweep whose trials advance together, beside the same sweep on Ray Tune.
 
     python -m benchmarks.sweep                     # half an hour
     python -m benchmarks.sweep --trials 8 --turns 1
+    python -m benchmarks.sweep --asha --turns 1    # trials that are behind are stopped
 
 The recipe `digits` with Ditto: 20 clients, 20 rounds, an evaluation every second round. Each sweep is a command of its
 own with a Ray of its own, and all of its processes count, from their first import to their end. The two take turns,
 and must end with the same table. With `concurrent`, a sweep runs on Ray Tune.
+
+ASHA compares a trial with those that reported before it, so that the two sweeps stop other trials. Their rounds, of all
+trials together, are printed too.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import csv
 import os
 import statistics
 import subprocess
@@ -81,15 +86,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=32)
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--asha", action="store_true", help="with ASHA, of which every trial gets four rounds")
     parser.add_argument("--mlflow", action="store_true", help="record the trials in MLflow, as is the default")
     arguments = parser.parse_args()
 
     ways = {"Ray Tune": [f"concurrent={os.cpu_count()}"], "without": []}
     totals: dict[str, list[float]] = {way: [] for way in ways}
-    print(f"{'CPU s':>10}" + "".join(f"{part:>9}" for part in (*PARTS, "all")))
+    print(f"{'CPU s':>10}" + "".join(f"{part:>9}" for part in (*PARTS, "all", "rounds")))
+    scheduler = {"name": "asha", "grace": 4} if arguments.asha else "none"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "rates.yaml").write_text(yaml.safe_dump(SWEEP))
+        (folder / "rates.yaml").write_text(yaml.safe_dump(SWEEP | {"scheduler": scheduler}))
         for turn in range(arguments.turns):
             tables = []
             for way, changes in ways.items():
@@ -101,9 +108,12 @@ def main() -> None:
                 parts = cpu_seconds(command)
                 total = sum(parts.values())
                 totals[way].append(total)
-                tables.append((output / "rates/trials.csv").read_text())
-                print(f"{way:>10}" + "".join(f"{spent:>9.1f}" for spent in (*parts.values(), total)), flush=True)
-            assert tables[0] == tables[1], "the two sweeps have different tables"
+                table = list(csv.DictReader((output / "rates/trials.csv").open()))
+                tables.append(table)
+                rounds = sum(int(trial["round"]) for trial in table)
+                spent = "".join(f"{spent:>9.1f}" for spent in (*parts.values(), total))
+                print(f"{way:>10}{spent}{rounds:>9}", flush=True)
+            assert arguments.asha or tables[0] == tables[1], "the two sweeps have different tables"
 
     ratios = [before / after for before, after in zip(totals["Ray Tune"], totals["without"], strict=True)]
     print(f"times as much on Ray Tune: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")

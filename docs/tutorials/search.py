@@ -3,7 +3,7 @@
 #
 # How strongly should Ditto pull a personal model to the global one, and which learning rate is best? A
 # sweep describes the experiment, the settings to search, and their spaces. Ray Tune draws
-# configurations and runs them in parallel. Trials that fall behind stop early (ASHA).
+# configurations, and its ASHA stops trials that fall behind.
 
 # %%
 import pandas as pd

@@ -239,6 +239,19 @@ def _scheduler(sweep: Sweep, first: Experiment) -> Any:
     return _construct(settings, saving, _scheduler_arguments(sweep, first, signature.parameters))
 
 
+def asha(sweep: Sweep, first: Experiment, name: str, mode: str) -> schedulers.AsyncHyperBandScheduler:
+    """Return the scheduler of a sweep with ``scheduler: asha``, for use without Tune's controller.
+
+    Parameters
+    ----------
+    first : the experiment of a first configuration.
+    name, mode : the name and the direction of the sweep's metric.
+    """
+    scheduler = schedulers.AsyncHyperBandScheduler
+    arguments = _scheduler_arguments(sweep, first, inspect.signature(scheduler).parameters)
+    return scheduler(metric=name, mode=mode, **arguments)
+
+
 def _scheduler_arguments(sweep: Sweep, first: Experiment, parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a scheduler that follow from the sweep.
 

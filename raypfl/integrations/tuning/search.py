@@ -32,8 +32,9 @@ from raypfl.evaluation import Measures
 from raypfl.experiment import Experiment
 from raypfl.experiment.settings import RaySettings
 from raypfl.experiment.yaml_text import read
-from raypfl.integrations.tuning import independent
 from raypfl.integrations.tuning.sweep import Sweep, Target
+from raypfl.integrations.tuning.together import trials as without_tune
+from raypfl.integrations.tuning.together.asha import REPORTS, Asha
 from raypfl.integrations.tuning.trial import (
     SweepContext,
     Trial,
@@ -111,12 +112,17 @@ def search(
     """
     _refuse_other_sweep(sweep, folder)
     # What Ray Tune has begun, it continues.
-    if independent.suits(sweep, first) and not (folder / TUNE).exists():
-        from raypfl.integrations.tuning.ray_tune import configurations
+    if without_tune.suits(sweep, first) and not (folder / TUNE).exists():
+        from raypfl.integrations.tuning.ray_tune import asha, configurations
 
         with _quiet_tune():
             draws = configurations(sweep)
-        return independent.run_trials(sweep, draws, folder, hear, show)
+        if sweep.scheduler.name == "none":
+            return without_tune.run_trials(sweep, draws, folder, hear, show)
+        if without_tune.advance_together(sweep, draws):
+            metric = metric_names(sweep, first.measures)[0]
+            decisions = Asha(folder / REPORTS, asha(sweep, first, metric, modes[0]), metric, draws)
+            return without_tune.run_trials(sweep, draws, folder, hear, show, decisions)
 
     heard_ends: set[str] = set()
 

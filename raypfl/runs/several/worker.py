@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import ray
 
@@ -26,13 +26,28 @@ if TYPE_CHECKING:
     from raypfl.runs.result import RunResult
     from raypfl.runs.together import Place
 
-Status = Literal["finished", "stopped", "failed"]
+Status = Literal["finished", "stopped", "ended early", "failed"]
 FINISHED: Status = "finished"
 STOPPED: Status = "stopped"
+ENDED_EARLY: Status = "ended early"
 FAILED: Status = "failed"
 
 INTERVAL = 0.2
 """Seconds between messages with the events of a process; one for each event would cost as much as a small round."""
+
+
+class EarlyEnd(Protocol):
+    """A listener in a run's own process that may end the run, by raising :class:`raypfl.common.errors.Stopped`.
+
+    Attributes
+    ----------
+    has_ended_run : whether it has done so.
+    """
+
+    has_ended_run: bool
+
+    def __call__(self, event: Event) -> None:
+        """Take note of an event of the run, after all other listeners."""
 
 
 @dataclass(frozen=True)
@@ -44,17 +59,22 @@ class PlannedRun:
     changes : assignments with which it continues.
     is_cell : whether it is a study's cell. Another process may work on it too, for which this one then waits; and its
         costs are recorded.
+    early_end : what may end the run before its last round.
     """
 
     folder: Path
     experiment: Experiment
     changes: Sequence[str] = ()
     is_cell: bool = False
+    early_end: EarlyEnd | None = None
 
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """How a run ended; if it failed, `error` says why. A run that never started counts as stopped."""
+    """How a run ended; if it failed, `error` says why. A run that never started counts as stopped.
+
+    It has ended early if its `early_end` has ended it, and is stopped if it was asked to stop.
+    """
 
     status: Status
     error: Exception | None = None
@@ -82,13 +102,13 @@ def carry_out(
 
         is_inline = runs[0].experiment.engine.backend == "inline"
         if len(runs) == 1 and (is_inline or not in_this_process):
-            return [_outcome_of(partial(_start_or_continue, runs[0], listeners[0]))]
+            return [_outcome_of(runs[0], partial(_start_or_continue, runs[0], listeners[0]))]
         starts = []
         for run, run_listeners in zip(runs, listeners, strict=True):
             starts.append(partial(_start_or_continue, run, run_listeners))
         emit = EventDispatcher(listeners[0])
         results = run_together(starts, notice=lambda: emit(Progress(driver.STOPPING)))
-    return [_outcome_of(partial(_reraise, result)) for result in results]
+    return [_outcome_of(run, partial(_reraise, result)) for run, result in zip(runs, results, strict=True)]
 
 
 def _start_or_continue(run: PlannedRun, listeners: Sequence[Listener], place: Place | None = None) -> RunResult:
@@ -96,6 +116,8 @@ def _start_or_continue(run: PlannedRun, listeners: Sequence[Listener], place: Pl
     from raypfl.runs.result import RECIPE
     from raypfl.runs.resuming import is_complete_as
 
+    if run.early_end is not None:
+        listeners = [*listeners, run.early_end]
     with contextlib.ExitStack() as stack:
         if run.is_cell and not is_complete_as(run.folder, run.experiment):
             stack.enter_context(_recorded_costs(run, place))
@@ -131,17 +153,20 @@ def _reraise(result: RunResult | Exception | None) -> RunResult | None:
     return result
 
 
-def _outcome_of(run: Callable[[], RunResult | None]) -> RunOutcome:
+def _outcome_of(run: PlannedRun, carry_out: Callable[[], RunResult | None]) -> RunOutcome:
     from raypfl.common.errors import RaypflError
 
     try:
-        result = run()
+        result = carry_out()
     except RaypflError as error:
         return RunOutcome(FAILED, error)
     except Exception:
         # A run that fails must not end the others.
         return RunOutcome(FAILED, RaypflError(traceback.format_exc()))
-    return RunOutcome(STOPPED if result is None or result.status == STOPPED else FINISHED)
+    if result is not None and result.status != STOPPED:
+        return RunOutcome(FINISHED)
+    has_ended_early = run.early_end is not None and run.early_end.has_ended_run
+    return RunOutcome(ENDED_EARLY if has_ended_early else STOPPED)
 
 
 def carry_out_task(numbers: Sequence[int], runs: Sequence[PlannedRun], home: str, queue: Any) -> list[RunOutcome]:

@@ -1,4 +1,4 @@
-"""Sweeps whose trials need nothing of each other, without Ray Tune: trials that differ in numbers advance together."""
+"""Sweeps without Ray Tune's own processes: trials that differ in numbers advance together, also under ASHA."""
 
 from __future__ import annotations
 
@@ -13,29 +13,44 @@ from raypfl.engine.backends.shared_folder import refuse_unless_shared
 from raypfl.engine.events import Evaluated, Event, Progress, RunFinished, RunStarted
 from raypfl.experiment import Experiment
 from raypfl.integrations.tuning.sweep import Stop, Sweep
+from raypfl.integrations.tuning.together.asha import Asha, AshaListener
 from raypfl.integrations.tuning.trial import Trial, TrialListener, last_sentence, metric_values, run_folder
-from raypfl.runs.result import RunResult, is_finished
+from raypfl.runs.result import SUMMARY, RunResult, is_finished
 from raypfl.runs.several.processes import run_in_this_process, run_on_cluster
 from raypfl.runs.several.worker import FAILED, FINISHED, STOPPED, PlannedRun, RunOutcome
+from raypfl.runs.together import paying_parts
 
 TrialsListener = Callable[[list[Trial]], None]
 """A function of all trials so far."""
 
 
 def suits(sweep: Sweep, first: Experiment) -> bool:
-    """Whether no trial depends on another, and the sweep asks for nothing that only Ray Tune does.
+    """Whether a sweep asks for nothing that only Ray Tune does.
 
     Parameters
     ----------
     first : the experiment of a first configuration.
     """
-    is_drawn = sweep.searcher.name == "random" and sweep.scheduler.name == "none"
+    # With several brackets, ASHA draws one for each trial; and of a run that ends by itself it is told in another way.
+    is_plain_asha = sweep.scheduler.name == "asha" and not sweep.scheduler.options and first.evaluation.patience is None
+    is_drawn = sweep.searcher.name == "random" and (sweep.scheduler.name == "none" or is_plain_asha)
     needs_tune = sweep.stop != Stop() or sweep.concurrent is not None or sweep.tensorboard
     return is_drawn and not needs_tune and first.ray.actors is None
 
 
+def advance_together(sweep: Sweep, draws: Mapping[str, dict[str, Any]]) -> bool:
+    """Whether there are trials that are expected to gain from advancing together."""
+    experiments = {number: sweep.configured(drawn) for number, drawn in enumerate(draws.values())}
+    return any(len(part) > 1 for part in paying_parts(experiments))
+
+
 def run_trials(
-    sweep: Sweep, draws: Mapping[str, dict[str, Any]], folder: Path, hear: TrialListener, show: TrialsListener
+    sweep: Sweep,
+    draws: Mapping[str, dict[str, Any]],
+    folder: Path,
+    hear: TrialListener,
+    show: TrialsListener,
+    asha: Asha | None = None,
 ) -> list[Trial]:
     """Carry out what is left of all trials, as Ray tasks or, with ``engine.backend=inline``, in this process.
 
@@ -46,14 +61,15 @@ def run_trials(
     draws : the configuration of each trial, by name.
     folder : the sweep's folder.
     hear, show : as in :func:`raypfl.integrations.tuning.search.search`.
+    asha : what stops trials; None: all of them are carried out to their ends.
     """
-    trials = _Trials(sweep, [Trial(name, drawn) for name, drawn in draws.items()], folder, hear, show)
+    trials = _Trials(sweep, [Trial(name, drawn) for name, drawn in draws.items()], folder, hear, show, asha)
     outcomes: dict[int, RunOutcome] = {}
     planned: dict[int, PlannedRun] = {}
     for number, run in enumerate(trials.runs()):
         if is_finished(run.folder):
             outcomes[number] = RunOutcome(FINISHED)
-        else:
+        elif not trials.is_stopped(number):
             planned[number] = run
 
     def prepare(ray: Any) -> None:
@@ -75,12 +91,21 @@ class _Trials:
     The runs are numbered: those of the first trial, one for each seed, then those of the second one, and so on.
     """
 
-    def __init__(self, sweep: Sweep, trials: list[Trial], folder: Path, hear: TrialListener, show: TrialsListener):
+    def __init__(
+        self,
+        sweep: Sweep,
+        trials: list[Trial],
+        folder: Path,
+        hear: TrialListener,
+        show: TrialsListener,
+        asha: Asha | None,
+    ):
         self._trials = trials
         self._sweep = sweep
         self._folder = folder
         self._hear = hear
         self._show = show
+        self._asha = asha
 
         # By the numbers of runs: experiments of those that have begun, metrics of those that were evaluated.
         self._experiments: dict[int, Experiment] = {}
@@ -95,8 +120,22 @@ class _Trials:
                 # All of a run is in one process. No scheduler needs a checkpoint of each evaluation.
                 experiment = experiment.override(["engine.backend=inline"])
                 experiment = experiment.replace(checkpoint=self._sweep.described.checkpoint)
-                runs.append(PlannedRun(run_folder(self._sweep, self._folder, trial.name, seed), experiment))
+                early_end = None if self._asha is None else AshaListener(self._asha, self._sweep, trial.name)
+                folder = run_folder(self._sweep, self._folder, trial.name, seed)
+                runs.append(PlannedRun(folder, experiment, early_end=early_end))
         return runs
+
+    def is_stopped(self, number: int) -> bool:
+        """Whether a run's trial was stopped, and its folder has its results of then."""
+        if self._asha is None:
+            return False
+        trial = self._trials[number]  # which has one run
+        folder = run_folder(self._sweep, self._folder, trial.name, 0)
+        return (folder / SUMMARY).exists() and self._is_stopped_at(trial, RunResult.load(folder).round)
+
+    def _is_stopped_at(self, trial: Trial, round: int) -> bool:
+        stopped = None if self._asha is None else self._asha.stopped_after(trial.name)
+        return stopped is not None and round >= stopped
 
     def listen(self, number: int, event: Event) -> None:
         """Pass an event of a run on, and update its trial."""
@@ -114,7 +153,10 @@ class _Trials:
             with contextlib.suppress(ConfigError):
                 self._values[number] = metric_values(self._sweep, self._experiments[number], event.summary)
             self._update_values(position, event.round)
-        elif isinstance(event, RunFinished) and self._sweep.seeds == 1 and event.status != "stopped":
+        elif isinstance(event, RunFinished) and self._sweep.seeds == 1:
+            # Unless ASHA has stopped it, it was interrupted.
+            if event.status == "stopped" and not self._is_stopped_at(trial, event.round):
+                return
             trial.status = event.status
             trial.error = event.error or ""
         else:
@@ -134,6 +176,9 @@ class _Trials:
     def concluded(self, outcomes: Mapping[int, RunOutcome]) -> list[Trial]:
         """Return the trials as their runs have ended; a run without an outcome has not begun."""
         for position, trial in enumerate(self._trials):
+            if self.is_stopped(position):
+                self._finish(trial, "stopped")
+                continue
             self._conclude(trial, [outcomes.get(number, RunOutcome(STOPPED)) for number in self._numbers(position)])
         self._show(self._trials)
         return self._trials
@@ -146,9 +191,9 @@ class _Trials:
         elif any(outcome.status == STOPPED for outcome in outcomes):
             trial.status = "waiting"
         else:
-            self._finish(trial)
+            self._finish(trial, "finished")
 
-    def _finish(self, trial: Trial) -> None:
+    def _finish(self, trial: Trial, status: str) -> None:
         """Take a trial's values from its folder, where also those of earlier sessions are."""
         seeds = range(self._sweep.seeds)
         results = [RunResult.load(run_folder(self._sweep, self._folder, trial.name, seed)) for seed in seeds]
@@ -156,7 +201,7 @@ class _Trials:
             by_seed = [metric_values(self._sweep, result.experiment, result.summary()) for result in results]
             trial.values = _means(by_seed)
             trial.round = results[0].round
-            trial.status = "finished"
+            trial.status = status
         except ConfigError as error:
             trial.status = "failed"
             trial.error = str(error)
