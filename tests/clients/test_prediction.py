@@ -13,13 +13,12 @@ from raypfl import report
 from raypfl.clients.worker import Worker
 from raypfl.common.errors import MethodError, RaypflError
 from raypfl.common.messages import Mean, Scatter, per_client
-from raypfl.methods import FedAvg
+from raypfl.methods import FedAvg, PeFLL
 from raypfl.models import Predictor
 from raypfl.results.display import outcome
 from raypfl.results.numbers import messages
 from raypfl.results.run_groups import group_runs
-from tests.support.federation import CLASSES, Federation, as_module, both_executors
-from tests.support.prediction_methods import Hypernetwork, NearestNeighbours
+from tests.support.federation import Federation, both_executors
 from tests.support.runs import experiment
 
 NEWCOMERS = {"data__unseen_fraction": 0.25, "evaluation__protocols": ["local", "global", "unseen"]}
@@ -96,7 +95,7 @@ def test_the_ledger_separates_prediction_and_a_hypernetwork_never_leaves_the_ser
     monkeypatch.setattr(Worker, "_shared_tensor", lambda self, array: received.add(array.size) or tensor(self, array))
 
     base = experiment(tmp_path, rounds=2, evaluation__every=2, cohort__size=6, **NEWCOMERS)
-    result = raypfl.run(base.replace(method=Hypernetwork(size=7)))
+    result = raypfl.run(base.replace(method=PeFLL(length=7)))
 
     (embed,) = received
     model = result.metadata["parameters"]
@@ -108,7 +107,7 @@ def test_the_ledger_separates_prediction_and_a_hypernetwork_never_leaves_the_ser
     assert {r["round"] for r in rows if r["phase"] == "prediction"} == {2}
 
     training = [(r["direction"], r["name"], r["numbers"]) for r in rows if r["phase"] == "training"]
-    after_prediction = [("up", "step", model), ("down", "step", 7), ("up", "embed", embed)]
+    after_prediction = [("up", "step", model), ("down", "step", 7), ("up", "embed_step", embed)]
     assert training == [*messages, *after_prediction] * 2
 
     down = [sum(r["clients"] * r["bytes"] for r in rows if r["phase"] == "training" and r["direction"] == "down")]
@@ -116,8 +115,7 @@ def test_the_ledger_separates_prediction_and_a_hypernetwork_never_leaves_the_ser
 
 
 def test_a_resumed_run_is_evaluated_as_if_it_had_never_stopped(tmp_path):
-    base = experiment(tmp_path, rounds=2, evaluation__every=1, checkpoint__every=1)
-    base = base.override(["method=tests.support.prediction_methods:Hypernetwork"])
+    base = experiment(tmp_path, method="pefll", rounds=2, evaluation__every=1, checkpoint__every=1)
     half = raypfl.run(base.override(["rounds=1"]))
 
     whole = raypfl.run(base)
@@ -207,7 +205,7 @@ def test_clients_that_fail_to_get_their_models_are_tried_again(tmp_path):
 @pytest.mark.usefixtures("without_figures")
 def test_the_table_and_the_report_show_the_messages_of_prediction(tmp_path):
     base = experiment(tmp_path, rounds=2, evaluation__every=1, **NEWCOMERS)
-    result = raypfl.run(base.replace(method=Hypernetwork(size=7)))
+    result = raypfl.run(base.replace(method=PeFLL(length=7)))
     plain = raypfl.run(base.replace(method=FedAvg()))
 
     (embed,) = pc.unique(result.ledger.filter(pc.field("name") == "embed")["numbers"]).to_pylist()
@@ -260,58 +258,8 @@ def test_a_predictor_of_the_network_scores_as_the_network(tmp_path, executor):
     assert {row["protocol"] for row in a} == set(PROTOCOLS)
 
 
-def knn_per_by_hand(
-    fed: Federation, method: NearestNeighbours, theta: torch.Tensor, client: int, x: torch.Tensor
-) -> torch.Tensor:
-    """Return a client's probabilities, one sample at a time, by modules of torch alone."""
-    net = as_module(fed.factory, theta)
-    body = net[:-1]
-    head = net[-1]
-    train_x, labels = fed.samples(client)
-
-    rows = []
-    with torch.no_grad():
-        memory = body(train_x)
-        for z in body(x):
-            votes = torch.zeros(CLASSES, dtype=torch.float64)
-            distances = (memory - z).norm(dim=1)
-            nearest = distances.argsort()[: method.neighbours]
-            for i in nearest:
-                votes[labels[i]] += torch.exp(-distances[i])
-            rows.append(method.share * votes / votes.sum() + (1 - method.share) * head(z).softmax(0))
-
-    return torch.stack(rows)
-
-
-@pytest.mark.parametrize("sizes", [(7, 7, 7, 7), (7, 3, 11, 7)], ids=["equal", "unequal"])
-@both_executors
-def test_nearest_neighbours_vote_as_by_hand_even_if_clients_have_fewer_than_k_samples(executor, sizes):
-    method = NearestNeighbours(neighbours=5, share=0.7)
-    fed = Federation(sizes=sizes, executor=executor, method=method)
-    # A client's test samples are the training samples of another client.
-    fed.context.split = lambda client, name: fed.split[client] if name == "train" else fed.split[3 - client]
-    theta = fed.model.init(1)
-    clients = fed.clients()
-
-    scores = clients.evaluate(method.personal_model(clients, {"theta": theta}), "test")
-
-    for client in range(4):
-        x, y = fed.samples(3 - client)
-        probabilities = knn_per_by_hand(fed, method, theta, client, x)
-        accuracy = (probabilities.argmax(1) == y).double().mean()
-        loss = -probabilities.gather(1, y[:, None]).log().mean()
-        assert [float(scores[name][client]) for name in ("samples", "accuracy")] == [
-            len(y),
-            pytest.approx(float(accuracy)),
-        ]
-        assert float(scores["loss"][client]) == pytest.approx(float(loss), rel=1e-9)
-
-    assert fed.warnings == []
-
-
 def test_a_trained_predictor_is_used_like_any_network(tmp_path):
-    method = "tests.support.prediction_methods:NearestNeighbours"
-    result = raypfl.run(experiment(tmp_path, method=method, rounds=2, evaluation__every=2))
+    result = raypfl.run(experiment(tmp_path, method="knn-per", rounds=2, evaluation__every=2))
 
     models = raypfl.trained_models(result.run_dir)
     data = models.outline.data

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raypfl.common.messages import per_client
+from raypfl.methods import Method
+from raypfl.models import FlatModel
 from tests.support.federation import (
     CLASSES,
     Federation,
@@ -87,6 +89,26 @@ def test_a_map_sees_each_clients_row_samples_and_extras_in_evaluation_mode(execu
     for k in range(4):
         net = as_module(fed.factory, vectors[k]).eval()
         assert_close(rows[k], scales[k] * net(fed.samples(k)[0]).mean(0).detach())
+
+
+@both_executors
+def test_a_methods_own_network_is_in_evaluation_mode_in_maps_too(executor):
+    def embedding():
+        return nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(32, 4))
+
+    class Dropped(Method):
+        def networks(self, task):
+            return {"embed": FlatModel(embedding, dtype=task.model.dtype)}
+
+    fed = Federation(executor=executor, method=Dropped())
+    clients = fed.clients()
+    embed = clients.networks["embed"]
+    theta = embed.init(0)
+    rows = clients.map(lambda p, batch: batch.mean(embed(p, batch.x)), theta)
+
+    for client in range(4):
+        x, _ = fed.samples(client)
+        assert_close(rows[client], as_module(embedding, theta).eval()(x).mean(0).detach())
 
 
 @both_executors

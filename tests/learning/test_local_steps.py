@@ -16,8 +16,7 @@ from torch.nn import functional as F
 from raypfl.common.errors import ClientError, MethodError
 from raypfl.common.messages import per_client, unmarked
 from raypfl.learning.optimizers import SGD, Adam, AdamW, LocalOptimizer
-from raypfl.methods import MTL, Ditto, FedAvg, FedProto, FedProx, PFedMe
-from tests.support.federated_methods import Scaffold
+from raypfl.methods import MTL, Ditto, FedProto, FedProx, PFedMe
 from tests.support.federation import (
     EXECUTORS,
     FP64,
@@ -152,16 +151,6 @@ def test_a_correction_is_added_to_every_gradient_and_not_reported(training, exec
 
     common = clients.sgd(clients.loss, per_client(starts), correction=slopes[0])
     assert_close(common[0], unmarked(trained)[0])
-
-
-def test_a_users_scaffold_starts_as_fedavg_and_its_variates_are_the_clients_mean():
-    fed = Federation(method=Scaffold(), group_size=3)
-    plainly = Federation(method=FedAvg(weighting="uniform"), group_size=3)
-    assert torch.equal(fed.run_rounds(None)["theta"], plainly.run_rounds(None)["theta"])
-    server = fed.run_rounds([0, 2], None)
-    mean = torch.stack([torch.from_numpy(fed.state_of(k)["c"]) for k in range(4)]).mean(0)
-    assert_close(server["c"], mean)
-    assert float((server["theta"] - plainly.run_rounds([0, 2], None)["theta"]).norm()) > 1e-3
 
 
 @both_executors

@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from raypfl.clients.clients import Clients
 from raypfl.common.errors import ClientError, MethodError, RaypflError
 from raypfl.common.messages import per_client
-from tests.support.federated_methods import PerFedAvg
 from tests.support.federation import (
     CLASSES,
     EXECUTORS,
@@ -347,20 +346,32 @@ def test_all_that_a_client_has_is_asked_for_by_any_large_number(executor):
     assert_close(clients.sgd(clients.loss, clients.initial), bare_loop(whole, clients.initial.expand(4, -1))[0])
 
 
+def after_a_step(clients, alpha):
+    """Return the loss after a step of `alpha` down its own slope."""
+
+    def loss(p, batch):
+        before = p.clone()
+        (slope,) = torch.autograd.grad(clients.loss(before, batch), before, create_graph=True)
+        return clients.loss(before - alpha * slope, batch)
+
+    return loss
+
+
 @both_executors
 @pytest.mark.filterwarnings("ignore::raypfl.clients.context.FallbackWarning")
-def test_per_fedavg_goes_down_the_slope_after_a_step(executor):
-    fed = Federation(sizes=(9,), executor=executor, method=PerFedAvg(alpha=0.5))
-    p = fed.model.init(fed.seed)
+def test_a_loss_that_differentiates_is_trained_with_its_second_derivatives(executor):
+    fed = Federation(sizes=(9,), executor=executor)
+    clients = fed.clients()
+    p = clients.initial
     for x, y in fed.visits(0):
         p = p.requires_grad_()
         (slope,) = torch.autograd.grad(F.cross_entropy(fed.model(p, x), y), p, create_graph=True)
         value = F.cross_entropy(fed.model(p - 0.5 * slope, x), y)
         p = (p - fed.training.lr * torch.autograd.grad(value, p)[0]).detach()
-    assert_close(fed.run_rounds(None)["theta"], p)
+    assert_close(clients.sgd(after_a_step(clients, 0.5), clients.initial)[0], p)
 
 
 @pytest.mark.filterwarnings("ignore::raypfl.clients.context.FallbackWarning")
 def test_a_loss_that_differentiates_is_trained_on_unequal_batches_too():
-    theta = [Federation(executor=e, method=PerFedAvg()).run_rounds(None)["theta"] for e in EXECUTORS]
-    assert_close(*theta)
+    groups = [Federation(executor=executor).clients() for executor in EXECUTORS]
+    assert_close(*(clients.sgd(after_a_step(clients, 0.1), clients.initial) for clients in groups))

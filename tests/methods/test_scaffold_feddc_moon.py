@@ -123,36 +123,32 @@ def test_control_variates_need_sgd():
 def test_two_rounds_of_moon_by_hand(factory, executor):
     mu = 2.0
     tau = 0.5
-    training = replace(FP64, batch_size=100)
-    fed = run_method(Moon(mu=mu, temperature=tau), None, None, factory=factory, executor=executor, training=training)
+    fed = run_method(Moon(mu=mu, temperature=tau), None, None, factory=factory, executor=executor, training=FP64)
     theta = fed.model.init(fed.seed)
     last = None
+
+    def features(net, x):
+        seen = []
+        head = next(m for m in reversed(list(net.modules())) if isinstance(m, torch.nn.Linear))
+        with head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0])):
+            net(x)
+        return seen[0], head(seen[0])
 
     for round in range(2):
         rows = []
         for k in range(4):
-            net = as_module(factory, theta)
-            previous = as_module(factory, theta if last is None else last[k])
-            reference_nets = [as_module(factory, theta), previous]
-            x, y = fed.visits(k, round)[0]
-
-            features = []
-            for module in (net, *reference_nets):
-                head = next(m for m in reversed(list(module.modules())) if isinstance(m, torch.nn.Linear))
-                head.register_forward_pre_hook(lambda _, inputs: features.append(inputs[0]))  # noqa: B023
-
-            net.train()
-            loss = F.cross_entropy(net(x), y)
-            with torch.no_grad():
-                for module in reference_nets:
-                    module.eval()(x)
-
-            near, far = (F.cosine_similarity(features[0], z) / tau for z in features[1:])
-            contrast = -torch.log(near.exp() / (near.exp() + far.exp())).mean()
-            parameters = list(net.parameters())
-            slopes = torch.autograd.grad(loss + mu * contrast, parameters)
-            for p, slope in zip(parameters, slopes, strict=True):
-                p.data -= 0.1 * slope
+            net = as_module(factory, theta).train()
+            received, previous = (
+                as_module(factory, start).eval() for start in (theta, theta if last is None else last[k])
+            )
+            for x, y in fed.visits(k, round):
+                z, outputs = features(net, x)
+                near, far = (F.cosine_similarity(z, features(fixed, x)[0]) / tau for fixed in (received, previous))
+                contrast = -torch.log(near.exp() / (near.exp() + far.exp())).mean()
+                parameters = list(net.parameters())
+                slopes = torch.autograd.grad(F.cross_entropy(outputs, y) + mu * contrast, parameters)
+                for p, slope in zip(parameters, slopes, strict=True):
+                    p.data -= 0.1 * slope
 
             rows.append(as_vector(net))
 

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-from dataclasses import replace
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from raypfl.common.errors import MethodError
 from raypfl.common.messages import per_client
-from tests.support.federated_methods import Moon
 from tests.support.federation import (
-    FP64,
     Federation,
     NormalisedConv,
     as_module,
@@ -149,39 +144,6 @@ def test_parameters_without_statistics_are_refused_as_another_model():
     clients = Federation(NormalisedConv).clients()
     with pytest.raises(MethodError, match=r"needs a whole model vector \[108\].*this has shape \[102\]"):
         clients.other(clients.model.parameters(clients.initial))
-
-
-def moon_in_torch(fed: Federation, theta: Tensor, previous: Tensor, mu: float, temperature: float) -> Tensor:
-    """Run a client's round of MOON (Li et al. 2021, Algorithm 1), by a loop over ordinary modules."""
-
-    def features(net: nn.Module, x: Tensor) -> Tensor:
-        return net.norm(net.conv(x)).relu().flatten(1)
-
-    net = as_module(fed.factory, theta).train()
-    received, before = (as_module(fed.factory, v).eval() for v in (theta, previous))
-    optimizer = torch.optim.SGD(net.parameters(), lr=fed.training.lr)
-    for x, y in fed.visits(0, round=fed.round):
-        z = features(net, x)
-        near, far = (F.cosine_similarity(z, features(other_net, x)) / temperature for other_net in (received, before))
-        contrast = -torch.log(near.exp() / (near.exp() + far.exp())).mean()
-        loss = F.cross_entropy(net.head(z), y) + mu * contrast
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-    return as_vector(copy.deepcopy(net))
-
-
-@both_executors
-def test_moon_on_a_network_with_batch_norm_is_its_algorithm(executor):
-    method = Moon(mu=2.0, temperature=0.5)
-    fed = Federation(NormalisedConv, sizes=(9, 7), executor=executor, training=replace(FP64, epochs=2), method=method)
-    theta = previous = fed.model.init(fed.seed)
-    for _ in range(2):
-        expected = moon_in_torch(fed, theta, previous, 2.0, 0.5)
-        theta = fed.run_rounds([0])["theta"]
-        assert_close(theta, expected)
-        previous = expected
 
 
 @both_executors

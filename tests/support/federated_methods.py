@@ -1,4 +1,4 @@
-"""Methods that misbehave on purpose, and methods as users write them, importable by name in actors and subprocesses.
+"""Methods that misbehave on purpose, importable by name in actors and subprocesses.
 
 What must happen only once in a run leaves a file in the folder `marks`, which all processes see.
 """
@@ -11,9 +11,8 @@ import time
 from pathlib import Path
 
 import torch
-from torch.nn import functional as F
 
-from raypfl import Mean, Sum
+from raypfl import Mean
 from raypfl.common.errors import LostState
 from raypfl.federation.exchange import partial_sums
 from raypfl.methods import Ditto, FedAvg
@@ -174,71 +173,3 @@ class FailsOnce(Marked):
         if clients.round == 2 and self.once(f"group-{clients.ids[0]}"):
             raise OSError("a passing cloud")
         return super().train(clients, theta)
-
-
-class Scaffold(FedAvg):
-    """Stochastic controlled averaging (Karimireddy et al. 2020), with control variates by option II."""
-
-    def start(self, task):
-        parameters = task.model.parameters(task.model.init(task.seed))
-        return {**super().start(task), "c": torch.zeros_like(parameters)}
-
-    def round(self, server, cohort):
-        reply = cohort.run(self.train, theta=server["theta"], c=server["c"])
-        server["theta"] = reply["theta"]
-        server["c"] = server["c"] + reply["moved"] / cohort.task.num_clients
-
-    def train(self, clients, theta, c):
-        client_c = clients.state.get("c", default=torch.zeros_like(c))
-        trained = clients.sgd(clients.loss, theta, correction=c - client_c)
-
-        distance = clients.model.parameters(theta - trained)
-        clients.state["c"] = client_c - c + distance / (clients.num_steps() * clients.lr)[:, None]
-        return {"theta": Mean(trained), "moved": Sum(clients.state["c"] - client_c)}
-
-
-class Moon(FedAvg):
-    """Model-contrastive federated learning (Li et al. 2021).
-
-    Pull a client's features towards the global model's, and push them away from those of its own previous model.
-
-    Attributes
-    ----------
-    mu : weight of the contrast.
-    temperature : temperature of the contrast.
-    """
-
-    mu: float = 1.0
-    temperature: float = 0.5
-
-    def train(self, clients, theta):
-        def loss(p, batch, global_model, previous):
-            z, logits = clients.model.features(p, batch.x)
-            near = F.cosine_similarity(z, global_model.features(batch.x)) / self.temperature
-            far = F.cosine_similarity(z, previous.features(batch.x)) / self.temperature
-            return clients.objective.loss(logits, batch) + self.mu * batch.mean(F.softplus(far - near))
-
-        previous = clients.state.get("previous", default=theta)
-        trained = clients.sgd(loss, theta, global_model=clients.other(theta), previous=clients.other(previous))
-        clients.state["previous"] = trained
-
-        return {"theta": Mean(trained, clients.num_samples)}
-
-
-class PerFedAvg(FedAvg):
-    """Personalized FedAvg (Fallah et al. 2020) with second derivatives, both steps on the same mini-batch.
-
-    Attributes
-    ----------
-    alpha : step size of the inner step, from the shared model to the client's.
-    """
-
-    alpha: float = 0.1
-
-    def train(self, clients, theta):
-        def after_a_step(p, batch):
-            before = p.clone()
-            (slope,) = torch.autograd.grad(clients.loss(before, batch), before, create_graph=True)
-            return clients.loss(before - self.alpha * slope, batch)
-
-        return {"theta": Mean(clients.sgd(after_a_step, theta), clients.num_samples)}

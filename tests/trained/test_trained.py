@@ -175,7 +175,7 @@ def test_a_checkpoint_gives_a_clients_latest_state_or_the_server_without_states(
 def test_a_model_that_needs_exchanges_is_built_from_folder_and_export(tmp_path: Path):
     described = experiment(
         tmp_path,
-        method="tests.support.prediction_methods:Hypernetwork",
+        method="pefll",
         rounds=2,
         data__unseen_fraction=0.2,
         evaluation__protocols="[local,unseen]",
