@@ -127,8 +127,12 @@ def test_a_trial_killed_between_its_decision_and_its_end_ends_with_the_same_roun
             (outcome.folder / "trials" / trial.name / "summary.json").unlink()
     reports = (outcome.folder / REPORTS).read_text()
 
-    again = tune(SWEEP, changes)
+    shown: set[tuple[str, int]] = set()
+    again = tune(
+        SWEEP, changes, show=lambda outcome: shown.update((trial.status, trial.round) for trial in outcome.trials)
+    )
     assert [(trial.status, trial.round, trial.values) for trial in again.trials] == before
+    assert {end for end in shown if end[0] == "stopped"} == {trial[:2] for trial in before if trial[0] == "stopped"}
     assert (outcome.folder / REPORTS).read_text() == reports
 
 

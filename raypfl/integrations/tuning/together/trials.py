@@ -157,6 +157,9 @@ class _Trials:
             # Unless ASHA has stopped it, it was interrupted.
             if event.status == "stopped" and not self._is_stopped_at(trial, event.round):
                 return
+            # A run that has reached its last round before is not evaluated again.
+            if event.status != "failed":
+                trial.round = event.round
             trial.status = event.status
             trial.error = event.error or ""
         else:
