@@ -12,6 +12,7 @@ from torch import Tensor
 
 from raypfl.analysis.theory.scaling import Scaling
 from raypfl.analysis.theory.two_layer import Terms
+from raypfl.common.counting import counted
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")
 MARKERS = ("o", "s", "^", "D", "v")
@@ -116,8 +117,8 @@ def draw_scaling(scaling: Scaling, share: float, clients: int, steps: int, obser
     left, right = figure.subplots(1, 2, sharey=True)
 
     rounds_by_steps = list(zip(*scaling.rounds, strict=True))
-    step_labels = [_counted(count, "local step") for count in scaling.steps]
-    client_labels = [_counted(count, "client") for count in scaling.clients]
+    step_labels = [counted(count, "local step") for count in scaling.steps]
+    client_labels = [counted(count, "client") for count in scaling.clients]
     _draw_rounds(left, scaling.clients, rounds_by_steps, step_labels, power=1)
     _draw_rounds(right, scaling.steps, scaling.rounds, client_labels, power=-1)
 
@@ -152,10 +153,6 @@ def _draw_rounds(
     axes.xaxis.set_major_formatter(ticker.ScalarFormatter())
     axes.xaxis.set_minor_locator(ticker.NullLocator())
     axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,g}"))
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _remove_clutter(*panels: Axes) -> None:

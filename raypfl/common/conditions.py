@@ -31,7 +31,7 @@ def needs(setting: str, *values: Any) -> Condition:
     """Require the other setting to be one of `values`; without values, to be set: not null, false or empty."""
     if not values:
         return Condition(setting, _is_set, "set {other}, or leave {this} out")
-    choices = " or ".join(_as_yaml(value) for value in values)
+    choices = " or ".join(as_yaml(value) for value in values)
     return Condition(setting, lambda value: value in values, f"set {{other}} to {choices}, or leave {{this}} out")
 
 
@@ -54,5 +54,12 @@ def _is_set(value: Any) -> bool:
     return value is not None and value is not False and value not in ("", (), [], {})
 
 
-def _as_yaml(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else repr(value)
+def as_yaml(value: Any) -> str:
+    """Write a value as in YAML."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return repr(list(value))
+    return repr(value)

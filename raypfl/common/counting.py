@@ -1,8 +1,18 @@
-"""Numbers of things in messages."""
+"""Numbers and lists of things in messages."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
     """Return ``"1 round"``, ``"1,200 rounds"``; `plural` is for nouns whose plural is not theirs with an s."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def series(names: Iterable[str]) -> str:
+    """Return ``"a, b and c"`` of one name or more."""
+    *first, last = names
+    if not first:
+        return last
+    return f"{', '.join(first)} and {last}"

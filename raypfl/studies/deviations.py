@@ -73,8 +73,7 @@ def _seeds(cells: Sequence[StudyCell], planned: Sequence[StudyCell]) -> list[str
     published = len({cell.experiment.seed for cell in planned})
     if measured == published:
         return []
-    plural = "s" if measured > 1 else ""
-    return [f"{measured} seed{plural}, not {published}."]
+    return [f"{counted(measured, 'seed')}, not {published}."]
 
 
 def _extent(reference: Study, study: Study) -> list[str]:

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from raypfl.common.annotations import declared
-from raypfl.common.conditions import Condition
+from raypfl.common.conditions import Condition, as_yaml
 from raypfl.common.errors import ConfigError
 from raypfl.common.registry import Registry
 from raypfl.data import Partition
@@ -211,7 +211,7 @@ def _unread(section: SettingPath, method: Any, values: Mapping[str, Any]) -> Ite
 
 def _unread_message(method: type[Method], name: str, value: Any) -> str:
     return (
-        f"method.{name} is {_as_yaml(value)}, which nothing that {method.__name__} does in a run reads; read "
+        f"method.{name} is {as_yaml(value)}, which nothing that {method.__name__} does in a run reads; read "
         f"self.{name}, or leave it out."
     )
 
@@ -237,8 +237,8 @@ def _message(path: SettingPath, value: Any, governor: SettingPath, governor_valu
     name = ".".join(path)
     governor_name = ".".join(governor)
     advice = condition.advice.replace("{other}", governor_name).replace("{this}", name)
-    governor_text = _as_yaml(governor_value)
-    return f"{name} is {_as_yaml(value)}, which has no effect while {governor_name} is {governor_text}; {advice}."
+    governor_text = as_yaml(governor_value)
+    return f"{name} is {as_yaml(value)}, which has no effect while {governor_name} is {governor_text}; {advice}."
 
 
 def _governor(section: SettingPath, condition: Condition) -> SettingPath:
@@ -304,14 +304,3 @@ def _default(declaring_class: type, name: str, otherwise: Any = None) -> Any:
 def _plain(value: Any) -> Any:
     """Turn lists into tuples, so that both compare alike."""
     return tuple(map(_plain, value)) if isinstance(value, list | tuple) else value
-
-
-def _as_yaml(value: Any) -> str:
-    """Write a value as in YAML."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple):
-        return repr(list(value))
-    return repr(value)

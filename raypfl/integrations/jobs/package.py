@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from raypfl.common.counting import counted
 from raypfl.common.errors import ConfigError
 from raypfl.common.user_modules import module_files
 
@@ -64,6 +65,5 @@ def listed(package: Mapping[str, Path]) -> str:
     first_names = ", ".join(names[:4])
     if len(names) > 4:
         first_names += ", ..."
-    count = "1 file" if len(names) == 1 else f"{len(names)} files"
     size = sum(path.stat().st_size for path in package.values()) / 2**10
-    return f"{first_names} ({count}, {size:.0f} KiB)"
+    return f"{first_names} ({counted(len(names), 'file')}, {size:.0f} KiB)"

@@ -10,6 +10,7 @@ from statistics import fmean
 from raypfl.results.budgets import cost_to_target, score_within
 from raypfl.results.numbers import Axis, has_simulated_time, positions
 from raypfl.results.run_groups import RunGroup
+from raypfl.results.units import capitalised
 
 _HEADINGS: dict[Axis, str] = {
     "round": "rounds",
@@ -92,7 +93,7 @@ def within_budgets(groups: Sequence[RunGroup], protocol: str, axes: Sequence[Axi
             cells.append(unit.text(fmean(known)) if known else "–")
         lines.append((i, group.label, cells))
     return BudgetTable(
-        title=f"{unit.phrase[:1].upper()}{unit.phrase[1:]} on equal budgets",
+        title=f"{capitalised(unit.phrase)} on equal budgets",
         headings=[f"{budget:,.3g} {_HEADINGS[axis]}" for axis, budget in budgets.items()],
         lines=lines,
         note="In the last evaluation within what the cheapest run spends in all, mean over seeds.",

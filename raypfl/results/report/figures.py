@@ -10,6 +10,7 @@ import pyarrow.compute as pc
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
+from raypfl.common.counting import series
 from raypfl.data.summary import Summary
 from raypfl.results import client_data
 from raypfl.results.drawing.canvas import FAINT, page_paint, svg
@@ -23,7 +24,7 @@ from raypfl.results.numbers import (
     loss_curve,
     metric_curves,
 )
-from raypfl.results.report.tables import listed, protocol_name
+from raypfl.results.report.tables import protocol_name
 from raypfl.results.run_groups import RunGroup
 
 NARROW = (380, 290)
@@ -204,7 +205,7 @@ def _caption(groups: Sequence[RunGroup], protocol: str, curves: Curves, unsent: 
     """Sentences on the methods that are drawn in another way, or not at all."""
     sentences = []
     if unsent:
-        names = listed(list(dict.fromkeys(groups[i].label for i, _ in unsent)))
+        names = series(dict.fromkeys(groups[i].label for i, _ in unsent))
         sentences.append(f"Dotted, at the final value: {names}, where nothing is sent.")
 
     groups_with_curve = {i for i, _ in curves}
@@ -213,7 +214,7 @@ def _caption(groups: Sequence[RunGroup], protocol: str, curves: Curves, unsent: 
         if i not in groups_with_curve and protocol in group.protocols:
             missing.append(group.label)
     if missing:
-        sentences.append(f"Not drawn: {listed(missing)}, whose seeds were never evaluated in the same round.")
+        sentences.append(f"Not drawn: {series(missing)}, whose seeds were never evaluated in the same round.")
     return " ".join(sentences)
 
 

@@ -13,7 +13,7 @@ import jinja2
 from markupsafe import Markup
 
 from raypfl.common import files
-from raypfl.common.counting import counted
+from raypfl.common.counting import counted, series
 from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.common.version import __version__
 from raypfl.data import load_federated, summarised
@@ -27,7 +27,7 @@ from raypfl.results.epsilons import epsilons, privacy_sentence
 from raypfl.results.numbers import prediction_traffic
 from raypfl.results.report import budgets, export, figures, searches, tables
 from raypfl.results.report.lead import lead_of
-from raypfl.results.report.tables import listed, protocol_name
+from raypfl.results.report.tables import protocol_name
 from raypfl.results.run_groups import RunGroup, group_runs
 from raypfl.results.setting_text import data_text, shared_setting_text
 from raypfl.results.table import MODELS, attack_sentences, unequal_lengths
@@ -139,7 +139,7 @@ def _page(
     ]
     most_colours = max([most_groups, *(len(search.places) for search in shown_searches), 1])
     return _template("page.html.jinja").render(
-        title=listed(list(dict.fromkeys(result.experiment.name for result in results))),
+        title=series(dict.fromkeys(result.experiment.name for result in results)),
         style=Markup(_file("page.css")),
         shades=[shades(i) for i in range(most_colours)],
         searches=shown_searches,
@@ -314,7 +314,7 @@ def _cautions(groups: Sequence[RunGroup]) -> list[str]:
         rounds = {result.round for result in group.results}
         if len(rounds) > 1:
             cautions.append(
-                f"The seeds of {group.label} ended after {listed([str(number) for number in sorted(rounds)])} rounds. "
+                f"The seeds of {group.label} ended after {series(map(str, sorted(rounds)))} rounds. "
                 "Tables show each at its own end, curves the rounds that all of them reached."
             )
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from raypfl.common.counting import counted
+from raypfl.common.counting import counted, series
 from raypfl.common.errors import ConfigError
 from raypfl.evaluation import Measures
 from raypfl.experiment.spaces import Space, in_words, spaces_of
@@ -259,7 +259,7 @@ def _listed(spaces: Iterable[Space]) -> str:
             texts.append(f"{space.key} ({space.kind} from {low:g} to {high:g}{step})")
         else:
             texts.append(f"{space.key} ({space.kind} of {', '.join(str(in_words(value)) for value in space.values)})")
-    return " and ".join(filter(None, [", ".join(texts[:-1]), texts[-1]]))
+    return series(texts)
 
 
 def _place(trial: Mapping[str, str]) -> str:

@@ -111,14 +111,6 @@ def as_yaml(value: Any) -> str:
     return str(value)
 
 
-def listed(names: Sequence[str]) -> str:
-    """Return ``a, b and c``."""
-    *first, last = names
-    if not first:
-        return last
-    return f"{', '.join(first)} and {last}"
-
-
 def result_tables(groups: Sequence[RunGroup]) -> tuple[list[str], list[ProtocolTable]]:
     """Return headings, and a table for each protocol; columns without any number are left out."""
     columns = result_columns(groups)

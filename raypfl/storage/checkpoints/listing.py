@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pyarrow.fs as pafs
 
+from raypfl.common.counting import series
 from raypfl.common.errors import NoRun
 from raypfl.storage import filesystems
 from raypfl.storage.checkpoints.layout import (
@@ -102,5 +103,6 @@ def _list_rounds(rounds: Sequence[int]) -> str:
     """Return ``those of rounds 2, 4 and 6``."""
     if not rounds:
         return "none"
-    *first, last = map(str, rounds)
-    return f"those of rounds {', '.join(first)} and {last}" if first else f"that of round {last}"
+    if len(rounds) == 1:
+        return f"that of round {rounds[0]}"
+    return f"those of rounds {series(map(str, rounds))}"

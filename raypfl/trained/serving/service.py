@@ -23,6 +23,7 @@ from ray import serve
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
+from raypfl.common.counting import series
 from raypfl.common.errors import ConfigError, DataError, RaypflError
 from raypfl.engine.backends.cluster import connected
 from raypfl.engine.backends.session import spare_server
@@ -158,8 +159,8 @@ class Service:
 
     def _refuse_wrong_path(self, path: str, method: str) -> None:
         if path not in self._allowed:
-            paths = [f"{allowed} {name}" for name, allowed in self._allowed.items()]
-            raise _Refused(404, f"There is {', '.join(paths[:-1])} and {paths[-1]}, nothing else.")
+            paths = series(f"{allowed} {name}" for name, allowed in self._allowed.items())
+            raise _Refused(404, f"There is {paths}, nothing else.")
         allowed = self._allowed[path]
         if method != allowed:
             raise _Refused(405, f"{path} takes {allowed}, not {method}.", Allow=allowed)
