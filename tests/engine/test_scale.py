@@ -1,4 +1,4 @@
-"""The memory of large populations, long runs and large networks."""
+"""The memory of large populations and long runs."""
 
 from __future__ import annotations
 
@@ -74,34 +74,3 @@ def test_nothing_grows_over_two_thousand_rounds(tmp_path):
     grown = {part: (early[part], late[part]) for part in early if late[part] > 1.03 * early[part] + 1}  # MB
 
     assert not grown
-
-
-@pytest.mark.slow
-def test_a_residual_network_with_batch_norm_trains_and_averages_its_statistics(tmp_path):
-    """Torchvision's ResNet-18 on 3x32x32 noise with a class-dependent mean: 11.2 million parameters."""
-    import torch
-
-    import raypfl
-    from raypfl.models import MODELS, FlatModel
-
-    os.environ["RAYPFL_TEST_SAMPLES"] = "64"
-    description = raypfl.Experiment(
-        data={"name": "tests.support.federated_data:colours", "cache": str(tmp_path / "cache")},
-        partition={"name": "iid", "clients": 2},
-        model="resnet18",
-        rounds=2,
-        training={"batch_size": 8, "lr": 0.01},
-        evaluation={"every": 1},
-        engine={"backend": "inline"},
-        tracking={"mlflow": False},
-        output=str(tmp_path),
-    )
-    result = raypfl.run(description)
-    network = FlatModel(lambda: MODELS.get("resnet18")(input_shape=(3, 32, 32), num_classes=10))
-    theta = result.global_model()
-    assert network.num_parameters == 11_181_642 and len(theta) == 11_181_642 + 9_600
-    initial = network.buffers(network.init(0))
-    moved = network.buffers(theta)
-    assert not torch.isclose(moved, initial).any() and torch.isfinite(moved).all()
-    losses = result.rounds["loss"].to_pylist()
-    assert losses[1] < losses[0]

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from raypfl.methods import FedAS, FedAvg, FedGH, FedPer, FedPHP
 from raypfl.methods.local_training import sample_passes
+from tests.support.by_hand import descend, mean_by_samples
 from tests.support.federation import (
     CLASSES,
     FP64,
@@ -30,15 +31,6 @@ from tests.support.federation import (
 def features(net, x):
     """Return the inputs of small_mlp's output layer."""
     return net[2](net[1](net[0](x)))
-
-
-def descend(net, loss, lr, trained=""):
-    """Take one step down a loss."""
-    parameters = [p for name, p in net.named_parameters() if name.startswith(trained)]
-    slopes = torch.autograd.grad(loss, parameters)
-    with torch.no_grad():
-        for p, slope in zip(parameters, slopes, strict=True):
-            p -= lr * slope
 
 
 def class_means(net, x, y):
@@ -73,7 +65,8 @@ def test_two_rounds_of_fedas_by_hand(executor):
             net = as_module(fed.factory, torch.where(head, models[client], theta))
             for xb, yb in fed.visits(client, round, "alignment"):
                 z = features(net, xb)
-                descend(net, sum((z[yb == c] - means[int(c)]).square().mean() for c in yb.unique()), 0.3, "1.")
+                apart = sum((z[yb == c] - means[int(c)]).square().mean() for c in yb.unique())
+                descend(apart, net[1].parameters(), 0.3)
             torch_sgd(net, fed.visits(client, round), lr=0.1)
             models[client] = as_vector(net)
             passes = sample_passes(fed.clients([client], round), "trace")
@@ -104,14 +97,14 @@ def test_two_rounds_of_fedgh_by_hand(executor):
         for client in ids:
             x, y = fed.samples(client)
             net = as_module(fed.factory, torch.where(head, theta, bodies[client]))
-            descend(net, F.cross_entropy(net(x), y), 0.1)
+            descend(F.cross_entropy(net(x), y), net.parameters())
             bodies[client] = as_vector(net)
             pairs += [(z, c) for c, z in class_means(net, x, y).items()]
         z = torch.stack([z for z, _ in pairs])
         y = torch.tensor([c for _, c in pairs])
         net = as_module(fed.factory, theta)
         for _ in range(2):
-            descend(net, F.cross_entropy(net[3](z), y), 0.2, "3.")
+            descend(F.cross_entropy(net[3](z), y), net[3].parameters(), 0.2)
         theta = as_vector(net)
 
     assert_close(fed.server["theta"], theta)
@@ -157,13 +150,12 @@ def test_rounds_of_fedphp_by_hand(executor):
                 z = features(net, x)
                 t = features(teacher, x).detach()
                 apart = kernel(z, z) + kernel(t, t) - 2 * kernel(z, t)
-                descend(net, (1 - lam) * F.cross_entropy(net(x), y) + lam * apart, 0.1)
+                descend((1 - lam) * F.cross_entropy(net(x), y) + lam * apart, net.parameters())
             trained[client] = as_vector(net)
             # The federation's first round has the number 0, and a run 10 rounds.
             mu = 0.5 * round / 10
             private[client] = (1 - mu) * trained[client] + mu * private[client]
-        total = sum(fed.sizes[client] for client in ids)
-        theta = sum(fed.sizes[client] / total * trained[client] for client in ids)
+        theta = mean_by_samples(fed, trained, ids)
 
     assert_close(fed.server["theta"], theta)
     assert not fed.warnings

@@ -12,6 +12,7 @@ from raypfl.common import rng
 from raypfl.methods import GPFL, FedCP, FedPer
 from raypfl.models.heads import GatedLinear
 from raypfl.models.rowwise import RowWise
+from tests.support.by_hand import assert_parts_close, descend, mean_by_samples
 from tests.support.federation import (
     CLASSES,
     FP64,
@@ -25,7 +26,6 @@ from tests.support.federation import (
 )
 
 COHORTS = ([0, 1, 2, 3], [1, 2])
-SIZES = (7, 4, 11, 7)
 
 
 def start_of(fed):
@@ -34,18 +34,17 @@ def start_of(fed):
     return {name.removeprefix("3."): tensor.clone() for name, tensor in tensors.items()}
 
 
-def descend(tensors, loss, names):
-    slopes = torch.autograd.grad(loss, [tensors[name] for name in names])
-    for name, slope in zip(names, slopes, strict=True):
-        tensors[name] = (tensors[name] - 0.1 * slope).detach().requires_grad_()
-
-
 def leaves(tensors):
     return {name: tensor.detach().clone().requires_grad_() for name, tensor in tensors.items()}
 
 
-def average(models, ids, name):
-    return sum(SIZES[c] * models[c][name] for c in ids).detach() / sum(SIZES[c] for c in ids)
+def average(fed, models, ids, name):
+    return mean_by_samples(fed, {client: models[client][name] for client in ids}, ids)
+
+
+def named(tensors):
+    """Add the number of the output layer again to the names of its tensors."""
+    return {name if name.startswith("1.") else f"3.{name}": tensor for name, tensor in tensors.items()}
 
 
 def body(t, x):
@@ -69,13 +68,13 @@ def test_two_rounds_of_fedcp_by_hand(executor):
     fed = run_method(FedCP(lam=lam), *COHORTS, executor=executor, training=FP64)
     shared = start_of(fed)
     personal = ["weight", "bias", "context"]
-    own = [{name: shared[name] for name in personal} for _ in range(4)]
+    personal_parts = [{name: shared[name] for name in personal} for _ in range(4)]
     fixed = {"global_weight", "global_bias", "context"}
 
     for round, ids in enumerate(COHORTS):
         models = {}
         for client in ids:
-            t = leaves(shared | own[client])
+            t = leaves(shared | personal_parts[client])
             key = int(rng.keys(fed.seed, "draws", round, [client]).astype("int64")[0])
             for step, (x, y) in enumerate(fed.visits(client, round)):
                 z = body(t, x)
@@ -92,20 +91,17 @@ def test_two_rounds_of_fedcp_by_hand(executor):
                 logits = logits + ((1 - r) * z) @ t["global_weight"].T + t["global_bias"]
                 sent = body(shared, x)
                 apart = kernel(z, z) + kernel(sent, sent) - 2 * kernel(z, sent)
-                descend(t, F.cross_entropy(logits, y) + lam * apart, [name for name in t if name not in fixed])
+                descend(F.cross_entropy(logits, y) + lam * apart, [t[name] for name in t if name not in fixed])
             t["context"] = t["weight"].sum(0)
             t["global_weight"] = (t["weight"] + t["global_weight"]) / 2
             t["global_bias"] = (t["bias"] + t["global_bias"]) / 2
-            own[client] = {name: t[name].detach() for name in personal}
+            personal_parts[client] = {name: t[name].detach() for name in personal}
             models[client] = t
-        shared |= {name: average(models, ids, name) for name in shared if name not in personal}
+        shared |= {name: average(fed, models, ids, name) for name in shared if name not in personal}
 
-    final = fed.model.unflatten(fed.server["theta"])
-    for name, tensor in shared.items():
-        assert_close(final[name if name.startswith("1.") else f"3.{name}"], tensor)
+    assert_parts_close(fed, fed.server["theta"], named(shared))
     rows = fed.method.personal_model(fed.clients([2], personal=client_states(fed)[[2]]), fed.server)
-    for name in personal:
-        assert_close(fed.model.unflatten(rows.as_subclass(torch.Tensor)[0])[f"3.{name}"], own[2][name])
+    assert_parts_close(fed, rows.as_subclass(torch.Tensor)[0], named(personal_parts[2]))
     assert not fed.warnings
 
     # P - H + H for the global output layer, and 2 d^2 + 6 d for the gate.
@@ -131,7 +127,7 @@ def test_two_rounds_of_gpfl_by_hand(executor):
     fed = run_method(GPFL(lam=lam, mu=mu), *COHORTS, executor=executor, training=replace(FP64, batch_size=5))
     shared = start_of(fed)
     head = ["weight", "bias"]
-    own = [{name: shared[name] for name in head} for _ in range(4)]
+    personal_parts = [{name: shared[name] for name in head} for _ in range(4)]
     valve = [f"{f}_{n}" for f in ("gamma", "beta") for n in ("weight", "bias", "scale", "offset")]
 
     def through(z, u, t):
@@ -149,7 +145,7 @@ def test_two_rounds_of_gpfl_by_hand(executor):
         models = {}
         received = shared["embeddings"]
         for client in ids:
-            t = leaves(shared | own[client])
+            t = leaves(shared | personal_parts[client])
             u = condition(client)
             for x, y in fed.visits(client, round):
                 z = body(t, x)
@@ -159,18 +155,14 @@ def test_two_rounds_of_gpfl_by_hand(executor):
                 loss = loss + F.cross_entropy(guide @ t["embeddings"].T / lengths, y)
                 loss = loss + lam * ((guide - received[y]) ** 2).sum() ** 0.5
                 loss = loss + mu / 2 * sum((t[name] ** 2).sum() for name in ["embeddings", *valve])
-                descend(t, loss, [name for name in t if name != "condition"])
-            own[client] = {name: t[name].detach() for name in head}
+                descend(loss, [t[name] for name in t if name != "condition"])
+            personal_parts[client] = {name: t[name].detach() for name in head}
             models[client] = t
-        shared |= {name: average(models, ids, name) for name in shared if name not in [*head, "condition"]}
+        shared |= {name: average(fed, models, ids, name) for name in shared if name not in [*head, "condition"]}
 
-    final = fed.model.unflatten(fed.server["theta"])
-    for name, tensor in shared.items():
-        assert_close(final[name if name.startswith("1.") else f"3.{name}"], tensor)
+    assert_parts_close(fed, fed.server["theta"], named(shared))
     rows = fed.method.personal_model(fed.clients([2], personal=client_states(fed)[[2]]), fed.server)
-    tensors = fed.model.unflatten(rows.as_subclass(torch.Tensor)[0])
-    assert_close(tensors["3.condition"], condition(2))
-    assert_close(tensors["3.weight"], own[2]["weight"])
+    assert_parts_close(fed, rows.as_subclass(torch.Tensor)[0], named(personal_parts[2] | {"condition": condition(2)}))
     assert not fed.warnings
 
     numbers = 165 + CLASSES * 5 + 2 * 5**2 + 6 * 5

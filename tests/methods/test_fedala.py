@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from raypfl.methods import FedALA, FedAvg, Local
 from raypfl.methods.local_training import sample_passes
+from tests.support.by_hand import mean_by_samples
 from tests.support.federation import (
     FP64,
     NormalisedConv,
@@ -75,8 +76,7 @@ def test_rounds_of_fedala_by_hand(executor):
             net = as_module(fed.factory, start)
             torch_sgd(net, fed.visits(client, round), lr=0.1)
             models[client] = as_vector(net)
-        total = sum(fed.sizes[client] for client in ids)
-        theta = sum(fed.sizes[client] / total * models[client] for client in ids)
+        theta = mean_by_samples(fed, models, ids)
 
     assert all(first > 1 for first, *_ in epochs.values()) and epochs[1][1:] == [1, 1]
     assert_close(client_states(fed, "weights"), torch.stack([weights[client] for client in range(4)]))

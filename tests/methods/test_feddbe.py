@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from raypfl.common.errors import PrivacyError
 from raypfl.learning.privacy import PrivacySettings
 from raypfl.methods import FedAvg, FedDBE
+from tests.support.by_hand import MLP, assert_parts_close, descend, leaves, mean_by_samples
 from tests.support.federation import (
     FP64,
     NormalisedConv,
@@ -47,10 +48,7 @@ def steps_by_hand(parameters, visits, lr, kappa, momentum, consensus):
             loss = F.cross_entropy(z @ w2.T + b2, y)
         else:
             loss = F.cross_entropy((z + shift) @ w2.T + b2, y) + kappa * 0.5 * ((running - consensus) ** 2).mean()
-        slopes = torch.autograd.grad(loss, trained)
-        with torch.no_grad():
-            for p, slope in zip(trained, slopes, strict=True):
-                p -= lr * slope
+        descend(loss, trained, lr)
     return running.detach()
 
 
@@ -63,12 +61,11 @@ def test_rounds_of_feddbe_by_hand(executor):
         FedDBE(kappa=kappa, momentum=momentum), *cohorts, executor=executor, training=replace(FP64, epochs=2)
     )
     start = fed.model.unflatten(fed.model.init(fed.seed))
-    names = ["1.weight", "1.bias", "3.weight", "3.bias"]
-    shared = [start[name].clone() for name in names]
+    shared = [start[name] for name in MLP]
     shifts = [torch.zeros(5, dtype=torch.float64) for _ in range(4)]
 
     def trained(client, round, consensus):
-        parameters = [p.clone().requires_grad_() for p in (*shared, shifts[client])]
+        parameters = leaves([*shared, shifts[client]])
         mean = steps_by_hand(parameters, fed.visits(client, round), 0.1, kappa, momentum, consensus)
         return [p.detach() for p in parameters], mean
 
@@ -76,17 +73,14 @@ def test_rounds_of_feddbe_by_hand(executor):
     assert_close(fed.server["consensus"], consensus)
 
     for round, ids in enumerate(cohorts):
-        total = sum(fed.sizes[client] for client in ids)
         models = {client: trained(client, round, consensus)[0] for client in ids}
         for client in ids:
             shifts[client] = models[client][-1]
-        shared = [sum(fed.sizes[c] / total * models[c][i] for c in ids) for i in range(4)]
+        shared = [mean_by_samples(fed, {c: models[c][i] for c in ids}, ids) for i in range(4)]
 
-    final = fed.model.unflatten(fed.server["theta"])
-    for name, expected in zip(names, shared, strict=True):
-        assert_close(final[name], expected)
+    assert_parts_close(fed, fed.server["theta"], dict(zip(MLP, shared, strict=True)))
     rows = fed.method.personal_model(fed.clients([2], personal=shifts[2][None]), fed.server)
-    assert_close(fed.model.unflatten(rows[0])["3.shift"], shifts[2])
+    assert_parts_close(fed, rows[0], {"3.shift": shifts[2]})
     assert_close(torch.from_numpy(fed.state_of(2)["personal"]), shifts[2])
     assert not fed.warnings and shifts[2].any() and not fed.state_of(3)
 

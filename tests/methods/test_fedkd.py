@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from raypfl.methods import FedAvg, FedKD, Local
 from raypfl.methods.personal_models.fedkd import compressed
+from tests.support.by_hand import MLP, assert_parts_close, descend, leaves
 from tests.support.federation import (
     FP64,
     Federation,
@@ -20,8 +21,6 @@ from tests.support.federation import (
     run_method,
     sent_per_client,
 )
-
-NAMES = ["1.weight", "1.bias", "3.weight", "3.bias"]
 
 
 @both_executors
@@ -61,7 +60,7 @@ def test_rounds_of_fedkd_by_hand(executor):
     fed.round = first = 7
     fed.run_rounds(*cohorts)
     start = fed.model.unflatten(fed.model.init(fed.seed))
-    student = [start[name] for name in NAMES]
+    student = [start[name] for name in MLP]
     teachers = [[*student, torch.eye(5, dtype=torch.float64)]] * 4
     uploads = []
     downloads = []
@@ -78,8 +77,8 @@ def test_rounds_of_fedkd_by_hand(executor):
         moves = []
         sizes = []
         for client in ids:
-            t = [p.clone().requires_grad_() for p in teachers[client]]
-            s = [p.clone().requires_grad_() for p in student]
+            t = leaves(teachers[client])
+            s = leaves(student)
             for x, y in fed.visits(client, round):
                 z_t, out_t = outputs(t, x)
                 z_s, out_s = outputs(s, x)
@@ -90,9 +89,8 @@ def test_rounds_of_fedkd_by_hand(executor):
                 loss_t = ce_t + lam * (divergence(out_s.detach(), out_t) + apart) / (ce_t + ce_s.detach())
                 apart = ((z_t.detach() - z_s @ t[4].detach().T) ** 2).mean()
                 loss_s = ce_s + lam * (divergence(out_t.detach(), out_s) + apart) / (ce_t.detach() + ce_s)
-                slopes_t = torch.autograd.grad(loss_t, t)
-                slopes_s = torch.autograd.grad(loss_s, s)
-                t = [(p - 0.1 * g).detach().requires_grad_() for p, g in zip(t, slopes_t, strict=True)]
+                slopes_s = torch.autograd.grad(loss_s, s, retain_graph=True)
+                descend(loss_t, t)
                 s = [(p - 0.1 * g).detach().requires_grad_() for p, g in zip(s, slopes_s, strict=True)]
             teachers[client] = [p.detach() for p in t]
             pairs = [truncated(a.detach() - b, energy) for a, b in zip(s, student, strict=True)]
@@ -103,14 +101,9 @@ def test_rounds_of_fedkd_by_hand(executor):
         uploads.append(sum(sizes) / len(sizes))
         downloads.append(sum(size for _, size in pairs))
 
-    final = fed.model.unflatten(fed.server["theta"])
-    for name, expected in zip(NAMES, student, strict=True):
-        assert_close(final[name], expected)
-    states = client_states(fed, "teacher")
-    for client, row in enumerate(states):
-        tensors = fed.model.unflatten(row)
-        for name, expected in zip([*NAMES, "3.match"], teachers[client], strict=True):
-            assert_close(tensors[name], expected)
+    assert_parts_close(fed, fed.server["theta"], dict(zip(MLP, student, strict=True)))
+    for client, row in enumerate(client_states(fed, "teacher")):
+        assert_parts_close(fed, row, dict(zip([*MLP, "3.match"], teachers[client], strict=True)))
     assert not fed.warnings
 
     # 183 numbers are the student itself, and its whole move. Client 0 missed the second round, client 1 the third.

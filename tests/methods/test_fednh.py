@@ -178,9 +178,9 @@ def test_a_round_by_hand(factory, executor):
         bodies.append(theta)
 
     new = 0.7 * old + 0.3 * sums / 4
-    torch.testing.assert_close(prototypes(fed), new / new.norm(dim=1, keepdim=True), rtol=1e-10, atol=1e-10)
+    assert_close(prototypes(fed), new / new.norm(dim=1, keepdim=True))
     body = ~fed.model.mask(name)
-    torch.testing.assert_close(fed.server["theta"][body], torch.stack(bodies).mean(0)[body], rtol=1e-10, atol=1e-10)
+    assert_close(fed.server["theta"][body], torch.stack(bodies).mean(0)[body])
 
 
 def test_the_prototypes_of_the_worked_example():

@@ -10,6 +10,7 @@ from raypfl.common.errors import ConfigError
 from raypfl.common.simplex import on_simplex
 from raypfl.methods import FedAvg, Floco, FlocoPlus
 from raypfl.methods.partial_models.floco import principal_components, spread_points
+from tests.support.by_hand import MLP, assert_parts_close, descend, leaves, mean_by_samples
 from tests.support.federation import (
     CLASSES,
     FP64,
@@ -34,13 +35,12 @@ def test_rounds_of_floco_by_hand(executor):
         for method in (Floco(**options), FlocoPlus(lam=0.7, **options))
     )
     start = fed.model.unflatten(fed.model.init(fed.seed))
-    names = ["1.weight", "1.bias", "3.weight", "3.bias"]
-    shared = [start[name] for name in names]
+    shared = [start[name] for name in MLP]
     personal = [shared] * 4
     mixtures = None
 
     def trained(client, round, start, lam=0.0):
-        w1, b1, endpoints, bias = parameters = [tensor.clone().requires_grad_() for tensor in start]
+        w1, b1, endpoints, bias = parameters = leaves(start)
         (generator,) = fed.clients([client], round).generators("mixtures")
         for x, y in fed.visits(client, round):
             u, *draws = torch.rand(M + 1, generator=generator, dtype=torch.float64)
@@ -52,28 +52,23 @@ def test_rounds_of_floco_by_hand(executor):
                 a = mixtures[client] + rho * u * direction / direction.abs().sum()
             z = (x.flatten(1) @ w1.T + b1).tanh()
             weight = sum(a[m] * endpoints[m] for m in range(M))
-            slopes = torch.autograd.grad(F.cross_entropy(z @ weight.T + bias, y), parameters)
-            with torch.no_grad():
-                for p, slope, received in zip(parameters, slopes, shared, strict=True):
-                    p -= 0.1 * (slope + lam * (p - received))
+            pull = sum((p - received).square().sum() for p, received in zip(parameters, shared, strict=True))
+            descend(F.cross_entropy(z @ weight.T + bias, y) + lam / 2 * pull, parameters)
         return [p.detach() for p in parameters]
 
     for round, ids in enumerate(cohorts):
         for client in ids:
             personal[client] = trained(client, round, personal[client], lam=0.7)
         models = {client: trained(client, round, shared) for client in ids}
-        total = sum(fed.sizes[client] for client in ids)
-        shared = [sum(fed.sizes[c] / total * models[c][i] for c in ids) for i in range(4)]
+        shared = [mean_by_samples(fed, {c: models[c][i] for c in ids}, ids) for i in range(4)]
         if round == 1:
             updates = torch.stack([(trained(client, round, shared)[2] - shared[2]).flatten() for client in range(4)])
             mixtures = spread_points(principal_components(updates, M))
 
-    final = fed.model.unflatten(fed.server["theta"])
-    for name, expected in zip(names, shared, strict=True):
-        assert_close(final[name], expected)
+    assert_parts_close(fed, fed.server["theta"], dict(zip(MLP, shared, strict=True)))
     assert_close(fed.server["mixtures"], mixtures)
     rows = fed.method.personal_model(fed.clients([3]), fed.server)
-    assert_close(fed.model.unflatten(rows.as_subclass(torch.Tensor)[0])["3.mixture"], mixtures[3])
+    assert_parts_close(fed, rows.as_subclass(torch.Tensor)[0], {"3.mixture": mixtures[3]})
     assert not fed.warnings
 
     # Floco+ has the same global model and messages, and personal simplices.
@@ -82,10 +77,8 @@ def test_rounds_of_floco_by_hand(executor):
     states = client_states(plus)
     rows = plus.method.personal_model(plus.clients(personal=states), plus.server).as_subclass(torch.Tensor)
     for client, row in enumerate(rows):
-        tensors = plus.model.unflatten(row)
-        assert_close(tensors["3.mixture"], mixtures[client])
-        for name, expected in zip(names, personal[client], strict=True):
-            assert_close(tensors[name], expected)
+        expected = dict(zip(MLP, personal[client], strict=True))
+        assert_parts_close(plus, row, expected | {"3.mixture": mixtures[client]})
 
     # The body, M weights of the output layer and a bias; then a mixture down.
     numbers = 165 + M * CLASSES * 5 + CLASSES
@@ -125,8 +118,7 @@ def test_floco_with_one_endpoint_is_fedavg_with_that_output_layer():
     start = floco.model.unflatten(floco.model.init(floco.seed))
 
     fedavg = Federation(method=FedAvg(), training=FP64, group_size=2)
-    names = ["1.weight", "1.bias", "3.weight", "3.bias"]
-    fedavg.server = {"theta": torch.cat([start[name].flatten() for name in names]), "moments": {}}
+    fedavg.server = {"theta": torch.cat([start[name].flatten() for name in MLP]), "moments": {}}
     fedavg.run_rounds(*ROUNDS)
 
     sent = ~floco.model.mask("3.mixture")
@@ -136,8 +128,8 @@ def test_floco_with_one_endpoint_is_fedavg_with_that_output_layer():
 
 def test_without_a_radius_clients_train_at_their_own_mixtures():
     method = Floco(endpoints=3, radius=0.0)
-    own = torch.tensor([[0.2, 0.5, 0.3]])
-    assert torch.equal(method._mixtures(torch.rand(1, 4), own), own)
+    mixture = torch.tensor([[0.2, 0.5, 0.3]])
+    assert torch.equal(method._mixtures(torch.rand(1, 4), mixture), mixture)
 
 
 def test_a_subspace_round_after_the_last_is_refused():

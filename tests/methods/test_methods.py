@@ -36,6 +36,7 @@ from tests.support.federation import (
     NormalisedConv,
     as_module,
     as_vector,
+    assert_close,
     both_executors,
     both_networks,
     client_states,
@@ -65,7 +66,7 @@ def test_fedavg_is_the_weighted_average_of_the_clients_models(weighting, factory
         weights = [fed.sizes[c] for c in ids] if weighting == "samples" else None
         theta = torch.from_numpy(np.average(rows, axis=0, weights=weights))
 
-    torch.testing.assert_close(fed.server["theta"], theta, rtol=1e-10, atol=1e-10)
+    assert_close(fed.server["theta"], theta)
     assert torch.equal(fed.method.global_model(fed.server), fed.server["theta"])
     assert fed.method.personal_model(fed.clients(), fed.server) is None
 
@@ -102,7 +103,7 @@ def test_local_training_continues_from_each_clients_last_model(executor):
         for round, ids in enumerate(ROUNDS):
             if client in ids:
                 torch_sgd(net, fed.visits(client, round), lr=0.1)
-        np.testing.assert_allclose(client_states(fed).numpy()[client], as_vector(net).numpy(), rtol=1e-10, atol=1e-10)
+        assert_close(client_states(fed)[client], as_vector(net))
     assert fed.ledger.entries == []
 
 
@@ -120,7 +121,7 @@ def test_two_steps_of_fedprox_by_hand(executor):
         second = first - lr * (gradient(fed, first, client) + mu * (first - start))
         expected += weights[client] * second
 
-    torch.testing.assert_close(fed.server["theta"], expected, rtol=1e-10, atol=1e-10)
+    assert_close(fed.server["theta"], expected)
 
 
 @both_executors
@@ -151,8 +152,8 @@ def test_three_rounds_of_feddyn_by_hand(factory, executor):
         if round == 0:
             torch.testing.assert_close(theta[:size], (2 * mean - fed.model.init(fed.seed))[:size])
 
-    torch.testing.assert_close(fed.server["theta"], theta, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(client_states(fed, "linear"), linear, rtol=1e-9, atol=1e-9)
+    assert_close(fed.server["theta"], theta, 1e-9)
+    assert_close(client_states(fed, "linear"), linear, 1e-9)
 
 
 @both_executors
@@ -167,7 +168,7 @@ def test_two_rounds_of_ditto_by_hand(executor):
     for client in range(4):
         v = start - lr * gradient(fed, start, client)
         v = v - lr * (gradient(fed, v, client) + lam * (v - moved))
-        np.testing.assert_allclose(client_states(fed).numpy()[client], v.numpy(), rtol=1e-10, atol=1e-10)
+        assert_close(client_states(fed)[client], v)
 
 
 @both_executors
@@ -177,17 +178,16 @@ def test_dittos_personal_epochs_do_not_change_its_global_model(executor):
     for client in range(4):
         net = as_module(fed.factory, fed.model.init(fed.seed))
         torch_sgd(net, reference.visits(client), lr=0.1)
-        np.testing.assert_allclose(client_states(fed).numpy()[client], as_vector(net).numpy(), rtol=1e-10, atol=1e-10)
+        assert_close(client_states(fed)[client], as_vector(net))
 
-    assert torch.equal(
-        fed.server["theta"], run_method(FedAvg(), None, executor=executor, training=FP64).server["theta"]
-    )
+    fedavg = run_method(FedAvg(), None, executor=executor, training=FP64)
+    assert torch.equal(fed.server["theta"], fedavg.server["theta"])
 
 
 def test_dittos_personal_models_are_read_from_the_clients_states():
     fed = run_method(Ditto())
-    clients = fed.clients(personal=torch.from_numpy(client_states(fed).numpy()))
-    assert (fed.method.personal_model(clients, fed.server).numpy() == client_states(fed).numpy()).all()
+    clients = fed.clients(personal=client_states(fed))
+    assert torch.equal(fed.method.personal_model(clients, fed.server), client_states(fed))
 
 
 def moments_by_hand(name: str, theta, means, lr: float, b1: float, b2: float, tau: float) -> list[float]:
@@ -281,7 +281,7 @@ def test_fedavg_remembers_its_server_optimizer_from_round_to_round():
         second = 0.95 * second + 0.05 * d**2
         theta = torch.cat([theta[:P] + 0.1 * first / (second.sqrt() + 0.01), mean[P:]])
 
-    torch.testing.assert_close(fed.server["theta"], theta, rtol=1e-10, atol=1e-10)
+    assert_close(fed.server["theta"], theta)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adagrad", "adam", "yogi"])
@@ -338,7 +338,7 @@ def test_fine_tuning_is_the_bare_loop_from_the_global_model_and_leaves_no_trace(
     for client in range(4):
         net = as_module(factory, theta)
         torch_sgd(net, epochs.visits(client, 4, "finetuning"), lr=0.05)
-        torch.testing.assert_close(tuned[client], as_vector(net), rtol=1e-10, atol=1e-10)
+        assert_close(tuned[client], as_vector(net))
 
     assert torch.equal(fed.server["theta"], theta) and not clients.state.changed
 

@@ -15,6 +15,7 @@ import raypfl
 from raypfl.common.errors import ConfigError
 from raypfl.common.simplex import least_quadratic, on_simplex
 from raypfl.methods import APPLE, MTL, FedAMP, FedAvg, FedFomo, FedPAC, FedRep, HeurFedAMP, Local, PFedGraph
+from tests.support.by_hand import descend
 from tests.support.federation import (
     FP64,
     ONE_STEP,
@@ -347,10 +348,6 @@ def test_four_rounds_of_fedpac_by_hand(executor):
         z = net[:3](x).detach()
         return torch.stack([z[y == c].mean(0) if (y == c).any() else z.new_zeros(5) for c in range(3)])
 
-    def move(loss: Tensor, tensors: list[Tensor], lr: float) -> None:
-        slopes = torch.autograd.grad(loss, tensors)
-        fill(tensors, [p - lr * g for p, g in zip(tensors, slopes, strict=True)])
-
     for number, cohort in enumerate(ROUNDS):
         known = prototypes.any(1)
         bodies, trained, h, v = [], {}, {}, {}
@@ -359,16 +356,16 @@ def test_four_rounds_of_fedpac_by_hand(executor):
         for i in cohort:
             x, y = fed.samples(i)
             fill(body, shared), fill(head, heads[i])
-            own = class_means(x, y)
+            client_means = class_means(x, y)
             q = torch.bincount(y, minlength=3).double() / len(y)
             z = net[:3](x).detach()
-            h[i] = (q[:, None] * own).flatten()
+            h[i] = (q[:, None] * client_means).flatten()
             v[i] = (z.square().sum(1).mean() - h[i].square().sum()) / len(y)
 
-            move(F.cross_entropy(net(x), y), head, head_lr)
-            target = torch.where(known[:, None], prototypes, own)[y]
+            descend(F.cross_entropy(net(x), y), head, head_lr)
+            target = torch.where(known[:, None], prototypes, client_means)[y]
             pull = (net[:3](x) - target).square().mean() if number else 0
-            move(F.cross_entropy(net(x), y) + lam * pull, body, LR)
+            descend(F.cross_entropy(net(x), y) + lam * pull, body, LR)
 
             bodies.append((len(y), [p.detach().clone() for p in body]))
             trained[i] = [p.detach().clone() for p in head]

@@ -31,6 +31,7 @@ from tests.support.federation import (
     NormalisedConv,
     as_module,
     as_vector,
+    assert_close,
     both_executors,
     both_networks,
     sent_per_client,
@@ -157,8 +158,8 @@ def test_training_part_after_part_with_separate_epochs_is_the_bare_loops(order, 
         bodies.append(as_vector(net)[~head])
 
     body = torch.from_numpy(np.average(torch.stack(bodies), axis=0, weights=fed.sizes))
-    torch.testing.assert_close(fed.server["theta"][~head], body, rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(models(fed)[:, head], torch.stack(heads), rtol=1e-10, atol=1e-10)
+    assert_close(fed.server["theta"][~head], body)
+    assert_close(models(fed)[:, head], torch.stack(heads))
 
 
 @pytest.mark.parametrize("weighting", ["samples", "uniform"])
@@ -200,7 +201,7 @@ def test_an_unseen_client_trains_its_part_with_the_shared_one_fixed_and_then_fin
         half = torch.where(head, as_vector(net), fed.server["theta"])  # the body's statistics stay, too
         net = as_module(NormalisedConv, half)
         torch_sgd(net, fed.visits(client, 9, "finetuning"), lr=0.1)
-        torch.testing.assert_close(models[client], as_vector(net), rtol=1e-10, atol=1e-10)
+        assert_close(models[client], as_vector(net))
 
     nothing = run_method(FedBABU(finetune_epochs=0), executor=executor)
     unseen = nothing.method.unseen_model(nothing.clients(round=9), nothing.server)

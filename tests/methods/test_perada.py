@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from raypfl.common.messages import per_client
 from raypfl.learning.augmentation import Crop, Flip
 from raypfl.methods import Ditto, FedAvg, FedDF, Local, PerAda
 from raypfl.methods.local_training import proximal
-from raypfl.models import MODELS, FlatModel
+from raypfl.models import FlatModel
 from raypfl.models.architectures.residual import ResidualAdapter
 from tests.support.federation import (
     CLASSES,
@@ -219,23 +218,6 @@ def test_frozen_tensors_stay_unchanged_and_trained_ones_are_sent_once_each_way()
         assert sent_per_client(fed.ledger, number) == {(d, "theta"): fed.model.size for d in ("down", "up")}
         sent = {(e.direction, e.clients) for e in fed.ledger.entries if e.round == number}
         assert sum(clients for direction, clients in sent if direction == "up") in (2, len(cohort))
-
-
-@pytest.mark.parametrize(
-    ("adapters", "trained", "parameters", "statistics"),
-    [
-        ("bias", ADAPTED, 1_409_290, 7_680),
-        ("no bias", ADAPTED, 1_405_450, 7_680),
-        ("no bias", f"{ADAPTED}, bn1.*, *.bn1.*, *.bn2.*", 1_413_258, 7_680 + 7_808),
-    ],
-    ids=["strict_bias", "strict", "bn_tuned"],
-)
-def test_a_resnets_adapter_set_is_the_papers_count_plus_its_batch_norm_statistics(
-    adapters, trained, parameters, statistics
-):
-    resnet = partial(MODELS.get("resnet18"), (3, 32, 32), 10, adapters=adapters)
-    model = FlatModel(resnet, trained=trained)
-    assert (model.num_parameters, model.num_buffers) == (parameters, statistics)
 
 
 def test_perada_warns_about_a_network_that_is_trained_whole():

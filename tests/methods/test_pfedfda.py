@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from raypfl.common.errors import ConfigError
 from raypfl.methods import PFedFDA
 from raypfl.methods.partial_models.pfedfda import Gaussians
+from tests.support.by_hand import assert_parts_close, descend, leaves, mean_by_samples
 from tests.support.federation import (
     CLASSES,
     FP64,
@@ -73,15 +74,12 @@ def test_rounds_of_pfedfda_by_hand(executor):
         results = {}
         for client in ids:
             weight, bias = layer(*received, shares(client))
-            w, b = (p.clone().requires_grad_() for p in body)
+            trained = leaves(body)
             for x, y in fed.visits(client, round):
-                loss = F.cross_entropy(features((w, b), x) @ weight.T + bias, y)
-                slopes = torch.autograd.grad(loss, (w, b))
-                w, b = ((p - 0.1 * g).detach().requires_grad_() for p, g in zip((w, b), slopes, strict=True))
-            w, b = w.detach(), b.detach()
+                descend(F.cross_entropy(features(trained, x) @ weight.T + bias, y), trained)
 
             x, y = fed.samples(client)
-            z = features((w, b), x)
+            z = features(trained, x).detach()
             (generator,) = fed.clients([client], round).generators("halves")
             halves = torch.randperm(len(y), generator=generator).tensor_split([len(y) // 2])
 
@@ -95,20 +93,16 @@ def test_rounds_of_pfedfda_by_hand(executor):
             # The method's beta is the best; which of two that differ by rounding, the loop need not know.
             betas[client] = float(fed.state_of(client)["beta"])
             assert error(float(betas[client])) <= min(error(beta) for beta in np.linspace(0, 1, 101)) + 1e-6
-            results[client] = (w, b, *mixed(estimate(z, y, received), received, float(betas[client])))
+            results[client] = (*trained, *mixed(estimate(z, y, received), received, float(betas[client])))
 
-        total = sum(fed.sizes[client] for client in ids)
-        means = [sum(fed.sizes[c] / total * results[c][i] for c in ids) for i in range(4)]
+        means = [mean_by_samples(fed, {c: results[c][i] for c in ids}, ids) for i in range(4)]
         body, received = means[:2], means[2:]
 
     assert_close(fed.server["means"], received[0])
     assert_close(fed.server["covariance"], received[1])
-    final = fed.model.unflatten(fed.server["theta"])
-    for name, expected in zip(("1.weight", "1.bias"), body, strict=True):
-        assert_close(final[name], expected)
     weight, bias = layer(*received, torch.full((CLASSES,), 1 / CLASSES, dtype=torch.float64))
-    assert_close(final["3.weight"], weight)
-    assert_close(final["3.bias"], bias)
+    expected = {"1.weight": body[0], "1.bias": body[1], "3.weight": weight, "3.bias": bias}
+    assert_parts_close(fed, fed.server["theta"], expected)
 
     rows = fed.method.personal_model(fed.clients(beta=client_states(fed, "beta")), fed.server)
     for client, row in enumerate(rows.as_subclass(torch.Tensor)):
@@ -116,8 +110,7 @@ def test_rounds_of_pfedfda_by_hand(executor):
         weight, bias = layer(
             *mixed(estimate(features(body, x), y, received), received, float(betas[client])), shares(client)
         )
-        assert_close(fed.model.unflatten(row)["3.weight"], weight)
-        assert_close(fed.model.unflatten(row)["3.bias"], bias)
+        assert_parts_close(fed, row, {"3.weight": weight, "3.bias": bias})
     assert not fed.warnings and len(set(betas.tolist())) > 2
 
     numbers = {"body": 165, "means": CLASSES * 5, "covariance": 25}

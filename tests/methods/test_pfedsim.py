@@ -7,6 +7,7 @@ import math
 import torch
 
 from raypfl.methods import FedAvg, PFedSim
+from tests.support.by_hand import mean_by_samples
 from tests.support.federation import (
     ONE_STEP,
     ROUNDS,
@@ -42,8 +43,7 @@ def test_rounds_of_pfedsim_by_hand(executor):
     fed = warmed_up(PFedSim(warmup=0.1), *ROUNDS, [0, 3], executor=executor)
     w = fed.model.init(fed.seed)
     first, *rest = [*ROUNDS, [0, 3]]
-    total = sum(fed.sizes[client] for client in first)
-    w = sum(fed.sizes[client] / total * (w - 0.1 * gradient(fed, w, client)) for client in first)
+    w = mean_by_samples(fed, {client: w - 0.1 * gradient(fed, w, client) for client in first}, first)
     models = [w] * 4
     phi = torch.eye(4, dtype=torch.float64)
     body = 32 * 5 + 5  # entries of the layer below the output layer, which come first

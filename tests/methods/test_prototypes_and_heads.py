@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from raypfl.methods import FedAvg, FedProto, FedROD, Local
+from tests.support.by_hand import assert_parts_close, descend, leaves
 from tests.support.federation import (
     CLASSES,
     FP64,
@@ -16,6 +17,8 @@ from tests.support.federation import (
     ROUNDS,
     Federation,
     as_module,
+    as_vector,
+    assert_close,
     both_executors,
     both_networks,
     client_states,
@@ -44,7 +47,6 @@ def test_fedproto_without_pull_is_training_alone_to_the_bit(factory, executor):
 @pytest.mark.parametrize("paper", [False, True])
 def test_two_rounds_of_fedproto_by_hand(executor, paper):
     lam = 0.7
-    lr = 0.1
     options = {"distance": "sum", "weighting": "samples", "prediction": "prototypes"} if paper else {}
     fed = run_method(FedProto(lam=lam, **options), None, None, executor=executor, training=ONE_STEP)
     nets = [as_module(small_mlp, fed.model.init(fed.seed)) for _ in range(4)]
@@ -58,13 +60,9 @@ def test_two_rounds_of_fedproto_by_hand(executor, paper):
             z = latent(net, x)
             loss = F.cross_entropy(net[3](z), y)
             pulls = [(z[y == c].mean(0) - means[c]).square().sum() for c in y.unique() if means[c].any()]
-            loss = loss + lam * sum(pulls) / (1 if paper else max(len(pulls), 1))
-            net.zero_grad()
-            loss.backward()
+            descend(loss + lam * sum(pulls) / (1 if paper else max(len(pulls), 1)), net.parameters())
 
             with torch.no_grad():
-                for p in net.parameters():
-                    p.sub_(lr * p.grad)
                 z = latent(net, x)
                 for c in y.unique():
                     weight = (y == c).sum() if paper else 1
@@ -73,9 +71,9 @@ def test_two_rounds_of_fedproto_by_hand(executor, paper):
 
         means = sums / owners
 
-    torch.testing.assert_close(fed.server["means"], means, rtol=1e-10, atol=1e-10)
-    expected = torch.stack([torch.cat([p.detach().reshape(-1) for p in net.parameters()]) for net in nets])
-    torch.testing.assert_close(client_states(fed, "model"), expected, rtol=1e-10, atol=1e-10)
+    assert_close(fed.server["means"], means)
+    expected = torch.stack([as_vector(net) for net in nets])
+    assert_close(client_states(fed, "model"), expected)
 
     if paper:
         x, _ = fed.samples(2)
@@ -123,7 +121,7 @@ def test_fedrods_global_model_is_fedavgs_if_every_client_has_all_classes_equally
         fed.run_rounds(*ROUNDS)
 
     generic = ~rod.model.mask("*.personal.*")
-    torch.testing.assert_close(rod.server["theta"][generic], plain.server["theta"], rtol=1e-10, atol=1e-10)
+    assert_close(rod.server["theta"][generic], plain.server["theta"])
     assert not rod.server["theta"][rod.model.mask("*.prior" if head == "hypernetwork" else "*.personal.*")].any()
 
     x, _ = rod.samples(0)
@@ -133,7 +131,6 @@ def test_fedrods_global_model_is_fedavgs_if_every_client_has_all_classes_equally
 
 @both_executors
 def test_a_round_of_fedrod_by_hand(executor):
-    lr = 0.1
     fed = run_method(FedROD(personal_epochs=2), None, executor=executor, training=ONE_STEP)
     bodies = []
     for client in range(4):
@@ -143,31 +140,22 @@ def test_a_round_of_fedrod_by_hand(executor):
         names = {"1.weight": "1.weight", "1.bias": "1.bias", "3.weight": "3.generic.weight", "3.bias": "3.generic.bias"}
         net.load_state_dict({network_name: start[model_name] for network_name, model_name in names.items()})
         prior = torch.bincount(y, minlength=CLASSES).double().clamp_min(1e-30).log()
-        F.cross_entropy(net(x) + prior, y).backward()
+        descend(F.cross_entropy(net(x) + prior, y), net.parameters())
+        z = latent(net, x).detach()
+        generic = net(x).detach()
 
-        with torch.no_grad():
-            for p in net.parameters():
-                p.sub_(lr * p.grad)
-            z = latent(net, x)
-            generic = net(x)
-
-        bodies.append(torch.cat([p.detach().reshape(-1) for p in net.parameters()]))
+        bodies.append(as_vector(net))
         head = torch.nn.Linear(5, CLASSES).double()
         torch.nn.init.zeros_(head.weight), torch.nn.init.zeros_(head.bias)
         for _ in range(2):
-            head.zero_grad()
-            F.cross_entropy(generic + head(z), y).backward()
-            with torch.no_grad():
-                for p in head.parameters():
-                    p.sub_(lr * p.grad)
+            descend(F.cross_entropy(generic + head(z), y), head.parameters())
 
-        client_tensors = fed.model.unflatten(torch.from_numpy(fed.state_of(client)["model"]))
-        torch.testing.assert_close(client_tensors["3.personal.weight"], head.weight.detach(), rtol=1e-10, atol=1e-10)
-        torch.testing.assert_close(client_tensors["3.personal.bias"], head.bias.detach(), rtol=1e-10, atol=1e-10)
+        expected = {f"3.personal.{name}": tensor.detach() for name, tensor in head.named_parameters()}
+        assert_parts_close(fed, torch.from_numpy(fed.state_of(client)["model"]), expected)
 
     generic = ~fed.model.mask("*.personal.*")
     mean = torch.from_numpy(np.average(torch.stack(bodies), axis=0, weights=fed.sizes))
-    torch.testing.assert_close(fed.server["theta"][generic], mean, rtol=1e-10, atol=1e-10)
+    assert_close(fed.server["theta"][generic], mean)
 
 
 def test_a_client_without_a_class_trains_together_with_others_under_fedrod():
@@ -190,7 +178,6 @@ def test_fedrods_personal_head_carries_over_between_rounds_and_is_never_sent():
 
 @both_executors
 def test_a_round_of_fedrods_hypernetwork_by_hand(executor):
-    lr = 0.1
     hidden = 4
     fed = run_method(FedROD(head="hypernetwork", hidden=hidden), None, executor=executor, training=ONE_STEP)
     start = fed.model.unflatten(fed.model.init(fed.seed))
@@ -205,15 +192,15 @@ def test_a_round_of_fedrods_hypernetwork_by_hand(executor):
         z = (x.flatten(1) @ client_tensors["1.weight"].T + client_tensors["1.bias"]).tanh()
         generic = z @ client_tensors["3.generic.weight"].T + client_tensors["3.generic.bias"]
         names = [f"3.personal.generator.{n}" for n in ("0.weight", "0.bias", "2.weight", "2.bias")]
-        w1, b1, w2, b2 = parameters = [start[n].clone().requires_grad_() for n in names]
+        w1, b1, w2, b2 = parameters = leaves(start[n] for n in names)
         head = (w2 @ (w1 @ shares + b1).relu() + b2).reshape(CLASSES, 5)
-        slopes = torch.autograd.grad(F.cross_entropy(generic + z @ head.T, y), parameters)
-        after = [(p - lr * g).detach() for p, g in zip(parameters, slopes, strict=True)]
+        descend(F.cross_entropy(generic + z @ head.T, y), parameters)
+        after = [p.detach() for p in parameters]
         for name, expected in zip(names, after, strict=True):
-            torch.testing.assert_close(client_tensors[name], expected, rtol=1e-10, atol=1e-10)
+            assert_close(client_tensors[name], expected)
         generated.append(torch.cat([p.reshape(-1) for p in after]))
 
     mean = torch.from_numpy(np.average(torch.stack(generated), axis=0, weights=fed.sizes))
     theta = fed.server["theta"][fed.model.mask("*.generator.*")]
-    torch.testing.assert_close(theta, mean, rtol=1e-10, atol=1e-10)
+    assert_close(theta, mean)
     assert set(sent_per_client(fed.ledger, 0).values()) == {fed.model.size - CLASSES}

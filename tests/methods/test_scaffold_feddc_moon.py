@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from raypfl.common.errors import ConfigError
 from raypfl.learning.optimizers import Adam
 from raypfl.methods import ExtraImages, FedAvg, FedDC, FedProx, Moon, Scaffold
+from tests.support.by_hand import descend
 from tests.support.federation import (
     CLASSES,
     FP64,
@@ -145,10 +146,7 @@ def test_two_rounds_of_moon_by_hand(factory, executor):
                 z, outputs = features(net, x)
                 near, far = (F.cosine_similarity(z, features(fixed, x)[0]) / tau for fixed in (received, previous))
                 contrast = -torch.log(near.exp() / (near.exp() + far.exp())).mean()
-                parameters = list(net.parameters())
-                slopes = torch.autograd.grad(F.cross_entropy(outputs, y) + mu * contrast, parameters)
-                for p, slope in zip(parameters, slopes, strict=True):
-                    p.data -= 0.1 * slope
+                descend(F.cross_entropy(outputs, y) + mu * contrast, net.parameters())
 
             rows.append(as_vector(net))
 
