@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 from typing import Any
 
 from benchmarks import searches
@@ -212,7 +212,7 @@ def _summary(record: Record) -> str:
         return f"| {record.title} | {' or '.join(map(str, seeds))} | – | not published | – | – |"
     reproduced = "smaller runs" if record.is_smaller else f"{len(pairs) - len(record.far_off)} of {len(pairs)}"
     columns = list(record.correlations().values())
-    ranks = [_median([column[i] for column in columns]) if columns else "–" for i in (0, 1)]
+    ranks = [f"{median(column[i] for column in columns):.2f}" if columns else "–" for i in (0, 1)]
     return f"| {record.title} | {' or '.join(map(str, seeds))} | {len(pairs)} | {reproduced} | {' | '.join(ranks)} |"
 
 
@@ -313,12 +313,6 @@ def _cost(runs: Sequence[dict[str, Any]]) -> str:
 
 def _number(value: float, spread: float | None) -> str:
     return f"{value:.1f}" if spread is None else f"{value:.1f} ± {spread:.1f}"
-
-
-def _median(values: Sequence[float]) -> str:
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    return f"{(ordered[middle] + ordered[~middle]) / 2:.2f}"
 
 
 if __name__ == "__main__":

@@ -115,8 +115,6 @@ class Stopped(RaypflError):
 _ABBREVIATIONS = {"learning_rate": "lr"}
 """Names that users know from elsewhere -> ours, if their letters are too different for a match."""
 
-_MAX_LISTED = 80
-
 
 def did_you_mean(name: str, candidates: Iterable[str], prefix: str = "") -> str:
     """Return ``"did you mean 'x'?"`` for the nearest candidate, or a list of all if none is near.
@@ -136,11 +134,13 @@ def did_you_mean(name: str, candidates: Iterable[str], prefix: str = "") -> str:
     return f"choose one of: {listed(candidates)}."
 
 
-def listed(names: Iterable[str]) -> str:
-    """Return names in a row, of which a message has the first 80."""
-    names = list(names)
-    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
-    return ", ".join(names[:_MAX_LISTED]) + more
+def listed(names: Iterable[object], most: int = 80) -> str:
+    """Return names in a row; of more than `most`, the first ones and how many there are besides."""
+    texts = list(map(str, names))
+    row = ", ".join(texts[:most])
+    if len(texts) > most:
+        row += f" and {len(texts) - most:,} more"
+    return row
 
 
 def _letters(name: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from raypfl.common.errors import ConfigError, did_you_mean
+from raypfl.common.errors import ConfigError, did_you_mean, listed
 
 _MOST_LISTED = 5
 _MOST_COMPARED = 10_000
@@ -64,9 +64,9 @@ class ClientNames(Sequence[str]):
             # Comparing a name with a million others would take a minute.
             hint = did_you_mean(name, set(self.names[:_MOST_COMPARED]))
             raise ConfigError(f"There is no client called {name!r}; {hint}")
-        more = f" and {len(numbers) - _MOST_LISTED} more" if len(numbers) > _MOST_LISTED else ""
-        listed = ", ".join(map(str, numbers[:_MOST_LISTED]))
-        raise ConfigError(f"{name!r} is {len(numbers)} clients: {listed}{more}. Give the number of one.")
+        raise ConfigError(
+            f"{name!r} is {len(numbers)} clients: {listed(numbers, _MOST_LISTED)}. Give the number of one."
+        )
 
     def __len__(self) -> int:
         return len(self._ends)

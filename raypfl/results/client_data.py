@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raypfl.common.counting import counted
+from raypfl.common.errors import listed
 from raypfl.data.summary import Summary
 from raypfl.results.drawing.canvas import DATA, PALE, png
 
@@ -272,9 +273,7 @@ def _outputs(summary: Summary) -> str:
     if summary.kind not in ("classes", "labels") or is_numbered:
         return ""
 
-    outputs = [f"{number} {_shortened(name)}" for number, name in enumerate(names[:_MOST_NAMED])]
-    more = f" and {len(names) - _MOST_NAMED:,} more" if len(names) > _MOST_NAMED else ""
-    return ", ".join(outputs) + more
+    return listed((f"{number} {_shortened(name)}" for number, name in enumerate(names)), _MOST_NAMED)
 
 
 def _features_as_json(features: Sequence[tuple[str, float, float]] | None) -> list[dict[str, Any]] | None:

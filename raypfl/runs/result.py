@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from torch import Tensor
 
-from raypfl.common.errors import ConfigError, NoRun, did_you_mean
+from raypfl.common.errors import ConfigError, NoRun, did_you_mean, listed
 from raypfl.common.files import draft, make_folder, write
 from raypfl.data.client_names import ClientNames, number_of
 from raypfl.engine import history
@@ -84,9 +84,7 @@ def _where_runs_are(folder: Path) -> str:
     run_folders = sorted(str(recipe.parent) for recipe in recipes)
     if not run_folders:
         return "Runs are in the folder that `output` names."
-
-    more = f" and {len(run_folders) - _MAX_NAMED} more" if len(run_folders) > _MAX_NAMED else ""
-    return f"Runs are in {', '.join(run_folders[:_MAX_NAMED])}{more}."
+    return f"Runs are in {listed(run_folders, _MAX_NAMED)}."
 
 
 def write_description(folder: Path, experiment: Experiment) -> None:

@@ -224,7 +224,7 @@ class NewRows:
                 problem = f"has {spellings[0]!r} for {column!r}" if spellings else f"has no {column!r}"
                 raise DataError(
                     f"{self._rows.place(row)} {problem}, but the run's data have only these categories: "
-                    f"{listed(map(str, positions))}."
+                    f"{listed(positions)}."
                 )
             row_positions.append(positions[spelling])
         return row_positions

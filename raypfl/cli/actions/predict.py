@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from raypfl.common.counting import counted
-from raypfl.common.errors import ConfigError
+from raypfl.common.errors import ConfigError, listed
 from raypfl.learning.objectives import METRICS
 from raypfl.results.units import Unit
 from raypfl.runs.result import newest
@@ -71,11 +71,10 @@ def _models_text(clients: list[int] | None, models: TrainedModels) -> str:
     if clients is None:
         return "the global model"
     names = models.client_names or [f"client {client}" for client in range(models.num_clients)]
-    named = ", ".join(names[client] for client in clients[:_MOST_NAMED])
+    named = listed((names[client] for client in clients), _MOST_NAMED)
     if len(clients) == 1:
         return f"the personal model of {named}"
-    more = f" and {len(clients) - _MOST_NAMED} more" if len(clients) > _MOST_NAMED else ""
-    return f"the personal models of {len(clients)} clients, {named}{more}"
+    return f"the personal models of {len(clients)} clients, {named}"
 
 
 def _values_text(values: np.ndarray) -> str:
@@ -84,5 +83,4 @@ def _values_text(values: np.ndarray) -> str:
         return f"from {values.min():g} to {values.max():g}, {values.mean():g} on average"
     classes, counts = np.unique(values.astype(str), return_counts=True)
     order = np.argsort(-counts, kind="stable")
-    shares = [f"{classes[i]} {counts[i]:,} times" for i in order[:_MOST_NAMED]]
-    return ", ".join(shares) + (f" and {len(classes) - _MOST_NAMED} more" if len(classes) > _MOST_NAMED else "")
+    return listed((f"{classes[i]} {counts[i]:,} times" for i in order), _MOST_NAMED)

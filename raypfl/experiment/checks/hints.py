@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
-from raypfl.common.errors import RaypflError
+from raypfl.common.errors import RaypflError, listed
 from raypfl.common.registry import Registry
 from raypfl.experiment.sections import COMPONENTS, SECTIONS
 
@@ -66,11 +66,8 @@ def suggestion(key: str, section: str = "") -> str:
 
     components = components_with(section, key)
     if components:
-        names = ", ".join(components[:_MOST_NAMES])
-        if len(components) > _MOST_NAMES:
-            names += f" and {len(components) - _MOST_NAMES} more"
         verb = "has" if len(components) == 1 else "have"
-        return f"{names} {verb} it."
+        return f"{listed(components, _MOST_NAMES)} {verb} it."
 
     in_other_sections = [".".join((*path, key)) for path in COMPONENTS if components_with(".".join(path), key)]
     return _did_you_mean(in_other_sections) if in_other_sections else ""

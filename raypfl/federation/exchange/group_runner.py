@@ -14,7 +14,7 @@ from raypfl.clients.observation import Observation
 from raypfl.clients.replies.turns import Turns
 from raypfl.clients.worker import Call, Group
 from raypfl.common.counting import counted
-from raypfl.common.errors import ClientError, OutOfMemory, RaypflError
+from raypfl.common.errors import ClientError, OutOfMemory, RaypflError, listed
 from raypfl.common.memory import out_of_memory
 from raypfl.common.messages import Scatter
 from raypfl.common.mistakes import is_mistake
@@ -368,9 +368,7 @@ def _client_error(clients: Sequence[int], round: int, failed: Failed, tries: int
     if isinstance(failed.error, RaypflError):
         return ClientError(str(failed.error), clients)
 
-    numbers = ", ".join(map(str, clients[:_MAX_NAMED]))
-    if len(clients) > _MAX_NAMED:
-        numbers += f" and {len(clients) - _MAX_NAMED} more"
+    numbers = listed(clients, _MAX_NAMED)
     times = f" {tries} times in a row" if tries > 1 else ""
     trace = failed.trace.rstrip()
 

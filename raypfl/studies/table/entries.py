@@ -50,11 +50,11 @@ class TableEntry:
     down: str
     across: str
     metric: str
-    values: tuple[float, ...]
-    within: tuple[float, ...]
-    missing: int
-    published: PublishedNumber | None
-    spread_over: str
+    values: tuple[float, ...] = ()
+    within: tuple[float, ...] = ()
+    missing: int = 0
+    published: PublishedNumber | None = None
+    spread_over: str = "seeds"
     label: str = "accuracy (%)"
     standing: Standing | None = None
     never: int = 0
@@ -116,10 +116,17 @@ def table_entries(
         for heading, metric in study.metrics.items():
             is_measured = metric.is_of(position[1])
             runs = finished if is_measured else []
-            pending = missing if is_measured else 0
-            published = reference.quoted(*position, heading)
-            entry_of = _mean_entry if metric.target is None else _cost_entry
-            entries.append(entry_of(position, heading, metric, runs, pending, published, experiment.measures))
+            entry = TableEntry(
+                *position,
+                metric=heading,
+                missing=missing if is_measured else 0,
+                published=reference.quoted(*position, heading),
+                spread_over=metric.spread,
+            )
+            if metric.target is None:
+                entries.append(_with_means(entry, metric, runs, experiment.measures))
+            else:
+                entries.append(_with_costs(entry, metric, runs))
 
     for column in dict.fromkeys((entry.down, entry.across, entry.metric) for entry in entries):
         metric = study.metrics[column[2]]
@@ -131,32 +138,18 @@ def table_entries(
     return sorted(entries, key=lambda entry: (downs.index(entry.down), methods.index(entry.method)))
 
 
-def _mean_entry(
-    position: tuple[str, str, str],
-    heading: str,
-    metric: MetricColumn,
-    finished: Sequence[RunResult],
-    missing: int,
-    published: PublishedNumber | None,
-    measures: Measures,
+def _with_means(
+    entry: TableEntry, metric: MetricColumn, finished: Sequence[RunResult], measures: Measures
 ) -> TableEntry:
-    """Return the entry of a mean over clients, or of another aggregate."""
+    """Return the entry with means over clients, or with another aggregate."""
     rows_by_run = [_rows(result, metric) for result in finished]
     value = metric.value or measures.primary.name
     unit = _unit_of(value, measures)
     within = []
     if value in (measures.primary.name, *PRIMARY_AGGREGATES):
         within = _means(rows_by_run, "std")
-    return TableEntry(
-        *position,
-        metric=heading,
-        values=tuple(unit.of(_means(rows_by_run, value))),
-        within=tuple(unit.of(within)),
-        missing=missing,
-        published=published,
-        spread_over=metric.spread,
-        label=unit.label,
-    )
+    values = _means(rows_by_run, value)
+    return replace(entry, values=tuple(unit.of(values)), within=tuple(unit.of(within)), label=unit.label)
 
 
 def _unit_of(value: str, measures: Measures) -> Unit:
@@ -164,16 +157,8 @@ def _unit_of(value: str, measures: Measures) -> Unit:
     return Unit(measures.metric_of(value) if value in measures.aggregates else measures.primary)
 
 
-def _cost_entry(
-    position: tuple[str, str, str],
-    heading: str,
-    metric: MetricColumn,
-    finished: Sequence[RunResult],
-    missing: int,
-    published: PublishedNumber | None,
-    measures: Measures,
-) -> TableEntry:
-    """Return the entry of what runs spent until their target."""
+def _with_costs(entry: TableEntry, metric: MetricColumn, finished: Sequence[RunResult]) -> TableEntry:
+    """Return the entry with what runs spent until their target."""
     assert metric.cost is not None and metric.target is not None
     values = []
     never = 0
@@ -186,17 +171,7 @@ def _cost_entry(
             never += 1
         else:
             values.append(value)
-    return TableEntry(
-        *position,
-        metric=heading,
-        values=tuple(values),
-        within=(),
-        missing=missing,
-        published=published,
-        spread_over="seeds",
-        label=_COST_LABELS[metric.cost],
-        never=never,
-    )
+    return replace(entry, values=tuple(values), never=never, label=_COST_LABELS[metric.cost])
 
 
 def last_rounds(results: Sequence[RunResult], metric: MetricColumn, last: int) -> list[float]:
