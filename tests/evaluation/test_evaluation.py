@@ -184,12 +184,16 @@ def test_a_common_test_set_is_passed_once_through_the_global_model(executor, mon
     assert sum(batch_sizes) == 11
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
-def test_several_labels_a_sample_give_every_client_and_the_union_an_area_under_the_curve(executor):
-    fed = judged_federation(executor)
+def with_several_labels(fed: Federation) -> Federation:
     fed.labels = (np.random.default_rng(2).random((len(fed.labels), CLASSES)) < 0.5).astype(np.int8)
     fed.context.samples = replace(fed.context.samples, labels=fed.labels)
     fed.context.measures = Measures(MultiLabel(), targets=CLASSES)
+    return fed
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_several_labels_a_sample_give_every_client_and_the_union_an_area_under_the_curve(executor):
+    fed = with_several_labels(judged_federation(executor))
     personal = models_of(fed)
     shared = personal[0] + 0.3
     table = scored(fed, personal, shared, ("local", "global"), groups=((0, 2), (1, 3)))
@@ -212,10 +216,7 @@ def test_several_labels_a_sample_give_every_client_and_the_union_an_area_under_t
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_a_common_set_whose_labels_are_several_is_scored_as_a_whole(executor):
-    fed = judged_federation(executor)
-    fed.labels = (np.random.default_rng(2).random((len(fed.labels), CLASSES)) < 0.5).astype(np.int8)
-    fed.context.samples = replace(fed.context.samples, labels=fed.labels)
-    fed.context.measures = Measures(MultiLabel(), targets=CLASSES)
+    fed = with_several_labels(judged_federation(executor))
     fed.context.pools = Pools(fed.context.samples, {"strange": np.arange(20, 34)})
     cut = scored(fed, None, models_of(fed)[1], ("ood/strange",), groups=((0, 2), (1,), (3,)))
 

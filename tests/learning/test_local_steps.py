@@ -29,6 +29,7 @@ from tests.support.federation import (
     both_executors,
     both_networks,
     dropping_mlp,
+    gradient,
     small_mlp,
     starts_of,
     torch_sgd,
@@ -275,9 +276,7 @@ def clipped_by_hand(fed: Federation, start: Tensor, k: int) -> Tensor:
     for x, y in fed.visits(k):
         total = torch.zeros_like(theta)
         for i in range(len(y)):
-            net = as_module(fed.factory, theta)
-            F.cross_entropy(net(x[i : i + 1]), y[i : i + 1]).backward()
-            slope = torch.cat([p.grad.reshape(-1) for p in net.parameters()])
+            slope = gradient(fed, theta, k, (x[i : i + 1], y[i : i + 1]))
             total += slope * min(1.0, 0.5 / float(slope.norm()))
         theta = theta - fed.training.lr * total / len(y)
 

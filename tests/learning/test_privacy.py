@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 import raypfl
 from raypfl import Experiment, Mean, Result, resume, run
@@ -37,9 +36,9 @@ from tests.support.federation import (
     FP64,
     SHAPE,
     Federation,
-    as_module,
     assert_close,
     both_executors,
+    gradient,
     starts_of,
 )
 
@@ -62,9 +61,7 @@ def by_hand(fed: Federation, start: Tensor, k: int, anchor: Tensor | None = None
     for x, y in sampled(fed, k):
         total = torch.zeros_like(theta)
         for i in range(len(y)):
-            net = as_module(fed.factory, theta)
-            F.cross_entropy(net(x[i : i + 1]), y[i : i + 1]).backward()
-            slope = torch.cat([p.grad.reshape(-1) for p in net.parameters()])
+            slope = gradient(fed, theta, k, (x[i : i + 1], y[i : i + 1]))
             total += slope * min(1.0, fed.privacy.clip / float(slope.norm()))
         pull = 0.0 if anchor is None else lam * (theta - anchor)
         theta = theta - fed.training.lr * (total / fed.training.batch_size + pull)

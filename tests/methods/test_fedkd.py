@@ -89,9 +89,7 @@ def test_rounds_of_fedkd_by_hand(executor):
                 loss_t = ce_t + lam * (divergence(out_s.detach(), out_t) + apart) / (ce_t + ce_s.detach())
                 apart = ((z_t.detach() - z_s @ t[4].detach().T) ** 2).mean()
                 loss_s = ce_s + lam * (divergence(out_t.detach(), out_s) + apart) / (ce_t.detach() + ce_s)
-                slopes_s = torch.autograd.grad(loss_s, s, retain_graph=True)
-                descend(loss_t, t)
-                s = [(p - 0.1 * g).detach().requires_grad_() for p, g in zip(s, slopes_s, strict=True)]
+                descend(loss_t + loss_s, [*t, *s])
             teachers[client] = [p.detach() for p in t]
             pairs = [truncated(a.detach() - b, energy) for a, b in zip(s, student, strict=True)]
             moves.append([move for move, _ in pairs])

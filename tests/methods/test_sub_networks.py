@@ -117,33 +117,43 @@ def slice_parameters(net, indices) -> dict[str, Tensor]:
     return slices
 
 
-def rounds_by_hand(fed: Federation, cohorts, rates_of, shift_of=lambda round: 0) -> Tensor:
-    """Train narrow networks in a bare loop; return the global model after these rounds."""
+def scaled_loss(fed: Federation, rate: float):
+    """The loss of HeteroFL and FedRolex at the parameters of a slice of this rate."""
+    scale = rate if fed.method.scaler else 1.0
+    return lambda p, x, y: F.cross_entropy(outputs(fed.factory, p, x, scale), y)
+
+
+def rounds_by_hand(fed: Federation, cohorts, rates_of, shift_of=lambda round: 0, loss_of=None) -> Tensor:
+    """Train narrow networks in a bare loop; return the global model after these rounds.
+
+    ``loss_of(net, client, round)`` makes a client's loss of a slice, inputs and labels; None: `scaled_loss`.
+    """
     t = fed.training
     net = as_module(fed.factory, fed.model.init(fed.seed))
     for round, cohort in enumerate(cohorts):
         total = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
-        owners = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
+        weights = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
         for client in cohort:
             rate = rates_of(client, round)
             indices = sliced(fed.factory, net, rate, shift_of(round))
             p = slice_parameters(net, indices)
+            loss = loss_of(net, client, round) if loss_of else scaled_loss(fed, rate)
             optimizer = torch.optim.SGD(p.values(), t.lr, t.momentum, weight_decay=t.weight_decay)
             for x, y in fed.visits(client, round):
                 optimizer.zero_grad()
-                scale = rate if fed.method.scaler else 1.0
-                F.cross_entropy(outputs(fed.factory, p, x, scale), y).backward()
+                loss(p, x, y).backward()
                 nn.utils.clip_grad_norm_(p.values(), t.clip_norm)
                 optimizer.step()
 
+            weight = fed.sizes[client] if fed.method.weighting == "samples" else 1
             for name, trained in p.items():
-                total[name][_grid(indices[name])] += trained.detach()
-                owners[name][_grid(indices[name])] += 1
+                total[name][_grid(indices[name])] += weight * trained.detach()
+                weights[name][_grid(indices[name])] += weight
 
         with torch.no_grad():
             for name, parameter in net.named_parameters():
-                has_owner = owners[name] > 0
-                parameter[has_owner] = total[name][has_owner] / owners[name][has_owner]
+                has_owner = weights[name] > 0
+                parameter[has_owner] = total[name][has_owner] / weights[name][has_owner]
     return as_vector(net)
 
 
@@ -247,41 +257,27 @@ def narrowed(factory, p: dict[str, Tensor], net: nn.Module, rate: float) -> dict
 def test_rounds_of_fjord_are_those_of_a_loop_that_draws_a_width_for_each_mini_batch(factory, distillation, executor):
     method = FjORD(rates=RATES, distillation=distillation)
     fed = run_method(method, factory=factory, executor=executor, training=TRAINING)
-    own_rates = rates_of(fed)
-    t = fed.training
-    net = as_module(factory, fed.model.init(fed.seed))
-    for round, cohort in enumerate(ROUNDS):
-        total = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
-        weight = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
-        for client in cohort:
-            own_rate = own_rates[client]
-            indices = sliced(factory, net, own_rate)
-            p = slice_parameters(net, indices)
-            optimizer = torch.optim.SGD(p.values(), t.lr, t.momentum, weight_decay=t.weight_decay)
-            (draws,) = fed.clients([client], round).generators("widths")
-            choices = [rate for rate in RATES if rate <= own_rate]
-            for x, y in fed.visits(client, round):
-                rate = choices[torch.randint(len(choices), (), generator=draws)]
-                narrow = outputs(factory, narrowed(factory, p, net, rate), x)
-                loss = F.cross_entropy(narrow, y)
-                if distillation:
-                    whole = outputs(factory, p, x)
-                    loss = F.cross_entropy(whole, y)
-                    if rate < own_rate:
-                        loss = loss + F.cross_entropy(narrow, whole.detach().softmax(1))
-                optimizer.zero_grad()
-                loss.backward()
-                nn.utils.clip_grad_norm_(p.values(), t.clip_norm)
-                optimizer.step()
+    rates = rates_of(fed)
 
-            for name, trained in p.items():
-                total[name][_grid(indices[name])] += fed.sizes[client] * trained.detach()
-                weight[name][_grid(indices[name])] += fed.sizes[client]
-        with torch.no_grad():
-            for name, parameter in net.named_parameters():
-                is_held = weight[name] > 0
-                parameter[is_held] = total[name][is_held] / weight[name][is_held]
-    assert_close(fed.server["theta"], as_vector(net), 1e-12)
+    def loss_of(net, client, round):
+        (draws,) = fed.clients([client], round).generators("widths")
+        choices = [rate for rate in RATES if rate <= rates[client]]
+
+        def loss(p, x, y):
+            rate = choices[torch.randint(len(choices), (), generator=draws)]
+            narrow = outputs(factory, narrowed(factory, p, net, rate), x)
+            if not distillation:
+                return F.cross_entropy(narrow, y)
+            whole = outputs(factory, p, x)
+            value = F.cross_entropy(whole, y)
+            if rate < rates[client]:
+                value = value + F.cross_entropy(narrow, whole.detach().softmax(1))
+            return value
+
+        return loss
+
+    by_hand = rounds_by_hand(fed, ROUNDS, lambda client, round: rates[client], loss_of=loss_of)
+    assert_close(fed.server["theta"], by_hand, 1e-12)
     assert not fed.warnings
 
 
