@@ -135,14 +135,13 @@ def test_the_readmes_method_is_the_packages():
     assert ast.dump(ast.parse(in_readme).body[-1]) == ast.dump(in_package)
 
 
-def test_every_method_has_a_row_and_one_valid_example():
+def test_every_method_has_a_row_and_the_examples_are_valid():
+    rows = re.findall(r"^\| `([\w-]+)` \| .*\|$", (ROOT / "docs/methods.md").read_text(), re.MULTILINE)
+    assert set(METHODS) <= set(rows)
+
     method_block, _of_slices, *model_blocks = blocks("docs/methods.md", "yaml")
     examples = [type(raypfl.Experiment.from_yaml(line).method) for line in method_block.splitlines()]
-    names = [METHODS.name_of(example) for example in examples]
-    assert len(names) == len(set(names))
-
-    rows = re.findall(r"^\| `([\w-]+)` \| .*\|$", (ROOT / "docs/methods.md").read_text(), re.MULTILINE)
-    assert set(METHODS) == set(names) and set(METHODS) <= set(rows)
+    assert len(examples) == len(set(examples)) > 10
 
     model_lines = "".join(model_blocks).splitlines()
     models = {raypfl.Experiment.from_yaml(line).model.name for line in model_lines}
