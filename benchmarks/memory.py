@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -37,6 +38,33 @@ def memory(pid: int | None = None) -> dict[str, float]:
             megabytes["store"] += shared / 1e6
             megabytes[_part(process.pid == root, command)] += (sizes.get("Pss", 0) - shared) / 1e6
     return megabytes
+
+
+class Peak:
+    """A context that watches the memory of a process (None: this one) and all below it; `megabytes` is the highest."""
+
+    def __init__(self, pid: int | None = None):
+        self.megabytes = dict.fromkeys(PARTS, 0.0)
+        self._pid = pid
+        self._over = threading.Event()
+        self._watcher = threading.Thread(target=self._watch)
+
+    def __enter__(self) -> Peak:
+        self._watcher.start()
+        return self
+
+    def __exit__(self, *about: object) -> None:
+        self._over.set()
+        self._watcher.join()
+
+    def _watch(self) -> None:
+        while not self._over.wait(1.0):
+            self.megabytes = higher(self.megabytes, memory(self._pid))
+
+
+def higher(a: dict[str, float], b: dict[str, float]) -> dict[str, float]:
+    """The one of two measurements of memory, in MB by part, with the larger sum."""
+    return max(a, b, key=lambda megabytes: sum(megabytes.values()))
 
 
 def proportional(pid: int) -> dict[str, int]:

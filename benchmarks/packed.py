@@ -22,6 +22,8 @@ from pathlib import Path
 import torch
 
 import raypfl
+from benchmarks import digits
+from benchmarks.noise import ONLY_ROUNDS
 from raypfl.runs import driver
 from raypfl.runs.result import RunResult, write_description
 from raypfl.runs.several.resume import resume_together
@@ -92,19 +94,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for network, cohort in itertools.product(arguments.network or NETWORKS, COHORTS):
-            experiment = raypfl.Experiment(
-                method=arguments.method,
-                data={"name": "digits", "cache": f"{folder}/cache"},
-                partition={"name": "iid", "clients": 100},
-                cohort={"size": cohort},
-                model=NETWORKS[network],
-                training={"lr": 0.01, "batch_size": 10, "steps": arguments.steps},
-                evaluation={"every": 0},
-                checkpoint={"every": 0},
-                engine={"backend": "inline", "executor": "vectorised"},
-                tracking={"mlflow": False},
-                output=f"{folder}/runs",
-            )
+            parts = ONLY_ROUNDS | {"method": arguments.method, "model": NETWORKS[network]}
+            parts |= {"engine": {"backend": "inline", "executor": "vectorised"}}
+            experiment = digits.experiment(name, cohort, arguments.steps, **parts)
             columns: list[list[float]] = [[], [], []]
             for _ in range(TURNS):
                 one_run, _ = a_round(folder, experiment, changes[:1], together=False)

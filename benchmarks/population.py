@@ -16,7 +16,6 @@ import json
 import os
 import statistics
 import tempfile
-import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +24,7 @@ import torch
 
 import raypfl
 from benchmarks.circumstances import about
-from benchmarks.memory import memory
+from benchmarks.memory import Peak, higher
 from benchmarks.noise import ONLY_ROUNDS, SETS
 from raypfl.data import load_federated
 
@@ -52,30 +51,6 @@ class Measured:
     prepared: float = 0.0
     opened: float = 0.0
     peak: dict[str, float] = field(default_factory=dict)
-
-
-class Peak:
-    """A context that watches the memory of this process and all below it; `megabytes` is the highest, by part."""
-
-    def __enter__(self) -> Peak:
-        self.megabytes: dict[str, float] = {}
-        self._over = threading.Event()
-        self._watcher = threading.Thread(target=self._watch)
-        self._watcher.start()
-        return self
-
-    def __exit__(self, *about: object) -> None:
-        self._over.set()
-        self._watcher.join()
-
-    def _watch(self) -> None:
-        while not self._over.wait(1.0):
-            self.megabytes = higher(self.megabytes, memory())
-
-
-def higher(a: dict[str, float], b: dict[str, float]) -> dict[str, float]:
-    """The one of two measurements of memory, in MB by part, with the larger sum."""
-    return max(a, b, key=lambda megabytes: sum(megabytes.values()))
 
 
 def experiment(folder: str, noise: str, cohort: int, rounds: int, actors: int) -> raypfl.Experiment:

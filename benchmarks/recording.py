@@ -16,6 +16,8 @@ import time
 import torch
 
 import raypfl
+from benchmarks.digits import experiment
+from benchmarks.noise import ONLY_ROUNDS
 from raypfl.engine.events import Event, RoundFinished
 from raypfl.learning.recording import Replays
 
@@ -33,21 +35,9 @@ def milliseconds(folder: str, cohort: int, steps: int) -> tuple[list[float], str
         if isinstance(event, RoundFinished):
             ends.append(1000 * time.process_time())
 
-    experiment = raypfl.Experiment(
-        rounds=ROUNDS,
-        method="fedavg",
-        data={"name": "digits", "cache": f"{folder}/cache"},
-        partition={"name": "iid", "clients": 100},
-        cohort={"size": cohort},
-        model={"name": "mlp", "hidden": [128]},
-        training={"lr": 0.01, "batch_size": 10, "steps": steps},
-        evaluation={"every": 0},
-        checkpoint={"every": 0},
-        engine={"backend": "inline", "executor": "vectorised"},
-        tracking={"mlflow": False},
-        output=f"{folder}/runs",
-    )
-    result = raypfl.run(experiment, listeners=[note])
+    engine = {"backend": "inline", "executor": "vectorised"}
+    described = experiment(folder, cohort, steps, **ONLY_ROUNDS, rounds=ROUNDS, engine=engine)
+    result = raypfl.run(described, listeners=[note])
     times = [after - before for before, after in itertools.pairwise(ends[1:])]
     return times, result.weights_hash
 

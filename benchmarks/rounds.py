@@ -22,6 +22,7 @@ import torch
 
 import raypfl
 from benchmarks.circumstances import about
+from benchmarks.digits import experiment
 from raypfl.clients import clients
 from raypfl.clients.group import ClientGroup
 from raypfl.clients.worker import Worker
@@ -125,19 +126,8 @@ def milliseconds(folder: str, method: str, rounds: int, cohort: int) -> tuple[Co
         if isinstance(event, RoundFinished) and event.round == rounds:
             parts.update(clock.seconds)
 
-    experiment = raypfl.Experiment(
-        rounds=rounds,
-        method=method,
-        data={"name": "digits", "cache": f"{folder}/cache"},
-        partition={"name": "iid", "clients": 100},
-        cohort={"size": cohort},
-        model={"name": "mlp", "hidden": [128]},
-        training={"lr": 0.01, "batch_size": 10, "steps": 5},
-        engine={"backend": "inline"},
-        tracking={"mlflow": False},
-        output=f"{folder}/runs",
-    )
-    result = raypfl.run(experiment, listeners=[note])
+    described = experiment(folder, cohort, steps=5, rounds=rounds, method=method)
+    result = raypfl.run(described, listeners=[note])
     counted = rounds - WARM_UP
     return Counter({part: 1000 * seconds / counted for part, seconds in parts.items()}), result.weights_hash
 

@@ -48,20 +48,11 @@ def copies(options: Options) -> Iterator[Row]:
 
             row: Row = {"about": name, "mib": host.nbytes / 2**20}
             # A mapped file is what Ray's store and raypfl's give an actor; the page cache has it.
+            expected = host.sum(dtype=torch.float64).item()
             for way, message in (("copied", str(file)), ("shared", on_card)):
-                seconds = []
-                for _ in range(TRIES):
-                    before = _free_bytes(options.device)
-                    start = time.perf_counter()
-                    requests.put(message)
-                    total = answers.get()
-                    seconds.append(time.perf_counter() - start)
-                    taken = None if before is None else before - _free_bytes(options.device)
-                    requests.put(None)
-                    answers.get()
-                    if total != host.sum(dtype=torch.float64).item():
-                        raise RuntimeError(f"The other process read something else: {total}.")
-                row[f"{way}_milliseconds"] = 1000 * min(seconds)
+                tries = [_sent(message, expected, options.device, requests, answers) for _ in range(TRIES)]
+                row[f"{way}_milliseconds"] = 1000 * min(seconds for seconds, _ in tries)
+                _, taken = tries[-1]
                 if taken is not None:
                     row[f"{way}_card_mib"] = taken / 2**20
             yield row
@@ -70,15 +61,31 @@ def copies(options: Options) -> Iterator[Row]:
     process.join()
 
 
+def _sent(message: str | Tensor, expected: float, device: str, requests: Any, answers: Any) -> tuple[float, int | None]:
+    """Send a tensor, or a file with it; return the seconds until its sum comes back, and the bytes that it takes."""
+    before = _free_bytes(device)
+    start = time.perf_counter()
+    requests.put(message)
+    total = answers.get()
+    seconds = time.perf_counter() - start
+    taken = None if before is None else before - _free_bytes(device)
+
+    requests.put(None)
+    answers.get()
+    if total != expected:
+        raise RuntimeError(f"The other process read something else: {total}.")
+    return seconds, taken
+
+
 def _receive(device: str, requests: Any, answers: Any) -> None:
     """Take tensors, or files with them, to the device; answer with their sums, so that they have been read."""
     torch.zeros(1, device=device)
     answers.put("ready")
-    kept: Tensor | None = None
+    tensor: Tensor | None = None
     while True:
         message = requests.get()
         if message is None:
-            kept = None
+            tensor = None
             if device == "cuda":
                 torch.cuda.empty_cache()
             answers.put("dropped")
@@ -86,11 +93,11 @@ def _receive(device: str, requests: Any, answers: Any) -> None:
         if isinstance(message, str):
             if message == "end":
                 return
-            kept = torch.from_numpy(np.array(np.load(message, mmap_mode="r"))).to(device)
+            tensor = torch.from_numpy(np.array(np.load(message, mmap_mode="r"))).to(device)
         else:
-            kept = message
+            tensor = message
         del message
-        answers.put(kept.sum(dtype=torch.float64).item())
+        answers.put(tensor.sum(dtype=torch.float64).item())
 
 
 def _free_bytes(device: str) -> int | None:

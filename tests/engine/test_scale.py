@@ -6,13 +6,11 @@ import json
 import os
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import pytest
 
-from benchmarks.memory import memory
+from benchmarks.memory import Peak
 
 CLIENTS = 10_000
 COHORT = 500
@@ -36,22 +34,13 @@ def test_ten_thousand_stateful_clients_with_a_cohort_of_500_stay_within_4_gib(tm
     arguments = [str(CLIENTS), str(COHORT), str(ROUNDS), str(tmp_path)]
     environment = os.environ | {"RAYPFL_TEST_SAMPLES": str(20 * CLIENTS), "RAYPFL_CACHE": str(tmp_path / "cache")}
     running = subprocess.Popen([sys.executable, "-c", script, *arguments], env=environment, stdout=subprocess.PIPE)
-    peak = 0.0
-
-    def watch() -> None:
-        nonlocal peak
-        while running.poll() is None:
-            peak = max(peak, 1e6 * sum(memory(running.pid).values()))
-            time.sleep(0.5)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    out = running.communicate()[0].decode()
-    watcher.join()
+    with Peak(running.pid) as peak:
+        out = running.communicate()[0].decode()
     data = 20 * CLIENTS * 64
-    print(out, f"peak {peak / 2**30:.2f} GiB")
+    most = 1e6 * sum(peak.megabytes.values())
+    print(out, f"peak {most / 2**30:.2f} GiB")
     assert running.returncode == 0 and f"ROUNDS {ROUNDS}" in out
-    assert peak < data + 4 * 2**30
+    assert 0 < most < data + 4 * 2**30
 
 
 @pytest.mark.slow
