@@ -52,9 +52,9 @@ def copies(options: Options) -> Iterator[Row]:
             for way, message in (("copied", str(file)), ("shared", on_card)):
                 tries = [_sent(message, expected, options.device, requests, answers) for _ in range(TRIES)]
                 row[f"{way}_milliseconds"] = 1000 * min(seconds for seconds, _ in tries)
-                _, taken = tries[-1]
-                if taken is not None:
-                    row[f"{way}_card_mib"] = taken / 2**20
+                _, card_bytes = tries[-1]
+                if card_bytes is not None:
+                    row[f"{way}_card_mib"] = card_bytes / 2**20
             yield row
             del on_card
     requests.put("end")
@@ -68,13 +68,13 @@ def _sent(message: str | Tensor, expected: float, device: str, requests: Any, an
     requests.put(message)
     total = answers.get()
     seconds = time.perf_counter() - start
-    taken = None if before is None else before - _free_bytes(device)
+    card_bytes = None if before is None else before - _free_bytes(device)
 
     requests.put(None)
     answers.get()
     if total != expected:
         raise RuntimeError(f"The other process read something else: {total}.")
-    return seconds, taken
+    return seconds, card_bytes
 
 
 def _receive(device: str, requests: Any, answers: Any) -> None:

@@ -19,11 +19,11 @@ PACKAGES = ("flwr", "pfl", "fluke-fl", "torch", "ray", "numpy")
 
 ASK = """
 import importlib.metadata, json, platform, sys
-found = {"python": platform.python_version()}
+versions = {"python": platform.python_version()}
 for name in sys.argv[1:]:
-    try: found[name] = importlib.metadata.version(name)
+    try: versions[name] = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError: pass
-print(json.dumps(found))
+print(json.dumps(versions))
 """
 
 

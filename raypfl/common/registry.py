@@ -163,7 +163,7 @@ def _modules_beside(module: str) -> list[str]:
         folders = importlib.import_module(package).__path__ if package else None
     except (ImportError, AttributeError):
         return []
-    return [f"{package}{dot}{found.name}" for found in pkgutil.iter_modules(folders)]
+    return [f"{package}{dot}{sibling.name}" for sibling in pkgutil.iter_modules(folders)]
 
 
 def _module_of(file: str) -> str:

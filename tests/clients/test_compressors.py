@@ -94,9 +94,9 @@ def test_the_variance_of_qsgd_is_below_the_papers_bound(bits):
 def test_top_k_loses_no_more_than_the_share_that_it_leaves_out():
     numbers = update()
     read = sent(TopK(fraction=0.1), numbers)
-    kept = np.argsort(-np.abs(numbers))[:100]
+    largest = np.argsort(-np.abs(numbers))[:100]
     expected = np.zeros(SIZE, np.float32)
-    expected[kept] = numbers[kept]
+    expected[largest] = numbers[largest]
     assert np.array_equal(read, expected)
     assert np.square(read - numbers).sum() <= 0.9 * np.square(numbers).sum()
 

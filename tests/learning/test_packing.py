@@ -127,11 +127,11 @@ def test_losses_of_other_code_networks_or_extras_are_not_alike():
     assert not plain.is_like(training_of(Federation(seed=4), by_network(a.clients())), likeness)
 
     anchor = a.model.init(0)
-    one = training_of(a, penalty=pull(0.1), anchor=anchor)
-    assert one.is_like(training_of(a, penalty=pull(0.1), anchor=anchor + 1), likeness)
-    assert one.is_like(training_of(a, penalty=pull(0.2), anchor=anchor), likeness)
-    assert not one.is_like(training_of(a, penalty=pull(1), anchor=anchor), likeness)
-    assert not one.is_like(training_of(a, penalty=pull(0.1), anchor=per_client(anchor.repeat(4, 1))), likeness)
+    pulled = training_of(a, penalty=pull(0.1), anchor=anchor)
+    assert pulled.is_like(training_of(a, penalty=pull(0.1), anchor=anchor + 1), likeness)
+    assert pulled.is_like(training_of(a, penalty=pull(0.2), anchor=anchor), likeness)
+    assert not pulled.is_like(training_of(a, penalty=pull(1), anchor=anchor), likeness)
+    assert not pulled.is_like(training_of(a, penalty=pull(0.1), anchor=per_client(anchor.repeat(4, 1))), likeness)
 
 
 def shrink(strength: float):

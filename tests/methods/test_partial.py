@@ -114,10 +114,10 @@ def test_fedrep_and_fedalt_without_head_epochs_train_fedbabus_body(method, execu
 @pytest.mark.parametrize("method", PRESETS, ids=NAMES)
 def test_a_preset_keeps_and_freezes_its_named_parts_and_shares_the_rest(method):
     fed = run_method(replace(method, finetune_epochs=0))
-    kept = {FedBABU: "", LGFedAvg: "conv,norm", FedBN: "norm", FedSim: "conv"}.get(type(method), "head")
+    personal_part = {FedBABU: "", LGFedAvg: "conv,norm", FedBN: "norm", FedSim: "conv"}.get(type(method), "head")
     personal, frozen = (
         fed.model.mask(p) if p else torch.zeros(fed.model.size, dtype=torch.bool)
-        for p in (kept, "head" if isinstance(method, FedBABU) else "")
+        for p in (personal_part, "head" if isinstance(method, FedBABU) else "")
     )
     start = fed.model.init(fed.seed)
     rows = models(fed)

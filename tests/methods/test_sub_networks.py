@@ -350,10 +350,10 @@ def test_units_are_rounded_up(rate, units):
 @pytest.mark.parametrize("name", ["mlp", "lenet", "cnn", "fedavg_cnn", "conv2cifar", "convnet"])
 def test_slices_of_rate_one_half_have_half_of_the_units_of_built_in_networks(name):
     model = FlatModel(lambda: MODELS.get(name)(input_shape=(1, 16, 16), num_classes=10))
-    for segment, held in model.unflatten(slices_of(model).entries(0.5)).items():
-        units = held.reshape(len(held), -1).any(1)
+    for segment, is_entry in model.unflatten(slices_of(model).entries(0.5)).items():
+        units = is_entry.reshape(len(is_entry), -1).any(1)
         is_output = segment in model.output_tensors.values()
-        assert units.sum() == (10 if is_output else len(held) / 2)
+        assert units.sum() == (10 if is_output else len(is_entry) / 2)
 
 
 class Residual(nn.Module):

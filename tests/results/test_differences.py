@@ -280,7 +280,9 @@ def test_a_latex_table_has_one_baseline_and_a_label(tmp_path):
         if run.experiment.to_dict()["method"]["name"] == "ditto":
             # The best method on clients' own data is the worst on everybody's.
             is_local = [protocol == "local" for protocol in columns["protocol"]]
-            columns["accuracy"] = [a if own else 0.5 for a, own in zip(columns["accuracy"], is_local, strict=True)]
+            columns["accuracy"] = [
+                a if is_own else 0.5 for a, is_own in zip(columns["accuracy"], is_local, strict=True)
+            ]
         runs.append(replace(run, evaluations=pa.table(columns)))
     text = write(runs, tmp_path / "table.tex").read_text()
 

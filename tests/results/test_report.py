@@ -257,8 +257,8 @@ def test_the_headline_says_whose_models_it_compares_and_how_they_spread(results,
     assert unused.startswith("The global model of fedavg is best")
     assert unused.endswith("the models that clients would use; the global model of ditto has 95.0 ± 0.0 %.")
 
-    own = lead({"global": 80}, {"global": 80}, {"personal": 90, "global": 95}, {"personal": 90, "global": 95})
-    assert own.count("lobal model of ditto has") == 1
+    deployed = lead({"global": 80}, {"global": 80}, {"personal": 90, "global": 95}, {"personal": 90, "global": 95})
+    assert deployed.count("lobal model of ditto has") == 1
 
 
 def test_runs_with_other_settings_are_no_seeds_of_one_method(results):

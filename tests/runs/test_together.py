@@ -190,7 +190,7 @@ def test_a_training_that_fails_in_one_run_fails_as_it_does_alone(tmp_path: Path)
 
 def test_what_a_run_warns_of_is_its_own(tmp_path: Path):
     warned: list[list[str]] = [[], [], []]
-    listeners = [[lambda event, mine=mine: mine.append(getattr(event, "text", ""))] for mine in warned]
+    listeners = [[lambda event, texts=texts: texts.append(getattr(event, "text", ""))] for texts in warned]
     # Each client function of FedRep warns if the network lacks the part that it names.
     together(seeds(tmp_path, method="fedbn"), listeners)
     assert all(any("batch norm" in text for text in texts) for texts in warned)

@@ -200,13 +200,13 @@ def test_a_checkpoint_writes_only_what_has_changed_since_the_one_before(tmp_path
     monkeypatch.setattr(filesystems, "open_location", lambda location: (store, location))
     monkeypatch.setattr(state_files, "FILE_SIZE", 1)
     table = StateTable()
-    own = {"server.safetensors", "meta.json", "manifest.json"}
+    rest = {"server.safetensors", "meta.json", "manifest.json"}
     for first in (0, 10, 20):
         table.stage(tuple(range(first, first + 10)), stack_of(tuple(range(first, first + 10)), 1))
 
     table.commit()
     before = saved(table, "run", 1)
-    assert store.written() == {f"run/{file.path}" for file in before} | {f"run/000001-round-1/{name}" for name in own}
+    assert store.written() == {f"run/{file.path}" for file in before} | {f"run/000001-round-1/{name}" for name in rest}
 
     table.stage((3, 21), stack_of((3, 21), 2))
     table.stage((10, 11, 12, 13), stack_of((10, 11, 12, 13), 2))
@@ -214,7 +214,7 @@ def test_a_checkpoint_writes_only_what_has_changed_since_the_one_before(tmp_path
     after = saved(table, "run", 2)
     new = set(after) - set(before)
     assert set(after) & set(before) == {before[0], before[2]} and len(new) == 3
-    assert store.written() == {f"run/{file.path}" for file in new} | {f"run/000002-round-2/{name}" for name in own}
+    assert store.written() == {f"run/{file.path}" for file in new} | {f"run/000002-round-2/{name}" for name in rest}
     assert contents(restored("run")) == contents(table)
 
     # Until no checkpoint lists it any more.

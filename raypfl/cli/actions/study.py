@@ -166,21 +166,19 @@ def _report(
 ) -> None:
     """Write the study's table and record, and show the table."""
     study = ran.study
-    reference = ran.reference
-    cells = ran.cells
-    results = ran.results
-    searched = ran.searched
-    measured = table_entries(study, reference, cells, results)
-    departures = deviations(reference, study, ran.described, ran.published, results)
-    notes = searched.sentences() if searched else []
-    study_table = arrange(study, reference.published, measured, departures, notes)
+    measured = table_entries(study, ran.reference, ran.cells, ran.results)
+    departures = deviations(ran.reference, study, ran.described, ran.published, ran.results)
+    notes = ran.searched.sentences() if ran.searched else []
+    study_table = arrange(study, ran.reference.published, measured, departures, notes)
     page = formats.markdown(study_table)
-    _write(folder, study.name, page, measured, cell_table(cells, results))
+    _write(folder, study.name, page, measured, cell_table(ran.cells, ran.results))
     write(folder / "table.tex", formats.as_latex(study_table))
 
     if record_file:
         smaller = size_settings(ran.described, ran.published)
-        record = record_of(study, reference, command, cells, results, measured, departures, smaller, searched)
+        record = record_of(
+            study, ran.reference, command, ran.cells, ran.results, measured, departures, smaller, ran.searched
+        )
         keep(record_file, record)
 
     tracked.describe(page)
@@ -189,11 +187,11 @@ def _report(
 
     if as_json:
         table: dict[str, Any] = {"entries": entry_rows(measured), "deviations": departures}
-        if searched:
-            table["trials"] = searched.rows()
+        if ran.searched:
+            table["trials"] = ran.searched.rows()
         print(json_text({"study": study.name, "folder": str(folder), **table}))
     else:
-        _show(study_table, folder, has_trials=searched is not None)
+        _show(study_table, folder, has_trials=ran.searched is not None)
 
 
 def _published(reference: Study, assignments: Sequence[str]) -> list[StudyCell]:

@@ -143,8 +143,8 @@ class ReplyingCohort(Cohort):
             if name not in current:
                 continue
             share = means.get(share_of(name))
-            kept = current[name] if share is None else (1 - share).to(means[name]) * current[name]
-            met[name] = kept + means[name]
+            remainder = current[name] if share is None else (1 - share).to(means[name]) * current[name]
+            met[name] = remainder + means[name]
         return met
 
 

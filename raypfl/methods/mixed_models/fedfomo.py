@@ -83,7 +83,7 @@ class FedFomo(Method):
 
     def train(self, clients: Clients, models: Tensor, chosen: Tensor) -> dict[str, Each]:
         before = clients.state.get("start", default=clients.initial)
-        own = clients.state.get("personal", default=clients.initial)
+        personal = clients.state.get("personal", default=clients.initial)
         loss_before = clients.evaluate(before, "val")["loss"]
 
         moves = []
@@ -97,8 +97,8 @@ class FedFomo(Method):
             advantages.append(torch.where(distance > 0, gain / distance, 0.0))
             moves.append(move)
 
-        start = before if self.fallback == "start" else own
-        advantage: Tensor = per_client(own.new_zeros(len(clients), 0))
+        start = before if self.fallback == "start" else personal
+        advantage: Tensor = per_client(personal.new_zeros(len(clients), 0))
         if moves:
             advantage = torch.stack(advantages, dim=1).to(before.dtype)
             weights = advantage.clamp_min(0)

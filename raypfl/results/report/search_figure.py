@@ -55,8 +55,8 @@ def search_figure(
     None if no trial has both this setting and a score.
     """
     with_setting = [disc for disc in discs if disc.texts[key]]
-    drawn = [disc for disc in with_setting if math.isfinite(disc.score)]
-    if not drawn:
+    scored = [disc for disc in with_setting if math.isfinite(disc.score)]
+    if not scored:
         return None
 
     are_numbers = all(space.is_range for space in spaces)
@@ -68,7 +68,7 @@ def search_figure(
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
-        for disc in drawn:
+        for disc in scored:
             paint = page_paint(disc.place)
             alpha = 0.85 if disc.is_whole else _PALE
             axes.scatter(position(disc), disc.score, s=_DISC, linewidths=0, alpha=alpha, **paint)
@@ -93,18 +93,18 @@ def search_figure(
         scale(axes.yaxis)
         axes.set(xlabel=key, ylabel=label)
 
-    chosen = [f"{disc.texts[key]} with {disc.score:.4g}" for disc in drawn if disc.is_chosen]
-    alt = f"Discs of {label} against {key}, one for each of {counted(len(drawn), 'trial')}."
+    chosen = [f"{disc.texts[key]} with {disc.score:.4g}" for disc in scored if disc.is_chosen]
+    alt = f"Discs of {label} against {key}, one for each of {counted(len(scored), 'trial')}."
     if chosen:
         alt += f" Chosen, in a ring: {', '.join(chosen)}."
-    return ReportFigure("", svg(f"{name}-{key}", alt, *NARROW, draw), _caption(with_setting, drawn))
+    return ReportFigure("", svg(f"{name}-{key}", alt, *NARROW, draw), _caption(with_setting, scored))
 
 
-def _caption(with_setting: Sequence[Disc], drawn: Sequence[Disc]) -> str:
+def _caption(with_setting: Sequence[Disc], scored: Sequence[Disc]) -> str:
     sentences = []
-    if not all(disc.is_whole for disc in drawn):
+    if not all(disc.is_whole for disc in scored):
         sentences.append("Pale: ended before the last round.")
-    missing = len(with_setting) - len(drawn)
+    missing = len(with_setting) - len(scored)
     if missing:
         sentences.append(f"Not drawn: {counted(missing, 'trial')} without a score.")
     return " ".join(sentences)
