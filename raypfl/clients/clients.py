@@ -30,7 +30,7 @@ from raypfl.models.predictor import Predictor
 WITHOUT_CONTENTS = frozenset(
     {
         *("device", "ids", "initial", "input_shape", "lr", "model", "networks", "num_classes", "num_samples"),
-        *("objective", "round", "seed", "state", "training"),
+        *("complete", "objective", "round", "seed", "state", "training"),
         *("compute", "generators", "log", "logits", "loss", "num_steps", "other", "pool", "randn", "weights"),
     }
 )
@@ -101,6 +101,16 @@ class Clients:
     def initial(self) -> Tensor:
         """The model that every client and the server begin with, ``[P+B]``."""
         return self._context.initial
+
+    def complete(self, theta: Tensor) -> Tensor:
+        """Return the server's model ``[P+B]`` as one of these clients' network.
+
+        It is `theta` itself, unless clients have different architectures. The server then has only the output layer,
+        and all else has its initial values.
+        """
+        if self._context.architecture_of is None:
+            return theta
+        return self.initial.masked_scatter(self.model.mask("output layer"), theta)
 
     @property
     def losses(self) -> Tensor | None:

@@ -66,6 +66,9 @@ class Context:
     corrupted_bytes : most bytes of corrupted test images on the device, which all personal models share.
     corrupted : the corrupted test images, by corruption.
     requested : the local trainings that methods ask for, in a rehearsal; None: they are not kept.
+    architectures : the contexts of clients with each architecture, if clients have different ones. `model` is then the
+        largest.
+    architecture_of : the number of each client's, ``int64[num_clients]``; None: all have the same network.
     """
 
     model: FlatModel
@@ -91,6 +94,8 @@ class Context:
     left_out: frozenset[int] = frozenset()
     corrupted: dict[Any, Tensor] = field(default_factory=dict)
     requested: list[RequestedTraining] | None = None
+    architectures: tuple[Context, ...] = ()
+    architecture_of: np.ndarray | None = None
     _unions: dict[str, np.ndarray] = field(default_factory=dict)
     _metric_sums: dict[bool, MetricSums] = field(default_factory=dict)
 
@@ -98,6 +103,12 @@ class Context:
     def initial(self) -> Tensor:
         """The model that every client and the server begin with, ``[P+B]``."""
         return self.model.init(self.seed)
+
+    def of(self, clients: Sequence[int]) -> Context:
+        """Return the context of clients that all have the same network."""
+        if self.architecture_of is None or not self.architectures:
+            return self
+        return self.architectures[self.architecture_of[clients[0] % len(self.architecture_of)]]
 
     def keys(self, purpose: str, rounds: np.ndarray, clients: Sequence[int]) -> np.ndarray:
         """Return the keys ``uint64[K]`` of the clients' random draws for this purpose in each one's round."""

@@ -222,7 +222,7 @@ class Worker:
         name = call.function if isinstance(call.function, str) else "personal model"
         reads_test = not call.training or getattr(self.method, "test_data_in_training", False)
         clients = ClientGroup(
-            self.context,
+            self.context.of(group.clients),
             group.clients,
             call.round,
             call.lr if group.turns is None else group.turns.lr,

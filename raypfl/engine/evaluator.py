@@ -178,7 +178,7 @@ class Evaluator:
         ------
         MethodError : if the method returns what is no model of the clients' network.
         """
-        model = self.method.global_model(state)
+        model = self.experiment.global_model(state)
         if model is None:
             return None
         _refuse_misshapen(model, [self.task.model.size], self.method.global_model, self.runner.last_exchange)

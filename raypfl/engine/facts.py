@@ -5,23 +5,25 @@ from __future__ import annotations
 import platform
 from typing import Any
 
+import numpy as np
 import torch
 
 from raypfl.common.version import __version__
 from raypfl.engine.building.groups import groups_for
 from raypfl.engine.job import Job
+from raypfl.engine.prepared import Prepared
 from raypfl.federation.cohort_draw import cohort_size
-from raypfl.federation.task import Task
 from raypfl.models.weights import origin
 
 
-def facts_of(job: Job, task: Task) -> dict[str, Any]:
+def facts_of(job: Job, prepared: Prepared) -> dict[str, Any]:
     """Return what ``metadata.json`` says of a run, except for what its backend adds."""
+    task = prepared.task
     experiment = job.experiment
     cohort = cohort_size(experiment.cohort, task.num_trained)
     facts = {
         "num_clients": task.num_clients,
-        "parameters": task.model.num_parameters,
+        **_networks_of(prepared),
         "weights": origin(task.model.module),
         "executor": experiment.engine.executor,
         "channels_last": bool(experiment.training.channels_last),
@@ -41,3 +43,14 @@ def facts_of(job: Job, task: Task) -> dict[str, Any]:
     if job.parent:
         facts["parent"] = dict(job.parent)
     return facts
+
+
+def _networks_of(prepared: Prepared) -> dict[str, Any]:
+    """Return the number of parameters or, of each architecture, that number and the clients that have it."""
+    if prepared.architecture_of is None:
+        return {"parameters": prepared.model.num_parameters}
+    architectures = []
+    for number, model in enumerate(prepared.architectures):
+        clients = np.flatnonzero(prepared.architecture_of == number).tolist()
+        architectures.append({"parameters": model.num_parameters, "clients": clients})
+    return {"architectures": architectures}

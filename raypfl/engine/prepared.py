@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, cast
+from operator import methodcaller
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
+from torch import nn
 
 from raypfl.clients.context import CORRUPTED_BYTES, Context
 from raypfl.devices import ClientTurns, Turn
@@ -35,6 +37,7 @@ from raypfl.learning.sample_pools import Pools
 from raypfl.learning.stamped_samples import StampedSamples
 from raypfl.learning.vectorised import Vectorised
 from raypfl.models import FlatModel
+from raypfl.models.architectures.heterogeneous import NETWORKS, architectures_of
 from raypfl.storage.states import StateTable
 
 if TYPE_CHECKING:
@@ -79,7 +82,7 @@ class Prepared:
         `experiment` : it must describe the same network, method and objective, which are not built again.
         """
         prepared = Prepared(experiment, self.data, self.device, gpus)
-        for part in ("measures", "model", "task"):
+        for part in ("measures", "model", "architectures", "task"):
             if part in self.__dict__:
                 prepared.__dict__[part] = self.__dict__[part]
         return prepared
@@ -91,7 +94,7 @@ class Prepared:
 
     def free(self) -> None:
         """Forget all parts, which frees their memory; they are built again when they are needed."""
-        for part in ("model", "task", "context", "server_pools"):
+        for part in ("model", "architectures", "task", "context", "server_pools"):
             self.__dict__.pop(part, None)
 
     @cached_property
@@ -107,15 +110,45 @@ class Prepared:
 
     @cached_property
     def model(self) -> FlatModel:
-        """The clients' network."""
+        """The clients' network; of several architectures the one with most parameters, after which a run is planned."""
+        if self.experiment.model.is_heterogeneous:
+            return max(self.architectures, key=lambda model: model.num_parameters)
+        return self._built()
+
+    @cached_property
+    def architectures(self) -> tuple[FlatModel, ...]:
+        """The networks that clients have: one, or one of each architecture."""
+        settings = self.experiment.model
+        if not settings.is_heterogeneous:
+            return (self.model,)
+        count = len(settings.options.get("networks", NETWORKS))
+        return tuple(self._built(methodcaller("network", number)) for number in range(count))
+
+    @cached_property
+    def architecture_of(self) -> np.ndarray | None:
+        """The number of each client's architecture, ``int64[num_clients]``; None: all have the same."""
+        settings = self.experiment.model
+        return architectures_of(settings.options, self.data.num_clients) if settings.is_heterogeneous else None
+
+    def by_architecture(self) -> list[Prepared]:
+        """The same experiment and data for each architecture, as if clients had that one alone."""
+        parts = []
+        for model in self.architectures:
+            prepared = self.with_settings(self.experiment)
+            prepared.__dict__["model"] = model
+            parts.append(prepared)
+        return parts
+
+    def _built(self, part: Callable[[Any], nn.Module] | None = None) -> FlatModel:
         outputs = self.objective.outputs(self.data.num_classes)
-        return build_model(self.experiment, self.data.input_shape, outputs, self.device)
+        return build_model(self.experiment, self.data.input_shape, outputs, self.device, part)
 
     @cached_property
     def task(self) -> Task:
         """What the method may know before the first round, with its own networks built."""
+        is_heterogeneous = self.experiment.model.is_heterogeneous
         task = Task(
-            model=self.model,
+            model=self._built(methodcaller("common")) if is_heterogeneous else self.model,
             seed=self.experiment.seed,
             rounds=self.experiment.rounds,
             num_clients=self.data.num_clients,
@@ -126,6 +159,7 @@ class Prepared:
             unseen=self.data.unseen,
             pools={name: len(indices) for name, indices in pool_indices(self.data).items()},
             objective=self.objective,
+            architecture_of=self.architecture_of,
         )
         return replace(task, networks=self.experiment.method.networks(task))
 
@@ -135,9 +169,9 @@ class Prepared:
         experiment = self.experiment
         data_budget = device_data_budget(self.device, experiment.ray.data_share, self._gpus)
         samples = samples_for(self.data, self.model, experiment.data.augmentation, data_budget, self._poison())
-        return Context(
+        context = Context(
             model=self.model,
-            executor=self._executor(),
+            executor=self._executor(self.model),
             samples=samples,
             split=self.data.indices,
             num_clients=self.data.num_clients,
@@ -158,6 +192,12 @@ class Prepared:
             compressor=experiment.compression,
             sends_rows=self._wire().needs_rows,
         )
+        if self.architecture_of is not None:
+            context.architecture_of = self.architecture_of
+            context.architectures = tuple(
+                replace(context, model=model, executor=self._executor(model)) for model in self.architectures
+            )
+        return context
 
     @cached_property
     def is_malicious(self) -> np.ndarray:
@@ -180,16 +220,16 @@ class Prepared:
         data = cast("FederatedData", self.data)
         return poison_for(self.experiment.attack, data, self.is_malicious, self.experiment.seed)
 
-    def _executor(self) -> Executor:
-        """How the clients of this process train."""
+    def _executor(self, model: FlatModel) -> Executor:
+        """How the clients of this process train that have this network."""
         engine = self.experiment.engine
         if engine.executor != "vectorised":
-            return Executor(self.model, self.precision)
-        return Vectorised(self.model, self.precision, self._recorder())
+            return Executor(model, self.precision)
+        return Vectorised(model, self.precision, self._recorder(model))
 
-    def _recorder(self) -> Recorder | None:
+    def _recorder(self, model: FlatModel) -> Recorder | None:
         """What records the steps of clients that train together; None if the network or the loss may keep a state."""
-        forward_passes = [module.forward for module in self.model.module.modules()]
+        forward_passes = [module.forward for module in model.module.modules()]
         if may_keep_state([*forward_passes, self.objective.loss]):
             return None
         if self.device.type == "cpu":
@@ -227,7 +267,8 @@ class Prepared:
     @property
     def num_groups(self) -> int:
         """Number of groups of a cohort; more client actors than that would have nothing to do."""
-        return len(groups_for(self.experiment.engine, cohort_size(self.experiment.cohort, self.num_trained)))
+        num_groups = len(groups_for(self.experiment.engine, cohort_size(self.experiment.cohort, self.num_trained)))
+        return max(num_groups, len(self.architectures) if self.experiment.model.is_heterogeneous else 1)
 
     def training_samples(self, client: int) -> Batch:
         """All training samples of a client, as the network sees them."""

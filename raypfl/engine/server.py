@@ -56,6 +56,7 @@ class Server:
         self._experiment = job.experiment
         self._method = job.experiment.method
         self._task = prepared.task
+        self._facts = facts_of(job, prepared)
         self._emit = emit
         self._metadata = metadata
         self._clock = clock
@@ -81,7 +82,7 @@ class Server:
         """
         self._restore_or_start()
         try:
-            facts = facts_of(self._job, self._task) | self._metadata
+            facts = self._facts | self._metadata
             self._emit(RunStarted(self._job.name, self._job.run_dir, self._experiment, facts, self._state.round))
         except Stopped:
             return self._end("stopped")

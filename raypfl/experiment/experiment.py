@@ -19,6 +19,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from torch import Tensor
 
 from raypfl.analysis import Analysis
 from raypfl.clients.compression import Compressor
@@ -34,6 +35,7 @@ from raypfl.experiment.assignments import parse_assignments
 from raypfl.experiment.checks.effects import assign_all, drop_idle, paths_set_in, refused_settings, require_effect
 from raypfl.experiment.checks.hints import suggestion
 from raypfl.experiment.checks.limits import (
+    architecture_mistakes,
     asynchronous_mistakes,
     cohort_mistakes,
     compression_mistakes,
@@ -140,6 +142,13 @@ class Experiment(BaseModel):
         """The metrics of the models; those of classification if the data decide on the objective."""
         return Measures(self.objective or Classification(), self.extra_metrics)
 
+    def global_model(self, server: dict[str, Any]) -> Tensor | None:
+        """Return the method's global model ``[P+B]`` at a state of the server, or None without one.
+
+        Where clients have different architectures, what the server averages is a part of each of them, and no model.
+        """
+        return None if self.model.is_heterogeneous else self.method.global_model(server)
+
     @classmethod
     def from_yaml(cls, source: str | Path) -> Experiment:
         """Read an experiment from a YAML file (a Path, or a line ending in ``.yaml`` or ``.yml``) or from YAML text."""
@@ -238,6 +247,7 @@ class Experiment(BaseModel):
             *selection_mistakes(self.cohort, self.devices, self.privacy),
             *device_mistakes(self.devices),
             *asynchronous_mistakes(self.asynchronous, self.devices, self.privacy, bool(self.analyses)),
+            *architecture_mistakes(self.model, bool(self.analyses)),
             *training_mistakes(self.training, self.rounds, self.ray),
             *ray_mistakes(self.ray, self.engine),
             *evaluation_mistakes(self.evaluation, self.objective),

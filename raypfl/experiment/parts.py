@@ -75,6 +75,11 @@ def model_settings(value: Any) -> ModelSettings:
     entry = look_up(MODELS, name)
     options, fields = _options_and_fields(ModelSettings, entry, name, settings, "model", GIVEN_BY_ENGINE)
 
+    for network in options.get("networks", ()) if name == "heterogeneous" else ():
+        of_network = model_settings(network)
+        if of_network != ModelSettings(name=of_network.name, options=of_network.options):
+            raise ValueError(f"model.networks has {network!r}; its networks have no settings but their own options.")
+
     if fields.get("frozen") is not None and fields.get("trained") is not None:
         raise ValueError("model.frozen and model.trained are both set; set what is frozen, or what alone is trained.")
     weights = fields.get("weights")

@@ -41,6 +41,11 @@ class ModelSettings:
     pretrain_lr: Annotated[float, needs("pretrain")] = 1e-3
     options: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def is_heterogeneous(self) -> bool:
+        """Whether clients have networks of different architectures, which have the output layer in common."""
+        return self.name == "heterogeneous"
+
     def needed_pools(self) -> tuple[str, ...]:
         """Return the pool for pretraining, if there is any: with `weights`, no pretraining takes place."""
         if self.pretrain is None or self.weights is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from raypfl.clients.clients import Clients
@@ -67,6 +68,14 @@ class Method(Component):
 
     def check(self, model: FlatModel) -> None:
         """Raise a ConfigError if the options do not fit the clients' network. Called before a run starts anything."""
+
+    def exchanged(self, model: FlatModel) -> Tensor:
+        """Return which entries of the clients' network go from clients to the server or back, ``bool[P+B]``.
+
+        By default all. A method that exchanges no more than the output layer takes clients with networks of different
+        architectures. The server then has that layer alone, and :meth:`Clients.complete` makes it a model.
+        """
+        return torch.ones(model.size, dtype=torch.bool, device=model.device)
 
     def needed_pools(self) -> tuple[str, ...]:
         """Return the names in ``data.pools`` that this method needs; a run without one of them is refused."""

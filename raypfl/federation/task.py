@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,7 +17,7 @@ class Task:
 
     Attributes
     ----------
-    model : the clients' network.
+    model : the clients' network; if they have different architectures, the output layer that these have in common.
     seed : the run's seed.
     rounds, num_clients : the experiment's numbers of rounds and of clients.
     num_classes : the number of classes or tokens that a target is one of, or of labels or numbers that a target has.
@@ -28,6 +28,7 @@ class Task:
     num_test_samples : ``int64[num_clients]``, the samples of each client's test split.
     unseen : ``int64[U]``, the clients that are never trained.
     pools : name -> the number of a pool's samples, which belong to no client.
+    architecture_of : the number of each client's architecture, ``int64[num_clients]``; None: all have the same.
     """
 
     model: FlatModel
@@ -42,6 +43,14 @@ class Task:
     unseen: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     pools: Mapping[str, int] = field(default_factory=dict)
     objective: Objective = field(default_factory=Classification)
+    architecture_of: np.ndarray | None = None
+
+    def by_architecture(self, clients: Sequence[int] | np.ndarray) -> list[np.ndarray]:
+        """Return the positions of the clients that have each architecture, ``int64[n]``; one array if all have one."""
+        if self.architecture_of is None:
+            return [np.arange(len(clients))]
+        numbers = self.architecture_of[np.asarray(clients) % len(self.architecture_of)]
+        return [np.flatnonzero(numbers == number) for number in np.unique(numbers)]
 
     @property
     def trained(self) -> np.ndarray:

@@ -27,6 +27,7 @@ from raypfl.evaluation.masking import refuse_unmaskable
 from raypfl.experiment import Experiment
 from raypfl.models.weights import RANDOM, digest, origin
 from raypfl.runs.checks.compression import refuse_idle_compression
+from raypfl.runs.checks.exchanged import refuse_exchanged
 from raypfl.runs.checks.hooks import refuse_mistaken_hooks
 from raypfl.runs.checks.network import (
     refuse_channels_last,
@@ -174,10 +175,12 @@ def refuse_unfit(prepared: Prepared) -> None:
     refuse_missing_validation(prepared)
 
     # The checks above need no network; those below do.
-    refuse_misfit(prepared)
-    refuse_missing_adapters(prepared)
-    experiment.method.check(prepared.model)
-    refuse_lone_samples(prepared)
+    refuse_exchanged(prepared)
+    for of_one_network in prepared.by_architecture():
+        refuse_misfit(of_one_network)
+        refuse_missing_adapters(of_one_network)
+        experiment.method.check(of_one_network.model)
+        refuse_lone_samples(of_one_network)
     warn_of_test_data(experiment.method)
     refuse_outputs(prepared)
     refuse_unfit_attack(prepared)

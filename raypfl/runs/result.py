@@ -353,7 +353,7 @@ class RunResult:
         ------
         ConfigError : if the method has none.
         """
-        theta = self.experiment.method.global_model(self.server_state())
+        theta = self.experiment.global_model(self.server_state())
         if theta is None:
             raise ConfigError(f"{type(self.experiment.method).__name__} has no global model.")
         return theta

@@ -33,7 +33,7 @@ def checkpoint_kernels(result: RunResult, analysis: NTK) -> list[dict[str, float
     ConfigError : if there is no checkpoint, or the method has no global model.
     """
     experiment = result.experiment
-    checkpoints = [(round, experiment.method.global_model(server)) for round, server in result.server_states()]
+    checkpoints = [(round, experiment.global_model(server)) for round, server in result.server_states()]
     if not checkpoints:
         raise ConfigError(
             f"The run in {result.run_dir} was not analysed, and none of its checkpoints is left. Run it again with "

@@ -60,7 +60,7 @@ def membership(result: RunResult, shadows: int = 0, epochs: int = 20) -> Members
     ConfigError : if the method has no global model, targets are not classes, or there are too few shadow models.
     """
     experiment = result.experiment
-    theta = experiment.method.global_model(result.server_state())
+    theta = experiment.global_model(result.server_state())
     if theta is None or not isinstance(experiment.objective, Classification):
         raise ConfigError(f"{result.run_dir} has no global model of classes to attack; choose a run that has one.")
     if shadows and shadows < 4:

@@ -149,7 +149,7 @@ class TrainedModels:
         ------
         ConfigError : if the method has none.
         """
-        theta = self.experiment.method.global_model(self.server)
+        theta = self.experiment.global_model(self.server)
         if theta is None:
             raise ConfigError(f"{type(self.experiment.method).__name__} has no global model.")
         return self._trained(self._context.model.as_module(theta))
@@ -170,13 +170,14 @@ class TrainedModels:
             client = number_of(client, self.client_names)
         refuse_unknown_client(client, self.num_clients)
         unseen = client in self.outline.unseen
-        models, _ = self._make_models(self._context, [client], [self._snapshot.state_of(client)], unseen)
+        context = self._context.of([client])
+        models, _ = self._make_models(context, [client], [self._snapshot.state_of(client)], unseen)
         if models is None and unseen:
             return self.global_model()
         if models is None:
             name = type(self.experiment.method).__name__
             raise ConfigError(f"{name} makes no personal models; its clients share the global one.")
-        return self._networks(models, 1)[0]
+        return self._networks(context, models, 1)[0]
 
     def personalize(self, x: Any, y: Any, held_out: float = 0.25) -> NewClient:
         """Make a model for a client that was not in the run, as the method does for clients that were never trained.
@@ -201,7 +202,7 @@ class TrainedModels:
     def personalize_all(self, clients: Sequence[tuple[Any, Any]], held_out: float = 0.25) -> list[NewClient]:
         """Do :meth:`personalize` for several clients at once, each given by its samples ``(x, y)``."""
         privacy = self.experiment.privacy
-        require_new_client_models(self.experiment.method)
+        require_new_client_models(self.experiment)
         refuse_without_accountant(privacy)
         if not 0 <= held_out < 1:
             raise ConfigError(f"held_out is {held_out}, but must be at least 0 and below 1.")
@@ -221,7 +222,7 @@ class TrainedModels:
 
         epsilons = epsilons_of(spent, privacy)
         new_clients = []
-        for client, network in enumerate(self._networks(models, len(samples))):
+        for client, network in enumerate(self._networks(context, models, len(samples))):
             new_client = NewClient(
                 model=network,
                 samples=len(context.split(client, "train")),
@@ -272,10 +273,10 @@ class TrainedModels:
             spent = [*spent, *training.rows()]
         return models, spent
 
-    def _networks(self, models: Tensor | Predictor, count: int) -> list[TrainedModel]:
+    def _networks(self, context: Context, models: Tensor | Predictor, count: int) -> list[TrainedModel]:
         if isinstance(models, Predictor):
-            return [self._trained(models.as_module(k, self._context.evaluating)) for k in range(count)]
-        return self.as_networks(unmarked(models).expand(count, -1))
+            return [self._trained(models.as_module(k, context.evaluating)) for k in range(count)]
+        return [self._trained(context.model.as_module(row)) for row in unmarked(models).expand(count, -1)]
 
     def _after_exchanges(
         self, context: Context, clients: Sequence[int], states: list[Mapping[str, np.ndarray]], unseen: bool

@@ -23,7 +23,7 @@ from raypfl.trained.trained_model import TrainedModel
 
 if TYPE_CHECKING:
     from raypfl.engine.building.data_outline import DataOutline
-    from raypfl.federation.method import Method
+    from raypfl.experiment import Experiment
 
 Labelled = tuple[np.ndarray, np.ndarray]
 """Inputs ``x[n, ...]`` as the run's data set has them, and their targets ``y[n]``."""
@@ -73,8 +73,15 @@ class _NewClients(Context):
         return super().keys(purpose, rounds, [0] * len(clients))
 
 
-def require_new_client_models(method: Method) -> None:
-    """Raise a ConfigError if a method makes no models for clients that were not in the run."""
+def require_new_client_models(experiment: Experiment) -> None:
+    """Raise a ConfigError if a run's method makes no models for clients that were not in the run."""
+    if experiment.model.is_heterogeneous:
+        raise ConfigError(
+            "model is heterogeneous, and nothing says which of its networks a new client would have. Keep clients of "
+            "the run out of its training, with data.unseen_fraction, or use a run of one network."
+        )
+
+    method = experiment.method
     if not (method.has("unseen_model") or method.has("personalize")):
         advice = "It has no global model either, which such a client could get: use a run of another method."
         if method.has("global_model"):

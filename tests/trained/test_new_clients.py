@@ -175,7 +175,7 @@ def test_a_model_with_a_memory_of_samples_is_saved_and_read_too(folder: Path, tm
 )
 def test_methods_without_models_for_new_clients_say_what_one_gets(method: str, advice: str):
     with pytest.raises(ConfigError, match=f"^{method} has no way to make a model for a new client.*{advice}"):
-        require_new_client_models(METHODS.get(method)())
+        require_new_client_models(raypfl.Experiment(method=method))
 
 
 IMAGES = np.full((4, 1, 8, 8), 3, dtype=np.uint8)

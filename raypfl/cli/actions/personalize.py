@@ -31,7 +31,7 @@ def personalize(run: Path, data: Path, out: Path, held_out: float, as_json: bool
     """Make a model for a new client, save it, and print its quality and the time that it took."""
     start = time.perf_counter()
     models = TrainedModels.of_snapshot(*newest(run, whole=False))
-    require_new_client_models(models.experiment.method)
+    require_new_client_models(models.experiment)
     x, y = samples_in(data, models)
     model = models.personalize(x, y, held_out)
     file = model.save(out)

@@ -21,10 +21,19 @@ if TYPE_CHECKING:
     from raypfl.experiment import Experiment
 
 
-def build_model(experiment: Experiment, input_shape: tuple[int, ...], outputs: int, device: torch.device) -> FlatModel:
+def build_model(
+    experiment: Experiment,
+    input_shape: tuple[int, ...],
+    outputs: int,
+    device: torch.device,
+    part: Callable[[Any], nn.Module] | None = None,
+) -> FlatModel:
     """Build the clients' network for samples of this shape, as a function of a flat vector.
 
-    `outputs` : size of the output layer, which the objective decides.
+    Parameters
+    ----------
+    outputs : size of the output layer, which the objective decides.
+    part : returns the part of the network that is built; None: all of it.
     """
     if device.type == "cuda":
         same_bits_on_gpus(tf32=experiment.training.precision == "tf32")
@@ -32,6 +41,8 @@ def build_model(experiment: Experiment, input_shape: tuple[int, ...], outputs: i
     settings = experiment.model
     options = {"input_shape": input_shape, "num_classes": outputs, **settings.options}
     factory: Callable[[], nn.Module] = partial(_build, settings.name, MODELS.get(settings.name), options)
+    if part is not None:
+        factory = partial(_part, factory, part)
     trained = settings.trained
     if settings.lora:
         factory = partial(lora.with_lora, factory, settings.lora)
@@ -61,6 +72,10 @@ def _build(name: str, entry: Callable[..., nn.Module], options: Mapping[str, Any
             f"model is {name!r}, which cannot be built with {arguments}: {type(error).__name__}: {with_location(error)}"
         ) from error
     return _require_module(network, f"model is {name!r}, which")
+
+
+def _part(factory: Callable[[], nn.Module], part: Callable[[Any], nn.Module]) -> nn.Module:
+    return part(factory())
 
 
 def _adapt_to_method(method: Method, factory: Callable[[], nn.Module]) -> nn.Module:

@@ -25,13 +25,14 @@ from raypfl.evaluation.masking import mask_mistakes
 from raypfl.evaluation.protocols import protocol_mistakes
 from raypfl.evaluation.run_metrics import Measures
 from raypfl.evaluation.settings import EvaluationSettings
-from raypfl.experiment.settings import ActorPool, RaySettings
+from raypfl.experiment.settings import ActorPool, ModelSettings, RaySettings
 from raypfl.federation.asynchronous.settings import AsynchronousSettings
 from raypfl.federation.robustness import Aggregation, Attack
 from raypfl.federation.settings import CohortSettings, EngineSettings, FailureSettings
 from raypfl.learning.objectives import OBJECTIVES, Metric, Objective
 from raypfl.learning.privacy import PrivacySettings
 from raypfl.learning.settings import TrainingSettings
+from raypfl.models.architectures.heterogeneous import NETWORKS
 
 THREADS = Limit("at least 1 and at most 1024", lambda v: 1 <= v <= 1024)
 FILE_NAME = Limit(
@@ -250,6 +251,34 @@ def robustness_mistakes(
                     f"{setting} needs each client's message, but with {other} the server has only their sums; leave "
                     f"{setting} or {other} out."
                 )
+    return lines
+
+
+def architecture_mistakes(model: ModelSettings, has_analyses: bool) -> list[str]:
+    """Return a sentence for everything that clients with networks of different architectures cannot have."""
+    if not model.is_heterogeneous:
+        return []
+
+    lines = []
+    for name in ("weights", "lora", "frozen", "trained", "pretrain"):
+        if getattr(model, name):
+            lines.append(f"model.{name} is for one network, but model is heterogeneous; leave it out.")
+    if has_analyses:
+        lines.append("analyses compare models of one network, but model is heterogeneous; leave them out.")
+
+    networks = model.options.get("networks", NETWORKS)
+    shares = model.options.get("shares")
+    feature_dim = model.options.get("feature_dim")
+    if not networks:
+        lines.append("model.networks is empty; name one or more.")
+    if shares is not None and len(shares) != len(networks):
+        lines.append(
+            f"model.shares has {len(shares)} numbers and model.networks {len(networks)}; give each network its share."
+        )
+    if shares is not None and not (all(0 <= share < inf for share in shares) and sum(shares) > 0):
+        lines.append(f"model.shares is {shares}; they must be numbers of 0 or more, not all 0.")
+    if feature_dim is not None and feature_dim < 1:
+        lines.append(f"model.feature_dim is {feature_dim}, but must be at least 1.")
     return lines
 
 

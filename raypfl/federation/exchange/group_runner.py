@@ -191,9 +191,12 @@ class GroupRunner:
         return executor
 
     def cut(self, ids: np.ndarray, cut_for: CutFor | None = None) -> list[np.ndarray]:
-        """Cut clients into groups; return the positions of each group's clients."""
-        sizes, executor = (cut_for or self.cut_for)(len(ids))
-        return cut_into_groups(self.costs[ids], sizes, executor)
+        """Cut clients into groups that have the same network; return the positions of each group's clients."""
+        groups = []
+        for positions in self.task.by_architecture(ids):
+            sizes, executor = (cut_for or self.cut_for)(len(positions))
+            groups += [positions[members] for members in cut_into_groups(self.costs[ids[positions]], sizes, executor)]
+        return groups
 
     def length(self, ids: np.ndarray) -> float:
         """Return the expected duration of a group of these clients, in any unit."""
@@ -265,18 +268,20 @@ class GroupRunner:
 
     def compact_states(self, round: int) -> None:
         """Copy the states that keep mostly dead stacks alive into new stacks: all of them or, on an error, none."""
-        groups = []
-        for index, clients in enumerate(self.states.clients_to_rewrite()):
-            group = Group(
-                index=index,
-                clients=tuple(clients),
-                positions=np.arange(len(clients)),
-                scattered={},
-                states=[self.states.refs(client) for client in clients],
-                tries=self.tries,
-                deaths=self.failures.deaths,
-            )
-            groups.append(group)
+        groups: list[Group] = []
+        for all_clients in self.states.clients_to_rewrite():
+            for members in self.task.by_architecture(all_clients):
+                clients = [all_clients[position] for position in members]
+                group = Group(
+                    index=len(groups),
+                    clients=tuple(clients),
+                    positions=np.arange(len(clients)),
+                    scattered={},
+                    states=[self.states.refs(client) for client in clients],
+                    tries=self.tries,
+                    deaths=self.failures.deaths,
+                )
+                groups.append(group)
         if not groups:
             return
 

@@ -54,7 +54,7 @@ def log_models(client: MlflowClient, run_id: str, run_dir: str, warn: Callable[[
         models = TrainedModels.of_snapshot(experiment, snapshot)
         limit = experiment.tracking.models_mb
 
-        theta = experiment.method.global_model(models.server)
+        theta = experiment.global_model(models.server)
         if theta is not None:
             log_global = partial(_log_global_model, client, run_id, models)
             attempt("The parameters of the run's global model", log_global, theta.nbytes, limit)

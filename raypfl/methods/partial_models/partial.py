@@ -96,6 +96,9 @@ class PartialPersonalization(Method):
     def check(self, model: FlatModel) -> None:
         self.parts(model)
 
+    def exchanged(self, model: FlatModel) -> Tensor:
+        return self.parts(model).shared
+
     def start(self, task: Task) -> ServerState:
         return {"theta": task.model.init(task.seed)}
 
@@ -131,16 +134,17 @@ class PartialPersonalization(Method):
         return server["theta"]
 
     def personal_model(self, clients: Clients, server: ServerView) -> Tensor:
-        theta = self._with_personal(clients, server["theta"])
+        average = clients.complete(server["theta"])
+        theta = self._with_personal(clients, average)
         if self.body == "last":
             shared = self.parts(clients.model).shared
-            theta[:, shared] = clients.state.get("shared", default=server["theta"][shared])
+            theta[:, shared] = clients.state.get("shared", default=average[shared])
         return finetuned(clients, theta, self.finetune_epochs, self.finetune_lr)
 
     def unseen_model(self, clients: Clients, server: ServerView) -> Tensor:
         """Train the personal part from the initial values, with the shared part fixed."""
         personal = self.parts(clients.model).personal
-        theta = server["theta"]
+        theta = clients.complete(server["theta"])
         if bool(personal.any()):
             epochs = self.personal_epochs if self.unseen_epochs is None else self.unseen_epochs
             theta = clients.sgd(clients.loss, theta, train=personal, epochs=epochs, stream="unseen")

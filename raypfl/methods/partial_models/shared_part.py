@@ -31,6 +31,9 @@ class SharedPart(Method):
         """Return the entries that are sent both ways, ``bool[P+B]``."""
         return ~self.personal_part(model)
 
+    def exchanged(self, model: FlatModel) -> Tensor:
+        return self.shared_part(model)
+
     def start(self, task: Task) -> ServerState:
         return {"theta": task.model.init(task.seed)}
 
@@ -64,4 +67,4 @@ class SharedPart(Method):
         return server["theta"]
 
     def personal_model(self, clients: Clients, server: ServerView) -> Tensor:
-        return self.personalized(clients, server["theta"])
+        return self.personalized(clients, clients.complete(server["theta"]))

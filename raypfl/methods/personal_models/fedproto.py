@@ -16,6 +16,7 @@ from raypfl.federation.method import METHODS, Method, ServerState, ServerView
 from raypfl.federation.task import Task
 from raypfl.learning.objectives import Classification, Objective
 from raypfl.learning.objectives.batch import Batch
+from raypfl.models.flat import FlatModel
 from raypfl.models.predictor import Other, Predictor
 
 
@@ -46,6 +47,9 @@ class FedProto(Method):
     distance: Literal["mean", "sum"] = "mean"
     weighting: Literal["uniform", "samples"] = "uniform"
     prediction: Literal["head", "prototypes"] = "head"
+
+    def exchanged(self, model: FlatModel) -> Tensor:
+        return torch.zeros(model.size, dtype=torch.bool, device=model.device)
 
     def start(self, task: Task) -> ServerState:
         weight = task.model.segments[task.model.names("output layer")[0]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
+import torch
 from torch import Tensor
 
 from raypfl.clients.clients import Clients
@@ -12,6 +13,7 @@ from raypfl.common.messages import Mean
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import METHODS, Method, ServerState, ServerView
 from raypfl.federation.task import Task
+from raypfl.models.flat import FlatModel
 
 
 @METHODS.register("local")
@@ -25,6 +27,9 @@ class Local(Method):
     """
 
     unseen_epochs: Annotated[int | None, COUNT] = None
+
+    def exchanged(self, model: FlatModel) -> Tensor:
+        return torch.zeros(model.size, dtype=torch.bool, device=model.device)
 
     def start(self, task: Task) -> ServerState:
         return {}

@@ -151,6 +151,9 @@ class RunLine:
             parts.append(counted(metadata["num_clients"], "client"))
         if "parameters" in metadata:
             parts.append(f"{metadata['parameters']:,} parameters")
+        if "architectures" in metadata:
+            sizes = [architecture["parameters"] for architecture in metadata["architectures"]]
+            parts.append(f"{len(sizes)} architectures of {min(sizes):,} to {max(sizes):,} parameters")
         if metadata.get("weights"):
             parts.append(metadata["weights"])
 

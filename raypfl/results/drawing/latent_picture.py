@@ -74,7 +74,7 @@ def groups_to_draw(results: Sequence[RunResult]) -> list[RunGroup]:
 
 
 def _has_global_model(result: RunResult) -> bool:
-    return result.experiment.method.global_model(result.server_state()) is not None
+    return result.experiment.global_model(result.server_state()) is not None
 
 
 def latent_of(result: RunResult) -> LatentSpace:
@@ -93,7 +93,7 @@ def latent_of(result: RunResult) -> LatentSpace:
     features = []
     prototypes = []
     for round, state in [(0, experiment.method.start(prepared.task)), *result.server_states()]:
-        theta = experiment.method.global_model(state)
+        theta = experiment.global_model(state)
         if theta is not None:
             round_features, round_prototypes = _features_and_prototypes(prepared.model, theta, x)
             rounds.append(round)

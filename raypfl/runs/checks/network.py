@@ -104,7 +104,7 @@ def refuse_outputs(prepared: Prepared) -> None:
 
     # Personal models may make predictions of other outputs, but every global model is judged by its own.
     method = prepared.experiment.method
-    if method.global_model(method.start(prepared.task)) is not None:
+    if prepared.experiment.global_model(method.start(prepared.task)) is not None:
         raise ConfigError(
             f"model is {prepared.experiment.model.name!r}, which does not fit {prepared.data.name!r}: it {mismatch}"
         )

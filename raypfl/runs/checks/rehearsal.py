@@ -14,7 +14,7 @@ from raypfl.clients.worker import Worker
 from raypfl.common.errors import ConfigError, LateReplyError, MethodError
 from raypfl.common.threads import threads
 from raypfl.common.user_code import with_location
-from raypfl.devices import Exchange, RequestedTraining, Training, Turn
+from raypfl.devices import Exchange, Loads, RequestedTraining, Training, Turn
 from raypfl.engine.backends.inline import Inline
 from raypfl.engine.evaluator import Evaluator
 from raypfl.engine.prepared import Prepared, threads_of_server
@@ -23,6 +23,8 @@ from raypfl.federation.asynchronous.schedule import Schedule
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.cohort_draw import cohort_size
 from raypfl.federation.ledger import Ledger, LedgerEntry
+from raypfl.models.cost import measured_cost
+from raypfl.runs.checks.network import outputs_of_batch
 from raypfl.storage.stacks import merged
 from raypfl.storage.states import StateTable
 
@@ -62,16 +64,19 @@ class Rehearsal:
     def turn(self) -> Turn:
         """Run a round, and return what it asks of a client."""
         context = self._prepared.context
-        context.requested = []
+        requested: list[RequestedTraining] = []
+        for of_one_network in (context, *context.architectures):
+            of_one_network.requested = requested
         self.train()
 
         clients = self._largest(self._task.num_samples)
         trainings = defaultdict(list)
-        for request in context.requested:
+        for request in requested:
             # An executor that runs clients one by one makes the same requests for each.
             if request.ids[0] == clients[0]:
                 trainings[request.exchange].append(self._training(request))
-        context.requested = None
+        for of_one_network in (context, *context.architectures):
+            of_one_network.requested = None
 
         bytes_of: Counter[tuple[int, str]] = Counter()
         for entry in self._ledger.entries:
@@ -79,7 +84,7 @@ class Rehearsal:
                 bytes_of[entry.exchange, entry.direction] += entry.clients * entry.bytes
 
         # The mean over the run's clients, of which those of the rehearsal may have larger or smaller messages.
-        loads = self._method.loads(self._task)
+        loads = self._method.loads(self._task) or _loads_of_architectures(self._prepared)
         rehearsed_size = float(len(clients))
         if loads is not None:
             loads = replace(loads, messages=loads.messages / loads.messages[self._task.trained].mean())
@@ -182,6 +187,20 @@ class Rehearsal:
         unseen = set(self._task.unseen.tolist())
         ranked = [client for client in np.argsort(-samples, kind="stable").tolist() if client not in unseen]
         return tuple(sorted(ranked[:size]))
+
+
+def _loads_of_architectures(prepared: Prepared) -> Loads | None:
+    """Return the work of each client's network as a share of the costliest one's; None if all have the same."""
+    if prepared.architecture_of is None:
+        return None
+
+    multiplications = []
+    for of_one_network in prepared.by_architecture():
+        with measured_cost(of_one_network.model.module, samples=FEW) as cost:
+            outputs_of_batch(of_one_network, channels_last=False, train=False, samples=FEW)
+        multiplications.append(cost.multiplications)
+    work = np.array(multiplications) / max(multiplications)
+    return Loads(np.ones(len(prepared.architecture_of)), work[prepared.architecture_of])
 
 
 def refuse_rehearsed(prepared: Prepared, kind: type[MethodError]) -> None:

@@ -105,7 +105,10 @@ def refuse_untested_clients(experiment: Experiment) -> None:
     """Raise a ConfigError if the only protocol is ``unseen``, and the method has no model for it; else warn of that."""
     method = experiment.method
     protocols = experiment.evaluation.protocols
-    if "unseen" not in protocols or any(method.has(hook) for hook in ("global_model", "unseen_model", "personalize")):
+    hooks = ["unseen_model", "personalize"]
+    if not experiment.model.is_heterogeneous:
+        hooks.append("global_model")
+    if "unseen" not in protocols or any(method.has(hook) for hook in hooks):
         return
 
     sentence = (

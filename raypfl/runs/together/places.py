@@ -51,8 +51,9 @@ class Place:
 
     def prepare(self, context: Context) -> None:
         """Let the run's clients train with those of the other runs, if they train at once."""
-        if isinstance(context.executor, Vectorised):
-            context.executor = Packed(context.executor, self.packer, self.run)
+        for of_one_network in (context, *context.architectures):
+            if isinstance(of_one_network.executor, Vectorised):
+                of_one_network.executor = Packed(of_one_network.executor, self.packer, self.run)
 
 
 Run = Callable[[Place], RunResult]

@@ -141,7 +141,7 @@ def model_maker_of(models: TrainedModels) -> ModelMaker:
     """
     if can_describe(models):
         return DescriptorModelMaker(models)
-    require_new_client_models(models.experiment.method)
+    require_new_client_models(models.experiment)
     return SampleModelMaker(models)
 
 

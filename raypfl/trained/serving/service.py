@@ -316,7 +316,7 @@ def served(run: Path, token: str, host: str, port: int, replicas: int, limits: R
     ConfigError : if the method makes no models for new clients, or the port is taken.
     """
     models = TrainedModels.of_snapshot(*newest(run, whole=False))
-    require_new_client_models(models.experiment.method)
+    require_new_client_models(models.experiment)
     _refuse_taken(host, port)
     deployed = serve.deployment(
         num_replicas=replicas,
