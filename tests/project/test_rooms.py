@@ -40,7 +40,7 @@ def imports() -> dict[str, set[str]]:
 
 
 MODULES = modules()
-SECTION = (ROOT / "docs/architecture.md").read_text().partition("## The rooms")[2].partition("\n## ")[0]
+SECTION = (ROOT / "docs/architecture.md").read_text().partition("## The folders")[2].partition("\n## ")[0]
 ROOMS = re.findall(r"^\| `(\w+)` \|", SECTION, re.MULTILINE)
 
 
