@@ -120,6 +120,11 @@ def opening_database(uri: str) -> Iterator[None]:
         yield
         return
 
+    # MLflow holds a connection while it waits for another one. With more runs at a time than SQLAlchemy allows
+    # connections, 15, each waits for the others until it fails.
+    if "MLFLOW_SQLALCHEMYSTORE_POOLCLASS" not in os.environ:
+        os.environ.setdefault("MLFLOW_SQLALCHEMYSTORE_MAX_OVERFLOW", "-1")  # any number
+
     file = Path(match[1])
     file.parent.mkdir(parents=True, exist_ok=True)
     with locked(file):
