@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from raypfl.common import files
+from raypfl.common import files, rng
 from raypfl.common.errors import ConfigError, checked_pool
 from raypfl.common.threads import threads
 from raypfl.common.user_code import source_digest
@@ -141,11 +141,20 @@ def _provenance(recipe: Prepared, device: str) -> dict[str, Any]:
     experiment = recipe.experiment
     return {
         "settings": experiment.to_dict(),
+        "initial": _seed_of_initial(experiment),
         "data": recipe.data.fingerprint,
         "code": source_digest(MODELS.get(experiment.model.name)),
         "device": device,
         "versions": {"raypfl": __version__, "torch": torch.__version__},
     }
+
+
+def _seed_of_initial(experiment: Experiment) -> int:
+    """Return the seed of the network that pretraining begins with.
+
+    With the run's own seed, its output layer would be that of the run, which the body would then fit already.
+    """
+    return rng.key(experiment.seed, "pretraining") % 2**31
 
 
 def needs_gpu_of_cluster(experiment: Experiment) -> bool:
@@ -210,7 +219,7 @@ def _train(recipe: Prepared) -> tuple[dict[str, Tensor], float]:
     batches = pool.batches(size, epochs=settings.pretrain_epochs, augment=True)
     theta = central.sgd(
         loss,
-        model.init(recipe.experiment.seed),
+        model.init(_seed_of_initial(recipe.experiment)),
         batches,
         text="pretraining",
         lr=settings.pretrain_lr,

@@ -58,6 +58,13 @@ def test_the_pretrained_body_separates_the_pools_classes_and_the_head_is_new(tmp
     assert (predicted == y).float().mean() > 0.93
 
 
+def test_a_pretrained_body_does_not_fit_the_new_output_layer(tmp_path):
+    # A method that trains nothing: its accuracy is that of the network before the first round.
+    result, _ = pretrained(tmp_path, model__pretrain_epochs=40, model__trained="null", training__lr=1e-9)
+    (accuracy,) = {row["accuracy"] for row in result.summary() if row["protocol"] == "global"}
+    assert accuracy < 0.25
+
+
 def test_a_network_is_pretrained_once_for_all_methods_and_again_for_another_pool_or_seed(tmp_path):
     first, events = pretrained(tmp_path)
     (sentence,) = pretraining_messages(events)
