@@ -60,7 +60,7 @@ def description(run_dir: str | Path) -> Experiment:
     ------
     NoRun : if it is not the folder of a run.
     """
-    _refuse_missing(Path(run_dir))
+    refuse_missing(Path(run_dir))
     file = Path(run_dir, RECIPE)
     if not file.exists():
         kind = "a comparison, not a run" if Path(run_dir, COMPARISON).exists() else "not the folder of a run"
@@ -68,14 +68,16 @@ def description(run_dir: str | Path) -> Experiment:
     return Experiment.from_record(file)
 
 
-def _refuse_missing(folder: Path) -> None:
+def refuse_missing(folder: Path) -> None:
+    """Raise a NoRun that names the nearest run, or where runs are, if there is no such folder."""
     if folder.exists():
         return
     nearby = [file.parent.name for name in (RECIPE, COMPARISON) for file in folder.parent.glob(f"*/{name}")]
     if nearby:
         hint = did_you_mean(folder.name, nearby, str(folder).removesuffix(folder.name))
         raise NoRun(f"There is no folder {folder}; {hint}")
-    raise NoRun(f"There is no folder {folder}. {_where_runs_are(folder.parent)}")
+    nearest = next(parent for parent in folder.parents if parent.exists())
+    raise NoRun(f"There is no folder {folder}. {_where_runs_are(nearest)}")
 
 
 def _where_runs_are(folder: Path) -> str:

@@ -489,7 +489,8 @@ def test_the_command_finds_the_runs_of_a_folder_and_prints_the_pages_path(result
     ("words", "sentence"),
     [
         ([], "raypfl report needs a run's folder or several, such as: raypfl report runs/digits-*"),
-        (["nowhere"], "There is no folder nowhere."),
+        (["nowhere"], "There is no folder nowhere; did you mean 'nowhere-2'?"),
+        (["elsewhere/run"], "There is no folder elsewhere/run. Runs are in cut-off, nowhere-2."),
         (
             ["."],
             ". is no run's folder, and there is none in it: a run's folder has an experiment.yaml, and a sweep's has",
@@ -504,6 +505,8 @@ def test_a_report_without_a_run_is_a_sentence(words, sentence, tmp_path, monkeyp
         Path("picture.png").touch()
         Path("cut-off").mkdir()
         Path("cut-off", "experiment.yaml").write_text("seed: 0\n")
+        Path("nowhere-2").mkdir()
+        Path("nowhere-2", "experiment.yaml").write_text("seed: 0\n")
 
     refused = command("report", *words)
     assert refused.exit_code == 2 and sentence in refused.stderr and "Traceback" not in refused.output

@@ -13,7 +13,7 @@ from raypfl.results.labels import labels
 from raypfl.results.report.searches import best_runs, is_sweep
 from raypfl.results.setting_text import data_text
 from raypfl.runs.folders import ComparisonFolder
-from raypfl.runs.result import RECIPE, SWEEP, RunResult
+from raypfl.runs.result import RECIPE, SWEEP, RunResult, refuse_missing
 
 _DAMAGED = (OSError, ValueError, LookupError, TypeError, pa.ArrowException)
 """What reading files with other content than expected raises."""
@@ -33,7 +33,8 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[RunResult], list[str]]:
 
     Raises
     ------
-    ConfigError : if no path is given, one does not exist, or nothing is left to report on.
+    ConfigError : if no path is given, or nothing is left to report on.
+    NoRun : if a path does not exist.
     """
     if not paths:
         raise ConfigError("raypfl report needs a run's folder or several, such as: raypfl report runs/digits-*")
@@ -87,8 +88,7 @@ def _without_repetitions(results: Sequence[RunResult], notes: Sequence[str]) -> 
 
 def _run_folders(path: Path) -> list[Path]:
     """The folders of runs in a path; the path itself if there are none, to be refused together with others."""
-    if not path.exists():
-        raise ConfigError(f"There is no folder {path}. Runs are in the folder that `output` names, else in runs/.")
+    refuse_missing(path)
     if path.is_file():
         return []
 
