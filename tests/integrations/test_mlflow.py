@@ -20,9 +20,10 @@ from safetensors.torch import load_file
 import raypfl
 from raypfl.common.files import locked
 from raypfl.engine.events import RunFinished
-from raypfl.integrations.tracking.connection import how_to_view, is_recorded, opening_database, quiet_mlflow
+from raypfl.integrations.tracking.connection import how_to_view, opening_database, quiet_mlflow
 from raypfl.integrations.tracking.listener import MLflowListener
 from raypfl.integrations.tracking.run import RunRecord
+from raypfl.integrations.tracking.run_ids import is_recorded
 from tests.analysis.test_flntk import two_layer
 from tests.support.processes import call
 from tests.support.tracking import client_of, events, forget_mlflow_settings, record, runs_of, with_database
@@ -150,6 +151,16 @@ def test_a_resumed_run_whose_mlflow_run_is_gone_gets_a_new_one(folder: Path) -> 
     (folder / "digits-ditto" / "mlflow_run_id").write_text("0123456789abcdef0123456789abcdef")
     assert record(happened) == []
     assert len(runs_of(folder)) == 1
+
+
+def test_a_run_that_two_servers_record_continues_on_each_and_keeps_the_id_on_the_first(folder: Path) -> None:
+    other = with_database(folder / "other", folder / "mlflow.db")
+    for uri in (None, f"sqlite:///{other}/mlflow.db", None, f"sqlite:///{other}/mlflow.db"):
+        assert record(events(folder, uri=uri)) == []
+
+    (first,) = runs_of(folder)
+    assert len(runs_of(other)) == 1
+    assert (folder / "digits-ditto" / "mlflow_run_id").read_text() == first.info.run_id
 
 
 def test_one_listener_records_several_runs_and_attaches_a_file_to_each(folder: Path) -> None:

@@ -16,8 +16,8 @@ from raypfl.common.errors import RaypflError, Stopped
 from raypfl.common.json_text import json_text
 from raypfl.common.stopping import message_if_killed, signals_interrupt
 from raypfl.engine.events import Event
-from raypfl.integrations.tracking.connection import is_recorded
 from raypfl.integrations.tracking.listener import MLflowListener
+from raypfl.integrations.tracking.run_ids import is_recorded
 from raypfl.integrations.tuning.result import BEST, SweepResult, tune
 from raypfl.integrations.tuning.sweep import Sweep, load
 from raypfl.integrations.tuning.trial import Trial, TrialListener, finished_runs

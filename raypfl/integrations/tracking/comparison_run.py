@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raypfl.common.files import write
-from raypfl.integrations.tracking.connection import RUN_ID_FILE, existing_run
+from raypfl.integrations.tracking.run_ids import existing_run, keep_run_id
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -34,7 +33,7 @@ class ComparisonRun:
         self.name = name
         self.run_id = ""
         self._tags = tags
-        self._id_file = folder and folder / RUN_ID_FILE
+        self._folder = folder
 
     def parent_tags(self, client: MlflowClient, experiment_id: str, start_time: int, dataset: Any) -> dict[str, str]:
         """Return tags that put a run below the parent, which is in the MLflow experiment of the first run.
@@ -50,15 +49,15 @@ class ComparisonRun:
             client.log_inputs(self.run_id, datasets=[dataset])
         return {PARENT: self.run_id, "comparison": self.name}
 
-    def adopt_parent(self, tags: Mapping[str, str]) -> None:
+    def adopt_parent(self, client: MlflowClient, tags: Mapping[str, str]) -> None:
         """Continue below the parent of a run with these tags, if it has this name and the folder has no other."""
         is_of_comparison = PARENT in tags and tags.get("comparison") == self.name
-        if is_of_comparison and self._id_file and not self._id_file.exists():
-            self._write_id(self._id_file, tags[PARENT])
+        if is_of_comparison and self._folder and existing_run(client, self._folder) is None:
+            self._keep_id(client, self._folder, tags[PARENT])
 
     def _reopen(self, client: MlflowClient, experiment_id: str) -> str:
         """Set the parent in the folder to running, and return its id; empty if there is none."""
-        run = existing_run(client, self._id_file) if self._id_file else None
+        run = existing_run(client, self._folder) if self._folder else None
         if run is None or run.info.experiment_id != experiment_id:
             return ""
         client.update_run(run.info.run_id, status="RUNNING")
@@ -67,14 +66,14 @@ class ComparisonRun:
     def _create(self, client: MlflowClient, experiment_id: str, start_time: int) -> str:
         tags = {**context_tags(), **self._tags, "kind": "comparison", "comparison": self.name}
         run_id: str = client.create_run(experiment_id, start_time, tags, self.name).info.run_id
-        if self._id_file:
-            self._write_id(self._id_file, run_id)
+        if self._folder:
+            self._keep_id(client, self._folder, run_id)
         return run_id
 
     @staticmethod
-    def _write_id(file: Path, run_id: str) -> None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write(file, run_id)
+    def _keep_id(client: MlflowClient, folder: Path, run_id: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        keep_run_id(client, folder, run_id)
 
 
 def context_tags() -> dict[str, str]:

@@ -11,14 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raypfl.common.errors import Unwritable
 from raypfl.common.files import draft, locked
 from raypfl.experiment import Experiment
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-
-RUN_ID_FILE = "mlflow_run_id"
 
 _EXPERIMENT_KIND = {"mlflow.experimentKind": "custom_model_development"}
 """The tag of our experiments. MLflow opens those of other kinds on a page for language models."""
@@ -79,34 +76,6 @@ def quiet_mlflow() -> Any:
     for name in ("environment", "git_utils"):  # they warn where there is no pip (uv installs none) or no git
         logging.getLogger(f"mlflow.utils.{name}").setLevel(logging.ERROR)
     return mlflow
-
-
-def existing_run(client: MlflowClient, file: Path) -> Any:
-    """Return the MLflow run whose id is in a file; None if there is no file, or the run was deleted."""
-    if not file.exists():
-        return None
-    try:
-        run = client.get_run(file.read_text().strip())
-    except quiet_mlflow().MlflowException as error:
-        if error.error_code == "RESOURCE_DOES_NOT_EXIST":
-            return None
-        raise
-    return run if run.info.lifecycle_stage == "active" else None
-
-
-def is_recorded(experiment: Experiment, run_dir: Path) -> bool:
-    """Return whether MLflow has recorded a run to its end, or need not; False if MLflow does not answer."""
-    if not experiment.tracking.mlflow:
-        return True
-
-    mlflow = quiet_mlflow()
-    uri = tracking_uri(experiment)
-    try:
-        with opening_database(uri):
-            run = existing_run(mlflow.MlflowClient(uri), run_dir / RUN_ID_FILE)
-    except (mlflow.MlflowException, OSError, Unwritable):
-        return False
-    return run is not None and run.info.status != "RUNNING"
 
 
 @contextmanager

@@ -16,15 +16,12 @@ from typing import TYPE_CHECKING, Any
 import pyarrow.parquet as pq
 
 from raypfl.analysis.base import analysis_folder
-from raypfl.common.files import write
 from raypfl.engine.events import Checkpointed, Evaluated, Event, RoundFinished, RunFinished, RunStarted
 from raypfl.engine.job import checkpoints_of
 from raypfl.federation.logged import ANALYSIS
 from raypfl.integrations.tracking import entries
 from raypfl.integrations.tracking.comparison_run import PARENT, ComparisonRun, context_tags
 from raypfl.integrations.tracking.connection import (
-    RUN_ID_FILE,
-    existing_run,
     experiment_id,
     first_line,
     opening_database,
@@ -33,6 +30,7 @@ from raypfl.integrations.tracking.connection import (
     without_password,
 )
 from raypfl.integrations.tracking.models import log_models
+from raypfl.integrations.tracking.run_ids import existing_run, keep_run_id
 from raypfl.storage.filesystems import absolute, join
 
 if TYPE_CHECKING:
@@ -156,7 +154,7 @@ class RunRecord:
         """Start the MLflow run or, if the run is resumed, continue the one that it has."""
         mlflow = quiet_mlflow()
         client = mlflow.MlflowClient(self._uri)
-        existing = existing_run(client, Path(self.run_dir, RUN_ID_FILE)) or self._run_of_another_folder(client)
+        existing = existing_run(client, Path(self.run_dir)) or self._run_of_another_folder(client)
         run = existing or self._create_run(client)
         self.run_id = run.info.run_id
         self.experiment_id = run.info.experiment_id
@@ -193,7 +191,7 @@ class RunRecord:
         pattern = prefix.replace("'", "_")  # which stands for any character
         for run in client.search_runs([home], f"tags.checkpoint LIKE '{pattern}%'"):
             if run.data.tags["checkpoint"].startswith(prefix):
-                write(Path(self.run_dir, RUN_ID_FILE), run.info.run_id)
+                keep_run_id(client, Path(self.run_dir), run.info.run_id)
                 return run
         return None
 
@@ -203,7 +201,7 @@ class RunRecord:
         tags = {**context_tags(), **entries.run_tags(self._started), **self._tags, **self._parent_tags(client, home)}
         run = client.create_run(home, self._start_time, tags, self._name())
         run_id: str = run.info.run_id
-        write(Path(self.run_dir, RUN_ID_FILE), run_id)
+        keep_run_id(client, Path(self.run_dir), run_id)
 
         client.set_tag(run_id, NOTE, entries.run_description(self._started, run_id, self._uri))
         client.log_text(run_id, without_password(experiment.to_yaml()), "experiment.yaml")
@@ -241,7 +239,7 @@ class RunRecord:
         self._last_evaluation = last_step(evaluated_metric) if evaluated_metric else -1
 
         if self._comparison:
-            self._comparison.adopt_parent(existing.data.tags)
+            self._comparison.adopt_parent(client, existing.data.tags)
         tags = self._parent_tags(client, existing.info.experiment_id)
         if PARENT not in existing.data.tags:
             for key, value in tags.items():
