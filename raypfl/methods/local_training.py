@@ -57,6 +57,22 @@ def extrapolated(theta: Tensor, mean: Tensor, rate: float, model: FlatModel) -> 
     return torch.cat([moved, model.buffers(mean)])
 
 
+def required_sgd(clients: Clients) -> SGD:
+    """Return the optimizer of local training.
+
+    Raises
+    ------
+    ConfigError : if it is not SGD.
+    """
+    optimizer = clients.training.local_optimizer
+    if type(optimizer) is not SGD:
+        name = type(optimizer).__name__
+        raise ConfigError(
+            f"The method's local steps are those of SGD; it needs training.optimizer=sgd, but it is {name}."
+        )
+    return optimizer
+
+
 def gradient_weights(clients: Clients) -> Tensor:
     """Return the sum ``[K]`` of the weights with which local SGD's gradients move a model, over the learning rate.
 
@@ -67,9 +83,7 @@ def gradient_weights(clients: Clients) -> Tensor:
     ------
     ConfigError : if the optimizer is not SGD; the moves of others are not sums of gradients.
     """
-    sgd = clients.training.local_optimizer
-    if type(sgd) is not SGD:
-        raise ConfigError(f"This method needs training.optimizer=sgd, but it is {type(sgd).__name__}.")
+    sgd = required_sgd(clients)
 
     # How far the model moves if all gradients are the same.
     total_weight = unmarked(clients.num_steps())

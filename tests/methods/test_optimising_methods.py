@@ -141,8 +141,12 @@ def test_fednova_with_equal_steps_is_fedavg():
 def test_fednova_refuses_optimizers_whose_gradients_have_no_weights():
     with pytest.raises(ConfigError, match="no weights of gradients for a proximal term with momentum"):
         rounds_of(FedNova(mu=0.1), training=replace(FP64, momentum=0.5))
+
+
+@pytest.mark.parametrize("method", [FedNova, Mime, MimeLite])
+def test_methods_whose_local_steps_are_those_of_sgd_refuse_others(method):
     with pytest.raises(ConfigError, match=r"needs training\.optimizer=sgd, but it is Adam"):
-        rounds_of(FedNova(), training=replace(FP64, optimizer=Adam()))
+        rounds_of(method(), training=replace(FP64, optimizer=Adam()))
 
 
 def perturbed_gradient(fed: Federation, w: Tensor, client: int, samples: Batch, rho: float, nu: float | None) -> Tensor:

@@ -83,4 +83,4 @@ def _values_text(values: np.ndarray) -> str:
         return f"from {values.min():g} to {values.max():g}, {values.mean():g} on average"
     classes, counts = np.unique(values.astype(str), return_counts=True)
     order = np.argsort(-counts, kind="stable")
-    return listed((f"{classes[i]} {counts[i]:,} times" for i in order), _MOST_NAMED)
+    return listed((f"{classes[i]} in {counted(int(counts[i]), 'row')}" for i in order), _MOST_NAMED)
