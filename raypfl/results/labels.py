@@ -57,7 +57,7 @@ def _method_names(experiments: Sequence[Experiment]) -> list[str]:
 
 def _setting_texts(names: Sequence[str], experiments: Sequence[Experiment]) -> list[str]:
     """``training.lr=0.05 rounds=4`` of each experiment, as `labels` says; `names` are their methods."""
-    settings = [_deciding_settings(experiment) for experiment in experiments]
+    settings = [_deciding_settings(experiment) for experiment in _without_found_objectives(experiments)]
     differing = _differing_keys(settings)
 
     complete = _with_defaults(settings)
@@ -72,6 +72,13 @@ def _setting_texts(names: Sequence[str], experiments: Sequence[Experiment]) -> l
     differences = [_differences(values, reference, differing) for values in complete]
 
     return [_as_text(_without_parts_of_other_components(values, settings)) for values in differences]
+
+
+def _without_found_objectives(experiments: Sequence[Experiment]) -> list[Experiment]:
+    """The experiments, without objectives if one leaves its own to the data: runs that have begun record it."""
+    if all(experiment.objective is not None for experiment in experiments):
+        return list(experiments)
+    return [experiment.replace(objective=None) for experiment in experiments]
 
 
 def _defaults() -> dict[str, Any]:

@@ -25,3 +25,9 @@ def test_a_selection_of_clients_is_told_from_none_in_any_order(order):
     compared = [Experiment(method="fedavg", cohort=cohort) for cohort in SELECTIONS]
     compared.append(Experiment(method="ditto", cohort={"size": 5, "selection": {"name": "oort", "exploration": 0.5}}))
     assert len(set(labels([compared[i] for i in order]))) == 3
+
+
+def test_a_run_that_has_not_begun_has_the_label_of_one_that_has_recorded_its_datas_objective():
+    begun = Experiment(objective="classification")
+    waiting = Experiment(method="ditto")
+    assert labels([begun, waiting]) == ["fedavg", "ditto"]
