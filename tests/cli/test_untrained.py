@@ -48,3 +48,13 @@ def test_a_plan_in_which_nobody_meets_the_deadline_says_that_nothing_will_be_tra
 
     numbers = json.loads(raypfl(*missed, "--json").stdout, parse_constant=refuse_constant)
     assert numbers["notices"][0].startswith(sentence) and numbers["gini"] is None
+
+
+@pytest.mark.usefixtures("without_figures")
+def test_a_run_without_test_samples_says_why_it_has_no_table_and_a_file_has_the_sentence_in_one_line(tmp_path):
+    inline = ["engine.backend=inline", "tracking.mlflow=false", "-q"]
+    words = ["run", "rounds=1", "method=fedavg", "data.test_fraction=0", f"--run-dir={tmp_path / 'run'}"]
+    result = raypfl(*words, *inline)
+    assert result.exit_code == 0, result.output
+    (line,) = [line for line in result.stdout.splitlines() if "There are no results" in line]
+    assert line.endswith("has samples for evaluation.protocols; raise data.test_fraction.")

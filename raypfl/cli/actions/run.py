@@ -25,6 +25,7 @@ from raypfl.integrations.tracking.listener import MLflowListener
 from raypfl.results.differences import find_label
 from raypfl.results.display import outcome
 from raypfl.results.display.console import view, warner
+from raypfl.results.display.fitting import output
 from raypfl.results.display.run_line import lines_for
 from raypfl.results.labels import labels
 from raypfl.runs import driver
@@ -311,7 +312,7 @@ def _report(work: _Work, results: Sequence[RunResult], tracked: MLflowListener, 
     else:
         mlflow = how_to_view(results[0].experiment, tracked.experiment_id)
         words = as_typed(work.words) if is_complete else ()
-        outcome.show(Console(), results, pictures, words, work.folder, mlflow, work.command, baseline)
+        outcome.show(output(), results, pictures, words, work.folder, mlflow, work.command, baseline)
 
 
 def _baseline(work: _Work, evaluated: Sequence[RunResult]) -> str | None:

@@ -9,7 +9,17 @@ _MEND_DEADLINE = "raise it, or set cohort.quorum."
 
 
 def run_notices(result: RunResult) -> list[str]:
-    """Return what the results of a run do not show: that nothing was trained, so that they are of initial models."""
+    """Return what the results of a run do not show: that nothing was trained, or that nothing could be tested."""
+    notices = _untrained_notices(result)
+    if result.status == "finished" and not result.evaluations.num_rows:
+        notices.append(
+            "There are no results, since no client has samples for evaluation.protocols; raise data.test_fraction."
+        )
+    return notices
+
+
+def _untrained_notices(result: RunResult) -> list[str]:
+    """Return that the results of a run are those of initial models, if nothing was trained."""
     rounds = result.rounds
     counts = rounds["clients"].to_pylist()
     if not counts or any(counts):
