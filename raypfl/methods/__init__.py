@@ -56,6 +56,7 @@ from raypfl.methods.personal_models.apfl import APFL
 from raypfl.methods.personal_models.ditto import Ditto
 from raypfl.methods.personal_models.fedala import FedALA
 from raypfl.methods.personal_models.fedavg_ft import FedAvgFT
+from raypfl.methods.personal_models.feddistill import FedDistill
 from raypfl.methods.personal_models.fedkd import FedKD
 from raypfl.methods.personal_models.fedphp import FedPHP
 from raypfl.methods.personal_models.fedproto import FedProto
@@ -100,6 +101,7 @@ __all__ = [
     "FedDBE",
     "FedDC",
     "FedDF",
+    "FedDistill",
     "FedDyn",
     "FedEM",
     "FedExP",

@@ -21,8 +21,8 @@ from raypfl.storage.states import StateTable
 from tests.support.federation import both_executors
 from tests.support.runs import ON_RAY, TIMED, Interrupt, experiment, same_tables
 
-METHODS = ["local", "lg-fedavg", "fedproto", "fedgh"]
-STATE = {"local": "personal", "lg-fedavg": "personal", "fedproto": "model", "fedgh": "personal"}
+METHODS = ["local", "lg-fedavg", "fedproto", "fedgh", "feddistill"]
+STATE = {"local": "personal", "lg-fedavg": "personal", "fedproto": "model", "fedgh": "personal", "feddistill": "model"}
 
 
 class SmallConv(nn.Module):
@@ -159,7 +159,7 @@ def test_a_client_keeps_and_is_its_own_network_alone(method, tmp_path):
     data = prepared(result.experiment).data
     for client in range(7):
         state = result.client_state(client)
-        keeps_head = method in ("local", "fedproto")
+        keeps_head = method in ("local", "fedproto", "feddistill")
         if state:
             assert {len(state[STATE[method]])} == {sizes[client % 2] + 70 * keeps_head}
 
@@ -170,7 +170,9 @@ def test_a_client_keeps_and_is_its_own_network_alone(method, tmp_path):
         row = (pc.field("client") == client) & (pc.field("protocol") == "local")
         assert result.evaluations.filter(row)["accuracy"].to_pylist() == pytest.approx([accuracy])
     if method != "local":
-        assert set(result.ledger["numbers"].to_pylist()) <= {70} | {6 * classes for classes in range(11)}
+        assert set(result.ledger["numbers"].to_pylist()) <= {10, 70, 100} | {
+            size * c for size in (6, 10) for c in range(11)
+        }
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -197,7 +199,7 @@ def test_client_actors_give_the_bits_of_an_inline_run(tmp_path):
 
 
 def test_a_method_that_averages_whole_networks_is_refused_with_those_that_do_not(tmp_path):
-    words = r"'fedavg', which exchanges .*'body\.1\.weight', but model is heterogeneous.*fedgh, fedproto, lg-fedavg"
+    words = r"'fedavg', which exchanges .*'body\.1\.weight', but model is heterogeneous.*feddistill, fedgh, fedproto, l"
     with pytest.raises(ConfigError, match=words):
         raypfl.run(experiment(tmp_path, **TWO, method="fedavg"))
     with pytest.raises(ConfigError, match="'ditto', which exchanges"):
