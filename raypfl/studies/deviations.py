@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from raypfl.common.counting import counted
@@ -18,6 +19,10 @@ _NO_DEVIATION = {
     "evaluation": ("every", "protocols", "masks", "batch_size"),
 }
 """Settings, by section, that decide where, how fast and how often something is done, but not what is done."""
+
+_LOCATION_OF_POOL = ("root", "download", "label", "files")
+_POOLS = "data.pools."
+_LEFT_OUT = "left out"
 
 SIZES = (
     "rounds",
@@ -115,7 +120,8 @@ def _settings(cells: Sequence[StudyCell], planned: Sequence[StudyCell]) -> list[
     lines = []
     for (path, measured_text, published_text), positions in _positions_by_difference(cells, planned).items():
         scope = _scope(positions, measured)
-        lines.append(f"{path} is {measured_text}, not {published_text}{scope}.")
+        instead = "" if measured_text == _LEFT_OUT else f", not {published_text}"
+        lines.append(f"{path} is {measured_text}{instead}{scope}.")
     return lines
 
 
@@ -132,12 +138,26 @@ def _positions_by_difference(
     positions_of: dict[tuple[str, str, str], list[Position]] = {}
     for position, measured_values in measured.items():
         published_values = published[position]
+        differences = {}
         for path in dict.fromkeys([*measured_values, *published_values]):
+            pool = _pool_of(path)
+            if pool and not any(_pool_of(other) == pool for other in measured_values):
+                differences[pool, _LEFT_OUT, ""] = True
+                continue
             measured_text = _as_text(measured_values.get(path))
             published_text = _as_text(published_values.get(path))
             if measured_text != published_text:
-                positions_of.setdefault((path, measured_text, published_text), []).append(position)
+                differences[path, measured_text, published_text] = True
+        for difference in differences:
+            positions_of.setdefault(difference, []).append(position)
     return positions_of
+
+
+def _pool_of(path: str) -> str:
+    """Return the path of the pool to which a setting belongs; empty: it belongs to none."""
+    if not path.startswith(_POOLS):
+        return ""
+    return _POOLS + path.removeprefix(_POOLS).partition(".")[0]
 
 
 def _protocols(cells: Sequence[StudyCell]) -> dict[Position, dict[str, Any]]:
@@ -154,7 +174,16 @@ def _protocol(values: dict[str, Any]) -> dict[str, Any]:
     for section in _NO_DEVIATION.keys() & protocol.keys():
         excluded = _NO_DEVIATION[section]
         protocol[section] = {key: value for key, value in protocol[section].items() if key not in excluded}
-    return flatten(protocol)
+
+    pools = {}
+    for name, pool in protocol["data"]["pools"].items():
+        pools[name] = pool
+        if isinstance(pool, dict):
+            pools[name] = {key: value for key, value in pool.items() if key not in _LOCATION_OF_POOL}
+    weights = protocol["model"]["weights"]
+    # A name such as IMAGENET1K_V1, or a file.
+    named = {"weights": weights and Path(weights).name}
+    return flatten({**protocol, "data": {**protocol["data"], "pools": pools}, "model": {**protocol["model"], **named}})
 
 
 def _scope(positions: list[Position], all_positions: list[Position]) -> str:

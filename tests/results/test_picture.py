@@ -339,7 +339,15 @@ def test_labels_do_not_name_a_file_of_weights_that_other_differing_settings_dete
     pretrained = []
     for planned in experiments(settings_of("lora-digits")):
         pretrained.append(planned.override([f"model.weights=/cache/{planned.model.lora}.safetensors"]))
-    named = ["fedavg", "partial", "fedper", "ffa-lora", "flexlora", "fedsa-lora", "fedavg model.lora=0 training.lr=0.02"]
+    named = [
+        "fedavg",
+        "partial",
+        "fedper",
+        "ffa-lora",
+        "flexlora",
+        "fedsa-lora",
+        "fedavg model.lora=0 training.lr=0.02",
+    ]
     of_output_layers = [f"{method} model.lora=0 model.trained=output layer" for method in ("fedavg", "local")]
     assert labels(pretrained) == [*named, *of_output_layers]
     assert "weights" not in setting_text(pretrained[0], {})

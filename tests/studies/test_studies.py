@@ -596,6 +596,24 @@ def test_deviations_say_where_they_hold_and_are_on_the_page():
     assert "**Deviations from the published protocol**" in page and all(f"- {line}" in page for line in lines)
 
 
+def test_where_a_pool_or_a_file_of_weights_is_is_no_deviation_and_a_pool_that_is_left_out_is_one():
+    reference, _ = load("perada-table1")
+    study, _ = load("perada-small")
+    file = "/somewhere/body.safetensors"
+    changes = [f"model.weights={file}", "datasets.cifar100={name: parquet, root: /data/cifar100, label: fine_label}"]
+
+    lines = deviations(reference, study, plan(study, changes), plan(reference), {})
+
+    assert "model.weights is body.safetensors, not IMAGENET1K_V1." in lines
+    assert [line for line in lines if "pools" in line] == [
+        "data.pools.auxiliary.name is parquet, not cifar100.",
+        "data.pools.unused is 0.9, not the default.",
+        "data.pools.validation is left out.",
+        "data.pools.ood/cifar10_1 is left out.",
+        "data.pools.ood/cifar10_c is left out.",
+    ]
+
+
 def test_the_choices_of_a_study_show_the_values_of_its_cells(tiny: Path):
     choices = "choices: ['lambda is {Ditto method.lam}, lr {FedAvg training.lr}.']\n"
     (tiny / "tiny.yaml").write_text(TINY + choices)

@@ -63,7 +63,6 @@ READER_FILES = {
     "my_rules.py": ("docs/optimizers.md", "class Lion"),
     "my_study.yaml": ("docs/studies.md", "published:"),
     "mine.yaml": ("README.md", "rounds: 20"),
-    "perada-cifar10.yaml": ("docs/records.md", "perada-cifar10.yaml"),
     "release.yaml": ("docs/fednh.md", "extends:"),
     "runs/digits-ditto/best.yaml": ("README.md", "rounds: 20"),
 }
