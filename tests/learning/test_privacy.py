@@ -221,6 +221,7 @@ REFUSED = {"batches", "class_means", "evaluate", "grad", "label_counts", "losses
 """What a method may not use of `clients` if samples are protected."""
 
 CALLS = {
+    "complete": lambda complete: complete(STEEP),
     "compute": lambda f: f(lambda rows: [rows + 1], torch.arange(4.0)),
     "generators": lambda f: [g.initial_seed() for g in f("stream")],
     "log": lambda f: f(lr=torch.ones(4)),
