@@ -27,7 +27,7 @@ from raypfl.cli.arguments import (
     study_and_changes,
 )
 from raypfl.cli.messages import print_message
-from raypfl.common.counting import counted
+from raypfl.common.counting import counted, series
 from raypfl.common.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -63,6 +63,8 @@ def run(
     planned = experiments(settings_of(recipe), changes)
     if not quiet and other_data(words or [], changes):
         print_message(_settings_from_digits(planned, changes), "yellow")
+    for sentence in [] if quiet else shared_options(planned, changes):
+        print_message(sentence, "yellow")
     run_experiments(planned, [recipe, *changes], run_dir, quiet, as_json, baseline=baseline)
 
 
@@ -193,6 +195,26 @@ def tune(
     from raypfl.cli.actions.tune import carry_out
 
     carry_out(source, changes or [], quiet, as_json)
+
+
+def shared_options(planned: Sequence[Experiment], changes: Sequence[str]) -> list[str]:
+    """Return a sentence for each option of a method that a command sets in several methods."""
+    options_of = {}
+    for experiment in planned:
+        method = experiment.to_dict()["method"]
+        options_of[method["name"]] = method.keys()
+
+    sentences = []
+    for change in changes:
+        setting = change.partition("=")[0]
+        section, _, option = setting.partition(".")
+        methods = [name for name, options in options_of.items() if section == "method" and option in options]
+        if len(methods) > 1:
+            sentences.append(
+                f"{change} applies to {series(methods)}. To set it in one of them: "
+                f"'methods=[{{name: {methods[0]}, {option}: ...}}, {methods[1]}]'."
+            )
+    return sentences
 
 
 def _settings_from_digits(planned: Sequence[Experiment], changes: Sequence[str]) -> str:
