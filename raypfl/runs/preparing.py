@@ -83,6 +83,7 @@ def prepare(experiment: Experiment, folder: Path, emit: Listener, lockstep: bool
             prepared = pretrained
             refuse_unfit(prepared)
         _warn_of_random_weights(prepared, emit)
+        _warn_of_unused_groups(prepared.experiment, emit)
 
         prepared = prepared.with_settings(prepared.experiment.replace(objective=prepared.objective))
         turns = None
@@ -238,5 +239,16 @@ def _warn_of_random_weights(prepared: Prepared, emit: Listener) -> None:
             Warned(
                 f"{total - model.num_parameters:,} of the network's {total:,} parameters are frozen at random values. "
                 "Start from trained ones: model.weights, or model.pretrain."
+            )
+        )
+
+
+def _warn_of_unused_groups(experiment: Experiment, emit: Listener) -> None:
+    """Warn if a column is named for clients, but the partition deals its samples out in another way."""
+    column = experiment.data.options.get("group")
+    if column and not experiment.partition.by_group:
+        emit(
+            Warned(
+                f"The clients are not the groups of data.group={column}; set partition=by_column to have one for each."
             )
         )

@@ -16,6 +16,7 @@ from raypfl.common.errors import ConfigError, DataError
 from raypfl.data import IID, ByColumn, load_federated, summarised
 from raypfl.data.client_names import ClientNames
 from raypfl.data.datasets import DataConfig, Population
+from raypfl.engine.events import Warned
 from raypfl.results import client_data
 from raypfl.trained.models import TrainedModels
 from tests.support.runs import experiment
@@ -105,6 +106,18 @@ def test_a_run_and_its_models_know_clients_by_name_and_unseen_ones_too(tmp_path)
     for ask in (models.personal_model, result.client_state):
         with pytest.raises(ConfigError, match=r"no client called 'Yrok'; did you mean 'York'\?"):
             ask("Yrok")
+
+
+def test_a_run_warns_if_its_clients_are_not_the_groups_that_its_data_name(tmp_path):
+    written(tmp_path / "data", CITIES)
+    table = {"name": "table", "root": str(tmp_path / "data"), **OPTIONS}
+    small = {"rounds": 1, "evaluation__every": 0, "cohort__size": 3}
+    described = experiment(tmp_path, **small).override([f"data={json.dumps(table)}", "partition=by_column"])
+    for partition, warnings in (("{name: iid, clients: 4}", 1), ("by_column", 0)):
+        events: list = []
+        raypfl.run(described.override([f"partition={partition}"]), listeners=[events.append])
+        texts = [event.text for event in events if isinstance(event, Warned)]
+        assert sum("set partition=by_column" in text for text in texts) == warnings
 
 
 def test_a_run_whose_clients_have_numbers_only_writes_no_names_and_says_so(tmp_path):
