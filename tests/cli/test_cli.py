@@ -235,6 +235,31 @@ def test_ctrl_c_in_a_run_exits_with_130_and_says_how_to_continue(monkeypatch: py
     assert "To continue: raypfl resume runs/digits-fedavg" in result.stderr
 
 
+GROWING = """
+from raypfl.methods import FedAvg
+
+class Growing(FedAvg):
+    factor: float = 1e30
+
+    def train(self, clients, theta):
+        return super().train(clients, theta * self.factor if clients.round == 3 else theta)
+"""
+
+
+def test_a_run_that_diverged_says_how_it_continues_with_other_settings(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (elsewhere / "growing.py").write_text(GROWING)
+    monkeypatch.syspath_prepend(elsewhere)
+    words = ["run", *SMALL, "rounds=4", "--method", "growing:Growing", "checkpoint.every=1"]
+    error = raypfl(*words).stderr
+    assert "diverged" in error
+
+    command = error.split("With other settings: raypfl ")[1].split("\n")[0]
+    words = command.replace("NEWRUN", "lower").replace("NUMBER", "0.01").split()
+    assert raypfl(*words, "method.factor=1").exit_code == 0
+
+
 def test_ctrl_c_before_the_first_round_prints_no_traceback(monkeypatch: pytest.MonkeyPatch):
     def interrupted(*data):
         raise KeyboardInterrupt

@@ -12,7 +12,15 @@ from pathlib import Path
 from rich.console import Console
 
 from raypfl.cli.arguments import as_typed
-from raypfl.common.errors import CheckpointError, ConfigError, NoRun, RaypflError, Refused, Stopped, Unwritable
+from raypfl.common.errors import (
+    CheckpointError,
+    ConfigError,
+    NoRun,
+    RaypflError,
+    Refused,
+    Stopped,
+    Unwritable,
+)
 from raypfl.common.json_text import json_text
 from raypfl.common.stopping import message_if_killed, signals_interrupt
 from raypfl.engine.events import Listener
@@ -245,7 +253,10 @@ def _carry_out(work: _Work, quiet: bool, as_json: bool) -> None:
         except RaypflError as error:
             if not results and not work.has_checkpoint:
                 raise
-            raise RaypflError(f"{error}\n{_unfinished(work, results)}") from error
+            how = _unfinished(work, results)
+            for folder, experiment in list(work.runs.items())[len(results) :][:1]:  # the run that failed
+                how += _with_other_settings(folder, experiment)
+            raise RaypflError(f"{error}\n{how}") from error
         finally:
             if results:
                 _report(work, results, tracked, as_json)
@@ -279,6 +290,16 @@ def _unfinished(work: _Work, results: Sequence[RunResult]) -> str:
     if finished_before:
         changed = f" with {shlex.join(work.changes)}; earlier results exist for {finished_before}"
     return f"{finished} of {len(work.runs)} runs are finished{changed}. {work.to_continue}"
+
+
+def _with_other_settings(folder: Path, experiment: Experiment) -> str:
+    """Say how a run that failed continues with another learning rate, say; nothing if it has no checkpoint."""
+    with suppress(CheckpointError):
+        last_round = rounds_saved(folder, experiment)
+        if last_round:
+            changes = ["--from-round", str(last_round), "--as", "NEWRUN", "training.lr=NUMBER"]
+            return f"\nWith other settings: {shlex.join(['raypfl', 'resume', str(outcome.nearby(folder)), *changes])}"
+    return ""
 
 
 def _not_reached(work: _Work, results: Sequence[RunResult]) -> list[RunResult]:
