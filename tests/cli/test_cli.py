@@ -161,6 +161,7 @@ def test_suggested_commands_repeat_the_run_with_one_change():
     [
         (["run", "rouns=2"], "rouns is not a setting of an experiment; did you mean 'rounds'?"),
         (["run", "digts"], "There is no recipe called 'digts'; did you mean 'digits'?"),
+        (["run", "ditto"], "There is no recipe called 'ditto', but a method: set method=ditto."),
         (["run", "--method", "dito"], "There is no method called 'dito'; did you mean 'ditto'?"),
         (["run", "digits", "quickly"], "'quickly' is not an assignment"),
         (["run", "training.lr", "0.1"], "'training.lr' is a setting and needs its value, without spaces"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from raypfl.common.errors import ConfigError
 from raypfl.common.packaged_yaml import Packaged
 
 RECIPES = Packaged(__name__, "recipe")
@@ -16,5 +17,21 @@ def settings_of(recipe: str) -> dict[str, Any]:
     from raypfl.experiment.yaml_text import read
 
     if not recipe.endswith((".yaml", ".yml")):
+        _refuse_component(recipe)
         return read(RECIPES.text(recipe))
     return {"name": Path(recipe).stem, **read(Path(recipe))}
+
+
+def _refuse_component(recipe: str) -> None:
+    """Raise a ConfigError if the name is that of a method, say, and of no recipe."""
+    if recipe in RECIPES:
+        return
+    # A list of recipes needs none of them.
+    from raypfl.data.datasets import DATASETS
+    from raypfl.data.partitions import PARTITIONS
+    from raypfl.methods import METHODS
+    from raypfl.models import MODELS
+
+    for setting, names in {"method": METHODS, "data": DATASETS, "model": MODELS, "partition": PARTITIONS}.items():
+        if recipe in names:
+            raise ConfigError(f"There is no recipe called {recipe!r}, but a {names.kind}: set {setting}={recipe}.")
