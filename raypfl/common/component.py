@@ -26,6 +26,11 @@ class Component:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        if "__init__" in vars(cls):
+            names = [*list(inspect.signature(cls.__init__).parameters)[1:], "lam"]
+            raise ConfigError(
+                f"{cls.__name__} has an __init__; its options are fields of the class, as in: {names[0]}: float = 0.1"
+            )
         dataclass(frozen=True, kw_only=True)(cls)
 
     def __post_init__(self) -> None:

@@ -449,3 +449,11 @@ class HasHelpers(mistaken_methods.Base):
 
 def test_helpers_of_a_method_may_have_names_like_those_that_the_engine_calls():
     refuse_mistaken_hooks(HasHelpers())
+
+
+def test_a_method_with_an_init_is_told_to_write_its_options_into_the_class():
+    with pytest.raises(ConfigError, match=r"Momentum has an __init__; .* as in: beta: float = 0\.1"):
+
+        class Momentum(FedAvg):
+            def __init__(self, beta=0.9):
+                self.beta = beta
