@@ -72,6 +72,11 @@ class RunGroup:
         """Whether validation data chose a round of every run."""
         return all(result.best_round is not None for result in self.results)
 
+    @property
+    def leaves_untrained(self) -> bool:
+        """Whether a part of the global model has its initial values, so that its scores say little about the method."""
+        return self.results[0].experiment.method.leaves_untrained()
+
     def was_tested(self, protocol: str, best: bool) -> bool:
         """Return whether there are results on a protocol, of the last round or of the `best` by validation data."""
         if best and not self.has_best:

@@ -120,7 +120,7 @@ def legend(groups: Sequence[RunGroup]) -> list[str]:
     averaged = {len(result.last_rounds) for group in groups for result in group.results} - {0, 1}
     lines = [f"Means over the last {rounds} evaluated rounds." for rounds in sorted(averaged)]
     lines += attack_sentences(groups)
-    lines += _untrained_parts(groups)
+    lines += untrained_parts(groups)
     lines += unequal_lengths(groups)
     lines += _unfinished(groups)
     if any(len(group.results) > 1 for group in groups):
@@ -143,12 +143,12 @@ def attack_sentences(groups: Sequence[RunGroup]) -> list[str]:
     return list(dict.fromkeys(sentences))
 
 
-def _untrained_parts(groups: Sequence[RunGroup]) -> list[str]:
+def untrained_parts(groups: Sequence[RunGroup]) -> list[str]:
     """Return a sentence on global models of which a part was never trained, if there are any."""
     labels = []
     for group in groups:
         is_tested = any(group.scores(protocol, "global") for protocol in group.protocols)
-        if is_tested and group.results[0].experiment.method.leaves_untrained():
+        if is_tested and group.leaves_untrained:
             labels.append(group.label)
     if not labels:
         return []

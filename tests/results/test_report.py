@@ -23,6 +23,7 @@ from raypfl.results.colours import COLOURS
 from raypfl.results.drawing.canvas import page_paint, svg
 from raypfl.results.report import find_runs, searches, tables, write
 from raypfl.results.report.figures import metric_figure
+from raypfl.results.report.lead import lead_of
 from raypfl.results.report.page import shades
 from raypfl.results.report.searches import has_search
 from raypfl.results.run_groups import group_runs
@@ -592,3 +593,49 @@ def test_only_a_sweeps_own_folder_is_shown_as_a_search_and_a_killed_one_says_so(
     (figure,) = method.figures
     assert figure.caption == "Pale: ended before the last round. Not drawn: 1 trial without a score."
     assert [tick for tick in ("0.01", "0.1", "1") if f">{tick}<" in figure.svg] == ["0.01", "0.1", "1"], "a log axis"
+
+
+@pytest.mark.usefixtures("without_figures")
+def test_a_page_leaves_a_global_model_that_is_partly_untrained_out_of_comparisons_and_says_why(results, tmp_path):
+    fedper = changed(shifted(results[2], {"personal": 90, "global": 95}), "method=fedper")
+    root = page([fedper], tmp_path)
+    headline, words = text(root.find("body/header/p[@class='lead']")), text(root)
+    assert headline == "The personal models of fedper reach 90.0 % on each client’s own test data."
+    assert "In the global model of fedper, what clients keep has its initial values." in words
+    assert "Better for" not in words and "nothing to compare client by client" in words
+
+    # Here clients have no other model.
+    untrained = changed(shifted(results[0], {"global": 95}), "method=fedper")
+    (alone, beside) = (lead_of(group_runs(runs), "global") for runs in ([untrained], [untrained, results[2]]))
+    assert alone == "No model with all its parts trained was tested on all clients’ test data together."
+    assert "ditto" in beside and "fedper" not in beside
+
+
+def test_the_headline_of_a_sweep_names_the_configuration_that_the_search_chose_never_the_best_on_test_data(
+    results, tmp_path
+):
+    (tmp_path / "rates").mkdir()
+    (tmp_path / "rates/sweep.yaml").write_text("search: {training.lr: {uniform: [0.1, 1]}}\n")
+    trials = []
+    for name, lr, on_test in (("00000", 0.5, 90), ("00001", 0.2, 95), ("00002", 0.5, 90)):
+        (tmp_path / "rates/trials" / name).mkdir(parents=True)
+        trial = changed(shifted(results[0], {"global": on_test}), f"training.lr={lr}")
+        trials.append(replace(trial, run_dir=tmp_path / "rates/trials" / name))
+
+    table = "trial,status,round,accuracy/val,training.lr,error\n{}00001,finished,3,0.6,0.2,\n"
+    chosen = "00000,finished,3,0.9,0.5,\n00002,finished,3,0.9,0.5,\n"
+    (tmp_path / "rates/trials.csv").write_text(table.format(chosen))
+    expected = (
+        "The search rates chose fedavg training.lr=0.5, the best by accuracy/val. "
+        "The global model of fedavg training.lr=0.5 reaches 90.0 % on each client’s own test data."
+    )
+    assert lead_of(group_runs(trials[:2]), "local") == expected
+    # Of two trials with the same settings, a report has the later one.
+    assert lead_of(group_runs(trials[1:]), "local") == expected
+
+    # The search's choice competes with runs from elsewhere.
+    beside = lead_of(group_runs([*trials[:2], shifted(results[2], {"personal": 93, "global": 80})]), "local")
+    assert "The personal models of ditto training.lr=0.1 are best" in beside and "training.lr=0.2" not in beside
+
+    (tmp_path / "rates/trials.csv").unlink()
+    assert lead_of(group_runs(trials[:2]), "local") == "The search rates chose none of these configurations."

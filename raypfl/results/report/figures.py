@@ -176,9 +176,14 @@ def clients_figure(groups: Sequence[RunGroup], protocol: str) -> ReportFigure:
 
 
 def personal_against_global(groups: Sequence[RunGroup], protocol: str) -> list[ReportFigure]:
-    """Draw each client's scores in a plane, for each method with both models; a disc's area is a number of clients."""
+    """Draw each client's scores in a plane, for each method with both models; a disc's area is a number of clients.
+
+    Methods whose global model is partly untrained are left out.
+    """
     figures = []
     for i, group in enumerate(groups):
+        if group.leaves_untrained:
+            continue
         scores = clients_with_both(group, protocol)
         if len(scores):
             figures.append(_plane_figure(i, group, scores))

@@ -3,19 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import fmean
 
 from raypfl.results.differences import Difference, difference
+from raypfl.results.report.searches import chosen_trials, sweep_of
 from raypfl.results.report.tables import protocol_name
 from raypfl.results.run_groups import RunGroup
 from raypfl.results.units import Unit, capitalised, deviation
 
 
 def lead_of(groups: Sequence[RunGroup], protocol: str) -> str:
-    """The main result as a sentence or two: which method's models are best, and by how much."""
+    """The main result as a sentence or two: which method's models are best, and by how much.
+
+    Of a sweep's trials, only the configuration that its search chose is considered: to name the trial that is best on
+    test data would be to choose on test data. Global models that are partly untrained are left out.
+    """
+    candidates, choices = _without_unchosen(groups)
+    sentences = list(choices)
+    if candidates:
+        sentences.append(_result(candidates, protocol))
+    return " ".join(sentences)
+
+
+def _without_unchosen(groups: Sequence[RunGroup]) -> tuple[list[RunGroup], list[str]]:
+    """The groups without configurations that a sweep tried but did not choose, and a sentence on each choice."""
+    candidates = []
+    choices: dict[Path, str] = {}
+    for group in groups:
+        sweeps = {sweep_of(result.run_dir) for result in group.results}
+        sweep = sweeps.pop()
+        if sweep is None or sweeps:
+            # Not only a sweep's trials.
+            candidates.append(group)
+            continue
+
+        metric, trials = chosen_trials(sweep, group.measures)
+        choices.setdefault(sweep, f"The search {sweep.name} chose none of these configurations.")
+        if any(result.run_dir.absolute().is_relative_to(trial) for trial in trials for result in group.results):
+            candidates.append(group)
+            choices[sweep] = f"The search {sweep.name} chose {group.label}, the best by {metric}."
+    return candidates, list(choices.values())
+
+
+def _result(groups: Sequence[RunGroup], protocol: str) -> str:
+    """The result of groups that all may be called the best."""
     unit = groups[0].unit
     test_data = protocol_name(protocol)
     ranked = _best_first(groups, protocol)
+    if not ranked and any(group.leaves_untrained and group.scores(protocol) for group in groups):
+        return f"No model with all its parts trained was tested on {test_data}."
     if not ranked:
         return f"{capitalised(unit.phrase)} is undefined for all clients on {test_data}."
 
@@ -45,15 +82,21 @@ def lead_of(groups: Sequence[RunGroup], protocol: str) -> str:
     if best.deployed(protocol) == "personal":
         global_scores = best.scores(protocol, "global")
         own_global_model = f"global model of {best.label} has"
-        if global_scores and own_global_model not in unused:
+        if global_scores and not best.leaves_untrained and own_global_model not in unused:
             sentence += f" The {own_global_model} {_score_text(unit, global_scores)}."
     return sentence + unused
 
 
 def _best_first(groups: Sequence[RunGroup], protocol: str, model: str = "") -> list[tuple[RunGroup, list[float]]]:
-    """The groups that have such a model, with its scores; by default the one that clients use."""
+    """The groups that have such a model, with its scores; by default the one that clients use.
+
+    Partly untrained global models are left out.
+    """
     scored = []
     for group in groups:
+        is_global = (model or group.deployed(protocol)) == "global"
+        if is_global and group.leaves_untrained:
+            continue
         scores = group.scores(protocol, model)
         if scores:
             scored.append((group, scores))

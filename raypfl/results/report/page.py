@@ -30,7 +30,7 @@ from raypfl.results.report.lead import lead_of
 from raypfl.results.report.tables import protocol_name
 from raypfl.results.run_groups import RunGroup, group_runs
 from raypfl.results.setting_text import data_text, shared_setting_text
-from raypfl.results.table import MODELS, attack_sentences, unequal_lengths
+from raypfl.results.table import MODELS, attack_sentences, unequal_lengths, untrained_parts
 from raypfl.results.units import Unit, capitalised
 from raypfl.runs.result import RunResult
 
@@ -319,6 +319,7 @@ def _cautions(groups: Sequence[RunGroup]) -> list[str]:
             )
 
     cautions += attack_sentences(groups)
+    cautions += untrained_parts(groups)
     cautions += unequal_lengths(groups)
     seeds = {tuple(sorted(result.experiment.seed for result in group.results)) for group in groups}
     if len(seeds) > 1:

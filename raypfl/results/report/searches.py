@@ -91,6 +91,48 @@ def has_search(folder: Path) -> bool:
     return (folder / TRIALS).is_file() and (is_sweep(folder) or (folder / SEARCH).is_file())
 
 
+def sweep_of(run: Path) -> Path | None:
+    """Return the folder of the sweep that a run's folder is in; None if it is in none."""
+    for folder in run.absolute().parents:
+        if folder.name == "trials" and is_sweep(folder.parent):
+            return folder.parent
+    return None
+
+
+def chosen_trials(sweep: Path, measures: Measures) -> tuple[str, list[Path]]:
+    """Return the metric that a sweep goes by, and the folders of all trials with the settings that it chose.
+
+    The list is empty if the sweep was killed before it wrote its table, or if no trial has a value.
+    """
+    if not (sweep / TRIALS).is_file():
+        return "", []
+
+    trials = _trials(sweep)
+    best = trials[0]
+    units = _units_of_metrics(best, measures)
+    metric = next(iter(units), "")
+    if math.isnan(_number(best.get(metric, ""))):
+        return metric, []
+
+    settings = best.keys() - units.keys() - {"trial", "status", "round", "error"}
+    chosen = []
+    for trial in trials:
+        if all(trial[name] == best[name] for name in settings):
+            chosen.append(sweep / "trials" / trial["trial"])
+    return metric, chosen
+
+
+def _units_of_metrics(trial: Mapping[str, str], measures: Measures) -> dict[str, Unit]:
+    """The units of a sweep's metrics, by column; the search goes by the first."""
+    units = {}
+    for name in trial:
+        # A column may be called accuracy/val.
+        aggregate = name.split("/")[0]
+        if aggregate in measures.aggregates:
+            units[name] = Unit(measures.metric_of(aggregate))
+    return units
+
+
 def read(folder: Path, measures: Measures, number: int = 1) -> FinishedSearch:
     """Return the search in a folder that :func:`has_search`.
 
@@ -135,12 +177,7 @@ def best_runs(folder: Path) -> tuple[list[Path], str]:
 def _sweep(folder: Path, measures: Measures, number: int) -> FinishedSearch:
     spaces = spaces_of(read_yaml(folder / SWEEP)["search"])
     trials = _trials(folder)
-    units = {}
-    for name in trials[0]:
-        # A column may be called accuracy/val.
-        aggregate = name.split("/")[0]
-        if aggregate in measures.aggregates:
-            units[name] = Unit(measures.metric_of(aggregate))
+    units = _units_of_metrics(trials[0], measures)
     score = next(iter(units))
     score_unit = units[score]
 
