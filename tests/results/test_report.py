@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import re
 import shutil
 from dataclasses import replace
@@ -632,6 +633,11 @@ def test_the_headline_of_a_sweep_names_the_configuration_that_the_search_chose_n
     assert lead_of(group_runs(trials[:2]), "local") == expected
     # Of two trials with the same settings, a report has the later one.
     assert lead_of(group_runs(trials[1:]), "local") == expected
+
+    # Nor are the others compared with the best on test data.
+    table_file = write(trials[:2], tmp_path / "table.csv")
+    lines = list(csv.DictReader(table_file.read_text().splitlines()))
+    assert {line["against"] for line in lines if line["tested_on"] == "local"} == {"", "fedavg training.lr=0.5"}
 
     # The search's choice competes with runs from elsewhere.
     beside = lead_of(group_runs([*trials[:2], shifted(results[2], {"personal": 93, "global": 80})]), "local")

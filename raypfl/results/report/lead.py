@@ -26,6 +26,15 @@ def lead_of(groups: Sequence[RunGroup], protocol: str) -> str:
     return " ".join(sentences)
 
 
+def chosen_label(groups: Sequence[RunGroup]) -> str | None:
+    """Return the label of the only group that remains once trials are left out that searches did not choose.
+
+    None: the groups are of no search, or not exactly one remains.
+    """
+    candidates, choices = _without_unchosen(groups)
+    return candidates[0].label if choices and len(candidates) == 1 else None
+
+
 def _without_unchosen(groups: Sequence[RunGroup]) -> tuple[list[RunGroup], list[str]]:
     """The groups without configurations that a sweep tried but did not choose, and a sentence on each choice."""
     candidates = []

@@ -26,7 +26,7 @@ from raypfl.results.display.notices import run_notices
 from raypfl.results.epsilons import epsilons, privacy_sentence
 from raypfl.results.numbers import prediction_traffic
 from raypfl.results.report import budgets, export, figures, searches, tables
-from raypfl.results.report.lead import lead_of
+from raypfl.results.report.lead import chosen_label, lead_of
 from raypfl.results.report.tables import protocol_name
 from raypfl.results.run_groups import RunGroup, group_runs
 from raypfl.results.setting_text import data_text, shared_setting_text
@@ -59,7 +59,8 @@ def write(
     path : the HTML file or, if it ends in ``.tex`` or ``.csv``, the table; its folder must exist.
     notes : sentences for the reader, such as on what is left out.
     searches : folders of sweeps, and of studies with a search, that the results are from.
-    baseline : the method, by its label, that the others are compared with; None: the best one.
+    baseline : the method, by its label, that the others are compared with; None: the best one or, of a sweep, the one
+        that the search chose.
 
     Raises
     ------
@@ -93,9 +94,9 @@ def _comparable_parts(results: Sequence[RunResult]) -> list[list[RunGroup]]:
 
 
 def _baselines(parts: Sequence[Sequence[RunGroup]], baseline: str | None) -> list[str | None]:
-    """The baseline of each part; None for parts without it, whose methods are compared with their best."""
+    """The baseline of each part, by default what its search chose; None: its methods are compared with their best."""
     if baseline is None:
-        return [None] * len(parts)
+        return [chosen_label(groups) for groups in parts]
 
     labels: list[str | None] = []
     errors = []
