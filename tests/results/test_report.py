@@ -18,10 +18,12 @@ import pytest
 
 import raypfl
 from raypfl.common.errors import ConfigError
+from raypfl.data.client_names import ClientNames
 from raypfl.evaluation import Measures
 from raypfl.results import numbers
 from raypfl.results.colours import COLOURS
 from raypfl.results.drawing.canvas import page_paint, svg
+from raypfl.results.ranking.named_clients import client_table
 from raypfl.results.report import find_runs, searches, tables, write
 from raypfl.results.report.figures import metric_figure
 from raypfl.results.report.lead import lead_of
@@ -187,6 +189,45 @@ def test_every_client_is_paired_with_itself(results):
     personal = np.concatenate([accuracy(result, "local", "personal") for result in results[2:4]])
     shared = np.concatenate([accuracy(result, "local", "global") for result in results[2:4]])
     np.testing.assert_array_equal(pairs, np.stack([shared, personal], axis=1))
+
+
+def named(result: raypfl.Result, names: str) -> raypfl.Result:
+    return replace(result, client_names=ClientNames(np.arange(len(names)), list(names)))
+
+
+@pytest.mark.usefixtures("without_figures")
+def test_named_clients_have_a_table_that_begins_with_those_whom_personal_models_help_most(results, tmp_path):
+    root = page([named(result, "ABCDEFGH") for result in results[:4]], tmp_path)
+    heading, *lines = rows(next(section(root, "clients").iter("table")))
+    assert heading == ["client", "trainingsamples", "fedavg,global", "ditto,personal", "difference"]
+
+    shared = [accuracy(result, "local", "global") for result in results[:2]]
+    personal = [accuracy(result, "local", "personal") for result in results[2:4]]
+    gains = np.array(personal) - shared
+    for name, _, *cells in lines:
+        client = "ABCDEFGH".index(name)
+        by_seed = np.array([*zip(*shared, strict=True)][client]), np.array([*zip(*personal, strict=True)][client])
+        expected = [f"{values.mean():.1f}±{values.std(ddof=1):.1f}" for values in by_seed]
+        assert cells == [*expected, f"{gains[:, client].mean():+.1f}±{gains[:, client].std(ddof=1):.1f}"]
+    shown = [float(line[-1].split("±")[0]) for line in lines]
+    assert len(lines) == 8 and shown == sorted(shown, reverse=True)
+    assert "seed by seed: ditto, personal minus fedavg, global." in text(section(root, "clients"))
+
+
+def test_named_clients_compare_the_personal_models_of_one_method_with_its_global_model_if_that_is_trained(
+    results, monkeypatch
+):
+    groups = group_runs([named(result, "ABCDEFGH") for result in results[2:4]])
+    assert client_table(groups, "local", "ditto", []).compared == "ditto, personal minus ditto, global"
+    monkeypatch.setattr(type(results[2].experiment.method), "leaves_untrained", lambda self: True)
+    assert client_table(groups, "local", None, []).headings == ["ditto, personal"]
+
+
+@pytest.mark.parametrize("names", [["ABCDEFGH", "ABCDEFHG"], ["AABCDEFG"] * 2], ids=["other seed", "shared name"])
+@pytest.mark.usefixtures("without_figures")
+def test_names_that_are_not_of_one_client_in_all_seeds_make_no_table(names, results, tmp_path):
+    root = page([named(result, clients) for result, clients in zip(results[:2], names, strict=True)], tmp_path)
+    assert not list(section(root, "clients").iter("table"))
 
 
 def test_the_ledger_by_tensor_adds_up_to_what_was_sent(results, whole):

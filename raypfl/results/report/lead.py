@@ -19,7 +19,7 @@ def lead_of(groups: Sequence[RunGroup], protocol: str) -> str:
     Of a sweep's trials, only the configuration that its search chose is considered: to name the trial that is best on
     test data would be to choose on test data. Global models that are partly untrained are left out.
     """
-    candidates, choices = _without_unchosen(groups)
+    candidates, choices = without_unchosen(groups)
     sentences = list(choices)
     if candidates:
         sentences.append(_result(candidates, protocol))
@@ -31,12 +31,12 @@ def chosen_label(groups: Sequence[RunGroup]) -> str | None:
 
     None: the groups are of no search, or not exactly one remains.
     """
-    candidates, choices = _without_unchosen(groups)
+    candidates, choices = without_unchosen(groups)
     return candidates[0].label if choices and len(candidates) == 1 else None
 
 
-def _without_unchosen(groups: Sequence[RunGroup]) -> tuple[list[RunGroup], list[str]]:
-    """The groups without configurations that a sweep tried but did not choose, and a sentence on each choice."""
+def without_unchosen(groups: Sequence[RunGroup]) -> tuple[list[RunGroup], list[str]]:
+    """Return the groups without configurations that a sweep tried but did not choose, and a sentence on each choice."""
     candidates = []
     choices: dict[Path, str] = {}
     for group in groups:

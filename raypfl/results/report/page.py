@@ -25,8 +25,9 @@ from raypfl.results.differences import HEADINGS, differences, find_label, remark
 from raypfl.results.display.notices import run_notices
 from raypfl.results.epsilons import epsilons, privacy_sentence
 from raypfl.results.numbers import prediction_traffic
+from raypfl.results.ranking.named_clients import client_table
 from raypfl.results.report import budgets, export, figures, searches, tables
-from raypfl.results.report.lead import chosen_label, lead_of
+from raypfl.results.report.lead import chosen_label, lead_of, without_unchosen
 from raypfl.results.report.tables import protocol_name
 from raypfl.results.run_groups import RunGroup, group_runs
 from raypfl.results.setting_text import data_text, shared_setting_text
@@ -178,6 +179,7 @@ def _part(groups: list[RunGroup], suffix: str, baseline: str | None) -> dict[str
     protocols = list(dict.fromkeys(name for group in groups for name in group.protocols))
     tests = _tests(protocols)
     runs = [(i, group.label, result) for i, group in enumerate(groups) for result in group.results]
+    holdings = _holdings(groups[0].results[0])
     return {
         "suffix": suffix,
         "setting": shared_setting_text([result for _, _, result in runs]),
@@ -188,11 +190,11 @@ def _part(groups: list[RunGroup], suffix: str, baseline: str | None) -> dict[str
         "several_seeds": any(len(group.results) > 1 for group in groups),
         "unit": groups[0].unit,
         "capitalised": capitalised,
-        "holdings": _holdings(groups[0].results[0]),
+        "holdings": holdings,
         "runs": runs,
         **_results(groups, tests[0], baseline),
         **_curves(groups, tests),
-        **_clients(groups, protocols),
+        **_clients(groups, protocols, baseline, holdings["sizes"]),
         **_spending(groups, tests[0]),
         **_settings(groups),
     }
@@ -229,15 +231,19 @@ def _curves(groups: list[RunGroup], tests: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _clients(groups: list[RunGroup], protocols: Sequence[str]) -> dict[str, Any]:
+def _clients(
+    groups: list[RunGroup], protocols: Sequence[str], baseline: str | None, sizes: Sequence[int]
+) -> dict[str, Any]:
     """The clients one by one, if a protocol tests them so."""
     per_client = next((name for name in _PER_CLIENT if name in protocols), None)
     if per_client is None:
-        return {"tested_alone": "", "sorted": None, "planes": []}
+        return {"tested_alone": "", "sorted": None, "planes": [], "by_name": None}
+    candidates, _ = without_unchosen(groups)
     return {
         "tested_alone": protocol_name(per_client),
         "sorted": figures.clients_figure(groups, per_client),
         "planes": figures.personal_against_global(groups, per_client),
+        "by_name": client_table(candidates, per_client, baseline, sizes),
     }
 
 
@@ -329,16 +335,17 @@ def _cautions(groups: Sequence[RunGroup]) -> list[str]:
 
 
 def _holdings(first: RunResult) -> dict[str, Any]:
-    """Who holds what: `title`, a `figure` and `rows` of min, median, mean and max; or `why_not`."""
+    """Who holds what: `title`, a `figure`, `rows` of min, median, mean and max, and clients' training `sizes`; or
+    `why_not`."""
     experiment = first.experiment
     title = f"{data_text(experiment, first.metadata)}, seed {experiment.seed}"
     try:
         data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
         if first.metadata["data"] != data.fingerprint:
-            return {"title": title, "figure": None, "why_not": "The data has changed since the run."}
+            return {"title": title, "figure": None, "sizes": [], "why_not": "The data has changed since the run."}
         summary = summarised(data)
     except RaypflError as error:
-        return {"title": title, "figure": None, "why_not": str(error)}
+        return {"title": title, "figure": None, "sizes": [], "why_not": str(error)}
 
     spreads = {}
     for name, spread in client_data.sizes_of(summary).items():
@@ -349,4 +356,5 @@ def _holdings(first: RunResult) -> dict[str, Any]:
     rows = {}
     for name, spread in spreads.items():
         rows[name] = [client_data.number(value) for value in spread.values()]
-    return {"title": title, "figure": figures.partition_figure(summary), "rows": rows}
+    sizes = summary.sizes["train"].tolist()
+    return {"title": title, "figure": figures.partition_figure(summary), "rows": rows, "sizes": sizes}
