@@ -5,7 +5,7 @@ A stack holds what its clients changed. What they keep besides stays in older st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -55,6 +55,7 @@ class LiveStack:
     sizes : for each client, name -> bytes.
     hides_older : whether older stacks have names that its clients do not keep any more.
     file : the file that holds its states, once they have been written.
+    filed : the slots whose states are in the file; a client whose change was held, and counts only now, is not there.
     live : the number of clients that still have something in it.
     live_bytes : the bytes that have not been replaced by newer stacks.
     """
@@ -66,6 +67,7 @@ class LiveStack:
     sizes: tuple[Mapping[str, int], ...]
     hides_older: bool
     file: StateFile | None = None
+    filed: Container[int] = ()
     live: int = 0
     live_bytes: int = 0
 
@@ -126,7 +128,8 @@ class StateTable:
             hides_older = shard.complete
             file = shard.file
 
-        new = LiveStack(number, stack, tuple(clients), node, contents.sizes, hides_older, file)
+        filed = range(len(clients))
+        new = LiveStack(number, stack, tuple(clients), node, contents.sizes, hides_older, file, filed)
         self._next_number = max(self._next_number, number + 1)
         for slot, client in enumerate(clients):
             self._staged[client] = _needed(*self._layers(client), (new, slot))
@@ -253,6 +256,8 @@ class StateTable:
     def _count_uses(self, layers: Layers, sign: int) -> None:
         """Add a client to its stacks (`sign` 1), or take it away from them (-1); stacks without clients are dropped."""
         for stack, slot, names in _newest(layers):
+            if sign > 0 and slot not in stack.filed:
+                stack.file = None
             stack.live += sign
             stack.live_bytes += sign * sum(stack.sizes[slot][name] for name in names)
             if stack.live:

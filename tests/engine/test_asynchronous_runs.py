@@ -77,6 +77,17 @@ def test_a_run_that_is_stopped_after_any_round_resumes_to_the_same_bits(tmp_path
     assert resumed.weights_hash == whole.weights_hash and same_tables(resumed, whole)
 
 
+def test_a_run_whose_rounds_are_extended_has_the_bits_of_one_that_was_as_long_at_once(tmp_path):
+    # A convolution rounds by the number of clients that train at once: those of round 4, also with some of round 5.
+    settings = {"model": "cnn", "engine__group_size": 3, "evaluation__every": 0}
+    whole = raypfl.run(buffered(tmp_path, **settings, rounds=11))
+
+    # Of a group that trained before the checkpoint of round 4, some clients' states count from round 5 on only.
+    for rounds in (4, 6):
+        shorter = raypfl.run(buffered(tmp_path, **settings, rounds=rounds))
+        assert raypfl.resume(shorter.run_dir, overrides=["rounds=11"]).weights_hash == whole.weights_hash
+
+
 class KillsItsActor(Marked):
     """Kill the process that trains client 5, once; not in the rehearsal before the run, whose trainings are a step."""
 

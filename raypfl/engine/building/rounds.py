@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from raypfl.common.errors import ConfigError
 from raypfl.devices import Always, Availability, ClientTurns
 from raypfl.federation.asynchronous.rounds import AsynchronousRounds
 from raypfl.federation.asynchronous.schedule import Fleet, Schedule, make_schedule
@@ -34,12 +36,16 @@ class _OfTrained(Availability):
         return self._availability.next_available(self._trained[clients], time)
 
 
-def schedule_for(experiment: Experiment, turns: ClientTurns, trained: np.ndarray) -> Schedule | None:
+def schedule_for(
+    experiment: Experiment, turns: ClientTurns, trained: np.ndarray, looks_ahead: bool = False
+) -> Schedule | None:
     """Return the schedule of a run whose rounds are asynchronous; None if they are not.
 
     Parameters
     ----------
     trained : the numbers of the clients that are trained, ``int64[n]``; the schedule has their positions here.
+    looks_ahead : whether the schedule goes on after the last round until all who are then at work have replied, so that
+        the clients that train at once are the same if the run is extended.
 
     Raises
     ------
@@ -50,12 +56,17 @@ def schedule_for(experiment: Experiment, turns: ClientTurns, trained: np.ndarray
         return None
 
     is_always = isinstance(turns.availability, Always)
+    size = cohort_size(experiment.cohort, len(trained))
     fleet = Fleet(
         seconds=turns.turn_seconds(trained),
-        size=cohort_size(experiment.cohort, len(trained)),
+        size=size,
         dropout=turns.dropout,
         availability=turns.availability if is_always else _OfTrained(turns.availability, trained),
     )
+    if looks_ahead:
+        # At most `size` clients are at work, and each round hears one of them at least.
+        with suppress(ConfigError):  # there may be nobody left for rounds that the run does not have
+            return make_schedule(fleet, experiment.rounds + size, experiment.seed, settings.buffer, settings.window)
     return make_schedule(fleet, experiment.rounds, experiment.seed, settings.buffer, settings.window)
 
 
@@ -77,7 +88,7 @@ def rounds_for(experiment: Experiment, turns: ClientTurns, runner: GroupRunner, 
         return experiment.training.learning_rate(round - 1, experiment.rounds)
 
     trained = runner.task.trained
-    schedule = schedule_for(experiment, turns, trained)
+    schedule = schedule_for(experiment, turns, trained, looks_ahead=True)
     if schedule is None:
         return SynchronousRounds(experiment.cohort, runner, learning_rate, turns)
     return AsynchronousRounds(

@@ -143,6 +143,7 @@ def save_states(
     for file, stacks in zip(new_files, unsaved, strict=True):
         for stack in stacks:
             stack.file = file
+            stack.filed = frozenset(states.live_names(stack))
     return StoredStates(location, (*state_files, *new_files))
 
 
