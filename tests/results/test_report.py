@@ -641,7 +641,8 @@ def test_only_a_sweeps_own_folder_is_shown_as_a_search_and_a_killed_one_says_so(
 def test_a_page_leaves_a_global_model_that_is_partly_untrained_out_of_comparisons_and_says_why(results, tmp_path):
     fedper = changed(shifted(results[2], {"personal": 90, "global": 95}), "method=fedper")
     root = page([fedper], tmp_path)
-    headline, words = text(root.find("body/header/p[@class='lead']")), text(root)
+    headline = text(root.find("body/header/p[@class='lead']"))
+    words = text(root)
     assert headline == "The personal models of fedper reach 90.0 % on each client’s own test data."
     assert "In the global model of fedper, what clients keep has its initial values." in words
     assert "Better for" not in words and "nothing to compare client by client" in words

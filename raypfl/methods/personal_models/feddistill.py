@@ -69,11 +69,11 @@ class FedDistill(Method):
         last_sent = unmarked(clients.state.get("sent", default=torch.zeros_like(sums)))
         last_round = unmarked(clients.state.get("round", default=rounds.new_full((1,), -1)))
         is_in_sum = ((last_round == rounds) & (unmarked(clients.label_counts()) > 0)).to(sums.dtype)
-        others = owners - is_in_sum
-        targets = (sums - is_in_sum[:, :, None] * last_sent) / others.clamp_min(1)[:, :, None]
+        other_owners = owners - is_in_sum
+        targets = (sums - is_in_sum[:, :, None] * last_sent) / other_owners.clamp_min(1)[:, :, None]
 
         model = clients.state.get("model", default=clients.initial)
-        has_target = per_client((others > 0).to(sums.dtype))
+        has_target = per_client((other_owners > 0).to(sums.dtype))
         trained = clients.sgd(loss_and_distance, model, targets=per_client(targets), has_target=has_target)
 
         means, counts = clients.class_means(logits, trained)

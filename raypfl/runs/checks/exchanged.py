@@ -16,12 +16,12 @@ def refuse_exchanged(prepared: Prepared) -> None:
         return
 
     method = prepared.experiment.method
-    own = _own_parts(method, prepared.architectures)
-    if own:
+    unshared = _own_parts(method, prepared.architectures)
+    if unshared:
         raise ConfigError(
             f"method is {METHODS.name_of(type(method))!r}, which exchanges parts of clients' networks such as "
-            f"{own[0]!r}, but model is heterogeneous: its networks have only the output layer in common. Methods that "
-            f"exchange no more: {', '.join(_fitting(prepared.architectures))}."
+            f"{unshared[0]!r}, but model is heterogeneous: its networks have only the output layer in common. Methods "
+            f"that exchange no more: {', '.join(_fitting(prepared.architectures))}."
         )
 
     try:

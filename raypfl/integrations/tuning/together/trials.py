@@ -40,7 +40,7 @@ def suits(sweep: Sweep, first: Experiment) -> bool:
 
 def advance_together(sweep: Sweep, draws: Mapping[str, dict[str, Any]]) -> bool:
     """Whether there are trials that are expected to gain from advancing together."""
-    experiments = {number: sweep.configured(drawn) for number, drawn in enumerate(draws.values())}
+    experiments = {number: sweep.configured(configuration) for number, configuration in enumerate(draws.values())}
     return any(len(part) > 1 for part in paying_parts(experiments))
 
 
@@ -63,7 +63,8 @@ def run_trials(
     hear, show : as in :func:`raypfl.integrations.tuning.search.search`.
     asha : what stops trials; None: all of them are carried out to their ends.
     """
-    trials = _Trials(sweep, [Trial(name, drawn) for name, drawn in draws.items()], folder, hear, show, asha)
+    named = [Trial(name, configuration) for name, configuration in draws.items()]
+    trials = _Trials(sweep, named, folder, hear, show, asha)
     outcomes: dict[int, RunOutcome] = {}
     planned: dict[int, PlannedRun] = {}
     for number, run in enumerate(trials.runs()):
