@@ -244,8 +244,14 @@ def _why_refused(run_dir: str | Path, refused: Sequence[str], experiment: Experi
     rounds_before_end = [round for round in rounds if round < experiment.rounds]
     if not rounds_before_end:
         changes.append(f"rounds={2 * experiment.rounds}")
-    words = ["--from-round", str(max(rounds_before_end or rounds)), "--as", "NEWRUN", *changes]
-    return f"{text} A new run can continue with it: `{shlex.join(['raypfl', 'resume', str(run_dir), *words])}`."
+    command = command_with_changes(run_dir, max(rounds_before_end or rounds), changes)
+    return f"{text} A new run can continue with it: `{command}`."
+
+
+def command_with_changes(run_dir: str | Path, from_round: int, changes: Sequence[str]) -> str:
+    """Return the command with which a new run continues another one, after a round of which it has a checkpoint."""
+    words = ["raypfl", "resume", str(run_dir), "--from-round", str(from_round), "--as", "NEWRUN", *changes]
+    return shlex.join(words)
 
 
 def _as_yaml(value: object) -> str:

@@ -28,6 +28,6 @@ def test_a_selection_of_clients_is_told_from_none_in_any_order(order):
 
 
 def test_a_run_that_has_not_begun_has_the_label_of_one_that_has_recorded_its_datas_objective():
-    begun = Experiment(objective="classification")
-    waiting = Experiment(method="ditto")
-    assert labels([begun, waiting]) == ["fedavg", "ditto"]
+    run_that_began = Experiment(objective="classification")
+    waiting_run = Experiment(method="ditto")
+    assert labels([run_that_began, waiting_run]) == ["fedavg", "ditto"]

@@ -12,15 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from raypfl.cli.arguments import as_typed
-from raypfl.common.errors import (
-    CheckpointError,
-    ConfigError,
-    NoRun,
-    RaypflError,
-    Refused,
-    Stopped,
-    Unwritable,
-)
+from raypfl.common.errors import CheckpointError, ConfigError, NoRun, RaypflError, Refused, Stopped, Unwritable
 from raypfl.common.json_text import json_text
 from raypfl.common.stopping import message_if_killed, signals_interrupt
 from raypfl.engine.events import Listener
@@ -46,7 +38,7 @@ from raypfl.runs.result import (
     rounds_saved,
     write_description,
 )
-from raypfl.runs.resuming import continued, is_complete_as, refuse_other_run, resumed
+from raypfl.runs.resuming import command_with_changes, continued, is_complete_as, refuse_other_run, resumed
 from raypfl.runs.several.resume import resume_all
 
 
@@ -253,10 +245,7 @@ def _carry_out(work: _Work, quiet: bool, as_json: bool) -> None:
         except RaypflError as error:
             if not results and not work.has_checkpoint:
                 raise
-            how = _unfinished(work, results)
-            for folder, experiment in list(work.runs.items())[len(results) :][:1]:  # the run that failed
-                how += _with_other_settings(folder, experiment)
-            raise RaypflError(f"{error}\n{how}") from error
+            raise RaypflError(f"{error}\n{_unfinished(work, results)}{_with_other_settings(work, results)}") from error
         finally:
             if results:
                 _report(work, results, tracked, as_json)
@@ -292,13 +281,15 @@ def _unfinished(work: _Work, results: Sequence[RunResult]) -> str:
     return f"{finished} of {len(work.runs)} runs are finished{changed}. {work.to_continue}"
 
 
-def _with_other_settings(folder: Path, experiment: Experiment) -> str:
-    """Say how a run that failed continues with another learning rate, say; nothing if it has no checkpoint."""
+def _with_other_settings(work: _Work, results: Sequence[RunResult]) -> str:
+    """Say how the run that failed continues with another learning rate, say; nothing if it has no checkpoint."""
+    not_reached = [*work.runs.items()][len(results) :]
     with suppress(CheckpointError):
-        last_round = rounds_saved(folder, experiment)
-        if last_round:
-            changes = ["--from-round", str(last_round), "--as", "NEWRUN", "training.lr=NUMBER"]
-            return f"\nWith other settings: {shlex.join(['raypfl', 'resume', str(outcome.nearby(folder)), *changes])}"
+        for folder, experiment in not_reached[:1]:
+            last_round = rounds_saved(folder, experiment)
+            if last_round:
+                command = command_with_changes(outcome.nearby(folder), last_round, ["training.lr=NUMBER"])
+                return f"\nWith other settings: {command}"
     return ""
 
 

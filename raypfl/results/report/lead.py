@@ -39,6 +39,7 @@ def without_unchosen(groups: Sequence[RunGroup]) -> tuple[list[RunGroup], list[s
     """Return the groups without configurations that a sweep tried but did not choose, and a sentence on each choice."""
     candidates = []
     choices: dict[Path, str] = {}
+    trials_of = {}  # read once for each sweep
     for group in groups:
         sweeps = {sweep_of(result.run_dir) for result in group.results}
         sweep = sweeps.pop()
@@ -47,8 +48,10 @@ def without_unchosen(groups: Sequence[RunGroup]) -> tuple[list[RunGroup], list[s
             candidates.append(group)
             continue
 
-        metric, trials = chosen_trials(sweep, group.measures)
-        choices.setdefault(sweep, f"The search {sweep.name} chose none of these configurations.")
+        if sweep not in trials_of:
+            trials_of[sweep] = chosen_trials(sweep, group.measures)
+            choices[sweep] = f"The search {sweep.name} chose none of these configurations."
+        metric, trials = trials_of[sweep]
         if any(result.run_dir.absolute().is_relative_to(trial) for trial in trials for result in group.results):
             candidates.append(group)
             choices[sweep] = f"The search {sweep.name} chose {group.label}, the best by {metric}."
