@@ -16,7 +16,7 @@ from raypfl.clients.steps.minibatches import MiniBatch, MiniBatches
 from raypfl.common.errors import MethodError, PrivacyError
 from raypfl.common.messages import PerClient, Weighting, inside_a_loss, per_client, unmarked
 from raypfl.common.transfer import to_device
-from raypfl.learning.executor import Executor
+from raypfl.learning.executor import Executor, GroupTraining
 from raypfl.learning.loss import LocalLoss, LossFunction, ReportedLoss
 from raypfl.learning.objectives.batch import Batch
 from raypfl.learning.optimizers import LocalOptimizer, Perturb
@@ -253,25 +253,28 @@ class Clients:
         ClientError : if a client's reported loss or model is not finite, or its loss is above the limit.
         """
         group = self._group
-        training = prepare_training(group, epochs, steps, batch_size, stream)
-        order = training.order
+        prepared = prepare_training(group, epochs, steps, batch_size, stream)
+        order = prepared.order
         trainable = self._mask(train)
-        update = group.update(optimizer, lr, trainable, self._mask(decay), training.rule, perturb)
+        update = group.update(optimizer, lr, trainable, self._mask(decay), prepared.rule, perturb)
 
         rows = group.models(start)
-        local_loss = LocalLoss(self.model, loss, penalty, report)
-        corrections = group.corrections(correction)
-        extras = group.extras(extras)
+        training = GroupTraining(
+            loss=LocalLoss(self.model, loss, penalty, report),
+            start=rows,
+            samples=group.samples("train"),
+            order=order,
+            update=update,
+            keys=prepared.keys,
+            extras=group.extras(extras),
+            correction=group.corrections(correction),
+        )
         observe = None if group.observer is None else group.observer.training(rows, order, update.lr)
 
-        trained, losses = group.run(
-            group.trainer(local_loss, rows, order, extras),
-            lambda executor: executor.sgd(
-                local_loss, rows, group.samples("train"), order, update, training.keys, extras, corrections, observe
-            ),
-        )
+        executor = group.trainer(training.loss, rows, order, training.extras)
+        trained, losses = group.run(executor, lambda executor: executor.sgd(training, observe))
 
-        if training.rule is not None:
+        if prepared.rule is not None:
             refuse_moved_statistics(self.model.buffers(rows), self.model.buffers(trained))
         has_steps = order.index.shape[1] > 0
         group.report(trained, losses if report is not None and has_steps else None, rows)

@@ -82,6 +82,35 @@ DEFAULT_PRECISION = Precision()
 """No autocast, and images as they are stored."""
 
 
+@dataclass(frozen=True, eq=False)
+class GroupTraining:
+    """Local SGD of a group of K clients, which :meth:`Executor.sgd` carries out.
+
+    Attributes
+    ----------
+    loss : the loss of one client's parameters.
+    start : the models before the first step, ``[K, P+B]``.
+    samples, order : the clients' training samples, and those that each step visits.
+    update : what a step does with a gradient.
+    keys : the keys of the clients' draws, ``int64[K]`` in the host's memory, where they can be read without waiting
+        for a GPU.
+    extras : further arguments of the loss.
+    correction : ``[K, P]``, added to all gradients; None: nothing.
+    """
+
+    loss: LocalLoss
+    start: Tensor
+    samples: GroupSamples
+    order: SampleOrder
+    update: Update
+    keys: Tensor
+    extras: Extras
+    correction: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+
 class Executor:
     """Runs functions of one client for a group, one client after the other.
 
@@ -94,46 +123,33 @@ class Executor:
         self.precision = precision
 
     @torch.enable_grad()
-    def sgd(
-        self,
-        loss: LocalLoss,
-        start: Tensor,
-        samples: GroupSamples,
-        order: SampleOrder,
-        update: Update,
-        keys: Tensor,
-        extras: Extras,
-        correction: Tensor | None = None,
-        observe: StepCallback | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Train from ``start[K, P+B]``; return ``(trained[K, P+B], mean reported loss[K])``.
+    def sgd(self, training: GroupTraining, observe: StepCallback | None = None) -> tuple[Tensor, Tensor]:
+        """Train all clients of a group; return ``(trained[K, P+B], mean reported loss[K])``.
 
-        Parameters
-        ----------
-        keys : the keys of the clients' draws, ``int64[K]`` in the host's memory, where they can be read without
-            waiting for a GPU.
-        correction : ``[K, P]``, added to all gradients; None: nothing.
-        observe : called before each of a client's steps.
+        `observe` is called before each of a client's steps.
         """
+        start = training.start
+        update = training.update
         trained = copy_rows(start)
         losses = torch.zeros(len(start), dtype=start.dtype, device=start.device)
 
         with self.model.bound() as bound, self.model.mode(train=True), streams.forked(start.device):
             frozen = frozen_segments(self.model, update)
-            for k, steps in enumerate(order.steps):
-                client_correction = None if correction is None else correction[k]
-                descent = self._start_descent(bound, trained[k], frozen, update, keys[k], client_correction)
-                client_extras = without_buffers(self.model, of_client(extras, k))
-                batch_of_step = samples.steps(k, order)
-                client_loss = loss
+            for k, steps in enumerate(training.order.steps):
+                key = training.keys[k]
+                correction = None if training.correction is None else training.correction[k]
+                descent = self._start_descent(bound, trained[k], frozen, update, key, correction)
+                extras = without_buffers(self.model, of_client(training.extras, k))
+                batch_of_step = training.samples.steps(k, training.order)
+                loss = training.loss
                 if update.separates_penalty:
-                    client_loss = loss.separated(descent.theta, client_extras)
+                    loss = loss.separated(descent.theta, extras)
 
                 for s in range(steps):
                     if observe is not None:
                         observe(k, s, trained[k])
                     batch = self._batch(batch_of_step(s))
-                    reported = self._step(client_loss, bound, descent, batch, keys[k] + s, client_extras)
+                    reported = self._step(loss, bound, descent, batch, key + s, extras)
                     losses[k] += reported / int(steps)
         return trained, losses
 

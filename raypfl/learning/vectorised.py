@@ -13,8 +13,8 @@ from torch import Tensor, vmap
 
 from raypfl.common import streams
 from raypfl.common.transfer import to_device
-from raypfl.learning.batches import Batches, GroupSamples, StepBatches
-from raypfl.learning.executor import DEFAULT_PRECISION, Executor, Precision, StepCallback
+from raypfl.learning.batches import Batches, StepBatches
+from raypfl.learning.executor import DEFAULT_PRECISION, Executor, GroupTraining, Precision, StepCallback
 from raypfl.learning.loss import LocalLoss, LossFunction
 from raypfl.learning.objectives.batch import Batch
 from raypfl.learning.optimizers import Update
@@ -29,7 +29,6 @@ from raypfl.learning.optimizers.descent import (
 )
 from raypfl.learning.optimizers.ranked_training import ActiveRows, RankedTraining, phases
 from raypfl.learning.recording import Recorder, key_of_steps, may_keep_state, repeat
-from raypfl.learning.sample_order import SampleOrder
 from raypfl.models.extras import Extras, of_client, of_clients, rows_of, with_rows, without_buffers
 from raypfl.models.flat import FlatModel, FunctionalCall
 from raypfl.models.predictor import Predictor
@@ -52,23 +51,18 @@ class Vectorised(Executor):
         self.recorder = recorder
 
     @torch.enable_grad()
-    def sgd(
-        self,
-        loss: LocalLoss,
-        start: Tensor,
-        samples: GroupSamples,
-        order: SampleOrder,
-        update: Update,
-        keys: Tensor,
-        extras: Extras,
-        correction: Tensor | None = None,
-        observe: StepCallback | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def sgd(self, training: GroupTraining, observe: StepCallback | None = None) -> tuple[Tensor, Tensor]:
         # Clients with most steps come first, so that those that still have some are always the first rows.
-        rank = np.argsort(-order.steps, kind="stable")
-        steps = order.steps[rank]
+        start = training.start
+        rank = np.argsort(-training.order.steps, kind="stable")
+        steps = training.order.steps[rank]
         already_in_order = bool((rank[1:] > rank[:-1]).all())
         ranked = None if already_in_order else to_device(rank, start.device)
+
+        loss = training.loss
+        extras = training.extras
+        update = training.update
+        correction = training.correction
         if ranked is not None:
             extras = of_clients(extras, ranked)
             update = update.of_rows(ranked)
@@ -77,13 +71,13 @@ class Vectorised(Executor):
         theta = copy_rows(self.model.parameters(start), ranked)
         if update.separates_penalty:
             loss = self._separated(loss, theta, extras)
-        training = RankedTraining(
+        ranked_training = RankedTraining(
             loss=loss,
             step=self._vectorised_step(loss, extras),
             update=update,
             frozen=frozen_segments(self.model, update),
-            batches=samples.stacked(rank, order),
-            keys=to_device(keys.numpy()[rank], start.device),
+            batches=training.samples.stacked(rank, training.order),
+            keys=to_device(training.keys.numpy()[rank], start.device),
             extras=extras,
             correction=correction,
             theta=theta,
@@ -91,10 +85,10 @@ class Vectorised(Executor):
             memory={name: aligned(rows) for name, rows in update.init(theta).items()},
             losses=torch.zeros(len(theta), dtype=theta.dtype, device=theta.device),
         )
-        self._take_steps(training, rank, steps, observe)
+        self._take_steps(ranked_training, rank, steps, observe)
 
-        losses = training.losses / to_device(steps, theta.device).to(theta.dtype).clamp_min(1)
-        trained = torch.cat([theta, training.statistics], dim=1) if self.model.num_buffers else theta
+        losses = ranked_training.losses / to_device(steps, theta.device).to(theta.dtype).clamp_min(1)
+        trained = torch.cat([theta, ranked_training.statistics], dim=1) if self.model.num_buffers else theta
         if ranked is None:
             return trained, losses
         original_order = ranked.argsort()

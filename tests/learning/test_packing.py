@@ -13,11 +13,12 @@ from raypfl.clients.clients import Clients
 from raypfl.clients.steps.local_training import prepare_training
 from raypfl.common.messages import per_client
 from raypfl.learning.augmentation import AUGMENTATIONS
+from raypfl.learning.executor import GroupTraining
 from raypfl.learning.loss import LocalLoss
 from raypfl.learning.packing.alike import Likeness
 from raypfl.learning.packing.packer import Packed, Packer, tried
 from raypfl.learning.packing.rounding import Calls, OperationCall, Shape, rounds_alike
-from raypfl.learning.packing.trainings import GroupTraining, joined
+from raypfl.learning.packing.trainings import are_alike, joined
 from raypfl.learning.vectorised import Vectorised
 from raypfl.models.row_number import RowNumber
 from tests.support.federation import Federation, NormalisedConv, assert_close, dropping_mlp, small_mlp, starts_of
@@ -43,20 +44,20 @@ def test_joined_clients_get_the_models_that_they_get_apart(factory: Callable[[],
         weight = per_client(torch.arange(len(fed.sizes), dtype=torch.float64))
         penalty = lambda p, batch, anchor, weight: weight * pull(0.01)(p, batch, anchor)  # noqa: E731
         trainings.append(training_of(fed, penalty=penalty, anchor=anchor, weight=weight))
-    assert trainings[1].is_like(trainings[0], Likeness())
+    assert are_alike(trainings[1], trainings[0], Likeness())
 
-    models, losses = joined(trainings).run(feds[0].context.executor)
+    models, losses = feds[0].context.executor.sgd(joined(trainings))
     counts = [len(training) for training in trainings]
     for fed, training, *trained in zip(feds, trainings, models.split(counts), losses.split(counts), strict=True):
-        for together, alone in zip(trained, training.run(fed.context.executor), strict=True):
+        for together, alone in zip(trained, fed.context.executor.sgd(training), strict=True):
             assert_close(together, alone)
 
 
 def test_augmented_samples_join_only_if_black_is_the_same_number():
     a, b = (Federation(seed=seed, augmentation=[AUGMENTATIONS.get("flip")()]) for seed in (3, 4))
-    assert training_of(a).is_like(training_of(b), Likeness())
+    assert are_alike(training_of(a), training_of(b), Likeness())
     b.all_samples.offset.add_(1)
-    assert not training_of(a).is_like(training_of(b), Likeness())
+    assert not are_alike(training_of(a), training_of(b), Likeness())
 
 
 def by_network(clients: Clients):
@@ -109,13 +110,13 @@ def by_unknown(clients: Clients):
 @pytest.mark.parametrize("loss", [lambda clients: clients.loss, by_network, by_number, by_tensor])
 def test_losses_are_alike_if_they_hold_only_what_runs_share(loss):
     a, b = (training_of(fed, loss(fed.clients())) for fed in (Federation(seed=3), Federation(seed=4)))
-    assert a.is_like(b, Likeness())
+    assert are_alike(a, b, Likeness())
 
 
 @pytest.mark.parametrize("loss", [by_round, by_function, by_template, by_seed, by_own_tensor, by_default, by_unknown])
 def test_losses_are_not_alike_if_they_may_hold_what_is_a_runs_own(loss):
     a, b = (training_of(fed, loss(fed.clients())) for fed in (Federation(seed=3), Federation(seed=4)))
-    assert not a.is_like(b, Likeness())
+    assert not are_alike(a, b, Likeness())
 
 
 def test_losses_of_other_code_networks_or_extras_are_not_alike():
@@ -123,15 +124,15 @@ def test_losses_of_other_code_networks_or_extras_are_not_alike():
     wider = Federation(partial(nn.Sequential, nn.Flatten(), nn.Linear(32, 9), nn.ReLU(), nn.Linear(9, 3)), seed=4)
     likeness = Likeness()
     plain = training_of(a)
-    assert not plain.is_like(training_of(wider), likeness)
-    assert not plain.is_like(training_of(Federation(seed=4), by_network(a.clients())), likeness)
+    assert not are_alike(plain, training_of(wider), likeness)
+    assert not are_alike(plain, training_of(Federation(seed=4), by_network(a.clients())), likeness)
 
     anchor = a.model.init(0)
     pulled = training_of(a, penalty=pull(0.1), anchor=anchor)
-    assert pulled.is_like(training_of(a, penalty=pull(0.1), anchor=anchor + 1), likeness)
-    assert pulled.is_like(training_of(a, penalty=pull(0.2), anchor=anchor), likeness)
-    assert not pulled.is_like(training_of(a, penalty=pull(1), anchor=anchor), likeness)
-    assert not pulled.is_like(training_of(a, penalty=pull(0.1), anchor=per_client(anchor.repeat(4, 1))), likeness)
+    assert are_alike(pulled, training_of(a, penalty=pull(0.1), anchor=anchor + 1), likeness)
+    assert are_alike(pulled, training_of(a, penalty=pull(0.2), anchor=anchor), likeness)
+    assert not are_alike(pulled, training_of(a, penalty=pull(1), anchor=anchor), likeness)
+    assert not are_alike(pulled, training_of(a, penalty=pull(0.1), anchor=per_client(anchor.repeat(4, 1))), likeness)
 
 
 def shrink(strength: float):
@@ -152,12 +153,12 @@ def test_numbers_of_a_penalty_have_rows_with_the_bits_of_lone_trainings_if_it_on
     executor = fed.context.executor
     if not has_rows:
         with pytest.raises(TypeError):
-            joined(trainings).run(executor)
+            executor.sgd(joined(trainings))
         return
 
-    models, _ = joined(trainings).run(executor)
+    models, _ = executor.sgd(joined(trainings))
     for training, together in zip(trainings, models.split(4), strict=True):
-        assert torch.equal(together, training.run(executor)[0])
+        assert torch.equal(together, executor.sgd(training)[0])
 
 
 def test_a_number_that_all_runs_have_is_tried_with_each_value():
@@ -199,9 +200,9 @@ class Rounding(Vectorised):
         super().__init__(fed.model)
         self.error = error
 
-    def sgd(self, loss, start, *arguments):
-        trained, losses = super().sgd(loss, start, *arguments)
-        return trained + self.error(len(start))[:, None] * 1e-9, losses
+    def sgd(self, training, observe=None):
+        trained, losses = super().sgd(training, observe)
+        return trained + self.error(len(training))[:, None] * 1e-9, losses
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from raypfl.clients.steps.local_training import prepare_training
 from raypfl.common import device_rng
 from raypfl.common.errors import ConfigError, MethodError, PrivacyError
 from raypfl.common.messages import per_client, unmarked
+from raypfl.learning.executor import GroupTraining
 from raypfl.learning.loss import LocalLoss
 from raypfl.learning.objectives.batch import Batch
 from raypfl.learning.privacy import NoisySum, PrivacySettings
@@ -121,14 +122,11 @@ def test_without_noise_and_without_a_limit_it_is_ordinary_sgd_on_the_same_batche
     visits = epoch_order(keys, np.array(fed.sizes), 4, 3)
     rows = group.models(clients.initial)
     local = LocalLoss(fed.model, clients.loss)
-    trained = [
-        fed.context.executor.sgd(
-            local, rows, group.samples("train"), visits, group.update(rule=rule), group.draws(), {}
-        )[0]
-        for rule in (None, NoisySum(math.inf, 0.0, 4))
-    ]
-
-    assert_close(trained[1], trained[0], 1e-12)
+    samples = group.samples("train")
+    training = GroupTraining(local, rows, samples, visits, group.update(), group.draws(), {})
+    without_limit = replace(training, update=group.update(rule=NoisySum(math.inf, 0.0, 4)))
+    executor = fed.context.executor
+    assert_close(executor.sgd(without_limit)[0], executor.sgd(training)[0], 1e-12)
 
 
 def test_poisson_batches_draw_every_sample_independently_with_the_same_chance():

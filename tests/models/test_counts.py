@@ -23,11 +23,12 @@ class Strides(Executor):
 
     strides = 0
 
-    def sgd(self, loss, start, samples, visits, update, keys, extras, correction=None, observe=None):
+    def sgd(self, training, observe=None):
         self.strides += 1
-        trained = start.clone()
-        trained[:, : self.model.num_parameters] += self.strides * (1 if update.trained is None else update.trained)
-        return trained, start.new_zeros(len(start))
+        trained = training.start.clone()
+        is_trained = 1 if training.update.trained is None else training.update.trained
+        trained[:, : self.model.num_parameters] += self.strides * is_trained
+        return trained, trained.new_zeros(len(trained))
 
     def grad(self, loss, at, batches, keys, extras, update=None):
         self.strides += 1

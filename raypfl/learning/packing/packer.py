@@ -8,24 +8,29 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from raypfl.common.exclusive import exclusive
-from raypfl.learning.batches import GroupSamples
-from raypfl.learning.executor import StepCallback
-from raypfl.learning.loss import LocalLoss
-from raypfl.learning.optimizers import Update
+from raypfl.learning.executor import GroupTraining, StepCallback
 from raypfl.learning.packing.alike import Likeness
 from raypfl.learning.packing.numbers import fixed_numbers
 from raypfl.learning.packing.rounding import Calls, OperationCall, rounds_alike
-from raypfl.learning.packing.trainings import GroupTraining, different_numbers, joined
-from raypfl.learning.sample_order import SampleOrder
+from raypfl.learning.packing.trainings import (
+    are_alike,
+    different_numbers,
+    ends_alone,
+    first_clients,
+    first_steps,
+    joined,
+    moved_apart,
+    numbers_by_client,
+    with_numbers_by_client,
+)
 from raypfl.learning.vectorised import Vectorised
-from raypfl.models.extras import Extras
 
 MOST_ROWS = 128
 """Most clients that train together; with more, their models leave the processor's cache."""
@@ -105,7 +110,7 @@ class Packer:
         outcome = self._outcomes.pop(run)
         if isinstance(outcome, Exception):
             raise outcome
-        return training.run(executor.alone) if outcome is None else outcome
+        return executor.alone.sgd(training) if outcome is None else outcome
 
     def _wait_for_turn(self, run: int) -> None:
         while self._active != run:
@@ -149,7 +154,7 @@ class Packer:
         remaining = sorted(self._waiting)
         while len(remaining) > 1:
             first = self._waiting[remaining[0]][1]
-            alike = [run for run in remaining if self._waiting[run][1].is_like(first, self._likeness)]
+            alike = [run for run in remaining if are_alike(self._waiting[run][1], first, self._likeness)]
             remaining = [run for run in remaining if run not in alike]
             for part in self._parts(alike):
                 if len(part) > 1:
@@ -176,7 +181,7 @@ class Packer:
 
         executor = self._waiting[fit[0]][0].alone
         try:
-            models, losses = joined([self._waiting[run][1] for run in fit]).run(executor)
+            models, losses = executor.sgd(joined([self._waiting[run][1] for run in fit]))
         except RuntimeError:
             # PyTorch cannot run it, so every run finds this out by itself, with the warning that it has alone.
             return
@@ -187,12 +192,13 @@ class Packer:
 
     def _kind_of(self, waiting: Sequence[tuple[Packed, GroupTraining]]) -> _Kind | None:
         """Return the kind of trainings that are alike, tried now if it is new; None: there are too many kinds."""
-        at_any_rate = waiting[0][1].at_rate(1.0)
+        first = waiting[0][1]
+        at_any_rate = replace(first, update=replace(first.update, lr=1.0))
         by_row = different_numbers([training for _, training in waiting])
         fixed = fixed_numbers(at_any_rate.loss, by_row)
         for kind in self._kinds:
             has_same_numbers = (kind.by_row, kind.fixed) == (by_row, fixed)
-            if has_same_numbers and kind.training.is_like(at_any_rate, self._likeness):
+            if has_same_numbers and are_alike(kind.training, at_any_rate, self._likeness):
                 return kind
         if len(self._kinds) == MOST_KINDS:
             return None
@@ -225,7 +231,7 @@ class _Kind:
 
     def takes(self, training: GroupTraining) -> bool:
         """Whether a training of this kind can be joined with others."""
-        return self.keeps_bits and (self.single_keeps_bits or not training.ends_alone)
+        return self.keeps_bits and (self.single_keeps_bits or not ends_alone(training))
 
 
 def tried(trainings: Sequence[tuple[Vectorised, GroupTraining]]) -> tuple[bool, bool]:
@@ -237,37 +243,37 @@ def tried(trainings: Sequence[tuple[Vectorised, GroupTraining]]) -> tuple[bool, 
     Of operations that round otherwise in rare cases only, see :mod:`raypfl.learning.packing.rounding`.
     """
     executors = [executor for executor, _ in trainings]
-    first_steps = [training.shortened(TRIED_STEPS).moved_apart() for _, training in trainings]
-    first = first_steps[0].of_first(1)
-    by_row = different_numbers(first_steps)
-    calls = _calls_of_step(first_steps[0], executors[0], by_row)
-    operations_keep_bits, operations_alone = rounds_alike(calls, len(first_steps[0]), first_steps[0].start.dtype)
+    trials = [moved_apart(first_steps(training, TRIED_STEPS)) for _, training in trainings]
+    single_client = first_clients(trials[0], 1)
+    by_row = different_numbers(trials)
+    calls = _calls_of_step(trials[0], executors[0], by_row)
+    operations_keep_bits, operations_alone = rounds_alike(calls, len(trials[0]), trials[0].start.dtype)
     if not operations_keep_bits:
         return False, False
-    alone = [training.run(executor) for training, executor in zip(first_steps, executors, strict=True)]
+    alone = [executor.sgd(training) for executor, training in zip(executors, trials, strict=True)]
 
     def is_kept(count: int) -> bool:
         """Whether the first clients, by themselves, have the bits that they have with the rest of their group."""
         models, losses = alone[0]
-        few = first_steps[0].of_first(count)
-        few = few.with_rows(few.rows_of(by_row))
-        return _are_equal(few.run(executors[0]), (models[:count], losses[:count]))
+        few = first_clients(trials[0], count)
+        few = with_numbers_by_client(few, numbers_by_client(few, by_row))
+        return _are_equal(executors[0].sgd(few), (models[:count], losses[:count]))
 
     # When clients have no more steps, groups get smaller. In a group of three, some numbers are the last of a tensor.
-    if not all(is_kept(count) for count in range(2, min(4, len(first_steps[0])))):
+    if not all(is_kept(count) for count in range(2, min(4, len(trials[0])))):
         return False, False
 
     # The numbers of trainings in a row; a single client, None, moves those after it by a place.
-    in_order = range(len(first_steps))
+    in_order = range(len(trials))
     arrangements: list[list[int | None]] = [[*reversed(in_order)]]
     for num_places in range(4):
         arrangements.append([*[None] * num_places, *in_order])
 
     for arrangement in arrangements:
-        parts = [first if number is None else first_steps[number] for number in arrangement]
+        parts = [single_client if number is None else trials[number] for number in arrangement]
         counts = [len(part) for part in parts]
         # A loss computes with the network of its own run; the single client is of the first one.
-        models, losses = joined(parts).run(executors[arrangement[0] or 0])
+        models, losses = executors[arrangement[0] or 0].sgd(joined(parts))
         for number, *trained in zip(arrangement, models.split(counts), losses.split(counts), strict=True):
             if number is not None and not _are_equal((trained[0], trained[1]), alone[number]):
                 return False, False
@@ -276,10 +282,10 @@ def tried(trainings: Sequence[tuple[Vectorised, GroupTraining]]) -> tuple[bool, 
 
 def _calls_of_step(training: GroupTraining, executor: Vectorised, by_row: Set[str]) -> list[OperationCall]:
     """Return the operations of a training's first step, in which these numbers have rows."""
-    step = training.shortened(1)
-    step = step.with_rows(step.rows_of(by_row))
+    step = first_steps(training, 1)
+    step = with_numbers_by_client(step, numbers_by_client(step, by_row))
     with Calls() as noted:
-        step.run(Vectorised(executor.model, executor.precision))
+        Vectorised(executor.model, executor.precision).sgd(step)
     return list(noted.calls.values())
 
 
@@ -331,21 +337,9 @@ class Packed(Vectorised):
         self._packer = packer
         self._run = run
 
-    def sgd(
-        self,
-        loss: LocalLoss,
-        start: Tensor,
-        samples: GroupSamples,
-        order: SampleOrder,
-        update: Update,
-        keys: Tensor,
-        extras: Extras,
-        correction: Tensor | None = None,
-        observe: StepCallback | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        training = GroupTraining(loss, start, samples, order, update, keys, extras, correction)
+    def sgd(self, training: GroupTraining, observe: StepCallback | None = None) -> Trained:
         if observe is not None or not self._may_join(training):
-            return self.alone.sgd(loss, start, samples, order, update, keys, extras, correction, observe)
+            return self.alone.sgd(training, observe)
         return self._packer.train(self._run, self, training)
 
     def _may_join(self, training: GroupTraining) -> bool:

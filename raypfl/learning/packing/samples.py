@@ -67,7 +67,7 @@ def joined_orders(orders: Sequence[SampleOrder]) -> SampleOrder:
     )
 
 
-def first_steps(order: SampleOrder, count: int) -> SampleOrder:
+def first_steps_of(order: SampleOrder, count: int) -> SampleOrder:
     """Return the first `count` steps of each client."""
     draws = None if order.draws is None else order.draws[:, :count]
     return SampleOrder(order.index[:, :count], order.counts[:, :count], np.minimum(order.steps, count), draws)

@@ -1,9 +1,9 @@
-"""Trainings of groups of clients, and how those of several runs become one."""
+"""How the trainings of groups of several runs become one, and the parts of a training that are tried first."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,119 +11,83 @@ import torch
 from torch import Tensor
 
 from raypfl.common.messages import PerClient, per_client, unmarked
-from raypfl.learning.batches import GroupSamples
-from raypfl.learning.executor import Executor
-from raypfl.learning.loss import LocalLoss
-from raypfl.learning.optimizers import Update
+from raypfl.learning.executor import GroupTraining
 from raypfl.learning.packing.alike import Likeness
 from raypfl.learning.packing.numbers import by_row, numbers_of
-from raypfl.learning.packing.samples import first_steps, joined_orders, joined_samples, may_join, of_first
+from raypfl.learning.packing.samples import first_steps_of, joined_orders, joined_samples, may_join, of_first
 from raypfl.learning.sample_order import SampleOrder
-from raypfl.models.extras import Extras, Other
+from raypfl.models.extras import Other
 
 MOVED = 0.01
 """The deviation of each entry of a model that is moved for a trial."""
 
 
-@dataclass(frozen=True, eq=False)
-class GroupTraining:
-    """The arguments of :meth:`raypfl.learning.executor.Executor.sgd`, without an observer."""
+def ends_alone(training: GroupTraining) -> bool:
+    """Whether a client takes steps, the last ones, that no other client takes."""
+    steps = np.sort(training.order.steps)
+    return len(steps) > 0 and steps[-1] > (steps[-2] if len(steps) > 1 else 0)
 
-    loss: LocalLoss
-    start: Tensor
-    samples: GroupSamples
-    order: SampleOrder
-    update: Update
-    keys: Tensor
-    extras: Extras
-    correction: Tensor | None = None
 
-    def __len__(self) -> int:
-        return len(self.start)
+def numbers_by_client(training: GroupTraining, names: Iterable[str]) -> dict[str, Tensor]:
+    """Return these numbers of a training, once for each client, ``float64[K]``."""
+    numbers = numbers_of(training.loss, training.update)
+    return {name: torch.full((len(training),), numbers[name], dtype=torch.float64) for name in sorted(names)}
 
-    @property
-    def steps_in_company(self) -> int:
-        """The number of steps that more than one of the clients take."""
-        return int(np.sort(self.order.steps)[-2]) if len(self) > 1 else 0
 
-    @property
-    def ends_alone(self) -> bool:
-        """Whether a client takes steps, the last ones, that no other client takes."""
-        return self.steps_in_company < self.order.steps.max(initial=0)
+def with_numbers_by_client(training: GroupTraining, numbers: Mapping[str, Tensor]) -> GroupTraining:
+    """Return a training in which each client has its own values, ``float64[K]``, of these numbers."""
+    if not numbers:
+        return training
+    loss, update, extras = by_row(training.loss, training.update, numbers)
+    return replace(training, loss=loss, update=update, extras={**training.extras, **extras})
 
-    def run(self, executor: Executor) -> tuple[Tensor, Tensor]:
-        """Train; return the trained models ``[K, P+B]`` and the losses ``[K]``."""
-        return executor.sgd(
-            self.loss,
-            self.start,
-            self.samples,
-            self.order,
-            self.update,
-            self.keys,
-            self.extras,
-            self.correction,
-        )
 
-    def at_rate(self, lr: float) -> GroupTraining:
-        """Return the training at another learning rate."""
-        return replace(self, update=replace(self.update, lr=lr))
+def first_steps(training: GroupTraining, count: int) -> GroupTraining:
+    """Return the training of the first `count` steps."""
+    return replace(training, order=first_steps_of(training.order, count))
 
-    def with_rows(self, rows: Mapping[str, Tensor]) -> GroupTraining:
-        """Return the training with a row for each client of these numbers, ``float64[K]``."""
-        if not rows:
-            return self
-        loss, update, numbers = by_row(self.loss, self.update, rows)
-        return replace(self, loss=loss, update=update, extras={**self.extras, **numbers})
 
-    def rows_of(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return these numbers, once for each client, ``float64[K]``."""
-        numbers = numbers_of(self.loss, self.update)
-        return {name: torch.full((len(self),), numbers[name], dtype=torch.float64) for name in sorted(names)}
+def first_clients(training: GroupTraining, count: int) -> GroupTraining:
+    """Return the training of the first `count` clients."""
+    order = training.order
+    return replace(
+        training,
+        start=training.start[:count],
+        samples=of_first(training.samples, count),
+        order=SampleOrder(
+            order.index[:count],
+            order.counts[:count],
+            order.steps[:count],
+            None if order.draws is None else order.draws[:count],
+        ),
+        keys=training.keys[:count],
+        extras={name: _first_rows(extra, count) for name, extra in training.extras.items()},
+        correction=None if training.correction is None else training.correction[:count],
+    )
 
-    def shortened(self, steps: int) -> GroupTraining:
-        """Return a training of the first `steps` steps."""
-        return replace(self, order=first_steps(self.order, steps))
 
-    def moved_apart(self) -> GroupTraining:
-        """Return a training from models that differ, and with other models among its extras, in all entries."""
-        return replace(
-            self,
-            start=_moved(self.start, 1),
-            extras={name: _moved(extra, 2) for name, extra in self.extras.items()},
-            correction=None if self.correction is None else _moved(self.correction, 3),
-        )
+def moved_apart(training: GroupTraining) -> GroupTraining:
+    """Return a training from models that differ, and with other models among its extras, in all entries."""
+    return replace(
+        training,
+        start=_moved(training.start, 1),
+        extras={name: _moved(extra, 2) for name, extra in training.extras.items()},
+        correction=None if training.correction is None else _moved(training.correction, 3),
+    )
 
-    def of_first(self, count: int) -> GroupTraining:
-        """Return the training of the first `count` clients."""
-        order = self.order
-        return replace(
-            self,
-            start=self.start[:count],
-            samples=of_first(self.samples, count),
-            order=SampleOrder(
-                order.index[:count],
-                order.counts[:count],
-                order.steps[:count],
-                None if order.draws is None else order.draws[:count],
-            ),
-            keys=self.keys[:count],
-            extras={name: _first_rows(extra, count) for name, extra in self.extras.items()},
-            correction=None if self.correction is None else self.correction[:count],
-        )
 
-    def is_like(self, other: GroupTraining, likeness: Likeness) -> bool:
-        """Whether the trainings differ only in the numbers of their clients, and in those that may have rows."""
-        batches_are_alike = self.order.index.shape[2] == other.order.index.shape[2]
-        batches_are_alike &= (self.order.draws is None) == (other.order.draws is None)
-        return (
-            batches_are_alike
-            and (self.correction is None) == (other.correction is None)
-            and self.start.dtype == other.start.dtype
-            and may_join(self.samples, other.samples)
-            and likeness.losses(self.loss, other.loss)
-            and likeness.updates(self.update, other.update)
-            and likeness.extras(self.extras, other.extras)
-        )
+def are_alike(a: GroupTraining, b: GroupTraining, likeness: Likeness) -> bool:
+    """Whether trainings differ only in the numbers of their clients, and in those that may have rows."""
+    return (
+        a.order.index.shape[2] == b.order.index.shape[2]
+        and (a.order.draws is None) == (b.order.draws is None)
+        and (a.correction is None) == (b.correction is None)
+        and a.start.dtype == b.start.dtype
+        and may_join(a.samples, b.samples)
+        and likeness.losses(a.loss, b.loss)
+        and likeness.updates(a.update, b.update)
+        and likeness.extras(a.extras, b.extras)
+    )
 
 
 def different_numbers(trainings: Sequence[GroupTraining]) -> frozenset[str]:
@@ -136,8 +100,8 @@ def joined(trainings: Sequence[GroupTraining]) -> GroupTraining:
     """Return one training of all clients of trainings that are alike, the first one's clients first."""
     first = trainings[0]
     names = different_numbers(trainings)
-    rows_of_runs = [training.rows_of(names) for training in trainings]
-    rows = {name: torch.cat([run_rows[name] for run_rows in rows_of_runs]) for name in rows_of_runs[0]}
+    numbers_of_runs = [numbers_by_client(training, names) for training in trainings]
+    numbers = {name: torch.cat([run_numbers[name] for run_numbers in numbers_of_runs]) for name in sorted(names)}
     correction = None
     if first.correction is not None:
         correction = torch.cat([_of(training.correction) for training in trainings])
@@ -152,7 +116,7 @@ def joined(trainings: Sequence[GroupTraining]) -> GroupTraining:
         extras={name: _joined_extra(name, trainings) for name in first.extras},
         correction=correction,
     )
-    return joined_clients.with_rows(rows)
+    return with_numbers_by_client(joined_clients, numbers)
 
 
 def _of(correction: Tensor | None) -> Tensor:
