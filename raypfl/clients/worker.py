@@ -252,43 +252,45 @@ class Worker:
         returned: Mapping[str, Any] | None,
         arguments: Mapping[str, Any],
     ) -> dict[str, Value]:
-        who = where_defined(getattr(self.method, call.function)) if isinstance(call.function, str) else "The engine"
+        function = (
+            where_defined(getattr(self.method, call.function)) if isinstance(call.function, str) else "The engine"
+        )
         if not isinstance(returned, Mapping | None):
             raise MethodError(
-                f"{who} returned a {type(returned).__name__}; it must return a dict, such as "
+                f"{function} returned a {type(returned).__name__}; it must return a dict, such as "
                 '{"theta": Mean(trained)}.'
             )
 
         for name, value in (returned or {}).items():
             if isinstance(value, Mean):
-                _refuse_unless_finite(who, name, value, call, group)
+                _refuse_unless_finite(function, name, value, call, group)
 
         messages = dict(returned or {})
         if self.context.compressor is not None and call.training:
             messages = compressed(self.context.compressor, clients, messages, arguments)
 
         if group.turns is not None:
-            return values_by_round(who, messages, arguments, group.turns)
+            return values_by_round(function, messages, arguments, group.turns)
 
         keeps_rows = self.context.sends_rows and call.training
         clips_updates = self.context.privacy.protects_clients and isinstance(call.function, str)
         values = {}
         for name, value in messages.items():
             if clips_updates:
-                value = self._clip(who, name, value, arguments)
+                value = self._clip(function, name, value, arguments)
             if call.masked:
-                values[name] = self._masked_sum(call, who, name, value, group.clients)
+                values[name] = self._masked_sum(call, function, name, value, group.clients)
             else:
-                values[name] = reduced(who, name, value, len(group.clients), keeps_rows)
+                values[name] = reduced(function, name, value, len(group.clients), keeps_rows)
         return values
 
-    def _masked_sum(self, call: Call, who: str, name: str, value: Any, ids: tuple[int, ...]) -> Value:
+    def _masked_sum(self, call: Call, function: str, name: str, value: Any, ids: tuple[int, ...]) -> Value:
         """Sum the clients' rows under masks; a client is charged for whole rows, since masks hide its zeros."""
-        plain = reduced(who, name, value, len(ids))
+        plain = reduced(function, name, value, len(ids))
         if isinstance(value, Each):
             raise PrivacyError(
-                f"{who} returns {name!r} as a row for each client, but with privacy.secure_aggregation the server sees "
-                "sums over the cohort only. Choose a method that needs no more (fedavg, ditto, ...), or set it to "
+                f"{function} returns {name!r} as a row for each client, but with privacy.secure_aggregation the server "
+                "sees sums over the cohort only. Choose a method that needs no more (fedavg, ditto, ...), or set it to "
                 "false."
             )
 
@@ -308,18 +310,18 @@ class Worker:
             contributors=contributors,
         )
 
-    def _clip(self, who: str, name: str, value: object, arguments: Mapping[str, Any]) -> Mean:
+    def _clip(self, function: str, name: str, value: object, arguments: Mapping[str, Any]) -> Mean:
         """Clip each client's update in a mean."""
         before = arguments.get(name)
         if not (isinstance(value, Mean) and isinstance(before, Tensor) and value.rows.shape[1:] == before.shape):
             raise PrivacyError(
-                f"{who} returns {name!r}, which is not the mean of an argument of that name after training, so that "
-                "the server cannot clip clients' updates of it and add noise. Choose a method that returns only such "
-                "means (fedavg, ditto, ...), privacy.unit=sample, or no privacy."
+                f"{function} returns {name!r}, which is not the mean of an argument of that name after training, so "
+                "that the server cannot clip clients' updates of it and add noise. Choose a method that returns only "
+                "such means (fedavg, ditto, ...), privacy.unit=sample, or no privacy."
             )
         if value.weight is not None:
             raise PrivacyError(
-                f"{who} weights {name!r}, so that clients would need noise of different size; set "
+                f"{function} weights {name!r}, so that clients would need noise of different size; set "
                 "method.weighting=uniform, or no privacy."
             )
         return replace(value, rows=clipped_updates(unmarked(value.rows), before, self.context.privacy))
@@ -381,7 +383,7 @@ def _tensor(array: np.ndarray, device: torch.device) -> Tensor:
     return to_device(np.array(array) if device.type == "cpu" else array, device)
 
 
-def _refuse_unless_finite(who: str, name: str, mean: Mean, call: Call, group: Group) -> None:
+def _refuse_unless_finite(function: str, name: str, mean: Mean, call: Call, group: Group) -> None:
     """Raise a ClientError for clients whose row of a mean has nan or infinity: it would spoil all others'."""
     rows = unmarked(mean.rows).detach()
     # The sum is finite only if all numbers are, and takes a fraction of the time of a check of each.
@@ -392,8 +394,8 @@ def _refuse_unless_finite(who: str, name: str, mean: Mean, call: Call, group: Gr
     failed = [client for client, is_good in zip(group.clients, is_finite, strict=False) if not is_good]
     if failed:
         raise ClientError(
-            f"{who} returned {name!r} with nan or infinity for client {failed[0]} in round {call.round}. Look at what "
-            f"the function does with the trained model, and at training.lr ({call.lr:.3g} now).",
+            f"{function} returned {name!r} with nan or infinity for client {failed[0]} in round {call.round}. Look at "
+            f"what the function does with the trained model, and at training.lr ({call.lr:.3g} now).",
             clients=failed,
             repeatable=True,
         )

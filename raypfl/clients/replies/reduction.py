@@ -59,17 +59,23 @@ def logged_means(logged: Mapping[str, Tensor]) -> dict[str, Value]:
     return values
 
 
-def reduced(who: str, name: str, value: object, clients: int, keeps_rows: bool = False) -> Value:
-    """Reduce a returned value to one row for the group, or keep its rows if it is `Each` or if `keeps_rows`."""
+def reduced(function: str, name: str, value: object, clients: int, keeps_rows: bool = False) -> Value:
+    """Reduce a returned value to one row for the group, or keep its rows if it is `Each` or if `keeps_rows`.
+
+    `function` describes the client function that returned it, for errors.
+
+    Raises
+    ------
+    MethodError : if the value has no row for each client, or its weights are not a number for each.
+    """
     if not isinstance(value, Mean | Sum | Each):
-        kind = "bare tensor" if isinstance(value, torch.Tensor) else type(value).__name__
-        raise MethodError(f"{who} returned {name!r} as a {kind}; wrap it in Mean, Sum or Each.")
+        kind_of_value = "bare tensor" if isinstance(value, Tensor) else type(value).__name__
+        raise MethodError(f"{function} returned {name!r} as a {kind_of_value}; wrap it in Mean, Sum or Each.")
     rows = unmarked(value.rows).detach()
     if rows.dim() == 0 or len(rows) != clients:
         raise MethodError(
-            f"{who} returned {name!r} of shape {tuple(rows.shape)}, but the group has "
-            f"{counted(clients, 'client')}: "
-            "its first axis must run over them."
+            f"{function} returned {name!r} of shape {tuple(rows.shape)}, but the group has "
+            f"{counted(clients, 'client')}: its first axis must run over them."
         )
 
     numbers = numbers_charged(name, value.charged, clients, rows[0].numel())
@@ -77,7 +83,6 @@ def reduced(who: str, name: str, value: object, clients: int, keeps_rows: bool =
     # Half precision is too coarse for sums, and NumPy has no bfloat16.
     if rows.dtype == torch.bfloat16 or (rows.dtype == torch.float16 and not isinstance(value, Each)):
         rows = rows.float()
-
     if isinstance(value, Each):
         return Value("each", rows.cpu().numpy(), 0.0, numbers, num_bytes)
     if isinstance(value, Sum):
@@ -85,35 +90,38 @@ def reduced(who: str, name: str, value: object, clients: int, keeps_rows: bool =
             return Value("sum", rows.cpu().numpy(), 0.0, numbers, num_bytes, weights=np.ones(clients))
         return Value("sum", rows.sum(0).cpu().numpy(), 0.0, numbers, num_bytes)
 
-    if not isinstance(value.weight, torch.Tensor | None):
-        raise MethodError(
-            f"The weight of Mean {name!r}, which {who} returned, is a {type(value.weight).__name__}; it must be a "
-            "tensor with a number for each client, such as clients.num_samples."
-        )
-    is_exact = value.weight is None and rows.dtype != torch.bool
+    weight, weights_on_host = _weights(function, name, value, clients)
     if not rows.is_floating_point():
         # In the rows' own type, weights would become whole numbers too, and sums could overflow.
+        is_exact = value.weight is None and rows.dtype != torch.bool
         rows = rows.long() if is_exact else rows.double()
-    if value.weight is None:
-        if keeps_rows:
-            return Value("mean", rows.cpu().numpy(), 0.0, numbers, num_bytes, weights=np.ones(clients))
-        weight = torch.ones(clients, dtype=rows.dtype, device=rows.device)
-        return Value("mean", torch.tensordot(weight, rows, dims=1).cpu().numpy(), float(clients), numbers, num_bytes)
-
-    weight = unmarked(value.weight)
-    # A GPU is waited for once, not for each look at the weights.
-    weight_on_host = weight.cpu()
-    if weight.shape != (clients,) or any(number < 0 for number in weight_on_host.tolist()):
-        raise MethodError(
-            f"The weight of Mean {name!r}, which {who} returned, must be a non-negative number for each of the "
-            f"group's {counted(clients, 'client')}; it is {weight.tolist()}."
-        )
-
     if keeps_rows:
-        weights = weight_on_host.double().numpy()
         array = rows.cpu().numpy()
+        weights = weights_on_host.numpy()
         return Value("mean", array, 0.0, numbers, num_bytes, can_be_empty=value.can_be_empty, weights=weights)
 
-    weighted_sum = torch.tensordot(weight.to(rows.dtype), rows, dims=1)
-    total = float(weight_on_host.double().sum())
-    return Value("mean", weighted_sum.cpu().numpy(), total, numbers, num_bytes, can_be_empty=value.can_be_empty)
+    weighted_sum = torch.tensordot(weight.to(rows), rows, dims=1).cpu().numpy()
+    total = float(weights_on_host.sum())
+    return Value("mean", weighted_sum, total, numbers, num_bytes, can_be_empty=value.can_be_empty)
+
+
+def _weights(function: str, name: str, mean: Mean, clients: int) -> tuple[Tensor, Tensor]:
+    """Return the weights ``[K]`` of a mean's rows, where they are and as ``float64[K]`` in the host's memory."""
+    if mean.weight is None:
+        equal = torch.ones(clients, dtype=torch.float64)
+        return equal, equal
+    if not isinstance(mean.weight, Tensor):
+        raise MethodError(
+            f"The weight of Mean {name!r}, which {function} returned, is a {type(mean.weight).__name__}; "
+            "it must be a tensor with a number for each client, such as clients.num_samples."
+        )
+
+    weight = unmarked(mean.weight)
+    # A GPU is waited for once, not for each look at the weights.
+    weights_on_host = weight.cpu()
+    if weight.shape != (clients,) or any(number < 0 for number in weights_on_host.tolist()):
+        raise MethodError(
+            f"The weight of Mean {name!r}, which {function} returned, must be a non-negative number for "
+            f"each of the group's {counted(clients, 'client')}; it is {weight.tolist()}."
+        )
+    return weight, weights_on_host.double()

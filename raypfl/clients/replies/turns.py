@@ -95,9 +95,11 @@ def _rows(values: Sequence[Any], index: np.ndarray) -> Any:
 
 
 def values_by_round(
-    who: str, returned: Mapping[str, Any], arguments: Mapping[str, Any], turns: Turns
+    function: str, returned: Mapping[str, Any], arguments: Mapping[str, Any], turns: Turns
 ) -> dict[str, Value]:
     """Reduce what a client function returned to a row for each round that replies join.
+
+    `function` describes the client function, for errors.
 
     Raises
     ------
@@ -109,24 +111,25 @@ def values_by_round(
     for name, value in returned.items():
         if isinstance(value, Sum) and value.counts_late:
             for round, members in turns.members():
-                values[name_in_round(round, name)] = reduced(who, name, _of_members(value, members), len(members))
+                values[name_in_round(round, name)] = reduced(function, name, _of_members(value, members), len(members))
             continue
 
-        sent = _sent_rows(who, name, value, arguments.get(name), num_clients)
+        start = _rows_at_start(function, name, value, arguments.get(name), num_clients)
         for round, members in turns.members():
             part = _of_members(value, members)
             if not turns.as_sent[members[0]]:
-                shares = torch.from_numpy(turns.shares[members]).to(sent if sent.is_floating_point() else sent.device)
-                reference = 0.0 if turns.mixes_models else sent[members]
-                moved = shares.view(-1, *[1] * (sent.dim() - 1)) * (unmarked(part.rows).detach() - reference)
+                like = start if start.is_floating_point() else start.device
+                shares = torch.from_numpy(turns.shares[members]).to(like)
+                reference = 0.0 if turns.mixes_models else start[members]
+                moved = shares.view(-1, *[1] * (start.dim() - 1)) * (unmarked(part.rows).detach() - reference)
                 numbers = numbers_charged(name, part.charged, len(members), part.rows[0].numel())
                 # The client sends its rows as they are, whatever type the shares give them.
                 part = replace(part, rows=moved, num_bytes=torch.from_numpy(bytes_charged(name, part, numbers)))
-            values[name_in_round(round, name)] = reduced(who, name, part, len(members))
+            values[name_in_round(round, name)] = reduced(function, name, part, len(members))
 
             if turns.mixes_models:
                 share = Mean(torch.from_numpy(turns.shares[members]), part.weight, charged=False)
-                values[name_in_round(round, share_of(name))] = reduced(who, name, share, len(members))
+                values[name_in_round(round, share_of(name))] = reduced(function, name, share, len(members))
     return values
 
 
@@ -139,15 +142,15 @@ def logged_by_round(logged: Mapping[str, Tensor], turns: Turns) -> dict[str, Val
     return values
 
 
-def _sent_rows(who: str, name: str, value: Any, sent: Any, num_clients: int) -> Tensor:
+def _rows_at_start(function: str, name: str, value: Any, argument: Any, num_clients: int) -> Tensor:
     """Return the argument that a reply is compared with, a row for each client."""
-    if isinstance(value, Mean) and isinstance(sent, Tensor) and len(value.rows) == num_clients:
+    if isinstance(value, Mean) and isinstance(argument, Tensor) and len(value.rows) == num_clients:
         shape = value.rows.shape
-        rows = unmarked(sent)
+        rows = unmarked(argument)
         if rows.shape in (shape, shape[1:]):
             return rows.expand(shape)
 
-    expected = f"{who} returns {name!r}, which is not the mean of an argument of that name after training"
+    expected = f"{function} returns {name!r}, which is not the mean of an argument of that name after training"
     if isinstance(value, Each):
         reason = f"the server needs the `{name}` of each client"
         expected += f": {reason}"
