@@ -187,7 +187,7 @@ def _shown(experiment: Experiment, progress: bool | None) -> Iterator[list[Liste
     """Listeners that show a run while it is active: its progress, or its warnings alone."""
     if progress is None:
         progress = sys.stderr.isatty() or "ipykernel" in sys.modules
-    # What is no experiment the driver refuses with a better sentence.
+    # The driver has a better error message for what is not an Experiment.
     lines = lines_for([experiment]) if isinstance(experiment, Experiment) else [RunLine("")]
     with view(Console(stderr=True), lines, quiet=not progress) as progress_view:
         yield [progress_view.listener(0)]

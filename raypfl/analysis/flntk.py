@@ -87,7 +87,7 @@ class FLNTK(Analysis):
         values = theory.to_dict() | {"generalization": _generalization(infinite, y, self.delta)}
         write(view.folder / REPORT, json.dumps(values, indent=1))
 
-        # What later rounds need.
+        # Saved for later rounds.
         tensors = {"finite": kernel, "infinite": infinite, "error": error, "first": u, "signs": problem.network.signs}
         save_file(tensors, view.folder / KERNELS)
         save_file(_predicted(setting, tensors, theory.rate, view.task.rounds), view.folder / CURVES)

@@ -79,5 +79,5 @@ def _show_warning(
     console = Console(stderr=True)
     with console.capture() as captured:
         warner(console)(str(text))
-    # A live table keeps what is written to stderr above it, but draws over what a second console prints.
+    # Use stderr's console: a live table draws over what another console prints.
     sys.stderr.write(captured.get())

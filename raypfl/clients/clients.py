@@ -430,7 +430,7 @@ class Clients:
         actors and not charged. Numbers logged during evaluation are not kept.
         """
         for name, values in rows.items():
-            # A single number is not taken for all clients: it may be one of the group, and so depend on its size.
+            # A single number is refused: it might be a statistic of the group, and so depend on the group's size.
             if not isinstance(values, Tensor) or values.shape != (len(self),):
                 given = list(values.shape) if isinstance(values, Tensor) else f"a {type(values).__name__}"
                 raise MethodError(

@@ -201,7 +201,7 @@ class Context:
             function = user_location(error) or "A function of this method"
             reason = str(error).partition("\n")[0]
 
-        # Warn only after the simpler executor has worked; if it fails too, its error says more.
+        # Warn only if the simpler executor works; otherwise its error says more.
         result = self.run(simpler, work)
         warnings.warn(f"{function} {problem}.{FallbackWarning.BECAUSE}{reason}", FallbackWarning, stacklevel=2)
         return result

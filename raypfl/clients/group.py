@@ -45,7 +45,7 @@ class ClientGroup:
     private_trainings : the private trainings so far.
     """
 
-    # For runs that differ in their seeds: a loss that reads no other attributes of its clients can train those of both.
+    # Attributes that runs with different seeds share: a loss that reads no others can train clients of several runs.
     _shared_by_runs: ClassVar = frozenset({"model", "measures", "objective"})
 
     def __init__(
@@ -334,7 +334,7 @@ class ClientGroup:
             self.losses = losses
 
         failed = []
-        # A GPU is waited for once, and a few numbers are compared faster in Python.
+        # One transfer from a GPU; a few numbers are compared faster in Python.
         for k, numbers in enumerate(torch.stack(columns, dim=1).tolist()):
             is_good = all(map(math.isfinite, numbers)) and (losses is None or numbers[1] <= limit)
             if not is_good:
@@ -359,7 +359,7 @@ class ClientGroup:
                 repeatable=True,
             )
         reason = "its model is not finite"
-        # After the last step no loss is taken, so a model may be at fault whose loss was not.
+        # No loss is taken after the last step, so a model may be infinite although its loss was not.
         if losses is not None and not float(losses[k]) <= limit:
             reason = f"mean loss {float(losses[k]):.3g}, limit {limit:.3g}"
         advice = f"Lower training.lr ({self.lr:.3g} now) or set training.clip_norm."

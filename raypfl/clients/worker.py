@@ -339,7 +339,7 @@ class Worker:
         return {name: self._objects[number][key] for name, (number, key) in locations.items()}
 
     def _shared_tensor(self, array: np.ndarray) -> Tensor:
-        # The inline backend makes copies.
+        # The inline backend has made a copy, so no further one is needed.
         if array.flags.owndata and array.flags.writeable:
             return to_device(array, self.context.model.device)
         return _tensor(array, self.context.model.device)

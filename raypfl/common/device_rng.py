@@ -27,7 +27,7 @@ def scramble(z: Tensor) -> Tensor:
 def index_hashes(count: int, device: torch.device) -> Tensor:
     """Return ``int64[count]``, hashes of the indices of `count` entries."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        # A CUDA graph must not depend on what the cache drops, nor the cache on the graph's memory.
+        # Not cached: the cache might drop a tensor that the CUDA graph needs, or keep memory of the graph.
         return _index_hashes.__wrapped__(count, device)
     return _index_hashes(count, device)
 
@@ -44,7 +44,7 @@ def normal(keys: Tensor, like: Tensor) -> Tensor:
     cuRAND's.
     """
     hashes = scramble(keys)
-    # A scalar, which may be in the host's memory, stays one.
+    # A scalar key may be in the host's memory, and must stay a scalar to be combined with the device's tensors.
     bits = scramble(index_hashes(like.shape[-1], like.device) + (hashes[..., None] if keys.dim() else hashes))
     # In (0, 1]; rounding to 1 gives a radius of 0.
     uniform = ((bits >> 32) & _LOW_32).to(like.dtype).add_(0.5).mul_(2.0**-32)

@@ -42,11 +42,11 @@ def refuse_unkeyed(function: Any, device: torch.device, instead: str) -> Iterato
     instead : the source of keyed draws that the error recommends.
     """
     modules = tuple(base.__module__ for base in type(function.__self__).__mro__)
-    # A notebook's module grows, so the cached answer holds only while the modules have as many names.
+    # A notebook's module grows: the cached result holds only as long as the modules have the same number of names.
     sizes = tuple(len(vars(sys.modules[name])) for name in modules if name in sys.modules)
     mentioned = _mentioned(modules, sizes)
 
-    # Another thread that seeds the streams meanwhile would look like this function.
+    # Keep other threads out: their draws would be blamed on this function.
     with exclusive:
         before = _states(device, mentioned)
         yield
@@ -88,7 +88,7 @@ def _mentioned(modules: tuple[str, ...], sizes: tuple[int, ...]) -> frozenset[st
 
     libraries = set()
     for library, sources in _SOURCES.items():
-        # Identity, not equality: a module may hold arrays, whose comparison gives no single truth value.
+        # Identity, not equality: comparing arrays gives no single truth value.
         if any(value is source for value in values for source in sources):
             libraries.add(library)
     return frozenset(libraries)

@@ -149,7 +149,7 @@ class ReadOnly(PerClient):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        # A trailing underscore is torch's mark of a change in place: add_, mul_, ...
+        # torch marks in-place operations by a trailing underscore: add_, mul_, ...
         is_in_place = name in _IN_PLACE if name.endswith("__") else name.endswith("_")
         if is_in_place or (kwargs and "out" in kwargs):
             raise ReadOnlyChanged

@@ -41,7 +41,7 @@ def least_quadratic(form: Tensor) -> Tensor:
 
         solution = _solve(q, support)
         while (solution[support] <= 0).any():
-            # Go as far toward the solution as all stay positive, and drop those that become zero.
+            # Step toward the solution until an entry becomes zero, and drop that one.
             falling = support & (solution <= 0)
             step = (x[falling] / (x[falling] - solution[falling])).min()
             x = x + step * (solution - x)

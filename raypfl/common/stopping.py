@@ -154,7 +154,7 @@ def message_if_killed(how_to_continue: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         # The run is worth starting even if there can be no further process.
         with contextlib.suppress(OSError):
-            # A session of its own keeps signals to our process group away from it.
+            # In a session of its own, it gets no signals that are sent to this process group.
             watcher = subprocess.Popen(
                 ["/bin/sh", "-c", _WATCH, message], stdin=subprocess.PIPE, start_new_session=True
             )

@@ -60,7 +60,7 @@ def source_digest(component: Any) -> str:
     try:
         return hashlib.sha256(Path(inspect.getfile(component)).read_bytes()).hexdigest()
     except (TypeError, OSError):
-        return os.urandom(16).hex()  # typed into a console: it may have changed
+        return os.urandom(16).hex()  # typed into a console, so it may have changed
 
 
 def traceback_text(error: BaseException) -> str:
@@ -104,7 +104,7 @@ def explain_user_errors(
         sentence = describe_failure(error, when, function)
         if sentence is None:
             raise
-        raise kind(sentence) from None  # the sentence has all lines of the traceback that are the user's
+        raise kind(sentence) from None  # the sentence has the user's lines of the traceback
 
 
 def describe_failure(error: BaseException, when: str = "", function: Callable[..., Any] | None = None) -> str | None:

@@ -322,7 +322,7 @@ def _feature_moments(inputs: np.ndarray, chosen: np.ndarray, scale: float) -> tu
 
     mean = mean_of(lambda rows: rows)
     std = np.sqrt(mean_of(lambda rows: (rows - mean) ** 2))
-    # The mean of n equal numbers is off by up to n roundings; divided by that little, they would become huge.
+    # Up to n rounding errors may remain of the variance of n equal numbers. Dividing by them would give huge numbers.
     count = len(chosen) * inputs[0].size // features
     rounding = count * np.finfo(np.float64).eps * np.abs(mean)
     return mean, np.where(std > rounding, std, 1.0)

@@ -62,7 +62,7 @@ def allocate(
     rest = rng.generator(seed, "auxiliary").permutation(np.flatnonzero(~is_test))
     total = len(rest)
     for code, share in enumerate(data.shares().values(), start=len(SPLITS)):
-        # Round down the rest, not the pool: a tenth of CheXpert's 223,414 samples is then 22,342.
+        # Round the remainder down, not the pool, so that a tenth of CheXpert's 223,414 samples is 22,342.
         pool_samples, rest = np.split(rest, [total - int((1 - share) * total + 1e-9)])
         split[pool_samples] = code
 

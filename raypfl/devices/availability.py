@@ -114,7 +114,7 @@ class Spans(Availability):
         return available
 
     def is_one_available(self, client: int, time: float) -> bool:
-        # Some microseconds; the same with arrays of one takes a hundred.
+        # A few microseconds; `is_available` takes a hundred for an array of one.
         in_period = time % self._periods[client]
         first = self._first[client]
         span = bisect_right(self._starts, in_period, first, self._first[client + 1]) - 1
@@ -154,7 +154,7 @@ class Spans(Availability):
         while (low < high).any():
             middle = (low + high) // 2
             is_open = low < high
-            # Where the search is over, `middle` may lie behind the last span.
+            # Where the search has ended, `middle` may be out of range.
             has_begun = is_open & (self._starts[np.minimum(middle, len(self._starts) - 1)] <= in_period)
             low = np.where(has_begun, middle + 1, low)
             high = np.where(is_open & ~has_begun, middle, high)
@@ -197,7 +197,7 @@ class Chances(Availability):
         clients = np.asarray(clients)
         draws = np.broadcast_to(self._number(time), len(clients))
         available = np.zeros(len(clients), dtype=bool)
-        # A key is made for one draw and all of its clients; mostly there is one draw.
+        # rng.keys takes one draw and many clients; usually there is only one draw.
         for draw in np.unique(draws):
             chosen = draws == draw
             keys = rng.keys(self._seed, "reachable", int(draw), clients[chosen])
@@ -213,7 +213,7 @@ class Chances(Availability):
             if not len(waiting):
                 return times
             draws[waiting] += 1
-            # The start of a draw, moved up to the draw itself where the product is rounded down.
+            # The product may round down to a time before the draw; then take the next float.
             starts = draws[waiting] * self._every
             starts = np.where(self._number(starts) < draws[waiting], np.nextafter(starts, np.inf), starts)
             available = self.is_available(clients[waiting], starts)

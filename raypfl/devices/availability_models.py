@@ -109,7 +109,7 @@ class UniformChances(ChanceModel):
     def chances(self, holdings: Holdings) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
         seed = holdings.seed
 
-        # For a few clients at a time: a million may be drawn from, but only a cohort is looked at.
+        # Drawn for the given clients only: of a million clients, a run looks at a cohort.
         def of_clients(clients: np.ndarray, draws: np.ndarray) -> np.ndarray:
             fractions = rng.uniform(rng.keys(seed, "availability", 0, clients))
             return self.low + (self.high - self.low) * fractions

@@ -120,7 +120,7 @@ def read_columns(file: str, needed: tuple[str, ...], setting: str) -> dict[str, 
 
 
 def _read(file: str, setting: str) -> Any:
-    # The core, which has no PyArrow, imports this module too.
+    # Imported only here: the core imports this module, and must work without PyArrow.
     import pyarrow as pa
     import pyarrow.csv as pa_csv
     import pyarrow.parquet as pq

@@ -25,7 +25,7 @@ class EventDispatcher:
 
     def __init__(self, listeners: Sequence[Listener]):
         self._listeners = listeners
-        # Reentrant, since a restart emits a warning while its own event is handled.
+        # Reentrant: a restart emits a warning while its RunStarted is being handled.
         self._one_at_a_time = threading.RLock()
         self.round = -1
         self._evaluated_round = -1

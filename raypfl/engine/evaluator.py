@@ -106,7 +106,7 @@ class Evaluator:
             self._validated = dict(saved["validated"])
             return
 
-        # After -1, the evaluation of the model before the first round (0) is due.
+        # -1: the evaluation before the first round, of round 0, is due.
         self._last = -1 if self.experiment.evaluation.at_start else 0
         self._validated = {}
 

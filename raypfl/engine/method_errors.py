@@ -54,7 +54,7 @@ def warning_of_other_messages(method: Method, turn: Turn | None, finished: Round
 
     `turn` : the rehearsed turn of a client; None: nothing was rehearsed.
     """
-    # In the first round, many methods send less; where clients differ, each cohort sends something else.
+    # Not comparable: many methods send less in the first round, and with `loads` each cohort sends something else.
     if turn is None or turn.loads is not None or finished.round == 1 or not finished.clients:
         return None
     bytes_up = finished.bytes_up / finished.clients

@@ -133,7 +133,7 @@ def _score_shared(
             values |= {name: Each(plain_sums.values(masked_sums)) for name, masked_sums in sums_by_name.items()}
         if serves_union:
             if metric_sums.needs_all_outputs:
-                # An area under a curve is not the sum of its parts' areas, so the union is tested by itself.
+                # The AUC of a union does not follow from those of its parts, so the union is tested by itself.
                 union = [EvaluationSamples(group.context.union("test"))]
                 sums = _sums_of_shares(group, model, union, shares)
             values["global"] = Sum(sums)

@@ -134,7 +134,7 @@ class Server:
         except LostState:
             raise
         except MethodError as error:
-            # What is wrong in an evaluation may be the state: a resume from it could fail again and again.
+            # If an evaluation fails, the server's state may be the cause, so it is not saved: every resume would fail.
             return self._end("failed", with_location(error), save=not self._is_evaluation_due())
         except RaypflError as error:
             return self._end("failed", str(error))

@@ -53,7 +53,7 @@ def _uniform(keys: np.ndarray, shape: torch.Size, stream: int) -> Tensor:
     with np.errstate(over="ignore"):
         offsets = rng.mix(np.arange(size, dtype=np.uint64) + np.uint64(stream * size))
         draws = rng.mix(keys[:, None] + offsets[None, :])
-    # The upper 24 bits, as many as a float32 has. Never 0, whose logarithm Box and Muller's method would take.
+    # The upper 24 bits, as many as a float32 has. Never 0: Box and Muller's method takes the logarithm.
     return torch.from_numpy(((draws >> np.uint64(40)) + np.uint64(1)).astype(np.float32) / 2**24).reshape(shape)
 
 

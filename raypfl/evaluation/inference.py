@@ -82,8 +82,8 @@ def _vectorised_on_own_samples(
     sizes = np.array([len(model_indices) for model_indices in indices])
     size = min(size, max(1, MODELS_WITH_FULL_BATCHES * size // len(indices)))
 
-    # One of the samples pads the rows of models with fewer than the largest; it gets weight 0 below. It is no other
-    # client's, which of described clients would be read for nothing, and may not exist.
+    # Shorter rows are padded with a sample of weight 0. It is one of this group's own: any other sample might not
+    # exist, or might have to be fetched.
     padding = next((model_indices[0] for model_indices in indices if len(model_indices)), 0)
     padded = np.full((len(indices), int(sizes.max(initial=0))), padding, dtype=np.int64)
     for row, model_indices in zip(padded, indices, strict=True):

@@ -74,7 +74,7 @@ def masked(batch: ModelOutputs, trained_classes: Tensor, mask: Mask) -> ModelOut
     # [k, 1, outputs] for a client's own model; [1, b, outputs] for one model on samples of several clients.
     keep = unmasked[batch.models, None] if batch.owners is None else unmasked[batch.owners][None]
     if batch.weight is not None:
-        # Padding counts 0 times its loss, which must be finite: the sample that pads may be of an excluded class.
+        # Padding has weight 0, but 0 * inf is NaN: its class must not be masked.
         keep = keep | (batch.weight == 0)[..., None]
     return batch._replace(outputs=outputs.where(keep, _LOGIT_OF_MASKED[mask]))
 

@@ -74,7 +74,7 @@ def _why_untestable(name: str, data: ClientData, objective: Objective) -> str:
     if name in WEIGHTED and objective.targets != "classes":
         return "which needs one class for each sample."
 
-    # A described population has no arrays.
+    # A population has no arrays; it makes samples on request.
     inputs = getattr(data, "inputs", None)
     labels = getattr(data, "labels", None)
     if name.startswith(_CORRUPT):

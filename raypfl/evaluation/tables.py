@@ -83,7 +83,7 @@ def _aggregates(measures: Measures, rows: Mapping[str, np.ndarray]) -> dict[str,
     defined = {}
     for name in measures.metrics:
         if name in rows:
-            # NaN of a metric that always has a value is a result, not a gap.
+            # If a metric always has a value, its NaN is a result, not a missing value.
             defined[name] = np.ones(len(rows[name]), bool) if measures.always(name) else ~np.isnan(rows[name])
 
     aggregates = {}

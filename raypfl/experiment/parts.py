@@ -51,7 +51,7 @@ def _source(section: type[DataSource], value: Any, where: str) -> Any:
     name, settings = name_and_options(value, where, section.name)
     reader = look_up(DATASETS, name)
     try:
-        # A reader's first parameter is the description itself.
+        # The first parameter of a reader is the data's description, not an option.
         config, *_ = options_of(reader) or [""]
     except (TypeError, ValueError):
         raise ValueError(f"{where} is {name!r}, which is not a function, a Reader or a Population.") from None
@@ -180,7 +180,7 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [to_plain(part) for part in value]
 
-    # Also for the subclasses of NumPy and enum, which Ray Tune samples.
+    # Ray Tune samples subclasses of these types: NumPy's numbers, and enums.
     for plain_type in _PLAIN_TYPES:
         if isinstance(value, plain_type):
             return plain_type(value)

@@ -45,7 +45,7 @@ def _documented(section: type) -> dict[str, str]:
             text = text[:1].upper() + text[1:]
             descriptions |= dict.fromkeys(names.split(", "), text)
 
-    # The options of a component are no setting of their own: they stand next to its name.
+    # `options` is not a setting: options are written next to the component's name.
     descriptions.pop("options", None)
     return descriptions
 

@@ -75,7 +75,7 @@ def parse(text: str, where: str, is_record: bool = False) -> Any:
     except RecursionError:
         raise ConfigError(f"{where} is not valid YAML: it is nested too deeply.") from None
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        # PyYAML lets these through, for 2001-99-99 or !!int x.
+        # PyYAML does not convert these, for 2001-99-99 or !!int x.
         raise ConfigError(f"{where} is not valid YAML: a value is not of the type it looks like ({error}).") from None
 
 

@@ -354,7 +354,7 @@ def _most(name: str, charged: bool | int | Tensor, numbers: np.ndarray, size: in
     """Return the most of a message's `size` numbers that a client gets, given what each of the cohort gets."""
     if len(numbers):
         return int(numbers.max())
-    # Of a cohort of nobody, only what is the same for all clients is known.
+    # An empty cohort shows only charges that are the same for all clients.
     is_by_client = isinstance(charged, Tensor) and charged.dim() > 0
     return size if is_by_client else int(numbers_charged(name, charged, 1, size)[0])
 

@@ -175,7 +175,7 @@ def _timed(
 
     seconds = turns.turn_seconds(active, shares)
     by_finish = np.lexsort((active, seconds))
-    # A share that fits the deadline may round up to a moment after it.
+    # The time of a share that fits the deadline may round up to just after it.
     num_in_time = int((seconds <= deadline * (1 + 1e-12)).sum())
     num_needed = math.ceil(settings.quorum * size - 1e-9)
     num_counted = min(max(num_in_time, num_needed), size, len(active))

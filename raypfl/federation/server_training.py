@@ -150,7 +150,7 @@ class ServerTraining(ABC):
 
         update = Update(optimizer or SGD(), lr, weight_decay, clip_norm, parameter_mask)
         rate = _scheduled(schedule, lr, _length(batches))
-        # The experiment's precision is for the clients' network; a method's own networks compute as they are.
+        # training.precision applies to the clients' network, not to a method's further networks.
         precision = self.context.precision if model is self.task.model else DEFAULT_PRECISION
         key = self._key("central" + stream)
         losses = Executor(model, precision).train_one(
@@ -166,7 +166,7 @@ class ServerTraining(ABC):
         self._refuse_divergence(text, total, theta)
         if log is not None and steps:
             self.log(**{log: total / steps})
-        # Batch norm moves its statistics even if they are not among what is trained.
+        # Batch norm updates its statistics even where nothing is to be trained: restore them.
         return theta if mask is None else torch.where(mask, theta, start)
 
     def descend(

@@ -76,7 +76,7 @@ class LocalLoss:
 
     def separate_penalty(self, p: Tensor, extras: Mapping[str, Any]) -> Tensor:
         """Return the value of a separate penalty; it has a gradient at ``p[P]``."""
-        # Without the second term, autograd would fail for a penalty that does not depend on p.
+        # 0 * p.sum(): autograd would fail for a penalty that does not depend on p.
         return self._penalty_without_batch(p, extras) + 0 * p.sum()
 
     def _penalty_without_batch(self, p: Tensor, extras: Mapping[str, Any]) -> Tensor:

@@ -62,7 +62,7 @@ class Pools:
         bytes_per_sample = (inputs.nbytes + labels.nbytes) / max(1, len(labels))
         used = sum(samples.resident for samples in self._kept.values())
         if used + bytes_per_sample * len(indices) <= self.room:
-            # Pageable memory: this happens once, and pinned memory is never given back.
+            # Not pinned: this happens once, and PyTorch never returns pinned memory.
             on_device = [torch.from_numpy(np.array(array[indices])).to(device) for array in (inputs, labels)]
             self._kept[name] = replace(samples, inputs=on_device[0], labels=on_device[1])
 

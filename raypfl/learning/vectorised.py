@@ -52,7 +52,7 @@ class Vectorised(Executor):
 
     @torch.enable_grad()
     def sgd(self, training: GroupTraining, observe: StepCallback | None = None) -> tuple[Tensor, Tensor]:
-        # Clients with most steps come first, so that those that still have some are always the first rows.
+        # Clients with most steps come first, so that the active ones are always the first rows.
         start = training.start
         rank = np.argsort(-training.order.steps, kind="stable")
         steps = training.order.steps[rank]
@@ -216,7 +216,7 @@ class Vectorised(Executor):
             extras = [rows.repeat_interleave(count, 0) for rows in extra_rows]
             single_samples = Batch(*(field[:, start:stop].flatten(0, 1)[:, None] for field in batch))
             leaves = self._leaves(at, frozen)
-            # A network whose gradients are taken by sample has no batch norm; its statistics do not move.
+            # Networks with per-sample gradients have no batch norm, so no statistics move.
             no_statistics = at[:, :0]
             step_keys = sample_keys(keys, start, stop).flatten()
             grads, direct, values, _ = step(at, leaves, no_statistics, step_keys, single_samples, extras)
@@ -321,7 +321,7 @@ class Vectorised(Executor):
                 return "draws random numbers, so its clients run one by one, each with a stream of its own."
 
         if unpadded.shape[:1] == batch.y.shape[:1]:
-            # Perhaps a row for each sample, padding included.
+            # The function may return a row for each sample, padding included.
             padded = [value[: len(unpadded)] for value in padded]
 
         for value in padded:
@@ -343,7 +343,7 @@ class Vectorised(Executor):
             key = torch.zeros((), dtype=torch.int64, device=batch.y.device)
             p = self.model.parameters(at)
             with FunctionalCall(self.model, self.model.buffers(at)), self._row_wise(batch, key):
-                # A loss may itself differentiate.
+                # requires_grad_: a loss may itself differentiate.
                 value = function(p.detach().requires_grad_(), batch, **without_buffers(self.model, client_extras))
                 return torch.stack(value).detach()
 

@@ -49,7 +49,8 @@ def measured_cost(network: nn.Module, samples: int) -> Iterator[Cost]:
             return
         cost.outputs += output.numel()
         if isinstance(layer, _PRODUCTS):
-            # Each number of one side, whose axis is the weight's first, is multiplied with a row of it.
+            # The weight's first axis is that of the outputs, or of the inputs of a transposed convolution. Each number
+            # on that side takes part in as many products as a row of the weight has entries.
             side = inputs[0] if isinstance(layer, _ConvTransposeNd) else output
             cost.multiplications += layer.weight.numel() * (side.numel() // len(layer.weight))
 

@@ -401,7 +401,7 @@ class BoundModel(LossCall):
         self._set_tensors(self._template)
 
     def move(self, name: str, value: Tensor) -> None:
-        # By the version of a view, autograd would take the vector's parameters for changed; `data` has its own.
+        # `data` has a version of its own; otherwise autograd would believe that the vector's parameters changed.
         self.statistics[name].data.copy_(value)
 
     def outputs(self, x: Input) -> Tensor:

@@ -13,7 +13,7 @@ class LowRank(nn.Linear):
     """
 
     def __init__(self, layer: nn.Linear, rank: int):
-        # On the meta device: the layer's own weights replace these at once, and nothing is drawn for them.
+        # On the meta device, so that nothing is drawn for weights that are replaced at once.
         super().__init__(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
         self.weight = layer.weight
         self.bias = layer.bias

@@ -36,7 +36,7 @@ def _method_names(experiments: Sequence[Experiment]) -> list[str]:
     """Methods, each with the options in which experiments with this method differ."""
     methods = [experiment.to_dict()["method"] for experiment in experiments]
 
-    # A class of one's own is "module:Class"; the module is shown only where two classes have the same name.
+    # A user's class is "module:Class"; the module is shown only where two classes have the same name.
     full_names = {method["name"] for method in methods}
     short_names = {name: name.rpartition(":")[2] for name in full_names}
     if len(set(short_names.values())) < len(full_names):
@@ -47,7 +47,7 @@ def _method_names(experiments: Sequence[Experiment]) -> list[str]:
         words = [short_names[method["name"]]]
         namesakes = [other for other in methods if other["name"] == method["name"]]
         for key, value in method.items():
-            # An option that is off by default is not worth a word: `ditto` beside `ditto personal_epochs=2`.
+            # Options that are off by default are left out: `ditto` beside `ditto personal_epochs=2`.
             is_off = value is None and getattr(type(experiment.method), key, ...) is None
             if not is_off and any(other[key] != value for other in namesakes):
                 words.append(f"{key}={_value_text(value)}")
@@ -63,7 +63,7 @@ def _setting_texts(names: Sequence[str], experiments: Sequence[Experiment]) -> l
     complete = _with_defaults(settings)
     one_method = len({name.split()[0] for name in names}) == 1
     if len(differing) == 1 and (one_method or not _are_settings_of_methods(names, settings)):
-        # All show their value, a learning rate at its default beside others too, unless it is off.
+        # Each label shows its value, even a default one, unless it is None.
         reference = {key: value for key, value in _defaults().items() if value is None}
     elif one_method:
         reference = _defaults()
@@ -91,7 +91,7 @@ def _differing_keys(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     first = settings[0]
     differing = []
     for key in dict.fromkeys(key for values in settings for key in values):
-        # A section that is null in some is a component with options of its own in others.
+        # A key may be missing: a section that is null here may be a component with options elsewhere.
         if any(values.get(key, _MISSING) != first.get(key, _MISSING) for values in settings):
             differing.append(key)
     return differing

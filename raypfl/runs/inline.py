@@ -37,7 +37,7 @@ def run_inline(
     server = clients.on(device_for(experiment.ray.gpus_for_server))
     metadata: dict[str, Any] = {"backend": "inline", "actors": 1, "device": str(clients.device)}
 
-    # Trials of a sweep and cells of a study, which reserve the larger share, share a GPU in this way.
+    # Trials of a sweep and cells of a study share a GPU; each reserves the larger of the two shares.
     share = max(experiment.ray.gpus, experiment.ray.gpus_for_server)
     with memory_limited(share), threads(threads_of_server(experiment)):
         server.build()

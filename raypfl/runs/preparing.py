@@ -211,7 +211,7 @@ def _with_executor(prepared: Prepared, folder: Path, emit: Listener) -> tuple[Pr
         "engine": replace(experiment.engine, executor=candidate.executor),
         "training": replace(experiment.training, channels_last=candidate.channels_last),
     }
-    # Not checked again, which would take a tenth of a small run's time: both choices are valid by construction.
+    # model_copy does not validate, which would take a tenth of a small run's time: both choices are valid.
     return prepared.with_settings(experiment.model_copy(update=changes)), why
 
 

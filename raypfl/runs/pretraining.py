@@ -174,7 +174,7 @@ def _recipe(prepared: Prepared) -> Experiment:
     options = {name: value for name, value in experiment.model.options.items() if not name.startswith("adapter")}
     return Experiment(
         seed=experiment.seed,
-        # The samples themselves are those of the run.
+        # Only the augmentation is set: the samples are those of the prepared run.
         data=DataConfig(augmentation=experiment.data.augmentation),
         model=replace(experiment.model, options=options, lora=0, frozen=None, trained=None),
         objective=prepared.objective,

@@ -91,7 +91,7 @@ def hold_lease(location: str, attempt: str, notify: Callable[[str], None]) -> It
     file = _LeaseFile(location)
     holder = _Holder.in_this_process(attempt)
     silent_holder = file.wait_for_silence(notify)
-    # Before the claim: another thread takes an attempt of this process that is not among them for dead.
+    # Before the claim: other threads consider a claim dead if its attempt of this process is not in the set.
     _attempts_here.add(attempt)
     try:
         file.claim(holder, silent_holder)
@@ -187,7 +187,7 @@ class _LeaseFile:
     def clear(self) -> None:
         self._files.delete_file(self._path)
         if self._is_local:
-            # An error, which the caller ignores, if the folder has checkpoints.
+            # Fails if the folder has checkpoints; the caller ignores that.
             os.rmdir(self._root)
 
     def is_held_by(self, attempt: str) -> bool:

@@ -95,7 +95,7 @@ class Copies:
             else:
                 copies[name] = tensor.detach().clone()
         self._tensors = copies
-        # Its reader may ask for gradients of it.
+        # Detached: whoever reads a copy may ask for its gradients.
         return unflatten(skeleton, {name: copied.detach() for name, copied in copies.items()})
 
 

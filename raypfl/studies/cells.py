@@ -63,7 +63,7 @@ class StudyCell:
 def identity(experiment: Experiment) -> str:
     """Return twelve hexadecimal digits, a hash of all settings that may change the result."""
     settings = flatten(deciding_settings(experiment))
-    # Nearly every setting that a later version adds is null until it is used; finished runs then keep their names.
+    # Most settings that a later version adds are null by default. Without them, finished runs keep their names.
     not_null = {key: value for key, value in settings.items() if value is not None}
     text = json.dumps(not_null, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -192,7 +192,7 @@ def _cells(study: Study, down: str, across: str, assignments: Sequence[str]) -> 
     for variation in (study.down.get(down, Variation()), study.across.get(across, Variation())):
         values = merged(values, variation.experiment)
         if variation.experiment:
-            # A setting that all of the study shares may have no effect in this variation.
+            # Settings of the whole study may have no effect in this variation.
             drop_idle(values, paths_set_in(variation.experiment))
         for label, change in variation.methods.items():
             if label in methods:

@@ -63,7 +63,7 @@ def _needs_this_process(experiment: Experiment) -> bool:
 
 def _planned(cell: StudyCell, experiment: Experiment) -> PlannedRun:
     values = experiment.to_dict()
-    # It may continue on other machines, or with other checkpoints, to the same bits.
+    # These settings do not change the bits, so the run may continue with others.
     changes = [f"{key}={json.dumps(values[key])}" for key in ("ray", "checkpoint")]
     changes.append(f"engine.backend={experiment.engine.backend}")
     return PlannedRun(cell.folder, experiment, changes, is_cell=True)

@@ -185,7 +185,7 @@ class NewRows:
         if feature in columns or "=" not in feature:
             return feature, None
         ends = [match.start() for match in re.finditer("=", feature)]
-        # Columns and categories may have the sign in their names, too.
+        # Names of columns and categories may contain "=", too.
         end = next((end for end in ends if feature[:end] in columns), ends[0])
         return feature[:end], feature[end + 1 :]
 
@@ -234,7 +234,7 @@ def _spellings(value: Any, text: Any) -> tuple[str, ...]:
     if value is None:
         return ()
     spellings = [str(text), category_name(value)]
-    # pandas has floats in a column of integers of which some are missing.
+    # pandas stores integers as floats if some of a column are missing.
     if isinstance(value, float) and value.is_integer():
         spellings.append(str(int(value)))
     return tuple(dict.fromkeys(spellings))

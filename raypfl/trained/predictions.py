@@ -80,7 +80,7 @@ class Predictions:
         rows = self._rows.table if self._rows.texts is None else self._rows.texts
         columns = [column.to_pylist() for column in rows.columns]
         for name in self.columns:
-            # As text, the shortest that is the number in single precision: 0.1, not 0.10000000149.
+            # The shortest text that gives the same float32: 0.1, not 0.10000000149.
             columns.append(self.table[name].to_numpy().astype(str).tolist())
         with path.open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file, lineterminator="\n")

@@ -77,7 +77,7 @@ def _like_the_runs_data(folder: Path, models: TrainedModels) -> tuple[np.ndarray
         inputs=data.inputs[:1],
         labels=data.labels[:1],
         class_names=data.class_names,
-        scale=data.scale if data.inputs.dtype == np.uint8 else RawData.scale,  # which only images are divided by
+        scale=data.scale if data.inputs.dtype == np.uint8 else RawData.scale,  # only images have a scale
     )
     pool = read_pool(str(folder), _source(folder, config, data), example)
 

@@ -81,7 +81,7 @@ def diagnose(
         rounds = change.map.rounds_to(error, share)
         predicted_rounds[change.name] = rounds
         limits[change.name] = change.limit
-        # A kernel that changes slows other settings at this width down as well, but not a very wide network.
+        # The slowdown by a changing kernel applies to every change but a larger width.
         slowdown = 1 if change.limit == "width" else outlook.slowdown
         if rounds is not None and math.isfinite(slowdown):
             expected_rounds[change.name] = rounds * slowdown
@@ -100,7 +100,7 @@ def diagnose(
     if best is None:
         advice = _why_no_change_helps(frozen, error, share, outlook.diverges)
     else:
-        # Where the run reached the share, how long it took is in the sentence before.
+        # If the run reached the share, the sentence before already says how long it took.
         instead_of = math.inf if run.reached is not None else outlook.rounds_needed
         advice = _advice(limit, best, predicted_rounds[best], share, instead_of)
 

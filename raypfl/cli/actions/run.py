@@ -238,7 +238,7 @@ def _carry_out(work: _Work, quiet: bool, as_json: bool) -> None:
                         raise KeyboardInterrupt
             _note_changes(work)
         except KeyboardInterrupt:
-            # Raised above, or by a Ctrl-C before the first round, between two runs, or when it comes a second time.
+            # Raised above, or by a second Ctrl-C, or one before the first round or between two runs.
             raise Stopped(f"Stopped. {_unfinished(work, results)}") from None
         except Refused:
             raise

@@ -81,7 +81,7 @@ def training_length(
 
 def refuse_moved_statistics(before: Tensor, after: Tensor) -> None:
     """Raise a PrivacyError if a private training changed the network's statistics ``[K, B]``: they get no noise."""
-    # Without statistics, a GPU need not be waited for.
+    # Comparing waits for a GPU, so skip it without statistics.
     if before.numel() and not torch.equal(before, after):
         raise PrivacyError(
             "Training moved statistics of the network, such as running means, which depend on the samples and "

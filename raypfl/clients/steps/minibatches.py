@@ -84,7 +84,7 @@ class MiniBatches:
     def active(self, s: int) -> tuple[np.ndarray, Tensor]:
         """Return the positions of the clients that take step s, on the host and on the device."""
         active = np.flatnonzero(self.order.steps > s)
-        # Clients only drop out, so that their number says which are left.
+        # Clients only run out of mini-batches, so the number of active ones identifies them.
         if len(active) not in self._active:
             self._active[len(active)] = to_device(active, self.group.model.device)
         return active, self._active[len(active)]
@@ -129,7 +129,7 @@ class MiniBatch:
         self._rows = rows
         self._all_active = len(active) == len(minibatches.keys)
         self._keys = minibatches.keys[torch.from_numpy(active)] + s
-        # A function that refers to this object would keep the samples until the garbage collector finds the circle.
+        # No lambda refers to this object: the reference cycle would keep the samples in memory.
         self._batches = StepBatches(
             alone=lambda: [minibatches.alone[k](s) for k in positions],
             padded=lambda: minibatches.stacked(rows, s, int(order.counts[active, s].max())),

@@ -161,7 +161,7 @@ def _matched_labels(raw: RawData, clients_data: RawData, chosen: np.ndarray) -> 
     if raw.kind not in ("classes", "labels"):
         return None
 
-    # If the clients' class names are numbers too, the pool's numbers are names, and matched as such.
+    # If the clients' classes are named by numbers, the pool's numbers are names, too, and are matched by name.
     class_names = clients_data.class_names
     are_numbers = raw.class_names == [str(number) for number in range(len(raw.class_names))]
     is_unnamed = are_numbers and not all(name.isdecimal() for name in class_names)

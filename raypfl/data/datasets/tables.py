@@ -41,7 +41,7 @@ def read_csv(path: Path, file_name: str, as_text: Sequence[str] = ()) -> pa.Tabl
     invalid_rows: list[str] = []
 
     def note_invalid_row(row: pa_csv.InvalidRow) -> str:
-        # Arrow counts from 1, and the header too.
+        # Arrow counts rows from 1, the header included.
         invalid_rows.append(
             f"Row {row.number - 2} of {file_name} has {row.actual_columns} columns, but its header "
             f"{row.expected_columns}."

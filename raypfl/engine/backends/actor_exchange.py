@@ -72,12 +72,12 @@ class ActorExchange:
         self._stopped = stopped
         self._warn = warn
         self._dispatch = Dispatch(bundles)
-        # By the reference to the reply.
+        # Reference to the reply -> its task.
         self._tasks: dict[Any, _Task] = {}
 
     def outcomes(self) -> Generator[tuple[Group, Done | Failed], None, None]:
         """Run all groups; yield their outcomes as they arrive, without the sums if these stay on nodes."""
-        # The first bundles, which are neighbours, go to actors of the same node.
+        # Sorted, so that neighbouring bundles go to actors of the same node.
         for actor in sorted(self._fleet.actors, key=lambda actor: actor.place):
             self._join(actor)
         try:
@@ -88,7 +88,7 @@ class ActorExchange:
                 for reply in self._replies():
                     if self._sums is not None and reply in self._sums.awaited:
                         self._run_again(self._sums.arrived(reply))
-                    # Another of the actor's groups may have shown that the actor died.
+                    # Otherwise the reply is of an actor that is already known to have died.
                     elif reply in self._tasks:
                         yield from self._finish(self._tasks[reply])
         finally:
@@ -171,7 +171,7 @@ class ActorExchange:
         try:
             outcomes = self._outcomes_of(task)
         except RayError as error:
-            # The actor, its node or its memory failed; an error of the group is an outcome.
+            # The process failed. An error of a group would have come as an outcome.
             yield from self._died(task.actor, error)
             return
 

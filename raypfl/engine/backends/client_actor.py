@@ -125,7 +125,7 @@ class ClientActor:
         """Add up sums behind references, which may be on other nodes; return the places of those that are lost, too."""
         from raypfl.federation.exchange.tree_sum import TreeSum
 
-        # All begin to travel at once.
+        # Start all transfers before waiting for the first one.
         ray.wait(list(parts), num_returns=len(parts), timeout=0)
         sums = TreeSum()
         lost = []

@@ -142,7 +142,7 @@ def _refuse_closed(address: str) -> None:
 
 def has_local_cluster_died(ray: Any) -> bool:
     """Return whether a cluster that this process started is gone: Ray would end the process in a minute, or hang."""
-    # Ray's public functions ask the cluster itself, and so hang with it.
+    # Ray's public functions ask the cluster, so they hang if it is gone.
     infos_by_kind = ray._private.worker._global_node.all_processes
     infos = [*infos_by_kind.get("gcs_server", ()), *infos_by_kind.get("raylet", ())]
     return any(info.process.poll() is not None for info in infos)
@@ -174,7 +174,7 @@ def bundle(options: Mapping[str, Any]) -> dict[str, float]:
     amounts = {"CPU": options["num_cpus"], "GPU": options["num_gpus"]}
     accelerator = options.get("accelerator_type")
     if accelerator:
-        # The amount by which Ray itself asks for a type.
+        # The amount that Ray itself requests for an accelerator type.
         amounts[f"accelerator_type:{accelerator}"] = 0.001
     return {name: amount for name, amount in amounts.items() if amount}
 
@@ -213,7 +213,7 @@ def client_actors(ray: Any, settings: RaySettings, groups: int) -> list[int]:
     nodes = nodes_of(ray)
     server = server_resources(settings)
     for pool, room in zip(settings.actor_pools, pools.placeable_counts(), strict=True):
-        # Room beside the server, if there were no other pools.
+        # Room beside the server, without other pools.
         room_alone = room_for(reserved(pool), nodes, server)
         is_too_small = room_alone is not None and (room_alone < 1 or room < (pool.actors or 0))
         if room_alone is None or (is_too_small and pool.max_actors is None):
@@ -323,8 +323,8 @@ def _without_sigterm_handler(ray: Any) -> Iterator[None]:
 
 
 def _silence_deaths(ray: Any) -> None:
-    # Whatever its log settings, Ray prints a paragraph for every process that dies: `log_to_driver=False` does not
-    # reach its thread for errors, which nothing public turns off. The run says it in a sentence.
+    # Ray prints a paragraph for every process that dies, even with `log_to_driver=False`, and has no public setting
+    # against it. The run reports a death in a sentence of its own.
     worker = ray._private.worker
     if hasattr(worker, "print_to_stdstream"):
         worker.print_to_stdstream = lambda *args, **kwargs: None

@@ -42,7 +42,7 @@ def keep_freed_memory() -> None:
     if not sys.platform.startswith("linux"):
         return
 
-    # The numbers of glibc's malloc.h, which ctypes does not know.
+    # Constants of glibc's malloc.h.
     m_trim_threshold = -1
     m_mmap_threshold = -3
     # Other C libraries have no mallopt.

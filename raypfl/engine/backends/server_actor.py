@@ -70,7 +70,7 @@ class ServerActor:
         self._pools = list(pools)
         # (pool, handle)
         self._actors: list[tuple[int, Any]] = []
-        # Before the imports, so that the actors' processes start meanwhile.
+        # Before the imports, so that the actors' processes start in the meantime.
         self._keep_actors(actors)
         with importing():
             import raypfl.engine.backends.ray_backend
@@ -93,7 +93,7 @@ class ServerActor:
         from raypfl.engine.prepared import Prepared, threads_of_server
         from raypfl.engine.server import Server
 
-        # The error of a run that could not begin has kept its server until now.
+        # If the last run could not begin, its error kept its server alive until now.
         gc.collect()
         self._stream = _EventStream(run)
         pool_sizes = cluster.pools_of(ray, settings, groups)
@@ -128,9 +128,9 @@ class ServerActor:
         finally:
             self._actors = backend.actors
             if pool_sizes.has_shrunk:
-                # The next run begins with the shares that the settings say.
+                # The next run starts with the shares in the settings again.
                 self._keep_actors([0] * len(self._pools))
-            # A server is full of cycles, and keeps clients' states in the object store until it is freed.
+            # A server has reference cycles, and keeps clients' states in the object store until it is collected.
             gc.collect()
 
     def _start(self, options: Mapping[str, Any]) -> Any:

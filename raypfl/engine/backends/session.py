@@ -80,7 +80,7 @@ class SpareServer:
 
 def _times_of_user_modules() -> dict[str, int | None]:
     """Return when the file of each of the user's modules in this process was last changed."""
-    # Not as attributes, which some modules import something to answer.
+    # From __dict__: some modules import others when an attribute is looked up.
     files = [getattr(module, "__dict__", {}).get("__file__") for module in list(sys.modules.values())]
     return {file: _time_of(file) for file in files if file and is_user_file(file)}
 

@@ -71,7 +71,7 @@ def same_bits_on_gpus(tf32: bool = False) -> None:
     torch.backends.cudnn.allow_tf32 = tf32
     torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(True, warn_only=True)
-    # Filling what is overwritten anyway costs time only.
+    # Uninitialised memory is always overwritten here, so filling it would only cost time.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 

@@ -64,8 +64,8 @@ def schedule_for(
         availability=turns.availability if is_always else _OfTrained(turns.availability, trained),
     )
     if looks_ahead:
-        # At most `size` clients are at work, and each round hears one of them at least.
-        with suppress(ConfigError):  # there may be nobody left for rounds that the run does not have
+        # At most `size` clients are at work, and each round gets a reply from at least one of them.
+        with suppress(ConfigError):  # too few clients may be left for rounds after the run's last one
             return make_schedule(fleet, experiment.rounds + size, experiment.seed, settings.buffer, settings.window)
     return make_schedule(fleet, experiment.rounds, experiment.seed, settings.buffer, settings.window)
 

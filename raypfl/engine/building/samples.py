@@ -87,7 +87,7 @@ class _FetchedSamples(Samples):
     data: DescribedData | DataOutline = field(kw_only=True)
 
     def take(self, where: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        # A population may seed torch for what it makes.
+        # A population may seed torch to generate its samples.
         with streams.forked(self.gain.device):
             x, y = self.data.take(where)
         return to_device(x, self.gain.device), to_device(y, self.gain.device)

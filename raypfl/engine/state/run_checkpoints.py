@@ -69,7 +69,7 @@ class RunCheckpoints:
         """Whether a checkpoint of the last finished round is due."""
         every = self._experiment.checkpoint.every
         if every is None:
-            # A checkpoint takes as long as a short round, and waits for the disk.
+            # A checkpoint waits for the disk, which takes as long as a short round.
             is_too_soon = self._clock() - self._saved_at < SECONDS_PER_CHECKPOINT
             every = 0 if is_too_soon else ROUNDS_PER_CHECKPOINT
         return self._state.round > 0 and is_due(self._state.round, every, self._experiment.rounds)
@@ -123,12 +123,12 @@ class RunCheckpoints:
         CheckpointError : if every checkpoint is damaged, or they belong to another run than the job describes.
         """
         self._saved_at = self._clock()
-        # The states that the run has now are freed before others are read.
+        # Free the current states before the checkpoint's are read.
         self._state.clients = StateTable()
         snapshot = checkpoints.load(
             self._job.checkpoints,
             self._runner.warn,
-            # Without what was spent, the epsilon that the run reports would be too small.
+            # Without earlier spending, the reported epsilon would be too small.
             needed=("spending",),
             copies=self._table_of_run,
             use_states=self._use_states,
@@ -138,7 +138,7 @@ class RunCheckpoints:
 
         tables = RunTables(self._evaluator.measures.column_types, snapshot.tables)
         self._refuse_other_run(snapshot.meta, tables)
-        # Checkpoints of versions without simulated time lack it.
+        # Checkpoints of early versions lack it.
         time = snapshot.meta.get("time", 0.0)
         self._rounds.refuse_other_rounds(snapshot.round, time)
         tables.count_costs(self._job.checkpoints)

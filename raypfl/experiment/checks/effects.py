@@ -95,7 +95,7 @@ def assign_all(values: dict[str, Any], assignments: Iterable[tuple[list[str], An
             _drop_options(component, options - _component_options(component, values), values, assigned)
     dropped = drop_idle(values, assigned | idle_before)
     for setting in list(_idle(values)):
-        # Idle before, too: its governor was a default, and is not even that any more.
+        # It was idle before, too: what it depends on was at its default, and is now gone.
         if setting.is_default and setting.depends_on in dropped and not _is_in(setting.path, assigned):
             _delete(values, setting.path)
     refused = refused_settings(values, assigned)
@@ -110,7 +110,7 @@ def _component_options(path: SettingPath, values: Mapping[str, Any]) -> set[str]
     try:
         options = set(options_of(entry))
     except (TypeError, ValueError):
-        return set()  # no class or function, which is reported elsewhere
+        return set()  # not a class or function; reported elsewhere
     if len(path) == 1 and path[0] in SECTIONS:
         options |= {field.name for field in dataclasses.fields(SECTIONS[path[0]])}
     return options
@@ -149,7 +149,7 @@ def _delete(values: dict[str, Any], path: SettingPath) -> None:
     *sections, name = path
     section = values
     for key in sections:
-        # Copied, since another description may share the section.
+        # A copy: another description may share the section.
         section[key] = dict(section[key])
         section = section[key]
     del section[name]

@@ -78,7 +78,7 @@ def outside_limits(field: str, value: Any) -> list[str]:
         section, _, key = path.partition(".")
         if section != field:
             continue
-        # A pool of actors has only some of the settings of its section.
+        # An entry of ray.pools has only some of the section's settings.
         if key and not hasattr(value, key):
             continue
 

@@ -13,7 +13,7 @@ RECIPES = Packaged(__name__, "recipe")
 
 def settings_of(recipe: str) -> dict[str, Any]:
     """Read the settings of a recipe by its name, or of a file ending in ``.yaml`` or ``.yml``, named after the file."""
-    # A list of recipes needs no YAML.
+    # Imported only here: listing the recipes needs no YAML.
     from raypfl.experiment.yaml_text import read
 
     if not recipe.endswith((".yaml", ".yml")):
@@ -26,7 +26,7 @@ def _refuse_component(recipe: str) -> None:
     """Raise a ConfigError if the name is that of a method, say, and of no recipe."""
     if recipe in RECIPES:
         return
-    # A list of recipes needs none of them.
+    # Imported only here: listing the recipes needs none of them.
     from raypfl.data.datasets import DATASETS
     from raypfl.data.partitions import PARTITIONS
     from raypfl.methods import METHODS

@@ -220,7 +220,7 @@ class _Simulation:
                 if self._round > num_rounds:
                     break
 
-            # As `_draw`, `_take` and `_begin` do.
+            # The same as `_draw`, `_take` and `_begin`.
             place = number % num_free
             client = free[place]
             last = free.pop()

@@ -134,7 +134,7 @@ class ReplyAggregator:
                 continue
 
             total = self._totals[name]
-            # What came from one group alone may be in memory that is shared, or that its sender uses.
+            # The array of a single group may be in shared memory, or still in use by its sender.
             array = total.array if total.is_writable else np.array(total.array)
             if value.masked is not None:
                 array = unmasked(array, value.masked).numpy()

@@ -75,7 +75,7 @@ class Broadcasts:
         """Send a tensor as an object of its own, unless an earlier object still has its bits."""
         earlier = self._large.get(id(tensor))
 
-        # An id may be a dead tensor's; so compare the tensor itself.
+        # Python reuses the ids of deleted tensors, so compare the tensor itself.
         if (
             earlier is not None
             and earlier.tensor() is tensor
@@ -89,7 +89,7 @@ class Broadcasts:
 
 
 def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
-    # A tensor's version does not show all changes: those through tensor.data or a NumPy view leave it as it is.
+    # A tensor's version is no proof: changes through tensor.data or a NumPy view do not increase it.
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     # Compared as integers: NaN equals itself, and 0.0 differs from -0.0.

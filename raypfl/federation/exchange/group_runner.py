@@ -252,7 +252,7 @@ class GroupRunner:
                     continue
 
                 reply = outcome.reply
-                # The engine's own functions are not timed: other clients are the slow ones in them.
+                # The engine's own functions are not timed: a client that trains slowly may be evaluated fast.
                 if isinstance(call.function, str):
                     self._timings.note(call.function, group.clients, reply.seconds)
                 if self.keep_observations is not None and reply.observed:

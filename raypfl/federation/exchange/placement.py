@@ -164,7 +164,7 @@ class Dispatch:
         if not self._waiting or not self._finishing or self._waiting.first.alone:
             return float("inf")
 
-        # Among unequal actors, one that is idle on purpose may take a bundle after all; do not ask all the time.
+        # Among unequal actors, one may be idle on purpose; check only now and then whether it should take a bundle.
         shortest = self._recheck_seconds() if self._are_unequal() else 0.0
         return max(shortest, self._finishing[0][0] - PREFETCH_SECONDS - now)
 

@@ -79,7 +79,7 @@ class TreeSum:
     def totals(self) -> Mapping[str, Total]:
         """Return the sums over all groups that have come; no more may come."""
         while len(self._subtrees) > 1:
-            # None of its neighbour's groups has come.
+            # Its neighbour is empty: none of those groups has come.
             smallest = self._subtrees.pop(min(self._subtrees))
             self.add(replace(smallest, level=smallest.level + 1, place=smallest.place >> 1))
         return next((subtree.totals for subtree in self._subtrees.values()), {})

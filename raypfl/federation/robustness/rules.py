@@ -175,7 +175,7 @@ class RobustLearningRate(Aggregation):
     threshold: Annotated[float, CHANCE] = 0.2
 
     def combine(self, rows: Tensor, before: Tensor) -> Tensor:
-        # A sum of signs is a whole number; a share of the clients may be a little more than one.
+        # Rounding may put the share just above a whole number, and the sum of signs is one.
         fewest = self.threshold * len(rows) - 1e-9
         parts = []
         for columns, start in zip(rows.split(_COLUMNS, dim=1), before.split(_COLUMNS), strict=True):
@@ -190,7 +190,7 @@ def squared_distances(rows: Tensor) -> Tensor:
     """Return the squared Euclidean distances between all rows, ``float64[n, n]``."""
     products = torch.zeros(len(rows), len(rows), dtype=torch.float64, device=rows.device)
     for columns in rows.split(_COLUMNS, dim=1):
-        # Differences of nearly equal rows would drown in the rounding of what all rows have in common.
+        # Without centring, rounding of what the rows have in common would hide small differences.
         centred = columns.double() - columns.double().mean(0)
         products += centred @ centred.T
 

@@ -92,7 +92,7 @@ class Oort(Selection):
         explored = clients[is_explored & ~is_listed]
         unexplored = clients[~is_explored]
 
-        # Whichever kind has too few leaves its places to the other.
+        # If one kind has too few clients, the other gets its places.
         num_to_explore = math.floor(self.epsilon(candidates.round) * candidates.size + 1e-9)
         num_explored = min(candidates.size - num_to_explore, len(explored))
         num_unexplored = min(candidates.size - num_explored, len(unexplored))

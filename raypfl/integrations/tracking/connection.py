@@ -36,7 +36,7 @@ def experiment_id(client: MlflowClient, experiment: Experiment, uri: str) -> str
     if existing:
         return str(existing.experiment_id)
 
-    artifacts = _artifacts_in(experiment.output) if uri.startswith("sqlite:") else None  # a server decides itself
+    artifacts = _artifacts_in(experiment.output) if uri.startswith("sqlite:") else None  # a server chooses its own
     try:
         return str(client.create_experiment(name, artifacts, _EXPERIMENT_KIND))
     except quiet_mlflow().MlflowException:  # another process may have created it meanwhile

@@ -138,7 +138,7 @@ class MLflowListener:
         """Describe the comparison by the table of its runs."""
         evaluated = []
         for record in self._latest():
-            # A run that is being stopped may not have written its results yet.
+            # If the process is being stopped, the run may not have written its results.
             with contextlib.suppress(NoRun):
                 result = RunResult.load(record.run_dir)
                 if result.evaluations.num_rows:
@@ -158,7 +158,7 @@ class MLflowListener:
             client.set_tag(parent, NOTE, entries.shortened(self._description))
         now = int(time.time() * 1000)
         metrics = [Metric(name, value, now, 0) for name, value in self._metrics.items()]
-        # Each call is a transaction, and MLflow takes no more in one.
+        # MLflow takes at most 1,000 metrics in a call.
         for start in range(0, len(metrics), 1000):
             client.log_batch(parent, metrics[start : start + 1000])
         if self._scores and self._comparison:

@@ -60,7 +60,7 @@ def log_models(client: MlflowClient, run_id: str, run_dir: str, warn: Callable[[
             attempt("The parameters of the run's global model", log_global, theta.nbytes, limit)
         if experiment.method.has("personal_model"):
             log_personal = partial(_log_personal_models, client, run_id, models)
-            # A method may keep what it makes them of on the server, such as a hypernetwork.
+            # The method may need the server's state to make them, such as a hypernetwork.
             server_bytes = sum(tensor.nbytes for tensor in flatten(snapshot.server)[1].values())
             size = snapshot.states_bytes + server_bytes
             attempt("The parameters of the run's personal models", log_personal, size, limit)
@@ -75,7 +75,7 @@ def _log_personal_models(client: MlflowClient, run_id: str, models: TrainedModel
 
 
 def _log_global_model(client: MlflowClient, run_id: str, models: TrainedModels) -> None:
-    # With the client's functions, since mlflow.pytorch.log_model records wherever the whole process records.
+    # Not mlflow.pytorch.log_model, which records in the process's active run.
     from mlflow.entities import LoggedModelOutput
     from mlflow.models import Model
 
@@ -87,7 +87,7 @@ def _log_global_model(client: MlflowClient, run_id: str, models: TrainedModels) 
     status: Literal["READY", "FAILED"] = "FAILED"
     try:
         with tempfile.TemporaryDirectory() as folder:
-            # Two samples of a client: torch takes the number of samples in an example for fixed if it is one.
+            # Two samples: an example of one sample would fix the batch size at one.
             client_with_most = int(models.outline.sizes("train").argmax())
             indices = np.resize(models.outline.data.indices(client_with_most), 2)
             examples, _ = models.outline.take(indices)

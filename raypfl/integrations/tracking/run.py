@@ -186,7 +186,7 @@ class RunRecord:
             return None
 
         home = experiment_id(client, experiment, self._uri)
-        # A query, which may follow, is after the name of the checkpoint.
+        # The URI may end in a query, after the checkpoint's name.
         prefix = join(without_password(absolute(checkpoints_of(experiment, self.run_dir))), "").partition("?")[0]
         pattern = prefix.replace("'", "_")  # which stands for any character
         for run in client.search_runs([home], f"tags.checkpoint LIKE '{pattern}%'"):
@@ -313,7 +313,7 @@ class RunRecord:
         """Log numbers from before the first round, which no event has."""
         from mlflow.entities import Metric
 
-        # They have the same time again if the run was resumed, and so are no new entries.
+        # With the same timestamp, a resumed run adds no second entry.
         start_time = client.get_run(self.run_id).info.start_time
         rows = [row for row in logged if row["round"] == 0]
         metrics = [Metric(f"method/{row['name']}", row["value"], start_time, 0) for row in rows]

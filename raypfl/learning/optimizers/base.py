@@ -29,7 +29,7 @@ Number = float | Tensor
 def add_scaled_(target: Tensor, added: Tensor, number: Number) -> None:
     """Add ``number * added`` to `target` in place, as ``target.add_(added, alpha=number)`` rounds it."""
     if isinstance(number, Tensor):
-        # A product that is added afterwards would be rounded twice.
+        # addcmul_ rounds once; a product that is added afterwards would be rounded twice.
         target.addcmul_(added, number.to(target.dtype))
     else:
         target.add_(added, alpha=number)
@@ -209,7 +209,7 @@ class Update:
             clip_norm: Number = self.clip_norm
             if "clip_norm" in self.by_row:
                 clip_norm = self.by_row["clip_norm"].to(norm.dtype)
-            # The product is what PyTorch makes of a number that is divided by a tensor.
+            # PyTorch computes number / tensor as reciprocal() * number; the same here gives tensors the same bits.
             factor = (norm + 1e-6).reciprocal() * clip_norm
             grad.mul_(factor.clamp_max(1.0))
 
@@ -222,6 +222,6 @@ class Update:
             else:
                 add_scaled_(grad, decayed, weight_decay)
 
-        # A tensor only for an optimizer that takes one.
+        # Typed Any: only optimizers with `takes_rates` get a tensor.
         rate: Any = self.rate
         self.optimizer.step_(theta, grad, memory, rate)

@@ -153,7 +153,7 @@ def frozen_segments(model: FlatModel, update: Update) -> frozenset[str]:
     """Names of the segments without a trained entry, whose gradients need not be computed."""
     if update.trained is None:
         return frozenset()
-    # Read from a GPU once, not once a segment.
+    # One transfer from a GPU, not one for each segment.
     trained = model.unflatten(update.trained.cpu())
     return frozenset(name for name in model.parameter_names if not bool(trained[name].any()))
 

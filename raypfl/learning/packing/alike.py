@@ -38,7 +38,7 @@ class Likeness:
     """
 
     def __init__(self) -> None:
-        # The networks are kept: no other one may get the identity of one that is freed.
+        # The networks are kept alive, so that no other one gets the id of a freed one.
         self._networks: dict[tuple[int, int], tuple[FlatModel, FlatModel, bool]] = {}
 
     def losses(self, a: LocalLoss, b: LocalLoss) -> bool:
@@ -96,7 +96,7 @@ class Likeness:
         if not all(self._modules(x, y) for x, y in zip(modules, other_modules, strict=True)):
             return False
 
-        # What is in the model vectors differs between runs; what is frozen must not.
+        # Runs differ in their model vectors, but frozen tensors must be equal.
         tensors = stored_tensors(a.module)
         other_tensors = stored_tensors(b.module)
         fixed = tensors.keys() - a.segments.keys()

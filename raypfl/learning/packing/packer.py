@@ -53,8 +53,8 @@ class Packer:
     """
 
     def __init__(self, runs: int):
-        # A run that waits gives up PyTorch's global state, however deep in calls it has taken it. Each waits for a
-        # condition of its own: one for all would wake every run at every turn.
+        # A waiting run releases the lock on PyTorch's global state, although it may hold it several times. Each run
+        # has its own condition: a common one would wake all runs at every turn.
         self._turns = [threading.Condition(exclusive) for _ in range(runs)]
         self.runs = runs
         self._active = -1
@@ -130,7 +130,7 @@ class Packer:
             self._since = _now()
             try:
                 self._train_alike()
-            # Every run that waits would wait for ever; so each of them ends with the error.
+            # Otherwise the waiting runs would wait for ever: each of them ends with the error.
             except Exception as error:
                 self._outcomes.update(dict.fromkeys(self._waiting, error))
             self._charge({run: len(training) for run, (_, training) in self._waiting.items()})
@@ -183,7 +183,7 @@ class Packer:
         try:
             models, losses = executor.sgd(joined([self._waiting[run][1] for run in fit]))
         except RuntimeError:
-            # PyTorch cannot run it, so every run finds this out by itself, with the warning that it has alone.
+            # PyTorch cannot run it: each run tries again alone, and warns as it would alone.
             return
         counts = [len(self._waiting[run][1]) for run in fit]
         for run, run_models, run_losses in zip(fit, models.split(counts), losses.split(counts), strict=True):
@@ -204,7 +204,7 @@ class Packer:
             return None
         try:
             keeps_bits = tried([(packed.alone, training) for packed, training in waiting])
-        # Its functions do more than compute with their numbers, or fail, which each run then finds by itself.
+        # A function does more than compute with its numbers, or fails: let each run train alone.
         except Exception:
             keeps_bits = (False, False)
         self._kinds.append(_Kind(at_any_rate, by_row, fixed, *keeps_bits))
@@ -259,11 +259,11 @@ def tried(trainings: Sequence[tuple[Vectorised, GroupTraining]]) -> tuple[bool, 
         few = with_numbers_by_client(few, numbers_by_client(few, by_row))
         return _are_equal(executors[0].sgd(few), (models[:count], losses[:count]))
 
-    # When clients have no more steps, groups get smaller. In a group of three, some numbers are the last of a tensor.
+    # Groups shrink as clients run out of steps. With two or three rows, other numbers are the last ones of a tensor.
     if not all(is_kept(count) for count in range(2, min(4, len(trials[0])))):
         return False, False
 
-    # The numbers of trainings in a row; a single client, None, moves those after it by a place.
+    # Orders in which trainings are joined; None is a single client, which shifts the rows after it by one.
     in_order = range(len(trials))
     arrangements: list[list[int | None]] = [[*reversed(in_order)]]
     for num_places in range(4):
@@ -272,7 +272,7 @@ def tried(trainings: Sequence[tuple[Vectorised, GroupTraining]]) -> tuple[bool, 
     for arrangement in arrangements:
         parts = [single_client if number is None else trials[number] for number in arrangement]
         counts = [len(part) for part in parts]
-        # A loss computes with the network of its own run; the single client is of the first one.
+        # `joined` takes the loss of the first training, which computes with the network of its own run.
         models, losses = executors[arrangement[0] or 0].sgd(joined(parts))
         for number, *trained in zip(arrangement, models.split(counts), losses.split(counts), strict=True):
             if number is not None and not _are_equal((trained[0], trained[1]), alone[number]):
@@ -305,7 +305,7 @@ class _ProcessState:
     def __init__(self) -> None:
         self._filters = warnings.filters
         self._show = warnings.showwarning
-        # How catch_warnings(record=True) keeps them.
+        # The function that catch_warnings(record=True) replaces.
         self._show_message = warnings._showwarnmsg_impl  # type: ignore[attr-defined]
         self._torch = torch.default_generator.get_state()
         self._numpy = np.random.get_state(legacy=False)
@@ -343,8 +343,8 @@ class Packed(Vectorised):
         return self._packer.train(self._run, self, training)
 
     def _may_join(self, training: GroupTraining) -> bool:
-        # A network or a loss with a state may depend on what it computed before. And how samples' gradients are added
-        # up depends on the size of the group, which decides how many are in memory at once.
+        # A network or a loss with a state may depend on earlier computations. And per-sample gradients are added up in
+        # chunks whose size depends on the group's.
         if self.recorder is None or self.may_keep_state(training.loss, training.update):
             return False
         has_steps = training.order.index.shape[1] > 0

@@ -80,7 +80,7 @@ class Calls(TorchDispatchMode):
         options = kwargs or {}
         outlines = None
         if func is aten.bmm.default or func in CONVOLUTIONS or torch.Tag.pointwise in func.tags:
-            # Before the call, which may return one of them.
+            # Noted before the call, which may return one of its arguments.
             outlines = (_outline(list(args)), _outline(options))
         result = func(*args, **options)
         first = next((value for value in _values(result) if isinstance(value, Tensor)), None)

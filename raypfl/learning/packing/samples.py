@@ -20,8 +20,8 @@ def may_join(a: GroupSamples, b: GroupSamples) -> bool:
     if not alike or a.normalises_once != b.normalises_once:
         return False
 
-    # Runs normalise by the moments of their own training samples. What is normalised in every step, and what an
-    # augmentation fills with black, takes those of the first group.
+    # Each run normalises by the moments of its own training samples. But joined samples that are normalised in every
+    # step, or filled with black by an augmentation, would take the moments of the first group.
     if a.normalises_once and not a._source.augmentation:
         return True
     return torch.equal(a._source.gain, b._source.gain) and torch.equal(a._source.offset, b._source.offset)

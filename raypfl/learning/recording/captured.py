@@ -52,7 +52,7 @@ def captured(values: Iterable[Any], modules: Iterable[nn.Module] = ()) -> tuple[
     """
     values = list(values)
     modules = list(modules)
-    # A function that gets an object may read any attribute that any of the functions names.
+    # A function that gets an object may read any attribute whose name occurs in any of the functions.
     names: frozenset[str] = frozenset()
     while True:
         walk = _Walk(names)
@@ -86,7 +86,7 @@ class _Walk:
         self.found_names: frozenset[str] = frozenset()
         self.key: list[Any] = []
         self.tensors: list[Tensor] = []
-        # What was reached, by identity, with its number; the value is kept, so that nothing else gets its identity.
+        # Id of a value -> its number, and the value, which is kept alive so that nothing else gets its id.
         self._visited: dict[int, tuple[int, Any]] = {}
 
     def add(self, value: Any) -> None:
@@ -136,7 +136,7 @@ class _Walk:
                 raise Unknown
             self.key.append(_Same(value))
         else:
-            # A method of an object, which may say what its functions depend on.
+            # A bound method; its object may declare in `_lasting` what its functions depend on.
             self.add(value.__func__)
             lasting = getattr(value.__self__, "_lasting", None)
             if lasting is None or not _is_own(type(value.__self__).__module__):

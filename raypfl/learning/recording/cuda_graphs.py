@@ -29,7 +29,7 @@ class CudaGraphs:
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         if self._stream is None:
             self._stream = torch.cuda.Stream()
-        # The latest graph lives until this one has taken over its memory.
+        # Keep the latest graph alive until this one shares its memory pool.
         pool = None if self._latest is None else self._latest.pool()
         graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream()

@@ -40,7 +40,7 @@ def key_of_steps(loss: LocalLoss, update: Update, extras: Extras, options: Any) 
             kind_of_extra[name] = ("value", extra)
     functions = [loss.loss, loss.penalty, loss.report, update.optimizer, update.optimizer.step_, update.perturb]
     numbers = {"lr": update.lr, "weight_decay": update.weight_decay, "clip_norm": update.clip_norm}
-    # Those of which each client has its own are inputs of a step.
+    # Numbers that each client has of its own are inputs of the step, not part of the key.
     numbers |= dict.fromkeys(update.by_row)
     try:
         return captured([*functions, numbers, torch.get_default_dtype(), kind_of_extra, options], loss.model.modules)

@@ -86,7 +86,7 @@ class OperationRecorder(TorchDispatchMode):
         self.constants: dict[Name, Tensor] = {}
         self.operations: list[Operation] = []
         self._is_repeatable = True
-        # The tensors are kept while recording: no other one may get the identity, or the memory, of one that is freed.
+        # The tensors are kept alive while recording, so that no other one gets the id or the memory of a freed one.
         self.tensors: dict[Name, Tensor] = {}
         self._names: dict[int, Name] = {}
         self._memory: dict[Name, int] = {}
@@ -99,7 +99,7 @@ class OperationRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
-        # Before the call, since it may return one of them.
+        # Noted before the call, which may return one of its arguments.
         abstract_arguments = self._abstract(args)
         abstract_options = self._abstract(options)
         result = func(*args, **options)
@@ -180,7 +180,7 @@ def with_values(arguments: Any, values: Mapping[Any, Any]) -> Any:
 
 def _is_repeatable(function: OpOverload, arguments: Any) -> bool:
     if function is torch.ops.aten.index.Tensor:
-        # Only an index of truth values gives a shape that depends on them.
+        # The shape of the result depends on values only if the index is boolean.
         _, indices = arguments
         return all(index is None or index.dtype not in (torch.bool, torch.uint8) for index in indices)
     return not any(tag in function.tags for tag in UNREPEATABLE)

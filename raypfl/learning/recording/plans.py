@@ -79,7 +79,7 @@ class StepPlan:
 
     def __init__(self, recorder: OperationRecorder):
         self._once: list[Operation] = []
-        # What the code refers to and is no tensor: operations, and their options.
+        # Non-tensors that the code refers to: operations and their options.
         self._constants: dict[str, Any] = {}
 
         # Memory -> the number of the first operation that changes it.
@@ -90,13 +90,13 @@ class StepPlan:
 
         simplified = self._needed(self._simplified(recorder))
         operations = without_transposing(simplified, recorder, lambda step: self._is_pure(step, recorder))
-        # Again, for what only those needed that are computed once.
+        # Again: operations that run once have left the list, and with them the need for some results.
         changing = self._needed(self._changing(operations, recorder))
         code = self._code(recorder, changing)
 
         computed = {name for step in self._once for name in step.results}
         read = {name for step in self._once for name in step.reads} - computed - recorder.constants.keys()
-        # Of a result that changes, an operation that runs once reads only the shape.
+        # Operations that run once read only the shapes of results that change, so an example of each will do.
         examples: dict[str, Tensor] = {name: recorder.tensors[name].detach() for name in read}
         namespace: dict[str, Any] = {**self._constants, **examples}
         exec(compile(code, "<a recorded step>", "exec"), namespace)
@@ -154,7 +154,7 @@ class StepPlan:
         if memory in self._first_change or recorder.tensors[product].dtype != recorder.tensors[factor].dtype:
             return False
 
-        # The factor may change once the product was used, as parameters do at the end of a step.
+        # The factor may change after the product's last use, as parameters do at the end of a step.
         change = self._first_change.get(recorder.memory_of(factor), len(recorder.operations))
         for number, step in enumerate(recorder.operations):
             uses_product = any(recorder.memory_of(name) == memory for name in step.reads)
@@ -224,7 +224,7 @@ class StepPlan:
         function = BINDINGS.get(step.function, step.function)
         call = f"{self._constant(function)}({', '.join(arguments)})"
 
-        # An operation in place returns what it gets.
+        # An in-place operation returns its argument.
         if all(name is None or name in step.reads for name in step.results):
             return call
         targets = ", ".join(name or "_" for name in step.results)

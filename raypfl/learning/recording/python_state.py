@@ -44,7 +44,7 @@ def may_keep_state(functions: Iterable[Any]) -> bool:
                 continue
             visited.add((function, type(owner)))
             if _is_of_library(function.__module__):
-                # It may call what a user's class defines.
+                # A library function may call methods of a user's class.
                 waiting += _attributes(owner, names_in(function.__code__), set())
             elif _changes_something(function.__code__):
                 return True
@@ -65,7 +65,7 @@ def _plain(value: Any, owner: Any = None) -> Iterator[tuple[FunctionType, Any]]:
         yield from _plain(vars(value).get("__init__"))
     elif not _is_of_library(type(value).__module__):
         call = getattr(type(value), "__call__", None)  # noqa: B004
-        # That of a built-in function such as torch.relu is no Python function.
+        # Built-in functions such as torch.relu have a __call__ that is not a Python function.
         if isinstance(call, FunctionType):
             yield call, value
 

@@ -94,7 +94,7 @@ def _may_be_in_any_order(name: Name, operations: Sequence[Operation]) -> bool:
         adds_to_another = step.function in EXACT_IN_PLACE and name not in step.writes
         if adds_to_another:
             continue
-        # Its result is in the order of its arguments.
+        # The result has the memory order of the arguments, so check what reads it.
         if step.function not in EXACT or not _may_be_in_any_order(_result_of(step), operations):
             return False
     return True

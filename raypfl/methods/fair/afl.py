@@ -52,7 +52,7 @@ class AFL(FedAvg):
         weights = server["lambda"]
         ids = torch.tensor(cohort.ids, dtype=torch.int64, device=weights.device)
 
-        # The server knows the weights, and uses them itself.
+        # Not charged: the server uses the weights itself, and clients need not know them.
         reply = cohort.run(self.weighted, theta=server["theta"], lam=Scatter(weights[ids], charged=False))
         if "theta" in reply:
             self.step(server, reply["theta"], cohort.task.model)

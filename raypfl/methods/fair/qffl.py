@@ -48,7 +48,7 @@ class QFFL(FedAvg):
         loss = clients.map(clients.loss, theta) + SMALLEST_LOSS
         trained = clients.sgd(clients.loss, theta)
 
-        # h_k / (L F_k^q), so that the server's step is that along the weighted mean, divided by the mean of these.
+        # h_k / (L F_k^q): the server divides its step along the weighted mean by the weighted mean of these.
         squared_move = clients.model.parameters(trained - theta).square().sum(1)
         curvature = 1 + self.q * squared_move / (loss * clients.lr)
 

@@ -134,7 +134,7 @@ def log_accuracies(
             correct[name] += int((logits.argmax(1) == labels).sum())
 
         count += len(labels)
-        # Augmented images come in every epoch anew; the first epoch has each sample once.
+        # With augmentation, `once` yields every epoch; the first one has each sample once.
         if count >= len(batches.indices):
             break
 

@@ -55,7 +55,7 @@ class FedNova(FedAvg):
         return {
             "theta": Mean(trained, weight=1 / norms if p is None else p / norms),
             "normaliser": Mean(1 / norms, weight=p),
-            # From the same number of steps.
+            # Not charged: it follows from the client's number of steps, as the normaliser does.
             "effective": Mean(effective, weight=p, charged=False),
         }
 

@@ -38,7 +38,7 @@ class FlexLoRA(Method):
 
     def round(self, server: ServerState, cohort: Cohort) -> None:
         model = cohort.task.model
-        # A row of factors is far shorter than one of products, so the server gets each client's.
+        # The server gets each client's factors, which are far smaller than their products.
         rows = cohort.run(self.train, theta=server["theta"])["theta"]
 
         weight = torch.from_numpy(cohort.present).to(rows)

@@ -74,7 +74,7 @@ class APPLE(Method):
             return clients.loss(own_weight * p + others, batch)
 
         ids = torch.tensor(clients.ids, device=cores.device)
-        takes_part = shares > 0  # not those that are never trained
+        takes_part = shares > 0  # False for clients that are never trained
         k = torch.arange(len(ids), device=cores.device)
         core: Tensor = per_client(cores[ids])
         weights = clients.state.get("weights", default=shares)

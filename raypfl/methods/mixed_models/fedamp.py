@@ -84,7 +84,7 @@ class FedAMP(Method):
         others : whether a model is mixed into that of a client, ``bool[C, N]``.
         clients : number of clients that are trained.
         """
-        # By matrix products, small distances between large vectors would be lost in rounding.
+        # Matrix products would lose small distances between large vectors in rounding.
         distances = torch.cdist(own, models, compute_mode="donot_use_mm_for_euclid_dist")
         step = 1 / clients if self.alpha is None else self.alpha / self.sigma
         attention = step * torch.exp(-distances.square() / self.sigma)

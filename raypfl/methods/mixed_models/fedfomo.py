@@ -72,7 +72,7 @@ class FedFomo(Method):
 
         chosen = torch.empty(len(cohort), count, dtype=torch.int64, device=candidates.device)
         for i, affinity in enumerate(cohort.rows(server["affinity"])):
-            # The random order decides between equal affinities, and is that of the models drawn at random.
+            # One random order breaks ties between equal affinities, and selects the random models.
             shuffled = candidates[torch.randperm(len(candidates), generator=draws).to(candidates.device)]
             num_random = int((torch.rand(count, generator=draws) < epsilon).sum())
             ranked = shuffled[affinity[shuffled].argsort(descending=True, stable=True)]
@@ -93,7 +93,7 @@ class FedFomo(Method):
             move = other - before
             distance = torch.linalg.vector_norm(clients.model.parameters(move), ord=int(self.norm[1]), dim=1)
             gain = loss_before - clients.evaluate(other, "val")["loss"]
-            # Between equal models there is nothing to gain; in the first rounds many are.
+            # Many models are equal in the first rounds; their distance is 0, and so is the advantage.
             advantages.append(torch.where(distance > 0, gain / distance, 0.0))
             moves.append(move)
 

@@ -93,5 +93,5 @@ class FedAS(SharedPart):
         for takes_step, batches in sample_passes(clients, "trace"):
             gradient = clients.model.parameters(unmarked(clients.vjp(clients.loss, theta, once, batches)))
             trace = trace + takes_step * gradient.square().sum(1)
-        # A client that has learned everything has no gradient; without any, weights would not sum to one.
+        # Gradients may vanish on all clients; weights must still be positive.
         return per_client(trace.clamp_min(torch.finfo(trace.dtype).tiny))

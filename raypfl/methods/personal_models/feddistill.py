@@ -65,7 +65,7 @@ class FedDistill(Method):
         def logits(theta: Tensor, x: Tensor) -> Tensor:
             return clients.model(theta, x)
 
-        # What a client sent last is in the sum of a class if no cohort since then had the class.
+        # A class's sum contains the client's last logits if no later cohort had the class.
         last_sent = unmarked(clients.state.get("sent", default=torch.zeros_like(sums)))
         last_round = unmarked(clients.state.get("round", default=rounds.new_full((1,), -1)))
         is_in_sum = ((last_round == rounds) & (unmarked(clients.label_counts()) > 0)).to(sums.dtype)

@@ -129,7 +129,7 @@ class FedKD(Method):
 
         loss = clients.objective.loss(outputs, batch)
         total = loss + clients.objective.loss(other_outputs, batch)
-        # Networks that fit a mini-batch perfectly have a loss of 0.
+        # Both losses are 0 if the networks fit a mini-batch perfectly.
         return loss, self.lam * distance / total.clamp_min(torch.finfo(total.dtype).eps)
 
     def global_model(self, server: ServerState) -> Tensor:

@@ -80,13 +80,13 @@ class SlicedNetwork:
     """
 
     def __init__(self, model: FlatModel):
-        # Not the model itself: it is the key under which this is remembered, until it is forgotten.
+        # No reference to the model: it is the weak key under which this object is cached.
         self._module = model.module
         self._segments = model.segments
         self._size = model.size
         self._device = model.device
         self.sides: dict[str, tuple[tuple[Units, int], ...]] = {}
-        # Those of the last shift, which is the same for all clients of a round.
+        # Masks of the last shift only: all clients of a round have the same one.
         self._masks: dict[float, Tensor] = {}
         self._shift = 0
 
@@ -102,7 +102,7 @@ class SlicedNetwork:
             if layer == sides[0][0].layer and layer != output_layer:
                 self.hidden[segment.start : segment.stop] = True
 
-        # Every slice has all of the network's outputs.
+        # The output layer is never cut: every slice has all outputs.
         for name, sides in self.sides.items():
             whole = [(Units(None, side.width) if side.layer == output_layer else side, each) for side, each in sides]
             self.sides[name] = tuple(whole)
@@ -283,7 +283,7 @@ def _window(width: int, rate: float, shift: int) -> Tensor:
 
 
 def _traced(module: nn.Module) -> fx.Graph:
-    # Tracing replaces functions of torch.nn.Module for the time being.
+    # Tracing patches torch.nn.Module for as long as it runs.
     with exclusive:
         try:
             return fx.Tracer().trace(module)

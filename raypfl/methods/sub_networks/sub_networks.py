@@ -74,7 +74,7 @@ class SubNetworks(Method):
         levels = self.drawn_levels(task, 0).numpy()
         if self.assignment == "fixed":
             return Loads(sizes[levels], work[levels])
-        # A client's rate differs from round to round, so that it counts as the mean client.
+        # Rates are redrawn in each round, so every client counts as the average one.
         return Loads(np.ones(len(levels)), np.full(len(levels), work[levels].mean()))
 
     def start(self, task: Task) -> ServerState:
@@ -99,7 +99,7 @@ class SubNetworks(Method):
         slices = self.slices(cohort.task.model, shift)
         levels = cohort.rows(server["levels"])
 
-        # A client knows its rate, or tells it by the size of what it is sent.
+        # The level is not charged: the size of the model tells a client its rate.
         reply = cohort.run(
             self.train,
             theta=Broadcast(theta, charged=slices.sum(1)[levels.to(slices.device)]),
@@ -108,7 +108,7 @@ class SubNetworks(Method):
         )
         weights = reply["weights"].to(theta.device, theta.dtype)
         weight_of_entry = weights @ slices.to(theta.dtype)
-        # Of an entry that all have, the mean over the cohort keeps its bits: the factor is 1.
+        # For an entry that all clients have, the factor is 1, so the mean keeps its bits.
         mean = reply["slices"] * (weights.sum() / weight_of_entry.clamp_min(1))
         server["theta"] = torch.where(weight_of_entry > 0, mean, theta)
         server["rounds"] += 1
@@ -129,7 +129,7 @@ class SubNetworks(Method):
         weights = F.one_hot(level, len(self.rates))
         if weight is not None:
             weights = weights * unmarked(weight).long()[:, None]
-        # The server knows who has which entries.
+        # The weights are not charged: the server knows which client has which entries.
         return {"slices": Mean(trained, weight, charged=in_slice.sum(1)), "weights": Sum(weights, charged=False)}
 
     def global_model(self, server: ServerState) -> Tensor:
@@ -137,7 +137,7 @@ class SubNetworks(Method):
 
     def personal_model(self, clients: Clients, server: ServerView) -> Tensor:
         """Return each client's slice, with the units of the last round, and zeros outside of it: ``[K, P+B]``."""
-        # A client that was not in the run is numbered from 0.
+        # New clients, which were not in the run, get numbers beyond the table.
         levels = server["levels"]
         level = levels[torch.tensor(clients.ids, device=levels.device) % len(levels)]
         slices = self.slices(clients.model, self.shift(max(server["rounds"] - 1, 0)))

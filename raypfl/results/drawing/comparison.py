@@ -161,10 +161,10 @@ def _draw_legend(figure: Figure, groups: Sequence[RunGroup], curves: Curves, pro
 def _label_with_score(group: RunGroup, protocol: str) -> str:
     label = fill(group.label, _LEGEND_LINE)
     scores = group.scores(protocol)
-    # A method may have no model to test so, such as one without a global model for unseen clients.
+    # Not every method has a model for every protocol, such as a global one for unseen clients.
     if not scores:
         return label
-    # Two spaces set the score apart; textwrap would make one of them.
+    # Two spaces set the score apart; textwrap would collapse them.
     return f"{label}  {group.unit.text(fmean(scores))}{group.unit.sign}"
 
 

@@ -26,7 +26,7 @@ def joint_draws(values: Sequence[np.ndarray], weights: Sequence[np.ndarray], sam
         terms.append((_in_groups(seed_values * seed_weights), _in_groups(seed_weights)))
     total = np.zeros((DRAWS, values[0].shape[1]))
 
-    # Where a client's loss is infinite, a draw without it has 0 times infinity: NaN, which is the worst, too.
+    # If a client's loss is infinite, draws without the client are 0 * inf = NaN, which ranks last, too.
     with np.errstate(invalid="ignore"):
         if same_clients:
             counts = _drawn_counts(len(terms[0][0]), DRAWS, generator)

@@ -162,7 +162,7 @@ def standings(
 
     sign = 1 if higher_is_better else -1
     means = np.mean(means_by_seed, axis=0)
-    # Of the same clients, each seed may leave out others, such as those that were never trained.
+    # Seeds with the same clients may still leave out different ones, such as those that were never trained.
     crossed = paired.same_clients and all(np.array_equal(clients[0], others) for others in clients)
     draws = joint_draws(values, weights, crossed)
     goodness = _nan_last(sign * means)

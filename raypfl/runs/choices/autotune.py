@@ -215,7 +215,7 @@ def _candidates(prepared: Prepared, cost: Cost, batch: int, group: int) -> tuple
     if executor in ("auto", "fastest"):
         size = prepared.model.size
         load = Load(size, batch * max(cost.multiplications, size), group, group * cost.client_bytes(size, batch))
-        # A share that is still to be measured will be as large as it has to be.
+        # A share that is still to be measured (auto) counts as a whole GPU.
         share = min(experiment.ray.gpus or 1.0, 1.0)
         preferred, why = rule(load, device, share)
 
@@ -234,7 +234,7 @@ def _layouts(prepared: Prepared, device: str) -> list[bool]:
     if len(prepared.data.input_shape) != 3:
         return [False]
     if device == "cuda":
-        # There the backward pass of max-pooling adds in any order if channels come last.
+        # With channels last, the backward pass of max-pooling on a GPU is not deterministic.
         return [False, True]
     has_convolutions = any(isinstance(module, nn.Conv2d) for module in prepared.model.module.modules())
     return [has_convolutions, not has_convolutions]

@@ -111,7 +111,7 @@ def bytes_needed(prepared: Prepared, memory: GpuMemory) -> float:
     ------
     OutOfMemory, RuntimeError : if a group of `PROBED` clients does not fit.
     """
-    # Masks need a second client, and no memory.
+    # Masks take no memory, but would need a second client.
     experiment = prepared.experiment.override(["privacy.secure_aggregation=false"])
     trained = prepared.num_trained
     cohort = cohort_size(experiment.cohort, trained)

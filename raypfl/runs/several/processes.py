@@ -161,7 +161,7 @@ def _outcomes(
         if stop.received and not cancelled:
             first_share = next(iter(references.values()))
             listen(first_share[0], Progress("stopping: the finished rounds are being saved"))
-            # Waiting tasks first, so that none of them starts in the room that a stopped one leaves.
+            # Waiting tasks first, so that none of them starts when a running one ends.
             for reference in reversed(references):
                 # A running task receives it as a Ctrl-C, and saves checkpoints.
                 ray.cancel(reference)
@@ -195,7 +195,7 @@ def _checked(run: PlannedRun, outcome: RunOutcome) -> RunOutcome:
     """Return a run's outcome as its folder shows it to the driver."""
     is_complete = is_complete_as(run.folder, run.experiment)
     if is_complete and outcome.status == FAILED:
-        # It had ended before its process died.
+        # The run had finished before its process died.
         return RunOutcome(FINISHED)
     if not is_complete and outcome.status == FINISHED:
         text = f"It finished on a node with another {run.folder}; set output to a folder that all nodes share."

@@ -219,7 +219,7 @@ def _write_content(location: str, content: bytes, state_bytes: int) -> StateFile
     file = StateFile(f"{STATES}/{sha256[:32]}.safetensors", len(content), sha256, state_bytes)
     files.create_dir(f"{root}/{STATES}", recursive=True)
 
-    # A checkpoint may list a file of this name already. An upload to an object store counts from its end anyway.
+    # A checkpoint may list a file of this name already, so replace it atomically. Uploads to object stores are atomic.
     path = f"{root}/{file.path}"
     if isinstance(files, pafs.LocalFileSystem):
         with replacing(Path(path)) as unfinished:

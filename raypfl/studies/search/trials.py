@@ -135,7 +135,7 @@ def _spread_shares(seed: int, name: str, count: int) -> list[float]:
 
 
 def _runs(cell: StudyCell, values: Mapping[str, Any], trial: int, seeds: int) -> list[StudyCell]:
-    # A trial computes nothing on test data, so that nothing of them can decide.
+    # A trial does not touch test data, so they cannot influence the choice.
     without_test_data = {"evaluation.protocols": ("val",), "evaluation.masks": ()}
     try:
         experiment = configured(cell.experiment, {**values, **without_test_data})

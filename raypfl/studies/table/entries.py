@@ -110,7 +110,7 @@ def table_entries(
         indices = [i for i, cell in enumerate(cells) if cell.position == position]
         finished = [results[i] for i in indices if i in results]
 
-        # The objective may be open until a run starts, so a finished run knows the metrics better than its cell.
+        # A finished run knows its metrics; a cell may leave the objective open.
         experiment = finished[0].experiment if finished else cells[indices[0]].experiment
         missing = len(indices) - len(finished)
         for heading, metric in study.metrics.items():
@@ -215,7 +215,7 @@ def _with_standings(
         measures = method_runs[0].experiment.measures
         value = metric.value or measures.primary.name
         if metric.target is not None or value not in (*measures.metrics, "weighted"):
-            # A cost, a deviation over clients, or their worst decile, is no mean over clients.
+            # Not a mean over clients, but a cost, a deviation or a decile.
             return list(entries)
         higher_is_better = measures.metric_of(value).higher_is_better
 

@@ -124,7 +124,7 @@ class Service:
         except _Refused as refused:
             return JSONResponse({"error": str(refused)}, refused.status, refused.headers)
         except ClientDisconnect:
-            # Nobody reads this answer.
+            # The client is gone, so nobody reads this response.
             return Response(status_code=400)
         except Exception:
             logging.getLogger("ray.serve").exception("A request failed.")
@@ -320,7 +320,7 @@ def served(run: Path, token: str, host: str, port: int, replicas: int, limits: R
     _refuse_taken(host, port)
     deployed = serve.deployment(
         num_replicas=replicas,
-        max_ongoing_requests=2 * PLACES,  # so that a replica refuses what is too many itself, in JSON
+        max_ongoing_requests=2 * PLACES,  # so that the replica itself refuses surplus requests, in JSON
         ray_actor_options={"num_cpus": 1},
     )(Service)
     logging.getLogger("ray.serve").setLevel(logging.ERROR)  # in this process; `quiet` is for Serve's own

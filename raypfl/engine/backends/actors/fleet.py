@@ -90,7 +90,7 @@ class ActorFleet:
         self._round = 0
         self._last_look = 0.0
         self._targets = [sum(actor_pool == pool for actor_pool, _ in actors) for pool in range(len(pools))]
-        # Sets that keep their order: all actors by pool, and by the reference that `prepare` returned those to come.
+        # Dicts serve as ordered sets. `_starting` has the actors that are being set up, by the reference of `prepare`.
         self._pool_actors: list[dict[StartedActor, None]] = [{} for _ in range(len(pools))]
         self._starting: dict[Any, StartedActor] = {}
         self._next_look_at_starting = 0.0
@@ -120,7 +120,7 @@ class ActorFleet:
         homes = {actor: actor.home for actor in self.actors if actor.home is not None}
         ready, _ = ray.wait(list(self._starting), num_returns=len(self._starting), timeout=0)
         for prepared in ready:
-            # An actor that could not be set up is dealt with when groups run.
+            # A failed set-up is handled later, when groups run.
             with contextlib.suppress(RayError):
                 homes[self._starting[prepared]] = ray.get(prepared)
 
@@ -132,7 +132,7 @@ class ActorFleet:
     def wait_until_ready(self, seconds: float, stopped: Callable[[], bool]) -> None:
         """Wait until all actors that have room are ready, but no longer than this: others may use the cluster, too."""
         deadline = time.monotonic() + seconds
-        # Nodes may have joined: there can be room for more actors than have been started.
+        # If nodes have joined, there may be room for more actors than have been started.
         expected = 0
         for pool, placeable in enumerate(self._pools.placeable_counts()):
             expected += min(placeable, len(self._pool_actors[pool]))
@@ -188,7 +188,7 @@ class ActorFleet:
 
         `may_wait` : return nobody if the last look was only a moment ago.
         """
-        # Many may wait for room for as long as the run takes.
+        # Checked only now and then: actors may wait for room for the whole run.
         if not self._starting or (may_wait and time.monotonic() < self._next_look_at_starting):
             return []
         self._next_look_at_starting = time.monotonic() + POLL
@@ -202,7 +202,7 @@ class ActorFleet:
         ------
         RaypflError : if no actor can be set up.
         """
-        # An actor before this one may have made the fleet give it up.
+        # The set-up of another actor may have removed this one.
         if self._starting.pop(actor.prepared, None) is None:
             return []
         try:

@@ -45,7 +45,7 @@ class HomeChecks:
         share : the share of a GPU, or the number of GPUs, that each actor of the pool reserves.
         in_pool, homes : the homes of the pool's actors and of all, this one included.
         """
-        # Ray has done so.
+        # This happens, although Ray should respect the shares.
         if 0 < share < 1 and _num_sharing(home, in_pool) * share > 1:
             num_sharing = _num_sharing(home, in_pool)
             self._warn(f"Ray has put {num_sharing} client actors on a GPU, each with {share:g} of it; it may be full.")

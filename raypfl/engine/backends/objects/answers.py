@@ -59,7 +59,7 @@ class Answers:
         remaining = iter(stacks)
         # A bundle's sums go with the first of its groups that has succeeded.
         subtrees = answer.subtrees
-        # Sums that stay on their node are not seen here; they are as large as the last ones that came.
+        # Sums that stay on their node are not in the answer; assume the size of the last ones that came.
         self._sum_bytes[function] = _bytes_of_sums(answer) or self.sum_bytes(function)
 
         outcomes: list[tuple[Group, Done | Failed]] = []

@@ -51,7 +51,7 @@ def read_states(
     What an actor cannot read, this process does, with a warning.
     """
     turns = [(turn, node, actor) for node, actors in actors_by_node.items() for turn, actor in enumerate(actors)]
-    # Few files go to many nodes, not to the actors of one.
+    # One actor of each node first, so that a few files are spread over the nodes.
     readers = sorted(turns, key=lambda entry: entry[0])[: len(files)]
     shares = [files[first :: len(readers)] for first in range(len(readers))]
     streams = []
@@ -62,7 +62,7 @@ def read_states(
         try:
             stacks = list(_received(node, stream))
         except RayError as error:
-            # If a file is damaged, this says so.
+            # Raises Damaged if the file is the problem, not the node.
             stacks = list(_read_here(location, share))
             problem = str(error.cause) if isinstance(error, RayTaskError) else "its client actor died"
             warn(

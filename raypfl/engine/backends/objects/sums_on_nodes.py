@@ -26,7 +26,7 @@ class SumsOnNodes:
 
     def __init__(self, groups: Sequence[Group]):
         self._partials = PartialSums(groups)
-        # By the reference that says that an actor has added them up: the actor, the parts and the reference to the sum.
+        # Reference to the outcome of an addition -> the actor, the parts, and the reference to their sum.
         self._in_flight: dict[Any, tuple[Any, list[PartialSum], Any]] = {}
         self._tree = TreeSum()
 
@@ -48,7 +48,7 @@ class SumsOnNodes:
         try:
             lost = [parts[place] for place in ray.get(reference)]
         except RayError:
-            # The parts may be on other nodes. An error in adding them up is raised again where the server does it.
+            # The actor died or the addition failed: the server adds the parts up, and raises its error, if any.
             self._partials.leave(parts)
             return []
 
