@@ -148,7 +148,7 @@ def resume(
 
 
 def trained_models(run: str | Path, uri: str | None = None) -> TrainedModels:
-    """The models that a run ended with, as networks that take images as they are stored.
+    """Return the models that a run ended with, as networks that take images as they are stored.
 
     Parameters
     ----------
@@ -194,12 +194,12 @@ def _shown(experiment: Experiment, progress: bool | None) -> Iterator[list[Liste
 
 
 def _as_list(listeners: Sequence[Listener]) -> Sequence[Listener]:
-    """The listeners; raises a ConfigError if they are a single function."""
+    """Return the listeners; raises a ConfigError if they are a single function."""
     if callable(listeners):
         raise ConfigError(f"listeners is {listeners!r}; it must be a list of such: listeners=[...].")
     return listeners
 
 
 def _displayable(run_result: result.RunResult) -> Result:
-    """The same result as one that notebooks display."""
+    """Return the same result as one that notebooks display."""
     return Result(**vars(run_result))

@@ -166,7 +166,7 @@ def analysis_name(analysis: Analysis) -> str:
 
 
 def load_observations(folder: Path, round: int, client: int) -> Iterator[Observation]:
-    """Iterate over what an analysis kept of a client's local steps in a round, in their order."""
+    """Iterate over an analysis's observations of a client's local steps in a round, in order."""
     file = _observation_file(folder, round, client)
     if not file.exists():
         return
@@ -180,7 +180,7 @@ def load_observations(folder: Path, round: int, client: int) -> Iterator[Observa
 
 
 def save_observations(folder: Path, round: int, observations: list[Observation]) -> None:
-    """Write what an analysis keeps of one client's local steps. A round that is run again writes the same file."""
+    """Write an analysis's observations of one client's local steps. A round that is repeated writes the same file."""
     file = _observation_file(folder, round, observations[0].client)
     file.parent.mkdir(parents=True, exist_ok=True)
 

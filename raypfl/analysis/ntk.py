@@ -200,7 +200,7 @@ def nonlinear(model: FlatModel, before: Tensor, after: Tensor, x: Tensor) -> flo
 
 
 def sentence(round: int, numbers: dict[str, float]) -> str:
-    """Say what keeps this round from being one of a linear model, with its number."""
+    """Name the main deviation of this round from that of a linear model, with its number."""
     limits = {
         "nonlinear": "the length of the steps: the outputs' change differs from the linear one by {:.0%} of its size",
         "drift": "the number of local steps: between a client's first and last one, its kernel changes by {:.0%}",

@@ -93,7 +93,7 @@ def recipe_and_changes(words: Sequence[str], method: str, seeds: int | None) -> 
 
 
 def as_typed(words: Sequence[str]) -> list[str]:
-    """Leave out of a recipe and its assignments what `recipe_and_changes` added to a command that names other data."""
+    """Remove what `recipe_and_changes` added to a command that names other data than the recipe's."""
     recipe, *changes = words
     data = other_data(changes, changes)
     if recipe == "digits" and data and _name_after(data) in changes:
@@ -102,7 +102,7 @@ def as_typed(words: Sequence[str]) -> list[str]:
 
 
 def _name_after(data: str) -> str:
-    """The assignment of a run's name after its data set."""
+    """Return the assignment of a run's name after its data set."""
     return f"name={re.sub(r'[^A-Za-z0-9_.-]+', '-', data)[:100]}"
 
 

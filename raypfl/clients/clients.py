@@ -94,7 +94,7 @@ class Clients:
 
     @property
     def _lasting(self) -> dict[str, tuple[Any, ...]]:
-        """See :meth:`ClientGroup._lasting`; other functions than `loss` may give other results in another round."""
+        """See :meth:`ClientGroup._lasting`. Empty: functions of `Clients` may give other results in another round."""
         return {}
 
     @property

@@ -209,7 +209,7 @@ class Context:
     def executor_for_padding(
         self, function: LossFunction, at: Tensor, subset: Callable[[int], Batch], extras: Extras, train: bool
     ) -> Executor:
-        """Return the executor, or one that pads no batches if `function` gives other results on padded ones.
+        """Return the executor, or one that pads no batches if padding would change the results of `function`.
 
         ``subset(n)`` returns at most n samples of the first client, whose model is `at`.
         """

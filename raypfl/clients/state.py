@@ -70,7 +70,7 @@ class ClientState(MutableMapping[str, Tensor]):
         return per_client(rows)
 
     def _stored_rows(self, name: str, default: Any) -> Tensor:
-        """Return the values on the device, ``[K, ...]``; rows of clients without one hold anything."""
+        """Return the values on the device, ``[K, ...]``; rows of clients without a value are uninitialised."""
         # One copy of each row, since a state may be large.
         example = next(row[name] for row in self._rows if name in row)
         if isinstance(default, Tensor):

@@ -384,7 +384,7 @@ def _tensor(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 def _refuse_unless_finite(function: str, name: str, mean: Mean, call: Call, group: Group) -> None:
-    """Raise a ClientError for clients whose row of a mean has nan or infinity: it would spoil all others'."""
+    """Raise a ClientError for clients whose row of a mean has nan or infinity: it would spoil the mean."""
     rows = unmarked(mean.rows).detach()
     # The sum is finite only if all numbers are, and takes a fraction of the time of a check of each.
     if not rows.is_floating_point() or math.isfinite(rows.sum()):

@@ -20,7 +20,7 @@ def commit(root: Path, paths: Sequence[str] = (".",)) -> str | None:
 
 
 def _git(root: Path, *arguments: str) -> str:
-    """Return what a command of git prints; empty where it fails, or there is no git."""
+    """Return the output of a git command; empty if it fails, or if git is not installed."""
     try:
         result = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True)
     except FileNotFoundError:

@@ -46,7 +46,7 @@ def needs_among(setting: str, member: str) -> Condition:
 
 
 def unless(setting: str) -> Condition:
-    """Require the other setting, which takes precedence, not to be set."""
+    """Require that the other setting, which takes precedence, is not set."""
     return Condition(setting, lambda value: not _is_set(value), "leave one of them out")
 
 

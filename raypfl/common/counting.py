@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
-    """Return ``"1 round"``, ``"1,200 rounds"``; `plural` is for nouns whose plural is not theirs with an s."""
+    """Return ``"1 round"``, ``"1,200 rounds"``; `plural` is for nouns with an irregular plural."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 

@@ -40,7 +40,7 @@ class ListenerError(RaypflError):
 
 
 class LateReplyError(MethodError):
-    """Error for a method whose replies mean nothing if they come late, so that its rounds cannot be asynchronous.
+    """Error for a method whose rounds cannot be asynchronous, because late replies would be meaningless.
 
     Parameters
     ----------
@@ -57,11 +57,11 @@ class LateReplyError(MethodError):
 
 
 class PrivacyError(MethodError):
-    """Error for a method that needs what the privacy settings do not let it have."""
+    """Error for a method that needs data which the privacy settings protect."""
 
 
 class AggregationError(MethodError):
-    """Error for a method that sends what the rule in ``aggregation`` does not replace."""
+    """Error for a method whose messages the rule in ``aggregation`` cannot aggregate."""
 
 
 class CheckpointError(RaypflError):

@@ -88,7 +88,7 @@ class Registry:
         return docstring.partition("\n")[0]
 
     def _instead_of(self, name: str) -> str:
-        """What may be meant by an unknown name."""
+        """Suggest what an unknown name may mean."""
         if name.endswith(".py"):
             return f"did you mean '{_module_of(name)}:ClassName'? A class of your own is named by module and class."
         suggestion = self._hint(name) or did_you_mean(name, self)

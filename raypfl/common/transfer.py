@@ -21,7 +21,7 @@ def host_memory(shape: tuple[int, ...], dtype: np.dtype, device: torch.device) -
 
 
 def to_device(rows: np.ndarray, device: torch.device) -> Tensor:
-    """Return the rows on a device: on the CPU in the same memory, on a GPU in a copy that nothing waits for."""
+    """Return the rows on a device: on the CPU without a copy, on a GPU as an asynchronous copy."""
     if device.type != "cuda":
         return torch.from_numpy(rows).to(device)
     staged = host_memory(rows.shape, rows.dtype, device)

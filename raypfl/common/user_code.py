@@ -159,7 +159,7 @@ def _is_user_frame(frame: FrameType) -> bool:
 
 
 def is_user_file(file: str) -> bool:
-    """Whether a file is the user's: neither raypfl's nor an installed package's."""
+    """Return whether a file is the user's: neither raypfl's nor an installed package's."""
     return not file.startswith(("<frozen ", "<string>", *_LIBRARIES))
 
 

@@ -30,7 +30,7 @@ def modules_named_in(values: Iterable[object]) -> list[str]:
 
 
 def module_files(modules: Iterable[str]) -> dict[str, Path]:
-    """Return the files of these modules and of all that they import, except for what is installed, by their paths.
+    """Return the files of these modules and their imports by path, without installed packages.
 
     Paths are relative to the folder that Python finds a module in. Environments, folders of runs, caches and what is
     hidden are left out.

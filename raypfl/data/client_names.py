@@ -47,7 +47,7 @@ class ClientNames(Sequence[str]):
         return cls(client, [group_names[index] for index in group])
 
     def client(self, name: str) -> int:
-        """The number of the client that has this name, or holds this group among others.
+        """Return the number of the client that has this name, or holds this group among others.
 
         Raises
         ------
@@ -92,7 +92,7 @@ class ClientNames(Sequence[str]):
 
 
 def number_of(name: str, names: ClientNames | None) -> int:
-    """The number of the client that has this name.
+    """Return the number of the client that has this name.
 
     Raises
     ------

@@ -167,7 +167,7 @@ def prepare_holdings(
 
 
 def _traits(samples: Arrays, count: int) -> Traits:
-    """What a partition may know about the first `count` samples."""
+    """Return what a partition may know about the first `count` samples."""
     columns = samples.columns
     about = samples.about
     labels = columns["label"][:count]
@@ -185,7 +185,7 @@ def _traits(samples: Arrays, count: int) -> Traits:
 
 
 def _pools_with_own_moments(data: DataConfig) -> list[str]:
-    """The pools that are normalised by their own mean and deviation."""
+    """Return the pools that are normalised by their own mean and deviation."""
     return [name for name, source in pool_sources(data).items() if source.normalise == "own"]
 
 
@@ -195,7 +195,7 @@ def _pad(column: np.ndarray, counts: list[int], padding: int, dtype: Any) -> np.
 
 
 def _label_combinations(labels: np.ndarray, rare: int) -> np.ndarray:
-    """The combination of labels that each sample has, ``int64[N]``, from 0; rare ones count as one."""
+    """Return the combination of labels that each sample has, ``int64[N]``, from 0; rare ones count as one."""
     _, combination = np.unique(labels, axis=0, return_inverse=True)
     combination = combination.reshape(-1)
     is_frequent = np.bincount(combination) >= rare
@@ -204,7 +204,7 @@ def _label_combinations(labels: np.ndarray, rare: int) -> np.ndarray:
 
 
 def _all_inputs(raw: RawData, pools: list[PoolSamples], folder: Path) -> np.ndarray:
-    """All inputs in one array; those of pools get the shape of the data set's own.
+    """Return all inputs in one array; those of pools get the shape of the data set's own.
 
     Images that are grey throughout get one channel, however they were encoded: WebP has no grey images.
     """
@@ -224,7 +224,7 @@ def _all_inputs(raw: RawData, pools: list[PoolSamples], folder: Path) -> np.ndar
 
 
 def _is_grey(inputs: np.ndarray) -> bool:
-    """Whether all channels of all images are equal."""
+    """Return whether all channels of all images are equal."""
     if inputs.dtype != np.uint8 or inputs.shape[1] <= 1:
         return False
     return all((inputs[span] == inputs[span, :1]).all() for span in _spans(inputs, len(inputs)))
@@ -329,7 +329,7 @@ def _feature_moments(inputs: np.ndarray, chosen: np.ndarray, scale: float) -> tu
 
 
 def _content_hash(paths: list[Path], source: DataSource, cache: Path) -> str:
-    """The SHA-256 of files and their paths below ``data.root``.
+    """Return the SHA-256 of files and their paths below ``data.root``.
 
     Reading them takes time, so the hash is cached until a file's size, time of change or time of status change differs.
     Only the system sets the last one: it shows files that were overwritten and given their old time of change.

@@ -73,6 +73,6 @@ def _copy_files(file_system: pafs.FileSystem, root: str, folder: Path) -> None:
 
 
 def _copy_key(address: str, infos: list[pafs.FileInfo]) -> str:
-    """A key of the address, and of the names, sizes and times of change of its files."""
+    """Return a key of the address, and of the names, sizes and times of change of its files."""
     states = sorted((file.path, file.size, file.mtime_ns) for file in infos if file.type == pafs.FileType.File)
     return hashlib.sha256(f"{address} {states}".encode()).hexdigest()[:16]

@@ -117,7 +117,7 @@ class FederatedData:
         return samples[offsets[client] : offsets[client + 1]]
 
     def pool(self, name: str) -> np.ndarray:
-        """The samples of a pool: ascending indices ``int64[M]`` into `inputs` and `labels`.
+        """Return the samples of a pool: ascending indices ``int64[M]`` into `inputs` and `labels`.
 
         Raises
         ------
@@ -126,16 +126,16 @@ class FederatedData:
         return self._pools[checked_pool(name, self._pools)]
 
     def take(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs and labels, ``[n, ...]`` each, of the samples ``indices[n]``."""
+        """Return inputs and labels, ``[n, ...]`` each, of the samples ``indices[n]``."""
         return self.inputs[indices], self.labels[indices]
 
     def sizes(self, split: str = "train") -> np.ndarray:
-        """The number of samples in each client's split: ``int64[num_clients]``."""
+        """Return the number of samples in each client's split: ``int64[num_clients]``."""
         offsets, _ = self._split(split)
         return np.diff(offsets)
 
     def label_counts(self, split: str = "train") -> np.ndarray:
-        """The number of samples of each class in each client's split: ``int64[num_clients, num_classes]``.
+        """Return the number of samples of each class in each client's split: ``int64[num_clients, num_classes]``.
 
         If samples have several labels, this is how often each label is 1.
 
@@ -158,7 +158,7 @@ class FederatedData:
         return counts.reshape(self.num_clients, self.num_classes)
 
     def _split(self, split: str) -> tuple[np.ndarray, np.ndarray]:
-        """Offsets and samples: those of client k are ``samples[offsets[k] : offsets[k + 1]]``."""
+        """Return offsets and samples: those of client k are ``samples[offsets[k] : offsets[k + 1]]``."""
         if split not in self._splits:
             raise ConfigError(f"There is no split called {split!r}; {did_you_mean(split, self._splits)}")
         return self._splits[split]
@@ -257,7 +257,7 @@ def load_federated(data: DataConfig, partition: Partition, *, seed: int, cache: 
 def _settings_without_effect(
     data: DataConfig, federated_data: FederatedData, has_published_test: bool
 ) -> Iterator[str]:
-    """A sentence for each setting that turns out to have no effect on these samples."""
+    """Yield a sentence for each setting that turns out to have no effect on these samples."""
     if has_published_test and data.split == "auto" and data.test_fraction != DataConfig.test_fraction:
         yield (
             f"data.test_fraction is {data.test_fraction}, but has no effect, since {data.name!r} has a published test "
@@ -322,6 +322,6 @@ def _join(samples: Arrays, holdings: Arrays, origin: _Origin) -> FederatedData:
 
 
 def cache_folder(data: DataConfig, cache: str | Path | None = None) -> Path:
-    """The folder of prepared data, and of other results that a machine needs to compute only once."""
+    """Return the folder of prepared data, and of other results that a machine needs to compute only once."""
     folder = cache or data.cache or os.environ.get("RAYPFL_CACHE") or "~/.cache/raypfl"
     return Path(folder).expanduser().absolute()

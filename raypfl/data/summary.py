@@ -153,5 +153,5 @@ def _count_targets(data: FederatedData) -> tuple[list[str], np.ndarray]:
 
 
 def _count_each(values: Iterable[np.ndarray], num_values: int) -> np.ndarray:
-    """How often each client has each value from 0: ``int64[clients, num_values]``."""
+    """Return how often each client has each value from 0: ``int64[clients, num_values]``."""
     return np.stack([np.bincount(client_values, minlength=num_values) for client_values in values])

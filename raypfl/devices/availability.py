@@ -39,7 +39,7 @@ class Availability(ABC):
         """
 
     def is_one_available(self, client: int, time: float) -> bool:
-        """Return what :meth:`is_available` does for one client, which is asked a million times for a schedule."""
+        """Return :meth:`is_available` of one client, fast: a schedule asks a million times."""
         return bool(self.is_available(np.array([client]), time)[0])
 
 
@@ -100,7 +100,7 @@ class Spans(Availability):
         _refuse(clients, self._starts, self._ends, overlaps, "which overlaps the one before")
 
     def of(self, owners: np.ndarray) -> Availability:
-        """Return the availability of clients of which client i has the spans of client ``owners[i]`` of these."""
+        """Return the availability of other clients: client i has the spans of client ``owners[i]`` here."""
         return _Shared(self, owners)
 
     def is_available(self, clients: np.ndarray, time: float | np.ndarray) -> np.ndarray:
@@ -223,7 +223,7 @@ class Chances(Availability):
         return times
 
     def _number(self, time: float | np.ndarray) -> np.ndarray:
-        """The number of the draw that holds at a time."""
+        """Return the number of the draw that holds at a time."""
         return np.floor_divide(np.asarray(time, dtype=np.float64), self._every).astype(np.int64)
 
 

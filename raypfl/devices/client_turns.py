@@ -14,7 +14,7 @@ from raypfl.devices.turn import Turn
 
 @dataclass(frozen=True)
 class ClientTurns:
-    """What is known of all clients' turns before anything trains; the same in a plan and in its run.
+    """All clients' turns as far as they are known before training; a plan and its run have the same.
 
     Attributes
     ----------

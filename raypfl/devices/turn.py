@@ -82,7 +82,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Loads:
-    """What a method asks of each client, if not the same of all: some train a smaller network than others.
+    """Message sizes and work of each client, relative to others, for methods in which these differ.
 
     Attributes
     ----------

@@ -80,12 +80,12 @@ class Evaluator:
         return self._selection().round
 
     def is_due(self, round: int) -> bool:
-        """Whether clients still have to be evaluated after this round."""
+        """Return whether clients still have to be evaluated after this round."""
         settings = self.experiment.evaluation
         return round > self._last and (round == 0 or is_due(round, settings.every, self.experiment.rounds))
 
     def reason_to_stop(self) -> str | None:
-        """Why the run ends before its last round, as a sentence; None if it continues."""
+        """Return why the run ends before its last round, as a sentence; None if it continues."""
         patience = self.experiment.evaluation.patience
         if patience is None:
             return None
@@ -96,7 +96,7 @@ class Evaluator:
         return f"{counted(selection.waited, 'evaluation')} in a row gave nothing better on validation data; {best}."
 
     def saved(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the evaluator, for :meth:`restore`."""
+        """Return what a checkpoint keeps of the evaluator, for :meth:`restore`."""
         return {"evaluated": self._last, "validated": [[round, row] for round, row in self._validated.items()]}
 
     def restore(self, saved: Mapping[str, Any] | None) -> None:
@@ -172,7 +172,7 @@ class Evaluator:
         return tabulate(self.measures, round, replies.result(), clients, protocols, masks)
 
     def global_model(self, state: dict[str, Any]) -> torch.Tensor | None:
-        """The method's global model ``[P+B]`` at a state of the server, or None.
+        """Return the method's global model ``[P+B]`` at a state of the server, or None.
 
         Raises
         ------
@@ -189,7 +189,7 @@ class Evaluator:
         return select(self.measures, self._validated, self.experiment.evaluation)
 
     def _columns(self, state: dict[str, Any], round: int) -> dict[str, list[Any]]:
-        """Columns of the evaluations table: first the trained clients, then the unseen ones."""
+        """Return columns of the evaluations table: first the trained clients, then the unseen ones."""
         protocols = self.experiment.evaluation.protocols
         for_trained = [protocol for protocol in protocols if protocol != "unseen"]
         for_unseen = [protocol for protocol in protocols if protocol == "unseen"]
@@ -215,7 +215,7 @@ class Evaluator:
         return groups_for(self.experiment.engine, clients, evaluation=True), self.experiment.engine.executor
 
     def _trained_clients(self) -> list[int]:
-        """The trained clients to evaluate: all honest ones or, if only their own test data are used, those with any."""
+        """Return the trained clients to evaluate: honest ones, and with test data if no others are used."""
         is_tested = np.ones(self.task.num_clients, dtype=bool)
         is_tested[self.task.unseen] = False
         is_tested[self._is_malicious] = False
@@ -232,7 +232,7 @@ def personalize(method: Method, state: dict[str, Any], cohort: EvaluationCohort,
 
 
 def model_hook(unseen: bool) -> str:
-    """The name of the method's function that makes clients' models."""
+    """Return the name of the method's function that makes clients' models."""
     return "unseen_model" if unseen else "personal_model"
 
 

@@ -66,7 +66,7 @@ def inherit(parent_dir: Path, round: int, run_dir: Path, experiment: Experiment)
 
 
 def parent_of(run_dir: str | Path) -> dict[str, Any] | None:
-    """The run, and its round, that a run continues; None if it started with the first round."""
+    """Return the run, and its round, that a run continues; None if it started with the first round."""
     parents = [entry["parent"] for entry in read(run_dir) if "parent" in entry]
     return parents[-1] if parents else None
 

@@ -54,7 +54,7 @@ class Job:
 
 
 def checkpoints_of(experiment: Experiment, run_dir: str) -> str:
-    """The folder of a run's checkpoints: in the run's folder, or in the location that the settings name."""
+    """Return the folder of a run's checkpoints: in the run's folder, or in the location that the settings name."""
     location = experiment.checkpoint.location
     if location is None:
         return f"{run_dir}/checkpoints"

@@ -32,7 +32,7 @@ def server_failure(method: Method, error: Exception, round: int, is_evaluation: 
 
 
 def refuse_returned(function: Callable[..., Any], returned: object, state: object) -> None:
-    """Raise a MethodError if a round returns a coroutine, a new state or anything else, which would be lost."""
+    """Raise a MethodError if a round returns anything, such as a coroutine or a new state: it would be lost."""
     if returned is not None and returned is not state:
         raise MethodError(
             f"{where_defined(function)} returned {_kind(returned)}; it must return nothing, and change "

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class Prepared:
-    """An experiment with its data, and what is built from both: each part once, when it is first needed.
+    """An experiment with its data, and the parts that are built from both, each once, on first use.
 
     The driver, the server and every actor each build their own, from the experiment and the data that reach them.
 
@@ -77,7 +77,7 @@ class Prepared:
         return self if device == self.device else Prepared(self.experiment, self.data, device)
 
     def with_settings(self, experiment: Experiment, gpus: float | None = None) -> Prepared:
-        """The same data, network and task under other settings of training, evaluation and engine.
+        """Return the same data, network and task under other settings of training, evaluation and engine.
 
         `experiment` : it must describe the same network, method and objective, which are not built again.
         """
@@ -131,7 +131,7 @@ class Prepared:
         return architectures_of(settings.options, self.data.num_clients) if settings.is_heterogeneous else None
 
     def by_architecture(self) -> list[Prepared]:
-        """The same experiment and data for each architecture, as if clients had that one alone."""
+        """Return the same experiment and data for each architecture, as if clients had that one alone."""
         parts = []
         for model in self.architectures:
             prepared = self.with_settings(self.experiment)
@@ -209,19 +209,19 @@ class Prepared:
         return is_malicious
 
     def _wire(self) -> Wire:
-        """What happens to clients' messages on their way to the server."""
+        """Return what happens to clients' messages on their way to the server."""
         attack = self.experiment.attack
         on_messages = None if attack is None else attack.on_messages
         return Wire(on_messages, self.experiment.aggregation, self.is_malicious)
 
     def _poison(self) -> Poison | None:
-        """What an attack makes of the samples; None: nothing."""
+        """Return what an attack makes of the samples; None: nothing."""
         # Described data, which have no labels yet, are refused before the run.
         data = cast("FederatedData", self.data)
         return poison_for(self.experiment.attack, data, self.is_malicious, self.experiment.seed)
 
     def _executor(self, model: FlatModel) -> Executor:
-        """How the clients of this process train that have this network."""
+        """Return how the clients of this process train that have this network."""
         engine = self.experiment.engine
         if engine.executor != "vectorised":
             return Executor(model, self.precision)
@@ -245,7 +245,7 @@ class Prepared:
         return replace(pools_for(self.data, samples, experiment.seed), room=data_budget)
 
     def turns(self, turn: Turn | None, num_clients: int | None = None) -> ClientTurns:
-        """The turns of all clients; parameters as in :func:`turns_for`."""
+        """Return the turns of all clients; parameters as in :func:`turns_for`."""
         return turns_for(self.experiment, self.data, turn, num_clients)
 
     @property
@@ -271,7 +271,7 @@ class Prepared:
         return max(num_groups, len(self.architectures) if self.experiment.model.is_heterogeneous else 1)
 
     def training_samples(self, client: int) -> Batch:
-        """All training samples of a client, as the network sees them."""
+        """Return all training samples of a client, as the network sees them."""
         samples = samples_for(self.data, self.model, (), room=0.0)
         return GroupSamples(samples, [self.data.indices(client, "train")]).client(0)
 

@@ -62,7 +62,7 @@ def score(
 def _score_personal(
     group: ClientGroup, personal: PersonalModels, protocols: Collection[str], masks: Sequence[Mask]
 ) -> dict[str, Tensor]:
-    """Metrics of the group's personal models by protocol, ``[K, columns]`` each; empty if there are none."""
+    """Return metrics of the group's personal models by protocol, ``[K, columns]`` each; empty if there are none."""
     try:
         models = personal(Clients(group))
     except ReadOnlyChanged:
@@ -88,7 +88,7 @@ def _score_personal(
 
 
 def _score_on_union(group: ClientGroup, models: Tensor | Predictor, protocols: Collection[str]) -> dict[str, Tensor]:
-    """Metrics of personal models on all clients' test samples, in one pass for all protocols."""
+    """Return metrics of personal models on all clients' test samples, in one pass for all protocols."""
     weighted_protocols = [protocol for protocol in WEIGHTED if protocol in protocols]
     if "global" not in protocols and not weighted_protocols:
         return {}
@@ -111,7 +111,7 @@ def _score_shared(
     shares: list[tuple[int, int]],
     masks: Sequence[Mask],
 ) -> dict[str, Each | Sum]:
-    """The group's part of the global model's results, by protocol; the model is ``[P+B]``."""
+    """Return the group's part of the global model's results, by protocol; the model is ``[P+B]``."""
     model = unmarked(theta)[None]
     plain_sums = group.context.metric_sums()
     values: dict[str, Each | Sum] = {}
@@ -175,7 +175,7 @@ def _own_sums(
 def _sums_of_shares(
     group: ClientGroup, model: Tensor, test_sets: Iterable[EvaluationSamples], shares: list[tuple[int, int]]
 ) -> Tensor:
-    """Sums ``[K, W]`` of this group's shares of a common test.
+    """Return sums ``[K, W]`` of this group's shares of a common test.
 
     A metric that needs all outputs at once has no sums that add up, so the first client's group runs the whole test.
     """
@@ -190,7 +190,7 @@ def _sums_of_shares(
 
 
 def _shares_of(test_set: EvaluationSamples, shares: list[tuple[int, int]]) -> EvaluationSamples:
-    """The part of a test set that is its i-th of n shares, for each ``(i, n)``."""
+    """Return the part of a test set that is its i-th of n shares, for each ``(i, n)``."""
     indices = test_set.indices
     count = len(indices)
     pieces = [indices[count * i // n : count * (i + 1) // n] for i, n in shares]
@@ -200,7 +200,7 @@ def _shares_of(test_set: EvaluationSamples, shares: list[tuple[int, int]]) -> Ev
 def _common_sums(
     group: ClientGroup, models: Tensor | Predictor, test_sets: Iterable[EvaluationSamples], reused: bool = False
 ) -> Tensor:
-    """The metric sums of models on common samples; `reused` if other models will be tested on the same ones."""
+    """Return the metric sums of models on common samples; `reused` if other models will be tested on the same ones."""
     metric_sums = group.context.metric_sums()
     total = metric_sums.empty(len(models))
     for test_set in test_sets:
@@ -244,7 +244,7 @@ def _corrupt_once(context: Context, test_set: EvaluationSamples, corruption: Cor
 
 
 def _own_samples(group: ClientGroup, protocol: str) -> tuple[Samples | None, list[np.ndarray]]:
-    """The samples of a protocol, and the numbers of each client's, ``int64[n]``."""
+    """Return the samples of a protocol, and the numbers of each client's, ``int64[n]``."""
     samples = group.context.with_trigger if protocol == BACKDOOR else group.context.samples
     return samples, group.split(OWN_SPLITS[protocol])
 

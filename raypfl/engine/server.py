@@ -145,7 +145,7 @@ class Server:
             return self._end("failed", failure)
 
     def _goes_on(self) -> bool:
-        """Whether anything is left to do; warns if the run ends before its last round."""
+        """Return whether anything is left to do; warns if the run ends before its last round."""
         if self._is_evaluation_due():
             return True
         if self._state.round >= self._experiment.rounds:

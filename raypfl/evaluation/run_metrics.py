@@ -63,7 +63,7 @@ class Measures:
         )
 
     def always(self, name: str) -> bool:
-        """Whether a metric has a value for every tested model."""
+        """Return whether a metric has a value for every tested model."""
         return name in self.metrics and self.metrics[name].always
 
     @property
@@ -84,5 +84,5 @@ class Measures:
         return self.primary if aggregate in PRIMARY_AGGREGATES else self.metrics[aggregate]
 
     def lower_is_better(self, aggregate: str) -> bool:
-        """Whether a lower value of an aggregate is better; always true for `std`."""
+        """Return whether a lower value of an aggregate is better; always true for `std`."""
         return aggregate == "std" or not self.metric_of(aggregate).higher_is_better

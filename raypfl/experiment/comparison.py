@@ -87,7 +87,7 @@ def _methods_by_name(values: Mapping[str, Any]) -> dict[str, list[Any]]:
 
 
 def _choose(methods: Sequence[Any], of_source: Mapping[str, Sequence[Any]]) -> list[tuple[Any, bool]]:
-    """Replace a name alone by what the source has of this name: the name alone, too, or else all variants.
+    """Replace a bare name by the source's methods of this name: the bare one if it is listed, else all variants.
 
     Returns
     -------
@@ -156,7 +156,7 @@ def _with_settings(base: Experiment, method: Any, assigned: Collection[tuple[str
 
 
 def _is_assigned(path: Sequence[str], assigned: Collection[tuple[str, ...]]) -> bool:
-    """Whether a setting, or a section around it, was assigned."""
+    """Return whether a setting, or a section around it, was assigned."""
     return any(tuple(path[: depth + 1]) in assigned for depth in range(len(path)))
 
 

@@ -66,5 +66,5 @@ def harmless_changes(requested: Experiment, started: Experiment) -> list[str]:
 
 
 def is_in(key: str, section: str) -> bool:
-    """Whether a dotted key is `section` or lies within it."""
+    """Return whether a dotted key is `section` or lies within it."""
     return f"{key}.".startswith(f"{section}.")

@@ -27,12 +27,12 @@ class _WithoutRepeatedKeys:
 
 
 class _Loader(_WithoutRepeatedKeys, yaml.SafeLoader):
-    """For what people write: its messages say what stands where something else was expected."""
+    """Loader for text by people: its error messages say what was expected where."""
 
 
 # libyaml, which most installations of PyYAML have, takes a tenth of the time.
 class _LoaderInC(_WithoutRepeatedKeys, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """For what :func:`write` has written."""
+    """Loader for text by :func:`write`."""
 
 
 # PyYAML follows YAML 1.1, which takes 1e-3 for text and wants 1.0e-3.

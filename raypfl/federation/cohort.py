@@ -250,7 +250,7 @@ class Cohort(Log, ServerTraining):
     def _combined(
         self, arguments: Mapping[str, Any], name: str, kind: Kind, rows: Tensor, weights: np.ndarray
     ) -> Tensor:
-        """Return what reaches the server of the rows ``[C, ...]`` of a message."""
+        """Return the aggregate that reaches the server, of the rows ``[C, ...]`` of a message."""
         generator = self.generator(f" attack {self._exchanges} {name}")
         messages = Messages(np.array(self.ids), rows, weights, arguments.get(name), generator)
         return self._wire.combine(kind, messages)
@@ -351,7 +351,7 @@ class Cohort(Log, ServerTraining):
 
 
 def _most(name: str, charged: bool | int | Tensor, numbers: np.ndarray, size: int) -> int:
-    """Return the most of a message's `size` numbers that a client gets, given what each of the cohort gets."""
+    """Return the largest number of charged numbers of a message, given those of each client of the cohort."""
     if len(numbers):
         return int(numbers.max())
     # An empty cohort shows only charges that are the same for all clients.

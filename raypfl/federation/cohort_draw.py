@@ -166,7 +166,7 @@ def _timed(
     dropped: np.ndarray,
     begins: float,
 ) -> CohortDraw:
-    """Part the clients of a round into those that finish in time and those that are late."""
+    """Divide the clients of a round into those that finish in time and those that are late."""
     assert turns.devices is not None
     deadline = math.inf if settings.deadline is None else settings.deadline
     if settings.late == "partial":

@@ -82,7 +82,7 @@ class Method(Component):
         return ()
 
     def needs_whole_replies(self) -> bool:
-        """Return whether the server keeps what must stay in step with clients, such as the mean of their own terms.
+        """Return whether the server's state must match the clients', such as the mean of their control variates.
 
         In an asynchronous run, replies must then count whole, however late.
         """
@@ -96,9 +96,9 @@ class Method(Component):
         return False
 
     def loads(self, task: Task) -> Loads | None:
-        """Return what a round asks of each client, if clients have smaller messages or less work than others.
+        """Return the message sizes and work of each client, if these differ for other reasons than their samples.
 
-        Simulated time counts by it; None: clients differ in their samples alone.
+        Simulated time depends on them; None: clients differ in their samples alone.
         """
         return None
 

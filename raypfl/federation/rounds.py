@@ -37,7 +37,7 @@ class Rounds(ABC):
 
     @abstractmethod
     def commit(self) -> None:
-        """Keep what was learned from the round, which is done."""
+        """Keep what was learned from the round, which has succeeded."""
 
     @abstractmethod
     def saved(self, round: int) -> dict[str, Any]:

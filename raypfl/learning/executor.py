@@ -384,7 +384,7 @@ class Executor:
 
     @contextlib.contextmanager
     def _loss_context(self, key: Tensor | None) -> Iterator[None]:
-        """Set what a function of one client needs: the precision, keyed dropout, and no tensors of all clients."""
+        """Set the precision and keyed dropout for one client's function, and refuse tensors of all clients in it."""
         draws = RowWise(None, key) if key is not None and self.model.has_dropout else contextlib.nullcontext()
         with one_client_at_a_time(), self.precision.context(self.model.device), draws:
             yield

@@ -153,7 +153,7 @@ class _NoBatch:
 
 
 def extras_of(function: LossFunction) -> frozenset[str] | None:
-    """Names of the parameters after ``p`` and ``batch``; None if the function takes any."""
+    """Return names of the parameters after ``p`` and ``batch``; None if the function takes any."""
     parameters = list(inspect.signature(function).parameters.values())
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return None

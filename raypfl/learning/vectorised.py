@@ -125,7 +125,7 @@ class Vectorised(Executor):
                     take(s)
 
     def _first_rows(self, training: RankedTraining, k: int) -> ActiveRows:
-        """Return what the next steps of the first k rows compute with: views, so that a step moves the training."""
+        """Return the first k rows, as views: a step on them moves the training."""
         theta = training.theta[:k]
         update = training.update.of_rows(slice(k))
         leaves = self._leaves(theta, training.frozen)
@@ -168,7 +168,7 @@ class Vectorised(Executor):
         training.losses[:k] += reported
 
     def may_keep_state(self, loss: LocalLoss, update: Update) -> bool:
-        """Whether a step's functions may depend on more than their arguments; the network has no say in it."""
+        """Return whether a step's functions may depend on more than their arguments; the network has no say in it."""
         return may_keep_state([loss.loss, loss.penalty, loss.report, update.optimizer.step_, update.perturb])
 
     def _gradients(

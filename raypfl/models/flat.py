@@ -279,7 +279,7 @@ def _draws(module: nn.Module) -> bool:
 
 
 class LossCall:
-    """A context in which a loss is evaluated once; it decides what the network computes with when the loss calls it.
+    """A context for one evaluation of a loss; it supplies the tensors with which the network computes.
 
     In training mode that call moves the statistics, so a loss may call a network with batch norm only once.
 

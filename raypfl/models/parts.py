@@ -115,7 +115,7 @@ def frozen_norms(network: nn.Module) -> list[nn.Module]:
 
 
 def _is_frozen(network: nn.Module, path: str) -> bool:
-    """Whether no parameter of the module at `path` is trainable.
+    """Return whether no parameter of the module at `path` is trainable.
 
     A module without parameters is frozen if the nearest module around it that has parameters is.
     """

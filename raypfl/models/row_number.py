@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class RowNumber:
-    """Computes as a Python float does, to the same bits, with a value for each client.
+    """A float with a value for each client; its arithmetic has the bits of Python floats.
 
     Operations with other numbers are in double precision, and those with a tensor take the value in its precision, as
     PyTorch takes a float. Whatever else a float can do, such as a comparison, raises a TypeError: clients could need

@@ -43,7 +43,7 @@ def score_within(result: RunResult, budget: float, against: Axis, protocol: str,
 
 
 def _scores(result: RunResult, protocol: str, model: str) -> tuple[np.ndarray, np.ndarray]:
-    """The evaluated rounds, ascending, and the mean over clients in each, in the metric's unit."""
+    """Return the evaluated rounds, ascending, and the mean over clients in each, in the metric's unit."""
     unit = Unit(result.experiment.measures.primary)
     name = unit.metric.name
     rows = evaluated_rows(result, protocol, model).group_by("round", use_threads=False).aggregate([(name, "mean")])

@@ -219,7 +219,7 @@ def _label_axes(above: Axes, below: Axes, summary: Summary, few_clients: bool) -
 
 
 def _few_names(summary: Summary) -> Sequence[str] | None:
-    """The clients' names, if they have names that fit below the picture."""
+    """Return the clients' names, if they have names that fit below the picture."""
     return summary.client_names if summary.num_clients <= _MOST_NAMED else None
 
 
@@ -228,7 +228,7 @@ def _shortened(name: str, longest: int = _LONGEST_NAME) -> str:
 
 
 def _table_of_names(summary: Summary, names: Sequence[str]) -> Table:
-    """A row for each of the first clients: number, name, and samples of each split."""
+    """Return a row for each of the first clients: number, name, and samples of each split."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("client", justify="right")
     table.add_column("name")
@@ -244,7 +244,7 @@ def _table_of_names(summary: Summary, names: Sequence[str]) -> Table:
 
 
 def _table_of_features(features: Sequence[tuple[str, float, float]]) -> Table:
-    """A row for each of the first features: the network's input, its name, and what standardises it."""
+    """Return a row for each of the first features: the network's input, its name, and what standardises it."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("input", justify="right")
     table.add_column("feature")
@@ -287,7 +287,7 @@ def _over_clients(values: np.ndarray) -> dict[str, float]:
 
 
 def _table(title: str, rows: Mapping[str, Mapping[str, float]], totals: Mapping[str, str] | None = None) -> Table:
-    """A row for each line of `rows`, with its total if there are any."""
+    """Return a row for each line of `rows`, with its total if there are any."""
     headings = list(next(iter(rows.values())))
     if totals:
         headings.append("all clients")

@@ -152,7 +152,7 @@ def differences(groups: Sequence[RunGroup], baseline: str | None = None) -> list
 
 
 def _best_group(tested: Sequence[RunGroup], protocol: str, best: bool) -> RunGroup | None:
-    """The first of the groups with the best mean; None if there is no other to compare it with."""
+    """Return the first of the groups with the best mean; None if there is no other to compare it with."""
     if len(tested) < 2:
         return None
 
@@ -296,7 +296,7 @@ def data_hash(result: RunResult) -> str | None:
 
 
 def keeps_clients(result: RunResult) -> bool:
-    """Whether clients are the same in every seed: they come with the data and are not drawn."""
+    """Return whether clients are the same in every seed: they come with the data and are not drawn."""
     return is_described(result.experiment.data) or isinstance(result.experiment.partition, ByColumn | FromFile)
 
 

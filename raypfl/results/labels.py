@@ -75,19 +75,19 @@ def _setting_texts(names: Sequence[str], experiments: Sequence[Experiment]) -> l
 
 
 def _without_found_objectives(experiments: Sequence[Experiment]) -> list[Experiment]:
-    """The experiments, without objectives if one leaves its own to the data: runs that have begun record it."""
+    """Return the experiments, without objectives if one leaves its own to the data: runs that have begun record it."""
     if all(experiment.objective is not None for experiment in experiments):
         return list(experiments)
     return [experiment.replace(objective=None) for experiment in experiments]
 
 
 def _defaults() -> dict[str, Any]:
-    """The default of each setting that is not an option of a component, such as a partition's."""
+    """Return the default of each setting that is not an option of a component, such as a partition's."""
     return flatten(deciding_settings(Experiment()))
 
 
 def _differing_keys(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The keys whose values are not the same everywhere, in the order of their first appearance."""
+    """Return the keys whose values are not the same everywhere, in the order of their first appearance."""
     first = settings[0]
     differing = []
     for key in dict.fromkeys(key for values in settings for key in values):
@@ -98,7 +98,7 @@ def _differing_keys(settings: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _are_settings_of_methods(names: Sequence[str], settings: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether each of several methods has settings of its own, the same in all of its runs."""
+    """Return whether each of several methods has settings of its own, the same in all of its runs."""
     by_name = dict(zip(names, settings, strict=True))
     if len(by_name) == 1:
         return False
@@ -106,7 +106,7 @@ def _are_settings_of_methods(names: Sequence[str], settings: Sequence[Mapping[st
 
 
 def _deciding_settings(experiment: Experiment) -> dict[str, Any]:
-    """The settings, other than method and seed, that decide a result up to rounding."""
+    """Return the settings, other than method and seed, that decide a result up to rounding."""
     hidden = {*ONLY_ROUNDING, *_SHOWN_ELSEWHERE, *implied_settings(experiment)}
     shown = {}
     for key, value in flatten(deciding_settings(experiment)).items():
@@ -116,7 +116,7 @@ def _deciding_settings(experiment: Experiment) -> dict[str, Any]:
 
 
 def _differences(settings: Mapping[str, Any], reference: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
-    """The values of `keys` that are not the reference's."""
+    """Return the values of `keys` that are not the reference's."""
     different = {}
     for key in keys:
         is_as_reference = key in reference and settings.get(key) == reference[key]
@@ -126,7 +126,7 @@ def _differences(settings: Mapping[str, Any], reference: Mapping[str, Any], keys
 
 
 def _with_defaults(all_settings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The settings with ``default`` for options that others give to the same network, partition and so on."""
+    """Return the settings with ``default`` for options that others give to the same network, partition and so on."""
     components_with: dict[str, set[str | None]] = {}
     for settings in all_settings:
         for key in settings:
@@ -155,7 +155,7 @@ def _section(key: str) -> str:
 def _without_parts_of_other_components(
     differences: Mapping[str, Any], all_settings: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """The differences with only the name of another network, partition and so on: ``model=lenet``.
+    """Return the differences with only the name of another network, partition and so on: ``model=lenet``.
 
     If there are several with this name, such as two depths of one network, the options in which they differ are kept.
     """
@@ -182,7 +182,7 @@ def _as_text(settings: Mapping[str, Any]) -> str:
 
 
 def _value_text(value: Any) -> str:
-    """The value as one would type it on the command line."""
+    """Return the value as one would type it on the command line."""
     if value is None:
         return "null"
     if isinstance(value, bool):

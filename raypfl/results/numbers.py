@@ -183,7 +183,7 @@ def prediction_traffic(group: RunGroup) -> tuple[float, float] | None:
 def _curve(
     group: RunGroup, columns: Sequence[tuple[pa.ChunkedArray, pa.ChunkedArray]], against: Axis = "round"
 ) -> Curve | None:
-    """A curve from rounds and values of each seed, without NaN and infinite values."""
+    """Return a curve from rounds and values of each seed, without NaN and infinite values."""
     seeds: list[Mapping[int, float]] = []
     for rounds, values in columns:
         pairs = zip(rounds.to_pylist(), values.to_pylist(), strict=True)
@@ -200,7 +200,7 @@ def _curve(
 
 
 def positions(result: RunResult, against: Axis) -> np.ndarray:
-    """Where each round ends on an axis: ``float64[rounds + 1]``, by the round's number; round 0 is at 0.
+    """Return where each round ends on an axis: ``float64[rounds + 1]``, by the round's number; round 0 is at 0.
 
     Rounds whose records were lost with a damaged table are as if they had cost nothing.
     """
@@ -222,6 +222,6 @@ def positions(result: RunResult, against: Axis) -> np.ndarray:
 
 
 def evaluated_rows(result: RunResult, protocol: str, model: str) -> pa.Table:
-    """A row for each round and client with test data."""
+    """Return a row for each round and client with test data."""
     chosen = (pc.field("protocol") == protocol) & (pc.field("model") == model) & (pc.field("samples") > 0)
     return result.evaluations.filter(chosen & pc.field(result.experiment.measures.primary.name).is_valid())

@@ -121,7 +121,7 @@ def _on_messages(experiments: Sequence[Experiment]) -> list[str]:
 
 
 def _network(experiment: Experiment) -> dict[str, Any]:
-    """The model's name, and its settings that are not at their default."""
+    """Return the model's name, and its settings that are not at their default."""
     implied = implied_settings(experiment)
     network = {}
     for key, value in experiment.to_dict()["model"].items():

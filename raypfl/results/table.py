@@ -167,7 +167,7 @@ def _unfinished(groups: Sequence[RunGroup]) -> list[str]:
 
 
 def _have_as_many_replies(groups: Sequence[RunGroup]) -> bool:
-    """Whether only asynchronous rounds, which fewer replies make, differ in number."""
+    """Return whether only asynchronous rounds, which fewer replies make, differ in number."""
     results = [result for group in groups for result in group.results]
     replies = {pc.sum(result.rounds["clients"]).as_py() for result in results}
     is_asynchronous = any(result.experiment.asynchronous.buffer is not None for result in results)

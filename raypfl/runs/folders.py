@@ -27,7 +27,7 @@ _SETTINGS_OF_COMPARISON = ("method", "methods", "seed", "seeds", "name", "output
 
 
 def new_folder(experiment: Experiment) -> Path:
-    """A new folder in ``experiment.output``, named after experiment, method, seed and time."""
+    """Return a new folder in ``experiment.output``, named after experiment, method, seed and time."""
     return _make_folder(experiment.output, f"{experiment.name}-{_short_name(experiment)}-{_now()}")
 
 
@@ -90,7 +90,7 @@ class ComparisonFolder:
         return [self.folder / run for run in self.runs]
 
     def experiments(self, changes: Sequence[str] = ()) -> list[Experiment]:
-        """The experiments of the runs, with ``dotted.key=value`` changes.
+        """Return the experiments of the runs, with ``dotted.key=value`` changes.
 
         Raises
         ------
@@ -126,7 +126,7 @@ def with_checkpoints_apart(experiments: Sequence[Experiment], folder: Path) -> l
 
 
 def _names(experiments: Sequence[Experiment]) -> tuple[str, ...]:
-    """Names of the folders of a comparison's runs; a number distinguishes those of one method and seed."""
+    """Return names of the folders of a comparison's runs; a number distinguishes those of one method and seed."""
     names: list[str] = []
     uses: Counter[str] = Counter()
     for experiment in experiments:
@@ -142,7 +142,7 @@ def _short_name(experiment: Experiment) -> str:
 
 
 def _file_name(name: str) -> str:
-    """The name, with underscores for characters that file names should not have."""
+    """Return the name, with underscores for characters that file names should not have."""
     return re.sub(r"[^\w.-]+", "_", name)
 
 

@@ -165,7 +165,7 @@ def needs_gpu_of_cluster(experiment: Experiment) -> bool:
 
 
 def _recipe(prepared: Prepared) -> Experiment:
-    """All settings that pretraining may read; every other one has its default.
+    """Return all settings that pretraining may read; every other one has its default.
 
     The training gets this experiment in place of the run's, and the cache's key has all of it. So what is not copied
     here cannot change the weights, and what is copied makes a file of its own.

@@ -14,7 +14,7 @@ from raypfl.runs.result import RunResult, recorded_end
 
 
 def events_of(result: RunResult, uri: str | None = None) -> Iterator[Event]:
-    """The events of a tracked run, except checkpoints and warnings.
+    """Yield the events of a tracked run, except checkpoints and warnings.
 
     `uri` : MLflow's tracking URI; None: that of the experiment.
     """
@@ -63,7 +63,7 @@ def events_of(result: RunResult, uri: str | None = None) -> Iterator[Event]:
 
 
 def _logged(result: RunResult, round: int) -> Logged:
-    """What the method logged in a round, except its tables, which come whole at the end."""
+    """Return what the method logged in a round, except its tables, which come whole at the end."""
     in_round = pc.field("round") == round
     values = result.logged.filter(in_round).to_pylist()
     images = result.images.filter(in_round).to_pylist()

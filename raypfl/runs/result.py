@@ -81,7 +81,7 @@ def refuse_missing(folder: Path) -> None:
 
 
 def _where_runs_are(folder: Path) -> str:
-    """A sentence on where runs are: up to two levels below this folder, which is not a run's."""
+    """Return a sentence on where runs are: up to two levels below this folder, which is not a run's."""
     recipes = [*folder.glob(f"*/{RECIPE}"), *folder.glob(f"*/*/{RECIPE}")]
     run_folders = sorted(str(recipe.parent) for recipe in recipes)
     if not run_folders:
@@ -104,7 +104,7 @@ def discard_unstarted(folder: Path) -> None:
 
 
 def rounds_saved(run_dir: str | Path, experiment: Experiment) -> int:
-    """The round of a run's newest checkpoint; 0: it has none."""
+    """Return the round of a run's newest checkpoint; 0: it has none."""
     return checkpoints.last_round(checkpoints_of(experiment, str(run_dir)))
 
 
@@ -119,7 +119,7 @@ def refuse_shorter(run_dir: str | Path, experiment: Experiment) -> None:
 
 
 def is_finished(run_dir: Path) -> bool:
-    """Whether the files in a run's folder can be read and say that the run is complete."""
+    """Return whether the files in a run's folder can be read and say that the run is complete."""
     summary = _read_json(run_dir / SUMMARY, _SUMMARY_KEYS)
     if summary is None or summary["status"] != "finished":
         return False
@@ -134,7 +134,7 @@ def reopen(run_dir: Path) -> None:
 
 
 def _read_json(file: Path, keys: Iterable[str] = ()) -> dict[str, Any] | None:
-    """What a JSON file of a run holds; None if there is none, or something else than a run writes."""
+    """Return what a JSON file of a run holds; None if there is none, or something else than a run writes."""
     with contextlib.suppress(FileNotFoundError, ValueError):
         content = json.loads(file.read_text())
         if isinstance(content, dict) and set(keys) <= content.keys():
@@ -143,7 +143,7 @@ def _read_json(file: Path, keys: Iterable[str] = ()) -> dict[str, Any] | None:
 
 
 def _require_json(file: Path, keys: Iterable[str] = ()) -> dict[str, Any]:
-    """What a JSON file of a run holds; raises NoRun if there is none, or something else than a run writes."""
+    """Return what a JSON file of a run holds; raises NoRun if there is none, or something else than a run writes."""
     content = _read_json(file, keys)
     if content is None:
         raise NoRun(f"{file} is damaged; `raypfl resume {file.parent}` writes it again from the run's checkpoint.")
@@ -183,7 +183,7 @@ def refuse_unknown_client(client: int, count: int) -> None:
 
 
 def recorded_reason(folder: Path, experiment: Experiment) -> str:
-    """The recorded reason for a run's executor and layout; empty for a new run, or if they were changed."""
+    """Return the recorded reason for a run's executor and layout; empty for a new run, or if they were changed."""
     metadata = _read_json(folder / METADATA, ["why"]) or {}
     chosen = {"executor": experiment.engine.executor, "channels_last": bool(experiment.training.channels_last)}
     is_as_before = chosen.items() <= metadata.items()
@@ -305,7 +305,7 @@ class RunResult:
         )
 
     def summary(self, round: int | None = None) -> list[dict[str, Any]]:
-        """The aggregates of an evaluated round, a dict for each (protocol, model); see ``evaluation.summarise``.
+        """Return the aggregates of an evaluated round, a dict for each (protocol, model); see ``evaluation.summarise``.
 
         `round` may be `best_round`; None: the mean over the last rounds, as many as ``evaluation.last``.
         """
@@ -324,7 +324,7 @@ class RunResult:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """What was in force in which rounds, oldest first: a dict for each time that the run started or was resumed.
+        """The settings of all rounds, oldest first: a dict for each start or resume of the run.
 
         ``settings`` and ``metadata`` count from the round after ``from_round`` on, until a later entry takes over.
         ``changed`` names the settings that differ from the entry before. Where a run continues another one, ``parent``
@@ -341,15 +341,15 @@ class RunResult:
         return up / 1e6, down / 1e6
 
     def server_state(self) -> dict[str, Any]:
-        """The server's final state, from the newest checkpoint."""
+        """Return the server's final state, from the newest checkpoint."""
         return newest(self.run_dir, whole=False)[1].server
 
     def server_states(self) -> list[tuple[int, dict[str, Any]]]:
-        """The server's state after each round whose checkpoint was kept (``checkpoint.every``, ``.keep``)."""
+        """Return the server's state after each round whose checkpoint was kept (``checkpoint.every``, ``.keep``)."""
         return checkpoints.server_states(checkpoints_of(self.experiment, str(self.run_dir)))
 
     def global_model(self) -> Tensor:
-        """The global model ``[P+B]``.
+        """Return the global model ``[P+B]``.
 
         Raises
         ------
@@ -361,7 +361,7 @@ class RunResult:
         return theta
 
     def client_state(self, client: int | str) -> dict[str, Any]:
-        """The state of one client, by name, as NumPy arrays; empty if it never took part or keeps nothing.
+        """Return the state of one client, by name, as NumPy arrays; empty if it never took part or keeps nothing.
 
         Parameters
         ----------
@@ -378,7 +378,7 @@ class RunResult:
 
 
 def _mean_rows(summaries: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The means over rounds of the aggregates of each (protocol, model)."""
+    """Return the means over rounds of the aggregates of each (protocol, model)."""
     rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for summary in summaries:
         for row in summary:

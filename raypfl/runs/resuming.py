@@ -66,7 +66,7 @@ _FOLDER_NEEDS = ("name", "output")
 
 
 def resumed(run_dir: str | Path, overrides: Sequence[str]) -> Experiment:
-    """The experiment of a run to resume, with ``dotted.key=value`` changes.
+    """Return the experiment of a run to resume, with ``dotted.key=value`` changes.
 
     Raises
     ------
@@ -79,17 +79,17 @@ def resumed(run_dir: str | Path, overrides: Sequence[str]) -> Experiment:
 
 
 def may_change(key: str) -> bool:
-    """Whether a setting may change when a run is resumed."""
+    """Return whether a setting may change when a run is resumed."""
     return any(fnmatchcase(key, pattern) for pattern in MAY_CHANGE)
 
 
 def ends_later(experiment: Experiment, before: Experiment) -> bool:
-    """Whether a run that finished as described `before` may have rounds left as `experiment`."""
+    """Return whether a run that finished as described `before` may have rounds left as `experiment`."""
     return (experiment.rounds, experiment.evaluation.patience) != (before.rounds, before.evaluation.patience)
 
 
 def is_complete_as(run_dir: Path, experiment: Experiment) -> bool:
-    """Whether a run is finished, also as `experiment`, which may have more rounds than before."""
+    """Return whether a run is finished, also as `experiment`, which may have more rounds than before."""
     return is_finished(run_dir) and not ends_later(experiment, description(run_dir))
 
 
@@ -225,7 +225,7 @@ def _decides_checkpoint(key: str) -> bool:
 
 
 def _why_refused(run_dir: str | Path, refused: Sequence[str], experiment: Experiment, before: Experiment) -> str:
-    """Why settings cannot change, and how to run with other ones."""
+    """Return why settings cannot change, and how to run with other ones."""
     requested = flatten(experiment.to_dict())
     recorded = flatten(before.to_dict())
     key = refused[0]
@@ -255,7 +255,7 @@ def command_with_changes(run_dir: str | Path, from_round: int, changes: Sequence
 
 
 def _as_yaml(value: object) -> str:
-    """The value for the command line, quoted only if YAML would read it as something else."""
+    """Return the value for the command line, quoted only if YAML would read it as something else."""
     with contextlib.suppress(ConfigError):
         if isinstance(value, str) and parse(value, "The value") == value:
             return value
@@ -316,7 +316,7 @@ def _refuse_other_rounds(run_dir: str | Path, experiment: Experiment, before: Ex
 
 
 def _reads_rounds(method: Method) -> bool:
-    """Whether a user's method reads ``task.rounds``, and does not say whether its rounds depend on it."""
+    """Return whether a user's method reads ``task.rounds``, and does not say whether its rounds depend on it."""
     if method.has("depends_on_rounds"):
         return False
     owners = [owner for owner in type(method).__mro__ if not owner.__module__.startswith("raypfl.")]

@@ -85,7 +85,7 @@ class Columns:
             raise ValueError(f"These are rows of {sorted(columns)}, the table has {sorted(self.kinds)}.")
 
     def _encode(self, name: str, values: Iterable[Any]) -> Iterable[Any]:
-        """Return what a column's array holds of new values; items of lists and bytes are stored on the way."""
+        """Encode new values for a column's array; items of lists and bytes are stored separately."""
         if name in self._words:
             words = self._words[name]
             return [words.setdefault(value, len(words)) for value in values]

@@ -39,7 +39,7 @@ def is_shared(location: str) -> bool:
 
 
 def absolute(location: str) -> str:
-    """Return a location as it is called in every working folder."""
+    """Return a location independent of the working folder."""
     return location if is_shared(location) else os.path.abspath(os.path.expanduser(location))
 
 

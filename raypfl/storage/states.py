@@ -110,7 +110,7 @@ class StateTable:
         contents: Contents | None = None,
         shard: StateShard | None = None,
     ) -> None:
-        """Put a new stack over what its clients have.
+        """Stage a new stack on top of its clients' states.
 
         Parameters
         ----------
@@ -148,7 +148,7 @@ class StateTable:
         self._staged.clear()
 
     def hold(self) -> None:
-        """Put the staged changes aside, until :meth:`release` stages those of some clients again."""
+        """Set the staged changes aside, until :meth:`release` stages those of some clients again."""
         self._held |= self._staged
         self._staged.clear()
 
@@ -224,7 +224,7 @@ class StateTable:
             yield from filled(stacks, lambda stack: stack.live_bytes, size)
 
     def live_rows(self, stack: LiveStack) -> LiveRows:
-        """Return what clients still have in a stack."""
+        """Return the rows of a stack that clients still use."""
         names = self.live_names(stack)
         return LiveRows(stack.handle, stack.node, stack.clients, names, stack.number, stack.hides_older)
 
@@ -352,7 +352,7 @@ class StateShard:
 
 @dataclass(frozen=True)
 class LiveRows:
-    """What clients still have in a stack; sent to the process that writes it into a file.
+    """The rows of a stack that clients still use, for the process that writes them into a file.
 
     Attributes
     ----------

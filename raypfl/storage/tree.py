@@ -85,7 +85,7 @@ class Copies:
         self._tensors: dict[str, Tensor] = {}
 
     def of(self, tree: Any) -> Any:
-        """Return a deep copy, whose tensors are detached; the copy before is no longer one."""
+        """Return a deep copy, whose tensors are detached. It reuses the memory of the previous copy."""
         skeleton, tensors = flatten(tree)
         copies = {}
         for name, tensor in tensors.items():

@@ -169,7 +169,7 @@ def merged(base: Any, change: Any) -> Any:
 
 
 def is_source(pool: Any) -> bool:
-    """Whether a pool is another data set, rather than a share of the clients' samples."""
+    """Return whether a pool is another data set, rather than a share of the clients' samples."""
     return isinstance(pool, Mapping) and "name" in pool
 
 

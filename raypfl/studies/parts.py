@@ -56,5 +56,5 @@ class MetricColumn(StudyPart):
     down: list[str] | None = None
 
     def is_of(self, block: str) -> bool:
-        """Whether the column is measured in a block of rows."""
+        """Return whether the column is measured in a block of rows."""
         return self.down is None or block in self.down

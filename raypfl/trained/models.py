@@ -260,7 +260,7 @@ class TrainedModels:
     def _make_models(
         self, context: Context, clients: Sequence[int], states: list[Mapping[str, np.ndarray]], unseen: bool
     ) -> tuple[Tensor | Predictor | None, list[Spending]]:
-        """Return the method's models for clients with these states, and what making them spent of their privacy."""
+        """Return the method's models for clients with these states, and the privacy that making them spent."""
         method = self.experiment.method
         spent: list[Spending] = []
         with threads(self.experiment.engine.threads):

@@ -180,7 +180,7 @@ class NewRows:
         return TableRows.of_table(self.table, self.name)
 
     def _column_and_category(self, feature: str) -> tuple[str, str | None]:
-        """The column that a feature is from and, of an indicator, its category."""
+        """Return the column that a feature is from and, of an indicator, its category."""
         columns = self.table.column_names
         if feature in columns or "=" not in feature:
             return feature, None
@@ -190,7 +190,7 @@ class NewRows:
         return feature[:end], feature[end + 1 :]
 
     def _numbers(self, columns: Sequence[str], reader: FeatureTable, medians: Medians) -> dict[str, np.ndarray]:
-        """Columns of numbers, ``float64[n]`` each; the run's medians in place of missing ones."""
+        """Return columns of numbers, ``float64[n]`` each; the run's medians in place of missing ones."""
         numbers = {column: self._as_numbers(column, reader.numbers(self._rows, column)) for column in columns}
         incomplete = [column for column, values in numbers.items() if values.null_count]
         if incomplete and reader.missing == "refuse":
@@ -205,7 +205,7 @@ class NewRows:
         return {column: self._rows.finite(column, values) for column, values in numbers.items()}
 
     def _as_numbers(self, column: str, values: pa.Array) -> pa.Array:
-        """A column as float64, of which some may be missing."""
+        """Return a column as float64, of which some may be missing."""
         if is_number(values.type) or values.null_count == len(values):
             return as_float(values)
 
@@ -216,7 +216,7 @@ class NewRows:
         raise DataError(f"{self._rows.place(row)} has {value!r} for {column!r}, but the run was trained with numbers.")
 
     def _positions(self, column: str, positions: Mapping[Any, int]) -> list[int]:
-        """The position of each row's category: that of its feature, or the number of its class."""
+        """Return the position of each row's category: that of its feature, or the number of its class."""
         row_positions = []
         for row, spellings in enumerate(self.spellings(column)):
             spelling = next((spelling for spelling in spellings or (MISSING,) if spelling in positions), None)

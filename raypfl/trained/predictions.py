@@ -137,7 +137,7 @@ def _predictions(
     clients: np.ndarray | None,
     outputs_of: Callable[[Tensor], Tensor],
 ) -> Predictions:
-    """The predictions for rows by their clients' models or by one, whose outputs a function returns."""
+    """Return the predictions for rows by their clients' models or by one, whose outputs a function returns."""
     config = origin.experiment.data
     target = str(reader.target)
     inputs = torch.from_numpy(rows.inputs(origin.outline.feature_names, reader, partial(run_medians, config)))
@@ -168,7 +168,7 @@ def refuse_other_endings(path: Path) -> Path:
 
 
 def _table_reader(origin: Origin) -> FeatureTable:
-    """The reader of the run's table."""
+    """Return the reader of the run's table."""
     config = origin.experiment.data
     reader = config.reader
     if not isinstance(reader, FeatureTable):
@@ -215,7 +215,7 @@ def _outputs_of(model: TrainedModel, inputs: Tensor) -> Tensor:
 
 
 def _columns(origin: Origin, outputs: Tensor) -> dict[str, np.ndarray]:
-    """The columns of predictions, by name."""
+    """Return the columns of predictions, by name."""
     mismatch = origin.measures.output_mismatch(outputs)
     if mismatch:
         raise DataError(f"The network {mismatch}")

@@ -115,7 +115,7 @@ def diagnose(
 
 
 def _advice(limit: str, change: str, rounds: int | None, share: float, instead_of: float) -> str:
-    """Say what limits convergence, and what the best change is predicted to take, instead of how many rounds."""
+    """Say what limits convergence, and how many rounds the best change is predicted to take instead."""
     cause = "The steps are too long" if limit == "divergence" else f"The {limit} limits convergence"
     verb = "is" if rounds == 1 else "are"
     text = f"{cause}: with {change}, {_counted(rounds)} {verb} predicted until {_percent(share)} is left"
@@ -254,7 +254,7 @@ class _Outlook:
 
 
 def _contradicts(run: _ObservedRun, frozen: RoundMap, error: Tensor) -> bool:
-    """Whether a run converges, or is about to, although the frozen kernel predicts that it diverges."""
+    """Return whether a run converges, or is about to, although the frozen kernel predicts that it diverges."""
     if run.converges:
         return True
     predicted_errors = frozen.errors(error, run.last_round)
@@ -311,7 +311,7 @@ def _halved(setting: TheoremSetting, field: str, kernel: Tensor) -> TheoremSetti
 
 
 def _shuffled(setting: TheoremSetting) -> TheoremSetting:
-    """Deal the same samples at random to clients that hold as many as before."""
+    """Redistribute the samples at random; every client keeps its number of them."""
     all_samples = torch.cat(list(setting.parts))
     order = torch.randperm(len(all_samples), generator=torch.Generator().manual_seed(0))
     sizes = [len(part) for part in setting.parts]

@@ -54,6 +54,6 @@ class Scaling:
 
 
 def numbers_around(count: int, most: int) -> list[int]:
-    """Return a quarter of `count`, half of it, itself, twice and four times it, as whole numbers from 1 to `most`."""
+    """Return ``count`` times 1/4, 1/2, 1, 2 and 4, as whole numbers from 1 to `most`."""
     numbers = {max(round(count * factor), 1) for factor in (0.25, 0.5, 1, 2, 4)}
     return sorted(number for number in numbers if number <= most)

@@ -62,7 +62,7 @@ def predict(run: Path, rows: Path, client: str | None, use_global: bool, out: Pa
 
 
 def _name_or_number(client: str | None, models: TrainedModels) -> int | str | None:
-    """The client that a word means: a name, if there is one, else a number."""
+    """Return the client with this name or, if there is none, with this number."""
     is_name = models.client_names is not None and client in models.client_names.names
     return int(client) if client is not None and client.isdecimal() and not is_name else client
 
@@ -78,7 +78,7 @@ def _models_text(clients: list[int] | None, models: TrainedModels) -> str:
 
 
 def _values_text(values: np.ndarray) -> str:
-    """What was predicted: the number of rows of the most frequent classes, or the range of numbers."""
+    """Summarise predictions: the counts of the most frequent classes, or the range of numbers."""
     if values.dtype.kind == "f":
         return f"from {values.min():g} to {values.max():g}, {values.mean():g} on average"
     classes, counts = np.unique(values.astype(str), return_counts=True)

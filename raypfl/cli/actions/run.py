@@ -260,7 +260,7 @@ def _note_changes(work: _Work) -> None:
 
 @contextmanager
 def _session(experiments: Sequence[Experiment], listener: Listener) -> Iterator[None]:
-    """Let several runs share a session, after all of them have been checked."""
+    """Share a session between several runs, once all of them have been checked."""
     if len(experiments) < 2:
         yield
         return

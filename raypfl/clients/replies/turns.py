@@ -58,7 +58,7 @@ class Turns:
 
 
 def name_in_round(round: int, name: str) -> str:
-    """Return the name of what a group returns for one of several rounds; :func:`round_and_name` undoes it."""
+    """Return the name of a value for one of several rounds; :func:`round_and_name` is the inverse."""
     return f"{round} {name}"
 
 
@@ -97,7 +97,7 @@ def _rows(values: Sequence[Any], index: np.ndarray) -> Any:
 def values_by_round(
     function: str, returned: Mapping[str, Any], arguments: Mapping[str, Any], turns: Turns
 ) -> dict[str, Value]:
-    """Reduce what a client function returned to a row for each round that replies join.
+    """Reduce a client function's returned values to one row for each round that replies join.
 
     `function` describes the client function, for errors.
 
@@ -167,7 +167,7 @@ def _rows_at_start(function: str, name: str, value: Any, argument: Any, num_clie
 
 
 def _of_members(value: Any, members: np.ndarray) -> Any:
-    """Return the part of a mean or a sum that comes from some clients; all of it without a copy."""
+    """Return the rows of some clients in a mean or a sum; no copy if these are all clients."""
     if len(members) == len(value.rows):
         return value
     part = replace(value, rows=unmarked(value.rows)[members])

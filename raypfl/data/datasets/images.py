@@ -79,7 +79,7 @@ class ImageReader(Reader):
             yield np.stack(block)
 
     def _decode_image(self, source: bytes | Path | None, place: str) -> np.ndarray:
-        """The pixels of an image, ``uint8[3, H, W]``, scaled to `size`."""
+        """Return the pixels of an image, ``uint8[3, H, W]``, scaled to `size`."""
         if not source:
             raise DataError(f"{place} has no image bytes.")
 

@@ -44,7 +44,7 @@ def checked_labels(labels: np.ndarray, num_classes: int | None, file: str, first
 
 
 def class_count(files: Sequence[tuple[str, np.ndarray]]) -> int:
-    """The number of classes that the labels of all files, ``int[n]`` each, stand for, counted from 0.
+    """Return the number of classes that the labels of all files, ``int[n]`` each, stand for, counted from 0.
 
     Raises
     ------

@@ -49,7 +49,7 @@ class PoolSamples(NamedTuple):
 
 
 def pool_sources(data: DataConfig) -> dict[str, DataSource]:
-    """The pools that come from other data sets: a name with a star stands for one pool for each file.
+    """Return the pools that come from other data sets: a name with a star stands for one pool for each file.
 
     Raises
     ------
@@ -62,7 +62,7 @@ def pool_sources(data: DataConfig) -> dict[str, DataSource]:
 
 
 def _pool_for_each_file(name: str, source: DataSource) -> dict[str, DataSource]:
-    """A pool for each file that the star in the pool's name stands for."""
+    """Return a pool for each file that the star in the pool's name stands for."""
     root = source.folder("the .npy files of the pools")
     image = source.options.get("image", "")
     labels_file = source.options.get("label", "") or "labels.npy"
@@ -150,7 +150,7 @@ def _match_features(raw: RawData, clients_data: RawData, name: str) -> RawData:
 
 
 def _matched_labels(raw: RawData, clients_data: RawData, chosen: np.ndarray) -> np.ndarray | None:
-    """The labels of the chosen samples in the clients' numbering; None: the data set has other classes.
+    """Return the labels of the chosen samples in the clients' numbering; None: the data set has other classes.
 
     Classes are matched by name or, if the pool's names are mere numbers, by number.
     """

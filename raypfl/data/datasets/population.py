@@ -142,7 +142,7 @@ class DescribedData:
         return digest.hexdigest()
 
     def sizes(self, split: str = "train") -> np.ndarray:
-        """The number of samples in each client's split: ``int64[num_clients]``."""
+        """Return the number of samples in each client's split: ``int64[num_clients]``."""
         if split not in SPLITS:
             raise ConfigError(f"There is no split called {split!r}; {did_you_mean(split, SPLITS)}")
 
@@ -161,7 +161,7 @@ class DescribedData:
         raise ConfigError(f"There is no pool called {name!r}: the population {self.name} describes clients only.")
 
     def indices(self, client: int, split: str = "train") -> np.ndarray:
-        """Numbers of a client's samples, ``int64[n]``, for `take`; nothing is fetched."""
+        """Return the numbers of a client's samples, ``int64[n]``, for `take`; nothing is fetched."""
         if not 0 <= client < self.num_clients:
             raise ConfigError(f"There is no client {client}; clients are numbered from 0 to {self.num_clients - 1}.")
 
@@ -170,7 +170,7 @@ class DescribedData:
         return (client_and_split << _ROW_BITS) + rows
 
     def take(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs and targets, ``[n, ...]`` each, of the samples ``indices[n]``."""
+        """Return inputs and targets, ``[n, ...]`` each, of the samples ``indices[n]``."""
         if not len(indices):
             return self._no_samples()
 
@@ -194,7 +194,7 @@ class DescribedData:
         return inputs, np.zeros(shape, _TARGET_TYPES[self.kind])
 
     def _samples(self, client: int, split: str) -> tuple[np.ndarray, np.ndarray]:
-        """A client's split, from the cache if it is there."""
+        """Return a client's split, from the cache if it is there."""
         samples = self._cache.pop((client, split), None)
         if samples is None:
             samples = self._fetch(client, split)
@@ -251,6 +251,6 @@ class DescribedData:
 
 
 def is_described(config: DataConfig) -> bool:
-    """Whether the data set is a population, which needs no partition."""
+    """Return whether the data set is a population, which needs no partition."""
     entry = DATASETS.get(config.name)
     return isinstance(entry, type) and issubclass(entry, Population)

@@ -154,7 +154,7 @@ class RawData:
             raise DataError(f"There are {len(names)} names of features, but inputs are [N, {self.inputs.shape[-1]}].")
 
     def blocks(self) -> Iterable[np.ndarray]:
-        """The inputs, block by block: ``[n, ...]`` each."""
+        """Return the inputs, block by block: ``[n, ...]`` each."""
         if isinstance(self.inputs, np.ndarray):
             return [self.inputs]
         return (as_array(block, "inputs") for block in self.inputs)
@@ -181,7 +181,7 @@ def as_array(values: Any, name: str) -> np.ndarray:
 
 
 def class_numbers(labels: np.ndarray, class_names: list[str]) -> np.ndarray:
-    """The number of each label's class, ``int64[N]``, for labels given as names.
+    """Return the number of each label's class, ``int64[N]``, for labels given as names.
 
     Raises
     ------
@@ -197,7 +197,7 @@ def class_numbers(labels: np.ndarray, class_names: list[str]) -> np.ndarray:
 
 
 def _is_list_of_samples(inputs: Any, count: int) -> bool:
-    """Whether inputs are a list of `count` single samples, and not of blocks of samples."""
+    """Return whether inputs are a list of `count` single samples, and not of blocks of samples."""
     if not isinstance(inputs, list | tuple) or len(inputs) != count:
         return False
 

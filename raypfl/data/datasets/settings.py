@@ -76,11 +76,11 @@ class DataConfig(DataSource):
                 )
 
     def shares(self) -> dict[str, float]:
-        """The pools that take a share of the training samples."""
+        """Return the pools that take a share of the training samples."""
         return {name: pool for name, pool in self.pools.items() if not isinstance(pool, DataSource)}
 
     def sources(self) -> dict[str, DataSource]:
-        """The pools that come from other data sets."""
+        """Return the pools that come from other data sets."""
         return {name: pool for name, pool in self.pools.items() if isinstance(pool, DataSource)}
 
 

@@ -20,7 +20,7 @@ from raypfl.data.datasets.raw_data import RawData
 
 
 def _how_to_name_a_file(name: str) -> str:
-    """How to describe the data in a file that is given in place of the name of a data set."""
+    """Return how to describe the data in a file that is given in place of the name of a data set."""
     path = PurePath(name)
     if path.suffix not in (".csv", ".parquet"):
         return ""
@@ -34,12 +34,12 @@ DATASETS = Registry("data set", _how_to_name_a_file)
 
 
 def _is_divided(name: str) -> bool:
-    """Whether a data set is divided over the clients, and not a population that describes them."""
+    """Return whether a data set is divided over the clients, and not a population that describes them."""
     return not getattr(DATASETS.get(name), "describes_clients", False)
 
 
 def _reads_files(name: str) -> bool:
-    """Whether a data set is read from files, so that ``data.root`` has an effect.
+    """Return whether a data set is read from files, so that ``data.root`` has an effect.
 
     A function cannot declare this, so its bytecode tells: one that never uses its first argument, the description of
     the data, cannot know `root`.
@@ -140,7 +140,7 @@ class DataSource:
         return raw
 
     def folder(self, content: str) -> Path:
-        """The folder `root`; `content` says in messages what it should hold.
+        """Return the folder `root`; `content` says in messages what it should hold.
 
         Raises
         ------
@@ -180,7 +180,7 @@ class Reader(ABC):
         """Read the whole data set. Raises as `DataSource.read` does."""
 
     def paths(self) -> list[Path]:
-        """The files that the data set consists of: by default, all files under ``data.root``."""
+        """Return the files that the data set consists of: by default, all files under ``data.root``."""
         return files_under(Path(self.config.root).expanduser()) if self.config.root else []
 
     def download(self) -> None:
@@ -234,7 +234,7 @@ def require_size(size: int | None) -> None:
 
 
 def files_under(root: Path) -> list[Path]:
-    """All files in a folder, its subfolders and folders that are linked there, in order, without hidden ones.
+    """Return all files in a folder, its subfolders and folders that are linked there, in order, without hidden ones.
 
     If `root` is a file, this is the only one.
     """
@@ -249,6 +249,6 @@ def files_under(root: Path) -> list[Path]:
 
 
 def _leads_back(folder: str, name: str) -> bool:
-    """Whether the subfolder is a link to a folder around it, so that following it would never end."""
+    """Return whether the subfolder is a link to a folder around it, so that following it would never end."""
     subfolder = Path(folder, name)
     return subfolder.is_symlink() and subfolder.resolve() in [around.resolve() for around in subfolder.parents]

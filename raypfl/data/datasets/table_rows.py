@@ -33,7 +33,7 @@ class TableRows:
 
     @classmethod
     def read(cls, paths: Sequence[Path], root: Path) -> TableRows:
-        """Read all files, whose columns must have equal names; `root` is their folder, or the only file."""
+        """Read all files, which must have the same columns; `root` is their folder, or the only file."""
         is_folder = paths != [root]
         file_names = [str(path.relative_to(root)) if is_folder else path.name for path in paths]
         tables = [read_table(path, file_name) for path, file_name in zip(paths, file_names, strict=True)]
@@ -52,7 +52,7 @@ class TableRows:
 
     @classmethod
     def of_table(cls, table: pa.Table, name: str) -> TableRows:
-        """The rows of a table, which messages call `name`."""
+        """Return the rows of a table, which messages call `name`."""
         columns = {column: _join_column([table[column]]) for column in table.column_names}
         return cls(columns, [(name, table.num_rows)], np.zeros(table.num_rows, dtype=bool))
 
@@ -62,7 +62,7 @@ class TableRows:
         return self.files[0][0]
 
     def place(self, row: int) -> str:
-        """A row, as messages name it."""
+        """Return a row, as messages name it."""
         for file_name, count in self.files:
             if row < count:
                 return f"Row {row} of {file_name}"
@@ -78,7 +78,7 @@ class TableRows:
             )
 
     def complete(self, name: str) -> pa.Array:
-        """A column.
+        """Return a column.
 
         Raises
         ------
@@ -94,7 +94,7 @@ class TableRows:
         return column
 
     def finite(self, name: str, column: pa.Array) -> np.ndarray:
-        """A column of numbers, ``float64[n]``.
+        """Return a column of numbers, ``float64[n]``.
 
         Raises
         ------
@@ -108,7 +108,7 @@ class TableRows:
         return numbers
 
     def whole(self, name: str, column: pa.Array) -> pa.Array:
-        """A column of numbers as integers.
+        """Return a column of numbers as integers.
 
         Raises
         ------
@@ -184,7 +184,7 @@ def _join_column(parts: list[pa.ChunkedArray]) -> pa.Array:
 
 
 def as_float(column: pa.Array) -> pa.Array:
-    """A column of numbers as float64; integers of more than 15 digits are rounded."""
+    """Return a column of numbers as float64; integers of more than 15 digits are rounded."""
     return column.cast(pa.float64(), safe=False)
 
 

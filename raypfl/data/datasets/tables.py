@@ -23,7 +23,7 @@ TEST_WORDS = {"test", "valid", "val", "validation"}
 
 
 def has_word(file_name: str, words: Set[str]) -> bool:
-    """Whether one of the words is in a file's name."""
+    """Return whether one of the words is in a file's name."""
     return not words.isdisjoint(re.split(r"[^a-z]+", file_name.lower()))
 
 
@@ -74,7 +74,7 @@ def read_csv(path: Path, file_name: str, as_text: Sequence[str] = ()) -> pa.Tabl
 
 
 def _is_utf8(table: pa.Table) -> bool:
-    """Whether names and texts are UTF-8: Arrow reads a column of other texts as bytes."""
+    """Return whether names and texts are UTF-8: Arrow reads a column of other texts as bytes."""
     try:
         table.column_names  # noqa: B018 - decodes the names
     except UnicodeDecodeError:
@@ -114,14 +114,14 @@ class ImageTable(ABC):
 
     @abstractmethod
     def values(self, name: str) -> pa.ChunkedArray:
-        """The column of this name."""
+        """Return the column of this name."""
 
     @abstractmethod
     def images(self, name: str) -> Iterator[tuple[str, bytes | Path | None]]:
         """For each image in the column of this name: its row, as messages name it, and its bytes or file."""
 
     def column(self, option: str, name: str) -> np.ndarray:
-        """The column that ``data.<option>`` names, ``[n]``.
+        """Return the column that ``data.<option>`` names, ``[n]``.
 
         Raises
         ------
@@ -135,7 +135,7 @@ class ImageTable(ABC):
         return np.asarray(values.to_pylist()) if len(values) else np.zeros(0, np.int64)
 
     def type(self, option: str, name: str) -> pa.DataType:
-        """The type of the column that ``data.<option>`` names.
+        """Return the type of the column that ``data.<option>`` names.
 
         Raises
         ------
@@ -172,14 +172,14 @@ class ImageTableReader(ImageReader):
 
     @abstractmethod
     def read_labels(self, tables: Any) -> tuple[list[np.ndarray], list[str]]:
-        """The labels in each of the `tables`, as in `RawData`, and the names of the classes."""
+        """Return the labels in each of the `tables`, as in `RawData`, and the names of the classes."""
 
     def root(self) -> Path:
-        """The folder ``data.root``."""
+        """Return the folder ``data.root``."""
         return self.config.folder("the data set's tables")
 
     def matching_paths(self, pattern: str) -> list[Path]:
-        """The files in ``data.root`` that match.
+        """Return the files in ``data.root`` that match.
 
         Raises
         ------
@@ -208,7 +208,7 @@ class ImageTableReader(ImageReader):
 
 
 def numbered_classes(tables: Sequence[ImageTable], labels: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list[str]]:
-    """Labels that are numbers of classes, as ``int64``, and these numbers as the names of the classes."""
+    """Return labels that are numbers of classes, as ``int64``, and these numbers as the names of the classes."""
     file_names = [table.file_name for table in tables]
     count = class_count(list(zip(file_names, labels, strict=True)))
     class_names = [str(label) for label in range(count)]

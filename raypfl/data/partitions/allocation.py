@@ -93,7 +93,7 @@ def fit_margins(weights: np.ndarray, totals: np.ndarray, sizes: np.ndarray) -> n
 
 
 def equal_sizes(samples: int, clients: int) -> np.ndarray:
-    """Sizes of the clients, ``int64[clients]``, that add up to `samples` and differ by at most one."""
+    """Return sizes of the clients, ``int64[clients]``, that add up to `samples` and differ by at most one."""
     return samples // clients + (np.arange(clients) < samples % clients)
 
 
@@ -167,7 +167,7 @@ def _ratio(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
 
 
 def _highest_level(sizes: np.ndarray, needed: int) -> int:
-    """The highest level such that clients hold at least `needed` samples above it, by bisection."""
+    """Return the highest level such that clients hold at least `needed` samples above it, by bisection."""
     low = 0
     high = int(sizes.max())
     while low < high:

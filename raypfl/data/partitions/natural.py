@@ -122,7 +122,7 @@ class FromFile(Partition):
 
 
 def _read_parquet(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Samples and their clients, ``int64[n]`` each."""
+    """Return samples and their clients, ``int64[n]`` each."""
     try:
         table = pq.read_table(path, columns=["sample", "client"])
         sample = table["sample"].cast(pa.int64()).to_numpy().astype(np.int64)
@@ -133,7 +133,7 @@ def _read_parquet(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _read_json(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Samples and their clients, ``int64[n]`` each."""
+    """Return samples and their clients, ``int64[n]`` each."""
     try:
         content: Any = json.loads(path.read_text())
         if isinstance(content, list):

@@ -46,7 +46,7 @@ class Traits:
         return len(self.labels)
 
     def at(self, indices: np.ndarray) -> Traits:
-        """The traits of the samples at ``indices[n]`` alone."""
+        """Return the traits of the samples at ``indices[n]`` alone."""
         return Traits(
             labels=self.labels[indices],
             num_classes=self.num_classes,
@@ -86,14 +86,14 @@ class Partition(ABC):
 
     @abstractmethod
     def owners(self, samples: Traits, seed: int) -> np.ndarray:
-        """The client of each sample: ``int64[N]``, each in ``range(self.count(samples))``."""
+        """Return the client of each sample: ``int64[N]``, each in ``range(self.count(samples))``."""
 
     def count(self, samples: Traits) -> int:
-        """The number of clients, for partitions that learn it from the samples."""
+        """Return the number of clients, for partitions that learn it from the samples."""
         return self.clients
 
     def alike(self, samples: Traits) -> tuple[np.ndarray, int]:
-        """The kind of each sample, ``int64[N]``, and the number of kinds.
+        """Return the kind of each sample, ``int64[N]``, and the number of kinds.
 
         A published test split is divided kind by kind, in proportion to the training samples that clients hold.
         """
@@ -104,7 +104,7 @@ class Partition(ABC):
         return ()
 
     def assign(self, samples: Traits, seed: int) -> list[np.ndarray]:
-        """The samples of each client: an array of ascending ``int64`` indices for each.
+        """Return the samples of each client: an array of ascending ``int64`` indices for each.
 
         Raises
         ------

@@ -128,7 +128,7 @@ class ActorExchange:
         return self._dispatch.done and not self._sums.awaited
 
     def _run_again(self, groups: Sequence[Group]) -> None:
-        """Run groups again whose sums are lost."""
+        """Run the groups again whose sums were lost."""
         if groups:
             self._warn(
                 f"Sums of {counted(len(groups), 'group')} are lost, perhaps with a node; the work is done again."

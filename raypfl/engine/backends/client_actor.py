@@ -171,7 +171,7 @@ def reserved_device() -> torch.device:
 
 
 def type_of(device: torch.device) -> str:
-    """Return what rounding depends on: the model of a GPU, or the instructions that torch uses of a CPU."""
+    """Return the type on which rounding depends: a GPU's model, or the CPU instructions that torch uses."""
     import torch
 
     if device.type == "cuda":
@@ -180,7 +180,7 @@ def type_of(device: torch.device) -> str:
 
 
 def get_broadcasts(handles: list[Any]) -> list[Mapping[str, np.ndarray]]:
-    """Return the arrays of broadcasts, whose handles are references or, if they are small, the arrays themselves."""
+    """Return the arrays of broadcasts; a handle is a reference or, for small arrays, the arrays themselves."""
     references = [handle for handle in handles if isinstance(handle, ray.ObjectRef)]
     fetched = iter(ray.get(references) if references else [])
     return [next(fetched) if isinstance(handle, ray.ObjectRef) else handle for handle in handles]

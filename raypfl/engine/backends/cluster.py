@@ -268,7 +268,7 @@ def on_this_node(ray: Any) -> dict[str, Any]:
 
 
 def node_for_server(ray: Any, settings: RaySettings, checkpoints: str) -> str | None:
-    """Return the id of the driver's node if the server must be there, as its checkpoints are in a folder; else None.
+    """Return the id of the driver's node if the server must run there, to write into a local folder; else None.
 
     In a placement group it is None too, since that decides.
 

@@ -65,7 +65,7 @@ class RayBackend:
         return [(actor.pool, actor.handle) for actor in self._fleet.actors]
 
     def wait_for_actors(self, seconds: float) -> None:
-        """Wait until all actors that have room are ready, but no longer than this: others may use the cluster, too."""
+        """Wait until all actors with room are ready, at most `seconds`: other jobs may hold the resources."""
         self._fleet.wait_until_ready(seconds, self._stopped)
 
     def broadcast(self, arrays: Mapping[str, np.ndarray], inside: bool = True) -> Any:
@@ -94,7 +94,7 @@ class RayBackend:
         return outcomes if sums is None else sums.with_sums(outcomes)
 
     def _should_leave_sums(self, call: Call, bundles: Sequence[Bundle]) -> bool:
-        """Whether the sums of an exchange stay on the nodes, where actors add them up."""
+        """Return whether the sums of an exchange stay on the nodes, where actors add them up."""
         nodes = {home.node for home in self._fleet.homes}
         if len(nodes) < 2:
             return False

@@ -137,7 +137,7 @@ class ServerActor:
         return self._remote.options(max_restarts=0, **options).remote()
 
     def _keep_actors(self, counts: Sequence[int]) -> None:
-        """Have so many client actors of each pool: start those that are missing, and kill those that are too many."""
+        """Start or kill client actors until each pool has its number of them."""
         for pool, count in enumerate(counts):
             running = [entry for entry in self._actors if entry[0] == pool]
             for entry in running[count:]:

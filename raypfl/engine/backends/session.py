@@ -62,7 +62,7 @@ class SpareServer:
         return server
 
     def release(self, ray: Any) -> None:
-        """Kill the spare server, if there is one, since something else needs its resources."""
+        """Kill the spare server, if there is one, to free its resources."""
         if self.server is not None:
             ray.kill(self.server.actor)
         self.server = None

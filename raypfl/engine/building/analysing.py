@@ -54,7 +54,7 @@ class Analyses:
         return None if model is None else model.clone()
 
     def observers(self, round: int) -> tuple[int, ...]:
-        """Numbers of the analyses that see the local steps of a round."""
+        """Return the numbers of the analyses that see the local steps of a round."""
         rounds = self._run.task.rounds
         return tuple(i for i, analysis in enumerate(self._analyses) if analysis.observes(round, rounds))
 

@@ -29,7 +29,7 @@ class DataOutline:
 
     @classmethod
     def of(cls, data: ClientData) -> DataOutline:
-        """The outline of data that are open already."""
+        """Return the outline of data that are open already."""
         counts = {"train": data.sizes("train"), "test": data.sizes("test")}
         return cls(counts=counts, load=lambda: data)
 
@@ -44,11 +44,11 @@ class DataOutline:
         return len(self.counts["train"])
 
     def sizes(self, split: str = "train") -> np.ndarray:
-        """The number of samples in each client's ``train`` or ``test`` split: ``int64[num_clients]``."""
+        """Return the number of samples in each client's ``train`` or ``test`` split: ``int64[num_clients]``."""
         return self.counts[split]
 
     def indices(self, client: int, split: str = "train") -> np.ndarray:
-        """Numbers of a client's samples, ``int64[n]``."""
+        """Return the numbers of a client's samples, ``int64[n]``."""
         return self.data.indices(client, split)
 
     def __getattr__(self, name: str) -> Any:

@@ -50,7 +50,7 @@ def refuse_missing_gpu(experiment: Experiment) -> None:
 
 
 def same_bits_on_gpus(tf32: bool = False) -> None:
-    """Let this process compute on GPUs with algorithms that give the same bits each time.
+    """Use deterministic algorithms on GPUs in this process.
 
     PyTorch warns where there is no such algorithm.
 

@@ -27,7 +27,7 @@ def samples_for(
     room: float,
     poison: Poison | None = None,
 ) -> Samples:
-    """The samples for the model's device, on which they are kept if they take at most `room` bytes.
+    """Return the samples for the model's device, on which they are kept if they take at most `room` bytes.
 
     `poison` : what an attack makes of them; None: nothing.
     """

@@ -66,7 +66,7 @@ class RunCheckpoints:
         self._saved_at = clock()
 
     def is_due(self) -> bool:
-        """Whether a checkpoint of the last finished round is due."""
+        """Return whether a checkpoint of the last finished round is due."""
         every = self._experiment.checkpoint.every
         if every is None:
             # A checkpoint waits for the disk, which takes as long as a short round.

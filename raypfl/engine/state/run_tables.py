@@ -55,7 +55,7 @@ def columns_of_rounds(has_clock: bool, is_asynchronous: bool) -> dict[str, str]:
 
 
 def with_privacy(tables: Mapping[str, pa.Table], settings: PrivacySettings) -> dict[str, pa.Table]:
-    """Return a finished run's tables with what privacy was spent in all, if any was, in place of each spending."""
+    """Return a finished run's tables with the total privacy spent, if any, in place of the single spendings."""
     tables_by_name = dict(tables)
     spending = tables_by_name.pop("spending")
     if spending.num_rows:
@@ -149,7 +149,7 @@ class RunTables:
         return finished
 
     def _simulated(self, cohort_draw: CohortDraw) -> SimulatedRound | None:
-        """A round in simulated time, if time is simulated."""
+        """Return a round in simulated time, if time is simulated."""
         if "simulated_time" not in self.by_name["rounds"].waiting.kinds:
             return None
         return SimulatedRound(
@@ -182,7 +182,7 @@ class RunTables:
             self.by_name["spending"].waiting.append(round=number, phase=phase, **row._asdict())
 
     def logged_columns(self) -> dict[str, dict[str, str]]:
-        """The columns of each logged table, with their kinds, by the table's name."""
+        """Return the columns of each logged table, with their kinds, by the table's name."""
         columns_by_table = {}
         for name, table in self.by_name.items():
             if name.startswith(ANALYSIS):
@@ -191,7 +191,7 @@ class RunTables:
         return columns_by_table
 
     def whole(self, checkpoints: str) -> dict[str, pa.Table]:
-        """All tables with all their rows; the older rows are read from the checkpoints' files.
+        """Return all tables with all their rows; the older rows are read from the checkpoints' files.
 
         Raises
         ------
@@ -200,5 +200,5 @@ class RunTables:
         return {name: read_table(checkpoints, table) for name, table in self.by_name.items()}
 
     def waiting(self) -> dict[str, pa.Table]:
-        """All tables, with only the rows that are newer than the last checkpoint."""
+        """Return all tables, with only the rows that are newer than the last checkpoint."""
         return {name: to_arrow(table.waiting) for name, table in self.by_name.items()}

@@ -156,7 +156,7 @@ def _delete(values: dict[str, Any], path: SettingPath) -> None:
 
 
 def _is_in(path: SettingPath, paths: Collection[SettingPath]) -> bool:
-    """Whether a path, or a section around it, is among `paths`."""
+    """Return whether a path, or a section around it, is among `paths`."""
     return any(path[: depth + 1] in paths for depth in range(len(path)))
 
 

@@ -23,7 +23,7 @@ def moved_to_devices(cohort: Mapping[str, Any]) -> list[str]:
 
 
 def move_to_devices(values: dict[str, Any]) -> None:
-    """Move what an old run recorded to where it is now, in place."""
+    """Move settings that an old run recorded to their present places, in place."""
     cohort = dict(values.get("cohort") or {})
     dropout = cohort.pop("dropout", 0.0)
     chances = cohort.pop("availability", None)

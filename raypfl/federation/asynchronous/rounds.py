@@ -46,7 +46,7 @@ class _Turns:
 
 
 class AsynchronousRounds(Rounds):
-    """Gives each round its cohort, whose clients train when their replies are needed, or before.
+    """Gives each round its cohort; clients train when their replies are needed, or earlier.
 
     Which clients train in one group, and how replies are added up, follows from the schedule alone; see
     :class:`TurnBatch`. When a group trains depends on the number of actors.
@@ -196,7 +196,7 @@ class AsynchronousRounds(Rounds):
             self._messages[round] = self.message(round, clients, server)
 
     def _train(self, round: int) -> None:
-        """Train the clients whose replies end a round, and others while actors would wait for these."""
+        """Train the clients whose replies end a round, and others on actors that would otherwise be idle."""
         required = self._batch(round).waiting
         groups = [*required, *self._groups_meanwhile(round, required)]
         messages: dict[int, Mapping[str, Any]] = {}
@@ -309,7 +309,7 @@ class AsynchronousRounds(Rounds):
         return shares if self._settings.mixing is None else self._settings.mixing * shares
 
     def _parts(self, turns: _Turns, as_sent: Mapping[int, bool]) -> list[tuple[np.ndarray, Turns]]:
-        """Part the clients that cannot train in one group: they have other rates, or other arguments."""
+        """Divide clients into parts that can train in one group: with the same rate and the same kinds of arguments."""
         members_of_part: dict[Any, list[int]] = {}
         for position, sent_in in enumerate(turns.rounds.tolist()):
             lr = self._learning_rate(sent_in)

@@ -322,7 +322,7 @@ class _Simulation:
         heapq.heappush(self._at_work, (self._time + self._seconds[client], turn))
 
     def _take(self, client: int) -> None:
-        """Take a client out of the free ones; the last of them moves to its place."""
+        """Remove a client from the free ones; the last of them moves to its place."""
         place = self._place_of[client]
         last = self._free.pop()
         if last != client:

@@ -69,7 +69,7 @@ class ReplyAggregator:
             self.add_sums(subtree)
 
     def add_sums(self, subtree: Subtree) -> None:
-        """Add sums over groups whose replies are added without them."""
+        """Add sums over groups, whose replies are added separately."""
         self._tree.add(subtree)
 
     @property
@@ -86,7 +86,7 @@ class ReplyAggregator:
         return sizes
 
     def next_exchange(self) -> None:
-        """Let the indices of groups begin again: what was added so far is added to the result as a whole."""
+        """Begin another exchange, with group indices from 0; add the totals so far to the result."""
         self._totals = added(self._totals, self._tree.totals())
         self._tree = TreeSum()
 

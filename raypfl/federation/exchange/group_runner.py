@@ -267,7 +267,7 @@ class GroupRunner:
                     groups.append(remaining)
 
     def compact_states(self, round: int) -> None:
-        """Copy the states that keep mostly dead stacks alive into new stacks: all of them or, on an error, none."""
+        """Copy the live states of mostly dead stacks into new stacks: all of them or, on an error, none."""
         groups: list[Group] = []
         for all_clients in self.states.clients_to_rewrite():
             for members in self.task.by_architecture(all_clients):
@@ -309,7 +309,7 @@ class GroupRunner:
             raise _client_error(error.clients[:1], call.round, failed, 1)
 
     def _remaining(self, call: Call, group: Group, failed: Failed, drop_client: DropClient) -> Group | None:
-        """Return what to try again of a failed group: all of it, or the clients that do not fail, or None."""
+        """Return the part of a failed group to try again: the group, the clients that do not fail, or None."""
         named = failed.error.clients if isinstance(failed.error, ClientError) else ()
         may_succeed = not named and not is_mistake(failed.error) and group.tries > 0
         if may_succeed and not failed.deaths:

@@ -77,7 +77,7 @@ class PartialSums:
         self._largest: list[PartialSum] = []
 
     def add(self, partial: PartialSum) -> list[PartialSum]:
-        """Add a partial sum; return those of a block that is complete by now, for an actor to add up."""
+        """Add a partial sum; if it completes a block, return the block's partial sums, for an actor to add up."""
         for level in range(1, self._levels + 1):
             block = (level, partial.groups[0].index // FAN_IN**level)
             if len(partial.groups) >= self._num_groups[block]:
@@ -97,7 +97,7 @@ class PartialSums:
         self._largest += partials
 
     def pop_all(self) -> list[PartialSum]:
-        """Return what waits to be added up, and the sums of the largest blocks; keep none of them."""
+        """Remove and return all partial sums: of incomplete blocks, and of the largest ones."""
         partials = [*self._largest]
         for in_block in self._by_block.values():
             partials += in_block

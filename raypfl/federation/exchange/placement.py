@@ -232,11 +232,11 @@ class Dispatch:
         self._plan = None
 
     def _are_unequal(self) -> bool:
-        """Whether actors are known to take different times for the bundles that wait."""
+        """Return whether actors are known to take different times for the bundles that wait."""
         return self._is_mixed and self._waiting.first.seconds > 0 and not self._waiting.num_alone
 
     def _nearest(self, actors_on: Mapping[str, Sequence[int]], first: int) -> tuple[_Queue, Bundle]:
-        """Choose one of these actors, node -> their numbers, and a bundle of which most states are there."""
+        """Choose an actor, of these (node -> numbers), and a bundle that has most of its states on that node."""
         if len(self._num_on_node) < 2:
             return self._by_number[first], self._waiting.first
 

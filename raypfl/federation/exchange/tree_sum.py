@@ -60,7 +60,7 @@ class TreeSum:
         return len(self._subtrees)
 
     def add(self, subtree: Subtree) -> None:
-        """Add a group or a subtree, of whose groups none was added before."""
+        """Add a group or a subtree; none of its groups may have been added before."""
         while neighbour := self._subtrees.pop((subtree.level, subtree.place ^ 1), None):
             left, right = sorted((subtree, neighbour), key=lambda half: half.place)
             subtree = Subtree(left.level + 1, left.place >> 1, added(left.totals, right.totals))

@@ -14,7 +14,7 @@ NEARLY_LONGEST = 0.9
 
 
 class Waiting:
-    """Groups in a fixed order, the longest first. Each may leave at any time, at the same cost for any number of them.
+    """Waiting bundles in a fixed order, the longest first. Removing one costs the same for any number of them.
 
     Attributes
     ----------
@@ -116,7 +116,7 @@ class Waiting:
             heapq.heappush(self._nearest, (*self._near[node][0], node))
 
     def _nodes_of_nearest(self, actors_on: Mapping[str, Sequence[int]]) -> list[str]:
-        """Return which of these nodes have most states of a candidate; several if they have as much of the same."""
+        """Return the nodes, of these, with most states of a candidate; several if they are equally near."""
         if len(actors_on) == 1:
             return [node for node in actors_on if self._near.get(node)]
 

@@ -38,7 +38,7 @@ class Aggregation(Component, ABC):
 
     @abstractmethod
     def combine(self, rows: Tensor, before: Tensor) -> Tensor:
-        """Return what takes the place of the mean, ``[P]``.
+        """Return the aggregate, in place of the mean, ``[P]``.
 
         Parameters
         ----------

@@ -136,7 +136,7 @@ class Oort(Selection):
         return (clipped + uncertainty) * self._speed(state, clients)
 
     def _speed(self, state: SelectionState, clients: np.ndarray) -> np.ndarray:
-        """The factor (T/t)^penalty of clients whose turns are longer than T, and 1 of the others."""
+        """Return the factor (T/t)^penalty of clients whose turns are longer than T, and 1 of the others."""
         factors = np.ones(len(clients))
         if self.pacer_step is None:
             return factors

@@ -74,7 +74,7 @@ class Selector:
         self._next = state
 
     def commit(self) -> None:
-        """Keep what the selection learned from the round, which is done."""
+        """Keep what the selection learned from the round, which has succeeded."""
         if self._next is not None:
             self._state = self._next
 

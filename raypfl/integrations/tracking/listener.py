@@ -179,7 +179,7 @@ class MLflowListener:
 
 
 def track(run_dir: str | Path, uri: str | None = None) -> None:
-    """Record a finished run or comparison from its folder; what MLflow has already is not recorded twice.
+    """Record a finished run or comparison from its folder, except what MLflow already has.
 
     Parameters
     ----------

@@ -140,7 +140,7 @@ class RunRecord:
             self._monitor.finish()
 
     def _next_events(self) -> list[tuple[Event, int]]:
-        """Wait for an event, and for those of the next seconds unless it is the last one."""
+        """Wait for an event and, unless it is the last, for those of the next seconds."""
         events = [self._events.get()]
         deadline = time.monotonic() + GATHERING
         while not isinstance(events[-1][0], RunFinished):

@@ -101,7 +101,7 @@ class NextToken(Objective):
     weighs: ClassVar[bool] = True
 
     def real(self, targets: Tensor) -> Tensor:
-        """Whether a target is not padding, ``bool[..., T]``."""
+        """Return whether a target is not padding, ``bool[..., T]``."""
         return targets != self.padding
 
     def surprises(self, outputs: Tensor, targets: Tensor) -> Tensor:

@@ -150,7 +150,7 @@ def sample_keys(keys: Tensor, start: int, stop: int) -> Tensor:
 
 
 def frozen_segments(model: FlatModel, update: Update) -> frozenset[str]:
-    """Names of the segments without a trained entry, whose gradients need not be computed."""
+    """Return names of the segments without a trained entry, whose gradients need not be computed."""
     if update.trained is None:
         return frozenset()
     # One transfer from a GPU, not one for each segment.

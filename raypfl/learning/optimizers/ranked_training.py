@@ -47,7 +47,7 @@ class RankedTraining:
     losses: Tensor
 
     def known(self, key: tuple[Hashable, list[Tensor]], active: ActiveRows) -> Known:
-        """Return what is known of the steps of active rows, given the key of all: by it a recording is found."""
+        """Return the inputs of the active rows' steps and a key, by which a recording of such steps is found."""
         function_key, captured_tensors = key
         descent = active.descent
         named = {

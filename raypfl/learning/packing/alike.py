@@ -30,7 +30,7 @@ IN_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 class Likeness:
-    """Compares objects of two runs; what it does not know counts as different.
+    """Compares objects of two runs; objects of unknown types count as different.
 
     The class of an object of which a run has its own, such as the group of clients that a loss belongs to, says in
     ``_shared_by_runs`` which of its attributes runs may share. Such objects are alike if the function that holds them
@@ -42,7 +42,7 @@ class Likeness:
         self._networks: dict[tuple[int, int], tuple[FlatModel, FlatModel, bool]] = {}
 
     def losses(self, a: LocalLoss, b: LocalLoss) -> bool:
-        """Whether two losses are the same function, but for floats in variables around it."""
+        """Return whether two losses are the same function, but for floats in variables around it."""
         if not self.networks(a.model, b.model) or a.penalty_is_separate != b.penalty_is_separate:
             return False
         return all(self._parts_of_losses(getattr(a, name), getattr(b, name)) for name in FUNCTIONS)
@@ -63,13 +63,13 @@ class Likeness:
         return True
 
     def extras(self, a: Extras, b: Extras) -> bool:
-        """Whether two losses get extras of the same kinds; the numbers in tensors may differ."""
+        """Return whether two losses get extras of the same kinds; the numbers in tensors may differ."""
         if list(a) != list(b):
             return False
         return all(self._extra(a[name], b[name]) for name in a)
 
     def networks(self, a: FlatModel, b: FlatModel) -> bool:
-        """Whether two networks are the same function of a model vector."""
+        """Return whether two networks are the same function of a model vector."""
         if a is b:
             return True
         pair = (id(a), id(b))

@@ -45,7 +45,7 @@ Trained = tuple[Tensor, Tensor]
 
 
 class Packer:
-    """Lets runs compute in turns, each in its own thread, and joins their trainings when all of them wait for one.
+    """Lets runs take turns, each in its own thread, and joins their trainings when all runs wait for one.
 
     The order of the turns follows from the runs' numbers and from what they train, so it is the same every time.
 
@@ -230,7 +230,7 @@ class _Kind:
     single_keeps_bits: bool
 
     def takes(self, training: GroupTraining) -> bool:
-        """Whether a training of this kind can be joined with others."""
+        """Return whether a training of this kind can be joined with others."""
         return self.keeps_bits and (self.single_keeps_bits or not ends_alone(training))
 
 
@@ -290,7 +290,7 @@ def _calls_of_step(training: GroupTraining, executor: Vectorised, by_row: Set[st
 
 
 def _are_equal(a: Trained, b: Trained) -> bool:
-    """Whether trained models and losses have the same bits; a reported loss may be NaN."""
+    """Return whether trained models and losses have the same bits; a reported loss may be NaN."""
     return all(torch.equal(x.view(torch.uint8), y.contiguous().view(torch.uint8)) for x, y in zip(a, b, strict=True))
 
 
@@ -300,7 +300,7 @@ def _now() -> np.ndarray:
 
 
 class _ProcessState:
-    """What belongs to the whole process, and is each run's own while it computes: warnings, and random streams."""
+    """Global state of the process that each run has for itself: warning filters and random streams."""
 
     def __init__(self) -> None:
         self._filters = warnings.filters

@@ -129,7 +129,7 @@ def _outline(value: Any) -> Any:
 
 
 def _is_same_everywhere(call: OperationCall) -> bool:
-    """Whether an operation on each number by itself gives the same bits wherever the number is in a tensor.
+    """Return whether an operation on each number by itself gives the same bits wherever the number is in a tensor.
 
     Of numbers that are not one after the other, kernels take each as they take the last ones of a tensor.
     """
@@ -215,5 +215,5 @@ def _convolutions(call: OperationCall, rows: int) -> tuple[bool, bool]:
 
 
 def _part(tensor: Tensor | None, axis: int, rows: int, count: int) -> Any:
-    """Return what the first `count` of the clients along an axis have; None of None."""
+    """Return the part of the first `count` clients along an axis; None for None."""
     return None if tensor is None else tensor.narrow(axis, 0, tensor.shape[axis] // rows * count).contiguous()

@@ -13,7 +13,7 @@ from raypfl.learning.sample_order import SampleOrder
 
 
 def may_join(a: GroupSamples, b: GroupSamples) -> bool:
-    """Whether the samples of two groups, of two runs, stay as they are when they are joined."""
+    """Return whether joining the samples of two runs' groups leaves every sample unchanged."""
     alike = (a.x.shape[1:], a.y.shape[1:]) == (b.x.shape[1:], b.y.shape[1:])
     alike &= (a.x.dtype, a.y.dtype) == (b.x.dtype, b.y.dtype)
     alike &= list(a._source.augmentation) == list(b._source.augmentation)

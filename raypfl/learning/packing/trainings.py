@@ -23,7 +23,7 @@ MOVED = 0.01
 
 
 def ends_alone(training: GroupTraining) -> bool:
-    """Whether a client takes steps, the last ones, that no other client takes."""
+    """Return whether a client takes steps, the last ones, that no other client takes."""
     steps = np.sort(training.order.steps)
     return len(steps) > 0 and steps[-1] > (steps[-2] if len(steps) > 1 else 0)
 
@@ -77,7 +77,7 @@ def moved_apart(training: GroupTraining) -> GroupTraining:
 
 
 def are_alike(a: GroupTraining, b: GroupTraining, likeness: Likeness) -> bool:
-    """Whether trainings differ only in the numbers of their clients, and in those that may have rows."""
+    """Return whether trainings differ only in the numbers of their clients, and in those that may have rows."""
     return (
         a.order.index.shape[2] == b.order.index.shape[2]
         and (a.order.draws is None) == (b.order.draws is None)
@@ -151,7 +151,7 @@ def _first_rows(extra: Any, count: int) -> Any:
 
 
 def _moved(extra: Any, seed: int) -> Any:
-    """Return what tensors in floating point are after a small step in a random direction."""
+    """Return a floating-point tensor after a small step in a random direction; anything else unchanged."""
     if isinstance(extra, Other):
         return replace(extra, theta=_moved(extra.theta, seed))
     if not isinstance(extra, Tensor) or not extra.is_floating_point():

@@ -95,7 +95,7 @@ def accounted(table: Mapping[str, list[Any]], settings: PrivacySettings) -> dict
 
 @cache
 def _opacus() -> ModuleType:
-    """Return Opacus' module of divergences, without the rest of Opacus, whose import takes seconds of CPU time."""
+    """Import Opacus' module of divergences alone: the rest of Opacus takes seconds to import."""
     package = find_spec("opacus")
     assert package is not None and package.origin is not None, "a run with noise requires Opacus"
     file = Path(package.origin).with_name("accountants") / "analysis" / "rdp.py"

@@ -48,7 +48,7 @@ class Recorder(Protocol):
     fewest: int
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Do the work `taken` times; return a function that does its operations again on the same memory.
+        """Do the work `taken` times; return a function that repeats its operations on the same memory.
 
         Raises
         ------

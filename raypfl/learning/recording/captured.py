@@ -207,7 +207,7 @@ class _Walk:
                 self._add_attributes_of_class(base, IGNORED)
 
     def _add_own(self, value: Any) -> None:
-        """Add an object of raypfl: its options; what functions name of it, if it ends with a round; or itself."""
+        """Add an object of raypfl: by options, by attributes in use if it is new in each round, or by identity."""
         if isinstance(value, Component):
             self.key.append(_Same(type(value)))
             for option in vars(value).items():
@@ -227,7 +227,7 @@ class _Walk:
                 self._add_lasting(lasting, name)
 
     def _add_lasting(self, lasting: Mapping[str, tuple[Any, ...]], name: str) -> None:
-        """Add a function of an object that ends with a round, if what it depends on stays."""
+        """Add a function of an object that is new in each round, if all that it depends on is not."""
         if name not in lasting:
             raise Unknown
         self.key += [name, *map(_Same, lasting[name])]
@@ -255,7 +255,7 @@ def _is_own(module: str) -> bool:
 
 
 def _is_of_numpy(value: Any) -> bool:
-    """Whether a value is NumPy's, whose functions read tensors without an operation that a recording sees."""
+    """Return whether a value is NumPy's, whose functions read tensors without an operation that a recording sees."""
     module = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
     return str(module).partition(".")[0] == "numpy"
 

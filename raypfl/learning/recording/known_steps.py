@@ -17,7 +17,7 @@ from raypfl.models.row_number import RowNumber
 
 
 def key_of_steps(loss: LocalLoss, update: Update, extras: Extras, options: Any) -> tuple[Hashable, list[Tensor]] | None:
-    """Return what is equal for two trainings with the same operations, and the tensors that their functions reach.
+    """Return a key that is equal for trainings with the same operations, and the tensors that their functions reach.
 
     None if the operations may depend on more.
 

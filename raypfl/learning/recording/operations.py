@@ -115,20 +115,20 @@ class OperationRecorder(TorchDispatchMode):
         return self._memory[name]
 
     def view_of(self, name: Name) -> tuple[Any, ...]:
-        """Return what is the same for two names if they stand for the same numbers in the same memory."""
+        """Return a key that is equal for names of the same view of the same memory."""
         tensor = self.tensors[name]
         return self._memory[name], tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
     @functools.cached_property
     def key(self) -> tuple[Any, ...]:
-        """What is the same for two recordings if the same has to be repeated."""
+        """A key that is equal for recordings with the same operations to repeat."""
         calls = []
         for step in self.operations:
             calls.append((step.function, repr(step.arguments), repr(step.options), tuple(step.results)))
         return (*calls, *map(self.view_of, self.tensors))
 
     def is_repeated_by(self, other: OperationRecorder) -> bool:
-        """Whether another recording has the same operations on the same tensors, and Python saw no values of them."""
+        """Whether another recording has the same operations on the same tensors, and neither read values in Python."""
         if not (self._is_repeatable and other._is_repeatable and self.key == other.key):
             return False
         return all(tensor is other.constants[name] for name, tensor in self.constants.items())
@@ -168,7 +168,7 @@ class OperationRecorder(TorchDispatchMode):
 
 
 def with_values(arguments: Any, values: Mapping[Any, Any]) -> Any:
-    """Return arguments with the values of names in `values`; what has none stays."""
+    """Return arguments with names replaced by their values; names without a value stay."""
     if isinstance(arguments, Name):
         return values.get(arguments, arguments)
     if isinstance(arguments, list):

@@ -60,7 +60,7 @@ _plans: OrderedDict[Any, StepPlan] = OrderedDict()
 
 
 def plan_of(recorder: OperationRecorder) -> StepPlan:
-    """Return the plan of a recording; it was made before if the same operations were recorded before."""
+    """Return the plan of a recording, from the cache if the same operations were recorded before."""
     key = recorder.key
     if key not in _plans:
         _plans[key] = StepPlan(recorder)
@@ -71,7 +71,7 @@ def plan_of(recorder: OperationRecorder) -> StepPlan:
 
 
 class StepPlan:
-    """The operations of a recorded step that have to be repeated, and those of which the result stays the same.
+    """The operations of a recorded step: those to repeat, and those whose results stay the same.
 
     Computed once: views of constants, and tensors filled with a number that nothing changes. Left out: results that
     nothing uses, equal operations on equal tensors, and what returns a tensor as it is.
@@ -109,7 +109,7 @@ class StepPlan:
         return torch.no_grad()(repeat)
 
     def _simplified(self, recorder: OperationRecorder) -> list[Operation]:
-        """Return the operations without those whose result is another tensor that there is already."""
+        """Return the operations without those whose result equals an existing tensor."""
         same: dict[Name, Name] = {}
         results_of: dict[str, list[Name | None]] = {}
         simplified = []
@@ -163,7 +163,7 @@ class StepPlan:
         return True
 
     def _is_pure(self, step: Operation, recorder: OperationRecorder) -> bool:
-        """Whether its results depend on its arguments only, and neither is ever changed."""
+        """Return whether its results depend on its arguments only, and neither is ever changed."""
         if step.draws:
             return False
         tensors = {name for name in (*step.reads, *step.results) if name is not None}
@@ -200,7 +200,7 @@ class StepPlan:
         return changing
 
     def _code(self, recorder: OperationRecorder, operations: Sequence[Operation]) -> str:
-        """Return the code of ``repeat_on``, which computes what stays the same and returns a function ``repeat``."""
+        """Return the code of ``repeat_on``, which does the constant operations and returns a function ``repeat``."""
         last_use = {name: number for number, step in enumerate(operations) for name in step.reads}
         results_of_once = {name for step in self._once for name in step.results}
         stays = {*recorder.constants, *results_of_once}

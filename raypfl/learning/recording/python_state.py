@@ -71,7 +71,7 @@ def _plain(value: Any, owner: Any = None) -> Iterator[tuple[FunctionType, Any]]:
 
 
 def _used(function: FunctionType, owner: Any) -> Iterator[Any]:
-    """Yield what a function refers to: in its module, its defaults and the function around it; and in their objects."""
+    """Yield the values that a function refers to: globals, defaults and closure, and attributes of these."""
     names = names_in(function.__code__)
     values = [owner, *(function.__globals__[name] for name in names if name in function.__globals__)]
     values += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]

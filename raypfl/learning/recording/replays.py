@@ -14,7 +14,7 @@ from raypfl.learning.recording.plans import MAX_PLANS, StepPlan, plan_of
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of work before it is done.
+    """A key and the inputs of work that is about to be done.
 
     Attributes
     ----------
@@ -68,7 +68,7 @@ class KeptPlan:
 
 @dataclass(frozen=True)
 class Repetition:
-    """Repeats what was recorded; the recording knows which tensors it was."""
+    """Repeats a recording."""
 
     recording: OperationRecorder
     plan: StepPlan
@@ -78,7 +78,7 @@ class Repetition:
         self.again()
 
     def kept(self, inputs: Mapping[str, Tensor]) -> KeptPlan | None:
-        """Return the plan for later work; None if it uses a tensor that is none of these inputs."""
+        """Return the plan for later work; None if it uses tensors other than the inputs."""
         names = {id(tensor): name for name, tensor in inputs.items()}
         input_of = {}
         for constant, tensor in self.recording.constants.items():
@@ -89,7 +89,7 @@ class Repetition:
 
 
 class Replays:
-    """Records what work does to tensors, twice: only what was the same both times is repeated.
+    """Records the tensor operations of work twice, and repeats them if both recordings agree.
 
     So work that depends on anything else, such as a count that a loss keeps, is done as before. Tensors that the work
     knows must stay the same objects; their values may change. Plans are kept for work of the same key, which is then

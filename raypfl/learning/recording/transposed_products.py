@@ -60,7 +60,7 @@ def without_transposing(
 
 @functools.lru_cache(maxsize=1024)
 def _have_same_bits(left_shape: tuple[int, ...], right_shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-    """Whether ``(A^T B)^T`` and ``B^T A`` have the same bits for all matrices of these shapes.
+    """Return whether ``(A^T B)^T`` and ``B^T A`` have the same bits for all matrices of these shapes.
 
     A matrix library adds up in an order that depends on the shapes, and in another one for narrow matrices. So numbers
     are drawn for a trial: those of a step, many of which are 0, can agree by chance.
@@ -76,7 +76,7 @@ def _have_same_bits(left_shape: tuple[int, ...], right_shape: tuple[int, ...], d
 
 
 def _result_of(step: Operation) -> Name:
-    """The only tensor that an operation returns."""
+    """Return the only tensor that an operation returns."""
     [result] = step.results
     assert result is not None
     return result
@@ -87,7 +87,7 @@ def _transposes(step: Operation) -> bool:
 
 
 def _may_be_in_any_order(name: Name, operations: Sequence[Operation]) -> bool:
-    """Whether the bits of a step do not depend on the order in memory of one tensor, as those of a sum would."""
+    """Return whether the bits of a step do not depend on the order in memory of one tensor, as those of a sum would."""
     for step in operations:
         if name not in step.reads:
             continue

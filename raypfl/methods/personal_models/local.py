@@ -18,7 +18,7 @@ from raypfl.models.flat import FlatModel
 
 @METHODS.register("local")
 class Local(Method):
-    """Each client trains its own model and sends nothing: the baseline that personalization has to beat.
+    """Each client trains its own model and sends nothing: the baseline that personalization must beat.
 
     Attributes
     ----------

@@ -63,7 +63,7 @@ class Heterogeneous(nn.Module):
         return BodyAndHead(self.bodies[number], self.head)
 
     def common(self) -> nn.Module:
-        """Return what the networks have in common: from features ``[b, feature_dim]`` to outputs."""
+        """Return the common output layer, from features ``[b, feature_dim]`` to outputs."""
         return BodyAndHead(nn.Identity(), self.head)
 
 

@@ -226,7 +226,7 @@ def view(console: Console, lines: Sequence[RunLine], quiet: bool = False) -> Vie
 
 
 def _cells(line: RunLine) -> list[RenderableType]:
-    """The cells of a run's row: mark, label, bar, and numbers as texts."""
+    """Return the cells of a run's row: mark, label, bar, and numbers as texts."""
     mark, mark_style = _MARKS[line.status]
     dim = "dim" if line.status == "waiting" else ""
     label = Text(fill(line.label, _LABEL_WIDTH), dim or f"bold {line.colour}")
@@ -238,7 +238,7 @@ def _cells(line: RunLine) -> list[RenderableType]:
 
 
 def _heading(lines: Sequence[RunLine]) -> str:
-    """The heading of the scores; a run's unit is known once it has started."""
+    """Return the heading of the scores; a run's unit is known once it has started."""
     units = {line.unit for line in lines if line.status != "waiting"} or {line.unit for line in lines}
     if len(units) > 1:
         return "personal / global"

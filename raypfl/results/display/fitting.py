@@ -68,7 +68,7 @@ def fit_table(
 
 
 def _narrowest(heading: str, cells: Sequence[str]) -> int:
-    """The width to which a column can be folded between words."""
+    """Return the width to which a column can be folded between words."""
     longest_word = _longest([word for cell in cells for word in cell.split()])
     if any(" " in cell for cell in cells):
         longest_word = min(longest_word, NARROW)

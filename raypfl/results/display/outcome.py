@@ -85,7 +85,7 @@ def _cell(cell: TableCell) -> Text:
 
 
 def _longest_word(groups: Sequence[RunGroup]) -> int:
-    """The number of characters of the longest word in a label, which a column must not break."""
+    """Return the number of characters of the longest word in a label, which a column must not break."""
     return max(len(word) for group in groups for word in group.label.split())
 
 
@@ -233,7 +233,7 @@ def _table_notes(groups: Sequence[RunGroup], left_out: Sequence[str]) -> list[st
 
 
 def _scores_note(unit: Unit, left_out: Sequence[str]) -> str:
-    """What the scores are, and their spread."""
+    """Return what the scores are, and their spread."""
     metric_text = capitalised(_phrase(unit))
     if not unit.metric.higher_is_better:
         metric_text += " (lower is better)"
@@ -249,7 +249,7 @@ def _scores_note(unit: Unit, left_out: Sequence[str]) -> str:
 
 
 def _simulated_note(group: RunGroup) -> str:
-    """What a method took on the clients' devices, mean over seeds."""
+    """Return what a method took on the clients' devices, mean over seeds."""
     seconds_taken = fmean(positions(result, "simulated_seconds")[-1] for result in group.results)
     kilojoules = fmean(positions(result, "kilojoules")[-1] for result in group.results)
     return f"{group.label} on the clients' devices, simulated: {duration(seconds_taken)}, {energy(1e3 * kilojoules)}."
@@ -280,7 +280,7 @@ def _show_differences(console: Console, evaluated: Sequence[RunResult], baseline
 
 
 def _left_out_note(left_out: Sequence[str]) -> list[str]:
-    """A sentence on the columns that are left out, if any are."""
+    """Return a sentence on the columns that are left out, if any are."""
     if not left_out:
         return []
     return [f"A wider terminal has room for more columns: {', '.join(map(_one_line, left_out))}."]
@@ -316,7 +316,7 @@ def _result_columns(groups: Sequence[RunGroup]) -> list[Column]:
 
 
 def _metric_columns(groups: Sequence[RunGroup]) -> list[Column]:
-    """The columns of metrics other than the primary one."""
+    """Return the columns of metrics other than the primary one."""
     return [column for column in result_columns(groups) if column.aggregate in groups[0].measures.metrics]
 
 
@@ -353,7 +353,7 @@ def _suggestions(results: Sequence[RunResult], tried: Sequence[str], folder: Pat
 
 
 def _changed_command(command: str, tried: Sequence[str], changes: Sequence[str]) -> str:
-    """The command that was given, with `changes`."""
+    """Return the command that was given, with `changes`."""
     changed_keys = {change.partition("=")[0] for change in changes}
     words = [word for word in tried if word.partition("=")[0] not in changed_keys]
     return shlex.join(["raypfl", command, *words, *changes])

@@ -43,7 +43,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 
 def _distribution(values: np.ndarray) -> dict[str, float]:
-    """The mean, percentiles and the largest of some numbers."""
+    """Return the mean, percentiles and the largest of some numbers."""
     percentiles = {f"p{percent}": float(np.percentile(values, percent)) for percent in PERCENTILES}
     return {"mean": float(values.mean()), **percentiles, "max": float(values.max())}
 

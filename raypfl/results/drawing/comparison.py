@@ -85,7 +85,7 @@ def draw(results: Sequence[RunResult], path: str | Path) -> Path:
 
 
 def _draw_course(axes: Axes, groups: Sequence[RunGroup], curves: Curves, protocol: str, has_time: bool) -> bool:
-    """The curves; returns whether lines are in the same place."""
+    """Return the curves; returns whether lines are in the same place."""
     unit = groups[0].unit
     ylabel = f"{unit.phrase} on the {protocol} test data"
     if protocol == "local":
@@ -113,7 +113,7 @@ def _draw_course(axes: Axes, groups: Sequence[RunGroup], curves: Curves, protoco
 
 
 def _end_at_unequal_times(curves: Curves) -> bool:
-    """Whether a logarithmic axis shows all curves better than a linear one."""
+    """Return whether a logarithmic axis shows all curves better than a linear one."""
     ends = [curve.x[-1] for curve in curves.values()]
     # A logarithmic axis has no place for time 0.
     start = min(curve.x[0] for curve in curves.values())

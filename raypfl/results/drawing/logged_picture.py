@@ -79,7 +79,7 @@ def draw(results: Sequence[RunResult], path: str | Path) -> Path:
 
 
 def _row_heights(columns: Sequence[Sequence[np.ndarray]], widths: Sequence[float]) -> list[float]:
-    """The height of each row in inches: the tallest image, and its title."""
+    """Return the height of each row in inches: the tallest image, and its title."""
     heights = []
     for row in range(max(map(len, columns))):
         tallest = 0.0

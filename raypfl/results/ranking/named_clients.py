@@ -91,7 +91,7 @@ def _shared_names(groups: Sequence[RunGroup]) -> list[str]:
 def _compared(
     groups: Sequence[RunGroup], models: Sequence[_Model], protocol: str, baseline: str | None
 ) -> list[_Model]:
-    """The best personal models and what they are compared with; empty if there is either alone."""
+    """Return the best personal models and what they are compared with; empty if there is either alone."""
     references = [(group, model) for group, model in models if group.label == baseline]
     if baseline is None:
         in_use = [(group, model) for group, model in models if model == "global"]
@@ -109,7 +109,7 @@ def _compared(
 
 
 def _scores(group: RunGroup, protocol: str, model: str) -> Mapping[int, Mapping[int, float]]:
-    """The final primary metric by client and seed, in its unit."""
+    """Return the final primary metric by client and seed, in its unit."""
     scores: dict[int, dict[int, float]] = {}
     for result in group.results:
         clients, values = client_scores(result, protocol, model)
@@ -119,5 +119,5 @@ def _scores(group: RunGroup, protocol: str, model: str) -> Mapping[int, Mapping[
 
 
 def _signed(cell: TableCell, mean: float, digits: int) -> TableCell:
-    """The cell with its mean's sign; never -0.0."""
+    """Return the cell with its mean's sign; never -0.0."""
     return cell if math.isnan(mean) else replace(cell, mean=f"{round(mean, digits) + 0.0:+,.{digits}f}")

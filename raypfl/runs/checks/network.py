@@ -124,7 +124,7 @@ def refuse_channels_last(prepared: Prepared) -> None:
 
 
 def error_of_batch(prepared: Prepared, channels_last: bool, samples: int = FEW) -> Exception | None:
-    """What the network raises for a batch of zeros, in training or evaluation; None if it works."""
+    """Return what the network raises for a batch of zeros, in training or evaluation; None if it works."""
     for train in (True, False):
         try:
             outputs_of_batch(prepared, channels_last, train, samples)
@@ -134,7 +134,7 @@ def error_of_batch(prepared: Prepared, channels_last: bool, samples: int = FEW) 
 
 
 def outputs_of_batch(prepared: Prepared, channels_last: bool, train: bool, samples: int = FEW) -> Any:
-    """What the network returns for a batch of zeros."""
+    """Return what the network returns for a batch of zeros."""
     model = prepared.model
     precision = Precision.named(prepared.experiment.training.precision, channels_last)
     dtype = torch.int64 if prepared.data.discrete else model.dtype
@@ -145,7 +145,7 @@ def outputs_of_batch(prepared: Prepared, channels_last: bool, train: bool, sampl
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error; for a FallbackWarning, of the error that caused it."""
+    """Return the first line of an error; for a FallbackWarning, of the error that caused it."""
     text = str(error).rpartition(FallbackWarning.BECAUSE)[2]
     if isinstance(error, FallbackWarning):
         return text.splitlines()[0]

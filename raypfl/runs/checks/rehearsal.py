@@ -102,7 +102,7 @@ class Rehearsal:
         return Turn(tuple(exchanges), loads)
 
     def _training(self, request: RequestedTraining) -> Training:
-        """A requested training, with the run's settings for what the method leaves open."""
+        """Return a requested training, with the run's settings for what the method leaves open."""
         settings = self._training_settings
         epochs = request.epochs
         steps = request.steps
@@ -182,7 +182,7 @@ class Rehearsal:
         Evaluator(self._prepared, self._runner).evaluate_clients(self._server, 1, clients, protocols, unseen=False)
 
     def _largest(self, samples: np.ndarray) -> tuple[int, ...]:
-        """The trained clients with most of these samples."""
+        """Return the trained clients with most of these samples."""
         size = self._prepared.experiment.engine.group_size
         unseen = set(self._task.unseen.tolist())
         ranked = [client for client in np.argsort(-samples, kind="stable").tolist() if client not in unseen]

@@ -159,7 +159,7 @@ class Load:
 
 
 def rule(load: Load, device: str = "cpu", share: float = 1.0) -> tuple[str, str]:
-    """The executor that is expected to be faster, and the reason.
+    """Return the executor that is expected to be faster, and the reason.
 
     A step of a small network costs much the same for one client as for many. The work of large ones grows with their
     clients, and `vmap` makes it slower.
@@ -192,13 +192,13 @@ def device_of_clients(prepared: Prepared) -> str:
 
 
 def _largest_group(prepared: Prepared) -> int:
-    """Number of clients in the largest group that this run would train together."""
+    """Return the number of clients in the largest group that this run would train together."""
     cohort = cohort_size(prepared.experiment.cohort, prepared.num_trained)
     return max(groups_for(replace(prepared.experiment.engine, executor="vectorised"), cohort))
 
 
 def _candidates(prepared: Prepared, cost: Cost, batch: int, group: int) -> tuple[list[Candidate], str]:
-    """The candidates that the settings allow, the rule's choice first, and the rule's reason.
+    """Return the candidates that the settings allow, the rule's choice first, and the rule's reason.
 
     Parameters
     ----------
@@ -230,7 +230,7 @@ def _candidates(prepared: Prepared, cost: Cost, batch: int, group: int) -> tuple
 
 
 def _layouts(prepared: Prepared, device: str) -> list[bool]:
-    """Whether images are channels last: first the layout that convolutions prefer, then the other one."""
+    """Return whether images are channels last: first the layout that convolutions prefer, then the other one."""
     if len(prepared.data.input_shape) != 3:
         return [False]
     if device == "cuda":
@@ -249,7 +249,7 @@ class _Trial:
         self.batch = min(prepared.experiment.training.batch_size, int(self._sizes.max()))
 
     def error(self, candidate: Candidate) -> Exception | None:
-        """The error that a step of a few samples raises; None if it works."""
+        """Return the error that a step of a few samples raises; None if it works."""
         try:
             self._step(candidate, FEW, FEW)
         except Exception as error:
@@ -296,7 +296,7 @@ class _Trial:
 
 
 def _cost(prepared: Prepared) -> Cost:
-    """The cost of a sample's forward pass."""
+    """Return the cost of a sample's forward pass."""
     # A forward pass in training and one in evaluation, of a few samples each.
     with measured_cost(prepared.model.module, samples=2 * FEW) as cost:
         error_of_batch(prepared, channels_last=False)

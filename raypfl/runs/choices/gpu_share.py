@@ -40,7 +40,7 @@ class GpuMemory(Protocol):
     """Reads the memory of this process on its GPU."""
 
     def peak(self, work: Callable[[], object]) -> float:
-        """The most bytes that tensors have reserved at a time during `work`."""
+        """Return the most bytes that tensors have reserved at a time during `work`."""
         ...
 
     def context(self) -> float:
@@ -91,7 +91,7 @@ def fit_line(sizes: Sequence[int], peaks: Sequence[float]) -> tuple[float, float
 
 
 def actors_on(gpu: GpuMeasurement, data: float, data_share: float, most: int) -> int:
-    """How many actors share a GPU: all that its memory holds, but no more than `most`.
+    """Return how many actors share a GPU: all that its memory holds, but no more than `most`.
 
     Parameters
     ----------
@@ -151,7 +151,7 @@ def with_gpu_shares(ray: Any, prepared: Prepared, emit: Listener) -> Experiment:
 
 
 def _share(ray: Any, pool: ActorPool, prepared: Prepared, emit: Listener) -> float:
-    """The share of a GPU for each actor of a pool: as the settings say, or as an actor's memory allows."""
+    """Return the share of a GPU for each actor of a pool: as the settings say, or as an actor's memory allows."""
     if pool.gpus_per_actor != "auto":
         return pool.gpus_per_actor
 

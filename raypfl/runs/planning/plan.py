@@ -76,7 +76,7 @@ class Plan:
 
     @property
     def gini(self) -> float:
-        """How unequally clients take part: 0, all as often, to almost 1, one alone; NaN if nobody does."""
+        """Gini coefficient of participation: 0 if all take part equally often, almost 1 if one does, NaN if none."""
         ranked = np.sort(self.taken_part).astype(np.float64)
         total = ranked.sum()
         if not total:

@@ -12,7 +12,7 @@ COSTS = "costs.jsonl"
 
 
 def costs_of(folder: Path) -> list[dict[str, Any]]:
-    """Return what each process that worked on a run has noted."""
+    """Return the costs that each process recorded for a run."""
     file = folder / COSTS
     if not file.exists():
         return []

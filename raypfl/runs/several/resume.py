@@ -109,7 +109,7 @@ class _Several:
         return self.experiments[part[0]].engine.backend == "inline"
 
     def _suits_processes(self, part: Sequence[int]) -> bool:
-        """Whether runs on Ray share processes, rather than each having its own client actors."""
+        """Return whether runs on Ray share processes, rather than each having its own client actors."""
         if len(part) == 1 or self._is_inline(part):
             return False
         emit = EventDispatcher(self.listeners[part[0]])
@@ -119,7 +119,7 @@ class _Several:
         return not why_not
 
     def _why_in_turn(self, part: Sequence[int], emit: Listener) -> str:
-        """Why runs on Ray that could advance together follow one after another; empty if they do not."""
+        """Return why runs on Ray that could advance together follow one after another; empty if they do not."""
         experiment = self.experiments[part[0]]
         expectation = expected(experiment)
         if not expectation.pays:

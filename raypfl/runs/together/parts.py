@@ -14,7 +14,7 @@ from raypfl.runs.choices.autotune import expected_executor
 
 
 def parts(experiments: Sequence[Experiment]) -> list[list[int]]:
-    """Return the positions of experiments, those in one list whose runs can advance together in a process.
+    """Group the positions of experiments whose runs can advance together in a process.
 
     These differ only in their seeds and in numbers of training and method, and compute on one thread of a CPU.
     """

@@ -90,7 +90,7 @@ class StoredStates:
 
     @cached_property
     def _files_of_client(self) -> dict[int, list[StateFile]]:
-        """Client -> the files that have something of it."""
+        """Client -> the files with parts of its state."""
         files_of_client: dict[int, list[StateFile]] = {}
         for file in self.state_files:
             clients = {client for shard in self._shards(file) for client in shard.clients.tolist()}
@@ -148,7 +148,7 @@ def save_states(
 
 
 def write_file(location: str, fetch: Fetch, rows: Sequence[LiveRows]) -> StateFile:
-    """Write a file with what clients have in some stacks."""
+    """Write a file with clients' live rows of some stacks."""
     shards: list[StateShard] = []
     for part, stack in zip(rows, fetch([part.stack for part in rows]), strict=True):
         shards += part.shards(stack)
@@ -213,7 +213,7 @@ def _shards_of_file(file: StateFile, content: bytes) -> list[StateShard]:
 
 
 def _write_content(location: str, content: bytes, state_bytes: int) -> StateFile:
-    """Write a file whose name tells its content, which is never there in part."""
+    """Write a file named after the hash of its content, atomically."""
     files, root = filesystems.open_location(location)
     sha256 = hashlib.sha256(content).hexdigest()
     file = StateFile(f"{STATES}/{sha256[:32]}.safetensors", len(content), sha256, state_bytes)

@@ -119,7 +119,7 @@ def draw(spaces: Sequence[Space], seed: int, trials: int) -> list[dict[str, Any]
 
 
 def _spread_shares(seed: int, name: str, count: int) -> list[float]:
-    """Return uniform draws from [0, 1) that lie apart from each other, since few independent ones often do not.
+    """Return uniform draws from [0, 1) that are spread out, as a few independent ones often are not.
 
     Each is the one of several candidates that is farthest from all before it on a circle (Mitchell 1991).
     """

@@ -84,7 +84,7 @@ def _read(files: list[Path], labels_key: str, names_key: str) -> RawData:
 
 
 def _read_batch(path: Path, labels_key: str, num_classes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Images ``uint8[n, 3, 32, 32]`` and labels ``int64[n]``."""
+    """Return images ``uint8[n, 3, 32, 32]`` and labels ``int64[n]``."""
     content = _unpickle(path)
     pixels = content.get("data")
     labels = content.get(labels_key)

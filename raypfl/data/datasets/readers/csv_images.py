@@ -66,7 +66,7 @@ class Csv(ImageTableReader):
         return [np.searchsorted(class_names, table_texts) for table_texts in texts], class_names.tolist()
 
     def _label_sets(self, table: _CsvTable) -> np.ndarray:
-        """The labels of a table's samples, ``int8[n, L]`` of zeros and ones."""
+        """Return the labels of a table's samples, ``int8[n, L]`` of zeros and ones."""
         marks = np.stack([table.marks(name) for name in self.label], axis=1)
         return np.where(marks < 0, self.uncertain == "positive", marks > 0).astype(np.int8)
 
@@ -100,11 +100,11 @@ class _CsvTable(ImageTable):
             yield f"Row {row} of {self.file_name}", path
 
     def image_paths(self, name: str) -> list[Path]:
-        """The files that the column of this name lists."""
+        """Return the files that the column of this name lists."""
         return [self._image_path(listed) for listed in self.column("image", name).astype(str)]
 
     def marks(self, name: str) -> np.ndarray:
-        """A label column's values, ``float64[n]``, each 1, 0 or -1."""
+        """Return a label column's values, ``float64[n]``, each 1, 0 or -1."""
         self.type("label", name)
         values = self.table[name].to_pylist()
         marks = np.array([0.0 if value is None else _as_number(value) for value in values])
@@ -118,7 +118,7 @@ class _CsvTable(ImageTable):
         return marks
 
     def _image_path(self, listed: str) -> Path:
-        """The file of a listed path, which may begin with the folder's own name."""
+        """Return the file of a listed path, which may begin with the folder's own name."""
         root = self.path.parent
         path = root / listed
         inner = Path(*Path(listed).parts[1:])
@@ -128,7 +128,7 @@ class _CsvTable(ImageTable):
 
 
 def _as_number(value: Any) -> float:
-    """A label as a number, NaN if it is none."""
+    """Return a label as a number, NaN if it is none."""
     try:
         return float(value)
     except ValueError:

@@ -91,7 +91,7 @@ class FeatureTable(Reader):
         return paths
 
     def _root(self) -> Path:
-        """The folder ``data.root``, or the file."""
+        """Return the folder ``data.root``, or the file."""
         file = Path(self.config.root or "").expanduser()
         return file if file.is_file() else self.config.folder("the tables, as CSV or Parquet files")
 
@@ -123,7 +123,7 @@ class FeatureTable(Reader):
         )
 
     def _columns_by_option(self) -> dict[str, Sequence[str]]:
-        """The columns that each option names."""
+        """Return the columns that each option names."""
         return {
             "target": [self.target] if self.target is not None else [],
             "group": [self.group] if self.group is not None else [],
@@ -133,7 +133,7 @@ class FeatureTable(Reader):
         }
 
     def _targets(self, rows: TableRows, name: str) -> tuple[np.ndarray, list[str]]:
-        """The targets of all rows, as in `RawData`, and their names."""
+        """Return the targets of all rows, as in `RawData`, and their names."""
         column = rows.complete(name)
         if self._is_regression(rows, name, column.type):
             return rows.finite(name, column), [name]
@@ -204,17 +204,17 @@ class FeatureTable(Reader):
         return _Feature([name], values, is_indicator=False)
 
     def numbers(self, rows: TableRows, name: str) -> pa.Array:
-        """A column of numbers, or the places of its categories in their order."""
+        """Return a column of numbers, or the places of its categories in their order."""
         order = (self.ordinal or {}).get(name)
         return rows.columns[name] if order is None else _places_in_order(rows, name, rows.columns[name], order)
 
     def medians(self, names: Sequence[str]) -> dict[str, float]:
-        """The numbers that ``missing: fill`` puts in the place of missing ones, for these columns."""
+        """Return the numbers that ``missing: fill`` puts in the place of missing ones, for these columns."""
         rows = TableRows.read(self.paths(), self._root())
         return {name: _median(rows, name, self.numbers(rows, name)) for name in names}
 
     def _one_hot_feature(self, rows: TableRows, name: str, column: pa.Array) -> _Feature:
-        """A column of categories: an indicator for each."""
+        """Return a column of categories: an indicator for each."""
         values = np.array([MISSING if value is None else category_name(value) for value in column.to_pylist()])
         categories, category = np.unique(values, return_inverse=True)
         if name not in self.categorical:
@@ -243,7 +243,7 @@ class _Feature:
 
 
 def _seems_id(rows: TableRows, name: str) -> bool:
-    """Whether a column seems to number or name the rows: of the whole table, or of each file."""
+    """Return whether a column seems to number or name the rows: of the whole table, or of each file."""
     column = rows.columns[name]
     if column.null_count or not (pa.types.is_integer(column.type) or _is_text(column.type)):
         return False
@@ -284,7 +284,7 @@ def _median(rows: TableRows, name: str, numbers: pa.Array) -> float:
 
 
 def _places_in_order(rows: TableRows, name: str, column: pa.Array, order: Sequence[Any]) -> pa.Array:
-    """The place of each value in the order of the categories, from 0; a missing value has none."""
+    """Return the place of each value in the order of the categories, from 0; a missing value has none."""
     categories = [category_name(category) for category in order]
     places: list[int | None] = []
     for row, value in enumerate(column.to_pylist()):
@@ -311,7 +311,7 @@ def _type_name(column_type: pa.DataType) -> str:
 
 
 def category_name(value: object) -> str:
-    """The name of a category; of true and false, as YAML writes them."""
+    """Return the name of a category; of true and false, as YAML writes them."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -35,7 +35,7 @@ class _FolderReader(ImageReader):
     """Reads images whose folders name their classes."""
 
     def root(self) -> Path:
-        """The folder ``data.root``, which must be there."""
+        """Return the folder ``data.root``, which must be there."""
         return self.config.folder("a tree of images")
 
     def paths(self) -> list[Path]:
@@ -44,7 +44,7 @@ class _FolderReader(ImageReader):
     def raw(
         self, images: list[_ListedImage], folders: list[str], class_names: list[str], has_split: bool, has_groups: bool
     ) -> RawData:
-        """The listed images, training images first.
+        """Return the listed images, training images first.
 
         Parameters
         ----------
@@ -128,18 +128,18 @@ class ImageFolder(_FolderReader):
             )
 
     def _layout_with(self, level: str) -> str:
-        """The layout with another level above the classes."""
+        """Return the layout with another level above the classes."""
         return self.layout.replace("class", f"{level}/class")
 
 
 def _first_few(names: list[str]) -> str:
-    """The first names, and how many there are."""
+    """Return the first names, and how many there are."""
     more = ", ..." if len(names) > 3 else ""
     return f"{', '.join(names[:3])}{more} ({len(names)})"
 
 
 def _image_of_path(path: Path, root: Path, levels: list[str]) -> _ListedImage:
-    """An image whose folders say its class, group and split."""
+    """Return an image whose folders say its class, group and split."""
     relative_path = path.relative_to(root)
     folder_of = dict(zip(levels, relative_path.parts[:-1], strict=False))
     if len(folder_of) < len(levels):
@@ -212,7 +212,7 @@ def _validation_images(root: Path, wnids: list[str]) -> Iterator[_ListedImage]:
 
 
 def _class_names(root: Path, wnids: list[str]) -> list[str]:
-    """The classes in words, from words.txt if it is there and tells them apart."""
+    """Return the classes in words, from words.txt if it is there and tells them apart."""
     if not (root / "words.txt").is_file():
         return wnids
 
@@ -222,7 +222,7 @@ def _class_names(root: Path, wnids: list[str]) -> list[str]:
 
 
 def _read_lines(name: str, root: Path) -> list[tuple[int, str]]:
-    """The lines of a list that are not blank, and their rows."""
+    """Return the lines of a list that are not blank, and their rows."""
     try:
         lines = (root / name).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:

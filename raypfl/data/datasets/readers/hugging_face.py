@@ -70,7 +70,7 @@ class HuggingFace(Parquet):
         return self.config.name.partition(":")[2]
 
     def _snapshot(self, local_files_only: bool) -> Path:
-        """The folder of the data set in the hub's cache; it is downloaded first if it may be."""
+        """Return the folder of the data set in the hub's cache; it is downloaded first if it may be."""
         try:
             from huggingface_hub import snapshot_download
         except ImportError:

@@ -123,7 +123,7 @@ def _read(files: list[Path], class_names: list[str], first_label: int = 0, trans
 
 
 def _read_idx(path: Path, dimensions: int) -> np.ndarray:
-    """The array in an IDX file of bytes, packed or not."""
+    """Return the array in an IDX file of bytes, packed or not."""
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (OSError, EOFError, zlib.error) as error:

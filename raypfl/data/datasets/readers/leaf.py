@@ -51,7 +51,7 @@ class LeafReader(Reader):
 
     @abstractmethod
     def samples(self, x: Any, y: Any, place: str) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs and labels of a user, from the file's `x` and `y`; `place` is what messages call the user."""
+        """Return inputs and labels of a user, from the file's `x` and `y`; `place` is what messages call the user."""
 
     def paths(self) -> list[Path]:
         root = self._root()

@@ -28,7 +28,7 @@ class _ImagePairReader(Reader):
 
     @abstractmethod
     def names(self) -> tuple[str, str]:
-        """Names of the file of images and of the file of labels."""
+        """Return names of the file of images and of the file of labels."""
 
     def paths(self) -> list[Path]:
         root = self.config.folder("the .npy files")
@@ -40,7 +40,7 @@ class _ImagePairReader(Reader):
         return [root / name for name in self.names()]
 
     def open(self) -> tuple[np.ndarray, np.ndarray]:
-        """Images ``uint8[n, H, W]`` or ``[n, H, W, C]``, mapped into memory, and labels."""
+        """Return images ``uint8[n, H, W]`` or ``[n, H, W, C]``, mapped into memory, and labels."""
         images_file, labels_file = self.paths()
         pixels = open_npy(images_file)
         labels = open_npy(labels_file)
@@ -103,7 +103,7 @@ class _Cifar10TestReader(_ImagePairReader):
         return RawData(_blocks(pixels[rows]), labels[rows], CIFAR10_CLASSES)
 
     def rows(self, count: int) -> slice:
-        """The rows that are read, of `count` images."""
+        """Return the rows that are read, of `count` images."""
         return slice(count)
 
 
@@ -164,7 +164,7 @@ class Cifar10C(_Cifar10TestReader):
         return RawData(inputs, labels, CIFAR10_CLASSES)
 
     def _corruption_readers(self) -> list[Self]:
-        """A reader for each file of images."""
+        """Return a reader for each file of images."""
         if self.image != "all":
             return [self]
         root = self.config.folder("the .npy files")
@@ -186,7 +186,7 @@ class Cifar10C(_Cifar10TestReader):
 
 
 def open_npy(path: Path) -> np.ndarray:
-    """The array of a ``.npy`` file, mapped into memory."""
+    """Return the array of a ``.npy`` file, mapped into memory."""
     try:
         return np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
@@ -194,7 +194,7 @@ def open_npy(path: Path) -> np.ndarray:
 
 
 def _blocks(pixels: np.ndarray) -> Iterator[np.ndarray]:
-    """Images in blocks ``uint8[n, C, H, W]``."""
+    """Yield images in blocks ``uint8[n, C, H, W]``."""
     step = max(_BLOCK_BYTES // pixels[0].nbytes, 1)
     for start in range(0, len(pixels), step):
         block = pixels[start : start + step]

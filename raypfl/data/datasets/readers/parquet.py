@@ -72,7 +72,7 @@ class _ParquetTable(ImageTable):
         self.types = dict(zip(self.schema.names, self.schema.types, strict=True))
 
     def class_names(self, label: str) -> list[str] | None:
-        """The label column's class names, where Hugging Face's `datasets` left them in the schema."""
+        """Return the label column's class names, where Hugging Face's `datasets` left them in the schema."""
         metadata = self.schema.metadata or {}
         description = json.loads(metadata.get(b"huggingface", b"{}"))
         return description.get("info", {}).get("features", {}).get(label, {}).get("names")
@@ -101,7 +101,7 @@ class _ParquetTable(ImageTable):
             raise DataError(f"{self.file_name} is damaged after row {row}: {error}") from error
 
     def _images_are_structs(self, name: str) -> bool:
-        """Whether images are structs with a field of bytes, and not bytes themselves."""
+        """Return whether images are structs with a field of bytes, and not bytes themselves."""
         column_type = self.type("image", name)
         if pa.types.is_struct(column_type) and column_type.get_field_index("bytes") >= 0:
             return True

@@ -77,5 +77,5 @@ def spirals(counts: Sequence[int], noise: float, printed: bool, seed: int) -> tu
 
 
 def as_bytes(points: np.ndarray) -> np.ndarray:
-    """The grid place nearest to each point, ``uint8[N, 2]``."""
+    """Return the grid place nearest to each point, ``uint8[N, 2]``."""
     return np.rint((points / EXTENT + 1) / 2 * 255).clip(0, 255).astype(np.uint8)

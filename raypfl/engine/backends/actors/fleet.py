@@ -130,7 +130,7 @@ class ActorFleet:
         return handles_by_node
 
     def wait_until_ready(self, seconds: float, stopped: Callable[[], bool]) -> None:
-        """Wait until all actors that have room are ready, but no longer than this: others may use the cluster, too."""
+        """Wait until all actors with room are ready, at most `seconds`: other jobs may hold the resources."""
         deadline = time.monotonic() + seconds
         # If nodes have joined, there may be room for more actors than have been started.
         expected = 0
@@ -159,7 +159,7 @@ class ActorFleet:
             time.sleep(POLL)
 
     def follow_the_cluster(self, round: int) -> None:
-        """In a new round, have as many actors as have room now; give up those that still wait for room that is gone."""
+        """Adapt the number of actors to the room in the cluster in a new round; give up actors whose room is gone."""
         if round == self._round or time.monotonic() < self._last_look + LOOK:
             return
         self._round = round
@@ -184,7 +184,7 @@ class ActorFleet:
                 self._add(pool, self._start(self._pools.options(pool)))
 
     def prepared_actors(self, may_wait: bool) -> list[StartedActor]:
-        """Return the actors whose set-up is over, well or badly; see :meth:`note_ready`.
+        """Return the actors whose set-up has ended, also in failure; see :meth:`note_ready`.
 
         `may_wait` : return nobody if the last look was only a moment ago.
         """

@@ -19,7 +19,7 @@ from raypfl.federation.exchange.tree_sum import TreeSum
 
 
 class SumsOnNodes:
-    """The sums of an exchange: actors add them up block by block, and the server what is left at the end.
+    """The sums of an exchange: actors add up blocks of them, and the server adds up the blocks.
 
     If a node is gone with its sums, their groups run again.
     """
@@ -36,7 +36,7 @@ class SumsOnNodes:
         return self._in_flight.keys()
 
     def add(self, partial: PartialSum, actor: Any) -> None:
-        """Add what an actor, given by its handle, has left on its node; it adds up the block that is now complete."""
+        """Add sums that an actor left on its node. If they complete a block, the actor (a handle) adds that up."""
         parts = self._partials.add(partial)
         if parts:
             lost, subtrees = actor.add_up.options(num_returns=2).remote([part.subtrees for part in parts])
@@ -58,7 +58,7 @@ class SumsOnNodes:
         return [group for part in lost for group in part.groups]
 
     def fetch(self) -> list[Group]:
-        """Add up here what nobody else is to add up; return the groups whose sums are lost."""
+        """Add up the remaining sums in this process; return the groups whose sums are lost."""
         lost: list[Group] = []
         for partial in self._partials.pop_all():
             try:
