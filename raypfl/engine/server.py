@@ -189,7 +189,7 @@ class Server:
             self._warn(f"{error} Such a round changes nothing.")
             seconds = self._clock() - begun_at
 
-        self._rounds.commit()
+        self._rounds.commit(number)
         state.clients.commit()
         state.round = number
         state.time = cohort_draw.ends

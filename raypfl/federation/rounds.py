@@ -36,8 +36,8 @@ class Rounds(ABC):
         """Learn from what a cohort reported; it counts once the round is done."""
 
     @abstractmethod
-    def commit(self) -> None:
-        """Keep what was learned from the round, which has succeeded."""
+    def commit(self, round: int) -> None:
+        """Keep what was learned from a round, which has succeeded."""
 
     @abstractmethod
     def saved(self, round: int) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class SynchronousRounds(Rounds):
         if self._selector is not None:
             self._selector.update(cohort, cohort_draw)
 
-    def commit(self) -> None:
+    def commit(self, round: int) -> None:
         if self._selector is not None:
             self._selector.commit()
 

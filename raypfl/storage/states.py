@@ -135,8 +135,10 @@ class StateTable:
             self._staged[client] = _needed(*self._layers(client), (new, slot))
 
     def commit(self) -> None:
-        """Let the staged changes count."""
+        """Let the staged changes count; those of them that were held no longer are."""
         for client, layers in self._staged.items():
+            if self._held.get(client) is layers:
+                del self._held[client]
             self._count_uses(layers, 1)
             self._count_uses(self._committed.pop(client, ()), -1)
             if layers:
@@ -153,10 +155,10 @@ class StateTable:
         self._staged.clear()
 
     def release(self, clients: Iterable[int]) -> None:
-        """Stage the changes of these clients that were held; a client may have none."""
+        """Stage the changes of these clients that are held; a client may have none."""
         for client in clients:
             if client in self._held:
-                self._staged[client] = self._held.pop(client)
+                self._staged[client] = self._held[client]
 
     def held(self, clients: Iterable[int]) -> StateTable:
         """Return the held changes of these clients as a table of their own, in which they are committed."""

@@ -41,6 +41,7 @@ def run(federation: Federation, rounds: AsynchronousRounds, first: int = 1, last
         cohort = rounds.cohort(number, federation.server, {})
         method.round(federation.server, cohort)
         federation.cohorts.append(cohort)
+        rounds.commit(number)
         federation.states.commit()
         model = method.global_model(federation.server)
         models.append(None if model is None else model.clone())
@@ -270,6 +271,24 @@ def test_a_state_is_the_clients_own_only_when_its_reply_is_met():
         was_ahead |= len(rounds.held_states()) > 0
         assert {client for client in range(8) if federation.state_of(client)} == seen
     assert was_ahead
+
+
+def test_a_round_that_is_given_up_leaves_its_replies_and_states_to_a_checkpoint():
+    federation = Federation(sizes=SIZES, method=Trainer(), executor="vectorised")
+    schedule = make_schedule(Fleet(SECONDS, 4), 6, federation.seed, 2)
+    rounds = rounds_of(federation, AsynchronousSettings(buffer=2), schedule)
+    run(federation, rounds, 1, 2)
+    # The clients of round 3 have trained with those of round 2.
+    replies = rounds.saved(2)["replies"]
+    assert [*replies] == [3] and len(rounds.held_states()) == 2
+
+    rounds.cohort(3, federation.server, {})
+    federation.states.abandon()
+    assert rounds.saved(2)["replies"] == replies and len(rounds.held_states()) == 2
+
+    run(federation, rounds, 3, 3)
+    assert not rounds.saved(3)["replies"] and not len(rounds.held_states())
+    assert all(federation.state_of(client) for client in replies[3]["clients"])
 
 
 def test_messages_are_charged_in_the_rounds_in_which_they_are_sent():

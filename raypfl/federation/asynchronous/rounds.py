@@ -103,7 +103,7 @@ class AsynchronousRounds(Rounds):
         self._send(round, server)
         if round not in self._replies:
             self._train(round)
-        replies = self._replies.pop(round)
+        replies = self._replies[round]
         self.runner.states.release(replies.clients)
         return ReplyingCohort(self.runner, replies, round, self._learning_rate(round), earlier_kinds)
 
@@ -152,8 +152,9 @@ class AsynchronousRounds(Rounds):
     def update(self, cohort: Cohort, cohort_draw: CohortDraw) -> None:
         """Do nothing: the schedule was made before the first round."""
 
-    def commit(self) -> None:
-        """Do nothing, see :meth:`update`."""
+    def commit(self, round: int) -> None:
+        """Drop the replies of a round, which no checkpoint needs any more."""
+        del self._replies[round]
 
     def saved(self, round: int) -> dict[str, Any]:
         """Return what a checkpoint after a round needs: the messages to clients that have yet to train, and replies.
