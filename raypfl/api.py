@@ -106,8 +106,9 @@ def run(
     KeyboardInterrupt : if it was asked to stop before it started, or twice; :func:`resume` continues.
     RaypflError : if it failed. Completed rounds are in the run's folder, where :func:`resume` continues.
     """
-    with _shown(experiment, progress) as shown:
-        return _displayable(driver.run(experiment, listeners=[*shown, *_as_list(listeners)], run_dir=run_dir))
+    _refuse_single_function(listeners)
+    with _display(experiment, progress) as display:
+        return _displayable(driver.run(experiment, listeners=[display, *listeners], run_dir=run_dir))
 
 
 def resume(
@@ -143,8 +144,9 @@ def resume(
         with resuming.continued(run_dir, from_round, new_run_dir, overrides) as folder:
             return resume(folder, listeners=listeners, progress=progress)
 
-    with _shown(resuming.resumed(run_dir, overrides), progress) as shown:
-        return _displayable(driver.resume(run_dir, listeners=[*shown, *_as_list(listeners)], overrides=overrides))
+    _refuse_single_function(listeners)
+    with _display(resuming.resumed(run_dir, overrides), progress) as display:
+        return _displayable(driver.resume(run_dir, listeners=[display, *listeners], overrides=overrides))
 
 
 def trained_models(run: str | Path, uri: str | None = None) -> TrainedModels:
@@ -183,21 +185,20 @@ def trained_models(run: str | Path, uri: str | None = None) -> TrainedModels:
 
 
 @contextlib.contextmanager
-def _shown(experiment: Experiment, progress: bool | None) -> Iterator[list[Listener]]:
-    """Listeners that show a run while it is active: its progress, or its warnings alone."""
+def _display(experiment: Experiment, progress: bool | None) -> Iterator[Listener]:
+    """While active, yield a listener that shows a run: its progress, or its warnings alone."""
     if progress is None:
         progress = sys.stderr.isatty() or "ipykernel" in sys.modules
     # The driver has a better error message for what is not an Experiment.
     lines = lines_for([experiment]) if isinstance(experiment, Experiment) else [RunLine("")]
     with view(Console(stderr=True), lines, quiet=not progress) as progress_view:
-        yield [progress_view.listener(0)]
+        yield progress_view.listener(0)
 
 
-def _as_list(listeners: Sequence[Listener]) -> Sequence[Listener]:
-    """Return the listeners; raises a ConfigError if they are a single function."""
+def _refuse_single_function(listeners: Sequence[Listener]) -> None:
+    """Raise a ConfigError if listeners are a single function, not a list."""
     if callable(listeners):
         raise ConfigError(f"listeners is {listeners!r}; it must be a list of such: listeners=[...].")
-    return listeners
 
 
 def _displayable(run_result: result.RunResult) -> Result:

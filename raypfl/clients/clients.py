@@ -398,7 +398,8 @@ class Clients:
         parts = x.split(self._context.evaluation_batch)
         with self.model.mode(train=False):
             outputs = self._group.run(
-                self._context.executor, lambda executor: [executor.predict(rows, part, own=False) for part in parts]
+                self._context.executor,
+                lambda executor: [executor.predict(rows, part, own_inputs=False) for part in parts],
             )
         return per_client(torch.cat(outputs, dim=1).to(self.model.dtype))
 

@@ -161,7 +161,7 @@ class Server:
 
     def _run_round(self) -> None:
         """Draw a cohort, let the method do its round with it, and record the round."""
-        begun_at = self._clock()
+        started_at = self._clock()
         state = self._state
         number = state.round + 1
         self._runner.compact_states(number)
@@ -180,14 +180,14 @@ class Server:
                 encode(state.server, {})
                 # Refuses a state that no evaluation could use: once it is saved, every resume would fail on it.
                 self._evaluator.global_model(state.server)
-                seconds = self._clock() - begun_at
+                seconds = self._clock() - started_at
 
                 models = (model_before, self._analyses.global_model(state.server))
                 self._analyses.after_round(cohort, models, logged_columns)
                 self._rounds.update(cohort, cohort_draw)
         except EmptyCohort as error:
             self._warn(f"{error} Such a round changes nothing.")
-            seconds = self._clock() - begun_at
+            seconds = self._clock() - started_at
 
         self._rounds.commit(number)
         state.clients.commit()

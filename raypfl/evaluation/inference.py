@@ -54,7 +54,7 @@ def outputs_on_own_samples(
     for k, model_indices in enumerate(indices):
         for first in range(0, len(model_indices), size):
             x, y = samples.take(model_indices[first : first + size])
-            outputs = executor.predict(models[k : k + 1], samples.normalise(x)[None], own=True)
+            outputs = executor.predict(models[k : k + 1], samples.normalise(x)[None], own_inputs=True)
             yield ModelOutputs(slice(k, k + 1), outputs, y[None], None)
 
 
@@ -72,7 +72,7 @@ def outputs_on_shared_samples(
         x, y = samples.take(batch_indices)
         if change is not None:
             x = change(x, batch_indices, first)
-        outputs = executor.predict(models, samples.normalise(x), own=False)
+        outputs = executor.predict(models, samples.normalise(x), own_inputs=False)
         yield ModelOutputs(slice(0, len(models)), outputs, y[None], None)
 
 
@@ -100,4 +100,4 @@ def _vectorised_on_own_samples(
         weight = None
         if int(remaining.min()) < part.shape[1]:
             weight = to_device(np.arange(part.shape[1]) < remaining, x.device).to(x.dtype)
-        yield ModelOutputs(slice(0, len(models)), executor.predict(models, x, own=True), y, weight)
+        yield ModelOutputs(slice(0, len(models)), executor.predict(models, x, own_inputs=True), y, weight)

@@ -190,7 +190,7 @@ class Cohort(Log, ServerTraining):
     def run_everyone(self, function: Callable[..., Any], /, **arguments: Any) -> dict[str, Tensor]:
         """Call a client function on all clients that are trained, for a phase that needs every client once.
 
-        As :meth:`run`, but with all, whoever the round has drawn: nobody is unavailable or drops out. Rows of a
+        Like :meth:`run`, but on all trained clients, not the drawn ones: none is unavailable or drops out. Rows of a
         ``Scatter`` and of an ``Each`` reply are in the order of ``task.trained``. The round's losses stay the cohort's.
         """
         everyone = Cohort(self._runner, tuple(self.task.trained.tolist()), (), self.round, self.lr)

@@ -39,7 +39,7 @@ def _refuse_assignment(method: Method, name: str, value: Any) -> None:
 class Method(Component):
     """Base class of federated methods: hyperparameters, and what the server and the clients do in a round.
 
-    Subclasses become frozen dataclasses by themselves. The method object stores hyperparameters only: what the server
+    Subclasses automatically become frozen dataclasses. The method object stores hyperparameters only: what the server
     remembers is in `server`, what a client remembers in ``clients.state``.
 
     Attributes
@@ -72,8 +72,8 @@ class Method(Component):
     def exchanged(self, model: FlatModel) -> Tensor:
         """Return which entries of the clients' network go from clients to the server or back, ``bool[P+B]``.
 
-        By default all. A method that exchanges no more than the output layer takes clients with networks of different
-        architectures. The server then has that layer alone, and :meth:`Clients.complete` makes it a model.
+        By default all. A method that exchanges at most the output layer can train clients with different architectures.
+        The server then has that layer alone, and :meth:`Clients.complete` adds the rest of a client's network.
         """
         return torch.ones(model.size, dtype=torch.bool, device=model.device)
 
@@ -89,9 +89,9 @@ class Method(Component):
         return False
 
     def depends_on_rounds(self) -> bool:
-        """Return whether what a round does depends on how many there are, ``cohort.task.rounds``.
+        """Return whether a round depends on the number of rounds, ``cohort.task.rounds``.
 
-        A run that has begun then keeps its number of rounds: with more, its first ones would have been others.
+        The number of rounds of such a run cannot be changed once it has begun.
         """
         return False
 

@@ -93,7 +93,7 @@ class ServerTraining(ABC):
         """Return the logits ``[n, classes]`` of a model ``[P+B]`` in evaluation mode, without gradients."""
         model = self.task.model
         with model.mode(train=False):
-            outputs = Executor(model, self.context.precision).predict(theta[None], x, own=False)
+            outputs = Executor(model, self.context.precision).predict(theta[None], x, own_inputs=False)
         return outputs[0].to(model.dtype)
 
     def sgd(

@@ -361,18 +361,18 @@ class Executor:
             return nn.utils.rnn.pad_sequence(rows, batch_first=True)
         return torch.stack(rows)
 
-    def predict(self, at: Tensor | Predictor, x: Tensor, own: bool) -> Tensor:
+    def predict(self, at: Tensor | Predictor, x: Tensor, own_inputs: bool) -> Tensor:
         """Return outputs ``[K, b, ...]`` of K models, ``[K, P+B]`` or a predictor's, without gradients.
 
         The caller sets evaluation mode.
 
         Parameters
         ----------
-        x : the inputs: ``[K, b, ...]``, one batch for each model, if `own`; else ``[b, ...]``, the same for all.
-        own : whether each model has its own inputs.
+        x : the inputs: ``[K, b, ...]``, one batch for each model, if `own_inputs`; else ``[b, ...]``, the same for all.
+        own_inputs : whether each model has its own inputs.
         """
         with torch.no_grad(), self.precision.context(self.model.device):
-            xs = map(self.precision.layout, x) if own else itertools.repeat(self.precision.layout(x), len(at))
+            xs = map(self.precision.layout, x) if own_inputs else itertools.repeat(self.precision.layout(x), len(at))
             if isinstance(at, Predictor):
                 rows = [at.outputs_of(k, inputs) for k, inputs in enumerate(xs)]
             else:

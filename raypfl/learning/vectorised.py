@@ -287,13 +287,13 @@ class Vectorised(Executor):
         k = int(np.argmin(sizes))
         return sizes[k] < max(sizes) and len(function(at[k], batches[k], **of_client(extras, k))) == sizes[k]
 
-    def predict(self, at: Tensor | Predictor, x: Tensor, own: bool) -> Tensor:
+    def predict(self, at: Tensor | Predictor, x: Tensor, own_inputs: bool) -> Tensor:
         with torch.no_grad(), self.precision.context(self.model.device):
             if isinstance(at, Predictor):
-                return vmap(at.outputs, in_dims=(0 if own else None, 0))(x, at.rows)
+                return vmap(at.outputs, in_dims=(0 if own_inputs else None, 0))(x, at.rows)
             if len(at) == 1:
-                return self.model(at[0], x[0] if own else x)[None]
-            return vmap(self.model, in_dims=(0, 0 if own else None))(at, x)
+                return self.model(at[0], x[0] if own_inputs else x)[None]
+            return vmap(self.model, in_dims=(0, 0 if own_inputs else None))(at, x)
 
     def unfit_for_padding(
         self, function: LossFunction, at: Tensor, batch: Batch, extras: Extras, train: bool

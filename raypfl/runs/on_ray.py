@@ -144,6 +144,11 @@ def _follow(ray: Any, server: Any, job: Job, prepared: Prepared, emit: Listener,
                 except Stopped:
                     stop.received = True
 
+    return _outcome(ray, result, job)
+
+
+def _outcome(ray: Any, result: Any, job: Job) -> RunFinished:
+    """Return the event that a server's `run` returned, a reference that is ready."""
     try:
         return ray.get(result)
     except ray.exceptions.RayTaskError as error:

@@ -177,11 +177,11 @@ def refuse_unfit(prepared: Prepared) -> None:
 
     # The checks above need no network; those below do.
     refuse_exchanged(prepared)
-    for of_one_network in prepared.by_architecture():
-        refuse_misfit(of_one_network)
-        refuse_missing_adapters(of_one_network)
-        experiment.method.check(of_one_network.model)
-        refuse_lone_samples(of_one_network)
+    for homogeneous in prepared.by_architecture():
+        refuse_misfit(homogeneous)
+        refuse_missing_adapters(homogeneous)
+        experiment.method.check(homogeneous.model)
+        refuse_lone_samples(homogeneous)
     warn_of_test_data(experiment.method)
     refuse_outputs(prepared)
     refuse_unfit_attack(prepared)

@@ -12,7 +12,7 @@ from raypfl.clients.replies.turns import Turns, values_by_round
 from raypfl.common.errors import MethodError
 from raypfl.common.messages import Each, Mean, Scatter, Sum
 from raypfl.engine.backends.inline import Inline
-from raypfl.federation.asynchronous.batches import fitting
+from raypfl.federation.asynchronous.batches import groups_that_fit
 from raypfl.federation.asynchronous.rounds import AsynchronousRounds
 from raypfl.federation.asynchronous.schedule import Fleet, Schedule, make_schedule
 from raypfl.federation.asynchronous.settings import AsynchronousSettings
@@ -239,7 +239,7 @@ def test_some_clients_train_before_they_are_needed_if_actors_would_wait_and_no_b
     ],
 )
 def test_actors_take_what_they_can_finish_while_others_are_busy(required, further, actors, places):
-    assert fitting(required, further, actors) == places
+    assert groups_that_fit(required, further, actors) == places
 
 
 TOGETHER = "apfl ditto fedavg fedbabu feddyn fednh fedper fedprox fedproto fedrod local moon per-fedavg pfedme scaffold"

@@ -126,7 +126,7 @@ def batch_of(index: int) -> int:
     return index // MOST_GROUPS
 
 
-def fitting(required: Iterable[float], further: Sequence[float], actors: int) -> list[int]:
+def groups_that_fit(required: Iterable[float], further: Sequence[float], actors: int) -> list[int]:
     """Return which further groups actors can train while others are busy with required ones, as places in `further`.
 
     Parameters

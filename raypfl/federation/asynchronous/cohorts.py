@@ -127,25 +127,25 @@ class ReplyingCohort(Cohort):
         self.log(**self._replies.logged)
 
         current = {name: tensors_of(value) for name, value in arguments.items()}
-        answer = Answer(self._met(current), described_function)
+        answer = Answer(self._replies_at(current), described_function)
         self._exchanges += 1
         self._runner.last_exchange = describe_exchange(described_function, arguments, answer)
         return answer
 
-    def _met(self, current: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _replies_at(self, current: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the mean replies as if all clients had been sent the current arguments."""
         means = self._replies.means
         if self._replies.as_sent:
             return {name: mean for name, mean in means.items() if name in current} | self._replies.sums
 
-        met = dict(self._replies.sums)
+        answers = dict(self._replies.sums)
         for name in means:
             if name not in current:
                 continue
             share = means.get(share_of(name))
             remainder = current[name] if share is None else (1 - share).to(means[name]) * current[name]
-            met[name] = remainder + means[name]
-        return met
+            answers[name] = remainder + means[name]
+        return answers
 
 
 def message_of(method: Method, state: dict[str, Any], cohort: Cohort) -> Message:

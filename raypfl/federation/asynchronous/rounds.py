@@ -11,7 +11,7 @@ import numpy as np
 from raypfl.clients.replies.turns import Turns
 from raypfl.common.errors import CheckpointError, LateReplyError
 from raypfl.devices import ClientTurns
-from raypfl.federation.asynchronous.batches import TurnBatch, TurnGroup, batch_of, fitting
+from raypfl.federation.asynchronous.batches import TurnBatch, TurnGroup, batch_of, groups_that_fit
 from raypfl.federation.asynchronous.cohorts import (
     Message,
     ReplyingCohort,
@@ -252,7 +252,7 @@ class AsynchronousRounds(Rounds):
         further = []
         for later_round in sorted(later_rounds - self._replies.keys()):
             further += [group for group in self._batch(later_round).waiting if group.turns.rounds[0] in self._messages]
-        places = fitting(self._lengths(required), self._lengths(further), actors)
+        places = groups_that_fit(self._lengths(required), self._lengths(further), actors)
         return [further[place] for place in places]
 
     def _lengths(self, groups: Sequence[TurnGroup]) -> list[float]:

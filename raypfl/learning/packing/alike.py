@@ -41,34 +41,34 @@ class Likeness:
         # The networks are kept alive, so that no other one gets the id of a freed one.
         self._networks: dict[tuple[int, int], tuple[FlatModel, FlatModel, bool]] = {}
 
-    def losses(self, a: LocalLoss, b: LocalLoss) -> bool:
+    def same_loss(self, a: LocalLoss, b: LocalLoss) -> bool:
         """Return whether two losses are the same function, but for floats in variables around it."""
-        if not self.networks(a.model, b.model) or a.penalty_is_separate != b.penalty_is_separate:
+        if not self.same_network(a.model, b.model) or a.penalty_is_separate != b.penalty_is_separate:
             return False
-        return all(self._parts_of_losses(getattr(a, name), getattr(b, name)) for name in FUNCTIONS)
+        return all(self._same_part_of_loss(getattr(a, name), getattr(b, name)) for name in FUNCTIONS)
 
-    def _parts_of_losses(self, a: Any, b: Any) -> bool:
+    def _same_part_of_loss(self, a: Any, b: Any) -> bool:
         if isinstance(a, types.FunctionType) and isinstance(b, types.FunctionType):
-            return self._functions(a, b, floats_may_differ=True)
-        return self._values(a, b, None)
+            return self._same_function(a, b, floats_may_differ=True)
+        return self._same_value(a, b, None)
 
-    def updates(self, a: Update, b: Update) -> bool:
+    def same_update(self, a: Update, b: Update) -> bool:
         """Whether two local steps follow the same rule; if the optimizer takes numbers by row, these may differ."""
-        if not self._values(a.optimizer, b.optimizer, None):
+        if not self._same_value(a.optimizer, b.optimizer, None):
             return False
         for field in fields(Update):
             values = (getattr(a, field.name), getattr(b, field.name))
-            if not self._values(*values, None) and not (field.name in NUMBERS and may_differ(a.optimizer, *values)):
+            if not self._same_value(*values, None) and not (field.name in NUMBERS and may_differ(a.optimizer, *values)):
                 return False
         return True
 
-    def extras(self, a: Extras, b: Extras) -> bool:
+    def same_extras(self, a: Extras, b: Extras) -> bool:
         """Return whether two losses get extras of the same kinds; the numbers in tensors may differ."""
         if list(a) != list(b):
             return False
-        return all(self._extra(a[name], b[name]) for name in a)
+        return all(self._same_extra(a[name], b[name]) for name in a)
 
-    def networks(self, a: FlatModel, b: FlatModel) -> bool:
+    def same_network(self, a: FlatModel, b: FlatModel) -> bool:
         """Return whether two networks are the same function of a model vector."""
         if a is b:
             return True
@@ -77,13 +77,13 @@ class Likeness:
             self._networks[pair] = (a, b, self._compare_networks(a, b))
         return self._networks[pair][2]
 
-    def _extra(self, a: Any, b: Any) -> bool:
+    def _same_extra(self, a: Any, b: Any) -> bool:
         if isinstance(a, Other) and isinstance(b, Other):
-            return self.networks(a.model, b.model) and self._extra(a.theta, b.theta)
+            return self.same_network(a.model, b.model) and self._same_extra(a.theta, b.theta)
         if isinstance(a, Tensor) and isinstance(b, Tensor):
             rows = int(type(a) is not Tensor)
             return type(a) is type(b) and a.dtype == b.dtype and a.shape[rows:] == b.shape[rows:]
-        return self._values(a, b, None)
+        return self._same_value(a, b, None)
 
     def _compare_networks(self, a: FlatModel, b: FlatModel) -> bool:
         if a.segments != b.segments or (a.dtype, a.device) != (b.dtype, b.device):
@@ -93,7 +93,7 @@ class Likeness:
         other_modules = list(b.module.modules())
         if len(modules) != len(other_modules):
             return False
-        if not all(self._modules(x, y) for x, y in zip(modules, other_modules, strict=True)):
+        if not all(self._same_module(x, y) for x, y in zip(modules, other_modules, strict=True)):
             return False
 
         # Runs differ in their model vectors, but frozen tensors must be equal.
@@ -104,7 +104,7 @@ class Likeness:
             torch.equal(tensors[name], other_tensors[name]) for name in fixed
         )
 
-    def _modules(self, a: nn.Module, b: nn.Module) -> bool:
+    def _same_module(self, a: nn.Module, b: nn.Module) -> bool:
         if type(a) is not type(b):
             return False
         has_hooks = any(value for name, value in (*vars(a).items(), *vars(b).items()) if "hooks" in name)
@@ -115,11 +115,11 @@ class Likeness:
         for name in own:
             value = vars(a)[name]
             refers_to_weights = name.startswith("_flat_weight")  # of recurrent layers
-            if not refers_to_weights and not self._values(value, vars(b)[name], None):
+            if not refers_to_weights and not self._same_value(value, vars(b)[name], None):
                 return False
         return True
 
-    def _values(self, a: Any, b: Any, read: Set[str] | None) -> bool:
+    def _same_value(self, a: Any, b: Any, read: Set[str] | None) -> bool:
         """Compare two values.
 
         `read` : the attributes that the function reads which holds them; None: it may use them in any way.
@@ -133,45 +133,47 @@ class Likeness:
         if isinstance(a, Tensor):
             return a.dtype == b.dtype and torch.equal(a, b)
         if isinstance(a, (list, tuple)):
-            return len(a) == len(b) and all(self._values(x, y, None) for x, y in zip(a, b, strict=True))
+            return len(a) == len(b) and all(self._same_value(x, y, None) for x, y in zip(a, b, strict=True))
         if isinstance(a, Mapping):
-            return list(a) == list(b) and all(self._values(a[key], b[key], None) for key in a)
+            return list(a) == list(b) and all(self._same_value(a[key], b[key], None) for key in a)
         if isinstance(a, FlatModel):
-            return self.networks(a, b)
+            return self.same_network(a, b)
         if isinstance(a, partial):
-            return all(self._values(getattr(a, part), getattr(b, part), None) for part in ("func", "args", "keywords"))
+            return all(
+                self._same_value(getattr(a, part), getattr(b, part), None) for part in ("func", "args", "keywords")
+            )
         if isinstance(a, (types.FunctionType, types.MethodType)):
-            return self._functions(a, b)
-        return self._objects(a, b, read)
+            return self._same_function(a, b)
+        return self._same_object(a, b, read)
 
-    def _objects(self, a: Any, b: Any, read: Set[str] | None) -> bool:
+    def _same_object(self, a: Any, b: Any, read: Set[str] | None) -> bool:
         shared_by_runs: frozenset[str] = getattr(type(a), "_shared_by_runs", frozenset())
         if shared_by_runs:
             if read is None or not read <= shared_by_runs:
                 return False
-            return all(self._values(getattr(a, name), getattr(b, name), None) for name in sorted(read))
+            return all(self._same_value(getattr(a, name), getattr(b, name), None) for name in sorted(read))
 
         if not is_dataclass(a):
             return False
         names = {field.name for field in fields(a)}
         if any(_further_attributes(value, names) for value in (a, b)):
             return False
-        return all(self._values(getattr(a, name), getattr(b, name), None) for name in names)
+        return all(self._same_value(getattr(a, name), getattr(b, name), None) for name in names)
 
-    def _functions(self, a: Any, b: Any, floats_may_differ: bool = False) -> bool:
+    def _same_function(self, a: Any, b: Any, floats_may_differ: bool = False) -> bool:
         if isinstance(a, types.MethodType):
             function = a.__func__
             if function is not b.__func__ or not isinstance(function, types.FunctionType):
                 return False
             own_name = function.__code__.co_varnames[0]
-            same_owner = self._values(a.__self__, b.__self__, _attributes_read(function.__code__, own_name))
-            return same_owner and self._functions(function, function)
+            same_owner = self._same_value(a.__self__, b.__self__, _attributes_read(function.__code__, own_name))
+            return same_owner and self._same_function(function, function)
 
         code = a.__code__
         if code is not b.__code__ or a.__globals__ is not b.__globals__ or not TEMPLATE.isdisjoint(_names(code)):
             return False
         options = [(function.__defaults__, function.__kwdefaults__) for function in (a, b)]
-        if not self._values(options[0], options[1], None):
+        if not self._same_value(options[0], options[1], None):
             return False
 
         cells = zip(code.co_freevars, a.__closure__ or (), b.__closure__ or (), strict=True)
@@ -180,7 +182,7 @@ class Likeness:
             other_value = other_cell.cell_contents
             if floats_may_differ and type(value) is type(other_value) is float:
                 continue
-            if not self._values(value, other_value, _attributes_read(code, name)):
+            if not self._same_value(value, other_value, _attributes_read(code, name)):
                 return False
         return True
 

@@ -84,9 +84,9 @@ def are_alike(a: GroupTraining, b: GroupTraining, likeness: Likeness) -> bool:
         and (a.correction is None) == (b.correction is None)
         and a.start.dtype == b.start.dtype
         and may_join(a.samples, b.samples)
-        and likeness.losses(a.loss, b.loss)
-        and likeness.updates(a.update, b.update)
-        and likeness.extras(a.extras, b.extras)
+        and likeness.same_loss(a.loss, b.loss)
+        and likeness.same_update(a.update, b.update)
+        and likeness.same_extras(a.extras, b.extras)
     )
 
 

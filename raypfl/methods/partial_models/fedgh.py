@@ -67,14 +67,10 @@ class FedGH(SharedPart):
         )
 
     def train(self, clients: Clients, shared: Tensor) -> dict[str, Each]:  # type: ignore[override]
-        def features(theta: Tensor, x: Tensor) -> Tensor:
-            z, _ = clients.model.features(theta, x)
-            return z
-
         trained = clients.sgd(clients.loss, self.received(clients, shared))
         clients.state["personal"] = trained[:, self.personal_part(clients.model)]
 
-        means, counts = clients.class_means(features, trained)
+        means, counts = clients.class_means(lambda p, x: clients.model.features(p, x)[0], trained)
         owned = (counts > 0).to(means.dtype)
         return {
             "means": Each(means, charged=owned.sum(1).long() * means.shape[2]),

@@ -62,9 +62,6 @@ class FedDistill(Method):
             distance = (outputs - targets[batch.y]).square().mean(1)
             return clients.objective.loss(outputs, batch), self.gamma * batch.mean(distance * has_target[batch.y])
 
-        def logits(theta: Tensor, x: Tensor) -> Tensor:
-            return clients.model(theta, x)
-
         # A class's sum contains the client's last logits if no later cohort had the class.
         last_sent = unmarked(clients.state.get("sent", default=torch.zeros_like(sums)))
         last_round = unmarked(clients.state.get("round", default=rounds.new_full((1,), -1)))
@@ -76,7 +73,7 @@ class FedDistill(Method):
         has_target = per_client((other_owners > 0).to(sums.dtype))
         trained = clients.sgd(loss_and_distance, model, targets=per_client(targets), has_target=has_target)
 
-        means, counts = clients.class_means(logits, trained)
+        means, counts = clients.class_means(clients.model, trained)
         owned = (counts > 0).to(means.dtype)
         clients.state["model"] = trained
         clients.state["sent"] = means

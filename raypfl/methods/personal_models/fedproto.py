@@ -77,15 +77,11 @@ class FedProto(Method):
                 penalty = penalty / counted.sum().clamp_min(1)
             return clients.objective.loss(logits, batch), penalty
 
-        def features(theta: Tensor, x: Tensor) -> Tensor:
-            z, _ = clients.model.features(theta, x)
-            return z
-
         model = clients.state.get("model", default=clients.initial)
         trained = clients.sgd(loss_and_penalty, model, means=means)
         clients.state["model"] = trained
 
-        local_means, counts = clients.class_means(features, trained)
+        local_means, counts = clients.class_means(lambda p, x: clients.model.features(p, x)[0], trained)
         owned = counts > 0
         num_owned = owned.sum(1)
         by_samples = self.weighting == "samples"

@@ -65,8 +65,8 @@ class Rehearsal:
         """Run a round, and return what it asks of a client."""
         context = self._prepared.context
         requested: list[RequestedTraining] = []
-        for of_one_network in (context, *context.architectures):
-            of_one_network.requested = requested
+        for network_context in (context, *context.architectures):
+            network_context.requested = requested
         self.train()
 
         clients = self._largest(self._task.num_samples)
@@ -75,8 +75,8 @@ class Rehearsal:
             # An executor that runs clients one by one makes the same requests for each.
             if request.ids[0] == clients[0]:
                 trainings[request.exchange].append(self._training(request))
-        for of_one_network in (context, *context.architectures):
-            of_one_network.requested = None
+        for network_context in (context, *context.architectures):
+            network_context.requested = None
 
         bytes_of: Counter[tuple[int, str]] = Counter()
         for entry in self._ledger.entries:
@@ -195,9 +195,9 @@ def _loads_of_architectures(prepared: Prepared) -> Loads | None:
         return None
 
     multiplications = []
-    for of_one_network in prepared.by_architecture():
-        with measured_cost(of_one_network.model.module, samples=FEW) as cost:
-            outputs_of_batch(of_one_network, channels_last=False, train=False, samples=FEW)
+    for homogeneous in prepared.by_architecture():
+        with measured_cost(homogeneous.model.module, samples=FEW) as cost:
+            outputs_of_batch(homogeneous, channels_last=False, train=False, samples=FEW)
         multiplications.append(cost.multiplications)
     work = np.array(multiplications) / max(multiplications)
     return Loads(np.ones(len(prepared.architecture_of)), work[prepared.architecture_of])

@@ -51,9 +51,9 @@ class Place:
 
     def prepare(self, context: Context) -> None:
         """Let the run's clients train with those of the other runs, if they train at once."""
-        for of_one_network in (context, *context.architectures):
-            if isinstance(of_one_network.executor, Vectorised):
-                of_one_network.executor = Packed(of_one_network.executor, self.packer, self.run)
+        for network_context in (context, *context.architectures):
+            if isinstance(network_context.executor, Vectorised):
+                network_context.executor = Packed(network_context.executor, self.packer, self.run)
 
 
 Run = Callable[[Place], RunResult]
