@@ -163,41 +163,41 @@ class Worker:
         `fetch_objects` returns the arrays behind the backend's references; large ones are fetched once.
         """
         started = time.perf_counter()
-        clients = self._client_group(call, group, states)
+        client_group = self._client_group(call, group, states)
         versions: dict[str, tuple[Tensor, int]] = {}
 
         def fetch(skeleton: Any) -> Any:
             """Fill in the tensors that the server sent, and note them, since a client function must not change them."""
             tensors = self._tensors(call.shared, leaves(skeleton), fetch_objects)
             versions.update({name: (tensor, tensor._version) for name, tensor in tensors.items()})
-            clients.mark_shared(tensors.values())
+            client_group.mark_shared(tensors.values())
             return unflatten(skeleton, tensors)
 
         arguments = self._arguments(call, group, fetch)
         with user_warnings() as texts:
-            returned = self._run(call, clients, arguments)
+            returned = self._run(call, client_group, arguments)
         self._refuse_changed(versions)
 
-        values = self._values(call, group, clients, returned, arguments)
-        logged = logged_means(clients.logged)
+        values = self._values(call, group, client_group, returned, arguments)
+        logged = logged_means(client_group.logged)
         if group.turns is not None:
-            logged = logged_by_round(clients.logged, group.turns)
+            logged = logged_by_round(client_group.logged, group.turns)
 
         stack = None
         new_states = None
-        if clients.state.changed:
-            stack, new_states = clients.state.stack()
+        if client_group.state.changed:
+            stack, new_states = client_group.state.stack()
 
         spent: list[Spending] = []
-        for training in clients.private_trainings:
+        for training in client_group.private_trainings:
             spent += training.rows()
 
         reply = Reply(
             values=values,
-            losses=None if clients.losses is None else clients.losses.cpu().numpy(),
+            losses=None if client_group.losses is None else client_group.losses.cpu().numpy(),
             notes=sorted(texts),
             logged=logged,
-            observed=clients.observer.observations if clients.observer else {},
+            observed=client_group.observer.observations if client_group.observer else {},
             new_states=new_states,
             spent=spent,
             seconds=time.perf_counter() - started,
@@ -221,7 +221,7 @@ class Worker:
     def _client_group(self, call: Call, group: Group, states: list[Mapping[str, np.ndarray]]) -> ClientGroup:
         name = call.function if isinstance(call.function, str) else "personal model"
         reads_test = not call.training or getattr(self.method, "test_data_in_training", False)
-        clients = ClientGroup(
+        client_group = ClientGroup(
             self.context.of(group.clients),
             group.clients,
             call.round,
@@ -234,21 +234,21 @@ class Worker:
         )
         if call.observers:
             analyses = {number: self.analyses[number] for number in call.observers}
-            clients.observer = Observer(self.context, analyses, group.clients, call.round)
-        return clients
+            client_group.observer = Observer(self.context, analyses, group.clients, call.round)
+        return client_group
 
-    def _run(self, call: Call, clients: ClientGroup, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _run(self, call: Call, client_group: ClientGroup, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         if not isinstance(call.function, str):
-            return call.function(clients, self.method, **arguments)
+            return call.function(client_group, self.method, **arguments)
         function = getattr(self.method, call.function)
         with refuse_unkeyed(function, self.context.model.device, ON_CLIENTS):
-            return function(Clients(clients), **arguments)
+            return function(Clients(client_group), **arguments)
 
     def _values(
         self,
         call: Call,
         group: Group,
-        clients: ClientGroup,
+        client_group: ClientGroup,
         returned: Mapping[str, Any] | None,
         arguments: Mapping[str, Any],
     ) -> dict[str, Value]:
@@ -267,7 +267,7 @@ class Worker:
 
         messages = dict(returned or {})
         if self.context.compressor is not None and call.training:
-            messages = compressed(self.context.compressor, clients, messages, arguments)
+            messages = compressed(self.context.compressor, client_group, messages, arguments)
 
         if group.turns is not None:
             return values_by_round(function, messages, arguments, group.turns)

@@ -28,7 +28,7 @@ from raypfl.learning.privacy import Spending, server_noise
 from raypfl.storage.tree import flatten
 
 
-class Answer(dict[str, Tensor]):
+class CohortReply(dict[str, Tensor]):
     """The cohort's reply by name; `function` describes the client function that returned it."""
 
     def __init__(self, values: Mapping[str, Tensor], function: str):
@@ -182,10 +182,10 @@ class Cohort(Log, ServerTraining):
             self._charge("up", name, sizes)
         self.log(**logged.result())
 
-        answer = Answer(self._add_noise(function_name, replies.result()), described_function)
+        cohort_reply = CohortReply(self._add_noise(function_name, replies.result()), described_function)
         self._exchanges += 1
-        self._runner.last_exchange = describe_exchange(described_function, arguments, answer)
-        return answer
+        self._runner.last_exchange = describe_exchange(described_function, arguments, cohort_reply)
+        return cohort_reply
 
     def run_everyone(self, function: Callable[..., Any], /, **arguments: Any) -> dict[str, Tensor]:
         """Call a client function on all clients that are trained, for a phase that needs every client once.
@@ -195,12 +195,12 @@ class Cohort(Log, ServerTraining):
         """
         everyone = Cohort(self._runner, tuple(self.task.trained.tolist()), (), self.round, self.lr)
         everyone._exchanges = self._exchanges
-        answer = everyone.run(function, **arguments)
+        reply = everyone.run(function, **arguments)
         self._exchanges = everyone._exchanges
         self._logged.values.update(everyone._logged.values)
         self.failed |= everyone.failed
         self.spent += everyone.spent
-        return answer
+        return reply
 
     @property
     def num_exchanges(self) -> int:
@@ -381,9 +381,9 @@ def _is_broadcast(value: Any) -> bool:
     return all(isinstance(tensor, Tensor) for tensor in tensors)
 
 
-def describe_exchange(function: str, arguments: Mapping[str, Any], answer: Mapping[str, Any]) -> str:
+def describe_exchange(function: str, arguments: Mapping[str, Any], reply: Mapping[str, Any]) -> str:
     """Describe an exchange by the shapes that a client function got and returned, for errors that follow it."""
-    return f"Last exchange: {function} got {_shapes(arguments)} and returned {_shapes(answer)}."
+    return f"Last exchange: {function} got {_shapes(arguments)} and returned {_shapes(reply)}."
 
 
 def _shapes(values: Mapping[str, Any]) -> str:

@@ -139,7 +139,7 @@ def test_a_session_keeps_its_client_actors_for_a_run_with_more_or_fewer_that_wor
 
 @pytest.mark.thorough
 def test_large_states_and_small_ones_give_the_bits_of_an_inline_run(tmp_path):
-    from raypfl.engine.backends.objects.answers import SEPARATE_BYTES
+    from raypfl.engine.backends.objects.bundle_replies import SEPARATE_BYTES
 
     inline = raypfl.run(experiment(tmp_path, rounds=8, evaluation__every=0))
     assert raypfl.run(on_ray(tmp_path, rounds=8, evaluation__every=0)).weights_hash == inline.weights_hash

@@ -19,7 +19,7 @@ from raypfl.engine.backends.actors.actor_pools import ActorPools
 from raypfl.engine.backends.actors.restarts import MAX_SETUP_FAILURES, PATIENCE
 from raypfl.engine.backends.client_actor import ClientActor, Home
 from raypfl.engine.backends.inline import Inline
-from raypfl.engine.backends.objects.answers import SEPARATE_BYTES
+from raypfl.engine.backends.objects.bundle_replies import SEPARATE_BYTES
 from raypfl.engine.backends.ray_backend import INLINE_BYTES, RayBackend
 from raypfl.experiment.settings import ActorPool
 from raypfl.federation.exchange.backend import Backend, BundleReply, Failed

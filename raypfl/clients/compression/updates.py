@@ -19,7 +19,7 @@ from raypfl.common.user_code import refuse_result
 
 
 def compressed(
-    compressor: Compressor, clients: ClientGroup, messages: Mapping[str, Any], arguments: Mapping[str, Any]
+    compressor: Compressor, client_group: ClientGroup, messages: Mapping[str, Any], arguments: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return a group's messages with rows as the server reads them, and the bytes that each client sends.
 
@@ -29,7 +29,7 @@ def compressed(
     messages_read = dict(messages)
     for name, value in messages.items():
         if _is_update(value, arguments.get(name)):
-            messages_read[name] = _compressed(compressor, clients, name, value, arguments[name])
+            messages_read[name] = _compressed(compressor, client_group, name, value, arguments[name])
     return messages_read
 
 
@@ -41,7 +41,7 @@ def _is_update(value: Any, before: Any) -> bool:
 
 
 def _compressed(
-    compressor: Compressor, clients: ClientGroup, name: str, value: Mean | Each, before: Tensor
+    compressor: Compressor, client_group: ClientGroup, name: str, value: Mean | Each, before: Tensor
 ) -> Mean | Each:
     rows = unmarked(value.rows).detach()
     rows_before = unmarked(before).expand_as(rows)
@@ -50,14 +50,14 @@ def _compressed(
     num_bytes = numbers_charged(name, value.charged, len(rows), size) * rows.element_size()
 
     errors = torch.zeros_like(updates)
-    name_of_errors = f"compression error of {name} in {clients.exchange[0]}"
+    name_of_errors = f"compression error of {name} in {client_group.exchange[0]}"
     if compressor.error_feedback:
-        errors = unmarked(clients.state.get(name_of_errors, default=errors[0])).expand_as(updates)
+        errors = unmarked(client_group.state.get(name_of_errors, default=errors[0])).expand_as(updates)
         updates = updates + errors
 
     decoded = np.zeros(updates.shape, np.float32)
     is_compressed = np.zeros(len(rows), dtype=bool)
-    keys = clients.keys(f"compression {clients.exchange[1]} {name}")
+    keys = client_group.keys(f"compression {client_group.exchange[1]} {name}")
     for k, update in enumerate(updates.float().cpu().numpy()):
         if num_bytes[k] < size * rows.element_size():
             continue
@@ -70,7 +70,7 @@ def _compressed(
     read = to_device(decoded, rows.device).to(rows.dtype)
     chosen = torch.from_numpy(is_compressed).to(rows.device)[:, None]
     if compressor.error_feedback:
-        clients.state[name_of_errors] = torch.where(chosen, updates - read, errors)
+        client_group.state[name_of_errors] = torch.where(chosen, updates - read, errors)
     arrived = torch.where(chosen, rows_before.flatten(1) + read, rows.flatten(1)).view_as(rows)
     return replace(value, rows=arrived, num_bytes=torch.from_numpy(num_bytes))
 

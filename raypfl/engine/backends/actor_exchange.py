@@ -14,7 +14,7 @@ from raypfl.clients.worker import Call, Group
 from raypfl.common.counting import counted
 from raypfl.common.errors import Stopped
 from raypfl.engine.backends.actors.fleet import POLL, ActorFleet, StartedActor, reason_of
-from raypfl.engine.backends.objects.answers import Answers
+from raypfl.engine.backends.objects.bundle_replies import BundleReplies
 from raypfl.engine.backends.objects.sums_on_nodes import SumsOnNodes
 from raypfl.federation.exchange.backend import BundleReply, Done, Failed
 from raypfl.federation.exchange.bundles import Bundle
@@ -47,7 +47,7 @@ class ActorExchange:
     bundles : all groups.
     sums : the sums that stay on nodes; None: they come with the replies.
     fleet : the actors of the run.
-    answers : what is known of earlier answers.
+    bundle_replies : how large earlier replies were.
     speeds : what is known of how fast actors are.
     stopped : a function that tells whether the run was asked to stop; called between results.
     warn : a function that is called with a warning.
@@ -59,7 +59,7 @@ class ActorExchange:
         bundles: Sequence[Bundle],
         sums: SumsOnNodes | None,
         fleet: ActorFleet,
-        answers: Answers,
+        bundle_replies: BundleReplies,
         speeds: Speeds,
         stopped: Callable[[], bool],
         warn: Callable[[str], None],
@@ -67,7 +67,7 @@ class ActorExchange:
         self._call = call
         self._sums = sums
         self._fleet = fleet
-        self._answers = answers
+        self._bundle_replies = bundle_replies
         self._speeds = speeds
         self._stopped = stopped
         self._warn = warn
@@ -138,7 +138,7 @@ class ActorExchange:
 
     def _push(self) -> None:
         """Push bundles to the actors that have room for one."""
-        are_separate = self._answers.are_separate(self._call.function)
+        are_separate = self._bundle_replies.are_separate(self._call.function)
         while chosen := self._dispatch.next(time.monotonic()):
             actor, bundle = chosen
             num_stacks = sum(len(group.clients) if are_separate else 1 for group in bundle.groups)
@@ -196,12 +196,12 @@ class ActorExchange:
     def _outcomes_of(self, task: _Task) -> list[tuple[Group, Done | Failed]]:
         groups = task.bundle.groups
         try:
-            answer: BundleReply = ray.get(task.reply)
+            bundle_reply: BundleReply = ray.get(task.reply)
         except RayTaskError as error:
             return [(group, Failed(error, str(error))) for group in groups]
 
         _, node = task.actor.place
-        outcomes = self._answers.outcomes(self._call.function, groups, answer, task.stacks, node)
+        outcomes = self._bundle_replies.outcomes(self._call.function, groups, bundle_reply, task.stacks, node)
         for group, outcome in outcomes:
             if isinstance(outcome, Done):
                 reply = outcome.reply

@@ -113,13 +113,13 @@ class ClientActor:
         from raypfl.federation.exchange.aggregation import take_sums
         from raypfl.federation.exchange.backend import BundleReply, Failed
 
-        answer, *stacks = self.work(call, groups, separate)
-        assert isinstance(answer, BundleReply)
-        subtrees = answer.subtrees
+        reply, *stacks = self.work(call, groups, separate)
+        assert isinstance(reply, BundleReply)
+        subtrees = reply.subtrees
         if subtrees is None:
-            (outcome,) = answer.outcomes
+            (outcome,) = reply.outcomes
             subtrees = [] if isinstance(outcome, Failed) else [take_sums(groups[0], outcome)]
-        return BundleReply(answer.outcomes, ()), subtrees, *stacks
+        return BundleReply(reply.outcomes, ()), subtrees, *stacks
 
     def add_up(self, parts: Sequence[Any]) -> tuple[list[int], Sequence[Subtree]]:
         """Add up sums behind references, which may be on other nodes; return the places of those that are lost, too."""

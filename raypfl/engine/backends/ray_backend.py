@@ -14,7 +14,7 @@ from raypfl.engine.backends.actors.actor_pools import ActorPools
 from raypfl.engine.backends.actors.fleet import ActorFleet
 from raypfl.engine.backends.client_actor import get_broadcasts
 from raypfl.engine.backends.objects import states_on_ray
-from raypfl.engine.backends.objects.answers import Answers
+from raypfl.engine.backends.objects.bundle_replies import BundleReplies
 from raypfl.engine.backends.objects.sums_on_nodes import SumsOnNodes
 from raypfl.engine.backends.shipment import Shipment
 from raypfl.federation.exchange.backend import Done, Failed, StoredStack
@@ -50,7 +50,7 @@ class RayBackend:
         mixed_devices: bool = False,
     ):
         self._fleet = ActorFleet(actors, start, pools, job, warn, mixed_devices)
-        self._answers = Answers()
+        self._bundle_replies = BundleReplies()
         self._speeds = Speeds()
         self._stopped = stopped
         self._warn = warn
@@ -85,10 +85,10 @@ class RayBackend:
 
     def run(self, call: Call, groups: Sequence[Group]) -> Iterator[tuple[Group, Done | Failed]]:
         self._fleet.follow_the_cluster(call.round)
-        bundles = bundled(groups, self._fleet.target, self._answers.most_clients(call.function))
+        bundles = bundled(groups, self._fleet.target, self._bundle_replies.most_clients(call.function))
         sums = SumsOnNodes(groups) if self._should_leave_sums(call, bundles) else None
         exchange = ActorExchange(
-            call, bundles, sums, self._fleet, self._answers, self._speeds, self._stopped, self._warn
+            call, bundles, sums, self._fleet, self._bundle_replies, self._speeds, self._stopped, self._warn
         )
         outcomes = exchange.outcomes()
         return outcomes if sums is None else sums.with_sums(outcomes)
@@ -99,4 +99,4 @@ class RayBackend:
         if len(nodes) < 2:
             return False
         seconds = sum(bundle.seconds for bundle in bundles) / self._fleet.target
-        return should_stay_on_nodes(len(bundles), self._answers.sum_bytes(call.function), seconds)
+        return should_stay_on_nodes(len(bundles), self._bundle_replies.sum_bytes(call.function), seconds)

@@ -18,7 +18,7 @@ from raypfl.clients.replies.turns import share_of
 from raypfl.common.errors import LateReplyError
 from raypfl.common.messages import Scatter
 from raypfl.common.user_code import where_defined
-from raypfl.federation.cohort import Answer, Cohort, describe_exchange, tensors_of
+from raypfl.federation.cohort import Cohort, CohortReply, describe_exchange, tensors_of
 from raypfl.federation.exchange.group_runner import GroupRunner
 from raypfl.federation.ledger import MessageSize
 from raypfl.federation.method import Method
@@ -127,10 +127,10 @@ class ReplyingCohort(Cohort):
         self.log(**self._replies.logged)
 
         current = {name: tensors_of(value) for name, value in arguments.items()}
-        answer = Answer(self._replies_at(current), described_function)
+        reply = CohortReply(self._replies_at(current), described_function)
         self._exchanges += 1
-        self._runner.last_exchange = describe_exchange(described_function, arguments, answer)
-        return answer
+        self._runner.last_exchange = describe_exchange(described_function, arguments, reply)
+        return reply
 
     def _replies_at(self, current: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the mean replies as if all clients had been sent the current arguments."""
@@ -138,14 +138,14 @@ class ReplyingCohort(Cohort):
         if self._replies.as_sent:
             return {name: mean for name, mean in means.items() if name in current} | self._replies.sums
 
-        answers = dict(self._replies.sums)
+        values = dict(self._replies.sums)
         for name in means:
             if name not in current:
                 continue
             share = means.get(share_of(name))
             remainder = current[name] if share is None else (1 - share).to(means[name]) * current[name]
-            answers[name] = remainder + means[name]
-        return answers
+            values[name] = remainder + means[name]
+        return values
 
 
 def message_of(method: Method, state: dict[str, Any], cohort: Cohort) -> Message:

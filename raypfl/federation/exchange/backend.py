@@ -60,7 +60,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class BundleReply:
-    """What an actor answers for a bundle of groups.
+    """An actor's reply for a bundle of groups.
 
     Attributes
     ----------

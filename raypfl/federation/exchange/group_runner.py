@@ -346,8 +346,8 @@ class GroupRunner:
         return failing
 
 
-def _copy_state(clients: ClientGroup, method: object) -> dict[str, Any]:
-    clients.state.changed = True
+def _copy_state(client_group: ClientGroup, method: object) -> dict[str, Any]:
+    client_group.state.changed = True
     return {}
 
 

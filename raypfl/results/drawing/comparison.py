@@ -85,7 +85,7 @@ def draw(results: Sequence[RunResult], path: str | Path) -> Path:
 
 
 def _draw_course(axes: Axes, groups: Sequence[RunGroup], curves: Curves, protocol: str, has_time: bool) -> bool:
-    """Return the curves; returns whether lines are in the same place."""
+    """Draw the curves; return whether lines coincide."""
     unit = groups[0].unit
     ylabel = f"{unit.phrase} on the {protocol} test data"
     if protocol == "local":
@@ -121,7 +121,7 @@ def _end_at_unequal_times(curves: Curves) -> bool:
 
 
 def _draw_ends(axes: Axes, groups: Sequence[RunGroup], protocol: str) -> None:
-    """A bar for each group's final mean, and a dot for each of its seeds."""
+    """Draw a bar for each group's final mean, and a dot for each of its seeds."""
     for i, group in enumerate(groups):
         scores = group.scores(protocol)
         if scores:
@@ -135,7 +135,7 @@ def _draw_ends(axes: Axes, groups: Sequence[RunGroup], protocol: str) -> None:
 
 
 def _draw_legend(figure: Figure, groups: Sequence[RunGroup], curves: Curves, protocol: str, have_turns: bool) -> None:
-    """The groups with their final scores, and how lines of personal, of global and of equal models look."""
+    """Draw the groups with their final scores, and how lines of personal, of global and of equal models look."""
     handles: list[Artist] = []
     for group in groups:
         handles.append(Line2D([], [], color=group.colour, linewidth=5, label=_label_with_score(group, protocol)))

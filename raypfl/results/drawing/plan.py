@@ -58,7 +58,7 @@ def draw(plan: Plan, path: str | Path, title: str) -> Path:
 
 
 def _draw_turns(axes: Axes, plan: Plan) -> None:
-    """A row for each client that is at work at a time: its turns, and how long it waits for the end of the round."""
+    """Draw a row for each client that is at work at a time: its turns, and its waits for the end of the round."""
     num_rounds = _num_drawn_rounds(plan.turns)
     round_ends = (plan.begins + plan.seconds)[:num_rounds]
     seconds, unit = time_scale(round_ends[-1])

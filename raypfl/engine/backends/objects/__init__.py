@@ -1,1 +1,1 @@
-"""What client actors return and keep in Ray's object store: answers, states and sums."""
+"""What client actors return and keep in Ray's object store: replies, states and sums."""

@@ -1,4 +1,4 @@
-"""What client actors answer for bundles of groups, and what it says about the next answers of the same function."""
+"""The replies of client actors for bundles of groups, from whose sizes those of the next ones are expected."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ BUNDLE_BYTES = 100_000_000
 """Bytes of states and rows of ``Each`` that an actor may keep until all groups of a bundle are done."""
 
 
-class Answers:
-    """Takes answers apart, and remembers how large they were.
+class BundleReplies:
+    """Takes replies apart, and remembers how large they were.
 
-    A function's answers are expected to be as large as the last time. The first time, states are stacked and groups
+    A function's replies are expected to be as large as the last time. The first time, states are stacked and groups
     come one by one.
     """
 
@@ -41,11 +41,11 @@ class Answers:
         return BUNDLE_BYTES / max(1.0, self._client_bytes[function])
 
     def sum_bytes(self, function: Hashable) -> int:
-        """Return the bytes of an answer's sums; 0 if unknown."""
+        """Return the bytes of a reply's sums; 0 if unknown."""
         return self._sum_bytes.get(function, 0)
 
     def outcomes(
-        self, function: Hashable, groups: Sequence[Group], answer: BundleReply, stacks: Sequence[Any], node: str
+        self, function: Hashable, groups: Sequence[Group], reply: BundleReply, stacks: Sequence[Any], node: str
     ) -> list[tuple[Group, Done | Failed]]:
         """Return each group's outcome.
 
@@ -58,13 +58,13 @@ class Answers:
         are_separate = len(stacks) == num_clients
         remaining = iter(stacks)
         # A bundle's sums go with the first of its groups that has succeeded.
-        subtrees = answer.subtrees
-        # Sums that stay on their node are not in the answer; assume the size of the last ones that came.
-        self._sum_bytes[function] = _bytes_of_sums(answer) or self.sum_bytes(function)
+        subtrees = reply.subtrees
+        # Sums that stay on their node are not in the reply; assume the size of the last ones that came.
+        self._sum_bytes[function] = _bytes_of_sums(reply) or self.sum_bytes(function)
 
         outcomes: list[tuple[Group, Done | Failed]] = []
         client_bytes = []
-        for group, outcome in zip(groups, answer.outcomes, strict=True):
+        for group, outcome in zip(groups, reply.outcomes, strict=True):
             group_stacks = list(islice(remaining, len(group.clients) if are_separate else 1))
             if isinstance(outcome, Failed):
                 outcomes.append((group, outcome))
@@ -93,13 +93,13 @@ def _changes(group: Group, contents: Contents, stacks: Sequence[Any]) -> list[tu
     return list(zip(clients, stacks, contents.by_client(), strict=True))
 
 
-def _bytes_of_sums(answer: BundleReply) -> int:
-    """Return the bytes of the sums in an answer."""
-    if answer.subtrees is None:
-        (outcome,) = answer.outcomes
+def _bytes_of_sums(reply: BundleReply) -> int:
+    """Return the bytes of the sums in a reply."""
+    if reply.subtrees is None:
+        (outcome,) = reply.outcomes
         values = [] if isinstance(outcome, Failed) else outcome.values.values()
         return sum(value.array.nbytes for value in values if not value.has_rows)
-    return sum(total.array.nbytes for subtree in answer.subtrees for total in subtree.totals.values())
+    return sum(total.array.nbytes for subtree in reply.subtrees for total in subtree.totals.values())
 
 
 def _bytes_besides_sums(reply: Reply) -> int:
