@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -60,10 +60,11 @@ def run(
     from raypfl.experiment.recipes import settings_of
 
     recipe, changes = recipe_and_changes(words or [], method, seeds)
-    planned = experiments(settings_of(recipe), changes)
+    source = settings_of(recipe)
+    planned = experiments(source, changes)
     if not quiet and other_data(words or [], changes):
         print_message(_settings_from_digits(planned, changes), "yellow")
-    for sentence in [] if quiet else shared_options(planned, changes):
+    for sentence in [] if quiet else [*shared_options(planned, changes), *replaced_rounds(source, planned)]:
         print_message(sentence, "yellow")
     run_experiments(planned, [recipe, *changes], run_dir, quiet, as_json, baseline=baseline)
 
@@ -91,6 +92,8 @@ def resume(
 
     refuse_options(changes or [])
     if from_round is None and new_run is None:
+        for sentence in [] if quiet else extended_to_equal_rounds(folder, changes or []):
+            print_message(sentence, "yellow")
         resume_folder(folder, changes or [], quiet, as_json, baseline)
     elif from_round is None:
         raise ConfigError("--as needs --from-round: after which round the new run continues, as in --from-round 4.")
@@ -215,6 +218,45 @@ def shared_options(planned: Sequence[Experiment], changes: Sequence[str]) -> lis
                 f"'methods=[{{name: {methods[0]}, {option}: ...}}, {methods[1]}]'."
             )
     return sentences
+
+
+def replaced_rounds(source: Mapping[str, Any], planned: Sequence[Experiment]) -> list[str]:
+    """Return a sentence if all runs have one number of rounds, but their methods have their own in the source."""
+    names = {experiment.to_dict()["method"]["name"] for experiment in planned}
+    own_rounds = {}
+    for method in source.get("methods", []):
+        settings = method.get("settings", {}) if isinstance(method, Mapping) else {}
+        if "rounds" in settings and method["name"] in names:
+            own_rounds[method["name"]] = settings["rounds"]
+
+    mend = "To keep it, give each method its own: 'methods=[{name: METHOD, settings: {rounds: N}}, ...]'."
+    return _no_longer_fair(own_rounds, {experiment.rounds for experiment in planned}, mend)
+
+
+def extended_to_equal_rounds(folder: Path, changes: Sequence[str]) -> list[str]:
+    """Return a sentence if changes give the runs of a comparison one number of rounds, which differed before."""
+    from raypfl.runs.folders import ComparisonFolder
+
+    comparison = ComparisonFolder.load(folder)
+    if comparison is None or not changes:
+        return []
+    rounds = {run.name: run_before.rounds for run, run_before in zip(comparison.folders, comparison.experiments())}
+    if len(set(rounds.values())) == 1:
+        return []
+    extended = {experiment.rounds for experiment in comparison.experiments(changes)}
+    mend = f"To keep it, extend each run by itself: raypfl resume {folder}/RUN rounds=N."
+    return _no_longer_fair(rounds, extended, mend)
+
+
+def _no_longer_fair(own_rounds: Mapping[str, int], rounds: set[int], mend: str) -> list[str]:
+    """Return a sentence if one number of rounds replaces those of methods or runs."""
+    if len(rounds) > 1 or rounds >= set(own_rounds.values()):
+        return []
+    replaced = series([f"{name} ({count})" for name, count in own_rounds.items()])
+    return [
+        f"All methods get {counted(*rounds, 'round')}, also those with rounds of their own: {replaced}. If these give "
+        f"methods equal replies or time, this ends it. {mend}"
+    ]
 
 
 def _settings_from_digits(planned: Sequence[Experiment], changes: Sequence[str]) -> str:

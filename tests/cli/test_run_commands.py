@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from raypfl.cli.run_commands import shared_options
+from raypfl.cli.run_commands import extended_to_equal_rounds, replaced_rounds, shared_options
 from raypfl.experiment import experiments
+from raypfl.experiment.recipes import settings_of
+from raypfl.runs.folders import ComparisonFolder
 
 
 def test_an_option_that_a_command_sets_in_several_methods_is_said_with_their_names():
@@ -12,3 +14,16 @@ def test_an_option_that_a_command_sets_in_several_methods_is_said_with_their_nam
     (sentence,) = shared_options(experiments(compared, changes), changes)
     assert sentence.startswith("method.lam=2 applies to ditto and pfedme.")
     assert sentence.endswith("'methods=[{name: ditto, lam: ...}, pfedme]'.")
+
+
+def test_one_number_of_rounds_for_methods_that_have_their_own_is_said(tmp_path):
+    source = settings_of("fedbuff-digits")
+    (sentence,) = replaced_rounds(source, experiments(source, ["rounds=8"]))
+    assert sentence.startswith("All methods get 8 rounds, also those with rounds of their own: fedavg (40) and ditto (40).")
+    assert replaced_rounds(source, experiments(source)) == []
+    assert replaced_rounds(source, experiments(source, ["method=local", "rounds=8"])) == []
+
+    ComparisonFolder.new(experiments(source), ["fedbuff-digits"], tmp_path)
+    (sentence,) = extended_to_equal_rounds(tmp_path, ["rounds=160"])
+    assert "fedavg-s0 (40), fedavg-s0-2 (80), ditto-s0 (40) and ditto-s0-2 (80)" in sentence
+    assert extended_to_equal_rounds(tmp_path, ["checkpoint.every=5"]) == []
