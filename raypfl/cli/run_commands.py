@@ -240,7 +240,7 @@ def extended_to_equal_rounds(folder: Path, changes: Sequence[str]) -> list[str]:
     comparison = ComparisonFolder.load(folder)
     if comparison is None or not changes:
         return []
-    rounds = {run.name: run_before.rounds for run, run_before in zip(comparison.folders, comparison.experiments())}
+    rounds = {run: experiment.rounds for run, experiment in zip(comparison.runs, comparison.experiments(), strict=True)}
     if len(set(rounds.values())) == 1:
         return []
     extended = {experiment.rounds for experiment in comparison.experiments(changes)}

