@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import ceil, floor
+from math import ceil, floor, isfinite
 from typing import Any
 
 from raypfl.common.errors import ConfigError, did_you_mean
@@ -179,14 +179,14 @@ def _plain(value: Any) -> Any:
 
 def _bounds(key: str, kind: str, values: Any) -> list[Any]:
     """Return ``[low, high]`` or, for a quantised kind, ``[low, high, step]``."""
-    to_number = NUMBERS[kind]
     form = "[low, high, step]" if kind in QUANTISED else "[low, high]"
     try:
-        numbers = [to_number(value) for value in values]
+        numbers = [_number(kind, value) for value in values]
     except (TypeError, ValueError):
         numbers = []
     if len(numbers) != form.count(",") + 1:
-        raise ConfigError(f"search.{key}: {kind} is {values!r}; it must be {form}.")
+        numbers_in_words = "whole numbers" if NUMBERS[kind] is int else "numbers"
+        raise ConfigError(f"search.{key}: {kind} is {values!r}; it must be {form}, all of them {numbers_in_words}.")
 
     low, high, *step = numbers
     is_logarithmic = kind.removeprefix("q").startswith("log")
@@ -198,6 +198,18 @@ def _bounds(key: str, kind: str, values: Any) -> list[Any]:
         if lowest >= highest:
             raise ConfigError(f"search.{key}: {kind} is {values}, which has fewer than two multiples of the step.")
     return numbers
+
+
+def _number(kind: str, value: Any) -> Any:
+    """Return a bound or step of a space; raise a ValueError for another value than a number of its kind."""
+    number = float(value)
+    if isinstance(value, bool) or not isfinite(number):
+        raise ValueError(value)
+    if NUMBERS[kind] is int:
+        if not number.is_integer():
+            raise ValueError(value)
+        return int(value)
+    return number
 
 
 def _multiples(low: float, high: float, step: float) -> tuple[int, int]:
@@ -273,9 +285,14 @@ def configured(experiment: Experiment, configuration: Mapping[str, Any]) -> Expe
     ConfigError : if the experiment refuses a value, or one has no effect in it.
     """
     values = experiment.to_dict()
-    changes = [(key.split("."), value) for key, value in configuration.items()]
-    require_effect(assign_all(values, changes))
+    require_effect(assign_all(values, assignments_of(configuration)))
     return Experiment(**values)
+
+
+def assignments_of(configuration: Mapping[str, Any]) -> list[tuple[list[str], Any]]:
+    """Return the paths and values of a configuration, shorter paths first: `method` must not undo `method.lam`."""
+    pairs = [(key.split("."), value) for key, value in configuration.items()]
+    return sorted(pairs, key=lambda pair: len(pair[0]))
 
 
 def in_words(value: Any) -> Any:

@@ -620,3 +620,10 @@ def test_a_killed_sweep_without_ray_tune_continues_from_the_checkpoints_of_its_t
         assert Result.load(trial).weights_hash == Result.load(undisturbed).weights_hash
         if trial.name in under_way:
             assert history.read(trial)[-1]["from_round"] > 0, "the trial began anew"
+
+
+def test_bounds_of_a_quantised_space_need_not_be_multiples_of_its_step():
+    from raypfl.integrations.tuning.ray_tune import domain
+
+    (quantised,) = spaces_of({"method.lam": {"quniform": [0.2, 1, 0.3]}})
+    assert {quantised.value(domain(quantised).sample()) for _ in range(50)} == {0.3, 0.6, 0.9}

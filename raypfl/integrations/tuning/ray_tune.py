@@ -45,8 +45,11 @@ def domain(space: Space) -> Any:
         return tune.grid_search(positions)
     if space.kind == "choice":
         return tune.choice(positions)
-    step = [] if space.step is None else [space.step]
-    return getattr(tune, space.kind)(*space.values, *step)
+    draw = getattr(tune, space.kind)
+    if space.step is None:
+        return draw(*space.values)
+    # Of a quantised space, Ray Tune wants bounds that are multiples of the step.
+    return draw(*map(space.inside, space.values), space.step)
 
 
 def run_arguments(

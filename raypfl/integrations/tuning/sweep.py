@@ -19,7 +19,15 @@ from raypfl.experiment.checks.effects import assign_all, require_effect
 from raypfl.experiment.checks.validation import one_message, validation_mistakes
 from raypfl.experiment.comparison import setting_paths
 from raypfl.experiment.recipes import settings_of
-from raypfl.experiment.spaces import KINDS, Space, configured, draws_of_point, spaces_of, values_by_setting
+from raypfl.experiment.spaces import (
+    KINDS,
+    Space,
+    assignments_of,
+    configured,
+    draws_of_point,
+    spaces_of,
+    values_by_setting,
+)
 from raypfl.experiment.yaml_text import read
 from raypfl.experiment.yaml_text import write as as_yaml
 from raypfl.runs.result import SWEEP
@@ -264,7 +272,7 @@ class Sweep(_Part):
 
         changes = setting_paths(self.experiment)
         if draws:
-            changes += [(key.split("."), value) for key, value in values_by_setting(self.spaces, draws).items()]
+            changes += assignments_of(values_by_setting(self.spaces, draws))
         require_effect(assign_all(values, changes))
         return values
 
