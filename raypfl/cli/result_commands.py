@@ -27,7 +27,7 @@ def report(
     """
     from raypfl.common.counting import counted
     from raypfl.results.report import find_runs, write
-    from raypfl.results.report.searches import has_search
+    from raypfl.results.report.searches.folders import has_search
 
     folders = runs or []
     results, reasons_left_out = find_runs(folders)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import isnan
 from statistics import fmean
@@ -63,18 +63,24 @@ def _has_values(group: RunGroup, metric: str) -> bool:
     return any(group.scores(protocol, aggregate=metric) for protocol in group.protocols)
 
 
-def result_rows(groups: Sequence[RunGroup], columns: Sequence[Column]) -> list[ProtocolResults]:
-    """Return the rows of all tests, then of tests in the round that validation data chose, then of validation data."""
+def result_rows(
+    groups: Sequence[RunGroup], columns: Sequence[Column], candidates: Sequence[RunGroup] | None = None
+) -> list[ProtocolResults]:
+    """Return the rows of all tests, then of tests in the round that validation data chose, then of validation data.
+
+    Parameters
+    ----------
+    candidates : the groups of which the best is marked in each column; None: all.
+    """
+    rivals = {group.label for group in (groups if candidates is None else candidates)}
     results = []
     for protocol, best in tests_of(groups):
         tested = {i: group for i, group in enumerate(groups) if group.was_tested(protocol, best)}
-        rows: dict[int, list[TableCell]] = {i: [] for i in tested}
-        for column in columns:
-            cells = _cells(list(tested.values()), column, protocol, best)
-            for row, cell in zip(rows.values(), cells, strict=True):
-                row.append(cell)
-        if rows:
-            results.append(ProtocolResults(protocol, best, rows))
+        if not tested:
+            continue
+        columns_of_cells = [_cells(list(tested.values()), column, protocol, best, rivals) for column in columns]
+        cells_of_groups = map(list, zip(*columns_of_cells, strict=True))
+        results.append(ProtocolResults(protocol, best, dict(zip(tested, cells_of_groups, strict=True))))
     return results
 
 
@@ -92,27 +98,37 @@ def tests_of(groups: Sequence[RunGroup]) -> list[tuple[str, bool]]:
     return [*last, *best, *validation]
 
 
-def _cells(groups: Sequence[RunGroup], column: Column, protocol: str, best: bool) -> list[TableCell]:
-    """Return a column's cells, with as many digits as its largest number needs and the best of several means marked."""
-    scores = [group.scores(protocol, column.model, column.aggregate, best) for group in groups]
-    rivals = [seeds for seeds in scores if seeds]
-    if not rivals:
-        return [over_seeds(seeds) for seeds in scores]
+def _cells(
+    groups: Sequence[RunGroup], column: Column, protocol: str, best: bool, candidates: Collection[str]
+) -> list[TableCell]:
+    """Return a column's cells, with as many digits as its largest number needs.
 
+    The best of several means is marked, of those groups whose labels are among the `candidates`. A global model that is
+    partly untrained is none of them.
+    """
+    scores = [group.scores(protocol, column.model, column.aggregate, best) for group in groups]
     measures = groups[0].measures
     aggregate = column.aggregate or measures.primary.name
-    digits = Unit(measures.metric_of(aggregate)).digits(value for seeds in rivals for value in seeds)
+    digits = Unit(measures.metric_of(aggregate)).digits(value for seeds in scores for value in seeds)
 
+    compete = []
+    for group in groups:
+        is_untrained = group.leaves_untrained and (column.model or group.deployed(protocol)) == "global"
+        compete.append(group.label in candidates and not is_untrained)
+    rivals = [seeds for seeds, competes in zip(scores, compete, strict=True) if seeds and competes]
     if column.model and len(rivals) == 1:
         # The only such model is best if it beats the models that clients of the other methods use.
-        deployed = [group.scores(protocol, best=best) for group in groups]
+        deployed = [group.scores(protocol, best=best) for group in groups if group.label in candidates]
         rivals = [seeds for seeds in deployed if seeds]
 
     means = [mean for mean in map(fmean, rivals) if not isnan(mean)]
     best_mean = None
     if len(rivals) > 1 and means:
         best_mean = f"{min(means) if measures.lower_is_better(aggregate) else max(means):,.{digits}f}"
-    return [over_seeds(seeds, digits, best_mean) for seeds in scores]
+    return [
+        over_seeds(seeds, digits, best_mean if competes else None)
+        for seeds, competes in zip(scores, compete, strict=True)
+    ]
 
 
 def legend(groups: Sequence[RunGroup]) -> list[str]:

@@ -25,8 +25,8 @@ from raypfl.integrations.tuning.result import SweepResult, tune
 from raypfl.integrations.tuning.search import check, search
 from raypfl.integrations.tuning.sweep import Sweep, load
 from raypfl.integrations.tuning.trial import SweepContext, Trial, close, metric_values, run_seeds, schedule_of
-from raypfl.results.report import searches
-from raypfl.results.report.searches import CONFIGURATIONS
+from raypfl.results.report.searches.folders import CONFIGURATIONS
+from raypfl.results.report.searches.page import read as read_search
 from raypfl.runs.driver import resume, run
 from raypfl.runs.result import write_description
 from tests.support.command import raypfl
@@ -512,7 +512,7 @@ def test_a_trial_whose_metric_is_undefined_is_never_the_best(tmp_path: Path):
     SweepResult(sweep, [infinite], ["min"], first.measures).write_files()
     assert not (sweep.folder / CONFIGURATIONS).exists()  # for which no trial has a finite value
     (sweep.folder / "trials").mkdir()
-    (method,) = searches.read(sweep.folder, first.measures).methods
+    (method,) = read_search(sweep.folder, first.measures).methods
     assert method.rows[0][0][0] == "12345e67" and method.figures == []
 
 

@@ -28,6 +28,7 @@ from raypfl.results.differences import Difference, differences, find_label, rema
 from raypfl.results.display.compare import compare
 from raypfl.results.report import write
 from raypfl.results.report.lead import lead_of
+from raypfl.results.report.parts import part_of
 from raypfl.results.run_groups import group_runs
 from raypfl.results.table import result_columns, result_rows
 from raypfl.runs.result import RunResult
@@ -314,7 +315,7 @@ def test_a_method_whose_metric_is_nan_is_never_the_best():
     runs = runs_at({"pfedme": (np.nan,), "ditto": (93.0,), "fedavg": (91.0,)})
     groups = group_runs(runs)
     assert {row.baseline for row in differences(groups)} == {"ditto"}
-    assert "of ditto is best" in lead_of(groups, "local")
+    assert "of ditto is best" in lead_of(part_of(groups), "local")
 
     results, *_ = result_rows(groups, result_columns(groups))
     assert [cells[1].best for cells in results.rows.values()] == [False, True, False]

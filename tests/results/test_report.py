@@ -24,11 +24,13 @@ from raypfl.results import numbers
 from raypfl.results.colours import COLOURS
 from raypfl.results.drawing.canvas import page_paint, svg
 from raypfl.results.ranking.named_clients import client_table
-from raypfl.results.report import find_runs, searches, tables, write
+from raypfl.results.report import find_runs, tables, write
 from raypfl.results.report.figures import metric_figure
 from raypfl.results.report.lead import lead_of
 from raypfl.results.report.page import shades
-from raypfl.results.report.searches import has_search
+from raypfl.results.report.parts import Part, part_of
+from raypfl.results.report.searches.folders import has_search
+from raypfl.results.report.searches.page import read as read_search
 from raypfl.results.run_groups import group_runs
 from raypfl.results.table import legend
 from tests.support.command import raypfl as command
@@ -61,6 +63,11 @@ def whole(source) -> ElementTree.Element:
 
 def page(results: list[raypfl.Result], tmp_path: Path) -> ElementTree.Element:
     return ElementTree.fromstring(write(results, tmp_path / "report.html").read_text("utf-8"))
+
+
+def part(results: list[raypfl.Result]) -> Part:
+    """The results as one part of a report."""
+    return part_of(group_runs(results))
 
 
 def text(element: ElementTree.Element) -> str:
@@ -106,7 +113,7 @@ def test_the_results_are_those_of_the_runs_tables_over_seeds(results, whole):
 
 
 def test_the_best_values_of_a_column_are_bold_also_if_several_are_equal(results):
-    headings, blocks = tables.result_tables(group_runs(results))
+    headings, blocks = tables.result_tables(part(results))
     for j, heading in enumerate(headings):
         column = [cells[j] for _, _, cells in blocks[0].lines if cells[j].mean != "–"]
         best = min if heading in ("std", "ECE") else max
@@ -160,7 +167,7 @@ def test_options_that_only_some_methods_have_are_differences_if_they_are_not_at_
 def test_the_only_personal_models_are_bold_where_the_headline_says_that_they_are_best(results, tmp_path):
     for personal in (97, 90):
         runs = [shifted(results[0], {"global": 95}), shifted(results[2], {"personal": personal, "global": 94})]
-        _, blocks = tables.result_tables(group_runs(runs))
+        _, blocks = tables.result_tables(part(runs))
         fedavg, ditto = (cells[:2] for _, _, cells in blocks[0].lines)
         assert ditto[0].best == (personal == 97) and fedavg[1].best
 
@@ -629,7 +636,7 @@ def test_only_a_sweeps_own_folder_is_shown_as_a_search_and_a_killed_one_says_so(
         "00000,finished,3,0.9,0.1,\n00002,stopped,1,0.4,0.5,\n00001,failed,0,,0.9,diverged\n"
     )
     assert has_search(sweep)
-    (method,) = searches.read(sweep, results[0].experiment.measures).methods
+    (method,) = read_search(sweep, results[0].experiment.measures).methods
     assert method.headings == ["trial", "status", "round", "accuracy/val (%)", "training.lr", "error"]
     assert method.rows[0] == (["00000", "finished", "3", "90.0", "0.1", "–"], True)
     (figure,) = method.figures
@@ -649,41 +656,79 @@ def test_a_page_leaves_a_global_model_that_is_partly_untrained_out_of_comparison
 
     # Here clients have no other model.
     untrained = changed(shifted(results[0], {"global": 95}), "method=fedper")
-    (alone, beside) = (lead_of(group_runs(runs), "global") for runs in ([untrained], [untrained, results[2]]))
+    (alone, beside) = (lead_of(part(runs), "global") for runs in ([untrained], [untrained, results[2]]))
     assert alone == "No model with all its parts trained was tested on all clients’ test data together."
     assert "ditto" in beside and "fedper" not in beside
+
+
+CHOSEN = "00000,finished,3,0.9,0.5,\n00002,finished,3,0.9,0.5,\n"
+"""Two trials with the settings that a search chose, in its table."""
+
+
+def swept(result: raypfl.Result, folder: Path, chosen: str = CHOSEN) -> list[raypfl.Result]:
+    """Three trials of the sweep `folder`: 90, 95 and 90 % on test data, of which its search chose the first or last."""
+    folder.mkdir()
+    (folder / "sweep.yaml").write_text("search: {training.lr: {uniform: [0.1, 1]}}\n")
+    table = f"trial,status,round,accuracy/val,training.lr,error\n{chosen}00001,finished,3,0.6,0.2,\n"
+    (folder / "trials.csv").write_text(table)
+    trials = []
+    for name, lr, on_test in (("00000", 0.5, 90), ("00001", 0.2, 95), ("00002", 0.5, 90)):
+        (folder / "trials" / name).mkdir(parents=True)
+        trial = changed(shifted(result, {"global": on_test, "personal": on_test}), f"training.lr={lr}")
+        trials.append(replace(trial, run_dir=folder / "trials" / name))
+    return trials
 
 
 def test_the_headline_of_a_sweep_names_the_configuration_that_the_search_chose_never_the_best_on_test_data(
     results, tmp_path
 ):
-    (tmp_path / "rates").mkdir()
-    (tmp_path / "rates/sweep.yaml").write_text("search: {training.lr: {uniform: [0.1, 1]}}\n")
-    trials = []
-    for name, lr, on_test in (("00000", 0.5, 90), ("00001", 0.2, 95), ("00002", 0.5, 90)):
-        (tmp_path / "rates/trials" / name).mkdir(parents=True)
-        trial = changed(shifted(results[0], {"global": on_test}), f"training.lr={lr}")
-        trials.append(replace(trial, run_dir=tmp_path / "rates/trials" / name))
-
-    table = "trial,status,round,accuracy/val,training.lr,error\n{}00001,finished,3,0.6,0.2,\n"
-    chosen = "00000,finished,3,0.9,0.5,\n00002,finished,3,0.9,0.5,\n"
-    (tmp_path / "rates/trials.csv").write_text(table.format(chosen))
+    trials = swept(results[0], tmp_path / "rates")
     expected = (
         "The search rates chose fedavg training.lr=0.5, the best by accuracy/val. "
         "The global model of fedavg training.lr=0.5 reaches 90.0 % on each client’s own test data."
     )
-    assert lead_of(group_runs(trials[:2]), "local") == expected
+    assert lead_of(part(trials[:2]), "local") == expected
     # Of two trials with the same settings, a report has the later one.
-    assert lead_of(group_runs(trials[1:]), "local") == expected
-
-    # Nor are the others compared with the best on test data.
-    table_file = write(trials[:2], tmp_path / "table.csv")
-    lines = list(csv.DictReader(table_file.read_text().splitlines()))
-    assert {line["against"] for line in lines if line["tested_on"] == "local"} == {"", "fedavg training.lr=0.5"}
+    assert lead_of(part(trials[1:]), "local") == expected
 
     # The search's choice competes with runs from elsewhere.
-    beside = lead_of(group_runs([*trials[:2], shifted(results[2], {"personal": 93, "global": 80})]), "local")
+    beside = lead_of(part([*trials[:2], shifted(results[2], {"personal": 93, "global": 80})]), "local")
     assert "The personal models of ditto training.lr=0.1 are best" in beside and "training.lr=0.2" not in beside
 
     (tmp_path / "rates/trials.csv").unlink()
-    assert lead_of(group_runs(trials[:2]), "local") == "The search rates chose none of these configurations."
+    assert lead_of(part(trials[:2]), "local") == "The search rates chose none of these configurations."
+
+
+@pytest.mark.usefixtures("without_figures")
+def test_a_sweeps_trials_are_compared_with_what_the_search_chose_and_no_other_is_bold(results, tmp_path):
+    def bold(runs: list[raypfl.Result]) -> set[str]:
+        """Methods with a bold number on clients' own test data."""
+        body = next(section(page(runs, tmp_path), "results").iter("tbody"))
+        methods = set()
+        for row in list(body)[1:]:
+            if any(element.get("class") == "best" for element in row.iter()):
+                methods.add(text(row[0]))
+        return methods
+
+    def baselines(runs: list[raypfl.Result]) -> set[str]:
+        table = write(runs, tmp_path / "table.csv").read_text()
+        return {line["against"] for line in csv.DictReader(table.splitlines()) if line["against"]}
+
+    trials = swept(results[0], tmp_path / "rates")[:2]
+    assert bold(trials) == {"fedavg training.lr=0.5"} and baselines(trials) == {"fedavg training.lr=0.5"}
+    assert r"\textbf" not in write(trials, tmp_path / "table.tex").read_text()
+
+    others = [shifted(run, {"personal": 93, "global": 93}) for run in (results[2], results[4])]
+    names = ("fedavg training.lr=0.5", "ditto training.lr=0.1", "local training.lr=0.1")
+    beside = [*trials, *others]
+    assert bold(beside) <= {*names} and baselines(beside) == {"fedavg training.lr=0.5"}
+    assert "Bold: the best of a column, of what searches chose and of other runs." in text(page(beside, tmp_path))
+
+    # Two sweeps, then one that was killed, whose trials are in no order.
+    second = swept(results[2], tmp_path / "pulls", chosen="00000,finished,3,0.9,0.5,\n")[:2]
+    assert bold([*trials, *second]) == {"fedavg training.lr=0.5", "ditto training.lr=0.5"}
+    assert baselines([*second, *trials]) == {"ditto training.lr=0.5"}
+    for sweep in ("rates", "pulls"):
+        (tmp_path / sweep / "trials.csv").unlink()
+    assert not bold([*trials, *second]) and baselines(trials[::-1]) == {"fedavg training.lr=0.2"}
+    assert baselines([*trials, *others]) == {"ditto training.lr=0.1"}

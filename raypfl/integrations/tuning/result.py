@@ -19,7 +19,7 @@ from raypfl.integrations.tuning.pictures import draw_configurations, draw_import
 from raypfl.integrations.tuning.search import TUNE, check, search
 from raypfl.integrations.tuning.sweep import Sweep, load
 from raypfl.integrations.tuning.trial import Trial, TrialListener, metric_names, run_folder, schedule_of
-from raypfl.results.report.searches import CONFIGURATIONS, IMPORTANCE
+from raypfl.results.report.searches.folders import CONFIGURATIONS, IMPORTANCE
 from raypfl.results.units import Unit
 from raypfl.runs.result import TRIALS
 

@@ -54,20 +54,17 @@ def for_target(groups: Sequence[RunGroup], protocol: str, axes: Sequence[Axis]) 
     unit = groups[0].unit
     target = min(finite) if unit.metric.higher_is_better else max(finite)
     columns: list[Axis] = ["round", *axes]
-    lines = []
-    for i in finals:
-        group = groups[i]
+
+    def cell(group: RunGroup, axis: Axis) -> str:
         model = group.deployed(protocol)
-        cells = []
-        for axis in columns:
-            costs = [cost_to_target(result, target, axis, protocol, model) for result in group.results]
-            reached = [cost for cost in costs if cost is not None]
-            cells.append(_mean(reached) if len(reached) == len(costs) else f"{len(reached)} of {len(costs)} seeds")
-        lines.append((i, group.label, cells))
+        costs = [cost_to_target(result, target, axis, protocol, model) for result in group.results]
+        reached = [cost for cost in costs if cost is not None]
+        return _mean(reached) if len(reached) == len(costs) else f"{len(reached)} of {len(costs)} seeds"
+
     return BudgetTable(
         title=f"To {unit.text(target)}{unit.sign or f' {unit.phrase}'}",
         headings=[_HEADINGS[axis] for axis in columns],
-        lines=lines,
+        lines=[(i, groups[i].label, [cell(groups[i], axis) for axis in columns]) for i in finals],
         note="What is spent until the first evaluation that is as good as the worst method's result, mean over seeds.",
     )
 
@@ -79,23 +76,19 @@ def within_budgets(groups: Sequence[RunGroup], protocol: str, axes: Sequence[Axi
         return None
 
     unit = groups[0].unit
-    budgets = {}
-    for axis in axes:
-        budgets[axis] = min(positions(result, axis)[-1] for group in tested.values() for result in group.results)
+    results = [result for group in tested.values() for result in group.results]
+    budgets = {axis: min(positions(result, axis)[-1] for result in results) for axis in axes}
 
-    lines = []
-    for i, group in tested.items():
+    def cell(group: RunGroup, axis: Axis) -> str:
         model = group.deployed(protocol)
-        cells = []
-        for axis, budget in budgets.items():
-            scores = [score_within(result, budget, axis, protocol, model) for result in group.results]
-            known = [score for score in scores if score is not None]
-            cells.append(unit.text(fmean(known)) if known else "–")
-        lines.append((i, group.label, cells))
+        scores = [score_within(result, budgets[axis], axis, protocol, model) for result in group.results]
+        known = [score for score in scores if score is not None]
+        return unit.text(fmean(known)) if known else "–"
+
     return BudgetTable(
         title=f"{capitalised(unit.phrase)} on equal budgets",
         headings=[f"{budget:,.3g} {_HEADINGS[axis]}" for axis, budget in budgets.items()],
-        lines=lines,
+        lines=[(i, group.label, [cell(group, axis) for axis in axes]) for i, group in tested.items()],
         note="In the last evaluation within what the cheapest run spends in all, mean over seeds.",
     )
 

@@ -11,6 +11,7 @@ from typing import Any
 from raypfl.results import latex
 from raypfl.results.differences import Difference, differences, remarks
 from raypfl.results.numbers import has_simulated_time, positions, seconds
+from raypfl.results.report.parts import Part
 from raypfl.results.report.tables import result_tables
 from raypfl.results.run_groups import RunGroup
 from raypfl.results.setting_text import shared_setting_text
@@ -18,16 +19,9 @@ from raypfl.results.table import Column, legend, result_columns, tests_of
 from raypfl.results.units import TableCell, capitalised, deviation
 
 
-def as_csv(parts: Sequence[tuple[Sequence[RunGroup], str | None]]) -> str:
-    """Return a row for each setting, method and test, with unrounded numbers.
-
-    Parameters
-    ----------
-    parts : the groups and the baseline of each part of the report.
-    """
-    rows = []
-    for groups, baseline in parts:
-        rows += _rows(groups, baseline)
+def as_csv(parts: Sequence[Part]) -> str:
+    """Return a row for each setting, method and test, with unrounded numbers."""
+    rows = [row for part in parts for row in _rows(part)]
     headings = list(dict.fromkeys(key for row in rows for key in row))
 
     text = io.StringIO()
@@ -37,18 +31,19 @@ def as_csv(parts: Sequence[tuple[Sequence[RunGroup], str | None]]) -> str:
     return text.getvalue()
 
 
-def as_latex(parts: Sequence[tuple[Sequence[RunGroup], str | None]]) -> str:
+def as_latex(parts: Sequence[Part]) -> str:
     """Return a table for each part."""
     tables = []
-    for number, (groups, baseline) in enumerate(parts, start=1):
+    for number, part in enumerate(parts, start=1):
         label = "results" if len(parts) == 1 else f"results-{number}"
-        tables.append(_latex_table(groups, baseline, label))
+        tables.append(_latex_table(part, label))
     return "\n".join([latex.PREAMBLE, *tables])
 
 
-def _rows(groups: Sequence[RunGroup], baseline: str | None) -> list[dict[str, Any]]:
+def _rows(part: Part) -> list[dict[str, Any]]:
+    groups = part.groups
     columns = result_columns(groups)
-    paired = {(row.method, row.protocol, row.best): row for row in differences(groups, baseline)}
+    paired = {(row.method, row.protocol, row.best): row for row in differences(groups, part.reference)}
 
     rows = []
     for group in groups:
@@ -109,13 +104,13 @@ def _difference(row: Difference | None) -> dict[str, Any]:
     return cells
 
 
-def _latex_table(groups: Sequence[RunGroup], baseline: str | None, label: str) -> str:
-    headings, tables = result_tables(groups)
-    rows = differences(groups, baseline)
-    if rows and baseline is None:
+def _latex_table(part: Part, label: str) -> str:
+    groups = part.groups
+    headings, tables = result_tables(part)
+    rows = differences(groups, part.reference)
+    if rows and part.reference is None:
         # One baseline for the whole table: the method that is best on its first test data.
-        baseline = rows[0].baseline
-        rows = differences(groups, baseline)
+        rows = differences(groups, rows[0].baseline)
     paired = {(row.method, row.protocol, row.best): row for row in rows}
 
     parts = []
@@ -131,7 +126,7 @@ def _latex_table(groups: Sequence[RunGroup], baseline: str | None, label: str) -
     columns = ["method", *map(latex.escaped, headings)]
     if rows:
         columns += ["difference [95\\% interval]", "ahead in"]
-    text = latex.table(columns, parts, _caption(groups, rows[0].baseline if rows else ""), label)
+    text = latex.table(columns, parts, _caption(part, rows[0].baseline if rows else ""), label)
     return text + "".join(f"% {line}\n" for line in remarks(rows, groups))
 
 
@@ -154,8 +149,9 @@ def _cell(cell: TableCell) -> str:
     return rf"{mean} $\pm$ {cell.spread}"
 
 
-def _caption(groups: Sequence[RunGroup], baseline: str) -> str:
-    sentences = [f"{_setting(groups)}. {capitalised(groups[0].unit.label)}, mean over clients."]
+def _caption(part: Part, baseline: str) -> str:
+    groups = part.groups
+    sentences = [f"{_setting(groups)}. {capitalised(groups[0].unit.label)}, mean over clients.", *part.choices]
     sentences += legend(groups)
     if baseline:
         sentences.append(f"Differences to {baseline} are paired by seed and client, with 95% bootstrap intervals.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -106,11 +106,7 @@ def metric_figure(groups: Sequence[RunGroup], protocol: str, against: Axis, wide
 
 def loss_figure(groups: Sequence[RunGroup]) -> ReportFigure | None:
     """Draw the mean training loss of the cohort over rounds; None if no client trained."""
-    curves = {}
-    for i, group in enumerate(groups):
-        curve = loss_curve(group)
-        if curve is not None:
-            curves[i] = curve
+    curves = [loss_curve(group) for group in groups]
     return _round_figure(groups, curves, "loss", "training loss", "Training loss, mean over the cohort")
 
 
@@ -121,11 +117,7 @@ def logged_figures(groups: Sequence[RunGroup]) -> list[ReportFigure]:
 
     figures = []
     for name in list(names)[:_MOST_LOGGED]:
-        curves = {}
-        for i, group in enumerate(groups):
-            curve = logged_curve(group, name)
-            if curve is not None:
-                curves[i] = curve
+        curves = [logged_curve(group, name) for group in groups]
         figure = _round_figure(groups, curves, f"logged-{name}", name, name)
         if figure is not None:
             figures.append(figure)
@@ -133,9 +125,10 @@ def logged_figures(groups: Sequence[RunGroup]) -> list[ReportFigure]:
 
 
 def _round_figure(
-    groups: Sequence[RunGroup], curves: Mapping[int, Curve], name: str, quantity: str, title: str
+    groups: Sequence[RunGroup], curve_of_each: Sequence[Curve | None], name: str, quantity: str, title: str
 ) -> ReportFigure | None:
-    """Curves of groups over rounds, by the groups' index; None: there is none."""
+    """A curve over rounds for each group that has one; None: none has."""
+    curves = {i: curve for i, curve in enumerate(curve_of_each) if curve is not None}
     if not curves:
         return None
 

@@ -3,59 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import fmean
 
 from raypfl.results.differences import Difference, difference
-from raypfl.results.report.searches import chosen_trials, sweep_of
+from raypfl.results.report.parts import Part
 from raypfl.results.report.tables import protocol_name
 from raypfl.results.run_groups import RunGroup
 from raypfl.results.units import Unit, capitalised, deviation
 
 
-def lead_of(groups: Sequence[RunGroup], protocol: str) -> str:
-    """The main result as a sentence or two: which method's models are best, and by how much.
+def lead_of(part: Part, protocol: str) -> str:
+    """The main result in sentences: what searches chose, and which candidate's models are best, and by how much.
 
-    Of a sweep's trials, only the configuration that its search chose is considered: to name the trial that is best on
-    test data would be to choose on test data. Global models that are partly untrained are left out.
+    Global models that are partly untrained are left out.
     """
-    candidates, choices = without_unchosen(groups)
-    sentences = list(choices)
-    if candidates:
-        sentences.append(_result(candidates, protocol))
+    sentences = list(part.choices)
+    if part.candidates:
+        sentences.append(_result(part.candidates, protocol))
     return " ".join(sentences)
-
-
-def chosen_label(groups: Sequence[RunGroup]) -> str | None:
-    """Return the label of the only group that remains once trials are left out that searches did not choose.
-
-    None: the groups are of no search, or not exactly one remains.
-    """
-    candidates, choices = without_unchosen(groups)
-    return candidates[0].label if choices and len(candidates) == 1 else None
-
-
-def without_unchosen(groups: Sequence[RunGroup]) -> tuple[list[RunGroup], list[str]]:
-    """Return the groups without configurations that a sweep tried but did not choose, and a sentence on each choice."""
-    candidates = []
-    choices: dict[Path, str] = {}
-    trials_of = {}  # read once for each sweep
-    for group in groups:
-        sweeps = {sweep_of(result.run_dir) for result in group.results}
-        sweep = sweeps.pop()
-        if sweep is None or sweeps:
-            # Not only a sweep's trials.
-            candidates.append(group)
-            continue
-
-        if sweep not in trials_of:
-            trials_of[sweep] = chosen_trials(sweep, group.measures)
-            choices[sweep] = f"The search {sweep.name} chose none of these configurations."
-        metric, trials = trials_of[sweep]
-        if any(result.run_dir.absolute().is_relative_to(trial) for trial in trials for result in group.results):
-            candidates.append(group)
-            choices[sweep] = f"The search {sweep.name} chose {group.label}, the best by {metric}."
-    return candidates, list(choices.values())
 
 
 def _result(groups: Sequence[RunGroup], protocol: str) -> str:

@@ -21,15 +21,17 @@ from raypfl.evaluation.masking import unmasked_name
 from raypfl.evaluation.run_metrics import Measures
 from raypfl.results import client_data
 from raypfl.results.colours import COLOURS, mark
-from raypfl.results.differences import HEADINGS, differences, find_label, remarks
+from raypfl.results.differences import HEADINGS, differences, remarks
 from raypfl.results.display.notices import run_notices
 from raypfl.results.epsilons import epsilons, privacy_sentence
 from raypfl.results.numbers import prediction_traffic
 from raypfl.results.ranking.named_clients import client_table
-from raypfl.results.report import budgets, export, figures, searches, tables
-from raypfl.results.report.lead import chosen_label, lead_of, without_unchosen
+from raypfl.results.report import budgets, export, figures, tables
+from raypfl.results.report.lead import lead_of
+from raypfl.results.report.parts import Part, parts_of
+from raypfl.results.report.searches.page import read as read_search
 from raypfl.results.report.tables import protocol_name
-from raypfl.results.run_groups import RunGroup, group_runs
+from raypfl.results.run_groups import RunGroup
 from raypfl.results.setting_text import data_text, shared_setting_text
 from raypfl.results.table import MODELS, attack_sentences, unequal_lengths, untrained_parts
 from raypfl.results.units import Unit, capitalised
@@ -71,62 +73,27 @@ def write(
     if not path.parent.is_dir():
         raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}.")
 
-    parts = _comparable_parts(results)
-    baselines = _baselines(parts, baseline)
-
     if path.suffix not in ("", ".html", ".htm", *_EXPORTS):
         raise ConfigError(f"A report is a page or a table: let {path} end in .html, {' or '.join(_EXPORTS)}.")
-    if path.suffix in _EXPORTS:
-        export_table = _EXPORTS[path.suffix]
-        files.write(path, export_table(list(zip(parts, baselines, strict=True))))
-    else:
-        files.write(path, _page(results, parts, baselines, notes, searches))
+
+    parts = parts_of(results, baseline)
+    export_table = _EXPORTS.get(path.suffix)
+    files.write(path, export_table(parts) if export_table else _page(results, parts, notes, searches))
     return path
-
-
-def _comparable_parts(results: Sequence[RunResult]) -> list[list[RunGroup]]:
-    """Groups of runs, by data and primary metric: only those with the same are compared."""
-    by_setting: dict[tuple[str, str], list[RunResult]] = {}
-    for result in results:
-        setting = data_text(result.experiment, result.metadata)
-        metric = result.experiment.measures.primary.name
-        by_setting.setdefault((setting, metric), []).append(result)
-    return [group_runs(comparable) for comparable in by_setting.values()]
-
-
-def _baselines(parts: Sequence[Sequence[RunGroup]], baseline: str | None) -> list[str | None]:
-    """The baseline of each part, by default what its search chose; None: its methods are compared with their best."""
-    if baseline is None:
-        return [chosen_label(groups) for groups in parts]
-
-    labels: list[str | None] = []
-    errors = []
-    for groups in parts:
-        try:
-            labels.append(find_label([group.label for group in groups], baseline))
-        except ConfigError as error:
-            labels.append(None)
-            errors.append(error)
-    if len(errors) == len(parts):
-        raise errors[0]
-    return labels
 
 
 def _page(
     results: Sequence[RunResult],
-    parts: Sequence[list[RunGroup]],
-    baselines: Sequence[str | None],
+    parts: Sequence[Part],
     notes: Sequence[str],
     search_folders: Sequence[str | Path],
 ) -> str:
     """The page as HTML."""
-    most_groups = max(map(len, parts))
+    most_groups = max(len(part.groups) for part in parts)
     contents = []
-    for number, (groups, baseline) in enumerate(zip(parts, baselines, strict=True), start=1):
-        suffix = ""
-        if len(parts) > 1:
-            suffix = f"-{number}"
-        content = _part(groups, suffix, baseline)
+    for number, part in enumerate(parts, start=1):
+        suffix = f"-{number}" if len(parts) > 1 else ""
+        content = _part(part, suffix)
         body = _template("part.html.jinja").render(**content, marks=[mark(i) for i in range(most_groups)])
         # Figures of two parts may be the same, and would have the same ids.
         content["body"] = Markup(_FIGURE_ID.sub(rf"\1{suffix}", body))
@@ -137,7 +104,7 @@ def _page(
         all_notes += contents[0]["notes"]
     measures = results[0].experiment.measures
     shown_searches = [
-        searches.read(Path(folder), measures, number) for number, folder in enumerate(search_folders, start=1)
+        read_search(Path(folder), measures, number) for number, folder in enumerate(search_folders, start=1)
     ]
     most_colours = max([most_groups, *(len(search.places) for search in shown_searches), 1])
     return _template("page.html.jinja").render(
@@ -174,8 +141,9 @@ def shades(index: int) -> tuple[str, str]:
     return _ON_LIGHT.get(colour, colour.lower()), _ON_DARK.get(colour, colour.lower())
 
 
-def _part(groups: list[RunGroup], suffix: str, baseline: str | None) -> dict[str, Any]:
-    """What the page shows of runs on one data set, partition and model; `suffix` makes ids unique on the page."""
+def _part(part: Part, suffix: str) -> dict[str, Any]:
+    """What the page shows of a part; `suffix` makes ids unique on the page."""
+    groups = part.groups
     protocols = list(dict.fromkeys(name for group in groups for name in group.protocols))
     tests = _tests(protocols)
     runs = [(i, group.label, result) for i, group in enumerate(groups) for result in group.results]
@@ -183,7 +151,7 @@ def _part(groups: list[RunGroup], suffix: str, baseline: str | None) -> dict[str
     return {
         "suffix": suffix,
         "setting": shared_setting_text([result for _, _, result in runs]),
-        "lead": lead_of(groups, tests[0]),
+        "lead": lead_of(part, tests[0]),
         "size": _size(groups),
         "notes": _cautions(groups),
         "groups": groups,
@@ -192,19 +160,21 @@ def _part(groups: list[RunGroup], suffix: str, baseline: str | None) -> dict[str
         "capitalised": capitalised,
         "holdings": holdings,
         "runs": runs,
-        **_results(groups, tests[0], baseline),
+        **_results(part, tests[0]),
         **_curves(groups, tests),
-        **_clients(groups, protocols, baseline, holdings["sizes"]),
+        **_clients(part, protocols, holdings["sizes"]),
         **_spending(groups, tests[0]),
         **_settings(groups),
     }
 
 
-def _results(groups: list[RunGroup], main: str, baseline: str | None) -> dict[str, Any]:
+def _results(part: Part, main: str) -> dict[str, Any]:
     """The tables of results and of paired differences."""
-    headings, results = tables.result_tables(groups)
-    paired = differences(groups, baseline)
+    groups = part.groups
+    headings, results = tables.result_tables(part)
+    paired = differences(groups, part.reference)
     return {
+        "part": part,
         "headings": headings,
         "models": [model for model in MODELS if any(group.scores(main, model) for group in groups)],
         "metrics": _other_metrics(groups[0].measures, headings),
@@ -231,19 +201,16 @@ def _curves(groups: list[RunGroup], tests: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _clients(
-    groups: list[RunGroup], protocols: Sequence[str], baseline: str | None, sizes: Sequence[int]
-) -> dict[str, Any]:
+def _clients(part: Part, protocols: Sequence[str], sizes: Sequence[int]) -> dict[str, Any]:
     """The clients one by one, if a protocol tests them so."""
     per_client = next((name for name in _PER_CLIENT if name in protocols), None)
     if per_client is None:
         return {"tested_alone": "", "sorted": None, "planes": [], "by_name": None}
-    candidates, _ = without_unchosen(groups)
     return {
         "tested_alone": protocol_name(per_client),
-        "sorted": figures.clients_figure(groups, per_client),
-        "planes": figures.personal_against_global(groups, per_client),
-        "by_name": client_table(candidates, per_client, baseline, sizes),
+        "sorted": figures.clients_figure(part.groups, per_client),
+        "planes": figures.personal_against_global(part.groups, per_client),
+        "by_name": client_table(part.candidates, per_client, part.baseline, sizes),
     }
 
 

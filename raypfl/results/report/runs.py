@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.results.labels import labels
-from raypfl.results.report.searches import best_runs, is_sweep
+from raypfl.results.report.searches.folders import best_runs, is_sweep
 from raypfl.results.setting_text import data_text
 from raypfl.runs.folders import ComparisonFolder
 from raypfl.runs.result import RECIPE, SWEEP, RunResult, refuse_missing

@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 from raypfl.experiment.assignments import flatten
 from raypfl.results.differences import Difference
 from raypfl.results.numbers import MessageCost, messages, metric_curves, seconds
+from raypfl.results.report.parts import Part
 from raypfl.results.run_groups import RunGroup
 from raypfl.results.setting_text import applicable_settings, options_at_default
 from raypfl.results.table import result_columns, result_rows
@@ -111,10 +112,11 @@ def as_yaml(value: Any) -> str:
     return str(value)
 
 
-def result_tables(groups: Sequence[RunGroup]) -> tuple[list[str], list[ProtocolTable]]:
+def result_tables(part: Part) -> tuple[list[str], list[ProtocolTable]]:
     """Return headings, and a table for each protocol; columns without any number are left out."""
+    groups = part.groups
     columns = result_columns(groups)
-    results = result_rows(groups, columns)
+    results = result_rows(groups, columns, part.candidates)
 
     rows = [cells for protocol in results for cells in protocol.rows.values()]
     filled = []

@@ -5,7 +5,6 @@ A search is a sweep's, or that of a study, which has one for each method in each
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,22 +16,24 @@ from raypfl.evaluation import Measures
 from raypfl.experiment.spaces import Space, in_words, spaces_of
 from raypfl.experiment.yaml_text import read as read_yaml
 from raypfl.results.report.figures import ReportFigure
-from raypfl.results.report.search_figure import Disc, search_figure
+from raypfl.results.report.searches.figure import Disc, search_figure
+from raypfl.results.report.searches.folders import (
+    CONFIGURATIONS,
+    IMPORTANCE,
+    is_sweep,
+    number_of,
+    trials_of,
+    units_of_metrics,
+)
 from raypfl.results.report.tables import as_uri
 from raypfl.results.units import Unit
-from raypfl.runs.result import RECIPE, SEARCH, SWEEP, TRIALS
+from raypfl.runs.result import SEARCH, SWEEP
 from raypfl.runs.several.costs import COSTS, cpu_seconds
-
-CONFIGURATIONS = "configurations.png"
-IMPORTANCE = "importance.png"
 
 PICTURES = {
     CONFIGURATIONS: "Each line is a configuration: its value of every setting and, on the last axis, the metric.",
     IMPORTANCE: "The share of the metric's variance over the search space that each setting explains (fANOVA).",
 }
-
-BEST_TRIALS = 6
-"""Number of best trials of a sweep whose runs are on the page."""
 
 MOST_ROWS = 12
 """Most trials in a table that is not folded."""
@@ -81,58 +82,6 @@ class FinishedSearch:
     pictures: list[tuple[str, str]]
 
 
-def is_sweep(folder: Path) -> bool:
-    """Return whether a folder is a sweep's: a user's own folder may have a file of the same name, but no trials."""
-    return (folder / SWEEP).is_file() and (folder / "trials").is_dir()
-
-
-def has_search(folder: Path) -> bool:
-    """Return whether a folder is that of a sweep, or of a study with a search, and has the table of its trials."""
-    return (folder / TRIALS).is_file() and (is_sweep(folder) or (folder / SEARCH).is_file())
-
-
-def sweep_of(run: Path) -> Path | None:
-    """Return the folder of the sweep that a run's folder is in; None if it is in none."""
-    for folder in run.absolute().parents:
-        if folder.name == "trials" and is_sweep(folder.parent):
-            return folder.parent
-    return None
-
-
-def chosen_trials(sweep: Path, measures: Measures) -> tuple[str, list[Path]]:
-    """Return the metric that a sweep goes by, and the folders of all trials with the settings that it chose.
-
-    The list is empty if the sweep was killed before it wrote its table, or if no trial has a value.
-    """
-    if not (sweep / TRIALS).is_file():
-        return "", []
-
-    trials = _trials(sweep)
-    best = trials[0]
-    units = _units_of_metrics(best, measures)
-    metric = next(iter(units), "")
-    if math.isnan(_number(best.get(metric, ""))):
-        return metric, []
-
-    settings = best.keys() - units.keys() - {"trial", "status", "round", "error"}
-    chosen = []
-    for trial in trials:
-        if all(trial[name] == best[name] for name in settings):
-            chosen.append(sweep / "trials" / trial["trial"])
-    return metric, chosen
-
-
-def _units_of_metrics(trial: Mapping[str, str], measures: Measures) -> dict[str, Unit]:
-    """The units of a sweep's metrics, by column; the search goes by the first."""
-    units = {}
-    for name in trial:
-        # A column may be called accuracy/val.
-        aggregate = name.split("/")[0]
-        if aggregate in measures.aggregates:
-            units[name] = Unit(measures.metric_of(aggregate))
-    return units
-
-
 def read(folder: Path, measures: Measures, number: int = 1) -> FinishedSearch:
     """Return the search in a folder that :func:`has_search`.
 
@@ -155,29 +104,10 @@ def read(folder: Path, measures: Measures, number: int = 1) -> FinishedSearch:
         raise ConfigError(f"The search in {folder} cannot be read: {type(error).__name__}: {error}") from error
 
 
-def best_runs(folder: Path) -> tuple[list[Path], str]:
-    """Return the folders of the best trials' runs of a sweep, and a sentence on the others; empty if there are none."""
-    if not (folder / TRIALS).is_file():
-        runs = [file.parent for file in sorted((folder / "trials").rglob(RECIPE))]
-        return runs, (
-            f"{folder} has no {TRIALS}, since its sweep was killed: all its trials' runs are shown, whichever is best. "
-            "The same raypfl tune continues the sweep."
-        )
-
-    names = [trial["trial"] for trial in _trials(folder)]
-    runs = []
-    for name in names[:BEST_TRIALS]:
-        runs += [file.parent for file in sorted((folder / "trials" / name).rglob(RECIPE))]
-
-    if len(names) <= BEST_TRIALS:
-        return runs, ""
-    return runs, f"Of the {len(names)} trials of {folder.name}, the runs of the {BEST_TRIALS} best are shown."
-
-
 def _sweep(folder: Path, measures: Measures, number: int) -> FinishedSearch:
     spaces = spaces_of(read_yaml(folder / SWEEP)["search"])
-    trials = _trials(folder)
-    units = _units_of_metrics(trials[0], measures)
+    trials = trials_of(folder)
+    units = units_of_metrics(trials[0], measures)
     score = next(iter(units))
     score_unit = units[score]
 
@@ -186,7 +116,7 @@ def _sweep(folder: Path, measures: Measures, number: int) -> FinishedSearch:
         costs = (folder / "trials" / trial["trial"]).rglob(COSTS)
         seconds = cpu_seconds(file.parent for file in costs)
         trial[_CPU_SECONDS] = "" if seconds is None else str(seconds)
-        (value,) = score_unit.of([_number(trial[score])])
+        (value,) = score_unit.of([number_of(trial[score])])
         is_best = i == 0 and not math.isnan(value)
         discs.append(Disc(trial, value, is_chosen=is_best, is_whole=trial["status"] == "finished"))
 
@@ -202,7 +132,7 @@ def _sweep(folder: Path, measures: Measures, number: int) -> FinishedSearch:
 
 def _study(folder: Path, measures: Measures, number: int) -> FinishedSearch:
     search = read_yaml(folder / SEARCH)
-    trials = _trials(folder)
+    trials = trials_of(folder)
     value = search["value"] or measures.primary.name
     unit = Unit(measures.metric_of(value))
     phrase = unit.phrase
@@ -216,7 +146,7 @@ def _study(folder: Path, measures: Measures, number: int) -> FinishedSearch:
         disc = Disc(
             # A study writes scores in their unit.
             {**trial, "setting": _place(trial), _CPU_SECONDS: trial["cpu_seconds"], label: trial["score"]},
-            _number(trial["score"]),
+            number_of(trial["score"]),
             is_chosen=trial["chosen"] == "True",
             place=places.index(_place(trial)),
         )
@@ -274,7 +204,7 @@ def _method(
         shown = [row for row in rows if row[1]] if title else rows[:MOST_ROWS]
 
     sentences = [f"Searched: {_listed(spaces)}."]
-    seconds = [_number(disc.texts.get(_CPU_SECONDS, "")) for disc in discs]
+    seconds = [number_of(disc.texts.get(_CPU_SECONDS, "")) for disc in discs]
     if not any(map(math.isnan, seconds)):
         sentences.append(f"All trials took {sum(seconds):,.0f} seconds of CPU time.")
 
@@ -307,25 +237,9 @@ def _label(name: str, unit: Unit) -> str:
     return f"{name} (%)" if unit.sign else name
 
 
-def _trials(folder: Path) -> list[dict[str, str]]:
-    with (folder / TRIALS).open(newline="") as file:
-        trials = list(csv.DictReader(file))
-    if not trials:
-        raise ConfigError(f"{folder / TRIALS} has no trials.")
-    return trials
-
-
-def _number(text: str) -> float:
-    """A number; NaN for other text."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
-
-
 def _cell(text: str, unit: Unit | None, in_unit: bool) -> str:
     """A number with few digits, in its unit if it has one; other text as it is."""
-    number = _number(text)
+    number = number_of(text)
     if math.isnan(number):
         return text or "–"
     if unit:

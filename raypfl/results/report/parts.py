@@ -1,0 +1,112 @@
+"""The parts of a report: what is compared with what, and which of it may be called the best."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from raypfl.common.errors import ConfigError
+from raypfl.results.differences import find_label
+from raypfl.results.report.searches.folders import chosen_trials, sweep_of
+from raypfl.results.run_groups import RunGroup, group_runs
+from raypfl.results.setting_text import data_text
+from raypfl.runs.result import RunResult
+
+
+@dataclass(frozen=True)
+class Part:
+    """Runs on the same data with the same primary metric, which are compared with each other.
+
+    Of a sweep's trials, only the configuration that its search chose may be called the best: to name the trial that is
+    best on test data would be to choose on test data.
+
+    Attributes
+    ----------
+    groups : all of them.
+    candidates : those that may be called the best.
+    choices : a sentence on the choice of each search; empty: there is no trial of a sweep.
+    chosen : labels of the configurations that searches chose.
+    baseline : label of the group that the user compares the others with; None: the user names none.
+    """
+
+    groups: list[RunGroup]
+    candidates: list[RunGroup]
+    choices: list[str]
+    chosen: list[str]
+    baseline: str | None = None
+
+    @property
+    def reference(self) -> str | None:
+        """Label of the group that differences are to: by default, what the first search chose; None: the best."""
+        if self.baseline or not self.choices:
+            return self.baseline
+        return next(iter(self.chosen), [*self.candidates, *self.groups][0].label)
+
+    @property
+    def bold(self) -> str:
+        """What is bold in the table of results, as a sentence; empty: nothing is."""
+        if self.is_one_choice:
+            return "Bold: the configuration that the search chose."
+        if len(self.candidates) < 2:
+            return ""
+        return f"Bold: the best of a column{', of what searches chose and of other runs' if self.choices else ''}."
+
+    @property
+    def is_one_choice(self) -> bool:
+        """Whether what a search chose is beside nothing but trials that it did not choose."""
+        return len(self.candidates) == 1 and self.candidates[0].label in self.chosen and len(self.groups) > 1
+
+
+def parts_of(results: Sequence[RunResult], baseline: str | None = None) -> list[Part]:
+    """Return the parts of a report on runs, by their data and primary metric.
+
+    Raises
+    ------
+    ConfigError : if the baseline is in none of them.
+    """
+    by_setting: dict[tuple[str, str], list[RunResult]] = {}
+    for result in results:
+        setting = data_text(result.experiment, result.metadata)
+        metric = result.experiment.measures.primary.name
+        by_setting.setdefault((setting, metric), []).append(result)
+    parts = [group_runs(comparable) for comparable in by_setting.values()]
+    if baseline is None:
+        return [part_of(groups) for groups in parts]
+
+    labels: list[str | None] = []
+    errors = []
+    for groups in parts:
+        try:
+            labels.append(find_label([group.label for group in groups], baseline))
+        except ConfigError as error:
+            labels.append(None)
+            errors.append(error)
+    if len(errors) == len(parts):
+        raise errors[0]
+    return [part_of(groups, label) for groups, label in zip(parts, labels, strict=True)]
+
+
+def part_of(groups: list[RunGroup], baseline: str | None = None) -> Part:
+    """Return these groups as a part; `baseline` is the label of one of them."""
+    candidates = []
+    chosen = []
+    choices: dict[Path, str] = {}
+    trials_of = {}  # read once for each sweep
+    for group in groups:
+        sweeps = {sweep_of(result.run_dir) for result in group.results}
+        sweep = sweeps.pop()
+        if sweep is None or sweeps:
+            # Not only a sweep's trials.
+            candidates.append(group)
+            continue
+
+        if sweep not in trials_of:
+            trials_of[sweep] = chosen_trials(sweep, group.measures)
+            choices[sweep] = f"The search {sweep.name} chose none of these configurations."
+        metric, trials = trials_of[sweep]
+        if any(result.run_dir.absolute().is_relative_to(trial) for trial in trials for result in group.results):
+            candidates.append(group)
+            chosen.append(group.label)
+            choices[sweep] = f"The search {sweep.name} chose {group.label}, the best by {metric}."
+    return Part(groups, candidates, list(choices.values()), chosen, baseline)
