@@ -56,6 +56,10 @@ class LateReplyError(MethodError):
         self.reason = reason
 
 
+class ModelShapeError(MethodError):
+    """Error for a method that returns models of another shape than the clients' network has."""
+
+
 class PrivacyError(MethodError):
     """Error for a method that needs data which the privacy settings protect."""
 

@@ -12,7 +12,7 @@ import torch
 from raypfl.clients.clients import Clients
 from raypfl.clients.group import ClientGroup
 from raypfl.common.counting import counted
-from raypfl.common.errors import MethodError, RaypflError
+from raypfl.common.errors import MethodError, ModelShapeError, RaypflError
 from raypfl.common.global_draws import ON_CLIENTS, ON_SERVER, refuse_unkeyed
 from raypfl.common.messages import Each, Scatter, Sum, unmarked
 from raypfl.common.rounds import is_due
@@ -176,7 +176,7 @@ class Evaluator:
 
         Raises
         ------
-        MethodError : if the method returns what is no model of the clients' network.
+        ModelShapeError : if the method returns what is no model of the clients' network.
         """
         model = self.experiment.global_model(state)
         if model is None:
@@ -275,7 +275,7 @@ def _score(
 
 
 def _refuse_misshapen(models: object, shape: list[int], maker: Callable[..., Any], hint: str = "") -> None:
-    """Raise a MethodError, which ends in `hint`, unless the models that a method's function made have this shape."""
+    """Raise a ModelShapeError, which ends in `hint`, unless what a method's function made are models of this shape."""
     if isinstance(models, torch.Tensor) and list(models.shape) == shape:
         return
 
@@ -285,7 +285,7 @@ def _refuse_misshapen(models: object, shape: list[int], maker: Callable[..., Any
         f"{where_defined(maker)} returned {returned}, which is no model of this network; it must "
         f"return {shape}: all parameters and buffer entries, {order}. {hint}"
     )
-    raise MethodError(text.rstrip())
+    raise ModelShapeError(text.rstrip())
 
 
 def _refuse_unless_finite(models: torch.Tensor, maker: Callable[..., Any], owners: Sequence[str]) -> None:

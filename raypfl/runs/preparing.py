@@ -37,6 +37,7 @@ from raypfl.runs.checks.network import (
     refuse_outputs,
 )
 from raypfl.runs.checks.privacy import refuse_unprotected
+from raypfl.runs.checks.rehearsal import refuse_misshapen_models
 from raypfl.runs.checks.robustness import refuse_unfit_attack, refuse_unfit_rule
 from raypfl.runs.checks.settings import (
     refuse_another_objective,
@@ -184,6 +185,7 @@ def refuse_unfit(prepared: Prepared) -> None:
         refuse_lone_samples(homogeneous)
     warn_of_test_data(experiment.method)
     refuse_outputs(prepared)
+    refuse_misshapen_models(prepared)
     refuse_unfit_attack(prepared)
     refuse_unfit_rule(prepared)
     refuse_unprotected(prepared)

@@ -83,6 +83,14 @@ def test_a_model_of_the_wrong_shape_is_its_functions_fault_and_no_clients(tmp_pa
     assert "returned [3, 1210]" in text and "[2, 1210]" in text
 
 
+def test_a_model_of_the_wrong_shape_is_refused_before_the_first_round(tmp_path):
+    events = []
+    wrong = experiment(tmp_path, method=f"{MODULE}:ShortPersonalModels", engine__executor="vectorised")
+    with pytest.raises(ConfigError, match=r"ShortPersonalModels\.personal_model .* returned \[3, 1210\].*\[2, 1210\]"):
+        raypfl.run(wrong, listeners=[events.append])
+    assert not [event for event in events if isinstance(event, RoundFinished)]
+
+
 def test_a_mistake_in_a_client_function_is_tried_once_and_shown_by_the_authors_lines_only(tmp_path):
     first, *rest = error_of(tmp_path, "RaisesInTrain", engine__group_size=6).splitlines()
     assert first.startswith("All 6 clients of a group failed in round 1 (") and "and 1 more" in first

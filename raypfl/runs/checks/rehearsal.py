@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from raypfl.clients.worker import Worker
-from raypfl.common.errors import ConfigError, LateReplyError, MethodError
+from raypfl.common.errors import ConfigError, LateReplyError, MethodError, ModelShapeError
 from raypfl.common.threads import threads
 from raypfl.common.user_code import with_location
 from raypfl.devices import Exchange, Loads, RequestedTraining, Training, Turn
@@ -174,9 +175,8 @@ class Rehearsal:
             # The method may need the rounds in between.
             return
 
-    def evaluate(self) -> None:
-        """Evaluate by all protocols except for those of unseen clients, which are tested in the same way."""
-        all_protocols = self._prepared.experiment.evaluation.protocols
+    def evaluate(self, all_protocols: Sequence[str]) -> None:
+        """Evaluate by protocols, except for those of unseen clients, which are tested in the same way."""
         protocols = [protocol for protocol in all_protocols if protocol != "unseen"]
         clients = list(self._largest(self._task.num_test_samples))
         Evaluator(self._prepared, self._runner).evaluate_clients(self._server, 1, clients, protocols, unseen=False)
@@ -216,9 +216,29 @@ def refuse_rehearsed(prepared: Prepared, kind: type[MethodError]) -> None:
         with threads(threads_of_server(experiment)):
             rehearsal = Rehearsal(prepared, min(FEW, cohort))
             rehearsal.train()
-            rehearsal.evaluate()
+            rehearsal.evaluate(experiment.evaluation.protocols)
     except kind as error:
         raise ConfigError(with_location(error)) from error
     # Any other failure is left to the run itself, which reports it with its round and client.
+    except Exception:
+        return
+
+
+def refuse_misshapen_models(prepared: Prepared) -> None:
+    """Raise a ConfigError if a user's method makes models of a wrong shape, which may be evaluated hours later.
+
+    The models are those of the start, since a round might take long. The methods of raypfl are tested, so their runs
+    need not wait for this.
+    """
+    experiment = prepared.experiment
+    if type(experiment.method).__module__.startswith("raypfl."):
+        return
+
+    try:
+        with threads(threads_of_server(experiment)):
+            Rehearsal(prepared, min(FEW, prepared.num_trained)).evaluate(["local"])
+    except ModelShapeError as error:
+        raise ConfigError(with_location(error)) from error
+    # Without rounds before it, the method may have no models to return.
     except Exception:
         return
