@@ -197,6 +197,7 @@ def tune(
     """
     from raypfl.cli.actions.tune import carry_out
 
+    refuse_options([source, *(changes or [])])
     carry_out(source, changes or [], quiet, as_json)
 
 

@@ -12,14 +12,16 @@ from raypfl.experiment.experiment import Experiment
 ONLY_ROUNDING = ("engine", "training.channels_last")
 """Settings that change a result by rounding alone."""
 
-_NO_EFFECT = ("name", "output", "ray", "checkpoint", "tracking")
+WITHOUT_EFFECT = ("name", "output", "ray", "checkpoint", "tracking")
+"""Sections and settings that change no result."""
+
 _LOCATION = ("name", "output", "checkpoint.location")
 """Settings that say where a run is; with other ones it would not be found."""
 
 
 def deciding_settings(experiment: Experiment) -> dict[str, Any]:
     """Return all settings that may change an experiment's result."""
-    values = {key: value for key, value in experiment.to_dict().items() if key not in _NO_EFFECT}
+    values = {key: value for key, value in experiment.to_dict().items() if key not in WITHOUT_EFFECT}
 
     data = {key: value for key, value in values["data"].items() if key not in ("cache", "download")}
     if data["root"]:

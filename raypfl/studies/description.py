@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, Field, ValidationError
 
 from raypfl.common.errors import ConfigError, did_you_mean
-from raypfl.experiment.checks.validation import one_message, validation_mistakes
+from raypfl.experiment.checks.validation import FilePart, one_message, validation_mistakes
 from raypfl.experiment.yaml_text import read
 from raypfl.studies import STUDIES
-from raypfl.studies.parts import MetricColumn, StudyPart
+from raypfl.studies.parts import MetricColumn
 from raypfl.studies.search.description import Search, search_mistakes
 
 _REPLACED = ("published", "choices")
@@ -30,14 +30,14 @@ class PublishedNumber(NamedTuple):
     spread: float | None = None
 
 
-class Variation(StudyPart):
+class Variation(FilePart):
     """Changes of a block or a group of columns: parts of the experiment, and options of methods by label."""
 
     experiment: dict[str, Any] = Field(default_factory=dict)
     methods: dict[str, dict[str, Any]] = Field(default_factory=dict)
 
 
-class PublishedTable(StudyPart):
+class PublishedTable(FilePart):
     """The table in the paper.
 
     Attributes
@@ -53,7 +53,7 @@ class PublishedTable(StudyPart):
     rows: dict[str, Any]
 
 
-class Study(StudyPart):
+class Study(FilePart):
     """A grid of methods, settings and seeds.
 
     Attributes

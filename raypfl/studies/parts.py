@@ -1,30 +1,15 @@
-"""What all parts of a study's file have in common, and a column of its table."""
+"""A column of a study's table."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import Field
 
-from raypfl.experiment.checks.validation import Mistakes, boolean_mistakes
-
-
-class StudyPart(BaseModel):
-    """A part of a study's file; unknown keys are refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _without_booleans_for_numbers(cls, value: Any, info: ValidationInfo) -> Any:
-        name = str(info.field_name)
-        lines = boolean_mistakes(cls.model_fields[name].annotation, value, name)
-        if lines:
-            raise Mistakes(lines)
-        return value
+from raypfl.experiment.checks.validation import FilePart
 
 
-class MetricColumn(StudyPart):
+class MetricColumn(FilePart):
     """A column of the table.
 
     Attributes

@@ -174,6 +174,7 @@ def test_suggested_commands_repeat_the_run_with_one_change():
         (["run", "--method", "local,fedavg,local"], "methods has local twice, with the same options and settings;"),
         (["run", "methods=[{name: ditto, lam: 1}, ditto]", "method.lam=2"], "methods has ditto twice"),
         (["run", "--rounds", "5"], "There is no option --rounds; write rounds=VALUE."),
+        (["tune", "sweep.yaml", "--trials", "3"], "There is no option --trials; settings are given as KEY=VALUE"),
         (["study", "--lr=0.1"], "There is no option --lr; write training.lr=VALUE."),
         (["resume", "RUN", "--foo"], "There is no option --foo; settings are given as KEY=VALUE, such as rounds=5."),
         (["list", "settings", "trainning"], "There is no section 'trainning' of settings; did you mean 'training'?"),

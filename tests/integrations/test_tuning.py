@@ -111,6 +111,12 @@ def test_a_space_inside_a_choice_counts_only_where_the_choice_is_made():
         ({"points": [{"training.lr": 2}]}, "search.training.lr does not have"),
         ({"points": [{"training.lr": 0.1}] * 4}, "points has 4 configurations, but trials is 3"),
         ({"stop": {"value": 0.9}, "seeds": 2}, "stop.value ends a trial that is one run"),
+        ({"search": {}}, "search is empty; it needs at least 1 entry"),
+        ({"search": {"output": {"choice": ["a", "b"]}}}, "search has output, which does not change what a trial"),
+        ({"stop": 0.9}, "stop is 0.9; it must be options as 'key: value'"),
+        ({"metric": "accuracy"}, r"metric\[0\] is 'accuracy'; it must be options as 'key: value'"),
+        ({"metric": {"values": "loss"}}, "did you mean 'value'"),
+        ({"seeds": True}, "seeds is True; it must be a whole number"),
     ],
 )
 def test_an_invalid_sweep_is_refused_in_a_sentence(changes: dict, sentence: str):
@@ -118,11 +124,36 @@ def test_an_invalid_sweep_is_refused_in_a_sentence(changes: dict, sentence: str)
         load(small(**changes))
 
 
-def test_a_value_outside_of_a_settings_range_is_refused_before_anything_runs(tmp_path: Path):
-    sweep = load(small(search={"training.lr": {"choice": [0.1, -1]}}), [f"output={tmp_path}"])
-    with pytest.raises(ConfigError, match=r"training\.lr is -1"):
+@pytest.mark.parametrize(
+    ("spaces", "sentence"),
+    [
+        ({"training.lr": {"choice": [0.1, -1]}}, r"training\.lr is -1"),
+        ({"method": {"choice": ["fedavg", {"name": "apfl", "alpha": {"uniform": [0.5, 2]}}]}}, r"method\.alpha is 2"),
+    ],
+)
+def test_a_value_outside_of_a_settings_range_is_refused_before_anything_runs(tmp_path: Path, spaces, sentence):
+    sweep = load(small(search=spaces), [f"output={tmp_path}"])
+    with pytest.raises(ConfigError, match=sentence):
         search(sweep, *check(sweep), tmp_path / "s", silent, silent)
     assert not (tmp_path / "s").exists()
+
+
+def test_a_folder_with_another_sweep_is_refused_with_the_settings_that_differ(tmp_path: Path):
+    described = load(small(), [f"output={tmp_path}"])
+    described.write(tmp_path)
+    other = load(small(), [f"output={tmp_path}", "rounds=9", "searcher=optuna", "trials=5"])
+    with pytest.raises(ConfigError, match=r"its sweep.yaml has other values of experiment.rounds, searcher.name\. "):
+        search(other, *check(other), tmp_path, silent, silent)
+
+
+def test_a_command_names_settings_of_the_experiment_with_or_without_their_section():
+    assert load(small(), ["experiment.rounds=9"]) == load(small(), ["rounds=9"])
+
+
+def test_a_command_that_sets_what_the_sweep_searches_is_refused():
+    with pytest.raises(ConfigError, match=r"training\.lr is set, but the sweep searches it"):
+        load(small(), ["training.lr=0.1"])
+    assert load(small(), ["training.lr=0.1", "search.training.lr=null", "search.seed={grid: [1, 2]}"])
 
 
 @pytest.mark.parametrize(
@@ -481,6 +512,12 @@ def test_optuna_searches_for_two_objectives_at_once(tmp_path: Path):
     trials = search(sweep, *check(sweep), tmp_path / "optuna", silent, silent)
     assert [sorted(trial.values) for trial in trials] == [["accuracy/val", "worst_decile/val"]] * 2
     assert {path.name for path in (tmp_path / "optuna/trials").iterdir()} == {trial.name for trial in trials}
+
+
+def test_a_value_that_a_choice_lists_twice_was_drawn_if_one_of_them_was():
+    sweep = load(small(search={"training.steps": {"choice": [2, 2, 3]}}))
+    result = SweepResult(sweep, [Trial("0", {"training.steps": 0})], ["max"], Experiment().measures)
+    assert result.never_drawn == ["training.steps=3"]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from raypfl.common.counting import counted
 from raypfl.common.errors import RaypflError, Stopped
 from raypfl.common.json_text import json_text
 from raypfl.common.stopping import message_if_killed, signals_interrupt
@@ -133,7 +134,7 @@ def _table(width: int, outcome: SweepResult, trials: Sequence[Trial]) -> tuple[T
         **settings,
     }
     table, left_out = fit_table(width, columns, [*reversed(settings)], right=["round", *metrics, *settings])
-    table.title = f"{outcome.sweep.name}: {len(outcome.trials)} trials"
+    table.title = f"{outcome.sweep.name}: {counted(len(outcome.trials), 'trial')}"
     table.title_justify = "left"
     return table, [heading.replace("\n", "") for heading in left_out]
 

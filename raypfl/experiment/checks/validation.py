@@ -9,7 +9,9 @@ from textwrap import indent
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
+
+from raypfl.common.counting import counted
 
 KeyPath = tuple[int | str, ...]
 
@@ -23,6 +25,7 @@ _EXPECTED = {
     "an instance of sequence": "a list",
     "dict": "options as 'key: value'",
     "dataclass": "options as 'key: value'",
+    "model": "options as 'key: value'",
 }
 
 
@@ -32,6 +35,21 @@ class Mistakes(ValueError):
     def __init__(self, lines: Sequence[str]):
         super().__init__("\n".join(lines))
         self.lines = list(lines)
+
+
+class FilePart(BaseModel):
+    """A part of a study's or a sweep's file; unknown keys are refused, and true or false in place of numbers."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _without_booleans_for_numbers(cls, value: Any, info: ValidationInfo) -> Any:
+        name = str(info.field_name)
+        lines = boolean_mistakes(cls.model_fields[name].annotation, value, name)
+        if lines:
+            raise Mistakes(lines)
+        return value
 
 
 def validation_mistakes(error: ValidationError, unknown: Callable[[KeyPath], str], prefix: KeyPath = ()) -> list[str]:
@@ -129,6 +147,8 @@ def _sentences(detail: Any, unknown: Callable[[KeyPath], str], prefix: KeyPath) 
         return [f"{dotted} {unknown(path)}"]
     if kind in {"missing", "missing_argument"}:
         return [f"{dotted} is needed and has no default."]
+    if kind == "too_short":
+        return [f"{dotted} is empty; it needs at least {counted(detail['ctx']['min_length'], 'entry', 'entries')}."]
 
     expected = _expected(detail)
     if expected == "a list" and isinstance(detail["input"], str):

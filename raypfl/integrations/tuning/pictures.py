@@ -13,6 +13,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.patheffects import withStroke
 
+from raypfl.common.counting import counted
 from raypfl.experiment.spaces import Space, values_by_column
 from raypfl.results.drawing.canvas import png
 
@@ -63,7 +64,7 @@ def draw_configurations(
         axes.set_yticks([])
         axes.set_xlim(-0.15, len(columns) - 0.6)
         axes.spines[:].set_visible(False)
-        axes.set_title(f"{len(values)} configurations")
+        axes.set_title(counted(len(values), "configuration"))
         figure.colorbar(ScalarMappable(norm, colours), ax=axes, label=label, pad=0.02)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from raypfl.common.counting import counted
 from raypfl.common.errors import ConfigError
 from raypfl.common.files import write
 from raypfl.evaluation import Measures
@@ -190,10 +191,8 @@ class SweepResult:
         for space in self.sweep.spaces:
             if space.is_range or space.owner:
                 continue
-            positions = {trial.drawn[space.name] for trial in self.trials}
-            for position, value in enumerate(space.values):
-                if position not in positions:
-                    missing.append(f"{space.key}={in_words(value)}")
+            drawn = [space.value(trial.drawn[space.name]) for trial in self.trials]
+            missing += [f"{space.key}={in_words(value)}" for value in space.values if value not in drawn]
         return missing
 
     def rows(self) -> list[dict[str, Any]]:
@@ -239,7 +238,7 @@ class SweepResult:
         ended = sum(trial.has_ended for trial in self.trials)
         if ended < count:
             return f"The best so far in the sweep {self.sweep.name}, of which {ended} of {count} trials have ended."
-        return f"The best of {count} configurations of the sweep {self.sweep.name}."
+        return f"The best of {counted(count, 'configuration')} of the sweep {self.sweep.name}."
 
     def _draw(self) -> None:
         trials = [trial for trial in self.trials if math.isfinite(trial.values.get(self.name, math.nan))]

@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from raypfl.common.errors import ConfigError
+from raypfl.common.counting import series
+from raypfl.common.errors import ConfigError, listed
 from raypfl.common.stopping import handlers_restored
 from raypfl.data import load_federated
 from raypfl.engine.backends.cluster import (
@@ -30,9 +31,10 @@ from raypfl.engine.events import Event, RunFinished
 from raypfl.engine.prepared import Prepared
 from raypfl.evaluation import Measures
 from raypfl.experiment import Experiment
+from raypfl.experiment.assignments import flatten
 from raypfl.experiment.settings import RaySettings
 from raypfl.experiment.yaml_text import read
-from raypfl.integrations.tuning.sweep import Sweep, Target
+from raypfl.integrations.tuning.sweep import Sweep, Target, load
 from raypfl.integrations.tuning.together import trials as without_tune
 from raypfl.integrations.tuning.together.asha import REPORTS, Asha
 from raypfl.integrations.tuning.trial import (
@@ -187,11 +189,17 @@ def _refuse_other_sweep(sweep: Sweep, folder: Path) -> None:
     if not file.exists():
         return
 
-    before = Sweep(**read(file))
-    if before.model_dump(exclude=CHANGEABLE) != sweep.model_dump(exclude=CHANGEABLE):
+    before = load(read(file))
+    settings_before = flatten(before.model_dump(exclude=CHANGEABLE))
+    settings_now = flatten(sweep.model_dump(exclude=CHANGEABLE))
+    different = [
+        key for key in {**settings_before, **settings_now} if settings_before.get(key) != settings_now.get(key)
+    ]
+    if different:
         raise ConfigError(
-            f"{folder} holds another sweep called {sweep.name!r}: its {SWEEP} differs from the one given now. Choose "
-            f"another name, or delete that folder. Only these may change: {', '.join(sorted(CHANGEABLE))}."
+            f"{folder} holds another sweep called {sweep.name!r}: its {SWEEP} has other values of "
+            f"{listed(different, 5)}. Choose another name, or delete that folder. Only these may change: "
+            f"{series(sorted(CHANGEABLE))}."
         )
 
     if sweep.trials < before.trials:

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from raypfl.common.counting import counted
 from raypfl.common.errors import ConfigError, did_you_mean
@@ -16,8 +16,9 @@ from raypfl.evaluation.masking import mask_of, unmasked_name
 from raypfl.experiment import Experiment, experiments
 from raypfl.experiment.assignments import assign, parse_assignments
 from raypfl.experiment.checks.effects import assign_all, require_effect
-from raypfl.experiment.checks.validation import one_message, validation_mistakes
+from raypfl.experiment.checks.validation import FilePart, one_message, validation_mistakes
 from raypfl.experiment.comparison import setting_paths
+from raypfl.experiment.identity import WITHOUT_EFFECT
 from raypfl.experiment.recipes import settings_of
 from raypfl.experiment.spaces import (
     KINDS,
@@ -42,11 +43,7 @@ SCHEDULERS = {"none": (), "asha": ("grace", "factor"), "median": ("grace",), "pb
 """Schedulers by name, and the settings that they use."""
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Target(_Part):
+class Target(FilePart):
     """A metric that is optimised.
 
     Attributes
@@ -63,7 +60,7 @@ class Target(_Part):
     mode: Literal["auto", "max", "min"] = "auto"
 
 
-class Searcher(_Part):
+class Searcher(FilePart):
     """What proposes configurations.
 
     Attributes
@@ -79,7 +76,7 @@ class Searcher(_Part):
     options: dict[str, Any] = Field(default_factory=dict)
 
 
-class Scheduler(_Part):
+class Scheduler(FilePart):
     """What ends or changes trials before their last round.
 
     Attributes
@@ -105,7 +102,7 @@ class Scheduler(_Part):
         return self.name in ("pbt", "pb2")
 
 
-class Stop(_Part):
+class Stop(FilePart):
     """What ends trials and the sweep early.
 
     Attributes
@@ -118,7 +115,7 @@ class Stop(_Part):
     seconds: float | None = Field(default=None, gt=0)
 
 
-class Sweep(_Part):
+class Sweep(FilePart):
     """A search over settings of an experiment.
 
     Attributes
@@ -163,7 +160,7 @@ class Sweep(_Part):
         for key in ("searcher", "scheduler"):
             if isinstance(values.get(key), str):
                 values[key] = {"name": values[key]}
-        if isinstance(values.get("metric"), Mapping):
+        if isinstance(values.get("metric"), Mapping | str):
             values["metric"] = (values["metric"],)
         return values
 
@@ -178,6 +175,10 @@ class Sweep(_Part):
 
     def _mistakes_of_search(self) -> Iterator[str]:
         kinds = {space.kind for space in self.spaces}
+        for key in self.search:
+            if key.partition(".")[0] in WITHOUT_EFFECT:
+                yield f"search has {key}, which does not change what a trial learns; search another setting."
+
         searcher = self.searcher.name
         scheduler = self.scheduler.name
         if len(self.metric) > 1 and (searcher != "optuna" or scheduler != "none"):
@@ -255,10 +256,9 @@ class Sweep(_Part):
 
         # Values that a setting refuses raise an error here, before anything runs.
         for space in self.spaces:
-            draws = space.values if space.is_range else range(len(space.values))
-            if not space.owner:
-                for draw in draws:
-                    self.configured({**lowest, space.name: draw})
+            choice = {space.owner: space.when} if space.owner else {}
+            for draw in space.values if space.is_range else range(len(space.values)):
+                self.configured({**lowest, **choice, space.name: draw})
         for point in self.points:
             self.configured(draws_of_point(self.spaces, point))
         return first
@@ -325,7 +325,7 @@ def load(source: str | Path | Mapping[str, Any], assignments: Iterable[str] = ()
     ----------
     assignments : changes ``dotted.key=value`` of the sweep itself (``trials=20``, ``scheduler.grace=4``), of its search
         (``search.training.lr={uniform: [0, 1]}``, ``search.training.lr.uniform=[0, 1]``, or ``null``, which drops it),
-        else of its experiment (``rounds=10``).
+        else of its experiment (``rounds=10`` or ``experiment.rounds=10``).
 
     Raises
     ------
@@ -333,14 +333,21 @@ def load(source: str | Path | Mapping[str, Any], assignments: Iterable[str] = ()
     """
     values = dict(source) if isinstance(source, Mapping) else {"name": Path(source).stem, **read(Path(source))}
     settings_of_sweep = set(Sweep.model_fields) - {"experiment"}
+    changed = []
     for path, value in parse_assignments(assignments):
         if path[0] == "search" and len(path) > 1:
             values["search"] = _with_space(values.get("search") or {}, path[1:], value)
         elif path[0] in settings_of_sweep:
             assign(values, path, value)
         else:
-            values["experiment"] = {**(values.get("experiment") or {}), ".".join(path): value}
+            changed.append(".".join(path).removeprefix("experiment."))
+            values["experiment"] = {**(values.get("experiment") or {}), changed[-1]: value}
 
+    for key in changed:
+        if key in (values.get("search") or {}):
+            raise ConfigError(
+                f"{key} is set, but the sweep searches it. Leave it out, or drop its space with search.{key}=null."
+            )
     try:
         return Sweep(**values)
     except ValidationError as error:
@@ -359,4 +366,12 @@ def _with_space(search: Mapping[str, Any], path: list[str], value: Any) -> dict[
 
 
 def _unknown(path: tuple[int | str, ...]) -> str:
-    return f"is no setting of a sweep; {did_you_mean(str(path[-1]), list(Sweep.model_fields))}"
+    """Return the text that follows an unknown key in a message."""
+    parts: dict[str, type[FilePart]] = {
+        "metric": Target,
+        "searcher": Searcher,
+        "scheduler": Scheduler,
+        "stop": Stop,
+    }
+    part = parts.get(str(path[0]), Sweep) if len(path) > 1 else Sweep
+    return f"is no setting of a sweep; {did_you_mean(str(path[-1]), part.model_fields)}"

@@ -9,12 +9,13 @@ from typing import Any, Literal
 from pydantic import Field
 
 from raypfl.common.errors import ConfigError, did_you_mean
+from raypfl.experiment.checks.validation import FilePart
 from raypfl.experiment.comparison import PER_METHOD
 from raypfl.experiment.spaces import Space, spaces_of
-from raypfl.studies.parts import MetricColumn, StudyPart
+from raypfl.studies.parts import MetricColumn
 
 
-class Search(StudyPart):
+class Search(FilePart):
     """A search of settings for each row, with equally many trials for every method.
 
     Attributes
