@@ -258,3 +258,40 @@ def test_a_client_is_left_alone_if_its_convolutions_are_added_up_in_another_orde
     among_few, single = rounds_alike(noted.calls.values(), rows, x.dtype)
     assert len(noted.calls) == 1 and (not single or torch.equal(whole[:, :12], alone[0]))
     assert among_few or not single
+
+
+def differs_by_place(function: Callable[[int, int], Tensor], clients: int) -> bool:
+    """Whether what some clients get, ``function(start, count)``, depends on where the first of them is in memory."""
+    whole = function(0, clients)
+    rows = len(whole) // clients
+    return any(
+        not torch.equal(function(start, 3), whole[start * rows : (start + 3) * rows]) for start in range(clients - 2)
+    )
+
+
+@pytest.mark.parametrize("features", [5, 8, 9])
+def test_trainings_are_not_joined_if_a_product_depends_on_the_places_of_its_matrices(features):
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(50, 10, 16, generator=generator)
+    b = torch.randn(50, 16, features, generator=generator)
+    call = OperationCall(torch.ops.aten.bmm.default, [Shape.of(a[:2]), Shape.of(b[:2])], {}, 20 * features, a.dtype)
+    is_moved = differs_by_place(lambda k, n: torch.bmm(a[k : k + n].clone(), b[k : k + n].clone()), 50)
+    assert rounds_alike([call], 2, a.dtype)[0] == (not is_moved)
+
+
+@pytest.mark.parametrize("features", [8, 12])
+def test_trainings_are_not_joined_if_all_clients_samples_meet_one_matrix_and_their_places_count(features):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(50, 2, generator=generator)
+    weight = torch.randn(features, 2, generator=generator)
+    with Calls() as noted:
+        x[:2] @ weight.T
+    is_moved = differs_by_place(lambda k, n: x[k : k + n].clone() @ weight.T, 50)
+    assert rounds_alike(noted.calls.values(), 2, x.dtype)[0] == (not is_moved)
+
+
+def test_trainings_are_not_joined_if_an_operation_adds_up_all_clients_samples():
+    gradient, x = torch.randn(2, 12, 4, generator=torch.Generator().manual_seed(0))
+    with Calls() as noted:
+        gradient.T @ x
+    assert not rounds_alike(noted.calls.values(), 3, x.dtype)[0]

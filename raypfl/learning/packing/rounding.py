@@ -2,8 +2,8 @@
 
 The results of a few steps do not always show it. Kernels take a sigmoid of the last numbers of a tensor by another
 formula than of the others: one of some thousands has other bits. And a single client's product of matrices, or its
-convolution, may be added up in another order, which a step hides whose other terms are larger. So each operation is
-tried on many numbers.
+convolution, may be added up in another order, which a step hides whose other terms are larger; so may those of matrices
+at other places in memory. So each operation is tried on many numbers.
 """
 
 from __future__ import annotations
@@ -25,27 +25,55 @@ TAIL = 32
 FEW = 3
 """With so many clients, and with fewer, a product is compared with that of many."""
 
+PLACE = 16
+"""Kernels may add up in another order what begins at no multiple of so many bytes, which hold four numbers in fp32."""
+
+MOST_PLACES = 3
+"""By how many clients the memory of others is moved, for all of these places."""
+
 aten = torch.ops.aten
 
-CONVOLUTIONS: dict[Any, tuple[tuple[int, ...], int, tuple[int, ...]]] = {
-    aten.convolution.default: ((1, 0, 0), 8, (1,)),
-    aten.convolution_backward.default: ((1, 1, 0), 9, (1, 0, 0)),
+CLIENT_AXES: dict[Any, tuple[tuple[int | None, ...], tuple[int | None, ...]]] = {
+    aten.mm.default: ((0, None), (0,)),
+    aten.addmm.default: ((None, 0, None), (0,)),
+    aten.convolution.default: ((0, None, None), (0,)),
+    aten.convolution_backward.default: ((0, 0, None), (0, None, None)),
 }
-"""Where they have the channels of all clients, a group for each: the axis in the first arguments, tensors; the argument
-with the number of groups; and the axis in the results."""
+"""Operations on the samples of all clients with the same weights: the axis along which the clients' samples are, in the
+first arguments and in the results; None: all clients share the tensor."""
+
+GROUPS: dict[Any, tuple[int, tuple[int, ...], tuple[int, ...]]] = {
+    aten.convolution.default: (8, (1, 0, 0), (1,)),
+    aten.convolution_backward.default: (9, (1, 1, 0), (1, 0, 0)),
+}
+"""The argument of convolutions with the number of groups. If clients have weights of their own, each is a group, and
+these are their axes in the first arguments and in the results."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How a tensor lies in memory."""
+    """How a tensor lies in memory.
+
+    Attributes
+    ----------
+    offset : the numbers between it and the last place before it where kernels begin; see `PLACE`.
+    """
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
+    offset: int = 0
 
     @classmethod
     def of(cls, tensor: Tensor) -> Shape:
-        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        offset = int(tensor.storage_offset()) % (PLACE // tensor.itemsize)
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, offset)
+
+    @property
+    def length_of_row(self) -> int:
+        """How far apart in memory the first and the last number are at a position of the first axis, both included."""
+        last = [(size - 1) * stride for size, stride in zip(self.sizes[1:], self.strides[1:], strict=True)]
+        return 1 + sum(last)
 
 
 @dataclass(frozen=True)
@@ -79,7 +107,7 @@ class Calls(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
         outlines = None
-        if func is aten.bmm.default or func in CONVOLUTIONS or torch.Tag.pointwise in func.tags:
+        if func is aten.bmm.default or func in CLIENT_AXES or torch.Tag.pointwise in func.tags:
             # Noted before the call, which may return one of its arguments.
             outlines = (_outline(list(args)), _outline(options))
         result = func(*args, **options)
@@ -103,9 +131,9 @@ def rounds_alike(calls: Iterable[OperationCall], rows: int, dtype: torch.dtype) 
     for call in calls:
         if torch.finfo(call.dtype).eps < torch.finfo(dtype).eps:
             continue
-        if call.function is aten.bmm.default or call.function in CONVOLUTIONS:
+        if call.function is aten.bmm.default or call.function in CLIENT_AXES:
             is_product = call.function is aten.bmm.default
-            among_few, alone = _products(*call.arguments) if is_product else _convolutions(call, rows)
+            among_few, alone = _products(*call.arguments) if is_product else _of_clients(call, rows)
             if not among_few:
                 return False, False
             single_too &= alone
@@ -160,16 +188,19 @@ def _is_same_everywhere(call: OperationCall) -> bool:
 
 def _products(left: Shape, right: Shape) -> tuple[bool, bool]:
     """Whether products of pairs of matrices have the same bits among few pairs and among many; and alone, too."""
-    pairs = max(left.sizes[0], 2 * FEW)
+    pairs = max(left.sizes[0], FEW + MOST_PLACES)
     generator = torch.Generator().manual_seed(0)
 
-    def drawn(shape: Shape) -> Tensor:
-        inner_sizes = shape.sizes[1:]
-        inner_strides = shape.strides[1:]
-        length = 1 + sum((size - 1) * stride for size, stride in zip(inner_sizes, inner_strides, strict=True))
-        stride = max(length, shape.strides[0]) if shape.strides[0] else 0
-        memory = torch.randn((pairs - 1) * stride + length, generator=generator, dtype=shape.dtype)
-        return memory.as_strided((pairs, *inner_sizes), (stride, *inner_strides))
+    def drawn(shape: Shape) -> Callable[[int, int], Tensor]:
+        """Return a function that returns `count` of the pairs' matrices, from `start` on, at the place of the first."""
+        stride = max(shape.length_of_row, shape.strides[0]) if shape.strides[0] else 0
+        memory = torch.randn((pairs - 1) * stride + shape.length_of_row, generator=generator, dtype=shape.dtype)
+
+        def part(start: int, count: int) -> Tensor:
+            moved = torch.cat([memory[: shape.offset], memory[start * stride :]])
+            return moved.as_strided((count, *shape.sizes[1:]), (stride, *shape.strides[1:]), shape.offset)
+
+        return part
 
     same = {1: True, FEW - 1: True, FEW: True}
     outputs = pairs * left.sizes[1] * right.sizes[2]
@@ -177,43 +208,67 @@ def _products(left: Shape, right: Shape) -> tuple[bool, bool]:
         for _ in range(max(1, NUMBERS // max(outputs, 1))):
             a = drawn(left)
             b = drawn(right)
-            whole = torch.bmm(a, b)
-            for count in same:
-                same[count] &= torch.equal(torch.bmm(a[:count], b[:count]), whole[:count])
+            whole = torch.bmm(a(0, pairs), b(0, pairs))
+            for start, count in _parts(same):
+                same[count] &= torch.equal(torch.bmm(a(start, count), b(start, count)), whole[start : start + count])
     return same[FEW - 1] and same[FEW], same[1]
 
 
-def _convolutions(call: OperationCall, rows: int) -> tuple[bool, bool]:
-    """Whether convolutions of clients in groups have the same bits among few clients and among many; and alone, too."""
-    axes, groups_at, result_axes = CONVOLUTIONS[call.function]
+def _parts(counts: Iterable[int]) -> list[tuple[int, int]]:
+    """Return which clients are compared among few: the number of the first, and how many."""
+    return [(0, count) for count in counts] + [(start, FEW) for start in range(1, MOST_PLACES + 1)]
+
+
+def _of_clients(call: OperationCall, rows: int) -> tuple[bool, bool]:
+    """Whether an operation on all clients' samples has the same bits for few clients and for many; and alone, too."""
     arguments = call.arguments
-    if arguments[groups_at] % rows:  # the clients' samples have the same weights
-        return True, True
+    groups_at, *axes_of_groups = GROUPS.get(call.function, (0,))
+    are_groups = groups_at > 0 and arguments[groups_at] % rows == 0
+    axes, result_axes = axes_of_groups if are_groups else CLIENT_AXES[call.function]
+    shapes = arguments[: len(axes)]
+    if any(axis is not None and shape and shape.sizes[axis] % rows for shape, axis in zip(shapes, axes, strict=True)):
+        return False, False
+
+    clients = max(rows, FEW + MOST_PLACES)
     generator = torch.Generator().manual_seed(0)
 
-    def of_first(count: int, tensors: Sequence[Tensor | None]) -> list[Any]:
-        parts: list[Any] = [_part(tensor, axis, rows, count) for tensor, axis in zip(tensors, axes, strict=True)]
-        parts += arguments[len(axes) :]
-        parts[groups_at] = arguments[groups_at] // rows * count
-        if call.function is aten.convolution_backward.default and parts[3]:
-            parts[3] = [parts[3][0] // rows * count]
-        return parts
+    def drawn(shape: Shape | None, axis: int | None) -> Tensor | None:
+        if shape is None:
+            return None
+        if axis is None:
+            return torch.empty_strided(shape.sizes, shape.strides, dtype=shape.dtype).normal_(generator=generator)
+        sizes = list(shape.sizes)
+        sizes[axis] = sizes[axis] // rows * clients
+        return torch.randn(sizes, generator=generator, dtype=shape.dtype)
 
-    same = dict.fromkeys(range(1, min(FEW, rows) + 1), True)
+    def result(tensors: Sequence[Tensor | None], start: int, count: int) -> Sequence[Any]:
+        parts: list[Any] = [
+            _part(tensor, axis, clients, start, count) for tensor, axis in zip(tensors, axes, strict=True)
+        ]
+        parts += arguments[len(axes) :]
+        if are_groups:
+            parts[groups_at] = arguments[groups_at] // rows * count
+            if call.function is aten.convolution_backward.default and parts[3]:
+                parts[3] = [parts[3][0] // rows * count]
+        return _values(call.function(*parts, **call.options))
+
+    same = dict.fromkeys(range(1, FEW + 1), True)
     with torch.no_grad():
         for _ in range(max(1, NUMBERS // max(call.numbers, 1))):
-            tensors = []
-            for value in arguments[: len(axes)]:
-                is_tensor = isinstance(value, Shape)
-                tensors.append(torch.randn(value.sizes, generator=generator, dtype=value.dtype) if is_tensor else None)
-            whole = _values(call.function(*of_first(rows, tensors)))
-            for count in same:
-                few = _values(call.function(*of_first(count, tensors)))
-                for value, all_values, axis in zip(few, whole, result_axes, strict=True):
-                    same[count] &= value is None or torch.equal(value, _part(all_values, axis, rows, count))
-    return all(same[count] for count in same if count > 1), same[1]
+            tensors = [drawn(shape, axis) for shape, axis in zip(shapes, axes, strict=True)]
+            whole = result(tensors, 0, clients)
+            for start, count in _parts(same):
+                for value, all_values, axis in zip(result(tensors, start, count), whole, result_axes, strict=True):
+                    # Without an axis, all clients' samples are added up.
+                    same[count] &= value is None or (
+                        axis is not None and torch.equal(value, _part(all_values, axis, clients, start, count))
+                    )
+    return same[FEW - 1] and same[FEW], same[1]
 
 
-def _part(tensor: Tensor | None, axis: int, rows: int, count: int) -> Any:
-    """Return the part of the first `count` clients along an axis; None for None."""
-    return None if tensor is None else tensor.narrow(axis, 0, tensor.shape[axis] // rows * count).contiguous()
+def _part(tensor: Tensor | None, axis: int | None, clients: int, start: int, count: int) -> Any:
+    """Return what `count` of the clients along an axis have, from `start` on, in memory of its own; else the tensor."""
+    if tensor is None or axis is None:
+        return tensor
+    size = tensor.shape[axis] // clients
+    return tensor.narrow(axis, start * size, count * size).clone(memory_format=torch.contiguous_format)
