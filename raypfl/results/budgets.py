@@ -1,4 +1,4 @@
-"""What a run spends until a target, and how good it is within a budget: rounds, traffic, time and energy."""
+"""What a run spends until it is as good as a target: rounds, traffic, time and energy."""
 
 from __future__ import annotations
 
@@ -23,23 +23,17 @@ def cost_to_target(result: RunResult, target: float, against: Axis, protocol: st
     protocol, model : which evaluation, such as ``local``, and of which models, ``personal`` or ``global``.
     """
     rounds, scores = _scores(result, protocol, model)
-    is_higher_better = Unit(result.experiment.measures.primary).metric.higher_is_better
-    # The target may be a run's own final mean.
-    rounding = _ROUNDING * abs(target)
-    reached = scores >= target - rounding if is_higher_better else scores <= target + rounding
+    reached = as_good_as(scores, target, Unit(result.experiment.measures.primary))
     if not reached.any():
         return None
     return float(positions(result, against)[rounds[np.argmax(reached)]])
 
 
-def score_within(result: RunResult, budget: float, against: Axis, protocol: str, model: str) -> float | None:
-    """Return how good a run was in its last evaluation within a budget, in the metric's unit; None: it had none.
-
-    Parameters are as for :func:`cost_to_target`.
-    """
-    rounds, scores = _scores(result, protocol, model)
-    within = np.flatnonzero(positions(result, against)[rounds] <= budget)
-    return float(scores[within[-1]]) if len(within) else None
+def as_good_as(scores: np.ndarray, target: float, unit: Unit) -> np.ndarray:
+    """Return whether each of the scores is as good as the target, ``bool`` of their shape; all are in the unit."""
+    # The target may be a run's own final mean.
+    rounding = _ROUNDING * abs(target)
+    return scores >= target - rounding if unit.metric.higher_is_better else scores <= target + rounding
 
 
 def _scores(result: RunResult, protocol: str, model: str) -> tuple[np.ndarray, np.ndarray]:

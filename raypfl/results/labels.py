@@ -187,4 +187,6 @@ def _value_text(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, list):
+        return f"[{', '.join(map(_value_text, value))}]"
     return str(value)

@@ -62,6 +62,14 @@ class Unit:
         """Return numbers in this unit without its sign: ``"94.2"``, or ``"94.2±0.3"`` over several seeds."""
         return str(over_seeds(seeds, self.digits(seeds)))
 
+    def in_words(self, *seeds: float) -> str:
+        """Return numbers in this unit for a sentence: ``"94.2 ± 0.3 %"``, or ``"a mean squared error of 2,900"``.
+
+        Its blanks around signs do not break lines.
+        """
+        text = self.text(*seeds).replace("±", "\u00a0±\u00a0")
+        return f"{text}\u00a0%" if self.sign else f"a {self.phrase} of {text}"
+
 
 @dataclass(frozen=True)
 class TableCell:

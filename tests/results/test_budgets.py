@@ -5,12 +5,13 @@ from __future__ import annotations
 import csv
 from dataclasses import replace
 
+import pyarrow as pa
 import pytest
 
 import raypfl
 from raypfl.engine.events import RoundFinished
 from raypfl.integrations.tracking.entries import round_points
-from raypfl.results.budgets import cost_to_target, score_within
+from raypfl.results.budgets import cost_to_target
 from raypfl.results.display.outcome import as_json
 from raypfl.results.numbers import positions
 from raypfl.results.report import budgets, page
@@ -56,9 +57,6 @@ def test_a_target_costs_what_was_spent_until_the_first_evaluation_that_reached_i
             assert cost == pytest.approx(spent(result, axis, first))
         assert cost_to_target(result, 101.0, axis, "local", "global") is None
 
-        assert score_within(result, spent(result, axis, 5), axis, "local", "global") == pytest.approx(curve[4])
-        assert score_within(result, 0.99 * spent(result, axis, 2), axis, "local", "global") is None
-
 
 def test_the_run_whose_final_mean_is_the_target_reaches_it():
     for seed in range(20):
@@ -66,6 +64,27 @@ def test_the_run_whose_final_mean_is_the_target_reaches_it():
         table = budgets.for_target(group_runs(runs), "local", [])
         rounds = {label: cells[0] for _, label, cells in table.lines}
         assert rounds["fedavg"] in ("5", "10") and rounds["ditto"] == "5"
+
+
+def test_seeds_reach_the_target_by_their_mean_and_what_sends_nothing_is_no_budget():
+    runs = []
+    for seed, (early, late) in enumerate([(0.6, 0.8), (0.7, 0.9)]):
+        for method, gain, megabytes in (("fedavg", 0.0, 1), ("ditto", 0.06, 2), ("local", 0.06, 0)):
+            run = made_up(method, seed=seed, rounds=(5, 10))
+            evaluations = run.evaluations.to_pydict()
+            evaluations["accuracy"] = [{5: early, 10: late}[round] + gain for round in evaluations["round"]]
+            sent = {name: [megabytes * 50_000] * 10 for name in ("bytes_up", "bytes_down")}
+            rounds = pa.table(run.rounds.to_pydict() | sent)
+            runs.append(replace(run, evaluations=pa.table(evaluations), rounds=rounds))
+
+    groups = group_runs(runs)
+    target = budgets.for_target(groups, "local", ["megabytes"])
+    assert target.title == "To 85.0\u00a0%" and target.headings == ["rounds", "MB, up and down"]
+    assert [cells for *_, cells in target.lines] == [["10", "1"], ["10", "2"], ["10", "0"]]
+
+    within = budgets.within_budgets(groups, "local", ["megabytes"])
+    assert within.headings == ["1 MB, up and down"]
+    assert [cells for *_, cells in within.lines] == [["85.0"], ["71.0"], ["91.0"]]
 
 
 def test_a_round_has_its_place_though_the_records_of_earlier_ones_are_lost(runs):

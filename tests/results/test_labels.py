@@ -31,3 +31,8 @@ def test_a_run_that_has_not_begun_has_the_label_of_one_that_has_recorded_its_dat
     run_that_began = Experiment(objective="classification")
     waiting_run = Experiment(method="ditto")
     assert labels([run_that_began, waiting_run]) == ["fedavg", "ditto"]
+
+
+def test_a_list_in_a_label_has_no_quotes():
+    compared = [Experiment(), Experiment(evaluation={"protocols": ["global", "local"]}, training={"lr": 0.5})]
+    assert labels(compared)[1] == "fedavg training.lr=0.5 evaluation.protocols=[global, local]"

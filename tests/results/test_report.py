@@ -310,6 +310,10 @@ def test_the_headline_says_whose_models_it_compares_and_how_they_spread(results,
     deployed = lead({"global": 80}, {"global": 80}, {"personal": 90, "global": 95}, {"personal": 90, "global": 95})
     assert deployed.count("lobal model of ditto has") == 1
 
+    alone = lead({"personal": 90, "global": 95}, of=results[2:3])
+    assert alone.startswith("The personal models of ditto reach 90.0 %")
+    assert alone.endswith("the models that clients would use; the global model of ditto has 95.0 %.")
+
 
 def test_runs_with_other_settings_are_no_seeds_of_one_method(results):
     moved = changed(results[1], "checkpoint.every=3", "output=elsewhere")
@@ -685,7 +689,7 @@ def test_the_headline_of_a_sweep_names_the_configuration_that_the_search_chose_n
     trials = swept(results[0], tmp_path / "rates")
     expected = (
         "The search rates chose fedavg training.lr=0.5, the best by accuracy/val. "
-        "The global model of fedavg training.lr=0.5 reaches 90.0 % on each client’s own test data."
+        "The global model of fedavg training.lr=0.5 reaches 90.0\u00a0% on each client’s own test data."
     )
     assert lead_of(part(trials[:2]), "local") == expected
     # Of two trials with the same settings, a report has the later one.

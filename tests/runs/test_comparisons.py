@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import signal
@@ -152,6 +153,10 @@ def test_the_finished_runs_of_an_interrupted_comparison_are_reported(monkeypatch
         assert [result.run_dir.name for result in results] == ["fedavg-s0"]
         assert f"{folder / 'ditto-s0'} ended before its first evaluation." in notes
         assert any(f"`raypfl resume {folder / 'local-s0'}` finishes an interrupted one" in note for note in notes)
+
+    summary = json.loads((folder / "ditto-s0/summary.json").read_text())
+    (folder / "ditto-s0/summary.json").write_text(json.dumps(summary | {"error": "It diverged."}))
+    assert f"{folder / 'ditto-s0'} failed before its first evaluation: It diverged." in find_runs([folder])[1]
 
 
 def test_a_comparison_interrupted_before_its_first_round_says_how_to_continue(monkeypatch: pytest.MonkeyPatch):

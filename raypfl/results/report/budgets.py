@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from statistics import fmean
 
-from raypfl.results.budgets import cost_to_target, score_within
-from raypfl.results.numbers import Axis, has_simulated_time, positions
+import numpy as np
+
+from raypfl.results.budgets import as_good_as
+from raypfl.results.numbers import Axis, Curve, has_simulated_time, metric_curves
 from raypfl.results.run_groups import RunGroup
 from raypfl.results.units import capitalised
 
@@ -46,53 +48,69 @@ def axes_of(groups: Sequence[RunGroup]) -> list[Axis]:
 
 def for_target(groups: Sequence[RunGroup], protocol: str, axes: Sequence[Axis]) -> BudgetTable | None:
     """Return what each method spends until it is first as good as the worst one at its end; None for one method."""
-    finals = {i: fmean(group.scores(protocol)) for i, group in enumerate(groups) if group.scores(protocol)}
-    finite = [final for final in finals.values() if isfinite(final)]
+    finals = [fmean(group.scores(protocol)) for group in groups if group.scores(protocol)]
+    finite = [final for final in finals if isfinite(final)]
     if len(finals) < 2 or not finite:
         return None
 
     unit = groups[0].unit
     target = min(finite) if unit.metric.higher_is_better else max(finite)
-    columns: list[Axis] = ["round", *axes]
-
-    def cell(group: RunGroup, axis: Axis) -> str:
-        model = group.deployed(protocol)
-        costs = [cost_to_target(result, target, axis, protocol, model) for result in group.results]
-        reached = [cost for cost in costs if cost is not None]
-        return _mean(reached) if len(reached) == len(costs) else f"{len(reached)} of {len(costs)} seeds"
-
+    columns: dict[str, dict[int, str]] = {}
+    for axis in ("round", *axes):
+        column = columns[_HEADINGS[axis]] = {}
+        for i, curve in _curves(groups, protocol, axis).items():
+            reached = np.flatnonzero(as_good_as(curve.mean, target, unit))
+            column[i] = _number(curve.x[reached[0]]) if len(reached) else "–"
     return BudgetTable(
-        title=f"To {unit.text(target)}{unit.sign or f' {unit.phrase}'}",
-        headings=[_HEADINGS[axis] for axis in columns],
-        lines=[(i, groups[i].label, [cell(groups[i], axis) for axis in columns]) for i in finals],
-        note="What is spent until the first evaluation that is as good as the worst method's result, mean over seeds.",
+        title=f"To {unit.in_words(target)}",
+        headings=list(columns),
+        lines=_lines(groups, columns.values()),
+        note="What is spent until the mean over seeds is first as good as the worst method's result. –: never.",
     )
 
 
 def within_budgets(groups: Sequence[RunGroup], protocol: str, axes: Sequence[Axis]) -> BudgetTable | None:
-    """Return how good each method is with what the cheapest one spends in all; None for one method."""
-    tested = {i: group for i, group in enumerate(groups) if group.scores(protocol)}
-    if len(tested) < 2:
-        return None
+    """Return how good each method is with what the cheapest one spends; None for one method, or if none spends any.
 
+    Methods that spend nothing, such as training alone, are not the cheapest.
+    """
     unit = groups[0].unit
-    results = [result for group in tested.values() for result in group.results]
-    budgets = {axis: min(positions(result, axis)[-1] for result in results) for axis in axes}
+    columns: dict[str, dict[int, str]] = {}
+    for axis in axes:
+        curves = _curves(groups, protocol, axis)
+        spent = [curve.x[-1] for curve in curves.values() if curve.x[-1] > 0]
+        if len(curves) < 2 or not spent:
+            continue
 
-    def cell(group: RunGroup, axis: Axis) -> str:
-        model = group.deployed(protocol)
-        scores = [score_within(result, budgets[axis], axis, protocol, model) for result in group.results]
-        known = [score for score in scores if score is not None]
-        return unit.text(fmean(known)) if known else "–"
-
+        column = columns[f"{min(spent):,.3g} {_HEADINGS[axis]}"] = {}
+        for i, curve in curves.items():
+            affordable = curve.mean[curve.x <= min(spent)]
+            column[i] = unit.text(affordable[-1]) if len(affordable) else "–"
+    if not columns:
+        return None
     return BudgetTable(
         title=f"{capitalised(unit.phrase)} on equal budgets",
-        headings=[f"{budget:,.3g} {_HEADINGS[axis]}" for axis, budget in budgets.items()],
-        lines=[(i, group.label, [cell(group, axis) for axis in axes]) for i, group in tested.items()],
-        note="In the last evaluation within what the cheapest run spends in all, mean over seeds.",
+        headings=list(columns),
+        lines=_lines(groups, columns.values()),
+        note="In the last evaluation by which a method spends no more than the cheapest one that spends any, mean over "
+        "seeds. –: there is none.",
     )
 
 
-def _mean(values: Sequence[float]) -> str:
-    mean = fmean(values)
-    return f"{mean:,.0f}" if mean >= 100 or mean == round(mean) else f"{mean:.3g}"
+def _curves(groups: Sequence[RunGroup], protocol: str, axis: Axis) -> dict[int, Curve]:
+    """Curves of the models that clients use, by the index of the group."""
+    curves = metric_curves(groups, protocol, axis)
+    return {i: curve for (i, model), curve in curves.items() if model == groups[i].deployed(protocol)}
+
+
+def _lines(groups: Sequence[RunGroup], columns: Iterable[Mapping[int, str]]) -> list[tuple[int, str, list[str]]]:
+    """A line for each group that is in a column; columns hold cells by the index of the group."""
+    lines = []
+    for i, group in enumerate(groups):
+        if any(i in column for column in columns):
+            lines.append((i, group.label, [column.get(i, "–") for column in columns]))
+    return lines
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 or value == round(value) else f"{value:.3g}"

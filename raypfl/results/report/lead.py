@@ -35,8 +35,10 @@ def _result(groups: Sequence[RunGroup], protocol: str) -> str:
 
     (best, best_scores), *rivals = ranked
     models, reach, are = _models(best, protocol)
+    score = unit.in_words(*best_scores)
+    global_models = _global_models(groups, protocol, best, fmean(best_scores))
     if not rivals:
-        return f"{capitalised(models)} {reach} {_score_text(unit, best_scores)} on {test_data}."
+        return f"{capitalised(models)} {reach} {score} on {test_data}.{global_models}"
 
     best_text = unit.text(fmean(best_scores))
     equals = [group for group, seeds in rivals if unit.text(fmean(seeds)) == best_text]
@@ -44,24 +46,13 @@ def _result(groups: Sequence[RunGroup], protocol: str) -> str:
         equal_models = f"{len(equals)} others"
         if len(equals) == 1:
             equal_models, _, _ = _models(equals[0], protocol)
-        return f"{capitalised(models)} and {equal_models} are best on {test_data}: {_score_text(unit, best_scores)}."
+        return f"{capitalised(models)} and {equal_models} are best on {test_data}: {score}.{global_models}"
 
     second, second_scores = rivals[0]
     rival_models, _, _ = _models(second, protocol)
     lead = _lead_text(unit, fmean(best_scores), fmean(second_scores))
     certainty = _certainty(difference(best, second, protocol), best_scores, second_scores)
-    sentence = (
-        f"{capitalised(models)} {are} best on {test_data}: {_score_text(unit, best_scores)}, "
-        f"{lead} {rival_models}{certainty}."
-    )
-
-    unused = _unused_global_model(groups, protocol, fmean(best_scores))
-    if best.deployed(protocol) == "personal":
-        global_scores = best.scores(protocol, "global")
-        own_global_model = f"global model of {best.label} has"
-        if global_scores and not best.leaves_untrained and own_global_model not in unused:
-            sentence += f" The {own_global_model} {_score_text(unit, global_scores)}."
-    return sentence + unused
+    return f"{capitalised(models)} {are} best on {test_data}: {score}, {lead} {rival_models}{certainty}.{global_models}"
 
 
 def _best_first(groups: Sequence[RunGroup], protocol: str, model: str = "") -> list[tuple[RunGroup, list[float]]]:
@@ -80,15 +71,22 @@ def _best_first(groups: Sequence[RunGroup], protocol: str, model: str = "") -> l
     return sorted(scored, key=lambda pair: groups[0].unit.order(fmean(pair[1])))
 
 
-def _unused_global_model(groups: Sequence[RunGroup], protocol: str, best: float) -> str:
-    """A sentence on a global model that is better than the best models that clients would use; empty if none is."""
+def _global_models(groups: Sequence[RunGroup], protocol: str, best: RunGroup, best_mean: float) -> str:
+    """Sentences on the global model beside the best personal ones, and on one that is better than all models in use."""
     unit = groups[0].unit
+    beside = ""
+    own_scores = best.scores(protocol, "global")
+    if best.deployed(protocol) == "personal" and own_scores and not best.leaves_untrained:
+        beside = f" The global model of {best.label} has {unit.in_words(*own_scores)}."
+
     for group, scores in _best_first(groups, protocol, "global")[:1]:
         mean = fmean(scores)
-        if mean > best if unit.metric.higher_is_better else mean < best:
-            text = f"the global model of {group.label} has {_score_text(unit, scores)}"
-            return f" These are the models that clients would use; {text}."
-    return ""
+        if mean > best_mean if unit.metric.higher_is_better else mean < best_mean:
+            if group.label == best.label:
+                beside = ""
+            better = f"the global model of {group.label} has {unit.in_words(*scores)}"
+            return f"{beside} These are the models that clients would use; {better}."
+    return beside
 
 
 def _lead_text(unit: Unit, best: float, second: float) -> str:
@@ -118,14 +116,6 @@ def _certainty(row: Difference, best_scores: Sequence[float], second_scores: Seq
     if abs(fmean(best_scores) - fmean(second_scores)) > spread:
         return ""
     return f", which is within the spread over seeds (± {row.unit.text(spread)})"
-
-
-def _score_text(unit: Unit, scores: Sequence[float]) -> str:
-    """``94.2 ± 0.3 %``, or ``a mean squared error of 2,900``."""
-    text = unit.text(*scores).replace("±", " ± ")
-    if unit.sign:
-        return f"{text}{unit.sign}"
-    return f"a {unit.phrase} of {text}"
 
 
 def _models(group: RunGroup, protocol: str) -> tuple[str, str, str]:

@@ -35,7 +35,7 @@ from raypfl.results.run_groups import RunGroup
 from raypfl.results.setting_text import data_text, shared_setting_text
 from raypfl.results.table import MODELS, attack_sentences, unequal_lengths, untrained_parts
 from raypfl.results.units import Unit, capitalised
-from raypfl.runs.result import RunResult
+from raypfl.runs.result import RunResult, recorded_end
 
 _FIGURE_ID = re.compile(r"((?:id=\"|href=\"#|url\(#)\w?[0-9a-f]{10})")
 _EXPORTS = {".tex": export.as_latex, ".csv": export.as_csv}
@@ -281,7 +281,9 @@ def _cautions(groups: Sequence[RunGroup]) -> list[str]:
     for group in groups:
         for result in group.results:
             run = f"{group.label}, seed {result.experiment.seed}"
-            if result.status != "finished":
+            if result.status == "failed":
+                cautions.append(f"{run}, failed after round {result.round}: {recorded_end(result.run_dir)['error']}")
+            elif result.status != "finished":
                 cautions.append(f"{run}, {result.status} after round {result.round}.")
             cautions += [f"{run}: {notice}" for notice in run_notices(result)]
 

@@ -13,7 +13,7 @@ from raypfl.results.labels import labels
 from raypfl.results.report.searches.folders import best_runs, is_sweep
 from raypfl.results.setting_text import data_text
 from raypfl.runs.folders import ComparisonFolder
-from raypfl.runs.result import RECIPE, SWEEP, RunResult, refuse_missing
+from raypfl.runs.result import RECIPE, SWEEP, RunResult, recorded_end, refuse_missing
 
 _DAMAGED = (OSError, ValueError, LookupError, TypeError, pa.ArrowException)
 """What reading files with other content than expected raises."""
@@ -133,5 +133,8 @@ def _load_evaluated(folder: Path) -> RunResult:
     # Compute with the metrics, so that a damaged table is found here.
     result.summary()
     if not result.evaluations.num_rows:
+        problem = recorded_end(folder)["error"]
+        if problem:
+            raise ConfigError(f"{folder} failed before its first evaluation: {problem}")
         raise ConfigError(f"{folder} ended before its first evaluation.")
     return result
