@@ -1,4 +1,4 @@
-"""What a run spends until it is as good as a target: rounds, traffic, time and energy."""
+"""What a run spends until a target, and how good it is within a budget: rounds, traffic, time and energy."""
 
 from __future__ import annotations
 
@@ -27,6 +27,16 @@ def cost_to_target(result: RunResult, target: float, against: Axis, protocol: st
     if not reached.any():
         return None
     return float(positions(result, against)[rounds[np.argmax(reached)]])
+
+
+def score_within(result: RunResult, budget: float, against: Axis, protocol: str, model: str) -> float | None:
+    """Return how good a run was in its last evaluation within a budget, in the metric's unit; None: it had none.
+
+    Parameters are as for :func:`cost_to_target`.
+    """
+    rounds, scores = _scores(result, protocol, model)
+    within = np.flatnonzero(positions(result, against)[rounds] <= budget)
+    return float(scores[within[-1]]) if len(within) else None
 
 
 def as_good_as(scores: np.ndarray, target: float, unit: Unit) -> np.ndarray:

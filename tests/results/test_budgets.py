@@ -11,7 +11,7 @@ import pytest
 import raypfl
 from raypfl.engine.events import RoundFinished
 from raypfl.integrations.tracking.entries import round_points
-from raypfl.results.budgets import cost_to_target
+from raypfl.results.budgets import cost_to_target, score_within
 from raypfl.results.display.outcome import as_json
 from raypfl.results.numbers import positions
 from raypfl.results.report import budgets, page
@@ -56,6 +56,9 @@ def test_a_target_costs_what_was_spent_until_the_first_evaluation_that_reached_i
             cost = cost_to_target(result, target, axis, "local", "global")
             assert cost == pytest.approx(spent(result, axis, first))
         assert cost_to_target(result, 101.0, axis, "local", "global") is None
+
+        assert score_within(result, spent(result, axis, 5), axis, "local", "global") == pytest.approx(curve[4])
+        assert score_within(result, 0.99 * spent(result, axis, 2), axis, "local", "global") is None
 
 
 def test_the_run_whose_final_mean_is_the_target_reaches_it():
