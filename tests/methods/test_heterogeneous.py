@@ -15,6 +15,7 @@ import raypfl
 from raypfl.common.errors import ConfigError
 from raypfl.data import load_federated
 from raypfl.engine.prepared import Prepared
+from raypfl.methods.partial_models.shared_part import SharedPart
 from raypfl.models.architectures.heterogeneous import AverageFeatures, architectures_of
 from raypfl.runs.choices.turn import turn_of
 from raypfl.storage.states import StateTable
@@ -274,6 +275,41 @@ def test_simulated_time_counts_the_multiplications_of_each_clients_own_network(t
     multiplications = np.array([64 * 7 + 7 * 6 + 60, 36 * 9 + 60])
     assert loads.messages.tolist() == [1.0] * 7
     np.testing.assert_allclose(loads.work, (multiplications / multiplications.max())[np.arange(7) % 2])
+
+
+class Heads(SharedPart):
+    """Averages output layers; a group whose clients were sent different ones would get the first."""
+
+    def personal_part(self, model):
+        return model.mask("feature extractor")
+
+    def train(self, clients, shared):
+        trained = clients.sgd(clients.loss, self.received(clients, shared))
+        return self.sent(clients, trained, clients.num_samples)
+
+
+def test_asynchronous_clients_train_in_one_group_only_if_two_of_the_same_network_can(tmp_path):
+    changes = TWO | TIMED | {"method": f"{__name__}:Heads", "asynchronous__buffer": 3, "training__precision": "fp64"}
+    changes |= {"engine__group_size": 9, "rounds": 5, "partition__clients": 9}
+    settings = experiment(tmp_path, **changes, engine__executor="vectorised")
+    largest = np.argsort(-prepared(settings).task.num_samples)[:2]
+    assert largest[0] % 2 != largest[1] % 2, "the two largest clients have different networks"
+    together, one_by_one = (
+        raypfl.run(experiment(tmp_path, **changes, engine__executor=executor)).server_state()["theta"]
+        for executor in ("vectorised", "sequential")
+    )
+    torch.testing.assert_close(together, one_by_one, rtol=1e-10, atol=1e-10)
+
+
+def test_batch_norm_in_any_network_is_refused_under_noise_but_not_where_output_layers_are_compressed(
+    tmp_path,
+):
+    smaller_has_batch_norm = {"model__networks": "[{name: mlp, hidden: [64]}, {name: resnet10, width: 4}]"}
+    changes = TWO | {"method": "lg-fedavg", "rounds": 1, "training__smallest_batch": 2} | smaller_has_batch_norm
+    with pytest.raises(ConfigError, match="batch norm in heterogeneous mixes the samples"):
+        raypfl.run(experiment(tmp_path, **changes, privacy__noise=0.5))
+    compressed = changes | {"model__networks": "[{name: resnet10, width: 4}]", "compression": "qsgd"}
+    assert raypfl.run(experiment(tmp_path, **compressed)).status == "finished"
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(36, 6), (10, 4), (3, 7), (5, 5)])

@@ -18,7 +18,8 @@ def refuse_idle_compression(prepared: Prepared) -> None:
     if experiment.compression is None:
         return
 
-    if prepared.model.num_buffers:
+    # Of different networks, the server has the layer that clients exchange.
+    if prepared.task.model.num_buffers:
         raise ConfigError(
             "compression changes all numbers of a model, but some that this network and method have are no parameters: "
             "running statistics, as of batch norm, whose variances could become negative. Choose group norm (norm: "

@@ -13,7 +13,7 @@ def refuse_unprotected(prepared: Prepared) -> None:
     privacy = prepared.experiment.privacy
     refuse_without_accountant(privacy)
 
-    if privacy.noise is not None and prepared.model.mixes_rows:
+    if privacy.noise is not None and any(model.mixes_rows for model in prepared.architectures):
         raise ConfigError(
             f"privacy.noise is {privacy.noise}, but batch norm in {prepared.experiment.model.name} mixes the samples "
             "of a batch, so one sample's influence cannot be bounded. Choose group norm (norm: group) or a network "

@@ -40,6 +40,7 @@ class Rehearsal:
         changes = [f"engine.group_size={size}", "training.steps=1", "failures.loss_limit=.inf"]
         # With no share of a GPU, the data stay in the host's memory.
         self._prepared = prepared.with_settings(prepared.experiment.override(changes), gpus=0.0)
+        self._size = size
         self._task = self._prepared.task
         self._method = prepared.experiment.method
         self._training_settings = prepared.experiment.training
@@ -127,7 +128,7 @@ class Rehearsal:
         LateReplyError : if the method's late replies could not be met, as far as these rounds and the message of the
             run's last one show.
         """
-        clients = self._largest(self._task.num_samples)
+        clients = self._largest_of_one_network()
         schedule = Schedule(
             clients=np.array([0, len(clients) - 1, 0]),
             rounds=np.array([1, 1, 2]),
@@ -149,12 +150,15 @@ class Rehearsal:
             self._runner.states.commit()
         self._refuse_last_round(rounds, clients)
 
-        return {"server": self._server, "clients": self.states()}
+        return {"server": self._server, "clients": self._states_of(clients)}
 
     def states(self) -> dict[int, dict[str, Tensor]]:
         """Return what each client keeps, by client and name."""
+        return self._states_of(self._largest(self._task.num_samples))
+
+    def _states_of(self, clients: Sequence[int]) -> dict[int, dict[str, Tensor]]:
         states = {}
-        for client in self._largest(self._task.num_samples):
+        for client in clients:
             refs = self._runner.states.refs(client)
             state = merged(ref.stack.state_of(ref.slot) for ref in refs)
             states[client] = {name: torch.from_numpy(np.array(array)) for name, array in state.items()}
@@ -183,10 +187,18 @@ class Rehearsal:
 
     def _largest(self, samples: np.ndarray) -> tuple[int, ...]:
         """Return the trained clients with most of these samples."""
-        size = self._prepared.experiment.engine.group_size
+        return tuple(sorted(self._ranked(samples)[: self._size]))
+
+    def _largest_of_one_network(self) -> tuple[int, ...]:
+        """Return the trained clients of one network with most training samples, which can train in one group."""
+        ranked = np.array(self._ranked(self._task.num_samples))
+        parts = [ranked[positions][: self._size] for positions in self._task.by_architecture(ranked)]
+        return tuple(sorted(max(parts, key=len).tolist()))
+
+    def _ranked(self, samples: np.ndarray) -> list[int]:
+        """Return the trained clients, those with most of these samples first."""
         unseen = set(self._task.unseen.tolist())
-        ranked = [client for client in np.argsort(-samples, kind="stable").tolist() if client not in unseen]
-        return tuple(sorted(ranked[:size]))
+        return [client for client in np.argsort(-samples, kind="stable").tolist() if client not in unseen]
 
 
 def _loads_of_architectures(prepared: Prepared) -> Loads | None:
