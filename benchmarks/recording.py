@@ -45,7 +45,7 @@ def milliseconds(folder: str, cohort: int, steps: int) -> tuple[list[float], str
 def main() -> None:
     """Measure and print."""
     torch.set_num_threads(1)
-    fewest = Replays.fewest
+    min_steps = Replays.min_steps
     print(f"{'steps':>6}{'cohort':>8}{'as before':>14}{'repeated':>12}{'ratio':>8}   (ms of CPU time a round)")
     with tempfile.TemporaryDirectory() as folder:
         for steps in STEPS:
@@ -54,7 +54,7 @@ def main() -> None:
                 hashes = set()
                 for turn in range(2 * TURNS):
                     is_repeated = turn % 2 == 1
-                    Replays.fewest = fewest if is_repeated else steps + 1
+                    Replays.min_steps = min_steps if is_repeated else steps + 1
                     rounds, weights_hash = milliseconds(folder, cohort, steps)
                     times[is_repeated] += rounds
                     hashes.add(weights_hash)

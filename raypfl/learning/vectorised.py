@@ -113,8 +113,8 @@ class Vectorised(Executor):
                 active = self._first_rows(training, k)
                 take = partial(self._take_step, training, active)
                 if recorder is not None:
-                    known = None if key is None else training.known(key, active)
-                    if not repeat(take, phase, training.theta.device, recorder, known):
+                    signature = None if key is None else training.signature(key, active)
+                    if not repeat(take, phase, training.theta.device, recorder, signature):
                         self.recorder = None
                     continue
 

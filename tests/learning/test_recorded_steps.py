@@ -19,7 +19,7 @@ from raypfl.common.messages import unmarked
 from raypfl.learning.optimizers import SGD, StepDraws
 from raypfl.learning.recording import CannotRecord, CudaGraphs, Replays, may_keep_state
 from raypfl.learning.recording.plans import BINDINGS
-from raypfl.learning.recording.replays import KeptPlan, Repetition
+from raypfl.learning.recording.replays import Repetition, ReusablePlan
 from raypfl.learning.vectorised import Vectorised
 from raypfl.methods.local_training import ascent, proximal
 from tests.learning.test_gpu_steps import CASES, by_sgd
@@ -44,8 +44,8 @@ class Tape(TorchDispatchMode):
     """Records as CUDA does: operations on memory, without the Python around them, before any of them has an effect."""
 
     warm_up = CudaGraphs.warm_up
-    taken = CudaGraphs.taken
-    fewest = CudaGraphs.fewest
+    recorded_steps = CudaGraphs.recorded_steps
+    min_steps = CudaGraphs.min_steps
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Broken(CudaGraphs):
 class CountingReplays(Replays):
     """Replays that count their recordings, and which of these are repeated."""
 
-    fewest = 4
+    min_steps = 4
 
     def __init__(self) -> None:
         super().__init__()
@@ -326,16 +326,16 @@ NOT_COMPARED = ("a property", "a name in a text", "an array", "a tensor's list",
 
 
 @pytest.fixture
-def reused(monkeypatch: pytest.MonkeyPatch) -> list[KeptPlan]:
+def reused(monkeypatch: pytest.MonkeyPatch) -> list[ReusablePlan]:
     """The plans of earlier trainings that were used."""
-    plans: list[KeptPlan] = []
-    function = KeptPlan.function
+    plans: list[ReusablePlan] = []
+    function = ReusablePlan.function
 
-    def noted(plan: KeptPlan, inputs: Any) -> Callable[[], None]:
+    def noted(plan: ReusablePlan, inputs: Any) -> Callable[[], None]:
         plans.append(plan)
         return function(plan, inputs)
 
-    monkeypatch.setattr(KeptPlan, "function", noted)
+    monkeypatch.setattr(ReusablePlan, "function", noted)
     return plans
 
 

@@ -13,7 +13,7 @@ from raypfl.learning.batches import StackedBatches
 from raypfl.learning.loss import LocalLoss
 from raypfl.learning.optimizers import Memory, Update
 from raypfl.learning.optimizers.descent import Descent
-from raypfl.learning.recording import Known, shared_tensors
+from raypfl.learning.recording import StepSignature, shared_tensors
 from raypfl.models.extras import Extras
 
 
@@ -46,7 +46,7 @@ class RankedTraining:
     memory: Memory
     losses: Tensor
 
-    def known(self, key: tuple[Hashable, list[Tensor]], active: ActiveRows) -> Known:
+    def signature(self, key: tuple[Hashable, list[Tensor]], active: ActiveRows) -> StepSignature:
         """Return the inputs of the active rows' steps and a key, by which a recording of such steps is found."""
         function_key, captured_tensors = key
         descent = active.descent
@@ -72,7 +72,7 @@ class RankedTraining:
         inputs = {name: tensor for name, tensor in named.items() if tensor is not None}
         for name, tensors in numbered.items():
             inputs |= {f"{name} {i}": tensor for i, tensor in enumerate(tensors)}
-        return Known.of((function_key, active.count, self.frozen), inputs, self.batches.FREE_AXES)
+        return StepSignature.of((function_key, active.count, self.frozen), inputs, self.batches.FREE_AXES)
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 
 from raypfl.learning.recording.cuda_graphs import CannotRecord, CudaGraphs
-from raypfl.learning.recording.known_steps import key_of_steps, shared_tensors
 from raypfl.learning.recording.python_state import may_keep_state
-from raypfl.learning.recording.replays import Known, Replays
+from raypfl.learning.recording.replays import Replays, StepSignature
+from raypfl.learning.recording.step_keys import key_of_steps, shared_tensors
 
 __all__ = [
     "CannotRecord",
     "CudaGraphs",
-    "Known",
     "Recorder",
     "Replays",
+    "StepSignature",
     "key_of_steps",
     "may_keep_state",
     "repeat",
@@ -39,16 +39,16 @@ class Recorder(Protocol):
     Attributes
     ----------
     warm_up : the number of steps before a recording, in which libraries allocate what they keep.
-    taken : the number of steps that a recording takes.
-    fewest : the fewest steps for which a recording is worth the time to make it.
+    recorded_steps : the number of steps that are recorded.
+    min_steps : the number of steps from which on a recording is worth the time to make it.
     """
 
     warm_up: int
-    taken: int
-    fewest: int
+    recorded_steps: int
+    min_steps: int
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Do the work `taken` times; return a function that repeats its operations on the same memory.
+        """Do the work `recorded_steps` times; return a function that repeats its operations on the same memory.
 
         Raises
         ------
@@ -62,15 +62,15 @@ def repeat(
     steps: range,
     device: torch.device,
     recorder: Recorder,
-    known: Known | None = None,
+    signature: StepSignature | None = None,
 ) -> bool:
     """Take steps, the first few one by one, and the others from a recording if they are enough.
 
     Parameters
     ----------
     step : takes the step whose number is in ``int64[1]`` on the device; it must not read it.
-    known : what is known of the steps, without their number, so that a recording of other steps may serve; None: none
-        may.
+    signature : the signature of the steps, without their number, by which a recording of earlier steps is found; None:
+        none is reused.
 
     Returns
     -------
@@ -82,11 +82,12 @@ def repeat(
         step(number)
         number.add_(1)
 
-    if known is not None and isinstance(recorder, Replays):
-        recorder.do(work, len(steps), Known(known.key, {**known.inputs, "number": number}))
+    if signature is not None and isinstance(recorder, Replays):
+        inputs = {**signature.inputs, "number": number}
+        recorder.do(work, len(steps), StepSignature(signature.key, inputs))
         return True
 
-    if len(steps) < recorder.fewest:
+    if len(steps) < recorder.min_steps:
         for _ in steps:
             work()
         return True
@@ -98,7 +99,7 @@ def repeat(
     is_recorded = True
     try:
         again = recorder.record(work)
-        remaining -= recorder.taken
+        remaining -= recorder.recorded_steps
     except CannotRecord as error:
         is_recorded = False
         warnings.warn(

@@ -19,8 +19,8 @@ class CudaGraphs:
     """
 
     warm_up = 2
-    taken = 1
-    fewest = 6
+    recorded_steps = 1
+    min_steps = 6
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None

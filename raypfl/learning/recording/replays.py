@@ -13,20 +13,20 @@ from raypfl.learning.recording.plans import MAX_PLANS, StepPlan, plan_of
 
 
 @dataclass(frozen=True)
-class Known:
-    """A key and the inputs of work that is about to be done.
+class StepSignature:
+    """The key and the inputs of steps that are about to be taken.
 
     Attributes
     ----------
-    key : equal for work that does the same operations; ``inputs`` may differ in their numbers.
-    inputs : the tensors that the work uses, by name.
+    key : equal for steps with the same operations; ``inputs`` may differ in their numbers.
+    inputs : the tensors that the steps use, by name.
     """
 
     key: Hashable
     inputs: Mapping[str, Tensor]
 
     @classmethod
-    def of(cls, key: Hashable, inputs: Mapping[str, Tensor], free_axes: Mapping[str, int]) -> Known:
+    def of(cls, key: Hashable, inputs: Mapping[str, Tensor], free_axes: Mapping[str, int]) -> StepSignature:
         """Add to a key how the inputs lie in memory.
 
         Parameters
@@ -50,7 +50,7 @@ class Known:
 
 
 @dataclass(frozen=True)
-class KeptPlan:
+class ReusablePlan:
     """A plan for later work with other tensors.
 
     Attributes
@@ -77,7 +77,7 @@ class Repetition:
     def __call__(self) -> None:
         self.again()
 
-    def kept(self, inputs: Mapping[str, Tensor]) -> KeptPlan | None:
+    def reusable(self, inputs: Mapping[str, Tensor]) -> ReusablePlan | None:
         """Return the plan for later work; None if it uses tensors other than the inputs."""
         names = {id(tensor): name for name, tensor in inputs.items()}
         input_of = {}
@@ -85,7 +85,7 @@ class Repetition:
             if id(tensor) not in names:
                 return None
             input_of[constant] = names[id(tensor)]
-        return KeptPlan(self.plan, input_of)
+        return ReusablePlan(self.plan, input_of)
 
 
 class Replays:
@@ -97,12 +97,12 @@ class Replays:
     """
 
     warm_up = 0
-    taken = 2
-    fewest = 16
+    recorded_steps = 2
+    min_steps = 16
 
     def __init__(self) -> None:
         # Key -> its plan; None: the work was not recorded yet, or cannot be repeated.
-        self._plans: OrderedDict[Hashable, KeptPlan | None] = OrderedDict()
+        self._plans: OrderedDict[Hashable, ReusablePlan | None] = OrderedDict()
         self._failed: set[Hashable] = set()
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
@@ -117,12 +117,12 @@ class Replays:
         plan = plan_of(second)
         return Repetition(second, plan, plan.function(second.constants))
 
-    def do(self, work: Callable[[], None], times: int, known: Known) -> None:
+    def do(self, work: Callable[[], None], times: int, signature: StepSignature) -> None:
         """Do work some times.
 
         It is recorded if that is worth the time: at once if it is done often, else the second time that its key comes.
         """
-        key = known.key
+        key = signature.key
         is_new = key not in self._plans
         plan = self._plans.setdefault(key, None)
         self._plans.move_to_end(key)
@@ -132,11 +132,11 @@ class Replays:
 
         again = work
         if plan is not None:
-            again = plan.function(known.inputs)
-        elif times >= (self.fewest if is_new else self.taken) and key not in self._failed:
+            again = plan.function(signature.inputs)
+        elif times >= (self.min_steps if is_new else self.recorded_steps) and key not in self._failed:
             again = self.record(work)
-            times -= self.taken
-            self._plans[key] = again.kept(known.inputs) if isinstance(again, Repetition) else None
+            times -= self.recorded_steps
+            self._plans[key] = again.reusable(signature.inputs) if isinstance(again, Repetition) else None
             if self._plans[key] is None:
                 self._failed.add(key)
         for _ in range(times):

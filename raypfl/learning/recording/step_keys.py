@@ -1,4 +1,4 @@
-"""What is known of a group's training steps before they are taken, so that a plan of an earlier round may serve."""
+"""Keys of a group's training steps, by which plans of earlier rounds are found."""
 
 from __future__ import annotations
 
