@@ -255,8 +255,8 @@ def _no_longer_fair(own_rounds: Mapping[str, int], rounds: set[int], mend: str) 
         return []
     replaced = series([f"{name} ({count})" for name, count in own_rounds.items()])
     return [
-        f"All methods get {counted(*rounds, 'round')}, also those with rounds of their own: {replaced}. If these give "
-        f"methods equal replies or time, this ends it. {mend}"
+        f"All methods get {counted(max(rounds), 'round')}, also those with rounds of their own: {replaced}. If these "
+        f"give methods equal replies or time, this ends it. {mend}"
     ]
 
 

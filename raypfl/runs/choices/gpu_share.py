@@ -115,9 +115,10 @@ def bytes_needed(prepared: Prepared, memory: GpuMemory) -> float:
     experiment = prepared.experiment.override(["privacy.secure_aggregation=false"])
     trained = prepared.num_trained
     cohort = cohort_size(experiment.cohort, trained)
-    largest_groups = {
+    evaluate = partial(Rehearsal.evaluate, all_protocols=experiment.evaluation.protocols)
+    largest_groups: dict[Callable[[Rehearsal], object], int] = {
         Rehearsal.train: max(groups_for(experiment.engine, cohort)),
-        Rehearsal.evaluate: max(groups_for(experiment.engine, trained, evaluation=True)),
+        evaluate: max(groups_for(experiment.engine, trained, evaluation=True)),
     }
 
     needed = 0.0
