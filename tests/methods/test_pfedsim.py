@@ -6,6 +6,7 @@ import math
 
 import torch
 
+import raypfl
 from raypfl.methods import FedAvg, PFedSim
 from tests.support.by_hand import mean_by_samples
 from tests.support.federation import (
@@ -19,6 +20,7 @@ from tests.support.federation import (
     run_method,
     sent_per_client,
 )
+from tests.support.runs import experiment
 
 
 @both_executors
@@ -65,7 +67,14 @@ def test_rounds_of_pfedsim_by_hand(executor):
     assert_close(fed.server["theta"], w)
     assert_close(fed.method.personal_model(fed.clients([3, 1]), fed.server), torch.stack([models[3], models[1]]))
     assert not fed.warnings
-    assert sent_per_client(fed.ledger, 3) == {("down", "start"): fed.model.size, ("up", "model"): fed.model.size}
+    assert sent_per_client(fed.ledger, 3) == {("down", "model"): fed.model.size, ("up", "model"): fed.model.size}
+
+
+def test_compression_shortens_the_models_after_the_warm_up_too(tmp_path):
+    compressed = experiment(tmp_path, method="pfedsim", rounds=1, compression="{name: uniform, bits: 4}")
+    result = raypfl.run(compressed)
+    up, down = result.megabytes
+    assert 0 < up < down / 4
 
 
 class Dissimilar(PFedSim):

@@ -64,7 +64,7 @@ class PFedSim(FedAvg):
         body = ~cohort.task.model.mask("output layer")
         starts = cohort.rows(models)
         starts[:, body] = self.shares(cohort.rows(server["similarity"])) @ models[:, body]
-        trained = cohort.run(self.train_own, start=Scatter(starts))["model"]
+        trained = cohort.run(self.train_own, model=Scatter(starts))["model"]
 
         server["models"] = cohort.with_rows(models, trained)
         similarity = cohort.rows(server["similarity"])
@@ -84,8 +84,8 @@ class PFedSim(FedAvg):
         rows = F.normalize(weight, dim=2)
         return torch.einsum("icd,jcd->ij", rows, rows).clamp_min(0) / rows.shape[1]
 
-    def train_own(self, clients: Clients, start: Tensor) -> dict[str, Each]:
-        return {"model": Each(clients.sgd(clients.loss, start))}
+    def train_own(self, clients: Clients, model: Tensor) -> dict[str, Each]:
+        return {"model": Each(clients.sgd(clients.loss, model))}
 
     def personal_model(self, clients: Clients, server: ServerView) -> Tensor:
         if "models" not in server:
