@@ -152,19 +152,19 @@ def test_integers_of_many_digits_are_features_to_the_precision_of_a_float(tmp_pa
         (ROWS, {"group": "town"}, r"people\.csv has no column 'town', which data\.group names"),
         (ROWS, {"leave_out": ["agee"]}, r"people\.csv has no column 'agee', which data\.leave_out names"),
         (ROWS, {"leave_out": ["bought"]}, r"'bought' is in data\.target and in data\.leave_out"),
-        (ROWS, {"ordinal": {"level": ["low", "high"]}}, r"Row 2 of people\.csv has 'middle' for 'level', .*low, high"),
+        (ROWS, {"ordinal": {"level": ["low", "high"]}}, r"Line 4 of people\.csv has 'middle' for 'level', .*low, high"),
         (ROWS, {"leave_out": ["age", "income", "level", "smokes", "region"], "ordinal": None}, r"no features"),
-        (ROWS.replace("York,52", "York,"), {}, r"Row 2 of people\.csv has no 'age'.*data\.missing=fill"),
+        (ROWS.replace("York,52", "York,"), {}, r"Line 4 of people\.csv has no 'age'.*data\.missing=fill"),
         (ROWS.replace("York,52", ",52"), {}, r"no 'city'\. .* targets and groups must be given"),
-        (ROWS.replace("low,true,1,yes", "low,true,1,"), {"missing": "fill"}, r"Row 0 of people\.csv has no 'bought'"),
-        (ROWS.replace(",52,", ",?,"), {}, r"Row 2 of people\.csv has .\?. for .age., but most of its val"),
-        (ROWS.replace("2000", "inf"), {}, r"Row 1 of people\.csv has inf for 'income'"),
+        (ROWS.replace("low,true,1,yes", "low,true,1,"), {"missing": "fill"}, r"Line 2 of people\.csv has no 'bought'"),
+        (ROWS.replace(",52,", ",?,"), {}, r"Line 4 of people\.csv has .\?. for .age., but most of its val"),
+        (ROWS.replace("2000", "inf"), {}, r"Line 3 of people\.csv has inf for 'income'"),
         (ROWS.replace("age", "income"), {}, r"people\.csv has two columns called 'income'"),
         (ROWS, {"task": "regression"}, r"'bought' .* is text, .*data\.task is regression"),
         (
             ROWS,
             {"target": "income", "task": "classification"},
-            r"Row 0 of people\.csv has 1000\.5 for 'income', .* class",
+            r"Line 2 of people\.csv has 1000\.5 for 'income', .* class",
         ),
         (
             ROWS.replace("1000.5", "2020-01-01").replace("000,", "000-01-01,"),
@@ -199,7 +199,7 @@ def test_files_with_other_columns_or_other_types_are_named(tmp_path, opened):
 
     other.write_text(ROWS.replace("1000.5", "much"))
     with pytest.raises(
-        DataError, match=r"Row 0 of more\.csv has 'much' for 'income', but most of its values are numbers"
+        DataError, match=r"Line 2 of more\.csv has 'much' for 'income', but most of its values are numbers"
     ):
         opened("table", **OPTIONS)
 
@@ -228,7 +228,7 @@ def test_new_clients_and_pools_have_the_features_of_the_clients_by_name(tmp_path
     assert np.array_equal(alone, x)
 
     written(tmp_path / "new", ROWS)
-    with pytest.raises(DataError, match=r"Row 1 of people\.csv has 'Bath' for 'city', .* only these categories: Hull"):
+    with pytest.raises(DataError, match=r"Line 3 of people\.csv has 'Bath' for 'city', .* only these categories: Hull"):
         samples_in(tmp_path / "new", models)
 
 

@@ -121,21 +121,21 @@ def test_channels_may_be_first_unless_they_could_be_last(tmp_path, opened, shape
         (
             datasets.pixels(4, 8, 8, 3),
             np.array([0, 1, 2]),
-            r"image\.npy holds 4 images, but .*labels\.npy 3 labels: row 3 has no label\. Get .*labels\.npy again",
+            r"image\.npy holds 4 images, but .*labels\.npy 3 labels: index 3 has no label\. Get .*labels\.npy again",
         ),
         (
             datasets.pixels(4, 8, 8, 3),
             np.arange(6),
-            r"image\.npy holds 4 images, but .*labels\.npy 6 labels: row 4 has no image\. Get .*image\.npy again",
+            r"image\.npy holds 4 images, but .*labels\.npy 6 labels: index 4 has no image\. Get .*image\.npy again",
         ),
-        (datasets.pixels(4, 8, 8, 3), np.array([0, 1, np.nan, 2]), r"Row 2 of .*labels\.npy has label nan"),
+        (datasets.pixels(4, 8, 8, 3), np.array([0, 1, np.nan, 2]), r"Index 2 of .*labels\.npy has label nan"),
         (
             datasets.pixels(4, 8, 8, 3),
             np.array(["a", "b", "c", "d"]),
             r"labels in .*labels\.npy are <U1\[4\], not a list",
         ),
         (datasets.pixels(4, 8, 8, 3), np.array(3), r"labels in .*labels\.npy are int64\[\], not a list"),
-        (datasets.pixels(4, 8, 8, 3), np.array([0, 1, -1, 2]), r"Row 2 of .*labels\.npy has label -1"),
+        (datasets.pixels(4, 8, 8, 3), np.array([0, 1, -1, 2]), r"Index 2 of .*labels\.npy has label -1"),
         (datasets.pixels(4, 8, 8, 3), np.zeros((4, 2), int), r"labels in .*labels\.npy are int64\[4, 2\], not a list"),
         (datasets.pixels(4, 8, 8, 3) / 255, np.zeros(4, int), r"image\.npy holds float64\[4, 8, 8, 3\], not images"),
         (datasets.pixels(4, 64), np.zeros(4, int), r"image\.npy holds uint8\[4, 64\], not images"),
@@ -165,7 +165,9 @@ def test_cifar10_1_has_cifar10s_classes_and_no_others(tmp_path, opened):
     (tmp_path / "data").mkdir()
     np.save(tmp_path / "data/cifar10.1_v6_data.npy", datasets.pixels(4, 32, 32, 3))
     np.save(tmp_path / "data/cifar10.1_v6_labels.npy", np.array([0, 9, 3, 10]))
-    with pytest.raises(DataError, match=r"Row 3 of .*cifar10\.1_v6_labels\.npy has label 10, but there are 10 classes"):
+    with pytest.raises(
+        DataError, match=r"Index 3 of .*cifar10\.1_v6_labels\.npy has label 10, but there are 10 classes"
+    ):
         opened("cifar10_1")
     with pytest.raises(ConfigError, match=r"no cifar10\.1_v4_data\.npy in .*; there is cifar10\.1_v6_data\.npy"):
         opened("cifar10_1", variant="v4")

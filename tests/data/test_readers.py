@@ -55,13 +55,13 @@ def damaged_batch(root: Path, **changes) -> Path:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"labels": [0, 1, 10, 3]}, r"Row 2 of .*data_batch_3 has label 10, but there are 10 classes"),
-        ({"labels": [0, 1, 2]}, r"data_batch_3 has 4 images, but 3 labels; row 3 has no label"),
-        ({"labels": [0, 1, 2, 3, 4]}, r"data_batch_3 has 4 images, but 5 labels; row 4 has no image"),
-        ({"labels": np.array([0, 1, 2])}, r"data_batch_3 has 4 images, but 3 labels; row 3 has no label"),
+        ({"labels": [0, 1, 10, 3]}, r"Index 2 of .*data_batch_3 has label 10, but there are 10 classes"),
+        ({"labels": [0, 1, 2]}, r"data_batch_3 has 4 images, but 3 labels; index 3 has no label"),
+        ({"labels": [0, 1, 2, 3, 4]}, r"data_batch_3 has 4 images, but 5 labels; index 4 has no image"),
+        ({"labels": np.array([0, 1, 2])}, r"data_batch_3 has 4 images, but 3 labels; index 3 has no label"),
         ({"labels": None}, r"data_batch_3 has no list of 'labels'"),
-        ({"labels": [0, 1, None, 3]}, r"Row 2 of .*data_batch_3 has label None, which is not an integer"),
-        ({"labels": [0, 1, 2.5, 3]}, r"Row 2 of .*data_batch_3 has label 2\.5, which is not an integer"),
+        ({"labels": [0, 1, None, 3]}, r"Index 2 of .*data_batch_3 has label None, which is not an integer"),
+        ({"labels": [0, 1, 2.5, 3]}, r"Index 2 of .*data_batch_3 has label 2\.5, which is not an integer"),
         ({"data": datasets.pixels(4, 3071)}, r"'data' in .*data_batch_3 is uint8\[4, 3071\], not uint8\[n, 3072\]"),
         ({"data": None}, r"'data' in .*data_batch_3 is NoneType"),
     ],
@@ -85,7 +85,7 @@ def test_a_damaged_batch_of_cifar_is_named_with_its_row(tmp_path, opened, change
         (
             "test",
             lambda path: datasets.pickled(path, {"data": datasets.pixels(3, 3072), "fine_labels": [0, 99, 100]}),
-            r"Row 2 of .*cifar-100-python/test has label 100, but there are 100 classes",
+            r"Index 2 of .*cifar-100-python/test has label 100, but there are 100 classes",
         ),
         (
             "test",
@@ -179,16 +179,19 @@ def test_emnists_are_upright_and_their_classes_counted_from_zero(tmp_path, opene
     [
         (
             lambda raw: datasets.cut_short(raw / "train-images-idx3-ubyte"),
-            "should hold 20 rows, but is cut short.* at row 19",
+            "should hold 20 items, but is cut short.* at index 19",
         ),
-        (lambda raw: datasets.idx(raw / "train-labels-idx1-ubyte", np.arange(20)), "Row 10 of .*label 10.* 10 classes"),
+        (
+            lambda raw: datasets.idx(raw / "train-labels-idx1-ubyte", np.arange(20)),
+            "Index 10 of .*label 10.* 10 classes",
+        ),
         (
             lambda raw: datasets.idx(raw / "train-labels-idx1-ubyte", np.zeros(19)),
-            "images-idx3-ubyte holds 20 images, but .*train-labels-idx1-ubyte 19 labels: row 19 has no label",
+            "images-idx3-ubyte holds 20 images, but .*train-labels-idx1-ubyte 19 labels: index 19 has no label",
         ),
         (
             lambda raw: datasets.idx(raw / "t10k-labels-idx1-ubyte", np.zeros(12)),
-            "t10k-images-idx3-ubyte holds 10 images, but .* 12 labels: row 10 has no image. Get .*t10k-images",
+            "t10k-images-idx3-ubyte holds 10 images, but .* 12 labels: index 10 has no image. Get .*t10k-images",
         ),
         (
             lambda raw: datasets.idx(raw / "t10k-images-idx3-ubyte", np.zeros((10, 27, 28))),
@@ -209,7 +212,7 @@ def test_a_bad_label_of_emnist_is_named_as_the_file_has_it(tmp_path, opened):
     folder = tmp_path / "data/EMNIST"
     datasets.mnist(folder, "emnist-letters-train", "emnist-letters-test", labels=26)
     datasets.idx(folder / "raw/emnist-letters-train-labels-idx1-ubyte", np.array([1, 2, 0] + 17 * [1]))
-    with pytest.raises(DataError, match=r"Row 2 of .* has label 0, but there are 26 classes, counted from 1"):
+    with pytest.raises(DataError, match=r"Index 2 of .* has label 0, but there are 26 classes, counted from 1"):
         opened("emnist", variant="letters")
 
 
@@ -230,17 +233,19 @@ def test_an_unknown_variant_is_refused(opened):
 
 def test_a_label_too_large_for_a_class_is_refused_by_every_reader_of_numbers(tmp_path, opened):
     listed(tmp_path / "data", ["image,label", "images/0.png,0", "images/1.png,1000000000000"])
-    with pytest.raises(DataError, match=r"Row 1 of train\.csv has label 1000000000000, but labels must be numbers of"):
+    with pytest.raises(DataError, match=r"Line 3 of train\.csv has label 1000000000000, but labels must be numbers of"):
         opened("csv")
 
     table = pa.table({"image": [datasets.encoded(datasets.pixels(4, 4))] * 2, "label": [10**12, 0]})
     pq.write_table(table, tmp_path / "data/all.parquet")
-    with pytest.raises(DataError, match=r"Row 0 of all\.parquet has label 1000000000000, but labels must be numbers"):
+    with pytest.raises(DataError, match=r"Row 1 of all\.parquet has label 1000000000000, but labels must be numbers"):
         opened("parquet")
 
     np.save(tmp_path / "data/image.npy", datasets.pixels(2, 4, 4))
     np.save(tmp_path / "data/labels.npy", np.array([0, 10**12]))
-    with pytest.raises(DataError, match=r"Row 1 of .*labels\.npy has label 1000000000000, but labels must be numbers"):
+    with pytest.raises(
+        DataError, match=r"Index 1 of .*labels\.npy has label 1000000000000, but labels must be numbers"
+    ):
         opened("npy")
 
 
@@ -395,7 +400,7 @@ def test_tiny_imagenet_is_read_as_it_unpacks(tmp_path, opened):
         ),
         (
             lambda root: (root / "val/val_annotations.txt").write_text("val_0.JPEG\tn02124075\nval_1.JPEG\tn999\n"),
-            r"Row 1 of val/val_annotations\.txt has 'n999' for a class",
+            r"Line 2 of val/val_annotations\.txt has 'n999' for a class",
         ),
         (
             lambda root: (root / "val/val_annotations.txt").write_text(
@@ -411,7 +416,7 @@ def test_tiny_imagenet_is_read_as_it_unpacks(tmp_path, opened):
             lambda root: (root / "val/val_annotations.txt").write_text(
                 "val_0.JPEG\tn02124075\nval_0.JPEG\tn01443537\n"
             ),
-            r"Row 1 of val/val_annotations\.txt lists val_0\.JPEG, as row 0 does",
+            r"Line 2 of val/val_annotations\.txt lists val_0\.JPEG, as line 1 does",
         ),
         (
             lambda root: (root / "wnids.txt").write_text("n02124075\nn01443537\nn00000001\n"),
@@ -498,15 +503,15 @@ def test_csv_files_named_test_are_the_published_test_split(tmp_path, opened):
     [
         (
             ["image,label", "images/0.png,0", "images/9.png,1"],
-            r"Row 1 of train\.csv names the image .*9\.png",
+            r"Line 3 of train\.csv names the image .*9\.png",
         ),
-        (["image,label", "images/0.png,0", "images/1.png,"], r"Row 1 of train\.csv has no 'label'"),
+        (["image,label", "images/0.png,0", "images/1.png,"], r"Line 3 of train\.csv has no 'label'"),
         (
             ["image,label", "images/0.png,0", "images/1.png,-1"],
-            r"Row 1 of train\.csv has label -1, but labels must be numbers",
+            r"Line 3 of train\.csv has label -1, but labels must be numbers",
         ),
-        (["image,label", "images/0.png,0", ",1"], r"Row 1 of train\.csv has no 'image'"),
-        (["image,label", "images/0.png,0", "images/1.png"], r"Row 1 of train\.csv has 1 columns, but its header 2"),
+        (["image,label", "images/0.png,0", ",1"], r"Line 3 of train\.csv has no 'image'"),
+        (["image,label", "images/0.png,0", "images/1.png"], r"Line 3 of train\.csv has 1 columns, but its header 2"),
     ],
 )
 def test_a_bad_row_of_a_csv_file_is_named(tmp_path, opened, lines, sentence):
@@ -518,17 +523,17 @@ def test_a_bad_row_of_a_csv_file_is_named(tmp_path, opened, lines, sentence):
 def test_a_truncated_image_of_a_csv_file_is_named_with_its_row(tmp_path, opened):
     root = listed(tmp_path / "data", ["image,label", "images/0.png,0", "images/1.png,1"])
     datasets.cut_short(root / "images/1.png", 40)
-    with pytest.raises(DataError, match=r"Row 1 of train\.csv holds a damaged image"):
+    with pytest.raises(DataError, match=r"Line 3 of train\.csv holds a damaged image"):
         opened("csv")
 
 
 def test_labels_out_of_range_and_missing_columns_of_a_csv_file_are_named(tmp_path, opened):
     listed(tmp_path / "data", ["image,edema,cardiomegaly", "images/0.png,1,0", "images/1.png,2,0"])
-    with pytest.raises(DataError, match=r"Row 1 of train\.csv has 2 for 'edema', which must be 1, 0, -1 or empty"):
+    with pytest.raises(DataError, match=r"Line 3 of train\.csv has 2 for 'edema', which must be 1, 0, -1 or empty"):
         opened("csv", label=["edema", "cardiomegaly"])
 
     listed(tmp_path / "data", ["image,edema,cardiomegaly", "images/0.png,1,0", "images/1.png,maybe,0"])
-    with pytest.raises(DataError, match=r"Row 1 of train\.csv has 'maybe' for 'edema', which must be"):
+    with pytest.raises(DataError, match=r"Line 3 of train\.csv has 'maybe' for 'edema', which must be"):
         opened("csv", label=["edema", "cardiomegaly"])
     with pytest.raises(ConfigError, match=r"train\.csv has no column 'edma', which data.label names; its columns"):
         opened("csv", label=["edma", "cardiomegaly"])

@@ -110,7 +110,7 @@ def test_characters_by_writer_are_read_from_a_table(tmp_path: Path, opened: Open
 
 def test_a_table_without_writers_is_refused(tmp_path: Path, opened: Opened):
     table(tmp_path / "data/characters.parquet", [0, 1], [7, None])
-    with pytest.raises(DataError, match=r"Row 1 of characters\.parquet has no 'writer'"):
+    with pytest.raises(DataError, match=r"Row 2 of characters\.parquet has no 'writer'"):
         opened("parquet", ByColumn(), group="writer")
     with pytest.raises(ConfigError, match=r"characters\.parquet has no column 'author', which data\.group names"):
         opened("parquet", ByColumn(), group="author")

@@ -111,8 +111,8 @@ def test_a_new_clients_rows_need_no_column_of_clients_and_are_filled_as_in_train
     assert np.array_equal(folder_x, x) and np.array_equal(folder_y, y)
 
     for change, sentence in [
-        (("yes", "perhaps"), r"Row \d of rows\.csv has 'perhaps' for 'bought', but .* only these categories: no, yes"),
-        (("yes", ""), r"Row \d of rows\.csv has no 'bought'"),
+        (("yes", "perhaps"), r"Line \d of rows\.csv has 'perhaps' for 'bought', but .* only these categories: no, yes"),
+        (("yes", ""), r"Line \d of rows\.csv has no 'bought'"),
         (("bought", "sold"), r"rows\.csv has no column 'bought', the target of the run; its columns are: age, "),
     ]:
         file = written(tmp_path / "rows.csv", [row.replace(*change) for row in rows])
@@ -188,13 +188,13 @@ def test_the_command_writes_the_rows_as_they_were_and_prints_what_it_did(result,
     ("change", "sentence"),
     [
         (("income", "salary"), r"rows\.csv has no column 'income', which the run was trained with; .*: city, age, sal"),
-        (("Bath", "Leeds"), r"Row 0 of rows\.csv has 'Leeds' for 'city'\. There is no client called .*\(--global\)"),
-        (("Bath", ""), r"Row 0 of rows\.csv has nothing for 'city'\. It names the row's client"),
+        (("Bath", "Leeds"), r"Line 2 of rows\.csv has 'Leeds' for 'city'\. There is no client called .*\(--global\)"),
+        (("Bath", ""), r"Line 2 of rows\.csv has nothing for 'city'\. It names the row's client"),
         (("city", "town"), r"no column 'city', which names the client of a row: add it; or name one client"),
-        (("7b", "9z"), r"Row 1 of rows\.csv has '9z' for 'zip', but .* only these categories: 007, 7b, 8c"),
-        (("7b", ""), r"Row 1 of rows\.csv has no 'zip', but .* only these categories"),
+        (("7b", "9z"), r"Line 3 of rows\.csv has '9z' for 'zip', but .* only these categories: 007, 7b, 8c"),
+        (("7b", ""), r"Line 3 of rows\.csv has no 'zip', but .* only these categories"),
         (("middle", "mid"), r"has 'mid' for 'level', which is not in data\.ordinal: low, middle, high"),
-        (("Hull,", "Hull,?"), r"Row 1 of rows\.csv has '\?\d\d' for 'age', but the run was trained with numbers"),
+        (("Hull,", "Hull,?"), r"Line 3 of rows\.csv has '\?\d\d' for 'age', but the run was trained with numbers"),
         (("bought", "predicted"), r"rows\.csv has a column 'predicted', as the predictions would; rename it"),
     ],
 )

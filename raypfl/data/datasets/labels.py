@@ -1,4 +1,4 @@
-"""Checks of labels that name the file and the row of a wrong one."""
+"""Places in files, as messages name them, and checks of labels that name the place of a wrong one."""
 
 from __future__ import annotations
 
@@ -13,6 +13,18 @@ _MAX_CLASSES = 100_000
 """Most classes that numbered labels may stand for, unless there are more samples."""
 
 
+def place(row: int, file: str) -> str:
+    """Return what messages call a row, which is counted from 0 here.
+
+    A CSV file has lines, of which the header is the first; a Parquet file has rows from 1; an array has indices from 0.
+    """
+    if file.endswith(".csv"):
+        return f"Line {row + 2} of {file}"
+    if file.endswith(".parquet"):
+        return f"Row {row + 1} of {file}"
+    return f"Index {row} of {file}"
+
+
 def checked_labels(labels: np.ndarray, num_classes: int | None, file: str, first: int = 0) -> np.ndarray:
     """Check labels that a file counts from `first`, and return them counted from 0, as ``int64[n]``.
 
@@ -23,13 +35,13 @@ def checked_labels(labels: np.ndarray, num_classes: int | None, file: str, first
 
     Raises
     ------
-    DataError : naming the file and the first wrong row.
+    DataError : naming the place of the first wrong label.
     """
     if labels.dtype.kind in "fO" and labels.ndim == 1:
         fractional = [row for row, label in enumerate(labels.tolist()) if not _is_whole(label)]
         if fractional:
             row = fractional[0]
-            raise DataError(f"Row {row} of {file} has label {labels[row]}, which is not an integer.")
+            raise DataError(f"{place(row, file)} has label {labels[row]}, which is not an integer.")
     if labels.dtype.kind not in "iu" or labels.ndim != 1:
         raise DataError(f"The labels in {file} are {labels.dtype}{list(labels.shape)}, not a list of integers.")
 
@@ -37,7 +49,7 @@ def checked_labels(labels: np.ndarray, num_classes: int | None, file: str, first
         outside = np.flatnonzero((labels < first) | (labels >= first + num_classes))
         if outside.size:
             raise DataError(
-                f"Row {outside[0]} of {file} has label {labels[outside[0]]}, but there are {num_classes} classes, "
+                f"{place(int(outside[0]), file)} has label {labels[outside[0]]}, but there are {num_classes} classes, "
                 f"counted from {first}."
             )
     return labels.astype(np.int64) - first
@@ -56,8 +68,8 @@ def class_count(files: Sequence[tuple[str, np.ndarray]]) -> int:
         wrong = np.flatnonzero((labels < 0) | (labels >= limit))
         if wrong.size:
             raise DataError(
-                f"Row {wrong[0]} of {file} has label {labels[wrong[0]]}, but labels must be numbers of classes, from 0 "
-                f"and below {limit:,}; leave out samples without a label."
+                f"{place(int(wrong[0]), file)} has label {labels[wrong[0]]}, but labels must be numbers of classes, "
+                f"from 0 and below {limit:,}; leave out samples without a label."
             )
         if len(labels):
             num_classes = max(num_classes, int(labels.max()) + 1)
@@ -76,7 +88,7 @@ def require_equal_lengths(images: int, images_file: object, labels: int, labels_
 
     Raises
     ------
-    DataError : naming both, and the first row of the longer that the shorter does not have.
+    DataError : naming both, and the first index of the longer that the shorter does not have.
     """
     if images == labels:
         return
@@ -88,7 +100,7 @@ def require_equal_lengths(images: int, images_file: object, labels: int, labels_
         lacking = "image"
         shorter_file = images_file
     raise DataError(
-        f"{images_file} holds {images} images, but {labels_file} {labels} labels: row {min(images, labels)} has no "
+        f"{images_file} holds {images} images, but {labels_file} {labels} labels: index {min(images, labels)} has no "
         f"{lacking}. Get {shorter_file} again, or write it again if it is yours."
     )
 

@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from raypfl.common.errors import ConfigError, DataError, listed
+from raypfl.data.datasets.labels import place
 from raypfl.data.datasets.tables import TEST_WORDS, has_word, read_csv
 
 
@@ -65,7 +66,7 @@ class TableRows:
         """Return a row, as messages name it."""
         for file_name, count in self.files:
             if row < count:
-                return f"Row {row} of {file_name}"
+                return place(row, file_name)
             row -= count
         raise IndexError(row)
 

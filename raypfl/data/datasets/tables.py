@@ -15,7 +15,7 @@ import pyarrow.csv as pa_csv
 
 from raypfl.common.errors import ConfigError, DataError, listed
 from raypfl.data.datasets.images import ImageReader
-from raypfl.data.datasets.labels import class_count
+from raypfl.data.datasets.labels import class_count, place
 from raypfl.data.datasets.raw_data import RawData
 
 TEST_WORDS = {"test", "valid", "val", "validation"}
@@ -43,7 +43,7 @@ def read_csv(path: Path, file_name: str, as_text: Sequence[str] = ()) -> pa.Tabl
     def note_invalid_row(row: pa_csv.InvalidRow) -> str:
         # Arrow counts rows from 1, the header included.
         invalid_rows.append(
-            f"Row {row.number - 2} of {file_name} has {row.actual_columns} columns, but its header "
+            f"{place(row.number - 2, file_name)} has {row.actual_columns} columns, but its header "
             f"{row.expected_columns}."
         )
         return "error"
@@ -131,7 +131,7 @@ class ImageTable(ABC):
         values = self.values(name)
         if values.null_count:
             row = values.is_null().index(True).as_py()
-            raise DataError(f"Row {row} of {self.file_name} has no {name!r}.")
+            raise DataError(f"{place(row, self.file_name)} has no {name!r}.")
         return np.asarray(values.to_pylist()) if len(values) else np.zeros(0, np.int64)
 
     def type(self, option: str, name: str) -> pa.DataType:

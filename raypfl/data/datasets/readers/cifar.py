@@ -95,8 +95,10 @@ def _read_batch(path: Path, labels_key: str, num_classes: int) -> tuple[np.ndarr
         raise DataError(f"{path} has no list of {labels_key!r}.")
     if len(labels) != len(pixels):
         lacking = "label" if len(labels) < len(pixels) else "image"
-        row = min(len(labels), len(pixels))
-        raise DataError(f"{path} has {len(pixels)} images, but {len(labels)} {labels_key}; row {row} has no {lacking}.")
+        index = min(len(labels), len(pixels))
+        raise DataError(
+            f"{path} has {len(pixels)} images, but {len(labels)} {labels_key}; index {index} has no {lacking}."
+        )
 
     images = pixels.reshape(-1, 3, 32, 32)
     return images, checked_labels(np.asarray(labels), num_classes, str(path))

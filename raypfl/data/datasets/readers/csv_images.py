@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from raypfl.common.errors import ConfigError, DataError
+from raypfl.data.datasets.labels import place
 from raypfl.data.datasets.source import DATASETS
 from raypfl.data.datasets.tables import TEST_WORDS, ImageTable, ImageTableReader, numbered_classes, read_csv
 
@@ -97,7 +98,7 @@ class _CsvTable(ImageTable):
 
     def images(self, name: str) -> Iterator[tuple[str, Path]]:
         for row, path in enumerate(self.image_paths(name)):
-            yield f"Row {row} of {self.file_name}", path
+            yield place(row, self.file_name), path
 
     def image_paths(self, name: str) -> list[Path]:
         """Return the files that the column of this name lists."""
@@ -112,8 +113,8 @@ class _CsvTable(ImageTable):
         wrong = np.flatnonzero(~np.isin(marks, (-1.0, 0.0, 1.0)))
         if wrong.size:
             raise DataError(
-                f"Row {wrong[0]} of {self.file_name} has {values[wrong[0]]!r} for {name!r}, which must be 1, 0, -1 or "
-                f"empty."
+                f"{place(int(wrong[0]), self.file_name)} has {values[wrong[0]]!r} for {name!r}, which must be 1, 0, -1 "
+                f"or empty."
             )
         return marks
 

@@ -193,17 +193,19 @@ def _training_images(root: Path, wnids: list[str]) -> Iterator[_ListedImage]:
 def _validation_images(root: Path, wnids: list[str]) -> Iterator[_ListedImage]:
     annotations = "val/val_annotations.txt"
     folder = root / "val" / "images"
-    row_of: dict[str, int] = {}
-    for row, line in _read_lines(annotations, root):
+    line_of: dict[str, int] = {}
+    for number, line in _read_lines(annotations, root):
         name, wnid, *_ = f"{line}\t".split("\t")
         if wnid not in wnids:
-            raise DataError(f"Row {row} of {annotations} has {wnid!r} for a class; {did_you_mean(wnid, wnids)}")
-        if name in row_of:
-            raise DataError(f"Row {row} of {annotations} lists {name}, as row {row_of[name]} does; remove one of them.")
-        row_of[name] = row
+            raise DataError(f"Line {number} of {annotations} has {wnid!r} for a class; {did_you_mean(wnid, wnids)}")
+        if name in line_of:
+            raise DataError(
+                f"Line {number} of {annotations} lists {name}, as line {line_of[name]} does; remove one of them."
+            )
+        line_of[name] = number
         yield _ListedImage(folder / name, wnid, "", is_test=True)
 
-    unlisted = sorted(path.name for path in folder.glob("*.JPEG") if path.name not in row_of)
+    unlisted = sorted(path.name for path in folder.glob("*.JPEG") if path.name not in line_of)
     if unlisted:
         raise DataError(
             f"The image val/images/{unlisted[0]} of {root} and {len(unlisted) - 1} more have no line in {annotations}; "
@@ -222,9 +224,9 @@ def _class_names(root: Path, wnids: list[str]) -> list[str]:
 
 
 def _read_lines(name: str, root: Path) -> list[tuple[int, str]]:
-    """Return the lines of a list that are not blank, and their rows."""
+    """Return the lines of a list that are not blank, with their numbers from 1."""
     try:
         lines = (root / name).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{name} of {root} cannot be read: {error}") from error
-    return [(row, line) for row, line in enumerate(lines) if line.strip()]
+    return [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]

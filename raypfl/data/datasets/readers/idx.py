@@ -139,6 +139,6 @@ def _read_idx(path: Path, dimensions: int) -> np.ndarray:
     shape = tuple(int(length) for length in np.frombuffer(content, ">u4", dimensions, offset=4))
     array_bytes = len(content) - header_bytes
     if array_bytes != np.prod(shape, dtype=np.int64):
-        row = array_bytes // max(int(np.prod(shape[1:], dtype=np.int64)), 1)
-        raise DataError(f"{path} should hold {shape[0]} rows, but is cut short, or too long, at row {row}.")
+        index = array_bytes // max(int(np.prod(shape[1:], dtype=np.int64)), 1)
+        raise DataError(f"{path} should hold {shape[0]} items, but is cut short, or too long, at index {index}.")
     return np.frombuffer(content, np.uint8, offset=header_bytes).reshape(shape)

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from raypfl.common.errors import DataError
-from raypfl.data.datasets.labels import checked_labels
+from raypfl.data.datasets.labels import checked_labels, place
 from raypfl.data.datasets.source import DATASETS
 from raypfl.data.datasets.tables import ImageTable, ImageTableReader, numbered_classes
 
@@ -93,7 +93,7 @@ class _ParquetTable(ImageTable):
                 if are_structs:
                     column = pc.struct_field(column, "bytes")
                 for image_bytes in column.to_pylist():
-                    yield f"Row {row} of {self.file_name}", image_bytes
+                    yield place(row, self.file_name), image_bytes
                     row += 1
         except pa.ArrowMemoryError as error:
             raise DataError(f"There is too little memory to read the images of {self.file_name}: {error}") from error
