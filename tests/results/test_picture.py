@@ -432,6 +432,14 @@ def test_calibration_errors_are_shown_where_there_is_room():
     assert "A wider terminal has room for more columns: ECE" in narrow
 
 
+def test_the_first_rounds_start_does_not_make_a_method_look_slow():
+    first, second = comparison()
+    rounds = pa.table({"round": range(1, 11), "seconds": [99.0, 7.0] + [0.5] * 8, "clients": [4] * 10})
+    text = printed(lambda console: show(console, [replace(first, rounds=rounds), second], {}, ["digits"]))
+    table, _, notes = text.partition("Accuracy in %")
+    assert table.count(" 5.0 ") == 2 and "Seconds: number of rounds x median round" in notes
+
+
 def test_methods_keep_whole_words_where_the_table_is_narrow_and_columns_make_room_for_them():
     namesakes = [{"name": "ditto", "lam": lam} for lam in (0.1, 1.0)]
     runs = [made_up(method, ("personal", "global"), seed=seed) for method in namesakes for seed in range(3)]

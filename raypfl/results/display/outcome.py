@@ -31,6 +31,7 @@ from raypfl.results.units import TableCell, Unit, capitalised
 from raypfl.runs.result import RunResult
 
 _BEST_NOTE = "*: in the round of each seed that was best on the clients' validation data."
+_SECONDS_NOTE = "Seconds: number of rounds x median round, without evaluation."
 _PREDICTION_NOTE = "{}: evaluating a client's model takes another {:,.2f} kB up and {:,.2f} kB down."
 _MASK_NOTES = {
     "zero": "/zero: with a logit of 0 for every class that a client's training data lack.",
@@ -213,6 +214,9 @@ def _table_notes(groups: Sequence[RunGroup], left_out: Sequence[str]) -> list[st
             metrics.append(f"{unit.heading}: {_phrase(unit)}")
     if metrics:
         notes.append(f"{'; '.join(metrics)}, of the same models as the spread.")
+
+    if "seconds" not in left_out:
+        notes.append(_SECONDS_NOTE)
 
     masks = dict.fromkeys(mask_of(protocol) for group in groups for protocol in group.protocols)
     for mask in masks:
