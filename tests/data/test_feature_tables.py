@@ -97,6 +97,16 @@ def test_numbers_are_standardised_by_training_samples_alone_and_categories_are_n
     np.testing.assert_allclose(data.std, [*numbers.std(0), 1, 1, 1, 1], rtol=1e-6)
 
 
+def test_a_class_of_one_row_among_many_is_said_with_its_line_since_it_may_be_misspelt(tmp_path, opened):
+    rows = "".join(f"0.{number},{'yes' if number % 2 else 'no'}\n" for number in range(100))
+    root = str(written(tmp_path, f"x,y\n{rows}0.5,ys\n"))
+    with pytest.warns(UserWarning, match=r"'y': 'ys' \(Line 102 of people\.csv\)\. .* misspelt"):
+        opened("table", IID(clients=2), target="y", root=root)
+
+    with warnings.catch_warnings(action="error"):
+        opened("table", IID(clients=2), target="y", root=str(written(tmp_path / "small", f"x,y\n{rows[:60]}0.5,ys\n")))
+
+
 @pytest.mark.parametrize(
     ("target", "task", "kind", "labels"),
     [

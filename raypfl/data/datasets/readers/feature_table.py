@@ -26,6 +26,12 @@ MAX_UNDECLARED = 100
 _LEAST_ROWS_FOR_IDS = 20
 """Rows from which on a column without two equal values may be told from one that has none by chance."""
 
+_MOST_ROWS_OF_MISTAKE = 2
+"""Most rows of a class that may be a spelling mistake."""
+
+_LEAST_ROWS_PER_MISTAKE = 50
+"""Rows of the table, for each row of such a class, from which on it is rare."""
+
 TABLE_ENDINGS = (".csv", ".parquet")
 """Endings of the files that are read."""
 
@@ -153,6 +159,7 @@ class FeatureTable(Reader):
             )
         label_of = {value: label for label, value in enumerate(classes)}
         labels = np.array([label_of[value] for value in values], np.int64)
+        _warn_of_rare_classes(rows, name, classes, labels)
         return labels, [str(value) for value in classes]
 
     def _is_regression(self, rows: TableRows, name: str, column_type: pa.DataType) -> bool:
@@ -304,6 +311,25 @@ def _places_in_order(rows: TableRows, name: str, column: pa.Array, order: Sequen
 
 def _is_text(column_type: pa.DataType) -> bool:
     return pa.types.is_string(column_type) or pa.types.is_large_string(column_type)
+
+
+def _warn_of_rare_classes(rows: TableRows, name: str, classes: Sequence[Any], labels: np.ndarray) -> None:
+    """Warn of classes with so few of many rows that they may be spelling mistakes."""
+    counts = np.bincount(labels)
+    rare = np.flatnonzero((counts <= _MOST_ROWS_OF_MISTAKE) & (counts * _LEAST_ROWS_PER_MISTAKE <= len(labels)))
+    # With many rare classes, the data are so.
+    if not 0 < len(rare) < len(classes) / 2:
+        return
+
+    places = []
+    for label in rare:
+        at = " and ".join(rows.place(int(row)) for row in np.flatnonzero(labels == label))
+        places.append(f"{classes[label]!r} ({at})")
+    warnings.warn(
+        f"Few rows have these classes of {name!r}: {', '.join(places)}. Each is learnt as a class of its own; correct "
+        "its value if it is misspelt.",
+        stacklevel=2,
+    )
 
 
 def _type_name(column_type: pa.DataType) -> str:
