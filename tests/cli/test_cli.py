@@ -149,7 +149,7 @@ def test_suggested_commands_repeat_the_run_with_one_change():
 
     (run,) = Path("runs").glob("*/ditto-s0")
     suggested = raypfl("resume", str(run), "rounds=3").stdout.split("Try next")[1]
-    assert f"raypfl run {run}/experiment.yaml partition.alpha=0.1 seeds=3\n" in suggested
+    assert f"raypfl run {run}/experiment.yaml seeds=3\n" in suggested
     assert (
         raypfl_json("run", f"{run}/experiment.yaml", "method=ditto")["runs"][0]["experiment"]["data"]["cache"]
         == "my cache"

@@ -500,6 +500,9 @@ def test_suggested_commands_keep_changed_settings():
     text = printed(lambda console: show(console, comparison(), {}, ["digits", "rounds=5"]))
     assert "raypfl run digits rounds=5 partition.alpha=0.1 seeds=3\n" in text
 
+    # What a user's file says of the partition stays.
+    assert "raypfl run mine.yaml seeds=3\n" in printed(lambda console: show(console, comparison(), {}, ["mine.yaml"]))
+
     skewed = with_setting(comparison(), "partition.alpha=0.1")
     assert "raypfl run digits seeds=3\n" in printed(lambda console: show(console, skewed, {}, ["digits"]))
 

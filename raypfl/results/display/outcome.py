@@ -338,7 +338,8 @@ def _suggestions(results: Sequence[RunResult], tried: Sequence[str], folder: Pat
 
     changes = []
     keys_set = {word.partition("=")[0] for word in tried}
-    if partition.get("alpha", 0.0) > 0.1 and not keys_set & {"partition", "partition.alpha"}:
+    is_users_partition = tried[0].endswith((".yaml", ".yml")) or keys_set & {"partition", "partition.alpha"}
+    if partition.get("alpha", 0.0) > 0.1 and not is_users_partition:
         changes.append("partition.alpha=0.1")
     if len({result.experiment.seed for result in results}) < 3:
         changes.append("seeds=3")
