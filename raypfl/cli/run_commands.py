@@ -138,6 +138,8 @@ def study(
     """
     from raypfl.cli.actions.study import run_study
 
+    if words and words[0] == "new":
+        raise ConfigError("Write 'new' right after 'study', and options at the end: raypfl study new FILE --seeds 2")
     source, changes = study_and_changes(words or [], rounds, seeds, trials)
     run_study(source, comma_separated(only), changes, quiet, as_json, record)
 

@@ -6,6 +6,7 @@ from raypfl.cli.run_commands import extended_to_equal_rounds, replaced_rounds, s
 from raypfl.experiment import experiments
 from raypfl.experiment.recipes import settings_of
 from raypfl.runs.folders import ComparisonFolder
+from tests.support.command import raypfl
 
 
 def test_an_option_that_a_command_sets_in_several_methods_is_said_with_their_names():
@@ -27,3 +28,8 @@ def test_one_number_of_rounds_for_methods_that_have_their_own_is_said(tmp_path):
     (sentence,) = extended_to_equal_rounds(tmp_path, ["rounds=160"])
     assert "fedavg-s0 (40), fedavg-s0-2 (80), ditto-s0 (40) and ditto-s0-2 (80)" in sentence
     assert extended_to_equal_rounds(tmp_path, ["checkpoint.every=5"]) == []
+
+
+def test_an_option_before_the_word_new_is_answered_with_the_order():
+    refused = raypfl("study", "--seeds", "2", "new", "mine.yaml", "methods=[fedavg,ditto]")
+    assert refused.exit_code == 2 and "right after 'study'" in refused.stderr
