@@ -27,7 +27,7 @@ from raypfl.engine.state.run_tables import RunTables, columns_of_rounds, with_pr
 from raypfl.federation.exchange.backend import Backend
 from raypfl.federation.ledger import Ledger
 from raypfl.storage.states import StateTable
-from raypfl.storage.tree import encode
+from raypfl.storage.tree import as_saved
 
 
 class Server:
@@ -109,6 +109,7 @@ class Server:
         ):
             server_state = start(self._task)
         refuse_start(start, server_state)
+        server_state = as_saved(server_state)
 
         columns = columns_of_rounds(self._turns.has_clock, self._experiment.asynchronous.buffer is not None)
         tables = RunTables(self._evaluator.measures.column_types, columns=columns)
@@ -176,8 +177,8 @@ class Server:
                     cohort = self._rounds.cohort(number, state.server, logged_columns, cohort_draw)
                     returned: object = self._method.round(state.server, cohort)  # type: ignore[func-returns-value]
                 refuse_returned(self._method.round, returned, state.server)
-                # Refuses what no checkpoint can store, before anything uses it.
-                encode(state.server, {})
+                # A resumed run begins its next round with no more than this, so this one does not either.
+                state.server = as_saved(state.server)
                 # Refuses a state that no evaluation could use: once it is saved, every resume would fail on it.
                 self._evaluator.global_model(state.server)
                 seconds = self._clock() - started_at

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -135,9 +136,32 @@ def decode(node: list[Any], tensors: dict[str, Tensor]) -> Any:
     return content
 
 
+def as_saved(server: dict[str, Any]) -> dict[str, Any]:
+    """Return a server's state as a checkpoint would give it back; the errors are those of :func:`encode`.
+
+    Plain dicts, lists, tuples and numbers, and contiguous tensors without gradient, which share no memory with each
+    other. A tensor that is like that keeps its memory.
+    """
+    tensors: dict[str, Tensor] = {}
+    tree = encode(server, tensors)
+    separate = {}
+    memories = set()
+    for name, tensor in tensors.items():
+        memory = tensor.untyped_storage().data_ptr()
+        is_separate = tensor.is_contiguous() and memory not in memories
+        separate[name] = tensor if is_separate else tensor.clone(memory_format=torch.contiguous_format)
+        memories.add(memory)
+    return decode(json.loads(json.dumps(tree)), separate)
+
+
 def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> list[Any]:
     """Encode a value as JSON, each node a pair ``[kind, content]``, and add its tensors to `tensors` by path."""
     if isinstance(value, Tensor):
+        if value.layout != torch.strided:
+            raise CheckpointError(
+                f"The server state {path!r} is a sparse tensor ({value.layout}), which a checkpoint cannot store; use "
+                "its to_dense()."
+            )
         # Several keys can give one path: 3 and "3", or "a/b" and "a" above "b".
         while path in tensors:
             path += "'"

@@ -198,6 +198,25 @@ def test_the_history_tells_the_settings_of_each_round(tmp_path):
     assert Experiment.from_yaml(longer.run_dir / "experiment.yaml") == longer.experiment
 
 
+class MovesItsAnchor(FedAvg):
+    """FedAvg that writes into the memory of the model with which it began."""
+
+    def start(self, task):
+        theta = task.model.init(task.seed)
+        return {"theta": theta, "anchor": theta}
+
+    def round(self, server, cohort):
+        theta = cohort.run(self.train, theta=server["theta"])["theta"]
+        server["theta"].add_(theta - server["anchor"])
+
+
+def test_a_method_whose_tensors_share_memory_is_resumed_to_the_same_bits(tmp_path):
+    described = experiment(tmp_path, method="tests.runs.test_resume:MovesItsAnchor", rounds=2, evaluation__every=0)
+    whole = raypfl.run(described)
+    stopped = raypfl.run(described, listeners=[Interrupt(1)])
+    assert stopped.round == 1 and raypfl.resume(stopped.run_dir).weights_hash == whole.weights_hash
+
+
 def test_a_run_that_continues_another_from_a_round_names_it_and_leaves_it_as_it_was(tmp_path):
     parent = raypfl.run(experiment(tmp_path, **KEEP_ALL))
     before = file_contents(parent.run_dir)
