@@ -41,6 +41,7 @@ from raypfl.runs.checks.rehearsal import refuse_misshapen_models
 from raypfl.runs.checks.robustness import refuse_unfit_attack, refuse_unfit_rule
 from raypfl.runs.checks.settings import (
     refuse_another_objective,
+    refuse_another_optimizer,
     refuse_large_cohort,
     refuse_missing_pools,
     refuse_missing_validation,
@@ -162,6 +163,7 @@ def _refuse_without_data(experiment: Experiment) -> None:
         refuse_too_many_actors(experiment.ray)
     refuse_mistaken_hooks(experiment.method)
     refuse_missing_weights(experiment.model)
+    refuse_another_optimizer(experiment)
 
 
 def refuse_unfit(prepared: Prepared) -> None:

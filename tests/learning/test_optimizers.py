@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import raypfl
+from raypfl.common.errors import ConfigError
 from raypfl.learning.optimizers import SGD, Adam, AdamW, LocalOptimizer, Update
 from tests.support.federation import assert_close
 
@@ -133,3 +135,11 @@ def test_a_rule_without_a_step_says_so():
 
     with pytest.raises(NotImplementedError, match="Nothing is not complete: define step_"):
         stepped(Update(Nothing(), LR), torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize("method", ["scaffold", "feddc", "fednova", "mime", "mimelite"])
+def test_methods_whose_steps_are_those_of_sgd_refuse_others_before_the_run(tmp_path, method):
+    settings = {"training": {"optimizer": "adam"}, "engine": {"backend": "inline"}}
+    with pytest.raises(ConfigError, match=f"method is '{method}', whose local steps are those of SGD.*optimizer=sgd"):
+        raypfl.run(raypfl.Experiment(method=method, rounds=1, output=str(tmp_path), **settings))
+    assert not any(tmp_path.iterdir())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,8 @@ class FedDC(Method):
     ----------
     alpha : strength of the pull.
     """
+
+    needs_sgd: ClassVar[bool] = True
 
     alpha: Annotated[float, FROM_ZERO] = 0.1
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ class FedNova(FedAvg):
     effective : tau_eff: the mean number of ``steps`` (the paper), or the mean of ||a_k||_1 (``gradients``; the authors'
         code, unless mu is above 0). With plain SGD both agree.
     """
+
+    needs_sgd: ClassVar[bool] = True
 
     mu: Annotated[float, FROM_ZERO] = 0.0
     effective: Literal["steps", "gradients"] = "steps"

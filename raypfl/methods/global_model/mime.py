@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ class MimeLite(FedAvg):
     ----------
     beta : the momentum's decay.
     """
+
+    needs_sgd: ClassVar[bool] = True
 
     beta: Annotated[float, BELOW_ONE] = 0.9
     weighting: Weighting = "uniform"

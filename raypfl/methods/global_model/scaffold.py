@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,8 @@ class Scaffold(FedAvg):
     mean of ``c_k`` over all clients. The model and a control variate are sent both ways. `server_lr` is the paper's
     global learning rate.
     """
+
+    needs_sgd: ClassVar[bool] = True
 
     weighting: Weighting = "uniform"
 

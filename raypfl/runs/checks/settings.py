@@ -13,6 +13,7 @@ from raypfl.engine.prepared import Prepared
 from raypfl.experiment import Experiment
 from raypfl.experiment.settings import ModelSettings
 from raypfl.learning.objectives import KINDS, OBJECTIVES
+from raypfl.learning.optimizers import OPTIMIZERS, SGD
 from raypfl.methods import METHODS, Method
 from raypfl.models.weights import is_file
 
@@ -98,6 +99,16 @@ def refuse_missing_validation(prepared: Prepared) -> None:
             f"method is {METHODS.name_of(type(prepared.experiment.method))!r}, which needs validation samples of each "
             f"client, but client {lacking[0]} has none (in all {counted(len(lacking), 'client')}). Set "
             "data.val_fraction, such as 0.2, or give clients more samples."
+        )
+
+
+def refuse_another_optimizer(experiment: Experiment) -> None:
+    """Raise a ConfigError if the method needs local training by SGD, and the settings name another optimizer."""
+    optimizer = experiment.training.local_optimizer
+    if experiment.method.needs_sgd and type(optimizer) is not SGD:
+        raise ConfigError(
+            f"method is {METHODS.name_of(type(experiment.method))!r}, whose local steps are those of SGD, but "
+            f"training.optimizer is {OPTIMIZERS.name_of(type(optimizer))!r}. Set training.optimizer=sgd."
         )
 
 
