@@ -29,6 +29,7 @@ TOLERANCE_OF_SIGNS = 2e-2
 """The same for optimizers: Adam's first step is nearly the sign of the gradient, which rounding may turn around."""
 
 TOKENS = Job("gru", (12,), kind="tokens", classes=20)
+TEXTS = Job("fasttext", (12,), options={"num_tokens": 20})
 
 NETWORKS = {
     "mlp": Job("mlp", (1, 28, 28)),
@@ -46,6 +47,9 @@ NETWORKS = {
     "causal_cnn": replace(TOKENS, network="causal_cnn"),
     "gru": TOKENS,
     "causal_transformer": replace(TOKENS, network="causal_transformer"),
+    "fasttext": TEXTS,
+    "text_cnn": replace(TEXTS, network="text_cnn"),
+    "text_transformer": replace(TEXTS, network="text_transformer"),
 }
 """Every built-in network, in the order in which they matter. Batch norm of so few samples makes deep ones unstable."""
 

@@ -192,6 +192,8 @@ def noise(job: Job, device: str) -> Samples:
     if job.kind == "tokens":
         x = draws.integers(0, job.classes, (count, *job.shape))
         y = draws.integers(0, job.classes, (count, *job.shape))
+    elif "num_tokens" in job.options:
+        x = draws.integers(0, job.options["num_tokens"], (count, *job.shape))
     elif job.kind == "numbers":
         x = draws.normal(size=(count, *job.shape)).astype(np.float32)
         y = draws.normal(size=(count, job.classes)).astype(np.float32)

@@ -111,10 +111,9 @@ def prepare_samples(data: DataConfig, folder: Path) -> tuple[Mapping[str, Any], 
         "pools": [pool.name for pool in pools],
     }
 
-    if raw.feature_names is not None:
-        about["feature_names"] = raw.feature_names
-    if raw.indicators is not None:
-        about["indicators"] = raw.indicators
+    for name in ("feature_names", "indicators", "vocabulary"):
+        if getattr(raw, name) is not None:
+            about[name] = getattr(raw, name)
     if raw.groups is not None:
         group_names, group = np.unique(raw.groups, return_inverse=True)
         about["group_names"] = [str(name) for name in group_names]

@@ -46,7 +46,7 @@ class FederatedData:
     unseen : ``int64[U]``, the clients that are never trained, ascending.
     pools : names of the pools, whose samples belong to no client, e.g. ``auxiliary``.
     pool_moments : name -> (mean, std), as above, for each pool with ``normalise: own``.
-    feature_names, indicators : as in `RawData`.
+    feature_names, indicators, vocabulary : as in `RawData`.
     fingerprint : SHA-256 of the samples and of who holds them, the same on every machine.
     """
 
@@ -63,6 +63,7 @@ class FederatedData:
     pool_moments: dict[str, tuple[np.ndarray, np.ndarray]]
     feature_names: list[str] | None
     indicators: list[bool] | None
+    vocabulary: list[str] | None
     fingerprint: str
     _splits: dict[str, tuple[np.ndarray, np.ndarray]]
     _pools: dict[str, np.ndarray]
@@ -313,6 +314,7 @@ def _join(samples: Arrays, holdings: Arrays, origin: _Origin) -> FederatedData:
         pool_moments=pool_moments,
         feature_names=samples.about.get("feature_names"),
         indicators=samples.about.get("indicators"),
+        vocabulary=samples.about.get("vocabulary"),
         fingerprint=hashlib.sha256((samples.digest + holdings.digest).encode()).hexdigest(),
         _splits=splits,
         _pools=pools,

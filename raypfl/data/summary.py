@@ -37,6 +37,7 @@ class Summary:
     client_names : the clients' names; None: clients have numbers only.
     features : the network's inputs in order, if they have names: the name, and the mean and deviation that standardise
         it; 0 and 1 for indicators of categories, which are not standardised.
+    vocabulary : the word of each token of the inputs, if they are texts.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Summary:
     kind: str = "classes"
     client_names: ClientNames | None = None
     features: list[tuple[str, float, float]] | None = None
+    vocabulary: list[str] | None = None
 
     @property
     def unit(self) -> str:
@@ -117,6 +119,7 @@ def summarised(data: ClientData) -> Summary:
         kind=data.kind,
         client_names=data.client_names,
         features=_features(data),
+        vocabulary=data.vocabulary,
     )
 
 

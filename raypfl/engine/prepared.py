@@ -141,7 +141,9 @@ class Prepared:
 
     def _built(self, part: Callable[[Any], nn.Module] | None = None) -> FlatModel:
         outputs = self.objective.outputs(self.data.num_classes)
-        return build_model(self.experiment, self.data.input_shape, outputs, self.device, part)
+        vocabulary = getattr(self.data, "vocabulary", None)  # a population has none
+        num_tokens = None if vocabulary is None else len(vocabulary)
+        return build_model(self.experiment, self.data.input_shape, outputs, num_tokens, self.device, part)
 
     @cached_property
     def task(self) -> Task:
@@ -159,6 +161,7 @@ class Prepared:
             unseen=self.data.unseen,
             pools={name: len(indices) for name, indices in pool_indices(self.data).items()},
             objective=self.objective,
+            discrete=self.data.discrete,
             architecture_of=self.architecture_of,
         )
         return replace(task, networks=self.experiment.method.networks(task))

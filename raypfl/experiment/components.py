@@ -27,7 +27,7 @@ from raypfl.learning.objectives import METRICS, OBJECTIVES, Metric, Objective
 from raypfl.learning.optimizers import OPTIMIZERS, LocalOptimizer
 from raypfl.methods import METHODS, Method
 
-GIVEN_BY_ENGINE = ("input_shape", "num_classes")
+GIVEN_BY_ENGINE = ("input_shape", "num_classes", "num_tokens")
 """Parameters of a model that are not options: the data decide them."""
 
 Option = inspect.Parameter

@@ -28,6 +28,7 @@ class Task:
     num_test_samples : ``int64[num_clients]``, the samples of each client's test split.
     unseen : ``int64[U]``, the clients that are never trained.
     pools : name -> the number of a pool's samples, which belong to no client.
+    discrete : whether samples are tokens, ``int64``, which networks get unchanged.
     architecture_of : the number of each client's architecture, ``int64[num_clients]``; None: all have the same.
     """
 
@@ -43,6 +44,7 @@ class Task:
     unseen: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     pools: Mapping[str, int] = field(default_factory=dict)
     objective: Objective = field(default_factory=Classification)
+    discrete: bool = False
     architecture_of: np.ndarray | None = None
 
     def by_architecture(self, clients: Sequence[int] | np.ndarray) -> list[np.ndarray]:

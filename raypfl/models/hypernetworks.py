@@ -66,7 +66,9 @@ class EmbeddingNetwork(nn.Module):
 
     def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
         x, y = pair
-        one_hot = F.one_hot(y, self.num_classes).to(x.dtype)
+        # Tokens are integers, and have no part in what follows.
+        dtype = x.dtype if x.is_floating_point() else next(self.parameters()).dtype
+        one_hot = F.one_hot(y, self.num_classes).to(dtype)
         if not self.images:
             return self.layers(one_hot)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from math import prod, sqrt
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +16,30 @@ from raypfl.common.registry import Registry
 
 MODELS = Registry("model")
 """Each entry is called as ``entry(input_shape=(C, H, W), num_classes=n, **options)`` and returns an ``nn.Module`` with
-n outputs. `input_shape` is the shape of one sample, which may also be ``(features,)``."""
+n outputs. `input_shape` is the shape of one sample, which may also be ``(features,)``. A network for
+texts also has the parameter `num_tokens`, the number of different words."""
+
+
+def facts_for(
+    name: str, entry: Callable[..., Any], input_shape: tuple[int, ...], num_classes: int, num_tokens: int | None
+) -> dict[str, Any]:
+    """Return what an entry of `MODELS` needs to know of the data.
+
+    Parameters
+    ----------
+    num_tokens : number of different words in the samples; None: they are no texts.
+
+    Raises
+    ------
+    ConfigError : if it is a network for texts, and the samples are none.
+    """
+    facts: dict[str, Any] = {"input_shape": input_shape, "num_classes": num_classes}
+    parameter = inspect.signature(entry).parameters.get("num_tokens")
+    if parameter is None:
+        return facts
+    if num_tokens is None and parameter.default is inspect.Parameter.empty:
+        raise ConfigError(f"The {name} model takes texts, as data=text_table has them, but samples here are none.")
+    return {**facts, "num_tokens": num_tokens}
 
 
 def image_shape(name: str, input_shape: tuple[int, ...], min_side: int = 1) -> tuple[int, int, int]:

@@ -32,6 +32,7 @@ _MOST_COLUMNS = 1500  # in the picture of many clients; with more clients, neigh
 _LONGEST_NAME = 18
 _LONGEST_LINE = 60
 _MOST_NAMED = 30  # clients, in the table and the picture
+_MOST_WORDS = 12
 _LARGEST_BUBBLE = 340.0  # square points
 
 
@@ -52,6 +53,10 @@ def show(console: Console, summary: Summary) -> None:
         console.print(_table_of_names(summary, summary.client_names))
     if summary.features is not None:
         console.print(_table_of_features(summary.features))
+    if summary.vocabulary is not None:
+        size = counted(len(summary.vocabulary), "token")
+        words = listed(map(_shortened, summary.vocabulary), _MOST_WORDS)
+        console.print(Text.assemble(f"vocabulary of {size}: ", words))
     outputs = _outputs(summary)
     if outputs:
         console.print(Text.assemble("outputs: ", outputs))
@@ -70,6 +75,7 @@ def as_json(summary: Summary) -> dict[str, Any]:
         "classes": summary.class_names,
         "clients": summary.num_clients,
         "features": _features_as_json(summary.features),
+        "vocabulary": summary.vocabulary,
         "client_names": None if summary.client_names is None else list(summary.client_names),
         "unseen": summary.unseen.tolist(),
         "samples": samples,

@@ -6,6 +6,7 @@ import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +17,37 @@ import pyarrow.compute as pc
 from raypfl.common.errors import ConfigError, DataError, listed
 from raypfl.data.client_names import ClientNames
 from raypfl.data.datasets import DataConfig
-from raypfl.data.datasets.readers.feature_table import (
-    MISSING,
-    TABLE_ENDINGS,
-    FeatureTable,
-    category_name,
-    is_numeral,
-)
+from raypfl.data.datasets.readers.tabular.feature_table import MISSING, FeatureTable, is_numeral
+from raypfl.data.datasets.readers.tabular.table import TABLE_ENDINGS, category_name
+from raypfl.data.datasets.readers.tabular.text_table import TextTable
 from raypfl.data.datasets.table_rows import TableRows, as_float, is_number, read_table
 from raypfl.data.datasets.tables import read_csv
 from raypfl.data.shared_storage import copy_to_this_machine
 from raypfl.data.store import cache_folder
+from raypfl.engine.building.data_outline import DataOutline
 
 Medians = Callable[[Sequence[str]], Mapping[str, float]]
 
 
-def run_medians(config: DataConfig, columns: Sequence[str]) -> Mapping[str, float]:
+def inputs_of_rows(rows: NewRows, config: DataConfig, outline: DataOutline) -> np.ndarray:
+    """Return the inputs of a run's models for rows like those of its table, ``[n, ...]``.
+
+    Parameters
+    ----------
+    config : the run's description of its data.
+
+    Raises
+    ------
+    DataError : if the rows do not fit, with the row and the column.
+    """
+    reader = config.reader
+    if isinstance(reader, TextTable):
+        return rows.tokens(outline.vocabulary, reader)
+    assert isinstance(reader, FeatureTable)
+    return rows.inputs(outline.feature_names, reader, partial(_run_medians, config))
+
+
+def _run_medians(config: DataConfig, columns: Sequence[str]) -> Mapping[str, float]:
     """Return the medians of columns of the run's table, which is read again."""
     reader = copy_to_this_machine(config, cache_folder(config)).reader
     assert isinstance(reader, FeatureTable)
@@ -119,6 +135,10 @@ class NewRows:
         for column, positions in positions_by_column.items():
             inputs[np.arange(len(inputs)), self._positions(column, positions)] = 1.0
         return inputs
+
+    def tokens(self, vocabulary: Sequence[str], reader: TextTable) -> np.ndarray:
+        """Return the tokens of the rows' texts, ``int64[n, length]``; words that a run did not have are unknown."""
+        return reader.tokens_of(self._rows, vocabulary)
 
     def clients(self, column: str, names: ClientNames) -> np.ndarray:
         """Return the number of the client that each row is from, ``int64[n]``.

@@ -20,11 +20,11 @@ from raypfl.common.errors import ConfigError, DataError
 from raypfl.common.files import draft
 from raypfl.common.threads import threads
 from raypfl.data.client_names import number_of
-from raypfl.data.datasets.readers.feature_table import TABLE_ENDINGS, FeatureTable
+from raypfl.data.datasets.readers.tabular.table import TABLE_ENDINGS, Table
 from raypfl.learning.objectives import Classification
 from raypfl.runs.result import newest
 from raypfl.trained.models import TrainedModels
-from raypfl.trained.new_rows import NewRows, run_medians
+from raypfl.trained.new_rows import NewRows, inputs_of_rows
 from raypfl.trained.saved_model import Origin, inputs_of, load_with_origin
 from raypfl.trained.trained_model import TrainedModel
 
@@ -132,7 +132,7 @@ def predict(
 
 def _predictions(
     origin: Origin,
-    reader: FeatureTable,
+    reader: Table,
     rows: NewRows,
     clients: np.ndarray | None,
     outputs_of: Callable[[Tensor], Tensor],
@@ -140,7 +140,7 @@ def _predictions(
     """Return the predictions for rows by their clients' models or by one, whose outputs a function returns."""
     config = origin.experiment.data
     target = str(reader.target)
-    inputs = torch.from_numpy(rows.inputs(origin.outline.feature_names, reader, partial(run_medians, config)))
+    inputs = torch.from_numpy(inputs_of_rows(rows, config, origin.outline))
     with threads(origin.experiment.engine.threads):
         columns = _columns(origin, outputs_of(inputs))
 
@@ -167,14 +167,15 @@ def refuse_other_endings(path: Path) -> Path:
     return path
 
 
-def _table_reader(origin: Origin) -> FeatureTable:
+def _table_reader(origin: Origin) -> Table:
     """Return the reader of the run's table."""
     config = origin.experiment.data
     reader = config.reader
-    if not isinstance(reader, FeatureTable):
+    if not isinstance(reader, Table):
         raise ConfigError(
-            f"The run was trained on {config.name!r}, and predictions are for rows of tables (data=table). Its models "
-            f"take arrays {inputs_of(origin.outline)}, in Python: raypfl.trained_models(RUN).global_model()(x)."
+            f"The run was trained on {config.name!r}, and predictions are for rows of tables (data=table and "
+            f"data=text_table). Its models take arrays {inputs_of(origin.outline)}, in Python: "
+            "raypfl.trained_models(RUN).global_model()(x)."
         )
     return reader
 

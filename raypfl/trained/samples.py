@@ -5,7 +5,6 @@ from __future__ import annotations
 import zipfile
 import zlib
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,9 @@ from raypfl.data import FederatedData
 from raypfl.data.datasets import DataSource, RawData
 from raypfl.data.datasets.images import ImageReader
 from raypfl.data.datasets.pools import UNLABELLED, read_pool
-from raypfl.data.datasets.readers.feature_table import TABLE_ENDINGS, FeatureTable
+from raypfl.data.datasets.readers.tabular.table import TABLE_ENDINGS, Table
 from raypfl.trained.models import TrainedModels
-from raypfl.trained.new_rows import NewRows, run_medians
+from raypfl.trained.new_rows import NewRows, inputs_of_rows
 
 
 def samples_in(path: str | Path, models: TrainedModels) -> tuple[np.ndarray, np.ndarray]:
@@ -37,7 +36,7 @@ def samples_in(path: str | Path, models: TrainedModels) -> tuple[np.ndarray, np.
     """
     file = Path(path).expanduser()
     reader = models.experiment.data.reader
-    if isinstance(reader, FeatureTable) and (file.is_dir() or (file.is_file() and file.suffix in TABLE_ENDINGS)):
+    if isinstance(reader, Table) and (file.is_dir() or (file.is_file() and file.suffix in TABLE_ENDINGS)):
         return _rows_of_tables(file, reader, models)
     if file.is_dir():
         return _like_the_runs_data(file, models)
@@ -55,12 +54,12 @@ def samples_in(path: str | Path, models: TrainedModels) -> tuple[np.ndarray, np.
         raise DataError(f"{file} cannot be read as a .npz file: {error}") from error
 
 
-def _rows_of_tables(path: Path, reader: FeatureTable, models: TrainedModels) -> tuple[np.ndarray, np.ndarray]:
+def _rows_of_tables(path: Path, reader: Table, models: TrainedModels) -> tuple[np.ndarray, np.ndarray]:
     """Read the rows of a file, or of all files in a folder that the run's reader would read."""
     config = models.experiment.data
     files = [path] if path.is_file() else replace(reader, config=replace(config, root=str(path))).paths()
     tables = [NewRows.read(file) for file in files]
-    inputs = [rows.inputs(models.outline.feature_names, reader, partial(run_medians, config)) for rows in tables]
+    inputs = [inputs_of_rows(rows, config, models.outline) for rows in tables]
     class_names = None if models.outline.kind == "numbers" else models.outline.class_names
     targets = [rows.targets(str(reader.target), class_names) for rows in tables]
     return np.concatenate(inputs), np.concatenate(targets)

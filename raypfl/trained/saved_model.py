@@ -31,6 +31,7 @@ from raypfl.trained.trained_model import TrainedModel
 
 FORMAT = "raypfl personal model 1"
 PREDICTOR = "predictor"
+_NAMES = ("feature_names", "class_names", "vocabulary")
 _OUTLINE = ("input_shape", "num_classes", "kind", "discrete", "scale", "mean", "std")
 
 
@@ -45,8 +46,8 @@ def inputs_of(outline: DataOutline) -> str:
 
 
 def names_of(outline: DataOutline) -> dict[str, list[str] | None]:
-    """Return ``feature_names`` and ``class_names`` of a run's data; a population has none."""
-    return {name: getattr(outline, name, None) for name in ("feature_names", "class_names")}
+    """Return ``feature_names``, ``class_names`` and ``vocabulary`` of a run's data; a population has none."""
+    return {name: getattr(outline, name, None) for name in _NAMES}
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,9 @@ def encoded(model: TrainedModel, origin: Origin, facts: Mapping[str, Any]) -> by
     The metadata have, as text or JSON: ``outline``, the network as torch prints it; ``gain`` and ``offset``, by which
     inputs become the network's: ``network(x * gain + offset)``, whose outputs are in the units of the objective;
     ``inputs``, their shape and values; `facts`; and the run's ``experiment`` and ``data``, from which raypfl builds the
-    network again; ``data`` has the names of inputs and outputs in order, ``feature_names`` and ``class_names``. If a
-    model is more than a network, the tensors are those that its method's function predicts with, and ``predictor``
-    names the function.
+    network again; ``data`` has the names of inputs and outputs in order, ``feature_names``, ``class_names`` and, of
+    texts, ``vocabulary``. If a model is more than a network, the tensors are those that its method's function predicts
+    with, and ``predictor`` names the function.
     """
     metadata = {
         "format": FORMAT,
@@ -163,7 +164,7 @@ def outline_in(text: str) -> DataOutline:
     for name in ("mean", "std"):
         values[name] = np.array(values[name], dtype=np.float32)
     values["input_shape"] = tuple(values["input_shape"])
-    values = {"feature_names": None, "class_names": None} | values
+    values = dict.fromkeys(_NAMES) | values
     return DataOutline(attributes=values, counts={"train": np.zeros(0, np.int64)}, load=_refuse)
 
 

@@ -25,6 +25,7 @@ class TrainedModel(nn.Module):
     objective : the objective, which knows the units of outputs; None: outputs stay as they are.
     feature_names : names of the last axis of inputs, in order; None: features have no names.
     class_names : names of the outputs in order: of classes, labels, numbers or tokens; None: they have no names.
+    vocabulary : the word of each token of the inputs, which are texts; None: they are none.
 
     Attributes
     ----------
@@ -48,6 +49,7 @@ class TrainedModel(nn.Module):
         objective: Objective | None = None,
         feature_names: list[str] | None = None,
         class_names: list[str] | None = None,
+        vocabulary: list[str] | None = None,
     ):
         super().__init__()
         self.network = network
@@ -56,6 +58,7 @@ class TrainedModel(nn.Module):
         self.objective = objective
         self.feature_names = feature_names
         self.class_names = class_names
+        self.vocabulary = vocabulary
         self.register_buffer("gain", gain)
         self.register_buffer("offset", offset)
         self.train(network.training)

@@ -6,7 +6,6 @@ from raypfl.data.datasets.readers import (  # noqa: F401 - readers register them
     arrays,
     cifar,
     csv_images,
-    feature_table,
     folders,
     hugging_face,
     idx,
@@ -17,6 +16,7 @@ from raypfl.data.datasets.readers import (  # noqa: F401 - readers register them
     spiral,
     text,
 )
+from raypfl.data.datasets.readers.tabular import feature_table, text_table  # noqa: F401
 from raypfl.data.datasets.settings import DataConfig
 from raypfl.data.datasets.source import DATASETS, DataSource, Reader
 

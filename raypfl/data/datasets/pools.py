@@ -13,6 +13,7 @@ from raypfl.data.datasets.images import resize
 from raypfl.data.datasets.raw_data import RawData
 from raypfl.data.datasets.settings import DataConfig
 from raypfl.data.datasets.source import DataSource
+from raypfl.data.datasets.words import translated
 
 UNLABELLED = -1
 
@@ -91,7 +92,7 @@ def read_pool(name: str, source: DataSource, clients_data: RawData) -> PoolSampl
     ------
     DataError : if there are none, or if a test pool has other classes than the clients' data set.
     """
-    raw = _match_features(source.read(), clients_data, name)
+    raw = _match_words(_match_features(source.read(), clients_data, name), clients_data)
     is_test = name.startswith("ood/")
 
     chosen = np.ones(len(raw.labels), dtype=bool)
@@ -147,6 +148,18 @@ def _match_features(raw: RawData, clients_data: RawData, name: str) -> RawData:
 
     blocks = map(match, raw.blocks())
     return replace(raw, inputs=blocks, feature_names=features, indicators=clients_data.indicators)
+
+
+def _match_words(raw: RawData, clients_data: RawData) -> RawData:
+    """Give a data set's words the clients' tokens, and cut or fill its texts to their length."""
+    words = raw.vocabulary
+    vocabulary = clients_data.vocabulary
+    if words is None or vocabulary is None:
+        return raw
+
+    length = next(iter(clients_data.blocks())).shape[1]
+    blocks = (translated(block, words, vocabulary, length) for block in raw.blocks())
+    return replace(raw, inputs=blocks, vocabulary=vocabulary)
 
 
 def _matched_labels(raw: RawData, clients_data: RawData, chosen: np.ndarray) -> np.ndarray | None:

@@ -34,6 +34,7 @@ class RawData:
     feature_names : the names of the last axis of `inputs`; None: features have no names. Pools' features are matched
         by name.
     indicators : for each feature name, whether it is 1 or 0 for a category and so is not standardised; None: none is.
+    vocabulary : the word of each token in `inputs`; None: inputs are no texts. Pools' words are matched by name.
 
     NumPy arrays, PyTorch tensors and lists will do; the attributes are arrays.
 
@@ -50,6 +51,7 @@ class RawData:
     groups: np.ndarray | None = None
     feature_names: list[str] | None = None
     indicators: list[bool] | None = None
+    vocabulary: list[str] | None = None
 
     def __post_init__(self) -> None:
         for name in ("labels", "test_mask", "groups"):

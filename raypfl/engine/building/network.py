@@ -15,6 +15,7 @@ from raypfl.common.user_code import where_defined, with_location
 from raypfl.engine.building.devices import same_bits_on_gpus
 from raypfl.federation.method import Method
 from raypfl.models import MODELS, FlatModel, lora
+from raypfl.models.networks import facts_for
 from raypfl.models.weights import Pretrained
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ def build_model(
     experiment: Experiment,
     input_shape: tuple[int, ...],
     outputs: int,
+    num_tokens: int | None,
     device: torch.device,
     part: Callable[[Any], nn.Module] | None = None,
 ) -> FlatModel:
@@ -33,14 +35,16 @@ def build_model(
     Parameters
     ----------
     outputs : size of the output layer, which the objective decides.
+    num_tokens : number of different words in the samples, if they are texts.
     part : returns the part of the network that is built; None: all of it.
     """
     if device.type == "cuda":
         same_bits_on_gpus(tf32=experiment.training.precision == "tf32")
 
     settings = experiment.model
-    options = {"input_shape": input_shape, "num_classes": outputs, **settings.options}
-    factory: Callable[[], nn.Module] = partial(_build, settings.name, MODELS.get(settings.name), options)
+    entry = MODELS.get(settings.name)
+    options = {**facts_for(settings.name, entry, input_shape, outputs, num_tokens), **settings.options}
+    factory: Callable[[], nn.Module] = partial(_build, settings.name, entry, options)
     if part is not None:
         factory = partial(_part, factory, part)
     trained = settings.trained

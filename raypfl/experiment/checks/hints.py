@@ -50,7 +50,7 @@ _NAMES_ELSEWHERE = {
 }
 """Name of a setting in other libraries -> its name here."""
 
-_NO_OPTIONS = {"config", "input_shape", "member", "name", "num_classes", "options"}
+_NO_OPTIONS = {"config", "input_shape", "member", "name", "num_classes", "num_tokens", "options"}
 _MOST_NAMES = 5
 """Largest number of components that a suggestion names."""
 

@@ -61,6 +61,8 @@ class AuxiliaryImages(FedAvg):
             )
 
     def start(self, task: Task) -> ServerState:
+        if task.discrete:
+            raise ConfigError("Auxiliary images are real numbers, but samples here are tokens; choose another method.")
         return {**super().start(task), "past": []}
 
     def labels(self, num_classes: int, device: torch.device) -> Tensor:

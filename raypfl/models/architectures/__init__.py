@@ -1,5 +1,6 @@
 """The networks that raypfl has itself, beside the dense layers in :mod:`raypfl.models.networks`."""
 
-from raypfl.models.architectures import convolutional, heterogeneous, residual, sequences, transformer  # registers them
+# Importing them registers them.
+from raypfl.models.architectures import convolutional, heterogeneous, residual, sequences, texts, transformer
 
-__all__ = ["convolutional", "heterogeneous", "residual", "sequences", "transformer"]
+__all__ = ["convolutional", "heterogeneous", "residual", "sequences", "texts", "transformer"]

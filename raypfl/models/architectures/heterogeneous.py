@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from raypfl.common.errors import ConfigError
 from raypfl.models.heads import output_layer
-from raypfl.models.networks import MODELS
+from raypfl.models.networks import MODELS, facts_for
 
 NETWORKS = ("mlp", "cnn")
 """The default of :attr:`Heterogeneous.networks`."""
@@ -43,12 +43,13 @@ class Heterogeneous(nn.Module):
         feature_dim: int | None = None,
         projection: Literal["pool", "linear"] = "pool",
         shares: Sequence[float] | None = None,
+        num_tokens: int | None = None,
     ):
         super().__init__()
         bodies = []
         heads = []
         for description in networks:
-            network = _built(description, input_shape, num_classes)
+            network = _built(description, input_shape, num_classes, num_tokens)
             name, head = _output_layer(description, network)
             heads.append(head)
             size = feature_dim or heads[0].in_features
@@ -117,9 +118,13 @@ def architectures_of(options: Mapping[str, Any], num_clients: int) -> np.ndarray
     return numbers
 
 
-def _built(description: str | dict[str, Any], input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+def _built(
+    description: str | dict[str, Any], input_shape: tuple[int, ...], num_classes: int, num_tokens: int | None
+) -> nn.Module:
     options = {"name": description} if isinstance(description, str) else dict(description)
-    network = MODELS.get(options.pop("name"))(input_shape=input_shape, num_classes=num_classes, **options)
+    name = options.pop("name")
+    entry = MODELS.get(name)
+    network = entry(**facts_for(name, entry, input_shape, num_classes, num_tokens), **options)
     if not isinstance(network, nn.Module):
         raise ConfigError(f"model.networks has {description!r}, which makes a {type(network).__name__}, not a network.")
     return network

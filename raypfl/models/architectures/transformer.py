@@ -39,12 +39,16 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width)
         self.proj = nn.Linear(width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, is_token: Tensor | None = None) -> Tensor:
+        """Return ``[b, n, d]``; no token attends to those that are False in `is_token`, ``bool[b, n]``."""
         # Each [b, heads, n, d / heads].
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).transpose(1, 3).unbind(2)
         scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
         if self.causal:
             scores = scores + torch.full_like(scores[0, 0], -torch.inf).triu(1)
+        if is_token is not None:
+            # Not minus infinity, so that a text without words has no nan.
+            scores = scores.masked_fill(~is_token[:, None, None], -1e30)
         mixed = (scores.softmax(-1) @ v).transpose(1, 2)
         return self.proj(mixed.flatten(2))
 
@@ -72,8 +76,8 @@ class TransformerBlock(nn.Module):
         self.mlp = Feedforward(width)
         self.adapter = adapter
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.norm1(x))
+    def forward(self, x: Tensor, is_token: Tensor | None = None) -> Tensor:
+        x = x + self.attn(self.norm1(x), is_token)
         return x + self.adapter(self.mlp(self.norm2(x)))
 
 

@@ -23,6 +23,9 @@ FEW = 2
 """Samples in a batch, and clients in a group, of a smoke test."""
 
 
+_FOR_TEXTS = "Samples are texts; networks for them are fasttext, text_cnn and text_transformer."
+
+
 def refuse_misfit(prepared: Prepared) -> None:
     """Raise a ConfigError if the network fails for samples of the data's shape."""
     error = error_of_batch(prepared, channels_last=False)
@@ -31,10 +34,16 @@ def refuse_misfit(prepared: Prepared) -> None:
 
     data = prepared.data
     tokens = " Its inputs are int64, which are tokens; numbers must be float32 or float64." if data.discrete else ""
+    if _are_texts(prepared):
+        tokens = f" {_FOR_TEXTS}"
     raise ConfigError(
         f"model is {prepared.experiment.model.name!r}, which fails for samples of {prepared.experiment.data.name!r}, "
         f"whose shape is {tuple(data.input_shape)}.{tokens} {type(error).__name__}: {with_location(error)}"
     ) from error
+
+
+def _are_texts(prepared: Prepared) -> bool:
+    return getattr(prepared.data, "vocabulary", None) is not None
 
 
 def refuse_missing_adapters(prepared: Prepared) -> None:
@@ -107,6 +116,7 @@ def refuse_outputs(prepared: Prepared) -> None:
     if prepared.experiment.global_model(method.start(prepared.task)) is not None:
         raise ConfigError(
             f"model is {prepared.experiment.model.name!r}, which does not fit {prepared.data.name!r}: it {mismatch}"
+            + (f" {_FOR_TEXTS}" if _are_texts(prepared) else "")
         )
 
 

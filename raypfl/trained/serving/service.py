@@ -188,6 +188,7 @@ class Service:
             "classes": outline.num_classes,
             "class_names": class_names(self._models),
             "feature_names": getattr(outline, "feature_names", None),
+            "vocabulary": getattr(outline, "vocabulary", None),
             "paths": self._allowed,
             "limits": asdict(self._limits),
         }

@@ -1,0 +1,1 @@
+"""Tables in CSV and Parquet files: of features, and of texts."""

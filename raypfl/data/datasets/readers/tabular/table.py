@@ -1,0 +1,171 @@
+"""What tables of features and of texts have in common: their files, the target, and the client column."""
+
+from __future__ import annotations
+
+import warnings
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+
+from raypfl.common.errors import ConfigError, DataError
+from raypfl.data.datasets.raw_data import RawData
+from raypfl.data.datasets.source import Reader, files_under
+from raypfl.data.datasets.table_rows import TableRows, is_number
+
+MAX_UNDECLARED = 100
+"""Categories of a column, or integers to predict, beyond which the options must say that they are categories."""
+
+_MOST_ROWS_OF_MISTAKE = 2
+"""Most rows of a class that may be a spelling mistake."""
+
+_LEAST_ROWS_PER_MISTAKE = 50
+"""Rows of the table, for each row of such a class, from which on it is rare."""
+
+TABLE_ENDINGS = (".csv", ".parquet")
+"""Endings of the files that are read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table(Reader):
+    """A CSV or Parquet file (data.root), or all in a folder and its subfolders, with equal columns.
+
+    Files with the word "test" or "valid" in their names are the published test split.
+
+    Attributes
+    ----------
+    target : name of the column to predict.
+    task : kind of the target: a class (``classification``) or a number (``regression``). ``auto``: integers, text and
+        true or false are classes, other numbers are numbers.
+    group : name of the column that says which client a row is from, for ``partition: by_column``; None: there is none.
+    files : pattern of the files' names.
+    """
+
+    target: str | None = None
+    task: Literal["auto", "classification", "regression"] = "auto"
+    group: str | None = None
+    files: str = "*"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.target is None:
+            raise ConfigError("data.target is missing: name the column of the table that is to be predicted.")
+
+        option_of: dict[str, str] = {}
+        for option, names in self.columns_by_option().items():
+            for name in names:
+                if name in option_of:
+                    raise ConfigError(
+                        f"The column {name!r} is in data.{option_of[name]} and in data.{option}; choose one."
+                    )
+                option_of[name] = option
+
+    def columns_by_option(self) -> dict[str, Sequence[str]]:
+        """Return the columns that each option names."""
+        return {
+            "target": [self.target] if self.target is not None else [],
+            "group": [self.group] if self.group is not None else [],
+        }
+
+    @abstractmethod
+    def inputs(self, rows: TableRows) -> dict[str, Any]:
+        """Return the inputs of all rows, and what describes them, as arguments of `RawData`."""
+
+    def paths(self) -> list[Path]:
+        root = self.root()
+        paths = [path for path in files_under(root) if path.suffix in TABLE_ENDINGS and path.match(self.files)]
+        if not paths:
+            raise DataError(f"There is no {self.files} with the ending .csv or .parquet in {root}; see data.files.")
+        return paths
+
+    def root(self) -> Path:
+        """Return the folder ``data.root``, or the file."""
+        file = Path(self.config.root or "").expanduser()
+        return file if file.is_file() else self.config.folder("the tables, as CSV or Parquet files")
+
+    def read(self) -> RawData:
+        rows = TableRows.read(self.paths(), self.root())
+        for option, names in self.columns_by_option().items():
+            for name in names:
+                rows.refuse_unknown(option, name)
+
+        assert self.target is not None
+        labels, class_names = self._targets(rows, self.target)
+        groups = None if self.group is None else np.array(rows.complete(self.group).to_pylist())
+        return RawData(
+            labels=labels,
+            class_names=class_names,
+            test_mask=rows.is_test if rows.is_test.any() else None,
+            groups=groups,
+            **self.inputs(rows),
+        )
+
+    def _targets(self, rows: TableRows, name: str) -> tuple[np.ndarray, list[str]]:
+        """Return the targets of all rows, as in `RawData`, and their names."""
+        column = rows.complete(name)
+        if self._is_regression(rows, name, column.type):
+            return rows.finite(name, column), [name]
+
+        are_numbers = is_number(column.type)
+        if are_numbers and not pa.types.is_integer(column.type):
+            column = rows.whole(name, column)
+        values = column.to_pylist()
+        if not are_numbers:
+            values = [category_name(value) for value in values]
+
+        classes = sorted(set(values))
+        if are_numbers and len(classes) > MAX_UNDECLARED and self.task == "auto":
+            raise DataError(
+                f"The column {name!r} of {rows.file} has {len(classes)} different integers: say whether they are "
+                "numbers (data.task=regression) or classes (data.task=classification)."
+            )
+        label_of = {value: label for label, value in enumerate(classes)}
+        labels = np.array([label_of[value] for value in values], np.int64)
+        _warn_of_rare_classes(rows, name, classes, labels)
+        return labels, [str(value) for value in classes]
+
+    def _is_regression(self, rows: TableRows, name: str, column_type: pa.DataType) -> bool:
+        if self.task == "auto":
+            return is_number(column_type) and not pa.types.is_integer(column_type)
+        if self.task == "regression" and not is_number(column_type):
+            raise DataError(
+                f"The column {name!r} of {rows.file} is {type_name(column_type)}, but data.task is regression."
+            )
+        return self.task == "regression"
+
+
+def _warn_of_rare_classes(rows: TableRows, name: str, classes: Sequence[Any], labels: np.ndarray) -> None:
+    """Warn of classes with so few of many rows that they may be spelling mistakes."""
+    counts = np.bincount(labels)
+    rare = np.flatnonzero((counts <= _MOST_ROWS_OF_MISTAKE) & (counts * _LEAST_ROWS_PER_MISTAKE <= len(labels)))
+    # With many rare classes, the data are so.
+    if not 0 < len(rare) < len(classes) / 2:
+        return
+
+    places = []
+    for label in rare:
+        at = " and ".join(rows.place(int(row)) for row in np.flatnonzero(labels == label))
+        places.append(f"{classes[label]!r} ({at})")
+    warnings.warn(
+        f"Few rows have these classes of {name!r}: {', '.join(places)}. Each is learnt as a class of its own; correct "
+        "its value if it is misspelt.",
+        stacklevel=2,
+    )
+
+
+def category_name(value: object) -> str:
+    """Return the name of a category; of true and false, as YAML writes them."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def is_text(column_type: pa.DataType) -> bool:
+    return pa.types.is_string(column_type) or pa.types.is_large_string(column_type)
+
+
+def type_name(column_type: pa.DataType) -> str:
+    """Return the type of a column, as messages name it."""
+    return "text" if is_text(column_type) else str(column_type)

@@ -1,0 +1,162 @@
+"""Texts of any length: their words as tokens, networks for which padding has no effect, and models for new texts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from torch.nn import functional as F
+
+import raypfl as library
+from raypfl.common.errors import ConfigError, DataError
+from raypfl.data import ByColumn
+from raypfl.models import MODELS
+from raypfl.trained.samples import samples_in
+from tests.support.command import raypfl
+from tests.support.runs import experiment
+
+REVIEWS = """author,review,stars
+Ada,"Good, GOOD film!",5
+Ada,bad,1
+Bob,"It's a bad film, isn't it",1
+Bob,,5
+"""
+TABLE = {"target": "stars", "group": "author", "text": "review", "missing": "fill"}
+NETWORKS = ("fasttext", "text_cnn", "text_transformer")
+
+
+def written(folder: Path, text: str = REVIEWS, name: str = "reviews.csv") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(text)
+    return folder / name
+
+
+def test_the_frequent_words_of_training_rows_have_tokens_and_short_texts_are_filled(tmp_path, opened):
+    written(tmp_path / "data")
+    written(tmp_path / "data", "author,review,stars\nAda,unheard film,5\n", "test.csv")
+    data = opened("text_table", ByColumn(), test_fraction=0, length=4, vocabulary=6, **TABLE)
+    # Bad, film and good come twice; of those that come once, the first by alphabet has the last place.
+    assert data.vocabulary == ["(padding)", "(unknown)", "bad", "film", "good", "a"]
+    assert data.inputs.tolist() == [[4, 4, 3, 0], [2, 0, 0, 0], [1, 5, 2, 3], [0, 0, 0, 0], [1, 3, 0, 0]]
+    assert data.class_names == ["1", "5"] and data.kind == "classes" and list(data.client_names) == ["Ada", "Bob"]
+
+
+def test_characters_can_be_tokens(tmp_path, opened):
+    written(tmp_path / "data")
+    data = opened("text_table", ByColumn(), test_fraction=0, length=3, tokens="characters", **TABLE)
+    assert [data.vocabulary[token] for token in data.inputs[0]] == ["G", "o", "o"]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "sentence"),
+    [
+        ({"text": None}, ConfigError, "data.text is missing"),
+        ({"text": "stars"}, ConfigError, "is in data.target and in data.text"),
+        ({"text": "film"}, ConfigError, "has no column 'film', which data.text names"),
+        ({"length": 0}, ConfigError, "data.length is 0, but must be at least 1"),
+        ({"missing": "refuse"}, DataError, "has no 'review'"),
+        ({"text": "author", "group": None, "target": "review"}, DataError, "has no 'review'"),
+        ({"text": "stars", "target": "author", "group": None}, DataError, "'stars' of reviews.csv is int64, not text"),
+    ],
+)
+def test_what_is_no_table_of_texts_is_refused(tmp_path, opened, options, error, sentence):
+    written(tmp_path / "data")
+    with pytest.raises(error, match=sentence):
+        opened("text_table", ByColumn(), **TABLE | options)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_padding_has_no_effect_on_outputs_and_gradients(name):
+    long = MODELS.get(name)((7,), 3, 9).double()
+    short = MODELS.get(name)((4,), 3, 9).double()
+    state = long.state_dict()
+    if "positions" in state:
+        state["positions"] = state["positions"][:4]
+    short.load_state_dict(state)
+
+    texts = torch.tensor([[3, 5, 2, 7], [4, 6, 0, 0], [0, 0, 0, 0]])
+    results = []
+    for network, tokens in ((short, texts), (long, F.pad(texts, (0, 3)))):
+        outputs = network(tokens)
+        (gradient,) = torch.autograd.grad(outputs.square().sum(), network.embedding.weight)
+        assert outputs.isfinite().all() and gradient[2].any() and not gradient[0].any()
+        results.append((outputs, gradient))
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-14)
+
+
+def test_the_networks_are_those_of_the_papers():
+    fasttext = MODELS.get("fasttext")((4,), 2, 9, width=3)
+    text = torch.tensor([[5, 7, 7, 0]])
+    vectors = fasttext.embedding.weight
+    expected = fasttext.head((vectors[5] + 2 * vectors[7]) / 3)
+    torch.testing.assert_close(fasttext(text)[0], expected)
+
+    text_cnn = MODELS.get("text_cnn")((4,), 2, 9, width=3, kernels=(2,), filters=5)
+    (convolution,) = text_cnn.convolutions
+    words = torch.stack([*text_cnn.embedding.weight[text[0, :3]], torch.zeros(3)])
+    windows = torch.stack([torch.cat([words[start], words[start + 1]]) for start in range(3)])
+    weight = convolution.weight.transpose(1, 2).flatten(1)
+    features = (windows @ weight.T + convolution.bias).relu().max(0).values
+    torch.testing.assert_close(text_cnn(text)[0], text_cnn.head(features))
+
+
+def reviews(count: int = 90) -> list[str]:
+    """A header and rows: an author's word for a good film is another's for a bad one, but for two words."""
+    draws = np.random.default_rng(0)
+    lines = ["author,review,opinion"]
+    for row in range(count):
+        is_good = bool(draws.integers(2))
+        filler = " ".join(draws.choice(["the", "film", "plot", "was"], int(draws.integers(0, 6))))
+        lines.append(f"{'ABC'[row % 3]},{filler} {'superb' if is_good else 'awful'},{'good' if is_good else 'bad'}")
+    return lines
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> library.Result:
+    folder = tmp_path_factory.mktemp("reviews")
+    root = written(folder, "\n".join(reviews()), "reviews.csv")
+    data = {"name": "text_table", "root": str(root), "target": "opinion", "group": "author", "text": "review"}
+    return library.run(
+        experiment(
+            folder,
+            method="ditto",
+            data=json.dumps(data | {"length": 6, "pools": {"ood/again": data | {"length": 9}}}),
+            partition="by_column",
+            model="{name: fasttext, width: 8}",
+            training="{lr: 1.0, epochs: 3}",
+            rounds=4,
+            cohort__size=3,
+            evaluation__protocols="[local, ood/again]",
+        )
+    )
+
+
+def test_texts_are_learned_and_new_ones_predicted_with_the_runs_words(result, tmp_path):
+    assert {row["accuracy"] for row in result.summary()} == {1.0}
+
+    new = pa.table(
+        {"author": ["A", "B"], "review": ["An awful, awful TEXT with words that the run never saw", "superb"]}
+    )
+    assert library.predict(result.run_dir, new).table["predicted"].to_pylist() == ["bad", "good"]
+    file = written(tmp_path, "review\nSuperb\n", "new.csv")
+    shown = raypfl("predict", str(result.run_dir), str(file), "--global", "--out", str(tmp_path / "out.csv"))
+    assert shown.exit_code == 0 and "good" in (tmp_path / "out.csv").read_text()
+
+    models = library.trained_models(result.run_dir)
+    model = models.global_model()
+    assert model.vocabulary[:2] == ["(padding)", "(unknown)"]
+    inputs, labels = samples_in(
+        written(tmp_path, "review,opinion\nawful superb,good\n"), library.trained_models(result.run_dir)
+    )
+    assert [model.vocabulary[token] for token in inputs[0]][:2] == ["awful", "superb"] and labels.tolist() == [1]
+
+
+def test_a_network_for_texts_refuses_other_samples_and_texts_other_networks(result, tmp_path):
+    with pytest.raises(ConfigError, match="fasttext model takes texts, as data=text_table has them"):
+        library.run(experiment(tmp_path, model="fasttext"))
+    with pytest.raises(ConfigError, match="networks for them are fasttext, text_cnn and text_transformer"):
+        library.run(result.experiment.override(["model=mlp", f"output={tmp_path}"]))
