@@ -147,7 +147,7 @@ def _warn_of_rare_classes(rows: TableRows, name: str, classes: Sequence[Any], la
         return
 
     places = []
-    for label in rare:
+    for label in rare.tolist():
         at = " and ".join(rows.place(int(row)) for row in np.flatnonzero(labels == label))
         places.append(f"{classes[label]!r} ({at})")
     warnings.warn(
