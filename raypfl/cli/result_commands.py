@@ -20,6 +20,10 @@ def report(
         Path, typer.Option(help="File to write: an HTML page, or the table of results if it ends in .tex or .csv.")
     ] = Path("report.html"),
     baseline: Baseline = None,
+    named_clients: Annotated[
+        bool,
+        typer.Option("--named-clients", help="Write the table of clients by name; --out ends in .tex or .csv."),
+    ] = False,
 ) -> None:
     """Write an HTML page about runs: results, curves, clients, data, traffic and settings.
 
@@ -36,7 +40,7 @@ def report(
     # Drawing many runs takes a while.
     print_message(f"Writing a report on {counted(len(results), 'run')}", "")
     searches = [folder for folder in folders if has_search(folder)]
-    print(f"Report: {write(results, out, reasons_left_out, searches, baseline)}")
+    print(f"Report: {write(results, out, reasons_left_out, searches, baseline, named_clients)}")
 
 
 def track(

@@ -206,13 +206,17 @@ def named(result: raypfl.Result, names: str) -> raypfl.Result:
 def test_named_clients_have_a_table_that_begins_with_those_whom_personal_models_help_most(results, tmp_path):
     root = page([named(result, "ABCDEFGH") for result in results[:4]], tmp_path)
     heading, *lines = rows(next(section(root, "clients").iter("table")))
-    assert heading == ["client", "trainingsamples", "fedavg,global", "ditto,personal", "difference"]
+    assert heading == ["client", "trainingsamples", "testedsamples", "fedavg,global", "ditto,personal", "difference"]
 
     shared = [accuracy(result, "local", "global") for result in results[:2]]
     personal = [accuracy(result, "local", "personal") for result in results[2:4]]
     gains = np.array(personal) - shared
-    for name, _, *cells in lines:
+    tested = {
+        row["client"]: str(row["samples"]) for row in results[0].evaluations.to_pylist() if row["protocol"] == "local"
+    }
+    for name, _, samples, *cells in lines:
         client = "ABCDEFGH".index(name)
+        assert samples == tested[client]
         by_seed = np.array([*zip(*shared, strict=True)][client]), np.array([*zip(*personal, strict=True)][client])
         expected = [f"{values.mean():.1f}±{values.std(ddof=1):.1f}" for values in by_seed]
         assert cells == [*expected, f"{gains[:, client].mean():+.1f}±{gains[:, client].std(ddof=1):.1f}"]
@@ -228,6 +232,30 @@ def test_named_clients_compare_the_personal_models_of_one_method_with_its_global
     assert client_table(groups, "local", "ditto", []).compared == "ditto, personal minus ditto, global"
     monkeypatch.setattr(type(results[2].experiment.method), "leaves_untrained", lambda self: True)
     assert client_table(groups, "local", None, []).headings == ["ditto, personal"]
+
+
+def test_the_table_of_named_clients_is_written_alone_as_csv_and_latex(results, tmp_path):
+    runs = [named(result, "AB_DEFGH") for result in results[:4]]
+    file = write(runs, tmp_path / "clients.csv", named_clients=True)
+    lines = {line["client"]: line for line in csv.DictReader(file.read_text().splitlines())}
+    personal = [accuracy(result, "local", "personal")[2] for result in results[2:4]]
+    shared = [accuracy(result, "local", "global")[2] for result in results[:2]]
+    third = lines["_"]
+    assert float(third["ditto, personal"]) == pytest.approx(fmean(personal))
+    assert float(third["ditto, personal_std_over_seeds"]) == pytest.approx(stdev(personal))
+    assert float(third["difference"]) == pytest.approx(fmean(personal) - fmean(shared))
+    assert third["compared"] == "ditto, personal minus fedavg, global" and int(third["training_samples"]) > 0
+
+    text = write(runs, tmp_path / "clients.tex", named_clients=True).read_text()
+    assert r"client & training samples & tested samples & fedavg, global & ditto, personal & difference \\" in text
+    assert len(re.findall(r"^    (?:\\_|[A-H]) & ", text, re.MULTILINE)) == 8 and "seed by seed: ditto" in text
+
+
+def test_a_table_of_clients_that_have_no_names_is_refused(results, tmp_path):
+    with pytest.raises(ConfigError, match="These runs have no table of clients: it needs up to 60 clients"):
+        write(results[:2], tmp_path / "clients.csv", named_clients=True)
+    with pytest.raises(ConfigError, match=r"ends in .tex or .csv, not .*clients.html; every page"):
+        write(results[:2], tmp_path / "clients.html", named_clients=True)
 
 
 @pytest.mark.parametrize("names", [["ABCDEFGH", "ABCDEFHG"], ["AABCDEFG"] * 2], ids=["other seed", "shared name"])

@@ -7,27 +7,64 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from raypfl.results.numbers import client_scores
+from raypfl.results.numbers import client_scores, evaluated_rows
 from raypfl.results.run_groups import RunGroup
 from raypfl.results.units import TableCell, over_seeds
 
-_MOST_CLIENTS = 60
+MOST_CLIENTS = 60
+"""Most clients of whom there is a table."""
+
 _Model = tuple[RunGroup, str]
 """A method's ``personal`` or ``global`` model."""
 
 
 @dataclass(frozen=True)
-class ClientTable:
-    """A row for each client: name, training samples, and a cell for each heading.
+class NamedClient:
+    """A client's row.
 
     Attributes
     ----------
+    training_samples, tested_samples : numbers of its samples in the first run; None: unknown.
+    scores : for each heading of the table, one number for each seed, in the metric's unit.
+    """
+
+    name: str
+    training_samples: int | None
+    tested_samples: int | None
+    scores: list[list[float]]
+
+
+@dataclass(frozen=True)
+class ClientTable:
+    """A row for each client.
+
+    Attributes
+    ----------
+    headings : of the scores: a method's models, then, if models are compared, the difference.
+    digits : decimals of the scores.
     compared : the two models of the last column, in words; empty: there is no such column.
     """
 
+    protocol: str
     headings: list[str]
-    rows: list[tuple[str, str, list[TableCell]]]
+    clients: list[NamedClient]
+    digits: int
     compared: str = ""
+
+    sample_headings = ("training samples", "tested samples")
+
+    def sample_cells(self, client: NamedClient) -> list[str]:
+        """Return a client's numbers of samples as they are printed."""
+        counts = (client.training_samples, client.tested_samples)
+        return ["–" if count is None else f"{count:,}" for count in counts]
+
+    def cells(self, client: NamedClient) -> list[TableCell]:
+        """Return a client's scores as they are printed, the difference with its sign."""
+        cells = [over_seeds(seeds, self.digits) for seeds in client.scores]
+        if self.compared and client.scores[-1]:
+            mean = round(fmean(client.scores[-1]), self.digits) + 0.0  # never -0.0
+            cells[-1] = replace(cells[-1], mean=f"{mean:+,.{self.digits}f}")
+        return cells
 
 
 def client_table(
@@ -53,35 +90,36 @@ def client_table(
     compared = _compared(groups, models, protocol, baseline)
     models += [model for model in compared if model not in models]
     scores = [_scores(group, protocol, model) for group, model in models]
+    tested = _tested_samples(models[0], protocol) if models else {}
 
     unit = groups[0].unit
     digits = unit.digits(value for by_client in scores for seeds in by_client.values() for value in seeds.values())
-    headings = [f"{group.label}, {model}" for group, model in models]
-    rows = []
-    for client, name in enumerate(names):
-        by_model = [by_client.get(client, {}) for by_client in scores]
-        cells = [over_seeds(list(seeds.values()), digits) for seeds in by_model]
+    clients = []
+    for number, name in enumerate(names):
+        by_model = [by_client.get(number, {}) for by_client in scores]
+        columns = [list(by_seed.values()) for by_seed in by_model]
         gain = math.nan
         if compared:
             personal, reference = (by_model[models.index(model)] for model in compared)
             gains = [personal[seed] - reference[seed] for seed in personal if seed in reference]
             gain = fmean(gains) if gains else math.nan
-            cells.append(_signed(over_seeds(gains, digits), gain, digits))
-        samples = f"{sizes[client]:,}" if len(sizes) else "–"
-        rows.append((unit.order(gain), (name, samples, cells)))
-    rows.sort(key=lambda row: row[0])
+            columns.append(gains)
+        training_samples = sizes[number] if len(sizes) else None
+        clients.append((unit.order(gain), NamedClient(name, training_samples, tested.get(number), columns)))
+    clients.sort(key=lambda pair: pair[0])
 
-    if not compared:
-        return ClientTable(headings, [row for _, row in rows])
+    headings = [f"{group.label}, {model}" for group, model in models]
     words = " minus ".join(f"{group.label}, {model}" for group, model in compared)
-    return ClientTable([*headings, "difference"], [row for _, row in rows], words)
+    if compared:
+        headings.append("difference")
+    return ClientTable(protocol, headings, [client for _, client in clients], digits, words)
 
 
 def _shared_names(groups: Sequence[RunGroup]) -> list[str]:
     """The names of the clients by number; empty if there are too many, or a name is not of one client in all runs."""
     all_names = [result.client_names for group in groups for result in group.results]
     first = next(iter(all_names), None)
-    if first is None or len(first) > _MOST_CLIENTS or len(set(first)) < len(first):
+    if first is None or len(first) > MOST_CLIENTS or len(set(first)) < len(first):
         return []
     if any(names is None or list(names) != list(first) for names in all_names):
         return []
@@ -118,6 +156,8 @@ def _scores(group: RunGroup, protocol: str, model: str) -> Mapping[int, Mapping[
     return scores
 
 
-def _signed(cell: TableCell, mean: float, digits: int) -> TableCell:
-    """Return the cell with its mean's sign; never -0.0."""
-    return cell if math.isnan(mean) else replace(cell, mean=f"{round(mean, digits) + 0.0:+,.{digits}f}")
+def _tested_samples(model: _Model, protocol: str) -> dict[int, int]:
+    """The number of samples with which the first seed's model was tested, by client."""
+    group, kind = model
+    rows = evaluated_rows(group.results[0], protocol, kind)
+    return dict(zip(rows["client"].to_pylist(), rows["samples"].to_pylist(), strict=True))

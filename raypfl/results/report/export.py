@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -21,7 +21,11 @@ from raypfl.results.units import TableCell, capitalised, deviation
 
 def as_csv(parts: Sequence[Part]) -> str:
     """Return a row for each setting, method and test, with unrounded numbers."""
-    rows = [row for part in parts for row in _rows(part)]
+    return csv_text([row for part in parts for row in _rows(part)])
+
+
+def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return rows as CSV, with a column for each key of any row; None, and what a row lacks, is an empty cell."""
     headings = list(dict.fromkeys(key for row in rows for key in row))
 
     text = io.StringIO()
@@ -51,7 +55,7 @@ def _rows(part: Part) -> list[dict[str, Any]]:
             if not group.was_tested(protocol, best):
                 continue
             row: dict[str, Any] = {
-                "setting": _setting(groups),
+                "setting": setting_of(groups),
                 "method": group.label,
                 "tested_on": protocol,
                 "round": "best by validation" if best else "last",
@@ -151,12 +155,13 @@ def _cell(cell: TableCell) -> str:
 
 def _caption(part: Part, baseline: str) -> str:
     groups = part.groups
-    sentences = [f"{_setting(groups)}. {capitalised(groups[0].unit.label)}, mean over clients.", *part.choices]
+    sentences = [f"{setting_of(groups)}. {capitalised(groups[0].unit.label)}, mean over clients.", *part.choices]
     sentences += legend(groups)
     if baseline:
         sentences.append(f"Differences to {baseline} are paired by seed and client, with 95% bootstrap intervals.")
     return " ".join(sentences)
 
 
-def _setting(groups: Sequence[RunGroup]) -> str:
+def setting_of(groups: Sequence[RunGroup]) -> str:
+    """Return data, partition and model of the groups of a part."""
     return shared_setting_text([result for group in groups for result in group.results])

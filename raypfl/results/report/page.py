@@ -16,7 +16,6 @@ from raypfl.common import files
 from raypfl.common.counting import counted, series
 from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.common.version import __version__
-from raypfl.data import load_federated, summarised
 from raypfl.evaluation.masking import unmasked_name
 from raypfl.evaluation.run_metrics import Measures
 from raypfl.results import client_data
@@ -25,8 +24,7 @@ from raypfl.results.differences import HEADINGS, differences, remarks
 from raypfl.results.display.notices import run_notices
 from raypfl.results.epsilons import epsilons, privacy_sentence
 from raypfl.results.numbers import prediction_traffic
-from raypfl.results.ranking.named_clients import client_table
-from raypfl.results.report import budgets, export, figures, tables
+from raypfl.results.report import budgets, clients, export, figures, tables
 from raypfl.results.report.lead import lead_of
 from raypfl.results.report.parts import Part, parts_of
 from raypfl.results.report.searches.page import read as read_search
@@ -39,8 +37,8 @@ from raypfl.runs.result import RunResult, recorded_end
 
 _FIGURE_ID = re.compile(r"((?:id=\"|href=\"#|url\(#)\w?[0-9a-f]{10})")
 _EXPORTS = {".tex": export.as_latex, ".csv": export.as_csv}
+_CLIENT_EXPORTS = {".tex": clients.as_latex, ".csv": clients.as_csv}
 _MOST_CURVES = 6  # protocols with a figure of their own
-_PER_CLIENT = ("local", "unseen", "pm_l", "pm_v", "val", "train")
 
 # Some colours are a little darker on white, or lighter on the dark page, so that their contrast is 3:1 (WCAG 2.2).
 _ON_LIGHT = {"#D9A125": "#bb8a20", "#56B4D3": "#4c9eba", "#E58FB2": "#ca7e9d"}
@@ -53,8 +51,9 @@ def write(
     notes: Sequence[str] = (),
     searches: Sequence[str | Path] = (),
     baseline: str | None = None,
+    named_clients: bool = False,
 ) -> Path:
-    """Write a report on runs that were evaluated at least once, or its table of results, and return its path.
+    """Write a report on runs that were evaluated at least once, or one of its tables, and return its path.
 
     Parameters
     ----------
@@ -64,10 +63,11 @@ def write(
     searches : folders of sweeps, and of studies with a search, that the results are from.
     baseline : the method, by its label, that the others are compared with; None: the best one or, of a sweep, the one
         that the search chose.
+    named_clients : whether the table is that of the clients by name, instead of that of results.
 
     Raises
     ------
-    ConfigError : if there is no such folder or baseline.
+    ConfigError : if there is no such folder, baseline or table.
     """
     path = Path(path)
     if not path.parent.is_dir():
@@ -76,8 +76,13 @@ def write(
     if path.suffix not in ("", ".html", ".htm", *_EXPORTS):
         raise ConfigError(f"A report is a page or a table: let {path} end in .html, {' or '.join(_EXPORTS)}.")
 
+    if named_clients and path.suffix not in _EXPORTS:
+        raise ConfigError(
+            f"The table of named clients alone is a file that ends in .tex or .csv, not {path}; every page has it."
+        )
+
     parts = parts_of(results, baseline)
-    export_table = _EXPORTS.get(path.suffix)
+    export_table = (_CLIENT_EXPORTS if named_clients else _EXPORTS).get(path.suffix)
     files.write(path, export_table(parts) if export_table else _page(results, parts, notes, searches))
     return path
 
@@ -162,7 +167,7 @@ def _part(part: Part, suffix: str) -> dict[str, Any]:
         "runs": runs,
         **_results(part, tests[0]),
         **_curves(groups, tests),
-        **_clients(part, protocols, holdings["sizes"]),
+        **_clients(part, holdings["sizes"]),
         **_spending(groups, tests[0]),
         **_settings(groups),
     }
@@ -201,16 +206,18 @@ def _curves(groups: list[RunGroup], tests: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _clients(part: Part, protocols: Sequence[str], sizes: Sequence[int]) -> dict[str, Any]:
+def _clients(part: Part, sizes: Sequence[int]) -> dict[str, Any]:
     """The clients one by one, if a protocol tests them so."""
-    per_client = next((name for name in _PER_CLIENT if name in protocols), None)
+    per_client = clients.per_client_protocol(part)
     if per_client is None:
         return {"tested_alone": "", "sorted": None, "planes": [], "by_name": None}
+    by_name = clients.table_of(part, sizes)
     return {
         "tested_alone": protocol_name(per_client),
         "sorted": figures.clients_figure(part.groups, per_client),
         "planes": figures.personal_against_global(part.groups, per_client),
-        "by_name": client_table(part.candidates, per_client, part.baseline, sizes),
+        "by_name": by_name,
+        "by_name_caption": clients.caption(part, by_name) if by_name else "",
     }
 
 
@@ -309,10 +316,7 @@ def _holdings(first: RunResult) -> dict[str, Any]:
     experiment = first.experiment
     title = f"{data_text(experiment, first.metadata)}, seed {experiment.seed}"
     try:
-        data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
-        if first.metadata["data"] != data.fingerprint:
-            return {"title": title, "figure": None, "sizes": [], "why_not": "The data has changed since the run."}
-        summary = summarised(data)
+        summary = clients.held_in(first)
     except RaypflError as error:
         return {"title": title, "figure": None, "sizes": [], "why_not": str(error)}
 
