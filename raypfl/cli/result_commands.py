@@ -53,7 +53,7 @@ def track(
     from raypfl.integrations.tracking import listener
 
     for folder in folders:
-        listener.track(folder, uri)
+        print(f"{folder} is in MLflow: {listener.track(folder, uri)}")
 
 
 def predict(

@@ -9,8 +9,17 @@ from pathlib import Path
 import pyarrow.compute as pc
 
 from raypfl.engine.events import Evaluated, Event, RoundFinished, RunFinished, RunStarted, SimulatedRound
+from raypfl.experiment import Experiment
 from raypfl.federation.logged import Logged
 from raypfl.runs.result import RunResult, recorded_end
+
+
+def tracked(experiment: Experiment, uri: str | None = None) -> Experiment:
+    """Return an experiment with tracking on, at this tracking URI of MLflow; None: at its own."""
+    changes = ["tracking.mlflow=true"]
+    if uri:
+        changes.append(f"tracking.uri={json.dumps(uri)}")
+    return experiment.override(changes)
 
 
 def events_of(result: RunResult, uri: str | None = None) -> Iterator[Event]:
@@ -18,13 +27,10 @@ def events_of(result: RunResult, uri: str | None = None) -> Iterator[Event]:
 
     `uri` : MLflow's tracking URI; None: that of the experiment.
     """
-    changes = ["tracking.mlflow=true"]
-    if uri:
-        changes.append(f"tracking.uri={json.dumps(uri)}")
     yield RunStarted(
         run=result.run_dir.name,
         run_dir=str(result.run_dir.resolve()),
-        experiment=result.experiment.override(changes),
+        experiment=tracked(result.experiment, uri),
         metadata=result.metadata,
         first_round=0,
     )

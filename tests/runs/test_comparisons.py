@@ -260,6 +260,7 @@ def test_an_untracked_comparison_is_recorded_below_one_parent(workdir: Path, mlf
     for _ in range(2):
         recorded = raypfl("track", str(only_folder()))
         assert recorded.exit_code == 0, recorded.output
+        assert f"{only_folder()} is in MLflow: mlflow ui --backend-store-uri" in recorded.stdout
 
     (parent,) = runs_of(workdir / "runs", "tags.kind = 'comparison'")
     children = runs_of(workdir / "runs", "tags.kind = 'run'")

@@ -15,10 +15,11 @@ from raypfl.engine.events import Event, RunStarted
 from raypfl.experiment import Experiment
 from raypfl.integrations.tracking import entries
 from raypfl.integrations.tracking.comparison_run import ComparisonRun
+from raypfl.integrations.tracking.connection import how_to_view
 from raypfl.integrations.tracking.run import NOTE, STATUS, RunRecord
 from raypfl.results.labels import differing_settings
 from raypfl.runs import folders
-from raypfl.runs.replay import events_of
+from raypfl.runs.replay import events_of, tracked
 from raypfl.runs.result import RunResult
 
 if TYPE_CHECKING:
@@ -178,8 +179,8 @@ class MLflowListener:
         return list({record.run_dir: record for record in self._records}.values())
 
 
-def track(run_dir: str | Path, uri: str | None = None) -> None:
-    """Record a finished run or comparison from its folder, except what MLflow already has.
+def track(run_dir: str | Path, uri: str | None = None) -> str:
+    """Record a finished run or comparison from its folder, except what MLflow already has; return where to see it.
 
     Parameters
     ----------
@@ -202,3 +203,4 @@ def track(run_dir: str | Path, uri: str | None = None) -> None:
 
     if problems:
         raise RaypflError("\n".join(problems))
+    return how_to_view(tracked(results[0].experiment, uri), listener.experiment_id)
