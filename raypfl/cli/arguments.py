@@ -56,6 +56,7 @@ StudySeeds = Annotated[
     int | None,
     typer.Option("--seeds", metavar="N", parser=count, help="Number of seeds for each method and setting."),
 ]
+Only = Annotated[str | None, typer.Option(help="Methods and settings to run, by label, as in: --only fednh,cifar10")]
 StudyTrials = Annotated[
     int | None, typer.Option("--trials", metavar="N", parser=count, help="Number of trials of each method's search.")
 ]
@@ -190,6 +191,19 @@ def refuse_options(words: Sequence[str]) -> None:
     if assignments:
         hint = f"write {' or '.join(assignments)}."
     raise ConfigError(f"There is no option {option}; {hint}")
+
+
+def labels(only: str | None) -> list[str]:
+    """Split the labels of ``--only``; none if it is not given.
+
+    Raises
+    ------
+    ConfigError : if it is given without a label, which would run all of a study.
+    """
+    words = comma_separated(only or "")
+    if only is not None and not words:
+        raise ConfigError(f"--only is {only!r}, which names nothing; leave it out to run all of the study.")
+    return words
 
 
 def comma_separated(text: str) -> list[str]:

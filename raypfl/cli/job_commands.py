@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from raypfl.cli.arguments import comma_separated, recipe_and_changes, study_and_changes
+from raypfl.cli.arguments import labels, recipe_and_changes, study_and_changes
 
 Kind = Literal["run", "tune", "study"]
 """The commands that can be submitted as a job."""
@@ -53,7 +53,7 @@ def submit(
     elif kind == "study":
         numbers = (parameters[name] for name in ("rounds", "seeds", "trials"))
         source, changes = study_and_changes(parameters["words"] or [], *numbers)
-        description = Description.of_study(source, comma_separated(parameters["only"]), changes)
+        description = Description.of_study(source, labels(parameters["only"]), changes)
     else:
         description = Description.of_sweep(parameters["source"], parameters["changes"] or [])
 

@@ -13,14 +13,15 @@ from raypfl.cli.arguments import (
     Baseline,
     Changes,
     Methods,
+    Only,
     Quiet,
     RecipeAndChanges,
     StudyAndChanges,
     StudyRounds,
     StudySeeds,
     StudyTrials,
-    comma_separated,
     count,
+    labels,
     other_data,
     recipe_and_changes,
     refuse_options,
@@ -120,7 +121,7 @@ def pretrain(words: RecipeAndChanges = None, quiet: Quiet = False, as_json: AsJs
 
 def study(
     words: StudyAndChanges = None,
-    only: Annotated[str, typer.Option(help="Methods and settings to run, by label, as in: --only fednh,cifar10")] = "",
+    only: Only = None,
     rounds: StudyRounds = None,
     seeds: StudySeeds = None,
     trials: StudyTrials = None,
@@ -141,7 +142,7 @@ def study(
     if words and words[0] == "new":
         raise ConfigError("Write 'new' right after 'study', and options at the end: raypfl study new FILE --seeds 2")
     source, changes = study_and_changes(words or [], rounds, seeds, trials)
-    run_study(source, comma_separated(only), changes, quiet, as_json, record)
+    run_study(source, labels(only), changes, quiet, as_json, record)
 
 
 def new_study(

@@ -126,6 +126,8 @@ def did_you_mean(name: str, candidates: Iterable[str], prefix: str = "") -> str:
     `prefix` : what stands before the nearest candidate, such as ``"training."``.
     """
     candidates = sorted(candidates)
+    if not candidates:
+        return "there is none to choose from."
     by_letters = {}
     for full_name, abbreviation in _ABBREVIATIONS.items():
         if abbreviation in candidates:

@@ -70,7 +70,7 @@ _REMEDIES = {
     "Free some space there.": (errno.ENOSPC, errno.EDQUOT),
     "Allow this user to write there.": (errno.EACCES, errno.EPERM),
     "The file system is read-only; write to another one.": (errno.EROFS,),
-    "A folder of this name is in the way; move it.": (errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY),
+    "A file or folder of this name is in the way; move it.": (errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY),
     "A folder on its path is missing, or was deleted meanwhile.": (errno.ENOENT, errno.ENOTDIR),
     "Choose a shorter name.": (errno.ENAMETOOLONG,),
 }
@@ -94,20 +94,26 @@ def sync(path: str | Path) -> None:
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold a lock on `path` that other callers wait for.
+def locked(path: Path, wait: bool = True) -> Iterator[None]:
+    """Hold a lock on `path` that other callers wait for. It ends with its process, however that ends.
 
     The lock is a file next to `path`, removed afterwards. A file system without locks does not wait.
 
     Raises
     ------
     OSError : if the lock file cannot be created.
+    BlockingIOError : if another caller holds the lock, and this one does not `wait`.
     """
+    operation = fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB
     lock = path.with_name(f".{path.name}.lock")
     while True:
         with lock.open("w") as file:
-            with contextlib.suppress(OSError):
-                fcntl.flock(file, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(file, operation)
+            except BlockingIOError:
+                raise
+            except OSError:
+                pass  # no locks here
             if not _is_at(file.fileno(), lock):
                 continue  # its last holder removed the file, so other processes would not see this lock
             try:

@@ -11,7 +11,7 @@ from typing import Any
 
 from raypfl.common.counting import counted
 from raypfl.common.errors import ConfigError
-from raypfl.common.files import write
+from raypfl.common.files import make_folder, write
 from raypfl.common.version import __version__
 from raypfl.runs.result import RunResult
 from raypfl.runs.several.costs import costs_of, cpu_seconds
@@ -88,12 +88,14 @@ def written_by_hand(file: Path) -> dict[str, Any]:
 
 
 def refuse_to_lose(file: Path, cells: Sequence[StudyCell]) -> None:
-    """Refuse to replace a record that has other runs than those of `cells`.
+    """Refuse to replace a record that has other runs than those of `cells`, and make the folder for it.
 
     Raises
     ------
     ConfigError : if it has, or if the file holds something else than a record.
+    Unwritable : if the folder cannot be made.
     """
+    make_folder(file.parent)
     planned = {(*cell.position, cell.experiment.seed) for cell in cells}
     methods: dict[str, None] = {}
     num_lost = 0
@@ -117,7 +119,7 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         record: dict[str, Any] = json.loads(file.read_text())
         is_record = record.keys() >= {*BY_HAND, "runs", "entries"}
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, IsADirectoryError):
         is_record = False
     if not is_record:
         raise ConfigError(f"{file} holds no record of a study; name another file.")
@@ -126,7 +128,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 def keep(file: Path, record: Mapping[str, Any]) -> None:
     """Write a record, with what a person has written into the file before."""
-    file.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(file.parent)
     write(file, as_text({**record, **written_by_hand(file)}))
 
 

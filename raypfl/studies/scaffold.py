@@ -53,6 +53,12 @@ def scaffold(file: Path, assignments: Sequence[str]) -> int:
     if not isinstance(methods, list) or not methods:
         raise ConfigError("A new study needs its methods, as in: raypfl study new mine.yaml methods=[fedavg,ditto]")
 
+    if isinstance(search, dict) and "shared" not in search:
+        raise ConfigError(
+            "A new study with a search needs the spaces that all methods share, as in: "
+            "'search.shared={training.lr: {loguniform: [0.001, 1]}}'"
+        )
+
     labels = [_label(method) for method in methods]
     for label in labels:
         if labels.count(label) > 1:

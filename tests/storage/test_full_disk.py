@@ -44,7 +44,7 @@ def test_a_file_that_cannot_be_written_stays_as_it_was_and_is_named(tmp_path: Pa
     [
         (errno.ENOSPC, "Free some space there."),
         (errno.EACCES, "Allow this user to write there."),
-        (errno.ENOTEMPTY, "A folder of this name is in the way; move it."),
+        (errno.ENOTEMPTY, "A file or folder of this name is in the way; move it."),
         (errno.EIO, "Write to another place, or try again."),
     ],
 )

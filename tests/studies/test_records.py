@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from raypfl.cli.actions.study import run_study
-from raypfl.common.errors import ConfigError
+from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.runs.result import RunResult
 from raypfl.studies.cells import plan
 from raypfl.studies.description import load
@@ -98,6 +98,17 @@ def test_another_file_is_not_taken_for_a_record(small: Path):
     with pytest.raises(ConfigError, match="holds no record of a study"):
         run_study("small.yaml", [], [], quiet=True, as_json=True, record_file=small / "package.json")
     assert not (small / "runs").exists() and written_by_hand(small / "none.json") == {}
+
+
+def test_a_record_that_could_not_be_written_is_refused_before_anything_runs(small: Path):
+    (small / "file").touch()
+    for place, sentence in (
+        (small, "holds no record"),
+        (small / "file/record.json", "A file or folder of this name is in the way"),
+    ):
+        with pytest.raises(RaypflError, match=sentence):
+            run_study("small.yaml", [], [], quiet=True, as_json=True, record_file=place)
+    assert not (small / "runs").exists()
 
 
 @pytest.mark.thorough

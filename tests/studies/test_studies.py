@@ -278,6 +278,8 @@ def test_a_mistake_in_a_study_is_refused_with_the_nearest_before_anything_runs(t
         (["tiny.yaml", "training.lrr=1"], "lrr is not a setting of training; did you mean 'training.lr'?"),
         (["tiny.yaml", "method=ditto"], "cannot be set in a study: it has its methods. Choose among them with --only."),
         (["tiny.yaml", "--only", "dito"], "--only names 'dito'"),
+        (["tiny.yaml", "--only", ","], "--only is ',', which names nothing; leave it out to run all of the study."),
+        (["tiny.yaml", "experiment.rounds=0"], "rounds is 0; it must be at least 1."),
     ],
 )
 def test_a_mistake_in_the_command_is_a_sentence(words, sentence):
@@ -515,6 +517,8 @@ def test_a_new_study_is_written_checked_and_never_over_another_file(tiny: Path):
         scaffold(Path("other.yaml"), ["methods=[fedavg,ditto,fedavg]"])
     with pytest.raises(ConfigError, match="needs its methods"):
         scaffold(Path("other.yaml"), ["rounds=3"])
+    with pytest.raises(ConfigError, match="needs the spaces that all methods share"):
+        scaffold(Path("other.yaml"), ["methods=[fedavg]", "search.trials=3"])
     with pytest.raises(ConfigError, match="did you mean 'partition'"):
         scaffold(Path("other.yaml"), ["methods=[fedavg]", "partitoin.clients=5"])
     assert not Path("other.yaml").exists()

@@ -49,7 +49,9 @@ def with_search(study: Study, assignments: Sequence[str]) -> tuple[Study, list[s
     ------
     ConfigError : if the study has no search, an assignment is wrong, or one sets what is searched.
     """
-    changes = [text for text in assignments if text.strip().startswith("search.")]
+    # A study's file has settings of its runs under `experiment`, a command with or without it.
+    assignments = [text.strip().removeprefix("experiment.") for text in assignments]
+    changes = [text for text in assignments if text.startswith("search.")]
     other_assignments = [text for text in assignments if text not in changes]
     if changes:
         if study.search is None:
