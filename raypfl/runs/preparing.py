@@ -180,11 +180,11 @@ def refuse_unfit(prepared: Prepared) -> None:
 
     # The checks above need no network; those below do.
     refuse_exchanged(prepared)
-    for homogeneous in prepared.by_architecture():
+    for number, homogeneous in enumerate(prepared.by_architecture()):
         refuse_misfit(homogeneous)
         refuse_missing_adapters(homogeneous)
         experiment.method.check(homogeneous.model)
-        refuse_lone_samples(homogeneous)
+        refuse_lone_samples(homogeneous, number)
     warn_of_test_data(experiment.method)
     refuse_outputs(prepared)
     refuse_misshapen_models(prepared)

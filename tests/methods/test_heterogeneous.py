@@ -312,6 +312,17 @@ def test_batch_norm_in_any_network_is_refused_under_noise_but_not_where_output_l
     assert raypfl.run(experiment(tmp_path, **compressed)).status == "finished"
 
 
+def test_a_lone_sample_is_refused_only_for_a_client_whose_own_network_has_batch_norm(tmp_path):
+    networks = ["{name: mlp, hidden: [7]}", "{name: resnet10, width: 4}"]
+    changes = {"model": "heterogeneous", "method": "local", "partition": "{name: iid, clients: 2}", "cohort__size": 2}
+    first, second = prepared(experiment(tmp_path, **changes)).data.sizes("train")
+    assert first == second + 1
+    changes |= {"training__batch_size": second, "rounds": 1}  # which leaves the first client one sample
+    assert raypfl.run(experiment(tmp_path, **changes, model__networks=f"[{', '.join(networks)}]")).status == "finished"
+    with pytest.raises(ConfigError, match=f"client 0's {first} training samples leave one"):
+        raypfl.run(experiment(tmp_path, **changes, model__networks=f"[{', '.join(networks[::-1])}]"))
+
+
 @pytest.mark.parametrize(("inputs", "outputs"), [(36, 6), (10, 4), (3, 7), (5, 5)])
 def test_features_are_averaged_as_by_adaptive_average_pooling(inputs, outputs):
     z = torch.randn(3, inputs, dtype=torch.float64)

@@ -58,8 +58,11 @@ def refuse_missing_adapters(prepared: Prepared) -> None:
     raise ConfigError(f"method is {METHODS.name_of(type(method))!r}, which is for low-rank adapters, but {remedy}")
 
 
-def refuse_lone_samples(prepared: Prepared) -> None:
-    """Raise a ConfigError if a client has a mini-batch of one sample, in which the network's batch norm fails."""
+def refuse_lone_samples(prepared: Prepared, number: int) -> None:
+    """Raise a ConfigError if a client has a mini-batch of one sample, in which the network's batch norm fails.
+
+    `number` : the network's number; if clients have different ones, only those with this one count.
+    """
     experiment = prepared.experiment
     training = experiment.training
     skips_failures = experiment.failures.on_client_failure == "skip"
@@ -68,6 +71,8 @@ def refuse_lone_samples(prepared: Prepared) -> None:
         return
 
     clients = np.setdiff1d(np.arange(prepared.data.num_clients), prepared.data.unseen)
+    if prepared.architecture_of is not None:
+        clients = clients[prepared.architecture_of[clients] == number]
     sizes = prepared.data.sizes("train")[clients]
     have_lone_samples = _have_lone_samples(training, sizes)
     if not have_lone_samples.any():
