@@ -117,13 +117,14 @@ class Evaluator:
         """
         self.spent = []
         columns = self._columns(state, round)
-        self._last = round
+        return columns, summarise(self.measures, columns)
 
-        summary = summarise(self.measures, columns)
+    def record(self, round: int, summary: list[dict[str, Any]]) -> None:
+        """Remember that clients were evaluated after a round, with this summary."""
+        self._last = round
         aggregates = validation_aggregates(summary)
         if aggregates is not None:
             self._validated[round] = aggregates
-        return columns, summary
 
     def evaluate_clients(
         self, state: dict[str, Any], round: int, clients: list[int], protocols: list[str], unseen: bool

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, Literal
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from raypfl.common.counting import counted
 from raypfl.common.errors import CheckpointError, EmptyCohort, LostState, MethodError, RaypflError, Stopped
 from raypfl.common.global_draws import AT_START, ON_SERVER, refuse_unkeyed
+from raypfl.common.stopping import signals_deferred
 from raypfl.common.user_code import explain_user_errors, with_location
 from raypfl.devices import ClientTurns
 from raypfl.engine.building.analysing import Analyses
@@ -171,30 +173,34 @@ class Server:
         model_before = self._analyses.global_model(state.server)
         self._runner.observers = self._analyses.observers(number)
 
-        try:
-            with state.all_or_nothing():
-                with refuse_unkeyed(self._method.round, self._task.model.device, ON_SERVER):
-                    cohort = self._rounds.cohort(number, state.server, logged_columns, cohort_draw)
-                    returned: object = self._method.round(state.server, cohort)  # type: ignore[func-returns-value]
-                refuse_returned(self._method.round, returned, state.server)
-                # A resumed run begins its next round with no more than this, so this one does not either.
-                state.server = as_saved(state.server)
-                # Refuses a state that no evaluation could use: once it is saved, every resume would fail on it.
-                self._evaluator.global_model(state.server)
+        with ExitStack() as recording:
+            try:
+                with state.all_or_nothing():
+                    with refuse_unkeyed(self._method.round, self._task.model.device, ON_SERVER):
+                        cohort = self._rounds.cohort(number, state.server, logged_columns, cohort_draw)
+                        returned: object = self._method.round(state.server, cohort)  # type: ignore[func-returns-value]
+                    refuse_returned(self._method.round, returned, state.server)
+                    # A resumed run begins its next round with no more than this, so this one does not either.
+                    state.server = as_saved(state.server)
+                    # Refuses a state that no evaluation could use: once it is saved, every resume would fail on it.
+                    self._evaluator.global_model(state.server)
+                    seconds = self._clock() - started_at
+
+                    models = (model_before, self._analyses.global_model(state.server))
+                    self._analyses.after_round(cohort, models, logged_columns)
+                    self._rounds.update(cohort, cohort_draw)
+                    # A second Ctrl-C waits from here on: a round that counts only in part would be saved as it is.
+                    recording.enter_context(signals_deferred())
+            except EmptyCohort as error:
+                self._warn(f"{error} Such a round changes nothing.")
                 seconds = self._clock() - started_at
 
-                models = (model_before, self._analyses.global_model(state.server))
-                self._analyses.after_round(cohort, models, logged_columns)
-                self._rounds.update(cohort, cohort_draw)
-        except EmptyCohort as error:
-            self._warn(f"{error} Such a round changes nothing.")
-            seconds = self._clock() - started_at
+            self._rounds.commit(number)
+            state.clients.commit()
+            state.round = number
+            state.time = cohort_draw.ends
+            finished = state.tables.add_round(number, cohort, cohort_draw, seconds, self._runner.ledger)
 
-        self._rounds.commit(number)
-        state.clients.commit()
-        state.round = number
-        state.time = cohort_draw.ends
-        finished = state.tables.add_round(number, cohort, cohort_draw, seconds, self._runner.ledger)
         warning = warning_of_other_messages(self._method, self._turns.turn, finished)
         if warning is not None:
             self._warn(warning)
@@ -204,8 +210,10 @@ class Server:
         state = self._state
         with state.all_or_nothing():
             columns, summary = self._evaluator.evaluate(state.server, state.round)
-        state.tables.add_evaluations(columns)
-        state.tables.add_spending(state.round, "prediction", self._evaluator.spent)
+        with signals_deferred():
+            self._evaluator.record(state.round, summary)
+            state.tables.add_evaluations(columns)
+            state.tables.add_spending(state.round, "prediction", self._evaluator.spent)
         self._emit(Evaluated(state.round, summary))
 
     def _warn(self, text: str) -> None:

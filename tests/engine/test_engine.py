@@ -17,6 +17,7 @@ from raypfl.common.errors import CheckpointError, ConfigError, RaypflError
 from raypfl.data import load_federated
 from raypfl.engine.events import Checkpointed, Evaluated, Progress, RoundFinished, RunFinished, RunStarted, Warned
 from raypfl.engine.prepared import Prepared
+from raypfl.engine.state.run_tables import RunTables
 from raypfl.runs.result import is_finished
 from raypfl.storage.tree import flatten
 from tests.support.processes import exit_code
@@ -95,6 +96,26 @@ def test_a_stopped_run_resumes_to_the_same_bits(tmp_path, method, number):
     assert stopped.status == "stopped" and stopped.round == 3
     resumed = raypfl.resume(stopped.run_dir)
     assert resumed.status == "finished"
+    assert resumed.weights_hash == whole.weights_hash and same_tables(resumed, whole)
+
+
+@pytest.mark.parametrize("records", ["add_round", "add_evaluations"])
+def test_a_second_ctrl_c_waits_until_a_round_or_its_evaluation_is_recorded(tmp_path, monkeypatch, records):
+    def interrupted(self, *arguments, **options):
+        if not sent:
+            for _ in range(2):
+                sent.append(signal.SIGINT)
+                signal.raise_signal(signal.SIGINT)
+        return record(self, *arguments, **options)
+
+    record = getattr(RunTables, records)
+    sent: list[int] = []
+    monkeypatch.setattr(RunTables, records, interrupted)
+    stopped = raypfl.run(experiment(tmp_path))
+    assert len(sent) == 2 and stopped.status == "stopped"
+
+    resumed = raypfl.resume(stopped.run_dir)
+    whole = raypfl.run(experiment(tmp_path))
     assert resumed.weights_hash == whole.weights_hash and same_tables(resumed, whole)
 
 
