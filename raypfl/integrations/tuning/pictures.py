@@ -58,7 +58,8 @@ def draw_configurations(
         for x, (_, ticks) in enumerate(columns):
             axes.axvline(x, color="#999999", linewidth=1)
             for height, text in ticks:
-                axes.annotate(text, (x, height), (4, 0), textcoords="offset points", va="center", **style)
+                axes.plot(x, height, "_", color="#999999")
+                axes.annotate(text, (x, height), (3, 2), textcoords="offset points", va="bottom", **style)
 
         axes.set_xticks(range(len(columns)), [*keys, label])
         axes.set_yticks([])
