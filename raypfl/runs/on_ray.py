@@ -16,6 +16,7 @@ from raypfl.engine.backends.cluster import (
     connected,
     has_local_cluster_died,
     node_for_server,
+    on_node,
     server_resources,
 )
 from raypfl.engine.backends.session import StartedServer, spare_server
@@ -96,9 +97,7 @@ def _start_server(
     pools, resources = kind
     options: dict[str, Any] = {**resources, "max_restarts": 3, "max_task_retries": 3}
     if node is not None:
-        # Not `soft`: Ray would put an actor that reserves nothing on any node.
-        strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
-        options["scheduling_strategy"] = strategy
+        options |= on_node(ray, node)
     remote = ray.remote(concurrency_groups={"control": 1})(ServerActor)
     return StartedServer(remote.options(**options).remote(actors, pools), kind, node)
 

@@ -260,11 +260,13 @@ def refuse_too_many_actors(settings: RaySettings) -> None:
 
 def on_this_node(ray: Any) -> dict[str, Any]:
     """Return options for an actor without CPUs on this process's node, with which it dies."""
-    node = ray.get_runtime_context().get_node_id()
-    return {
-        "num_cpus": 0,
-        "scheduling_strategy": ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False),
-    }
+    return {"num_cpus": 0, **on_node(ray, ray.get_runtime_context().get_node_id())}
+
+
+def on_node(ray: Any, node: str) -> dict[str, Any]:
+    """Return options for an actor or a task that must be on a node, given by its id."""
+    # Not `soft`: Ray would put an actor that reserves nothing on any node.
+    return {"scheduling_strategy": ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)}
 
 
 def node_for_server(ray: Any, settings: RaySettings, checkpoints: str) -> str | None:

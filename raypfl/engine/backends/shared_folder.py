@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from raypfl.common.errors import ConfigError
+from raypfl.engine.backends.cluster import on_node
 
 PROBE = ".probe-"
 """Prefix of the files that the driver and the nodes write into the folder, and that the driver deletes."""
@@ -65,17 +66,15 @@ def _has_room(node: Mapping[str, Any], needed: Sequence[Mapping[str, float]]) ->
 
 def _probe_nodes(ray: Any, nodes: Sequence[Any], folder: Path, token: str) -> list[tuple[Any, str]]:
     """Return each node and what is wrong with the folder there; a node that dies meanwhile is left out."""
-    affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
     probe = ray.remote(num_cpus=0)(_probe)
-    answers = [
-        probe.options(scheduling_strategy=affinity(node["NodeID"], soft=False)).remote(folder, token, node["NodeID"])
-        for node in nodes
-    ]
+    probes = []
+    for node in nodes:
+        probes.append(probe.options(**on_node(ray, node["NodeID"])).remote(folder, token, node["NodeID"]))
 
     problems = []
-    for node, answer in zip(nodes, answers, strict=True):
+    for node, started_probe in zip(nodes, probes, strict=True):
         try:
-            problem = ray.get(answer)
+            problem = ray.get(started_probe)
         except ray.exceptions.RayError:
             continue
         if not problem and not (folder / f"{PROBE}{token}-{node['NodeID']}").exists():

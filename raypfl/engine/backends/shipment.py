@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from raypfl.engine.backends.cluster import on_node
+
 if TYPE_CHECKING:
     from raypfl.data import ClientData
     from raypfl.engine.job import Job
@@ -67,13 +69,12 @@ class Shipment:
 
     def _chunks(self, path: Path) -> Iterator[bytes]:
         """Read a file of the driver's node."""
-        on_its_node = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(self.node, soft=False)
         read: Any = ray.remote(_read).options(
             num_cpus=0,
             num_returns="streaming",
-            scheduling_strategy=on_its_node,
             # So that memory holds two chunks, not the file.
             _generator_backpressure_num_objects=2,
+            **on_node(ray, self.node),
         )
         for chunk in read.remote(path):
             yield ray.get(chunk)
