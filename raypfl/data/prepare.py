@@ -59,7 +59,7 @@ def samples_key(data: DataConfig, cache: Path) -> str:
 
 
 def _identity(source: DataSource, cache: Path) -> tuple[Any, ...]:
-    """What identifies the samples of a source: its name and options, its reader's code, and the content of files."""
+    """Return what identifies a source's samples: its name and options, its reader's code, and the content of files."""
     reader = source.reader
     options = {field.name: getattr(reader, field.name) for field in fields(reader) if field.name != "config"}
     content = _content_hash(reader.paths(), source, cache)

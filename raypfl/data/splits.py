@@ -119,7 +119,7 @@ def hold_out(samples: Traits, owner: np.ndarray, test_fraction: float, val_fract
 
 
 def _held_out_sizes(sizes: np.ndarray, fraction: float, limit: np.ndarray) -> np.ndarray:
-    """How many samples each client holds out: at least one if the fraction is above 0 and the limit allows it."""
+    """Return how many samples each client holds out: at least one if the fraction is above 0 and the limit allows."""
     if not fraction:
         return np.zeros_like(sizes)
     rounded_down = np.floor(sizes * fraction + 1e-9).astype(np.int64)

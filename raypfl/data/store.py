@@ -105,7 +105,7 @@ class FederatedData:
         return tuple(self.inputs.shape[1:])
 
     def indices(self, client: int, split: str = "train") -> np.ndarray:
-        """The samples of a client's split: ascending indices ``int64[n]`` into `inputs` and `labels`; empty if none.
+        """Return the ascending indices ``int64[n]`` of a split's samples in `inputs` and `labels`; there may be none.
 
         Raises
         ------

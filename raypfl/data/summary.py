@@ -124,7 +124,7 @@ def summarised(data: ClientData) -> Summary:
 
 
 def _features(data: FederatedData) -> list[tuple[str, float, float]] | None:
-    """The features with mean and deviation, in the units of the inputs; None: they have no names, or no moments."""
+    """Return the features with mean and deviation, in units of the inputs; None: they have no names or no moments."""
     names = data.feature_names
     if names is None or len(data.mean) != len(names):
         return None

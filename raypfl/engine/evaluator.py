@@ -199,7 +199,7 @@ class Evaluator:
         return {name: values + unseen[name] for name, values in trained.items()}
 
     def _portions(self, clients: list[int]) -> list[list[tuple[int, int]]]:
-        """``(position, client)`` pairs: in one cohort or, if the method personalizes, in cohorts of a round's size."""
+        """Return lists of ``(position, client)``: one or, for methods that personalize, several of a cohort's size."""
         pairs = list(enumerate(clients))
         if not self.method.has("personalize"):
             return [pairs]

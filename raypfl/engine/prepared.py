@@ -231,7 +231,7 @@ class Prepared:
         return Vectorised(model, self.precision, self._recorder(model))
 
     def _recorder(self, model: FlatModel) -> Recorder | None:
-        """What records the steps of clients that train together; None if the network or the loss may keep a state."""
+        """Return the recorder of clients that train together; None if the network or the loss may keep a state."""
         forward_passes = [module.forward for module in model.module.modules()]
         if may_keep_state([*forward_passes, self.objective.loss]):
             return None

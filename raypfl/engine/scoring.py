@@ -215,7 +215,7 @@ def _ood_test_sets(group: ClientGroup, protocol: str) -> Iterator[EvaluationSamp
 
 
 def _input_change(group: ClientGroup, test_set: EvaluationSamples, reused: bool) -> InputChange | None:
-    """What corrupts a test set's images; images that are `reused` are corrupted once, if there is memory for them."""
+    """Return a function that corrupts a test set's images; `reused` ones are corrupted once, if there is memory."""
     context = group.context
     corruption = test_set.corruption
     if corruption is None:
@@ -252,7 +252,7 @@ def _own_samples(group: ClientGroup, protocol: str) -> tuple[Samples | None, lis
 def _outputs_by_client(
     group: ClientGroup, model: Tensor, samples: Samples | None, indices: list[np.ndarray]
 ) -> Iterator[ModelOutputs]:
-    """The outputs of one model ``[1, P+B]`` on each client's samples ``indices[k]``, in batches that clients share."""
+    """Yield the outputs of one model ``[1, P+B]`` on each client's samples ``indices[k]``; clients share batches."""
     sizes = [len(client_indices) for client_indices in indices]
     owners = to_device(np.repeat(np.arange(len(indices)), sizes), group.context.model.device)
     for batch in group.context.model_outputs(model, np.concatenate(indices), samples=samples):
@@ -262,7 +262,7 @@ def _outputs_by_client(
 
 
 def _class_counts(group: ClientGroup) -> Tensor:
-    """Training samples of each class, ``float64[K, C]``."""
+    """Return the number of training samples of each class, ``float64[K, C]``."""
     num_classes = group.context.num_classes
     labels_by_client = [group.context.samples.labels_of(indices) for indices in group.split("train")]
     counts = [torch.bincount(labels, minlength=num_classes) for labels in labels_by_client]

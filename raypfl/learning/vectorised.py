@@ -282,7 +282,7 @@ class Vectorised(Executor):
         return values.masked_fill(is_padding, 0)
 
     def _returns_rows(self, function: LossFunction, at: Tensor, batches: list[Batch], extras: Extras) -> bool:
-        """Whether a function returns a row for each sample, tried on the client with fewest, if others have more."""
+        """Return whether a function returns a row per sample, tried on the client with fewest, if others have more."""
         sizes = [len(batch.y) for batch in batches]
         k = int(np.argmin(sizes))
         return sizes[k] < max(sizes) and len(function(at[k], batches[k], **of_client(extras, k))) == sizes[k]

@@ -273,7 +273,7 @@ def _tell_of_more(table: Table, count: int) -> None:
 
 
 def _outputs(summary: Summary) -> str:
-    """The network's outputs by number and name; empty if classes are numbered, or outputs are of another kind."""
+    """Return the network's outputs by number and name; empty if classes are numbered or outputs are of another kind."""
     names = summary.class_names
     is_numbered = names == [str(number) for number in range(len(names))]
     if summary.kind not in ("classes", "labels") or is_numbered:

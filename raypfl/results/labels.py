@@ -56,7 +56,7 @@ def _method_names(experiments: Sequence[Experiment]) -> list[str]:
 
 
 def _setting_texts(names: Sequence[str], experiments: Sequence[Experiment]) -> list[str]:
-    """``training.lr=0.05 rounds=4`` of each experiment, as `labels` says; `names` are their methods."""
+    """Return ``training.lr=0.05 rounds=4`` of each experiment, as `labels` says; `names` are their methods."""
     settings = [_deciding_settings(experiment) for experiment in _without_found_objectives(experiments)]
     differing = _differing_keys(settings)
 

@@ -73,7 +73,7 @@ def data_text(experiment: Experiment, metadata: Mapping[str, Any]) -> str:
 
 
 def _data_name(data: DataConfig) -> str:
-    """``cifar10``, or ``table(people)`` where the folder says which table."""
+    """Return ``cifar10``, or ``table(people)`` where the folder says which table."""
     if data.root is None or data.name not in _OF_ANY_FOLDER:
         return data.name
     return f"{data.name}({Path(data.root).expanduser().absolute().name})"
@@ -111,7 +111,7 @@ def options_at_default(model: ModelSettings) -> set[str]:
 
 
 def _on_messages(experiments: Sequence[Experiment]) -> list[str]:
-    """The attack, the rule of aggregation and the compression, each if there is one and all experiments have it."""
+    """Return the attack, the rule of aggregation and the compression, each if all experiments have it."""
     texts = []
     for section in ("attack", "aggregation", "compression"):
         components = [experiment.to_dict()[section] for experiment in experiments]
@@ -134,7 +134,7 @@ def _network(experiment: Experiment) -> dict[str, Any]:
 
 
 def _component_text(component: Mapping[str, Any]) -> str:
-    """``mlp(hidden=[16])``."""
+    """Return ``mlp(hidden=[16])``."""
     options = []
     for key, value in component.items():
         if key != "name" and value is not None:

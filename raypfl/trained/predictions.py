@@ -181,7 +181,7 @@ def _table_reader(origin: Origin) -> Table:
 
 
 def _clients(models: TrainedModels, rows: NewRows, client: int | str | None, group: str | None) -> np.ndarray | None:
-    """The number of the client whose model predicts each row, ``int64[n]``; None: the global model predicts all."""
+    """Return the number of the client whose model predicts each row, ``int64[n]``; None: the global model does."""
     names = models.client_names
     if client is not None:
         number = number_of(client, names) if isinstance(client, str) else client
@@ -198,7 +198,7 @@ def _clients(models: TrainedModels, rows: NewRows, client: int | str | None, gro
 
 
 def _outputs(models: TrainedModels, clients: np.ndarray | None, inputs: Tensor) -> Tensor:
-    """The outputs for all rows, ``[n, outputs]``, of the clients' models or, if `clients` is None, the global one."""
+    """Return the outputs for all rows, ``[n, outputs]``, by the clients' models or, without clients, the global one."""
     if clients is None:
         return _outputs_of(models.global_model(), inputs)
 
@@ -233,7 +233,7 @@ def _columns(origin: Origin, outputs: Tensor) -> dict[str, np.ndarray]:
 
 
 def _errors(kind: str, rows: NewRows, target: str, predicted: np.ndarray) -> np.ndarray:
-    """For rows that have the target: prediction minus target or, of classes, whether it is wrong."""
+    """Return, for rows that have the target, prediction minus target or, of classes, whether it is wrong."""
     if target not in rows.table.column_names:
         return np.zeros(0)
     if kind == "numbers":

@@ -36,7 +36,7 @@ class PoolSamples(NamedTuple):
     labels: np.ndarray
 
     def blocks(self, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
-        """The pool's inputs, block by block: ``[n, *shape]``; images are resized, and grey ones get equal channels."""
+        """Yield blocks of the pool's inputs, ``[n, *shape]``; images are resized, and grey ones get equal channels."""
         start = 0
         for block in self.raw.blocks():
             inputs = block[self.chosen[start : start + len(block)]]

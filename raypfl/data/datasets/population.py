@@ -68,7 +68,7 @@ class Population(ABC):
 
     @abstractmethod
     def sizes(self, split: str) -> np.ndarray:
-        """The number of samples in each client's split ``train``, ``val`` or ``test``: ``int64[num_clients]``."""
+        """Return how many samples each client has in a split (``train``, ``val``, ``test``): ``int64[num_clients]``."""
 
     @abstractmethod
     def samples(self, client: int, split: str) -> tuple[np.ndarray, np.ndarray]:

@@ -28,7 +28,7 @@ class PublishedReader(Reader):
 
     @abstractmethod
     def names(self) -> list[str]:
-        """Names of the data set's files within ``data.root``; each may also be packed, with ``.gz`` at its end."""
+        """Return the names of the data set's files in ``data.root``; each may be packed, with ``.gz`` at its end."""
 
     def torchvision_options(self) -> dict[str, Any]:
         """Further arguments of torchvision's class."""

@@ -118,7 +118,7 @@ class ImageTable(ABC):
 
     @abstractmethod
     def images(self, name: str) -> Iterator[tuple[str, bytes | Path | None]]:
-        """For each image in the column of this name: its row, as messages name it, and its bytes or file."""
+        """Yield, for each image in the column of this name, its row, as messages name it, and its bytes or file."""
 
     def column(self, option: str, name: str) -> np.ndarray:
         """Return the column that ``data.<option>`` names, ``[n]``.

@@ -153,7 +153,7 @@ def rank_within(group: np.ndarray, draws: np.random.Generator) -> np.ndarray:
 
 
 def _whole_parts(total: np.ndarray | int, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The whole parts of the shares of `total`, the remainder of each share, and what the parts lack of `total`."""
+    """Return the whole parts of the shares of `total`, each share's remainder, and what the parts lack of `total`."""
     shares = weights / weights.sum(axis=-1, keepdims=True, dtype=np.float64) * np.asarray(total)[..., None]
     parts = np.floor(shares + _CLOSE).astype(np.int64)
     missing = np.asarray(total) - parts.sum(axis=-1)
@@ -161,7 +161,7 @@ def _whole_parts(total: np.ndarray | int, weights: np.ndarray) -> tuple[np.ndarr
 
 
 def _ratio(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
-    """``numerator / denominator``; 0 where the denominator is 0."""
+    """Return ``numerator / denominator``; 0 where the denominator is 0."""
     zeros = np.zeros(np.broadcast_shapes(numerator.shape, denominator.shape))
     return np.divide(numerator, denominator, out=zeros, where=denominator > 0)
 

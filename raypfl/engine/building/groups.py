@@ -27,7 +27,7 @@ def groups_for(engine: EngineSettings, cohort: int, evaluation: bool = False) ->
 
 
 def client_costs(experiment: Experiment, num_samples: np.ndarray) -> np.ndarray:
-    """``float[num_clients]``: SGD steps of each client in a round, by which groups are cut and ordered."""
+    """Return ``float[num_clients]``: SGD steps of each client in a round, by which groups are cut and ordered."""
     training = experiment.training
     if training.steps is not None:
         return np.full(len(num_samples), float(training.steps))

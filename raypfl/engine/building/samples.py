@@ -47,7 +47,7 @@ def samples_for(
 
 
 def pools_for(data: ClientData | DataOutline, samples: Samples, seed: int) -> Pools:
-    """The pools of the data, which are read from `samples`; a pool from elsewhere may have a normalisation of its own.
+    """Return the data's pools, which are read from `samples`; one from elsewhere may be normalised by itself.
 
     `seed` : seed of the pools' batches.
     """
@@ -67,7 +67,7 @@ def pool_indices(data: ClientData | DataOutline) -> dict[str, np.ndarray]:
 
 
 def normalisation(data: ClientData | DataOutline, model: FlatModel) -> tuple[torch.Tensor, torch.Tensor]:
-    """``gain, offset``, ``[C, 1, 1]`` for images, else ``[features]``: a network sees ``inputs * gain + offset``."""
+    """Return ``gain, offset``, ``[C, 1, 1]`` or ``[features]``, by which networks see ``inputs * gain + offset``."""
     return _affine(data, data.mean, data.std, torch.empty(0, dtype=model.dtype, device=model.device))
 
 

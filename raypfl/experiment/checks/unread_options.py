@@ -81,7 +81,7 @@ def _global(function: FunctionType, name: str) -> Iterator[FunctionType]:
 
 
 def _may_read(function: FunctionType) -> bool:
-    """Whether a function may read options of a method: not in libraries, and in raypfl only among the methods."""
+    """Return whether a function may read a method's options: not in libraries, in raypfl only among the methods."""
     package, room = (*function.__module__.split("."), "", "")[:2]
     is_another_room = package == "raypfl" and room != "methods"
     is_library = function.__code__.co_filename.startswith(_LIBRARIES)

@@ -159,7 +159,7 @@ def _sentences(detail: Any, unknown: Callable[[KeyPath], str], prefix: KeyPath) 
 
 
 def _in_quotes(value: float, dotted: str) -> str:
-    """How to write a text that YAML takes for a number, or for true or false; the shell removes the outer quotes."""
+    """Write a text that YAML takes for a number, or for true or false; the shell removes the outer quotes."""
     text = str(value)
     if isinstance(value, bool):
         text = text.lower()

@@ -154,7 +154,7 @@ class Objective(Component):
         return targets
 
     def takes(self, shape: tuple[int, ...], targets: int) -> bool:
-        """Whether a sample's outputs may have this shape, given the number as in :meth:`outputs`; by default any."""
+        """Return whether a sample's outputs may have this shape; `targets` is as in :meth:`outputs`. By default any."""
         return True
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ class Likeness:
         return self._same_value(a, b, None)
 
     def same_update(self, a: Update, b: Update) -> bool:
-        """Whether two local steps follow the same rule; if the optimizer takes numbers by row, these may differ."""
+        """Return whether two local steps follow the same rule; numbers that the optimizer takes by row may differ."""
         if not self._same_value(a.optimizer, b.optimizer, None):
             return False
         for field in fields(Update):

@@ -27,7 +27,7 @@ FUNCTIONS = ("loss", "penalty", "report")
 
 
 def may_differ(optimizer: LocalOptimizer, a: float | None, b: float | None) -> bool:
-    """Whether rows with these two numbers can take a step together, because both steps have the same operations."""
+    """Return whether rows with these two numbers can take a step together: both steps have the same operations."""
     # Without weight decay or clipping, a step has fewer operations.
     return optimizer.takes_rates and bool(a) and bool(b)
 

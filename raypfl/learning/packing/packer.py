@@ -253,7 +253,7 @@ def tried(trainings: Sequence[tuple[Vectorised, GroupTraining]]) -> tuple[bool, 
     alone = [executor.sgd(training) for executor, training in zip(executors, trials, strict=True)]
 
     def is_kept(count: int) -> bool:
-        """Whether the first clients, by themselves, have the bits that they have with the rest of their group."""
+        """Return whether the first clients have the same bits by themselves as with the rest of their group."""
         models, losses = alone[0]
         few = first_clients(trials[0], count)
         few = with_numbers_by_client(few, numbers_by_client(few, by_row))

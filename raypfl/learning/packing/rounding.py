@@ -187,7 +187,7 @@ def _is_same_everywhere(call: OperationCall) -> bool:
 
 
 def _products(left: Shape, right: Shape) -> tuple[bool, bool]:
-    """Whether products of pairs of matrices have the same bits among few pairs and among many; and alone, too."""
+    """Return whether products of pairs of matrices have the same bits among few pairs as among many; and alone."""
     pairs = max(left.sizes[0], FEW + MOST_PLACES)
     generator = torch.Generator().manual_seed(0)
 
@@ -220,7 +220,7 @@ def _parts(counts: Iterable[int]) -> list[tuple[int, int]]:
 
 
 def _of_clients(call: OperationCall, rows: int) -> tuple[bool, bool]:
-    """Whether an operation on all clients' samples has the same bits for few clients and for many; and alone, too."""
+    """Return whether an operation on all clients' samples has the same bits for few clients as for many; and alone."""
     arguments = call.arguments
     groups_at, *axes_of_groups = GROUPS.get(call.function, (0,))
     are_groups = groups_at > 0 and arguments[groups_at] % rows == 0

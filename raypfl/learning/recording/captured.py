@@ -250,7 +250,7 @@ class _Walk:
 
 
 def _is_own(module: str) -> bool:
-    """Whether a module is raypfl's and none of its methods, whose functions depend on more than their arguments."""
+    """Return whether a module is raypfl's and none of its methods; those depend on more than their arguments."""
     return module.partition(".")[0] == "raypfl" and not module.startswith("raypfl.methods")
 
 

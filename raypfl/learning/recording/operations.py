@@ -128,7 +128,7 @@ class OperationRecorder(TorchDispatchMode):
         return (*calls, *map(self.view_of, self.tensors))
 
     def is_repeated_by(self, other: OperationRecorder) -> bool:
-        """Whether another recording has the same operations on the same tensors, and neither read values in Python."""
+        """Return whether another recording has the same operations on the same tensors, and neither read values."""
         if not (self._is_repeatable and other._is_repeatable and self.key == other.key):
             return False
         return all(tensor is other.constants[name] for name, tensor in self.constants.items())

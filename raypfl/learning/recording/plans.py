@@ -149,7 +149,7 @@ class StepPlan:
         return None
 
     def _may_replace(self, product: Name, factor: Name, recorder: OperationRecorder) -> bool:
-        """Whether a factor may stand for its product with 1, which has the same bits, perhaps in another order."""
+        """Return whether a factor may stand for its product with 1: it has the same bits, perhaps in another order."""
         memory = recorder.memory_of(product)
         if memory in self._first_change or recorder.tensors[product].dtype != recorder.tensors[factor].dtype:
             return False

@@ -260,7 +260,7 @@ def _simulated_note(group: RunGroup) -> str:
 
 
 def _phrase(unit: Unit) -> str:
-    """``"accuracy in %"``."""
+    """Return ``"accuracy in %"``."""
     if unit.sign:
         return f"{unit.phrase} in %"
     return unit.phrase
@@ -291,7 +291,7 @@ def _left_out_note(left_out: Sequence[str]) -> list[str]:
 
 
 def _fit_table(console: Console, evaluated: Sequence[RunResult], groups: Sequence[RunGroup]) -> tuple[Table, list[str]]:
-    """The table that fits the console, and the headings left out; names and, last of all, numbers may be folded."""
+    """Return the table that fits the console, and the headings left out; names and, at last, numbers may be folded."""
     extra = {metric.name for metric in groups[0].measures.extra}
     built_in = []
     added = []

@@ -138,7 +138,7 @@ def draw_clients(axes: Axes, groups: Sequence[RunGroup], protocol: str, paint: P
 
 
 def _turns(lines: Sequence[tuple[Any, ...]]) -> list[tuple[int, int]]:
-    """For each line, its position among the lines that equal it, and their number."""
+    """Return each line's position among the lines that equal it, and their number."""
     keys = []
     for line in lines:
         # The bytes of an array, which can be compared as a whole.

@@ -116,7 +116,7 @@ def client_table(
 
 
 def _shared_names(groups: Sequence[RunGroup]) -> list[str]:
-    """The names of the clients by number; empty if there are too many, or a name is not of one client in all runs."""
+    """Return clients' names by number; empty if there are too many, or a name is not of one client in all runs."""
     all_names = [result.client_names for group in groups for result in group.results]
     first = next(iter(all_names), None)
     if first is None or len(first) > MOST_CLIENTS or len(set(first)) < len(first):

@@ -101,7 +101,7 @@ def refuse_lone_samples(prepared: Prepared, number: int) -> None:
 
 
 def _have_lone_samples(training: TrainingSettings, sizes: np.ndarray) -> np.ndarray:
-    """``bool[K]``: which clients train on a mini-batch of one sample, given their training samples ``sizes[K]``."""
+    """Return which clients, with ``sizes[K]`` training samples, train on a mini-batch of one: ``bool[K]``."""
     batch_size = training.batch_size
     leaves_one = (sizes > batch_size) & (sizes % batch_size == 1) & (training.smallest_batch < 2)
     if training.steps is not None:

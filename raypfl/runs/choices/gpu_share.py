@@ -44,7 +44,7 @@ class GpuMemory(Protocol):
         ...
 
     def context(self) -> float:
-        """Bytes that the process uses in addition to its tensors."""
+        """Return bytes that the process uses in addition to its tensors."""
         ...
 
 
@@ -105,7 +105,7 @@ def actors_on(gpu: GpuMeasurement, data: float, data_share: float, most: int) ->
 
 
 def bytes_needed(prepared: Prepared, memory: GpuMemory) -> float:
-    """Bytes on the device of a process in which this run's largest groups are trained and evaluated.
+    """Return bytes on the device of a process in which this run's largest groups are trained and evaluated.
 
     Raises
     ------

@@ -183,7 +183,7 @@ def _character_codes(text: str, place: str) -> np.ndarray:
 
 
 def _is_data(path: Path, root: Path) -> bool:
-    """Whether a file holds samples, and is no intermediate file of LEAF's, if `root` is its whole ``data`` folder."""
+    """Return whether a file holds samples, and no intermediate data of LEAF if `root` is its whole ``data`` folder."""
     parts = path.relative_to(root).parts
     if (root / "train").is_dir() and (root / "test").is_dir():
         return parts[0] in ("train", "test")

@@ -169,7 +169,7 @@ def _seems_id(rows: TableRows, name: str) -> bool:
 
 
 def _numbers_rows(name: str, column: pa.Array) -> bool:
-    """Whether all values differ and are text, have a name that ends in "id", or are so dense that they count rows.
+    """Return whether all values differ and are text, have a name that ends in "id", or count rows densely.
 
     Of random integers, 20 below 40 all differ in three of 1,000 columns, and 30 below 60 in one of 7,000.
     """
@@ -186,7 +186,7 @@ def _numbers_rows(name: str, column: pa.Array) -> bool:
 
 
 def _median(rows: TableRows, name: str, numbers: pa.Array) -> float:
-    """The median of a column over all rows but those of a published test split, which would leak into training."""
+    """Return a column's median over all rows but those of a published test split, which would leak into training."""
     training_values = as_float(numbers).filter(pa.array(~rows.is_test)).drop_null()
     if not len(training_values):
         raise DataError(f"The column {name!r} has values in test files only; name it in data.leave_out.")
