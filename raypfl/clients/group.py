@@ -21,7 +21,7 @@ from raypfl.learning.executor import Executor
 from raypfl.learning.loss import LocalLoss, LossFunction
 from raypfl.learning.objectives.batch import Batch
 from raypfl.learning.optimizers import LocalOptimizer, Perturb, SampleRule, Update
-from raypfl.learning.privacy import PrivateTraining
+from raypfl.learning.privacy import PrivateTraining, Spending
 from raypfl.learning.sample_order import SampleOrder
 from raypfl.learning.vectorised import Vectorised
 
@@ -102,6 +102,11 @@ class ClientGroup:
     def _lasting(self) -> dict[str, tuple[Any, ...]]:
         """Functions that a recorded step may call, each with all that it depends on besides its arguments."""
         return {"loss": (self.model, self.context.measures)}
+
+    @property
+    def spent(self) -> list[Spending]:
+        """What the private trainings so far spent of each client's privacy."""
+        return [row for training in self.private_trainings for row in training.rows()]
 
     def portions(self) -> Iterator[ClientGroup]:
         """Yield the whole group if its clients run together, else groups of one, whose states are read-only."""
@@ -339,10 +344,13 @@ class ClientGroup:
             is_good = all(map(math.isfinite, numbers)) and (losses is None or numbers[1] <= limit)
             if not is_good:
                 failed.append(k)
-        if not failed:
-            return
+        if failed:
+            raise self._training_error(failed, losses, start)
 
+    def _training_error(self, failed: list[int], losses: Tensor | None, start: Tensor | None) -> ClientError:
+        """Return the error of a training that failed for clients, given by position; its text is of the first."""
         k = failed[0]
+        limit = self.context.loss_limit
         attack = ""
         if self.context.attack:
             attack = (
@@ -351,7 +359,7 @@ class ClientGroup:
             )
         clients = [self.ids[i] for i in failed]
         if start is not None and not start[k].isfinite().all():
-            raise ClientError(
+            return ClientError(
                 f"Client {self.ids[k]} was to train in round {self.rounds[k]} from a model with nan or infinity. "
                 "Training did not diverge here: an earlier reply, the server's code or the client's state made it so."
                 + attack,
@@ -364,7 +372,7 @@ class ClientGroup:
             reason = f"mean loss {float(losses[k]):.3g}, limit {limit:.3g}"
         advice = f"Lower training.lr ({self.lr:.3g} now) or set training.clip_norm."
         advice += f" {self.objective.advice_if_diverged()}"
-        raise ClientError(
+        return ClientError(
             f"Training diverged on client {self.ids[k]} in round {self.rounds[k]}: {reason}.{attack} {advice.rstrip()}",
             clients=clients,
             repeatable=True,

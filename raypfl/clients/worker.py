@@ -188,10 +188,6 @@ class Worker:
         if client_group.state.changed:
             stack, new_states = client_group.state.stack()
 
-        spent: list[Spending] = []
-        for training in client_group.private_trainings:
-            spent += training.rows()
-
         reply = Reply(
             values=values,
             losses=None if client_group.losses is None else client_group.losses.cpu().numpy(),
@@ -199,7 +195,7 @@ class Worker:
             logged=logged,
             observed=client_group.observer.observations if client_group.observer else {},
             new_states=new_states,
-            spent=spent,
+            spent=client_group.spent,
             seconds=time.perf_counter() - started,
         )
         return reply, stack

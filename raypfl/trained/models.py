@@ -268,10 +268,7 @@ class TrainedModels:
                 states, spent = self._after_exchanges(context, clients, states, unseen)
             group = ClientGroup(context, tuple(clients), self.round, self._lr, states)
             models = getattr(method, model_hook(unseen))(Clients(group), self.server)
-
-        for training in group.private_trainings:
-            spent = [*spent, *training.rows()]
-        return models, spent
+        return models, [*spent, *group.spent]
 
     def _networks(self, context: Context, models: Tensor | Predictor, count: int) -> list[TrainedModel]:
         if isinstance(models, Predictor):

@@ -27,7 +27,7 @@ TESTED_ONCE = -1
 
 @dataclass(frozen=True)
 class ClientScores:
-    """One run's scores by client: ids ``int[n]``, values ``float64[n]``, and their weights in the mean."""
+    """One run's scores by client: ids ``int[n]``, values ``float64[n]``, and their weights in the mean, ``[n]``."""
 
     clients: np.ndarray
     values: np.ndarray
@@ -147,24 +147,18 @@ def standings(
     if len(labels) < 2 or not seeds:
         return {}
 
-    clients = []
-    values = []
-    weights = []
-    means_by_seed = []
-    for seed in seeds:
-        seed_clients, seed_values, seed_weights = _aligned([scores[label][seed] for label in labels])
-        if not len(seed_values):
-            return {}
-        clients.append(seed_clients)
-        values.append(seed_values)
-        weights.append(seed_weights)
-        means_by_seed.append(np.average(seed_values, axis=0, weights=seed_weights))
+    aligned = [_aligned([scores[label][seed] for label in labels]) for seed in seeds]
+    if not all(len(seed_scores.clients) for seed_scores in aligned):
+        return {}
 
-    sign = 1 if higher_is_better else -1
+    values = [seed_scores.values for seed_scores in aligned]
+    weights = [seed_scores.weights for seed_scores in aligned]
+    means_by_seed = [np.average(seed_scores.values, axis=0, weights=seed_scores.weights) for seed_scores in aligned]
     means = np.mean(means_by_seed, axis=0)
     # Seeds with the same clients may still leave out different ones, such as those that were never trained.
-    crossed = paired.same_clients and all(np.array_equal(clients[0], others) for others in clients)
-    draws = joint_draws(values, weights, crossed)
+    leave_out_same = all(np.array_equal(aligned[0].clients, seed_scores.clients) for seed_scores in aligned)
+    draws = joint_draws(values, weights, paired.same_clients and leave_out_same)
+    sign = 1 if higher_is_better else -1
     goodness = _nan_last(sign * means)
     best = int(np.argmax(goodness))
 
@@ -189,15 +183,15 @@ def standings(
     return standing_of
 
 
-def _aligned(runs: Sequence[ClientScores]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the clients that all methods have in one seed, and their values and weights, ``[clients, methods]``.
+def _aligned(runs: Sequence[ClientScores]) -> ClientScores:
+    """Return the scores of clients that all methods have in one seed; values and weights are ``[clients, methods]``.
 
     One model on one test set counts for every client of the others.
     """
     by_client = [run for run in runs if run.clients.tolist() != [TESTED_ONCE]]
     if not by_client:
         values_of_all = np.stack([run.values for run in runs], 1)
-        return runs[0].clients, values_of_all, np.stack([run.weights for run in runs], 1)
+        return ClientScores(runs[0].clients, values_of_all, np.stack([run.weights for run in runs], 1))
 
     shared = by_client[0].clients
     for run in by_client[1:]:
@@ -214,7 +208,7 @@ def _aligned(runs: Sequence[ClientScores]) -> tuple[np.ndarray, np.ndarray, np.n
             places = order[np.searchsorted(run.clients, shared, sorter=order)]
             values.append(run.values[places])
             weights.append(run.weights[places])
-    return shared, np.stack(values, 1), np.stack(weights, 1)
+    return ClientScores(shared, np.stack(values, 1), np.stack(weights, 1))
 
 
 def _nan_last(scores: np.ndarray) -> np.ndarray:
