@@ -70,7 +70,7 @@ def run(
 
     write_description(folder, experiment)
     try:
-        return _run(experiment, folder, listeners, lockstep, place)
+        return _run_in_folder(experiment, folder, listeners, lockstep, place)
     except Refused:
         discard_unstarted(folder)
         raise
@@ -93,7 +93,7 @@ def resume(
     if is_complete_as(folder, experiment):
         # Nothing is left to do, so the records stay as they are.
         return RunResult.load(folder)
-    return _run(experiment, folder, listeners, lockstep, place)
+    return _run_in_folder(experiment, folder, listeners, lockstep, place)
 
 
 def check(experiments: Sequence[Experiment], *, listeners: Sequence[Listener] = ()) -> None:
@@ -119,13 +119,10 @@ def session(experiment: Experiment, *, listeners: Sequence[Listener] = ()) -> It
                 spare_server.release(ray)
 
 
-def _run(
-    experiment: Experiment,
-    folder: Path,
-    listeners: Sequence[Listener],
-    lockstep: bool,
-    place: Place | None = None,
+def _run_in_folder(
+    experiment: Experiment, folder: Path, listeners: Sequence[Listener], lockstep: bool, place: Place | None
 ) -> RunResult:
+    """Begin or continue the run whose description is in a folder; the other parameters are as in :func:`run`."""
     # Runs that advance together share a process, whatever the backend is.
     is_inline = experiment.engine.backend == "inline" or place is not None
     emit = EventDispatcher([partial(_write_start, folder), *listeners])

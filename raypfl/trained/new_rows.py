@@ -189,7 +189,7 @@ class NewRows:
         """Return the names that each row's value may have in the run's data: as it is written first; () if missing."""
         values = self._rows.columns[column].to_pylist()
         texts = values if self.texts is None else self.texts[column].to_pylist()
-        return [_spellings(value, text) for value, text in zip(values, texts, strict=True)]
+        return [_spellings_of(value, text) for value, text in zip(values, texts, strict=True)]
 
     def numbers(self, column: str) -> np.ndarray:
         """Return a column of numbers, ``float64[n]``; NaN where one is missing."""
@@ -250,7 +250,7 @@ class NewRows:
         return row_positions
 
 
-def _spellings(value: Any, text: Any) -> tuple[str, ...]:
+def _spellings_of(value: Any, text: Any) -> tuple[str, ...]:
     if value is None:
         return ()
     spellings = [str(text), category_name(value)]

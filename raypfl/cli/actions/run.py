@@ -239,13 +239,14 @@ def _carry_out(work: _Work, quiet: bool, as_json: bool) -> None:
             _note_changes(work)
         except KeyboardInterrupt:
             # Raised above, or by a second Ctrl-C, or one before the first round or between two runs.
-            raise Stopped(f"Stopped. {_unfinished(work, results)}") from None
+            raise Stopped(f"Stopped. {_how_to_continue(work, results)}") from None
         except Refused:
             raise
         except RaypflError as error:
             if not results and not work.has_checkpoint:
                 raise
-            raise RaypflError(f"{error}\n{_unfinished(work, results)}{_with_other_settings(work, results)}") from error
+            advice = _how_to_continue(work, results) + _with_other_settings(work, results)
+            raise RaypflError(f"{error}\n{advice}") from error
         finally:
             if results:
                 _report(work, results, tracked, as_json)
@@ -269,7 +270,7 @@ def _session(experiments: Sequence[Experiment], listener: Listener) -> Iterator[
         yield
 
 
-def _unfinished(work: _Work, results: Sequence[RunResult]) -> str:
+def _how_to_continue(work: _Work, results: Sequence[RunResult]) -> str:
     """Say how many runs are finished, and how to continue."""
     if not work.is_comparison:
         return work.to_continue

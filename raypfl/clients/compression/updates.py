@@ -29,7 +29,7 @@ def compressed(
     messages_read = dict(messages)
     for name, value in messages.items():
         if _is_update(value, arguments.get(name)):
-            messages_read[name] = _compressed(compressor, client_group, name, value, arguments[name])
+            messages_read[name] = _with_compressed_rows(compressor, client_group, name, value, arguments[name])
     return messages_read
 
 
@@ -40,9 +40,10 @@ def _is_update(value: Any, before: Any) -> bool:
     return rows.is_floating_point() and rows.numel() > 0 and before.shape in (rows.shape, rows.shape[1:])
 
 
-def _compressed(
+def _with_compressed_rows(
     compressor: Compressor, client_group: ClientGroup, name: str, value: Mean | Each, before: Tensor
 ) -> Mean | Each:
+    """Return a message with the rows that the server makes of compressed updates of `before`."""
     rows = unmarked(value.rows).detach()
     rows_before = unmarked(before).expand_as(rows)
     updates = (rows - rows_before).flatten(1)

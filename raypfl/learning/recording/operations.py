@@ -141,14 +141,14 @@ class OperationRecorder(TorchDispatchMode):
         self._memory[name] = self._memory_numbers.setdefault(address, len(self._memory_numbers))
         return name
 
-    def name_of(self, result: Tensor) -> Name:
+    def name_of_result(self, result: Tensor) -> Name:
         """Return the name of a result, which gets one if it was not seen before."""
         return self._names.get(id(result)) or self._add(result, f"t{len(self.tensors)}")
 
     def _result(self, value: Any) -> Name | None:
-        return self.name_of(value) if isinstance(value, Tensor) else None
+        return self.name_of_result(value) if isinstance(value, Tensor) else None
 
-    def _name_of(self, tensor: Tensor) -> Name:
+    def _name_of_argument(self, tensor: Tensor) -> Name:
         """Return the tensor's name; one that was not seen before is a constant."""
         name = self._names.get(id(tensor))
         if name is None:
@@ -159,7 +159,7 @@ class OperationRecorder(TorchDispatchMode):
     def _abstract(self, value: Any) -> Any:
         """Return arguments with names in place of tensors."""
         if isinstance(value, Tensor):
-            return self._name_of(value)
+            return self._name_of_argument(value)
         if isinstance(value, (list, tuple)):
             return [self._abstract(item) for item in value]
         if isinstance(value, dict):

@@ -49,7 +49,7 @@ def without_transposing(
         untransposed: Name = left_maker.arguments[0]
         shapes = tuple(recorder.tensors[untransposed].shape), tuple(recorder.tensors[right_factor].shape)
         if _have_same_bits(*shapes, recorder.tensors[right_factor].dtype) and _may_be_in_any_order(result, operations):
-            name = recorder.name_of(recorder.tensors[right_factor].transpose(1, 2))
+            name = recorder.name_of_result(recorder.tensors[right_factor].transpose(1, 2))
             replacements[id(product)] = [
                 Operation(aten.transpose.int, [right_factor, 1, 2], {}, [name], returns_many=False),
                 Operation(aten.bmm.default, [name, untransposed], {}, [result], returns_many=False),

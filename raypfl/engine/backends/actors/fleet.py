@@ -113,7 +113,7 @@ class ActorFleet:
     @property
     def homes(self) -> list[Home]:
         """Where the actors are that are ready."""
-        return _homes(self.actors)
+        return _homes_of(self.actors)
 
     def handles_by_node(self) -> dict[str, list[Any]]:
         """Return the handles of the actors that are ready, by node."""
@@ -219,7 +219,7 @@ class ActorFleet:
 
         actor.takes_part = self._checks.takes_part(actor.home, self._has_begun)
         share = self._pools.options(actor.pool)["num_gpus"]
-        self._checks.check_gpu(actor.home, share, _homes(self._pool_actors[actor.pool]), self.homes)
+        self._checks.check_gpu(actor.home, share, _homes_of(self._pool_actors[actor.pool]), self.homes)
         return []
 
     def make_room(self, actor: StartedActor, error: BaseException | None) -> list[StartedActor]:
@@ -280,5 +280,5 @@ def reason_of(error: BaseException) -> str:
     return " ".join(lines[-3:]) + " Is there enough memory for the actors? Fewer of them (ray.actors) need less."
 
 
-def _homes(actors: Iterable[StartedActor]) -> list[Home]:
+def _homes_of(actors: Iterable[StartedActor]) -> list[Home]:
     return [actor.home for actor in actors if actor.home is not None]
