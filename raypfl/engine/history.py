@@ -90,4 +90,6 @@ def header_comments(run_dir: Path) -> str:
 
 def _text(run_dir: Path) -> str:
     file = run_dir / HISTORY
-    return file.read_text() if file.exists() else ""
+    text = file.read_text(errors="replace") if file.exists() else ""
+    # A line that was cut off must not swallow the next one.
+    return text if text.endswith("\n") or not text else f"{text}\n"

@@ -17,7 +17,7 @@ from raypfl.engine import history
 from raypfl.engine.backends.cluster import connected
 from raypfl.engine.backends.session import exclusive_ray, ray_lock, spare_server
 from raypfl.engine.dispatcher import EventDispatcher
-from raypfl.engine.events import Event, Listener, Progress, RunFinished, RunStarted
+from raypfl.engine.events import Event, Listener, Progress, RunFinished, RunStarted, Warned
 from raypfl.engine.job import Job
 from raypfl.experiment import Experiment
 from raypfl.runs import preparing
@@ -30,6 +30,7 @@ from raypfl.runs.result import (
     RunResult,
     discard_unstarted,
     reopen,
+    rounds_saved,
     write_client_names,
     write_description,
     write_tables,
@@ -142,12 +143,22 @@ def _run_in_folder(
                 stack.enter_context(connected(experiment.ray, emit))
             job, prepared = preparing.prepare(experiment, folder, emit, lockstep)
             stack.enter_context(hold_lease(job.checkpoints, job.attempt, lambda text: emit(Progress(text))))
+            if history.read(folder) and not rounds_saved(folder, experiment):
+                emit(Warned(_begins_again(folder, job.checkpoints)))
 
         run_job = partial(run_inline, place=place) if is_inline else run_on_ray
         with run_job(job, prepared, emit, stop) as finished:
             # Within the context, since leaving it stops Ray, which takes seconds.
             _write_end(job, finished, prepared.data.client_names)
     return RunResult.load(folder)
+
+
+def _begins_again(folder: Path, checkpoints: str) -> str:
+    """Return the warning of a run that lost its checkpoints, or was killed before the first of them."""
+    return (
+        f"The run in {folder} was started before, but has no checkpoint in {checkpoints}: it begins again with "
+        "round 1. If its folder was renamed, or its checkpoints are elsewhere, stop it and copy them there."
+    )
 
 
 def _write_start(folder: Path, event: Event) -> None:

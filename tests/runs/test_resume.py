@@ -12,6 +12,7 @@ import torch
 
 import raypfl
 from raypfl.common.errors import CheckpointError, ConfigError, NoRun
+from raypfl.engine import history
 from raypfl.engine.events import Warned
 from raypfl.experiment import Experiment
 from raypfl.experiment.assignments import assign, flatten
@@ -196,6 +197,33 @@ def test_the_history_tells_the_settings_of_each_round(tmp_path):
     head = (longer.run_dir / "experiment.yaml").read_text().splitlines()[0]
     assert head == "# In force after round 4; history.jsonl says what was before."
     assert Experiment.from_yaml(longer.run_dir / "experiment.yaml") == longer.experiment
+
+
+def test_a_damaged_history_loses_the_damaged_lines_only(tmp_path):
+    run = raypfl.run(experiment(tmp_path, rounds=1)).run_dir
+    file = run / "history.jsonl"
+    begun = file.read_bytes()
+    file.write_bytes(b"\xff" + begun + begun[:-20])
+    history.add(run, 1, experiment(tmp_path, rounds=2))
+    assert [entry["from_round"] for entry in history.read(run)] == [1]
+
+    file.write_bytes(begun + begun[:-20])
+    history.add(run, 1, experiment(tmp_path, rounds=2))
+    assert [entry["from_round"] for entry in history.read(run)] == [0, 1]
+
+
+def test_a_run_whose_checkpoints_are_gone_says_that_it_begins_again(tmp_path):
+    located = experiment(tmp_path, rounds=1, checkpoint__location=tmp_path / "apart")
+    before = raypfl.run(located, run_dir=tmp_path / "before")
+    before.run_dir.rename(tmp_path / "after")
+    warnings: list[str] = []
+    again = raypfl.resume(
+        tmp_path / "after",
+        overrides=["rounds=2"],
+        listeners=[lambda event: warnings.append(event.text) if isinstance(event, Warned) else None],
+    )
+    assert again.round == 2 and f"no checkpoint in {tmp_path}/apart/after: it begins again" in warnings[0]
+    assert len(warnings) == 1
 
 
 class MovesItsAnchor(FedAvg):
