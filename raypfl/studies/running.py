@@ -66,7 +66,7 @@ def _planned(cell: StudyCell, experiment: Experiment) -> PlannedRun:
     # These settings do not change the bits, so the run may continue with others.
     changes = [f"{key}={json.dumps(values[key])}" for key in ("ray", "checkpoint")]
     changes.append(f"engine.backend={experiment.engine.backend}")
-    return PlannedRun(cell.folder, experiment, changes, is_cell=True)
+    return PlannedRun(cell.folder, experiment, changes, is_shared=True)
 
 
 def _run_in_this_process(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import csv
+import fcntl
 import math
 import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +20,7 @@ import yaml
 
 from raypfl import Experiment, Result
 from raypfl.common.errors import ConfigError, Stopped
+from raypfl.common.files import locked
 from raypfl.engine import history
 from raypfl.engine.events import Checkpointed, RunFinished
 from raypfl.experiment.spaces import draws_of_point, spaces_of, values_by_column, values_by_setting
@@ -502,6 +506,43 @@ def test_a_stopped_trial_has_its_results_and_a_heard_end_whatever_its_process_ha
         assert (folder / "summary.json").exists()
         ends = [(event.status, event.round) for event in events if isinstance(event, RunFinished)]
         assert ends == ([] if has_results and is_heard else [("stopped", stopped.round)])
+
+
+DYING = """
+import sys
+from pathlib import Path
+from raypfl.common.files import locked
+from raypfl.storage.lease import hold_lease
+with locked(Path(sys.argv[1])), hold_lease(sys.argv[1] + "/checkpoints", "dying", print):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_trial_waits_for_the_process_of_a_killed_sweep_that_is_still_at_work_on_it(tmp_path: Path, monkeypatch):
+    configuration = {"training.lr": 0.1}
+    sweep = load(small(trials=1, points=[configuration]), [f"output={tmp_path}", "engine.backend=inline"])
+    trial = sweep.folder / "trials/00000"
+    write_description(trial, sweep.configured(configuration))
+    command = [sys.executable, "-c", DYING, str(trial)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as dying:
+        assert dying.stdout.readline() == b"held\n"
+        flock = fcntl.flock
+
+        def die_and_flock(file, operation) -> None:
+            if ".00000.lock" in file.name:
+                dying.kill()
+                dying.wait()
+            flock(file, operation)
+
+        monkeypatch.setattr(fcntl, "flock", die_and_flock)
+        assert tune(sweep).status == "finished"
+
+
+def test_a_sweep_that_another_process_carries_out_is_refused(tmp_path: Path):
+    sweep = load(small(), [f"output={tmp_path}", "engine.backend=inline"])
+    with locked(sweep.folder), pytest.raises(ConfigError, match="is already running in another process"):
+        tune(sweep)
 
 
 @pytest.mark.slow

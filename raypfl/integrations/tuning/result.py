@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from raypfl.common.counting import counted
 from raypfl.common.errors import ConfigError
-from raypfl.common.files import write
+from raypfl.common.files import locked, make_folder, write
 from raypfl.evaluation import Measures
 from raypfl.experiment.spaces import in_words, values_by_column
 from raypfl.experiment.yaml_text import write as as_yaml
@@ -47,7 +48,7 @@ def tune(
 
     Raises
     ------
-    ConfigError : before anything runs, if something in the sweep is wrong.
+    ConfigError : before anything runs, if something in the sweep is wrong, or another process carries it out.
     """
     sweep = source if isinstance(source, Sweep) else load(source, assignments)
     first, modes = check(sweep)
@@ -55,11 +56,32 @@ def tune(
     def result_of(trials: Sequence[Trial]) -> SweepResult:
         return SweepResult(sweep, trials, modes, first.measures)
 
-    trials = search(sweep, first, modes, sweep.folder, hear, lambda trials: show(result_of(trials)))
-    result = result_of(trials)
-    if result.trials:
-        result.write_files()
+    with _alone(sweep):
+        trials = search(sweep, first, modes, sweep.folder, hear, lambda trials: show(result_of(trials)))
+        result = result_of(trials)
+        if result.trials:
+            result.write_files()
     return result
+
+
+@contextlib.contextmanager
+def _alone(sweep: Sweep) -> Iterator[None]:
+    """While active, no other process of this machine carries out the sweep.
+
+    Raises
+    ------
+    ConfigError : if another one does.
+    """
+    make_folder(sweep.folder.parent)
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(locked(sweep.folder, wait=False))
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"The sweep in {sweep.folder} is already running in another process. Wait for it to end, or stop it "
+                "there."
+            ) from error
+        yield
 
 
 @dataclass(frozen=True)

@@ -57,15 +57,14 @@ class PlannedRun:
     Attributes
     ----------
     changes : assignments with which it continues.
-    is_cell : whether it is a study's cell. Another process may work on it too, for which this one then waits; and its
-        costs are recorded.
+    is_shared : whether other processes may work on it too, for which this one then waits; its costs are recorded.
     early_end : what may end the run before its last round.
     """
 
     folder: Path
     experiment: Experiment
     changes: Sequence[str] = ()
-    is_cell: bool = False
+    is_shared: bool = False
     early_end: EarlyEnd | None = None
 
 
@@ -96,7 +95,7 @@ def carry_out(
     with contextlib.ExitStack() as locks:
         # In one order, or two processes that have some of the same runs could wait for each other.
         for run in sorted(runs, key=lambda run: run.folder):
-            if run.is_cell:
+            if run.is_shared:
                 run.folder.parent.mkdir(parents=True, exist_ok=True)
                 locks.enter_context(locked(run.folder))
 
@@ -119,7 +118,7 @@ def _start_or_continue(run: PlannedRun, listeners: Sequence[Listener], place: Pl
     if run.early_end is not None:
         listeners = [*listeners, run.early_end]
     with contextlib.ExitStack() as stack:
-        if run.is_cell and not is_complete_as(run.folder, run.experiment):
+        if run.is_shared and not is_complete_as(run.folder, run.experiment):
             stack.enter_context(_recorded_costs(run, place))
         if (run.folder / RECIPE).exists():
             return driver.resume(run.folder, listeners=listeners, overrides=run.changes, place=place)

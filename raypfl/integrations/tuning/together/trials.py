@@ -123,7 +123,8 @@ class _Trials:
                 experiment = experiment.replace(checkpoint=self._sweep.described.checkpoint)
                 early_end = None if self._asha is None else AshaListener(self._asha, self._sweep, trial.name)
                 folder = run_folder(self._sweep, self._folder, trial.name, seed)
-                runs.append(PlannedRun(folder, experiment, early_end=early_end))
+                # A process of a sweep that was killed may still be at work on it.
+                runs.append(PlannedRun(folder, experiment, is_shared=True, early_end=early_end))
         return runs
 
     def is_stopped(self, number: int) -> bool:
