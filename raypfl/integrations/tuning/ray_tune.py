@@ -209,7 +209,7 @@ def _searcher(sweep: Sweep, names: Sequence[str], modes: Sequence[str], at_once:
     elif points:
         fixed = {"points_to_evaluate": points}
 
-    searcher = _construct(settings, SEARCHERS.get(settings.name), fixed)
+    searcher = construct(settings, SEARCHERS.get(settings.name), fixed)
     return ResumableSearch(searcher, sweep.trials, sweep.concurrent or at_once)
 
 
@@ -239,7 +239,7 @@ def _scheduler(sweep: Sweep, first: Experiment) -> Any:
     scheduler: Any = SCHEDULERS.get(settings.name)
     signature = inspect.signature(scheduler)
     saving = type(scheduler.__name__, (SavesBeforeTrials, scheduler), {"__signature__": signature})
-    return _construct(settings, saving, _scheduler_arguments(sweep, first, signature.parameters))
+    return construct(settings, saving, scheduler_arguments(sweep, first, signature.parameters))
 
 
 def asha(sweep: Sweep, first: Experiment, name: str, mode: str) -> schedulers.AsyncHyperBandScheduler:
@@ -251,11 +251,11 @@ def asha(sweep: Sweep, first: Experiment, name: str, mode: str) -> schedulers.As
     name, mode : the name and the direction of the sweep's metric.
     """
     scheduler = schedulers.AsyncHyperBandScheduler
-    arguments = _scheduler_arguments(sweep, first, inspect.signature(scheduler).parameters)
+    arguments = scheduler_arguments(sweep, first, inspect.signature(scheduler).parameters)
     return scheduler(metric=name, mode=mode, **arguments)
 
 
-def _scheduler_arguments(sweep: Sweep, first: Experiment, parameters: Mapping[str, Any]) -> dict[str, Any]:
+def scheduler_arguments(sweep: Sweep, first: Experiment, parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a scheduler that follow from the sweep.
 
     Parameters
@@ -290,7 +290,7 @@ def _inside(spaces: Sequence[Space], config: dict[str, Any]) -> dict[str, Any]:
     return {name: ranges[name].inside(value) if name in ranges else value for name, value in config.items()}
 
 
-def _construct(settings: Searcher | Scheduler, entry: Any, fixed: Mapping[str, Any]) -> Any:
+def construct(settings: Searcher | Scheduler, entry: Any, fixed: Mapping[str, Any]) -> Any:
     """Construct a searcher or a scheduler.
 
     Parameters

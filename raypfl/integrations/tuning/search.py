@@ -37,6 +37,7 @@ from raypfl.experiment.yaml_text import read
 from raypfl.integrations.tuning.sweep import Sweep, Target, load
 from raypfl.integrations.tuning.together import trials as without_tune
 from raypfl.integrations.tuning.together.asha import REPORTS, Asha
+from raypfl.integrations.tuning.together.pbt import run_population
 from raypfl.integrations.tuning.trial import (
     SweepContext,
     Trial,
@@ -123,6 +124,12 @@ def search(
             return without_tune.run_trials(sweep, draws, folder, hear, show)
         if without_tune.advance_together(sweep, draws):
             metric = metric_names(sweep, first.measures)[0]
+            if sweep.scheduler.name == "pbt":
+                from raypfl.integrations.tuning.together.pbt_decisions import PbtDecisions
+
+                decide = PbtDecisions(sweep, first, metric, modes[0])
+                with _quiet_tune():
+                    return run_population(sweep, draws, folder, hear, show, decide)
             decisions = Asha(folder / REPORTS, asha(sweep, first, metric, modes[0]), metric, draws)
             return without_tune.run_trials(sweep, draws, folder, hear, show, decisions)
 

@@ -12,7 +12,7 @@ import math
 import os
 import platform
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -120,9 +120,19 @@ def run_folder(sweep: Sweep, folder: Path, trial: str, seed: int) -> Path:
 
 
 def schedule_of(run: Path) -> list[dict[str, Any]]:
-    """Return the content of a run's `SCHEDULE`; empty where no scheduler changes configurations."""
+    """Return the content of a run's `SCHEDULE`; empty where no scheduler has changed the configuration."""
     file = run / SCHEDULE
     return json.loads(file.read_text()) if file.exists() else []
+
+
+def extend_schedule(
+    run: Path, round: int, drawn: Mapping[str, Any], before: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Record that a configuration holds for the rounds after `round`, and the schedule `before` until then."""
+    schedule = [*(dict(part) for part in before if part["after"] < round), {"after": round, "drawn": dict(drawn)}]
+    run.mkdir(parents=True, exist_ok=True)
+    write(run / SCHEDULE, json.dumps(schedule))
+    return schedule
 
 
 def trial_name(trial_id: str) -> str:
@@ -299,10 +309,7 @@ class _TrialRun:
 
     def _train_from(self, round: int, before: list[dict[str, Any]]) -> None:
         """Record that this configuration holds for the rounds after `round`."""
-        parts = [part for part in before if part["after"] < round]
-        self.schedule = [*parts, {"after": round, "drawn": self.drawn}]
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write(self.folder / SCHEDULE, json.dumps(self.schedule))
+        self.schedule = extend_schedule(self.folder, round, self.drawn, before)
 
     def _hear(self, event: Event) -> None:
         from raypfl.engine.events import Checkpointed, Evaluated, Progress, RunStarted

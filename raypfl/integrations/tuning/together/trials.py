@@ -1,4 +1,4 @@
-"""Sweeps without Ray Tune's own processes: trials that differ in numbers advance together, also under ASHA."""
+"""Sweeps without Ray Tune's own processes: which suit, and how their trials are carried out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raypfl.integrations.tuning.together.asha import Asha, AshaListener
 from raypfl.integrations.tuning.trial import Trial, TrialListener, last_sentence, metric_values, run_folder
 from raypfl.runs.result import SUMMARY, RunResult, is_finished
 from raypfl.runs.several.processes import run_in_this_process, run_on_cluster
-from raypfl.runs.several.worker import FAILED, FINISHED, STOPPED, PlannedRun, RunOutcome
+from raypfl.runs.several.worker import FAILED, FINISHED, STOPPED, EarlyEnd, PlannedRun, RunOutcome
 from raypfl.runs.together import paying_parts
 
 TrialsListener = Callable[[list[Trial]], None]
@@ -32,10 +32,16 @@ def suits(sweep: Sweep, first: Experiment) -> bool:
     first : the experiment of a first configuration.
     """
     # With several brackets, ASHA draws one for each trial; and of a run that ends by itself it is told in another way.
-    is_plain_asha = sweep.scheduler.name == "asha" and not sweep.scheduler.options and first.evaluation.patience is None
-    is_drawn = sweep.searcher.name == "random" and (sweep.scheduler.name == "none" or is_plain_asha)
+    scheduler = sweep.scheduler
+    has_fitting_scheduler = {
+        "none": True,
+        "asha": not scheduler.options and first.evaluation.patience is None,
+        # Trials that do not wait for each other are compared as they come.
+        "pbt": scheduler.options.get("synch", True) and first.evaluation.patience is None,
+    }.get(scheduler.name, False)
     needs_tune = sweep.stop != Stop() or sweep.concurrent is not None or sweep.tensorboard
-    return is_drawn and not needs_tune and first.ray.actors is None
+    is_drawn = sweep.searcher.name == "random"
+    return bool(has_fitting_scheduler) and is_drawn and not needs_tune and first.ray.actors is None
 
 
 def advance_together(sweep: Sweep, draws: Mapping[str, dict[str, Any]]) -> bool:
@@ -64,29 +70,15 @@ def run_trials(
     asha : what stops trials; None: all of them are carried out to their ends.
     """
     named = [Trial(name, configuration) for name, configuration in draws.items()]
-    trials = _Trials(sweep, named, folder, hear, show, asha)
-    outcomes: dict[int, RunOutcome] = {}
-    planned: dict[int, PlannedRun] = {}
-    for number, run in enumerate(trials.runs()):
-        if is_finished(run.folder):
-            outcomes[number] = RunOutcome(FINISHED)
-        elif not trials.is_stopped(number):
-            planned[number] = run
+    trials = Trials(sweep, named, folder, hear, show, asha)
 
-    def prepare(ray: Any) -> None:
-        reserved = bundle(client_resources(in_one_process(sweep.base.ray)))
-        refuse_unless_shared(ray, folder, [reserved], "This sweep")
-        sweep.write(folder)
+    def early_end(trial: Trial) -> EarlyEnd | None:
+        return None if asha is None else AshaListener(asha, sweep, trial.name)
 
-    if sweep.base.engine.backend == "inline":
-        sweep.write(folder)
-        outcomes |= run_in_this_process(planned, trials.listen)
-    elif planned:
-        outcomes |= run_on_cluster(planned, trials.listen, prepare)
-    return trials.concluded(outcomes)
+    return trials.concluded(trials.carry_out(early_end, trials.is_stopped))
 
 
-class _Trials:
+class Trials:
     """The trials of a sweep, and what their runs have told so far.
 
     The runs are numbered: those of the first trial, one for each seed, then those of the second one, and so on.
@@ -99,7 +91,7 @@ class _Trials:
         folder: Path,
         hear: TrialListener,
         show: TrialsListener,
-        asha: Asha | None,
+        asha: Asha | None = None,
     ):
         self._trials = trials
         self._sweep = sweep
@@ -112,26 +104,54 @@ class _Trials:
         self._experiments: dict[int, Experiment] = {}
         self._values: dict[int, dict[str, float]] = {}
 
-    def runs(self) -> list[PlannedRun]:
+    def carry_out(
+        self, early_end: Callable[[Trial], EarlyEnd | None], is_over: Callable[[Trial], bool]
+    ) -> dict[int, RunOutcome]:
+        """Carry out the runs that are not finished, each to its end or its early one.
+
+        Parameters
+        ----------
+        is_over : whether nothing of a trial that is not finished is to be carried out.
+
+        Returns
+        -------
+        number -> outcome of a run; without those that are over or have not begun.
+        """
+        outcomes: dict[int, RunOutcome] = {}
+        planned: dict[int, PlannedRun] = {}
+        for number, run in enumerate(self._runs(early_end)):
+            if is_finished(run.folder):
+                outcomes[number] = RunOutcome(FINISHED)
+            elif not is_over(self._trials[number // self._sweep.seeds]):
+                planned[number] = run
+
+        def prepare(ray: Any) -> None:
+            reserved = bundle(client_resources(in_one_process(self._sweep.base.ray)))
+            refuse_unless_shared(ray, self._folder, [reserved], "This sweep")
+            self._sweep.write(self._folder)
+
+        if self._sweep.base.engine.backend == "inline":
+            self._sweep.write(self._folder)
+            outcomes |= run_in_this_process(planned, self._listen)
+        elif planned:
+            outcomes |= run_on_cluster(planned, self._listen, prepare)
+        return outcomes
+
+    def _runs(self, early_end: Callable[[Trial], EarlyEnd | None]) -> list[PlannedRun]:
         """Return the runs of all trials, in the order of their numbers."""
         runs = []
         for trial in self._trials:
             for seed in range(self._sweep.seeds):
-                experiment = self._sweep.configured(trial.drawn, seed)
-                # All of a run is in one process. No scheduler needs a checkpoint of each evaluation.
-                experiment = experiment.override(["engine.backend=inline"])
-                experiment = experiment.replace(checkpoint=self._sweep.described.checkpoint)
-                early_end = None if self._asha is None else AshaListener(self._asha, self._sweep, trial.name)
                 folder = run_folder(self._sweep, self._folder, trial.name, seed)
+                experiment = experiment_in_process(self._sweep, trial, seed)
                 # A process of a sweep that was killed may still be at work on it.
-                runs.append(PlannedRun(folder, experiment, is_shared=True, early_end=early_end))
+                runs.append(PlannedRun(folder, experiment, is_shared=True, early_end=early_end(trial)))
         return runs
 
-    def is_stopped(self, number: int) -> bool:
-        """Whether a run's trial was stopped, and its folder has its results of then."""
+    def is_stopped(self, trial: Trial) -> bool:
+        """Whether ASHA stopped a trial, and its folder has its results of then."""
         if self._asha is None:
             return False
-        trial = self._trials[number]  # which has one run
         folder = run_folder(self._sweep, self._folder, trial.name, 0)
         return (folder / SUMMARY).exists() and self._is_stopped_at(trial, RunResult.load(folder).round)
 
@@ -139,7 +159,7 @@ class _Trials:
         stopped = None if self._asha is None else self._asha.stopped_after(trial.name)
         return stopped is not None and round >= stopped
 
-    def listen(self, number: int, event: Event) -> None:
+    def _listen(self, number: int, event: Event) -> None:
         """Pass an event of a run on, and update its trial."""
         if isinstance(event, Progress):
             return
@@ -156,7 +176,7 @@ class _Trials:
                 self._values[number] = metric_values(self._sweep, self._experiments[number], event.summary)
             self._update_values(position, event.round)
         elif isinstance(event, RunFinished) and self._sweep.seeds == 1:
-            # Unless ASHA has stopped it, it was interrupted.
+            # Unless ASHA has stopped it, it was interrupted, or goes on later.
             if event.status == "stopped" and not self._is_stopped_at(trial, event.round):
                 return
             # A run that has reached its last round before is not evaluated again.
@@ -181,7 +201,7 @@ class _Trials:
     def concluded(self, outcomes: Mapping[int, RunOutcome]) -> list[Trial]:
         """Return the trials as their runs have ended; a run without an outcome has not begun."""
         for position, trial in enumerate(self._trials):
-            if self.is_stopped(position):
+            if self.is_stopped(trial):
                 self._finish(trial, "stopped")
                 continue
             self._conclude(trial, [outcomes.get(number, RunOutcome(STOPPED)) for number in self._numbers(position)])
@@ -193,7 +213,7 @@ class _Trials:
         if errors:
             trial.status = "failed"
             trial.error = last_sentence(errors[0])
-        elif any(outcome.status == STOPPED for outcome in outcomes):
+        elif any(outcome.status != FINISHED for outcome in outcomes):
             trial.status = "waiting"
         else:
             self._finish(trial, "finished")
@@ -210,6 +230,13 @@ class _Trials:
         except ConfigError as error:
             trial.status = "failed"
             trial.error = str(error)
+
+
+def experiment_in_process(sweep: Sweep, trial: Trial, seed: int = 0) -> Experiment:
+    """Return the experiment of a trial all of which is in one process."""
+    experiment = sweep.configured(trial.drawn, seed).override(["engine.backend=inline"])
+    # No scheduler needs a checkpoint of each evaluation.
+    return experiment.replace(checkpoint=sweep.described.checkpoint)
 
 
 def _means(values: Sequence[Mapping[str, float]]) -> dict[str, float]:
