@@ -146,6 +146,12 @@ def without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def without_rehearsal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's method is not evaluated before its run, where a test counts what the run itself does with it."""
+    monkeypatch.setattr("raypfl.runs.preparing.refuse_misshapen_models", lambda prepared: None)
+
+
+@pytest.fixture
 def opened(tmp_path: Path) -> Callable[..., Any]:
     """A function that opens the named data set of the folder ``data``, by default for two clients."""
     from raypfl.data import IID, load_federated

@@ -18,17 +18,10 @@ from raypfl.models import Predictor
 from raypfl.results.display import outcome
 from raypfl.results.numbers import messages
 from raypfl.results.run_groups import group_runs
-from raypfl.runs import preparing
 from tests.support.federation import Federation, both_executors
 from tests.support.runs import experiment
 
 NEWCOMERS = {"data__unseen_fraction": 0.25, "evaluation__protocols": ["local", "global", "unseen"]}
-
-
-@pytest.fixture
-def unrehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out the evaluation of a user's method before its run: these methods record each one."""
-    monkeypatch.setattr(preparing, "refuse_misshapen_models", lambda prepared: None)
 
 
 class Shifted(FedAvg):
@@ -82,7 +75,7 @@ class RecordsCohorts(Shifted):
 COHORTS: list[tuple[int, bool, tuple[int, ...]]] = []
 
 
-@pytest.mark.usefixtures("unrehearsed")
+@pytest.mark.usefixtures("without_rehearsal")
 def test_every_client_gets_a_model_in_cohorts_no_larger_than_in_training(tmp_path):
     COHORTS.clear()
     base = experiment(tmp_path, cohort__size=4, rounds=1, evaluation__every=1, **NEWCOMERS)
@@ -200,7 +193,7 @@ class Hiccups(Shifted):
 TRIED: list[tuple[int, tuple[int, ...]]] = []
 
 
-@pytest.mark.usefixtures("unrehearsed")
+@pytest.mark.usefixtures("without_rehearsal")
 def test_clients_that_fail_to_get_their_models_are_tried_again(tmp_path):
     TRIED.clear()
     base = experiment(tmp_path, rounds=1, **NEWCOMERS)

@@ -169,6 +169,7 @@ class LargeServerFT(FedAvgFT):
         return super().start(task) | {"hypernetwork": torch.zeros(100_000)}
 
 
+@pytest.mark.usefixtures("without_rehearsal")
 @pytest.mark.parametrize(
     ("method", "sent_for_evaluation"), [(LargeServer(), 1), (LargeServerDitto(), 1), (LargeServerFT(), 2), (Local(), 0)]
 )
@@ -392,6 +393,7 @@ def test_results_are_means_over_the_number_of_last_rounds_in_the_settings(tmp_pa
     )
 
 
+@pytest.mark.usefixtures("without_rehearsal")
 def test_clients_that_are_never_trained_make_no_cohort_larger(tmp_path):
     """Half of twelve clients are never trained, so a round has three, as many as an evaluation may call at a time."""
     SizesOfCohorts.sizes.clear()
