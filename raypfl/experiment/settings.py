@@ -14,10 +14,10 @@ class ModelSettings:
 
     Attributes
     ----------
-    name : a registered model, ``torchvision:NAME``, ``timm:NAME``, or ``module:attribute`` of your own ``nn.Module``
-        class or function.
+    name : a registered model, ``torchvision:NAME``, ``timm:NAME``, ``transformers:NAME``, or ``module:attribute`` of
+        your own ``nn.Module`` class or function.
     weights : initial weights: a file (safetensors, or a state dict from ``torch.save``), or the name of torchvision's
-        (``IMAGENET1K_V1``) or timm's pretrained weights (``augreg_in21k``); None: random.
+        (``IMAGENET1K_V1``), timm's (``augreg_in21k``) or transformers' (``pretrained``) weights; None: random.
     lora : rank of the low-rank adapters in all dense layers except the output layer; 0: no adapters. With adapters,
         clients train only ``adapters, output layer``, unless `frozen` or `trained` is set.
     frozen : parts that no client trains: names, modules, globs or roles (``input layer``), separated by commas. They

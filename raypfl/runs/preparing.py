@@ -46,6 +46,7 @@ from raypfl.runs.checks.settings import (
     refuse_missing_pools,
     refuse_missing_validation,
     refuse_missing_weights,
+    refuse_other_tokens,
     refuse_to_augment,
     refuse_untested_clients,
     warn_of_test_data,
@@ -174,6 +175,7 @@ def refuse_unfit(prepared: Prepared) -> None:
     refuse_unmaskable(experiment.evaluation.masks, prepared.objective)
     refuse_another_objective(prepared)
     refuse_to_augment(prepared)
+    refuse_other_tokens(prepared)
     refuse_large_cohort(prepared)
     refuse_missing_pools(prepared)
     refuse_missing_validation(prepared)

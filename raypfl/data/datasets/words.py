@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Literal
 
 import numpy as np
 
-Unit = Literal["words", "characters"]
+UNITS = ("words", "characters")
+"""What texts are split into."""
 
 PADDING = 0
 """The token that fills a short text up to the length of all; it is no word."""
@@ -21,7 +21,7 @@ _RESERVED = ("(padding)", "(unknown)")
 _WORD = re.compile(r"\w+(?:['’]\w+)*")
 
 
-def split_text(text: str, unit: Unit) -> list[str]:
+def split_text(text: str, unit: str) -> list[str]:
     """Return the words of a text in lower case, without punctuation; or its characters, as they are."""
     return list(text) if unit == "characters" else _WORD.findall(text.lower())
 

@@ -32,7 +32,7 @@ class FastText(nn.Module):
         self.head = nn.Linear(width, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(_mean_of_words(self.embedding(x), x != 0))
+        return self.head(mean_of_words(self.embedding(x), x != 0))
 
 
 @MODELS.register("text_cnn")
@@ -111,10 +111,10 @@ class TextTransformer(nn.Module):
         words = self.embedding(x) + self.positions
         for block in self.blocks:
             words = block(words, is_word)
-        return self.head(_mean_of_words(self.norm(words), is_word))
+        return self.head(mean_of_words(self.norm(words), is_word))
 
 
-def _mean_of_words(words: Tensor, is_word: Tensor) -> Tensor:
+def mean_of_words(words: Tensor, is_word: Tensor) -> Tensor:
     """Return the mean ``[b, d]`` over the words of each text; 0 for a text without words.
 
     Parameters

@@ -1,5 +1,5 @@
 """Networks and weights of other libraries."""
 
-from raypfl.models.published import networks  # registers them
+from raypfl.models.published import networks, transformers  # registers them
 
-__all__ = ["networks"]
+__all__ = ["networks", "transformers"]

@@ -1,4 +1,4 @@
-"""Pretrained weights of torchvision's and timm's networks, by their names there."""
+"""Pretrained weights of torchvision's, timm's and the Hugging Face hub's networks, by their names there."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from raypfl.common.errors import ConfigError
 from raypfl.models.published.library import import_library, require_known
+from raypfl.models.published.transformers import from_hub, hub_library, without_pooler
 
 
 def published_weights(name: str, source: str) -> Mapping[str, Tensor]:
@@ -21,7 +22,16 @@ def published_weights(name: str, source: str) -> Mapping[str, Tensor]:
     package, _, member = name.rpartition(":")
     if package == "timm":
         return _from_timm(member, source)
+    if package == "transformers":
+        return _from_transformers(member, source)
     return _from_torchvision(member, source)
+
+
+def _from_transformers(name: str, source: str) -> Mapping[str, Tensor]:
+    require_known(f"{name} has no weights {source!r}", source, ["pretrained"])
+    library = hub_library(f"model.weights is {source!r}")
+    model = without_pooler(from_hub(library.AutoModel, name))
+    return {f"body.{tensor_name}": tensor for tensor_name, tensor in model.state_dict().items()}
 
 
 def _from_timm(name: str, source: str) -> Mapping[str, Tensor]:

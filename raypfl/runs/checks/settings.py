@@ -9,12 +9,14 @@ import numpy as np
 
 from raypfl.common.counting import counted
 from raypfl.common.errors import ConfigError, checked_pool, did_you_mean
+from raypfl.data.datasets.readers.tabular.text_table import TextTable
 from raypfl.engine.prepared import Prepared
 from raypfl.experiment import Experiment
 from raypfl.experiment.settings import ModelSettings
 from raypfl.learning.objectives import KINDS, OBJECTIVES
 from raypfl.learning.optimizers import OPTIMIZERS, SGD
 from raypfl.methods import METHODS, Method
+from raypfl.models.published.transformers import FAMILY
 from raypfl.models.weights import is_file
 
 
@@ -61,6 +63,16 @@ def refuse_to_augment(prepared: Prepared) -> None:
             f"data.augmentation is for images, but the samples of {prepared.data.name!r} are "
             f"{'x'.join(map(str, shape))}; leave it out."
         )
+
+
+def refuse_other_tokens(prepared: Prepared) -> None:
+    """Raise a ConfigError if a language model is to read the tokens of another one."""
+    name = prepared.experiment.model.name
+    if not name.startswith(FAMILY):
+        return
+    reader = prepared.experiment.data.reader
+    if isinstance(reader, TextTable) and reader.tokens != name:
+        raise ConfigError(f"model is {name!r}, but data.tokens is {reader.tokens!r}; set data.tokens={name}.")
 
 
 def refuse_large_cohort(prepared: Prepared) -> None:

@@ -120,7 +120,7 @@ class FeatureTable(Table):
 
     def medians(self, names: Sequence[str]) -> dict[str, float]:
         """Return the numbers that ``missing: fill`` puts in the place of missing ones, for these columns."""
-        rows = TableRows.read(self.paths(), self.root())
+        rows = TableRows.read(self.tables(), self.root())
         return {name: _median(rows, name, self.numbers(rows, name)) for name in names}
 
     def _one_hot_feature(self, rows: TableRows, name: str, column: pa.Array) -> _Feature:

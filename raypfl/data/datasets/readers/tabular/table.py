@@ -76,6 +76,10 @@ class Table(Reader):
         """Return the inputs of all rows, and what describes them, as arguments of `RawData`."""
 
     def paths(self) -> list[Path]:
+        return self.tables()
+
+    def tables(self) -> list[Path]:
+        """Return the tables' files."""
         root = self.root()
         paths = [path for path in files_under(root) if path.suffix in TABLE_ENDINGS and path.match(self.files)]
         if not paths:
@@ -88,7 +92,7 @@ class Table(Reader):
         return file if file.is_file() else self.config.folder("the tables, as CSV or Parquet files")
 
     def read(self) -> RawData:
-        rows = TableRows.read(self.paths(), self.root())
+        rows = TableRows.read(self.tables(), self.root())
         for option, names in self.columns_by_option().items():
             for name in names:
                 rows.refuse_unknown(option, name)

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import pyarrow.compute as pc
 
 from raypfl.common.errors import ConfigError, DataError
+from raypfl.data.datasets.hub_tokens import hub_tokens, tokenizer_files, tokenizer_of, vocabulary_of_hub
 from raypfl.data.datasets.readers.tabular.table import Table, is_text, type_name
 from raypfl.data.datasets.source import DATASETS
 from raypfl.data.datasets.table_rows import TableRows
-from raypfl.data.datasets.words import Unit, as_tokens, split_text, vocabulary_of
+from raypfl.data.datasets.words import UNITS, as_tokens, split_text, vocabulary_of
+from raypfl.models.published.transformers import FAMILY
+
+VOCABULARY = 10_000
+"""The default of :attr:`TextTable.vocabulary`."""
 
 
 @DATASETS.register("text_table")
@@ -27,16 +33,17 @@ class TextTable(Table):
     Attributes
     ----------
     text : name of the column with the texts. Other columns have no effect, but for the target and the group.
-    tokens : what is a token: ``words`` in lower case without punctuation, or ``characters``.
-    vocabulary : largest number of different tokens, of which two are reserved. The most frequent ones of all rows but
-        those of a published test split have a number; all others count as one unknown word.
+    tokens : what is a token: ``words`` in lower case without punctuation; ``characters``; or those of a language model,
+        ``transformers:NAME``.
+    vocabulary : largest number of different words or characters, of which two are reserved. The most frequent ones of
+        all rows but those of a published test split have a number; all others count as one unknown word.
     length : number of tokens of a text that a network sees: the first ones.
     missing : treatment of missing texts: ``refuse`` them, or ``fill`` in empty ones.
     """
 
     text: str | None = None
-    tokens: Unit = "words"
-    vocabulary: int = 10_000
+    tokens: str = "words"
+    vocabulary: int = VOCABULARY
     length: int = 64
     missing: Literal["refuse", "fill"] = "refuse"
 
@@ -44,29 +51,46 @@ class TextTable(Table):
         super().__post_init__()
         if self.text is None:
             raise ConfigError("data.text is missing: name the column of the table that has the texts.")
+        if self.tokens not in UNITS and not self._of_model:
+            raise ConfigError(f"data.tokens is {self.tokens!r}, but must be {', '.join(UNITS)} or transformers:NAME.")
+        if self._of_model and self.vocabulary != VOCABULARY:
+            raise ConfigError(f"data.vocabulary has no effect with the tokens of {self.tokens}; leave it out.")
         for name, least in (("vocabulary", 3), ("length", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"data.{name} is {getattr(self, name)}, but must be at least {least}.")
+
+    def paths(self) -> list[Path]:
+        return [*super().paths(), *(tokenizer_files(self.tokens) if self._of_model else [])]
 
     def columns_by_option(self) -> dict[str, Sequence[str]]:
         return {**super().columns_by_option(), "text": [self.text] if self.text is not None else []}
 
     def inputs(self, rows: TableRows) -> dict[str, Any]:
-        texts = self._texts(rows)
-        training_texts = (words for words, is_test in zip(texts, rows.is_test, strict=True) if not is_test)
-        vocabulary = vocabulary_of(training_texts, self.vocabulary)
-        return {"inputs": as_tokens(texts, vocabulary, self.length), "vocabulary": vocabulary}
+        if self._of_model:
+            vocabulary = vocabulary_of_hub(tokenizer_of(self.tokens))
+        else:
+            texts = [split_text(text, self.tokens) for text in self._texts(rows)]
+            training_texts = (words for words, is_test in zip(texts, rows.is_test, strict=True) if not is_test)
+            vocabulary = vocabulary_of(training_texts, self.vocabulary)
+        return {"inputs": self.tokens_of(rows, vocabulary), "vocabulary": vocabulary}
 
     def tokens_of(self, rows: TableRows, vocabulary: Sequence[str]) -> np.ndarray:
         """Return the tokens of new rows, ``int64[n, length]``, in the vocabulary of other ones."""
-        return as_tokens(self._texts(rows), vocabulary, self.length)
+        texts = self._texts(rows)
+        if self._of_model:
+            return hub_tokens(tokenizer_of(self.tokens), texts, self.length)
+        return as_tokens([split_text(text, self.tokens) for text in texts], vocabulary, self.length)
 
-    def _texts(self, rows: TableRows) -> list[list[str]]:
-        """Return the words of each row's text."""
+    @property
+    def _of_model(self) -> bool:
+        """Whether the tokens are those of a language model."""
+        return self.tokens.startswith(FAMILY)
+
+    def _texts(self, rows: TableRows) -> list[str]:
+        """Return each row's text."""
         name = str(self.text)
         rows.refuse_unknown("text", name)
         column = rows.columns[name] if self.missing == "fill" else rows.complete(name)
         if column.null_count < len(column) and not is_text(column.type):
             raise DataError(f"The column {name!r} of {rows.file} is {type_name(column.type)}, not text.")
-        filled = pc.fill_null(column.cast("string"), "")
-        return [split_text(text, self.tokens) for text in filled.to_pylist()]
+        return pc.fill_null(column.cast("string"), "").to_pylist()

@@ -1,0 +1,42 @@
+"""Texts as the tokens of a language model of the Hugging Face hub."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from raypfl.common.errors import ConfigError
+from raypfl.models.published.transformers import FAMILY, from_hub, hub_library
+
+
+def tokenizer_of(name: str) -> Any:
+    """Return the tokenizer of a language model, ``transformers:NAME``.
+
+    Raises
+    ------
+    ConfigError : if there is none, it cannot be downloaded, or it has no token for padding.
+    """
+    library = hub_library(f"data.tokens is {name!r}")
+    tokenizer = from_hub(library.AutoTokenizer, name.removeprefix(FAMILY))
+    if tokenizer.pad_token_id is None:
+        raise ConfigError(f"data.tokens is {name!r}, whose tokenizer has no token for padding; choose another model.")
+    return tokenizer
+
+
+def tokenizer_files(name: str) -> list[Path]:
+    """Return the files of a tokenizer that is in a folder; of one in the hub's cache, none."""
+    return sorted(Path(name.removeprefix(FAMILY)).glob("*token*"))
+
+
+def vocabulary_of_hub(tokenizer: Any) -> list[str]:
+    """Return all tokens by their numbers."""
+    return tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+
+
+def hub_tokens(tokenizer: Any, texts: Sequence[str], length: int) -> np.ndarray:
+    """Return the tokens of texts, ``int64[n, length]``, with those that the model expects at their ends."""
+    encoded = tokenizer(list(texts), padding="max_length", truncation=True, max_length=length)
+    return np.array(encoded["input_ids"], np.int64).reshape(len(texts), length)
