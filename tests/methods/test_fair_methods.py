@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from raypfl.common.simplex import on_simplex
 from raypfl.federation.settings import FailureSettings
 from raypfl.methods import AFL, QFFL, TERM, FedAvg
+from raypfl.methods.simplex import on_simplex
 from tests.support.federation import (
     FP64,
     ONE_STEP,

@@ -7,9 +7,9 @@ import torch
 from torch.nn import functional as F
 
 from raypfl.common.errors import ConfigError
-from raypfl.common.simplex import on_simplex
 from raypfl.methods import FedAvg, Floco, FlocoPlus
 from raypfl.methods.partial_models.floco import principal_components, spread_points
+from raypfl.methods.simplex import on_simplex
 from tests.support.by_hand import MLP, assert_parts_close, descend, leaves, mean_by_samples
 from tests.support.federation import (
     CLASSES,

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 import raypfl
 from raypfl.common.errors import ConfigError
-from raypfl.common.simplex import least_quadratic, on_simplex
 from raypfl.methods import APPLE, MTL, FedAMP, FedAvg, FedFomo, FedPAC, FedRep, HeurFedAMP, Local, PFedGraph
+from raypfl.methods.simplex import least_quadratic, on_simplex
 from tests.support.by_hand import descend
 from tests.support.federation import (
     FP64,

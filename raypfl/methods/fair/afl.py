@@ -11,11 +11,11 @@ from torch import Tensor
 from raypfl.clients.clients import Clients
 from raypfl.common.limits import FROM_ZERO
 from raypfl.common.messages import Each, Mean, Scatter, Weighting
-from raypfl.common.simplex import on_simplex
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import METHODS, ServerState
 from raypfl.federation.task import Task
 from raypfl.methods.global_model.fedavg import FedAvg
+from raypfl.methods.simplex import on_simplex
 
 
 @METHODS.register("afl")

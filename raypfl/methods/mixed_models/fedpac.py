@@ -10,12 +10,12 @@ from torch import Tensor
 from raypfl.clients.clients import Clients
 from raypfl.common.limits import COUNT, FROM_ZERO, POSITIVE
 from raypfl.common.messages import Each, Mean, Scatter, Sum, Weighting, per_client, unmarked
-from raypfl.common.simplex import least_quadratic
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import METHODS, Method, ServerState, ServerView
 from raypfl.federation.task import Task
 from raypfl.learning.objectives import Classification, Objective
 from raypfl.learning.objectives.batch import Batch
+from raypfl.methods.simplex import least_quadratic
 
 LEAST_WEIGHT = 1e-3
 """Weights up to this are dropped from a combination."""

@@ -11,11 +11,11 @@ from torch.nn import functional as F
 from raypfl.clients.clients import Clients
 from raypfl.common.limits import FROM_ZERO, POSITIVE
 from raypfl.common.messages import Each, Scatter
-from raypfl.common.simplex import on_simplex
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import METHODS, Method, ServerState, ServerView
 from raypfl.federation.task import Task
 from raypfl.learning.objectives.batch import Batch
+from raypfl.methods.simplex import on_simplex
 
 
 @METHODS.register("pfedgraph")

@@ -12,13 +12,13 @@ from raypfl.clients.clients import Clients
 from raypfl.common.errors import ConfigError
 from raypfl.common.limits import COUNT, FROM_ZERO
 from raypfl.common.messages import Each, Mean, Scatter, per_client, unmarked
-from raypfl.common.simplex import on_simplex
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import METHODS, ServerState, ServerView
 from raypfl.federation.task import Task
 from raypfl.learning.objectives.batch import Batch
 from raypfl.methods.global_model.fedavg import FedAvg
 from raypfl.methods.local_training import proximal
+from raypfl.methods.simplex import on_simplex
 from raypfl.models.heads import SimplexLinear, output_layer, output_segments, with_output_layer
 
 SIZES = 1000
