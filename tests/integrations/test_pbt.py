@@ -97,6 +97,7 @@ def test_an_option_that_pbt_does_not_have_is_refused_before_anything_runs(tmp_pa
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.thorough
 def test_a_population_has_the_bits_of_lone_runs_and_decides_alike_after_interruptions(tmp_path: Path):
     interruptions = []
 
