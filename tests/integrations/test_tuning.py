@@ -164,6 +164,8 @@ def test_a_command_that_sets_what_the_sweep_searches_is_refused():
     ("changes", "sentence"),
     [
         (["data.val_fraction=0"], "is on validation data, but data.val_fraction is 0"),
+        (["metric.model=personal"], "but fedavg makes no personal models"),
+        (["metric.model=global", "search.method={choice: [fedavg, local]}"], "but local makes no global models"),
         (["scheduler=asha", "scheduler.grace=4"], "so none could ever be stopped"),
     ],
 )

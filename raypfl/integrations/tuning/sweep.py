@@ -31,6 +31,7 @@ from raypfl.experiment.spaces import (
 )
 from raypfl.experiment.yaml_text import read
 from raypfl.experiment.yaml_text import write as as_yaml
+from raypfl.methods import METHODS
 from raypfl.runs.result import SWEEP
 
 WITHOUT_TEST_DATA = ("val", "train")
@@ -258,10 +259,24 @@ class Sweep(FilePart):
         for space in self.spaces:
             choice = {space.owner: space.when} if space.owner else {}
             for draw in space.values if space.is_range else range(len(space.values)):
-                self.configured({**lowest, **choice, space.name: draw})
+                self._refuse_missing_models(self.configured({**lowest, **choice, space.name: draw}))
         for point in self.points:
             self.configured(draws_of_point(self.spaces, point))
         return first
+
+    def _refuse_missing_models(self, experiment: Experiment) -> None:
+        """Raise a ConfigError if a metric is of models that the method of an experiment does not make."""
+        method = experiment.method
+        makes = {
+            "personal": method.has("personal_model") or method.has("unseen_model"),
+            "global": method.has("global_model"),
+        }
+        for target in self.metric:
+            if target.model is not None and not makes[target.model]:
+                raise ConfigError(
+                    f"metric.model of the sweep {self.name!r} is {target.model!r}, but {METHODS.name_of(type(method))} "
+                    f"makes no {target.model} models; choose another, or leave it out."
+                )
 
     def settings(self, draws: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the settings that a YAML file of the experiment has, with those of a configuration."""
