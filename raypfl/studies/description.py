@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, Field, ValidationError
 
 from raypfl.common.errors import ConfigError, did_you_mean
+from raypfl.experiment.checks.file_kinds import refuse_other_kind
 from raypfl.experiment.checks.validation import FilePart, one_message, validation_mistakes
 from raypfl.experiment.yaml_text import read
 from raypfl.studies import STUDIES
@@ -130,6 +131,7 @@ def load(source: str) -> tuple[Study, Study]:
     is_file = source.endswith((".yaml", ".yml"))
     values: dict[str, Any] = {"name": Path(source).stem if is_file else source}
     values |= read(Path(source) if is_file else STUDIES.text(source))
+    refuse_other_kind(values, source, "study")
     base = values.pop("extends", None)
     if base is None:
         study = checked(source, values)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
 from raypfl.cli.run_commands import extended_to_equal_rounds, replaced_rounds, shared_options
 from raypfl.experiment import experiments
 from raypfl.experiment.recipes import settings_of
@@ -33,3 +37,20 @@ def test_one_number_of_rounds_for_methods_that_have_their_own_is_said(tmp_path):
 def test_an_option_before_the_word_new_is_answered_with_the_order():
     refused = raypfl("study", "--seeds", "2", "new", "mine.yaml", "methods=[fedavg,ditto]")
     assert refused.exit_code == 2 and "right after 'study'" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "content", "remedy"),
+    [
+        ("run", "search: {training.lr: {uniform: [0, 1]}}", "a sweep: raypfl tune"),
+        ("tune", "method: ditto", "an experiment: raypfl run"),
+        ("run", "methods: {Ditto: ditto}", "a study: raypfl study"),
+        ("tune", "extends: pfllib-table", "a study: raypfl study"),
+        ("study", "search: {training.lr: {uniform: [0, 1]}}", "a sweep: raypfl tune"),
+    ],
+)
+def test_a_file_for_another_command_is_answered_with_that_command(tmp_path: Path, command, content, remedy):
+    file = tmp_path / "mine.yaml"
+    file.write_text(content)
+    shown = raypfl(command, str(file))
+    assert shown.exit_code == 2 and f"describes {remedy} {file}" in " ".join(shown.output.split())

@@ -14,12 +14,15 @@ RECIPES = Packaged(__name__, "recipe")
 def settings_of(recipe: str) -> dict[str, Any]:
     """Read the settings of a recipe by its name, or of a file ending in ``.yaml`` or ``.yml``, named after the file."""
     # Imported only here: listing the recipes needs no YAML.
+    from raypfl.experiment.checks.file_kinds import refuse_other_kind
     from raypfl.experiment.yaml_text import read
 
     if not recipe.endswith((".yaml", ".yml")):
         _refuse_component(recipe)
         return read(RECIPES.text(recipe))
-    return {"name": Path(recipe).stem, **read(Path(recipe))}
+    values = read(Path(recipe))
+    refuse_other_kind(values, recipe, "experiment")
+    return {"name": Path(recipe).stem, **values}
 
 
 def _refuse_component(recipe: str) -> None:

@@ -16,6 +16,7 @@ from raypfl.evaluation.masking import mask_of, unmasked_name
 from raypfl.experiment import Experiment, experiments
 from raypfl.experiment.assignments import assign, parse_assignments
 from raypfl.experiment.checks.effects import assign_all, require_effect
+from raypfl.experiment.checks.file_kinds import refuse_other_kind
 from raypfl.experiment.checks.validation import FilePart, one_message, validation_mistakes
 from raypfl.experiment.comparison import setting_paths
 from raypfl.experiment.identity import WITHOUT_EFFECT
@@ -346,7 +347,11 @@ def load(source: str | Path | Mapping[str, Any], assignments: Iterable[str] = ()
     ------
     ConfigError : for every mistake in it, and in the experiment without the search.
     """
-    values = dict(source) if isinstance(source, Mapping) else {"name": Path(source).stem, **read(Path(source))}
+    if isinstance(source, Mapping):
+        values = dict(source)
+    else:
+        values = {"name": Path(source).stem, **read(Path(source))}
+        refuse_other_kind(values, source, "sweep")
     settings_of_sweep = set(Sweep.model_fields) - {"experiment"}
     changed = []
     for path, value in parse_assignments(assignments):
