@@ -86,6 +86,9 @@ def test_other_tokens_options_and_places_are_refused(folder, tmp_path, monkeypat
         library.run(described(folder, tmp_path, model__hidden_sizes=8))
     with pytest.raises(ConfigError, match="is neither in the cache of the Hugging Face hub nor a folder"):
         library.run(described(folder, tmp_path).override([f"data.tokens=transformers:{tmp_path}/nothing"]))
+    monkeypatch.chdir(folder.parent)
+    with pytest.raises(ConfigError, match=rf"is a folder; name it by its whole path: transformers:{folder}"):
+        library.run(described(folder, tmp_path).override([f"data.tokens=transformers:{folder.name}"]))
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ConfigError, match=r"transformers is not installed: pip install 'raypfl\[transformers\]'"):
         library.run(described(folder, tmp_path))

@@ -17,12 +17,17 @@ def tokenizer_of(name: str) -> Any:
 
     Raises
     ------
-    ConfigError : if there is none, it cannot be downloaded, or it has no token for padding.
+    ConfigError : if there is none, it cannot be downloaded, or its token for padding is not the model's.
     """
     library = hub_library(f"data.tokens is {name!r}")
-    tokenizer = from_hub(library.AutoTokenizer, name.removeprefix(FAMILY))
-    if tokenizer.pad_token_id is None:
-        raise ConfigError(f"data.tokens is {name!r}, whose tokenizer has no token for padding; choose another model.")
+    member = name.removeprefix(FAMILY)
+    tokenizer = from_hub(library.AutoTokenizer, member)
+    padding = from_hub(library.AutoConfig, member).pad_token_id
+    if padding is None or tokenizer.pad_token_id != padding:
+        raise ConfigError(
+            f"data.tokens is {name!r}, whose token for padding is {padding} in its config and {tokenizer.pad_token_id} "
+            "in its tokenizer; both must have the same one. Choose another model, or save one with it in a folder."
+        )
     return tokenizer
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -55,8 +56,8 @@ def language_model(member: str) -> Callable[..., nn.Module]:
         config = from_hub(library.AutoConfig, member, **options)
         if num_tokens > config.vocab_size or config.pad_token_id is None:
             raise ConfigError(
-                f"The model {member} has {config.vocab_size} tokens, padding {config.pad_token_id}, which the texts' "
-                f"{num_tokens} tokens do not fit; set data.tokens=transformers:{member}."
+                f"The model {member} has {config.vocab_size} tokens, of which {config.pad_token_id} is padding, but "
+                f"the texts have {num_tokens}: they must be its own, as with data.tokens={FAMILY}{member}."
             )
         body = without_pooler(library.AutoModel.from_config(config, attn_implementation="eager"))
         return LanguageModel(body, config.hidden_size, num_classes, config.pad_token_id)
@@ -83,8 +84,11 @@ def from_hub(part: Any, name: str, **options: Any) -> Any:
 
     Raises
     ------
-    ConfigError : if it can be had from none of them.
+    ConfigError : if it can be had from none of them, or the folder's path is relative, since Ray's processes have other
+        working directories.
     """
+    if Path(name).is_dir() and not Path(name).is_absolute():
+        raise ConfigError(f"{FAMILY}{name} is a folder; name it by its whole path: {FAMILY}{Path(name).absolute()}")
     try:
         return part.from_pretrained(name, local_files_only=True, **options)
     except (OSError, ValueError):
@@ -93,6 +97,6 @@ def from_hub(part: Any, name: str, **options: Any) -> Any:
         return part.from_pretrained(name, **options)
     except Exception as error:  # whatever the hub's client raises
         raise ConfigError(
-            f"transformers:{name} is neither in the cache of the Hugging Face hub nor a folder, and could not be "
+            f"{FAMILY}{name} is neither in the cache of the Hugging Face hub nor a folder, and could not be "
             f"downloaded: {str(error).splitlines()[0]}"
         ) from error

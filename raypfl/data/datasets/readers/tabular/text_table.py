@@ -68,11 +68,12 @@ class TextTable(Table):
     def inputs(self, rows: TableRows) -> dict[str, Any]:
         if self._of_model:
             vocabulary = vocabulary_of_hub(tokenizer_of(self.tokens))
-        else:
-            texts = [split_text(text, self.tokens) for text in self._texts(rows)]
-            training_texts = (words for words, is_test in zip(texts, rows.is_test, strict=True) if not is_test)
-            vocabulary = vocabulary_of(training_texts, self.vocabulary)
-        return {"inputs": self.tokens_of(rows, vocabulary), "vocabulary": vocabulary}
+            return {"inputs": self.tokens_of(rows, vocabulary), "vocabulary": vocabulary}
+
+        texts = [split_text(text, self.tokens) for text in self._texts(rows)]
+        training_texts = (words for words, is_test in zip(texts, rows.is_test, strict=True) if not is_test)
+        vocabulary = vocabulary_of(training_texts, self.vocabulary)
+        return {"inputs": as_tokens(texts, vocabulary, self.length), "vocabulary": vocabulary}
 
     def tokens_of(self, rows: TableRows, vocabulary: Sequence[str]) -> np.ndarray:
         """Return the tokens of new rows, ``int64[n, length]``, in the vocabulary of other ones."""
