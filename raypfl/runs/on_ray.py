@@ -16,9 +16,9 @@ from raypfl.engine.backends.cluster import (
     connected,
     has_local_cluster_died,
     node_for_server,
-    on_node,
     server_resources,
 )
+from raypfl.engine.backends.node_affinity import on_node
 from raypfl.engine.backends.session import StartedServer, spare_server
 from raypfl.engine.dispatcher import EventDispatcher
 from raypfl.engine.events import Listener, Progress, RunFinished

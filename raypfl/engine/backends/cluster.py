@@ -19,6 +19,7 @@ from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.common.stopping import handlers_restored, hangups_ignored, signals_deferred, signals_interrupt
 from raypfl.common.user_modules import copy_files, module_files
 from raypfl.engine.backends.actors.actor_pools import ActorPools, Nodes, reserved, room_for
+from raypfl.engine.backends.node_affinity import on_node
 from raypfl.engine.events import Listener, Progress
 from raypfl.experiment.settings import ActorPool, RaySettings
 from raypfl.storage.filesystems import is_shared
@@ -261,12 +262,6 @@ def refuse_too_many_actors(settings: RaySettings) -> None:
 def on_this_node(ray: Any) -> dict[str, Any]:
     """Return options for an actor without CPUs on this process's node, with which it dies."""
     return {"num_cpus": 0, **on_node(ray, ray.get_runtime_context().get_node_id())}
-
-
-def on_node(ray: Any, node: str) -> dict[str, Any]:
-    """Return options for an actor or a task that must be on a node, given by its id."""
-    # Not `soft`: Ray would put an actor that reserves nothing on any node.
-    return {"scheduling_strategy": ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)}
 
 
 def node_for_server(ray: Any, settings: RaySettings, checkpoints: str) -> str | None:

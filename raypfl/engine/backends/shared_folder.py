@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from raypfl.common.errors import ConfigError
-from raypfl.engine.backends.cluster import on_node
+from raypfl.engine.backends.node_affinity import on_node
 
 PROBE = ".probe-"
 """Prefix of the files that the driver and the nodes write into the folder, and that the driver deletes."""

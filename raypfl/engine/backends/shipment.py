@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from raypfl.engine.backends.cluster import on_node
+from raypfl.engine.backends.node_affinity import on_node
 
 if TYPE_CHECKING:
     from raypfl.data import ClientData
