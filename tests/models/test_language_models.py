@@ -77,6 +77,18 @@ def test_a_run_has_the_same_bits_again_and_predicts_new_texts(folder, tmp_path, 
     assert predictions.table["predicted"].to_pylist()[0] in ("good", "bad")
 
 
+def test_texts_are_prepared_again_when_the_tokenizer_changes(folder, tmp_path, opened):
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "config.json").write_bytes((folder / "config.json").read_bytes())
+    table = {"root": str(folder / "reviews"), "target": "opinion", "text": "review"}
+    plots = []
+    for words in (WORDS, [*WORDS[:5], *reversed(WORDS[5:])]):
+        (tmp_path / "hub" / "vocab.txt").write_text("\n".join(words))
+        data = opened("text_table", tokens=f"transformers:{tmp_path}/hub", **table)
+        plots.append(int((data.inputs == words.index("plot")).sum()))
+    assert plots[0] == plots[1] > 0
+
+
 def test_other_tokens_options_and_places_are_refused(folder, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"but data\.tokens is 'words'; set data\.tokens=transformers:"):
         library.run(described(folder, tmp_path).override(["data.tokens=words"]))
@@ -84,6 +96,8 @@ def test_other_tokens_options_and_places_are_refused(folder, tmp_path, monkeypat
         described(folder, tmp_path).override(["data.vocabulary=50"])
     with pytest.raises(ConfigError, match=r"has no 'hidden_sizes'; did you mean 'hidden_size'"):
         library.run(described(folder, tmp_path, model__hidden_sizes=8))
+    with pytest.raises(ConfigError, match=r"but the model's own tokens at the ends of a text take 2"):
+        library.run(described(folder, tmp_path).override(["data.length=2"]))
     with pytest.raises(ConfigError, match="is neither in the cache of the Hugging Face hub nor a folder"):
         library.run(described(folder, tmp_path).override([f"data.tokens=transformers:{tmp_path}/nothing"]))
     monkeypatch.chdir(folder.parent)

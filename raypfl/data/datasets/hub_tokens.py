@@ -32,8 +32,9 @@ def tokenizer_of(name: str) -> Any:
 
 
 def tokenizer_files(name: str) -> list[Path]:
-    """Return the files of a tokenizer that is in a folder; of one in the hub's cache, none."""
-    return sorted(Path(name.removeprefix(FAMILY)).glob("*token*"))
+    """Return the files of a tokenizer that is in a folder, such as ``vocab.txt``; of one in the hub's cache, none."""
+    folder = Path(name.removeprefix(FAMILY))
+    return sorted(path for ending in ("json", "txt", "model") for path in folder.glob(f"*.{ending}"))
 
 
 def vocabulary_of_hub(tokenizer: Any) -> list[str]:
@@ -42,6 +43,16 @@ def vocabulary_of_hub(tokenizer: Any) -> list[str]:
 
 
 def hub_tokens(tokenizer: Any, texts: Sequence[str], length: int) -> np.ndarray:
-    """Return the tokens of texts, ``int64[n, length]``, with those that the model expects at their ends."""
+    """Return the tokens of texts, ``int64[n, length]``, with those that the model expects at their ends.
+
+    Raises
+    ------
+    ConfigError : if these leave no place for a text.
+    """
+    ends = tokenizer.num_special_tokens_to_add()
+    if length <= ends:
+        raise ConfigError(
+            f"data.length is {length}, but the model's own tokens at the ends of a text take {ends}; raise it."
+        )
     encoded = tokenizer(list(texts), padding="max_length", truncation=True, max_length=length)
     return np.array(encoded["input_ids"], np.int64).reshape(len(texts), length)
