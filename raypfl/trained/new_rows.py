@@ -121,12 +121,9 @@ class NewRows:
         for position, feature in enumerate(feature_names):
             column, category = self._column_and_category(feature)
             positions_by_column.setdefault(column, {})[category] = position
-        missing = [repr(column) for column in positions_by_column if column not in self.table.column_names]
+        missing = [column for column in positions_by_column if column not in self.table.column_names]
         if missing:
-            raise DataError(
-                f"{self.name} has no column {' and no column '.join(missing)}, which the run was trained with; its "
-                f"columns are: {listed(self.table.column_names)}."
-            )
+            raise DataError(self._lacks(missing))
 
         inputs = np.zeros((self.table.num_rows, len(feature_names)), np.float32)
         number_columns = [column for column, positions in positions_by_column.items() if None in positions]
@@ -137,8 +134,23 @@ class NewRows:
         return inputs
 
     def tokens(self, vocabulary: Sequence[str], reader: TextTable) -> np.ndarray:
-        """Return the tokens of the rows' texts, ``int64[n, length]``; words that a run did not have are unknown."""
-        return reader.tokens_of(self._rows, vocabulary)
+        """Return the tokens of the rows' texts, ``int64[n, length]``; words that a run did not have are unknown.
+
+        Raises
+        ------
+        DataError : if there is no column of texts, or one is missing and the run allowed none.
+        """
+        column = str(reader.text)
+        if column not in self.table.column_names:
+            raise DataError(self._lacks([column]))
+        values = self.table[column]
+        if reader.missing == "refuse":
+            self._refuse_missing(column, values)
+        if self.texts is not None:
+            # A few texts of a CSV file may all look like numbers or dates.
+            values = pc.if_else(values.is_valid(), self.texts[column], None)
+        table = self.table.set_column(self.table.column_names.index(column), column, values)
+        return reader.tokens_of(TableRows.of_table(table, self.name), vocabulary)
 
     def clients(self, column: str, names: ClientNames) -> np.ndarray:
         """Return the number of the client that each row is from, ``int64[n]``.
@@ -214,15 +226,26 @@ class NewRows:
         numbers = {column: self._as_numbers(column, reader.numbers(self._rows, column)) for column in columns}
         incomplete = [column for column, values in numbers.items() if values.null_count]
         if incomplete and reader.missing == "refuse":
-            row = numbers[incomplete[0]].is_null().index(True).as_py()
-            raise DataError(
-                f"{self._rows.place(row)} has no {incomplete[0]!r}, and the run was trained on complete rows only. "
-                "Fill in the value or leave the row out, or train with data.missing=fill."
-            )
+            self._refuse_missing(incomplete[0], numbers[incomplete[0]])
         if incomplete:
             for column, median in medians(incomplete).items():
                 numbers[column] = pc.fill_null(numbers[column], median)
         return {column: self._rows.finite(column, values) for column, values in numbers.items()}
+
+    def _lacks(self, columns: Sequence[str]) -> str:
+        names = " and no column ".join(map(repr, columns))
+        return (
+            f"{self.name} has no column {names}, which the run was trained with; its columns are: "
+            f"{listed(self.table.column_names)}."
+        )
+
+    def _refuse_missing(self, column: str, values: pa.Array) -> None:
+        """Raise a DataError if a value is missing."""
+        if values.null_count:
+            raise DataError(
+                f"{self._rows.place(values.is_null().index(True).as_py())} has no {column!r}, and the run was trained "
+                "on complete rows only. Fill in the value or leave the row out, or train with data.missing=fill."
+            )
 
     def _as_numbers(self, column: str, values: pa.Array) -> pa.Array:
         """Return a column as float64, of which some may be missing."""

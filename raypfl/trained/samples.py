@@ -77,6 +77,9 @@ def _like_the_runs_data(folder: Path, models: TrainedModels) -> tuple[np.ndarray
         labels=data.labels[:1],
         class_names=data.class_names,
         scale=data.scale if data.inputs.dtype == np.uint8 else RawData.scale,  # only images have a scale
+        feature_names=data.feature_names,
+        indicators=data.indicators,
+        vocabulary=data.vocabulary,
     )
     pool = read_pool(str(folder), _source(folder, config, data), example)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,8 @@ from torch.nn import functional as F
 import raypfl as library
 from raypfl.common.errors import ConfigError, DataError
 from raypfl.data import ByColumn
+from raypfl.data.datasets import DataConfig, RawData
+from raypfl.data.datasets.words import split_text
 from raypfl.models import MODELS
 from raypfl.trained.samples import samples_in
 from tests.support.command import raypfl
@@ -49,6 +52,34 @@ def test_characters_can_be_tokens(tmp_path, opened):
     written(tmp_path / "data")
     data = opened("text_table", ByColumn(), test_fraction=0, length=3, tokens="characters", **TABLE)
     assert [data.vocabulary[token] for token in data.inputs[0]] == ["G", "o", "o"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("'Dogs'' I don’t, DON'T!", ["dogs", "i", "don’t", "don't"]),
+        ("हिन्दी फ़िल्म। தமிழ்", ["हिन्दी", "फ़िल्म", "தமிழ்"]),
+        ("cafe\u0301 café", ["café", "café"]),
+        ("❤️ (مى\u200cخواهم)", ["مى\u200cخواهم"]),
+    ],
+)
+def test_words_of_any_script_are_whole(text, words):
+    assert split_text(text, "words") == [unicodedata.normalize("NFC", word) for word in words]
+
+
+def test_a_pool_of_texts_has_the_clients_tokens(tmp_path, opened):
+    written(tmp_path / "data")
+    # The clients know a word that only the pool's test rows have.
+    written(tmp_path / "pool", "review,stars\nbad,5\n", "train.csv")
+    written(tmp_path / "pool", "review,stars\nGood new,5\n", "test.csv")
+    pool = {"name": "text_table", "root": str(tmp_path / "pool"), "text": "review", "target": "stars"}
+    options = TABLE | {"test_fraction": 0, "length": 4, "vocabulary": 5}
+    data = opened("text_table", ByColumn(), **options, pools={"ood/new": pool})
+    assert data.vocabulary[2:] == ["bad", "film", "good"]
+    assert data.inputs[data.pool("ood/new")].tolist() == [[4, 1, 0, 0]]
+
+    with pytest.raises(ConfigError, match=r"data\.pools\.ood/new\.tokens is 'characters', but a pool's texts have"):
+        opened("text_table", ByColumn(), **options, pools={"ood/new": pool | {"tokens": "characters"}})
 
 
 @pytest.mark.parametrize(
@@ -119,12 +150,12 @@ def reviews(count: int = 90) -> list[str]:
 def result(tmp_path_factory: pytest.TempPathFactory) -> library.Result:
     folder = tmp_path_factory.mktemp("reviews")
     root = written(folder, "\n".join(reviews()), "reviews.csv")
-    data = {"name": "text_table", "root": str(root), "target": "opinion", "group": "author", "text": "review"}
+    data = {"name": "text_table", "root": str(root), "target": "opinion", "text": "review"}
     return library.run(
         experiment(
             folder,
             method="ditto",
-            data=json.dumps(data | {"length": 6, "pools": {"ood/again": data | {"length": 9}}}),
+            data=json.dumps(data | {"length": 6, "group": "author", "pools": {"ood/again": data}}),
             partition="by_column",
             model="{name: fasttext, width: 8}",
             training="{lr: 1.0, epochs: 3}",
@@ -133,6 +164,25 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> library.Result:
             evaluation__protocols="[local, ood/again]",
         )
     )
+
+
+def own_texts(config: DataConfig) -> RawData:
+    """A reader of one's own: the words in a file, which is one text."""
+    words = (config.folder("the words") / "words.txt").read_text().split()
+    vocabulary = ["(padding)", "(unknown)", *sorted(set(words))]
+    tokens = np.array([[vocabulary.index(word) for word in words]] * 40)
+    return RawData(tokens, np.arange(40) % 2, ["odd", "even"], vocabulary=vocabulary)
+
+
+def test_new_samples_of_ones_own_reader_have_the_runs_words(tmp_path):
+    written(tmp_path / "data", "good film", "words.txt")
+    written(tmp_path / "new", "a film", "words.txt")
+    data = {"name": f"{__name__}:own_texts", "root": str(tmp_path / "data")}
+    result = library.run(
+        experiment(tmp_path, data=json.dumps(data), model="fasttext", rounds=1, cohort__size=2, partition__clients=2)
+    )
+    inputs, _ = samples_in(tmp_path / "new", library.trained_models(result.run_dir))
+    assert inputs[0].tolist() == [1, 2]
 
 
 def test_texts_are_learned_and_new_ones_predicted_with_the_runs_words(result, tmp_path):
@@ -146,6 +196,12 @@ def test_texts_are_learned_and_new_ones_predicted_with_the_runs_words(result, tm
     shown = raypfl("predict", str(result.run_dir), str(file), "--global", "--out", str(tmp_path / "out.csv"))
     assert shown.exit_code == 0 and "good" in (tmp_path / "out.csv").read_text()
 
+    # Read by itself, the column of such a file would be numbers.
+    numbers = library.predict(result.run_dir, written(tmp_path, "author,review\nA,10\n", "numbers.csv"))
+    assert numbers.table["predicted"].to_pylist()[0] in ("good", "bad")
+    with pytest.raises(DataError, match="has no 'review', and the run was trained on complete rows only"):
+        library.predict(result.run_dir, pa.table({"author": ["A"], "review": [None]}))
+
     models = library.trained_models(result.run_dir)
     model = models.global_model()
     assert model.vocabulary[:2] == ["(padding)", "(unknown)"]
@@ -158,5 +214,5 @@ def test_texts_are_learned_and_new_ones_predicted_with_the_runs_words(result, tm
 def test_a_network_for_texts_refuses_other_samples_and_texts_other_networks(result, tmp_path):
     with pytest.raises(ConfigError, match="fasttext model takes texts, as data=text_table has them"):
         library.run(experiment(tmp_path, model="fasttext"))
-    with pytest.raises(ConfigError, match="networks for them are fasttext, text_cnn and text_transformer"):
+    with pytest.raises(ConfigError, match="networks for them are fasttext, text_cnn, text_transformer and"):
         library.run(result.experiment.override(["model=mlp", f"output={tmp_path}"]))

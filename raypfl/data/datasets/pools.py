@@ -11,6 +11,7 @@ import numpy as np
 from raypfl.common.errors import ConfigError, DataError
 from raypfl.data.datasets.images import resize
 from raypfl.data.datasets.raw_data import RawData
+from raypfl.data.datasets.readers.tabular.text_table import TextTable
 from raypfl.data.datasets.settings import DataConfig
 from raypfl.data.datasets.source import DataSource
 from raypfl.data.datasets.words import translated
@@ -59,7 +60,29 @@ def pool_sources(data: DataConfig) -> dict[str, DataSource]:
     pools: dict[str, DataSource] = {}
     for name, source in data.sources().items():
         pools |= _pool_for_each_file(name, source) if "*" in name else {name: source}
-    return pools
+    return {name: _with_tokens_of(data, name, source) for name, source in pools.items()}
+
+
+def _with_tokens_of(data: DataConfig, name: str, source: DataSource) -> DataSource:
+    """Give a pool of texts the options of the clients' texts.
+
+    Raises
+    ------
+    ConfigError : if it has others.
+    """
+    reader = source.reader
+    clients_reader = data.reader
+    if not isinstance(reader, TextTable) or not isinstance(clients_reader, TextTable):
+        return source
+
+    options = {option: getattr(clients_reader, option) for option in ("tokens", "vocabulary", "length")}
+    for option, value in options.items():
+        if source.options.get(option, value) != value:
+            raise ConfigError(
+                f"data.pools.{name}.{option} is {source.options[option]!r}, but a pool's texts have the tokens of the "
+                f"clients' texts, whose data.{option} is {value!r}; leave it out."
+            )
+    return replace(source, options=source.options | options)
 
 
 def _pool_for_each_file(name: str, source: DataSource) -> dict[str, DataSource]:
@@ -92,7 +115,12 @@ def read_pool(name: str, source: DataSource, clients_data: RawData) -> PoolSampl
     ------
     DataError : if there are none, or if a test pool has other classes than the clients' data set.
     """
-    raw = _match_words(_match_features(source.read(), clients_data, name), clients_data)
+    reader = source.reader
+    if clients_data.vocabulary is not None and isinstance(reader, TextTable):
+        raw = reader.read_in(clients_data.vocabulary)
+    else:
+        raw = source.read()
+    raw = _match_words(_match_features(raw, clients_data, name), clients_data)
     is_test = name.startswith("ood/")
 
     chosen = np.ones(len(raw.labels), dtype=bool)

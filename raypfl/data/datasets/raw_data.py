@@ -34,7 +34,8 @@ class RawData:
     feature_names : the names of the last axis of `inputs`; None: features have no names. Pools' features are matched
         by name.
     indicators : for each feature name, whether it is 1 or 0 for a category and so is not standardised; None: none is.
-    vocabulary : the word of each token in `inputs`; None: inputs are no texts. Pools' words are matched by name.
+    vocabulary : the word of each token in `inputs`; None: inputs are no texts. Token 0 is padding, and token 1 a word
+        that is not in the vocabulary. Pools' words are matched by name.
 
     NumPy arrays, PyTorch tensors and lists will do; the attributes are arrays.
 

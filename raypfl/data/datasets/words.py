@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -18,12 +20,26 @@ UNKNOWN = 1
 """The token of a word that the vocabulary lacks."""
 
 _RESERVED = ("(padding)", "(unknown)")
-_WORD = re.compile(r"\w+(?:['’]\w+)*")
+_WORD_IN_ASCII = re.compile(r"\w+(?:'\w+)*")
 
 
 def split_text(text: str, unit: str) -> list[str]:
-    """Return the words of a text in lower case, without punctuation; or its characters, as they are."""
-    return list(text) if unit == "characters" else _WORD.findall(text.lower())
+    """Return the words of a text in lower case, without punctuation and emoji; or its characters, as they are."""
+    if unit == "characters":
+        return list(text)
+    # Six times as fast as the pattern for all scripts.
+    if text.isascii():
+        return _WORD_IN_ASCII.findall(text.lower())
+    return _word_pattern().findall(unicodedata.normalize("NFC", text.lower()))
+
+
+@functools.cache
+def _word_pattern() -> re.Pattern[str]:
+    # Vowel signs and accents that follow their letter, as in Hindi, Tamil and Thai, are not in \w. The joiners between
+    # letters, as in Persian, are not either.
+    marks = "".join(chr(code) for code in range(0x1F000) if unicodedata.category(chr(code)).startswith("M"))
+    word = rf"\w+(?:[{marks}\u200c\u200d]\w*)*"
+    return re.compile(rf"{word}(?:['’]{word})*")
 
 
 def vocabulary_of(texts: Iterable[Sequence[str]], size: int) -> list[str]:

@@ -23,7 +23,10 @@ FEW = 2
 """Samples in a batch, and clients in a group, of a smoke test."""
 
 
-_FOR_TEXTS = "Samples are texts; networks for them are fasttext, text_cnn and text_transformer."
+_FOR_TEXTS = (
+    "Samples are texts; networks for them are fasttext, text_cnn, text_transformer and, up to a data.length of their "
+    "own, transformers:NAME."
+)
 
 
 def refuse_misfit(prepared: Prepared) -> None:

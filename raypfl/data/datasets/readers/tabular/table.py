@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -92,11 +92,19 @@ class Table(Reader):
         return file if file.is_file() else self.config.folder("the tables, as CSV or Parquet files")
 
     def read(self) -> RawData:
+        rows = self.rows()
+        return self.described(rows, self.inputs(rows))
+
+    def rows(self) -> TableRows:
+        """Read the tables, which must have all columns that the options name."""
         rows = TableRows.read(self.tables(), self.root())
         for option, names in self.columns_by_option().items():
             for name in names:
                 rows.refuse_unknown(option, name)
+        return rows
 
+    def described(self, rows: TableRows, inputs: Mapping[str, Any]) -> RawData:
+        """Return the data set of all rows with these inputs, as :meth:`inputs` returns them."""
         assert self.target is not None
         labels, class_names = self._targets(rows, self.target)
         groups = None if self.group is None else np.array(rows.complete(self.group).to_pylist())
@@ -105,7 +113,7 @@ class Table(Reader):
             class_names=class_names,
             test_mask=rows.is_test if rows.is_test.any() else None,
             groups=groups,
-            **self.inputs(rows),
+            **inputs,
         )
 
     def _targets(self, rows: TableRows, name: str) -> tuple[np.ndarray, list[str]]:

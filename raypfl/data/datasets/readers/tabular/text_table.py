@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 
 from raypfl.common.errors import ConfigError, DataError
 from raypfl.data.datasets.hub_tokens import hub_tokens, tokenizer_files, tokenizer_of, vocabulary_of_hub
+from raypfl.data.datasets.raw_data import RawData
 from raypfl.data.datasets.readers.tabular.table import Table, is_text, type_name
 from raypfl.data.datasets.source import DATASETS
 from raypfl.data.datasets.table_rows import TableRows
@@ -74,6 +75,11 @@ class TextTable(Table):
         training_texts = (words for words, is_test in zip(texts, rows.is_test, strict=True) if not is_test)
         vocabulary = vocabulary_of(training_texts, self.vocabulary)
         return {"inputs": as_tokens(texts, vocabulary, self.length), "vocabulary": vocabulary}
+
+    def read_in(self, vocabulary: list[str]) -> RawData:
+        """Read the tables with the tokens of another data set, as its vocabulary has them."""
+        rows = self.rows()
+        return self.described(rows, {"inputs": self.tokens_of(rows, vocabulary), "vocabulary": vocabulary})
 
     def tokens_of(self, rows: TableRows, vocabulary: Sequence[str]) -> np.ndarray:
         """Return the tokens of new rows, ``int64[n, length]``, in the vocabulary of other ones."""
