@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 import raypfl as library
@@ -209,6 +210,22 @@ def test_texts_are_learned_and_new_ones_predicted_with_the_runs_words(result, tm
         written(tmp_path, "review,opinion\nawful superb,good\n"), library.trained_models(result.run_dir)
     )
     assert [model.vocabulary[token] for token in inputs[0]][:2] == ["awful", "superb"] and labels.tolist() == [1]
+
+
+class TwoWords(nn.Module):
+    """A network of one's own that has not asked for the number of words."""
+
+    def __init__(self, input_shape, num_classes):
+        super().__init__()
+        self.embedding = nn.Embedding(3, num_classes)
+
+    def forward(self, x):
+        return self.embedding(x).mean(1)
+
+
+def test_a_network_that_lacks_words_is_refused_before_it_trains(result, tmp_path):
+    with pytest.raises(ConfigError, match=r"which fails for samples of 'text_table'.* index out of range"):
+        library.run(result.experiment.override([f"model={__name__}:TwoWords", f"output={tmp_path}"]))
 
 
 def test_a_network_for_texts_refuses_other_samples_and_texts_other_networks(result, tmp_path):

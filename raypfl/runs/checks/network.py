@@ -37,7 +37,7 @@ def refuse_misfit(prepared: Prepared) -> None:
 
     data = prepared.data
     tokens = " Its inputs are int64, which are tokens; numbers must be float32 or float64." if data.discrete else ""
-    if _are_texts(prepared):
+    if _vocabulary(prepared):
         tokens = f" {_FOR_TEXTS}"
     raise ConfigError(
         f"model is {prepared.experiment.model.name!r}, which fails for samples of {prepared.experiment.data.name!r}, "
@@ -45,8 +45,9 @@ def refuse_misfit(prepared: Prepared) -> None:
     ) from error
 
 
-def _are_texts(prepared: Prepared) -> bool:
-    return getattr(prepared.data, "vocabulary", None) is not None
+def _vocabulary(prepared: Prepared) -> list[str]:
+    """Return the words of the samples; of samples that are no texts, none."""
+    return getattr(prepared.data, "vocabulary", None) or []
 
 
 def refuse_missing_adapters(prepared: Prepared) -> None:
@@ -124,7 +125,7 @@ def refuse_outputs(prepared: Prepared) -> None:
     if prepared.experiment.global_model(method.start(prepared.task)) is not None:
         raise ConfigError(
             f"model is {prepared.experiment.model.name!r}, which does not fit {prepared.data.name!r}: it {mismatch}"
-            + (f" {_FOR_TEXTS}" if _are_texts(prepared) else "")
+            + (f" {_FOR_TEXTS}" if _vocabulary(prepared) else "")
         )
 
 
@@ -142,7 +143,7 @@ def refuse_channels_last(prepared: Prepared) -> None:
 
 
 def error_of_batch(prepared: Prepared, channels_last: bool, samples: int = FEW) -> Exception | None:
-    """Return what the network raises for a batch of zeros, in training or evaluation; None if it works."""
+    """Return what the network raises for a batch, in training or evaluation; None if it works."""
     for train in (True, False):
         try:
             outputs_of_batch(prepared, channels_last, train, samples)
@@ -152,12 +153,13 @@ def error_of_batch(prepared: Prepared, channels_last: bool, samples: int = FEW) 
 
 
 def outputs_of_batch(prepared: Prepared, channels_last: bool, train: bool, samples: int = FEW) -> Any:
-    """Return what the network returns for a batch of zeros."""
+    """Return what the network returns for a batch of zeros or, of texts, of the last word of the vocabulary."""
     model = prepared.model
     precision = Precision.named(prepared.experiment.training.precision, channels_last)
     dtype = torch.int64 if prepared.data.discrete else model.dtype
-    zeros = torch.zeros((samples, *prepared.data.input_shape), dtype=dtype, device=model.device)
-    x = precision.layout(zeros)
+    value = max(len(_vocabulary(prepared)) - 1, 0)
+    inputs = torch.full((samples, *prepared.data.input_shape), value, dtype=dtype, device=model.device)
+    x = precision.layout(inputs)
     with torch.no_grad(), streams.forked(model.device), precision.context(model.device), model.mode(train):
         return model(model.init(0), x)
 
