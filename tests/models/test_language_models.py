@@ -81,12 +81,15 @@ def test_texts_are_prepared_again_when_the_tokenizer_changes(folder, tmp_path, o
     (tmp_path / "hub").mkdir()
     (tmp_path / "hub" / "config.json").write_bytes((folder / "config.json").read_bytes())
     table = {"root": str(folder / "reviews"), "target": "opinion", "text": "review"}
+    table["tokens"] = f"transformers:{tmp_path}/hub"
     plots = []
     for words in (WORDS, [*WORDS[:5], *reversed(WORDS[5:])]):
         (tmp_path / "hub" / "vocab.txt").write_text("\n".join(words))
-        data = opened("text_table", tokens=f"transformers:{tmp_path}/hub", **table)
+        data = opened("text_table", **table)
         plots.append(int((data.inputs == words.index("plot")).sum()))
     assert plots[0] == plots[1] > 0
+    with pytest.raises(ConfigError, match=r"The tokenizer of transformers:.* has changed"):
+        library.Experiment(data={"name": "text_table"} | table).data.reader.read_in(WORDS)
 
 
 def test_other_tokens_options_and_places_are_refused(folder, tmp_path, monkeypatch):

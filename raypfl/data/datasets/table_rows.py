@@ -89,8 +89,8 @@ class TableRows:
         if column.null_count:
             row = column.is_null().to_numpy(zero_copy_only=False).argmax()
             raise DataError(
-                f"{self.place(int(row))} has no {name!r}. data.missing=fill fills in features; targets and groups must "
-                f"be given."
+                f"{self.place(int(row))} has no {name!r}. data.missing=fill fills in features and texts; targets and "
+                f"groups must be given."
             )
         return column
 

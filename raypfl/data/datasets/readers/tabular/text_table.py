@@ -82,10 +82,18 @@ class TextTable(Table):
         return self.described(rows, {"inputs": self.tokens_of(rows, vocabulary), "vocabulary": vocabulary})
 
     def tokens_of(self, rows: TableRows, vocabulary: Sequence[str]) -> np.ndarray:
-        """Return the tokens of new rows, ``int64[n, length]``, in the vocabulary of other ones."""
+        """Return the tokens of new rows, ``int64[n, length]``, in the vocabulary of other ones.
+
+        Raises
+        ------
+        ConfigError : if it is no longer that of the language model.
+        """
         texts = self._texts(rows)
         if self._of_model:
-            return hub_tokens(tokenizer_of(self.tokens), texts, self.length)
+            tokenizer = tokenizer_of(self.tokens)
+            if vocabulary_of_hub(tokenizer) != list(vocabulary):
+                raise ConfigError(f"The tokenizer of {self.tokens} has changed: its tokens are no longer the models'.")
+            return hub_tokens(tokenizer, texts, self.length)
         return as_tokens([split_text(text, self.tokens) for text in texts], vocabulary, self.length)
 
     @property
