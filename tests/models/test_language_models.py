@@ -92,6 +92,16 @@ def test_texts_are_prepared_again_when_the_tokenizer_changes(folder, tmp_path, o
         library.Experiment(data={"name": "text_table"} | table).data.reader.read_in(WORDS)
 
 
+def test_networks_for_which_token_0_is_padding_refuse_the_tokens_of_models_for_which_it_is_a_word(folder, tmp_path):
+    (tmp_path / "hub").mkdir()
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "hub" / "config.json").write_text(json.dumps(config | {"pad_token_id": 1}))
+    (tmp_path / "hub" / "vocab.txt").write_text("\n".join(["[UNK]", "[PAD]", *WORDS[2:]]))
+    run = described(folder, tmp_path).override([f"data.tokens=transformers:{tmp_path}/hub", "model=fasttext"])
+    with pytest.raises(ConfigError, match=r"model is 'fasttext', for which token 0 is padding, but that of .* is 1"):
+        library.run(run)
+
+
 def test_other_tokens_options_and_places_are_refused(folder, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"but data\.tokens is 'words'; set data\.tokens=transformers:"):
         library.run(described(folder, tmp_path).override(["data.tokens=words"]))

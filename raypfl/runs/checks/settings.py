@@ -9,7 +9,9 @@ import numpy as np
 
 from raypfl.common.counting import counted
 from raypfl.common.errors import ConfigError, checked_pool, did_you_mean
+from raypfl.data.datasets.hub_tokens import tokenizer_of
 from raypfl.data.datasets.readers.tabular.text_table import TextTable
+from raypfl.data.datasets.words import PADDING
 from raypfl.engine.prepared import Prepared
 from raypfl.experiment import Experiment
 from raypfl.experiment.settings import ModelSettings
@@ -66,12 +68,19 @@ def refuse_to_augment(prepared: Prepared) -> None:
 
 
 def refuse_other_tokens(prepared: Prepared) -> None:
-    """Raise a ConfigError if a language model is to read the tokens of another one."""
+    """Raise a ConfigError if a network is to read tokens that mean others to it."""
     name = prepared.experiment.model.name
-    if not name.startswith(FAMILY):
-        return
     reader = prepared.experiment.data.reader
-    if isinstance(reader, TextTable) and reader.tokens != name:
+    if not isinstance(reader, TextTable):
+        return
+    if not name.startswith(FAMILY):
+        padding = tokenizer_of(reader.tokens).pad_token_id if reader.tokens.startswith(FAMILY) else PADDING
+        if padding != PADDING:
+            raise ConfigError(
+                f"model is {name!r}, for which token {PADDING} is padding, but that of {reader.tokens} is {padding}. "
+                "Choose other tokens, or this model."
+            )
+    elif reader.tokens != name:
         raise ConfigError(f"model is {name!r}, but data.tokens is {reader.tokens!r}; set data.tokens={name}.")
 
 
