@@ -134,12 +134,8 @@ def client_scores(result: RunResult, protocol: str, model: str, best: bool = Fal
 
 
 def seconds(result: RunResult) -> float:
-    """Return the duration of all rounds, each as long as the median one.
-
-    Their sum would make the first method of a comparison look slow: its first rounds trace the network, beside imports.
-    """
-    durations = result.rounds["seconds"].to_numpy()
-    return float(np.median(durations)) * len(durations) if len(durations) else 0.0
+    """Return the duration of all rounds, each as long as the median one, as `positions` does."""
+    return float(positions(result, "seconds")[-1])
 
 
 def has_simulated_time(group: RunGroup) -> bool:
@@ -218,7 +214,11 @@ def positions(result: RunResult, against: Axis) -> np.ndarray:
     elif against == "kilojoules":
         totals = np.cumsum(result.rounds["joules"].to_numpy()) / 1e3
     elif against == "seconds":
-        totals = np.cumsum(result.rounds["seconds"].to_numpy())
+        # Each round counts as the median one. Their sum would make the first method of a comparison look slow: its
+        # first rounds trace the network, beside imports.
+        durations = result.rounds["seconds"].to_numpy()
+        median = np.median(durations) if len(durations) else 0.0
+        totals = median * np.arange(1, len(durations) + 1)
     else:
         totals = np.cumsum(result.rounds["bytes_up"].to_numpy() + result.rounds["bytes_down"].to_numpy()) / 1e6
     by_round[rounds] = totals

@@ -42,7 +42,7 @@ _SMALLEST_DISC = 2.0
 _AXIS_LABELS = {
     "round": "round",
     "megabytes": "megabytes sent, up and down",
-    "seconds": "seconds, without evaluation",
+    "seconds": "seconds: rounds x median round, without evaluation",
     "simulated_seconds": "seconds on the clients' devices, simulated",
     "kilojoules": "energy of the clients' devices in kJ, simulated",
 }
