@@ -167,7 +167,7 @@ def trained_models(run: str | Path, uri: str | None = None) -> TrainedModels:
     ``raypfl.trained_models(result.run_dir).personal_model(17)(images)`` gives client 17's logits.
     """
     if (Path(run) / result.RECIPE).exists():
-        return TrainedModels.of_snapshot(*result.newest(run))
+        return TrainedModels.of_run(run)
 
     uri = uri or tracking_uri(Experiment())
     try:

@@ -16,7 +16,7 @@ from raypfl.results.drawing.canvas import GREY, INK, png
 from raypfl.results.drawing.classes import class_colour, draw_class_legend, name_row
 from raypfl.results.run_groups import RunGroup, group_runs
 from raypfl.results.setting_text import setting_text
-from raypfl.runs.result import RunResult, newest
+from raypfl.runs.result import RunResult
 from raypfl.trained.descriptors import Descriptors, descriptors_of
 from raypfl.trained.models import TrainedModels
 
@@ -64,7 +64,7 @@ def draw(results: Sequence[RunResult], path: str | Path) -> Path:
 
 
 def _start_and_end(result: RunResult) -> tuple[Descriptors, Descriptors, list[str]]:
-    models = TrainedModels.of_snapshot(*newest(result.run_dir, whole=False))
+    models = TrainedModels.of_run(result.run_dir, whole=False)
     names = getattr(models.outline, "class_names", None) or [str(c) for c in range(models.outline.num_classes)]
     return descriptors_of(models, models.at_start()), descriptors_of(models), list(names)
 

@@ -38,7 +38,7 @@ from raypfl.federation.task import Task
 from raypfl.learning.privacy import Spending
 from raypfl.learning.privacy.accounting import epsilons_of, refuse_without_accountant
 from raypfl.models.predictor import Predictor
-from raypfl.runs.result import refuse_unknown_client
+from raypfl.runs.result import SUMMARY, newest, recorded_end, refuse_unknown_client
 from raypfl.storage import checkpoints
 from raypfl.storage.checkpoints import Snapshot
 from raypfl.storage.stacks import merged
@@ -72,6 +72,23 @@ class TrainedModels:
         self.round = snapshot.round
         self._snapshot = snapshot
         self._prepared = Prepared(experiment, outline)
+
+    @classmethod
+    def of_run(cls, run_dir: str | Path, whole: bool = True) -> TrainedModels:
+        """Return the models of a run's newest checkpoint; warns if the run has failed.
+
+        Parameters
+        ----------
+        whole : as in :func:`raypfl.storage.checkpoints.load`.
+        """
+        experiment, snapshot = newest(run_dir, whole)
+        if (Path(run_dir) / SUMMARY).exists() and recorded_end(Path(run_dir))["status"] == "failed":
+            warnings.warn(
+                f"The run in {run_dir} failed: its models are those after round {snapshot.round} of "
+                f"{experiment.rounds}.",
+                stacklevel=2,
+            )
+        return cls.of_snapshot(experiment, snapshot)
 
     @classmethod
     def of_snapshot(cls, experiment: Experiment, snapshot: Snapshot) -> TrainedModels:

@@ -22,7 +22,6 @@ from raypfl.common.threads import threads
 from raypfl.data.client_names import number_of
 from raypfl.data.datasets.readers.tabular.table import TABLE_ENDINGS, Table
 from raypfl.learning.objectives import Classification
-from raypfl.runs.result import newest
 from raypfl.trained.models import TrainedModels
 from raypfl.trained.new_rows import NewRows, inputs_of_rows
 from raypfl.trained.saved_model import Origin, inputs_of, load_with_origin
@@ -123,7 +122,7 @@ def predict(
         reader = _table_reader(origin)
         return _predictions(origin, reader, NewRows.read(rows), None, partial(_outputs_of, model))
 
-    models = run if isinstance(run, TrainedModels) else TrainedModels.of_snapshot(*newest(run))
+    models = run if isinstance(run, TrainedModels) else TrainedModels.of_run(run)
     reader = _table_reader(models.origin)
     new_rows = NewRows.read(rows)
     clients = None if use_global else _clients(models, new_rows, client, reader.group)

@@ -23,7 +23,6 @@ from raypfl.data.datasets import DataSource
 from raypfl.data.datasets.tables import read_csv
 from raypfl.experiment import experiments
 from raypfl.results import client_data
-from raypfl.runs.result import newest
 from raypfl.trained.models import TrainedModels
 from raypfl.trained.samples import samples_in
 from tests.support.pages import blocks
@@ -228,7 +227,7 @@ def test_new_clients_and_pools_have_the_features_of_the_clients_by_name(tmp_path
     described = experiment(tmp_path, method="fedavg-ft", rounds=1, evaluation__every=0, cohort__size=2)
     options = {"name": "table", "root": str(file.parent), **OPTIONS, "group": None}
     described = described.override([f"data={json.dumps(options)}", "partition={name: iid, clients: 2}"])
-    models = TrainedModels.of_snapshot(*newest(raypfl.run(described).run_dir))
+    models = TrainedModels.of_run(raypfl.run(described).run_dir)
     assert models.outline.data.feature_names[:2] == ["city=Hull", "city=York"]
 
     written(tmp_path / "new", "\n".join(ROWS.splitlines()[i] for i in (0, 1, 3)))  # nobody of Hull, and no high level
@@ -247,7 +246,7 @@ def test_a_models_file_and_plain_torch_suffice_to_predict_a_row_of_a_table(tmp_p
     described = experiment(tmp_path, method="fedavg-ft", rounds=1, evaluation__every=0, cohort__size=2)
     options = {"name": "table", "root": str(file.parent), **OPTIONS}
     described = described.override([f"data={json.dumps(options)}", "partition=by_column"])
-    models = TrainedModels.of_snapshot(*newest(raypfl.run(described).run_dir))
+    models = TrainedModels.of_run(raypfl.run(described).run_dir)
     data = models.outline.data
     made = models.personalize(data.inputs[:4], data.labels[:4], held_out=0)
     model_file = made.save(tmp_path / "mine.safetensors")
@@ -372,7 +371,7 @@ def test_a_new_client_may_have_negative_numbers_to_predict(tmp_path):
     options = {"name": "table", "root": str(file.parent), "target": "income", "leave_out": ["level", "bought"]}
     described = described.override([f"data={json.dumps(options)}", "partition={name: iid, clients: 2}"])
     described = described.override(["objective={name: regression, mean: 3000, std: 2000}"])
-    models = TrainedModels.of_snapshot(*newest(raypfl.run(described).run_dir))
+    models = TrainedModels.of_run(raypfl.run(described).run_dir)
     x, y = samples_in(file.parent, models)
 
     assert np.array_equal(x, models.outline.data.inputs) and y.tolist() == [1000.5, -2000, 3000, 4000, 5000, 6000]

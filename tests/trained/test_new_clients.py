@@ -18,7 +18,6 @@ import raypfl
 from raypfl.common.errors import CheckpointError, ConfigError, DataError, RaypflError, Unwritable
 from raypfl.data import FederatedData
 from raypfl.methods import METHODS
-from raypfl.runs.result import newest
 from raypfl.trained.models import TrainedModels
 from raypfl.trained.new_clients import checked_samples, require_new_client_models
 from tests.support.runs import experiment
@@ -46,7 +45,7 @@ def trained(folder: Path, method: str) -> TrainedModels:
     )
     if method == "pefll":
         described = described.override(["method.batch=null"])
-    return TrainedModels.of_snapshot(*newest(raypfl.run(described).run_dir))
+    return TrainedModels.of_run(raypfl.run(described).run_dir)
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 import raypfl
-from raypfl.common.errors import CheckpointError, ConfigError, DataError
+from raypfl.common.errors import CheckpointError, ConfigError, DataError, RaypflError
 from raypfl.methods import METHODS
-from raypfl.runs.result import newest
 from raypfl.storage import checkpoints
 from raypfl.storage.checkpoints import Snapshot, StoredStates, write_shards
 from raypfl.storage.states import StateShard
@@ -27,7 +26,7 @@ PERSONAL = [name for name in METHODS if METHODS.get(name)().has("personal_model"
 
 def exported(run_dir: Path, folder: Path) -> TrainedModels:
     """A run's models, exported to a folder and read from there."""
-    TrainedModels.of_snapshot(*newest(run_dir)).export(folder)
+    TrainedModels.of_run(run_dir).export(folder)
     return TrainedModels.of_export(folder)
 
 
@@ -52,7 +51,7 @@ def recorded(result: raypfl.Result, model: str) -> dict[int, float]:
 def test_personal_models_are_those_that_were_evaluated_whatever_the_method(method: str, tmp_path: Path):
     small = {"rounds": 2, "evaluation__every": 2, "partition__clients": 6, "cohort__size": 3, "training__steps": 4}
     result = raypfl.run(experiment(tmp_path, method=method, **small))
-    from_folder = TrainedModels.of_snapshot(*newest(result.run_dir))
+    from_folder = TrainedModels.of_run(result.run_dir)
     from_export = exported(result.run_dir, tmp_path / "models")
 
     expected = recorded(result, "personal")
@@ -70,7 +69,7 @@ def test_personal_models_are_those_that_were_evaluated_whatever_the_method(metho
 
 def test_the_global_model_is_the_one_that_was_evaluated(tmp_path: Path):
     result = raypfl.run(experiment(tmp_path, rounds=2, evaluation__every=2))
-    models = TrainedModels.of_snapshot(*newest(result.run_dir, whole=False))
+    models = TrainedModels.of_run(result.run_dir, whole=False)
     for client, evaluated in recorded(result, "global").items():
         assert accuracy(models.global_model(), models.outline.data, client) == pytest.approx(evaluated, abs=1e-9)
 
@@ -120,12 +119,12 @@ def test_damaged_states_are_not_exported_as_if_they_were_intact(tmp_path: Path):
     content = file.read_bytes()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(CheckpointError, match=r"is damaged: the content of its states/.* has changed"):
-        TrainedModels.of_snapshot(*newest(result.run_dir, whole=False)).export(tmp_path / "models")
+        TrainedModels.of_run(result.run_dir, whole=False).export(tmp_path / "models")
 
 
 def test_missing_models_clients_and_checkpoints_are_refused_in_a_sentence(tmp_path: Path):
     result = raypfl.run(experiment(tmp_path, method="fedavg", rounds=1, evaluation__every=0))
-    models = TrainedModels.of_snapshot(*newest(result.run_dir))
+    models = TrainedModels.of_run(result.run_dir)
     with pytest.raises(ConfigError, match="FedAvg makes no personal models"):
         models.personal_model(0)
     with pytest.raises(ConfigError, match="no client 12; clients are numbered from 0 to 11"):
@@ -135,7 +134,7 @@ def test_missing_models_clients_and_checkpoints_are_refused_in_a_sentence(tmp_pa
         models.global_model()(torch.ones(5, 8, 4))
 
     with pytest.raises(CheckpointError, match="is not the folder of a run") as refused:
-        TrainedModels.of_snapshot(*newest(tmp_path))
+        TrainedModels.of_run(tmp_path)
     with pytest.raises(CheckpointError, match=re.escape(str(refused.value))):
         raypfl.resume(tmp_path)
     with pytest.raises(CheckpointError, match=r"There is no checkpoint in .*empty"):
@@ -148,11 +147,11 @@ def test_models_of_data_that_have_changed_since_are_refused(tmp_path: Path):
     data = {"data": f"{{name: arrays, root: {tmp_path}, input: x.npy, target: y.npy}}", "partition__clients": 2}
     small = {"cohort__size": 2, "rounds": 1, "evaluation__every": 0}
     run_dir = raypfl.run(experiment(tmp_path, **data, **small)).run_dir
-    assert TrainedModels.of_snapshot(*newest(run_dir)).num_clients == 2
+    assert TrainedModels.of_run(run_dir).num_clients == 2
 
     np.save(tmp_path / "x.npy", np.random.default_rng(1).normal(size=(40, 3)))
     with pytest.raises(DataError, match="have changed since the run was trained"):
-        TrainedModels.of_snapshot(*newest(run_dir))
+        TrainedModels.of_run(run_dir)
 
 
 def test_a_checkpoint_gives_a_clients_latest_state_or_the_server_without_states(tmp_path: Path):
@@ -181,7 +180,7 @@ def test_a_model_that_needs_exchanges_is_built_from_folder_and_export(tmp_path: 
         evaluation__protocols="[local,unseen]",
     )
     result = raypfl.run(described)
-    from_folder = TrainedModels.of_snapshot(*newest(result.run_dir))
+    from_folder = TrainedModels.of_run(result.run_dir)
     from_export = exported(result.run_dir, tmp_path / "models")
 
     rows = [row for row in result.evaluations.to_pylist() if row["round"] == 2 and row["samples"]]
@@ -191,3 +190,18 @@ def test_a_model_that_needs_exchanges_is_built_from_folder_and_export(tmp_path: 
         for models in (from_folder, from_export):
             again = accuracy(models.personal_model(client), from_folder.outline.data, client)
             assert again == pytest.approx(row["accuracy"], abs=1e-9)
+
+
+class FailsInRoundTwo(raypfl.methods.FedAvg):
+    def round(self, server, cohort) -> None:
+        super().round(server, cohort)
+        if cohort.round == 2:
+            raise ValueError("in round 2")
+
+
+def test_models_of_a_failed_run_come_with_a_warning(tmp_path: Path):
+    described = experiment(tmp_path, rounds=3, evaluation__every=0).replace(method=FailsInRoundTwo())
+    with pytest.raises(RaypflError, match="in round 2"):
+        raypfl.run(described, run_dir=tmp_path / "run")
+    with pytest.warns(UserWarning, match="failed: its models are those after round 1 of 3"):
+        TrainedModels.of_run(tmp_path / "run")

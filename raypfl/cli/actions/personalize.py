@@ -18,7 +18,6 @@ from raypfl.common.optional_packages import not_installed
 from raypfl.common.stopping import signals_interrupt
 from raypfl.methods import METHODS
 from raypfl.results.units import Unit
-from raypfl.runs.result import newest
 from raypfl.trained.models import TrainedModels
 from raypfl.trained.new_clients import require_new_client_models
 from raypfl.trained.samples import samples_in
@@ -30,7 +29,7 @@ SHORTEST_TOKEN = 16  # characters
 def personalize(run: Path, data: Path, out: Path, held_out: float, as_json: bool) -> None:
     """Make a model for a new client, save it, and print its quality and the time that it took."""
     start = time.perf_counter()
-    models = TrainedModels.of_snapshot(*newest(run, whole=False))
+    models = TrainedModels.of_run(run, whole=False)
     require_new_client_models(models.experiment)
     x, y = samples_in(data, models)
     model = models.personalize(x, y, held_out)

@@ -13,7 +13,6 @@ from raypfl.common.counting import counted
 from raypfl.common.errors import ConfigError, listed
 from raypfl.learning.objectives import METRICS
 from raypfl.results.units import Unit
-from raypfl.runs.result import newest
 from raypfl.trained import predictions
 from raypfl.trained.models import TrainedModels
 
@@ -30,7 +29,7 @@ def predict(run: Path, rows: Path, client: str | None, use_global: bool, out: Pa
         predicted = predictions.predict(run, rows, client=client, use_global=use_global)
         models_text = f"the model in {run}"
     else:
-        models = TrainedModels.of_snapshot(*newest(run))
+        models = TrainedModels.of_run(run)
         predicted = predictions.predict(models, rows, client=_name_or_number(client, models), use_global=use_global)
         models_text = _models_text(predicted.clients, models)
     file = predicted.save(out)

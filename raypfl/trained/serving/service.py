@@ -29,7 +29,6 @@ from raypfl.engine.backends.cluster import connected
 from raypfl.engine.backends.session import spare_server
 from raypfl.experiment.settings import RaySettings
 from raypfl.methods import METHODS
-from raypfl.runs.result import newest
 from raypfl.trained.models import TrainedModels
 from raypfl.trained.new_clients import checked_inputs, require_new_client_models
 from raypfl.trained.saved_model import encoded
@@ -110,7 +109,7 @@ class Service:
 
     def __init__(self, run_dir: str, token: str, limits: RequestLimits):
         torch.set_num_threads(1)
-        self._models = TrainedModels.of_snapshot(*newest(run_dir, whole=False))
+        self._models = TrainedModels.of_run(run_dir, whole=False)
         self._maker = model_maker_of(self._models)
         self._token = token.encode()
         self._limits = limits
@@ -316,7 +315,7 @@ def served(run: Path, token: str, host: str, port: int, replicas: int, limits: R
     ------
     ConfigError : if the method makes no models for new clients, or the port is taken.
     """
-    models = TrainedModels.of_snapshot(*newest(run, whole=False))
+    models = TrainedModels.of_run(run, whole=False)
     require_new_client_models(models.experiment)
     _refuse_taken(host, port)
     deployed = serve.deployment(
