@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import cached_property
 from typing import Any, Literal
 
@@ -18,6 +19,12 @@ from raypfl.models.flat import FlatModel
 
 LossFunction = Callable[..., Any]
 """A function ``loss(p, batch, **extras)`` of one client."""
+
+_OPTIONS = (
+    *("epochs", "steps", "batch_size", "lr", "optimizer", "train", "decay", "stream"),
+    *("penalty", "correction", "perturb", "report"),
+)
+"""Arguments of a training by name, which misspelt ones may have been meant for."""
 
 ReportedLoss = LossFunction | Literal["loss"] | None
 """The value that a training reports: its loss, another function's value, or nothing."""
@@ -86,18 +93,19 @@ class LocalLoss:
 
     def refuse_unknown(self, extras: Mapping[str, Any]) -> None:
         """Raise a MethodError for an extra that no function takes."""
-        if not self._extra_names:
-            return
-
         accepted: set[str] = set()
-        for names in self._extra_names.values():
+        for names in (self._extra_names or {self.loss: extras_of(self.loss)}).values():
             accepted.update(extras if names is None else names)
         unknown = sorted(set(extras) - accepted)
-        if unknown:
-            raise MethodError(
-                f"Neither the loss nor its penalty or report takes {unknown[0]!r}, which is passed to them by name; "
-                "give one of them a parameter of that name, or leave it out."
-            )
+        if not unknown:
+            return
+
+        option = get_close_matches(unknown[0], _OPTIONS, 1)
+        remedy = f"did you mean {option[0]!r}?" if option else "give one a parameter of that name, or leave it out."
+        raise MethodError(
+            f"{unknown[0]!r} is no option of the training, and neither the loss nor a penalty or report takes it by "
+            f"name; {remedy}"
+        )
 
     @cached_property
     def _extra_names(self) -> dict[LossFunction, frozenset[str] | None]:

@@ -206,8 +206,10 @@ def test_the_training_loss_is_the_mean_over_the_steps_that_report_it(reporting):
 
 def test_an_extra_that_no_function_takes_is_named():
     clients = Federation().clients()
-    with pytest.raises(MethodError, match="Neither the loss nor its penalty or report takes 'ancor'"):
+    with pytest.raises(MethodError, match="'ancor' is no option of the training, and neither the loss nor"):
         clients.sgd(clients.loss, clients.initial, penalty=pull, anchor=clients.initial, ancor=1.0)
+    with pytest.raises(MethodError, match="did you mean 'penalty'"):
+        clients.sgd(clients.loss, clients.initial, penality=pull)
 
 
 def test_a_model_or_correction_of_the_wrong_shape_is_refused_in_a_sentence():
