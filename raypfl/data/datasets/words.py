@@ -68,8 +68,8 @@ def as_tokens(texts: Sequence[Sequence[str]], vocabulary: Sequence[str], length:
     token_of = {word: token for token, word in enumerate(vocabulary) if token >= len(_RESERVED)}
     tokens = np.full((len(texts), length), PADDING, np.int64)
     for row, words in enumerate(texts):
-        kept = [token_of.get(word, UNKNOWN) for word in words[:length]]
-        tokens[row, : len(kept)] = kept
+        first_tokens = [token_of.get(word, UNKNOWN) for word in words[:length]]
+        tokens[row, : len(first_tokens)] = first_tokens
     return tokens
 
 

@@ -50,9 +50,9 @@ def language_model(member: str) -> Callable[..., nn.Module]:
     library = hub_library(f"model is '{FAMILY}{member}'")
 
     def network(input_shape: tuple[int, ...], num_classes: int, num_tokens: int, **options: Any) -> nn.Module:
-        known = from_hub(library.AutoConfig, member).to_dict()
+        config_options = from_hub(library.AutoConfig, member).to_dict()
         for option in options:
-            require_known(f"The config of {member} has no {option!r}", option, known)
+            require_known(f"The config of {member} has no {option!r}", option, config_options)
         config = from_hub(library.AutoConfig, member, **options)
         if num_tokens > config.vocab_size or config.pad_token_id is None:
             raise ConfigError(
