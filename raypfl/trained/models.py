@@ -45,7 +45,7 @@ from raypfl.storage.stacks import merged
 from raypfl.storage.states import StateShard, StateTable
 from raypfl.storage.tree import Copies
 from raypfl.trained.new_clients import NewClient, checked_samples, context_of, require_new_client_models
-from raypfl.trained.saved_model import Origin, names_of
+from raypfl.trained.saved_model import NAMES, Origin, names_of
 from raypfl.trained.trained_model import TrainedModel
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ class TrainedModels:
         for name, value in snapshot.server["data"].items():
             values[name] = value.numpy() if isinstance(value, torch.Tensor) else value
         counts = {split: values.pop(split) for split in ("train", "test")}
-        values |= snapshot.meta.get("names", {})
+        values |= dict.fromkeys(NAMES) | snapshot.meta.get("names", {})
         values["client_names"] = None
         if "client_names" in snapshot.meta:
             clients, names = snapshot.meta["client_names"]

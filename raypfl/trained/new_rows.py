@@ -6,7 +6,6 @@ import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,7 @@ def inputs_of_rows(rows: NewRows, config: DataConfig, outline: DataOutline) -> n
     if isinstance(reader, TextTable):
         return rows.tokens(outline.vocabulary, reader)
     assert isinstance(reader, FeatureTable)
-    return rows.inputs(outline.feature_names, reader, partial(_run_medians, config))
+    return rows.inputs(outline.feature_names, reader, functools.partial(_run_medians, config))
 
 
 def _run_medians(config: DataConfig, columns: Sequence[str]) -> Mapping[str, float]:

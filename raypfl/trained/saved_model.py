@@ -31,7 +31,9 @@ from raypfl.trained.trained_model import TrainedModel
 
 FORMAT = "raypfl personal model 1"
 PREDICTOR = "predictor"
-_NAMES = ("feature_names", "class_names", "vocabulary")
+NAMES = ("feature_names", "class_names", "vocabulary")
+"""Attributes of a run's data that models keep, where the data have them."""
+
 _OUTLINE = ("input_shape", "num_classes", "kind", "discrete", "scale", "mean", "std")
 
 
@@ -47,7 +49,7 @@ def inputs_of(outline: DataOutline) -> str:
 
 def names_of(outline: DataOutline) -> dict[str, list[str] | None]:
     """Return ``feature_names``, ``class_names`` and ``vocabulary`` of a run's data; a population has none."""
-    return {name: getattr(outline, name, None) for name in _NAMES}
+    return {name: getattr(outline, name, None) for name in NAMES}
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,7 @@ def outline_in(text: str) -> DataOutline:
     for name in ("mean", "std"):
         values[name] = np.array(values[name], dtype=np.float32)
     values["input_shape"] = tuple(values["input_shape"])
-    values = dict.fromkeys(_NAMES) | values
+    values = dict.fromkeys(NAMES) | values
     return DataOutline(attributes=values, counts={"train": np.zeros(0, np.int64)}, load=_refuse)
 
 

@@ -119,8 +119,8 @@ def read_pool(name: str, source: DataSource, clients_data: RawData) -> PoolSampl
     if clients_data.vocabulary is not None and isinstance(reader, TextTable):
         raw = reader.read_in(clients_data.vocabulary)
     else:
-        raw = source.read()
-    raw = _match_words(_match_features(raw, clients_data, name), clients_data)
+        raw = _match_words(source.read(), clients_data)
+    raw = _match_features(raw, clients_data, name)
     is_test = name.startswith("ood/")
 
     chosen = np.ones(len(raw.labels), dtype=bool)

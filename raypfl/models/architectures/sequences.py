@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from raypfl.common.errors import ConfigError
-from raypfl.models.architectures.transformer import TransformerBlock
+from raypfl.models.architectures.transformer import TransformerBlock, require_multiple
 from raypfl.models.networks import MODELS
 
 
@@ -37,7 +37,7 @@ class CausalCNN(nn.Module):
         self, input_shape: tuple[int, ...], num_classes: int, width: int = 64, layers: int = 4, kernel: int = 3
     ):
         super().__init__()
-        _require_sequences("causal_cnn", input_shape)
+        require_sequences("causal_cnn", input_shape)
         self.embedding = nn.Embedding(num_classes, width)
         self.layers = nn.Sequential(*(_CausalConvolution(width, kernel, 2**i) for i in range(layers)))
         self.head = nn.Linear(width, num_classes)
@@ -60,7 +60,7 @@ class GRU(nn.Module):
 
     def __init__(self, input_shape: tuple[int, ...], num_classes: int, width: int = 128, layers: int = 1):
         super().__init__()
-        _require_sequences("gru", input_shape)
+        require_sequences("gru", input_shape)
         self.embedding = nn.Embedding(num_classes, width)
         self.gru = nn.GRU(width, width, layers, batch_first=True)
         self.head = nn.Linear(width, num_classes)
@@ -83,9 +83,8 @@ class CausalTransformer(nn.Module):
 
     def __init__(self, input_shape: tuple[int, ...], num_classes: int, width: int = 64, depth: int = 2, heads: int = 4):
         super().__init__()
-        _require_sequences("causal_transformer", input_shape)
-        if width % heads:
-            raise ConfigError(f"model.width is {width}; it must be a multiple of model.heads, which is {heads}.")
+        require_sequences("causal_transformer", input_shape)
+        require_multiple("width", width, "heads", heads)
 
         self.embedding = nn.Embedding(num_classes, width)
         self.positions = nn.Parameter(torch.empty(input_shape[0], width))
@@ -99,6 +98,7 @@ class CausalTransformer(nn.Module):
         return self.head(self.norm(self.blocks(tokens)))
 
 
-def _require_sequences(name: str, input_shape: tuple[int, ...]) -> None:
+def require_sequences(name: str, input_shape: tuple[int, ...]) -> None:
+    """Raise a ConfigError unless samples are rows of tokens."""
     if len(input_shape) != 1:
         raise ConfigError(f"The {name} model takes sequences of tokens, but samples are {list(input_shape)}.")

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from raypfl.common.errors import ConfigError
-from raypfl.models.architectures.transformer import TransformerBlock
+from raypfl.models.architectures.sequences import require_sequences
+from raypfl.models.architectures.transformer import TransformerBlock, require_multiple
 from raypfl.models.networks import MODELS
 
 
@@ -27,7 +27,7 @@ class FastText(nn.Module):
 
     def __init__(self, input_shape: tuple[int, ...], num_classes: int, num_tokens: int, width: int = 32):
         super().__init__()
-        _require_texts("fasttext", input_shape)
+        require_sequences("fasttext", input_shape)
         self.embedding = nn.Embedding(num_tokens, width)
         self.head = nn.Linear(width, num_classes)
 
@@ -56,7 +56,7 @@ class TextCNN(nn.Module):
         filters: int = 32,
     ):
         super().__init__()
-        _require_texts("text_cnn", input_shape)
+        require_sequences("text_cnn", input_shape)
         self.kernels = tuple(kernels)
         self.embedding = nn.Embedding(num_tokens, width)
         self.convolutions = nn.ModuleList(nn.Conv1d(width, filters, kernel) for kernel in kernels)
@@ -95,9 +95,8 @@ class TextTransformer(nn.Module):
         heads: int = 4,
     ):
         super().__init__()
-        _require_texts("text_transformer", input_shape)
-        if width % heads:
-            raise ConfigError(f"model.width is {width}; it must be a multiple of model.heads, which is {heads}.")
+        require_sequences("text_transformer", input_shape)
+        require_multiple("width", width, "heads", heads)
 
         self.embedding = nn.Embedding(num_tokens, width)
         self.positions = nn.Parameter(torch.empty(input_shape[0], width))
@@ -125,8 +124,3 @@ def mean_of_words(words: Tensor, is_word: Tensor) -> Tensor:
     weights = is_word.to(words.dtype)
     sums = (words * weights[:, :, None]).sum(1)
     return sums / weights.sum(1, keepdim=True).clamp(min=1)
-
-
-def _require_texts(name: str, input_shape: tuple[int, ...]) -> None:
-    if len(input_shape) != 1:
-        raise ConfigError(f"The {name} model takes texts, one row of tokens each, but samples are {list(input_shape)}.")

@@ -12,6 +12,14 @@ from raypfl.common.errors import ConfigError
 from raypfl.models.networks import MODELS, image_shape
 
 
+def require_multiple(name: str, value: int, divisor_name: str, divisor: int) -> None:
+    """Raise a ConfigError unless a model's option is a multiple of another one."""
+    if value % divisor:
+        raise ConfigError(
+            f"model.{name} is {value}; it must be a multiple of model.{divisor_name}, which is {divisor}."
+        )
+
+
 class BottleneckAdapter(nn.Module):
     """``y = x + up(gelu(down(x)))`` on tokens ``[b, n, d]`` (Houlsby et al. 2019).
 
@@ -124,11 +132,8 @@ class ViTS16(nn.Module):
     ):
         super().__init__()
         channels, *_ = image_shape("vit_s_16", input_shape)
-        for name, value, divisor_name, divisor in (("size", size, "patch", patch), ("width", width, "heads", heads)):
-            if value % divisor:
-                raise ConfigError(
-                    f"model.{name} is {value}; it must be a multiple of model.{divisor_name}, which is {divisor}."
-                )
+        require_multiple("size", size, "patch", patch)
+        require_multiple("width", width, "heads", heads)
 
         self.size = size
         self.cls_token = nn.Parameter(torch.zeros(1, 1, width))

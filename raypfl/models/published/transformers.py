@@ -50,10 +50,11 @@ def language_model(member: str) -> Callable[..., nn.Module]:
     library = hub_library(f"model is '{FAMILY}{member}'")
 
     def network(input_shape: tuple[int, ...], num_classes: int, num_tokens: int, **options: Any) -> nn.Module:
-        config_options = from_hub(library.AutoConfig, member).to_dict()
-        for option in options:
-            require_known(f"The config of {member} has no {option!r}", option, config_options)
-        config = from_hub(library.AutoConfig, member, **options)
+        config = from_hub(library.AutoConfig, member)
+        if options:
+            for option in options:
+                require_known(f"The config of {member} has no {option!r}", option, config.to_dict())
+            config = from_hub(library.AutoConfig, member, **options)
         if num_tokens > config.vocab_size or config.pad_token_id is None:
             raise ConfigError(
                 f"The model {member} has {config.vocab_size} tokens, of which {config.pad_token_id} is padding, but "

@@ -68,8 +68,9 @@ class TextTable(Table):
 
     def inputs(self, rows: TableRows) -> dict[str, Any]:
         if self._of_model:
-            vocabulary = vocabulary_of_hub(tokenizer_of(self.tokens))
-            return {"inputs": self.tokens_of(rows, vocabulary), "vocabulary": vocabulary}
+            tokenizer = tokenizer_of(self.tokens)
+            tokens = hub_tokens(tokenizer, self._texts(rows), self.length)
+            return {"inputs": tokens, "vocabulary": vocabulary_of_hub(tokenizer)}
 
         texts = [split_text(text, self.tokens) for text in self._texts(rows)]
         training_texts = (words for words, is_test in zip(texts, rows.is_test, strict=True) if not is_test)
