@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median, stdev
@@ -24,6 +24,11 @@ PAGE = ROOT / "docs/results.md"
 
 NEAR = 3.0
 """Percentage points; a measured mean as near as this to the published one counts as reproduced."""
+
+FAIR_ROUND = "chosen by validation"
+OTHER_ROUNDS = ("best round", "last round")
+"""Columns that differ in the round alone. Where a table has the first, only that one is ranked: test data chose the
+best round, and the last round's ranks say nearly the same."""
 
 HEAD = """\
 # Published tables, measured
@@ -44,7 +49,8 @@ edited by hand. A record is written by [`raypfl study NAME --record FILE`](studi
   methods beside that with fixed settings.
 - Where there are several seeds, a second table has each method's rank, 95 % interval, paired difference to the best
   method and chance to be better than it, from [a bootstrap of seeds and clients](studies.md#files), and the mean CPU
-  time of a seed.
+  time of a seed. Of columns that differ only in the round, the one whose round validation data chose is ranked; the
+  records rank all.
 
 | table | seeds | cells | reproduced | ρ, median of the columns | τ |
 |---|---|---|---|---|---|
@@ -227,9 +233,10 @@ def _section(record: Record, all_records: Sequence[Record]) -> Iterator[str]:
 
     if record.is_searched:
         yield from searches.chosen(values["search"], values["trials"])
+        ranked = _ranked(cell.metric for cell in record.cells)
         for across, metric in dict.fromkeys((cell.across, cell.metric) for cell in record.cells):
             for other in all_records:
-                if not other.is_searched:
+                if metric in ranked and not other.is_searched:
                     fixed = other.values_in(across, metric)
                     yield from searches.order(metric, fixed, record.values_in(across, metric), other.title)
 
@@ -276,8 +283,14 @@ def _tables(record: Record) -> Iterator[str]:
             lines.append(f"| rank correlation | {' | '.join(texts)} |")
         yield "\n".join(lines) + "\n"
 
-        for metric in metrics:
+        for metric in _ranked(metrics):
             yield from _standings(record, [cell for cell in cells if cell.metric == metric and cell.standing])
+
+
+def _ranked(metrics: Iterable[str]) -> list[str]:
+    """Leave out columns that rank the same methods by another round."""
+    names = list(dict.fromkeys(metrics))
+    return [name for name in names if FAIR_ROUND not in names or name not in OTHER_ROUNDS]
 
 
 def _standings(record: Record, cells: Sequence[Cell]) -> Iterator[str]:

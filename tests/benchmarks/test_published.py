@@ -73,6 +73,16 @@ def test_how_methods_stand_is_shown_by_rank_with_the_cpu_time_of_a_seed():
     assert text.index("| Ditto | 1 (") < text.index("| FedAvg | 2 (")
 
 
+def test_of_columns_that_differ_in_the_round_alone_the_fair_one_is_ranked():
+    standing = {"rank": 1, "rank_low": 1, "rank_high": 1, "low": 60.0, "high": 70.0}
+    columns = ("best round", "last round", "chosen by validation", "loss")
+    entries = [{"method": "a", "metric": column, "values": [1.0, 2.0], "standing": standing} for column in columns]
+    entries[0]["published"] = 1.0
+    ranked = [column for column in columns if f"| {column} | rank |" in page([record(entries)])]
+    assert ranked == ["chosen by validation", "loss"]
+    assert "| best round | rank |" in page([record(entries[:2])])
+
+
 def test_rank_correlations_are_over_the_methods_of_a_column_that_has_four_or_more():
     measured = [10.0, 30.0, 20.0, 40.0]
     entries = [{"method": f"m{i}", "values": [value], "published": i} for i, value in enumerate(measured)]
