@@ -51,9 +51,6 @@ class Context:
     Attributes
     ----------
     split : the sample numbers of one client's split, ``split(client, name) -> int64[n]``.
-    measures : the objective, and the metrics that evaluate models.
-    privacy : the settings of private training.
-    pools : the samples that belong to no client.
     networks : the method's further networks (:meth:`raypfl.Method.networks`).
     loss_limit : the largest training loss; a larger one is a failure.
     attack : the name of the attack of malicious clients; empty: there is none.

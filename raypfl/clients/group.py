@@ -32,17 +32,12 @@ class ClientGroup:
     Attributes
     ----------
     model, measures, objective : the network, the metrics and the objective of training.
-    ids : the clients' numbers.
     rounds : the number of each client's round, from 1, ``int64[K]``; they differ in an asynchronous run.
-    lr : the round's learning rate.
-    state : the clients' state, which persists between rounds.
     losses : the losses that the last training reported, ``[K]``; None before any.
     logged : the numbers that the clients logged, name -> ``[K]``.
     observer : the observer that shows local steps to analyses; None: no analysis is due.
     exchange : the client function, and the part of the exchange's name that is unique in the round.
-    reads_test : whether clients' test samples may be read.
     work : the share of its local steps that each client does, ``float64[K]``; None: all do all of them.
-    private_trainings : the private trainings so far.
     """
 
     # Attributes that runs with different seeds share: a loss that reads no others can train clients of several runs.

@@ -168,7 +168,6 @@ class ObservedTraining:
     ----------
     number : the number of the training in the round.
     start : the models before the training, ``[K, P+B]``.
-    order : the mini-batches of the training.
     """
 
     observer: Observer

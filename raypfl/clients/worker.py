@@ -63,7 +63,6 @@ class Call:
     server : the server's state in the same form, if the function may read it; tensors are fetched on first use.
     observers : the numbers of the experiment's analyses that see the local steps.
     masked : all clients of the exchange, if they send sums under masks.
-    training : whether the exchange is part of training.
     messages : round -> arguments in the same form, if groups have :class:`Turns`, in place of `arguments`.
     """
 
@@ -87,7 +86,6 @@ class Group:
     Attributes
     ----------
     index : the group's position: what groups send is added up along a fixed tree over these.
-    clients : the clients' numbers.
     positions : the clients' positions in the cohort.
     scattered : the rows of scattered arguments, name -> ``[K, ...]``.
     states : the locations of each client's states, the oldest first.
@@ -122,12 +120,10 @@ class Reply:
     ----------
     values : the values that the client function returned, by name.
     losses : mean training losses, ``[K]``; None if nothing was trained.
-    seconds : the duration of the work.
     new_states : the contents of the clients' new states; None if they did not change.
     notes : the warnings of the work.
     logged : the numbers that clients logged, as means.
     observed : the observations of analyses, by the analyses' numbers.
-    spent : the privacy that the clients spent.
     """
 
     values: dict[str, Value]

@@ -34,7 +34,6 @@ class Holdings:
 
     Attributes
     ----------
-    seed : the run's seed.
     num_samples : the training samples of each client, ``int64[num_clients]``.
     labels_held : a function that returns which labels each client's training samples have, ``bool[num_clients, Y]``.
     """

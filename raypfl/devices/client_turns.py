@@ -18,7 +18,6 @@ class ClientTurns:
 
     Attributes
     ----------
-    seed : the run's seed.
     availability : when clients can be reached.
     dropout : probability that a drawn client receives a round's first message and then disappears.
     partial_work : probability that a client does only a part of its local steps.

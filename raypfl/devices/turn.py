@@ -44,8 +44,6 @@ class RequestedTraining:
 
     Attributes
     ----------
-    ids : the group's clients.
-    exchange : the exchange's name.
     epochs, steps, batch_size : what the method asked for.
     models : the number of gradient steps on each mini-batch.
     """

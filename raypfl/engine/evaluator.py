@@ -53,11 +53,6 @@ class EvaluationCohort(Cohort):
 class Evaluator:
     """Evaluates all clients of a run without changing any state, and keeps track of the best round.
 
-    Parameters
-    ----------
-    prepared : the experiment, with its task and measures.
-    runner : the runner of the server's exchanges, which has the clients' states.
-
     Attributes
     ----------
     spent : what the last evaluation spent of clients' privacy.

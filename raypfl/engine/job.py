@@ -20,8 +20,6 @@ class Job:
 
     Attributes
     ----------
-    name : the name of the run.
-    run_dir : the run's folder.
     experiment : the description of the run, with all that its settings left open.
     why : the reason for the choice of executor.
     fingerprint : hash of the data and the partition.

@@ -52,9 +52,7 @@ class Prepared:
 
     Parameters
     ----------
-    experiment : the description of the run.
     data : the federated data, or their outline where no samples are needed.
-    device : the device of the network and of all that is computed with it.
     gpus : the GPUs, or the fraction of one, that this process has for its clients, which limit the data kept on the
         device; None: those in the settings, or 0 if they have yet to be measured.
     """

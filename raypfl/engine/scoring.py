@@ -37,7 +37,6 @@ def score(
 
     Parameters
     ----------
-    personal : the function that makes the group's personal models.
     shared : the global model ``[P+B]``, or None.
     shares : for each client ``(i, n)``: the group tests the global model on the i-th of n shares of a common test set.
     masks : masks by which the outputs on clients' own samples are also tested; ``personal/local/zero`` and so on.

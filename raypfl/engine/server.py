@@ -37,10 +37,6 @@ class Server:
 
     Parameters
     ----------
-    job : the run's names, folders and hashes.
-    prepared : the job's experiment, its data and its task, on the server's device.
-    backend : where groups of clients run.
-    emit : a function that is called with every event, in order.
     metadata : facts about the backend, for the run's record.
     clock : returns the seconds that the run has computed, from any origin.
     """

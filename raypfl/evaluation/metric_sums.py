@@ -26,7 +26,6 @@ class MetricSums:
 
     Attributes
     ----------
-    measures : the metrics.
     by_class : whether to sum by class too. Every sample must have exactly one class.
     """
 

@@ -20,7 +20,6 @@ class Measures:
 
     Attributes
     ----------
-    objective : the run's objective.
     extra : the metrics that the user added.
     targets : the number of classes, labels, target numbers or tokens.
     """

@@ -57,14 +57,7 @@ class Rounds(ABC):
 
 
 class SynchronousRounds(Rounds):
-    """Draws each cohort when its round begins: uniformly, or by a selection.
-
-    Parameters
-    ----------
-    settings : how large a cohort is, and how long its round may take.
-    learning_rate : a function that returns the learning rate of a round.
-    turns : the clients' turns, which a selection may ask for.
-    """
+    """Draws each cohort when its round begins: uniformly, or by a selection."""
 
     def __init__(
         self,

@@ -55,9 +55,7 @@ class ServerContext:
 
     Attributes
     ----------
-    pools : the pools of samples, on the server's device.
     precision : the precision in which the clients' network is trained.
-    emit : called with the progress of long work.
     """
 
     pools: Pools

@@ -88,13 +88,10 @@ class GroupTraining:
 
     Attributes
     ----------
-    loss : the loss of one client's parameters.
     start : the models before the first step, ``[K, P+B]``.
     samples, order : the clients' training samples, and those that each step visits.
-    update : what a step does with a gradient.
     keys : the keys of the clients' draws, ``int64[K]`` in the host's memory, where they can be read without waiting
         for a GPU.
-    extras : further arguments of the loss.
     correction : ``[K, P]``, added to all gradients; None: nothing.
     """
 
@@ -369,7 +366,6 @@ class Executor:
         Parameters
         ----------
         x : the inputs: ``[K, b, ...]``, one batch for each model, if `own_inputs`; else ``[b, ...]``, the same for all.
-        own_inputs : whether each model has its own inputs.
         """
         with torch.no_grad(), self.precision.context(self.model.device):
             xs = map(self.precision.layout, x) if own_inputs else itertools.repeat(self.precision.layout(x), len(at))

@@ -26,7 +26,6 @@ class Pools:
     samples : the data set's samples, which include those of pools.
     indices : the numbers of each pool's samples, name -> ``int64[M]``.
     own_samples : the samples of pools that are normalised by their own mean and standard deviation, by name.
-    seed : the run's seed.
     room : the most bytes of pools that are kept on a GPU, beside `samples`.
     """
 

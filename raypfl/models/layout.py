@@ -35,7 +35,6 @@ class VectorLayout:
     ----------
     module : the network, with all that is frozen already frozen.
     common_parts : part -> names of its tensors; see :func:`raypfl.models.parts.common_parts`.
-    dtype, device : the dtype and the device of the vectors.
     """
 
     def __init__(

@@ -25,7 +25,6 @@ class Pretrained:
 
     Parameters
     ----------
-    factory : builds the network.
     name : the model's name: one of torchvision, with or without ``torchvision:``, or of timm, with ``timm:``.
     source : a file (safetensors, or a state dict saved by ``torch.save``), or the name of weights of that model there.
 

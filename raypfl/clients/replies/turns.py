@@ -29,7 +29,6 @@ class Turns:
     joins : the round that its reply is part of, ``int64[K]``.
     shares : how much of its reply counts, ``float64[K]``.
     as_sent : whether all replies of the round that it joins count as in a synchronous one, ``bool[K]``.
-    lr : the clients' learning rate.
     mixes_models : whether a share is one of the client's model; else of how far it got from the model that it was sent.
     """
 

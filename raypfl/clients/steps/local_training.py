@@ -21,7 +21,6 @@ class LocalTraining(NamedTuple):
 
     Attributes
     ----------
-    order : the mini-batches.
     keys : the keys ``int64[K]`` of the draws of networks and losses.
     privacy : the record of the privacy that the training spends; None: it is not private.
     rule : the rule that adds noise; None: the training is not private.

@@ -32,7 +32,6 @@ class ModelInTraining:
 
     Attributes
     ----------
-    executor : the executor that computes its gradients.
     losses : the sum of the losses that its steps report, ``[K]``.
     steps : the number of steps that report a loss, ``[K]``.
     rows : the model after its last step, ``[K, P+B]``.

@@ -43,14 +43,7 @@ class ActorExchange:
 
     Parameters
     ----------
-    call : what the groups run.
-    bundles : all groups.
     sums : the sums that stay on nodes; None: they come with the replies.
-    fleet : the actors of the run.
-    bundle_replies : how large earlier replies were.
-    speeds : what is known of how fast actors are.
-    stopped : a function that tells whether the run was asked to stop; called between results.
-    warn : a function that is called with a warning.
     """
 
     def __init__(

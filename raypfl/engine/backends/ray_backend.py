@@ -35,8 +35,6 @@ class RayBackend:
     Parameters
     ----------
     actors, start, pools, job, mixed_devices : as for :class:`ActorFleet`.
-    stopped : a function that tells whether the run was asked to stop; called between results.
-    warn : a function that is called with a warning, for example when actors die.
     """
 
     def __init__(

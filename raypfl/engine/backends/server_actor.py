@@ -36,7 +36,6 @@ class _EventStream:
 
     Attributes
     ----------
-    run : the id of the run.
     id : the id of the stream, of which a run has another after its server was started again.
     events : the events.
     first : the number of the first of them.

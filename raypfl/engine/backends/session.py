@@ -20,7 +20,6 @@ class StartedServer:
 
     Attributes
     ----------
-    actor : the handle.
     kind : what it was started with; a run of another kind needs another one.
     node : the id of the node that it was started on; None: any.
     """
@@ -41,7 +40,6 @@ class SpareServer:
     Attributes
     ----------
     shared : whether a session is active, so that a run's server is kept.
-    server : the server, if there is one.
     """
 
     shared: bool = False

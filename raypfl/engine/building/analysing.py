@@ -24,13 +24,7 @@ TableColumns = Mapping[str, Mapping[str, str]]
 
 
 class Analyses:
-    """All analyses of a run.
-
-    Parameters
-    ----------
-    prepared : the experiment, which names the analyses, with its task, on the server's device.
-    run_dir : the run's folder.
-    """
+    """All analyses of a run."""
 
     def __init__(self, prepared: Prepared, run_dir: str):
         experiment = prepared.experiment

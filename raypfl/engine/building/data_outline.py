@@ -20,7 +20,6 @@ class DataOutline:
     ----------
     attributes : attributes of :class:`raypfl.data.FederatedData`, by name, for which the data need not be opened.
     counts : number of samples in each client's ``train`` and ``test`` split, ``int64[num_clients]`` each.
-    load : a function that opens the data.
     """
 
     attributes: Mapping[str, Any] = field(default_factory=dict)

@@ -75,8 +75,6 @@ def rounds_for(experiment: Experiment, turns: ClientTurns, runner: GroupRunner, 
 
     Parameters
     ----------
-    turns : the clients' turns.
-    runner : the runner of the server's exchanges.
     together : see :class:`AsynchronousRounds`.
 
     Raises

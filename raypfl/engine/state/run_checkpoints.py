@@ -37,11 +37,6 @@ class RunCheckpoints:
 
     Parameters
     ----------
-    job : the run's names, folders and hashes.
-    state : what the run has reached.
-    evaluator : the evaluations of the run.
-    rounds : who takes part in the rounds of the run.
-    emit : called with the event of each checkpoint.
     clock : returns the seconds that the run has computed, from any origin.
     """
 

@@ -20,16 +20,11 @@ from raypfl.storage.tree import Copies, flatten
 class RunState:
     """All that rounds change, and that a checkpoint keeps.
 
-    Parameters
-    ----------
-    runner : the runner of the server's exchanges, which has the clients' states and the ledger.
-
     Attributes
     ----------
     round : the last finished round; 0 before the first one.
     time : simulated seconds since the start of the run.
     server : the server's state, which the method changes.
-    tables : the run's tables so far.
     """
 
     def __init__(self, runner: GroupRunner):

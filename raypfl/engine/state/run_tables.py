@@ -71,10 +71,6 @@ class RunTables:
     evaluations : the columns of the evaluations table, and their kinds.
     saved : the tables of a checkpoint, by name, to begin with; None: all tables are empty.
     columns : the columns of the table of rounds, and their kinds.
-
-    Attributes
-    ----------
-    by_name : the tables, by their names.
     """
 
     def __init__(

@@ -30,7 +30,6 @@ class TurnGroup:
 
     Attributes
     ----------
-    index : see :class:`Group`.
     clients : the clients' numbers, ``int64[K]``.
     """
 
@@ -50,7 +49,6 @@ class TurnBatch:
     Parameters
     ----------
     first : the first of these rounds.
-    function : the name of the client function.
     parts : clients, ``int64[n]``, and their turns; those of different parts train in different groups.
     as_sent : round -> whether its replies count like those of a synchronous one.
     cut : a function that cuts clients into groups; it returns their positions.

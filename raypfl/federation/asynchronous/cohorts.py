@@ -28,12 +28,7 @@ SEVERAL_EXCHANGES = "several exchanges a round"
 
 
 class Sent(BaseException):
-    """Leaves a method's round at its exchange; no error, so that no ``except Exception`` of the method stops it.
-
-    Attributes
-    ----------
-    message : what the clients receive.
-    """
+    """Leaves a method's round at its exchange; no error, so that no ``except Exception`` of the method stops it."""
 
     def __init__(self, message: Message):
         super().__init__()

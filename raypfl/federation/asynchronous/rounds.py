@@ -54,13 +54,8 @@ class AsynchronousRounds(Rounds):
     Parameters
     ----------
     clients : the number of each client of the schedule, ``int64[n]``.
-    learning_rate : a function that returns the learning rate of a round.
     together : whether clients that were sent different models may train in one group. The method's client function
         then gets a row for each client where it sends a tensor to all.
-
-    Attributes
-    ----------
-    runner : the runner of the server's exchanges.
     """
 
     def __init__(

@@ -27,7 +27,6 @@ class Done:
 
     Attributes
     ----------
-    reply : the group's reply.
     stacks : changes of the clients' states as ``(clients, stack, contents)``; a stack is a :class:`Stack` or a
         reference to one. Empty if no state changed.
     home : the node that holds the stacks.
@@ -101,7 +100,6 @@ class StoredStack(NamedTuple):
     ----------
     shard : the outline of the shard that it was made of.
     stack : a :class:`Stack` or a reference to one.
-    contents : the stack's contents.
     node : the node that holds it.
     """
 

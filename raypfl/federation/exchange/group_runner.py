@@ -48,17 +48,8 @@ class GroupRunner:
 
     Attributes
     ----------
-    task : what the method is started with.
-    backend : where groups run: in this process, or in Ray's actors.
-    states : the clients' states.
-    ledger : the messages of the run.
     failures : how often a group is tried, and whether failing clients are skipped.
-    context : what the server computes with.
     costs : ``float[num_clients]`` expected duration of each client's turn, in any unit.
-    cut_for : the group sizes and the executor for a cohort of a given size.
-    warn : called with warnings for the user.
-    privacy : how training is made private.
-    wire : what happens to training messages on their way to the server.
     last_exchange : a sentence with the shapes of what the cohort's last exchange sent and returned.
     observers : numbers of the analyses that see the local steps of this round.
     keep_observations : called with a round and what analyses keep of a group's steps, as soon as the group has replied.
@@ -108,12 +99,9 @@ class GroupRunner:
         ----------
         function : the name of the method's client function, or a function of the engine's own.
         clients : ``(position in the cohort, client)`` pairs.
-        arguments : what the clients receive, by name.
         cut_for : replaces the run's own cut into groups.
         server : the server's state, which the function gets as `server` and fetches entry by entry. It is not charged.
-        observers : numbers of the analyses that see the local steps.
         exchange : the exchange's name, different from all others of the round.
-        training : whether the exchange is part of training.
         work : the share of its local steps that each client of the cohort does; None: all do all of them.
         """
         to_all = {}
@@ -166,11 +154,9 @@ class GroupRunner:
 
         Parameters
         ----------
-        function : the name of the method's client function.
         clients, turns, indices : for each group its clients' numbers, ``int64[K]``, their turns, and its index.
         messages : round -> what the clients received in it, by name.
         round : the first round that these clients reply to.
-        exchange : the exchange's name.
         """
         groups = []
         for index, ids, group_turns in zip(indices, clients, turns, strict=True):

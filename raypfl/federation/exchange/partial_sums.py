@@ -49,7 +49,6 @@ class PartialSum:
 
     Attributes
     ----------
-    groups : the groups.
     subtrees : a reference to the sums, a list of :class:`raypfl.federation.exchange.tree_sum.Subtree`.
     """
 

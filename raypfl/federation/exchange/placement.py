@@ -72,7 +72,6 @@ class _Plan:
 
     Attributes
     ----------
-    made_at : the time at which the plan was made.
     num_finished : the number of bundles that have finished since.
     bundles : number of the actor -> its bundles.
     turns : the numbers of actors that may be idle and have bundles, in the order of these.

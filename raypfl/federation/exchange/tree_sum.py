@@ -34,7 +34,6 @@ class Subtree:
     ----------
     level : the subtree has ``2**level`` groups.
     place : their indices begin at ``place * 2**level``.
-    totals : the sums, by name.
     """
 
     level: int

@@ -22,7 +22,6 @@ class Selector:
 
     Parameters
     ----------
-    turns : the clients' turns.
     num_samples : training samples of each client, ``int64[num_clients]``.
     """
 

@@ -22,7 +22,6 @@ class Descent:
     Parameters
     ----------
     tensors : views of `theta`, a leaf per segment.
-    memory : the optimizer's memory.
     correction : a tensor of `theta`'s shape that is added to every gradient; None: none.
     """
 

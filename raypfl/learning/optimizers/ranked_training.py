@@ -29,7 +29,6 @@ class RankedTraining:
     keys : the keys of the draws, ``int64[K]``.
     correction : a tensor that is added to every gradient, ``[K, P]``; None: none.
     theta, statistics : the models, ``[K, P]`` and ``[K, B]``.
-    memory : the optimizer's memory.
     losses : the sum of the losses of all steps so far, ``[K]``.
     """
 

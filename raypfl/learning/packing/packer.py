@@ -328,7 +328,6 @@ class Packed(Vectorised):
     Parameters
     ----------
     alone : the executor of the run's clients.
-    run : the number of the run.
     """
 
     def __init__(self, alone: Vectorised, packer: Packer, run: int):

@@ -123,7 +123,6 @@ def rounds_alike(calls: Iterable[OperationCall], rows: int, dtype: torch.dtype) 
 
     Parameters
     ----------
-    calls : the operations of a step.
     rows : the number of clients in it.
     dtype : the type of the models' numbers. What is more precise, as Adam's count of steps, is rounded to it.
     """

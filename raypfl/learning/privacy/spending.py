@@ -25,10 +25,8 @@ class Spending(NamedTuple):
 
     Attributes
     ----------
-    client : the client's number.
     branch : the name of the client function, and the number of the training in it.
     rate : the probability of a sample to be in a batch; 1 without sampling.
-    steps : the number of steps.
     uses : the number of noisy sums of the same batch in each step.
     """
 

@@ -77,7 +77,6 @@ class OperationRecorder(TorchDispatchMode):
     Attributes
     ----------
     constants : the tensors that are no results, by name.
-    operations : the operations, in their order.
     tensors : all tensors, by name.
     """
 

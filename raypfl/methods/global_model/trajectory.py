@@ -56,9 +56,7 @@ class StudentTrajectory:
 
     Attributes
     ----------
-    model : the network.
     labels : ``int64[n]``, the classes of the images.
-    steps : number of gradient steps.
     checkpointing : compute the steps again for an unrolled gradient, instead of storing them.
     """
 

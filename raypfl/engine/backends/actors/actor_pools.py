@@ -45,10 +45,8 @@ class ActorPools:
 
     Parameters
     ----------
-    pools : the pools, as the settings describe them.
     server : what the server reserves, as options for Ray.
     groups : the number of groups of a cohort, which is as many actors as have something to do.
-    nodes : called for the nodes of the cluster.
 
     Attributes
     ----------

@@ -32,8 +32,6 @@ class StartedActor:
 
     Attributes
     ----------
-    pool : the index of its pool.
-    handle : the Ray actor.
     prepared : the reference that `prepare` returned.
     home : where the actor is, once it is ready.
     takes_part : whether it gets groups; not if it computes on another type of device.
@@ -61,14 +59,7 @@ class ActorFleet:
     ----------
     actors : the client actors, which may still be starting, as ``(pool, handle)``.
     start : a function that starts another actor with options for Ray.
-    pools : the number of actors that each pool should have.
-    job : the job that the actors prepare for.
-    warn : a function that is called with a warning, for example when actors die.
     mixed_devices : whether actors may compute on devices of several types.
-
-    Attributes
-    ----------
-    restarts : when actors that died are replaced.
     """
 
     def __init__(

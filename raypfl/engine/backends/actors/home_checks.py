@@ -14,7 +14,6 @@ class HomeChecks:
     Parameters
     ----------
     mixed_devices : whether actors may compute on devices of several types.
-    warn : a function that is called with a warning.
     """
 
     def __init__(self, mixed_devices: bool, warn: Callable[[str], None]):
