@@ -124,19 +124,21 @@ def with_output_layer(network: nn.Module, layer: nn.Module) -> nn.Module:
     return network
 
 
-class ShiftedLinear(nn.Linear):
-    """``W (z + shift) + bias``, with a buffer for a mean of z that a loss keeps; both start at zeros.
-
-    Parameters
-    ----------
-    like : the output layer, whose weights it copies.
-    """
-
-    mean: Tensor
+class LinearLike(nn.Linear):
+    """Base class of output layers that begin with the weights of the network's own, `like`."""
 
     def __init__(self, like: nn.Linear):
         super().__init__(like.in_features, like.out_features, bias=like.bias is not None)
         self.load_state_dict(like.state_dict())
+
+
+class ShiftedLinear(LinearLike):
+    """``W (z + shift) + bias``, with a buffer for a mean of z that a loss keeps; both start at zeros."""
+
+    mean: Tensor
+
+    def __init__(self, like: nn.Linear):
+        super().__init__(like)
         self.shift = nn.Parameter(torch.zeros(like.in_features))
         self.register_buffer("mean", torch.zeros(like.in_features))
 
@@ -144,37 +146,28 @@ class ShiftedLinear(nn.Linear):
         return super().forward(z + self.shift)
 
 
-class MatchedLinear(nn.Linear):
-    """An output layer with a matrix ``match[d, d]`` for a method's loss, which begins as the identity (FedKD).
-
-    Parameters
-    ----------
-    like : the output layer, whose weights it copies.
-    """
+class MatchedLinear(LinearLike):
+    """An output layer with a matrix ``match[d, d]`` for a method's loss, which begins as the identity (FedKD)."""
 
     def __init__(self, like: nn.Linear):
-        super().__init__(like.in_features, like.out_features, bias=like.bias is not None)
-        self.load_state_dict(like.state_dict())
+        super().__init__(like)
         self.match = nn.Parameter(torch.eye(like.in_features))
 
 
-class GatedLinear(nn.Linear):
+class GatedLinear(LinearLike):
     """Two output layers, one on each part of the features: ``W (r * z) + b + W_g ((1 - r) * z) + b_g`` (FedCP).
 
     A gate of z and a context v gives both parts' scores, ``relu(layer_norm(G (z * v / ||v||) + g))``: ``[b, 2d]``. The
     softmax over both parts gives ``r[b, d]``. In training mode, Gumbel noise is added to the scores.
 
-    Parameters
-    ----------
-    like : the output layer; both begin with its weights. The context begins with the sum of its rows.
+    Both layers begin with the weights of `like`, and the context with the sum of their rows.
     """
 
     draws = True
 
     def __init__(self, like: nn.Linear):
+        super().__init__(like)
         size = like.in_features
-        super().__init__(size, like.out_features, bias=like.bias is not None)
-        self.load_state_dict(like.state_dict())
         self.global_weight = nn.Parameter(self.weight.detach().clone())
         self.global_bias = None if self.bias is None else nn.Parameter(self.bias.detach().clone())
 
@@ -219,21 +212,16 @@ def conditional_valve(z: Tensor, condition: Tensor, valve: Mapping[str, Tensor])
     return ((1 + factor("gamma")) * z + factor("beta")).relu()
 
 
-class ConditionedLinear(nn.Linear):
+class ConditionedLinear(LinearLike):
     """An output layer on features that passed a valve with the client's condition (GPFL).
 
     It also has an embedding of each class, ``[C, d]``, which begins with normal draws, for a method's loss. The
     condition begins with zeros.
-
-    Parameters
-    ----------
-    like : the output layer, whose weights it copies.
     """
 
     def __init__(self, like: nn.Linear):
+        super().__init__(like)
         size = like.in_features
-        super().__init__(size, like.out_features, bias=like.bias is not None)
-        self.load_state_dict(like.state_dict())
         self.condition = nn.Parameter(torch.zeros(size))
         self.embeddings = nn.Parameter(torch.randn(like.out_features, size))
         for name in ("gamma", "beta"):
@@ -248,19 +236,14 @@ class ConditionedLinear(nn.Linear):
         return super().forward(conditional_valve(z, self.condition, valve))
 
 
-class SimplexLinear(nn.Linear):
+class SimplexLinear(LinearLike):
     """An output layer whose weights are a mixture ``sum_m a_m W_m`` of endpoints ``[M, C, d]``, with one bias (Floco).
 
     The endpoints are drawn independently (Xavier normal). The mixture ``[M]`` begins at the centre.
-
-    Parameters
-    ----------
-    like : the output layer, whose shape and bias it has.
     """
 
     def __init__(self, like: nn.Linear, endpoints: int):
-        super().__init__(like.in_features, like.out_features, bias=like.bias is not None)
-        self.load_state_dict(like.state_dict())
+        super().__init__(like)
         self.mixture = nn.Parameter(torch.full((endpoints,), 1 / endpoints))
         self.weight = nn.Parameter(self.weight.new_empty(endpoints, *self.weight.shape))
         for endpoint in self.weight.detach():
