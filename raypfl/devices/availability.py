@@ -42,6 +42,10 @@ class Availability(ABC):
         """Return :meth:`is_available` of one client, fast: a schedule asks a million times."""
         return bool(self.is_available(np.array([client]), time)[0])
 
+    def of(self, owners: np.ndarray) -> Availability:
+        """Return the availability of other clients: client i is available when client ``owners[i]`` is here."""
+        return _Renumbered(self, owners)
+
 
 class Always(Availability):
     """Every client can always be reached."""
@@ -51,6 +55,9 @@ class Always(Availability):
 
     def next_available(self, clients: np.ndarray, time: float | np.ndarray) -> np.ndarray:
         return np.broadcast_to(np.asarray(time, dtype=np.float64), len(clients)).copy()
+
+    def of(self, owners: np.ndarray) -> Availability:
+        return self
 
 
 class Spans(Availability):
@@ -98,10 +105,6 @@ class Spans(Availability):
         overlaps = np.zeros(len(clients), dtype=bool)
         overlaps[1:] = (clients[1:] == clients[:-1]) & (self._starts[1:] < self._ends[:-1])
         _refuse(clients, self._starts, self._ends, overlaps, "which overlaps the one before")
-
-    def of(self, owners: np.ndarray) -> Availability:
-        """Return the availability of other clients: client i has the spans of client ``owners[i]`` here."""
-        return _Shared(self, owners)
 
     def is_available(self, clients: np.ndarray, time: float | np.ndarray) -> np.ndarray:
         clients = np.asarray(clients)
@@ -161,21 +164,21 @@ class Spans(Availability):
         return low - 1
 
 
-class _Shared(Availability):
-    """Clients that share the spans of others, ``int64[num_clients]``."""
+class _Renumbered(Availability):
+    """Clients that are available when others are, ``int64[num_clients]``."""
 
-    def __init__(self, spans: Spans, owners: np.ndarray):
-        self._spans = spans
+    def __init__(self, availability: Availability, owners: np.ndarray):
+        self._availability = availability
         self._owners = owners
 
     def is_available(self, clients: np.ndarray, time: float | np.ndarray) -> np.ndarray:
-        return self._spans.is_available(self._owners[clients], time)
+        return self._availability.is_available(self._owners[clients], time)
 
     def is_one_available(self, client: int, time: float) -> bool:
-        return self._spans.is_one_available(self._owners[client], time)
+        return self._availability.is_one_available(self._owners[client], time)
 
     def next_available(self, clients: np.ndarray, time: float | np.ndarray) -> np.ndarray:
-        return self._spans.next_available(self._owners[clients], time)
+        return self._availability.next_available(self._owners[clients], time)
 
 
 class Chances(Availability):

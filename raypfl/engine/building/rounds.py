@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from raypfl.common.errors import ConfigError
-from raypfl.devices import Always, Availability, ClientTurns
+from raypfl.devices import ClientTurns
 from raypfl.federation.asynchronous.rounds import AsynchronousRounds
 from raypfl.federation.asynchronous.schedule import Fleet, Schedule, make_schedule
 from raypfl.federation.cohort_draw import cohort_size
@@ -17,23 +17,6 @@ from raypfl.federation.rounds import Rounds, SynchronousRounds
 
 if TYPE_CHECKING:
     from raypfl.experiment import Experiment
-
-
-class _OfTrained(Availability):
-    """The availability of the clients that are trained, by their positions among them."""
-
-    def __init__(self, availability: Availability, trained: np.ndarray):
-        self._availability = availability
-        self._trained = trained
-
-    def is_available(self, clients: np.ndarray, time: float | np.ndarray) -> np.ndarray:
-        return self._availability.is_available(self._trained[clients], time)
-
-    def is_one_available(self, client: int, time: float) -> bool:
-        return self._availability.is_one_available(self._trained[client], time)
-
-    def next_available(self, clients: np.ndarray, time: float | np.ndarray) -> np.ndarray:
-        return self._availability.next_available(self._trained[clients], time)
 
 
 def schedule_for(
@@ -55,13 +38,12 @@ def schedule_for(
     if settings.buffer is None:
         return None
 
-    is_always = isinstance(turns.availability, Always)
     size = cohort_size(experiment.cohort, len(trained))
     fleet = Fleet(
         seconds=turns.turn_seconds(trained),
         size=size,
         dropout=turns.dropout,
-        availability=turns.availability if is_always else _OfTrained(turns.availability, trained),
+        availability=turns.availability.of(trained),
     )
     if looks_ahead:
         # At most `size` clients are at work, and each round gets a reply from at least one of them.

@@ -42,9 +42,8 @@ class AFL(FedAvg):
 
     def start(self, task: Task) -> ServerState:
         state = super().start(task)
-        start = _trained(task).astype(float)
-        if self.weighting == "samples":
-            start *= task.num_samples
+        start = np.zeros(task.num_clients)
+        start[task.trained] = task.num_samples[task.trained] if self.weighting == "samples" else 1
         weights = torch.from_numpy(start / start.sum()).to(state["theta"])
         return {**state, "lambda": weights, "sum": torch.zeros_like(state["theta"]), "rounds": 0}
 
@@ -59,7 +58,7 @@ class AFL(FedAvg):
 
         raised = weights.clone()
         raised[ids] += self.lambda_lr * reply["loss"]
-        trained = torch.from_numpy(_trained(cohort.task)).to(weights.device)
+        trained = torch.from_numpy(cohort.task.trained).to(weights.device)
         server["lambda"] = torch.zeros_like(weights)
         server["lambda"][trained] = on_simplex(raised[trained])
 
@@ -74,10 +73,3 @@ class AFL(FedAvg):
         if server["rounds"] == 0:
             return server["theta"]
         return server["sum"] / server["rounds"]
-
-
-def _trained(task: Task) -> np.ndarray:
-    """Return whether each client is one that takes part in training, ``bool[num_clients]``."""
-    trained = np.ones(task.num_clients, dtype=bool)
-    trained[task.unseen] = False
-    return trained
