@@ -49,14 +49,6 @@ class Devices:
         """Return how long each client receives `down_bytes`: ``float64[len(clients)]``."""
         return down_bytes * (BITS_PER_BYTE / 1000) / self.down_kbps[clients]
 
-    def compute_seconds(self, clients: np.ndarray, samples: float | np.ndarray) -> np.ndarray:
-        """Return how long each client's gradient steps take on `samples`: ``float64[len(clients)]``."""
-        return samples * self.ms_per_sample[clients] / 1000
-
-    def upload_seconds(self, clients: np.ndarray, up_bytes: float | np.ndarray) -> np.ndarray:
-        """Return how long each client sends `up_bytes`: ``float64[len(clients)]``."""
-        return up_bytes * (BITS_PER_BYTE / 1000) / self.up_kbps[clients]
-
     def turn_seconds(
         self,
         clients: np.ndarray,
@@ -77,6 +69,7 @@ class Devices:
         -------
         ``float64[n]``, above 0 if there is anything to compute or to send.
         """
-        received = self.download_seconds(clients, down_bytes)
-        computed = self.compute_seconds(clients, samples)
-        return received + computed + self.upload_seconds(clients, up_bytes)
+        receiving = self.download_seconds(clients, down_bytes)
+        computing = samples * self.ms_per_sample[clients] / 1000
+        sending = up_bytes * (BITS_PER_BYTE / 1000) / self.up_kbps[clients]
+        return receiving + computing + sending

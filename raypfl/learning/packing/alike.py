@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dis
 import types
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Mapping, Set
 from dataclasses import fields, is_dataclass
 from functools import cache, cached_property, partial
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from raypfl.learning.loss import LocalLoss
 from raypfl.learning.optimizers import Update
 from raypfl.learning.packing.numbers import FUNCTIONS, NUMBERS, may_differ
+from raypfl.learning.recording.python_state import names_in, with_nested
 from raypfl.models.extras import Extras, Other
 from raypfl.models.flat import FlatModel
 from raypfl.models.parts import stored_tensors
@@ -170,7 +171,7 @@ class Likeness:
             return same_owner and self._same_function(function, function)
 
         code = a.__code__
-        if code is not b.__code__ or a.__globals__ is not b.__globals__ or not TEMPLATE.isdisjoint(_names(code)):
+        if code is not b.__code__ or a.__globals__ is not b.__globals__ or not TEMPLATE.isdisjoint(names_in(code)):
             return False
         options = [(function.__defaults__, function.__kwdefaults__) for function in (a, b)]
         if not self._same_value(options[0], options[1], None):
@@ -197,7 +198,7 @@ def _further_attributes(value: Any, names: Set[str]) -> set[str]:
 def _attributes_read(code: types.CodeType, variable: str) -> Set[str] | None:
     """Return the attributes that code reads of a variable; None if it uses the variable in another way."""
     read: set[str] = set()
-    for part in _parts(code):
+    for part in with_nested(code):
         instructions = list(dis.get_instructions(part))
         for instruction, following in zip(instructions, [*instructions[1:], None], strict=True):
             if instruction.argval != variable or instruction.opname in ("LOAD_CLOSURE", "MAKE_CELL"):
@@ -207,16 +208,3 @@ def _attributes_read(code: types.CodeType, variable: str) -> Set[str] | None:
                 return None
             read.add(following.argval)
     return read
-
-
-@cache
-def _names(code: types.CodeType) -> frozenset[str]:
-    return frozenset(name for part in _parts(code) for name in part.co_names)
-
-
-def _parts(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Yield code and that of the functions within it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _parts(constant)
