@@ -161,7 +161,8 @@ class Rounds:
             failures=FailureSettings(),
             context=ServerContext(pools, precision, lambda event: None),
             costs=np.full(job.population, float(job.steps)),
-            cut_for=lambda cohort: (even_sizes(cohort, groups), job.executor),
+            group_sizes=lambda cohort: even_sizes(cohort, groups),
+            executor=job.executor,
             warn=self.warnings.add,
         )
         self.server = self.method.start(task)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -145,13 +146,14 @@ class Evaluator:
         makes_models = self.method.has("personal_model") or self.method.has("unseen_model")
         visible_state = state if makes_models else {}
 
+        group_sizes = partial(groups_for, self.experiment.engine, evaluation=True)
         copies = Copies()
         replies = ReplyAggregator(len(clients), torch.device("cpu"))
         for pairs in self._portions(clients):
             cohort = EvaluationCohort(self.runner, [client for _, client in pairs], round, lr, unseen)
             personalize(self.method, state, cohort, copies)
             call, groups = self.runner.prepare(
-                _score, pairs, round, lr, arguments, self._cut, visible_state, exchange="evaluation"
+                _score, pairs, round, lr, arguments, group_sizes, visible_state, exchange="evaluation"
             )
             spent: dict[int, list[Spending]] = {}
             for group, done in self.runner.run(call, groups, _refuse_failure):
@@ -206,9 +208,6 @@ class Evaluator:
             portions.append(pairs[start : start + portion_size])
             start += portion_size
         return portions
-
-    def _cut(self, clients: int) -> tuple[list[int], str]:
-        return groups_for(self.experiment.engine, clients, evaluation=True), self.experiment.engine.executor
 
     def _trained_clients(self) -> list[int]:
         """Return the trained clients to evaluate: honest ones, and with test data if no others are used."""

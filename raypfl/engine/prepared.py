@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, cast
 
@@ -294,7 +294,8 @@ class Prepared:
             failures=experiment.failures,
             context=ServerContext(self.server_pools, self.precision, emit),
             costs=client_costs(experiment, self.task.num_samples),
-            cut_for=lambda cohort: (groups_for(experiment.engine, cohort), experiment.engine.executor),
+            group_sizes=partial(groups_for, experiment.engine),
+            executor=experiment.engine.executor,
             warn=warn,
             privacy=experiment.privacy,
             wire=self._wire(),

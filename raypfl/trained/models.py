@@ -312,7 +312,8 @@ class TrainedModels:
             ledger=Ledger(),
             failures=self.experiment.failures,
             costs=client_costs(self.experiment, sizes),
-            cut_for=lambda cohort: ([cohort], self.experiment.engine.executor),
+            group_sizes=lambda cohort: [cohort],
+            executor=self.experiment.engine.executor,
             warn=warnings.warn,
         )
         cohort = EvaluationCohort(runner, clients, self.round, self._lr, unseen)

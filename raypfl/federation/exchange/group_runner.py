@@ -35,8 +35,8 @@ from raypfl.storage.tree import flatten
 _MAX_NAMED = 5
 """Clients whose numbers a message lists, of those that failed together."""
 
-CutFor = Callable[[int], tuple[list[int], str]]
-"""The group sizes and the executor for a cohort of a given size."""
+GroupSizes = Callable[[int], list[int]]
+"""The sizes of the groups that a cohort of a given size is cut into."""
 
 DropClient = Callable[[int, str], None]
 """Called with a client that failed and the reason; the exchange goes on without it."""
@@ -62,7 +62,8 @@ class GroupRunner:
     failures: FailureSettings
     context: ServerContext
     costs: np.ndarray
-    cut_for: CutFor
+    group_sizes: GroupSizes
+    executor: str
     warn: Callable[[str], None]
     privacy: PrivacySettings = field(default_factory=PrivacySettings)
     wire: Wire = field(default_factory=Wire)
@@ -86,7 +87,7 @@ class GroupRunner:
         round: int,
         lr: float,
         arguments: Mapping[str, Any],
-        cut_for: CutFor | None = None,
+        group_sizes: GroupSizes | None = None,
         server: Mapping[str, Any] | None = None,
         observers: tuple[int, ...] = (),
         exchange: str = "",
@@ -99,7 +100,7 @@ class GroupRunner:
         ----------
         function : the name of the method's client function, or a function of the engine's own.
         clients : ``(position in the cohort, client)`` pairs.
-        cut_for : replaces the run's own cut into groups.
+        group_sizes : replaces the run's own.
         server : the server's state, which the function gets as `server` and fetches entry by entry. It is not charged.
         exchange : the exchange's name, different from all others of the round.
         work : the share of its local steps that each client of the cohort does; None: all do all of them.
@@ -116,7 +117,7 @@ class GroupRunner:
         ids = np.array([client for _, client in clients])
         positions = np.array([position for position, _ in clients])
         groups = []
-        for index, members in enumerate(self.cut(ids, cut_for)):
+        for index, members in enumerate(self.cut(ids, group_sizes)):
             group_positions = positions[members]
             scattered = {name: array[group_positions] for name, array in rows.items()}
             group_work = None if work is None else work[group_positions]
@@ -170,18 +171,13 @@ class GroupRunner:
         shared = self._broadcasts.send(tensors, round)
         return Call(function, round, 0.0, shared, exchange=exchange, training=True, messages=skeletons), groups
 
-    @property
-    def executor(self) -> str:
-        """The executor of training."""
-        _, executor = self.cut_for(1)
-        return executor
-
-    def cut(self, ids: np.ndarray, cut_for: CutFor | None = None) -> list[np.ndarray]:
+    def cut(self, ids: np.ndarray, group_sizes: GroupSizes | None = None) -> list[np.ndarray]:
         """Cut clients into groups that have the same network; return the positions of each group's clients."""
         groups = []
         for positions in self.task.by_architecture(ids):
-            sizes, executor = (cut_for or self.cut_for)(len(positions))
-            groups += [positions[members] for members in cut_into_groups(self.costs[ids[positions]], sizes, executor)]
+            sizes = (group_sizes or self.group_sizes)(len(positions))
+            cut = cut_into_groups(self.costs[ids[positions]], sizes, self.executor)
+            groups += [positions[members] for members in cut]
         return groups
 
     def length(self, ids: np.ndarray) -> float:
@@ -257,17 +253,8 @@ class GroupRunner:
         groups: list[Group] = []
         for all_clients in self.states.clients_to_rewrite():
             for members in self.task.by_architecture(all_clients):
-                clients = [all_clients[position] for position in members]
-                group = Group(
-                    index=len(groups),
-                    clients=tuple(clients),
-                    positions=np.arange(len(clients)),
-                    scattered={},
-                    states=[self.states.refs(client) for client in clients],
-                    tries=self.tries,
-                    deaths=self.failures.deaths,
-                )
-                groups.append(group)
+                ids = np.array(all_clients)[members]
+                groups.append(self._group(_copy_state, len(groups), ids, np.arange(len(ids)), {}))
         if not groups:
             return
 
