@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import os
 
 import pyarrow as pa
 import pyarrow.fs as pafs
 
 from raypfl.common.errors import CheckpointError
+
+OBJECT_STORES = {"s3", "gcs", "abfs"}
+"""Arrow's names of file systems that have no folders: a file's path is a name."""
 
 
 def open_location(location: str) -> tuple[pafs.FileSystem, str]:
@@ -24,12 +28,21 @@ def open_location(location: str) -> tuple[pafs.FileSystem, str]:
     if not is_shared(location):
         return pafs.LocalFileSystem(), absolute(location)
     try:
-        files, path = pafs.FileSystem.from_uri(location)
+        return _open_shared(location)
     except (pa.ArrowException, OSError) as error:
         raise CheckpointError(
             f"checkpoint.location is {location!r}, which cannot be opened: {error}. "
             f"Give a folder, or a URI such as s3://bucket/folder or gs://bucket/folder."
         ) from error
+
+
+# To open S3 is a request of its own, which asks for the bucket's region.
+@functools.lru_cache(maxsize=16)
+def _open_shared(location: str) -> tuple[pafs.FileSystem, str]:
+    if location.startswith("s3://") and "allow_delayed_open" not in location:
+        # A small file is then sent in one request, not in the three of an upload in parts.
+        location += ("&" if "?" in location else "?") + "allow_delayed_open=true"
+    files, path = pafs.FileSystem.from_uri(location)
     return files, path.rstrip("/")
 
 
@@ -53,3 +66,15 @@ def read_bytes(files: pafs.FileSystem, path: str) -> bytes:
     """Return the content of a file."""
     with files.open_input_stream(path, compression=None) as stream:
         return stream.read()
+
+
+def write_bytes(files: pafs.FileSystem, path: str, content: bytes | pa.Buffer) -> None:
+    """Write a file into a folder that there is; in an object store, others see all of it or nothing."""
+    with files.open_output_stream(path, compression=None) as stream:
+        stream.write(content)
+
+
+def make_folder(files: pafs.FileSystem, path: str) -> None:
+    """Make a folder and those above it, unless they are there; an object store needs none."""
+    if files.type_name not in OBJECT_STORES:
+        files.create_dir(path, recursive=True)

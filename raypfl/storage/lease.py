@@ -181,8 +181,7 @@ class _LeaseFile:
         if self._is_local:
             write(Path(self._path), content)
             return
-        with self._files.open_output_stream(self._path, compression=None) as stream:
-            stream.write(content.encode())
+        filesystems.write_bytes(self._files, self._path, content.encode())
 
     def clear(self) -> None:
         self._files.delete_file(self._path)
@@ -202,7 +201,7 @@ class _LeaseFile:
         silent_holder : an attempt on another machine that is taken for dead; None: there is none.
         """
         try:
-            self._files.create_dir(self._root, recursive=True)
+            filesystems.make_folder(self._files, self._root)
             with locked(Path(self._path)) if self._is_local else contextlib.nullcontext():
                 holder = self.read()
                 if holder is not None and holder != silent_holder and holder.is_alive is not False:

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
+from raypfl.storage import filesystems
 from raypfl.storage.columns import Columns
 
 FULL = 1 << 18
@@ -88,9 +89,8 @@ class RunTable:
         content = _to_parquet(rows)
         first_row = sum(part.rows for part in parts)
         file = f"{name}-{first_row:09d}-{uuid.uuid4().hex[:8]}.parquet"
-        files.create_dir(folder, recursive=True)
-        with files.open_output_stream(f"{folder}/{file}", compression=None) as stream:
-            stream.write(content)
+        filesystems.make_folder(files, folder)
+        filesystems.write_bytes(files, f"{folder}/{file}", content)
 
         part = TablePart(file, rows.num_rows, len(content), hashlib.sha256(content).hexdigest())
         self.parts = (*parts, part)
@@ -123,8 +123,7 @@ def restore_part(files: pafs.FileSystem, folder: str, part: TablePart, rows: pa.
     content = _to_parquet(rows)
     if hashlib.sha256(content).hexdigest() != part.sha256:
         return False
-    with files.open_output_stream(f"{folder}/{part.file}", compression=None) as stream:
-        stream.write(content)
+    filesystems.write_bytes(files, f"{folder}/{part.file}", content)
     return True
 
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.fs as pafs
 import pytest
 import torch
 
@@ -371,45 +369,6 @@ def test_a_uri_can_be_the_location(tmp_path: Path) -> None:
 def test_a_location_that_cannot_be_opened_is_named(location: str) -> None:
     with pytest.raises(CheckpointError, match=r"checkpoint.location is"):
         load(location)
-
-
-BUCKET = "s3://bucket/runs/digits"
-
-
-@pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pafs.FileSystem:
-    """A pretended object store, which is a file system that cannot rename."""
-    store = pafs.SubTreeFileSystem(str(tmp_path), pafs.LocalFileSystem())
-    monkeypatch.setattr(filesystems, "open_location", lambda location: (store, "runs/digits"))
-    return store
-
-
-def test_an_object_store_keeps_checkpoints_too(bucket: pafs.FileSystem, tmp_path: Path) -> None:
-    for round in (1, 2, 3):
-        name = f"{round:06d}-round-{round}"
-        assert save(f"{BUCKET}?scheme=http", round, keep=2) == f"{BUCKET}/{name}?scheme=http"
-    loaded = load(BUCKET)
-    assert loaded is not None
-    assert_same(loaded.server, make_snapshot(BUCKET).server)
-    assert folders(tmp_path / "runs/digits") == ["000002-round-2", "000003-round-3"]
-
-
-def test_in_an_object_store_a_checkpoint_without_manifest_was_never_finished(
-    bucket: pafs.FileSystem, tmp_path: Path
-) -> None:
-    save(BUCKET, 1, keep=1)
-    first = tmp_path / "runs/digits/000001-round-1"
-    shutil.copytree(first, first.with_name("000002-round-2"))
-    (first.with_name("000002-round-2") / "manifest.json").unlink()
-    warnings: list[str] = []
-    loaded = load(BUCKET, warnings)
-
-    assert loaded is not None
-    assert loaded.round == 1
-    assert "is unfinished" in warnings[0]
-
-    save(BUCKET, 3, keep=2)
-    assert folders(first.parent) == ["000001-round-1", "000003-round-3"]
 
 
 def test_a_checkpoint_of_the_version_before_gives_its_states_and_the_next_one_needs_nothing_of_it(

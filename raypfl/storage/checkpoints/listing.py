@@ -72,7 +72,7 @@ def copy_round(source: str, round: int, location: str) -> None:
         if files.get_file_info(root).type != pafs.FileType.NotFound:
             files.delete_dir_contents(root)
         for folder in (STATES, TABLES, name):
-            files.create_dir(f"{root}/{folder}")
+            filesystems.make_folder(files, f"{root}/{folder}")
 
         # The checkpoint's own folder comes last: it needs the others.
         for path in (*shared, name):

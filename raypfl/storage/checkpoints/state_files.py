@@ -217,7 +217,7 @@ def _write_content(location: str, content: bytes, state_bytes: int) -> StateFile
     files, root = filesystems.open_location(location)
     sha256 = hashlib.sha256(content).hexdigest()
     file = StateFile(f"{STATES}/{sha256[:32]}.safetensors", len(content), sha256, state_bytes)
-    files.create_dir(f"{root}/{STATES}", recursive=True)
+    filesystems.make_folder(files, f"{root}/{STATES}")
 
     # A checkpoint may list a file of this name already, so replace it atomically. Uploads to object stores are atomic.
     path = f"{root}/{file.path}"
@@ -225,8 +225,7 @@ def _write_content(location: str, content: bytes, state_bytes: int) -> StateFile
         with replacing(Path(path)) as unfinished:
             unfinished.write_bytes(content)
     else:
-        with files.open_output_stream(path, compression=None) as stream:
-            stream.write(content)
+        filesystems.write_bytes(files, path, content)
     return file
 
 

@@ -76,12 +76,11 @@ def save(location: str, snapshot: Snapshot, keep: int, permit: Callable[[], None
 
 def _write(files: pafs.FileSystem, folder: str, snapshot: Snapshot, permit: Callable[[], None]) -> None:
     """Write a checkpoint's own files into a folder."""
-    files.create_dir(folder, recursive=True)
+    filesystems.make_folder(files, folder)
     entries: dict[str, dict[str, Any]] = {}
 
     def put(name: str, content: bytes | pa.Buffer) -> None:
-        with files.open_output_stream(f"{folder}/{name}", compression=None) as stream:
-            stream.write(content)
+        filesystems.write_bytes(files, f"{folder}/{name}", content)
         entries[name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
     tensors: dict[str, torch.Tensor] = {}
