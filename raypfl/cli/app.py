@@ -24,27 +24,34 @@ app = typer.Typer(
 )
 data_app = typer.Typer(cls=CommandsWithMessages, no_args_is_help=True, help="Look at the data of each client.")
 
-app.add_typer(data_app, name="data")
 data_app.command("show", context_settings=ACCEPT_UNKNOWN_OPTIONS)(show_data)
 
-app.command(context_settings=ACCEPT_UNKNOWN_OPTIONS)(run)
-app.command(context_settings=ACCEPT_UNKNOWN_OPTIONS)(resume)
-app.command(context_settings=ACCEPT_UNKNOWN_OPTIONS)(plan)
-app.command(context_settings=ACCEPT_UNKNOWN_OPTIONS)(pretrain)
-app.command()(report)
-app.command(context_settings=ACCEPT_UNKNOWN_OPTIONS)(study)
-app.command("study new", context_settings=ACCEPT_UNKNOWN_OPTIONS)(new_study)
-app.command(context_settings=ACCEPT_UNKNOWN_OPTIONS)(ntk)
-app.command(context_settings=ACCEPT_UNKNOWN_OPTIONS)(tune)
-app.command(context_settings=ACCEPT_UNKNOWN_OPTIONS)(submit)
-app.command()(jobs)
-app.command()(logs)
-app.command()(stop)
-app.command()(predict)
-app.command()(personalize)
-app.command()(serve)
-app.command()(track)
-app.command("list")(list_catalogue)
+EXPERIMENTS = "Experiments"
+app.command(context_settings=ACCEPT_UNKNOWN_OPTIONS, rich_help_panel=EXPERIMENTS)(run)
+app.command(context_settings=ACCEPT_UNKNOWN_OPTIONS, rich_help_panel=EXPERIMENTS)(resume)
+app.command(context_settings=ACCEPT_UNKNOWN_OPTIONS, rich_help_panel=EXPERIMENTS)(study)
+app.command("study new", context_settings=ACCEPT_UNKNOWN_OPTIONS, rich_help_panel=EXPERIMENTS)(new_study)
+app.command(context_settings=ACCEPT_UNKNOWN_OPTIONS, rich_help_panel=EXPERIMENTS)(tune)
+app.command(context_settings=ACCEPT_UNKNOWN_OPTIONS, rich_help_panel=EXPERIMENTS)(pretrain)
+
+BEFORE = "Before an experiment"
+app.command("list", rich_help_panel=BEFORE)(list_catalogue)
+app.add_typer(data_app, name="data", rich_help_panel=BEFORE)
+app.command(context_settings=ACCEPT_UNKNOWN_OPTIONS, rich_help_panel=BEFORE)(plan)
+
+RESULTS = "Results and models"
+app.command(rich_help_panel=RESULTS)(report)
+app.command(rich_help_panel=RESULTS)(track)
+app.command(context_settings=ACCEPT_UNKNOWN_OPTIONS, rich_help_panel=RESULTS)(ntk)
+app.command(rich_help_panel=RESULTS)(predict)
+app.command(rich_help_panel=RESULTS)(personalize)
+app.command(rich_help_panel=RESULTS)(serve)
+
+JOBS = "Jobs on a Ray cluster"
+app.command(context_settings=ACCEPT_UNKNOWN_OPTIONS, rich_help_panel=JOBS)(submit)
+app.command(rich_help_panel=JOBS)(jobs)
+app.command(rich_help_panel=JOBS)(logs)
+app.command(rich_help_panel=JOBS)(stop)
 
 
 def main() -> None:

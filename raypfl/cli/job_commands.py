@@ -24,7 +24,9 @@ JobId = Annotated[str, typer.Argument(metavar="ID", help="ID of the job, as in r
 
 def submit(
     context: typer.Context,
-    kind: Annotated[Kind, typer.Argument(help="Command to run as a job.", show_default=False)],
+    kind: Annotated[
+        Kind, typer.Argument(metavar="run|tune|study", help="Command to run as a job.", show_default=False)
+    ],
     words: Annotated[
         list[str] | None,
         typer.Argument(

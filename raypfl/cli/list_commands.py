@@ -45,15 +45,17 @@ CATALOGUES = {
 
 def list_catalogue(
     kind: Annotated[
-        str,
-        typer.Argument(metavar="|".join(CATALOGUES), help="What to list.", autocompletion=lambda: list(CATALOGUES)),
-    ],
+        str | None,
+        typer.Argument(metavar="KIND", help=f"{', '.join(CATALOGUES)}.", autocompletion=lambda: list(CATALOGUES)),
+    ] = None,
     section: Annotated[
         str | None,
         typer.Argument(metavar="[SECTION]", help="Of the settings, only a section, such as training."),
     ] = None,
 ) -> None:
     """List what an experiment can name, with options and defaults."""
+    if kind is None:
+        raise ConfigError(f"Name what to list, as in `raypfl list methods`: {', '.join(CATALOGUES)}.")
     if kind not in CATALOGUES:
         raise ConfigError(f"{kind!r} cannot be listed; {did_you_mean(kind, CATALOGUES)}")
     module, attribute = CATALOGUES[kind].split(":")

@@ -55,6 +55,7 @@ def run(
 
     KEY=VALUE changes a setting, such as training.lr=0.05 or method.lam=1.
     A method, model, data set, partition or objective of your own is named as module:Class.
+    `raypfl list settings` lists all settings, and `raypfl list recipes` the recipes.
     """
     from raypfl.cli.actions.run import run_experiments
     from raypfl.experiment import experiments

@@ -179,6 +179,7 @@ def test_suggested_commands_repeat_the_run_with_one_change():
         (["resume", "RUN", "--foo"], "There is no option --foo; settings are given as KEY=VALUE, such as rounds=5."),
         (["list", "settings", "trainning"], "There is no section 'trainning' of settings; did you mean 'training'?"),
         (["list", "methods", "fedavg"], "Only settings have sections, such as"),
+        (["list"], "Name what to list, as in `raypfl list methods`: methods, asynchronous, datasets, models"),
         (["list", "method"], "'method' cannot be listed; did you mean 'methods'?"),
     ],
 )
@@ -327,6 +328,17 @@ def test_help_loses_no_text_and_breaks_no_sentence(monkeypatch: pytest.MonkeyPat
         for paragraph in inspect.getdoc(command.callback).replace("\\[", "[").split("\n\n"):
             assert paragraph.replace("\n", " ") in help_text
     assert "methods=[fedavg,ditto] names the methods" in raypfl("study", "new", "--help").stdout
+
+
+def test_help_shows_commands_by_what_they_are_for_and_no_name_is_broken():
+    help_text = raypfl("--help").stdout
+    for panel, command in [
+        ("Experiments", "run"),
+        ("Before an experiment", "list"),
+        ("Jobs on a Ray cluster", "submit"),
+    ]:
+        assert f"│ {command} " in help_text.partition(f"─ {panel} ─")[2].partition("╰─")[0]
+    assert "partitions, " in raypfl("list", "--help").stdout
 
 
 def test_the_version_is_printed():
