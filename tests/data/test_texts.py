@@ -17,6 +17,7 @@ import raypfl as library
 from raypfl.common.errors import ConfigError, DataError
 from raypfl.data import ByColumn
 from raypfl.data.datasets import DataConfig, RawData
+from raypfl.data.datasets.hub_tokens import tokenizer_files
 from raypfl.data.datasets.words import split_text
 from raypfl.models import MODELS
 from raypfl.trained.samples import samples_in
@@ -79,7 +80,7 @@ def test_a_pool_of_texts_has_the_clients_tokens(tmp_path, opened):
     assert data.vocabulary[2:] == ["bad", "film", "good"]
     assert data.inputs[data.pool("ood/new")].tolist() == [[4, 1, 0, 0]]
 
-    with pytest.raises(ConfigError, match=r"data\.pools\.ood/new\.tokens is 'characters', but a pool's texts have"):
+    with pytest.raises(ConfigError, match=r"data\.pools\.ood/new\.tokens is 'characters', but a pool has that of"):
         opened("text_table", ByColumn(), **options, pools={"ood/new": pool | {"tokens": "characters"}})
 
 
@@ -210,6 +211,33 @@ def test_texts_are_learned_and_new_ones_predicted_with_the_runs_words(result, tm
         written(tmp_path, "review,opinion\nawful superb,good\n"), library.trained_models(result.run_dir)
     )
     assert [model.vocabulary[token] for token in inputs[0]][:2] == ["awful", "superb"] and labels.tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "sentence"),
+    [
+        ("fasttext", {"width": 0}, "model.width is 0; it must be at least 1"),
+        ("text_cnn", {"kernels": []}, r"model.kernels is \[\]; it must have numbers of at least 1"),
+        ("text_cnn", {"kernels": (3, 0)}, r"model.kernels is \[3, 0\]; it must have"),
+        ("text_transformer", {"heads": 0}, "model.heads is 0; it must be at least 1"),
+        ("gru", {"layers": 0}, "model.layers is 0; it must be at least 1"),
+    ],
+)
+def test_networks_without_units_are_refused(name, options, sentence):
+    words = {} if name == "gru" else {"num_tokens": 9}
+    with pytest.raises(ConfigError, match=sentence):
+        MODELS.get(name)((4,), 2, **words, **options)
+
+
+def test_a_new_revision_of_a_tokenizer_in_the_hubs_cache_is_another_file(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    cached = tmp_path / "models--author--bert"
+    assert tokenizer_files("transformers:author/bert") == []
+    for revision in ("first", "second"):
+        written(cached / "snapshots" / revision, "{}", "config.json")
+        file = written(cached / "snapshots" / revision, "a\nb", "vocab.txt")
+        written(cached / "refs", revision, "main")
+        assert file in tokenizer_files("transformers:author/bert")
 
 
 class TwoWords(nn.Module):

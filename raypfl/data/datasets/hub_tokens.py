@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from raypfl.common.errors import ConfigError
-from raypfl.models.published.transformers import FAMILY, from_hub, hub_library
+from raypfl.models.published.transformers import FAMILY, folder_of, from_hub, hub_library
 
 
 def tokenizer_of(name: str) -> Any:
@@ -32,8 +32,10 @@ def tokenizer_of(name: str) -> Any:
 
 
 def tokenizer_files(name: str) -> list[Path]:
-    """Return the files of a tokenizer that is in a folder, such as ``vocab.txt``; of one in the hub's cache, none."""
-    folder = Path(name.removeprefix(FAMILY))
+    """Return the files of a tokenizer, such as ``vocab.txt``, in its folder or in the hub's cache, if it is there."""
+    folder = folder_of(name.removeprefix(FAMILY))
+    if folder is None:
+        return []
     return sorted(path for ending in ("json", "txt", "model") for path in folder.glob(f"*.{ending}"))
 
 

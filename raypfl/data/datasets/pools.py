@@ -11,7 +11,6 @@ import numpy as np
 from raypfl.common.errors import ConfigError, DataError
 from raypfl.data.datasets.images import resize
 from raypfl.data.datasets.raw_data import RawData
-from raypfl.data.datasets.readers.tabular.text_table import TextTable
 from raypfl.data.datasets.settings import DataConfig
 from raypfl.data.datasets.source import DataSource
 from raypfl.data.datasets.words import translated
@@ -60,27 +59,26 @@ def pool_sources(data: DataConfig) -> dict[str, DataSource]:
     pools: dict[str, DataSource] = {}
     for name, source in data.sources().items():
         pools |= _pool_for_each_file(name, source) if "*" in name else {name: source}
-    return {name: _with_tokens_of(data, name, source) for name, source in pools.items()}
+    return {name: _with_shared_options(data, name, source) for name, source in pools.items()}
 
 
-def _with_tokens_of(data: DataConfig, name: str, source: DataSource) -> DataSource:
-    """Give a pool of texts the options of the clients' texts.
+def _with_shared_options(data: DataConfig, name: str, source: DataSource) -> DataSource:
+    """Give a pool the options that it shares with the clients' data, such as the tokens of texts.
 
     Raises
     ------
     ConfigError : if it has others.
     """
-    reader = source.reader
     clients_reader = data.reader
-    if not isinstance(reader, TextTable) or not isinstance(clients_reader, TextTable):
+    if not clients_reader.shared_with_pools or type(source.reader) is not type(clients_reader):
         return source
 
-    options = {option: getattr(clients_reader, option) for option in ("tokens", "vocabulary", "length")}
+    options = {option: getattr(clients_reader, option) for option in clients_reader.shared_with_pools}
     for option, value in options.items():
         if source.options.get(option, value) != value:
             raise ConfigError(
-                f"data.pools.{name}.{option} is {source.options[option]!r}, but a pool's texts have the tokens of the "
-                f"clients' texts, whose data.{option} is {value!r}; leave it out."
+                f"data.pools.{name}.{option} is {source.options[option]!r}, but a pool has that of the clients' data, "
+                f"whose data.{option} is {value!r}; leave it out."
             )
     return replace(source, options=source.options | options)
 
@@ -115,11 +113,7 @@ def read_pool(name: str, source: DataSource, clients_data: RawData) -> PoolSampl
     ------
     DataError : if there are none, or if a test pool has other classes than the clients' data set.
     """
-    reader = source.reader
-    if clients_data.vocabulary is not None and isinstance(reader, TextTable):
-        raw = reader.read_in(clients_data.vocabulary)
-    else:
-        raw = _match_words(source.read(), clients_data)
+    raw = _match_words(source.read(clients_data.vocabulary), clients_data)
     raw = _match_features(raw, clients_data, name)
     is_test = name.startswith("ood/")
 

@@ -127,14 +127,15 @@ class DataSource:
         source = type(self)(name=self.name, options=self.options, root=self.root, download=self.download)
         return entry(source, **self.options) if _is_reader(entry) else _FunctionReader(source)
 
-    def read(self) -> RawData:
-        """Read the whole data set.
+    def read(self, vocabulary: list[str] | None = None) -> RawData:
+        """Read the whole data set; texts, where the reader can, with the tokens of another data set's vocabulary.
 
         Raises
         ------
         DataError : if a file is missing, damaged or not as expected, or if the reader returns something else.
         """
-        raw = self.reader.read()
+        reader = self.reader
+        raw = reader.read() if vocabulary is None else reader.read_in(vocabulary)
         if not isinstance(raw, RawData):
             raise DataError(f"The reader {self.name!r} returns {type(raw).__name__}; it must return RawData.")
         return raw
@@ -166,9 +167,11 @@ class Reader(ABC):
     ----------
     config : the description of the data set.
     from_files : whether it reads files, so that ``data.root`` has an effect.
+    shared_with_pools : options that a pool of the same kind gets from the clients' data set.
     """
 
     from_files: ClassVar[bool] = True
+    shared_with_pools: ClassVar[tuple[str, ...]] = ()
 
     config: DataSource
 
@@ -178,6 +181,10 @@ class Reader(ABC):
     @abstractmethod
     def read(self) -> RawData:
         """Read the whole data set. Raises as `DataSource.read` does."""
+
+    def read_in(self, vocabulary: list[str]) -> RawData:
+        """Read the whole data set with the tokens of this vocabulary; by default, with its own."""
+        return self.read()
 
     def paths(self) -> list[Path]:
         """Return the files that the data set consists of: by default, all files under ``data.root``."""

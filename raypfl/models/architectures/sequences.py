@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from raypfl.common.errors import ConfigError
-from raypfl.models.architectures.transformer import TransformerBlock, require_multiple
+from raypfl.models.architectures.transformer import TransformerBlock, require_counts, require_multiple
 from raypfl.models.networks import MODELS
 
 
@@ -38,6 +38,7 @@ class CausalCNN(nn.Module):
     ):
         super().__init__()
         require_sequences("causal_cnn", input_shape)
+        require_counts(width=width, kernel=kernel)
         self.embedding = nn.Embedding(num_classes, width)
         self.layers = nn.Sequential(*(_CausalConvolution(width, kernel, 2**i) for i in range(layers)))
         self.head = nn.Linear(width, num_classes)
@@ -61,6 +62,7 @@ class GRU(nn.Module):
     def __init__(self, input_shape: tuple[int, ...], num_classes: int, width: int = 128, layers: int = 1):
         super().__init__()
         require_sequences("gru", input_shape)
+        require_counts(width=width, layers=layers)
         self.embedding = nn.Embedding(num_classes, width)
         self.gru = nn.GRU(width, width, layers, batch_first=True)
         self.head = nn.Linear(width, num_classes)

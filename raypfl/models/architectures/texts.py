@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raypfl.models.architectures.sequences import require_sequences
-from raypfl.models.architectures.transformer import TransformerBlock, require_multiple
+from raypfl.models.architectures.transformer import TransformerBlock, require_counts, require_multiple
 from raypfl.models.networks import MODELS
 
 
@@ -28,6 +28,7 @@ class FastText(nn.Module):
     def __init__(self, input_shape: tuple[int, ...], num_classes: int, num_tokens: int, width: int = 32):
         super().__init__()
         require_sequences("fasttext", input_shape)
+        require_counts(width=width)
         self.embedding = nn.Embedding(num_tokens, width)
         self.head = nn.Linear(width, num_classes)
 
@@ -57,6 +58,7 @@ class TextCNN(nn.Module):
     ):
         super().__init__()
         require_sequences("text_cnn", input_shape)
+        require_counts(width=width, kernels=kernels, filters=filters)
         self.kernels = tuple(kernels)
         self.embedding = nn.Embedding(num_tokens, width)
         self.convolutions = nn.ModuleList(nn.Conv1d(width, filters, kernel) for kernel in kernels)

@@ -73,6 +73,24 @@ def hub_library(reason: str) -> Any:
     return library
 
 
+def folder_of(name: str) -> Path | None:
+    """Return the folder of a model's files: its own, or that of its revision in the hub's cache; None: there is none.
+
+    Raises
+    ------
+    ConfigError : if the library that knows the cache is not installed.
+    """
+    if Path(name).is_dir():
+        return Path(name)
+    hub = import_library("huggingface_hub", f"{FAMILY}{name} is not a folder", EXTRA)
+    try:
+        # The file that all models have.
+        config = hub.try_to_load_from_cache(name, "config.json")
+    except ValueError:  # no model can have this name
+        return None
+    return Path(config).parent if isinstance(config, str) else None
+
+
 def without_pooler(model: nn.Module) -> nn.Module:
     """Leave out the layer that summarises the first token, which only pretraining needs."""
     if getattr(model, "pooler", None) is not None:
@@ -88,6 +106,8 @@ def from_hub(part: Any, name: str, **options: Any) -> Any:
     ConfigError : if it can be had from none of them, or the folder's path is relative, since Ray's processes have other
         working directories.
     """
+    if not name:
+        raise ConfigError(f"{FAMILY} names no model: write {FAMILY}NAME, as on the hub, or {FAMILY}/FOLDER.")
     if Path(name).is_dir() and not Path(name).is_absolute():
         raise ConfigError(f"{FAMILY}{name} is a folder; name it by its whole path: {FAMILY}{Path(name).absolute()}")
     try:

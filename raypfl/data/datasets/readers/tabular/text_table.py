@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import pyarrow.compute as pc
@@ -41,6 +41,8 @@ class TextTable(Table):
     length : number of tokens of a text that a network sees: the first ones.
     missing : treatment of missing texts: ``refuse`` them, or ``fill`` in empty ones.
     """
+
+    shared_with_pools: ClassVar[tuple[str, ...]] = ("tokens", "vocabulary", "length")
 
     text: str | None = None
     tokens: str = "words"
@@ -78,7 +80,6 @@ class TextTable(Table):
         return {"inputs": as_tokens(texts, vocabulary, self.length), "vocabulary": vocabulary}
 
     def read_in(self, vocabulary: list[str]) -> RawData:
-        """Read the tables with the tokens of another data set, as its vocabulary has them."""
         rows = self.rows()
         return self.described(rows, {"inputs": self.tokens_of(rows, vocabulary), "vocabulary": vocabulary})
 
