@@ -17,7 +17,7 @@ from raypfl.analysis.theory.flntk import (
     quadratic_form,
     theory_report,
 )
-from raypfl.analysis.theory.kernels import Spectrum, infinite_width
+from raypfl.analysis.theory.kernels import Spectrum, infinite_width, positive
 from raypfl.common.errors import ConfigError
 from tests.support.ntk import Problem, fl_round, problem, simulate, sphere, split
 
@@ -53,9 +53,6 @@ def test_the_report_says_where_the_theorem_does_not_apply():
     assert report_of(p, setting(p, 200, 1.0, 2)).rate < 0 and "below 1" in report_of(p, setting(p, 200, 1.0, 2)).verdict
     assert "diverges" in report_of(p, setting(p, 5, 0.1, server_rate=40)).verdict
 
-    some = replace(setting(p, 1, 1.0), full_participation=False)
-    assert report_of(p, some).applies == "no" and "all clients" in report_of(p, some).verdict
-
 
 def test_no_condition_of_the_theorem_on_rates_and_width_holds_in_practice_and_the_report_says_so():
     p = problem(m=2048)
@@ -74,7 +71,7 @@ def test_with_steps_as_small_as_the_theorem_asks_no_neuron_switches_and_the_pred
     s = replace(setting(p, 5, 1.0), rate=literal_rate(Spectrum.of(p.h0), 20, 5))
     simulated, _ = fl_round(p, p.u, s.parts, 5, s.rate)
     errors = simulate(p, s.parts, 5, s.rate, 10)[0]
-    assert simulated.switched == 0
+    assert torch.equal(positive(simulated.before, p.x), positive(simulated.after, p.x))
     assert torch.allclose(s.map(p.h0).errors(errors[0], 10), errors.square().sum(1), rtol=1e-12)
     assert {c.name for c in report_of(p, s).conditions if not c.met} == {"width", "radius of weights"}
 

@@ -23,11 +23,6 @@ class TwoLayer:
         """Return the outputs ``[n]`` for inputs ``x[n, d]``."""
         return torch.relu(x @ u.T) @ self.signs / math.sqrt(len(self.signs))
 
-    @staticmethod
-    def stable(u: Tensor, x: Tensor, radius: float) -> Tensor:
-        """Return the neurons ``bool[n, m]`` that no weights within `radius` of u switch, for inputs of length 1."""
-        return (x @ u.T).abs() > radius
-
 
 @dataclass(frozen=True)
 class Terms:
@@ -37,10 +32,6 @@ class Terms:
     unstable_kernel: float
     unstable_output: float
     second_order: float
-
-    @property
-    def total(self) -> float:
-        return self.descent + self.unstable_kernel + self.unstable_output + self.second_order
 
 
 @dataclass(frozen=True)
@@ -76,28 +67,15 @@ class Round:
         """Return H(t, k), ``[n, n]``: rows of the server's model, columns of the clients' models after k steps."""
         return gram(self.x, self.x, positive(self.before, self.x), self.active[k])
 
-    def change(self, secant: bool = True) -> Tensor:
-        """Return the change ``[n]`` of the server's predictions, as the clients' kernels times their errors.
-
-        Parameters
-        ----------
-        secant : use the slope of each neuron between both models of the server, which is exact; else its slope before
-            the round, as H(t, k) does, which is exact if no neuron of the server switches.
-        """
-        return self._times(self._slopes if secant else positive(self.before, self.x))
-
-    def terms(self, stable: Tensor | None = None) -> Terms:
+    def terms(self) -> Terms:
         """Return the four terms, which add up to the change of the squared error.
 
-        Parameters
-        ----------
-        stable : ``bool[n, m]``, neurons that switch in no model of the round; None: those that are the same before and
-            after it in the server's model.
+        Neurons count as stable on a sample if they do not switch between both models of the server.
         """
         inputs_before = self.x @ self.before.T
         inputs_after = self.x @ self.after.T
         active_before = inputs_before >= 0
-        changing = active_before != (inputs_after >= 0) if stable is None else ~stable
+        changing = active_before != (inputs_after >= 0)
 
         all_neurons = self._times(active_before)
         unstable_neurons = self._times(active_before & changing)
@@ -120,11 +98,6 @@ class Round:
         rho = len(self.local) * float(self.scale.mean())
         return float(e @ self._times(positive(self.before, self.x))) / (rho * float(e.square().sum()))
 
-    @property
-    def switched(self) -> float:
-        """Share of neurons, over all samples, that switch on or off in the server's model."""
-        return float((positive(self.before, self.x) != positive(self.after, self.x)).double().mean())
-
     @cached_property
     def _pull(self) -> Tensor:
         """The clients' gradients ``[m, d]``, weighted by their errors; without the network's signs."""
@@ -137,12 +110,3 @@ class Round:
     def _times(self, slopes: Tensor) -> Tensor:
         """Return the kernels with rows of these slopes, times the clients' errors, without a matrix ``[n, n]``."""
         return ((self.x @ self._pull.T) * slopes).sum(1) / len(self.before)
-
-    @property
-    def _slopes(self) -> Tensor:
-        """Slopes of the neurons ``[n, m]`` between both models of the server."""
-        inputs_before = self.x @ self.before.T
-        inputs_after = self.x @ self.after.T
-        moved = inputs_after - inputs_before
-        secant = (torch.relu(inputs_after) - torch.relu(inputs_before)) / torch.where(moved == 0, 1.0, moved)
-        return torch.where(moved == 0, (inputs_before >= 0).to(secant.dtype), secant)
