@@ -318,9 +318,7 @@ class ClientGroup:
     def report(self, trained: Tensor, losses: Tensor | None, start: Tensor | None = None) -> None:
         """Record ``losses[K]``, if any, as the round's.
 
-        Parameters
-        ----------
-        start : the models ``[K, P+B]`` that training began with, for a message.
+        `start` : the models ``[K, P+B]`` that training began with, for a message.
 
         Raises
         ------

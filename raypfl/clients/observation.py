@@ -95,9 +95,7 @@ class AnalysisHooks(Protocol):
 class Observer:
     """Shows a group's local steps to analyses, and collects their observations.
 
-    Parameters
-    ----------
-    analyses : the analyses, by their numbers in the experiment.
+    `analyses` : the analyses, by their numbers in the experiment.
     """
 
     def __init__(self, context: Context, analyses: Mapping[int, AnalysisHooks], ids: Sequence[int], round: int):

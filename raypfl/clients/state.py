@@ -23,9 +23,7 @@ class ClientState(MutableMapping[str, Tensor]):
 
     The state is loaded with the group and stored when the client function returns.
 
-    Parameters
-    ----------
-    read_only : whether a group of one gets its state without a copy, as :class:`ReadOnly`.
+    `read_only` : whether a group of one gets its state without a copy, as :class:`ReadOnly`.
     """
 
     def __init__(self, rows: list[Mapping[str, np.ndarray]], device: torch.device, read_only: bool = False):

@@ -145,9 +145,7 @@ def _handled(
 def message_if_killed(how_to_continue: str) -> Iterator[None]:
     """While active, another process prints a message on stderr if this one is killed or exits in a library's C++ code.
 
-    Parameters
-    ----------
-    how_to_continue : the last sentence of the message.
+    `how_to_continue` : the last sentence of the message.
     """
     reason = "killed, out of memory, or by Ray after one of its processes died"
     message = f"raypfl was ended from outside: {reason}. {how_to_continue}"

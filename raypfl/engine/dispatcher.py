@@ -18,9 +18,7 @@ class EventDispatcher:
     Any thread may call it; listeners get one event at a time. The metadata of the run's start get ``startup_seconds``,
     the seconds since this dispatcher was made.
 
-    Attributes
-    ----------
-    round : the last finished round.
+    `round` : the last finished round.
     """
 
     def __init__(self, listeners: Sequence[Listener]):

@@ -54,9 +54,7 @@ class EvaluationCohort(Cohort):
 class Evaluator:
     """Evaluates all clients of a run without changing any state, and keeps track of the best round.
 
-    Attributes
-    ----------
-    spent : what the last evaluation spent of clients' privacy.
+    `spent` : what the last evaluation spent of clients' privacy.
     """
 
     def __init__(self, prepared: Prepared, runner: GroupRunner):

@@ -24,9 +24,7 @@ from raypfl.learning.objectives.base import unrounded
 class MetricSums:
     """The layout of a row of sums.
 
-    Attributes
-    ----------
-    by_class : whether to sum by class too. Every sample must have exactly one class.
+    `by_class` : whether to sum by class too. Every sample must have exactly one class.
     """
 
     measures: Measures
@@ -156,9 +154,7 @@ class MetricSums:
 class RunningSums:
     """Metric sums over outputs that come batch by batch.
 
-    Parameters
-    ----------
-    rows : the number of rows: one for each model, or for each owner of samples.
+    `rows` : the number of rows: one for each model, or for each owner of samples.
     """
 
     def __init__(self, layout: MetricSums, rows: int):

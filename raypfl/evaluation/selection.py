@@ -28,10 +28,8 @@ class BestRound(NamedTuple):
 def select(measures: Measures, validated: Mapping[int, Mapping[str, Any]], settings: EvaluationSettings) -> BestRound:
     """Select the best evaluated round.
 
-    Parameters
-    ----------
-    validated : each evaluated round's :func:`validation_aggregates`, in ascending order of rounds. A missing metric or
-        NaN is never best.
+    `validated` : each evaluated round's :func:`validation_aggregates`, in ascending order of rounds. A missing metric
+    or NaN is never best.
     """
     metric = settings.metric or measures.primary.name
     lower_is_better = measures.lower_is_better(metric) if settings.mode == "auto" else settings.mode == "min"

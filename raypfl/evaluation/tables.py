@@ -29,10 +29,8 @@ def tabulate(
     A client without test samples has no row, and one without training samples no row of masked outputs. A global model
     that is evaluated once for all clients has client -1.
 
-    Parameters
-    ----------
-    scores : the results of :func:`raypfl.engine.scoring.score` for all `clients`: ``Each`` in rows ``[C, ...]``,
-        ``Sum`` added up.
+    `scores` : the results of :func:`raypfl.engine.scoring.score` for all `clients`: ``Each`` in rows ``[C, ...]``,
+    ``Sum`` added up.
     """
     columns: dict[str, list[Any]] = {name: [] for name in measures.column_types}
     for protocol in with_masks(protocols, masks):

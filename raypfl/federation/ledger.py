@@ -51,9 +51,7 @@ class LedgerEntry(NamedTuple):
 class Ledger:
     """The entries of a run since its last checkpoint, and of the current round.
 
-    Attributes
-    ----------
-    rows : the entries by column, in the order of rounds.
+    `rows` : the entries by column, in the order of rounds.
     """
 
     def __init__(self) -> None:

@@ -53,9 +53,7 @@ class ServerProgress:
 class ServerContext:
     """What the server computes with.
 
-    Attributes
-    ----------
-    precision : the precision in which the clients' network is trained.
+    `precision` : the precision in which the clients' network is trained.
     """
 
     pools: Pools

@@ -152,9 +152,7 @@ class GroupSamples:
 
         The order goes to the device here, once for all steps.
 
-        Parameters
-        ----------
-        normalise_once : whether all samples of the client are normalised here, if that is cheaper than in every step.
+        `normalise_once` : whether all samples of the client are normalised here, if that is cheaper than in every step.
         """
         device = self.y.device
         index = to_device(order.index[k], device)

@@ -363,9 +363,8 @@ class Executor:
 
         The caller sets evaluation mode.
 
-        Parameters
-        ----------
-        x : the inputs: ``[K, b, ...]``, one batch for each model, if `own_inputs`; else ``[b, ...]``, the same for all.
+        `x` : the inputs: ``[K, b, ...]``, one batch for each model, if `own_inputs`; else ``[b, ...]``, the same for
+        all.
         """
         with torch.no_grad(), self.precision.context(self.model.device):
             xs = map(self.precision.layout, x) if own_inputs else itertools.repeat(self.precision.layout(x), len(at))

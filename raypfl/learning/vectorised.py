@@ -39,9 +39,7 @@ from raypfl.models.rowwise import RowWise
 class Vectorised(Executor):
     """Runs all clients of a group at once with ``vmap``; unequal batches are padded, and padding has weight 0.
 
-    Parameters
-    ----------
-    recorder : records the steps of SGD, which are then repeated; None: vmap and autograd run in every step.
+    `recorder` : records the steps of SGD, which are then repeated; None: vmap and autograd run in every step.
     """
 
     def __init__(

@@ -35,10 +35,8 @@ def hypernetwork(inputs: int, outputs: int, size: Size) -> nn.Module:
 class EmbeddingNetwork(nn.Module):
     """Maps a pair of samples ``x[b, ...]`` and classes ``y[b]`` to embeddings ``[b, length]`` (PeFLL, section 4).
 
-    Parameters
-    ----------
-    kind : ``linear`` and ``mlp1`` (one hidden layer) see the class alone; ``cnn`` is LeNet on images with a further
-        channel for each class, which is 1 for the sample's own.
+    `kind` : ``linear`` and ``mlp1`` (one hidden layer) see the class alone; ``cnn`` is LeNet on images with a further
+    channel for each class, which is 1 for the sample's own.
 
     Raises
     ------

@@ -25,9 +25,7 @@ def facts_for(
 ) -> dict[str, Any]:
     """Return what an entry of `MODELS` needs to know of the data.
 
-    Parameters
-    ----------
-    num_tokens : number of different words in the samples; None: they are no texts.
+    `num_tokens` : number of different words in the samples; None: they are no texts.
 
     Raises
     ------

@@ -20,9 +20,7 @@ def common_parts(module: nn.Module, tensors: Iterable[str]) -> dict[str, list[st
     - ``adapters``: modules whose names start with ``adapter``.
     - ``lora A``, ``lora B``: the two factors of the low-rank adapters.
 
-    Parameters
-    ----------
-    tensors : names of all tensors to choose from.
+    `tensors` : names of all tensors to choose from.
     """
     names = list(tensors)
     layers = layers_with_parameters(module)

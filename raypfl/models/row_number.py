@@ -18,9 +18,7 @@ class RowNumber:
     PyTorch takes a float. Whatever else a float can do, such as a comparison, raises a TypeError: clients could need
     other operations, or get other bits.
 
-    Parameters
-    ----------
-    values : ``float64[K]``; a loss sees the value of its own client, ``float64``.
+    `values` : ``float64[K]``; a loss sees the value of its own client, ``float64``.
     """
 
     values: Tensor

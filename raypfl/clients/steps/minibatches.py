@@ -50,9 +50,7 @@ class ModelInTraining:
 class MiniBatches:
     """All mini-batches of a group's local training.
 
-    Attributes
-    ----------
-    num_steps : the number of steps taken so far, over all models and mini-batches.
+    `num_steps` : the number of steps taken so far, over all models and mini-batches.
     """
 
     def __init__(self, group: ClientGroup, training: LocalTraining):

@@ -41,9 +41,7 @@ class _Task:
 class ActorExchange:
     """Pushes bundles of groups to client actors, the longest first, until all have finished.
 
-    Parameters
-    ----------
-    sums : the sums that stay on nodes; None: they come with the replies.
+    `sums` : the sums that stay on nodes; None: they come with the replies.
     """
 
     def __init__(

@@ -20,9 +20,7 @@ from raypfl.storage.states import StateFile
 class Inline:
     """Groups run one after the other in this process: for a breakpoint, or a machine with torch alone.
 
-    Parameters
-    ----------
-    threads : the number of torch's threads while a group is at work; None: as many as otherwise.
+    `threads` : the number of torch's threads while a group is at work; None: as many as otherwise.
     """
 
     def __init__(self, worker: Worker, stop: StopRequest | None = None, threads: int | None = None):

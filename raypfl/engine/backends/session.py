@@ -37,9 +37,7 @@ class StartedServer:
 class SpareServer:
     """The server that a session keeps for its next run of the same kind.
 
-    Attributes
-    ----------
-    shared : whether a session is active, so that a run's server is kept.
+    `shared` : whether a session is active, so that a run's server is kept.
     """
 
     shared: bool = False

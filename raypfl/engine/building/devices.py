@@ -54,10 +54,8 @@ def same_bits_on_gpus(tf32: bool = False) -> None:
 
     PyTorch warns where there is no such algorithm.
 
-    Parameters
-    ----------
-    tf32 : whether the factors of matrix products and convolutions are rounded to TF32, which has 10 bits; False: full
-        fp32.
+    `tf32` : whether the factors of matrix products and convolutions are rounded to TF32, which has 10 bits; False: full
+    fp32.
 
     Raises
     ------
@@ -90,9 +88,7 @@ def limit_memory(gpus: float) -> None:
 
     Ray's shares limit nothing by themselves. Every process that has one calls this, so that all of them fit the GPU.
 
-    Parameters
-    ----------
-    gpus : the GPUs of this process; nothing happens unless it is a fraction of one.
+    `gpus` : the GPUs of this process; nothing happens unless it is a fraction of one.
 
     Raises
     ------

@@ -55,9 +55,7 @@ def schedule_for(
 def rounds_for(experiment: Experiment, turns: ClientTurns, runner: GroupRunner, together: bool) -> Rounds:
     """Return the rounds of a run.
 
-    Parameters
-    ----------
-    together : see :class:`AsynchronousRounds`.
+    `together` : see :class:`AsynchronousRounds`.
 
     Raises
     ------

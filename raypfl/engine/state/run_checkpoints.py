@@ -35,9 +35,7 @@ SECONDS_PER_CHECKPOINT = 2.0
 class RunCheckpoints:
     """Saves what a run has reached, and goes back to it.
 
-    Parameters
-    ----------
-    clock : returns the seconds that the run has computed, from any origin.
+    `clock` : returns the seconds that the run has computed, from any origin.
     """
 
     def __init__(

@@ -28,9 +28,7 @@ OVERTIME = 1.1
 class TurnGroup:
     """Clients that train in one group.
 
-    Attributes
-    ----------
-    clients : the clients' numbers, ``int64[K]``.
+    `clients` : the clients' numbers, ``int64[K]``.
     """
 
     index: int

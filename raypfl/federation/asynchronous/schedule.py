@@ -97,9 +97,7 @@ class Schedule:
 
         A turn counts in the round that its reply is part of or, if the client drops out, in which it began.
 
-        Parameters
-        ----------
-        watts : electrical power of each client's device, ``float64[num_clients]``.
+        `watts` : electrical power of each client's device, ``float64[num_clients]``.
         """
         counted_in = np.where(self.drops, self.rounds, self.joins)
         joules = (self.ends - self.begins) * watts[self.clients]

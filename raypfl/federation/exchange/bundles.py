@@ -48,9 +48,7 @@ def bundled(groups: Sequence[Group], actors: int, most_clients: float = float("i
     The first bundles are the largest, and the last are single groups. No result depends on it, since groups are added
     up along the same tree, by their actor or by the server.
 
-    Parameters
-    ----------
-    most_clients : the most clients of a bundle of several groups.
+    `most_clients` : the most clients of a bundle of several groups.
     """
     work_until = [0.0, *accumulate(group.length for group in groups)]
     clients_until = [0, *accumulate(len(group.clients) for group in groups)]

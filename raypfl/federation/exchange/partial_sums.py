@@ -47,9 +47,7 @@ def should_stay_on_nodes(replies: int, num_bytes: int, seconds: float) -> bool:
 class PartialSum:
     """Sums over some groups of an exchange, which a node keeps.
 
-    Attributes
-    ----------
-    subtrees : a reference to the sums, a list of :class:`raypfl.federation.exchange.tree_sum.Subtree`.
+    `subtrees` : a reference to the sums, a list of :class:`raypfl.federation.exchange.tree_sum.Subtree`.
     """
 
     groups: tuple[Group, ...]

@@ -40,9 +40,7 @@ them and at all bundles that wait."""
 class _Queue:
     """The bundles of an actor, in order; the first one runs since `since`.
 
-    Attributes
-    ----------
-    number : the actor's place in the order in which actors joined.
+    `number` : the actor's place in the order in which actors joined.
     """
 
     number: int

@@ -14,9 +14,7 @@ class Timings:
 
     A client that took twice as long as its cost suggests is expected to do so again.
 
-    Parameters
-    ----------
-    costs : ``float[num_clients]`` expected duration of each client's turn, in any unit.
+    `costs` : ``float[num_clients]`` expected duration of each client's turn, in any unit.
     """
 
     def __init__(self, costs: np.ndarray):

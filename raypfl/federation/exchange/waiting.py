@@ -16,9 +16,7 @@ NEARLY_LONGEST = 0.9
 class Waiting:
     """Waiting bundles in a fixed order, the longest first. Removing one costs the same for any number of them.
 
-    Attributes
-    ----------
-    num_alone : how many of them must run alone.
+    `num_alone` : how many of them must run alone.
     """
 
     def __init__(self, bundles: Iterable[Bundle]):

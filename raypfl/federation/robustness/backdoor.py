@@ -65,9 +65,7 @@ class Backdoor(Attack):
     def stamp(self, images: Tensor, white: float) -> Tensor:
         """Return images ``[n, C, H, W]`` with the trigger, as a new tensor.
 
-        Parameters
-        ----------
-        white : the value of a full pixel, as the data set stores it.
+        `white` : the value of a full pixel, as the data set stores it.
         """
         stamped = images.clone()
         stamped[..., -self.size :, -self.size :] = white

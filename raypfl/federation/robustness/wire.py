@@ -57,9 +57,7 @@ class Messages:
 class Wire:
     """An attack on messages and a rule that replaces their mean; either may be None.
 
-    Attributes
-    ----------
-    malicious : which clients are, ``bool[num_clients]``.
+    `malicious` : which clients are, ``bool[num_clients]``.
     """
 
     attack: UpdateAttack | None = None

@@ -20,9 +20,7 @@ from raypfl.federation.selection.base import Candidates, Reports, Selection, Sel
 class Selector:
     """Selects the clients of each round, and tells the selection what they reported.
 
-    Parameters
-    ----------
-    num_samples : training samples of each client, ``int64[num_clients]``.
+    `num_samples` : training samples of each client, ``int64[num_clients]``.
     """
 
     def __init__(self, selection: Selection, turns: ClientTurns, num_samples: np.ndarray):

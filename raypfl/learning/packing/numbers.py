@@ -58,9 +58,7 @@ def by_row(
 ) -> tuple[LocalLoss, Update, dict[str, RowNumber]]:
     """Let a loss and an update take some of their numbers by row.
 
-    Parameters
-    ----------
-    rows : the values ``float64[K]`` of these numbers, named as by :func:`numbers_of`.
+    `rows` : the values ``float64[K]`` of these numbers, named as by :func:`numbers_of`.
 
     Returns
     -------

@@ -325,9 +325,7 @@ class _ProcessState:
 class Packed(Vectorised):
     """An executor whose trainings wait for those of other runs.
 
-    Parameters
-    ----------
-    alone : the executor of the run's clients.
+    `alone` : the executor of the run's clients.
     """
 
     def __init__(self, alone: Vectorised, packer: Packer, run: int):

@@ -54,9 +54,7 @@ these are their axes in the first arguments and in the results."""
 class Shape:
     """How a tensor lies in memory.
 
-    Attributes
-    ----------
-    offset : the numbers between it and the last place before it where kernels begin; see `PLACE`.
+    `offset` : the numbers between it and the last place before it where kernels begin; see `PLACE`.
     """
 
     sizes: tuple[int, ...]

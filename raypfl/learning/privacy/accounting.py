@@ -68,9 +68,7 @@ def accounted(table: Mapping[str, list[Any]], settings: PrivacySettings) -> dict
 
     Only the last predictions count: they train from the models of a round, and nothing trains on their results.
 
-    Parameters
-    ----------
-    table : the columns of `SPENDING`.
+    `table` : the columns of `SPENDING`.
     """
     rows = list(zip(*(table[name] for name in SPENDING), strict=True))
     last_prediction = max((row[0] for row in rows if row[1] == "prediction"), default=0)

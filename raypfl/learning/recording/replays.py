@@ -29,9 +29,7 @@ class StepSignature:
     def of(cls, key: Hashable, inputs: Mapping[str, Tensor], free_axes: Mapping[str, int]) -> StepSignature:
         """Add to a key how the inputs lie in memory.
 
-        Parameters
-        ----------
-        free_axes : input -> an axis along which it is only indexed, so that its length may differ.
+        `free_axes` : input -> an axis along which it is only indexed, so that its length may differ.
         """
         number_of_memory: dict[int, int] = {}
         outlines: list[Hashable] = []
@@ -53,9 +51,7 @@ class StepSignature:
 class ReusablePlan:
     """A plan for later work with other tensors.
 
-    Attributes
-    ----------
-    input_of : the constants of the plan's recording, each with the name of the input that it was.
+    `input_of` : the constants of the plan's recording, each with the name of the input that it was.
     """
 
     plan: StepPlan

@@ -21,9 +21,7 @@ def key_of_steps(loss: LocalLoss, update: Update, extras: Extras, options: Any) 
 
     None if the operations may depend on more.
 
-    Parameters
-    ----------
-    options : what else the operations depend on.
+    `options` : what else the operations depend on.
     """
     if update.sample_rule is not None:
         return None

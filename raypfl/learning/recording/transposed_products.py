@@ -29,9 +29,7 @@ def without_transposing(
     Autograd returns the gradient of a dense layer's weights as such a product. To add it to weights, which lie in
     memory in the other order, takes five times as long.
 
-    Parameters
-    ----------
-    is_pure : whether an operation's results depend on its arguments only, and neither is ever changed.
+    `is_pure` : whether an operation's results depend on its arguments only, and neither is ever changed.
     """
     maker = {name: step for step in operations for name in step.results if name is not None}
     replacements: dict[int, list[Operation]] = {}

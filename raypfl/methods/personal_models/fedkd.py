@@ -142,9 +142,7 @@ class FedKD(Method):
 def compressed(model: FlatModel, moves: Tensor, energy: float) -> tuple[Tensor, Tensor]:
     """Return moves ``[K, P+B]`` without the small singular values of their tensors, and how many numbers they take.
 
-    Parameters
-    ----------
-    energy : share of the sum of squares that the remaining singular values exceed.
+    `energy` : share of the sum of squares that the remaining singular values exceed.
 
     Returns
     -------

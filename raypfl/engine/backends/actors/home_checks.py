@@ -11,9 +11,7 @@ from raypfl.engine.backends.client_actor import Home
 class HomeChecks:
     """Checks the devices of a run's client actors.
 
-    Parameters
-    ----------
-    mixed_devices : whether actors may compute on devices of several types.
+    `mixed_devices` : whether actors may compute on devices of several types.
     """
 
     def __init__(self, mixed_devices: bool, warn: Callable[[str], None]):
