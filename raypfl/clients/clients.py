@@ -144,14 +144,7 @@ class Clients:
         MethodError : if targets are numbers or tokens.
         """
         self._refuse_without_classes("label_counts")
-        rows = []
-        for indices in self._group.split(split):
-            labels = self._context.samples.labels_of(indices)
-            if labels.dim() > 1:
-                rows.append(labels.sum(0))
-            else:
-                rows.append(torch.bincount(labels, minlength=self.num_classes))
-        return per_client(torch.stack(rows).to(self.model.dtype))
+        return per_client(self._group.label_counts(split).to(self.model.dtype))
 
     def other(self, theta: Tensor, model: FlatModel | None = None) -> Other:
         """Freeze a model for use in a loss: a teacher, an earlier model.

@@ -184,6 +184,15 @@ class ClientGroup:
             repeatable=True,
         )
 
+    def label_counts(self, split: str) -> Tensor:
+        """Count the samples of each class, ``int64[K, C]``; with several labels per sample, how often each is 1."""
+        rows = []
+        for indices in self.split(split):
+            labels = self.context.samples.labels_of(indices)
+            counts = labels.sum(0) if labels.dim() > 1 else torch.bincount(labels, minlength=self.context.num_classes)
+            rows.append(counts)
+        return torch.stack(rows)
+
     def full_batches(self, split: str) -> list[Batch]:
         """Return all samples of each client's split as one batch."""
         samples = self.samples(split)

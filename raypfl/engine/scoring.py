@@ -262,7 +262,4 @@ def _outputs_by_client(
 
 def _class_counts(group: ClientGroup) -> Tensor:
     """Return the number of training samples of each class, ``float64[K, C]``."""
-    num_classes = group.context.num_classes
-    labels_by_client = [group.context.samples.labels_of(indices) for indices in group.split("train")]
-    counts = [torch.bincount(labels, minlength=num_classes) for labels in labels_by_client]
-    return torch.stack(counts).double().cpu()
+    return group.label_counts("train").double().cpu()

@@ -7,12 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from raypfl.methods.global_model.trajectory import MatchingRates, StudentTrajectory, match
+from raypfl.methods.global_model.trajectory import StudentTrajectory, match
 from raypfl.models import MODELS, FlatModel
 from tests.support.federation import assert_close
 
 LABELS = torch.arange(3).repeat_interleave(2)
-STEPS = [MatchingRates(0.0, 0.0)] * 4
 
 
 def tiny() -> nn.Module:
@@ -143,7 +142,7 @@ def test_matching_recovers_a_path_made_by_hidden_images(factory, lr):
     images, _, _, _ = drawn(2, model, seed=6)
     ends = path(10, model)(start, hidden, rate)
     before = [tensor.clone() for tensor in (images, rate, start, ends)]
-    matched = match(path(10, model), images, rate, start, ends, [MatchingRates(lr, 1e-5)] * 20)
+    matched = match(path(10, model), images, rate, start, ends, lr, 1e-5, range(20))
 
     assert (matched.last < 0.5 * matched.first).all() and (matched.step_size != rate).all()
     assert matched.images.shape == images.shape and matched.ok.all()
@@ -156,7 +155,7 @@ def test_matching_recovers_a_path_made_by_hidden_images(factory, lr):
 def test_a_trajectory_that_does_not_move_changes_nothing():
     images, rate, start, end = drawn(2)
     end[1] = start[1]
-    matched = match(path(), images, rate, start, end, [MatchingRates(100.0, 1e-3)] * 3)
+    matched = match(path(), images, rate, start, end, 100.0, 1e-3, range(3))
     assert torch.equal(matched.images[1], images[1]) and matched.step_size[1] == rate[1]
     assert not torch.equal(matched.images[0], images[0]) and matched.ok.tolist() == [True, False]
 
@@ -167,14 +166,14 @@ def test_after_a_non_finite_loss_the_last_finite_set_is_kept(alone):
     images, rate, start, end = drawn(2, model)
     rate[0] = 1e30  # its first loss is not finite
     rows = slice(0, 1) if alone else slice(None)
-    matched = match(path(4, model), *(t[rows] for t in (images, rate, start, end)), [MatchingRates(1.0, 0.0)] * 3)
+    matched = match(path(4, model), *(t[rows] for t in (images, rate, start, end)), 1.0, 0.0, range(3))
 
     assert torch.equal(matched.images[0], images[0]) and not matched.ok[0]
-    wild = match(path(4, model), images[1:], rate[1:], start[1:], end[1:], [MatchingRates(1e12, 0.0)] * 6)
+    wild = match(path(4, model), images[1:], rate[1:], start[1:], end[1:], 1e12, 0.0, range(6))
     assert wild.ok.all() and wild.last.isfinite().all() and wild.images.isfinite().all()
 
     if not alone:
-        rest = match(path(4, model), images[1:], rate[1:], start[1:], end[1:], [MatchingRates(1.0, 0.0)] * 3)
+        rest = match(path(4, model), images[1:], rate[1:], start[1:], end[1:], 1.0, 0.0, range(3))
         assert_close(matched.images[1:], rest.images, 1e-5)
 
 

@@ -149,13 +149,11 @@ class ClientActor:
 
         As in `work`, each is an object that the server owns.
         """
-        from raypfl.storage.checkpoints import read_file
+        from raypfl.federation.exchange.backend import read_stacks
 
-        for file in files:
-            for shard in read_file(location, file):
-                stack = shard.stack()
-                yield shard.outline(), stack.contents(len(shard.clients))
-                yield stack
+        for stored in read_stacks(location, files):
+            yield stored.shard, stored.contents
+            yield stored.stack
 
 
 def reserved_gpus() -> float:

@@ -12,7 +12,7 @@ from raypfl.clients.worker import Call, Group, Worker
 from raypfl.common.errors import Stopped
 from raypfl.common.stopping import StopRequest
 from raypfl.common.threads import threads
-from raypfl.federation.exchange.backend import Done, Failed, StoredStack, failure, states_of
+from raypfl.federation.exchange.backend import Done, Failed, StoredStack, failure, read_stacks, states_of
 from raypfl.storage.stacks import Fetch, Stack
 from raypfl.storage.states import StateFile
 
@@ -57,13 +57,7 @@ class Inline:
         return [function(_as_they_are, job) for _, job in jobs]
 
     def read_states(self, location: str, files: Sequence[StateFile]) -> Iterator[StoredStack]:
-        # Groups run without PyArrow.
-        from raypfl.storage.checkpoints import read_file
-
-        for file in files:
-            for shard in read_file(location, file):
-                stack = shard.stack()
-                yield StoredStack(shard.outline(), stack, stack.contents(len(shard.clients)))
+        return read_stacks(location, files)
 
 
 def _as_they_are(stacks: Sequence[Stack]) -> Sequence[Stack]:

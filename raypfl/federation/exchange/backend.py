@@ -109,6 +109,17 @@ class StoredStack(NamedTuple):
     node: str = ""
 
 
+def read_stacks(location: str, files: Sequence[StateFile]) -> Iterator[StoredStack]:
+    """Read a checkpoint's states in this process; the errors are those of :meth:`Backend.read_states`."""
+    # Groups run without PyArrow.
+    from raypfl.storage.checkpoints import read_file
+
+    for file in files:
+        for shard in read_file(location, file):
+            stack = shard.stack()
+            yield StoredStack(shard.outline(), stack, stack.contents(len(shard.clients)))
+
+
 class Backend(Protocol):
     """Runs the groups of an exchange somewhere."""
 

@@ -102,10 +102,7 @@ def joined(trainings: Sequence[GroupTraining]) -> GroupTraining:
     names = different_numbers(trainings)
     numbers_of_runs = [numbers_by_client(training, names) for training in trainings]
     numbers = {name: torch.cat([run_numbers[name] for run_numbers in numbers_of_runs]) for name in sorted(names)}
-    correction = None
-    if first.correction is not None:
-        correction = torch.cat([_of(training.correction) for training in trainings])
-
+    corrections = [unmarked(training.correction) for training in trainings if training.correction is not None]
     joined_clients = GroupTraining(
         loss=first.loss,
         start=torch.cat([unmarked(training.start) for training in trainings]),
@@ -114,14 +111,9 @@ def joined(trainings: Sequence[GroupTraining]) -> GroupTraining:
         update=first.update,
         keys=torch.cat([training.keys for training in trainings]),
         extras={name: _joined_extra(name, trainings) for name in first.extras},
-        correction=correction,
+        correction=torch.cat(corrections) if corrections else None,
     )
     return with_numbers_by_client(joined_clients, numbers)
-
-
-def _of(correction: Tensor | None) -> Tensor:
-    assert correction is not None
-    return unmarked(correction)
 
 
 def _joined_extra(name: str, trainings: Sequence[GroupTraining]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -19,7 +19,7 @@ from raypfl.federation.method import ServerState
 from raypfl.federation.task import Task
 from raypfl.learning.objectives import Classification, Objective
 from raypfl.methods.global_model.fedavg import FedAvg
-from raypfl.methods.global_model.trajectory import Matched, MatchingRates, StudentTrajectory, match
+from raypfl.methods.global_model.trajectory import Matched, StudentTrajectory, match
 from raypfl.models.flat import FlatModel
 
 
@@ -73,7 +73,7 @@ class AuxiliaryImages(FedAvg):
         self,
         model: FlatModel,
         labels: Tensor,
-        progress: Callable[[Sequence[MatchingRates]], Any],
+        progress: Callable[[range], Iterable[int]],
         images: Tensor,
         step_size: Tensor,
         window_start: Tensor,
@@ -81,11 +81,11 @@ class AuxiliaryImages(FedAvg):
     ) -> Matched:
         """Match the images and step sizes of K sets to the moves from `window_start` to `theta`, ``[K, P]``.
 
-        ``progress(rates)`` iterates over the learning rates of the steps, and may report the progress.
+        ``progress(steps)`` iterates over the steps, and may report the progress.
         """
         trajectory = StudentTrajectory(model, labels, self.inner_steps, self.checkpointing)
-        rates = progress([MatchingRates(self.image_lr, self.step_lr)] * self.outer_steps)
-        return match(trajectory, images, step_size, window_start, theta, rates)
+        steps = progress(range(self.outer_steps))
+        return match(trajectory, images, step_size, window_start, theta, self.image_lr, self.step_lr, steps)
 
     def is_due(self, turn: Any) -> Any:
         """Return whether images are matched in a round; `turn` is the number of earlier rounds with a full window."""

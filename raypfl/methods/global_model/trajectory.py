@@ -20,19 +20,6 @@ STEP_SIZE_RANGE = (1e-4, 1.0)
 """Range of a learned step size, which must not change its sign."""
 
 
-class MatchingRates(NamedTuple):
-    """Learning rates of one matching step.
-
-    Attributes
-    ----------
-    images : learning rate of the images.
-    step_size : learning rate of the step size.
-    """
-
-    images: float
-    step_size: float
-
-
 class Matched(NamedTuple):
     """Result of matching K sets of images.
 
@@ -107,7 +94,9 @@ def match(
     step_size: Tensor,
     start: Tensor,
     end: Tensor,
-    rates: Iterable[MatchingRates],
+    image_lr: float,
+    step_lr: float,
+    steps: Iterable[int],
 ) -> Matched:
     """Learn K sets of images and their step sizes, so that descent on each set leads from its start to its end.
 
@@ -117,7 +106,8 @@ def match(
     ----------
     images, step_size, start : as in :meth:`StudentTrajectory.__call__`.
     end : ``[K, P]``.
-    rates : the learning rates of each step.
+    image_lr, step_lr : the learning rates of the images and of the step sizes.
+    steps : the numbers of the steps, from 0.
     """
     alive = (end - start).square().sum(1) > 0
     ok = torch.zeros_like(alive)
@@ -126,21 +116,21 @@ def match(
     # Pairs of images and step sizes: the last ones with a finite loss, and those to try next.
     good = candidate = images, step_size
     velocity = torch.zeros_like(images), torch.zeros_like(step_size)
-    for number, rate in enumerate(rates):
+    for step in steps:
         x, beta = (tensor.detach().requires_grad_() for tensor in candidate)
         loss = trajectory.distance(x, beta, start, end, unrolled=True)
         x_gradient, beta_gradient = torch.autograd.grad(loss.sum(), (x, beta))
 
         alive = alive & torch.isfinite(loss.detach() + x_gradient.flatten(1).sum(1) + beta_gradient)
         last = torch.where(alive, loss.detach(), last)
-        if number == 0:
+        if step == 0:
             first = last
             ok = alive
         good = _where(alive, candidate, good)
 
         velocity = MOMENTUM * velocity[0] + x_gradient, MOMENTUM * velocity[1] + beta_gradient
-        moved = good[0] - rate.images * velocity[0]
-        moved_step_size = (good[1] - rate.step_size * velocity[1]).clamp(*STEP_SIZE_RANGE)
+        moved = good[0] - image_lr * velocity[0]
+        moved_step_size = (good[1] - step_lr * velocity[1]).clamp(*STEP_SIZE_RANGE)
         candidate = _where(alive, (moved, moved_step_size), good)
 
     loss = trajectory.distance(*candidate, start, end)

@@ -10,8 +10,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from raypfl.engine.backends.client_actor import get_states
-from raypfl.federation.exchange.backend import StoredStack
-from raypfl.storage.checkpoints import read_file
+from raypfl.federation.exchange.backend import StoredStack, read_stacks
 from raypfl.storage.stacks import Fetch
 from raypfl.storage.states import StateFile
 
@@ -83,7 +82,5 @@ def _received(node: str, stream: Any) -> Iterator[StoredStack]:
 
 
 def _read_here(location: str, files: Sequence[StateFile]) -> Iterator[StoredStack]:
-    for file in files:
-        for shard in read_file(location, file):
-            stack = shard.stack()
-            yield StoredStack(shard.outline(), ray.put(stack), stack.contents(len(shard.clients)), "")
+    for stored in read_stacks(location, files):
+        yield stored._replace(stack=ray.put(stored.stack))
