@@ -56,9 +56,9 @@ def _legend(published: PublishedTable | None, entries: Sequence[TableEntry]) -> 
 
 def _standing_remarks(standings: Sequence[Standing]) -> list[str]:
     remarks = [
-        f"Of {bootstrap.DRAWS:,} bootstrap draws of seeds and clients, the same for all methods of a column: the middle "
-        "95% of a method's mean, of its difference from the method with the best mean (to best), and of its rank. "
-        "P(better) is the share of draws in which it is better than that method; a tie counts half."
+        f"Of {bootstrap.DRAWS:,} bootstrap draws of seeds and clients, the same for all methods of a column: the "
+        "middle 95% of a method's mean, of its difference from the method with the best mean (to best), and of its "
+        "rank. P(better) is the share of draws in which it is better than that method; a tie counts half."
     ]
     seeds = min(standing.seeds for standing in standings)
     if seeds < ENOUGH_SEEDS:
