@@ -268,20 +268,15 @@ def _client_by_client(
 
     One model on one test set counts for every client of the other run.
     """
-    clients, scores = client_scores(result, protocol, models[0], best)
-    other_clients, other_scores = client_scores(other, protocol, models[1], best)
+    scores = client_scores(result, protocol, models[0], best)
+    others = client_scores(other, protocol, models[1], best)
 
-    tested_once = _TESTED_ONCE in (clients.tolist(), other_clients.tolist())
-    if clients.size and other_clients.size and tested_once:
-        longer = max(clients, other_clients, key=len)
-        return longer.tolist(), scores - other_scores
+    if scores.values.size and others.values.size and (scores.is_of_one_test or others.is_of_one_test):
+        longer = max(scores.clients, others.clients, key=len)
+        return longer.tolist(), scores.values - others.values
 
-    shared, i, j = np.intersect1d(clients, other_clients, return_indices=True)
-    return shared.tolist(), scores[i] - other_scores[j]
-
-
-_TESTED_ONCE = [-1]
-"""The clients in the table for one model on one test set: a single one, numbered -1."""
+    shared, i, j = np.intersect1d(scores.clients, others.clients, return_indices=True)
+    return shared.tolist(), scores.values[i] - others.values[j]
 
 
 def _is_ahead(unit: Unit, differences: np.ndarray) -> np.ndarray:

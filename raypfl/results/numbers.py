@@ -35,6 +35,20 @@ class Curve:
 
 
 @dataclass(frozen=True)
+class ClientScores:
+    """A run's scores by client: ids ``int[n]``, values ``float64[n]``, and their weights in the mean, ``[n]``."""
+
+    clients: np.ndarray
+    values: np.ndarray
+    weights: np.ndarray
+
+    @property
+    def is_of_one_test(self) -> bool:
+        """Whether it is the score of one model on one test set, which is no client's."""
+        return self.clients.tolist() == [-1]
+
+
+@dataclass(frozen=True)
 class MessageCost:
     """The cost of one named message, over all of its clients and rounds.
 
@@ -99,7 +113,7 @@ def clients_from_worst(group: RunGroup, protocol: str) -> np.ndarray:
     """Return the final primary metric of every client with the model that it uses, from worst to best, in its unit:
     ``float64[clients of all seeds]``."""
     model = group.deployed(protocol)
-    values = np.sort(np.concatenate([client_scores(result, protocol, model)[1] for result in group.results]))
+    values = np.sort(np.concatenate([client_scores(result, protocol, model).values for result in group.results]))
     return values if group.unit.metric.higher_is_better else values[::-1]
 
 
@@ -108,29 +122,40 @@ def clients_with_both(group: RunGroup, protocol: str) -> np.ndarray:
     of clients that have both."""
     rows = []
     for result in group.results:
-        global_clients, global_scores = client_scores(result, protocol, "global")
-        personal_clients, personal_scores = client_scores(result, protocol, "personal")
-        _, i, j = np.intersect1d(global_clients, personal_clients, return_indices=True)
-        rows.append(np.stack([global_scores[i], personal_scores[j]], axis=1))
+        of_global = client_scores(result, protocol, "global")
+        of_personal = client_scores(result, protocol, "personal")
+        _, i, j = np.intersect1d(of_global.clients, of_personal.clients, return_indices=True)
+        rows.append(np.stack([of_global.values[i], of_personal.values[j]], axis=1))
     return np.concatenate(rows)
 
 
-def client_scores(result: RunResult, protocol: str, model: str, best: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """Return the clients' ids ``int[n]`` and their primary metric ``float64[n]`` in its unit.
+def client_scores(result: RunResult, protocol: str, model: str, best: bool = False) -> ClientScores:
+    """Return the clients' primary metric, in its unit.
 
     Parameters
     ----------
     best : whether to take the round that validation data chose, instead of the mean over the last rounds.
     """
-    unit = Unit(result.experiment.measures.primary)
     rounds = [result.best_round] if best else result.last_rounds
-    rows = evaluated_rows(result, protocol, model).filter(pc.field("round").isin(rounds))
+    return scores_of(result, protocol, model, result.experiment.measures.primary.name, rounds)
 
-    name = unit.metric.name
-    if len(rounds) > 1:
-        rows = rows.group_by("client", use_threads=False).aggregate([(name, "mean")])
-        name = f"{name}_mean"
-    return rows["client"].to_numpy(), unit.factor * rows[name].to_numpy()
+
+def scores_of(result: RunResult, protocol: str, model: str, value: str, rounds: Sequence[int | None]) -> ClientScores:
+    """Return a run's scores by client, means over these rounds, in their unit.
+
+    Parameters
+    ----------
+    value : a metric; or ``weighted``, the primary metric with clients' test samples as weights.
+    """
+    measures = result.experiment.measures
+    is_weighted = value == "weighted"
+    name = measures.primary.name if is_weighted else value
+    rows = evaluated_rows(result, protocol, model, name).filter(pc.field("round").isin(rounds))
+
+    means = rows.group_by("client", use_threads=False).aggregate([(name, "mean"), ("samples", "mean")])
+    values = Unit(measures.metric_of(value)).factor * means[f"{name}_mean"].to_numpy()
+    weights = means["samples_mean"].to_numpy() if is_weighted else np.ones(len(values))
+    return ClientScores(means["client"].to_numpy(), values, weights)
 
 
 def seconds(result: RunResult) -> float:
@@ -225,7 +250,7 @@ def positions(result: RunResult, against: Axis) -> np.ndarray:
     return np.maximum.accumulate(by_round)
 
 
-def evaluated_rows(result: RunResult, protocol: str, model: str) -> pa.Table:
-    """Return a row for each round and client with test data."""
+def evaluated_rows(result: RunResult, protocol: str, model: str, metric: str = "") -> pa.Table:
+    """Return a row for each round and client with test data and a value of the metric, by default the primary one."""
     chosen = (pc.field("protocol") == protocol) & (pc.field("model") == model) & (pc.field("samples") > 0)
-    return result.evaluations.filter(chosen & pc.field(result.experiment.measures.primary.name).is_valid())
+    return result.evaluations.filter(chosen & pc.field(metric or result.experiment.measures.primary.name).is_valid())

@@ -387,8 +387,8 @@ def test_results_are_means_over_the_number_of_last_rounds_in_the_settings(tmp_pa
         if row["protocol"] == "local" and row["model"] == "personal" and row["round"] in (4, 6):
             by_client.setdefault(row["client"], []).append(50 * row["accuracy"])
 
-    ids, scores = numbers.client_scores(averaged, "local", "personal")
-    assert dict(zip(ids.tolist(), scores.tolist(), strict=True)) == pytest.approx(
+    scores = numbers.client_scores(averaged, "local", "personal")
+    assert dict(zip(scores.clients.tolist(), scores.values.tolist(), strict=True)) == pytest.approx(
         {k: sum(v) for k, v in by_client.items()}
     )
 

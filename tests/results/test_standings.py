@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from raypfl.results import bootstrap
+from raypfl.results.numbers import ClientScores, scores_of
 from raypfl.results.ranking import standings as ranking
 from raypfl.results.ranking.joint_draws import joint_draws
-from raypfl.results.ranking.standings import ClientScores, Pairing, scores_of, standings, standings_of_groups
+from raypfl.results.ranking.standings import Pairing, standings, standings_of_groups
 from raypfl.results.run_groups import group_runs
 from tests.results.test_differences import ISSUE, runs_at
 from tests.support.tiers import with_quick

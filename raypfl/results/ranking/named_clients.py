@@ -150,8 +150,8 @@ def _scores(group: RunGroup, protocol: str, model: str) -> Mapping[int, Mapping[
     """Return the final primary metric by client and seed, in its unit."""
     scores: dict[int, dict[int, float]] = {}
     for result in group.results:
-        clients, values = client_scores(result, protocol, model)
-        for client, value in zip(clients.tolist(), values.tolist(), strict=True):
+        of_run = client_scores(result, protocol, model)
+        for client, value in zip(of_run.clients.tolist(), of_run.values.tolist(), strict=True):
             scores.setdefault(client, {})[result.experiment.seed] = value
     return scores
 

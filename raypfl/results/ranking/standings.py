@@ -11,27 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import pyarrow.compute as pc
 
 from raypfl.results.differences import data_hash, keeps_clients
+from raypfl.results.numbers import ClientScores, client_scores
 from raypfl.results.ranking.joint_draws import joint_draws
 from raypfl.results.run_groups import RunGroup
-from raypfl.results.units import Unit
 from raypfl.runs.result import RunResult
 
 Interval = tuple[float, float]
-
-TESTED_ONCE = -1
-"""The client in the rows of one model on one test set."""
-
-
-@dataclass(frozen=True)
-class ClientScores:
-    """One run's scores by client: ids ``int[n]``, values ``float64[n]``, and their weights in the mean, ``[n]``."""
-
-    clients: np.ndarray
-    values: np.ndarray
-    weights: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -73,34 +60,13 @@ def standings_of_groups(groups: Sequence[RunGroup], protocol: str, best: bool = 
     for group in groups:
         if not group.was_tested(protocol, best):
             continue
-        metric = group.measures.primary.name
-        by_seed = {}
-        for result in group.results:
-            rounds = [result.best_round] if best else result.last_rounds
-            by_seed[result.experiment.seed] = scores_of(result, protocol, group.deployed(protocol), metric, rounds)
-        scores[group.label] = by_seed
+        model = group.deployed(protocol)
+        scores[group.label] = {
+            result.experiment.seed: client_scores(result, protocol, model, best) for result in group.results
+        }
 
     results = {group.label: group.results for group in groups if group.label in scores}
     return standings(scores, pairing(results), higher_is_better=groups[0].unit.metric.higher_is_better)
-
-
-def scores_of(result: RunResult, protocol: str, model: str, value: str, rounds: Sequence[int | None]) -> ClientScores:
-    """Return a run's scores by client, means over these rounds.
-
-    Parameters
-    ----------
-    value : a metric; or ``weighted``, the primary metric with clients' test samples as weights.
-    """
-    measures = result.experiment.measures
-    is_weighted = value == "weighted"
-    name = measures.primary.name if is_weighted else value
-    chosen = (pc.field("protocol") == protocol) & (pc.field("model") == model) & (pc.field("samples") > 0)
-    rows = result.evaluations.filter(chosen & pc.field(name).is_valid() & pc.field("round").isin(rounds))
-
-    means = rows.group_by("client", use_threads=False).aggregate([(name, "mean"), ("samples", "mean")])
-    values = Unit(measures.metric_of(value)).factor * means[f"{name}_mean"].to_numpy()
-    weights = means["samples_mean"].to_numpy() if is_weighted else np.ones(len(values))
-    return ClientScores(means["client"].to_numpy(), values, weights)
 
 
 @dataclass(frozen=True)
@@ -188,7 +154,7 @@ def _aligned(runs: Sequence[ClientScores]) -> ClientScores:
 
     One model on one test set counts for every client of the others.
     """
-    by_client = [run for run in runs if run.clients.tolist() != [TESTED_ONCE]]
+    by_client = [run for run in runs if not run.is_of_one_test]
     if not by_client:
         values_of_all = np.stack([run.values for run in runs], 1)
         return ClientScores(runs[0].clients, values_of_all, np.stack([run.weights for run in runs], 1))
@@ -200,7 +166,7 @@ def _aligned(runs: Sequence[ClientScores]) -> ClientScores:
     values = []
     weights = []
     for run in runs:
-        if run.clients.tolist() == [TESTED_ONCE]:
+        if run.is_of_one_test:
             values.append(np.full(len(shared), run.values[0]))
             weights.append(np.ones(len(shared)))
         else:

@@ -13,8 +13,8 @@ import pyarrow.compute as pc
 
 from raypfl.evaluation.run_metrics import PRIMARY_AGGREGATES, Measures
 from raypfl.results.budgets import cost_to_target
-from raypfl.results.numbers import Axis, evaluated_rows, positions
-from raypfl.results.ranking.standings import Standing, pairing, scores_of, standings
+from raypfl.results.numbers import Axis, evaluated_rows, positions, scores_of
+from raypfl.results.ranking.standings import Standing, pairing, standings
 from raypfl.results.units import Unit, deviation
 from raypfl.runs.result import RunResult
 from raypfl.studies.cells import StudyCell
