@@ -243,11 +243,18 @@ def _section(record: Record, all_records: Sequence[Record]) -> Iterator[str]:
     if record.pairs:
         yield f"{_judgement(record)}\n"
 
-    for heading, lines in (("Deviations", values["deviations"]), ("Remarks", values["reasons"])):
+    for heading, lines in (("Deviations", _deviations(values["deviations"])), ("Remarks", values["reasons"])):
         if lines:
             yield f"{heading}:\n"
             yield "".join(f"- {line}\n" for line in lines).rstrip("\n")
             yield ""
+
+
+def _deviations(lines: Sequence[str]) -> list[str]:
+    """Say in one line how much of the published table was run; its tables show which methods and columns these are."""
+    parts = [line.removeprefix("Only ").partition(";")[0] for line in lines if line.startswith("Only ")]
+    others = [line for line in lines if not line.startswith("Only ")]
+    return [f"Only {', '.join(parts)}.", *others] if parts else others
 
 
 def _judgement(record: Record) -> str:

@@ -303,13 +303,17 @@ def _job(name: str, rows: Mapping[str, Summary]) -> str:
         "| | s/round, median | min | speed-up over bare loop | start-up, s | memory | rounds counted |",
         "|---|---|---|---|---|---|---|",
     ]
-    notes = [f"- {contender}: {reason}." for contender, reason in JOBS[name].left_out.items()]
-    notes += [f"- {contender}: chose {row.chosen}." for contender, row in rows.items() if row.chosen]
+    notes: dict[str, list[str]] = {}  # a sentence, and the contenders of which it is true
+    for contender, reason in JOBS[name].left_out.items():
+        notes.setdefault(f"{reason}.", []).append(contender)
     for contender, row in rows.items():
         lines.append(cells(contender, row, floor))
+        if row.chosen:
+            notes.setdefault(f"chose {row.chosen}.", []).append(contender)
         if row.problem:
-            notes.append(f"- {contender}: {row.problem}")
-    return "\n".join([*lines, *([""] if notes else []), *notes])
+            notes.setdefault(row.problem, []).append(contender)
+    said = [f"- {'; '.join(contenders)}: {sentence}" for sentence, contenders in notes.items()]
+    return "\n".join([*lines, *([""] if said else []), *said])
 
 
 def cells(contender: str, row: Summary, floor: Summary | None = None) -> str:

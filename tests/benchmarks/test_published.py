@@ -73,6 +73,12 @@ def test_how_methods_stand_is_shown_by_rank_with_the_cpu_time_of_a_seed():
     assert text.index("| Ditto | 1 (") < text.index("| FedAvg | 2 (")
 
 
+def test_what_was_left_out_of_a_table_is_one_line():
+    lines = ["Only 2 of 3 methods; left out: FedNH.", "Only 1 of 2 blocks; left out: A; B.", "rounds is 1, not 2."]
+    text = page([record([{"method": "a", "values": [1.0], "published": 1.0}], deviations=lines)])
+    assert "Deviations:\n\n- Only 2 of 3 methods, 1 of 2 blocks.\n- rounds is 1, not 2.\n" in text
+
+
 def test_of_columns_that_differ_in_the_round_alone_the_fair_one_is_ranked():
     standing = {"rank": 1, "rank_low": 1, "rank_high": 1, "low": 60.0, "high": 70.0}
     columns = ("best round", "last round", "chosen by validation", "loss")
