@@ -84,17 +84,12 @@ def normal(seed: int, purpose: str, clients: Sequence[int] | np.ndarray) -> np.n
 
 
 def permutations(keys: np.ndarray, width: int, sizes: np.ndarray | None = None) -> np.ndarray:
-    """Return rows that start with a permutation of ``range(sizes[i])``, which depends on ``keys[i]`` alone.
+    """Return rows ``int64[K, width]`` that start with a permutation of ``range(sizes[i])``, drawn by ``keys[i]`` alone.
 
     Parameters
     ----------
     keys : ``uint64[K]``, one key for each row.
-    width : the length of a row.
     sizes : ``int64[K]``, at most `width`; None: all of `width`. The rest of a longer row has no meaning.
-
-    Returns
-    -------
-    ``int64[K, width]``
     """
     with np.errstate(over="ignore"):
         positions = mix(np.arange(1, width + 1, dtype=np.uint64))

@@ -56,18 +56,13 @@ class Devices:
         down_bytes: float | np.ndarray,
         up_bytes: float | np.ndarray,
     ) -> np.ndarray:
-        """Return how long each client's turn takes: it receives, computes, and sends.
+        """Return how long each client's turn takes, ``float64[n]``: it receives, computes, and sends.
 
         Parameters
         ----------
-        clients : the clients' numbers, ``int64[n]``.
         samples : the samples of all gradient steps of a turn, each counted as often as a step sees it: with one
             training, epochs times the client's samples; see :meth:`Turn.samples`.
         down_bytes, up_bytes : what a client receives and sends.
-
-        Returns
-        -------
-        ``float64[n]``, above 0 if there is anything to compute or to send.
         """
         receiving = self.download_seconds(clients, down_bytes)
         computing = samples * self.ms_per_sample[clients] / 1000

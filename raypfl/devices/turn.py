@@ -72,10 +72,7 @@ class Exchange:
 
     def samples(self, sizes: np.ndarray) -> np.ndarray:
         """Return the samples of all gradient steps, ``int64[n]``, of clients that hold ``int64[n]`` samples."""
-        total = np.zeros(len(sizes), dtype=np.int64)
-        for training in self.trainings:
-            total += training.samples(sizes)
-        return total
+        return sum((training.samples(sizes) for training in self.trainings), np.zeros(len(sizes), np.int64))
 
 
 @dataclass(frozen=True)
@@ -125,10 +122,7 @@ class Turn:
 
     def samples(self, sizes: np.ndarray) -> np.ndarray:
         """Return the samples of all gradient steps, ``int64[n]``, of clients that hold ``int64[n]`` samples."""
-        total = np.zeros(len(sizes), dtype=np.int64)
-        for exchange in self.exchanges:
-            total += exchange.samples(sizes)
-        return total
+        return sum((exchange.samples(sizes) for exchange in self.exchanges), np.zeros(len(sizes), np.int64))
 
 
 def _of(column: np.ndarray, clients: np.ndarray) -> np.ndarray:

@@ -276,14 +276,10 @@ class Executor:
     def grad(
         self, loss: LocalLoss, at: Tensor, batches: Batches, keys: Tensor, extras: Extras, update: Update | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradient of each client's loss on its batch.
+        """Return gradients of the losses ``[K, P]``, reported losses ``[K]``, and statistics afterwards ``[K, B]``.
 
         If `update` needs per-sample gradients, the gradient is the one that its rule computes from them. The keys are
         in the host's memory.
-
-        Returns
-        -------
-        The gradients ``[K, P]``, the reported losses ``[K]``, and the networks' statistics afterwards ``[K, B]``.
         """
         gradients = empty_rows((len(at), self.model.num_parameters), at)
         losses = []

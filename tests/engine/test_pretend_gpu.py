@@ -303,11 +303,11 @@ def test_an_actor_with_a_share_of_a_gpu_is_limited_to_it_and_says_whether_it_tak
         )
     )
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
-    assert not actor_with(1.0, monkeypatch).prepare(shipment).takes_turns and not fractions
+    assert not actor_with(1.0, monkeypatch).prepare(shipment).is_time_sliced and not fractions
 
-    assert actor_with(0.25, monkeypatch).prepare(shipment).takes_turns
+    assert actor_with(0.25, monkeypatch).prepare(shipment).is_time_sliced
     (tmp_path / "control").touch()
-    assert not actor_with(0.25, monkeypatch).prepare(shipment).takes_turns
+    assert not actor_with(0.25, monkeypatch).prepare(shipment).is_time_sliced
     assert fractions == [LIMITED, LIMITED]
 
 

@@ -419,7 +419,7 @@ def test_more_actors_on_a_gpu_than_it_has_shares_for_are_reported():
 
 def test_actors_that_take_turns_on_a_gpu_are_reported_once():
     warnings: list[str] = []
-    apart = [Home("a", "A100", ("0",), takes_turns=True), Home("b", "A100", ("0",), takes_turns=True)]
+    apart = [Home("a", "A100", ("0",), is_time_sliced=True), Home("b", "A100", ("0",), is_time_sliced=True)]
     evaluated(backend_of([Stand(home) for home in apart], Stand, warnings.append, sharing(0.5, 2, actors=2)), 1)
     assert not warnings
     homes = [*apart, *apart]

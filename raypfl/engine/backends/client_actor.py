@@ -35,13 +35,13 @@ class Home(NamedTuple):
     node : the id of its node.
     device : the type of its device; see :func:`type_of`.
     gpus : the ids of the GPUs that Ray has assigned to it.
-    takes_turns : whether it has a share of a GPU, which computes for one process at a time, since MPS does not run.
+    is_time_sliced : whether it shares a GPU that computes for one process at a time, since MPS does not run.
     """
 
     node: str
     device: str = "CPU"
     gpus: tuple[str, ...] = ()
-    takes_turns: bool = False
+    is_time_sliced: bool = False
 
 
 class ClientActor:
@@ -72,9 +72,9 @@ class ClientActor:
         device = reserved_device()
         prepared = Prepared(job.experiment, data, device, gpus)
         self._worker = Worker(prepared.context, job.experiment.method, job.experiment.analyses)
-        takes_turns = 0 < gpus < 1 and sys.platform == "linux" and not mps_runs()
+        is_time_sliced = 0 < gpus < 1 and sys.platform == "linux" and not mps_runs()
         gpu_ids = tuple(map(str, ray.get_gpu_ids()))
-        return Home(ray.get_runtime_context().get_node_id(), type_of(device), gpu_ids, takes_turns)
+        return Home(ray.get_runtime_context().get_node_id(), type_of(device), gpu_ids, is_time_sliced)
 
     def work(self, call: Call, groups: Sequence[Group], separate: bool) -> tuple[BundleReply | Stack | None, ...]:
         """Run a bundle's groups one after the other.

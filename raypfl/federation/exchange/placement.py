@@ -72,7 +72,7 @@ class _Plan:
     ----------
     num_finished : the number of bundles that have finished since.
     bundles : number of the actor -> its bundles.
-    turns : the numbers of actors that may be idle and have bundles, in the order of these.
+    perhaps_idle : the numbers of actors that may be idle and have bundles, in the order of these.
     """
 
     def __init__(self, waiting: Iterable[Bundle], queues: Sequence[_Queue], now: float):
@@ -87,7 +87,7 @@ class _Plan:
             chosen = int(ends.argmin())
             idle_at[chosen] = ends[chosen]
             self.bundles.setdefault(queues[chosen].number, deque()).append(bundle)
-        self.turns = deque(self.bundles)
+        self.perhaps_idle = deque(self.bundles)
 
 
 class Dispatch:
@@ -176,7 +176,7 @@ class Dispatch:
 
         if self._plan is not None:
             self._plan.num_finished += 1
-            self._plan.turns.append(queue.number)
+            self._plan.perhaps_idle.append(queue.number)
 
     def lost(self, actor: Hashable) -> list[Bundle]:
         """Remove an actor that died; return its bundles, which wait again."""
@@ -257,11 +257,11 @@ class Dispatch:
             return None
 
         plan = self._current_plan(now)
-        while plan.turns:
-            queue = self._by_number[plan.turns[0]]
+        while plan.perhaps_idle:
+            queue = self._by_number[plan.perhaps_idle[0]]
             if not queue.bundles and plan.bundles.get(queue.number):
                 return queue, plan.bundles[queue.number].popleft()
-            plan.turns.popleft()
+            plan.perhaps_idle.popleft()
 
         for idle_at, number in self._finishing:
             if idle_at - PREFETCH_SECONDS > now:

@@ -80,7 +80,7 @@ class Waiting:
                 self.note_idle(node)
 
     def nearest(self, actors_on: Mapping[str, Sequence[int]], most: int) -> tuple[str | None, Bundle]:
-        """Choose the node and the bundle of which most states are there.
+        """Choose the node and the bundle of which most states are there; the node is None if no candidate has any.
 
         Of several, the bundle that comes first is chosen, and the node whose first actor does.
 
@@ -88,10 +88,6 @@ class Waiting:
         ----------
         actors_on : node -> the numbers of its actors that are to be chosen from, ascending.
         most : candidates are the first bundle and, of this many, those that are nearly as long and need not be alone.
-
-        Returns
-        -------
-        the node, None if no candidate has states on any of these, and the bundle.
         """
         first = self.first
         self._admit(most, NEARLY_LONGEST * first.length)

@@ -106,7 +106,7 @@ def gradient_by_sample(
     keys: Tensor,
     gradients_of_samples: Callable[[int, int], tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor]:
-    """Combine per-sample gradients by the update's rule.
+    """Return the gradient ``[..., P]`` by the update's rule for samples, and the mean reported loss ``[...]``.
 
     Parameters
     ----------
@@ -115,10 +115,6 @@ def gradient_by_sample(
     keys : the keys of the step's draws, ``int64[...]``.
     gradients_of_samples : the function ``(start, stop)`` that returns gradients ``[..., n, P]`` and reported losses
         ``[..., n]`` of these samples.
-
-    Returns
-    -------
-    The gradient ``[..., P]``, and the mean reported loss ``[...]``.
     """
     rule = update.sample_rule
     assert rule is not None

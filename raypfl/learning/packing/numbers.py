@@ -56,13 +56,9 @@ def _numbers_of_functions(loss: LocalLoss) -> dict[str, float]:
 def by_row(
     loss: LocalLoss, update: Update, rows: Mapping[str, Tensor]
 ) -> tuple[LocalLoss, Update, dict[str, RowNumber]]:
-    """Let a loss and an update take some of their numbers by row.
+    """Return a loss and an update that take some numbers by row, and the extras that the loss then needs besides.
 
     `rows` : the values ``float64[K]`` of these numbers, named as by :func:`numbers_of`.
-
-    Returns
-    -------
-    The loss and the update, and the extras that the loss takes besides its own.
     """
     step_numbers = {name: values[:, None] for name, values in rows.items() if name in NUMBERS}
     extras = {name: RowNumber(per_client(values)) for name, values in rows.items() if name not in NUMBERS}

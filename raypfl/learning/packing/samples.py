@@ -67,7 +67,9 @@ def joined_orders(orders: Sequence[SampleOrder]) -> SampleOrder:
     )
 
 
-def first_steps_of(order: SampleOrder, count: int) -> SampleOrder:
-    """Return the first `count` steps of each client."""
-    draws = None if order.draws is None else order.draws[:, :count]
-    return SampleOrder(order.index[:, :count], order.counts[:, :count], np.minimum(order.steps, count), draws)
+def first_of_order(order: SampleOrder, clients: int | None = None, steps: int | None = None) -> SampleOrder:
+    """Return the first `steps` steps of the first `clients`; None: all."""
+    draws = None if order.draws is None else order.draws[:clients, :steps]
+    index = order.index[:clients, :steps]
+    num_steps = np.minimum(order.steps[:clients], index.shape[1])
+    return SampleOrder(index, order.counts[:clients, :steps], num_steps, draws)

@@ -14,8 +14,7 @@ from raypfl.common.messages import PerClient, per_client, unmarked
 from raypfl.learning.executor import GroupTraining
 from raypfl.learning.packing.alike import Likeness
 from raypfl.learning.packing.numbers import by_row, numbers_of
-from raypfl.learning.packing.samples import first_steps_of, joined_orders, joined_samples, may_join, of_first
-from raypfl.learning.sample_order import SampleOrder
+from raypfl.learning.packing.samples import first_of_order, joined_orders, joined_samples, may_join, of_first
 from raypfl.models.extras import Other
 
 MOVED = 0.01
@@ -44,22 +43,16 @@ def with_numbers_by_client(training: GroupTraining, numbers: Mapping[str, Tensor
 
 def first_steps(training: GroupTraining, count: int) -> GroupTraining:
     """Return the training of the first `count` steps."""
-    return replace(training, order=first_steps_of(training.order, count))
+    return replace(training, order=first_of_order(training.order, steps=count))
 
 
 def first_clients(training: GroupTraining, count: int) -> GroupTraining:
     """Return the training of the first `count` clients."""
-    order = training.order
     return replace(
         training,
         start=training.start[:count],
         samples=of_first(training.samples, count),
-        order=SampleOrder(
-            order.index[:count],
-            order.counts[:count],
-            order.steps[:count],
-            None if order.draws is None else order.draws[:count],
-        ),
+        order=first_of_order(training.order, clients=count),
         keys=training.keys[:count],
         extras={name: _first_rows(extra, count) for name, extra in training.extras.items()},
         correction=None if training.correction is None else training.correction[:count],

@@ -66,15 +66,13 @@ def repeat(
 ) -> bool:
     """Take steps, the first few one by one, and the others from a recording if they are enough.
 
+    Return False if the step cannot be recorded; then all steps were taken one by one, with a warning.
+
     Parameters
     ----------
     step : takes the step whose number is in ``int64[1]`` on the device; it must not read it.
     signature : the signature of the steps, without their number, by which a recording of earlier steps is found; None:
         none is reused.
-
-    Returns
-    -------
-    False if the step cannot be recorded; then all steps were taken one by one, with a warning.
     """
     number = torch.full((1,), steps.start, dtype=torch.int64, device=device)
 

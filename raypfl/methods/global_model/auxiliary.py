@@ -87,9 +87,9 @@ class AuxiliaryImages(FedAvg):
         steps = progress(range(self.outer_steps))
         return match(trajectory, images, step_size, window_start, theta, self.image_lr, self.step_lr, steps)
 
-    def is_due(self, turn: Any) -> Any:
-        """Return whether images are matched in a round; `turn` is the number of earlier rounds with a full window."""
-        return (turn >= 0) & (turn % self.every == 0) if self.every else turn == 0
+    def is_due(self, earlier: Any) -> Any:
+        """Return whether images are matched in a round, given the number of earlier rounds with a full window."""
+        return (earlier >= 0) & (earlier % self.every == 0) if self.every else earlier == 0
 
     def remember_model(self, server: ServerState) -> None:
         """Remember the server's new model. A window is full with ``window + 1`` of them, without the initial one."""
@@ -168,11 +168,11 @@ class ClientImages(AuxiliaryImages):
 
     def update_images(self, clients: Clients, theta: Tensor, begun: Tensor | None, shown: int) -> GroupImages:
         """Return the clients' images, matched if it is time; the arguments are as in :meth:`learn`."""
-        window_start, turn = self._windows(clients, theta, begun)
+        window_start, earlier = self._windows(clients, theta, begun)
         images = unmarked(clients.state.get("images", default=partial(self.initial_images, clients)))
         step_size = unmarked(clients.state.get("step_size", default=theta.new_tensor(self.step_size)))
 
-        due = self.is_due(turn)
+        due = self.is_due(earlier)
         if bool(due.any()):
             labels = self.labels(clients.num_classes, theta.device)
             match_group = partial(self.match_images, clients.model, labels, iter)
@@ -188,7 +188,7 @@ class ClientImages(AuxiliaryImages):
 
         clients.state["images"] = images
         clients.state["step_size"] = step_size
-        return GroupImages(images, step_size, window_start, turn >= 0, _shown_images(clients, images, shown))
+        return GroupImages(images, step_size, window_start, earlier >= 0, _shown_images(clients, images, shown))
 
     def initial_images(self, clients: Clients, new: Tensor) -> Tensor:
         """Return the first images ``[len(new), n, ...]`` of the clients at these positions of the group."""

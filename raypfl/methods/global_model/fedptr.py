@@ -66,8 +66,8 @@ class ProjectedTrajectory(AuxiliaryImages):
     project_lr: Annotated[float | None, POSITIVE, needs("guess", "matching")] = 0.01
     guess: Literal["matching", "line"] = "matching"
 
-    def is_due(self, turn: Any) -> Any:
-        return super().is_due(turn) & (self.guess == "matching")
+    def is_due(self, earlier: Any) -> Any:
+        return super().is_due(earlier) & (self.guess == "matching")
 
     def logs_images(self, cohort: Cohort) -> bool:
         return super().logs_images(cohort) and self.guess == "matching"

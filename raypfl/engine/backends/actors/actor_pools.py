@@ -81,10 +81,7 @@ class ActorPools:
     def reduce_sharing(self, pool: int) -> tuple[int, int] | None:
         """Let a quarter fewer actors of this pool share a GPU, because its memory is too small.
 
-        Returns
-        -------
-        the number of actors that shared a GPU before, and the number that do now; None if an actor has had a GPU, or
-        several, to itself.
+        Return how many shared one before, and how many do now; None if an actor has had a GPU, or several, to itself.
         """
         gpus = float(self._pools[pool].gpus_per_actor)
         before = math.floor(1 / gpus + _TOLERANCE) if gpus else 0

@@ -216,9 +216,7 @@ class ActorFleet:
     def make_room(self, actor: StartedActor, error: BaseException | None) -> list[StartedActor]:
         """If a GPU share had too little memory, let fewer actors of its pool share a GPU.
 
-        Returns
-        -------
-        all actors of the pool, which were killed; none if something else failed.
+        Return all actors of the pool, which were killed; none if something else failed.
         """
         if not out_of_memory(error):
             return []

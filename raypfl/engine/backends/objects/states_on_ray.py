@@ -22,11 +22,11 @@ def map_states(
 
     A client actor of that node computes it. Without one, or if it dies, this process does.
     """
-    turns = {node: cycle(actors) for node, actors in actors_by_node.items()}
+    actors_in_rotation = {node: cycle(actors) for node, actors in actors_by_node.items()}
     replies = []
     for node, job in jobs:
-        reply = next(turns[node]).map_states.remote(function, job) if node in turns else None
-        replies.append(reply)
+        actors = actors_in_rotation.get(node)
+        replies.append(None if actors is None else next(actors).map_states.remote(function, job))
 
     results = []
     for reply, (_, job) in zip(replies, jobs, strict=True):
@@ -49,9 +49,9 @@ def read_states(
 
     What an actor cannot read, this process does, with a warning.
     """
-    turns = [(turn, node, actor) for node, actors in actors_by_node.items() for turn, actor in enumerate(actors)]
     # One actor of each node first, so that a few files are spread over the nodes.
-    readers = sorted(turns, key=lambda entry: entry[0])[: len(files)]
+    ranked = [(rank, node, actor) for node, actors in actors_by_node.items() for rank, actor in enumerate(actors)]
+    readers = sorted(ranked, key=lambda entry: entry[0])[: len(files)]
     shares = [files[first :: len(readers)] for first in range(len(readers))]
     streams = []
     for (_, node, actor), share in zip(readers, shares, strict=True):
