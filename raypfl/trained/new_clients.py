@@ -99,14 +99,10 @@ def checked_samples(x: Any, y: Any, outline: DataOutline) -> Labelled:
     ------
     DataError : if they do not fit, with the reason.
     """
-    x = as_array(x, "x")
+    x = checked_inputs(x, outline, "x")
     y = as_array(y, "y")
-    _refuse_other_shape(x, outline, "x")
     if y.shape[:1] != x.shape[:1]:
         raise DataError(f"x has {len(x)} samples, but y has the shape {list(y.shape)}; y needs a target for each.")
-    if not len(x):
-        raise DataError("x and y are empty; a model is made from at least one labelled sample.")
-    x = _inputs(x, outline, "x")
 
     kind = outline.kind
     if kind in _INTEGER_TARGETS and y.dtype.kind not in "iub":
@@ -142,7 +138,7 @@ def class_numbers(y: Any, names: Sequence[str]) -> np.ndarray:
 
 
 def checked_inputs(x: Any, outline: DataOutline, name: str) -> np.ndarray:
-    """Return inputs to predict for, as the run's data set would have them.
+    """Return inputs as the run's data set would have them.
 
     Parameters
     ----------
@@ -153,18 +149,10 @@ def checked_inputs(x: Any, outline: DataOutline, name: str) -> np.ndarray:
     DataError : if they do not fit, with the reason.
     """
     x = as_array(x, name)
-    _refuse_other_shape(x, outline, name)
-    if not len(x):
-        raise DataError(f"{name} is empty.")
-    return _inputs(x, outline, name)
-
-
-def _refuse_other_shape(x: np.ndarray, outline: DataOutline, name: str) -> None:
     if x.ndim != 1 + len(outline.input_shape) or x.shape[1:] != tuple(outline.input_shape):
         raise DataError(f"{name} has the shape {list(x.shape)}, but the run's inputs are {inputs_of(outline)}.")
-
-
-def _inputs(x: np.ndarray, outline: DataOutline, name: str) -> np.ndarray:
+    if not len(x):
+        raise DataError(f"{name} is empty; it needs at least one sample.")
     if x.dtype.kind not in "iufb":
         raise DataError(f"{name} is {x.dtype}, not numbers.")
     if outline.discrete:

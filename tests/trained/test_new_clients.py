@@ -190,7 +190,7 @@ CLASSES = np.array([0, 1, 0, 1])
             r"x has the shape \[4, 8, 8\], but the run's inputs are \[n, 1, 8, 8\] with values from 0 to 16",
         ),
         (IMAGES, CLASSES[:3], r"x has 4 samples, but y has the shape \[3\]"),
-        (IMAGES[:0], CLASSES[:0], "x and y are empty"),
+        (IMAGES[:0], CLASSES[:0], "x is empty"),
         (IMAGES, np.array([0, 1, 2, 10]), "Sample 3 has label 10, but there are 10 classes"),
         (IMAGES, CLASSES + 0.5, "y is float64, but the run's targets are classes"),
         (IMAGES, np.eye(4, dtype=np.int64), "the run's targets are classes"),
