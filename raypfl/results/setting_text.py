@@ -10,6 +10,7 @@ from typing import Any
 from raypfl.common.counting import counted
 from raypfl.data.datasets.population import is_described
 from raypfl.data.datasets.settings import DataConfig
+from raypfl.engine.events import RunStarted
 from raypfl.experiment import Experiment
 from raypfl.experiment.components import options_of
 from raypfl.experiment.settings import ModelSettings
@@ -22,43 +23,33 @@ _OF_ANY_FOLDER = ("arrays", "csv", "image_folder", "npy", "parquet", "table", "t
 _MODEL_DEFAULTS = {field.name: field.default for field in fields(ModelSettings) if field.name != "name"}
 
 
-def setting_text(experiment: Experiment, metadata: Mapping[str, Any]) -> str:
-    """Return data, partition and model in one line, without options at their default.
+def setting_text(runs: Sequence[RunResult | RunStarted]) -> str:
+    """Return the line of runs on the same data and partition, with what their models have in common.
 
-    The partition's first option, such as alpha, is always there.
-
-    Parameters
-    ----------
-    metadata : what the run recorded about itself; the number of clients of a population, which has no partition, is
-        there.
+    Options at their default are left out, except for the partition's first one, such as alpha.
     """
-    parts = [data_text(experiment, metadata), _component_text(_network(experiment)), *_on_messages([experiment])]
-    return " · ".join(parts)
-
-
-def shared_setting_text(results: Sequence[RunResult]) -> str:
-    """Return the line of runs on the same data and partition, with what their models have in common."""
-    networks = [_network(result.experiment) for result in results]
+    networks = [_network(run.experiment) for run in runs]
     common = {}
     for key, value in networks[0].items():
         if all(network.get(key) == value for network in networks):
             common[key] = value
 
-    parts = [data_text(results[0].experiment, results[0].metadata)]
+    parts = [data_text(runs[0])]
     if "name" in common:
         parts.append(_component_text(common))
-    return " · ".join([*parts, *_on_messages([result.experiment for result in results])])
+    return " · ".join([*parts, *_on_messages([run.experiment for run in runs])])
 
 
-def data_text(experiment: Experiment, metadata: Mapping[str, Any]) -> str:
-    """Return data and partition in one line."""
+def data_text(run: RunResult | RunStarted) -> str:
+    """Return data and partition in one line; of a population, which has no partition, the number of clients."""
+    experiment = run.experiment
     values = applicable_settings(experiment)
     parts = [_data_name(experiment.data)]
 
     partition = values.get("partition")
     if partition is None:
-        if "num_clients" in metadata:
-            parts.append(counted(metadata["num_clients"], "client"))
+        if "num_clients" in run.metadata:
+            parts.append(counted(run.metadata["num_clients"], "client"))
         return " · ".join(parts)
 
     clients = partition.pop("clients", None)

@@ -55,8 +55,7 @@ def draw(results: Sequence[RunResult], path: str | Path) -> Path:
             _draw_distances(panels[2], end)
             name_row(panels[0], group, x=-0.1)
 
-        text = setting_text(results[0].experiment, results[0].metadata)
-        figure.suptitle(fill(text, 100), fontsize=10, color=GREY)
+        figure.suptitle(fill(setting_text(results[:1]), 100), fontsize=10, color=GREY)
         class_names = rows[0][-1]
         unseen = Line2D([], [], marker="o", linestyle="", color="none", markeredgecolor=INK, label="unseen")
         draw_class_legend(figure, class_names, unseen)

@@ -215,16 +215,20 @@ def test_clients_without_test_data_are_left_out_of_the_picture(tmp_path: Path):
     assert draw([replace(run, evaluations=pa.table(columns))], tmp_path / "picture.png").exists()
 
 
+def setting_of(experiment: Experiment, **metadata: Any) -> str:
+    return setting_text([RunStarted("run", "runs/run", experiment, metadata, first_round=0)])
+
+
 def test_a_setting_names_the_options_of_the_partition_that_are_not_at_their_default():
     usual = {"name": "dirichlet", "alpha": 0.3}
     patient = usual | {"tries": 50}
-    assert setting_text(Experiment(partition=usual), {}) == "digits · 20 clients · dirichlet(alpha=0.3) · mlp"
-    assert "dirichlet(alpha=0.3, tries=50)" in setting_text(Experiment(partition=patient), {})
+    assert setting_of(Experiment(partition=usual)) == "digits · 20 clients · dirichlet(alpha=0.3) · mlp"
+    assert "dirichlet(alpha=0.3, tries=50)" in setting_of(Experiment(partition=patient))
 
 
 def test_a_population_is_announced_with_its_clients_and_without_a_partition():
     described = Experiment(data="tests.support.federated_data:GeneratedClients")
-    text = setting_text(described, {"num_clients": 4})
+    text = setting_of(described, num_clients=4)
     assert text == "tests.support.federated_data:GeneratedClients · 4 clients · mlp"
     assert not [key for key in run_params(described) if key.startswith("partition")]
 
@@ -350,7 +354,7 @@ def test_labels_do_not_name_a_file_of_weights_that_other_differing_settings_dete
     ]
     of_output_layers = [f"{method} model.lora=0 model.trained=output layer" for method in ("fedavg", "local")]
     assert labels(pretrained) == [*named, *of_output_layers]
-    assert "weights" not in setting_text(pretrained[0], {})
+    assert "weights" not in setting_of(pretrained[0])
 
 
 def test_runs_that_differ_in_their_seed_alone_are_one_group():

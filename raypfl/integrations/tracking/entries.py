@@ -108,7 +108,7 @@ def run_params(experiment: Experiment) -> dict[str, str]:
 def run_description(started: RunStarted, run_id: str, uri: str) -> str:
     """Return the description of a run: its setting, and how to load its models."""
     return (
-        f"{setting_text(started.experiment, started.metadata)}\n\n"
+        f"{setting_text([started])}\n\n"
         "Its models, as networks that take images as they are stored:\n\n"
         "```python\n"
         "import raypfl\n\n"
@@ -131,7 +131,7 @@ def comparison_description(results: Sequence[RunResult], baseline: str | None = 
 
     sign = unit.sign or f" {unit.heading}"
     headings = " | ".join(f"{column.heading}{sign}".replace("\n", " ") for column in shown_columns)
-    lines = [setting_text(results[0].experiment, results[0].metadata), "", f"| method | tested on | {headings} |"]
+    lines = [setting_text(results[:1]), "", f"| method | tested on | {headings} |"]
     lines.append("|:--|:--|--:|--:|--:|")
     for i, group in enumerate(groups):
         for block in last_round:

@@ -25,7 +25,7 @@ from raypfl.results.epsilons import privacy_sentence
 from raypfl.results.labels import labels
 from raypfl.results.numbers import has_simulated_time, positions, prediction_traffic, seconds
 from raypfl.results.run_groups import RunGroup, group_runs
-from raypfl.results.setting_text import applicable_settings, shared_setting_text
+from raypfl.results.setting_text import applicable_settings, setting_text
 from raypfl.results.table import Column, legend, result_columns, result_rows
 from raypfl.results.units import TableCell, Unit, capitalised
 from raypfl.runs.result import RunResult
@@ -116,7 +116,7 @@ def show(
     console.print()
     _show_notices(console, results)
     if evaluated:
-        console.print(Text(shared_setting_text(evaluated), "dim"))
+        console.print(Text(setting_text(evaluated), "dim"))
         _show_table(console, evaluated)
         _show_differences(console, evaluated, baseline)
         console.print()

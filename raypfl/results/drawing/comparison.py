@@ -30,7 +30,7 @@ from raypfl.results.drawing.curves import (
 )
 from raypfl.results.numbers import clients_from_worst, has_simulated_time, metric_curves
 from raypfl.results.run_groups import RunGroup, group_runs
-from raypfl.results.setting_text import shared_setting_text
+from raypfl.results.setting_text import setting_text
 from raypfl.results.table import MODELS
 from raypfl.results.units import capitalised
 from raypfl.runs.result import RunResult
@@ -79,7 +79,7 @@ def draw(results: Sequence[RunResult], path: str | Path) -> Path:
             has_seeds = any(len(group.results) > 1 for group in groups)
             right.set_title(f"{metric} of each client{' and seed' if has_seeds else ''} at the end")
 
-        figure.suptitle(fill(shared_setting_text(results), 110), fontsize=11, color=GREY)
+        figure.suptitle(fill(setting_text(results), 110), fontsize=11, color=GREY)
         _draw_legend(figure, groups, curves, protocol, have_turns)
     return Path(path)
 

@@ -14,7 +14,7 @@ from raypfl.results.numbers import has_simulated_time, positions, seconds
 from raypfl.results.report.parts import Part
 from raypfl.results.report.tables import result_tables
 from raypfl.results.run_groups import RunGroup
-from raypfl.results.setting_text import shared_setting_text
+from raypfl.results.setting_text import setting_text
 from raypfl.results.table import Column, legend, result_columns, tests_of
 from raypfl.results.units import TableCell, capitalised, deviation
 
@@ -164,4 +164,4 @@ def _caption(part: Part, baseline: str) -> str:
 
 def setting_of(groups: Sequence[RunGroup]) -> str:
     """Return data, partition and model of the groups of a part."""
-    return shared_setting_text([result for group in groups for result in group.results])
+    return setting_text([result for group in groups for result in group.results])

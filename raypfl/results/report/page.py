@@ -30,7 +30,7 @@ from raypfl.results.report.parts import Part, parts_of
 from raypfl.results.report.searches.page import read as read_search
 from raypfl.results.report.tables import protocol_name
 from raypfl.results.run_groups import RunGroup
-from raypfl.results.setting_text import data_text, shared_setting_text
+from raypfl.results.setting_text import data_text, setting_text
 from raypfl.results.table import MODELS, attack_sentences, unequal_lengths, untrained_parts
 from raypfl.results.units import Unit, capitalised
 from raypfl.runs.result import RunResult, recorded_end
@@ -155,7 +155,7 @@ def _part(part: Part, suffix: str) -> dict[str, Any]:
     holdings = _holdings(groups[0].results[0])
     return {
         "suffix": suffix,
-        "setting": shared_setting_text([result for _, _, result in runs]),
+        "setting": setting_text([result for _, _, result in runs]),
         "lead": lead_of(part, tests[0]),
         "size": _size(groups),
         "notes": _cautions(groups),
@@ -313,8 +313,7 @@ def _cautions(groups: Sequence[RunGroup]) -> list[str]:
 def _holdings(first: RunResult) -> dict[str, Any]:
     """Who holds what: `title`, a `figure`, `rows` of min, median, mean and max, and clients' training `sizes`; or
     `why_not`."""
-    experiment = first.experiment
-    title = f"{data_text(experiment, first.metadata)}, seed {experiment.seed}"
+    title = f"{data_text(first)}, seed {first.experiment.seed}"
     try:
         summary = clients.held_in(first)
     except RaypflError as error:

@@ -67,7 +67,7 @@ def parts_of(results: Sequence[RunResult], baseline: str | None = None) -> list[
     """
     by_setting: dict[tuple[str, str], list[RunResult]] = {}
     for result in results:
-        setting = data_text(result.experiment, result.metadata)
+        setting = data_text(result)
         metric = result.experiment.measures.primary.name
         by_setting.setdefault((setting, metric), []).append(result)
     parts = [group_runs(comparable) for comparable in by_setting.values()]

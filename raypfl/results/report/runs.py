@@ -72,7 +72,7 @@ def _without_repetitions(results: Sequence[RunResult], notes: Sequence[str]) -> 
     keys = []
     for label, result in zip(labels([result.experiment for result in results]), results, strict=True):
         # A label leaves out the folder of the data, which may be elsewhere on another machine.
-        keys.append((label, result.experiment.seed, data_text(result.experiment, result.metadata)))
+        keys.append((label, result.experiment.seed, data_text(result)))
     last = dict(zip(keys, results, strict=True))
 
     unrepeated = []
