@@ -22,6 +22,9 @@ from raypfl.studies.description import Study, Variation, is_source, merged, plai
 _PLACEHOLDER = re.compile(r"\{([^{}]+) ([\w.]+)\}")
 """Placeholder in a choice, such as ``{Ditto method.lam}``: a setting's value in a method's cells."""
 
+Position = tuple[str, str, str]
+"""Method, block and group of columns."""
+
 
 @dataclass(frozen=True)
 class StudyCell:
@@ -41,7 +44,7 @@ class StudyCell:
     trial: int | None = None
 
     @property
-    def position(self) -> tuple[str, str, str]:
+    def position(self) -> Position:
         """Method, block and group of columns, which are the same for all seeds."""
         return self.method, self.down, self.across
 
@@ -58,6 +61,14 @@ class StudyCell:
         parts = (values["method"]["name"], values["data"]["name"], f"s{values['seed']}", identity(self.experiment))
         name = re.sub(r"[^\w.-]+", "_", "-".join(parts))
         return Path(self.experiment.output).absolute() / "cells" / name
+
+
+def by_position(cells: Iterable[StudyCell]) -> dict[Position, list[StudyCell]]:
+    """Return the cells by method, block and group of columns: those of all seeds together."""
+    cells_by_position: dict[Position, list[StudyCell]] = {}
+    for cell in cells:
+        cells_by_position.setdefault(cell.position, []).append(cell)
+    return cells_by_position
 
 
 def identity(experiment: Experiment) -> str:

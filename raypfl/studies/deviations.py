@@ -9,7 +9,7 @@ from typing import Any
 from raypfl.common.counting import counted
 from raypfl.experiment.assignments import flatten
 from raypfl.runs.result import RunResult
-from raypfl.studies.cells import StudyCell
+from raypfl.studies.cells import Position, StudyCell, by_position
 from raypfl.studies.description import Study
 
 _NO_DEVIATION = {
@@ -37,8 +37,6 @@ SIZES = (
 """Settings, and sections, that decide how large a run is; with others than published, levels cannot be compared."""
 
 _AXES = {"methods": "methods", "down": "blocks", "across": "groups of columns"}
-
-Position = tuple[str, str, str]
 
 
 def deviations(
@@ -162,10 +160,7 @@ def _pool_of(path: str) -> str:
 
 def _protocols(cells: Sequence[StudyCell]) -> dict[Position, dict[str, Any]]:
     """Return the settings that belong to the protocol at each position, from its first seed."""
-    first_cells: dict[Position, StudyCell] = {}
-    for cell in cells:
-        first_cells.setdefault(cell.position, cell)
-    return {position: _protocol(cell.experiment.to_dict()) for position, cell in first_cells.items()}
+    return {position: _protocol(cell.experiment.to_dict()) for position, (cell, *_) in by_position(cells).items()}
 
 
 def _protocol(values: dict[str, Any]) -> dict[str, Any]:

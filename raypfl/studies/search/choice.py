@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,13 +13,14 @@ from raypfl.common.counting import counted
 from raypfl.common.files import write
 from raypfl.experiment.spaces import configured, in_words
 from raypfl.experiment.yaml_text import write as as_yaml
+from raypfl.results.report.export import csv_text
 from raypfl.runs.result import SEARCH, TRIALS, RunResult
 from raypfl.runs.several.costs import cpu_seconds
 from raypfl.runs.several.worker import FAILED, RunOutcome
-from raypfl.studies.cells import StudyCell
+from raypfl.studies.cells import Position, StudyCell
 from raypfl.studies.description import Study
 from raypfl.studies.search.description import Search
-from raypfl.studies.search.trials import Position, SearchTrial
+from raypfl.studies.search.trials import SearchTrial
 from raypfl.studies.table.entries import measured
 
 
@@ -144,17 +143,9 @@ def write_trials(folder: Path, searched: SearchOutcome) -> None:
     for row in searched.rows():
         values = row.pop("values")
         rows.append(row | values)
-    columns: dict[str, None] = {}
-    for row in rows:
-        columns |= dict.fromkeys(row)
-
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(columns), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
     folder.mkdir(parents=True, exist_ok=True)
     write(folder / SEARCH, as_yaml(searched.search.model_dump()))
-    write(folder / TRIALS, text.getvalue())
+    write(folder / TRIALS, csv_text(rows))
 
 
 def _score(search: Search, trial: SearchTrial, outcomes: Sequence[RunOutcome]) -> tuple[Score, bool]:

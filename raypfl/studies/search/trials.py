@@ -14,12 +14,9 @@ from raypfl.data.datasets.population import is_described
 from raypfl.experiment.assignments import assign, parse_assignments
 from raypfl.experiment.checks.limits import aggregates
 from raypfl.experiment.spaces import Space, configured, values_by_setting
-from raypfl.studies.cells import StudyCell
+from raypfl.studies.cells import Position, StudyCell, by_position
 from raypfl.studies.description import Study, checked
 from raypfl.studies.search.description import Search
-
-Position = tuple[str, str, str]
-"""Method, block and group of columns."""
 
 _CANDIDATES = 16
 """Draws of which the one farthest from those of the trials before is used."""
@@ -92,12 +89,9 @@ def planned_trials(study: Study, cells: Sequence[StudyCell]) -> list[SearchTrial
     search = study.search
     if search is None:
         return []
-    first_cells: dict[Position, StudyCell] = {}
-    for cell in cells:
-        first_cells.setdefault(cell.position, cell)
 
     trials = []
-    for position, cell in first_cells.items():
+    for position, (cell, *_) in by_position(cells).items():
         _require_validation(study, search, cell)
         configurations = draw(search.spaces(cell.method), search.seed, search.trials)
         for number, values in enumerate(configurations, start=1):
