@@ -216,7 +216,8 @@ def _picture_of_run(view: AnalysedRound, curves: Mapping[str, Tensor], initial: 
     from raypfl.analysis.flntk_picture import draw  # Matplotlib is slow to import
 
     errors = observed_errors(view.folder, view.round)
-    terms = _observed_terms(view.folder, view.round)
+    # In shares of the squared error before the round.
+    terms = {t: Terms(**values) for t, values in _read_rounds(view.folder, TERMS, view.round).items()}
     finite = Spectrum.of(initial["finite"]).values
     infinite = Spectrum.of(initial["infinite"]).values
     return draw(errors, curves, terms, finite, infinite)
@@ -225,11 +226,6 @@ def _picture_of_run(view: AnalysedRound, curves: Mapping[str, Tensor], initial: 
 def observed_errors(folder: Path, rounds: int) -> dict[int, float]:
     """Return the squared errors by round, of the analysed rounds up to `rounds`."""
     return _read_rounds(folder, ERROR, rounds)
-
-
-def _observed_terms(folder: Path, rounds: int) -> dict[int, Terms]:
-    """Return the terms of the error by round, in shares of the squared error before it."""
-    return {t: Terms(**values) for t, values in _read_rounds(folder, TERMS, rounds).items()}
 
 
 def _read_rounds(folder: Path, name: str, rounds: int) -> dict[int, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from raypfl.common.errors import ConfigError
 from raypfl.experiment.assignments import flatten, parse_assignments
-from raypfl.experiment.checks.effects import assign_all, require_effect
+from raypfl.experiment.checks.effects import assign_all, is_in_any, require_effect
 from raypfl.experiment.checks.validation import one_message
 from raypfl.experiment.components import unknown_option
 from raypfl.experiment.experiment import Experiment
@@ -147,17 +147,12 @@ def _with_settings(base: Experiment, method: Any, assigned: Collection[tuple[str
                 f"{', '.join((*PER_METHOD, _EVALUATED))} may differ between methods."
             )
 
-    remaining = [(path, value) for path, value in changes if not _is_assigned(path, assigned)]
+    remaining = [(path, value) for path, value in changes if not is_in_any(tuple(path), assigned)]
     try:
         require_effect(assign_all(values, remaining))
         return Experiment(**values)
     except ConfigError as error:
         raise ConfigError(f"In the settings of method {name!r}: {error}") from None
-
-
-def _is_assigned(path: Sequence[str], assigned: Collection[tuple[str, ...]]) -> bool:
-    """Return whether a setting, or a section around it, was assigned."""
-    return any(tuple(path[: depth + 1]) in assigned for depth in range(len(path)))
 
 
 def _refuse_without_effect(
@@ -177,7 +172,7 @@ def _refuse_without_effect(
         key = ".".join(path)
         refusing = []
         for method, settings, replaced in with_settings:
-            if key in expected and settings.get(key) != expected[key] and not _is_assigned(path, replaced):
+            if key in expected and settings.get(key) != expected[key] and not is_in_any(path, replaced):
                 refusing.append(f"{method['name']} with settings {dict(method['settings'])}")
         if refusing:
             raise ConfigError(

@@ -246,7 +246,7 @@ def difference(group: RunGroup, reference: RunGroup, protocol: str, best: bool =
 
     means = {seed: float(values.mean()) for seed, values in differences_by_seed.items()}
     row = Difference(group.label, reference.label, protocol, best, group.unit, means)
-    same_clients = keeps_clients(group.results[0]) and _all_equal(shared_clients)
+    same_clients = keeps_clients(group.results[0]) and all(clients == shared_clients[0] for clients in shared_clients)
     return _with_interval(row, list(differences_by_seed.values()), same_clients)
 
 
@@ -293,7 +293,3 @@ def data_hash(result: RunResult) -> str | None:
 def keeps_clients(result: RunResult) -> bool:
     """Return whether clients are the same in every seed: they come with the data and are not drawn."""
     return is_described(result.experiment.data) or isinstance(result.experiment.partition, ByColumn | FromFile)
-
-
-def _all_equal(lists: Sequence[list[int]]) -> bool:
-    return all(items == lists[0] for items in lists)

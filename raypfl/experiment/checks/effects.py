@@ -59,7 +59,7 @@ def refused_settings(values: Mapping[str, Any], set_paths: Collection[SettingPat
     """
     messages = {}
     for setting in _idle(values):
-        is_set_alone = _is_in(setting.path, set_paths) and not _is_in(setting.depends_on, set_paths)
+        is_set_alone = is_in_any(setting.path, set_paths) and not is_in_any(setting.depends_on, set_paths)
         if is_set_alone or not setting.is_default:
             messages[setting.path] = setting.explain()
     return messages
@@ -96,10 +96,10 @@ def assign_all(values: dict[str, Any], assignments: Iterable[tuple[list[str], An
     dropped = drop_idle(values, assigned | idle_before)
     for setting in list(_idle(values)):
         # It was idle before, too: what it depends on was at its default, and is now gone.
-        if setting.is_default and setting.depends_on in dropped and not _is_in(setting.path, assigned):
+        if setting.is_default and setting.depends_on in dropped and not is_in_any(setting.path, assigned):
             _delete(values, setting.path)
     refused = refused_settings(values, assigned)
-    return {path: message for path, message in refused.items() if _is_in(path, assigned)}
+    return {path: message for path, message in refused.items() if is_in_any(path, assigned)}
 
 
 def _component_options(path: SettingPath, values: Mapping[str, Any]) -> set[str]:
@@ -139,7 +139,7 @@ def drop_idle(values: dict[str, Any], set_paths: Collection[SettingPath] = ()) -
     -------
     The paths of those that it dropped.
     """
-    dropped = {setting.path for setting in _idle(values) if not _is_in(setting.path, set_paths)}
+    dropped = {setting.path for setting in _idle(values) if not is_in_any(setting.path, set_paths)}
     for path in dropped:
         _delete(values, path)
     return dropped
@@ -155,7 +155,7 @@ def _delete(values: dict[str, Any], path: SettingPath) -> None:
     del section[name]
 
 
-def _is_in(path: SettingPath, paths: Collection[SettingPath]) -> bool:
+def is_in_any(path: SettingPath, paths: Collection[SettingPath]) -> bool:
     """Return whether a path, or a section around it, is among `paths`."""
     return any(path[: depth + 1] in paths for depth in range(len(path)))
 

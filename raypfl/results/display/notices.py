@@ -10,25 +10,18 @@ _MEND_DEADLINE = "raise it, or set cohort.quorum."
 
 def run_notices(result: RunResult) -> list[str]:
     """Return what the results of a run do not show: that nothing was trained, or that nothing could be tested."""
-    notices = _untrained_notices(result)
+    notices = []
+    counts = result.rounds["clients"].to_pylist()
+    if counts and not any(counts):
+        notice = "Nothing was trained, since no client counted in any round."
+        if "late" in result.rounds.column_names and any(result.rounds["late"].to_pylist()):
+            notice += f" None met cohort.deadline: {_MEND_DEADLINE}"
+        notices.append(notice)
     if result.status == "finished" and not result.evaluations.num_rows:
         notices.append(
             "There are no results, since no client has samples for evaluation.protocols; raise data.test_fraction."
         )
     return notices
-
-
-def _untrained_notices(result: RunResult) -> list[str]:
-    """Return that the results of a run are those of initial models, if nothing was trained."""
-    rounds = result.rounds
-    counts = rounds["clients"].to_pylist()
-    if not counts or any(counts):
-        return []
-
-    notice = "Nothing was trained, since no client counted in any round."
-    if "late" in rounds.column_names and any(rounds["late"].to_pylist()):
-        notice += f" None met cohort.deadline: {_MEND_DEADLINE}"
-    return [notice]
 
 
 def plan_notices(plan: Plan) -> list[str]:
