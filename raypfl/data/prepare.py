@@ -20,7 +20,7 @@ from raypfl.common.errors import ConfigError, DataError
 from raypfl.common.user_code import source_digest
 from raypfl.data.arrow_file import Arrays, cache_lock, explain_write_errors
 from raypfl.data.datasets.pools import PoolSamples, pool_sources, read_pool
-from raypfl.data.datasets.raw_data import RawData
+from raypfl.data.datasets.raw_data import RawData, in_single_precision
 from raypfl.data.datasets.settings import SPLITS, DataConfig
 from raypfl.data.datasets.source import DATASETS, DataSource
 from raypfl.data.partitions import PARTITIONS, Partition, Traits
@@ -263,8 +263,11 @@ def _check_block(block: np.ndarray, first: np.ndarray, start: int) -> None:
         shape = f"{block.dtype}{list(block.shape[1:])}"
         first_shape = f"{first.dtype}{list(first.shape[1:])}"
         raise DataError(f"Inputs from sample {start} on are {shape}, those before {first_shape}.")
-    if block.dtype.kind == "f" and not np.isfinite(block).all():
-        raise DataError(f"Sample {start + np.argwhere(~np.isfinite(block))[0][0]} has an input that is not finite.")
+    is_finite = np.isfinite(in_single_precision(block)) if block.dtype.kind == "f" else np.ones(1, dtype=bool)
+    if not is_finite.all():
+        raise DataError(
+            f"Sample {start + np.argwhere(~is_finite)[0][0]} has an input that is not finite in single precision."
+        )
 
 
 def _spans(samples: np.ndarray, count: int) -> Iterator[slice]:

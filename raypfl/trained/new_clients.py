@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from raypfl.clients.context import Context
-from raypfl.common.errors import ConfigError, DataError, did_you_mean
+from raypfl.common.errors import ConfigError, DataError
 from raypfl.data.datasets import RawData
-from raypfl.data.datasets.raw_data import as_array
+from raypfl.data.datasets.raw_data import as_array, class_numbers, in_single_precision
 from raypfl.data.datasets.settings import SPLITS
 from raypfl.data.partitions import Traits
 from raypfl.data.splits import hold_out
@@ -93,7 +93,7 @@ def require_new_client_models(experiment: Experiment) -> None:
 
 
 def checked_samples(x: Any, y: Any, outline: DataOutline) -> Labelled:
-    """Return the samples of a new client, as the run's data set would have them.
+    """Return the samples of a new client, as the run's data set would have them; classes may be given by name.
 
     Raises
     ------
@@ -101,6 +101,9 @@ def checked_samples(x: Any, y: Any, outline: DataOutline) -> Labelled:
     """
     x = checked_inputs(x, outline, "x")
     y = as_array(y, "y")
+    names = class_names(outline)
+    if names is not None and y.ndim == 1:
+        y = class_numbers(y, names)
     if y.shape[:1] != x.shape[:1]:
         raise DataError(f"x has {len(x)} samples, but y has the shape {list(y.shape)}; y needs a target for each.")
 
@@ -109,7 +112,7 @@ def checked_samples(x: Any, y: Any, outline: DataOutline) -> Labelled:
         raise DataError(f"y is {y.dtype}, but the run's targets are {kind}, which are integers.")
     if y.dtype.kind not in "iufb":
         raise DataError(f"y is {y.dtype}, not numbers.")
-    targets = y.astype(_INTEGER_TARGETS.get(kind, np.float32))
+    targets = y.astype(_INTEGER_TARGETS[kind]) if kind in _INTEGER_TARGETS else in_single_precision(y)
     if kind in _INTEGER_TARGETS and not np.array_equal(targets, y):
         raise DataError(f"y has numbers that are no {kind} of the run: they must fit into {targets.dtype}.")
 
@@ -119,22 +122,11 @@ def checked_samples(x: Any, y: Any, outline: DataOutline) -> Labelled:
     return x, targets
 
 
-def class_numbers(y: Any, names: Sequence[str]) -> np.ndarray:
-    """Return targets with the numbers of classes in place of their names.
-
-    Raises
-    ------
-    DataError : if there is no class of that name.
-    """
-    y = np.asarray(y)
-    if y.dtype.kind != "U":
-        return y
-    numbers = []
-    for name in y.ravel().tolist():
-        if name not in names:
-            raise DataError(f"y has {name!r}, which is no class of the run; {did_you_mean(name, names)}")
-        numbers.append(names.index(name))
-    return np.array(numbers, np.int64).reshape(y.shape)
+def class_names(outline: DataOutline) -> list[str] | None:
+    """Return the names of the run's classes or labels; None if its targets are neither."""
+    if outline.kind not in ("classes", "labels"):
+        return None
+    return list(getattr(outline, "class_names", None) or map(str, range(outline.num_classes)))
 
 
 def checked_inputs(x: Any, outline: DataOutline, name: str) -> np.ndarray:
@@ -160,8 +152,9 @@ def checked_inputs(x: Any, outline: DataOutline, name: str) -> np.ndarray:
             raise DataError(f"{name} is {x.dtype}, but the run's inputs are tokens, which are integers.")
         return x.astype(np.int64)
 
-    if not np.isfinite(x).all():
-        raise DataError(f"Sample {np.argwhere(~np.isfinite(x))[0][0]} of {name} has an input that is not finite.")
+    is_finite = np.isfinite(in_single_precision(x))
+    if not is_finite.all():
+        raise DataError(f"Sample {np.argwhere(~is_finite)[0][0]} of {name} has an input that is not finite.")
     if outline.scale > 1:  # images, whose values are known
         if x.min() < 0 or x.max() > outline.scale:
             raise DataError(

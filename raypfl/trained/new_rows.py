@@ -17,9 +17,9 @@ from raypfl.common.errors import ConfigError, DataError, listed
 from raypfl.data.client_names import ClientNames
 from raypfl.data.datasets import DataConfig
 from raypfl.data.datasets.readers.tabular.feature_table import MISSING, FeatureTable, is_numeral
-from raypfl.data.datasets.readers.tabular.table import TABLE_ENDINGS, category_name
+from raypfl.data.datasets.readers.tabular.table import TABLE_ENDINGS, spellings_of
+from raypfl.data.datasets.readers.tabular.table_rows import TableRows, as_float, is_number, read_table
 from raypfl.data.datasets.readers.tabular.text_table import TextTable
-from raypfl.data.datasets.table_rows import TableRows, as_float, is_number, read_table
 from raypfl.data.datasets.tables import read_csv
 from raypfl.data.shared_storage import copy_to_this_machine
 from raypfl.data.store import cache_folder
@@ -62,11 +62,13 @@ class NewRows:
     name : the table in messages.
     table : the rows.
     texts : the rows as they are written in a CSV file; None: they are from elsewhere.
+    file : the file of the rows; None: they are from elsewhere.
     """
 
     name: str
     table: pa.Table
     texts: pa.Table | None = None
+    file: Path | None = None
 
     @classmethod
     def read(cls, source: Any) -> NewRows:
@@ -100,7 +102,7 @@ class NewRows:
 
         table = read_table(file, file.name)
         texts = read_csv(file, file.name, as_text=table.column_names) if file.suffix == ".csv" else None
-        return cls(file.name, table, texts)
+        return cls(file.name, table, texts, file)
 
     def inputs(self, feature_names: Sequence[str], reader: FeatureTable, medians: Medians) -> np.ndarray:
         """Return the inputs of a run's models, ``float32[n, len(feature_names)]``.
@@ -199,8 +201,8 @@ class NewRows:
     def spellings(self, column: str) -> list[tuple[str, ...]]:
         """Return the names that each row's value may have in the run's data: as it is written first; () if missing."""
         values = self._rows.columns[column].to_pylist()
-        texts = values if self.texts is None else self.texts[column].to_pylist()
-        return [_spellings_of(value, text) for value, text in zip(values, texts, strict=True)]
+        texts = [None] * len(values) if self.texts is None else self.texts[column].to_pylist()
+        return [spellings_of(value, text) for value, text in zip(values, texts, strict=True)]
 
     def numbers(self, column: str) -> np.ndarray:
         """Return a column of numbers, ``float64[n]``; NaN where one is missing."""
@@ -208,7 +210,7 @@ class NewRows:
 
     @functools.cached_property
     def _rows(self) -> TableRows:
-        return TableRows.of_table(self.table, self.name)
+        return TableRows.of_table(self.table, self.name, self.file)
 
     def _column_and_category(self, feature: str) -> tuple[str, str | None]:
         """Return the column that a feature is from and, of an indicator, its category."""
@@ -270,13 +272,3 @@ class NewRows:
                 )
             row_positions.append(positions[spelling])
         return row_positions
-
-
-def _spellings_of(value: Any, text: Any) -> tuple[str, ...]:
-    if value is None:
-        return ()
-    spellings = [str(text), category_name(value)]
-    # pandas stores integers as floats if some of a column are missing.
-    if isinstance(value, float) and value.is_integer():
-        spellings.append(str(int(value)))
-    return tuple(dict.fromkeys(spellings))

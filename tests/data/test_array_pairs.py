@@ -29,11 +29,13 @@ def test_integer_targets_are_classes_that_a_run_learns(tmp_path):
     ("inputs", "targets", "sentence"),
     [
         (X, Y - 1, r"targets\.npy has label -1, but labels must be numbers of classes, from 0"),
-        (X, Y[:, None], r"labels in targets\.npy are int64\[60, 1\], not a list of integers"),
+        (X, Y[:, None], r"labels in targets\.npy are int64\[60, 1\]; they must be integers \[n\]"),
         (X, Y.astype(str), r"targets\.npy holds <U21\[60\], not classes, integers from 0, or numbers"),
-        (X, Y[0], r"labels in targets\.npy are int64\[\], not a list"),
+        (X, Y[0], r"labels in targets\.npy are int64\[\]; they must be integers \[n\]"),
         (X[:9], Y, r"inputs\.npy has 9 samples, but targets\.npy has 60"),
-        ((255 * X).astype(np.uint8), Y, r"inputs\.npy holds uint8\[60, 4\], not inputs in floating point; .*name=npy"),
+        ((255 * X).astype(np.uint8), Y, r"inputs\.npy holds uint8\[60, 4\], not inputs in floating point: .*name=npy"),
+        (X[:, 0], Y, r"inputs\.npy has the shape \[60\]; one number a sample is \[n, 1\]"),
+        (1e300 * X.astype(np.float64), Y, r"Sample 0 has an input that is not finite in single precision"),
     ],
 )
 def test_arrays_that_are_no_features_and_targets_are_refused(tmp_path, opened, inputs, targets, sentence):
@@ -52,6 +54,19 @@ def test_labels_that_count_from_1_come_with_a_warning(tmp_path, opened):
         UserWarning, match=r"gets 4 outputs, one for a class .* of targets\.npy count from 1, subtract 1"
     ):
         assert opened("arrays").num_classes == 4
+
+
+def test_labels_that_skip_classes_or_have_decimal_points_come_with_a_warning(tmp_path, opened):
+    (tmp_path / "data").mkdir()
+    np.save(tmp_path / "data/inputs.npy", X)
+    np.save(tmp_path / "data/targets.npy", 10 * Y)
+    with pytest.warns(UserWarning, match=r"from 0 to 20, but those of targets\.npy have only 3 different values"):
+        assert opened("arrays").num_classes == 21
+    np.save(tmp_path / "data/targets.npy", Y.astype(float))
+    with pytest.warns(
+        UserWarning, match=r"targets\.npy has only the numbers 0\.0, 1\.0, 2\.0\. .* y\.astype\('int64'\)"
+    ):
+        assert opened("arrays").kind == "numbers"
 
 
 @pytest.mark.parametrize("value", [0.1, 1 / 3, -123.456, 1e8 + 0.1])

@@ -381,7 +381,7 @@ WIDE = encoded(np.zeros((6, 5), np.uint16))
         (GOOD, [0, None, 1], r"Row 2 of train\.parquet has no 'label'"),
         (GOOD, [0, 1, -1], r"Row 3 of train\.parquet has label -1, but there are 2 classes"),
         (GOOD, [0, 1, 2], r"Row 3 of train\.parquet has label 2, but there are 2 classes"),
-        (GOOD, ["cat", "dog", "cat"], r"Column 'label' of train\.parquet is of type string, not integers"),
+        (GOOD, ["cat", "dog", "cat"], r"Column 'label' of train\.parquet is of type string; it needs integers"),
         ([], pa.array([], pa.int64()), "has no samples"),
     ],
 )

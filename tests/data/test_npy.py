@@ -132,11 +132,15 @@ def test_channels_may_be_first_unless_they_could_be_last(tmp_path, opened, shape
         (
             datasets.pixels(4, 8, 8, 3),
             np.array(["a", "b", "c", "d"]),
-            r"labels in .*labels\.npy are <U1\[4\], not a list",
+            r"labels in .*labels\.npy are <U1\[4\]; they must be",
         ),
-        (datasets.pixels(4, 8, 8, 3), np.array(3), r"labels in .*labels\.npy are int64\[\], not a list"),
+        (datasets.pixels(4, 8, 8, 3), np.array(3), r"labels in .*labels\.npy are int64\[\]; they must be"),
         (datasets.pixels(4, 8, 8, 3), np.array([0, 1, -1, 2]), r"Index 2 of .*labels\.npy has label -1"),
-        (datasets.pixels(4, 8, 8, 3), np.zeros((4, 2), int), r"labels in .*labels\.npy are int64\[4, 2\], not a list"),
+        (
+            datasets.pixels(4, 8, 8, 3),
+            np.zeros((4, 2), int),
+            r"labels in .*labels\.npy are int64\[4, 2\]; they must be",
+        ),
         (datasets.pixels(4, 8, 8, 3) / 255, np.zeros(4, int), r"image\.npy holds float64\[4, 8, 8, 3\], not images"),
         (datasets.pixels(4, 64), np.zeros(4, int), r"image\.npy holds uint8\[4, 64\], not images"),
         (np.array([{}, 1]), np.zeros(2, int), r"image\.npy is damaged, or not a \.npy file"),

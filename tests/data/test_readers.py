@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
 from raypfl.common.errors import ConfigError, DataError
 from raypfl.data import ByColumn, ClassesPerClient, FederatedData
@@ -312,6 +313,20 @@ def test_folders_within_classes_are_read(tmp_path, opened):
     assert opened("image_folder").class_names == ["cat", "dog"]
 
 
+def test_images_of_other_formats_are_named_and_palettes_come_without_a_warning(tmp_path, opened, recwarn):
+    for kind in ("cat", "dog"):
+        datasets.image(tmp_path / "data" / kind / "0.png", datasets.pixels(4, 4, 3))
+    with Image.open(tmp_path / "data/dog/0.png") as picture:
+        palette = picture.convert("P")
+    palette.save(tmp_path / "data/dog/0.png", transparency=b"\x00\x10")
+    data = opened("image_folder", test_fraction=0)
+    assert not recwarn and np.array_equal(data.inputs[1], np.asarray(palette.convert("RGB")).transpose(2, 0, 1))
+
+    (tmp_path / "data/dog/1.HEIC").write_text("of a telephone")
+    with pytest.warns(UserWarning, match=r"of other formats are left out: dog/1\.HEIC \(1\)\. Convert them"):
+        opened("image_folder", size=8, test_fraction=0)
+
+
 def test_linked_folders_are_read_as_torchvision_does_and_links_back_are_not_followed(tmp_path, opened):
     for folder in ("data/cat", "elsewhere"):
         for i in range(3):
@@ -503,7 +518,7 @@ def test_csv_files_named_test_are_the_published_test_split(tmp_path, opened):
     [
         (
             ["image,label", "images/0.png,0", "images/9.png,1"],
-            r"Line 3 of train\.csv names the image .*9\.png",
+            r"Line 3 of train\.csv names the image .*data/images/9\.png",
         ),
         (["image,label", "images/0.png,0", "images/1.png,"], r"Line 3 of train\.csv has no 'label'"),
         (

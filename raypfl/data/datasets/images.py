@@ -87,7 +87,10 @@ class ImageReader(Reader):
             with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
                 if image.mode.startswith(_WIDE_MODES):
                     raise DataError(f"{place} holds an image of Pillow mode {image.mode}; 8 bits a channel are needed.")
-                pixels = np.asarray(self._scale(image.convert("RGB")))
+                # Pillow warns where a palette with transparency is not converted to RGBA first.
+                has_transparent_palette = image.mode == "P" and "transparency" in image.info
+                colours = image.convert("RGBA").convert("RGB") if has_transparent_palette else image.convert("RGB")
+                pixels = np.asarray(self._scale(colours))
         except FileNotFoundError as error:
             raise DataError(f"{place} names the image {source!s}, but there is no such file.") from error
         except DataError:

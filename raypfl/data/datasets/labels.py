@@ -4,22 +4,33 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
-from raypfl.common.errors import DataError
+from raypfl.common.errors import DataError, listed
+from raypfl.data.datasets.csv_lines import line_of
 
 _MAX_CLASSES = 100_000
 """Most classes that numbered labels may stand for, unless there are more samples."""
 
 
-def place(row: int, file: str) -> str:
+_FEW_NUMBERS = 20
+"""Most different whole numbers that may be meant as classes."""
+
+
+def place(row: int, file: str, path: Path | None = None) -> str:
     """Return what messages call a row, which is counted from 0 here.
 
     A CSV file has lines, of which the header is the first; a Parquet file has rows from 1; an array has indices from 0.
+
+    Parameters
+    ----------
+    file : the file as messages name it.
+    path : the file, which is read again if it is a CSV file; None: it has no blank lines and no lines within quotes.
     """
     if file.endswith(".csv"):
-        return f"Line {row + 2} of {file}"
+        return f"Line {row + 2 if path is None else line_of(path, row)} of {file}"
     if file.endswith(".parquet"):
         return f"Row {row + 1} of {file}"
     return f"Index {row} of {file}"
@@ -43,7 +54,10 @@ def checked_labels(labels: np.ndarray, num_classes: int | None, file: str, first
             row = fractional[0]
             raise DataError(f"{place(row, file)} has label {labels[row]}, which is not an integer.")
     if labels.dtype.kind not in "iu" or labels.ndim != 1:
-        raise DataError(f"The labels in {file} are {labels.dtype}{list(labels.shape)}, not a list of integers.")
+        raise DataError(
+            f"The labels in {file} are {labels.dtype}{list(labels.shape)}; they must be integers [n], a class for each "
+            "sample."
+        )
 
     if num_classes is not None:
         outside = np.flatnonzero((labels < first) | (labels >= first + num_classes))
@@ -74,13 +88,38 @@ def class_count(files: Sequence[tuple[str, np.ndarray]]) -> int:
         if len(labels):
             num_classes = max(num_classes, int(labels.max()) + 1)
 
-    if num_classes and not any((labels == 0).any() for _, labels in files):
+    used = np.unique(np.concatenate([labels for _, labels in files]))
+    if num_classes and used[0] > 0:
         warnings.warn(
             f"No sample has label 0, but labels count classes from 0: the network gets {num_classes} outputs, one for "
             f"a class without samples. If the labels of {files[0][0]} count from 1, subtract 1.",
             stacklevel=2,
         )
+    elif 2 * len(used) < num_classes:
+        warnings.warn(
+            f"Labels count classes from 0 to {num_classes - 1}, but those of {files[0][0]} have only {len(used)} "
+            f"different values: the network gets {num_classes} outputs. np.unique(labels, return_inverse=True)[1] "
+            "counts these classes without gaps.",
+            stacklevel=2,
+        )
     return num_classes
+
+
+def warn_of_classes(numbers: np.ndarray, name: str, remedy: str) -> None:
+    """Warn of numbers to predict that seem to be classes: few different whole ones.
+
+    Parameters
+    ----------
+    name : what messages call the numbers.
+    remedy : what to do if they are classes.
+    """
+    values = np.unique(numbers)
+    if len(values) <= _FEW_NUMBERS and not (values % 1).any():
+        warnings.warn(
+            f"{name} has only the numbers {listed(values.tolist())}. They are predicted as numbers, since they have "
+            f"decimal points. If they are classes, {remedy}.",
+            stacklevel=2,
+        )
 
 
 def require_equal_lengths(images: int, images_file: object, labels: int, labels_file: object) -> None:

@@ -63,8 +63,7 @@ class RawData:
 
         if not len(self.labels):
             raise DataError("The data set has no samples.")
-        if self.labels.dtype.kind in "UO":
-            object.__setattr__(self, "labels", class_numbers(self.labels, self.class_names))
+        object.__setattr__(self, "labels", class_numbers(self.labels, self.class_names))
         if isinstance(self.inputs, Tensor) or _is_list_of_samples(self.inputs, len(self.labels)):
             object.__setattr__(self, "inputs", as_array(self.inputs, "inputs"))
 
@@ -109,8 +108,8 @@ class RawData:
     def _check_labels(self) -> None:
         if self.kind == "numbers":
             self._warn_of_one_hot()
-            is_wrong = ~np.isfinite(self.labels)
-            expected = "targets must be finite numbers"
+            is_wrong = ~np.isfinite(in_single_precision(self.labels))
+            expected = "targets must be finite numbers in single precision"
         else:
             lowest = -1 if self.kind == "tokens" else 0
             num_values = 2 if self.kind == "labels" else len(self.class_names)
@@ -146,8 +145,8 @@ class RawData:
 
     def _check_columns(self) -> None:
         for name, column in (("marks of the test split", self.test_mask), ("groups", self.groups)):
-            if column is not None and len(column) != len(self.labels):
-                raise DataError(f"There are {len(self.labels)} labels, but {len(column)} {name}.")
+            if column is not None and column.shape != self.labels.shape[:1]:
+                raise DataError(f"There are {len(self.labels)} labels, but {name} of shape {list(column.shape)}.")
 
     def _check_features(self) -> None:
         names = self.feature_names or []
@@ -161,6 +160,12 @@ class RawData:
         if isinstance(self.inputs, np.ndarray):
             return [self.inputs]
         return (as_array(block, "inputs") for block in self.inputs)
+
+
+def in_single_precision(numbers: np.ndarray) -> np.ndarray:
+    """Return numbers as float32, infinite where they are too large for it."""
+    with np.errstate(over="ignore"):
+        return numbers.astype(np.float32, copy=False)
 
 
 def as_array(values: Any, name: str) -> np.ndarray:
@@ -184,12 +189,15 @@ def as_array(values: Any, name: str) -> np.ndarray:
 
 
 def class_numbers(labels: np.ndarray, class_names: list[str]) -> np.ndarray:
-    """Return the number of each label's class, ``int64[N]``, for labels given as names.
+    """Return the number of each label's class, ``int64[N]``, for labels given as names; others unchanged.
 
     Raises
     ------
     DataError : for the first label that is not in `class_names`.
     """
+    if labels.dtype.kind not in "UO":
+        return labels
+
     number_of = {name: number for number, name in enumerate(class_names)}
     for row, label in enumerate(labels.tolist()):
         if not (isinstance(label, str) and label in number_of):

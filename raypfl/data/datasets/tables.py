@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.csv as pa_csv
 
 from raypfl.common.errors import ConfigError, DataError, listed
+from raypfl.data.datasets.csv_lines import refuse_other_encodings, refuse_other_separators
 from raypfl.data.datasets.images import ImageReader
 from raypfl.data.datasets.labels import class_count, place
 from raypfl.data.datasets.raw_data import RawData
@@ -43,7 +44,7 @@ def read_csv(path: Path, file_name: str, as_text: Sequence[str] = ()) -> pa.Tabl
     def note_invalid_row(row: pa_csv.InvalidRow) -> str:
         # Arrow counts rows from 1, the header included.
         invalid_rows.append(
-            f"{place(row.number - 2, file_name)} has {row.actual_columns} columns, but its header "
+            f"{place(row.number - 2, file_name, path)} has {row.actual_columns} columns, but its header "
             f"{row.expected_columns}."
         )
         return "error"
@@ -64,12 +65,15 @@ def read_csv(path: Path, file_name: str, as_text: Sequence[str] = ()) -> pa.Tabl
         raise DataError(f"{path} is not a readable CSV file: {error}") from error
     except pa.ArrowException as error:
         # Read in the wrong encoding, a row may seem to have too few columns.
-        _refuse_other_encodings(path, file_name)
+        refuse_other_encodings(path, file_name)
+        refuse_other_separators(path, file_name)
         raise DataError(" ".join(invalid_rows) or f"{path} is not a readable CSV file: {error}") from error
 
     # The file is read again only to say where it is not UTF-8.
     if not _is_utf8(table):
-        _refuse_other_encodings(path, file_name)
+        refuse_other_encodings(path, file_name)
+    if len(table.column_names) == 1:
+        refuse_other_separators(path, file_name)
     return table
 
 
@@ -82,17 +86,12 @@ def _is_utf8(table: pa.Table) -> bool:
     return not any(pa.types.is_binary(column_type) for column_type in table.schema.types)
 
 
-def _refuse_other_encodings(path: Path, file_name: str) -> None:
-    """Raise a DataError unless a file is UTF-8."""
-    try:
-        with path.open(encoding="utf-8") as file:
-            for _ in file:
-                pass
-    except UnicodeDecodeError as error:
+def refuse_lists(column_type: pa.DataType, name: str, file_name: str) -> None:
+    """Raise a DataError if each value of a column is a list, a struct or bytes."""
+    if pa.types.is_nested(column_type) or pa.types.is_binary(column_type) or pa.types.is_large_binary(column_type):
         raise DataError(
-            f"{file_name} is not UTF-8 (byte {error.start} of a block is {error.object[error.start]:#x}). Convert it, "
-            f"as with `iconv -f LATIN1 -t UTF-8`."
-        ) from error
+            f"The column {name!r} of {file_name} is of type {column_type}; it needs one number or text in each row."
+        )
 
 
 class ImageTable(ABC):
@@ -127,11 +126,11 @@ class ImageTable(ABC):
         ------
         DataError : if a value is missing.
         """
-        self.type(option, name)
+        refuse_lists(self.type(option, name), name, self.file_name)
         values = self.values(name)
         if values.null_count:
             row = values.is_null().index(True).as_py()
-            raise DataError(f"{place(row, self.file_name)} has no {name!r}.")
+            raise DataError(f"{place(row, self.file_name, self.path)} has no {name!r}.")
         return np.asarray(values.to_pylist()) if len(values) else np.zeros(0, np.int64)
 
     def type(self, option: str, name: str) -> pa.DataType:

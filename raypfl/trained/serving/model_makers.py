@@ -11,7 +11,7 @@ import numpy as np
 
 from raypfl.common.errors import DataError, RaypflError
 from raypfl.trained.models import TrainedModels
-from raypfl.trained.new_clients import Labelled, checked_samples, class_numbers, require_new_client_models
+from raypfl.trained.new_clients import Labelled, checked_samples, require_new_client_models
 from raypfl.trained.serving.embedder import can_describe, embedder_file, models_of_descriptors
 from raypfl.trained.trained_model import TrainedModel
 
@@ -108,8 +108,7 @@ class SampleModelMaker(ModelMaker):
     arrays: ClassVar[tuple[str, ...]] = ("x", "y")
 
     def checked(self, arrays: Mapping[str, np.ndarray], held_out: float | None) -> tuple[Labelled, float]:
-        y = class_numbers(arrays["y"], class_names(self.models) or [])
-        samples = checked_samples(arrays["x"], y, self.models.outline)
+        samples = checked_samples(arrays["x"], arrays["y"], self.models.outline)
         return samples, HELD_OUT if held_out is None else held_out
 
     def make(self, inputs: Sequence[tuple[Labelled, float]]) -> list[ClientModel | RaypflError]:
@@ -143,11 +142,3 @@ def model_maker_of(models: TrainedModels) -> ModelMaker:
         return DescriptorModelMaker(models)
     require_new_client_models(models.experiment)
     return SampleModelMaker(models)
-
-
-def class_names(models: TrainedModels) -> list[str] | None:
-    """Return the names of the run's classes or labels; None if its targets are neither."""
-    outline = models.outline
-    if outline.kind not in ("classes", "labels"):
-        return None
-    return list(getattr(outline, "class_names", None) or map(str, range(outline.num_classes)))

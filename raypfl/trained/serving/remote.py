@@ -18,7 +18,7 @@ import safetensors.numpy
 
 from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.common.files import write
-from raypfl.trained.new_clients import class_numbers
+from raypfl.data.datasets.raw_data import as_array, class_numbers
 from raypfl.trained.saved_model import load_model
 from raypfl.trained.serving.embedder import Embedder, read_embedder
 from raypfl.trained.trained_model import TrainedModel
@@ -76,7 +76,7 @@ class RemoteRun:
         DataError : if the samples do not fit the run.
         RaypflError : if the service cannot be reached, or refuses.
         """
-        y = class_numbers(y, self.about["class_names"] or [])
+        y = class_numbers(as_array(y, "y"), self.about["class_names"] or [])
         if "/embedding" in self.about["paths"]:
             if upload:
                 raise ConfigError(

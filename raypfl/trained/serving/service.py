@@ -30,9 +30,9 @@ from raypfl.engine.backends.session import spare_server
 from raypfl.experiment.settings import RaySettings
 from raypfl.methods import METHODS
 from raypfl.trained.models import TrainedModels
-from raypfl.trained.new_clients import checked_inputs, require_new_client_models
+from raypfl.trained.new_clients import checked_inputs, class_names, require_new_client_models
 from raypfl.trained.saved_model import encoded
-from raypfl.trained.serving.model_makers import ClientModel, class_names, model_maker_of
+from raypfl.trained.serving.model_makers import ClientModel, model_maker_of
 
 BATCH = 8
 """The largest number of clients whose models are made together."""
@@ -185,7 +185,7 @@ class Service:
             "full_pixel": outline.scale,
             "targets": outline.kind,
             "classes": outline.num_classes,
-            "class_names": class_names(self._models),
+            "class_names": class_names(self._models.outline),
             "feature_names": getattr(outline, "feature_names", None),
             "vocabulary": getattr(outline, "vocabulary", None),
             "paths": self._allowed,
@@ -264,7 +264,7 @@ class Service:
 
         answer: dict[str, Any] = {"outputs": outputs.tolist()}
         if self._models.outline.kind == "classes":
-            names = class_names(self._models) or []
+            names = class_names(self._models.outline) or []
             answer["predictions"] = [names[number] for number in outputs.argmax(-1).tolist()]
         return answer
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from raypfl.common.errors import ConfigError, DataError
-from raypfl.data.datasets.labels import checked_labels, class_count
+from raypfl.data.datasets.labels import checked_labels, class_count, warn_of_classes
 from raypfl.data.datasets.raw_data import RawData
 from raypfl.data.datasets.readers.npy import open_npy
 from raypfl.data.datasets.source import DATASETS, Reader
@@ -39,13 +39,26 @@ class ArrayPair(Reader):
 
     def read(self) -> RawData:
         inputs, targets = (open_npy(path) for path in self.paths())
-        inputs = _as_numbers(inputs, self.input, "inputs in floating point; images in uint8 are read by data.name=npy")
+        if inputs.ndim == 1:
+            raise DataError(f"{self.input} has the shape {list(inputs.shape)}; one number a sample is [n, 1].")
+        inputs = _as_numbers(
+            inputs,
+            self.input,
+            "inputs in floating point: save x.astype('float32'). data.name=npy reads images in uint8",
+        )
 
         if targets.dtype.kind in "iu":
             targets = checked_labels(targets, None, self.target)
             names = [str(label) for label in range(class_count([(self.target, targets)]))]
         else:
-            targets = _as_numbers(targets, self.target, "classes, integers from 0, or numbers in floating point")
+            targets = _as_numbers(
+                targets,
+                self.target,
+                "classes, integers from 0, or numbers in floating point. np.unique(y, return_inverse=True)[1] numbers "
+                "classes of any other kind",
+            )
+            if targets.ndim == 1:
+                warn_of_classes(targets, self.target, "save y.astype('int64')")
             num_targets = targets[0].size if len(targets) else 1
             names = [f"target {number}" for number in range(num_targets)]
 

@@ -112,20 +112,18 @@ class _CsvTable(ImageTable):
 
         wrong = np.flatnonzero(~np.isin(marks, (-1.0, 0.0, 1.0)))
         if wrong.size:
+            row = int(wrong[0])
             raise DataError(
-                f"{place(int(wrong[0]), self.file_name)} has {values[wrong[0]]!r} for {name!r}, which must be 1, 0, -1 "
-                f"or empty."
+                f"{place(row, self.file_name, self.path)} has {values[row]!r} for {name!r}, which must be 1, 0, -1 or "
+                "empty."
             )
         return marks
 
     def _image_path(self, listed: str) -> Path:
         """Return the file of a listed path, which may begin with the folder's own name."""
-        root = self.path.parent
-        path = root / listed
-        inner = Path(*Path(listed).parts[1:])
-        if path.is_file() or inner == Path():
-            return path
-        return root / inner
+        path = self.path.parent / listed
+        inner = self.path.parent.joinpath(*Path(listed).parts[1:])
+        return inner if inner.is_file() and not path.is_file() else path
 
 
 def _as_number(value: Any) -> float:

@@ -17,6 +17,7 @@ from raypfl.data.datasets.raw_data import RawData
 from raypfl.data.datasets.source import DATASETS, files_under
 
 _SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp"}
+_OTHER_SUFFIXES = {".avif", ".heic", ".heif", ".jfif", ".jp2", ".dng", ".svg"}
 _LEVELS = ("class", "group", "split")
 _TRAIN_NAMES = {"train", "training"}
 _TEST_NAMES = {"test", "val", "valid", "validation"}
@@ -89,6 +90,7 @@ class ImageFolder(_FolderReader):
     def read(self) -> RawData:
         root = self.root()
         paths = self.paths()
+        self._warn_of_other_images()
         if not paths:
             raise DataError(f"There is no image in the folder {root}, which data.root names.")
 
@@ -99,6 +101,16 @@ class ImageFolder(_FolderReader):
         if "group" not in levels:
             self._warn_of_groups_as_classes(images, class_names)
         return self.raw(images, class_names, class_names, has_split="split" in levels, has_groups="group" in levels)
+
+    def _warn_of_other_images(self) -> None:
+        """Warn of files that are images, but are not read."""
+        root = self.root()
+        names = [str(path.relative_to(root)) for path in files_under(root) if path.suffix.lower() in _OTHER_SUFFIXES]
+        if names:
+            warnings.warn(
+                f"Images in {root} of other formats are left out: {_first_few(names)}. Convert them to .jpg or .png.",
+                stacklevel=2,
+            )
 
     def _refuse_splits_as_classes(self, class_names: list[str]) -> None:
         if len(class_names) > 1 and {name.lower() for name in class_names} <= _TRAIN_NAMES | _TEST_NAMES:
@@ -143,7 +155,10 @@ def _image_of_path(path: Path, root: Path, levels: list[str]) -> _ListedImage:
     relative_path = path.relative_to(root)
     folder_of = dict(zip(levels, relative_path.parts[:-1], strict=False))
     if len(folder_of) < len(levels):
-        raise DataError(f"The image {relative_path} does not lie in folders as data.layout={'/'.join(levels)} says.")
+        raise DataError(
+            f"The image {relative_path} does not lie in folders as data.layout={'/'.join(levels)} says; move or remove "
+            "it, or set another layout."
+        )
 
     split = folder_of.get("split", "train").lower()
     if split not in _TRAIN_NAMES | _TEST_NAMES:

@@ -188,9 +188,12 @@ class Cifar10C(_Cifar10TestReader):
 def open_npy(path: Path) -> np.ndarray:
     """Return the array of a ``.npy`` file, mapped into memory."""
     try:
-        return np.load(path, mmap_mode="r", allow_pickle=False)
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise DataError(f"{path} is damaged, or not a .npy file: {error}") from error
+    if not isinstance(array, np.ndarray):
+        raise DataError(f"{path} has several arrays, as .npz files do; save each by np.save in a file of its own.")
+    return array
 
 
 def _blocks(pixels: np.ndarray) -> Iterator[np.ndarray]:

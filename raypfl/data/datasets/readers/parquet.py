@@ -47,7 +47,10 @@ class Parquet(ImageTableReader):
         for table in tables:
             column_type = table.type("label", self.label)
             if not pa.types.is_integer(column_type):
-                raise DataError(f"Column {self.label!r} of {table.file_name} is of type {column_type}, not integers.")
+                raise DataError(
+                    f"Column {self.label!r} of {table.file_name} is of type {column_type}; it needs integers, classes "
+                    "counted from 0."
+                )
 
         labels = [table.column("label", self.label) for table in tables]
         class_names = tables[0].class_names(self.label)

@@ -14,13 +14,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from raypfl.common.errors import DataError
-from raypfl.data.datasets.readers.tabular.table import MAX_UNDECLARED, Table, category_name, is_text
+from raypfl.common.errors import ConfigError, DataError
+from raypfl.data.datasets.readers.tabular.table import MAX_UNDECLARED, Table, category_name, is_text, spellings_of
+from raypfl.data.datasets.readers.tabular.table_rows import TableRows, as_float, is_number
 from raypfl.data.datasets.source import DATASETS
-from raypfl.data.datasets.table_rows import TableRows, as_float, is_number
+from raypfl.data.datasets.tables import TEST_WORDS
 
 _LEAST_ROWS_FOR_IDS = 20
 """Rows from which on a column without two equal values may be told from one that has none by chance."""
+
+_LEAST_DEVIATION = 1e-5
+"""Deviation of a column of numbers, as a share of their mean, below which single precision loses too much of it."""
+
+_NUMBER_SIGNS = re.compile(r"[,%$€£\s]")
 
 MISSING = "(missing)"
 # What the index that pandas writes is called in CSV and in Parquet.
@@ -52,6 +58,12 @@ class FeatureTable(Table):
     ordinal: dict[str, list[Any]] | None = None
     leave_out: tuple[str, ...] = ()
     missing: Literal["refuse", "fill"] = "refuse"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, order in (self.ordinal or {}).items():
+            if len(set(map(category_name, order))) < max(len(order), 1):
+                raise ConfigError(f"data.ordinal.{name} is {order}; it must list each category of the column once.")
 
     def columns_by_option(self) -> dict[str, Sequence[str]]:
         return {
@@ -110,8 +122,9 @@ class FeatureTable(Table):
         numbers = self.numbers(rows, name)
         if numbers.null_count:
             numbers = pc.fill_null(as_float(numbers), _median(rows, name, numbers))
-        values = rows.finite(name, numbers)[:, None].astype(np.float32)
-        return _Feature([name], values, is_indicator=False)
+        values = rows.finite(name, numbers)
+        _warn_of_rounding(rows, name, values)
+        return _Feature([name], values[:, None].astype(np.float32), is_indicator=False)
 
     def numbers(self, rows: TableRows, name: str) -> pa.Array:
         """Return a column of numbers, or the places of its categories in their order."""
@@ -129,6 +142,7 @@ class FeatureTable(Table):
         categories, category = np.unique(values, return_inverse=True)
         if name not in self.categorical:
             _refuse_doubtful_categories(rows, name, column.type, values, categories)
+            _warn_of_splits(rows, name, categories)
 
         one_hot = np.zeros((len(values), len(categories)), np.float32)
         one_hot[np.arange(len(values)), category] = 1.0
@@ -185,6 +199,30 @@ def _numbers_rows(name: str, column: pa.Array) -> bool:
     return pc.count_distinct(column).as_py() == len(column)
 
 
+def _warn_of_rounding(rows: TableRows, name: str, values: np.ndarray) -> None:
+    """Warn of numbers whose differences single precision rounds to a hundredth of their deviation or more."""
+    mean = float(values.mean())
+    deviation = float(values.std())
+    if 0 < deviation < _LEAST_DEVIATION * abs(mean):
+        warnings.warn(
+            f"The numbers in the column {name!r} of {rows.file} are large but differ by little (mean {mean:.6g}, "
+            f"deviation {deviation:.2g}), so that single precision rounds the differences. Subtract {mean:.6g} from "
+            "the column.",
+            stacklevel=2,
+        )
+
+
+def _warn_of_splits(rows: TableRows, name: str, categories: np.ndarray) -> None:
+    """Warn of a column that seems to say which rows are for tests."""
+    if {category.lower() for category in categories.tolist()} <= {"train", "training", *TEST_WORDS}:
+        warnings.warn(
+            f"The column {name!r} of {rows.file} seems to say which rows are for tests, but is a feature like others. "
+            'To test on these rows, put them into a file of their own with "test" in its name, and name the column in '
+            "data.leave_out.",
+            stacklevel=2,
+        )
+
+
 def _median(rows: TableRows, name: str, numbers: pa.Array) -> float:
     """Return a column's median over all rows but those of a published test split, which would leak into training."""
     training_values = as_float(numbers).filter(pa.array(~rows.is_test)).drop_null()
@@ -202,10 +240,10 @@ def _places_in_order(rows: TableRows, name: str, column: pa.Array, order: Sequen
             places.append(None)
             continue
 
-        category = category_name(value)
-        if category not in categories:
+        category = next((spelling for spelling in spellings_of(value) if spelling in categories), None)
+        if category is None:
             raise DataError(
-                f"{rows.place(row)} has {category!r} for {name!r}, which is not in data.ordinal: "
+                f"{rows.place(row)} has {category_name(value)!r} for {name!r}, which is not in data.ordinal: "
                 f"{', '.join(categories)}."
             )
         places.append(categories.index(category))
@@ -230,7 +268,7 @@ def _refuse_doubtful_categories(
         row = int((values == odd).argmax())
         raise DataError(
             f"{rows.place(row)} has {odd!r} for {name!r}, but most of its values are numbers: leave cells without a "
-            "value empty, or name the column in data.categorical."
+            "value empty and write numbers as 1234.5, or name the column in data.categorical."
         )
     if len(categories) > MAX_UNDECLARED:
         raise DataError(
@@ -241,8 +279,9 @@ def _refuse_doubtful_categories(
 
 
 def is_numeral(text: str) -> bool:
+    """Return whether a text is a number, also one like 1,234 or 5 % or $5."""
     try:
-        float(text)
+        float(_NUMBER_SIGNS.sub("", text))
     except ValueError:
         return False
     return True

@@ -12,10 +12,12 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from raypfl.common.errors import ConfigError, DataError
+from raypfl.common.errors import ConfigError, DataError, listed
+from raypfl.data.datasets.labels import warn_of_classes
 from raypfl.data.datasets.raw_data import RawData
+from raypfl.data.datasets.readers.tabular.table_rows import TableRows, is_number
 from raypfl.data.datasets.source import Reader, files_under
-from raypfl.data.datasets.table_rows import TableRows, is_number
+from raypfl.data.datasets.tables import refuse_lists
 
 MAX_UNDECLARED = 100
 """Categories of a column, or integers to predict, beyond which the options must say that they are categories."""
@@ -83,7 +85,11 @@ class Table(Reader):
         root = self.root()
         paths = [path for path in files_under(root) if path.suffix in TABLE_ENDINGS and path.match(self.files)]
         if not paths:
-            raise DataError(f"There is no {self.files} with the ending .csv or .parquet in {root}; see data.files.")
+            present = listed([path.name for path in files_under(root)], 5) or "no file"
+            raise DataError(
+                f"There is no {self.files} with the ending .csv or .parquet in {root}, but {present}; see data.files, "
+                "and unpack compressed files."
+            )
         return paths
 
     def root(self) -> Path:
@@ -107,20 +113,31 @@ class Table(Reader):
         """Return the data set of all rows with these inputs, as :meth:`inputs` returns them."""
         assert self.target is not None
         labels, class_names = self._targets(rows, self.target)
-        groups = None if self.group is None else np.array(rows.complete(self.group).to_pylist())
         return RawData(
             labels=labels,
             class_names=class_names,
             test_mask=rows.is_test if rows.is_test.any() else None,
-            groups=groups,
+            groups=None if self.group is None else self._groups(rows, self.group),
             **inputs,
         )
+
+    def _groups(self, rows: TableRows, name: str) -> np.ndarray:
+        """Return the client of each row, integers or names."""
+        column = rows.complete(name)
+        refuse_lists(column.type, name, rows.file)
+        values = column.to_pylist()
+        return np.array([category_name(value) for value in values] if pa.types.is_boolean(column.type) else values)
 
     def _targets(self, rows: TableRows, name: str) -> tuple[np.ndarray, list[str]]:
         """Return the targets of all rows, as in `RawData`, and their names."""
         column = rows.complete(name)
+        refuse_lists(column.type, name, rows.file)
         if self._is_regression(rows, name, column.type):
-            return rows.finite(name, column), [name]
+            numbers = rows.finite(name, column)
+            if self.task == "auto":
+                remedy = "set data.task=classification; else, data.task=regression"
+                warn_of_classes(numbers, f"The column {name!r} of {rows.file}", remedy)
+            return numbers, [name]
 
         are_numbers = is_number(column.type)
         if are_numbers and not pa.types.is_integer(column.type):
@@ -172,6 +189,23 @@ def _warn_of_rare_classes(rows: TableRows, name: str, classes: Sequence[Any], la
 def category_name(value: object) -> str:
     """Return the name of a category; of true and false, as YAML writes them."""
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def spellings_of(value: object, text: str | None = None) -> tuple[str, ...]:
+    """Return the names that a value may have in other data, first the one here; () if it is missing.
+
+    Whole numbers may have a decimal point: pandas stores integers as floats if some of a column are missing.
+
+    Parameters
+    ----------
+    text : the value as a CSV file has it.
+    """
+    if value is None:
+        return ()
+    names = [category_name(value) if text is None else text, category_name(value)]
+    if isinstance(value, int | float) and not isinstance(value, bool) and float(value).is_integer():
+        names += [str(int(value)), str(float(value))]
+    return tuple(dict.fromkeys(names))
 
 
 def is_text(column_type: pa.DataType) -> bool:

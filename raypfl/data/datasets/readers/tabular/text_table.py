@@ -14,8 +14,8 @@ from raypfl.common.errors import ConfigError, DataError
 from raypfl.data.datasets.hub_tokens import hub_tokens, tokenizer_files, tokenizer_of, vocabulary_of_hub
 from raypfl.data.datasets.raw_data import RawData
 from raypfl.data.datasets.readers.tabular.table import Table, is_text, type_name
+from raypfl.data.datasets.readers.tabular.table_rows import TableRows
 from raypfl.data.datasets.source import DATASETS
-from raypfl.data.datasets.table_rows import TableRows
 from raypfl.data.datasets.words import UNITS, as_tokens, split_text, vocabulary_of
 from raypfl.models.published.transformers import FAMILY
 

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 
 from raypfl.common.errors import ConfigError, DataError, listed
 from raypfl.data.datasets.labels import place
+from raypfl.data.datasets.raw_data import in_single_precision
 from raypfl.data.datasets.tables import TEST_WORDS, has_word, read_csv
 
 
@@ -26,11 +27,13 @@ class TableRows:
     columns : name -> column; numbers as int64 or float64 without NaN, which is missing.
     files : for each file, its name in messages and its number of rows.
     is_test : ``bool[n]``, the rows of a published test split.
+    paths : the files, unless the rows are from elsewhere.
     """
 
     columns: Mapping[str, pa.Array]
     files: list[tuple[str, int]]
     is_test: np.ndarray
+    paths: Sequence[Path] = ()
 
     @classmethod
     def read(cls, paths: Sequence[Path], root: Path) -> TableRows:
@@ -49,13 +52,14 @@ class TableRows:
         columns = {name: _join_column([table[name] for table in tables]) for name in column_names}
         # A file on its own is no test split, whatever its name.
         is_test = np.repeat([is_folder and has_word(file_name, TEST_WORDS) for file_name in file_names], counts)
-        return cls(columns, list(zip(file_names, counts, strict=True)), is_test)
+        return cls(columns, list(zip(file_names, counts, strict=True)), is_test, paths)
 
     @classmethod
-    def of_table(cls, table: pa.Table, name: str) -> TableRows:
-        """Return the rows of a table, which messages call `name`."""
+    def of_table(cls, table: pa.Table, name: str, path: Path | None = None) -> TableRows:
+        """Return the rows of a table, which messages call `name`; `path` is its file, if it is from one."""
         columns = {column: _join_column([table[column]]) for column in table.column_names}
-        return cls(columns, [(name, table.num_rows)], np.zeros(table.num_rows, dtype=bool))
+        is_test = np.zeros(table.num_rows, dtype=bool)
+        return cls(columns, [(name, table.num_rows)], is_test, [] if path is None else [path])
 
     @property
     def file(self) -> str:
@@ -64,9 +68,9 @@ class TableRows:
 
     def place(self, row: int) -> str:
         """Return a row, as messages name it."""
-        for file_name, count in self.files:
+        for index, (file_name, count) in enumerate(self.files):
             if row < count:
-                return place(row, file_name)
+                return place(row, file_name, self.paths[index] if self.paths else None)
             row -= count
         raise IndexError(row)
 
@@ -99,13 +103,16 @@ class TableRows:
 
         Raises
         ------
-        DataError : if a number is infinite.
+        DataError : if a number is infinite in single precision, in which networks compute.
         """
         numbers = as_float(column).to_numpy(zero_copy_only=False)
-        infinite = np.flatnonzero(~np.isfinite(numbers))
+        infinite = np.flatnonzero(~np.isfinite(in_single_precision(numbers)))
         if infinite.size:
             row = int(infinite[0])
-            raise DataError(f"{self.place(row)} has {numbers[row]} for {name!r}, which is not finite.")
+            raise DataError(
+                f"{self.place(row)} has {numbers[row]} for {name!r}, which is not finite in single precision (up to "
+                "3.4e38)."
+            )
         return numbers
 
     def whole(self, name: str, column: pa.Array) -> pa.Array:
@@ -161,10 +168,14 @@ def _join_column(parts: list[pa.ChunkedArray]) -> pa.Array:
     Its type is that of numbers if all files have numbers, else its own if it is the same in all files, else text.
     """
     plain = [part.cast(part.type.value_type) if pa.types.is_dictionary(part.type) else part for part in parts]
+    # As Polars has texts.
+    plain = [part.cast(pa.large_string()) if pa.types.is_string_view(part.type) else part for part in plain]
 
     # In a file in which it has no value, the type of a column says nothing.
     types = {part.type for part in plain if len(part) > part.null_count}
-    if types and all(pa.types.is_integer(part_type) for part_type in types):
+    if types and all(pa.types.is_unsigned_integer(part_type) for part_type in types):
+        joint_type = pa.uint64()
+    elif types and all(pa.types.is_integer(part_type) for part_type in types):
         joint_type = pa.int64()
     elif types and all(is_number(part_type) for part_type in types):
         joint_type = pa.float64()

@@ -1,0 +1,109 @@
+"""Tables as people have them: of other separators and encodings, with numbers, names and lines that mislead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from raypfl.common.errors import ConfigError, DataError
+from raypfl.data import IID, ByColumn
+from raypfl.trained.new_rows import NewRows
+
+
+@pytest.fixture
+def written(tmp_path: Path):
+    """A function that writes a file of the folder ``data``: text, bytes or a table."""
+    (tmp_path / "data").mkdir()
+
+    def write(content, name: str = "people.csv") -> Path:
+        path = tmp_path / "data" / name
+        if isinstance(content, pa.Table):
+            pq.write_table(content, path)
+        else:
+            path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("x;y\n1,5;a\n2,5;b\n", r"people\.csv separates its columns by ';', not by commas.*decimal=','"),
+        ("x\ty\n1\ta\n", r"separates its columns by '\\t', not by commas.*sep='\\t'"),
+        ("x,y\n1,ä\n".encode("utf-16"), r"is not UTF-8 .*iconv -f UTF-16"),
+        ('c,y\n\n"b\nb",a\nc,\n', r"Line 5 of people\.csv has no 'y'"),
+        ('c,y\n\n"b\nb",a\n\nc\n', r"Line 6 of people\.csv has 1 columns, but its header 2"),
+        ('x,y\n"1,000",a\n"2,500",b\n', r"has '1,000' for 'x', but most .* write numbers as 1234\.5"),
+        ("x,y\n5 %,a\n7 %,b\n", r"has '5 %' for 'x', but most of its values are numbers"),
+        ("x,y\n1e300,a\n1,b\n", r"Line 2 of people\.csv has 1e\+300 for 'x', which is not finite in single precision"),
+        ("x,y\n1,1e300\n1,1.5\n", r"Line 2 of people\.csv has 1e\+300 for 'y', which is not finite in single"),
+    ],
+)
+def test_a_file_that_misleads_is_refused_with_what_to_do(written, opened, content, sentence):
+    written(content)
+    with pytest.raises(DataError, match=sentence):
+        opened("table", target="y")
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("x,y\n1700000000,a\n1700000001,b\n1700000003,a\n", r"'x' .* differ by little .* Subtract 1\.7e\+09"),
+        ("x,y\n1,1.0\n2,2.0\n3,1.0\n", r"'y' of people\.csv has only the numbers 1\.0, 2\.0\. .*data\.task=class"),
+        ("x,s,y\n1,train,a\n2,Test,b\n3,train,a\n", r"'s' of people\.csv seems to say which rows are for tests"),
+    ],
+)
+def test_columns_that_may_be_meant_otherwise_come_with_a_warning(written, opened, content, sentence):
+    written(content)
+    with pytest.warns(UserWarning, match=sentence):
+        opened("table", target="y")
+
+
+def test_a_folder_without_tables_says_what_it_has(written, opened):
+    written(b"", "people.csv.gz")
+    with pytest.raises(DataError, match=r"but people\.csv\.gz; see data\.files, and unpack compressed files"):
+        opened("table", target="y")
+
+
+def test_lists_are_no_targets_and_no_clients_and_an_order_lists_each_category_once(written, opened):
+    written(pa.table({"x": [1, 2], "lists": [[1], [2, 3]], "y": ["a", "b"]}), "people.parquet")
+    for options in ({"target": "lists"}, {"target": "y", "group": "lists"}):
+        with pytest.raises(DataError, match=r"'lists' of people\.parquet is of type list<.*one number or text in each"):
+            opened("table", ByColumn(), **options)
+    with pytest.raises(ConfigError, match=r"data\.ordinal\.x is \[1, 2, 1\]; it must list each category"):
+        opened("table", target="y", ordinal={"x": [1, 2, 1]})
+
+
+def test_types_of_other_libraries_are_numbers_and_text(written, opened):
+    columns = {
+        "big": pa.array([2**64 - 1, 2, 3], pa.uint64()),
+        "text": pa.array(["a", None, "b"], pa.string_view()),
+        "level": pa.array([1.0, 2.0, None]),
+        "home": [True, False, True],
+        "y": ["u", "v", "u"],
+    }
+    written(pa.table(columns), "people.parquet")
+    options = {"target": "y", "group": "home", "ordinal": {"level": [1, 2]}, "missing": "fill"}
+    data = opened("table", ByColumn(), test_fraction=0, **options)
+    assert data.feature_names == ["big", "text=(missing)", "text=a", "text=b", "level"]
+    assert data.inputs.tolist() == [[2.0**64, 0, 1, 0, 0], [2, 1, 0, 0, 1], [3, 0, 0, 1, 0.5]]
+    assert list(data.client_names) == ["false", "true"]
+
+
+@pytest.mark.parametrize("form", ["csv", "parquet"])
+def test_new_rows_name_integers_with_or_without_a_decimal_point(written, opened, form):
+    # pandas made floats of the integers, since one is missing.
+    written(pa.table({"region": [1.0, 2.0, None], "y": ["a", "b", "a"]}), "people.parquet")
+    options = {"target": "y", "categorical": ["region"], "missing": "fill"}
+    data = opened("table", IID(clients=1), test_fraction=0, **options)
+    assert data.feature_names == ["region=(missing)", "region=1.0", "region=2.0"]
+
+    new = pa.table({"region": [1, 2]})
+    rows = NewRows.read(written("region\n1\n2\n", "new.csv") if form == "csv" else new)
+    inputs = rows.inputs(data.feature_names, data._origin.data.reader, dict)
+    assert np.argmax(inputs, axis=1).tolist() == [1, 2]
