@@ -5,8 +5,7 @@ from __future__ import annotations
 from raypfl.common.errors import ConfigError
 from raypfl.common.threads import threads
 from raypfl.engine.prepared import Prepared, threads_of_server
-from raypfl.federation.cohort_draw import cohort_size
-from raypfl.runs.checks.rehearsal import FEW, Rehearsal
+from raypfl.runs.checks.rehearsal import Rehearsal
 
 _ROUNDS = 2
 """In the first round, some methods do not send all that they send later."""
@@ -41,9 +40,8 @@ def refuse_idle_compression(prepared: Prepared) -> None:
 
 def _bytes_up(prepared: Prepared) -> int:
     """Return the bytes that the clients of rehearsed rounds send."""
-    cohort = cohort_size(prepared.experiment.cohort, prepared.num_trained)
     with threads(threads_of_server(prepared.experiment)):
-        rehearsal = Rehearsal(prepared, min(FEW, cohort))
+        rehearsal = Rehearsal.of_cohort(prepared)
         for _ in range(_ROUNDS):
             rehearsal.train()
     return sum(entry.clients * entry.bytes for entry in rehearsal.messages if entry.direction == "up")

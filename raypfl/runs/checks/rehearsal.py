@@ -54,6 +54,11 @@ class Rehearsal:
         )
         self._server = self._method.start(self._task)
 
+    @classmethod
+    def of_cohort(cls, prepared: Prepared) -> Rehearsal:
+        """Return a rehearsal of as many clients as a cohort has, but of no more than are needed."""
+        return cls(prepared, min(FEW, cohort_size(prepared.experiment.cohort, prepared.num_trained)))
+
     def train(self) -> int:
         """Run a round; return its number of exchanges."""
         self._round += 1
@@ -223,10 +228,9 @@ def refuse_rehearsed(prepared: Prepared, kind: type[MethodError]) -> None:
     ConfigError : for an error of this `kind`.
     """
     experiment = prepared.experiment
-    cohort = cohort_size(experiment.cohort, prepared.num_trained)
     try:
         with threads(threads_of_server(experiment)):
-            rehearsal = Rehearsal(prepared, min(FEW, cohort))
+            rehearsal = Rehearsal.of_cohort(prepared)
             rehearsal.train()
             rehearsal.evaluate(experiment.evaluation.protocols)
     except kind as error:
@@ -248,7 +252,7 @@ def refuse_misshapen_models(prepared: Prepared) -> None:
 
     try:
         with threads(threads_of_server(experiment)):
-            Rehearsal(prepared, min(FEW, prepared.num_trained)).evaluate(["local"])
+            Rehearsal(prepared, FEW).evaluate(["local"])
     except ModelShapeError as error:
         raise ConfigError(with_location(error)) from error
     # Without rounds before it, the method may have no models to return.

@@ -12,7 +12,7 @@ from raypfl.common.threads import threads
 from raypfl.common.user_code import explain_user_errors, with_location
 from raypfl.engine.prepared import Prepared, threads_of_server
 from raypfl.federation.asynchronous.cohorts import SEVERAL_EXCHANGES
-from raypfl.runs.checks.rehearsal import Rehearsal
+from raypfl.runs.checks.rehearsal import FEW, Rehearsal
 from raypfl.storage.tree import flatten
 
 _SAME = 1e-4
@@ -36,7 +36,7 @@ def trains_together(prepared: Prepared) -> bool:
         return False
     try:
         with threads(threads_of_server(prepared.experiment)):
-            together = Rehearsal(prepared, _size(prepared)).asynchronous(together=True)
+            together = Rehearsal(prepared, FEW).asynchronous(together=True)
     except Exception:
         return False
     return _are_same(apart, together)
@@ -66,7 +66,7 @@ def refuse_unmet(prepared: Prepared) -> dict[str, Any] | None:
         explain_user_errors("in a rehearsed round", function=experiment.method.round),
     ):
         try:
-            return Rehearsal(prepared, _size(prepared)).asynchronous(together=False)
+            return Rehearsal(prepared, FEW).asynchronous(together=False)
         except LateReplyError as error:
             refuse_several_exchanges(prepared)
             raise ConfigError(with_location(error)) from error
@@ -79,7 +79,7 @@ def refuse_several_exchanges(prepared: Prepared) -> None:
 
     To a user, this says more than what its first exchange returns.
     """
-    num_exchanges = Rehearsal(prepared, _size(prepared)).train()
+    num_exchanges = Rehearsal(prepared, FEW).train()
     if num_exchanges > 1:
         error = LateReplyError(
             f"{type(prepared.experiment.method).__name__} has {num_exchanges} exchanges in a round. A late reply is "
@@ -87,10 +87,6 @@ def refuse_several_exchanges(prepared: Prepared) -> None:
             SEVERAL_EXCHANGES,
         )
         raise ConfigError(str(error)) from error
-
-
-def _size(prepared: Prepared) -> int:
-    return min(2, prepared.num_trained)
 
 
 def _are_same(a: Any, b: Any) -> bool:

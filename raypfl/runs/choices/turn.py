@@ -7,8 +7,7 @@ from raypfl.common.threads import threads
 from raypfl.common.user_code import explain_user_errors
 from raypfl.devices import Turn
 from raypfl.engine.prepared import Prepared, threads_of_server
-from raypfl.federation.cohort_draw import cohort_size
-from raypfl.runs.checks.rehearsal import FEW, Rehearsal
+from raypfl.runs.checks.rehearsal import Rehearsal
 
 
 def turn_of(prepared: Prepared) -> Turn | None:
@@ -24,12 +23,11 @@ def turn_of(prepared: Prepared) -> Turn | None:
     if experiment.devices.hardware is None:
         return None
 
-    cohort = cohort_size(experiment.cohort, prepared.num_trained)
     with (
         threads(threads_of_server(experiment)),
         explain_user_errors("in a rehearsed round", function=experiment.method.round),
     ):
-        rehearsal = Rehearsal(prepared, min(FEW, cohort))
+        rehearsal = Rehearsal.of_cohort(prepared)
         rehearsal.train()
         turn = rehearsal.turn()
 
