@@ -57,7 +57,6 @@ class ModelMaker(ABC):
         DataError : if it does not fit the run, with the reason.
         """
 
-    @abstractmethod
     def make(self, inputs: Sequence[Any]) -> list[ClientModel | RaypflError]:
         """Return a model for each client, or why there is none.
 
@@ -65,6 +64,17 @@ class ModelMaker(ABC):
         ----------
         inputs : what :meth:`checked` returned for each client.
         """
+        try:
+            return [*self.make_together(inputs)]
+        except RaypflError as error:
+            if len(inputs) == 1:
+                return [error]
+            # Only one of them may have failed, so each is tried alone.
+            return [self.make([client])[0] for client in inputs]
+
+    @abstractmethod
+    def make_together(self, inputs: Sequence[Any]) -> list[ClientModel]:
+        """Return a model for each client; raise a RaypflError if there is none for one of them."""
 
 
 class DescriptorModelMaker(ModelMaker):
@@ -91,14 +101,8 @@ class DescriptorModelMaker(ModelMaker):
             raise DataError("descriptor has a number that is not finite.")
         return descriptor.astype(np.float64)
 
-    def make(self, inputs: Sequence[np.ndarray]) -> list[ClientModel | RaypflError]:
-        try:
-            return [ClientModel(model, {}) for model in models_of_descriptors(self.models, np.stack(inputs))]
-        except RaypflError as error:
-            if len(inputs) == 1:
-                return [error]
-            # Only one of them may have failed, so each is tried alone.
-            return [self.make([descriptor])[0] for descriptor in inputs]
+    def make_together(self, inputs: Sequence[np.ndarray]) -> list[ClientModel]:
+        return [ClientModel(model, {}) for model in models_of_descriptors(self.models, np.stack(inputs))]
 
 
 class SampleModelMaker(ModelMaker):
@@ -111,24 +115,15 @@ class SampleModelMaker(ModelMaker):
         samples = checked_samples(arrays["x"], arrays["y"], self.models.outline)
         return samples, HELD_OUT if held_out is None else held_out
 
-    def make(self, inputs: Sequence[tuple[Labelled, float]]) -> list[ClientModel | RaypflError]:
-        """Return a model for each client; those of clients that hold out the same share are made together."""
-        models: dict[int, ClientModel | RaypflError] = {}
+    def make_together(self, inputs: Sequence[tuple[Labelled, float]]) -> list[ClientModel]:
+        models: dict[int, ClientModel] = {}
+        # Only clients that hold out the same share can be made models together.
         for held_out in dict.fromkeys(share for _, share in inputs):
             positions = [position for position, (_, share) in enumerate(inputs) if share == held_out]
-            samples = [inputs[position][0] for position in positions]
-            models |= dict(zip(positions, self._make_together(samples, held_out), strict=True))
+            clients = self.models.personalize_all([inputs[position][0] for position in positions], held_out)
+            for position, client in zip(positions, clients, strict=True):
+                models[position] = ClientModel(client.model, client.facts)
         return [models[position] for position in range(len(inputs))]
-
-    def _make_together(self, samples: list[Labelled], held_out: float) -> list[ClientModel | RaypflError]:
-        try:
-            clients = self.models.personalize_all(samples, held_out)
-        except RaypflError as error:
-            if len(samples) == 1:
-                return [error]
-            # Only one of them may have failed, so each is tried alone.
-            return [self._make_together([client], held_out)[0] for client in samples]
-        return [ClientModel(client.model, client.facts) for client in clients]
 
 
 def model_maker_of(models: TrainedModels) -> ModelMaker:
