@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     ConfigDict,
     PlainValidator,
     ValidationError,
@@ -49,7 +48,7 @@ from raypfl.experiment.checks.limits import (
     training_mistakes,
 )
 from raypfl.experiment.checks.moved import NOW_OF_DEVICES, move_to_devices, moved_to_devices
-from raypfl.experiment.checks.validation import Mistakes, boolean_mistakes, one_message, validation_mistakes
+from raypfl.experiment.checks.validation import FilePart, Mistakes, one_message, validation_mistakes
 from raypfl.experiment.components import build
 from raypfl.experiment.parts import (
     analyses_of,
@@ -73,7 +72,7 @@ from raypfl.learning.settings import TrainingSettings
 from raypfl.methods import FedAvg, Method
 
 
-class Experiment(BaseModel):
+class Experiment(FilePart):
     """Everything that decides a run's result, and how it is executed.
 
     Every part can be given as in YAML (``method="ditto"``, ``training={"lr": 0.05}``) or as an object
@@ -105,7 +104,7 @@ class Experiment(BaseModel):
     1.0
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", revalidate_instances="always")
+    model_config = ConfigDict(revalidate_instances="always")
 
     name: str = "experiment"
     seed: int = 0
@@ -220,17 +219,6 @@ class Experiment(BaseModel):
         if lines:
             raise Mistakes(lines)
         return {name: setting for name, setting in value.items() if name not in NOW_OF_DEVICES}
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _without_booleans_for_numbers(cls, value: Any, info: ValidationInfo) -> Any:
-        name = str(info.field_name)
-        is_instance = dataclasses.is_dataclass(value) and not isinstance(value, type)
-        plain = vars(value) if is_instance else value
-        lines = boolean_mistakes(cls.model_fields[name].annotation, plain, name)
-        if lines:
-            raise Mistakes(lines)
-        return value
 
     @field_validator("*", mode="after")
     @classmethod

@@ -38,7 +38,7 @@ class Mistakes(ValueError):
 
 
 class FilePart(BaseModel):
-    """A part of a study's or a sweep's file; unknown keys are refused, and true or false in place of numbers."""
+    """An experiment, a study or a sweep, or a part of one; it refuses unknown keys, and true or false as numbers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -46,7 +46,9 @@ class FilePart(BaseModel):
     @classmethod
     def _without_booleans_for_numbers(cls, value: Any, info: ValidationInfo) -> Any:
         name = str(info.field_name)
-        lines = boolean_mistakes(cls.model_fields[name].annotation, value, name)
+        is_instance = dataclasses.is_dataclass(value) and not isinstance(value, type)
+        plain = vars(value) if is_instance else value
+        lines = boolean_mistakes(cls.model_fields[name].annotation, plain, name)
         if lines:
             raise Mistakes(lines)
         return value
