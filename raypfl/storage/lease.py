@@ -166,8 +166,7 @@ class _LeaseFile:
     def read(self) -> _Holder | None:
         """Return who holds the lease, if anybody does."""
         try:
-            with self._files.open_input_stream(self._path, compression=None) as stream:
-                return _Holder(**json.loads(stream.read()))
+            return _Holder(**json.loads(filesystems.read_bytes(self._files, self._path)))
         except (FileNotFoundError, ValueError, TypeError):
             # There is no file, or something else wrote it.
             return None

@@ -179,8 +179,7 @@ def _to_parquet(rows: pa.Table) -> pa.Buffer:
 
 
 def _read_part(files: pafs.FileSystem, folder: str, part: TablePart) -> pa.Table:
-    with files.open_input_stream(f"{folder}/{part.file}", compression=None) as stream:
-        content = stream.read()
+    content = filesystems.read_bytes(files, f"{folder}/{part.file}")
     if hashlib.sha256(content).hexdigest() != part.sha256:
         raise OSError(f"the content of {folder}/{part.file} has changed since it was written")
     return pq.ParquetFile(pa.BufferReader(content)).read()

@@ -96,16 +96,8 @@ def _costs(group: RunGroup) -> dict[str, float]:
 
 def _difference(row: Difference | None) -> dict[str, Any]:
     names = ("against", "difference", "low", "high", "seeds_paired", "seeds_ahead", "draws_ahead")
-    cells: dict[str, Any] = dict.fromkeys(names, "")
-    if row is None:
-        return cells
-
-    values = row.as_dict()
-    for name in cells:
-        # An empty cell is how CSV says that there is no number.
-        if values[name] is not None:
-            cells[name] = values[name]
-    return cells
+    values = {} if row is None else row.as_dict()
+    return {name: values.get(name) for name in names}
 
 
 def _latex_table(part: Part, label: str) -> str:
