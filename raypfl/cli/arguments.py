@@ -114,13 +114,8 @@ def study_and_changes(
     from raypfl.studies import STUDIES
 
     source, changes = source_and_changes(words, "digits-personal", STUDIES)
-    if rounds:
-        changes.append(f"rounds={rounds}")
-    if seeds:
-        changes.append(f"seeds={seeds}")
-    if trials:
-        changes.append(f"search.trials={trials}")
-    return source, changes
+    numbers = {"rounds": rounds, "seeds": seeds, "search.trials": trials}
+    return source, changes + [f"{setting}={number}" for setting, number in numbers.items() if number]
 
 
 def source_and_changes(words: Sequence[str], default: str, packaged: Packaged) -> tuple[str, list[str]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterator
 from types import FunctionType
 
 from raypfl.common.errors import ConfigError
@@ -66,20 +65,19 @@ def _refuse_misspelt(method: Method) -> None:
         return
 
     owners = [owner for owner in type(method).__mro__ if not owner.__module__.startswith("raypfl.")]
-    functions = {name for owner in owners for name in _public_functions(owner)}
-    for name in sorted(functions - called):
+    functions = {
+        name
+        for owner in owners
+        for name, value in vars(owner).items()
+        if isinstance(value, FunctionType) and not name.startswith("_")
+    }
+    for name in sorted(functions - called - HOOKS.keys()):
         nearest = difflib.get_close_matches(name, HOOKS, n=1, cutoff=0.8)
         if nearest and not any(nearest[0] in vars(owner) for owner in owners):
             raise ConfigError(
                 f"{where_defined(getattr(method, name))} is called by nothing; did you mean "
                 f"{_definition(nearest[0])}? A function for another purpose needs a name that is less like it."
             )
-
-
-def _public_functions(owner: type) -> Iterator[str]:
-    for name, value in vars(owner).items():
-        if isinstance(value, FunctionType) and not name.startswith("_") and name not in HOOKS:
-            yield name
 
 
 def _definition(hook: str) -> str:

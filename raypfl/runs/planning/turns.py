@@ -19,9 +19,6 @@ DRAWN_ROUNDS = 40
 DRAWN_PLACES = 60
 """Places of a cohort of which a plan keeps turns; of a larger one, as many that are evenly spread."""
 
-PACES = ("fast", "medium", "slow")
-"""The thirds of all devices, by the time that each takes for the samples of an average client."""
-
 TurnKind = Literal["counted", "late", "dropped", "unfinished"]
 
 
@@ -35,7 +32,7 @@ class PlannedTurn:
     place : which of the clients that are at work at a time it is, from 0.
     ends : simulated seconds from the start of the run to the end of the turn or, for a late client, of its round.
     kind : ``counted``, ``late`` or ``dropped``; ``unfinished`` if the run ends before.
-    pace : the position in :data:`PACES` of its device.
+    pace : the third of all devices that its own is in, as :func:`paces_of`.
     """
 
     round: int
@@ -48,7 +45,10 @@ class PlannedTurn:
 
 
 def paces_of(turns: ClientTurns) -> np.ndarray:
-    """Return the position in :data:`PACES` of each client's device, ``int64[num_clients]``."""
+    """Return the third that each client's device is in, ``int64[num_clients]``: 0 for the fastest, 2 for the slowest.
+
+    Devices are ranked by the time that each takes for the samples of an average client.
+    """
     assert turns.devices is not None and turns.turn is not None and turns.num_samples is not None
     everyone = np.arange(len(turns.devices))
     samples = float(turns.turn.samples(turns.num_samples).mean())

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from raypfl.common.counting import counted
@@ -60,7 +61,6 @@ def search_figure(
         return None
 
     are_numbers = all(space.is_range for space in spaces)
-    is_logarithmic = are_numbers and all(space.is_logarithmic for space in spaces)
     names = list(dict.fromkeys(str(in_words(value)) for space in spaces for value in space.values))
 
     def position(disc: Disc) -> float:
@@ -77,16 +77,7 @@ def search_figure(
                 axes.scatter(position(disc), disc.score, s=_RING, **ring)
 
         if are_numbers:
-            low = min(space.values[0] for space in spaces)
-            high = max(space.values[1] for space in spaces)
-            if is_logarithmic:
-                margin = (high / low) ** _MARGIN
-                axes.set(xscale="log", xlim=(low / margin, high * margin))
-                scale_logarithmic(axes.xaxis)
-            else:
-                margin = (high - low) * _MARGIN
-                axes.set_xlim(low - margin, high + margin)
-                scale(axes.xaxis, 5)
+            _scale_like(axes, spaces)
         else:
             axes.set_xticks(range(len(names)), names)
             axes.set_xlim(-0.5, len(names) - 0.5)
@@ -98,6 +89,20 @@ def search_figure(
     if chosen:
         alt += f" Chosen, in a ring: {', '.join(chosen)}."
     return ReportFigure("", svg(f"{name}-{key}", alt, *NARROW, draw), _caption(with_setting, scored))
+
+
+def _scale_like(axes: Axes, spaces: Sequence[Space]) -> None:
+    """Let the horizontal axis show all of these ranges, logarithmic if they are."""
+    low = min(space.values[0] for space in spaces)
+    high = max(space.values[1] for space in spaces)
+    if all(space.is_logarithmic for space in spaces):
+        margin = (high / low) ** _MARGIN
+        axes.set(xscale="log", xlim=(low / margin, high * margin))
+        scale_logarithmic(axes.xaxis)
+    else:
+        margin = (high - low) * _MARGIN
+        axes.set_xlim(low - margin, high + margin)
+        scale(axes.xaxis, 5)
 
 
 def _caption(with_setting: Sequence[Disc], scored: Sequence[Disc]) -> str:
