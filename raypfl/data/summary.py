@@ -38,6 +38,8 @@ class Summary:
     features : the network's inputs in order, if they have names: the name, and the mean and deviation that standardise
         it; 0 and 1 for indicators of categories, which are not standardised.
     vocabulary : the word of each token of the inputs, if they are texts.
+    numbers : the numbers to predict in order, if targets are numbers: the name, and the mean and deviation of the
+        training samples of all clients but the unseen.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Summary:
     client_names: ClientNames | None = None
     features: list[tuple[str, float, float]] | None = None
     vocabulary: list[str] | None = None
+    numbers: list[tuple[str, float, float]] | None = None
 
     @property
     def unit(self) -> str:
@@ -120,6 +123,7 @@ def summarised(data: ClientData) -> Summary:
         client_names=data.client_names,
         features=_features(data),
         vocabulary=data.vocabulary,
+        numbers=_numbers(data) if data.kind == "numbers" else None,
     )
 
 
@@ -131,6 +135,14 @@ def _features(data: FederatedData) -> list[tuple[str, float, float]] | None:
     means = (data.mean * data.scale).tolist()
     deviations = (data.std * data.scale).tolist()
     return list(zip(names, means, deviations, strict=True))
+
+
+def _numbers(data: FederatedData) -> list[tuple[str, float, float]]:
+    """Return the numbers to predict with mean and deviation."""
+    seen = np.setdiff1d(np.arange(data.num_clients), data.unseen)
+    targets = data.labels[np.concatenate([data.indices(client) for client in seen])]
+    numbers = targets.reshape(len(targets), -1).astype(np.float64)
+    return list(zip(data.class_names, numbers.mean(0).tolist(), numbers.std(0).tolist(), strict=True))
 
 
 def _count_targets(data: FederatedData) -> tuple[list[str], np.ndarray]:

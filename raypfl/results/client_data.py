@@ -52,11 +52,19 @@ def show(console: Console, summary: Summary) -> None:
     if summary.client_names is not None:
         console.print(_table_of_names(summary, summary.client_names))
     if summary.features is not None:
-        console.print(_table_of_features(summary.features))
+        console.print(_table_of_moments("input", "feature", summary.features))
     if summary.vocabulary is not None:
         size = counted(len(summary.vocabulary), "token")
         words = listed(map(_shortened, summary.vocabulary), _MOST_WORDS)
         console.print(Text.assemble(f"vocabulary of {size}: ", words))
+    if summary.numbers is not None:
+        console.print(_table_of_moments("output", "number to predict", summary.numbers))
+        _, mean, deviation = summary.numbers[0]
+        if len(summary.numbers) == 1 and deviation > 0:
+            # Not 3e+05, which YAML takes for text.
+            rounded = [np.format_float_positional(float(f"{value:.4g}"), trim="-") for value in (mean, deviation)]
+            setting = "'objective={{name: regression, mean: {}, std: {}}}'".format(*rounded)
+            console.print(Text(f"To standardise it: {setting}"))
     outputs = _outputs(summary)
     if outputs:
         console.print(Text.assemble("outputs: ", outputs))
@@ -74,7 +82,8 @@ def as_json(summary: Summary) -> dict[str, Any]:
         "input_shape": list(summary.input_shape),
         "classes": summary.class_names,
         "clients": summary.num_clients,
-        "features": _features_as_json(summary.features),
+        "features": _moments_as_json(summary.features),
+        "numbers": _moments_as_json(summary.numbers),
         "vocabulary": summary.vocabulary,
         "client_names": None if summary.client_names is None else list(summary.client_names),
         "unseen": summary.unseen.tolist(),
@@ -249,20 +258,25 @@ def _table_of_names(summary: Summary, names: Sequence[str]) -> Table:
     return table
 
 
-def _table_of_features(features: Sequence[tuple[str, float, float]]) -> Table:
-    """Return a row for each of the first features: the network's input, its name, and what standardises it."""
+def _table_of_moments(position: str, heading: str, moments: Sequence[tuple[str, float, float]]) -> Table:
+    """Return a row for each of the network's first inputs or outputs: its position and name, and what standardises it.
+
+    Parameters
+    ----------
+    position, heading : headings of the first two columns.
+    """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("input", justify="right")
-    table.add_column("feature")
+    table.add_column(position, justify="right")
+    table.add_column(heading)
     table.add_column("mean", justify="right")
     table.add_column("deviation", justify="right")
 
-    for index, (name, mean, deviation) in enumerate(features[:_MOST_NAMED]):
-        moments = [f"{mean:.4g}", f"{deviation:.4g}"]
+    for index, (name, mean, deviation) in enumerate(moments[:_MOST_NAMED]):
+        cells = [f"{mean:.4g}", f"{deviation:.4g}"]
         if (mean, deviation) == (0.0, 1.0):
-            moments = ["as it is", ""]
-        table.add_row(str(index), Text(_shortened(name, _LONGEST_LINE)), *moments)
-    _tell_of_more(table, len(features))
+            cells = ["as it is", ""]
+        table.add_row(str(index), Text(_shortened(name, _LONGEST_LINE)), *cells)
+    _tell_of_more(table, len(moments))
     return table
 
 
@@ -282,10 +296,10 @@ def _outputs(summary: Summary) -> str:
     return listed((f"{number} {_shortened(name)}" for number, name in enumerate(names)), _MOST_NAMED)
 
 
-def _features_as_json(features: Sequence[tuple[str, float, float]] | None) -> list[dict[str, Any]] | None:
-    if features is None:
+def _moments_as_json(moments: Sequence[tuple[str, float, float]] | None) -> list[dict[str, Any]] | None:
+    if moments is None:
         return None
-    return [{"name": name, "mean": mean, "deviation": deviation} for name, mean, deviation in features]
+    return [{"name": name, "mean": mean, "deviation": deviation} for name, mean, deviation in moments]
 
 
 def _over_clients(values: np.ndarray) -> dict[str, float]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from rich.console import Console
 
 from raypfl.common.errors import ConfigError, DataError
-from raypfl.data import IID, ByColumn
+from raypfl.data import IID, ByColumn, summarised
+from raypfl.results import client_data
 from raypfl.trained.new_rows import NewRows
 
 
@@ -93,6 +96,20 @@ def test_types_of_other_libraries_are_numbers_and_text(written, opened):
     assert data.feature_names == ["big", "text=(missing)", "text=a", "text=b", "level"]
     assert data.inputs.tolist() == [[2.0**64, 0, 1, 0, 0], [2, 1, 0, 0, 1], [3, 0, 0, 1, 0.5]]
     assert list(data.client_names) == ["false", "true"]
+
+
+def test_data_show_says_how_to_standardise_large_numbers_to_predict(written, opened):
+    written("x,y\n" + "".join(f"{row},{300_000.5 + row % 2}\n" for row in range(40)))
+    data = opened("table", IID(clients=4), target="y", unseen_fraction=0.25)
+    trained = np.concatenate([data.labels[data.indices(client)] for client in range(4) if client not in data.unseen])
+    summary = summarised(data)
+    assert summary.numbers == [("y", trained.mean(), trained.std())]
+
+    console = Console(file=io.StringIO(), width=100)
+    client_data.show(console, summary)
+    # YAML takes 3e+05 for text.
+    setting = "'objective={name: regression, mean: 300000, std: 0.49"
+    assert f"To standardise it: {setting}" in console.file.getvalue()
 
 
 @pytest.mark.parametrize("form", ["csv", "parquet"])

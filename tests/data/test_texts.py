@@ -102,6 +102,18 @@ def test_what_is_no_table_of_texts_is_refused(tmp_path, opened, options, error, 
         opened("text_table", ByColumn(), **TABLE | options)
 
 
+def test_texts_without_words_are_refused_and_those_of_scripts_without_spaces_come_with_a_warning(tmp_path, opened):
+    options = {"target": "y", "text": "t", "test_fraction": 0}
+    written(tmp_path / "data", "t,y\n!!!,a\n🙂,b\n")
+    with pytest.raises(
+        DataError, match=r"No text in the column 't' of reviews\.csv has words: .*data\.tokens=characters"
+    ):
+        opened("text_table", **options)
+    written(tmp_path / "data", "t,y\n我喜欢这部电影 ok,a\n我不喜欢,b\n")
+    with pytest.warns(UserWarning, match=r"of a script without spaces, .*data\.tokens=characters"):
+        opened("text_table", **options)
+
+
 @pytest.mark.parametrize("name", NETWORKS)
 def test_padding_has_no_effect_on_outputs_and_gradients(name):
     long = MODELS.get(name)((7,), 3, 9).double()

@@ -154,7 +154,7 @@ def test_training_that_diverges_on_large_targets_is_told_to_scale_them(objective
     clients = fed.clients()
     with pytest.raises(ClientError, match="Training diverged") as refused:
         clients.sgd(clients.loss, clients.initial, lr=1e9)
-    assert ("set objective.mean and objective.std to their mean" in str(refused.value)) is is_told
+    assert ("standardise them: 'objective={name: regression, mean: MEAN" in str(refused.value)) is is_told
 
 
 def test_what_counts_classes_is_refused_in_a_sentence_where_there_are_none():

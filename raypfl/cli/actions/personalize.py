@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from raypfl.common.counting import counted
 from raypfl.common.errors import ConfigError
 from raypfl.common.json_text import json_text
 from raypfl.common.optional_packages import not_installed
@@ -41,7 +42,7 @@ def personalize(run: Path, data: Path, out: Path, held_out: float, as_json: bool
         return
     name = METHODS.name_of(type(models.experiment.method))
     lines = [
-        f"{name} made a model from {model.samples} samples in {model.seconds * 1e3:,.1f} ms "
+        f"{name} made a model from {counted(model.samples, 'sample')} in {model.seconds * 1e3:,.1f} ms "
         f"({total:.1f} s with reading the run and writing the file)."
     ]
     if model.held_out:
@@ -49,7 +50,7 @@ def personalize(run: Path, data: Path, out: Path, held_out: float, as_json: bool
         units = {name: Unit(metrics[name]) for name in model.metrics}
         values = {name: unit.of([model.metrics[name]])[0] for name, unit in units.items()}
         reached = ", ".join(f"{unit.phrase} {unit.text(values[name])}{unit.sign}" for name, unit in units.items())
-        lines.append(f"On {model.held_out} held-out samples: {reached}.")
+        lines.append(f"On {counted(model.held_out, 'held-out sample')}: {reached}.")
     else:
         lines.append("No samples were held out, so it was not tested.")
 

@@ -20,6 +20,12 @@ UNKNOWN = 1
 """The token of a word that the vocabulary lacks."""
 
 _RESERVED = ("(padding)", "(unknown)")
+
+NUM_RESERVED = len(_RESERVED)
+"""The number of tokens that are no words, with which a vocabulary begins."""
+
+# Thai, Lao, Burmese, Khmer, Japanese and Chinese.
+_UNSPACED = re.compile(r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]")
 _WORD_IN_ASCII = re.compile(r"\w+(?:'\w+)*")
 
 
@@ -54,7 +60,12 @@ def vocabulary_of(texts: Iterable[Sequence[str]], size: int) -> list[str]:
     for words in texts:
         counts.update(words)
     by_frequency = sorted(counts, key=lambda word: (-counts[word], word))
-    return [*_RESERVED, *by_frequency[: size - len(_RESERVED)]]
+    return [*_RESERVED, *by_frequency[: size - NUM_RESERVED]]
+
+
+def are_unspaced(words: Sequence[str]) -> bool:
+    """Return whether most of the words are of scripts that put no spaces between words."""
+    return 2 * sum(map(bool, map(_UNSPACED.search, words))) > len(words)
 
 
 def as_tokens(texts: Sequence[Sequence[str]], vocabulary: Sequence[str], length: int) -> np.ndarray:
@@ -65,7 +76,7 @@ def as_tokens(texts: Sequence[Sequence[str]], vocabulary: Sequence[str], length:
     texts : the words of each of n texts.
     vocabulary : the words by their tokens, as `vocabulary_of` returns them.
     """
-    token_of = {word: token for token, word in enumerate(vocabulary) if token >= len(_RESERVED)}
+    token_of = {word: token for token, word in enumerate(vocabulary) if token >= NUM_RESERVED}
     tokens = np.full((len(texts), length), PADDING, np.int64)
     for row, words in enumerate(texts):
         first_tokens = [token_of.get(word, UNKNOWN) for word in words[:length]]

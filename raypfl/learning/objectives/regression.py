@@ -138,7 +138,10 @@ class Regression(Objective):
     def advice_if_diverged(self) -> str:
         if (self.mean, self.std) != (0, 1):
             return ""
-        return "If the targets are large numbers, set objective.mean and objective.std to their mean and deviation."
+        return (
+            "If the targets are large numbers, standardise them: 'objective={name: regression, mean: MEAN, std: "
+            "DEVIATION}', by the mean and deviation that `raypfl data show` lists."
+        )
 
 
 def rows_of(targets: Tensor, outputs: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from raypfl.data.datasets.raw_data import RawData
 from raypfl.data.datasets.readers.tabular.table import Table, is_text, type_name
 from raypfl.data.datasets.readers.tabular.table_rows import TableRows
 from raypfl.data.datasets.source import DATASETS
-from raypfl.data.datasets.words import UNITS, as_tokens, split_text, vocabulary_of
+from raypfl.data.datasets.words import NUM_RESERVED, UNITS, are_unspaced, as_tokens, split_text, vocabulary_of
 from raypfl.models.published.transformers import FAMILY
 
 VOCABULARY = 10_000
@@ -77,6 +78,17 @@ class TextTable(Table):
         texts = [split_text(text, self.tokens) for text in self._texts(rows)]
         training_texts = (words for words, is_test in zip(texts, rows.is_test, strict=True) if not is_test)
         vocabulary = vocabulary_of(training_texts, self.vocabulary)
+        if len(vocabulary) == NUM_RESERVED:
+            raise DataError(
+                f"No text in the column {self.text!r} of {rows.file} has {self.tokens}: those of punctuation and emoji "
+                "need data.tokens=characters."
+            )
+        if self.tokens == "words" and are_unspaced(vocabulary[NUM_RESERVED:]):
+            warnings.warn(
+                f"Most words in the column {self.text!r} of {rows.file} are of a script without spaces, so that whole "
+                "sentences count as words. Set data.tokens=characters.",
+                stacklevel=2,
+            )
         return {"inputs": as_tokens(texts, vocabulary, self.length), "vocabulary": vocabulary}
 
     def read_in(self, vocabulary: list[str]) -> RawData:
