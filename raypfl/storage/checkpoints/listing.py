@@ -94,7 +94,9 @@ def _newest_intact(location: str, round: int) -> str | None:
     for name in reversed(names):
         if round_of(name) == round and is_complete(files, f"{root}/{name}"):
             with contextlib.suppress(Damaged):
-                read_checkpoint(location, name, whole=True)
+                snapshot = read_checkpoint(location, name)
+                snapshot.states.verify()
+                snapshot.held.verify()
                 return name
     return None
 

@@ -70,7 +70,12 @@ def load(
             if not is_complete(files, path):
                 warn(f"The checkpoint {path} is skipped: it is unfinished; the run was probably killed while saving.")
                 continue
-            return read_checkpoint(location, name, whole, warn, needed, copies, use_states)
+            snapshot = read_checkpoint(location, name)
+            if whole:
+                use_states(snapshot.states)
+                snapshot.held.verify()
+                _keep_intact_parts(files, root, snapshot.tables, warn, needed, copies)
+            return snapshot
         except (OSError, Damaged) as error:
             damaged.append(f"{path} ({error})")
             warn(f"The checkpoint {path} is skipped: {error}.")
@@ -109,7 +114,7 @@ def server_states(location: str) -> list[tuple[int, dict[str, Any]]]:
         for name in names:
             with contextlib.suppress(Damaged):
                 if is_complete(files, f"{root}/{name}"):
-                    snapshot = read_checkpoint(location, name, whole=False)
+                    snapshot = read_checkpoint(location, name)
                     state_of_round[snapshot.round] = snapshot.server
     return sorted(state_of_round.items())
 
@@ -126,16 +131,8 @@ def read_table(location: str, table: RunTable) -> pa.Table:
         return table.load(files, f"{root}/{TABLES}")
 
 
-def read_checkpoint(
-    location: str,
-    name: str,
-    whole: bool,
-    warn: Callable[[str], None] = lambda text: None,
-    needed: Collection[str] = (),
-    copies: Copies = None,
-    use_states: UseStates = StoredStates.verify,
-) -> Snapshot:
-    """Read the checkpoint in the folder `name`; the other parameters are those of :func:`load`.
+def read_checkpoint(location: str, name: str) -> Snapshot:
+    """Read the checkpoint in the folder `name`, without its files of states and tables, which may be damaged.
 
     Raises
     ------
@@ -162,7 +159,7 @@ def read_checkpoint(
         # Older versions had neither pending work nor held states.
         pending = decode(meta["pending"], tensors) if "pending" in meta else {}
         held_files = tuple(StateFile(**file) for file in meta.get("held", ()))
-        snapshot = Snapshot(
+        return Snapshot(
             round=meta["round"],
             server=decode(meta["server"], tensors),
             states=StoredStates(location, state_files),
@@ -174,14 +171,6 @@ def read_checkpoint(
     except (ValueError, LookupError, TypeError, AttributeError, safetensors.SafetensorError) as error:
         raise Damaged(f"its {META} is not what raypfl writes ({type(error).__name__}: {error})") from error
 
-    if whole:
-        use_states(snapshot.states)
-        snapshot.held.verify()
-        for table_name, table in snapshot.tables.items():
-            is_needed = table_name in needed
-            table.parts = tuple(_intact_parts(files, root, table_name, table, warn, is_needed, copies))
-    return snapshot
-
 
 def _table(table: Mapping[str, Any]) -> RunTable:
     """Return the table whose columns and files a checkpoint describes."""
@@ -192,6 +181,19 @@ def _old_state_files(name: str, entries: dict[str, dict[str, Any]], count: int) 
     """Return the files of states that an older version wrote into a checkpoint's own folder."""
     names = [f"{OLD_STATES}{number:05d}.safetensors" for number in range(count)]
     return tuple(StateFile(f"{name}/{file}", **entries[file], state_bytes=0) for file in names)
+
+
+def _keep_intact_parts(
+    files: pafs.FileSystem,
+    root: str,
+    tables: Mapping[str, RunTable],
+    warn: Callable[[str], None],
+    needed: Collection[str],
+    copies: Copies,
+) -> None:
+    """Leave out of tables the files that are not as they were written, and cannot be restored."""
+    for name, table in tables.items():
+        table.parts = tuple(_intact_parts(files, root, name, table, warn, name in needed, copies))
 
 
 def _intact_parts(
