@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,27 +31,44 @@ _ABSOLUTE_PATH = re.compile(r"(?<![\w.~/])(?:~|/)[\w.~-]*(?:/[\w.~-]+)+")
 _DIGITS = 4
 
 
+@dataclass(frozen=True)
+class RanStudy:
+    """A study, some of whose cells are finished.
+
+    Attributes
+    ----------
+    study : the study as it was run.
+    reference : the study with the published numbers.
+    published : the cells as published.
+    described : the cells that were run, without the settings that a search chose.
+    cells : the cells as they were run.
+    results : the results of the finished cells, by index in `cells`.
+    searched : what a search chose; None: the study has none.
+    """
+
+    study: Study
+    reference: Study
+    published: Sequence[StudyCell]
+    described: Sequence[StudyCell]
+    cells: Sequence[StudyCell]
+    results: Mapping[int, RunResult]
+    searched: SearchOutcome | None
+
+
 def record_of(
-    study: Study,
-    reference: Study,
+    ran: RanStudy,
     command: Sequence[str],
-    cells: Sequence[StudyCell],
-    results: Mapping[int, RunResult],
     entries: Sequence[TableEntry],
     deviations: Sequence[str],
     smaller: Sequence[str],
-    searched: SearchOutcome | None = None,
 ) -> dict[str, Any]:
     """Return a study's record, for JSON.
 
     Parameters
     ----------
-    reference : the study with the published table.
     command : the words of the command that ran the study.
-    results : results of the finished cells, by index in `cells`.
     deviations : sentences, see :func:`raypfl.studies.deviations.deviations`.
     smaller : settings by which runs are smaller than published, see :func:`raypfl.studies.deviations.size_settings`.
-    searched : the outcome of the study's search; None: it has none.
 
     Returns
     -------
@@ -62,18 +80,18 @@ def record_of(
     """
     record: dict[str, Any] = {
         **BY_HAND,
-        "study": reference.name,
-        "published": reference.published.source if reference.published else None,
+        "study": ran.reference.name,
+        "published": ran.reference.published.source if ran.reference.published else None,
         "command": _without_locations(command),
         "raypfl": __version__,
         "deviations": list(deviations),
         "smaller": list(smaller),
-        "entries": _entries(study, cells, results, entries),
-        "runs": [_run(cells[i], result) for i, result in sorted(results.items())],
+        "entries": _entries(ran, entries),
+        "runs": [_run(ran.cells[i], result) for i, result in sorted(ran.results.items())],
     }
-    if searched:
-        record["search"] = searched.search.model_dump()
-        record["trials"] = _trials(searched)
+    if ran.searched:
+        record["search"] = ran.searched.search.model_dump()
+        record["trials"] = _trials(ran.searched)
     return record
 
 
@@ -149,9 +167,7 @@ def _without_locations(command: Sequence[str]) -> str:
     return shlex.join(_ABSOLUTE_PATH.sub("FOLDER", word) for word in words)
 
 
-def _entries(
-    study: Study, cells: Sequence[StudyCell], results: Mapping[int, RunResult], entries: Sequence[TableEntry]
-) -> list[dict[str, Any]]:
+def _entries(ran: RanStudy, entries: Sequence[TableEntry]) -> list[dict[str, Any]]:
     rows = []
     for entry in entries:
         if not entry.values and not entry.never:
@@ -163,11 +179,10 @@ def _entries(
         if entry.spread_over == "clients":
             row["over_clients"] = _rounded(entry.within)
 
-        runs = [
-            result for i, result in results.items() if cells[i].position == (entry.method, entry.down, entry.across)
-        ]
+        position = (entry.method, entry.down, entry.across)
+        runs = [result for i, result in ran.results.items() if ran.cells[i].position == position]
         for name, last in (("last_round", 1), ("last_ten", 10)):
-            values = last_rounds(runs, study.metrics[entry.metric], last)
+            values = last_rounds(runs, ran.study.metrics[entry.metric], last)
             if values and _rounded(values) != row["values"]:
                 row[name] = _rounded(values)
 

@@ -13,7 +13,7 @@ from raypfl.common.errors import ConfigError
 from raypfl.studies import running
 from raypfl.studies.cells import StudyCell, plan, select
 from raypfl.studies.description import Study, load
-from raypfl.studies.record import record_of
+from raypfl.studies.record import RanStudy, record_of
 from raypfl.studies.table.entries import TableEntry, entry_rows, table_entries
 from raypfl.studies.table.formats import markdown
 from raypfl.studies.table.layout import arrange
@@ -122,7 +122,7 @@ def test_a_target_that_a_seed_never_reached_has_no_mean_and_says_so(tmp_path: Pa
     assert (row["measured"], row["never_seeds"], row["seeds"]) == (None, 1, 1)
     assert "| FedAvg | 1 of 2 never |" in markdown(arrange(study, None, entries, []))
 
-    record = record_of(study, study, [], cells, results, entries, [], [])
+    record = record_of(RanStudy(study, study, cells, cells, cells, results, None), [], entries, [], [])
     assert record["entries"][0]["never"] == 1 and len(record["entries"][0]["values"]) == 1
 
 

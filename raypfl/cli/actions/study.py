@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from raypfl.runs.several.worker import FAILED, FINISHED, STOPPED, RunOutcome
 from raypfl.studies.cells import StudyCell, choices_with_values, plan, select
 from raypfl.studies.description import Study, load
 from raypfl.studies.deviations import deviations, size_settings
-from raypfl.studies.record import keep, record_of, refuse_to_lose
+from raypfl.studies.record import RanStudy, keep, record_of, refuse_to_lose
 from raypfl.studies.running import run
 from raypfl.studies.scaffold import scaffold
 from raypfl.studies.search.choice import SearchOutcome, judge, write_trials
@@ -127,37 +126,13 @@ def run_study(
                 results[i] = RunResult.load(cells[i].folder)
 
         if results:
-            ran = _RanStudy(study, reference, published, described, cells, results, searched)
+            ran = RanStudy(study, reference, published, described, cells, results, searched)
             _report(ran, folder, command, record_file, tracked, as_json)
         _raise_for(outcomes, cells, to_continue, searched)
 
 
-@dataclass(frozen=True)
-class _RanStudy:
-    """A study, some of whose cells are finished.
-
-    Attributes
-    ----------
-    study : the study as it was run.
-    reference : the study with the published numbers.
-    published : the cells as published.
-    described : the cells that were run, without the settings that a search chose.
-    cells : the cells as they were run.
-    results : the results of the finished cells, by index in `cells`.
-    searched : what a search chose; None: the study has none.
-    """
-
-    study: Study
-    reference: Study
-    published: Sequence[StudyCell]
-    described: Sequence[StudyCell]
-    cells: Sequence[StudyCell]
-    results: Mapping[int, RunResult]
-    searched: SearchOutcome | None
-
-
 def _report(
-    ran: _RanStudy,
+    ran: RanStudy,
     folder: Path,
     command: Sequence[str],
     record_file: Path | None,
@@ -176,10 +151,7 @@ def _report(
 
     if record_file:
         smaller = size_settings(ran.described, ran.published)
-        record = record_of(
-            study, ran.reference, command, ran.cells, ran.results, measured, departures, smaller, ran.searched
-        )
-        keep(record_file, record)
+        keep(record_file, record_of(ran, command, measured, departures, smaller))
 
     tracked.describe(page)
     for name in FILES:
