@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from raypfl.common.messages import per_client
 from raypfl.learning.augmentation import Crop, Flip
 from raypfl.methods import Ditto, FedAvg, FedDF, Local, PerAda
-from raypfl.methods.local_training import proximal
 from raypfl.models import FlatModel
 from raypfl.models.architectures.residual import ResidualAdapter
 from tests.support.federation import (
@@ -126,69 +123,6 @@ def test_clients_keep_their_adapters_between_the_rounds_they_take_part_in():
     assert torch.equal(after[[1, 3]], before[[1, 3]]) and not torch.equal(after[0], before[0])
     clients = fed.clients([1, 3], fed.round, personal=before[[1, 3]])
     assert torch.equal(fed.method.personal_model(clients, fed.server).as_subclass(Tensor), before[[1, 3]])
-
-
-class LocalFirst(PerAda):
-    """Trains the set that is sent before the one that stays."""
-
-    def train(self, clients, theta):
-        reply = FedDF.train(self, clients, theta)
-        super().train(clients, theta)
-        return reply
-
-
-def test_the_order_of_a_clients_two_trainings_changes_no_bit():
-    first = adapting(PerAda(steps=2, batch_size=4))
-    second = adapting(LocalFirst(steps=2, batch_size=4))
-    assert torch.equal(first.run_rounds(*ROUNDS)["theta"], second.run_rounds(*ROUNDS)["theta"])
-    assert torch.equal(client_states(first), client_states(second))
-
-
-@both_executors
-def test_on_a_quadratic_both_trainings_match_the_closed_form_and_a_stronger_pull_ends_closer(executor):
-    fed = Federation(executor=executor, training=replace(FP64, lr=0.2))
-    clients = fed.clients()
-    draws = torch.Generator().manual_seed(0)
-    size = fed.model.size
-    curvature = torch.rand(size, generator=draws, dtype=torch.float64) + 0.1
-    w, personal, start = (torch.randn(n, size, generator=draws, dtype=torch.float64) for n in (1, 4, 4))
-
-    def quadratic(p, batch, personal):
-        return (curvature * (p - personal).square()).sum() / 2
-
-    def after(steps: int, lam: float) -> Tensor:
-        options = {"penalty": proximal(lam), "anchor": w[0], "personal": per_client(personal), "steps": steps}
-        return clients.sgd(quadratic, per_client(start), **options).as_subclass(Tensor)
-
-    for lam in (0.0, 0.5, 1 / 0.2):
-        fixed = (curvature * personal + lam * w) / (curvature + lam)
-        assert_close(after(7, lam), fixed + (1 - 0.2 * (curvature + lam)) ** 7 * (start - fixed))
-
-    apart = [(after(200, lam) - w).norm(dim=1) for lam in (0.0, 0.5, 2.0)]
-    assert (apart[0] > apart[1]).all() and (apart[1] > apart[2]).all()
-
-
-@pytest.mark.slow
-def test_squared_gradients_fall_with_the_number_of_rounds_at_the_theorems_step_sizes():
-    lam = 1.0
-    means = {}
-    for rounds in (25, 400):
-        step = 1 / math.sqrt(rounds)  # of a loss that is about 1-smooth, with one local step
-        method = PerAda(lam=lam, steps=2, batch_size=POOLED, lr=1e-3 * step, schedule="constant")
-        fed = Federation(method=method, training=replace(ONE_STEP, lr=step / (1 + lam)))
-        squares = []
-        w = v = fed.model.init(fed.seed)
-
-        for _ in range(rounds):
-            common = torch.stack([gradient(fed, w, c) for c in range(4)]).mean(0)
-            squares.append((common.square().sum(), (gradient(fed, v, 1) + lam * (v - w)).square().sum()))
-            fed.run_rounds(None)
-            w = fed.server["theta"].clone()
-            v = client_states(fed)[1]
-
-        means[rounds] = torch.tensor(squares).mean(0)
-
-    assert (means[400] <= means[25] / 2).all(), means
 
 
 # What is trained and sent
