@@ -14,7 +14,6 @@ import raypfl
 from raypfl.common.errors import ConfigError
 from raypfl.data.datasets import DataConfig
 from raypfl.data.datasets.readers.spiral import EXTENT, Spiral, as_bytes, spirals
-from raypfl.experiment import experiments
 from raypfl.experiment.recipes import RECIPES
 from raypfl.models import MODELS
 from raypfl.results.drawing import latent_picture
@@ -95,12 +94,6 @@ def test_features_of_conv2cifar_may_be_taken_before_the_relu():
         net.head.register_forward_pre_hook(lambda _, z, seen=seen: seen.append(z[0]))
         net(inputs)
         assert bool((seen[0] < 0).any()) != relu
-
-
-@pytest.mark.parametrize("recipe", ["spiral", "fednh-digits"])
-def test_fednhs_recipes_weigh_all_clients_equally_for_every_method(recipe):
-    planned = experiments(RECIPES.text(recipe))
-    assert {getattr(settings.method, "weighting", "uniform") for settings in planned} == {"uniform"}
 
 
 @pytest.fixture(scope="module")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
 
 from raypfl.studies.cells import StudyCell, plan
-from raypfl.studies.description import PublishedNumber, Study, load
+from raypfl.studies.description import Study, load
 
 
 @dataclass(frozen=True)
@@ -29,10 +28,3 @@ def study_of(name: str) -> Study:
 def cells_of(name: str) -> list[StudyCell]:
     """Every cell of a study; cached, since planning a study parses each cell's experiment."""
     return plan(study_of(name))
-
-
-def published_numbers(study: Study) -> list[PublishedNumber]:
-    """The numbers that a paper prints in a study's table, without the empty places."""
-    places = product(study.methods, study.down or [""], study.across or [""], study.metrics)
-    numbers = [study.quoted(*place) for place in places]
-    return [number for number in numbers if number is not None]
