@@ -184,12 +184,6 @@ def test_dittos_personal_epochs_do_not_change_its_global_model(executor):
     assert torch.equal(fed.server["theta"], fedavg.server["theta"])
 
 
-def test_dittos_personal_models_are_read_from_the_clients_states():
-    fed = run_method(Ditto())
-    clients = fed.clients(personal=client_states(fed))
-    assert torch.equal(fed.method.personal_model(clients, fed.server), client_states(fed))
-
-
 def moments_by_hand(name: str, theta, means, lr: float, b1: float, b2: float, tau: float) -> list[float]:
     """Reddi et al. 2021, Algorithm 2, number by number in Python."""
     m = [0.0] * len(theta)
@@ -239,21 +233,6 @@ def test_server_optimizers_follow_their_papers_recursion(name, lr):
     assert torch.equal(theta[6:], means[-1, 6:])
 
 
-def test_adagrads_steps_along_one_direction_shrink_and_with_a_large_tau_are_fedavgs():
-    model = SimpleNamespace(num_parameters=1)
-    server = {"theta": torch.zeros(1, dtype=torch.float64), "moments": {}}
-    method = FedAvg(server_optimizer="adagrad", server_lr=0.3, server_tau=0.5)
-    expected = 0.0
-    for t in range(1, 6):
-        method.step(server, server["theta"] + 2.0, model)
-        expected += 0.3 * 2 / ((0.5**2 + t * 2**2) ** 0.5 + 0.5)
-        assert float(server["theta"]) == pytest.approx(expected, rel=1e-12)
-
-    server = {"theta": torch.zeros(1, dtype=torch.float64), "moments": {}}
-    FedAvg(server_optimizer="adagrad", server_lr=2e9, server_tau=1e9).step(server, server["theta"] + 2.0, model)
-    assert float(server["theta"]) == pytest.approx(2.0, rel=1e-12)
-
-
 def test_the_plain_server_step_is_the_average_to_the_bit():
     mean = torch.randn(100)
     server = {"theta": torch.randn(100), "moments": {}}
@@ -282,18 +261,6 @@ def test_fedavg_remembers_its_server_optimizer_from_round_to_round():
         theta = torch.cat([theta[:P] + 0.1 * first / (second.sqrt() + 0.01), mean[P:]])
 
     assert_close(fed.server["theta"], theta)
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adagrad", "adam", "yogi"])
-def test_batch_norm_statistics_are_averaged_under_every_server_optimizer(optimizer):
-    fed = run_method(FedAvg(server_optimizer=optimizer, server_lr=0.5), None, factory=NormalisedConv, training=FP64)
-    statistics = []
-    for client in range(4):
-        net = as_module(fed.factory, fed.model.init(fed.seed))
-        torch_sgd(net, fed.visits(client), lr=0.1)
-        statistics.append(torch.cat([net.norm.running_mean, net.norm.running_var]).numpy())
-    expected = np.average(statistics, axis=0, weights=fed.sizes)
-    np.testing.assert_allclose(fed.server["theta"][-6:].numpy(), expected, rtol=1e-10)
 
 
 def test_methods_are_found_by_name_and_frozen():

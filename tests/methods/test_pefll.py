@@ -145,35 +145,6 @@ def test_a_descriptor_of_one_number_cannot_be_standardised():
         Federation(method=PeFLL(length=1, standardise=True)).task  # noqa: B018
 
 
-def test_a_small_step_with_one_client_lowers_its_objective():
-    method = PeFLL(**SOME, batch=None, lam_theta=0.02)
-    fed = Federation(training=replace(FULL, lr=1e-3), method=method)
-    fed.server = method.start(fed.task)
-
-    def objective_now() -> Tensor:
-        hyper, embed = networks(fed)
-        return objective(fed, hyper(descriptors(fed, embed, [2]))[0], 2)
-
-    before = objective_now()
-    fed.run_rounds([2])
-    assert objective_now() < before
-
-
-def test_neither_reordering_nor_duplicating_clients_changes_a_round():
-    def after(*data: int) -> dict[str, Tensor]:
-        fed = Federation(training=FULL, method=PeFLL(**SOME, batch=None))
-        fed.split = [fed.split[i] for i in data] + fed.split[len(data) :]
-        fed.run_rounds(list(range(len(data))))
-        return fed.server
-
-    once = after(0, 1)
-    reordered = after(1, 0)
-    twice = after(0, 1, 1, 0)
-    for name in ("hyper", "embed"):
-        assert_close(reordered[name], once[name])
-        assert_close(twice[name], once[name])
-
-
 @both_executors
 def test_pfedhn_moves_its_hypernetwork_and_the_cohorts_embeddings_by_one_gradient_step(executor):
     method = PFedHN(**SOME)
@@ -225,29 +196,6 @@ def test_the_servers_optimizers_are_torchs_on_the_mean_of_the_pulled_back_steps(
 
     assert_close(server["hyper"], leaves[0].detach())
     assert_close(server["embeddings"], leaves[1].detach())
-
-
-@pytest.mark.parametrize("lam", [0.0, 0.05])
-def test_adams_weight_decay_is_decoupled_from_its_step(lam):
-    method = PeFLL(**SOME | {"server_optimizer": "adam"}, server_lr=0.02, lam_h=lam, lam_v=lam)
-    fed = Federation(method=method)
-    server = method.start(fed.task)
-    step = {name: 1e-3 * torch.randn_like(server[name]) for name in ("hyper", "embed")}
-    expected = {name: server[name].tolist() for name in step}
-    first, second = ({name: [0.0] * len(step[name]) for name in step} for _ in range(2))
-
-    for count in (1, 2, 3):
-        method.move(server, {name: -step[name] for name in step}, lr=0.1)
-        for name, gradient in step.items():
-            for i, slope in enumerate(gradient.tolist()):
-                first[name][i] += 0.1 * (slope - first[name][i])
-                second[name][i] += 0.001 * (slope**2 - second[name][i])
-                size = (second[name][i] / (1 - 0.999**count)) ** 0.5 + 1e-8
-                shrunk = (1 - 0.02 * 2 * lam) * expected[name][i]
-                expected[name][i] = shrunk - 0.02 * first[name][i] / (1 - 0.9**count) / size
-
-    for name, values in expected.items():
-        assert_close(server[name], torch.tensor(values, dtype=torch.float64))
 
 
 def test_a_round_of_pefll_is_six_messages_and_of_pfedhn_two():
@@ -343,23 +291,6 @@ def test_a_hypernetwork_makes_the_same_models_for_many_clients_as_for_each_alone
     assert len(linear) == layers and hyper.module[-1] is linear[-1] and (theta < 0).any() and (theta > 0).any()
 
 
-def same_labels(fed: Federation) -> None:
-    """Give clients 0 and 3 the same samples."""
-    fed.split[3] = fed.split[0]
-
-
-@pytest.mark.parametrize("batch", [None, 32])
-def test_clients_with_the_same_data_get_the_same_model(batch):
-    fed = Federation(method=PeFLL(**SOME, batch=batch))
-    same_labels(fed)
-    fed.run_rounds(None)
-    v = fed.cohort().run(fed.method.describe, embed=fed.server["embed"])["v"]
-    assert_close(v[0], v[3])
-    theta = fed.task.networks["hyper"](fed.server["hyper"], v)
-    assert_close(theta[0], theta[3])
-    assert (theta[0] - theta[1]).abs().max() > 1e-6
-
-
 NEWCOMERS = {"data__unseen_fraction": 0.25, "evaluation__protocols": ["local", "unseen"], "rounds": 2}
 
 
@@ -389,28 +320,6 @@ def test_a_client_new_to_pfedhn_trains_its_embedding_alone_for_twenty_exchanges(
         return pc.mean(run.evaluations.filter(pc.field("protocol") == "unseen")["loss"]).as_py()
 
     assert unseen_loss(result) < unseen_loss(unadapted)
-
-
-def test_the_recipes_have_the_settings_of_the_paper_and_of_the_authors_code():
-    def described(recipe: str) -> list[dict]:
-        return [experiment.to_dict() for experiment in experiments(settings_of(recipe))]
-
-    paper, paper_pfedhn = described("pefll-paper")
-    code, code_pfedhn = described("pefll-release")
-    for planned_run in (paper, paper_pfedhn, code, code_pfedhn):
-        assert (
-            planned_run["method"]["size"] == "M"
-            and planned_run["training"]["steps"] == 50
-            and planned_run["training"]["momentum"] == 0.9
-        )
-    assert {"server_optimizer": "average", "lam_h": 0.001, "standardise": False}.items() <= paper["method"].items()
-    assert {"server_optimizer": "adam", "lam_h": 0.0, "standardise": True}.items() <= code["method"].items()
-
-    decays = [planned_run["training"]["weight_decay"] for planned_run in (paper, paper_pfedhn, code, code_pfedhn)]
-    assert decays == [0, 5e-5, 5e-5, 5e-5]
-    assert (code["training"]["lr"], code["training"]["batch_size"], code["cohort"]["size"]) == (0.002, 32, 5)
-    assert (code_pfedhn["training"]["batch_size"], code_pfedhn["cohort"]["size"]) == (64, 1)
-    assert code["evaluation"]["masks"] == ["zero", "exclude"]
 
 
 @pytest.mark.slow

@@ -307,13 +307,6 @@ def test_the_ledger_has_the_numbers_of_each_clients_slice():
         assert all(entry.bytes == 4 * entry.numbers for entry in entries)
 
 
-def test_how_a_cohort_is_cut_changes_rounding_only():
-    whole, alone = (
-        run_method(HeteroFL(rates=RATES), factory=TwoConvolutions, training=FP64, group_size=size) for size in (4, 1)
-    )
-    assert_close(alone.server["theta"], whole.server["theta"], 1e-13)
-
-
 def test_shares_are_exact_and_rates_are_drawn_once_or_in_every_round():
     fed = Federation(sizes=[4] * 12)
     levels = HeteroFL(rates=RATES).start(fed.task)["levels"]
