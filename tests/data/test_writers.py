@@ -162,3 +162,14 @@ def test_a_damaged_role_is_named(tmp_path: Path, opened: Opened, text: dict[str,
     plays(tmp_path / "data/all.json", HAMLET=text)
     with pytest.raises(DataError, match=sentence):
         opened("shakespeare", ByColumn())
+
+
+def test_a_text_file_is_a_writer_whose_characters_are_followed_by_the_next_ones(tmp_path: Path, opened: Opened):
+    (tmp_path / "data").mkdir()
+    # As Windows writes it: with a mark of UTF-8 at the beginning, and two characters at the end of a line.
+    (tmp_path / "data/ann.txt").write_bytes(b"\xef\xbb\xbfab\r\nb")
+    (tmp_path / "data/bob.txt").write_text("ba")
+    data = opened("text", ByColumn(), size=2, test_fraction=0)
+    assert data.class_names == ["\n", "a", "b"] and list(data.client_names) == ["ann.txt", "bob.txt"]
+    assert data.inputs.tolist() == [[1, 2], [0, 0], [2, 0]]
+    assert data.labels.tolist() == [[2, 0], [2, -1], [1, -1]]

@@ -118,13 +118,27 @@ class FromFile(Partition):
                 f"{path} names no client for sample {missing[0]} and {missing.size - 1} more; every training sample "
                 f"needs one, counted from 0."
             )
-        return client[entry[np.searchsorted(listed, rows)]]
+
+        owner = client[entry[np.searchsorted(listed, rows)]]
+        if owner.min() < 0:
+            raise DataError(
+                f"{path} gives sample {rows[owner < 0][0]} to client {owner.min()}, but clients are counted from 0."
+            )
+        absent = np.setdiff1d(np.arange(len(owner)), owner)
+        if absent.size and absent[0] < owner.max():
+            raise DataError(
+                f"{path} gives client {absent[0]} no training sample, but client {owner.max()} has some; number "
+                "clients from 0 without gaps."
+            )
+        return owner
 
 
 def _read_parquet(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """Return samples and their clients, ``int64[n]`` each."""
     try:
         table = pq.read_table(path, columns=["sample", "client"])
+        if table["sample"].null_count or table["client"].null_count:
+            raise ValueError("a value is missing")
         sample = table["sample"].cast(pa.int64()).to_numpy().astype(np.int64)
         client = table["client"].cast(pa.int64()).to_numpy().astype(np.int64)
         return sample, client

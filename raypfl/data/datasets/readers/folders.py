@@ -92,7 +92,7 @@ class ImageFolder(_FolderReader):
         paths = self.paths()
         self._warn_of_other_images()
         if not paths:
-            raise DataError(f"There is no image in the folder {root}, which data.root names.")
+            raise DataError(f"There is no image in the folder {root}.")
 
         levels = self.layout.split("/")
         images = [_image_of_path(path, root, levels) for path in paths]

@@ -68,7 +68,8 @@ class Text(Reader):
 
 def _read_text(path: Path) -> str:
     try:
-        text = path.read_text("utf-8")
+        # Without the mark of UTF-8 at the beginning that Windows writes.
+        text = path.read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read as text in UTF-8: {error}") from error
     if len(text) < 2:
