@@ -91,16 +91,25 @@ class ClientNames(Sequence[str]):
         return f"ClientNames({', '.join(map(repr, self[:_MOST_LISTED]))}{more})"
 
 
-def number_of(name: str, names: ClientNames | None) -> int:
-    """Return the number of the client that has this name.
+def refuse_unknown_client(client: int, count: int) -> None:
+    """Raise a ConfigError unless `client` is one of `count`."""
+    if not 0 <= client < count:
+        raise ConfigError(f"There is no client {client}; clients are numbered from 0 to {count - 1}.")
+
+
+def number_of(client: int | str, names: ClientNames | None, count: int) -> int:
+    """Return the number of the client, one of `count`, that has this number or name.
 
     Raises
     ------
-    ConfigError : if clients have no names, none has this one, or several share it.
+    ConfigError : if there is no such client, clients have no names, or several share the name.
     """
+    if not isinstance(client, str):
+        refuse_unknown_client(client, count)
+        return client
     if names is None:
         raise ConfigError(
-            f"There is no client called {name!r}: clients have numbers only, unless partition is 'by_column' or the "
+            f"There is no client called {client!r}: clients have numbers only, unless partition is 'by_column' or the "
             "class that describes them has client_names."
         )
-    return names.client(name)
+    return names.client(client)

@@ -17,7 +17,7 @@ import numpy as np
 
 from raypfl.common.errors import ConfigError, DataError, checked_pool, did_you_mean
 from raypfl.data.arrow_file import Arrays, Unreadable, open_arrays, open_or_build
-from raypfl.data.client_names import ClientNames
+from raypfl.data.client_names import ClientNames, refuse_unknown_client
 from raypfl.data.datasets.population import DescribedData, is_described
 from raypfl.data.datasets.settings import SPLITS, DataConfig
 from raypfl.data.partitions import Partition
@@ -111,9 +111,7 @@ class FederatedData:
         ------
         ConfigError : if there is no such client or split.
         """
-        if not 0 <= client < self.num_clients:
-            raise ConfigError(f"There is no client {client}; clients are numbered from 0 to {self.num_clients - 1}.")
-
+        refuse_unknown_client(client, self.num_clients)
         offsets, samples = self._split(split)
         return samples[offsets[client] : offsets[client + 1]]
 

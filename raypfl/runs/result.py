@@ -176,12 +176,6 @@ def _client_names(folder: Path) -> ClientNames | None:
     return ClientNames(table["client"].to_numpy(), table["name"].to_pylist())
 
 
-def refuse_unknown_client(client: int, count: int) -> None:
-    """Raise a ConfigError unless `client` is one of `count`."""
-    if not 0 <= client < count:
-        raise ConfigError(f"There is no client {client}; clients are numbered from 0 to {count - 1}.")
-
-
 def recorded_reason(folder: Path, experiment: Experiment) -> str:
     """Return the recorded reason for a run's executor and layout; empty for a new run, or if they were changed."""
     metadata = _read_json(folder / METADATA, ["why"]) or {}
@@ -371,10 +365,8 @@ class RunResult:
         ------
         ConfigError : if there is no such client.
         """
-        if isinstance(client, str):
-            client = number_of(client, self.client_names)
-        refuse_unknown_client(client, self.metadata["num_clients"])
-        return newest(self.run_dir)[1].state_of(client)
+        number = number_of(client, self.client_names, self.metadata["num_clients"])
+        return newest(self.run_dir)[1].state_of(number)
 
 
 def _mean_rows(summaries: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:

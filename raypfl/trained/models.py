@@ -38,7 +38,7 @@ from raypfl.federation.task import Task
 from raypfl.learning.privacy import Spending
 from raypfl.learning.privacy.accounting import epsilons_of, refuse_without_accountant
 from raypfl.models.predictor import Predictor
-from raypfl.runs.result import SUMMARY, newest, recorded_end, refuse_unknown_client
+from raypfl.runs.result import SUMMARY, newest, recorded_end
 from raypfl.storage import checkpoints
 from raypfl.storage.checkpoints import Snapshot
 from raypfl.storage.stacks import merged
@@ -183,9 +183,7 @@ class TrainedModels:
         ConfigError : if there is no such client, several share the name, or the method makes no personal models.
         DataError : if the model is made from the client's data, which is not on this machine.
         """
-        if isinstance(client, str):
-            client = number_of(client, self.client_names)
-        refuse_unknown_client(client, self.num_clients)
+        client = number_of(client, self.client_names, self.num_clients)
         unseen = client in self.outline.unseen
         context = self._context.of([client])
         models, _ = self._make_models(context, [client], [self._snapshot.state_of(client)], unseen)

@@ -183,8 +183,7 @@ def _clients(models: TrainedModels, rows: NewRows, client: int | str | None, gro
     """Return the number of the client whose model predicts each row, ``int64[n]``; None: the global model does."""
     names = models.client_names
     if client is not None:
-        number = number_of(client, names) if isinstance(client, str) else client
-        return np.full(rows.table.num_rows, number)
+        return np.full(rows.table.num_rows, number_of(client, names, models.num_clients))
     if not models.experiment.method.has("personal_model"):
         return None
 

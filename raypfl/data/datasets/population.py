@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from raypfl.common.errors import ConfigError, DataError, did_you_mean
-from raypfl.data.client_names import ClientNames
+from raypfl.data.client_names import ClientNames, refuse_unknown_client
 from raypfl.data.datasets.raw_data import RawData, as_array
 from raypfl.data.datasets.settings import SPLITS, DataConfig
 from raypfl.data.datasets.source import DATASETS
@@ -162,9 +162,7 @@ class DescribedData:
 
     def indices(self, client: int, split: str = "train") -> np.ndarray:
         """Return the numbers of a client's samples, ``int64[n]``, for `take`; nothing is fetched."""
-        if not 0 <= client < self.num_clients:
-            raise ConfigError(f"There is no client {client}; clients are numbered from 0 to {self.num_clients - 1}.")
-
+        refuse_unknown_client(client, self.num_clients)
         rows = np.arange(int(self.sizes(split)[client]))
         client_and_split = len(SPLITS) * client + SPLITS.index(split)
         return (client_and_split << _ROW_BITS) + rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pyarrow.compute as pc
@@ -191,9 +192,7 @@ def partition_figure(summary: Summary) -> ReportFigure:
         f"{summary.classes_held.max()} of {len(summary.class_names)} classes."
     )
 
-    def draw(figure: Figure) -> None:
-        client_data.paint(figure, summary)
-
+    draw = partial(client_data.paint, summary=summary)
     height = round(72 * client_data.height(summary))
     narrow, wide = (svg(f"partition-{width}", alt, width, height, draw) for width in (NARROW[0], WIDE[0]))
     return ReportFigure("", narrow, wide=wide)
