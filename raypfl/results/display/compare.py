@@ -13,7 +13,7 @@ from rich.text import Text
 from raypfl.common.errors import ConfigError
 from raypfl.results.differences import HEADINGS, Difference, differences, remarks
 from raypfl.results.display.fitting import fit_table
-from raypfl.results.run_groups import RunGroup, group_runs
+from raypfl.results.run_groups import group_runs
 from raypfl.runs.result import RunResult
 
 _WIDTH = 100  # characters of what Python prints and a notebook shows
@@ -75,24 +75,18 @@ def compare(results: Sequence[RunResult], baseline: str | None = None) -> Differ
         ]
         raypfl.compare(results, baseline="fedavg")
     """
-    groups = _comparable_groups(results)
-    rows = differences(groups, baseline)
-    if not rows:
-        raise ConfigError(
-            f"There is nothing to compare: no two methods have a value of {groups[0].unit.phrase} on the same test."
-        )
-    return Differences(tuple(rows), tuple(remarks(rows, groups)))
-
-
-def _comparable_groups(results: Sequence[RunResult]) -> list[RunGroup]:
-    """Return the evaluated runs by method; raise a ConfigError if there are fewer than two methods."""
     groups = group_runs([result for result in results if result.evaluations.num_rows])
     if len(groups) < 2:
         raise ConfigError(
             "There is nothing to compare: give results of at least two methods, or of one with two settings, that were "
             "evaluated. Runs that differ in their seed alone are one method's."
         )
-    return groups
+    rows = differences(groups, baseline)
+    if not rows:
+        raise ConfigError(
+            f"There is nothing to compare: no two methods have a value of {groups[0].unit.phrase} on the same test."
+        )
+    return Differences(tuple(rows), tuple(remarks(rows, groups)))
 
 
 def difference_table(rows: Sequence[Difference], width: int) -> tuple[Table, list[str]]:

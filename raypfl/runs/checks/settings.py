@@ -97,15 +97,12 @@ def refuse_large_cohort(prepared: Prepared) -> None:
 
 def refuse_missing_pools(prepared: Prepared) -> None:
     """Raise a ConfigError if network, method or an analysis needs a pool that the data lack."""
-    for name in _needed_pools(prepared.experiment):
-        checked_pool(name, prepared.data.pools)
-
-
-def _needed_pools(experiment: Experiment) -> list[str]:
+    experiment = prepared.experiment
     names = [*experiment.model.needed_pools(), *experiment.method.needed_pools()]
     for analysis in experiment.analyses:
         names += analysis.needed_pools()
-    return names
+    for name in names:
+        checked_pool(name, prepared.data.pools)
 
 
 def refuse_missing_validation(prepared: Prepared) -> None:
