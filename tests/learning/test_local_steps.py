@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from raypfl.common.errors import ClientError, MethodError
+from raypfl.common.errors import ClientError, MethodError, PrivacyError
 from raypfl.common.messages import per_client, unmarked
 from raypfl.learning.optimizers import SGD, Adam, AdamW, LocalOptimizer
+from raypfl.learning.privacy import PrivacySettings
 from raypfl.methods import MTL, Ditto, FedProto, FedProx, PFedMe
 from tests.support.federation import (
     EXECUTORS,
@@ -362,6 +363,13 @@ def test_untrained_entries_get_no_noise():
 
     clients.sgd(loss, clients.initial, train="3", epochs=2)
     assert all(torch.equal(rows, clients.initial[~head]) for rows in seen)
+
+
+def test_an_optimizer_with_a_rule_for_per_sample_gradients_is_refused_under_noise():
+    private = PrivacySettings(noise=1.0)
+    clients = Federation(training=replace(FP64, optimizer=Clipped()), privacy=private).clients()
+    with pytest.raises(PrivacyError, match=r"Clipped and privacy\.noise each have a rule for per-sample gradients"):
+        clients.sgd(clients.loss, clients.initial)
 
 
 def test_batch_norm_is_refused_for_per_sample_gradients():

@@ -25,7 +25,7 @@ from raypfl.learning.executor import GroupTraining
 from raypfl.learning.loss import LocalLoss
 from raypfl.learning.objectives.batch import Batch
 from raypfl.learning.privacy import NoisySum, PrivacySettings
-from raypfl.learning.privacy.accounting import ALL, ORDERS, accounted, epsilon
+from raypfl.learning.privacy.accounting import ALL, ORDERS, accounted, epsilon, epsilons_of
 from raypfl.learning.sample_order import epoch_order, sampled_order
 from raypfl.methods import MTL, Ditto, FedAvg, FedNH, FedProto, PerAda, PFedMe
 from raypfl.results.epsilons import epsilons, privacy_sentence
@@ -72,7 +72,8 @@ def by_hand(fed: Federation, start: Tensor, k: int, anchor: Tensor | None = None
 
 @both_executors
 def test_clipping_is_a_plain_loop_over_the_samples_of_poisson_batches(executor):
-    fed = Federation(executor=executor, training=replace(FP64, epochs=2), privacy=CLIPS)
+    # A client with fewer samples than a batch takes all of them, and divides by the size of a batch.
+    fed = Federation(sizes=(7, 3, 11, 7), executor=executor, training=replace(FP64, epochs=2), privacy=CLIPS)
     clients = fed.clients()
     starts = starts_of(fed)
     trained = clients.sgd(clients.loss, per_client(starts))
@@ -404,6 +405,13 @@ def test_a_clients_whole_update_is_clipped_and_the_servers_noise_scales_with_the
     assert_close(user_level(clip=1e9).run_rounds(None)["theta"], plain.run_rounds(None)["theta"], 1e-12)
 
 
+def test_a_client_spends_an_epsilon_for_each_round_in_which_it_took_part_without_amplification_by_sampling():
+    fed = user_level(noise=3.0)
+    fed.run_rounds([0, 1, 3], [0, 3], [0])
+    spent = epsilons_of((row for cohort in fed.cohorts for row in cohort.spent), fed.privacy)
+    assert spent == {client: epsilon({(1.0, 3.0): rounds}, 1e-5) for client, rounds in ((0, 3), (1, 1), (3, 2))}
+
+
 def test_replies_that_the_server_cannot_clip_are_refused():
     for method, match in [
         (FedAvg(), "set method.weighting=uniform"),
@@ -518,3 +526,15 @@ def test_a_method_that_breaks_privacy_is_refused_before_anything_is_written(tmp_
     with pytest.raises(ConfigError, match=match):
         check([refused])
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("method", ["fedpac", "ifca", "q-ffl", "pefll", "apfl", "extra-images"])
+def test_methods_that_read_samples_in_another_way_are_refused_under_noise_as_the_page_says(tmp_path, method):
+    with pytest.raises(ConfigError, match="reads clients' data without noise"):
+        check([experiment(tmp_path, f"method={method}")])
+
+
+@pytest.mark.parametrize("options", [["apfl", "adaptive=false"], ["fedptr", "initial=noise"]], ids=str)
+def test_their_variants_that_read_no_samples_are_accepted_under_noise(tmp_path, options):
+    method, option = options
+    check([experiment(tmp_path, f"method={method}", f"method.{option}")])

@@ -1,4 +1,4 @@
-"""Reading files runs no code that they contain."""
+"""Reading files runs no code that they contain, and a cluster takes no connection without its token."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 
 import raypfl
 from raypfl.common.errors import RaypflError
+from raypfl.engine.backends import cluster
 from raypfl.runs.result import RunResult
 from tests.support.runs import experiment
 
@@ -94,3 +95,18 @@ def test_weights_are_read_without_running_code(tmp_path: Path):
     with pytest.raises(RaypflError):
         raypfl.run(experiment(tmp_path, model__weights=file))
     assert not (tmp_path / "marker").exists()
+
+
+def test_a_local_cluster_gets_a_token_that_only_this_process_knows_and_another_one_is_asked_for_by_token(monkeypatch):
+    def after(local: bool, **before: str) -> dict[str, str]:
+        monkeypatch.setattr(os, "environ", before)
+        cluster._authenticate(local)
+        return os.environ
+
+    first, second = after(local=True), after(local=True)
+    assert first["RAY_AUTH_MODE"] == "token" and len(first["RAY_AUTH_TOKEN"]) == 64
+    assert first["RAY_AUTH_TOKEN"] != second["RAY_AUTH_TOKEN"]
+    assert after(local=False) == {"RAY_AUTH_MODE": "token"}
+
+    for own in ({"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": "/file"}):
+        assert after(local=True, **own) == own
