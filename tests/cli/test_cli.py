@@ -103,13 +103,6 @@ def test_zero_seeds_or_rounds_are_refused(words):
     assert raypfl(*words).exit_code == 2 and not Path("runs").exists()
 
 
-def test_a_finished_run_is_made_longer_by_resuming_it():
-    (short,) = raypfl_json("run", *SMALL, "--method", "ditto")["runs"]
-    (longer,) = raypfl_json("resume", short["run_dir"], "rounds=3")["runs"]
-    (whole,) = raypfl_json("run", *SMALL, "rounds=3", "--method", "ditto")["runs"]
-    assert longer["weights_hash"] == whole["weights_hash"] != short["weights_hash"]
-
-
 @pytest.mark.parametrize(
     "words",
     [

@@ -122,11 +122,6 @@ def dozen(config: DataConfig) -> RawData:
     return RawData(np.zeros((12, 1, 2, 2), np.uint8), np.arange(12) % 2, ["even", "odd"])
 
 
-def test_an_unknown_data_set_is_refused_with_the_nearest_name(tmp_path):
-    with pytest.raises(ConfigError, match="no data set called 'digit'; did you mean 'digits'"):
-        load_federated(DataConfig(name="digit"), SMALL, seed=0, cache=tmp_path)
-
-
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [

@@ -194,11 +194,6 @@ def test_a_folder_without_a_run_is_not_resumed(tmp_path):
             raypfl.resume(above)
 
 
-def test_the_cohort_cut_into_groups_changes_results_by_rounding_only(tmp_path):
-    one_by_one, together = (raypfl.run(experiment(tmp_path, engine__group_size=size)) for size in (1, 6))
-    torch.testing.assert_close(one_by_one.global_model(), together.global_model(), rtol=1e-4, atol=1e-6)
-
-
 def test_seeds_give_different_runs_and_the_same_seed_the_same_run(tmp_path):
     hashes = [raypfl.run(experiment(tmp_path, seed=seed, rounds=2)).weights_hash for seed in (0, 0, 1)]
     assert hashes[0] == hashes[1] != hashes[2]
@@ -223,13 +218,6 @@ def test_a_failing_client_can_be_skipped_and_is_counted_and_costs_nobody_else(tm
     ups = [r["clients"] for r in result.ledger.to_pylist() if r["direction"] == "up"]
     assert ups == [11] * 6
     assert sum("Client 3" in e.text for e in events if isinstance(e, Warned)) >= 1
-
-
-def test_too_few_successes_stop_a_run_even_if_failures_are_skipped(tmp_path):
-    failures = {"failures__on_client_failure": "skip", "failures__min_success_fraction": 1.0}
-    strict = experiment(tmp_path, method=METHODS + "FailsOnClient3", cohort__size=12, **failures)
-    with pytest.raises(RaypflError, match="Only 11 of 12 clients of round 1"):
-        raypfl.run(strict)
 
 
 def test_a_passing_failure_is_retried_and_leaves_no_trace(tmp_path):

@@ -103,13 +103,6 @@ def test_mean_staleness_is_what_is_in_flight_at_the_end_of_rounds():
             assert schedule.staleness.mean() == pytest.approx(99 / 10, rel=0.02)
 
 
-def test_littles_law_holds():
-    schedule = make_schedule(Fleet(lognormal(5000), 100), 3000, 3, buffer=10)
-    rate = len(schedule.clients) / schedule.begins[-1]
-    mean_seconds = (schedule.ends - schedule.begins).mean()
-    assert rate * mean_seconds == pytest.approx(100, rel=0.02)
-
-
 def test_equal_durations_and_a_buffer_of_a_cohort_are_synchronous_rounds():
     schedule = make_schedule(Fleet(np.full(40, 2.5), 8), 5, 7, buffer=8)
     assert (schedule.staleness == 0).all()

@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 from raypfl.federation.settings import FailureSettings
 from raypfl.methods import AFL, QFFL, TERM, FedAvg
-from raypfl.methods.simplex import on_simplex
 from tests.support.federation import (
     FP64,
     ONE_STEP,
@@ -148,14 +147,6 @@ def simplex_by_bisection(vector: Tensor) -> Tensor:
         else:
             high = shift
     return (vector - high).clamp_min(0)
-
-
-def test_the_projection_onto_the_simplex_is_its_definition():
-    vectors = torch.randn(20, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    for vector in vectors:
-        assert_close(on_simplex(vector), simplex_by_bisection(vector), 1e-12)
-    # The authors' code gives (1.025, 0) here.
-    assert on_simplex(torch.tensor([1.15, 0.1], dtype=torch.float64)).tolist() == [1.0, 0.0]
 
 
 def test_afl_without_a_rate_of_lambda_trains_fedavgs_models():

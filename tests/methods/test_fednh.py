@@ -132,7 +132,7 @@ def test_the_scale_is_trained_and_averaged_without_weight_decay(executor):
 
 @both_executors
 @both_networks
-def test_a_round_by_hand(factory, executor):
+def test_a_round_of_fednh_by_hand(factory, executor):
     fed = Federation(factory, executor=executor, method=FedNH(rho=0.7), training=FP64, group_size=3)
     start = fed.method.start(fed.task)["theta"]
     fed.run_rounds(None)

@@ -117,22 +117,6 @@ def test_adapter_sets_count_what_perada_counts(name, classes, convolutions, bias
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "first", "stem", "features", "norms", "all_norms", "head"),
-    [
-        ("resnet18", 4_728_000, 9_408, 11_176_512, 7_808, 9_600, 33_345),
-        ("resnet34", 9_778_368, 9_408, 21_284_672, 15_232, 17_024, 33_345),
-    ],
-)
-def test_the_parts_that_baselines_personalize_count_what_perada_counts(
-    name, first, stem, features, norms, all_norms, head
-):
-    model = network(name, 65)
-    assert count(model, "*conv1.weight") == first and count(model, "input layer") == stem
-    assert count(model, "feature extractor") == features and count(model, "output layer") == head
-    assert count(model, "bn1,*.bn1.*,*.bn2.*") == norms and count(model, "batch norm") == all_norms
-
-
 @pytest.mark.parametrize("name", ["resnet18", "resnet34"])
 def test_resnets_with_torchvisions_weights_compute_the_same(name):
     import torchvision
