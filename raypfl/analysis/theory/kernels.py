@@ -37,16 +37,10 @@ def positive(u: Tensor, x: Tensor) -> Tensor:
     return x @ u.T >= 0
 
 
-def count_common(rows: Tensor, columns: Tensor, neurons: int = EXACT) -> Tensor:
-    """Return the number of neurons that are active in both, ``int64[p, q]``.
-
-    Parameters
-    ----------
-    rows, columns : ``bool[p, m]`` and ``bool[q, m]``.
-    neurons : number of neurons to count at once. The result is the same for any number up to ``EXACT``.
-    """
+def count_common(rows: Tensor, columns: Tensor) -> Tensor:
+    """Return the number of neurons that are active in both ``bool[p, m]`` and ``bool[q, m]``, ``int64[p, q]``."""
     counts = torch.zeros(len(rows), len(columns), dtype=torch.int64, device=rows.device)
-    for a, b in zip(rows.split(neurons, dim=1), columns.split(neurons, dim=1), strict=True):
+    for a, b in zip(rows.split(EXACT, dim=1), columns.split(EXACT, dim=1), strict=True):
         counts += (a.float() @ b.float().T).long()
     return counts
 
