@@ -332,7 +332,3 @@ def test_help_shows_commands_by_what_they_are_for_and_no_name_is_broken():
     ]:
         assert f"│ {command} " in help_text.partition(f"─ {panel} ─")[2].partition("╰─")[0]
     assert "partitions, " in raypfl("list", "--help").stdout
-
-
-def test_the_version_is_printed():
-    assert raypfl("--version").stdout.strip() == f"raypfl {__version__}"

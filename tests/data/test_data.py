@@ -411,8 +411,9 @@ def test_a_folder_that_is_missing_or_empty_is_refused_with_a_sentence(tmp_path, 
     with pytest.raises(ConfigError, match="which does not exist"):
         opened("parquet")
     (tmp_path / "data").mkdir()
-    with pytest.raises(DataError, match=r"no \*\.parquet in the folder"):
-        opened("parquet")
+    for name in ("parquet", "csv"):
+        with pytest.raises(DataError, match=rf"There is no \*\.{name} in the folder .*data, which data.root names"):
+            opened(name)
 
 
 def test_a_file_that_is_not_parquet_is_named(tmp_path, opened):

@@ -552,10 +552,3 @@ def test_labels_out_of_range_and_missing_columns_of_a_csv_file_are_named(tmp_pat
         opened("csv", label=["edema", "cardiomegaly"])
     with pytest.raises(ConfigError, match=r"train\.csv has no column 'edma', which data.label names; its columns"):
         opened("csv", label=["edma", "cardiomegaly"])
-
-
-@pytest.mark.parametrize(("name", "file"), [("csv", r"\*\.csv"), ("parquet", r"\*\.parquet")])
-def test_a_folder_without_the_files_is_no_data_set(tmp_path, opened, name, file):
-    (tmp_path / "data").mkdir()
-    with pytest.raises(DataError, match=f"There is no {file} in the folder .*data, which data.root names"):
-        opened(name)

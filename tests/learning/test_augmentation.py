@@ -26,7 +26,7 @@ from tests.support.federation import (
     both_networks,
     starts_of,
 )
-from tests.support.runs import ON_RAY, Interrupt, experiment, same_tables
+from tests.support.runs import ON_RAY, experiment
 
 SEVERAL = (Crop(padding=1, p=0.8), Flip(), Cutout(size=2, p=0.5))
 
@@ -179,14 +179,6 @@ def test_mini_batches_one_by_one_are_those_of_sgd_with_their_changes(executor):
     assert_close(theta, unmarked(trained))
 
 
-def test_a_client_sees_the_same_images_alone_and_in_any_group():
-    fed = Federation(executor="sequential", augmentation=SEVERAL)
-    clients = fed.clients()
-    alone = fed.clients([2])
-    together = clients.sgd(clients.loss, clients.initial)
-    assert torch.equal(together[2], alone.sgd(alone.loss, alone.initial)[0])
-
-
 def test_rounds_and_streams_change_the_same_samples_in_other_ways():
     # With one sample a client, the order of samples makes no difference.
     fed = Federation(sizes=(1,) * 5, augmentation=(Brighter(),))
@@ -238,16 +230,6 @@ def test_a_run_on_changed_images_learns_otherwise_and_is_judged_alike(tmp_path):
     assert plain_run.weights_hash != changed.weights_hash
     columns = ["client", "protocol", "samples"]
     assert plain_run.evaluations.select(columns).equals(changed.evaluations.select(columns))
-
-
-@both_executors
-def test_a_resumed_run_goes_on_to_the_same_bits(tmp_path, executor):
-    described = experiment(tmp_path, data__augmentation=AUGMENTED, engine__executor=executor)
-    inline = raypfl.run(described)
-    stopped = raypfl.run(described, listeners=[Interrupt(3)])
-    assert stopped.status == "stopped"
-    resumed = raypfl.resume(stopped.run_dir)
-    assert resumed.weights_hash == inline.weights_hash and same_tables(resumed, inline)
 
 
 @pytest.mark.thorough
