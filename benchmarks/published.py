@@ -33,9 +33,9 @@ best round, and the last round's ranks say nearly the same."""
 HEAD = """\
 # Published tables, measured
 
-Every published cell that has a measured one. `python -m benchmarks.published` writes this page from the
-[records](../benchmarks/README.md) in `benchmarks/results/published`, and a test compares the two, so it is never
-edited by hand. A record is written by [`raypfl study NAME --record FILE`](studies.md#files).
+How near does raypfl come to published tables? Here is every published cell that has a measured one.
+`python -m benchmarks.published` writes this page from the [records](../benchmarks/README.md) in
+`benchmarks/results/published`, which [`raypfl study NAME --record FILE`](studies.md#files) writes.
 
 - Numbers are in %: measured, and in brackets published. ± is the standard deviation over seeds, or over clients where
   the published one is. A measured number without ± is of one seed; it shows where a run got, and cannot rank methods.
