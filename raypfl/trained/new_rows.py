@@ -18,7 +18,13 @@ from raypfl.data.client_names import ClientNames
 from raypfl.data.datasets import DataConfig
 from raypfl.data.datasets.readers.tabular.feature_table import MISSING, FeatureTable, is_numeral
 from raypfl.data.datasets.readers.tabular.table import TABLE_ENDINGS, spellings_of
-from raypfl.data.datasets.readers.tabular.table_rows import TableRows, as_float, is_number, read_table
+from raypfl.data.datasets.readers.tabular.table_rows import (
+    TableRows,
+    as_float,
+    is_number,
+    read_table,
+    refuse_repeated_names,
+)
 from raypfl.data.datasets.readers.tabular.text_table import TextTable
 from raypfl.data.datasets.tables import read_csv
 from raypfl.data.shared_storage import copy_to_this_machine
@@ -77,12 +83,12 @@ class NewRows:
         Raises
         ------
         ConfigError : if there is no such file, or it is of another kind.
-        DataError : if it cannot be read, two columns have one name, or there are no rows.
+        DataError : if it cannot be read, a column is of mixed types, two have one name, or there are no rows.
         """
         if isinstance(source, str | Path):
             rows = cls._of_file(Path(source).expanduser())
         elif hasattr(source, "__arrow_c_stream__"):
-            rows = cls("The table", pa.table(source))
+            rows = cls("The table", _arrow_table(source))
         else:
             raise ConfigError(
                 f"The rows are {type(source).__name__}; give a CSV or Parquet file, or a table of PyArrow, pandas or "
@@ -272,3 +278,14 @@ class NewRows:
                 )
             row_positions.append(positions[spelling])
         return row_positions
+
+
+def _arrow_table(source: Any) -> pa.Table:
+    """Return a table of another library as one of PyArrow."""
+    try:
+        table = pa.table(source)
+    # pandas has columns of any objects, and rows that are no tables.
+    except (pa.ArrowException, ValueError, TypeError) as error:
+        raise DataError(f"The table cannot be converted to one of PyArrow: {error}") from error
+    refuse_repeated_names(table.column_names, "The table")
+    return table

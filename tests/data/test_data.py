@@ -442,6 +442,7 @@ def test_a_users_reader_is_named_by_its_module(tmp_path):
     ("inputs", "labels", "sentence"),
     [
         (np.zeros((3, 1, 2, 2), np.uint8), [0, 1, 5], "Sample 2 has label 5, but there are 2 classes"),
+        (np.zeros((1, 1, 2, 2), np.uint8), np.int8([[0, 3]]), "label 3, but where a sample has several labels, each"),
         (np.zeros((2, 1, 2, 2), np.uint8), [0, 1, 1], "There are 2 inputs, but 3 labels"),
         (np.zeros((3, 2, 2), np.uint8), [0, 1, 1], r"inputs as uint8\[3, 2, 2\], not as uint8\[n, C, H, W\]"),
         (np.zeros((3, 1, 2, 2), np.float16), [0, 1, 1], "inputs as float16"),

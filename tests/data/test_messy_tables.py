@@ -112,6 +112,15 @@ def test_data_show_says_how_to_standardise_large_numbers_to_predict(written, ope
     assert f"To standardise it: {setting}" in console.file.getvalue()
 
 
+def test_a_data_frame_that_is_no_table_of_columns_is_refused_in_a_sentence():
+    pandas = pytest.importorskip("pandas")
+    with pytest.raises(DataError, match=r"cannot be converted to one of PyArrow: .*convert 'a' with type str"):
+        NewRows.read(pandas.DataFrame({"x": [1, "a"]}))
+    repeated = pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["x", "x"])
+    with pytest.raises(DataError, match="The table has two columns called 'x'; rename one"):
+        NewRows.read(repeated)
+
+
 @pytest.mark.parametrize("form", ["csv", "parquet"])
 def test_new_rows_name_integers_with_or_without_a_decimal_point(written, opened, form):
     # pandas made floats of the integers, since one is missing.

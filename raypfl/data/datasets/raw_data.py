@@ -110,11 +110,13 @@ class RawData:
             self._warn_of_one_hot()
             is_wrong = ~np.isfinite(in_single_precision(self.labels))
             expected = "targets must be finite numbers in single precision"
+        elif self.kind == "labels":
+            is_wrong = (self.labels != 0) & (self.labels != 1)
+            expected = "where a sample has several labels, each is 0 or 1"
         else:
             lowest = -1 if self.kind == "tokens" else 0
-            num_values = 2 if self.kind == "labels" else len(self.class_names)
-            is_wrong = (self.labels < lowest) | (self.labels >= num_values)
-            expected = f"there are {num_values} classes, counted from 0"
+            is_wrong = (self.labels < lowest) | (self.labels >= len(self.class_names))
+            expected = f"there are {len(self.class_names)} classes, counted from 0"
 
         wrong = np.argwhere(is_wrong)
         if wrong.size:

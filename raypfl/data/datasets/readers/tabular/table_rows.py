@@ -147,10 +147,15 @@ def read_table(path: Path, file_name: str) -> pa.Table:
         except (pa.ArrowException, OSError) as error:
             raise DataError(f"{file_name} is not a readable Parquet file: {error}") from error
 
-    for name, count in Counter(table.column_names).items():
+    refuse_repeated_names(table.column_names, file_name)
+    return table
+
+
+def refuse_repeated_names(names: Sequence[str], file_name: str) -> None:
+    """Raise a DataError if two columns have one name."""
+    for name, count in Counter(names).items():
         if count > 1:
             raise DataError(f"{file_name} has two columns called {name!r}; rename one.")
-    return table
 
 
 def _refuse_unequal_columns(file: str, columns: list[str], other_file: str, other_columns: list[str]) -> None:
