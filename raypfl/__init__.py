@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from raypfl.common.errors import RaypflError
+from raypfl.common.errors import Diverged, RaypflError
 from raypfl.common.version import __version__
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ _MODULE_ALIASES = {
     "report": "raypfl.results.report",
 }
 
-__all__ = ["RaypflError", "__version__", *_MODULE_OF_NAME, *_MODULE_ALIASES]
+__all__ = ["Diverged", "RaypflError", "__version__", *_MODULE_OF_NAME, *_MODULE_ALIASES]
 
 
 def __dir__() -> list[str]:

@@ -104,6 +104,7 @@ def run(
     Raises
     ------
     KeyboardInterrupt : if it was asked to stop before it started, or twice; :func:`resume` continues.
+    Diverged : if a training's loss or model was not finite, or its loss above ``failures.loss_limit``.
     RaypflError : if it failed. Completed rounds are in the run's folder, where :func:`resume` continues.
     """
     _refuse_single_function(listeners)

@@ -14,7 +14,7 @@ from torch import Tensor
 from raypfl.clients.context import Context
 from raypfl.clients.observation import Observer
 from raypfl.clients.state import ClientState
-from raypfl.common.errors import ClientError, MethodError, PrivacyError
+from raypfl.common.errors import ClientError, Diverged, MethodError, PrivacyError
 from raypfl.common.messages import PerClient, unmarked
 from raypfl.learning.batches import GroupSamples
 from raypfl.learning.executor import Executor
@@ -374,7 +374,7 @@ class ClientGroup:
             reason = f"mean loss {float(losses[k]):.3g}, limit {limit:.3g}"
         advice = f"Lower training.lr ({self.lr:.3g} now) or set training.clip_norm."
         advice += f" {self.objective.advice_if_diverged()}"
-        return ClientError(
+        return Diverged(
             f"Training diverged on client {self.ids[k]} in round {self.rounds[k]}: {reason}.{attack} {advice.rstrip()}",
             clients=clients,
             repeatable=True,

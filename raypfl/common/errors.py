@@ -80,6 +80,10 @@ class Unwritable(RaypflError):
     """Error for a file that cannot be written: the disk is full, for example, or permissions are missing."""
 
 
+class RayDied(RaypflError):
+    """Error for a local Ray cluster whose processes have died; whatever runs on it next would fail too."""
+
+
 class ClientError(RaypflError):
     """Error for clients whose work failed.
 
@@ -98,6 +102,10 @@ class ClientError(RaypflError):
 
     def __str__(self) -> str:
         return self.message
+
+
+class Diverged(ClientError):
+    """Error for training whose loss or model is not finite, or whose loss is above ``failures.loss_limit``."""
 
 
 class EmptyCohort(RaypflError):

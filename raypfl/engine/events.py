@@ -128,15 +128,16 @@ class RunFinished:
 
     Attributes
     ----------
+    status : ``diverged`` if a training's loss or model was not finite, or its loss above ``failures.loss_limit``.
     round : the last finished round.
     weights_hash : SHA-256 of the server's and all clients' final state.
-    error : why the run failed, as a sentence.
+    error : why the run diverged or failed, as a sentence.
     tables : the tables of the run's folder, by name.
     best_round : the best round by validation data; None: no round was validated.
     images : images that the method logged, a table with the columns round, name and png.
     """
 
-    status: Literal["finished", "stopped", "failed"]
+    status: Literal["finished", "stopped", "diverged", "failed"]
     round: int
     weights_hash: str
     error: str | None = None

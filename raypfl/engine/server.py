@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from raypfl.common.counting import counted
-from raypfl.common.errors import CheckpointError, EmptyCohort, LostState, MethodError, RaypflError, Stopped
+from raypfl.common.errors import CheckpointError, Diverged, EmptyCohort, LostState, MethodError, RaypflError, Stopped
 from raypfl.common.global_draws import AT_START, ON_SERVER, refuse_unkeyed
 from raypfl.common.stopping import signals_deferred
 from raypfl.common.user_code import explain_user_errors, with_location
@@ -132,6 +132,8 @@ class Server:
             return self._end("stopped")
         except LostState:
             raise
+        except Diverged as error:
+            return self._end("diverged", str(error))
         except MethodError as error:
             # If an evaluation fails, the server's state may be the cause, so it is not saved: every resume would fail.
             return self._end("failed", with_location(error), save=not self._is_evaluation_due())
@@ -219,7 +221,10 @@ class Server:
             self._emit(Warned(text))
 
     def _end(
-        self, status: Literal["finished", "stopped", "failed"], error: str | None = None, save: bool = True
+        self,
+        status: Literal["finished", "stopped", "diverged", "failed"],
+        error: str | None = None,
+        save: bool = True,
     ) -> RunFinished:
         """Write a checkpoint if the last round has none, and emit the event of the run's end, with all tables."""
         # A dict keeps each sentence once: saving and reading may fail with the same one.
@@ -240,7 +245,7 @@ class Server:
 
         images = tables_by_name.pop("images")
         finished = RunFinished(
-            status="failed" if problems else status,
+            status="failed" if problems and status != "diverged" else status,
             round=self._state.round,
             weights_hash=self._state.weights_hash(),
             error="\n".join(problems) if problems else None,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from raypfl.common import rng
-from raypfl.common.errors import MethodError
+from raypfl.common.errors import Diverged, MethodError
 from raypfl.federation.task import Task
 from raypfl.learning.executor import DEFAULT_PRECISION, Executor, Precision
 from raypfl.learning.loss import LocalLoss, LossFunction
@@ -137,7 +137,7 @@ class ServerTraining(ABC):
 
         Raises
         ------
-        MethodError : if training diverged.
+        Diverged : if the loss, or what was trained, is not finite.
         """
         model = model or self.task.model
         theta = _checked_copy(model, start)
@@ -214,7 +214,7 @@ class ServerTraining(ABC):
 
     def _refuse_divergence(self, text: str, loss: Tensor, position: Tensor) -> None:
         if not bool(torch.isfinite(loss) & torch.isfinite(position.sum())):
-            raise MethodError(
+            raise Diverged(
                 f"{text[:1].upper()}{text[1:]} diverged in round {self.round}: the loss, or what was trained, is not "
                 "finite. Lower the learning rate, or clip gradients."
             )

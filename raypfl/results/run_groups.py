@@ -11,7 +11,7 @@ from raypfl.evaluation.run_metrics import PRIMARY_AGGREGATES, Measures
 from raypfl.results.colours import colour
 from raypfl.results.labels import labels
 from raypfl.results.units import Unit
-from raypfl.runs.result import RunResult
+from raypfl.runs.result import WITHOUT_RESULT, RunResult
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,50 @@ class RunGroup:
 
 
 def group_runs(results: Sequence[RunResult]) -> list[RunGroup]:
-    """Group results by everything but the seed, in order of first appearance."""
+    """Group results by everything but the seed, in order of first appearance; without runs `without_result`."""
     members: dict[str, list[RunResult]] = {}
-    all_labels = labels([result.experiment for result in results])
-    for label, result in zip(all_labels, results, strict=True):
-        members.setdefault(label, []).append(result)
+    for label, result in _labelled(results):
+        runs = members.setdefault(label, [])
+        if len(results) == 1 or result.status not in WITHOUT_RESULT:
+            runs.append(result)
+    return [RunGroup(label, colour(i), tuple(runs)) for i, (label, runs) in enumerate(members.items()) if runs]
 
-    return [RunGroup(label, colour(i), tuple(runs)) for i, (label, runs) in enumerate(members.items())]
+
+def compared(results: Sequence[RunResult]) -> list[RunResult]:
+    """Return the runs to compare, with those that diverged or failed; empty if none of the others was evaluated."""
+    if not any(result.counts for result in results):
+        return []
+    return [result for result in results if result.counts or result.status in WITHOUT_RESULT]
+
+
+def without_result(results: Sequence[RunResult]) -> list[tuple[str, RunResult]]:
+    """Return the runs that diverged or failed, with their labels: what they had reached is compared with nothing.
+
+    A run on its own is shown whatever became of it.
+    """
+    if len(results) == 1:
+        return []
+    return [(label, result) for label, result in _labelled(results) if result.status in WITHOUT_RESULT]
+
+
+def methods_without_result(results: Sequence[RunResult]) -> dict[str, str]:
+    """Return the methods of which every run diverged or failed, with how: ``"diverged after round 2"``."""
+    with_result = {group.label for group in group_runs(results)}
+    ends: dict[str, list[str]] = {}
+    for label, result in without_result(results):
+        if label not in with_result:
+            ends.setdefault(label, []).append(f"{result.status} after round {result.round}")
+    return {label: ", ".join(dict.fromkeys(texts)) for label, texts in ends.items()}
+
+
+def sentences_without_result(results: Sequence[RunResult]) -> list[str]:
+    """Return a sentence on all runs that diverged or failed, if there are any."""
+    ends = []
+    for label, result in without_result(results):
+        end = f"{result.status} after round {result.round} of {result.experiment.rounds}"
+        ends.append(f"{label}, seed {result.experiment.seed} ({end})")
+    return [f"Without a result, and in no mean or difference: {'; '.join(ends)}."] if ends else []
+
+
+def _labelled(results: Sequence[RunResult]) -> list[tuple[str, RunResult]]:
+    return list(zip(labels([result.experiment for result in results]), results, strict=True))

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from raypfl.common.errors import CheckpointError, ConfigError, RaypflError, Refused, Unwritable
+from raypfl.common.errors import CheckpointError, ConfigError, Diverged, RaypflError, Refused, Unwritable
 from raypfl.common.files import write
 from raypfl.common.stopping import StopRequest
 from raypfl.common.user_code import explain_user_errors
@@ -173,6 +173,7 @@ def _write_start(folder: Path, event: Event) -> None:
 def _write_end(job: Job, finished: RunFinished, client_names: ClientNames | None) -> None:
     """Write the end of a run into its folder, and raise its error if it has one."""
     problems = [finished.error] if finished.error else []
+    kind = Diverged if finished.status == "diverged" else RaypflError
     try:
         refuse_unless_held(job.checkpoints, job.attempt)
         if client_names is not None:
@@ -180,8 +181,9 @@ def _write_end(job: Job, finished: RunFinished, client_names: ClientNames | None
         write_tables(Path(job.run_dir), finished)
     except Unwritable as problem:
         problems.append(f"{problem} `raypfl resume {job.run_dir}` then continues from the newest checkpoint.")
+        kind = Unwritable
     except CheckpointError as problem:
         problems.append(str(problem))
 
     if problems:
-        raise RaypflError("\n".join(dict.fromkeys(problems)))
+        raise kind("\n".join(dict.fromkeys(problems)))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from raypfl.common.errors import RaypflError, Stopped
+from raypfl.common.errors import RayDied, RaypflError, Stopped
 from raypfl.common.stopping import StopRequest
 from raypfl.engine.backends.actors.actor_pools import reserved
 from raypfl.engine.backends.cluster import (
@@ -121,7 +121,7 @@ def _follow(ray: Any, server: Any, job: Job, prepared: Prepared, emit: Listener,
     while not ready:
         ready, _ = ray.wait([result], timeout=POLL)
         if has_local_cluster_died(ray):
-            raise RaypflError(
+            raise RayDied(
                 "Ray has died: its raylet or GCS process was killed or ran out of memory. "
                 f"`raypfl resume {job.run_dir}` continues from the newest checkpoint."
             )

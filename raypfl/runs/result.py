@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from torch import Tensor
 
-from raypfl.common.errors import ConfigError, NoRun, did_you_mean, listed
+from raypfl.common.errors import ConfigError, Diverged, NoRun, did_you_mean, listed
 from raypfl.common.files import draft, make_folder, write
 from raypfl.data.client_names import ClientNames, number_of
 from raypfl.engine import history
@@ -45,6 +45,9 @@ SEARCH = "search.yaml"
 
 TRIALS = "trials.csv"
 """The file in the folder of a sweep, or of a study with a search, with its trials."""
+
+WITHOUT_RESULT = ("diverged", "failed")
+"""The statuses of runs that ended before their end: what they reached is compared with nothing."""
 
 _SUMMARY_KEYS = ("status", "round", "weights_hash", "error", "best_round")
 """What ``summary.json`` holds, as in :class:`raypfl.engine.events.RunFinished`."""
@@ -124,6 +127,12 @@ def is_finished(run_dir: Path) -> bool:
     if summary is None or summary["status"] != "finished":
         return False
     return _read_json(run_dir / METADATA) is not None
+
+
+def divergence(run_dir: Path) -> Diverged | None:
+    """Return the error with which a run diverged, as it would again; None if it did not."""
+    summary = _read_json(run_dir / SUMMARY, _SUMMARY_KEYS)
+    return Diverged(summary["error"]) if summary and summary["status"] == "diverged" else None
 
 
 def reopen(run_dir: Path) -> None:
@@ -215,7 +224,7 @@ class RunResult:
     ----------
     experiment : the experiment that was run.
     run_dir : the run's folder.
-    status : ``finished``, ``stopped`` or ``failed``.
+    status : ``finished``, ``stopped``, ``diverged`` or ``failed``.
     round : the last finished round.
     weights_hash : SHA-256 of the final state of server and clients; equal hashes mean equal bits.
     best_round : the best evaluated round by validation data; None without validation.
@@ -291,6 +300,11 @@ class RunResult:
         if self.privacy is not None:
             tables["privacy"] = self.privacy
         return tables
+
+    @property
+    def counts(self) -> bool:
+        """Whether the run can be compared with others: it was evaluated, and neither diverged nor failed."""
+        return self.status not in WITHOUT_RESULT and self.evaluations.num_rows > 0
 
     def __repr__(self) -> str:
         method = METHODS.name_of(type(self.experiment.method))

@@ -10,16 +10,16 @@ from typing import Any
 from raypfl.engine.events import Event
 from raypfl.experiment import Experiment
 from raypfl.runs import driver
-from raypfl.runs.result import is_finished
+from raypfl.runs.result import divergence, is_finished
 from raypfl.runs.several.processes import refuse_unless_folders_are_shared, run_in_this_process, run_on_cluster
-from raypfl.runs.several.worker import FINISHED, STOPPED, PlannedRun, RunOutcome
+from raypfl.runs.several.worker import FAILED, FINISHED, STOPPED, PlannedRun, RunOutcome
 from raypfl.studies.cells import StudyCell
 
 CellListener = Callable[[int, Event], None]
 
 
 def run(cells: Sequence[StudyCell], listen: CellListener) -> list[RunOutcome]:
-    """Run all cells; finished ones are skipped, and interrupted ones continue from their checkpoints.
+    """Run all cells; finished and diverged ones are skipped, others continue from their checkpoints.
 
     Equal cells, such as trials for which the same settings were drawn, are one run.
 
@@ -45,7 +45,12 @@ def run(cells: Sequence[StudyCell], listen: CellListener) -> list[RunOutcome]:
         for i in equal_cells[first]:
             listen(i, event)
 
-    outcomes = {i: RunOutcome(FINISHED) for i in equal_cells if is_finished(cells[i].folder)}
+    outcomes = {}
+    for i in equal_cells:
+        if is_finished(cells[i].folder):
+            outcomes[i] = RunOutcome(FINISHED)
+        elif error := divergence(cells[i].folder):
+            outcomes[i] = RunOutcome(FAILED, error)
     unfinished = [i for i in equal_cells if i not in outcomes]
     if unfinished and any(_needs_this_process(cell.experiment) for cell in cells):
         outcomes |= _run_in_this_process(cells, unfinished, listen_for_equal)

@@ -38,7 +38,7 @@ from raypfl.federation.task import Task
 from raypfl.learning.privacy import Spending
 from raypfl.learning.privacy.accounting import epsilons_of, refuse_without_accountant
 from raypfl.models.predictor import Predictor
-from raypfl.runs.result import SUMMARY, newest, recorded_end
+from raypfl.runs.result import SUMMARY, WITHOUT_RESULT, newest, recorded_end
 from raypfl.storage import checkpoints
 from raypfl.storage.checkpoints import Snapshot
 from raypfl.storage.stacks import merged
@@ -82,7 +82,7 @@ class TrainedModels:
         whole : as in :func:`raypfl.storage.checkpoints.load`.
         """
         experiment, snapshot = newest(run_dir, whole)
-        if (Path(run_dir) / SUMMARY).exists() and recorded_end(Path(run_dir))["status"] == "failed":
+        if (Path(run_dir) / SUMMARY).exists() and recorded_end(Path(run_dir))["status"] in WITHOUT_RESULT:
             warnings.warn(
                 f"The run in {run_dir} failed: its models are those after round {snapshot.round} of "
                 f"{experiment.rounds}.",

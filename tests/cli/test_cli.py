@@ -220,8 +220,8 @@ def test_resuming_a_folder_without_a_run_is_a_sentence_and_exit_code_two():
 def test_ctrl_c_in_a_run_exits_with_130_and_says_how_to_continue(monkeypatch: pytest.MonkeyPatch):
     resume = driver.resume
 
-    def interrupted(folder, *, listeners, overrides):
-        return resume(folder, listeners=[*listeners, Interrupt(round=1)], overrides=overrides)
+    def interrupted(folder, *, listeners, **options):
+        return resume(folder, listeners=[*listeners, Interrupt(round=1)], **options)
 
     monkeypatch.setattr(driver, "resume", interrupted)
     result = raypfl("run", *SMALL, "rounds=50", "--method", "fedavg")

@@ -11,7 +11,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from raypfl.common.errors import MethodError
+from raypfl.common.errors import Diverged, MethodError
 from raypfl.engine.events import RoundFinished, RunStarted, ServerProgress
 from raypfl.federation import server_training
 from raypfl.learning.augmentation import Crop, Flip
@@ -165,7 +165,7 @@ def test_a_synthetic_set_of_any_shape_can_be_trained_by_gradients():
 def test_divergence_and_untrainable_input_on_the_server_are_reported():
     fed = Federation()
     batches = fed.cohort().pool("auxiliary").batches(3)
-    with pytest.raises(MethodError, match=r"Distilling diverged in round 0.*Lower the learning rate"):
+    with pytest.raises(Diverged, match=r"Distilling diverged in round 0.*Lower the learning rate"):
         fed.cohort().sgd(lambda p, batch: -(p**4).sum(), fed.context.initial, batches, lr=1e200, text="distilling")
     with pytest.raises(MethodError, match=r"one model vector \[\d+\] of this network, not \[4, \d+\]"):
         fed.cohort().sgd(cross_entropy(fed.model), fed.context.initial.repeat(4, 1), batches, lr=0.1)

@@ -315,10 +315,29 @@ def test_a_method_whose_metric_is_nan_is_never_the_best():
     runs = runs_at({"pfedme": (np.nan,), "ditto": (93.0,), "fedavg": (91.0,)})
     groups = group_runs(runs)
     assert {row.baseline for row in differences(groups)} == {"ditto"}
-    assert "of ditto is best" in lead_of(part_of(groups), "local")
+    assert "of ditto is best" in lead_of(part_of(runs), "local")
 
     results, *_ = result_rows(groups, result_columns(groups))
     assert [cells[1].best for cells in results.rows.values()] == [False, True, False]
+
+
+def test_a_run_that_diverged_is_named_and_in_no_mean_rank_or_difference():
+    runs = runs_at({"ditto": (99.0,), "fedavg": (91.0, 93.0), "local": (50.0, 52.0)})
+    runs[0] = replace(runs[0], status="diverged", round=7)
+    runs[2] = replace(runs[2], status="failed")
+    fedavg, local = group_runs(runs)
+    assert (fedavg.label, local.label) == ("fedavg", "local") and len(fedavg.results) == 1
+    assert fedavg.scores("local") == pytest.approx([91.0])
+    assert local.colour == group_runs(runs_at({"ditto": (99.0,), "fedavg": (91.0,), "local": (50.0,)}))[2].colour
+
+    compared = compare(runs)
+    assert {(row.method, row.baseline, *row.by_seed) for row in compared} == {("local", "fedavg", 0)}
+    assert compared.notes[-1] == (
+        "Without a result, and in no mean or difference: ditto, seed 0 (diverged after round 7 of 10); "
+        "fedavg, seed 1 (failed after round 10 of 10)."
+    )
+    with pytest.raises(ConfigError, match="nothing to compare"):
+        compare(runs[:2])
 
 
 def test_a_run_whose_metric_is_undefined_has_no_score_in_its_name_in_mlflow():

@@ -67,7 +67,7 @@ def page(results: list[raypfl.Result], tmp_path: Path) -> ElementTree.Element:
 
 def part(results: list[raypfl.Result]) -> Part:
     """The results as one part of a report."""
-    return part_of(group_runs(results))
+    return part_of(results)
 
 
 def text(element: ElementTree.Element) -> str:

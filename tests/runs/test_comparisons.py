@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from raypfl.common.errors import NoRun, RaypflError
-from raypfl.results.report import find_runs
+from raypfl.common.errors import ConfigError, NoRun, RayDied, RaypflError, Unwritable
+from raypfl.results.report import find_runs, write
 from raypfl.runs import driver
 from raypfl.runs.result import RunResult, description
 from tests.support.command import hashes, interrupted, raypfl, raypfl_json
@@ -154,10 +154,6 @@ def test_the_finished_runs_of_an_interrupted_comparison_are_reported(monkeypatch
         assert f"{folder / 'ditto-s0'} ended before its first evaluation." in notes
         assert any(f"`raypfl resume {folder / 'local-s0'}` finishes an interrupted one" in note for note in notes)
 
-    summary = json.loads((folder / "ditto-s0/summary.json").read_text())
-    (folder / "ditto-s0/summary.json").write_text(json.dumps(summary | {"error": "It diverged."}))
-    assert f"{folder / 'ditto-s0'} failed before its first evaluation: It diverged." in find_runs([folder])[1]
-
 
 def test_a_comparison_interrupted_before_its_first_round_says_how_to_continue(monkeypatch: pytest.MonkeyPatch):
     def press_ctrl_c(*args, **options):
@@ -232,18 +228,68 @@ def test_a_change_that_does_not_suit_all_runs_is_refused_before_any_continues():
 def test_a_failed_run_of_a_comparison_is_run_again_by_resume(monkeypatch: pytest.MonkeyPatch):
     real = driver.resume
 
-    def failing(folder, *, listeners, overrides):
+    def failing(folder, **options):
         if Path(folder).name.startswith("ditto"):
             raise RaypflError("Client 3 lost its mind.")
-        return real(folder, listeners=listeners, overrides=overrides)
+        return real(folder, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "resume", failing)
+        failed = raypfl("run", *UNTRACKED, "--method", "ditto,fedavg,local")
+    folder = only_folder()
+    assert failed.exit_code == 1 and "Client 3 lost its mind." in failed.stderr and "local" in failed.stdout
+    assert f"2 of 3 runs are finished. To continue: raypfl resume {folder}\n" in failed.stderr
+    assert {run["status"] for run in raypfl_json("resume", str(folder))["runs"]} == {"finished"}
+
+
+def test_a_method_that_diverges_has_no_result_and_is_not_trained_again_and_the_others_finish():
+    diverging = "methods=[{name: ditto, lam: 1.0e30}, fedavg, local]"
+    ended = raypfl("run", *UNTRACKED, diverging)
+    folder = only_folder()
+    run = folder / "ditto-s0"
+    with_other_settings = f"With other settings: raypfl run {run}/experiment.yaml training.lr=NUMBER\n"
+    to_see_them = f"2 of 3 runs are finished. To see them: raypfl report {folder}\n"
+    assert ended.exit_code == 1 and with_other_settings in ended.stderr and ended.stderr.endswith(to_see_them)
+    assert f"ditto, seed 0, diverged ({run}): Training diverged on client " in ended.stderr
+    table = " ".join(ended.stdout.split())
+    assert "ditto diverged after 1 " in table and "ditto, seed 0 (diverged after round 1 of 2)" in table
+    assert {"fedavg", "local"} == {line.split()[1] for line in ended.stdout.splitlines() if "of 1 " in line}
+
+    end = (run / "summary.json").stat().st_mtime_ns
+    resumed = raypfl("resume", str(folder), "--quiet", "--json")
+    assert resumed.exit_code == 1 and (run / "summary.json").stat().st_mtime_ns == end
+    assert "ditto, seed 0, diverged before, and was not trained again (" in resumed.stderr
+    assert with_other_settings in resumed.stderr and resumed.stderr.endswith(to_see_them)
+    outcome = json.loads(resumed.stdout)
+    assert [run["status"] for run in outcome["runs"]] == ["diverged", "finished", "finished"]
+    assert not any("ditto" in (row["method"], row["against"]) for row in outcome["differences"])
+
+    results, _ = find_runs([folder])
+    for file in ("report.html", "table.csv", "table.tex"):
+        text = write(results, file).read_text()
+        assert "diverged after round 1" in text, file
+    assert find_runs([run])[0][0].status == "diverged"
+
+
+def test_seeds_and_rates_that_advance_together_go_on_without_one_that_diverges():
+    rates = "methods=[fedavg, {name: fedavg, settings: {training.lr: 1.0e+30}}]"
+    ended = raypfl("run", *UNTRACKED, rates, "--seeds", "2", "--json")
+    assert ended.exit_code == 1 and "2 of 4 runs are finished. To see them: raypfl report" in ended.stderr
+    statuses = [run["status"] for run in json.loads(ended.stdout)["runs"]]
+    assert statuses == ["finished", "finished", "diverged", "diverged"]
+    with pytest.raises(ConfigError, match="fedavg-s0-2 diverged before its first evaluation: Training diverged on"):
+        find_runs([only_folder() / "fedavg-s0-2"])
+
+
+@pytest.mark.parametrize("kind", [Unwritable, RayDied])
+def test_what_no_run_can_do_without_ends_all_of_them(monkeypatch: pytest.MonkeyPatch, kind: type[RaypflError]):
+    def failing(folder, **options):
+        raise kind("The disk is full.")
 
     with monkeypatch.context() as patch:
         patch.setattr(driver, "resume", failing)
         failed = raypfl("run", *UNTRACKED)
-    folder = only_folder()
-    assert failed.exit_code == 1 and "Client 3 lost its mind." in failed.stderr and "fedavg" in failed.stdout
-    assert f"1 of 2 runs are finished. To continue: raypfl resume {folder}\n" in failed.stderr
-    assert [run["status"] for run in raypfl_json("resume", str(folder))["runs"]] == ["finished", "finished"]
+    assert failed.exit_code == 1 and failed.stderr.count("The disk is full.") == 1
 
 
 def test_a_shared_checkpoint_location_has_a_folder_for_each_comparison(workdir: Path):

@@ -17,7 +17,7 @@ from raypfl.methods import METHODS
 from raypfl.runs.result import RunResult, write_description
 from raypfl.runs.several import resume
 from raypfl.runs.several.processes import shares
-from raypfl.runs.several.resume import resume_together
+from raypfl.runs.several.worker import PlannedRun, carry_out
 from raypfl.runs.together import parts
 from tests.support.command import hashes, interrupted, raypfl_json
 from tests.support.command import raypfl as raypfl_command
@@ -41,11 +41,13 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-def together(planned: Sequence[raypfl.Experiment], listeners=None) -> list[RunResult | Exception | None]:
+def together(planned: Sequence[raypfl.Experiment], listeners=None) -> list[RunResult | Exception]:
     folders = [Path(described.output) / f"together-{i}" for i, described in enumerate(planned)]
     for folder, described in zip(folders, planned, strict=True):
         write_description(folder, described)
-    return resume_together(folders, listeners or [[] for _ in folders])
+    runs = [PlannedRun(folder, described) for folder, described in zip(folders, planned, strict=True)]
+    outcomes = carry_out(runs, listeners or [[] for _ in folders])
+    return [outcome.error or RunResult.load(run.folder) for run, outcome in zip(runs, outcomes, strict=True)]
 
 
 def refuse_other_bits(planned: Sequence[raypfl.Experiment]) -> None:
@@ -53,7 +55,7 @@ def refuse_other_bits(planned: Sequence[raypfl.Experiment]) -> None:
         if isinstance(outcome, Exception):
             raise outcome
         alone = raypfl.run(described)
-        assert outcome is not None and outcome.weights_hash == alone.weights_hash and same_tables(outcome, alone)
+        assert outcome.weights_hash == alone.weights_hash and same_tables(outcome, alone)
 
 
 def seeds(tmp_path: Path, **changes) -> list[raypfl.Experiment]:

@@ -362,13 +362,16 @@ def test_cells_on_ray_run_at_the_same_time(tiny: Path):
     assert [raypfl.Result.load(cell.folder).server_state() for cell in cells] == [{"met": 2}, {"met": 2}]
 
 
-def test_a_cell_that_fails_is_reported_and_the_other_cells_finish(tiny: Path):
+def test_a_cell_that_diverges_is_reported_and_not_trained_again_and_the_other_cells_finish(tiny: Path):
     (tiny / "tiny.yaml").write_text(TINY.replace("{name: ditto, lam: 1.0}", "{name: ditto, lam: 1e30}"))
-    result = command("study", "tiny.yaml", "seeds=1", "--only", "dir0.1", "--quiet")
-    assert result.exit_code == 1
-    assert "Ditto · Dir(0.1) · seed 0: " in result.stderr and "1 of 2 cells are finished" in result.stderr
-    assert "To continue: raypfl study tiny.yaml seeds=1 --only dir0.1" in result.stderr
-    assert "FedAvg" in result.stdout and "1 of 2 cells are not finished" in result.stdout
+    ends = []
+    for _ in range(2):
+        result = command("study", "tiny.yaml", "seeds=1", "--only", "dir0.1", "--quiet")
+        assert result.exit_code == 1 and "To continue" not in result.stderr
+        assert "Ditto · Dir(0.1) · seed 0, diverged (" in result.stderr and "1 of 2 cells are finished" in result.stderr
+        assert "FedAvg" in result.stdout and "1 of 2 cells are not finished" in result.stdout
+        ends.append([file.stat().st_mtime_ns for file in sorted(Path("runs").glob("cells/*/summary.json"))])
+    assert ends[0] == ends[1] and len(ends[0]) == 2
 
 
 def test_ctrl_c_exits_with_130_shows_the_table_so_far_and_the_command_to_continue(monkeypatch: pytest.MonkeyPatch):

@@ -1,23 +1,29 @@
-"""`raypfl run` and `raypfl resume`: carry out runs one after another, then show the results."""
+"""`raypfl run` and `raypfl resume`: carry out runs, then show the results."""
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
+from raypfl.cli.actions.work import Work, raise_for
 from raypfl.cli.arguments import as_typed
-from raypfl.common.errors import CheckpointError, ConfigError, NoRun, RaypflError, Refused, Stopped, Unwritable
+from raypfl.common.errors import (
+    ConfigError,
+    NoRun,
+    RaypflError,
+    Refused,
+    Stopped,
+    Unwritable,
+)
 from raypfl.common.json_text import json_text
 from raypfl.common.stopping import message_if_killed, signals_interrupt
 from raypfl.engine.events import Listener
 from raypfl.experiment import Experiment
-from raypfl.experiment.assignments import last_of_each
 from raypfl.experiment.identity import harmless_changes
 from raypfl.integrations.tracking.connection import how_to_view
 from raypfl.integrations.tracking.entries import comparison_description, comparison_metrics, comparison_scores
@@ -28,6 +34,7 @@ from raypfl.results.display.console import view, warner
 from raypfl.results.display.fitting import output
 from raypfl.results.display.run_line import lines_for
 from raypfl.results.labels import labels
+from raypfl.results.run_groups import compared
 from raypfl.runs import driver
 from raypfl.runs.folders import ComparisonFolder, new_folder, with_checkpoints_apart
 from raypfl.runs.result import (
@@ -35,66 +42,11 @@ from raypfl.runs.result import (
     RunResult,
     description,
     discard_unstarted,
-    rounds_saved,
     write_description,
 )
-from raypfl.runs.resuming import command_with_changes, continued, is_complete_as, refuse_other_run, resumed
+from raypfl.runs.resuming import continued, is_complete_as, refuse_other_run, resumed
 from raypfl.runs.several.resume import resume_all
-
-
-@dataclass(frozen=True)
-class _Work:
-    """One run, or the runs of a comparison.
-
-    Attributes
-    ----------
-    folder : folder of the run or of the comparison.
-    runs : folder -> experiment of each run.
-    words : the recipe or file, and the assignments that changed it.
-    tags : tags of the runs in MLflow.
-    changes : assignments of this resume, which the next one needs too.
-    command : name of the command, which is suggested again.
-    baseline : method that the others are compared with.
-    """
-
-    folder: Path
-    runs: Mapping[Path, Experiment]
-    words: Sequence[str]
-    tags: Mapping[str, str] = field(default_factory=dict)
-    changes: Sequence[str] = ()
-    command: str = "run"
-    baseline: str | None = None
-
-    @classmethod
-    def of(cls, comparison: ComparisonFolder, changes: Sequence[str]) -> _Work:
-        """Return the runs of a comparison, with ``dotted.key=value`` changes."""
-        folders = [folder.absolute() for folder in comparison.folders]
-        runs = dict(zip(folders, comparison.experiments(changes), strict=True))
-        words = last_of_each([*comparison.words, *changes])
-        return cls(comparison.folder.absolute(), runs, words, {"recipe": comparison.words[0]}, changes)
-
-    @property
-    def is_comparison(self) -> bool:
-        return len(self.runs) > 1
-
-    @property
-    def unfinished(self) -> dict[Path, Experiment]:
-        """The runs that are not finished, or finished before the round in which they should end now."""
-        return {folder: run for folder, run in self.runs.items() if not is_complete_as(folder, run)}
-
-    @property
-    def has_checkpoint(self) -> bool:
-        """Whether there is a checkpoint to continue from."""
-        # Asked while an error of a run is reported, which an error of the checkpoints' location must not hide.
-        with suppress(CheckpointError):
-            return any(rounds_saved(folder, experiment) for folder, experiment in self.runs.items())
-        return False
-
-    @property
-    def to_continue(self) -> str:
-        """Sentence with the command that continues the work."""
-        command = ["raypfl", "resume", str(outcome.nearby(self.folder)), *self.changes]
-        return f"To continue: {shlex.join(command)}"
+from raypfl.runs.several.worker import RunOutcome
 
 
 def run_experiments(
@@ -133,12 +85,12 @@ def run_experiments(
 
     if len(planned) > 1:
         comparison = ComparisonFolder.new(planned, words, run_dir)
-        work = _Work.of(comparison, [])
+        work = Work.of(comparison, [])
         forget = comparison.discard_unstarted
     else:
         folder = (run_dir or new_folder(planned[0])).absolute()
         write_description(folder, planned[0])
-        work = _Work(folder, {folder: planned[0]}, words, tags)
+        work = Work(folder, {folder: planned[0]}, words, tags)
         forget = partial(discard_unstarted, folder)
 
     try:
@@ -148,7 +100,7 @@ def run_experiments(
         raise
 
 
-def _started(folder: Path, planned: Sequence[Experiment]) -> _Work | None:
+def _started(folder: Path, planned: Sequence[Experiment]) -> Work | None:
     """Return the work to continue in a folder where these runs were started; None if the folder has no runs yet.
 
     Raises
@@ -197,62 +149,72 @@ def continue_as_new(
         _carry_out(_work(folder, None, []), quiet, as_json)
 
 
-def _work(folder: Path, comparison: ComparisonFolder | None, changes: Sequence[str]) -> _Work:
+def _work(folder: Path, comparison: ComparisonFolder | None, changes: Sequence[str]) -> Work:
     """Return the run or comparison in a folder, with ``dotted.key=value`` changes."""
     if comparison:
-        return _Work.of(comparison, changes)
+        return Work.of(comparison, changes)
     planned = {folder.absolute(): resumed(folder, changes)}
-    return _Work(folder.absolute(), planned, [str(folder / RECIPE)], changes=changes)
+    return Work(folder.absolute(), planned, [str(folder / RECIPE)], changes=changes)
 
 
-def _carry_out(work: _Work, quiet: bool, as_json: bool) -> None:
-    """Carry out the unfinished runs, then show all results, even if a run fails."""
+def _carry_out(work: Work, quiet: bool, as_json: bool) -> None:
+    """Carry out the runs that are neither finished nor diverged, then show all results, even if a run fails."""
     progress = Console(stderr=True)
     planned = list(work.runs.values())
-    unfinished = work.unfinished
+    diverged = work.diverged
+    to_do = {folder: run for folder, run in work.unfinished.items() if folder not in diverged}
 
     lines = lines_for(planned)
     for line, folder in zip(lines, work.runs, strict=True):
-        if folder not in unfinished:
+        if folder in diverged:
+            line.status = "diverged"
+        elif folder not in to_do:
             line.status = "finished"
             line.round = line.rounds
 
-    results: list[RunResult] = []
     name = planned[0].name if work.is_comparison else None
     kept_in = work.folder if work.is_comparison else None
     tracking = MLflowListener(name, tags=work.tags, warn=warner(progress), kept_in=kept_in)
 
+    outcomes: dict[Path, RunOutcome] = {}
+    error_of_all: RaypflError | None = None
     with signals_interrupt(), message_if_killed(work.to_continue), tracking as tracked:
         trackers = tracked.for_each(planned)
         try:
-            with view(progress, lines, quiet) as shown, _session(list(unfinished.values()), shown.listener(0)):
+            with view(progress, lines, quiet) as shown, _session(list(to_do.values()), shown.listener(0)):
                 listeners: dict[Path, list[Listener]] = {}
                 for i, folder in enumerate(work.runs):
                     listeners[folder] = [shown.listener(i), trackers[i]]
-
-                outcomes = resume_all(unfinished, listeners, work.changes)
-                for folder in work.runs:
-                    result = next(outcomes) if folder in unfinished else RunResult.load(folder)
-                    results.append(result)
-                    if result.status == "stopped":
-                        raise KeyboardInterrupt
-            _note_changes(work)
+                for ended in resume_all(to_do, listeners, work.changes):
+                    outcomes |= ended
         except KeyboardInterrupt:
-            # Raised above, or by a second Ctrl-C, or one before the first round or between two runs.
-            raise Stopped(f"Stopped. {_how_to_continue(work, results)}") from None
-        except Refused:
-            raise
+            # A second Ctrl-C, or one before the first round or between two runs.
+            error_of_all = Stopped("Stopped.")
         except RaypflError as error:
-            if not results and not work.has_checkpoint:
+            error_of_all = error
+
+        errors = diverged | {folder: outcome.error for folder, outcome in outcomes.items() if outcome.error}
+        results = _results(work) if outcomes or not to_do else []
+        if results and (work.is_comparison or not errors):
+            _report(work, results, tracked, as_json)
+        raise_for(work, results, outcomes, errors, error_of_all)
+        _note_changes(work)
+
+
+def _results(work: Work) -> list[RunResult]:
+    """Return the results of the runs that have ended, now or before."""
+    results = []
+    for folder, experiment in work.runs.items():
+        try:
+            results.append(RunResult.load(folder))
+        except NoRun:
+            # A finished one is damaged.
+            if is_complete_as(folder, experiment):
                 raise
-            advice = _how_to_continue(work, results) + _with_other_settings(work, results)
-            raise RaypflError(f"{error}\n{advice}") from error
-        finally:
-            if results:
-                _report(work, results, tracked, as_json)
+    return results
 
 
-def _note_changes(work: _Work) -> None:
+def _note_changes(work: Work) -> None:
     """Let a comparison's folder say which changes its runs were resumed with, now that all have them."""
     comparison = ComparisonFolder.load(work.folder) if work.changes else None
     if comparison:
@@ -270,44 +232,10 @@ def _session(experiments: Sequence[Experiment], listener: Listener) -> Iterator[
         yield
 
 
-def _how_to_continue(work: _Work, results: Sequence[RunResult]) -> str:
-    """Say how many runs are finished, and how to continue."""
-    if not work.is_comparison:
-        return work.to_continue
-    finished = sum(result.status == "finished" for result in results)
-    finished_before = sum(result.status == "finished" for result in _not_reached(work, results))
-    changed = ""
-    if finished_before:
-        changed = f" with {shlex.join(work.changes)}; earlier results exist for {finished_before}"
-    return f"{finished} of {len(work.runs)} runs are finished{changed}. {work.to_continue}"
-
-
-def _with_other_settings(work: _Work, results: Sequence[RunResult]) -> str:
-    """Say how the run that failed continues with another learning rate, say; nothing if it has no checkpoint."""
-    not_reached = [*work.runs.items()][len(results) :]
-    with suppress(CheckpointError):
-        for folder, experiment in not_reached[:1]:
-            last_round = rounds_saved(folder, experiment)
-            if last_round:
-                command = command_with_changes(outcome.nearby(folder), last_round, ["training.lr=NUMBER"])
-                return f"\nWith other settings: {command}"
-    return ""
-
-
-def _not_reached(work: _Work, results: Sequence[RunResult]) -> list[RunResult]:
-    """Return earlier results of the runs that this command has not reached."""
-    earlier = []
-    for folder in [*work.runs][len(results) :]:
-        with suppress(NoRun):
-            earlier.append(RunResult.load(folder))
-    return [result for result in earlier if result.status != "failed"]
-
-
-def _report(work: _Work, results: Sequence[RunResult], tracked: MLflowListener, as_json: bool) -> None:
+def _report(work: Work, results: Sequence[RunResult], tracked: MLflowListener, as_json: bool) -> None:
     """Draw, track and print the results, with those of runs that were finished before."""
-    is_complete = len(results) == len(work.runs) and results[-1].status == "finished"
-    results = [*results, *_not_reached(work, results)]
-    evaluated = [result for result in results if result.evaluations.num_rows]
+    is_complete = not work.unfinished
+    evaluated = compared(results)
 
     pictures = _pictures(work.folder, results, evaluated, warner(Console(stderr=True)))
     for picture in pictures.values():
@@ -328,7 +256,7 @@ def _report(work: _Work, results: Sequence[RunResult], tracked: MLflowListener, 
         outcome.show(output(), results, pictures, words, work.folder, mlflow, work.command, baseline)
 
 
-def _baseline(work: _Work, evaluated: Sequence[RunResult]) -> str | None:
+def _baseline(work: Work, evaluated: Sequence[RunResult]) -> str | None:
     """Return the label of the baseline; None before it has run, since methods are then compared with the best."""
     if work.baseline is None:
         return None

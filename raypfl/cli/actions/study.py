@@ -13,8 +13,9 @@ from pyarrow.csv import write_csv
 from rich.console import Console
 from rich.text import Text
 
+from raypfl.cli.actions.work import failure
 from raypfl.common.counting import counted
-from raypfl.common.errors import ConfigError, RaypflError, Refused, Stopped
+from raypfl.common.errors import ConfigError, Diverged, RaypflError, Refused, Stopped
 from raypfl.common.files import draft, write
 from raypfl.common.json_text import json_text
 from raypfl.common.stopping import message_if_killed, signals_interrupt
@@ -28,7 +29,7 @@ from raypfl.results.display.outcome import nearby
 from raypfl.results.display.run_line import RunLine
 from raypfl.results.report.runs import STUDY_CELLS
 from raypfl.runs.result import TRIALS, RunResult, is_finished
-from raypfl.runs.several.worker import FAILED, FINISHED, STOPPED, RunOutcome
+from raypfl.runs.several.worker import FINISHED, STOPPED, RunOutcome
 from raypfl.studies.cells import StudyCell, choices_with_values, plan, select
 from raypfl.studies.description import Study, load
 from raypfl.studies.deviations import deviations, size_settings
@@ -278,14 +279,16 @@ def _raise_for(
     """Raise an error if cells failed or were stopped, or a row has no trial with a score."""
     failed = []
     for cell, outcome in zip(cells, outcomes, strict=True):
-        if outcome.status == FAILED:
-            failed.append(f"{cell.label}: {outcome.error}")
+        if outcome.error:
+            failed.append(failure(cell.label, cell.folder, outcome.error))
     if searched:
         failed += searched.rows_without_choice()
 
     finished = sum(outcome.status == FINISHED for outcome in outcomes)
     kind = "trials' runs" if cells and cells[0].trial is not None else "cells"
-    summary = f"{finished} of {len(outcomes)} {kind} are finished. {to_continue}"
+    summary = f"{finished} of {len(outcomes)} {kind} are finished."
+    if any(outcome.status != FINISHED and not isinstance(outcome.error, Diverged) for outcome in outcomes):
+        summary += f" {to_continue}"
     if failed:
         raise RaypflError("\n".join([*failed, summary]))
     if finished < len(outcomes):

@@ -14,7 +14,7 @@ from raypfl.clients.observation import Observation
 from raypfl.clients.replies.turns import Turns
 from raypfl.clients.worker import Call, Group
 from raypfl.common.counting import counted
-from raypfl.common.errors import ClientError, OutOfMemory, RaypflError, listed
+from raypfl.common.errors import ClientError, Diverged, OutOfMemory, RaypflError, listed
 from raypfl.common.memory import out_of_memory
 from raypfl.common.messages import Scatter
 from raypfl.common.mistakes import is_mistake
@@ -344,7 +344,8 @@ def _subgroup(group: Group, members: list[int], tries: int) -> Group:
 def _client_error(clients: Sequence[int], round: int, failed: Failed, tries: int, group_size: int = 1) -> ClientError:
     """Describe the failure of clients in a group of `group_size` clients, as the error to raise."""
     if isinstance(failed.error, RaypflError):
-        return ClientError(str(failed.error), clients)
+        kind = Diverged if isinstance(failed.error, Diverged) else ClientError
+        return kind(str(failed.error), clients)
 
     numbers = listed(clients, _MAX_NAMED)
     times = f" {tries} times in a row" if tries > 1 else ""

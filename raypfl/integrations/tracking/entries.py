@@ -16,7 +16,7 @@ from raypfl.experiment import Experiment
 from raypfl.experiment.assignments import flatten
 from raypfl.integrations.tracking.connection import without_password
 from raypfl.results.differences import HEADINGS, differences, remarks
-from raypfl.results.run_groups import RunGroup, group_runs
+from raypfl.results.run_groups import RunGroup, group_runs, sentences_without_result
 from raypfl.results.setting_text import applicable_settings, setting_text
 from raypfl.results.table import legend, result_columns, result_rows
 from raypfl.results.units import Unit
@@ -138,7 +138,7 @@ def comparison_description(results: Sequence[RunResult], baseline: str | None = 
             if i in block.rows:
                 lines.append(_table_line([group.label, block.protocol, *map(str, block.rows[i])]))
 
-    notes = legend(groups)
+    notes = [*legend(groups), *sentences_without_result(results)]
     if notes:
         lines += ["", " ".join(notes)]
     return "\n".join([*lines, *_paired_lines(groups, baseline)])

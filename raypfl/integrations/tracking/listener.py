@@ -18,6 +18,7 @@ from raypfl.integrations.tracking.comparison_run import ComparisonRun
 from raypfl.integrations.tracking.connection import how_to_view
 from raypfl.integrations.tracking.run import NOTE, STATUS, RunRecord
 from raypfl.results.labels import differing_settings
+from raypfl.results.run_groups import compared
 from raypfl.runs import folders
 from raypfl.runs.replay import events_of, tracked
 from raypfl.runs.result import RunResult
@@ -137,14 +138,13 @@ class MLflowListener:
 
     def _describe_runs(self) -> None:
         """Describe the comparison by the table of its runs."""
-        evaluated = []
+        results = []
         for record in self._latest():
             # If the process is being stopped, the run may not have written its results.
             with contextlib.suppress(NoRun):
-                result = RunResult.load(record.run_dir)
-                if result.evaluations.num_rows:
-                    evaluated.append(result)
+                results.append(RunResult.load(record.run_dir))
 
+        evaluated = compared(results)
         if evaluated:
             metrics = entries.comparison_metrics(evaluated)
             self.describe(entries.comparison_description(evaluated), metrics, entries.comparison_scores(evaluated))
@@ -172,7 +172,7 @@ class MLflowListener:
         if self._final_status:
             return self._final_status
         statuses = [record.status for record in self._latest()]
-        return next((status for status in ("stopped", "failed") if status in statuses), "finished")
+        return next((status for status in ("stopped", "diverged", "failed") if status in statuses), "finished")
 
     def _latest(self) -> list[RunRecord]:
         """Return the record of each run: the last one, if it was paused and continued."""

@@ -48,7 +48,7 @@ GATHERING = 5.0
 _OPENING = threading.Lock()
 """Runs that begin at the same time open MLflow one by one: the first creates their common experiment and parent."""
 
-STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+STATUS = {"finished": "FINISHED", "stopped": "KILLED", "diverged": "FAILED", "failed": "FAILED"}
 
 
 class RunRecord:

@@ -13,7 +13,7 @@ from rich.text import Text
 from raypfl.common.errors import ConfigError
 from raypfl.results.differences import HEADINGS, Difference, differences, remarks
 from raypfl.results.display.fitting import fit_table
-from raypfl.results.run_groups import group_runs
+from raypfl.results.run_groups import compared, group_runs, sentences_without_result
 from raypfl.runs.result import RunResult
 
 _WIDTH = 100  # characters of what Python prints and a notebook shows
@@ -59,6 +59,7 @@ def compare(results: Sequence[RunResult], baseline: str | None = None) -> Differ
     Parameters
     ----------
     results : runs on the same data, evaluated at least once; those that differ in their seed alone are one method's.
+        Runs that diverged or failed have no result: they are named, and compared with nothing.
     baseline : the method, by its label, that the others are compared with; None: the best one of each protocol.
 
     Raises
@@ -75,7 +76,8 @@ def compare(results: Sequence[RunResult], baseline: str | None = None) -> Differ
         ]
         raypfl.compare(results, baseline="fedavg")
     """
-    groups = group_runs([result for result in results if result.evaluations.num_rows])
+    comparable = compared(results)
+    groups = group_runs(comparable)
     if len(groups) < 2:
         raise ConfigError(
             "There is nothing to compare: give results of at least two methods, or of one with two settings, that were "
@@ -86,7 +88,7 @@ def compare(results: Sequence[RunResult], baseline: str | None = None) -> Differ
         raise ConfigError(
             f"There is nothing to compare: no two methods have a value of {groups[0].unit.phrase} on the same test."
         )
-    return Differences(tuple(rows), tuple(remarks(rows, groups)))
+    return Differences(tuple(rows), (*remarks(rows, groups), *sentences_without_result(comparable)))
 
 
 def difference_table(rows: Sequence[Difference], width: int) -> tuple[Table, list[str]]:

@@ -40,6 +40,7 @@ _MARKS = {
     "running": ("▸", "cyan"),
     "finished": ("✓", "green"),
     "stopped": ("■", "yellow"),
+    "diverged": ("✗", "red"),
     "failed": ("✗", "red"),
 }
 
@@ -123,6 +124,8 @@ class LiveView(View):
                 self._step = line.overview
             case RunFinished():
                 self._step = ""
+                if event.error and len(self.lines) > 1:
+                    warner(self.console)(f"{line.label}: {event.error}")
 
     def render(self) -> RenderableType:
         """Return the table as it is now, with the columns for which there is room."""
@@ -212,7 +215,9 @@ class LogView(View):
                 return f"{line.label}: {line.overview}, in {nearby(Path(event.run_dir))}"
             case RunFinished():
                 self._printed_steps.clear()
-                return ", ".join(filter(None, [f"{line.label}: {_end_text(line)}", line.sentence]))
+                end = ", ".join(filter(None, [f"{line.label}: {_end_text(line)}", line.sentence]))
+                # Of several runs, the others go on: a command tells of the error when all have ended.
+                return f"{end}\n{line.label}: {event.error}" if event.error and len(self.lines) > 1 else end
         return ""
 
 

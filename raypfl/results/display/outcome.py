@@ -24,7 +24,7 @@ from raypfl.results.display.plan import duration, energy
 from raypfl.results.epsilons import privacy_sentence
 from raypfl.results.labels import labels
 from raypfl.results.numbers import has_simulated_time, positions, prediction_traffic, seconds
-from raypfl.results.run_groups import RunGroup, group_runs
+from raypfl.results.run_groups import RunGroup, compared, group_runs, methods_without_result, sentences_without_result
 from raypfl.results.setting_text import applicable_settings, setting_text
 from raypfl.results.table import Column, legend, result_columns, result_rows
 from raypfl.results.units import TableCell, Unit, capitalised
@@ -44,6 +44,8 @@ _PLACE_WIDTH = 48  # characters; a longer label shifts only its own line
 
 def table(results: Sequence[RunResult], without: Sequence[str] = (), fold: bool = False) -> Table:
     """Return a row for each method and protocol; the best of several methods is bold, several seeds give mean ± std.
+
+    A method of which every run diverged or failed has a row that says so.
 
     Parameters
     ----------
@@ -75,6 +77,8 @@ def table(results: Sequence[RunResult], without: Sequence[str] = (), fold: bool 
             name = Text()
             spent = []
         table.add_section()
+    for label, end in methods_without_result(results).items():
+        table.add_row(Text(label, "bold"), end.replace(", ", "\n").replace(" after round ", "\nafter "))
     return table
 
 
@@ -112,7 +116,7 @@ def show(
     mlflow : how to look at the runs there; empty: they were not tracked.
     baseline : label of the method that others are compared with; None: the best one.
     """
-    evaluated = [result for result in results if result.evaluations.num_rows]
+    evaluated = compared(results)
     console.print()
     _show_notices(console, results)
     if evaluated:
@@ -173,7 +177,7 @@ def as_json(results: Sequence[RunResult], pictures: Mapping[str, Path], baseline
     files = {}
     for heading, path in pictures.items():
         files[heading.lower().replace(" ", "_")] = str(path)
-    groups = group_runs([result for result in results if result.evaluations.num_rows])
+    groups = group_runs(compared(results))
     return {
         "picture": None,
         **files,
@@ -199,7 +203,7 @@ def _show_table(console: Console, evaluated: Sequence[RunResult]) -> None:
     groups = group_runs(evaluated)
     fitting_table, left_out = _fit_table(console, evaluated, groups)
     console.print(fitting_table)
-    for note in _table_notes(groups, left_out):
+    for note in [*_table_notes(groups, left_out), *sentences_without_result(evaluated)]:
         console.print(Text(note, "dim"), width=min(_NOTE_WIDTH, console.width))
 
 

@@ -13,7 +13,7 @@ from raypfl.results.differences import Difference, differences, remarks
 from raypfl.results.numbers import has_simulated_time, positions, seconds
 from raypfl.results.report.parts import Part
 from raypfl.results.report.tables import result_tables
-from raypfl.results.run_groups import RunGroup
+from raypfl.results.run_groups import RunGroup, methods_without_result, sentences_without_result
 from raypfl.results.setting_text import setting_text
 from raypfl.results.table import Column, legend, result_columns, tests_of
 from raypfl.results.units import TableCell, capitalised, deviation
@@ -65,6 +65,8 @@ def _rows(part: Part) -> list[dict[str, Any]]:
             row |= _costs(group)
             row |= _difference(paired.get((group.label, protocol, best)))
             rows.append(row)
+    for label, end in methods_without_result(part.results).items():
+        rows.append({"setting": setting_of(groups), "method": label, "tested_on": "", "round": end})
     return rows
 
 
@@ -118,6 +120,10 @@ def _latex_table(part: Part, label: str) -> str:
                 line += _difference_cells(paired.get((method, table.protocol, table.best)))
             lines.append(line)
         parts.append((latex.escaped(capitalised(table.title)), lines))
+    ends = methods_without_result(part.results)
+    if ends:
+        empty = ["--"] * (len(headings) - 1 + (2 if rows else 0))
+        parts.append(("Without a result", [[latex.escaped(label), end, *empty] for label, end in ends.items()]))
 
     columns = ["method", *map(latex.escaped, headings)]
     if rows:
@@ -148,7 +154,7 @@ def _cell(cell: TableCell) -> str:
 def _caption(part: Part, baseline: str) -> str:
     groups = part.groups
     sentences = [f"{setting_of(groups)}. {capitalised(groups[0].unit.label)}, mean over clients.", *part.choices]
-    sentences += legend(groups)
+    sentences += [*legend(groups), *sentences_without_result(part.results)]
     if baseline:
         sentences.append(f"Differences to {baseline} are paired by seed and client, with 95% bootstrap intervals.")
     return " ".join(sentences)

@@ -23,17 +23,18 @@ from raypfl.results.colours import COLOURS, mark
 from raypfl.results.differences import HEADINGS, differences, remarks
 from raypfl.results.display.notices import run_notices
 from raypfl.results.epsilons import epsilons, privacy_sentence
+from raypfl.results.labels import labels
 from raypfl.results.numbers import prediction_traffic
 from raypfl.results.report import budgets, clients, export, figures, tables
 from raypfl.results.report.lead import lead_of
 from raypfl.results.report.parts import Part, parts_of
 from raypfl.results.report.searches.page import read as read_search
 from raypfl.results.report.tables import protocol_name
-from raypfl.results.run_groups import RunGroup
+from raypfl.results.run_groups import RunGroup, methods_without_result, sentences_without_result
 from raypfl.results.setting_text import data_text, setting_text
 from raypfl.results.table import MODELS, attack_sentences, unequal_lengths, untrained_parts
 from raypfl.results.units import Unit, capitalised
-from raypfl.runs.result import RunResult, recorded_end
+from raypfl.runs.result import WITHOUT_RESULT, RunResult, recorded_end
 
 _FIGURE_ID = re.compile(r"((?:id=\"|href=\"#|url\(#)\w?[0-9a-f]{10})")
 _EXPORTS = {".tex": export.as_latex, ".csv": export.as_csv}
@@ -158,7 +159,8 @@ def _part(part: Part, suffix: str) -> dict[str, Any]:
         "setting": setting_text([result for _, _, result in runs]),
         "lead": lead_of(part, tests[0]),
         "size": _size(groups),
-        "notes": _cautions(groups),
+        "notes": [*sentences_without_result(part.results), *_ends(part.results), *_cautions(groups)],
+        "without_result": methods_without_result(part.results),
         "groups": groups,
         "several_seeds": any(len(group.results) > 1 for group in groups),
         "unit": groups[0].unit,
@@ -282,16 +284,23 @@ def _size(groups: Sequence[RunGroup]) -> str:
     return " · ".join(parts)
 
 
+def _ends(results: Sequence[RunResult]) -> list[str]:
+    """How runs ended that are not finished."""
+    sentences = []
+    for label, result in zip(labels([result.experiment for result in results]), results, strict=True):
+        if result.status != "finished":
+            error = recorded_end(result.run_dir)["error"] if result.status in WITHOUT_RESULT else ""
+            end = f"{label}, seed {result.experiment.seed}, {result.status} after round {result.round}"
+            sentences.append(f"{end}: {error}" if error else f"{end}.")
+    return sentences
+
+
 def _cautions(groups: Sequence[RunGroup]) -> list[str]:
     """What a reader must know before comparing."""
     cautions = []
     for group in groups:
         for result in group.results:
             run = f"{group.label}, seed {result.experiment.seed}"
-            if result.status == "failed":
-                cautions.append(f"{run}, failed after round {result.round}: {recorded_end(result.run_dir)['error']}")
-            elif result.status != "finished":
-                cautions.append(f"{run}, {result.status} after round {result.round}.")
             cautions += [f"{run}: {notice}" for notice in run_notices(result)]
 
         rounds = {result.round for result in group.results}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from raypfl.common.errors import ConfigError
 from raypfl.results.differences import find_label
 from raypfl.results.report.searches.folders import chosen_trials, sweep_of
-from raypfl.results.run_groups import RunGroup, group_runs
+from raypfl.results.run_groups import RunGroup, group_runs, sentences_without_result
 from raypfl.results.setting_text import data_text
 from raypfl.runs.result import RunResult
 
@@ -23,11 +23,12 @@ class Part:
 
     Attributes
     ----------
-    groups : all of them.
+    groups : all of them that have a result.
     candidates : those that may be called the best.
     choices : a sentence on the choice of each search; empty: there is no trial of a sweep.
     chosen : labels of the configurations that searches chose.
     baseline : label of the group that the user compares the others with; None: the user names none.
+    results : the groups' runs, and those that diverged or failed.
     """
 
     groups: list[RunGroup]
@@ -35,6 +36,7 @@ class Part:
     choices: list[str]
     chosen: list[str]
     baseline: str | None = None
+    results: Sequence[RunResult] = ()
 
     @property
     def reference(self) -> str | None:
@@ -63,32 +65,35 @@ def parts_of(results: Sequence[RunResult], baseline: str | None = None) -> list[
 
     Raises
     ------
-    ConfigError : if the baseline is in none of them.
+    ConfigError : if the baseline is in none of them, or no run has a result.
     """
     by_setting: dict[tuple[str, str], list[RunResult]] = {}
     for result in results:
         setting = data_text(result)
         metric = result.experiment.measures.primary.name
         by_setting.setdefault((setting, metric), []).append(result)
-    parts = [group_runs(comparable) for comparable in by_setting.values()]
+    parts = [part for part in map(part_of, by_setting.values()) if part.groups]
+    if not parts:
+        raise ConfigError("\n".join(["No run has a result.", *sentences_without_result(results)]))
     if baseline is None:
-        return [part_of(groups) for groups in parts]
+        return parts
 
     labels: list[str | None] = []
     errors = []
-    for groups in parts:
+    for part in parts:
         try:
-            labels.append(find_label([group.label for group in groups], baseline))
+            labels.append(find_label([group.label for group in part.groups], baseline))
         except ConfigError as error:
             labels.append(None)
             errors.append(error)
     if len(errors) == len(parts):
         raise errors[0]
-    return [part_of(groups, label) for groups, label in zip(parts, labels, strict=True)]
+    return [replace(part, baseline=label) for part, label in zip(parts, labels, strict=True)]
 
 
-def part_of(groups: list[RunGroup], baseline: str | None = None) -> Part:
-    """Return these groups as a part; `baseline` is the label of one of them."""
+def part_of(results: Sequence[RunResult]) -> Part:
+    """Return runs on the same data as a part."""
+    groups = group_runs(results)
     candidates = []
     chosen = []
     choices: dict[Path, str] = {}
@@ -109,4 +114,4 @@ def part_of(groups: list[RunGroup], baseline: str | None = None) -> Part:
             candidates.append(group)
             chosen.append(group.label)
             choices[sweep] = f"The search {sweep.name} chose {group.label}, the best by {metric}."
-    return Part(groups, candidates, list(choices.values()), chosen, baseline)
+    return Part(groups, candidates, list(choices.values()), chosen, results=results)

@@ -13,7 +13,7 @@ from raypfl.results.labels import labels
 from raypfl.results.report.searches.folders import best_runs, is_sweep
 from raypfl.results.setting_text import data_text
 from raypfl.runs.folders import ComparisonFolder
-from raypfl.runs.result import RECIPE, SWEEP, RunResult, recorded_end, refuse_missing
+from raypfl.runs.result import RECIPE, SWEEP, WITHOUT_RESULT, RunResult, recorded_end, refuse_missing
 
 _DAMAGED = (OSError, ValueError, LookupError, TypeError, pa.ArrowException)
 """What reading files with other content than expected raises."""
@@ -27,9 +27,9 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[RunResult], list[str]]:
 
     Each path is the folder of a run, a comparison, a study or a sweep, or a folder that contains some.
 
-    Left out are folders without runs, runs that have not ended, were never evaluated or cannot be read, and all but the
-    last of several runs of one experiment from one seed, which are repetitions. Files, such as a picture that a shell's
-    ``*`` caught, are passed over.
+    Left out are folders without runs, runs that have not ended, were stopped before an evaluation or cannot be read,
+    and all but the last of several runs of one experiment from one seed, which are repetitions. Files, such as a
+    picture that a shell's ``*`` caught, are passed over.
 
     Raises
     ------
@@ -61,7 +61,10 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[RunResult], list[str]]:
             notes.append(note)
         except _DAMAGED as error:
             notes.append(f"{folder} is left out, since it cannot be read: {type(error).__name__}: {error}")
-    if not results:
+    if not any(result.evaluations.num_rows for result in results):
+        for result in results:
+            reason = recorded_end(result.run_dir)["error"]
+            notes.append(f"{result.run_dir} {result.status} before its first evaluation: {reason}")
         raise ConfigError("\n".join(notes) or f"There is no run in {', '.join(map(str, paths))}, only files.")
 
     return _without_repetitions(results, notes)
@@ -132,9 +135,6 @@ def _load_evaluated(folder: Path) -> RunResult:
     result = RunResult.load(folder)
     # Compute with the metrics, so that a damaged table is found here.
     result.summary()
-    if not result.evaluations.num_rows:
-        problem = recorded_end(folder)["error"]
-        if problem:
-            raise ConfigError(f"{folder} failed before its first evaluation: {problem}")
+    if not result.evaluations.num_rows and result.status not in WITHOUT_RESULT:
         raise ConfigError(f"{folder} ended before its first evaluation.")
     return result

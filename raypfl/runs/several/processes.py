@@ -77,7 +77,7 @@ def run_in_this_process(runs: Mapping[int, PlannedRun], listen: RunListener) -> 
 
     Returns
     -------
-    number -> outcome of its run; without those that had not begun when the runs were asked to stop.
+    number -> outcome of its run; without those that had not begun when one ended all (`RunOutcome.ends_others`).
     """
     outcomes: dict[int, RunOutcome] = {}
     for part in paying_parts({number: run.experiment for number, run in runs.items()}):
@@ -85,7 +85,7 @@ def run_in_this_process(runs: Mapping[int, PlannedRun], listen: RunListener) -> 
             numbers = part[start : start + MOST_RUNS]
             ended = carry_out([runs[number] for number in numbers], [[partial(listen, number)] for number in numbers])
             outcomes |= zip(numbers, ended, strict=True)
-            if any(outcome.status == STOPPED for outcome in ended):
+            if any(outcome.ends_others for outcome in ended):
                 return outcomes
     return outcomes
 

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import ray
 
+from raypfl.common.errors import RayDied, RaypflError, Unwritable
+
 if TYPE_CHECKING:
     from raypfl.engine.events import Event, Listener
     from raypfl.experiment import Experiment
@@ -76,7 +78,12 @@ class RunOutcome:
     """
 
     status: Status
-    error: Exception | None = None
+    error: RaypflError | None = None
+
+    @property
+    def ends_others(self) -> bool:
+        """Whether further runs would end likewise: it was asked to stop, or nothing can be written or computed."""
+        return self.status == STOPPED or isinstance(self.error, Unwritable | RayDied)
 
 
 def carry_out(
@@ -153,8 +160,6 @@ def _reraise(result: RunResult | Exception | None) -> RunResult | None:
 
 
 def _outcome_of(run: PlannedRun, carry_out: Callable[[], RunResult | None]) -> RunOutcome:
-    from raypfl.common.errors import RaypflError
-
     try:
         result = carry_out()
     except RaypflError as error:

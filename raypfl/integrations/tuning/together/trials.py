@@ -180,9 +180,9 @@ class Trials:
             if event.status == "stopped" and not self._is_stopped_at(trial, event.round):
                 return
             # A run that has reached its last round before is not evaluated again.
-            if event.status != "failed":
+            if event.error is None:
                 trial.round = event.round
-            trial.status = event.status
+            trial.status = "failed" if event.error else event.status
             trial.error = event.error or ""
         else:
             return

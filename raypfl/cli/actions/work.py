@@ -1,0 +1,157 @@
+"""The runs that a command carries out, and what it says at its end: which failed, and how to go on."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from raypfl.common.errors import CheckpointError, Diverged, RaypflError, Refused, Stopped
+from raypfl.experiment import Experiment
+from raypfl.experiment.assignments import last_of_each
+from raypfl.results.display.outcome import nearby
+from raypfl.results.labels import labels
+from raypfl.runs.folders import ComparisonFolder
+from raypfl.runs.result import RECIPE, RunResult, divergence, is_finished, rounds_saved
+from raypfl.runs.resuming import command_with_changes, is_complete_as
+from raypfl.runs.several.worker import STOPPED, RunOutcome
+
+
+@dataclass(frozen=True)
+class Work:
+    """One run, or the runs of a comparison.
+
+    Attributes
+    ----------
+    folder : folder of the run or of the comparison.
+    runs : folder -> experiment of each run.
+    words : the recipe or file, and the assignments that changed it.
+    tags : tags of the runs in MLflow.
+    changes : assignments of this resume, which the next one needs too.
+    command : name of the command, which is suggested again.
+    baseline : method that the others are compared with.
+    """
+
+    folder: Path
+    runs: Mapping[Path, Experiment]
+    words: Sequence[str]
+    tags: Mapping[str, str] = field(default_factory=dict)
+    changes: Sequence[str] = ()
+    command: str = "run"
+    baseline: str | None = None
+
+    @classmethod
+    def of(cls, comparison: ComparisonFolder, changes: Sequence[str]) -> Work:
+        """Return the runs of a comparison, with ``dotted.key=value`` changes."""
+        folders = [folder.absolute() for folder in comparison.folders]
+        runs = dict(zip(folders, comparison.experiments(changes), strict=True))
+        words = last_of_each([*comparison.words, *changes])
+        return cls(comparison.folder.absolute(), runs, words, {"recipe": comparison.words[0]}, changes)
+
+    @property
+    def is_comparison(self) -> bool:
+        return len(self.runs) > 1
+
+    @property
+    def unfinished(self) -> dict[Path, Experiment]:
+        """The runs that are not finished, or finished before the round in which they should end now."""
+        return {folder: run for folder, run in self.runs.items() if not is_complete_as(folder, run)}
+
+    @property
+    def diverged(self) -> dict[Path, RaypflError]:
+        """The runs of a comparison that have diverged, with their errors: they would diverge again."""
+        errors = {folder: divergence(folder) for folder in self.runs} if self.is_comparison else {}
+        return {folder: error for folder, error in errors.items() if error}
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether there is a checkpoint to continue from."""
+        # Asked while an error of a run is reported, which an error of the checkpoints' location must not hide.
+        with suppress(CheckpointError):
+            return any(rounds_saved(folder, experiment) for folder, experiment in self.runs.items())
+        return False
+
+    @property
+    def to_continue(self) -> str:
+        """Sentence with the command that continues the work."""
+        command = ["raypfl", "resume", str(nearby(self.folder)), *self.changes]
+        return f"To continue: {shlex.join(command)}"
+
+
+def raise_for(
+    work: Work,
+    results: Sequence[RunResult],
+    outcomes: Mapping[Path, RunOutcome],
+    errors: Mapping[Path, RaypflError],
+    error_of_all: RaypflError | None,
+) -> None:
+    """Raise an error that says how to go on, unless all runs are finished.
+
+    Parameters
+    ----------
+    results : those of the runs that have ended, now or before.
+    outcomes : how the runs ended that this command carried out.
+    errors : those of runs that failed now, or diverged now or before.
+    error_of_all : the error that ended all runs.
+    """
+    refused = next((error for error in [error_of_all, *errors.values()] if isinstance(error, Refused)), None)
+    if refused and not (work.is_comparison and results):
+        raise refused
+    if error_of_all is None and not refused and any(outcome.status == STOPPED for outcome in outcomes.values()):
+        error_of_all = Stopped("Stopped.")
+
+    lines = []
+    for (folder, experiment), label in zip(work.runs.items(), labels(list(work.runs.values())), strict=True):
+        if folder in errors:
+            again = "" if folder in outcomes else " before, and was not trained again"
+            lines += _failure(work, folder, f"{label}, seed {experiment.seed}", errors[folder], again)
+
+    if isinstance(error_of_all, Stopped):
+        raise Stopped("\n".join([*lines, f"{error_of_all} {_how_to_continue(work)}"]))
+    if error_of_all:
+        lines.append(str(error_of_all))
+    if lines and (results or work.has_checkpoint):
+        lines.append(_how_to_continue(work))
+    if lines:
+        raise RaypflError("\n".join(filter(None, lines)))
+
+
+def failure(name: str, folder: Path, error: RaypflError, again: str = "") -> str:
+    """Say which of several runs diverged or failed, where it is, and why."""
+    how = "diverged" if isinstance(error, Diverged) else "failed"
+    return f"{name}, {how}{again} ({nearby(folder)}): {error}"
+
+
+def _failure(work: Work, folder: Path, name: str, error: RaypflError, again: str) -> list[str]:
+    """Say why a run failed or diverged, and how to try other settings."""
+    text = failure(name, folder, error, again) if work.is_comparison else str(error)
+    if not isinstance(error, Diverged):
+        return [text]
+
+    change = "training.lr=NUMBER"
+    command = shlex.join(["raypfl", "run", str(nearby(folder / RECIPE)), change])
+    with suppress(CheckpointError):
+        # A method is compared with others as it is from the start.
+        last_round = 0 if work.is_comparison else rounds_saved(folder, work.runs[folder])
+        if last_round:
+            command = command_with_changes(nearby(folder), last_round, [change])
+    return [text, f"With other settings: {command}"]
+
+
+def _how_to_continue(work: Work) -> str:
+    """Say how many runs are finished, and how to continue or, where nothing is left to do, to see the results."""
+    diverged = {folder for folder in work.runs if divergence(folder)}
+    unfinished = work.unfinished
+    if not work.is_comparison:
+        return "" if diverged else work.to_continue
+
+    finished_before = sum(map(is_finished, unfinished))
+    changed = ""
+    if finished_before:
+        changed = f" with {shlex.join(work.changes)}; earlier results exist for {finished_before}"
+    command = work.to_continue
+    if unfinished.keys() <= diverged:
+        command = f"To see them: {shlex.join(['raypfl', 'report', str(nearby(work.folder))])}"
+    return f"{len(work.runs) - len(unfinished)} of {len(work.runs)} runs are finished{changed}. {command}"
