@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves
 from raypfl.common import device_rng
 from raypfl.common.messages import unmarked
 from raypfl.learning.optimizers import SGD, StepDraws
-from raypfl.learning.recording import CannotRecord, CudaGraphs, Replays, may_keep_state
+from raypfl.learning.recording import CudaGraphs, Replays, may_keep_state
+from raypfl.learning.recording.cuda_graphs import CannotRecord
 from raypfl.learning.recording.plans import BINDINGS
 from raypfl.learning.recording.replays import Repetition, ReusablePlan
 from raypfl.learning.vectorised import Vectorised
@@ -44,8 +45,8 @@ class Tape(TorchDispatchMode):
     """Records as CUDA does: operations on memory, without the Python around them, before any of them has an effect."""
 
     warm_up = CudaGraphs.warm_up
-    recorded_steps = CudaGraphs.recorded_steps
     min_steps = CudaGraphs.min_steps
+    do = CudaGraphs.do
 
     def __init__(self) -> None:
         super().__init__()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,15 +29,8 @@ from raypfl.storage.states import StateTable
 from raypfl.storage.tree import flatten, on_device
 
 
-@dataclass(frozen=True)
-class _Turns:
-    """Turns, and what they reply to.
-
-    Attributes
-    ----------
-    clients : the clients' numbers, ascending, ``int64[n]``.
-    rounds, joins : the rounds in which they were sent their messages, and those that they reply to, ``int64[n]``.
-    """
+class _Turns(NamedTuple):
+    """Clients, ascending, the rounds that sent them their messages, and those that they reply to, ``int64[n]`` each."""
 
     clients: np.ndarray
     rounds: np.ndarray
@@ -207,7 +199,6 @@ class AsynchronousRounds(Rounds):
             [group.index for group in groups],
             messages,
             round,
-            exchange="training 0",
         )
         batches = {group.batch: self._batches[group.batch] for group in groups}
         batch_of_client = {}

@@ -149,7 +149,6 @@ class GroupRunner:
         indices: Sequence[int],
         messages: Mapping[int, Mapping[str, Any]],
         round: int,
-        exchange: str,
     ) -> tuple[Call, list[Group]]:
         """Prepare the call and the groups of clients that were sent their messages in several rounds.
 
@@ -169,7 +168,8 @@ class GroupRunner:
             skeletons[sent_in], message_tensors = flatten(dict(message), str(sent_in))
             tensors |= message_tensors
         shared = self._broadcasts.send(tensors, round)
-        return Call(function, round, 0.0, shared, exchange=exchange, training=True, messages=skeletons), groups
+        call = Call(function, round, 0.0, shared, exchange="training 0", training=True, messages=skeletons)
+        return call, groups
 
     def cut(self, ids: np.ndarray, group_sizes: GroupSizes | None = None) -> list[np.ndarray]:
         """Cut clients into groups that have the same network; return the positions of each group's clients."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable
 
 import torch
+
+from raypfl.learning.recording.replays import StepSignature
 
 
 class CannotRecord(Exception):
@@ -19,14 +22,44 @@ class CudaGraphs:
     """
 
     warm_up = 2
-    recorded_steps = 1
+    """Times that work is done before it is recorded, in which libraries allocate what they keep."""
+
     min_steps = 6
+    """Times from which on a recording is worth it."""
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
         self._latest: torch.cuda.CUDAGraph | None = None
 
+    def do(self, work: Callable[[], None], times: int, signature: StepSignature | None = None) -> bool:
+        """See :class:`Recorder`; a recording is never reused."""
+        again = work
+        is_recorded = True
+        if times >= self.min_steps:
+            for _ in range(self.warm_up):
+                work()
+            times -= self.warm_up
+            try:
+                again = self.record(work)
+                times -= 1
+            except CannotRecord as error:
+                is_recorded = False
+                warnings.warn(
+                    "engine.cuda_graphs is true, but a training step cannot be recorded, so its kernels are launched "
+                    f"one by one from now on. torch says: {error}",
+                    stacklevel=2,
+                )
+        for _ in range(times):
+            again()
+        return is_recorded
+
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Do work once; return a function that repeats its operations on the same memory.
+
+        Raises
+        ------
+        CannotRecord : if the work cannot be recorded; it was not done.
+        """
         if self._stream is None:
             self._stream = torch.cuda.Stream()
         # Keep the latest graph alive until this one shares its memory pool.

@@ -92,9 +92,11 @@ class Replays:
     repeated from the first time on.
     """
 
-    warm_up = 0
     recorded_steps = 2
+    """Times that work is done while it is recorded."""
+
     min_steps = 16
+    """Times from which on a recording is worth it for work that is not known yet."""
 
     def __init__(self) -> None:
         # Key -> its plan; None: the work was not recorded yet, or cannot be repeated.
@@ -102,6 +104,7 @@ class Replays:
         self._failed: set[Hashable] = set()
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Do work twice; return a function that repeats its operations or, if it may do others, the work itself."""
         first = OperationRecorder()
         with first:
             work()
@@ -113,11 +116,21 @@ class Replays:
         plan = plan_of(second)
         return Repetition(second, plan, plan.function(second.constants))
 
-    def do(self, work: Callable[[], None], times: int, signature: StepSignature) -> None:
-        """Do work some times.
+    def do(self, work: Callable[[], None], times: int, signature: StepSignature | None) -> bool:
+        """See :class:`Recorder`. Work is recorded at once if done often, else the second time that its key comes."""
+        if signature is not None:
+            self._do_known(work, times, signature)
+            return True
 
-        It is recorded if that is worth the time: at once if it is done often, else the second time that its key comes.
-        """
+        again = work
+        if times >= self.min_steps:
+            again = self.record(work)
+            times -= self.recorded_steps
+        for _ in range(times):
+            again()
+        return True
+
+    def _do_known(self, work: Callable[[], None], times: int, signature: StepSignature) -> None:
         key = signature.key
         is_new = key not in self._plans
         plan = self._plans.setdefault(key, None)

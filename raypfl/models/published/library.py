@@ -11,17 +11,7 @@ from raypfl.common.optional_packages import not_installed
 
 
 def import_library(module: str, reason: str, extra: str = "") -> Any:
-    """Import and return a module.
-
-    Parameters
-    ----------
-    reason : the setting that needs the module, with which the error begins (``"model is 'timm:...'"``).
-    extra : the extra of raypfl that installs it, if there is one.
-
-    Raises
-    ------
-    ConfigError : if the module is not installed.
-    """
+    """Import and return a module, or raise the error of :func:`not_installed`."""
     try:
         return importlib.import_module(module)
     except ImportError:
