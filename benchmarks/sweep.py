@@ -25,10 +25,8 @@ import tempfile
 import time
 from pathlib import Path
 
-import ray  # noqa: F401  makes its psutil importable
+import psutil
 import yaml
-
-import psutil  # isort: skip
 
 SWEEP = {
     "recipe": "digits",

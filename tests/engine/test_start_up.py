@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -42,6 +43,16 @@ print(sorted(heavy & sys.modules.keys()))
 """
 
 
+LOCAL = """
+import sys
+import raypfl
+tracking = {"models_mb": 0}
+listener = raypfl.MLflowListener()
+raypfl.run(raypfl.Experiment(rounds=1, engine={"backend": "inline"}, tracking=tracking), listeners=[listener])
+print("mlflow.system_metrics" in sys.modules, "ray" in sys.modules)
+"""
+
+
 @pytest.fixture(autouse=True)
 def _collector() -> Iterator[None]:
     yield
@@ -58,6 +69,14 @@ def test_the_report_is_imported_at_its_first_use() -> None:
     process = subprocess.run([sys.executable, "-c", LAZY], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert process.stdout == "[]\n", process.stderr
     assert callable(raypfl.report.write)
+
+
+@pytest.mark.thorough
+def test_a_run_in_one_process_does_without_ray(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", LOCAL]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert process.stdout.splitlines()[-1] == "True False", process.stderr
 
 
 def test_the_garbage_collector_pauses_while_modules_are_imported() -> None:

@@ -35,6 +35,7 @@ from raypfl.storage.filesystems import absolute, join
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+    from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
 NOTE = "mlflow.note.content"
 """The tag with a run's description."""
@@ -85,7 +86,7 @@ class RunRecord:
         self._uri = tracking_uri(started.experiment)
         self._warn = warn
         self._warned = False
-        self._monitor: Any = None
+        self._monitor: SystemMetricsMonitor | None = None
 
         # What is recorded already, if the run is resumed.
         self._last_round = -1
@@ -335,15 +336,12 @@ def _points(event: Event) -> Iterator[entries.Point]:
         yield from entries.round_points(event)
 
 
-def _start_monitor(run_id: str, uri: str, resumed: bool) -> Any:
-    """Start MLflow's monitor of this machine, and return it; None without psutil, which comes with Ray."""
-    try:
-        import ray  # noqa: F401  makes its psutil importable
-        from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+def _start_monitor(run_id: str, uri: str, resumed: bool) -> SystemMetricsMonitor:
+    """Start MLflow's monitor of this machine, and return it."""
+    # Here, since its import is slow.
+    from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
-        monitor = SystemMetricsMonitor(run_id, resume_logging=resumed, tracking_uri=uri)
-    except ImportError:
-        return None
+    monitor = SystemMetricsMonitor(run_id, resume_logging=resumed, tracking_uri=uri)
     monitor.start()
     return monitor
 

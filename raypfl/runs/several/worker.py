@@ -18,8 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-import ray
-
 from raypfl.common.errors import RayDied, RaypflError, Unwritable
 
 if TYPE_CHECKING:
@@ -223,5 +221,8 @@ class _Sender:
             waiting = self._waiting
             self._waiting = []
         if waiting:
+            # Here, since runs in one process do without Ray, whose import takes half a second.
+            import ray
+
             # Pickled, so that the queue's process need not import the events' classes.
             self._queue.put(ray.cloudpickle.dumps(waiting))
