@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -33,6 +33,12 @@ class ClientState(MutableMapping[str, Tensor]):
         self._new: dict[str, Tensor] = {}
         self._deleted = False
         self.changed = False
+
+    @overload  # type: ignore[override]
+    def get(self, name: str, default: None = None) -> Any: ...
+
+    @overload
+    def get(self, name: str, default: Default) -> Tensor: ...
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return the clients' values of `name`, ``[K, ...]``; clients without one get `default`.
