@@ -31,7 +31,7 @@ from raypfl.devices.settings import DeviceSettings
 from raypfl.evaluation.run_metrics import Measures
 from raypfl.evaluation.settings import EvaluationSettings
 from raypfl.experiment.assignments import parse_assignments
-from raypfl.experiment.checks.effects import assign_all, drop_idle, paths_set_in, refused_settings, require_effect
+from raypfl.experiment.checks.effects import assign_all, paths_set_in, refused_settings, require_effect
 from raypfl.experiment.checks.hints import suggestion
 from raypfl.experiment.checks.limits import (
     architecture_mistakes,
@@ -47,7 +47,6 @@ from raypfl.experiment.checks.limits import (
     selection_mistakes,
     training_mistakes,
 )
-from raypfl.experiment.checks.moved import NOW_OF_DEVICES, move_to_devices, moved_to_devices
 from raypfl.experiment.checks.validation import FilePart, Mistakes, one_message, validation_mistakes
 from raypfl.experiment.components import build
 from raypfl.experiment.parts import (
@@ -155,11 +154,8 @@ class Experiment(FilePart):
 
     @classmethod
     def from_record(cls, source: str | Path) -> Experiment:
-        """Read the experiment that a run recorded, without settings that have no effect: old versions accepted them."""
-        values = read(source, is_record=True)
-        move_to_devices(values)
-        drop_idle(values)
-        return cls(**values)
+        """Read the experiment that a run recorded, faster than `from_yaml`."""
+        return cls(**read(source, is_record=True))
 
     def to_yaml(self) -> str:
         """Write all settings, defaults included, as YAML text; `from_yaml` reads an equal experiment from it."""
@@ -198,27 +194,6 @@ class Experiment(FilePart):
         if lines:
             raise ConfigError(one_message(lines, "The experiment"))
         return experiment
-
-    @field_validator("ray", mode="before")
-    @classmethod
-    def _without_clients_per_actor(cls, value: Any) -> Any:
-        """Drop a setting that old runs record, mostly as null: it became ``engine.group_size``."""
-        if not isinstance(value, dict) or "clients_per_actor" not in value:
-            return value
-        if value["clients_per_actor"] is not None:
-            raise ValueError("ray.clients_per_actor has become engine.group_size; set that instead.")
-        return {name: setting for name, setting in value.items() if name != "clients_per_actor"}
-
-    @field_validator("cohort", mode="before")
-    @classmethod
-    def _without_devices(cls, value: Any) -> Any:
-        """Refuse settings that are now elsewhere; old runs record them, mostly at their defaults."""
-        if not isinstance(value, dict):
-            return value
-        lines = moved_to_devices(value)
-        if lines:
-            raise Mistakes(lines)
-        return {name: setting for name, setting in value.items() if name not in NOW_OF_DEVICES}
 
     @field_validator("*", mode="after")
     @classmethod

@@ -208,21 +208,6 @@ def test_a_users_own_method_is_named_by_module(tmp_path: Path, monkeypatch: pyte
     assert Experiment.from_yaml(experiment.to_yaml()) == experiment
 
 
-def test_a_run_from_before_dropout_and_availability_were_settings_of_devices_can_be_read():
-    inserted = "cohort:\n  dropout: 0.5\n  availability:\n    low: 0.1\n    high: 0.9\n"
-    recorded = Experiment().to_yaml().replace("cohort:\n", inserted)
-    uniform = {"name": "uniform", "low": 0.1, "high": 0.9}
-    assert Experiment.from_record(recorded) == Experiment(devices={"dropout": 0.5, "availability": uniform})
-
-    at_defaults = Experiment().to_yaml().replace("cohort:\n", "cohort:\n  dropout: 0.0\n  availability: null\n")
-    assert Experiment.from_yaml(at_defaults) == Experiment()
-
-
-def test_a_run_from_before_clients_per_actor_became_the_group_size_can_be_read():
-    before = Experiment().to_yaml().replace("  mixed_devices:", "  clients_per_actor: null\n  mixed_devices:")
-    assert "clients_per_actor" in before and Experiment.from_yaml(before) == Experiment()
-
-
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
@@ -243,7 +228,6 @@ def test_a_run_from_before_clients_per_actor_became_the_group_size_can_be_read()
             "training.xyz is not a setting of training; choose one of: ",
         ),
         ({"trainning": {}}, "trainning is not a setting of an experiment; did you mean 'training'?"),
-        ({"ray": {"clients_per_actor": 2}}, "ray.clients_per_actor has become engine.group_size; set that instead."),
         ({"lr": 0.1}, "lr is not a setting of an experiment; did you mean 'training.lr'?"),
         ({"alpha": 0.1}, "not a setting of an experiment; did you mean 'partition.alpha' or 'method.alpha'?"),
         ({"data": {"alpha": 0.1}}, "not an option of digits; did you mean 'partition.alpha' or 'method.alpha'?"),
@@ -299,8 +283,6 @@ def test_a_run_from_before_clients_per_actor_became_the_group_size_can_be_read()
         ),
         ({"training": {"warmup_rounds": 31}}, "training.warmup_rounds is 31, but rounds is 30."),
         ({"cohort": {"size": 21}}, "cohort.size is 21, but partition.clients is 20"),
-        ({"cohort": {"dropout": 0.5}}, "cohort.dropout has become devices.dropout; set that instead."),
-        ({"cohort": {"availability": {"low": 0.5}}}, "cohort.availability has become devices.availability, a model"),
         ({"devices": {"availability": {"name": "uniform", "low": 0.5, "high": 0.4}}}, "give low <= high."),
         ({"devices": {"availability": "diurnal"}}, "without devices.hardware there is no simulated time"),
         ({"cohort": {"deadline": 9}}, "has no effect while devices.hardware is null"),

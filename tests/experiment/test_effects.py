@@ -176,9 +176,3 @@ def test_an_option_that_a_method_never_reads_is_refused_when_it_is_set():
 @pytest.mark.parametrize("name", list(METHODS))
 def test_every_option_of_every_method_is_read(name: str):
     assert not unread_options(METHODS.get(name))
-
-
-def test_a_record_with_a_setting_without_effect_can_still_be_read():
-    record = Experiment(training={"steps": 20}).to_yaml().replace("epochs: 1", "epochs: 5", 1)
-    assert "no effect" in refusal(lambda: Experiment.from_yaml(record))
-    assert Experiment.from_record(record) == Experiment(training={"steps": 20})

@@ -131,8 +131,7 @@ class RunCheckpoints:
 
         tables = RunTables(self._evaluator.measures.column_types, snapshot.tables)
         self._refuse_other_run(snapshot.meta, tables)
-        # Checkpoints of early versions lack it.
-        time = snapshot.meta.get("time", 0.0)
+        time = snapshot.meta["time"]
         self._rounds.refuse_other_rounds(snapshot.round, time)
         tables.count_costs(self._job.checkpoints)
         server = on_device(snapshot.server, self._runner.task.model.device)
@@ -175,7 +174,7 @@ class RunCheckpoints:
                 "now, with which new clients would begin. Restore the file, or start a new run."
             )
 
-        if meta.get("devices", "") != job.device_files:
+        if meta["devices"] != job.device_files:
             raise CheckpointError(
                 f"The run in {job.run_dir} began with other devices than the files of devices.hardware and "
                 "devices.availability hold now. Restore the files, or start a new run."

@@ -17,16 +17,10 @@ from raypfl.storage import filesystems
 from raypfl.storage.filesystems import read_bytes
 
 FORMAT = 4
-"""Version of the format, which the manifest has."""
-
-READABLE = (3, 4)
-"""Versions that can be read; others are refused. The third had states in the checkpoint's own folder."""
+"""Version of the format, which the manifest has; other versions are refused."""
 
 TABLES = "tables"
 STATES = "states"
-OLD_STATES = "states-"
-"""What the names of files of states began with when they were in a checkpoint's own folder."""
-
 SERVER = "server.safetensors"
 META = "meta.json"
 MANIFEST = "manifest.json"
@@ -100,7 +94,7 @@ def read_manifest(files: pafs.FileSystem, path: str) -> dict[str, dict[str, dict
     """
     try:
         manifest = json.loads(read_bytes(files, f"{path}/{MANIFEST}"))
-        if manifest["format"] not in READABLE:
+        if manifest["format"] != FORMAT:
             age = "a newer" if manifest["format"] > FORMAT else "an older"
             raise Damaged(f"it was written by {age} version of raypfl, which is needed to read it")
         return {kind: _entries(manifest[kind]) for kind in ("files", "shared")}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import pyarrow as pa
@@ -15,7 +15,6 @@ from raypfl.common.errors import CheckpointError
 from raypfl.storage import filesystems
 from raypfl.storage.checkpoints.layout import (
     META,
-    OLD_STATES,
     SERVER,
     TABLES,
     Damaged,
@@ -142,31 +141,18 @@ def read_checkpoint(location: str, name: str) -> Snapshot:
     files, root = filesystems.open_location(location)
     path = f"{root}/{name}"
     entries = read_manifest(files, path)["files"]
-    contents = {}
-    for file, entry in entries.items():
-        if not file.startswith(OLD_STATES):
-            contents[file] = read_intact(files, path, file, **entry)
-
+    contents = {file: read_intact(files, path, file, **entry) for file, entry in entries.items()}
     try:
         meta = json.loads(contents[META])
         tensors = safetensors.torch.load(contents[SERVER])
-
-        if "states" in meta:
-            state_files = tuple(StateFile(**file) for file in meta["states"])
-        else:
-            state_files = _old_state_files(name, entries, meta["state_files"])
-
-        # Older versions had neither pending work nor held states.
-        pending = decode(meta["pending"], tensors) if "pending" in meta else {}
-        held_files = tuple(StateFile(**file) for file in meta.get("held", ()))
         return Snapshot(
             round=meta["round"],
             server=decode(meta["server"], tensors),
-            states=StoredStates(location, state_files),
+            states=_stored_states(location, meta["states"]),
             tables={table_name: _table(table) for table_name, table in meta["tables"].items()},
             meta=meta["meta"],
-            pending=pending,
-            held=StoredStates(location, held_files),
+            pending=decode(meta["pending"], tensors),
+            held=_stored_states(location, meta["held"]),
         )
     except (ValueError, LookupError, TypeError, AttributeError, safetensors.SafetensorError) as error:
         raise Damaged(f"its {META} is not what raypfl writes ({type(error).__name__}: {error})") from error
@@ -177,10 +163,9 @@ def _table(table: Mapping[str, Any]) -> RunTable:
     return RunTable(Columns(table["kinds"]), [TablePart(**part) for part in table["parts"]])
 
 
-def _old_state_files(name: str, entries: dict[str, dict[str, Any]], count: int) -> tuple[StateFile, ...]:
-    """Return the files of states that an older version wrote into a checkpoint's own folder."""
-    names = [f"{OLD_STATES}{number:05d}.safetensors" for number in range(count)]
-    return tuple(StateFile(f"{name}/{file}", **entries[file], state_bytes=0) for file in names)
+def _stored_states(location: str, state_files: Iterable[Mapping[str, Any]]) -> StoredStates:
+    """Return the states in the files that a checkpoint describes."""
+    return StoredStates(location, tuple(StateFile(**file) for file in state_files))
 
 
 def _keep_intact_parts(

@@ -206,9 +206,6 @@ def shards_of(arrays: dict[str, np.ndarray]) -> list[StateShard]:
 
 def _shards_of_file(file: StateFile, content: bytes) -> list[StateShard]:
     shards = shards_of(safetensors.numpy.load(content))
-    # Older versions wrote states into the checkpoint's own folder, which is deleted with it.
-    if not file.path.startswith(f"{STATES}/"):
-        return shards
     return [replace(shard, file=file) for shard in shards]
 
 
