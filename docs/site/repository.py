@@ -37,12 +37,14 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Redirect links that lead out of docs/ to the pages that were added."""
+    """Redirect links to tutorials, and those that lead out of docs/, to the pages that were added."""
     uri = page.file.src_uri
     source = uri.removeprefix("repository/") if uri.startswith("repository/") else f"docs/{uri}"
 
     def redirected(link: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(posixpath.dirname(source), link[1]))
+        if site_path(target) == uri:
+            return link[1]  # a tutorial's link to its own Python file
         return posixpath.relpath(site_path(target), posixpath.dirname(uri) or ".")
 
     # Every second part is a fenced block, whose text only looks like links.
@@ -60,6 +62,8 @@ def site_path(target: str) -> str:
     """Return where the site has a file of the repository, relative to docs/."""
     if target == "README.md":
         return "index.md"
+    if target.startswith("docs/tutorials/") and target.endswith(".py"):
+        return target.removeprefix("docs/").replace(".py", ".md")
     if target.startswith("docs/"):
         return target.removeprefix("docs/")
     return f"repository/{target}" if target.endswith((".md", ".png")) else f"repository/{target}.md"

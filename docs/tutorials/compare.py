@@ -82,4 +82,4 @@ raypfl.report.write(results, "report.html")
 # - **Accuracy for effort**: for the same number of megabytes or seconds, the order may be different.
 # - **Clients**: who gains from a personal model, and who loses?
 # - **Settings**: what was the same for all methods? Methods need their own learning rates to be compared
-#   fairly: [search for them](search.md).
+#   fairly: [search for them](search.py).

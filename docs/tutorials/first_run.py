@@ -80,4 +80,4 @@ assert alone.weights_hash == result.weights_hash
 # evaluation.every=2`. An interrupted run continues with `raypfl resume FOLDER`, or
 # `raypfl.resume(folder)`.
 #
-# Next: [a method of your own](own_method.md).
+# Next: [a method of your own](own_method.py).

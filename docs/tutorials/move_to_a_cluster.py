@@ -54,4 +54,4 @@ assert alone.weights_hash == spread.weights_hash
 # runs, and [launchers](../../cluster/README.md) how to start a cluster on your own machines, on AWS,
 # Kubernetes or Slurm.
 #
-# Next: [a model for a new client](new_client.md).
+# Next: [a model for a new client](new_client.py).

@@ -66,4 +66,4 @@ assert torch.equal(model(x_test), made.model(x_test))
 # `raypfl serve RUN` for clients on other machines. [Models for new clients](../new_clients.md) lists
 # the methods that can do this, and how each does it.
 #
-# Next: [look inside](look_inside.md).
+# Next: [look inside](look_inside.py).

@@ -99,4 +99,4 @@ with torch.no_grad():
 # More: [data](../data.md) (images, text, tables, several labels, partitions, a million described
 # clients) and [networks](../own_network.md).
 #
-# Next: [compare methods](compare.md).
+# Next: [compare methods](compare.py).

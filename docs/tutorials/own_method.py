@@ -112,4 +112,4 @@ torch.testing.assert_close(scaffold.global_model(), packaged.global_model(), rto
 # exchanges in a round, teachers, pools of public data, logged numbers and pictures. A
 # hyperparameter is a line in the class (`mu: float = 0.1`), which makes it a setting.
 #
-# Next: [your own data and network](own_data.md).
+# Next: [your own data and network](own_data.py).

@@ -49,4 +49,4 @@ print([file.name for file in outcome.files])
 # interruption, and it continues. [Hyperparameter search](../tune.md) has all spaces, searchers and
 # schedulers.
 #
-# Next: [move to a cluster](move_to_a_cluster.md).
+# Next: [move to a cluster](move_to_a_cluster.py).
