@@ -45,6 +45,7 @@ def deviations(
     cells: Sequence[StudyCell],
     planned: Sequence[StudyCell],
     results: Mapping[int, RunResult],
+    diverged: Sequence[int] = (),
 ) -> list[str]:
     """Return a sentence for every deviation; none if the whole table was measured as published.
 
@@ -55,13 +56,14 @@ def deviations(
     cells : the cells that were run, as described: what a search has set in them is no deviation of its own.
     planned : all cells of the published table.
     results : the results of the finished `cells`, by index.
+    diverged : the indices of those that diverged.
     """
     return [
         *_extent(reference, study),
         *_settings(cells, planned),
         *_search(reference, study),
         *_seeds(cells, planned),
-        *_unfinished(cells, results),
+        *_unfinished(cells, results, diverged),
     ]
 
 
@@ -194,9 +196,11 @@ def _scope(positions: list[Position], all_positions: list[Position]) -> str:
     return f" (in {len(positions)} of {len(all_positions)} rows of results)"
 
 
-def _unfinished(cells: Sequence[StudyCell], results: Mapping[int, RunResult]) -> list[str]:
+def _unfinished(cells: Sequence[StudyCell], results: Mapping[int, RunResult], diverged: Sequence[int]) -> list[str]:
     lines = []
-    unfinished = len(cells) - len(results)
+    if diverged:
+        lines.append(f"Diverged, and in no mean: {'; '.join(cells[i].label for i in diverged)}.")
+    unfinished = len(cells) - len(results) - len(diverged)
     if unfinished:
         lines.append(f"{unfinished} of {len(cells)} cells are not finished, so the means do not include them.")
 

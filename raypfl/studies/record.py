@@ -14,7 +14,7 @@ from raypfl.common.counting import counted
 from raypfl.common.errors import ConfigError
 from raypfl.common.files import make_folder, write
 from raypfl.common.version import __version__
-from raypfl.runs.result import RunResult
+from raypfl.runs.result import RunResult, divergence
 from raypfl.runs.several.costs import costs_of, cpu_seconds
 from raypfl.studies.cells import StudyCell
 from raypfl.studies.description import Study
@@ -53,6 +53,11 @@ class RanStudy:
     cells: Sequence[StudyCell]
     results: Mapping[int, RunResult]
     searched: SearchOutcome | None
+
+    @property
+    def diverged(self) -> list[int]:
+        """The indices of the cells that diverged."""
+        return [i for i, cell in enumerate(self.cells) if i not in self.results and divergence(cell.folder)]
 
 
 def record_of(

@@ -28,7 +28,7 @@ from raypfl.results.display.fitting import output
 from raypfl.results.display.outcome import nearby
 from raypfl.results.display.run_line import RunLine
 from raypfl.results.report.runs import STUDY_CELLS
-from raypfl.runs.result import TRIALS, RunResult, is_finished
+from raypfl.runs.result import TRIALS, RunResult, divergence, is_finished
 from raypfl.runs.several.worker import FINISHED, STOPPED, RunOutcome
 from raypfl.studies.cells import StudyCell, choices_with_values, plan, select
 from raypfl.studies.description import Study, load
@@ -143,7 +143,7 @@ def _report(
     """Write the study's table and record, and show the table."""
     study = ran.study
     measured = table_entries(study, ran.reference, ran.cells, ran.results)
-    departures = deviations(ran.reference, study, ran.described, ran.published, ran.results)
+    departures = deviations(ran.reference, study, ran.described, ran.published, ran.results, ran.diverged)
     notes = ran.searched.sentences() if ran.searched else []
     study_table = arrange(study, ran.reference.published, measured, departures, notes)
     page = formats.markdown(study_table)
@@ -233,6 +233,8 @@ def _run(cells: Sequence[StudyCell], tracked: MLflowListener, progress: Console,
         if is_finished(cell.folder):
             line.status = FINISHED
             line.round = line.rounds
+        elif divergence(cell.folder):
+            line.status = "diverged"
 
     trackers = [tracked.beside({"cell": cell.label}) for cell in cells]
     try:

@@ -16,7 +16,7 @@ from raypfl.results.budgets import cost_to_target
 from raypfl.results.numbers import Axis, evaluated_rows, positions, scores_of
 from raypfl.results.ranking.standings import Standing, pairing, standings
 from raypfl.results.units import Unit, deviation
-from raypfl.runs.result import RunResult
+from raypfl.runs.result import RunResult, divergence
 from raypfl.studies.cells import StudyCell
 from raypfl.studies.description import PublishedNumber, Study
 from raypfl.studies.parts import MetricColumn
@@ -38,7 +38,8 @@ class TableEntry:
     method, down, across, metric : labels of the entry's row, block, group of columns and column.
     values : measured values, one per finished seed; empty if the method has no such model.
     within : standard deviation over clients for each of the `values`.
-    missing : number of seeds that are not finished.
+    missing : number of seeds that are not finished, and may still be.
+    diverged : number of seeds that diverged, and have no value.
     never : number of finished seeds that never reached the target whose cost the `values` are.
     published : the number in the paper.
     spread_over : ``seeds`` or ``clients``, for the number after the ±.
@@ -58,6 +59,7 @@ class TableEntry:
     label: str = "accuracy (%)"
     standing: Standing | None = None
     never: int = 0
+    diverged: int = 0
 
     @property
     def mean(self) -> float | None:
@@ -112,7 +114,8 @@ def table_entries(
 
         # A finished run knows its metrics; a cell may leave the objective open.
         experiment = finished[0].experiment if finished else cells[indices[0]].experiment
-        missing = len(indices) - len(finished)
+        diverged = sum(divergence(cells[i].folder) is not None for i in indices if i not in results)
+        missing = len(indices) - len(finished) - diverged
         for heading, metric in study.metrics.items():
             is_measured = metric.is_of(position[1])
             runs = finished if is_measured else []
@@ -120,6 +123,7 @@ def table_entries(
                 *position,
                 metric=heading,
                 missing=missing if is_measured else 0,
+                diverged=diverged if is_measured else 0,
                 published=reference.quoted(*position, heading),
                 spread_over=metric.spread,
             )
@@ -311,6 +315,7 @@ def entry_rows(entries: Sequence[TableEntry]) -> list[dict[str, Any]]:
             "std_over_clients": entry.over_clients,
             "seeds": len(entry.values),
             "missing_seeds": entry.missing,
+            "diverged_seeds": entry.diverged,
             "never_seeds": entry.never,
             "published": entry.published.value if entry.published else None,
             "published_spread": entry.published.spread if entry.published else None,
@@ -342,7 +347,8 @@ def entry_table(entries: Sequence[TableEntry]) -> pa.Table:
     """Return the `entry_rows` as a table."""
     rows = entry_rows(entries)
     kinds = {"method": "string", "down": "string", "across": "string", "metric": "string"}
-    kinds |= dict.fromkeys(("seeds", "missing_seeds", "never_seeds", "rank", "rank_low", "rank_high"), "int32")
+    kinds |= dict.fromkeys(("seeds", "missing_seeds", "diverged_seeds", "never_seeds"), "int32")
+    kinds |= dict.fromkeys(("rank", "rank_low", "rank_high"), "int32")
     return pa.Table.from_pylist(rows, pa.schema([(name, kinds.get(name, "float64")) for name in rows[0]]))
 
 

@@ -143,7 +143,9 @@ def _measured(entry: TableEntry) -> str:
     if entry.never:
         return f"{entry.never} of {entry.never + len(entry.values)} never" + PENDING * bool(entry.missing)
     if entry.mean is None:
-        return PENDING if entry.missing else EMPTY
+        if entry.missing:
+            return PENDING
+        return "diverged" if entry.diverged else EMPTY
     number = _number(entry.mean, entry.spread)
     return number + PENDING if entry.missing else number
 
