@@ -31,6 +31,7 @@ def report(
     """
     from raypfl.common.counting import counted
     from raypfl.results.report import find_runs, write
+    from raypfl.results.report.parts import without_part
     from raypfl.results.report.searches.folders import has_search
 
     folders = runs or []
@@ -40,7 +41,10 @@ def report(
     # Drawing many runs takes a while.
     print_message(f"Writing a report on {counted(len(results), 'run')}", "")
     searches = [folder for folder in folders if has_search(folder)]
-    print(f"Report: {write(results, out, reasons_left_out, searches, baseline, named_clients)}")
+    path = write(results, out, reasons_left_out, searches, baseline, named_clients)
+    for reason in without_part(results):
+        print_message(reason, "yellow")
+    print(f"Report: {path}")
 
 
 def track(

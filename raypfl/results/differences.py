@@ -14,7 +14,7 @@ from raypfl.data.datasets.population import is_described
 from raypfl.data.partitions.natural import ByColumn, FromFile
 from raypfl.results import bootstrap
 from raypfl.results.numbers import client_scores
-from raypfl.results.run_groups import RunGroup
+from raypfl.results.run_groups import RunGroup, group_runs, methods_without_result
 from raypfl.results.table import tests_of
 from raypfl.results.units import Unit
 from raypfl.runs.result import RunResult
@@ -121,6 +121,17 @@ def find_label(labels: Sequence[str], baseline: str) -> str:
         candidates = "; ".join(matches)
         raise ConfigError(f"The baseline {baseline!r} could be any of: {candidates}. Give one of these in full.")
     return matches[0]
+
+
+def find_baseline(results: Sequence[RunResult], baseline: str) -> str:
+    """Return the label of a baseline among the methods that have a result; raises as `find_label` does."""
+    try:
+        return find_label([group.label for group in group_runs(results)], baseline)
+    except ConfigError:
+        for label, end in methods_without_result(results).items():
+            if baseline in (label, label.split()[0]):
+                raise ConfigError(f"The baseline {baseline!r} has no result: it {end}. Name another one.") from None
+        raise
 
 
 def differences(groups: Sequence[RunGroup], baseline: str | None = None) -> list[Difference]:

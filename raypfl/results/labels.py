@@ -22,6 +22,8 @@ def labels(experiments: Sequence[Experiment]) -> list[str]:
     values if the experiments differ in a single setting that is not a method's own. If all are of one method and differ
     in several settings, labels show those that are not at their default.
     """
+    if not experiments:
+        return []
     names = _method_names(experiments)
     texts = _setting_texts(names, experiments)
     return [f"{name} {text}".rstrip() for name, text in zip(names, texts, strict=True)]

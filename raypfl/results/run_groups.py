@@ -93,7 +93,7 @@ def group_runs(results: Sequence[RunResult]) -> list[RunGroup]:
     members: dict[str, list[RunResult]] = {}
     for label, result in _labelled(results):
         runs = members.setdefault(label, [])
-        if len(results) == 1 or result.status not in WITHOUT_RESULT:
+        if result.status not in WITHOUT_RESULT or (len(results) == 1 and result.evaluations.num_rows):
             runs.append(result)
     return [RunGroup(label, colour(i), tuple(runs)) for i, (label, runs) in enumerate(members.items()) if runs]
 

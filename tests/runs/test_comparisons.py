@@ -13,6 +13,7 @@ import yaml
 
 from raypfl.common.errors import ConfigError, NoRun, RayDied, RaypflError, Unwritable
 from raypfl.results.report import find_runs, write
+from raypfl.results.run_groups import group_runs, methods_without_result
 from raypfl.runs import driver
 from raypfl.runs.result import RunResult, description
 from tests.support.command import hashes, interrupted, raypfl, raypfl_json
@@ -269,6 +270,43 @@ def test_a_method_that_diverges_has_no_result_and_is_not_trained_again_and_the_o
         text = write(results, file).read_text()
         assert "diverged after round 1" in text, file
     assert find_runs([run])[0][0].status == "diverged"
+
+
+def test_a_comparison_whose_baseline_diverges_is_shown_with_the_best_of_the_others():
+    diverging = "methods=[{name: ditto, lam: 1.0e30}, fedavg, local]"
+    ended = raypfl("run", *UNTRACKED, diverging, "--baseline", "ditto", "--json", "--quiet")
+    assert ended.exit_code == 1 and "ditto, seed 0, diverged (" in ended.stderr
+    assert {row["method"] for row in json.loads(ended.stdout)["differences"]} <= {"fedavg", "local"}
+    refused = raypfl("report", str(only_folder()), "--baseline", "ditto")
+    assert refused.exit_code == 2 and "'ditto' has no result: it diverged after round 1." in refused.stderr
+
+
+def test_a_seed_that_diverged_is_the_same_methods_after_the_others_went_on():
+    ended = raypfl("run", *UNTRACKED, "seeds=2", "failures.loss_limit=2.4", "--method", "fedavg", "--json", "--quiet")
+    assert [run["status"] for run in json.loads(ended.stdout)["runs"]] == ["finished", "diverged"]
+    folder = only_folder()
+    assert raypfl("resume", str(folder), "rounds=3", "--quiet").exit_code == 1
+    results, _ = find_runs([folder])
+    (group,) = group_runs(results)
+    assert (group.label, len(group.results)) == ("fedavg", 1) and not methods_without_result(results)
+    assert "rounds=3" in yaml.safe_load((folder / "comparison.yaml").read_text())["words"]
+
+
+def test_data_on_which_all_runs_diverge_are_named_beside_a_report_on_others():
+    diverging = ["training.lr=1e30", "partition.clients=5", "--method", "fedavg,ditto"]
+    ended = raypfl("run", *UNTRACKED, *diverging, "--json", "--quiet")
+    outcome = json.loads(ended.stdout)
+    assert ended.exit_code == 1 and (outcome["differences"], len(outcome["runs"])) == ([], 2)
+    raypfl_json("run", *UNTRACKED, "method=fedavg")
+    # A run on its own has no part either, if it was never evaluated.
+    raypfl("run", *UNTRACKED, "training.lr=1e30", "partition.clients=6", "method=fedavg", "--quiet")
+
+    for file in ("report.html", "table.csv"):
+        reported = raypfl("report", "runs", "--out", file)
+        assert reported.exit_code == 0, reported.output
+        notes = " ".join(reported.stderr.split())
+        assert "No run on digits · 5 clients" in notes and "No run on digits · 6 clients" in notes
+    assert Path("report.html").read_text().count("diverged after round 0") == 3
 
 
 def test_seeds_and_rates_that_advance_together_go_on_without_one_that_diverges():

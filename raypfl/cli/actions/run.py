@@ -28,7 +28,7 @@ from raypfl.experiment.identity import harmless_changes
 from raypfl.integrations.tracking.connection import how_to_view
 from raypfl.integrations.tracking.entries import comparison_description, comparison_metrics, comparison_scores
 from raypfl.integrations.tracking.listener import MLflowListener
-from raypfl.results.differences import find_label
+from raypfl.results.differences import find_baseline, find_label
 from raypfl.results.display import outcome
 from raypfl.results.display.console import view, warner
 from raypfl.results.display.fitting import output
@@ -194,11 +194,17 @@ def _carry_out(work: Work, quiet: bool, as_json: bool) -> None:
             error_of_all = error
 
         errors = diverged | {folder: outcome.error for folder, outcome in outcomes.items() if outcome.error}
-        results = _results(work) if outcomes or not to_do else []
+        results: list[RunResult] = []
+        if outcomes or not to_do:
+            # The others have the changes, and seeds of one method must have the same settings.
+            for folder in diverged if work.changes else ():
+                write_description(folder, work.runs[folder])
+            results = _results(work)
         if results and (work.is_comparison or not errors):
             _report(work, results, tracked, as_json)
+        if work.unfinished.keys() <= work.diverged.keys():
+            _note_changes(work)
         raise_for(work, results, outcomes, errors, error_of_all)
-        _note_changes(work)
 
 
 def _results(work: Work) -> list[RunResult]:
@@ -257,11 +263,11 @@ def _report(work: Work, results: Sequence[RunResult], tracked: MLflowListener, a
 
 
 def _baseline(work: Work, evaluated: Sequence[RunResult]) -> str | None:
-    """Return the label of the baseline; None before it has run, since methods are then compared with the best."""
+    """Return the label of the baseline; None while it has no result, since methods are then compared with the best."""
     if work.baseline is None:
         return None
     with suppress(ConfigError):
-        return find_label(labels([result.experiment for result in evaluated]), work.baseline)
+        return find_baseline(evaluated, work.baseline)
     return None
 
 

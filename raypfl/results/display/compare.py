@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raypfl.common.errors import ConfigError
-from raypfl.results.differences import HEADINGS, Difference, differences, remarks
+from raypfl.results.differences import HEADINGS, Difference, differences, find_baseline, remarks
 from raypfl.results.display.fitting import fit_table
 from raypfl.results.run_groups import compared, group_runs, sentences_without_result
 from raypfl.runs.result import RunResult
@@ -83,7 +83,7 @@ def compare(results: Sequence[RunResult], baseline: str | None = None) -> Differ
             "There is nothing to compare: give results of at least two methods, or of one with two settings, that were "
             "evaluated. Runs that differ in their seed alone are one method's."
         )
-    rows = differences(groups, baseline)
+    rows = differences(groups, find_baseline(comparable, baseline) if baseline else None)
     if not rows:
         raise ConfigError(
             f"There is nothing to compare: no two methods have a value of {groups[0].unit.phrase} on the same test."

@@ -27,7 +27,7 @@ from raypfl.results.labels import labels
 from raypfl.results.numbers import prediction_traffic
 from raypfl.results.report import budgets, clients, export, figures, tables
 from raypfl.results.report.lead import lead_of
-from raypfl.results.report.parts import Part, parts_of
+from raypfl.results.report.parts import Part, parts_of, without_part
 from raypfl.results.report.searches.page import read as read_search
 from raypfl.results.report.tables import protocol_name
 from raypfl.results.run_groups import RunGroup, methods_without_result, sentences_without_result
@@ -105,7 +105,7 @@ def _page(
         content["body"] = Markup(_FIGURE_ID.sub(rf"\1{suffix}", body))
         contents.append(content)
 
-    all_notes = list(notes)
+    all_notes = [*notes, *without_part(results)]
     if len(contents) == 1:  # several parts show their notes themselves
         all_notes += contents[0]["notes"]
     measures = results[0].experiment.measures

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from raypfl.common.errors import ConfigError
-from raypfl.results.differences import find_label
+from raypfl.results.differences import find_baseline
 from raypfl.results.report.searches.folders import chosen_trials, sweep_of
-from raypfl.results.run_groups import RunGroup, group_runs, sentences_without_result
+from raypfl.results.run_groups import RunGroup, group_runs
 from raypfl.results.setting_text import data_text
 from raypfl.runs.result import RunResult
 
@@ -67,14 +67,9 @@ def parts_of(results: Sequence[RunResult], baseline: str | None = None) -> list[
     ------
     ConfigError : if the baseline is in none of them, or no run has a result.
     """
-    by_setting: dict[tuple[str, str], list[RunResult]] = {}
-    for result in results:
-        setting = data_text(result)
-        metric = result.experiment.measures.primary.name
-        by_setting.setdefault((setting, metric), []).append(result)
-    parts = [part for part in map(part_of, by_setting.values()) if part.groups]
+    parts = [part for part in map(part_of, _by_setting(results)) if part.groups]
     if not parts:
-        raise ConfigError("\n".join(["No run has a result.", *sentences_without_result(results)]))
+        raise ConfigError("\n".join(without_part(results)))
     if baseline is None:
         return parts
 
@@ -82,13 +77,31 @@ def parts_of(results: Sequence[RunResult], baseline: str | None = None) -> list[
     errors = []
     for part in parts:
         try:
-            labels.append(find_label([group.label for group in part.groups], baseline))
+            labels.append(find_baseline(part.results, baseline))
         except ConfigError as error:
             labels.append(None)
             errors.append(error)
     if len(errors) == len(parts):
         raise errors[0]
     return [replace(part, baseline=label) for part, label in zip(parts, labels, strict=True)]
+
+
+def without_part(results: Sequence[RunResult]) -> list[str]:
+    """Return a sentence for each setting of the data that has no part in a report, since no run on it has a result."""
+    sentences = []
+    for comparable in _by_setting(results):
+        if not group_runs(comparable):
+            ends = [f"{result.run_dir} {result.status} after round {result.round}" for result in comparable]
+            sentences.append(f"No run on {data_text(comparable[0])} has a result: {'; '.join(ends)}.")
+    return sentences
+
+
+def _by_setting(results: Sequence[RunResult]) -> list[list[RunResult]]:
+    """Return the runs that can be compared: those on the same data with the same primary metric."""
+    by_setting: dict[tuple[str, str], list[RunResult]] = {}
+    for result in results:
+        by_setting.setdefault((data_text(result), result.experiment.measures.primary.name), []).append(result)
+    return list(by_setting.values())
 
 
 def part_of(results: Sequence[RunResult]) -> Part:
