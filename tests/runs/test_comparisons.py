@@ -297,6 +297,7 @@ def test_data_on_which_all_runs_diverge_are_named_beside_a_report_on_others():
     ended = raypfl("run", *UNTRACKED, *diverging, "--json", "--quiet")
     outcome = json.loads(ended.stdout)
     assert ended.exit_code == 1 and (outcome["differences"], len(outcome["runs"])) == ([], 2)
+    assert ended.stderr.endswith("0 of 2 runs are finished.\n")
     raypfl_json("run", *UNTRACKED, "method=fedavg")
     # A run on its own has no part either, if it was never evaluated.
     raypfl("run", *UNTRACKED, "training.lr=1e30", "partition.clients=6", "method=fedavg", "--quiet")

@@ -152,6 +152,7 @@ def _how_to_continue(work: Work) -> str:
     if finished_before:
         changed = f" with {shlex.join(work.changes)}; earlier results exist for {finished_before}"
     command = work.to_continue
+    finished = len(work.runs) - len(unfinished)
     if unfinished.keys() <= diverged:
-        command = f"To see them: {shlex.join(['raypfl', 'report', str(nearby(work.folder))])}"
-    return f"{len(work.runs) - len(unfinished)} of {len(work.runs)} runs are finished{changed}. {command}"
+        command = f"To see them: {shlex.join(['raypfl', 'report', str(nearby(work.folder))])}" if finished else ""
+    return f"{finished} of {len(work.runs)} runs are finished{changed}. {command}".rstrip()
