@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import fcntl
 import math
@@ -12,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,6 +35,7 @@ from raypfl.results.report.searches.folders import CONFIGURATIONS
 from raypfl.results.report.searches.page import read as read_search
 from raypfl.runs.driver import resume, run
 from raypfl.runs.result import write_description
+from raypfl.storage import lease
 from tests.support.command import raypfl
 from tests.support.processes import start_command
 from tests.support.runs import Interrupt
@@ -521,24 +524,47 @@ with locked(Path(sys.argv[1])), hold_lease(sys.argv[1] + "/checkpoints", "dying"
 """
 
 
+@contextlib.contextmanager
+def at_work_on(run: Path) -> Iterator[Callable[[], None]]:
+    """While active, a process is at work on a run, as one of a killed sweep may still be; yields what kills it."""
+    run.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-c", DYING, str(run)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as process:
+        assert process.stdout.readline() == b"held\n"
+
+        def kill() -> None:
+            process.kill()
+            process.wait()
+
+        yield kill
+
+
 def test_a_trial_waits_for_the_process_of_a_killed_sweep_that_is_still_at_work_on_it(tmp_path: Path, monkeypatch):
     configuration = {"training.lr": 0.1}
     sweep = load(small(trials=1, points=[configuration]), [f"output={tmp_path}", "engine.backend=inline"])
     trial = sweep.folder / "trials/00000"
     write_description(trial, sweep.configured(configuration))
-    command = [sys.executable, "-c", DYING, str(trial)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as dying:
-        assert dying.stdout.readline() == b"held\n"
+    with at_work_on(trial) as kill:
         flock = fcntl.flock
 
-        def die_and_flock(file, operation) -> None:
+        def kill_and_flock(file, operation) -> None:
             if ".00000.lock" in file.name:
-                dying.kill()
-                dying.wait()
+                kill()
             flock(file, operation)
 
-        monkeypatch.setattr(fcntl, "flock", die_and_flock)
+        monkeypatch.setattr(fcntl, "flock", kill_and_flock)
         assert tune(sweep).status == "finished"
+
+
+def test_a_trial_on_ray_tune_waits_for_it_too(tmp_path: Path, monkeypatch):
+    sweep = load(small(seeds=2), [f"output={tmp_path}"])
+    context = SweepContext(sweep, ["accuracy/val"], tmp_path, "", SimpleNamespace(put=silent))
+    trial = tmp_path / "trials/00000/seed-1"
+    write_description(trial, sweep.configured({"training.lr": 0.1}, seed=1))
+    with at_work_on(trial) as kill:
+        clock = SimpleNamespace(monotonic=time.monotonic, strftime=time.strftime, sleep=lambda seconds: kill())
+        monkeypatch.setattr(lease, "time", clock)
+        assert run_seeds({"training.lr": 0.1}, context, "00000")
 
 
 def test_a_sweep_that_another_process_carries_out_is_refused(tmp_path: Path):

@@ -245,9 +245,13 @@ class _TrialRun:
 
     def execute(self, checkpoint: Any, place: Place | None = None) -> RunResult:
         """Run to the end, from a reported checkpoint or, with None, from the newest one in the run's folder."""
+        from raypfl.engine.job import checkpoints_of
         from raypfl.runs import driver
         from raypfl.runs.result import RECIPE, RunResult, is_finished, write_description
+        from raypfl.storage import lease
 
+        # A process of a sweep that was killed may still be at work in the folder, and may finish the run.
+        lease.wait_until_free(checkpoints_of(self.experiment, str(self.folder)), STOP_SECONDS)
         is_copy = checkpoint is not None and self._continue_from(checkpoint)
         experiment = self._experiment_to_run()
         if self.context.sweep.scheduler.copies and not is_copy:
