@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from raypfl.common.messages import per_client as per_client
     from raypfl.experiment import Experiment as Experiment
     from raypfl.federation.cohort import Cohort as Cohort
+    from raypfl.federation.method import ServerState as ServerState
+    from raypfl.federation.method import ServerView as ServerView
     from raypfl.integrations.tracking.listener import MLflowListener as MLflowListener
     from raypfl.integrations.tuning.result import tune as tune
     from raypfl.learning import augmentation as augmentation
@@ -58,6 +60,8 @@ _MODULE_OF_NAME = {
     "RemoteRun": "raypfl.trained.serving.remote",
     "Result": "raypfl.api",
     "Scatter": "raypfl.common.messages",
+    "ServerState": "raypfl.federation.method",
+    "ServerView": "raypfl.federation.method",
     "Sum": "raypfl.common.messages",
     "Task": "raypfl.methods",
     "compare": "raypfl.results.display.compare",

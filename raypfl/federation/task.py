@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from torch import Tensor, nn
 
+from raypfl.common import rng
 from raypfl.learning.objectives import Classification, Objective
 from raypfl.models.flat import FlatModel
 
@@ -46,6 +48,23 @@ class Task:
     objective: Objective = field(default_factory=Classification)
     discrete: bool = False
     architecture_of: np.ndarray | None = None
+
+    def new_network(self, name: str, factory: Callable[[], nn.Module]) -> FlatModel:
+        """Return a further network, for :meth:`Method.networks`, with the clients' dtype and device.
+
+        Parameters
+        ----------
+        name : its name, from which its seed follows.
+        factory : builds it, without arguments.
+        """
+        return FlatModel(factory, self._seed_of(name), self.model.dtype, self.model.device)
+
+    def initial(self, name: str) -> Tensor:
+        """Return an initial vector ``[P+B]`` of one of `networks`."""
+        return self.networks[name].init(self._seed_of(name))
+
+    def _seed_of(self, name: str) -> int:
+        return rng.key(self.seed, name) % 2**31
 
     def by_architecture(self, clients: Sequence[int] | np.ndarray) -> list[np.ndarray]:
         """Return the positions of the clients that have each architecture, ``int64[n]``; one array if all have one."""

@@ -59,6 +59,23 @@ class VectorLayout:
         self.num_buffers = self.size - self.num_parameters
         self._sizes = [segment.size for segment in self.segments.values()]
 
+    @property
+    def num_features(self) -> int:
+        """The number of inputs of the output layer, which is the size of a feature vector.
+
+        Raises
+        ------
+        ConfigError : if the output layer has no weight ``[outputs, inputs]``.
+        """
+        names = self.common_parts["output layer"]
+        weight = stored_tensors(self.module)[names[0]]
+        if weight.dim() < 2:
+            raise ConfigError(
+                f"The network's last layer with parameters has no weight of [outputs, inputs], but {', '.join(names)}: "
+                "let it end in a layer such as nn.Linear."
+            )
+        return weight.shape[1]
+
     def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return one vector ``Tensor[P+B]`` from named tensors; the inverse of :meth:`unflatten`."""
         return torch.cat([tensors[name].detach().reshape(-1).to(self.dtype) for name in self.segments])

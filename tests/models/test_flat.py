@@ -12,7 +12,7 @@ from raypfl.common.errors import ConfigError
 from raypfl.models import FlatModel
 from raypfl.models.flat import FunctionalCall
 from raypfl.models.heads import output_segments
-from tests.support.federation import NormalisedConv, as_module, as_vector, both_networks, small_mlp
+from tests.support.federation import SHAPE, NormalisedConv, as_module, as_vector, both_networks, small_mlp
 
 
 class Tied(nn.Module):
@@ -264,6 +264,18 @@ def test_words_go_by_layers_that_learn_and_may_select_nothing():
     assert FlatModel(small_mlp).names("batch norm") == []
     alone = FlatModel(lambda: nn.Linear(2, 2))
     assert alone.names("output layer") == ["weight", "bias"] and not alone.mask("feature extractor").any()
+
+
+@pytest.mark.parametrize("frozen", [None, "output layer"])
+def test_the_number_of_features_is_the_width_of_the_output_layers_inputs(frozen):
+    model = FlatModel(NormalisedConv, frozen=frozen)
+    features, _ = model.features(model.init(0), torch.zeros(2, *SHAPE))
+    assert features.shape == (2, model.num_features)
+
+
+def test_a_network_that_ends_in_a_layer_without_a_matrix_has_no_number_of_features():
+    with pytest.raises(ConfigError, match=r"no weight of \[outputs, inputs\], but 1.weight, 1.bias: let it end in"):
+        _ = FlatModel(lambda: nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))).num_features
 
 
 def test_a_module_with_the_same_prefix_is_not_selected():

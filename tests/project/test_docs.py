@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import math
 import pydoc
 import re
 import sys
@@ -65,7 +66,7 @@ def two_rounds(**changes) -> raypfl.Result:
 
 
 def test_a_users_methods_take_under_twenty_and_under_forty_lines():
-    first, second = blocks("docs/write_a_method.md", "python")
+    first, second, _ = blocks("docs/write_a_method.md", "python")
     assert len(first.splitlines()) < 20 and len(second.splitlines()) < 40
 
 
@@ -85,6 +86,19 @@ def test_the_method_of_the_guide_learns_and_is_charged_for_what_it_sends(my_meth
 def test_the_method_of_the_guide_is_local_training_if_nothing_is_shared(my_methods):
     alone = two_rounds(method=my_methods.PartlyPersonal(personal="*"))
     assert alone.evaluations.equals(two_rounds(method=Local()).evaluations)
+
+
+def test_the_generator_of_the_guide_is_sent_and_learns_and_with_strength_zero_trains_federated_averaging(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    my_generator = import_from_page("my_generator", tmp_path, monkeypatch)
+    result = two_rounds(method=my_generator.FromGenerator(), training={"precision": "fp64"})
+    ledger = result.ledger.to_pylist()
+    assert {(row["name"], row["numbers"]) for row in ledger} == {("theta", 9610), ("generator", 10_048)}
+    assert max(result.logged["value"].to_pylist()) < math.log(10) - 0.3, "it guesses"
+
+    without = two_rounds(method=my_generator.FromGenerator(strength=0.0))
+    assert without.evaluations.equals(two_rounds(method="fedavg").evaluations)
 
 
 def test_the_network_of_the_guide_learns_whole_or_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -57,6 +57,7 @@ READER_FILES = {
     "my_experiment.yaml": ("README.md", "rounds: 20"),
     "my_metrics.py": ("docs/evaluation.md", "class Within"),
     "my_fedavg.py": ("docs/write_a_method.md", "class MyFedAvg"),
+    "my_generator.py": ("docs/write_a_method.md", "class FromGenerator"),
     "my_methods.py": ("docs/write_a_method.md", "class PartlyPersonal"),
     "my_networks.py": ("docs/own_network.md", "class SmallCNN"),
     "my_recipe.yaml": ("docs/flntk.md", "analyses:"),

@@ -53,8 +53,7 @@ class FedPAC(Method):
     def start(self, task: Task) -> ServerState:
         initial = task.model.init(task.seed)
         head = task.model.mask("output layer")
-        weight = task.model.segments[task.model.names("output layer")[0]]
-        means = torch.zeros(weight.shape, dtype=initial.dtype, device=initial.device)
+        means = initial.new_zeros(task.num_classes, task.model.num_features)
         return {"body": initial[~head], "heads": initial[head].repeat(task.num_clients, 1), "means": means}
 
     def round(self, server: ServerState, cohort: Cohort) -> None:

@@ -87,10 +87,10 @@ class PFedFDA(Method):
 
     def start(self, task: Task) -> ServerState:
         initial = task.model.init(task.seed)
-        num_classes, size = task.model.segments[task.model.names("output layer")[0]].shape
-        draws = torch.rand(num_classes, size, generator=torch.Generator().manual_seed(task.seed), dtype=torch.float64)
+        generator = torch.Generator().manual_seed(task.seed)
+        draws = torch.rand(task.num_classes, task.model.num_features, generator=generator, dtype=torch.float64)
         means = draws.to(initial)
-        covariance = torch.eye(size, dtype=means.dtype, device=means.device)
+        covariance = torch.eye(means.shape[1], dtype=means.dtype, device=means.device)
         return {"theta": initial, "means": means, "covariance": covariance}
 
     def round(self, server: ServerState, cohort: Cohort) -> None:

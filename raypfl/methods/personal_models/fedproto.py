@@ -52,8 +52,8 @@ class FedProto(Method):
         return torch.zeros(model.size, dtype=torch.bool, device=model.device)
 
     def start(self, task: Task) -> ServerState:
-        weight = task.model.segments[task.model.names("output layer")[0]]
-        return {"means": torch.zeros(weight.shape, dtype=task.model.dtype, device=task.model.device)}
+        shape = (task.num_classes, task.model.num_features)
+        return {"means": torch.zeros(shape, dtype=task.model.dtype, device=task.model.device)}
 
     def round(self, server: ServerState, cohort: Cohort) -> None:
         reply = cohort.run(self.train, means=server["means"])

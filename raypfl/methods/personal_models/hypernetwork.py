@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from raypfl.clients.clients import Clients
-from raypfl.common import rng
 from raypfl.common.conditions import needs
 from raypfl.common.errors import ConfigError
 from raypfl.common.limits import BELOW_ONE, COUNT, FROM_ZERO, POSITIVE
@@ -24,16 +22,6 @@ from raypfl.models.hypernetworks import Size, hypernetwork
 
 DEFAULT_RATES = {"average": 1.0, "sgd": 1e-2, "adam": 1e-3}
 """Default learning rate of each server optimizer."""
-
-
-def server_network(task: Task, name: str, factory: Callable[[], nn.Module]) -> FlatModel:
-    """Return a network that the server trains, in addition to the clients' network."""
-    return FlatModel(factory, rng.key(task.seed, name) % 2**31, task.model.dtype, task.model.device)
-
-
-def initial_parameters(task: Task, name: str) -> Tensor:
-    """Return the initial parameters of one of the server's networks."""
-    return task.networks[name].init(rng.key(task.seed, name) % 2**31)
 
 
 class HypernetworkMethod(Method):
@@ -79,14 +67,14 @@ class HypernetworkMethod(Method):
     def networks(self, task: Task) -> dict[str, FlatModel]:
         length = self.vector_length(task)
         outputs = task.model.num_parameters
-        return {"hyper": server_network(task, "hyper", lambda: hypernetwork(length, outputs, self.size))}
+        return {"hyper": task.new_network("hyper", lambda: hypernetwork(length, outputs, self.size))}
 
     def vector_length(self, task: Task) -> int:
         """Return l, the length of a client's vector in this experiment."""
         return self.length or max(task.num_clients // 4, 1)
 
     def start(self, task: Task) -> ServerState:
-        return {"hyper": initial_parameters(task, "hyper"), "moments": {}}
+        return {"hyper": task.initial("hyper"), "moments": {}}
 
     def send_and_train(self, server: ServerState, cohort: Cohort, v: Tensor, stream: str = "") -> tuple[Tensor, Tensor]:
         """Run one exchange: send models made from the clients' vectors ``v[C, l]``, receive the steps of training.

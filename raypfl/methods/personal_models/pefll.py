@@ -17,7 +17,7 @@ from raypfl.federation.task import Task
 from raypfl.learning.loss import LossFunction
 from raypfl.learning.objectives import Classification, Objective
 from raypfl.learning.objectives.batch import Batch
-from raypfl.methods.personal_models.hypernetwork import HypernetworkMethod, initial_parameters, server_network
+from raypfl.methods.personal_models.hypernetwork import HypernetworkMethod
 from raypfl.models.flat import FlatModel
 from raypfl.models.hypernetworks import Embedding, EmbeddingNetwork
 
@@ -58,11 +58,11 @@ class PeFLL(HypernetworkMethod):
 
         shape = task.input_shape
         num_classes = task.num_classes
-        embed = server_network(task, "embed", lambda: EmbeddingNetwork(self.embedding, shape, num_classes, length))
+        embed = task.new_network("embed", lambda: EmbeddingNetwork(self.embedding, shape, num_classes, length))
         return super().networks(task) | {"embed": embed}
 
     def start(self, task: Task) -> ServerState:
-        return super().start(task) | {"embed": initial_parameters(task, "embed")}
+        return super().start(task) | {"embed": task.initial("embed")}
 
     def round(self, server: ServerState, cohort: Cohort) -> None:
         v = cohort.run(self.describe, embed=server["embed"])["v"]
