@@ -221,8 +221,8 @@ def test_paired_units_begin_with_outputs_of_zero(tmp_path):
 @pytest.mark.parametrize("name", ["inputs.npy", "targets.npy"])
 def test_arrays_that_are_missing_or_are_not_numbers_are_refused(tmp_path, name):
     settings = two_layer(tmp_path)
-    np.save(tmp_path / "data" / name, np.array(["a"]))
-    with pytest.raises(RaypflError, match=rf"{name} holds <U1\[1\], not .*in floating point"):
+    np.save(tmp_path / "data" / name, np.array([["a"]]))
+    with pytest.raises(RaypflError, match=rf"{name} holds <U1\[1, 1\], not .*in floating point"):
         raypfl.run(settings)
     (tmp_path / "data" / name).unlink()
     with pytest.raises(RaypflError, match=f"There is no {name}"):

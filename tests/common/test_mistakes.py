@@ -259,7 +259,7 @@ def test_checkpoints_that_cannot_be_read_do_not_hide_why_a_run_failed(tmp_path: 
     def unreadable(*_: object) -> int:
         raise CheckpointError("The location is gone.")
 
-    monkeypatch.setattr("raypfl.cli.actions.run.rounds_saved", unreadable)
+    monkeypatch.setattr("raypfl.cli.actions.work.rounds_saved", unreadable)
     file = tmp_path / "alone.yaml"
     file.write_text(experiment(tmp_path, method=f"{MODULE}:RaisesInTrain").to_yaml())
     failed = command.raypfl("run", str(file))

@@ -116,10 +116,11 @@ def test_the_picture_shows_runs_that_request_it_and_have_a_global_model(run, tmp
     path = latent_picture.draw([run], tmp_path / "latent.png")
     assert path.read_bytes()[:4] == b"\x89PNG" and path.stat().st_size > 20_000
 
-    unasked = SimpleNamespace(experiment=run.experiment.override(["tracking.latent=false"]))
+    ended = {"status": "finished", "counts": True}
+    unasked = SimpleNamespace(experiment=run.experiment.override(["tracking.latent=false"]), **ended)
     assert latent_picture.groups_to_draw([unasked]) == []
 
-    alone = SimpleNamespace(server_state=dict, experiment=run.experiment.replace(method="local"))
+    alone = SimpleNamespace(server_state=dict, experiment=run.experiment.replace(method="local"), **ended)
     assert latent_picture.groups_to_draw([alone]) == []
     with pytest.raises(ConfigError, match=r"tracking\.latent=true"):
         latent_picture.draw([alone, unasked], tmp_path / "none.png")

@@ -53,6 +53,7 @@ class MadeUp:
     rounds: pa.Table
     evaluations: pa.Table
     status: str = "finished"
+    counts: bool = True
     weights_hash: str = "3fa2c19d88e0ffff"
     megabytes: tuple[float, float] = (23.1, 23.0)
     best_round: int | None = None

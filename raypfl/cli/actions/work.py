@@ -112,7 +112,7 @@ def raise_for(
         raise Stopped("\n".join([*lines, f"{error_of_all} {_how_to_continue(work)}"]))
     if error_of_all:
         lines.append(str(error_of_all))
-    if lines and (results or work.has_checkpoint):
+    if lines and (work.has_checkpoint or (work.is_comparison and results)):
         lines.append(_how_to_continue(work))
     if lines:
         raise RaypflError("\n".join(filter(None, lines)))
