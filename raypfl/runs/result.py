@@ -129,6 +129,12 @@ def is_finished(run_dir: Path) -> bool:
     return _read_json(run_dir / METADATA) is not None
 
 
+def stopped_at_once(run_dir: Path) -> bool:
+    """Return whether a run was stopped before it had finished a round."""
+    summary = _read_json(run_dir / SUMMARY, _SUMMARY_KEYS)
+    return summary is not None and summary["status"] == "stopped" and summary["round"] == 0
+
+
 def divergence(run_dir: Path) -> Diverged | None:
     """Return the error with which a run diverged, as it would again; None if it did not."""
     summary = _read_json(run_dir / SUMMARY, _SUMMARY_KEYS)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import torch
 import raypfl
 from raypfl.common.errors import CheckpointError, ConfigError, NoRun
 from raypfl.engine import history
-from raypfl.engine.events import Warned
+from raypfl.engine.events import Event, RunStarted, Warned
 from raypfl.experiment import Experiment
 from raypfl.experiment.assignments import assign, flatten
 from raypfl.learning.recording.python_state import names_in
@@ -224,6 +226,19 @@ def test_a_run_whose_checkpoints_are_gone_says_that_it_begins_again(tmp_path):
     )
     assert again.round == 2 and f"no checkpoint in {tmp_path}/apart/after: it begins again" in warnings[0]
     assert len(warnings) == 1
+
+
+def test_a_run_that_was_stopped_before_its_first_round_begins_again_without_a_warning(tmp_path):
+    def interrupt(event: Event) -> None:
+        if isinstance(event, RunStarted):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    stopped = raypfl.run(experiment(tmp_path, rounds=1), listeners=[interrupt])
+    assert (stopped.status, stopped.round) == ("stopped", 0)
+
+    events: list[Event] = []
+    assert raypfl.resume(stopped.run_dir, listeners=[events.append]).round == 1
+    assert not [event for event in events if isinstance(event, Warned)]
 
 
 class MovesItsAnchor(FedAvg):
