@@ -24,7 +24,7 @@ from raypfl import Experiment, Result
 from raypfl.common.errors import ConfigError, Stopped
 from raypfl.common.files import locked
 from raypfl.engine import history
-from raypfl.engine.events import Checkpointed, RunFinished
+from raypfl.engine.events import Checkpointed, Event, RunFinished, RunStarted
 from raypfl.experiment.spaces import draws_of_point, spaces_of, values_by_column, values_by_setting
 from raypfl.integrations.tuning.pictures import importances
 from raypfl.integrations.tuning.result import SweepResult, tune
@@ -436,7 +436,7 @@ def test_trials_that_need_nothing_of_each_other_advance_together_to_the_bits_of_
     interrupted = tune(described, changes, show=interrupt)
     assert interrupted.status == "stopped"
     outcome = tune(described, changes)
-    assert [trial.status for trial in outcome.trials] == ["finished", "failed", "finished", "finished"]
+    assert [trial.status for trial in outcome.trials] == ["finished", "diverged", "finished", "finished"]
     assert outcome.trials[1].error.startswith("Training diverged")
     with pytest.raises(ConfigError, match="without Ray Tune"):
         _ = outcome.grid
@@ -451,7 +451,7 @@ def test_trials_that_need_nothing_of_each_other_advance_together_to_the_bits_of_
             by_model = {row["model"]: row["accuracy"] for row in alone.summary() if row["protocol"] == "val"}
             accuracy = by_model.get("personal", by_model["global"])
             assert (trial.round, trial.values) == (4, {"accuracy/val": accuracy})
-    assert together == [3, None, 3]
+    assert together == [2, None, 2]  # after the interruption, without the one that diverged
 
 
 @pytest.mark.thorough
@@ -620,6 +620,44 @@ def test_a_trial_whose_metric_is_undefined_is_never_the_best(tmp_path: Path):
     (sweep.folder / "trials").mkdir()
     (method,) = read_search(sweep.folder, first.measures).methods
     assert method.rows[0][0][0] == "12345e67" and method.figures == []
+
+
+DIVERGING = small(
+    search={"training.lr": {"loguniform": [0.001, 1000]}},
+    points=[{"training.lr": rate} for rate in (0.001, 1000)],
+    trials=2,
+)
+"""With a rate of 1000, training diverges in round 2, after an accuracy in round 1 that 0.001 does not reach."""
+
+
+def test_a_trial_that_diverges_is_never_the_best_and_is_trained_once(tmp_path: Path):
+    changes = [f"output={tmp_path}", "engine.executor=auto", "engine.backend=inline"]
+    starts: list[str] = []
+
+    def note(trial: str, seed: int, event: Event) -> None:
+        if isinstance(event, RunStarted):
+            starts.append(trial)
+
+    sweep = load(DIVERGING, changes)
+    outcome = tune(sweep, hear=note)
+    good, diverged = outcome.rows()
+    assert (good["trial"], good["status"], outcome.best.name) == ("00000", "finished", "00000")
+    assert (diverged["status"], diverged["round"], diverged["accuracy/val"]) == ("diverged", 1, None)
+    assert diverged["error"].startswith("Training diverged on client 0 in round 2")
+    assert tune(sweep, hear=note).rows() == [good, diverged]
+    assert starts.count("00001") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_trial_that_diverges_is_trained_once_on_ray_tune_too(tmp_path: Path):
+    for _ in range(2):
+        good, diverged = tune(DIVERGING, [f"output={tmp_path}", "concurrent=1"]).rows()
+        assert (good["trial"], good["status"]) == ("00000", "finished")
+        assert (diverged["status"], diverged["round"], diverged["accuracy/val"]) == ("diverged", 1, None)
+        assert diverged["error"].startswith("Training diverged on client 0 in round 2")
+    history_of = tmp_path / "small/trials/00001/history.jsonl"
+    assert len(history_of.read_text().splitlines()) == 1, "it was trained again"
 
 
 @pytest.mark.thorough

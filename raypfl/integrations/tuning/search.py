@@ -44,7 +44,7 @@ from raypfl.integrations.tuning.trial import (
     TrialListener,
     close,
     final_status,
-    last_sentence,
+    has_diverged,
     metric_names,
     run_folder,
     run_trial,
@@ -153,7 +153,7 @@ def search(
 
         names = metric_names(sweep, first.measures)
         context = SweepContext(sweep, names, folder, os.getcwd(), events)
-        log = TrialLog(sweep, names, show)
+        log = TrialLog(sweep, folder, names, show)
         trainable = tune.with_resources(
             tune.with_parameters(run_trial, context=context), tune.PlacementGroupFactory(bundles(first.ray))
         )
@@ -166,7 +166,7 @@ def search(
 
                 tune_trials = tune.run(trainable, **arguments).trials
                 saved_trials = tune.ExperimentAnalysis(str(tune_folder)).trials
-                trials = _trials(tune_trials, saved_trials, sweep, names)
+                trials = _trials(tune_trials, saved_trials, sweep, folder, names)
 
                 has_deaths = any(map(has_died, tune_trials))
                 if not has_deaths or not all(trial.has_ended for trial in trials):
@@ -288,7 +288,9 @@ def _quiet_tune() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _trials(tune_trials: list[Any], saved_trials: list[Any], sweep: Sweep, names: list[str]) -> list[Trial]:
+def _trials(
+    tune_trials: list[Any], saved_trials: list[Any], sweep: Sweep, folder: Path, names: list[str]
+) -> list[Trial]:
     """Return all trials in order; one that has not come to its end was interrupted.
 
     Parameters
@@ -296,8 +298,11 @@ def _trials(tune_trials: list[Any], saved_trials: list[Any], sweep: Sweep, names
     tune_trials : Tune's trials, after it has shut down. It says of interrupted ones, too, that they are terminated.
     saved_trials : Tune's trials in the state that it saved before, which tells these apart. That state can lack the
         failure of a trial whose process had died already.
+    folder : the sweep's folder.
     names : the names of the metrics.
     """
+    from raypfl.integrations.tuning.trial_log import last_error
+
     saved_statuses = {trial.trial_id: trial.status for trial in saved_trials}
     trials = []
     for tune_trial in tune_trials:
@@ -310,16 +315,8 @@ def _trials(tune_trials: list[Any], saved_trials: list[Any], sweep: Sweep, names
             values=values,
         )
         if tune_trial.status == "ERROR":
-            trial.status = "failed"
-            trial.error = _last_error(tune_trial)
+            trial.fail(last_error(tune_trial), has_diverged(sweep, folder, trial.name))
         elif saved_statuses[tune_trial.trial_id] == "TERMINATED":
             trial.status = final_status(sweep, trial)
         trials.append(trial)
     return sorted(trials, key=lambda trial: trial.name)
-
-
-def _last_error(tune_trial: Any) -> str:
-    """Return why a trial failed, without the traceback."""
-    file = tune_trial.error_file
-    text = Path(file).read_text() if file and Path(file).exists() else ""
-    return last_sentence(text) or "its process died"

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import platform
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -48,10 +49,10 @@ class Trial:
     ----------
     name : the name of its folder.
     drawn : the configuration, as :func:`raypfl.experiment.spaces.values_by_setting` takes it.
-    status : ``waiting``, ``running``, ``finished``, ``stopped`` (by the scheduler) or ``failed``.
+    status : ``waiting``, ``running``, ``finished``, ``stopped`` (by the scheduler), ``diverged`` or ``failed``.
     round : the round of the last report.
-    values : the value of each metric in the last report, by name.
-    error : a sentence, if the trial failed.
+    values : the value of each metric in the last report, by name; empty if the trial diverged or failed.
+    error : a sentence, if the trial diverged or failed.
     """
 
     name: str
@@ -64,7 +65,13 @@ class Trial:
     @property
     def has_ended(self) -> bool:
         """Whether nothing of the trial is left to run."""
-        return self.status in ("finished", "stopped", "failed")
+        return self.status in ("finished", "stopped", "diverged", "failed")
+
+    def fail(self, error: str, is_divergence: bool = False) -> None:
+        """End with an error, which makes no result of the metrics before it."""
+        self.status = "diverged" if is_divergence else "failed"
+        self.error = error
+        self.values = {}
 
 
 TrialListener = Callable[[str, int, "Event"], None]
@@ -74,12 +81,19 @@ TrialListener = Callable[[str, int, "Event"], None]
 def last_sentence(error: str) -> str:
     """Return the last line of an error or a traceback, without the error's type."""
     lines = error.strip().splitlines()
-    return lines[-1].rpartition("Error: ")[2] if lines else ""
+    return re.sub(r"^.*Error: |^(\w+\.)+[A-Z]\w+: ", "", lines[-1]) if lines else ""
 
 
 def final_status(sweep: Sweep, trial: Trial) -> str:
     """Return the status of a trial that has ended and not failed: ``finished`` after all rounds, else ``stopped``."""
     return "finished" if trial.round >= sweep.configured(trial.drawn).rounds else "stopped"
+
+
+def has_diverged(sweep: Sweep, folder: Path, trial: str) -> bool:
+    """Whether a run of a trial diverged."""
+    from raypfl.runs.result import divergence
+
+    return any(divergence(run_folder(sweep, folder, trial, seed)) for seed in range(sweep.seeds))
 
 
 @dataclass(frozen=True)
@@ -247,7 +261,7 @@ class _TrialRun:
         """Run to the end, from a reported checkpoint or, with None, from the newest one in the run's folder."""
         from raypfl.engine.job import checkpoints_of
         from raypfl.runs import driver
-        from raypfl.runs.result import RECIPE, RunResult, is_finished, write_description
+        from raypfl.runs.result import RECIPE, RunResult, divergence, is_finished, write_description
         from raypfl.storage import lease
 
         # A process of a sweep that was killed may still be at work in the folder, and may finish the run.
@@ -263,6 +277,8 @@ class _TrialRun:
         if not is_copy and is_finished(self.folder):
             result = RunResult.load(self.folder)
             self.experiment = result.experiment
+        elif not is_copy and (error := divergence(self.folder)):
+            raise error  # Tune tries again after an error, but the run would diverge again
         elif (self.folder / RECIPE).exists():
             write_description(self.folder, experiment)
             result = driver.resume(self.folder, **arguments)

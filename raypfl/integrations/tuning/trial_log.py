@@ -10,7 +10,7 @@ from ray import cloudpickle, tune
 from ray.exceptions import RayActorError
 
 from raypfl.integrations.tuning.sweep import Sweep
-from raypfl.integrations.tuning.trial import Trial, final_status, trial_name
+from raypfl.integrations.tuning.trial import Trial, final_status, has_diverged, last_sentence, trial_name
 
 
 def has_died(tune_trial: Any) -> bool:
@@ -22,17 +22,26 @@ def has_died(tune_trial: Any) -> bool:
     return isinstance(cloudpickle.loads(Path(file).read_bytes()), RayActorError)
 
 
+def last_error(tune_trial: Any) -> str:
+    """Return why a trial of Tune failed, without the traceback."""
+    file = tune_trial.error_file
+    text = Path(file).read_text() if file and Path(file).exists() else ""
+    return last_sentence(text) or "its process died"
+
+
 class TrialLog(tune.Callback):
     """Call `show` with all trials whenever one has changed.
 
     Parameters
     ----------
+    folder : the sweep's folder.
     metrics : the metrics' names in what a trial reports.
     """
 
-    def __init__(self, sweep: Sweep, metrics: list[str], show: Callable[[list[Trial]], None]):
+    def __init__(self, sweep: Sweep, folder: Path, metrics: list[str], show: Callable[[list[Trial]], None]):
         self.trials: dict[str, Trial] = {}
         self._sweep = sweep
+        self._folder = folder
         self._metrics = metrics
         self._show = show
 
@@ -60,4 +69,9 @@ class TrialLog(tune.Callback):
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         # A trial whose process died is started again, see RESTARTS.
-        self._set_status(trial, "waiting" if has_died(trial) else "failed")
+        if has_died(trial):
+            self._set_status(trial, "waiting")
+            return
+        record = self._record_of(trial)
+        record.fail(last_error(trial), has_diverged(self._sweep, self._folder, record.name))
+        self._set_status(trial, record.status)

@@ -84,13 +84,19 @@ def run_population(
     trials = Trials(sweep, population.trials, folder, without_pauses, show)
     outcomes: dict[int, RunOutcome] = {}
 
+    def has_failed(trial: Trial) -> bool:
+        number = population.trials.index(trial)
+        return number in outcomes and outcomes[number].status == FAILED
+
+    def is_over(trial: Trial, round: int) -> bool:
+        return has_failed(trial) or population.is_paused(trial, round)
+
     with driver.session(sweep.base) if population.unfinished() else contextlib.nullcontext():
         while True:
             end += sweep.base.evaluation.every
-            outcomes |= trials.carry_out(early_end=_pauses_after(end), is_over=partial(population.is_paused, round=end))
+            outcomes |= trials.carry_out(early_end=_pauses_after(end), is_over=partial(is_over, round=end))
 
-            failed = {population.trials[number].name for number in outcomes if outcomes[number].status == FAILED}
-            going = [trial for trial in population.unfinished() if trial.name not in failed]
+            going = [trial for trial in population.unfinished() if not has_failed(trial)]
             paused = [trial for trial in going if population.is_paused(trial, end)]
             # The others were interrupted.
             if not paused or len(paused) < len(going):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from raypfl.common.errors import ConfigError
+from raypfl.common.errors import ConfigError, Diverged
 from raypfl.engine.backends.cluster import bundle, client_resources, in_one_process
 from raypfl.engine.backends.shared_folder import refuse_unless_shared
 from raypfl.engine.events import Evaluated, Event, Progress, RunFinished, RunStarted
@@ -15,7 +15,7 @@ from raypfl.experiment import Experiment
 from raypfl.integrations.tuning.sweep import Stop, Sweep
 from raypfl.integrations.tuning.together.asha import Asha, AshaListener
 from raypfl.integrations.tuning.trial import Trial, TrialListener, last_sentence, metric_values, run_folder
-from raypfl.runs.result import SUMMARY, RunResult, is_finished
+from raypfl.runs.result import SUMMARY, RunResult, divergence, is_finished, recorded_end
 from raypfl.runs.several.processes import run_in_this_process, run_on_cluster
 from raypfl.runs.several.worker import FAILED, FINISHED, STOPPED, EarlyEnd, PlannedRun, RunOutcome
 from raypfl.runs.together import paying_parts
@@ -115,13 +115,16 @@ class Trials:
 
         Returns
         -------
-        number -> outcome of a run; without those that are over or have not begun.
+        number -> outcome of a run; without those that are over or have not begun. One that has diverged would again,
+        so it is not repeated.
         """
         outcomes: dict[int, RunOutcome] = {}
         planned: dict[int, PlannedRun] = {}
         for number, run in enumerate(self._runs(early_end)):
             if is_finished(run.folder):
                 outcomes[number] = RunOutcome(FINISHED)
+            elif error := divergence(run.folder):
+                outcomes[number] = RunOutcome(FAILED, error)
             elif not is_over(self._trials[number // self._sweep.seeds]):
                 planned[number] = run
 
@@ -180,10 +183,10 @@ class Trials:
             if event.status == "stopped" and not self._is_stopped_at(trial, event.round):
                 return
             # A run that has reached its last round before is not evaluated again.
-            if event.error is None:
-                trial.round = event.round
-            trial.status = "failed" if event.error else event.status
-            trial.error = event.error or ""
+            trial.round = event.round
+            trial.status = event.status
+            if event.error is not None:
+                trial.fail(event.error, event.status == "diverged")
         else:
             return
         self._show(self._trials)
@@ -209,10 +212,13 @@ class Trials:
         return self._trials
 
     def _conclude(self, trial: Trial, outcomes: Sequence[RunOutcome]) -> None:
-        errors = [str(outcome.error) for outcome in outcomes if outcome.status == FAILED]
+        errors = {seed: outcome.error for seed, outcome in enumerate(outcomes) if outcome.status == FAILED}
         if errors:
-            trial.status = "failed"
-            trial.error = last_sentence(errors[0])
+            run = run_folder(self._sweep, self._folder, trial.name, min(errors))
+            if (run / SUMMARY).exists():
+                trial.round = recorded_end(run)["round"]
+            has_diverged = any(isinstance(error, Diverged) for error in errors.values())
+            trial.fail(last_sentence(str(errors[min(errors)])), has_diverged)
         elif any(outcome.status != FINISHED for outcome in outcomes):
             trial.status = "waiting"
         else:
@@ -228,8 +234,7 @@ class Trials:
             trial.round = results[0].round
             trial.status = status
         except ConfigError as error:
-            trial.status = "failed"
-            trial.error = str(error)
+            trial.fail(str(error))
 
 
 def experiment_in_process(sweep: Sweep, trial: Trial, seed: int = 0) -> Experiment:
