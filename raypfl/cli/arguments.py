@@ -172,8 +172,11 @@ def other_data(words: Sequence[str], changes: Sequence[str]) -> str:
     return ""
 
 
-def refuse_options(words: Sequence[str]) -> None:
-    """Raise a ConfigError for an option among the words, with the setting that is probably meant."""
+def refuse_options(words: Sequence[str], is_sweep: bool = False) -> None:
+    """Raise a ConfigError for an option among the words, with the setting that is probably meant.
+
+    is_sweep : whether settings of a sweep may be meant, too.
+    """
     options = [word.partition("=")[0] for word in words if word.startswith("-")]
     if not options:
         return
@@ -182,6 +185,11 @@ def refuse_options(words: Sequence[str]) -> None:
     option = options[0]
     key = option.strip("-").replace("-", "_")
     assignments = [f"{name}=VALUE" for name in SETTINGS if name.rpartition(".")[2] == key]
+    if is_sweep:
+        from raypfl.integrations.tuning.sweep import Sweep
+
+        if key in Sweep.model_fields:
+            assignments = [f"{key}=VALUE"]
     hint = "settings are given as KEY=VALUE, such as rounds=5."
     if assignments:
         hint = f"write {' or '.join(assignments)}."

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from raypfl.cli.arguments import labels, recipe_and_changes, study_and_changes
+from raypfl.cli.arguments import labels, recipe_and_changes, refuse_options, study_and_changes
 
 Kind = Literal["run", "tune", "study"]
 """The commands that can be submitted as a job."""
@@ -57,7 +57,10 @@ def submit(
         source, changes = study_and_changes(parameters["words"] or [], *numbers)
         description = Description.of_study(source, labels(parameters["only"]), changes)
     else:
-        description = Description.of_sweep(parameters["source"], parameters["changes"] or [])
+        source = parameters["source"]
+        changes = parameters["changes"] or []
+        refuse_options([source, *changes], is_sweep=True)
+        description = Description.of_sweep(source, changes)
 
     exit_code = jobs.submit(kind, words, description, parameters.get("run_dir"), address, detach)
     raise typer.Exit(exit_code)

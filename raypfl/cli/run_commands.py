@@ -201,7 +201,7 @@ def tune(
     """
     from raypfl.cli.actions.tune import carry_out
 
-    refuse_options([source, *(changes or [])])
+    refuse_options([source, *(changes or [])], is_sweep=True)
     carry_out(source, changes or [], quiet, as_json)
 
 
