@@ -26,7 +26,7 @@ from benchmarks import digits
 from benchmarks.noise import ONLY_ROUNDS
 from raypfl.runs import driver
 from raypfl.runs.result import RunResult, write_description
-from raypfl.runs.several.resume import resume_together
+from raypfl.runs.several.resume import resume_all
 
 NETWORKS = {"mlp": {"name": "mlp", "hidden": [128]}, "cnn": {"name": "cnn"}}
 COHORTS = (10, 5)
@@ -56,18 +56,14 @@ def seconds(
         write_description(run_folder, described)
 
     start = time.process_time()
-    outcomes: list[RunResult | Exception | None]
     if together:
-        outcomes = resume_together(folders, [[] for _ in folders])
+        for outcomes in resume_all(dict(zip(folders, experiments, strict=True)), dict.fromkeys(folders, ())):
+            assert all(outcome.error is None for outcome in outcomes.values()), outcomes
     else:
-        outcomes = [driver.resume(run_folder) for run_folder in folders]
+        for run_folder in folders:
+            driver.resume(run_folder)
     spent = time.process_time() - start
-
-    hashes = []
-    for outcome in outcomes:
-        assert isinstance(outcome, RunResult), outcome
-        hashes.append(outcome.weights_hash)
-    return spent, hashes
+    return spent, [RunResult.load(run_folder).weights_hash for run_folder in folders]
 
 
 def a_round(

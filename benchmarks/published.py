@@ -253,8 +253,8 @@ def _section(record: Record, all_records: Sequence[Record]) -> Iterator[str]:
 def _deviations(lines: Sequence[str]) -> list[str]:
     """Say in one line how much of the published table was run; its tables show which methods and columns these are."""
     parts = [line.removeprefix("Only ").partition(";")[0] for line in lines if line.startswith("Only ")]
-    others = [line for line in lines if not line.startswith("Only ")]
-    return [f"Only {', '.join(parts)}.", *others] if parts else others
+    about_protocol = [line for line in lines if not line.startswith("Only ")]
+    return [f"Only {', '.join(parts)}.", *about_protocol] if parts else about_protocol
 
 
 def _judgement(record: Record) -> str:

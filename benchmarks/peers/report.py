@@ -312,8 +312,8 @@ def _job(name: str, rows: Mapping[str, Summary]) -> str:
             notes.setdefault(f"chose {row.chosen}.", []).append(contender)
         if row.problem:
             notes.setdefault(row.problem, []).append(contender)
-    said = [f"- {'; '.join(contenders)}: {sentence}" for sentence, contenders in notes.items()]
-    return "\n".join([*lines, *([""] if said else []), *said])
+    bullets = [f"- {'; '.join(contenders)}: {sentence}" for sentence, contenders in notes.items()]
+    return "\n".join([*lines, *([""] if bullets else []), *bullets])
 
 
 def cells(contender: str, row: Summary, floor: Summary | None = None) -> str:

@@ -280,14 +280,14 @@ def _client_by_client(
     One model on one test set counts for every client of the other run.
     """
     scores = client_scores(result, protocol, models[0], best)
-    others = client_scores(other, protocol, models[1], best)
+    other_scores = client_scores(other, protocol, models[1], best)
 
-    if scores.values.size and others.values.size and (scores.is_of_one_test or others.is_of_one_test):
-        longer = max(scores.clients, others.clients, key=len)
-        return longer.tolist(), scores.values - others.values
+    if scores.values.size and other_scores.values.size and (scores.is_of_one_test or other_scores.is_of_one_test):
+        longer = max(scores.clients, other_scores.clients, key=len)
+        return longer.tolist(), scores.values - other_scores.values
 
-    shared, i, j = np.intersect1d(scores.clients, others.clients, return_indices=True)
-    return shared.tolist(), scores.values[i] - others.values[j]
+    shared, i, j = np.intersect1d(scores.clients, other_scores.clients, return_indices=True)
+    return shared.tolist(), scores.values[i] - other_scores.values[j]
 
 
 def _is_ahead(unit: Unit, differences: np.ndarray) -> np.ndarray:

@@ -123,7 +123,7 @@ def refuse_shorter(run_dir: str | Path, experiment: Experiment) -> None:
 
 def is_finished(run_dir: Path) -> bool:
     """Return whether the files in a run's folder can be read and say that the run is complete."""
-    summary = _read_json(run_dir / SUMMARY, _SUMMARY_KEYS)
+    summary = _read_summary(run_dir)
     if summary is None or summary["status"] != "finished":
         return False
     return _read_json(run_dir / METADATA) is not None
@@ -131,21 +131,25 @@ def is_finished(run_dir: Path) -> bool:
 
 def stopped_at_once(run_dir: Path) -> bool:
     """Return whether a run was stopped before it had finished a round."""
-    summary = _read_json(run_dir / SUMMARY, _SUMMARY_KEYS)
+    summary = _read_summary(run_dir)
     return summary is not None and summary["status"] == "stopped" and summary["round"] == 0
 
 
 def divergence(run_dir: Path) -> Diverged | None:
     """Return the error with which a run diverged, as it would again; None if it did not."""
-    summary = _read_json(run_dir / SUMMARY, _SUMMARY_KEYS)
+    summary = _read_summary(run_dir)
     return Diverged(summary["error"]) if summary and summary["status"] == "diverged" else None
 
 
 def reopen(run_dir: Path) -> None:
     """Mark a finished run unfinished, so that it can go on with more rounds."""
-    summary = _read_json(run_dir / SUMMARY, _SUMMARY_KEYS)
+    summary = _read_summary(run_dir)
     if summary is not None:
         write(run_dir / SUMMARY, json.dumps(summary | {"status": "stopped"}, indent=1))
+
+
+def _read_summary(run_dir: Path) -> dict[str, Any] | None:
+    return _read_json(run_dir / SUMMARY, _SUMMARY_KEYS)
 
 
 def _read_json(file: Path, keys: Iterable[str] = ()) -> dict[str, Any] | None:

@@ -38,8 +38,8 @@ def test_the_closed_form_has_known_values():
 
 
 def test_asymmetry_is_the_share_of_the_antisymmetric_part_and_the_least_eigenvalue_of_the_other():
-    found = asymmetry(torch.tensor([[2.0, 3.0], [-1.0, 2.0]], dtype=torch.float64))
-    assert found.fraction == pytest.approx((8 / 18) ** 0.5) and found.least_symmetric == pytest.approx(1.0)
+    shares = asymmetry(torch.tensor([[2.0, 3.0], [-1.0, 2.0]], dtype=torch.float64))
+    assert shares.fraction == pytest.approx((8 / 18) ** 0.5) and shares.least_symmetric == pytest.approx(1.0)
 
 
 def test_counts_are_the_same_in_chunks_of_any_size(monkeypatch: pytest.MonkeyPatch):

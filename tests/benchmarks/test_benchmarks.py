@@ -13,10 +13,10 @@ import torch
 
 import benchmarks.memory
 import raypfl
-from benchmarks import evaluation, frozen, head, methods, overhead, states
+from benchmarks import digits, evaluation, frozen, head, methods, overhead, packed, states
 from benchmarks.circumstances import circumstances
 from benchmarks.memory import PARTS, descendants, memory
-from benchmarks.noise import SETS, Noise
+from benchmarks.noise import ONLY_ROUNDS, SETS, Noise
 from benchmarks.overhead import COMMITTED, JOBS, TOLERANCE, Plan, check
 from benchmarks.scheduling import JOBS as REPLAYED
 from benchmarks.scheduling import rounds
@@ -164,3 +164,10 @@ def test_a_round_of_a_method_is_timed_beside_fedavg_and_less_than_a_round_is_ref
     with pytest.raises(SystemExit):
         methods.main(["--rounds", "0"])
     assert "0 is no number of rounds to measure" in capsys.readouterr().err
+
+
+def test_runs_that_advance_together_end_as_they_do_alone(tmp_path):
+    parts = ONLY_ROUNDS | {"rounds": 2, "engine": {"backend": "inline", "executor": "vectorised"}}
+    experiment = digits.experiment(str(tmp_path), 2, 1, **parts)
+    hashes = [packed.seconds(tmp_path, experiment, packed.rates(2), together)[1] for together in (False, True)]
+    assert hashes[0] == hashes[1] and len(set(hashes[0])) == 2

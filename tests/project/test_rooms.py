@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
+import subprocess
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -82,3 +83,16 @@ def test_no_imports_form_a_circle():
 @pytest.mark.parametrize("folder", sorted({path.parent for path in MODULES.values()}), ids=lambda path: path.name)
 def test_a_folder_has_less_than_two_thousand_lines(folder: Path):
     assert sum(len(path.read_text().splitlines()) for path in folder.glob("*.py")) < 2000
+
+
+TOP_LEVEL = """
+.ci .github .gitignore CHANGELOG.md CITATION.cff CODE_OF_CONDUCT.md CONTRIBUTING.md LICENSE Makefile README.md
+benchmarks bootstrap.py cluster constraints.txt docs mkdocs.yml pyproject.toml raypfl tests tune_configs
+"""
+
+
+def test_what_a_command_has_written_is_not_committed():
+    listing = subprocess.run(["git", "ls-tree", "--name-only", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    if listing.returncode:
+        pytest.skip("not a clone of the repository")
+    assert set(listing.stdout.splitlines()) == set(TOP_LEVEL.split())

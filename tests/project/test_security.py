@@ -103,10 +103,11 @@ def test_a_local_cluster_gets_a_token_that_only_this_process_knows_and_another_o
         cluster._authenticate(local)
         return os.environ
 
-    first, second = after(local=True), after(local=True)
+    first = after(local=True)
+    second = after(local=True)
     assert first["RAY_AUTH_MODE"] == "token" and len(first["RAY_AUTH_TOKEN"]) == 64
     assert first["RAY_AUTH_TOKEN"] != second["RAY_AUTH_TOKEN"]
     assert after(local=False) == {"RAY_AUTH_MODE": "token"}
 
-    for own in ({"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": "/file"}):
-        assert after(local=True, **own) == own
+    for chosen_by_user in ({"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": "/file"}):
+        assert after(local=True, **chosen_by_user) == chosen_by_user

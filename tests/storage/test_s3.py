@@ -80,11 +80,11 @@ def test_a_file_is_one_request(store: Store) -> None:
     save(location, 1, keep=2)
 
     # Neither folders, nor uploads in parts, which are three requests.
-    sent = [request for request in store.requests if request.startswith(("PUT", "POST"))]
+    uploads = [request for request in store.requests if request.startswith(("PUT", "POST"))]
     files, root = filesystems.open_location(location)
     everything = files.get_file_info(pafs.FileSelector(root, recursive=True))
     written = [f"PUT /{entry.path}" for entry in everything if entry.type == pafs.FileType.File]
-    assert sorted(sent) == sorted(written)
+    assert sorted(uploads) == sorted(written)
 
 
 def test_a_checkpoint_without_manifest_was_never_finished(store: Store) -> None:

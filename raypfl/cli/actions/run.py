@@ -12,14 +12,7 @@ from rich.console import Console
 
 from raypfl.cli.actions.work import Work, raise_for
 from raypfl.cli.arguments import as_typed
-from raypfl.common.errors import (
-    ConfigError,
-    NoRun,
-    RaypflError,
-    Refused,
-    Stopped,
-    Unwritable,
-)
+from raypfl.common.errors import ConfigError, NoRun, RaypflError, Refused, Stopped, Unwritable
 from raypfl.common.json_text import json_text
 from raypfl.common.stopping import message_if_killed, signals_interrupt
 from raypfl.engine.events import Listener
