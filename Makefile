@@ -20,7 +20,7 @@ run: $(INSTALLED)
 	$(BIN)/raypfl run $(ARGS)
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --max-worker-restart 1 $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check
