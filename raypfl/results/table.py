@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from math import isnan
 from statistics import fmean
@@ -166,9 +166,12 @@ def untrained_parts(groups: Sequence[RunGroup]) -> list[str]:
         is_tested = any(group.scores(protocol, "global") for protocol in group.protocols)
         if is_tested and group.leaves_untrained:
             labels.append(group.label)
-    if not labels:
-        return []
-    return [f"In the global model of {' and of '.join(labels)}, what clients keep has its initial values."]
+    return [untrained_sentence(labels)] if labels else []
+
+
+def untrained_sentence(labels: Iterable[str]) -> str:
+    """Return that the global models of these methods have a part that was never trained."""
+    return f"In the global model of {' and of '.join(labels)}, what clients keep has its initial values."
 
 
 def _unfinished(groups: Sequence[RunGroup]) -> list[str]:

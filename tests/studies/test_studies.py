@@ -6,6 +6,7 @@ import csv
 import io
 import math
 import os
+import re
 import signal
 from dataclasses import replace
 from itertools import product
@@ -470,6 +471,19 @@ def test_a_studys_methods_stand_against_the_best_of_their_column_in_every_file(t
     page = (folder / "table.md").read_text()
     assert "against the best" in page and "| FedAvg | rank | 1 (1 to 1) |" in page and "Wilcoxon" in page
     assert "P(better)" in (folder / "table.tex").read_text()
+
+
+def test_a_global_model_with_a_part_that_is_not_trained_is_named_and_not_ranked(tiny: Path):
+    file = tiny / "tiny.yaml"
+    file.write_text(file.read_text().replace("  Ditto: {name: ditto, lam: 1.0}", "  Local: local\n  FedPer: fedper"))
+    file.write_text(re.sub(r", methods: .*}}}", "}", file.read_text()))
+    study = raypfl_json("study", "tiny.yaml", "--rounds", "1", "--only", "dir1.0", "seeds=1")
+    ranks = {(row["method"], row["metric"]): row["rank"] for row in study["entries"]}
+    assert ranks[("FedPer", "GM")] is None and ranks[("FedAvg", "GM")] is None, "nothing is there to compare"
+    assert {ranks[("FedPer", "PM")], ranks[("Local", "PM")]} == {1, 2}
+    for name in ("table.md", "table.tex"):
+        page = (Path(study["folder"]) / name).read_text()
+        assert "In the global model of FedPer, what clients keep has its initial values. It is not ranked." in page
 
 
 def test_a_metric_may_be_of_the_best_round_by_test_or_validation_data_and_of_the_deployed_model(tiny: Path):

@@ -45,6 +45,7 @@ class TableEntry:
     spread_over : ``seeds`` or ``clients``, for the number after the ±.
     label : label of the values on an axis: ``accuracy (%)``.
     standing : how the method stands among those of its column; None: they cannot be paired.
+    untrained : whether the values are of a global model of which a part was never trained; it is not ranked.
     """
 
     method: str
@@ -60,6 +61,7 @@ class TableEntry:
     standing: Standing | None = None
     never: int = 0
     diverged: int = 0
+    untrained: bool = False
 
     @property
     def mean(self) -> float | None:
@@ -126,6 +128,7 @@ def table_entries(
                 diverged=diverged if is_measured else 0,
                 published=reference.quoted(*position, heading),
                 spread_over=metric.spread,
+                untrained=any(_is_untrained(result, metric) for result in runs),
             )
             if metric.target is None:
                 entries.append(_with_means(entry, metric, runs, experiment.measures))
@@ -216,6 +219,8 @@ def _with_standings(
     scores = {}
     higher_is_better = True
     for method, method_runs in runs.items():
+        if _is_untrained(method_runs[0], metric):
+            continue
         measures = method_runs[0].experiment.measures
         value = metric.value or measures.primary.name
         if metric.target is not None or value not in (*measures.metrics, "weighted"):
@@ -276,6 +281,13 @@ def _model(result: RunResult, metric: MetricColumn) -> str:
         return metric.model
     rows = result.evaluations.filter((pc.field("protocol") == metric.protocol) & (pc.field("model") == "personal"))
     return "personal" if rows.num_rows else "global"
+
+
+def _is_untrained(result: RunResult, metric: MetricColumn) -> bool:
+    """Return whether a metric is of a global model of which a part has its initial values."""
+    model = _model(result, metric)
+    is_partial = model == "global" and result.experiment.method.leaves_untrained()
+    return is_partial and evaluated_rows(result, metric.protocol, model).num_rows > 0
 
 
 def _rows(result: RunResult, metric: MetricColumn) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ from raypfl.common.counting import counted
 from raypfl.results import bootstrap
 from raypfl.results.differences import ENOUGH_SEEDS
 from raypfl.results.ranking.standings import Standing
+from raypfl.results.table import untrained_sentence
 from raypfl.studies.description import PublishedTable, Study
 from raypfl.studies.table.entries import TableEntry
 
@@ -51,6 +52,9 @@ def _legend(published: PublishedTable | None, entries: Sequence[TableEntry]) -> 
 
     if any(entry.never for entry in entries):
         legend += " Never: so many seeds did not reach the target."
+    untrained = dict.fromkeys(entry.method for entry in entries if entry.untrained)
+    if untrained:
+        legend += f" {untrained_sentence(untrained)} It is not ranked."
     return legend
 
 
