@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import signal
 import subprocess
 import threading
@@ -28,7 +29,7 @@ class StopRequest:
     def __init__(self) -> None:
         self.received = False
         self._interruptible = False
-        self._noticed = threading.Event()
+        self._watchers: list[queue.SimpleQueue[None]] = []
 
     def __call__(self) -> bool:
         return self.received
@@ -45,20 +46,23 @@ class StopRequest:
     @contextlib.contextmanager
     def acknowledged(self, acknowledge: Callable[[], None]) -> Iterator[None]:
         """While active, call `acknowledge` in another thread as soon as the request is made: this one may be busy."""
+        # Unlike an event's, a simple queue's lock is never in the way of a signal handler.
+        wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
         is_over = threading.Event()
 
         def wait() -> None:
-            self._noticed.wait()
+            wakes.get()
             if not is_over.is_set():
                 acknowledge()
 
         watcher = threading.Thread(target=wait, name="raypfl-stopping", daemon=True)
         watcher.start()
+        self._watchers.append(wakes)
         try:
             yield
         finally:
             is_over.set()
-            self._noticed.set()  # lets the thread end
+            wakes.put(None)
             watcher.join()
 
     @contextlib.contextmanager
@@ -70,8 +74,8 @@ class StopRequest:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         is_second = self.received
         self.received = True
-        if not is_second:  # the event's lock is not reentrant
-            self._noticed.set()
+        for wakes in self._watchers:
+            wakes.put(None)
         if is_second or self._interruptible:
             raise KeyboardInterrupt
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Sequence
@@ -19,6 +21,7 @@ from raypfl.runs.several import resume
 from raypfl.runs.several.processes import shares
 from raypfl.runs.several.worker import PlannedRun, carry_out
 from raypfl.runs.together import parts
+from raypfl.runs.together.places import Place, run_together
 from tests.support.command import hashes, interrupted, raypfl_json
 from tests.support.command import raypfl as raypfl_command
 from tests.support.runs import Interrupt, experiment, same_tables
@@ -213,6 +216,22 @@ def test_the_seconds_of_runs_that_advance_together_add_up_to_no_more_than_they_t
     elapsed = time.perf_counter() - start
     seconds = [result.rounds["seconds"].to_pylist() for result in results if isinstance(result, RunResult)]
     assert len(seconds) == SEEDS and min(map(min, seconds)) > 0 and sum(map(sum, seconds)) <= elapsed
+
+
+def test_a_second_signal_ends_runs_that_have_not_begun():
+    begun = []
+
+    def interrupt_twice(place: Place) -> None:
+        begun.append(place.run)
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)
+        while not place.packer._is_abandoned:
+            time.sleep(0.01)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_together([interrupt_twice] * 3)
+    assert begun == [0]
 
 
 SMALL = [

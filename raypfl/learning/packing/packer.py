@@ -72,12 +72,12 @@ class Packer:
     @contextlib.contextmanager
     def turn(self, run: int) -> Iterator[None]:
         """Wait for a run's first turn; its last one ends with the context."""
-        with exclusive:
-            if self._active < 0:
-                self._pass_on()
-            self._wait_for_turn(run)
-        self._process.restore()
         try:
+            with exclusive:
+                if self._active < 0:
+                    self._pass_on()
+                self._wait_for_turn(run)
+            self._process.restore()
             yield
         finally:
             self._process.restore()
