@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from raypfl.common.counting import numbered
 from raypfl.common.errors import ConfigError, did_you_mean
 from raypfl.data.datasets.population import is_described
 from raypfl.data.partitions.natural import ByColumn, FromFile
 from raypfl.results import bootstrap
+from raypfl.results.labels import labels
 from raypfl.results.numbers import client_scores
-from raypfl.results.run_groups import RunGroup, group_runs, methods_without_result
+from raypfl.results.run_groups import RunGroup, group_runs, methods_without_result, run_labels
 from raypfl.results.table import tests_of
 from raypfl.results.units import Unit
 from raypfl.runs.result import RunResult
@@ -125,6 +127,8 @@ def find_label(labels: Sequence[str], baseline: str) -> str:
 
 def find_baseline(results: Sequence[RunResult], baseline: str) -> str:
     """Return the label of a baseline among the methods that have a result; raises as `find_label` does."""
+    complete = labels([result.experiment for result in results])
+    baseline = dict(zip(complete, run_labels(results), strict=True)).get(baseline, baseline)
     try:
         return find_label([group.label for group in group_runs(results)], baseline)
     except ConfigError:
@@ -227,11 +231,8 @@ def _unpaired_remark(row: Difference, method_seeds: Sequence[int], baseline_seed
         return f"{row.method} and {row.baseline} have no seed with the same data in common, so they are not paired."
     if set(row.by_seed) == {*method_seeds} == {*baseline_seeds}:
         return ""
-    seeds = ", ".join(map(str, row.by_seed))
-    noun = "seed"
-    if len(row.by_seed) > 1:
-        noun = "seeds"
-    return f"{row.method} against {row.baseline}: only over what both have, {noun} {seeds}."
+    seeds = numbered("seed", list(row.by_seed))
+    return f"{row.method} against {row.baseline}: only over what both have, {seeds}."
 
 
 def difference(group: RunGroup, reference: RunGroup, protocol: str, best: bool = False) -> Difference:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from raypfl.common.counting import numbered
 from raypfl.evaluation.run_metrics import PRIMARY_AGGREGATES, Measures
 from raypfl.results.colours import colour
 from raypfl.results.labels import labels
@@ -129,10 +130,39 @@ def sentences_without_result(results: Sequence[RunResult]) -> list[str]:
     """Return a sentence on all runs that diverged or failed, if there are any."""
     ends = []
     for label, result in without_result(results):
-        end = f"{result.status} after round {result.round} of {result.experiment.rounds}"
-        ends.append(f"{label}, seed {result.experiment.seed} ({end})")
-    return [f"Without a result, and in no mean or difference: {'; '.join(ends)}."] if ends else []
+        ends.append((label, result, f"{result.status} after round {result.round} of {result.experiment.rounds}"))
+    texts = [f"{runs} ({end})" for runs, end in seeds_together(ends)]
+    return [f"Without a result, and in no mean or difference: {'; '.join(texts)}."] if texts else []
+
+
+def seeds_together(remarks: Iterable[tuple[str, RunResult, str]]) -> list[tuple[str, str]]:
+    """Return remarks on labelled runs, with the runs of a label that have the same remark together.
+
+    Each is such as ``("ditto, seeds 0 and 1", remark)``.
+    """
+    seeds: dict[tuple[str, str], list[int]] = {}
+    for label, result, remark in remarks:
+        seeds.setdefault((label, remark), []).append(result.experiment.seed)
+    return [(f"{label}, {numbered('seed', numbers)}", remark) for (label, remark), numbers in seeds.items()]
+
+
+def run_labels(results: Sequence[RunResult]) -> list[str]:
+    """Return the label of each run's method, as :func:`raypfl.results.labels.labels` does.
+
+    What distinguishes a method that has no result, such as a learning rate with which it diverged, is in its own label
+    alone.
+    """
+    complete = labels([result.experiment for result in results])
+    with_result = {
+        label for label, result in zip(complete, results, strict=True) if result.status not in WITHOUT_RESULT
+    }
+    shown = [result for label, result in zip(complete, results, strict=True) if label in with_result]
+    short = iter(labels([result.experiment for result in shown]))
+    shortened = [next(short) if label in with_result else label for label in complete]
+
+    is_ambiguous = len(set(shortened)) < len(set(complete))
+    return complete if is_ambiguous else shortened
 
 
 def _labelled(results: Sequence[RunResult]) -> list[tuple[str, RunResult]]:
-    return list(zip(labels([result.experiment for result in results]), results, strict=True))
+    return list(zip(run_labels(results), results, strict=True))

@@ -13,7 +13,7 @@ from raypfl.common.counting import counted
 from raypfl.evaluation.masking import unmasked_name
 from raypfl.evaluation.protocols import BACKDOOR
 from raypfl.federation.robustness import ATTACKS
-from raypfl.results.run_groups import RunGroup
+from raypfl.results.run_groups import RunGroup, seeds_together
 from raypfl.results.units import TableCell, Unit, over_seeds
 
 MODELS = ("personal", "global")
@@ -176,12 +176,13 @@ def untrained_sentence(labels: Iterable[str]) -> str:
 
 def _unfinished(groups: Sequence[RunGroup]) -> list[str]:
     """Return a sentence on runs that have not come to their end, if there are any."""
-    runs = []
+    rounds = []
     for group in groups:
         for result in group.results:
             if result.status != "finished":
-                rounds = f"{result.rounds.num_rows} of {result.experiment.rounds} rounds"
-                runs.append(f"{group.label}, seed {result.experiment.seed} ({rounds})")
+                done = f"{result.rounds.num_rows} of {result.experiment.rounds} rounds"
+                rounds.append((group.label, result, done))
+    runs = [f"{names} ({done})" for names, done in seeds_together(rounds)]
     return [f"Not finished: {'; '.join(runs)}."] if runs else []
 
 

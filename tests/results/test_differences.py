@@ -24,12 +24,12 @@ from raypfl.integrations.tracking.entries import (
     run_score,
 )
 from raypfl.results import bootstrap, latex
-from raypfl.results.differences import Difference, differences, find_label, remarks
+from raypfl.results.differences import Difference, differences, find_baseline, find_label, remarks
 from raypfl.results.display.compare import compare
 from raypfl.results.report import write
 from raypfl.results.report.lead import lead_of
 from raypfl.results.report.parts import part_of
-from raypfl.results.run_groups import group_runs
+from raypfl.results.run_groups import group_runs, methods_without_result
 from raypfl.results.table import result_columns, result_rows
 from raypfl.runs.result import RunResult
 from raypfl.storage.columns import Columns
@@ -167,7 +167,7 @@ def test_only_seeds_on_the_same_data_are_paired_and_the_others_are_named():
     compared = group_runs([*fedavg[:2], *ditto])
     row = of_local_protocol(differences(compared, "fedavg"))
     assert list(row.by_seed) == [0, 1]
-    assert "ditto against fedavg: only over what both have, seeds 0, 1." in remarks([row], compared)
+    assert "ditto against fedavg: only over what both have, seeds 0 and 1." in remarks([row], compared)
 
     on_other_data = [replace(run, metadata={"data": "another partition"}) for run in ditto]
     with_other_seed = [replace(ditto[0], experiment=ditto[0].experiment.replace(seed=7))]
@@ -270,6 +270,11 @@ def test_a_comparison_is_exported_as_latex_that_needs_booktabs_alone(tmp_path):
     assert all(r" & \textbf{95.8} $\pm$ 2.2 & " in row for row in rows)
     assert all(row.endswith(r" & $+2.4$ [$+1.8$, $+3.1$] & 3/3 \\") for row in rows)
 
+    caption = next(line for line in lines if line.startswith(r"\caption"))
+    assert "Std and worst decile are over clients. They" in caption
+    assert "else of the global one. Bold: the best of a column." in caption
+    assert "Ahead in: the seeds in which a method is better than it." in caption
+
     assert text.count(r"\begin{tabular}") == text.count(r"\end{tabular}") == 1
     assert not [line for line in text.splitlines() if line.count("{") != line.count("}")]
 
@@ -341,6 +346,22 @@ def test_a_run_that_diverged_is_named_and_in_no_mean_rank_or_difference():
     with pytest.raises(ConfigError, match=r"'ditto' has no result: it diverged after round 7\. Name another one"):
         compare(runs, baseline="ditto")
     assert group_runs([]) == []
+
+
+def test_a_setting_with_which_a_method_diverged_is_in_no_other_methods_label():
+    fedavg, ditto, mended = runs_at({"fedavg": (91.0,), "ditto": (0.0,)}) + runs_at({"ditto": (93.0,)})
+    diverged = replace(ditto, status="diverged")
+    mended = replace(mended, experiment=mended.experiment.override(["training.lr=0.01"]))
+    runs = [fedavg, diverged, mended]
+    assert [group.label for group in group_runs(runs)] == ["fedavg", "ditto training.lr=0.01"]
+    assert list(methods_without_result(runs)) == ["ditto training.lr=0.1"]
+    assert find_baseline(runs, "fedavg training.lr=0.1") == "fedavg", "its label while all were running"
+
+    # Alone, the method that is left would have the label of the one that diverged.
+    mended = replace(mended, experiment=mended.experiment.override(["training.batch_size=7"]))
+    runs = [diverged, mended]
+    assert [group.label for group in group_runs(runs)] == ["ditto training.batch_size=7 training.lr=0.01"]
+    assert list(methods_without_result(runs)) == ["ditto"]
 
 
 def test_a_run_whose_metric_is_undefined_has_no_score_in_its_name_in_mlflow():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import re
 import shutil
 from dataclasses import replace
@@ -23,9 +24,10 @@ from raypfl.evaluation import Measures
 from raypfl.results import numbers
 from raypfl.results.colours import COLOURS
 from raypfl.results.drawing.canvas import page_paint, svg
+from raypfl.results.drawing.curves import line_style
 from raypfl.results.ranking.named_clients import client_table
 from raypfl.results.report import find_runs, tables, write
-from raypfl.results.report.figures import metric_figure
+from raypfl.results.report.figures import clients_figure, loss_figure, metric_figure
 from raypfl.results.report.lead import lead_of
 from raypfl.results.report.page import shades
 from raypfl.results.report.parts import Part, part_of
@@ -189,6 +191,24 @@ def test_a_curve_is_the_seeds_mean_and_its_band_spans_them(results):
     megabytes = numbers.metric_curve(fedavg, "local", "global", "megabytes").x
     np.testing.assert_allclose(megabytes[-1], fmean(sum(result.megabytes) for result in results[:2]))
     assert numbers.metric_curve(fedavg, "local", "personal") is None
+
+
+@pytest.mark.usefixtures("without_figures")
+def test_lines_in_the_same_place_are_named_below_their_figure(results):
+    groups = group_runs(results[:4])
+    assert "Equal lines: fedavg (global) and ditto (global)." in metric_figure(groups, "global", "round").caption
+    assert loss_figure(groups).caption == "Equal lines: fedavg and ditto."
+    same = group_runs([results[0], changed(results[0], "method=fedprox")])
+    assert clients_figure(same, "local").caption == "Equal lines: fedavg (global) and fedprox (global)."
+
+
+def test_dashes_of_several_global_models_leave_gaps_as_those_of_one():
+    for turns in (1, 2, 3):
+        offsets, patterns = zip(*(line_style("global", turn, turns)["linestyle"] for turn in range(turns)), strict=True)
+        (dash, gap) = patterns[0]
+        starts = sorted(-offset for offset in offsets)
+        assert starts == pytest.approx([k * (dash + gap) / turns for k in range(turns)])
+        assert turns * dash < 0.8 * (dash + gap)
 
 
 def test_every_client_is_paired_with_itself(results):
@@ -489,6 +509,24 @@ def test_a_table_says_where_a_global_model_has_a_part_that_is_not_trained(result
     partial = [changed(results[0], f"method={name}") for name in ("fedrep", "fedgh", "fedbabu")]
     (sentence,) = [line for line in legend(group_runs([*results[2:4], *partial])) if "initial" in line]
     assert sentence == "In the global model of fedrep and of fedgh, what clients keep has its initial values."
+
+
+@pytest.mark.usefixtures("without_figures")
+def test_seeds_that_failed_alike_are_told_once_with_the_lines_of_their_error_and_paths_from_here(
+    results, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    error = f'Client 0 failed:\n  File "{tmp_path}/mine.py", line 5'
+    Path("summary.json").write_text(
+        json.dumps({"status": "failed", "round": 3, "weights_hash": "", "error": error, "best_round": None})
+    )
+    failed = [replace(result, status="failed", run_dir=tmp_path) for result in results[2:4]]
+    notes = page([*results[:2], *failed], tmp_path).find("body/header/ul[@class='notes']")
+    assert [note.text for note in notes] == [
+        "Without a result, and in no mean or difference: ditto, seeds 0 and 1 (failed after round 3 of 3).",
+        'ditto, seeds 0 and 1, failed after round 3: Client 0 failed:\n  File "mine.py", line 5',
+    ]
+    assert ".notes li { white-space: pre-wrap;" in Path("report.html").read_text()
 
 
 def test_a_table_of_runs_that_were_stopped_says_so(results):

@@ -272,6 +272,14 @@ def test_a_method_that_diverges_has_no_result_and_is_not_trained_again_and_the_o
     assert find_runs([run])[0][0].status == "diverged"
 
 
+def test_seeds_that_diverge_alike_are_told_once_with_a_command_for_all_of_them():
+    ended = raypfl("run", *UNTRACKED, "methods=[{name: ditto, lam: 1.0e+38}, local]", "seeds=2", "--quiet")
+    folder = only_folder()
+    (command,) = re.findall(r"With other settings: raypfl (run .*)", ended.stderr)
+    assert command == f"run {folder}/ditto-s0/experiment.yaml training.lr=NUMBER seeds=2"
+    assert f"ditto, seeds 0 and 1, diverged ({folder}/ditto-s0, {folder}/ditto-s1): " in ended.stderr
+
+
 def test_a_comparison_whose_baseline_diverges_is_shown_with_the_best_of_the_others():
     diverging = "methods=[{name: ditto, lam: 1.0e30}, fedavg, local]"
     ended = raypfl("run", *UNTRACKED, diverging, "--baseline", "ditto", "--json", "--quiet")

@@ -282,7 +282,7 @@ def _raise_for(
     failed = []
     for cell, outcome in zip(cells, outcomes, strict=True):
         if outcome.error:
-            failed.append(failure(cell.label, cell.folder, outcome.error))
+            failed.append(failure(cell.label, [cell.folder], outcome.error))
     if searched:
         failed += searched.rows_without_choice()
 

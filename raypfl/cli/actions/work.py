@@ -8,7 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from raypfl.common.errors import CheckpointError, Diverged, RaypflError, Refused, Stopped
+from raypfl.common.counting import numbered
+from raypfl.common.errors import CheckpointError, Diverged, RaypflError, Refused, Stopped, listed
 from raypfl.experiment import Experiment
 from raypfl.experiment.assignments import last_of_each
 from raypfl.results.display.outcome import nearby
@@ -17,6 +18,9 @@ from raypfl.runs.folders import ComparisonFolder
 from raypfl.runs.result import RECIPE, RunResult, divergence, is_finished, rounds_saved
 from raypfl.runs.resuming import command_with_changes, is_complete_as
 from raypfl.runs.several.worker import STOPPED, RunOutcome
+
+_CHANGE = "training.lr=NUMBER"
+_MOST_FOLDERS = 3
 
 
 @dataclass(frozen=True)
@@ -102,12 +106,7 @@ def raise_for(
     if error_of_all is None and not refused and any(outcome.status == STOPPED for outcome in outcomes.values()):
         error_of_all = Stopped("Stopped.")
 
-    lines = []
-    for (folder, experiment), label in zip(work.runs.items(), labels(list(work.runs.values())), strict=True):
-        if folder in errors:
-            again = "" if folder in outcomes else " before, and was not trained again"
-            lines += _failure(work, folder, f"{label}, seed {experiment.seed}", errors[folder], again)
-
+    lines = _failures(work, errors, outcomes) if work.is_comparison else _failure(work, errors)
     if isinstance(error_of_all, Stopped):
         raise Stopped("\n".join([*lines, f"{error_of_all} {_how_to_continue(work)}"]))
     if error_of_all:
@@ -118,26 +117,50 @@ def raise_for(
         raise RaypflError("\n".join(filter(None, lines)))
 
 
-def failure(name: str, folder: Path, error: RaypflError, again: str = "") -> str:
-    """Say which of several runs diverged or failed, where it is, and why."""
+def failure(name: str, folders: Sequence[Path], error: RaypflError, again: str = "") -> str:
+    """Say which of several runs diverged or failed, where they are, and why."""
     how = "diverged" if isinstance(error, Diverged) else "failed"
-    return f"{name}, {how}{again} ({nearby(folder)}): {error}"
+    return f"{name}, {how}{again} ({listed(map(nearby, folders), _MOST_FOLDERS)}): {error}"
 
 
-def _failure(work: Work, folder: Path, name: str, error: RaypflError, again: str) -> list[str]:
-    """Say why a run failed or diverged, and how to try other settings."""
-    text = failure(name, folder, error, again) if work.is_comparison else str(error)
-    if not isinstance(error, Diverged):
-        return [text]
+def _failure(work: Work, errors: Mapping[Path, RaypflError]) -> list[str]:
+    """Say why a run on its own failed or diverged, and how to try other settings."""
+    lines = []
+    for folder, error in errors.items():
+        lines.append(str(error))
+        if isinstance(error, Diverged):
+            command = shlex.join(["raypfl", "run", str(nearby(folder / RECIPE)), _CHANGE])
+            with suppress(CheckpointError):
+                last_round = rounds_saved(folder, work.runs[folder])
+                if last_round:
+                    command = command_with_changes(nearby(folder), last_round, [_CHANGE])
+            lines.append(f"With other settings: {command}")
+    return lines
 
-    change = "training.lr=NUMBER"
-    command = shlex.join(["raypfl", "run", str(nearby(folder / RECIPE)), change])
-    with suppress(CheckpointError):
-        # A method is compared with others as it is from the start.
-        last_round = 0 if work.is_comparison else rounds_saved(folder, work.runs[folder])
-        if last_round:
-            command = command_with_changes(nearby(folder), last_round, [change])
-    return [text, f"With other settings: {command}"]
+
+def _failures(work: Work, errors: Mapping[Path, RaypflError], outcomes: Mapping[Path, RunOutcome]) -> list[str]:
+    """Say why runs of a comparison failed or diverged, equal seeds together, and how to try each method otherwise."""
+    folders_of: dict[str, list[Path]] = {}
+    for folder, label in zip(work.runs, labels(list(work.runs.values())), strict=True):
+        folders_of.setdefault(label, []).append(folder)
+
+    lines = []
+    for label, folders in folders_of.items():
+        alike: dict[tuple[str, bool], list[Path]] = {}
+        for folder in folders:
+            if folder in errors:
+                alike.setdefault((str(errors[folder]), folder in outcomes), []).append(folder)
+        for (_, was_run), failed in alike.items():
+            name = f"{label}, {numbered('seed', [work.runs[folder].seed for folder in failed])}"
+            again = "" if was_run else f" before, and {'was' if len(failed) == 1 else 'were'} not trained again"
+            lines.append(failure(name, failed, errors[failed[0]], again))
+
+        if any(isinstance(errors.get(folder), Diverged) for folder in folders):
+            # A method is compared with others as it is from the start, and with all of its seeds.
+            seeds = [f"seeds={len(folders)}"] if len(folders) > 1 else []
+            command = shlex.join(["raypfl", "run", str(nearby(folders[0] / RECIPE)), _CHANGE, *seeds])
+            lines.append(f"With other settings: {command}")
+    return lines
 
 
 def _how_to_continue(work: Work) -> str:

@@ -22,9 +22,16 @@ from raypfl.results.display.fitting import width_of
 from raypfl.results.display.notices import run_notices
 from raypfl.results.display.plan import duration, energy
 from raypfl.results.epsilons import privacy_sentence
-from raypfl.results.labels import labels
 from raypfl.results.numbers import has_simulated_time, positions, prediction_traffic, seconds
-from raypfl.results.run_groups import RunGroup, compared, group_runs, methods_without_result, sentences_without_result
+from raypfl.results.run_groups import (
+    RunGroup,
+    compared,
+    group_runs,
+    methods_without_result,
+    run_labels,
+    seeds_together,
+    sentences_without_result,
+)
 from raypfl.results.setting_text import applicable_settings, setting_text
 from raypfl.results.table import Column, legend, result_columns, result_rows
 from raypfl.results.units import TableCell, Unit, capitalised
@@ -127,7 +134,7 @@ def show(
     show_findings(console, results, [findings(result) for result in results])
 
     places = [(heading, str(nearby(path))) for heading, path in pictures.items()]
-    for label, result in zip(labels([result.experiment for result in results]), results, strict=True):
+    for label, result in zip(run_labels(results), results, strict=True):
         text = f"{nearby(result.run_dir)}  weights {result.weights_hash[:12]}"
         places.append((f"{label}, seed {result.experiment.seed}", text))
     if mlflow:
@@ -143,9 +150,11 @@ def show(
 
 def _show_notices(console: Console, results: Sequence[RunResult]) -> None:
     """Print what must be known of each run before its numbers are believed."""
-    for label, result in zip(labels([result.experiment for result in results]), results, strict=True):
-        for notice in run_notices(result):
-            console.print(Text(f"{label}, seed {result.experiment.seed}: {notice}", "bold yellow"))
+    notices = []
+    for label, result in zip(run_labels(results), results, strict=True):
+        notices += [(label, result, notice) for notice in run_notices(result)]
+    for runs, notice in seeds_together(notices):
+        console.print(Text(f"{runs}: {notice}", "bold yellow"))
 
 
 def findings(result: RunResult) -> list[str]:
@@ -165,8 +174,7 @@ def _summary_lines(analysis: Analysis, result: RunResult) -> list[str]:
 
 def show_findings(console: Console, results: Sequence[RunResult], lines: Sequence[Sequence[str]]) -> None:
     """Print these lines of each run below its label."""
-    names = labels([result.experiment for result in results])
-    for label, result, run_lines in zip(names, results, lines, strict=True):
+    for label, result, run_lines in zip(run_labels(results), results, lines, strict=True):
         if run_lines:
             console.print(Text(f"{label}, seed {result.experiment.seed}", "bold"))
             console.print(Text("".join(f"  {line}\n" for line in run_lines)), soft_wrap=True)

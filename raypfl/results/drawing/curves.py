@@ -70,8 +70,10 @@ def line_style(model: str, turn: int = 0, turns: int = 1) -> dict[str, Any]:
     """
     dash = _DASH if turns == 1 else 2 * _DASH
     if model == "global":
-        gap = dash * max(turns - 1, 0.6)
-        return {"linestyle": (-dash * turn, (dash, gap)), "linewidth": 1.6}
+        # Gaps stay between the dashes of several lines, which would otherwise look like a solid one; above solid lines.
+        gap = 0.6 * _DASH
+        step = dash + gap
+        return {"linestyle": (-step * turn, (dash, gap + step * (turns - 1))), "linewidth": 1.6, "zorder": 2.1}
     if turn == 0:
         return {"linestyle": "-", "linewidth": 2.0}
     return {"linestyle": (-dash * turn, (dash, dash * (turns - 1))), "linewidth": 2.0}

@@ -12,7 +12,7 @@ from raypfl.results import latex
 from raypfl.results.differences import Difference, differences, remarks
 from raypfl.results.numbers import has_simulated_time, positions, seconds
 from raypfl.results.report.parts import Part
-from raypfl.results.report.tables import result_tables
+from raypfl.results.report.tables import columns_note, result_tables
 from raypfl.results.run_groups import RunGroup, methods_without_result, sentences_without_result
 from raypfl.results.setting_text import setting_text
 from raypfl.results.table import Column, legend, result_columns, tests_of
@@ -120,15 +120,18 @@ def _latex_table(part: Part, label: str) -> str:
                 line += _difference_cells(paired.get((method, table.protocol, table.best)))
             lines.append(line)
         parts.append((latex.escaped(capitalised(table.title)), lines))
-    ends = methods_without_result(part.results)
-    if ends:
-        empty = ["--"] * (len(headings) - 1 + (2 if rows else 0))
-        parts.append(("Without a result", [[latex.escaped(label), end, *empty] for label, end in ends.items()]))
 
     columns = ["method", *map(latex.escaped, headings)]
     if rows:
         columns += ["difference [95\\% interval]", "ahead in"]
-    text = latex.table(columns, parts, _caption(part, rows[0].baseline if rows else ""), label)
+
+    ends = []
+    for method, end in methods_without_result(part.results).items():
+        ends.append([latex.escaped(method), rf"\multicolumn{{{len(columns) - 1}}}{{l}}{{{end}}}"])
+    if ends:
+        parts.append(("Without a result", ends))
+
+    text = latex.table(columns, parts, _caption(part, headings, rows[0].baseline if rows else ""), label)
     return text + "".join(f"% {line}\n" for line in remarks(rows, groups))
 
 
@@ -151,13 +154,17 @@ def _cell(cell: TableCell) -> str:
     return rf"{mean} $\pm$ {cell.spread}"
 
 
-def _caption(part: Part, baseline: str) -> str:
+def _caption(part: Part, headings: Sequence[str], baseline: str) -> str:
     groups = part.groups
     sentences = [f"{setting_of(groups)}. {capitalised(groups[0].unit.label)}, mean over clients.", *part.choices]
+    sentences.append(columns_note(groups[0].measures, headings))
+    if not part.is_one_choice:
+        sentences.append(part.bold)
     sentences += [*legend(groups), *sentences_without_result(part.results)]
     if baseline:
         sentences.append(f"Differences to {baseline} are paired by seed and client, with 95% bootstrap intervals.")
-    return " ".join(sentences)
+        sentences.append("Ahead in: the seeds in which a method is better than it.")
+    return " ".join(filter(None, sentences))
 
 
 def setting_of(groups: Sequence[RunGroup]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -144,7 +144,8 @@ def _round_figure(
 
     ends = [f"{groups[i].label}: from {curve.mean[0]:.3g} to {curve.mean[-1]:.3g}" for i, curve in curves.items()]
     alt = f"Lines of {quantity} by round. {'; '.join(ends)}."
-    return ReportFigure(title, svg(name, alt, *NARROW, draw))
+    caption = " ".join(_equal_lines(groups, {(i, ""): (curve.x, curve.mean) for i, curve in curves.items()}))
+    return ReportFigure(title, svg(name, alt, *NARROW, draw), caption)
 
 
 def clients_figure(groups: Sequence[RunGroup], protocol: str) -> ReportFigure:
@@ -155,9 +156,11 @@ def clients_figure(groups: Sequence[RunGroup], protocol: str) -> ReportFigure:
         draw_clients(figure.subplots(), groups, protocol, page_paint)
 
     ends = []
-    for group in groups:
+    lines = {}
+    for i, group in enumerate(groups):
         values = clients_from_worst(group, protocol)
         if len(values):
+            lines[i, group.deployed(protocol)] = [values]
             worst = unit.text(values[0])
             median = unit.text(float(np.median(values)))
             best = unit.text(values[-1])
@@ -166,7 +169,8 @@ def clients_figure(groups: Sequence[RunGroup], protocol: str) -> ReportFigure:
 
     narrow = svg("sorted", alt, *NARROW, draw)
     wide = svg("sorted-wide", alt, *WIDE, draw)
-    return ReportFigure("Every client, from worst to best", narrow, wide=wide)
+    caption = " ".join(_equal_lines(groups, lines))
+    return ReportFigure("Every client, from worst to best", narrow, caption, wide)
 
 
 def personal_against_global(groups: Sequence[RunGroup], protocol: str) -> list[ReportFigure]:
@@ -212,7 +216,19 @@ def _caption(groups: Sequence[RunGroup], protocol: str, curves: Curves, unsent: 
             missing.append(group.label)
     if missing:
         sentences.append(f"Not drawn: {series(missing)}, whose seeds were never evaluated in the same round.")
-    return " ".join(sentences)
+    lines = {key: (curve.x, curve.mean) for key, curve in curves.items()}
+    return " ".join([*sentences, *_equal_lines(groups, lines)])
+
+
+def _equal_lines(groups: Sequence[RunGroup], lines: Mapping[tuple[int, str], Sequence[np.ndarray]]) -> list[str]:
+    """A sentence on the lines, by group and model, that are in the same place; empty if none are."""
+    names_at: dict[tuple[bytes, ...], list[str]] = {}
+    for (i, model), values in lines.items():
+        name = f"{groups[i].label} ({model})" if model else groups[i].label
+        names_at.setdefault(tuple(array.tobytes() for array in values), []).append(name)
+
+    equal = [series(names) for names in names_at.values() if len(names) > 1]
+    return [f"Equal lines: {'; '.join(equal)}."] if equal else []
 
 
 def _plane_figure(index: int, group: RunGroup, scores: np.ndarray) -> ReportFigure:

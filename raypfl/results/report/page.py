@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from datetime import date
@@ -17,23 +18,27 @@ from raypfl.common.counting import counted, series
 from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.common.version import __version__
 from raypfl.evaluation.masking import unmasked_name
-from raypfl.evaluation.run_metrics import Measures
 from raypfl.results import client_data
 from raypfl.results.colours import COLOURS, mark
 from raypfl.results.differences import HEADINGS, differences, remarks
 from raypfl.results.display.notices import run_notices
 from raypfl.results.epsilons import epsilons, privacy_sentence
-from raypfl.results.labels import labels
 from raypfl.results.numbers import prediction_traffic
 from raypfl.results.report import budgets, clients, export, figures, tables
 from raypfl.results.report.lead import lead_of
 from raypfl.results.report.parts import Part, parts_of, without_part
 from raypfl.results.report.searches.page import read as read_search
 from raypfl.results.report.tables import protocol_name
-from raypfl.results.run_groups import RunGroup, methods_without_result, sentences_without_result
+from raypfl.results.run_groups import (
+    RunGroup,
+    methods_without_result,
+    run_labels,
+    seeds_together,
+    sentences_without_result,
+)
 from raypfl.results.setting_text import data_text, setting_text
 from raypfl.results.table import MODELS, attack_sentences, unequal_lengths, untrained_parts
-from raypfl.results.units import Unit, capitalised
+from raypfl.results.units import capitalised
 from raypfl.runs.result import WITHOUT_RESULT, RunResult, recorded_end
 
 _FIGURE_ID = re.compile(r"((?:id=\"|href=\"#|url\(#)\w?[0-9a-f]{10})")
@@ -184,7 +189,7 @@ def _results(part: Part, main: str) -> dict[str, Any]:
         "part": part,
         "headings": headings,
         "models": [model for model in MODELS if any(group.scores(main, model) for group in groups)],
-        "metrics": _other_metrics(groups[0].measures, headings),
+        "columns_note": tables.columns_note(groups[0].measures, headings),
         "results": results,
         "differences": tables.difference_tables(groups, paired),
         "difference_headings": [heading.replace("\n", " ") for heading in HEADINGS],
@@ -255,16 +260,6 @@ def _tests(protocols: Sequence[str]) -> list[str]:
     return sorted(tests or protocols, key=lambda name: name != "local")
 
 
-def _other_metrics(measures: Measures, headings: Sequence[str]) -> str:
-    """``", the expected calibration error (ECE)"`` and so on, of the other metrics that are shown."""
-    text = ""
-    for metric in measures.secondary:
-        unit = Unit(metric)
-        if metric.phrase and unit.heading in headings:
-            text += f", the {unit.phrase.removeprefix('the ')} ({unit.heading})"
-    return text
-
-
 def _size(groups: Sequence[RunGroup]) -> str:
     """``3 methods · 2 to 3 seeds · 20 rounds``."""
     methods = {type(group.results[0].experiment.method) for group in groups}
@@ -286,22 +281,21 @@ def _size(groups: Sequence[RunGroup]) -> str:
 
 def _ends(results: Sequence[RunResult]) -> list[str]:
     """How runs ended that are not finished."""
-    sentences = []
-    for label, result in zip(labels([result.experiment for result in results]), results, strict=True):
+    ends = []
+    for label, result in zip(run_labels(results), results, strict=True):
         if result.status != "finished":
             error = recorded_end(result.run_dir)["error"] if result.status in WITHOUT_RESULT else ""
-            end = f"{label}, seed {result.experiment.seed}, {result.status} after round {result.round}"
-            sentences.append(f"{end}: {error}" if error else f"{end}.")
-    return sentences
+            end = f"{result.status} after round {result.round}"
+            ends.append((label, result, f"{end}: {error}" if error else f"{end}."))
+    return [f"{runs}, {end}".replace(f"{Path.cwd()}{os.sep}", "") for runs, end in seeds_together(ends)]
 
 
 def _cautions(groups: Sequence[RunGroup]) -> list[str]:
     """What a reader must know before comparing."""
     cautions = []
     for group in groups:
-        for result in group.results:
-            run = f"{group.label}, seed {result.experiment.seed}"
-            cautions += [f"{run}: {notice}" for notice in run_notices(result)]
+        notices = [(group.label, result, notice) for result in group.results for notice in run_notices(result)]
+        cautions += [f"{runs}: {notice}" for runs, notice in seeds_together(notices)]
 
         rounds = {result.round for result in group.results}
         if len(rounds) > 1:

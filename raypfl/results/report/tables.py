@@ -11,6 +11,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from raypfl.common.counting import series
+from raypfl.evaluation.run_metrics import Measures
 from raypfl.experiment.assignments import flatten
 from raypfl.results.differences import Difference
 from raypfl.results.numbers import MessageCost, messages, metric_curves, seconds
@@ -18,7 +20,7 @@ from raypfl.results.report.parts import Part
 from raypfl.results.run_groups import RunGroup
 from raypfl.results.setting_text import applicable_settings, options_at_default
 from raypfl.results.table import result_columns, result_rows
-from raypfl.results.units import TableCell, over_seeds
+from raypfl.results.units import TableCell, Unit, capitalised, over_seeds
 
 _MOST_ROUNDS = 20  # in the table of the curves' values
 _MOST_LOGGED_ROWS = 20
@@ -132,6 +134,27 @@ def result_tables(part: Part) -> tuple[list[str], list[ProtocolTable]]:
         title = test_name(protocol.protocol, protocol.best)
         tables.append(ProtocolTable(title, protocol.protocol, protocol.best, lines))
     return [columns[j].heading.replace("\n", " ") for j in filled], tables
+
+
+def columns_note(measures: Measures, headings: Sequence[str]) -> str:
+    """Return sentences on those columns of results that are neither of the personal nor of the global models alone."""
+    spread = [name for name in ("std", "worst decile") if name in headings]
+    subjects = ["they"] if spread else []
+    for metric in measures.secondary:
+        unit = Unit(metric)
+        if metric.phrase and unit.heading in headings:
+            subjects.append(f"the {unit.phrase.removeprefix('the ')} ({unit.heading})")
+    if "by samples" in headings:
+        subjects.append("the mean by samples")
+
+    sentences = []
+    if spread:
+        sentences.append(f"{capitalised(series(spread))} {'is' if len(spread) == 1 else 'are'} over clients.")
+    if subjects:
+        models = "of the personal models where a method makes them, else of the global one"
+        is_one = len(subjects) == 1 and not spread
+        sentences.append(f"{capitalised(series(subjects))} {'is' if is_one else 'are'} {models}.")
+    return " ".join(sentences)
 
 
 def costs(groups: Sequence[RunGroup]) -> list[Line]:
