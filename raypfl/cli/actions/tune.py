@@ -80,8 +80,10 @@ def carry_out(source: str, assignments: Sequence[str], quiet: bool, as_json: boo
 
 
 def _run_sweep(sweep: Sweep, progress: Console, quiet: bool, hear: TrialListener) -> SweepResult:
-    if quiet or not progress.is_terminal:
-        return tune(sweep, hear=hear, show=_lines(progress, quiet))
+    if quiet:
+        return tune(sweep, hear=hear)
+    if not progress.is_terminal:
+        return tune(sweep, hear=hear, show=_lines(progress))
     with Live(console=progress, refresh_per_second=4) as live:
         return tune(
             sweep,
@@ -90,18 +92,22 @@ def _run_sweep(sweep: Sweep, progress: Console, quiet: bool, hear: TrialListener
         )
 
 
-def _lines(progress: Console, quiet: bool) -> Callable[[SweepResult], None]:
+def _lines(progress: Console) -> Callable[[SweepResult], None]:
     """Return a function that prints a line for each trial as it ends, for where there is no terminal."""
     printed: set[str] = set()
     is_announced = False
 
     def show(outcome: SweepResult) -> None:
         nonlocal is_announced
-        if not is_announced and not quiet:
+        if not is_announced:
             is_announced = True
-            progress.print(Text(f"{outcome.sweep.name}: running; a line follows as each trial ends"))
+            what = "running; a line follows as each trial ends"
+            if outcome.is_complete:
+                what = "nothing is left to run"
+                printed.update(trial.name for trial in outcome.trials)
+            progress.print(Text(f"{outcome.sweep.name}: {what}"))
         for trial in outcome.trials:
-            if trial.has_ended and trial.name not in printed and not quiet:
+            if trial.has_ended and trial.name not in printed:
                 printed.add(trial.name)
                 values = ", ".join(f"{name} {_number(outcome, trial, name)}" for name in trial.values)
                 progress.print(Text(f"trial {trial.name}: {trial.status} after round {trial.round}  {values}"))

@@ -1,0 +1,22 @@
+"""What `raypfl tune` says while it runs, and of a sweep that is over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+
+from tests.integrations.test_tuning import small
+from tests.support.command import raypfl
+
+
+def test_a_sweep_that_was_over_before_is_not_called_running(tmp_path: Path):
+    file = tmp_path / "small.yaml"
+    file.write_text(yaml.safe_dump(small(trials=1)))
+    words = ["tune", str(file), f"output={tmp_path}", "rounds=1", "engine.backend=inline"]
+
+    first = raypfl(*words)
+    assert "small: running" in first.stderr and "trial 00000: finished after round 1" in first.stderr
+    again = raypfl(*words)
+    assert again.stderr == "small: nothing is left to run\n"
+    assert again.stdout == first.stdout
