@@ -13,7 +13,7 @@ import torch
 from raypfl.clients.clients import Clients
 from raypfl.clients.group import ClientGroup
 from raypfl.common.counting import counted
-from raypfl.common.errors import MethodError, ModelShapeError, RaypflError
+from raypfl.common.errors import ClientError, MethodError, ModelShapeError
 from raypfl.common.global_draws import ON_CLIENTS, ON_SERVER, refuse_unkeyed
 from raypfl.common.messages import Each, Scatter, Sum, unmarked
 from raypfl.common.rounds import is_due
@@ -47,8 +47,8 @@ class EvaluationCohort(Cohort):
         super().__init__(runner, tuple(ids), (), round, lr)
         self.unseen = unseen
 
-    def _drop_client(self, client: int, why: str) -> None:
-        raise RaypflError(f"Client {client} could not be given its model. {why}")
+    def _drop_client(self, client: int, error: ClientError) -> None:
+        raise type(error)(f"Client {client} could not be given its model. {error}", [client])
 
 
 class Evaluator:
@@ -289,5 +289,5 @@ def _refuse_unless_finite(models: torch.Tensor, maker: Callable[..., Any], owner
             raise MethodError(f"{where_defined(maker)} returned a model with nan or infinity for {owner}.")
 
 
-def _refuse_failure(client: int, why: str) -> None:
-    raise RaypflError(f"Client {client} could not be evaluated. {why}")
+def _refuse_failure(client: int, error: ClientError) -> None:
+    raise type(error)(f"Client {client} could not be evaluated. {error}", [client])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from raypfl.clients.worker import Call, Group, Reply
 from raypfl.common import rng
-from raypfl.common.errors import ClientError, EmptyCohort, MethodError, PrivacyError
+from raypfl.common.errors import ClientError, Diverged, EmptyCohort, MethodError, PrivacyError
 from raypfl.common.messages import Broadcast, Scatter, numbers_charged
 from raypfl.common.user_code import where_defined
 from raypfl.federation.exchange.aggregation import ReplyAggregator
@@ -87,6 +87,7 @@ class Cohort(Log, ServerTraining):
         self.spent: list[Spending] = []
 
         self._losses: dict[int, float] = {}
+        self._only_divergences = True
         self._runner = runner
         self._runner.last_exchange = ""
         self._dropped = dropped
@@ -306,17 +307,19 @@ class Cohort(Log, ServerTraining):
         if not self.present.any():
             raise EmptyCohort(f"Nobody is left in the cohort of round {self.round}.")
 
-    def _drop_client(self, client: int, why: str) -> None:
-        """Continue without a client that failed, unless too few are left."""
-        self.failed[client] = why
+    def _drop_client(self, client: int, error: ClientError) -> None:
+        """Continue without a client that failed, unless too few are left: a divergence, if all that failed diverged."""
+        self.failed[client] = error.message
+        self._only_divergences &= isinstance(error, Diverged)
         self.present[self.ids.index(client)] = False
-        self._runner.warn(f"Skipped: {why}")
+        self._runner.warn(f"Skipped: {error}")
 
         min_fraction = self._runner.failures.min_success_fraction
         if self.present.mean() < min_fraction:
-            raise ClientError(
+            kind = Diverged if self._only_divergences else ClientError
+            raise kind(
                 f"Only {self.present.sum()} of {len(self.ids)} clients of round {self.round} succeeded, fewer than "
-                f"failures.min_success_fraction = {min_fraction} asks for. The last failure: {why}",
+                f"failures.min_success_fraction = {min_fraction} asks for. The last failure: {error}",
                 [client],
             )
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import raypfl
-from raypfl.common.errors import CheckpointError, ConfigError, RaypflError
+from raypfl.common.errors import CheckpointError, ConfigError, Diverged, RaypflError
 from raypfl.data import load_federated
 from raypfl.engine.events import Checkpointed, Evaluated, Progress, RoundFinished, RunFinished, RunStarted, Warned
 from raypfl.engine.prepared import Prepared
@@ -229,6 +229,14 @@ def test_a_passing_failure_is_retried_and_leaves_no_trace(tmp_path):
 def test_a_diverging_client_stops_the_run_with_its_number_and_round(tmp_path):
     with pytest.raises(RaypflError, match=r"diverged on client \d+ in round \d+.*training.lr"):
         raypfl.run(experiment(tmp_path, training__lr=1e8))
+
+
+@pytest.mark.parametrize("mode", [{}, {"devices__hardware": "lognormal", "asynchronous__buffer": 3}])
+def test_a_run_that_skips_failing_clients_has_diverged_if_they_all_do(tmp_path, mode):
+    folder = tmp_path / "run"
+    with pytest.raises(Diverged, match=r"Only . of \d clients of round . succeeded"):
+        raypfl.run(experiment(tmp_path, training__lr=1e8, failures__on_client_failure="skip", **mode), run_dir=folder)
+    assert raypfl.Result.load(folder).status == "diverged"
 
 
 def test_a_failed_run_keeps_its_last_finished_round(tmp_path):

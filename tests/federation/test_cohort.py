@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from raypfl.common.errors import ClientError, EmptyCohort, MethodError
+from raypfl.common.errors import ClientError, Diverged, EmptyCohort, MethodError
 from raypfl.common.messages import Broadcast, Each, Mean, PerClient, Scatter, Sum, per_client, unmarked
 from raypfl.engine.evaluator import EvaluationCohort
 from raypfl.engine.state.run_state import RunState
@@ -539,6 +539,21 @@ def test_too_many_failures_stop_the_run_even_if_failures_are_skipped():
     fed = federation(failing(1, 3, 4), failures=FailureSettings(on_client_failure="skip", retries=0))
     with pytest.raises(ClientError, match=r"Only 2 of 5 clients of round 0 succeeded.*min_success_fraction = 0\.5"):
         exchange(fed)
+
+
+@pytest.mark.parametrize(("culprit", "kind"), [(0, Diverged), (3, ClientError)])
+def test_too_many_failures_are_a_divergence_if_all_of_the_clients_diverged(culprit, kind):
+    def answer(clients):
+        diverged = [client for client in clients.ids if client != culprit or kind is Diverged]
+        if diverged:
+            raise Diverged("The loss is not finite.", diverged[:1], repeatable=True)
+        raise OSError("a hiccup")
+
+    skip = FailureSettings(on_client_failure="skip", retries=0, min_success_fraction=0.1)
+    fed = federation(answer, group_size=1, failures=skip)
+    with pytest.raises(ClientError, match="Only 0 of 5 clients of round 0 succeeded") as caught:
+        exchange(fed)
+    assert type(caught.value) is kind
 
 
 def test_retrying_a_passing_failure_gives_the_same_result():

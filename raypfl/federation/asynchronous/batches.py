@@ -11,6 +11,7 @@ import torch
 
 from raypfl.clients.replies.turns import Turns, round_and_name
 from raypfl.clients.worker import Group
+from raypfl.common.errors import ClientError, Diverged
 from raypfl.federation.asynchronous.cohorts import RoundReplies
 from raypfl.federation.exchange.aggregation import ReplyAggregator
 from raypfl.federation.exchange.backend import Done
@@ -83,9 +84,12 @@ class TurnBatch:
         self._logged = ReplyAggregator(len(self._round_of), device)
         self._summed: set[str] = set()
 
-    def drop(self, client: int, why: str) -> None:
+    def drop(self, client: int, error: ClientError) -> None:
         """Note that a client was skipped."""
-        self._replies[self._round_of[client]].failed[client] = why
+        replies = self._replies[self._round_of[client]]
+        replies.failed[client] = error.message
+        if isinstance(error, Diverged):
+            replies.diverged += (client,)
 
     def add(self, group: Group, done: Done) -> None:
         """Add a group's reply, except the sums of a bundle; see :meth:`add_sums`."""

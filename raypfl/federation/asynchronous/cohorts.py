@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from raypfl.clients.replies.turns import share_of
-from raypfl.common.errors import LateReplyError
+from raypfl.common.errors import ClientError, Diverged, LateReplyError
 from raypfl.common.messages import Scatter
 from raypfl.common.user_code import where_defined
 from raypfl.federation.cohort import Cohort, CohortReply, describe_exchange, tensors_of
@@ -75,6 +75,7 @@ class RoundReplies:
     sent : name -> the sizes of the clients' messages.
     losses : the training loss of each client that has one.
     failed : client -> why it was skipped.
+    diverged : the failed clients whose training diverged.
     """
 
     function: str
@@ -86,6 +87,7 @@ class RoundReplies:
     sent: dict[str, list[MessageSize]] = field(default_factory=dict)
     losses: dict[int, float] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
+    diverged: tuple[int, ...] = ()
 
 
 class ReplyingCohort(Cohort):
@@ -114,7 +116,8 @@ class ReplyingCohort(Cohort):
         self._check(function, arguments)
 
         for client, why in self._replies.failed.items():
-            self._drop_client(client, why)
+            kind = Diverged if client in self._replies.diverged else ClientError
+            self._drop_client(client, kind(why, [client]))
         self._refuse_empty()
         self._losses.update(self._replies.losses)
         for name, sizes in self._replies.sent.items():

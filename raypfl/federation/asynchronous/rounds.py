@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from raypfl.clients.replies.turns import Turns
-from raypfl.common.errors import CheckpointError, LateReplyError
+from raypfl.common.errors import CheckpointError, ClientError, LateReplyError
 from raypfl.devices import ClientTurns
 from raypfl.federation.asynchronous.batches import TurnBatch, TurnGroup, batch_of, groups_that_fit
 from raypfl.federation.asynchronous.cohorts import (
@@ -206,8 +206,8 @@ class AsynchronousRounds(Rounds):
             for client in group.clients.tolist():
                 batch_of_client[client] = batches[group.batch]
 
-        def skip(client: int, why: str) -> None:
-            batch_of_client[client].drop(client, why)
+        def skip(client: int, error: ClientError) -> None:
+            batch_of_client[client].drop(client, error)
 
         for prepared_group, done in self.runner.run(call, prepared, skip):
             batches[batch_of(prepared_group.index)].add(prepared_group, done)

@@ -38,8 +38,8 @@ _MAX_NAMED = 5
 GroupSizes = Callable[[int], list[int]]
 """The sizes of the groups that a cohort of a given size is cut into."""
 
-DropClient = Callable[[int, str], None]
-"""Called with a client that failed and the reason; the exchange goes on without it."""
+DropClient = Callable[[int, ClientError], None]
+"""Called with a client that failed and its error; the exchange goes on without it."""
 
 
 @dataclass
@@ -298,7 +298,7 @@ class GroupRunner:
             raise _client_error(sorted(failing), call.round, failing[min(failing)], tries, len(group.clients))
 
         for client, client_failure in sorted(failing.items()):
-            drop_client(client, _client_error([client], call.round, client_failure, tries).message)
+            drop_client(client, _client_error([client], call.round, client_failure, tries))
         remaining = [k for k, client in enumerate(group.clients) if client not in failing]
         return _subgroup(group, remaining, self.tries) if remaining else None
 
@@ -324,8 +324,8 @@ def _copy_state(client_group: ClientGroup, method: object) -> dict[str, Any]:
     return {}
 
 
-def _refuse_lost_state(client: int, why: str) -> None:
-    raise ClientError(f"The state of client {client} cannot be copied. {why}", [client])
+def _refuse_lost_state(client: int, error: ClientError) -> None:
+    raise ClientError(f"The state of client {client} cannot be copied. {error}", [client])
 
 
 def _subgroup(group: Group, members: list[int], tries: int) -> Group:
