@@ -199,7 +199,12 @@ def _scope(positions: list[Position], all_positions: list[Position]) -> str:
 def _unfinished(cells: Sequence[StudyCell], results: Mapping[int, RunResult], diverged: Sequence[int]) -> list[str]:
     lines = []
     if diverged:
-        lines.append(f"Diverged, and in no mean: {'; '.join(cells[i].label for i in diverged)}.")
+        names = []
+        for position, same_position in by_position(cells[i] for i in diverged).items():
+            seeds = [str(cell.experiment.seed) for cell in same_position]
+            word = "seed" if len(seeds) == 1 else "seeds"
+            names.append(" · ".join(filter(None, [*position, f"{word} {', '.join(seeds)}"])))
+        lines.append(f"Diverged, and in no mean: {'; '.join(names)}.")
     unfinished = len(cells) - len(results) - len(diverged)
     if unfinished:
         lines.append(f"{unfinished} of {len(cells)} cells are not finished, so the means do not include them.")

@@ -367,14 +367,14 @@ def test_a_cell_that_diverges_is_reported_and_not_trained_again_and_the_other_ce
     (tiny / "tiny.yaml").write_text(TINY.replace("{name: ditto, lam: 1.0}", "{name: ditto, lam: 1e30}"))
     ends = []
     for _ in range(2):
-        result = command("study", "tiny.yaml", "seeds=1", "--only", "dir0.1", "--quiet")
+        result = command("study", "tiny.yaml", "seeds=2", "--only", "dir0.1", "--quiet")
         assert result.exit_code == 1 and "To continue" not in result.stderr
-        assert "Ditto · Dir(0.1) · seed 0, diverged (" in result.stderr and "1 of 2 cells are finished" in result.stderr
-        assert "Diverged, and in no mean: Ditto · Dir(0.1) · seed 0." in result.stdout
+        assert "Ditto · Dir(0.1) · seed 0, diverged (" in result.stderr and "2 of 4 cells are finished" in result.stderr
+        assert "Diverged, and in no mean: Ditto · Dir(0.1) · seeds 0, 1." in result.stdout
         (row,) = [line.split() for line in result.stdout.splitlines() if line.split()[:1] == ["Ditto"]]
         assert set(row[2:]) == {"diverged"} and "not finished" not in result.stdout
         ends.append([file.stat().st_mtime_ns for file in sorted(Path("runs").glob("cells/*/summary.json"))])
-    assert ends[0] == ends[1] and len(ends[0]) == 2
+    assert ends[0] == ends[1] and len(ends[0]) == 4
 
 
 def test_ctrl_c_exits_with_130_shows_the_table_so_far_and_the_command_to_continue(monkeypatch: pytest.MonkeyPatch):
