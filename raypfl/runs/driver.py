@@ -29,9 +29,9 @@ from raypfl.runs.result import (
     RECIPE,
     RunResult,
     discard_unstarted,
+    ended_at_once,
     reopen,
     rounds_saved,
-    stopped_at_once,
     write_client_names,
     write_description,
     write_tables,
@@ -144,7 +144,7 @@ def _run_in_folder(
                 stack.enter_context(connected(experiment.ray, emit))
             job, prepared = preparing.prepare(experiment, folder, emit, lockstep)
             stack.enter_context(hold_lease(job.checkpoints, job.attempt, lambda text: emit(Progress(text))))
-            if history.read(folder) and not stopped_at_once(folder) and not rounds_saved(folder, experiment):
+            if history.read(folder) and not ended_at_once(folder) and not rounds_saved(folder, experiment):
                 emit(Warned(_begins_again(folder, job.checkpoints)))
 
         run_job = partial(run_inline, place=place) if is_inline else run_on_ray

@@ -129,10 +129,10 @@ def is_finished(run_dir: Path) -> bool:
     return _read_json(run_dir / METADATA) is not None
 
 
-def stopped_at_once(run_dir: Path) -> bool:
-    """Return whether a run was stopped before it had finished a round."""
+def ended_at_once(run_dir: Path) -> bool:
+    """Return whether a run ended before it had finished a round, and has not begun again since."""
     summary = _read_summary(run_dir)
-    return summary is not None and summary["status"] == "stopped" and summary["round"] == 0
+    return summary is not None and summary["round"] == 0
 
 
 def divergence(run_dir: Path) -> Diverged | None:
@@ -142,9 +142,11 @@ def divergence(run_dir: Path) -> Diverged | None:
 
 
 def reopen(run_dir: Path) -> None:
-    """Mark a finished run unfinished, so that it can go on with more rounds."""
+    """Mark a run that has ended unfinished, so that it can go on; without a finished round, it begins anew."""
     summary = _read_summary(run_dir)
-    if summary is not None:
+    if ended_at_once(run_dir):
+        (run_dir / SUMMARY).unlink()
+    elif summary is not None:
         write(run_dir / SUMMARY, json.dumps(summary | {"status": "stopped"}, indent=1))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 import raypfl
-from raypfl.common.errors import CheckpointError, ConfigError, NoRun
+from raypfl.common.errors import CheckpointError, ConfigError, NoRun, Stopped
 from raypfl.engine import history
 from raypfl.engine.events import Event, RunStarted, Warned
 from raypfl.experiment import Experiment
@@ -239,6 +240,23 @@ def test_a_run_that_was_stopped_before_its_first_round_begins_again_without_a_wa
     events: list[Event] = []
     assert raypfl.resume(stopped.run_dir, listeners=[events.append]).round == 1
     assert not [event for event in events if isinstance(event, Warned)]
+
+
+def test_a_run_that_had_rounds_after_it_was_stopped_at_once_says_that_they_are_lost(tmp_path):
+    def stop(event: Event) -> None:
+        if isinstance(event, RunStarted):
+            raise Stopped
+
+    run = raypfl.run(experiment(tmp_path, rounds=1), listeners=[stop]).run_dir
+    summaries: list[bool] = []
+    raypfl.resume(run, listeners=[lambda event: summaries.append((run / "summary.json").exists())])
+    # As if it had been killed in its last round: what it wrote at its end is not there.
+    (run / "summary.json").unlink()
+    shutil.rmtree(run / "checkpoints")
+    events: list[Event] = []
+    raypfl.resume(run, listeners=[events.append])
+    assert not summaries[-1]
+    assert [event for event in events if isinstance(event, Warned) and "it begins again" in event.text]
 
 
 class MovesItsAnchor(FedAvg):
