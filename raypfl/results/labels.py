@@ -11,6 +11,7 @@ from raypfl.experiment.identity import ONLY_ROUNDING, deciding_settings, is_in
 from raypfl.results.setting_text import implied_settings
 
 _SHOWN_ELSEWHERE = ("method", "seed", "data.root")
+_EVALUATIONS = ("evaluation.every", "evaluation.protocols")
 _MISSING = object()
 
 
@@ -18,7 +19,8 @@ def labels(experiments: Sequence[Experiment]) -> list[str]:
     """Return a name for each experiment; those that differ in their seed alone have the same one.
 
     A label is the method with the options in which runs of this method differ, and with the settings in which it
-    differs from the first experiment: ``ditto lam=0.1 training.lr=0.05``. All labels, the first one's too, show their
+    differs from the first experiment: ``ditto lam=0.1 training.lr=0.05``. When and on what models are evaluated is left
+    out, unless it alone tells experiments apart. All labels, the first one's too, show their
     values if the experiments differ in a single setting that is not a method's own. If all are of one method and differ
     in several settings, labels show those that are not at their default.
     """
@@ -60,6 +62,7 @@ def _method_names(experiments: Sequence[Experiment]) -> list[str]:
 def _setting_texts(names: Sequence[str], experiments: Sequence[Experiment]) -> list[str]:
     """Return ``training.lr=0.05 rounds=4`` of each experiment, as `labels` says; `names` are their methods."""
     settings = [_deciding_settings(experiment) for experiment in _without_found_objectives(experiments)]
+    settings = _without_unneeded(names, settings)
     differing = _differing_keys(settings)
 
     complete = _with_defaults(settings)
@@ -74,6 +77,15 @@ def _setting_texts(names: Sequence[str], experiments: Sequence[Experiment]) -> l
     differences = [_differences(values, reference, differing) for values in complete]
 
     return [_as_text(_without_parts_of_other_components(values, settings)) for values in differences]
+
+
+def _without_unneeded(names: Sequence[str], settings: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the settings, without when and on what models are evaluated unless that alone tells experiments apart."""
+    needed = [{key: value for key, value in values.items() if key not in _EVALUATIONS} for values in settings]
+    counts = []
+    for alternative in (settings, needed):
+        counts.append(len({repr(pair) for pair in zip(names, alternative, strict=True)}))
+    return needed if counts[0] == counts[1] else list(settings)
 
 
 def _without_found_objectives(experiments: Sequence[Experiment]) -> list[Experiment]:

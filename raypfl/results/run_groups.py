@@ -152,10 +152,12 @@ def run_labels(results: Sequence[RunResult]) -> list[str]:
     What distinguishes a method that has no result, such as a learning rate with which it diverged, is in its own label
     alone.
     """
-    complete = labels([result.experiment for result in results])
-    with_result = {
-        label for label, result in zip(complete, results, strict=True) if result.status not in WITHOUT_RESULT
-    }
+    # Labels say how runs differ from the first: let that be one with a result.
+    order = sorted(range(len(results)), key=lambda i: results[i].status in WITHOUT_RESULT)
+    by_index = dict(zip(order, labels([results[i].experiment for i in order]), strict=True))
+    complete = [by_index[i] for i in range(len(results))]
+
+    with_result = {by_index[i] for i in order if results[i].status not in WITHOUT_RESULT}
     shown = [result for label, result in zip(complete, results, strict=True) if label in with_result]
     short = iter(labels([result.experiment for result in shown]))
     shortened = [next(short) if label in with_result else label for label in complete]

@@ -84,12 +84,18 @@ def result_rows(
     return results
 
 
+def protocols_of(groups: Sequence[RunGroup]) -> list[str]:
+    """Return the protocols on which any group was tested, in the order of the group with most of them."""
+    most_first = sorted(groups, key=lambda group: -len(group.protocols))
+    return list(dict.fromkeys(name for group in most_first for name in group.protocols))
+
+
 def tests_of(groups: Sequence[RunGroup]) -> list[tuple[str, bool]]:
     """Return each protocol with True for the round that validation data chose, in the order of the table."""
     last = []
     best = []
     validation = []
-    for name in dict.fromkeys(name for group in groups for name in group.protocols):
+    for name in protocols_of(groups):
         if unmasked_name(name) == "val":
             validation.append((name, False))
         else:

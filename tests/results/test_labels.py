@@ -34,5 +34,12 @@ def test_a_run_that_has_not_begun_has_the_label_of_one_that_has_recorded_its_dat
 
 
 def test_a_list_in_a_label_has_no_quotes():
-    compared = [Experiment(), Experiment(evaluation={"protocols": ["global", "local"]}, training={"lr": 0.5})]
-    assert labels(compared)[1] == "fedavg training.lr=0.5 evaluation.protocols=[global, local]"
+    compared = [Experiment(), Experiment(evaluation={"protocols": ["global", "local"]})]
+    assert labels(compared)[1] == "fedavg evaluation.protocols=[global, local]"
+
+
+def test_when_a_run_is_evaluated_is_in_its_label_only_if_nothing_else_tells_it_apart():
+    often = Experiment(evaluation={"every": 1})
+    rarely = Experiment(evaluation={"every": 2})
+    assert labels([often, rarely.replace(method="ditto")]) == ["fedavg", "ditto"]
+    assert labels([often, rarely]) == ["fedavg evaluation.every=1", "fedavg evaluation.every=2"]

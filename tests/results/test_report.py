@@ -700,6 +700,9 @@ def test_only_a_sweeps_own_folder_is_shown_as_a_search_and_a_killed_one_says_so(
     (run,), notes = find_runs([sweep])
     assert run.run_dir == sweep / "trials/00000" and "has no trials.csv, since its sweep was killed" in notes[0]
     assert not has_search(sweep)
+    _, notes = find_runs([tmp_path, other])
+    assert notes[0] == f"The sweep {sweep} is left out: raypfl report {sweep} shows it."
+    assert notes[1].startswith(f"{tmp_path} is no run's folder") and notes[1].endswith(f"raypfl report {tmp_path}/*")
 
     (sweep / "trials.csv").write_text(
         "trial,status,round,accuracy/val,training.lr,error\n"

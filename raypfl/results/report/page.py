@@ -37,7 +37,7 @@ from raypfl.results.run_groups import (
     sentences_without_result,
 )
 from raypfl.results.setting_text import data_text, setting_text
-from raypfl.results.table import MODELS, attack_sentences, unequal_lengths, untrained_parts
+from raypfl.results.table import MODELS, attack_sentences, protocols_of, unequal_lengths, untrained_parts
 from raypfl.results.units import capitalised
 from raypfl.runs.result import WITHOUT_RESULT, RunResult, recorded_end
 
@@ -155,7 +155,7 @@ def shades(index: int) -> tuple[str, str]:
 def _part(part: Part, suffix: str) -> dict[str, Any]:
     """What the page shows of a part; `suffix` makes ids unique on the page."""
     groups = part.groups
-    protocols = list(dict.fromkeys(name for group in groups for name in group.protocols))
+    protocols = protocols_of(groups)
     tests = _tests(protocols)
     runs = [(i, group.label, result) for i, group in enumerate(groups) for result in group.results]
     holdings = _holdings(groups[0].results[0])

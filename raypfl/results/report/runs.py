@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raypfl.common.errors import ConfigError, RaypflError
+from raypfl.results.display.outcome import nearby
 from raypfl.results.labels import labels
 from raypfl.results.report.searches.folders import best_runs, is_sweep
 from raypfl.results.setting_text import data_text
@@ -43,7 +45,9 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[RunResult], list[str]]:
     notes: list[str] = []
     for path in map(Path, paths):
         if not is_sweep(path):
-            folders += _run_folders(path)
+            path_folders, path_notes = _run_folders(path)
+            folders += path_folders
+            notes += path_notes
             continue
         best, note = best_runs(path)
         folders += best or [path]
@@ -89,18 +93,28 @@ def _without_repetitions(results: Sequence[RunResult], notes: Sequence[str]) -> 
     return unrepeated, all_notes
 
 
-def _run_folders(path: Path) -> list[Path]:
-    """The folders of runs in a path; the path itself if there are none, to be refused together with others."""
+def _run_folders(path: Path) -> tuple[list[Path], list[str]]:
+    """The folders of runs in a path, and sentences on sweeps and studies in it, which are left out.
+
+    The path itself if it has no runs, to be refused together with others.
+    """
     refuse_missing(path)
     if path.is_file():
-        return []
+        return [], []
 
     if (path / STUDY_CELLS).exists():
-        return _cells_of(path)
+        return _cells_of(path), []
     runs = _runs_of(path)
-    if not runs:
-        runs = [run for folder in sorted(path.iterdir()) for run in _runs_of(folder)]
-    return runs or [path]
+    if runs:
+        return runs, []
+
+    notes = []
+    for folder in sorted(path.iterdir()):
+        runs += _runs_of(folder)
+        if is_sweep(folder) or (folder / STUDY_CELLS).exists():
+            kind = "sweep" if is_sweep(folder) else "study"
+            notes.append(f"The {kind} {folder} is left out: {shlex.join(['raypfl', 'report', str(folder)])} shows it.")
+    return runs or [path], notes
 
 
 def _cells_of(study: Path) -> list[Path]:
@@ -109,7 +123,7 @@ def _cells_of(study: Path) -> list[Path]:
         runs = pq.read_table(study / STUDY_CELLS, columns=["run_dir"])["run_dir"].to_pylist()
     except _DAMAGED:
         return [study]
-    return [Path(run) for run in dict.fromkeys(runs)]
+    return [nearby(Path(run)) for run in dict.fromkeys(runs)]
 
 
 def _runs_of(folder: Path) -> list[Path]:
@@ -127,10 +141,13 @@ def _runs_of(folder: Path) -> list[Path]:
 def _load_evaluated(folder: Path) -> RunResult:
     """The run, if it has been evaluated; a RaypflError otherwise."""
     if not (folder / RECIPE).exists():
-        raise ConfigError(
+        sentence = (
             f"{folder} is no run's folder, and there is none in it: a run's folder has an {RECIPE}, and a sweep's has "
             f"{SWEEP} and trials."
         )
+        if any(folder.glob(f"*/*/{RECIPE}")) or any(folder.glob(f"*/*/*/{RECIPE}")):
+            sentence += f" There are runs further down: try raypfl report {shlex.quote(str(folder))}/*"
+        raise ConfigError(sentence)
 
     result = RunResult.load(folder)
     # Compute with the metrics, so that a damaged table is found here.
