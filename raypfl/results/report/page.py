@@ -110,7 +110,7 @@ def _page(
         content["body"] = Markup(_FIGURE_ID.sub(rf"\1{suffix}", body))
         contents.append(content)
 
-    all_notes = [*notes, *without_part(results)]
+    all_notes = [_from_here(note) for note in (*notes, *without_part(results))]
     if len(contents) == 1:  # several parts show their notes themselves
         all_notes += contents[0]["notes"]
     measures = results[0].experiment.measures
@@ -287,7 +287,12 @@ def _ends(results: Sequence[RunResult]) -> list[str]:
             error = recorded_end(result.run_dir)["error"] if result.status in WITHOUT_RESULT else ""
             end = f"{result.status} after round {result.round}"
             ends.append((label, result, f"{end}: {error}" if error else f"{end}."))
-    return [f"{runs}, {end}".replace(f"{Path.cwd()}{os.sep}", "") for runs, end in seeds_together(ends)]
+    return [_from_here(f"{runs}, {end}") for runs, end in seeds_together(ends)]
+
+
+def _from_here(text: str) -> str:
+    """Return the text with the paths in it that are within the current folder relative to it."""
+    return text.replace(f"{Path.cwd()}{os.sep}", "")
 
 
 def _cautions(groups: Sequence[RunGroup]) -> list[str]:

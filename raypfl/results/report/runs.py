@@ -10,7 +10,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raypfl.common.errors import ConfigError, RaypflError
-from raypfl.results.display.outcome import nearby
 from raypfl.results.labels import labels
 from raypfl.results.report.searches.folders import best_runs, is_sweep
 from raypfl.results.setting_text import data_text
@@ -123,7 +122,7 @@ def _cells_of(study: Path) -> list[Path]:
         runs = pq.read_table(study / STUDY_CELLS, columns=["run_dir"])["run_dir"].to_pylist()
     except _DAMAGED:
         return [study]
-    return [nearby(Path(run)) for run in dict.fromkeys(runs)]
+    return [Path(run) for run in dict.fromkeys(runs)]
 
 
 def _runs_of(folder: Path) -> list[Path]:
