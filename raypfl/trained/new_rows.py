@@ -16,8 +16,9 @@ import pyarrow.compute as pc
 from raypfl.common.errors import ConfigError, DataError, listed
 from raypfl.data.client_names import ClientNames
 from raypfl.data.datasets import DataConfig
+from raypfl.data.datasets.csv_lines import is_csv, is_table
 from raypfl.data.datasets.readers.tabular.feature_table import MISSING, FeatureTable, is_numeral
-from raypfl.data.datasets.readers.tabular.table import TABLE_ENDINGS, spellings_of
+from raypfl.data.datasets.readers.tabular.table import spellings_of
 from raypfl.data.datasets.readers.tabular.table_rows import (
     TableRows,
     as_float,
@@ -103,11 +104,11 @@ class NewRows:
         if not file.is_file():
             problem = f"{file} is a folder" if file.is_dir() else f"There is no file {file}"
             raise ConfigError(f"{problem}; name the CSV or Parquet file with the rows to predict.")
-        if file.suffix not in TABLE_ENDINGS:
-            raise ConfigError(f"{file} is not a table: its name must end in .csv or .parquet.")
+        if not is_table(file.name):
+            raise ConfigError(f"{file} is not a table: its name must end in .csv, .tsv or .parquet.")
 
         table = read_table(file, file.name)
-        texts = read_csv(file, file.name, as_text=table.column_names) if file.suffix == ".csv" else None
+        texts = read_csv(file, file.name, as_text=table.column_names) if is_csv(file.name) else None
         return cls(file.name, table, texts, file)
 
     def inputs(self, feature_names: Sequence[str], reader: FeatureTable, medians: Medians) -> np.ndarray:

@@ -20,7 +20,7 @@ from raypfl.common.errors import ConfigError, DataError
 from raypfl.common.files import draft
 from raypfl.common.threads import threads
 from raypfl.data.client_names import number_of
-from raypfl.data.datasets.readers.tabular.table import TABLE_ENDINGS, Table
+from raypfl.data.datasets.readers.tabular.table import Table
 from raypfl.learning.objectives import Classification
 from raypfl.trained.models import TrainedModels
 from raypfl.trained.new_rows import NewRows, inputs_of_rows
@@ -161,7 +161,7 @@ def _predictions(
 
 def refuse_other_endings(path: Path) -> Path:
     """Return a file for predictions; raises a ConfigError unless it ends in .csv or .parquet."""
-    if path.suffix not in TABLE_ENDINGS:
+    if path.suffix not in (".csv", ".parquet"):
         raise ConfigError(f"{path} is to have the predictions, so its name must end in .csv or .parquet.")
     return path
 

@@ -13,9 +13,10 @@ import numpy as np
 from raypfl.common.errors import ConfigError, DataError
 from raypfl.data import FederatedData
 from raypfl.data.datasets import DataSource, RawData
+from raypfl.data.datasets.csv_lines import is_table
 from raypfl.data.datasets.images import ImageReader
 from raypfl.data.datasets.pools import UNLABELLED, read_pool
-from raypfl.data.datasets.readers.tabular.table import TABLE_ENDINGS, Table
+from raypfl.data.datasets.readers.tabular.table import Table
 from raypfl.trained.models import TrainedModels
 from raypfl.trained.new_rows import NewRows, inputs_of_rows
 
@@ -36,7 +37,7 @@ def samples_in(path: str | Path, models: TrainedModels) -> tuple[np.ndarray, np.
     """
     file = Path(path).expanduser()
     reader = models.experiment.data.reader
-    if isinstance(reader, Table) and (file.is_dir() or (file.is_file() and file.suffix in TABLE_ENDINGS)):
+    if isinstance(reader, Table) and (file.is_dir() or (file.is_file() and is_table(file.name))):
         return _rows_of_tables(file, reader, models)
     if file.is_dir():
         return _like_the_runs_data(file, models)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import io
 from pathlib import Path
 
@@ -36,8 +38,8 @@ def written(tmp_path: Path):
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        ("x;y\n1,5;a\n2,5;b\n", r"people\.csv separates its columns by ';', not by commas.*decimal=','"),
-        ("x\ty\n1\ta\n", r"separates its columns by '\\t', not by commas.*sep='\\t'"),
+        ("x;y\n1,5;a\n2,5;b\n", r"people\.csv separates its columns by ';', not by ','.*decimal=','"),
+        ("x\ty\n1\ta\n", r"separates its columns by '\\t', not by ','.*sep='\\t'"),
         ("x,y\n1,ä\n".encode("utf-16"), r"is not UTF-8 .*iconv -f UTF-16"),
         ('c,y\n\n"b\nb",a\nc,\n', r"Line 5 of people\.csv has no 'y'"),
         ('c,y\n\n"b\nb",a\n\nc\n', r"Line 6 of people\.csv has 1 columns, but its header 2"),
@@ -68,8 +70,44 @@ def test_columns_that_may_be_meant_otherwise_come_with_a_warning(written, opened
 
 
 def test_a_folder_without_tables_says_what_it_has(written, opened):
-    written(b"", "people.csv.gz")
-    with pytest.raises(DataError, match=r"but people\.csv\.gz; see data\.files, and unpack compressed files"):
+    written(b"", "people.zip")
+    with pytest.raises(DataError, match=r"but people\.zip; see data\.files, and unpack archives"):
+        opened("table", target="y")
+
+
+@pytest.mark.parametrize(
+    ("name", "separator", "compress"),
+    [
+        ("people.csv.gz", ",", gzip.compress),
+        ("people.CSV.bz2", ",", bz2.compress),
+        ("people.tsv", "\t", bytes),
+        ("people.tsv.gz", "\t", gzip.compress),
+    ],
+)
+def test_compressed_tables_and_those_with_tabs_are_read_and_name_their_lines(
+    written, opened, name, separator, compress
+):
+    rows = 'x,home,y\n\n1.5,"A\nB",a\n2.5,C,b\n'
+    file = written(compress(rows.replace(",", separator).encode()), name)
+    data = opened("table", ByColumn(), target="y", group="home", test_fraction=0)
+    assert list(data.client_names) == ["A\nB", "C"] and data.inputs.tolist() == [[1.5], [2.5]]
+    assert NewRows.read(file).texts["x"].to_pylist() == ["1.5", "2.5"]
+
+    written(compress(rows.replace("2.5", "").replace(",", separator).encode()), name)
+    with pytest.raises(DataError, match=rf"Line 5 of {name} has no 'x'"):
+        opened("table", target="y")
+
+
+def test_a_table_and_its_compressed_copy_are_not_read_as_one(written, opened):
+    written("x,y\n1,a\n")
+    written(gzip.compress(b"x,y\n1,a\n"), "people.csv.gz")
+    with pytest.raises(DataError, match=r"people\.csv\.gz seems to be people\.csv, compressed.* by data\.files"):
+        opened("table", target="y")
+
+
+def test_a_damaged_compressed_table_is_refused_in_a_sentence(written, opened):
+    written(gzip.compress(b"x,y\n1,a\n" * 99)[:-9], "people.csv.gz")
+    with pytest.raises(DataError, match=r"people\.csv\.gz is not a readable CSV file: Truncated"):
         opened("table", target="y")
 
 

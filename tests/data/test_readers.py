@@ -517,8 +517,8 @@ def test_csv_files_named_test_are_the_published_test_split(tmp_path, opened):
     ("lines", "sentence"),
     [
         (
-            ["image,label", "images/0.png,0", "images/9.png,1"],
-            r"Line 3 of train\.csv names the image .*data/images/9\.png",
+            ["image,label", "", "images/0.png,0", "images/9.png,1"],
+            r"Line 4 of train\.csv names the image .*data/images/9\.png",
         ),
         (["image,label", "images/0.png,0", "images/1.png,"], r"Line 3 of train\.csv has no 'label'"),
         (

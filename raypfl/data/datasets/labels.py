@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from raypfl.common.errors import DataError, listed
-from raypfl.data.datasets.csv_lines import line_of
+from raypfl.data.datasets.csv_lines import is_csv, line_of
 
 _MAX_CLASSES = 100_000
 """Most classes that numbered labels may stand for, unless there are more samples."""
@@ -29,9 +29,9 @@ def place(row: int, file: str, path: Path | None = None) -> str:
     file : the file as messages name it.
     path : the file, which is read again if it is a CSV file; None: it has no blank lines and no lines within quotes.
     """
-    if file.endswith(".csv"):
+    if is_csv(file):
         return f"Line {row + 2 if path is None else line_of(path, row)} of {file}"
-    if file.endswith(".parquet"):
+    if file.lower().endswith(".parquet"):
         return f"Row {row + 1} of {file}"
     return f"Index {row} of {file}"
 

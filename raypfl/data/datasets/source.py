@@ -8,7 +8,7 @@ import inspect
 import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from pathlib import Path, PurePath
+from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
@@ -16,13 +16,13 @@ from raypfl.common.component import abstract_functions
 from raypfl.common.conditions import Condition
 from raypfl.common.errors import ConfigError, DataError
 from raypfl.common.registry import Registry
+from raypfl.data.datasets.csv_lines import is_table
 from raypfl.data.datasets.raw_data import RawData
 
 
 def _how_to_name_a_file(name: str) -> str:
     """Return how to describe the data in a file that is given in place of the name of a data set."""
-    path = PurePath(name)
-    if path.suffix not in (".csv", ".parquet"):
+    if not is_table(name):
         return ""
     return (
         f"a table is read by data=table data.root={name} data.target=COLUMN, the column to predict; a table that lists "

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.csv as pa_csv
 
 from raypfl.common.errors import ConfigError, DataError, listed
-from raypfl.data.datasets.csv_lines import refuse_other_encodings, refuse_other_separators
+from raypfl.data.datasets.csv_lines import refuse_other_encodings, refuse_other_separators, separator_of
 from raypfl.data.datasets.images import ImageReader
 from raypfl.data.datasets.labels import class_count, place
 from raypfl.data.datasets.raw_data import RawData
@@ -29,7 +29,7 @@ def has_word(file_name: str, words: Set[str]) -> bool:
 
 
 def read_csv(path: Path, file_name: str, as_text: Sequence[str] = ()) -> pa.Table:
-    """Read a CSV file. The type of a column is one that all its values have.
+    """Read a CSV or TSV file, compressed or not. The type of a column is one that all its values have.
 
     Parameters
     ----------
@@ -52,11 +52,12 @@ def read_csv(path: Path, file_name: str, as_text: Sequence[str] = ()) -> pa.Tabl
     try:
         # Arrow chooses types by the first block, so make the whole file one block. With threads, it would not know the
         # numbers of invalid rows.
-        block_size = min(path.stat().st_size + 1, 2**31 - 1)
+        content = pa.input_stream(path).read()
+        block_size = min(len(content) + 1, 2**31 - 1)
         table = pa_csv.read_csv(
-            path,
+            pa.BufferReader(content),
             read_options=pa_csv.ReadOptions(use_threads=False, block_size=block_size),
-            parse_options=pa_csv.ParseOptions(invalid_row_handler=note_invalid_row),
+            parse_options=pa_csv.ParseOptions(delimiter=separator_of(path.name), invalid_row_handler=note_invalid_row),
             convert_options=pa_csv.ConvertOptions(
                 strings_can_be_null=not as_text, column_types=dict.fromkeys(as_text, pa.string())
             ),

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from raypfl.common.errors import ConfigError, DataError
+from raypfl.data.datasets.csv_lines import lines_of_rows
 from raypfl.data.datasets.labels import place
 from raypfl.data.datasets.source import DATASETS
 from raypfl.data.datasets.tables import TEST_WORDS, ImageTable, ImageTableReader, numbered_classes, read_csv
@@ -97,8 +98,8 @@ class _CsvTable(ImageTable):
         return self.table[name]
 
     def images(self, name: str) -> Iterator[tuple[str, Path]]:
-        for row, path in enumerate(self.image_paths(name)):
-            yield place(row, self.file_name), path
+        for line, path in zip(lines_of_rows(self.path), self.image_paths(name), strict=True):
+            yield f"Line {line} of {self.file_name}", path
 
     def image_paths(self, name: str) -> list[Path]:
         """Return the files that the column of this name lists."""

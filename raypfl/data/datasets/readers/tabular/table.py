@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from raypfl.common.errors import ConfigError, DataError, listed
+from raypfl.data.datasets.csv_lines import is_table
 from raypfl.data.datasets.labels import warn_of_classes
 from raypfl.data.datasets.raw_data import RawData
 from raypfl.data.datasets.readers.tabular.table_rows import TableRows, is_number
@@ -27,9 +28,6 @@ _MOST_ROWS_OF_MISTAKE = 2
 
 _LEAST_ROWS_PER_MISTAKE = 50
 """Rows of the table, for each row of such a class, from which on it is rare."""
-
-TABLE_ENDINGS = (".csv", ".parquet")
-"""Endings of the files that are read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,13 +81,18 @@ class Table(Reader):
     def tables(self) -> list[Path]:
         """Return the tables' files."""
         root = self.root()
-        paths = [path for path in files_under(root) if path.suffix in TABLE_ENDINGS and path.match(self.files)]
+        paths = [path for path in files_under(root) if is_table(path.name) and path.match(self.files)]
         if not paths:
             present = listed([path.name for path in files_under(root)], 5) or "no file"
             raise DataError(
-                f"There is no {self.files} with the ending .csv or .parquet in {root}, but {present}; see data.files, "
-                "and unpack compressed files."
+                f"There is no {self.files} with the ending .csv, .tsv or .parquet in {root}, but {present}; see "
+                "data.files, and unpack archives."
             )
+        for path in paths:
+            if path.with_suffix("") in paths:
+                raise DataError(
+                    f"{path} seems to be {path.stem}, compressed: remove one of them, or choose one by data.files."
+                )
         return paths
 
     def root(self) -> Path:

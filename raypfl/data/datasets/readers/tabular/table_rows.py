@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from raypfl.common.errors import ConfigError, DataError, listed
+from raypfl.data.datasets.csv_lines import is_csv
 from raypfl.data.datasets.labels import place
 from raypfl.data.datasets.raw_data import in_single_precision
 from raypfl.data.datasets.tables import TEST_WORDS, has_word, read_csv
@@ -139,7 +140,7 @@ def read_table(path: Path, file_name: str) -> pa.Table:
     ------
     DataError : if it cannot be read, or two columns have one name.
     """
-    if path.suffix == ".csv":
+    if is_csv(path.name):
         table = read_csv(path, file_name)
     else:
         try:
