@@ -298,7 +298,7 @@ def test_the_ledger_by_tensor_adds_up_to_what_was_sent(results, whole):
 
 
 def test_only_the_settings_that_differ_between_runs_are_listed(results):
-    other = changed(results[0], "training.lr=0.5", "seed=7", "partition.alpha=1")
+    other = changed(results[0], "training.lr=0.5", "seed=7", "partition.alpha=1", "output=elsewhere")
     differing, shared = tables.compare_settings(group_runs([results[0], other]))
     names = ["fedavg", "fedavg partition.alpha=1.0 training.lr=0.5"]
     assert differing == [
@@ -489,7 +489,7 @@ def test_seeds_of_different_lengths_are_compared_in_common_rounds_and_the_page_s
     )
 
     words = text(page([results[0], short], tmp_path))
-    assert "fedavg, seed 1, stopped after round 2." in words
+    assert "fedavg, seed 1, stopped after round 2 of 3." in words
     assert "The seeds of fedavg ended after 2 and 3 rounds" in words
     assert numbers.metric_curve(group_runs([results[0], short])[0], "local", "global").x.tolist() == [1, 2]
 
@@ -524,7 +524,7 @@ def test_seeds_that_failed_alike_are_told_once_with_the_lines_of_their_error_and
     notes = page([*results[:2], *failed], tmp_path).find("body/header/ul[@class='notes']")
     assert [note.text for note in notes] == [
         "Without a result, and in no mean or difference: ditto, seeds 0 and 1 (failed after round 3 of 3).",
-        'ditto, seeds 0 and 1, failed after round 3: Client 0 failed:\n  File "mine.py", line 5',
+        'ditto, seeds 0 and 1, failed after round 3 of 3: Client 0 failed:\n  File "mine.py", line 5',
     ]
     assert ".notes li { white-space: pre-wrap;" in Path("report.html").read_text()
 

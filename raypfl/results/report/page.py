@@ -285,7 +285,7 @@ def _ends(results: Sequence[RunResult]) -> list[str]:
     for label, result in zip(run_labels(results), results, strict=True):
         if result.status != "finished":
             error = recorded_end(result.run_dir)["error"] if result.status in WITHOUT_RESULT else ""
-            end = f"{result.status} after round {result.round}"
+            end = f"{result.status} after round {result.round} of {result.experiment.rounds}"
             ends.append((label, result, f"{end}: {error}" if error else f"{end}."))
     return [_from_here(f"{runs}, {end}") for runs, end in seeds_together(ends)]
 

@@ -249,7 +249,7 @@ def logged(groups: Sequence[RunGroup]) -> tuple[list[LoggedExcerpt], list[Logged
 
 
 def compare_settings(groups: Sequence[RunGroup]) -> tuple[list[SettingValues], list[tuple[str, str]]]:
-    """Return settings in which runs differ, other than method and seed, and those that all runs share.
+    """Return settings in which runs differ, other than method, seed and folder, and those that all runs share.
 
     An option at its default that only some methods or networks have does not count as a difference.
     """
@@ -264,7 +264,7 @@ def compare_settings(groups: Sequence[RunGroup]) -> tuple[list[SettingValues], l
         method: Any = group.results[0].experiment.method
         defaults |= {f"method.{field.name}": field.default for field in fields(method)}
 
-    differing, shared = _compare(runs, ("method.name", "seed"))
+    differing, shared = _compare(runs, ("method.name", "seed", "output"))
     different = []
     at_default = []
     for key, values in differing:
