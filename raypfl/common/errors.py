@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Collection, Iterable
+from textwrap import indent
 
 
 class RaypflError(Exception):
@@ -155,6 +156,14 @@ def listed(names: Iterable[object], most: int = 80) -> str:
     if len(texts) > most:
         row += f" and {len(texts) - most:,} more"
     return row
+
+
+def one_message(lines: list[str], subject: str) -> str:
+    """Return a single sentence unchanged and several as a list; a traceback stays below its sentence."""
+    if len(lines) == 1:
+        return lines[0]
+    items = [indent(line, "    ").lstrip() for line in lines]
+    return "\n  - ".join([f"{subject} has {len(lines)} mistakes:", *items])
 
 
 def _letters(name: str) -> str:

@@ -7,10 +7,9 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from raypfl.common.errors import ConfigError
+from raypfl.common.errors import ConfigError, one_message
 from raypfl.experiment.assignments import flatten, parse_assignments
 from raypfl.experiment.checks.effects import assign_all, is_in_any, require_effect
-from raypfl.experiment.checks.validation import one_message
 from raypfl.experiment.components import unknown_option
 from raypfl.experiment.experiment import Experiment
 from raypfl.experiment.yaml_text import read

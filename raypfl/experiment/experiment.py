@@ -22,7 +22,7 @@ from torch import Tensor
 
 from raypfl.analysis import Analysis
 from raypfl.clients.compression import Compressor
-from raypfl.common.errors import ConfigError, did_you_mean
+from raypfl.common.errors import ConfigError, did_you_mean, one_message
 from raypfl.common.user_code import explain_user_errors
 from raypfl.data import Dirichlet, Partition
 from raypfl.data.datasets import DataConfig
@@ -47,7 +47,7 @@ from raypfl.experiment.checks.limits import (
     selection_mistakes,
     training_mistakes,
 )
-from raypfl.experiment.checks.validation import FilePart, Mistakes, one_message, validation_mistakes
+from raypfl.experiment.checks.validation import FilePart, Mistakes, validation_mistakes
 from raypfl.experiment.components import build
 from raypfl.experiment.parts import (
     analyses_of,

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, Field, ValidationError
 
-from raypfl.common.errors import ConfigError, did_you_mean
+from raypfl.common.errors import ConfigError, did_you_mean, one_message
 from raypfl.experiment.checks.file_kinds import refuse_other_kind
-from raypfl.experiment.checks.validation import FilePart, one_message, validation_mistakes
+from raypfl.experiment.checks.validation import FilePart, validation_mistakes
 from raypfl.experiment.yaml_text import read
 from raypfl.studies import STUDIES
 from raypfl.studies.parts import MetricColumn

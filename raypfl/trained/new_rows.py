@@ -17,6 +17,7 @@ from raypfl.common.errors import ConfigError, DataError, listed
 from raypfl.data.client_names import ClientNames
 from raypfl.data.datasets import DataConfig
 from raypfl.data.datasets.csv_lines import is_csv, is_table
+from raypfl.data.datasets.labels import and_others
 from raypfl.data.datasets.readers.tabular.feature_table import MISSING, FeatureTable, is_numeral
 from raypfl.data.datasets.readers.tabular.table import spellings_of
 from raypfl.data.datasets.readers.tabular.table_rows import (
@@ -153,7 +154,7 @@ class NewRows:
             raise DataError(self._lacks([column]))
         values = self.table[column]
         if reader.missing == "refuse":
-            self._refuse_missing(column, values)
+            self._refuse_missing({column: values})
         if self.texts is not None:
             # A few texts of a CSV file may all look like numbers or dates.
             values = pc.if_else(values.is_valid(), self.texts[column], None)
@@ -234,7 +235,7 @@ class NewRows:
         numbers = {column: self._as_numbers(column, reader.numbers(self._rows, column)) for column in columns}
         incomplete = [column for column, values in numbers.items() if values.null_count]
         if incomplete and reader.missing == "refuse":
-            self._refuse_missing(incomplete[0], numbers[incomplete[0]])
+            self._refuse_missing(numbers)
         if incomplete:
             for column, median in medians(incomplete).items():
                 numbers[column] = pc.fill_null(numbers[column], median)
@@ -247,12 +248,18 @@ class NewRows:
             f"{listed(self.table.column_names)}."
         )
 
-    def _refuse_missing(self, column: str, values: pa.Array) -> None:
-        """Raise a DataError if a value is missing."""
-        if values.null_count:
+    def _refuse_missing(self, columns: Mapping[str, pa.Array]) -> None:
+        """Raise a DataError if a value is missing in one of the columns."""
+        missing = []
+        for column, values in columns.items():
+            if values.null_count:
+                rows = np.flatnonzero(values.is_null())
+                place_of = self._rows.place
+                missing.append(f"{place_of(int(rows[0]))} has no {column!r}{and_others(rows, place_of)}")
+        if missing:
             raise DataError(
-                f"{self._rows.place(values.is_null().index(True).as_py())} has no {column!r}, and the run was trained "
-                "on complete rows only. Fill in the value or leave the row out, or train with data.missing=fill."
+                f"{'; '.join(missing)}, and the run was trained on complete rows only. Fill in the value or leave the "
+                "row out, or train with data.missing=fill."
             )
 
     def _as_numbers(self, column: str, values: pa.Array) -> pa.Array:
@@ -264,20 +271,29 @@ class NewRows:
         # A word among numbers, such as "unknown", explains why the column is text.
         odd = [(row, value) for row, value in present if not is_numeral(str(value))]
         row, value = (odd or present)[0]
-        raise DataError(f"{self._rows.place(row)} has {value!r} for {column!r}, but the run was trained with numbers.")
+        others = and_others([row for row, _ in odd], self._rows.place)
+        raise DataError(
+            f"{self._rows.place(row)} has {value!r} for {column!r}, but the run was trained with numbers{others}."
+        )
 
     def _positions(self, column: str, positions: Mapping[Any, int]) -> list[int]:
         """Return the position of each row's category: that of its feature, or the number of its class."""
+        spellings_of_rows = self.spellings(column)
         row_positions = []
-        for row, spellings in enumerate(self.spellings(column)):
+        unknown = []
+        for row, spellings in enumerate(spellings_of_rows):
             spelling = next((spelling for spelling in spellings or (MISSING,) if spelling in positions), None)
             if spelling is None:
-                problem = f"has {spellings[0]!r} for {column!r}" if spellings else f"has no {column!r}"
-                raise DataError(
-                    f"{self._rows.place(row)} {problem}, but the run's data have only these categories: "
-                    f"{listed(positions)}."
-                )
-            row_positions.append(positions[spelling])
+                unknown.append(row)
+            else:
+                row_positions.append(positions[spelling])
+        if unknown:
+            spellings = spellings_of_rows[unknown[0]]
+            problem = f"has {spellings[0]!r} for {column!r}" if spellings else f"has no {column!r}"
+            raise DataError(
+                f"{self._rows.place(unknown[0])} {problem}, but the run's data have only these categories: "
+                f"{listed(positions)}{and_others(unknown, self._rows.place)}."
+            )
         return row_positions
 
 

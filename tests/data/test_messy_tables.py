@@ -69,6 +69,38 @@ def test_columns_that_may_be_meant_otherwise_come_with_a_warning(written, opened
         opened("table", target="y")
 
 
+@pytest.mark.parametrize(
+    ("content", "options", "sentence"),
+    [
+        (
+            "x,y\n,a\n1,b\n\n,a\n,b\n,a\n,b\n",
+            {},
+            r"Line 2 of p\.csv has no 'x' \(also line 5 of p\.csv, line 6 of p\.csv, .* and 1 more",
+        ),
+        (
+            "a,b,y\n1,2,u\n1,u\n3,u,u,v\n",
+            {},
+            r"Line 3 of p\.csv has 2 columns, but its header 3 \(also line 4 of p\.csv\)\.",
+        ),
+        (
+            "a,b,y\n1,2,u\n",
+            {"leave_out": ["c", "d"]},
+            r"p\.csv has no column 'c', which .*, and no column 'd', which data\.",
+        ),
+        ("a,a,b,b,y\n1,2,3,4,u\n", {}, r"p\.csv has two columns called 'a', and two called 'b'; rename one"),
+        (
+            "day,a,b,y\n2020-01-01,,?,u\n2020-01-02,1,2,v\n2020-01-03,1,3,v\n",
+            {},
+            r"p\.csv has 3 mistakes:\n  - The column 'day' .*\n  - Line 2 of .* no 'a'.*\n  - Line 2 of .* '\?'",
+        ),
+    ],
+)
+def test_all_columns_and_rows_with_mistakes_are_named_together(written, opened, content, options, sentence):
+    written(content, "p.csv")
+    with pytest.raises((ConfigError, DataError), match=sentence):
+        opened("table", target="y", **options)
+
+
 def test_a_folder_without_tables_says_what_it_has(written, opened):
     written(b"", "people.zip")
     with pytest.raises(DataError, match=r"but people\.zip; see data\.files, and unpack archives"):

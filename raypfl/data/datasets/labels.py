@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +34,21 @@ def place(row: int, file: str, path: Path | None = None) -> str:
     if file.lower().endswith(".parquet"):
         return f"Row {row + 1} of {file}"
     return f"Index {row} of {file}"
+
+
+def and_others(rows: Sequence[int] | np.ndarray, place_of: Callable[[int], str]) -> str:
+    """Return what a message on the first of some rows adds about the others: ``" (also line 9 of ... and 4 more)"``.
+
+    Parameters
+    ----------
+    place_of : a function that returns what messages call a row.
+    """
+    others = [place_of(int(row)) for row in rows[1:4]]
+    if not others:
+        return ""
+    places = ", ".join(place[0].lower() + place[1:] for place in others)
+    more = f" and {len(rows) - 4:,} more" if len(rows) > 4 else ""
+    return f" (also {places}{more})"
 
 
 def checked_labels(labels: np.ndarray, num_classes: int | None, file: str, first: int = 0) -> np.ndarray:

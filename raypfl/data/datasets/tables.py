@@ -16,7 +16,7 @@ import pyarrow.csv as pa_csv
 from raypfl.common.errors import ConfigError, DataError, listed
 from raypfl.data.datasets.csv_lines import refuse_other_encodings, refuse_other_separators, separator_of
 from raypfl.data.datasets.images import ImageReader
-from raypfl.data.datasets.labels import class_count, place
+from raypfl.data.datasets.labels import and_others, class_count, place
 from raypfl.data.datasets.raw_data import RawData
 
 TEST_WORDS = {"test", "valid", "val", "validation"}
@@ -39,15 +39,11 @@ def read_csv(path: Path, file_name: str, as_text: Sequence[str] = ()) -> pa.Tabl
     ------
     DataError : if it cannot be read; the message calls it `file_name`.
     """
-    invalid_rows: list[str] = []
+    invalid_rows: list[pa_csv.InvalidRow] = []
 
     def note_invalid_row(row: pa_csv.InvalidRow) -> str:
-        # Arrow counts rows from 1, the header included.
-        invalid_rows.append(
-            f"{place(row.number - 2, file_name, path)} has {row.actual_columns} columns, but its header "
-            f"{row.expected_columns}."
-        )
-        return "error"
+        invalid_rows.append(row)
+        return "skip"
 
     try:
         # Arrow chooses types by the first block, so make the whole file one block. With threads, it would not know the
@@ -65,17 +61,28 @@ def read_csv(path: Path, file_name: str, as_text: Sequence[str] = ()) -> pa.Tabl
     except OSError as error:
         raise DataError(f"{path} is not a readable CSV file: {error}") from error
     except pa.ArrowException as error:
-        # Read in the wrong encoding, a row may seem to have too few columns.
         refuse_other_encodings(path, file_name)
         refuse_other_separators(path, file_name)
-        raise DataError(" ".join(invalid_rows) or f"{path} is not a readable CSV file: {error}") from error
+        raise DataError(f"{path} is not a readable CSV file: {error}") from error
 
-    # The file is read again only to say where it is not UTF-8.
-    if not _is_utf8(table):
+    # The file is read again only to say where it is not UTF-8. In a wrong encoding, rows may seem to have few columns.
+    if invalid_rows or not _is_utf8(table):
         refuse_other_encodings(path, file_name)
-    if len(table.column_names) == 1:
+    if invalid_rows or len(table.column_names) == 1:
         refuse_other_separators(path, file_name)
+    if invalid_rows:
+        raise DataError(_unequal_rows(invalid_rows, path, file_name))
     return table
+
+
+def _unequal_rows(invalid_rows: Sequence[pa_csv.InvalidRow], path: Path, file_name: str) -> str:
+    # Arrow counts rows from 1, the header included.
+    rows = [row.number - 2 for row in invalid_rows]
+    others = and_others(rows, lambda row: place(row, file_name, path))
+    return (
+        f"{place(rows[0], file_name, path)} has {invalid_rows[0].actual_columns} columns, but its header "
+        f"{invalid_rows[0].expected_columns}{others}."
+    )
 
 
 def _is_utf8(table: pa.Table) -> bool:
@@ -120,6 +127,10 @@ class ImageTable(ABC):
     def images(self, name: str) -> Iterator[tuple[str, bytes | Path | None]]:
         """Yield, for each image in the column of this name, its row, as messages name it, and its bytes or file."""
 
+    def place(self, row: int) -> str:
+        """Return a row, as messages name it."""
+        return place(row, self.file_name, self.path)
+
     def column(self, option: str, name: str) -> np.ndarray:
         """Return the column that ``data.<option>`` names, ``[n]``.
 
@@ -130,8 +141,9 @@ class ImageTable(ABC):
         refuse_lists(self.type(option, name), name, self.file_name)
         values = self.values(name)
         if values.null_count:
-            row = values.is_null().index(True).as_py()
-            raise DataError(f"{place(row, self.file_name, self.path)} has no {name!r}.")
+            rows = np.flatnonzero(values.is_null())
+            others = and_others(rows, self.place)
+            raise DataError(f"{self.place(int(rows[0]))} has no {name!r}{others}.")
         return np.asarray(values.to_pylist()) if len(values) else np.zeros(0, np.int64)
 
     def type(self, option: str, name: str) -> pa.DataType:

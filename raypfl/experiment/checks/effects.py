@@ -20,12 +20,11 @@ from typing import Any, NamedTuple
 
 from raypfl.common.annotations import declared
 from raypfl.common.conditions import Condition, as_yaml
-from raypfl.common.errors import ConfigError
+from raypfl.common.errors import ConfigError, one_message
 from raypfl.common.registry import Registry
 from raypfl.data import Partition
 from raypfl.experiment.assignments import assign
 from raypfl.experiment.checks.unread_options import unread_options
-from raypfl.experiment.checks.validation import one_message
 from raypfl.experiment.components import options_of
 from raypfl.experiment.sections import COMPONENTS, SECTIONS
 from raypfl.methods import Method

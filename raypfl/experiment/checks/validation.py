@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from textwrap import indent
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
@@ -66,14 +65,6 @@ def validation_mistakes(error: ValidationError, unknown: Callable[[KeyPath], str
     for detail in error.errors():
         lines += _sentences(detail, unknown, prefix)
     return lines
-
-
-def one_message(lines: list[str], subject: str) -> str:
-    """Return a single sentence unchanged and several as a list; a traceback stays below its sentence."""
-    if len(lines) == 1:
-        return lines[0]
-    items = [indent(line, "    ").lstrip() for line in lines]
-    return "\n  - ".join([f"{subject} has {len(lines)} mistakes:", *items])
 
 
 def boolean_mistakes(hint: Any, value: Any, where: str) -> list[str]:

@@ -10,14 +10,14 @@ from typing import Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from raypfl.common.counting import counted
-from raypfl.common.errors import ConfigError, did_you_mean
+from raypfl.common.errors import ConfigError, did_you_mean, one_message
 from raypfl.common.files import make_folder, write
 from raypfl.evaluation.masking import mask_of, unmasked_name
 from raypfl.experiment import Experiment, experiments
 from raypfl.experiment.assignments import assign, parse_assignments
 from raypfl.experiment.checks.effects import assign_all, require_effect
 from raypfl.experiment.checks.file_kinds import refuse_other_kind
-from raypfl.experiment.checks.validation import FilePart, one_message, validation_mistakes
+from raypfl.experiment.checks.validation import FilePart, validation_mistakes
 from raypfl.experiment.comparison import setting_paths
 from raypfl.experiment.identity import WITHOUT_EFFECT
 from raypfl.experiment.recipes import settings_of

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from raypfl.common.errors import ConfigError, DataError
 from raypfl.data.datasets.csv_lines import lines_of_rows
-from raypfl.data.datasets.labels import place
+from raypfl.data.datasets.labels import and_others
 from raypfl.data.datasets.source import DATASETS
 from raypfl.data.datasets.tables import TEST_WORDS, ImageTable, ImageTableReader, numbered_classes, read_csv
 
@@ -98,7 +98,14 @@ class _CsvTable(ImageTable):
         return self.table[name]
 
     def images(self, name: str) -> Iterator[tuple[str, Path]]:
-        for line, path in zip(lines_of_rows(self.path), self.image_paths(name), strict=True):
+        paths = self.image_paths(name)
+        missing = [row for row, path in enumerate(paths) if not path.is_file()]
+        if missing:
+            raise DataError(
+                f"{self.place(missing[0])} names the image {paths[missing[0]]}, but there is no such file"
+                f"{and_others(missing, self.place)}."
+            )
+        for line, path in zip(lines_of_rows(self.path), paths, strict=True):
             yield f"Line {line} of {self.file_name}", path
 
     def image_paths(self, name: str) -> list[Path]:
@@ -115,8 +122,8 @@ class _CsvTable(ImageTable):
         if wrong.size:
             row = int(wrong[0])
             raise DataError(
-                f"{place(row, self.file_name, self.path)} has {values[row]!r} for {name!r}, which must be 1, 0, -1 or "
-                "empty."
+                f"{self.place(row)} has {values[row]!r} for {name!r}, which must be 1, 0, -1 or empty"
+                f"{and_others(wrong, self.place)}."
             )
         return marks
 

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from raypfl.common.errors import ConfigError, DataError
+from raypfl.common.errors import ConfigError, DataError, listed, one_message
 from raypfl.data.datasets.readers.tabular.table import MAX_UNDECLARED, Table, category_name, is_text, spellings_of
 from raypfl.data.datasets.readers.tabular.table_rows import TableRows, as_float, is_number
 from raypfl.data.datasets.source import DATASETS
@@ -25,6 +25,9 @@ _LEAST_ROWS_FOR_IDS = 20
 
 _LEAST_DEVIATION = 1e-5
 """Deviation of a column of numbers, as a share of their mean, below which single precision loses too much of it."""
+
+_MOST_MISTAKES = 6
+"""Most columns whose mistakes are told in full."""
 
 _NUMBER_SIGNS = re.compile(r"[,%$€£\s]")
 
@@ -92,7 +95,19 @@ class FeatureTable(Table):
         if not names:
             raise DataError(f"{rows.file} has no features: no columns but data.target, data.group and data.leave_out.")
 
-        features = [self._feature(rows, name) for name in names]
+        features = []
+        mistakes: dict[str, str] = {}
+        for name in names:
+            try:
+                features.append(self._feature(rows, name))
+            except DataError as error:
+                mistakes[repr(name)] = str(error)
+        if mistakes:
+            sentences = list(mistakes.values())[:_MOST_MISTAKES]
+            if len(mistakes) > _MOST_MISTAKES:
+                sentences.append(f"Other columns have such, too: {listed(list(mistakes)[_MOST_MISTAKES:])}.")
+            raise DataError(one_message(sentences, rows.file))
+
         self._warn_of_ids(rows, names)
         return features
 

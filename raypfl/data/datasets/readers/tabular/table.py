@@ -107,9 +107,7 @@ class Table(Reader):
     def rows(self) -> TableRows:
         """Read the tables, which must have all columns that the options name."""
         rows = TableRows.read(self.tables(), self.root())
-        for option, names in self.columns_by_option().items():
-            for name in names:
-                rows.refuse_unknown(option, name)
+        rows.refuse_unknown(self.columns_by_option())
         return rows
 
     def described(self, rows: TableRows, inputs: Mapping[str, Any]) -> RawData:

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from raypfl.common.errors import ConfigError, DataError, listed
 from raypfl.data.datasets.csv_lines import is_csv
-from raypfl.data.datasets.labels import place
+from raypfl.data.datasets.labels import and_others, place
 from raypfl.data.datasets.raw_data import in_single_precision
 from raypfl.data.datasets.tables import TEST_WORDS, has_word, read_csv
 
@@ -75,11 +75,14 @@ class TableRows:
             row -= count
         raise IndexError(row)
 
-    def refuse_unknown(self, option: str, name: str) -> None:
-        """Raise a ConfigError unless there is a column of this name, which ``data.<option>`` has."""
-        if name not in self.columns:
+    def refuse_unknown(self, columns_by_option: Mapping[str, Sequence[str]]) -> None:
+        """Raise a ConfigError unless there are all columns that ``data.<option>`` names, for each option."""
+        unknown = []
+        for option, names in columns_by_option.items():
+            unknown += [f"{name!r}, which data.{option} names" for name in names if name not in self.columns]
+        if unknown:
             raise ConfigError(
-                f"{self.file} has no column {name!r}, which data.{option} names; its columns are: "
+                f"{self.file} has no column {', and no column '.join(unknown)}; its columns are: "
                 f"{listed(self.columns)}."
             )
 
@@ -92,10 +95,10 @@ class TableRows:
         """
         column = self.columns[name]
         if column.null_count:
-            row = column.is_null().to_numpy(zero_copy_only=False).argmax()
+            rows = np.flatnonzero(column.is_null())
             raise DataError(
-                f"{self.place(int(row))} has no {name!r}. data.missing=fill fills in features and texts; targets and "
-                f"groups must be given."
+                f"{self.place(int(rows[0]))} has no {name!r}{and_others(rows, self.place)}. data.missing=fill fills in "
+                "features and texts; targets and groups must be given."
             )
         return column
 
@@ -112,7 +115,7 @@ class TableRows:
             row = int(infinite[0])
             raise DataError(
                 f"{self.place(row)} has {numbers[row]} for {name!r}, which is not finite in single precision (up to "
-                "3.4e38)."
+                f"3.4e38){and_others(infinite, self.place)}."
             )
         return numbers
 
@@ -128,7 +131,8 @@ class TableRows:
         if fractional.size:
             row = int(fractional[0])
             raise DataError(
-                f"{self.place(row)} has {numbers[row]} for {name!r}, which is not an integer, as classes are."
+                f"{self.place(row)} has {numbers[row]} for {name!r}, which is not an integer, as classes are"
+                f"{and_others(fractional, self.place)}."
             )
         return pa.array(numbers.astype(np.int64))
 
@@ -154,18 +158,20 @@ def read_table(path: Path, file_name: str) -> pa.Table:
 
 def refuse_repeated_names(names: Sequence[str], file_name: str) -> None:
     """Raise a DataError if two columns have one name."""
-    for name, count in Counter(names).items():
-        if count > 1:
-            raise DataError(f"{file_name} has two columns called {name!r}; rename one.")
+    repeated = [repr(name) for name, count in Counter(names).items() if count > 1]
+    if repeated:
+        raise DataError(f"{file_name} has two columns called {', and two called '.join(repeated)}; rename one.")
 
 
 def _refuse_unequal_columns(file: str, columns: list[str], other_file: str, other_columns: list[str]) -> None:
-    for column in columns:
-        if column not in other_columns:
-            raise DataError(f"{file} has the column {column!r}, but {other_file} has not; see data.files.")
-    for column in other_columns:
-        if column not in columns:
-            raise DataError(f"{other_file} has the column {column!r}, but {file} has not; see data.files.")
+    surplus = [column for column in columns if column not in other_columns]
+    if not surplus:
+        file, other_file = other_file, file
+        surplus = [column for column in other_columns if column not in columns]
+    if surplus:
+        raise DataError(
+            f"{file} has the column {listed(map(repr, surplus), 10)}, but {other_file} has not; see data.files."
+        )
 
 
 def _join_column(parts: list[pa.ChunkedArray]) -> pa.Array:

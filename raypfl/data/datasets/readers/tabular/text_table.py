@@ -118,7 +118,7 @@ class TextTable(Table):
     def _texts(self, rows: TableRows) -> list[str]:
         """Return each row's text."""
         name = str(self.text)
-        rows.refuse_unknown("text", name)
+        rows.refuse_unknown({"text": [name]})
         column = rows.columns[name] if self.missing == "fill" else rows.complete(name)
         if column.null_count < len(column) and not is_text(column.type):
             raise DataError(f"The column {name!r} of {rows.file} is {type_name(column.type)}, not text.")
