@@ -18,7 +18,10 @@ class EventDispatcher:
     Any thread may call it; listeners get one event at a time. The metadata of the run's start get ``startup_seconds``,
     the seconds since this dispatcher was made.
 
-    `round` : the last finished round.
+    Attributes
+    ----------
+    round : the last finished round.
+    has_started : whether the run has started.
     """
 
     def __init__(self, listeners: Sequence[Listener]):
@@ -27,7 +30,7 @@ class EventDispatcher:
         self._one_at_a_time = threading.RLock()
         self.round = -1
         self._evaluated_round = -1
-        self._has_started = False
+        self.has_started = False
         self._start = time.perf_counter()
 
     def __call__(self, event: Event) -> None:
@@ -45,8 +48,8 @@ class EventDispatcher:
     def _is_news(self, event: Event) -> bool:
         """Note an event; return whether it is new, or repeats one from before a restart."""
         if isinstance(event, RunStarted):
-            is_restart = self._has_started
-            self._has_started = True
+            is_restart = self.has_started
+            self.has_started = True
             if is_restart:
                 self(Warned(f"The server was restarted and continues from round {event.first_round}."))
             return not is_restart

@@ -147,6 +147,9 @@ def _run_in_folder(
             if history.read(folder) and not ended_at_once(folder) and not rounds_saved(folder, experiment):
                 emit(Warned(_begins_again(folder, job.checkpoints)))
 
+        # Of runs that advance together, one may have been asked to stop while it was prepared.
+        if stop.received:
+            raise KeyboardInterrupt
         run_job = partial(run_inline, place=place) if is_inline else run_on_ray
         with run_job(job, prepared, emit, stop) as finished:
             # Within the context, since leaving it stops Ray, which takes seconds.

@@ -21,7 +21,7 @@ from raypfl.engine.backends.cluster import (
 from raypfl.engine.backends.node_affinity import on_node
 from raypfl.engine.backends.session import StartedServer, spare_server
 from raypfl.engine.dispatcher import EventDispatcher
-from raypfl.engine.events import Listener, Progress, RunFinished
+from raypfl.engine.events import Progress, RunFinished
 from raypfl.engine.job import Job
 from raypfl.engine.prepared import Prepared
 from raypfl.runs.choices.gpu_share import with_gpu_shares
@@ -102,8 +102,15 @@ def _start_server(
     return StartedServer(remote.options(**options).remote(actors, pools), kind, node)
 
 
-def _follow(ray: Any, server: Any, job: Job, prepared: Prepared, emit: Listener, stop: StopRequest) -> RunFinished:
-    """Run a job on a server actor, and pass on its events until it ends."""
+def _follow(
+    ray: Any, server: Any, job: Job, prepared: Prepared, emit: EventDispatcher, stop: StopRequest
+) -> RunFinished:
+    """Run a job on a server actor, and pass on its events until it ends.
+
+    Raises
+    ------
+    KeyboardInterrupt : if the run was asked to stop before it began.
+    """
     from raypfl.engine.backends.shipment import Shipment
 
     run = uuid.uuid4().hex
@@ -126,7 +133,9 @@ def _follow(ray: Any, server: Any, job: Job, prepared: Prepared, emit: Listener,
                 f"`raypfl resume {job.run_dir}` continues from the newest checkpoint."
             )
 
-        # At every look, since the server may not have begun yet, or may have been restarted and forgotten it.
+        if stop.received and not emit.has_started:
+            raise KeyboardInterrupt
+        # At every look, since the server may have been restarted and forgotten it.
         if stop.received:
             server.stop.remote(run)
 

@@ -15,16 +15,21 @@ import torch
 
 import raypfl
 from raypfl.common.errors import CheckpointError, ConfigError, NoRun, Stopped
+from raypfl.common.stopping import StopRequest
 from raypfl.engine import history
+from raypfl.engine.backends.shipment import Shipment
 from raypfl.engine.events import Event, RunStarted, Warned
 from raypfl.experiment import Experiment
 from raypfl.experiment.assignments import assign, flatten
+from raypfl.learning.packing import Packer
 from raypfl.learning.recording.python_state import names_in
 from raypfl.methods import METHODS, FedAvg
+from raypfl.runs.driver import run
 from raypfl.runs.resuming import MAY_CHANGE, may_change, refuse_changes
+from raypfl.runs.together import Place
 from tests.support.command import raypfl as command
 from tests.support.command import raypfl_json
-from tests.support.runs import Interrupt, experiment
+from tests.support.runs import ON_RAY, Interrupt, experiment
 
 KEEP_ALL = {"checkpoint__keep": 100, "checkpoint__every": 1}
 
@@ -257,6 +262,34 @@ def test_a_run_that_had_rounds_after_it_was_stopped_at_once_says_that_they_are_l
     raypfl.resume(run, listeners=[events.append])
     assert not summaries[-1]
     assert [event for event in events if isinstance(event, Warned) and "it begins again" in event.text]
+
+
+def test_a_run_that_is_asked_to_stop_while_it_is_prepared_beside_others_does_not_begin(tmp_path):
+    stop = StopRequest()
+
+    def ask(event: Event) -> None:
+        stop.received = True
+
+    with pytest.raises(KeyboardInterrupt):
+        run(experiment(tmp_path), run_dir=tmp_path / "run", listeners=[ask], place=Place(Packer(1), 0, stop))
+    assert not history.read(tmp_path / "run")
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_run_on_ray_that_is_asked_to_stop_while_its_server_starts_does_not_begin(tmp_path, monkeypatch):
+    pack = Shipment.pack
+
+    def pack_and_ask(*arguments) -> Shipment:
+        os.kill(os.getpid(), signal.SIGINT)
+        return pack(*arguments)
+
+    settings = experiment(tmp_path, rounds=1, **ON_RAY)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Shipment, "pack", pack_and_ask)
+        run(settings, run_dir=tmp_path / "run")
+    assert not history.read(tmp_path / "run")
+    assert raypfl.resume(tmp_path / "run").weights_hash == raypfl.run(settings).weights_hash
 
 
 class MovesItsAnchor(FedAvg):

@@ -23,6 +23,7 @@ from raypfl.engine.backends.session import spare_server
 from raypfl.engine.backends.shared_folder import refuse_unless_shared
 from raypfl.engine.events import Event, Progress
 from raypfl.experiment import Experiment
+from raypfl.runs import driver
 from raypfl.runs.resuming import is_complete_as
 from raypfl.runs.several.worker import FAILED, FINISHED, STOPPED, PlannedRun, RunOutcome, carry_out, carry_out_task
 from raypfl.runs.together import MOST_RUNS, paying_parts
@@ -99,7 +100,12 @@ def run_on_cluster(
     """
     experiments = {number: run.experiment for number, run in runs.items()}
     first, experiment = next(iter(experiments.items()))
-    with StopRequest().listening() as stop, connected(experiment.ray, partial(listen, first)) as ray:
+    stop = StopRequest()
+    with (
+        stop.acknowledged(lambda: listen(first, Progress(driver.STOPPING))),
+        stop.listening(),
+        connected(experiment.ray, partial(listen, first)) as ray,
+    ):
         spare_server.release(ray)
         # Refuses a run for which the cluster will never have room.
         rooms = [room_for_runs(ray, experiment, len(runs)) for experiment in experiments.values()]
@@ -159,8 +165,6 @@ def _outcomes(
         ended, _ = ray.wait(list(references), timeout=POLL)
 
         if stop.received and not cancelled:
-            first_share = next(iter(references.values()))
-            listen(first_share[0], Progress("stopping: the finished rounds are being saved"))
             # Waiting tasks first, so that none of them starts when a running one ends.
             for reference in reversed(references):
                 # A running task receives it as a Ctrl-C, and saves checkpoints.
