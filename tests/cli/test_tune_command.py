@@ -10,7 +10,7 @@ from tests.integrations.test_tuning import small
 from tests.support.command import raypfl
 
 
-def test_a_sweep_that_was_over_before_is_not_called_running(tmp_path: Path):
+def test_a_sweep_that_was_over_before_is_not_called_running_and_is_tracked_by_its_own_command(tmp_path: Path):
     file = tmp_path / "small.yaml"
     file.write_text(yaml.safe_dump(small(trials=1)))
     words = ["tune", str(file), f"output={tmp_path}", "rounds=1", "engine.backend=inline"]
@@ -20,3 +20,6 @@ def test_a_sweep_that_was_over_before_is_not_called_running(tmp_path: Path):
     again = raypfl(*words)
     assert again.stderr == "small: nothing is left to run\n"
     assert again.stdout == first.stdout
+
+    refused = raypfl("track", str(tmp_path / "small"))
+    assert refused.exit_code == 2 and f"`raypfl tune {tmp_path}/small/sweep.yaml` repeats no trial" in refused.stderr

@@ -21,7 +21,7 @@ from raypfl.results.labels import differing_settings
 from raypfl.results.run_groups import compared
 from raypfl.runs import folders
 from raypfl.runs.replay import events_of, tracked
-from raypfl.runs.result import RunResult
+from raypfl.runs.result import SWEEP, RunResult
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -190,6 +190,14 @@ def track(run_dir: str | Path, uri: str | None = None) -> str:
     ------
     RaypflError : if MLflow does not take all of it, or the folder holds no run that is over.
     """
+    sweep = Path(run_dir, SWEEP)
+    if sweep.exists():
+        raise NoRun(
+            f"{run_dir} is a sweep, not a run. `raypfl tune {sweep}` repeats no trial that has finished, and records "
+            "those of its runs that MLflow lacks below their parent, unless the sweep has tracking.mlflow=false. To "
+            f"record runs without a parent, name their folders, which are in {Path(run_dir, 'trials')}."
+        )
+
     problems: list[str] = []
     comparison = folders.ComparisonFolder.load(run_dir)
     results = [RunResult.load(folder) for folder in (comparison.folders if comparison else [run_dir])]
