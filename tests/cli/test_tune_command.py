@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import yaml
 
+from raypfl.cli.actions import tune as implementation
 from tests.integrations.test_tuning import small
 from tests.support.command import raypfl
 
@@ -23,3 +25,18 @@ def test_a_sweep_that_was_over_before_is_not_called_running_and_is_tracked_by_it
 
     refused = raypfl("track", str(tmp_path / "small"))
     assert refused.exit_code == 2 and f"`raypfl tune {tmp_path}/small/sweep.yaml` repeats no trial" in refused.stderr
+
+
+def test_a_sweep_that_is_interrupted_before_its_first_trial_says_how_to_continue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    file = tmp_path / "small.yaml"
+    file.write_text(yaml.safe_dump(small()))
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(implementation, "tune", interrupt)
+    stopped = raypfl("tune", str(file), "rounds=2")
+    assert stopped.exit_code == 130
+    assert stopped.stderr == f"Stopped. To continue: raypfl tune {file} rounds=2\n"

@@ -55,7 +55,11 @@ def carry_out(source: str, assignments: Sequence[str], quiet: bool, as_json: boo
             tags = {"trial": trial, "sweep_seed": str(seed)}
             children.setdefault((trial, seed), tracked.beside(tags))(event)
 
-        outcome = _run_sweep(sweep, progress, quiet, hear)
+        try:
+            outcome = _run_sweep(sweep, progress, quiet, hear)
+        except KeyboardInterrupt:
+            # A second signal, or one before or between two trials.
+            raise Stopped(f"Stopped. {to_continue}") from None
         for trial, seed, run in finished_runs(sweep, folder):
             result = None if (trial, seed) in children else RunResult.load(run)
             # A run is not recorded if the sweep was killed before that.
