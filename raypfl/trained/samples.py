@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from raypfl.common.errors import ConfigError, DataError
+from raypfl.common.errors import ConfigError, DataError, listed
 from raypfl.data import FederatedData
 from raypfl.data.datasets import DataSource, RawData
 from raypfl.data.datasets.csv_lines import is_table
@@ -97,7 +97,13 @@ def _like_the_runs_data(folder: Path, models: TrainedModels) -> tuple[np.ndarray
 def _source(folder: Path, config: DataSource, data: FederatedData) -> DataSource:
     """Return how a folder is read: as images if its folders are named like classes, else as the run's data are."""
     subfolders = {path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")}
-    if subfolders and subfolders <= set(data.class_names):
+    unknown = sorted(subfolders - set(data.class_names))
+    if 0 < len(unknown) < len(subfolders):
+        raise DataError(
+            f"{folder} has folders for classes of the run, but also {listed(map(repr, unknown), 5)}, which the run "
+            f"does not have; its classes are: {listed(data.class_names, 20)}. Rename or remove such folders."
+        )
+    if subfolders and not unknown:
         is_square = len(set(data.input_shape[-2:])) == 1
         size = data.input_shape[-1] if is_square else None
         image_options: dict[str, Any] = {"size": size}

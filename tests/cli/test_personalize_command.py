@@ -75,10 +75,14 @@ def test_images_in_folders_named_like_classes_are_scaled_to_the_runs_shape(tmp_p
     assert library.load_model(out)(torch.zeros(1, 3, 8, 8)).shape == (1, 3)
 
     shutil.copytree(tmp_path / "train", tmp_path / "renamed")
-    (tmp_path / "renamed" / "cat").rename(tmp_path / "renamed" / "horse")
-    result = raypfl("personalize", str(run), "--data", str(tmp_path / "renamed"), "--out", str(out))
-    message = " ".join(result.stderr.split())
-    assert result.exit_code == 2 and "have other classes than the run: cow, dog, horse" in message
+    for old, new, problem in [
+        ("cat", "horse", "also 'horse', which the run does not have; its classes are: cat, cow, dog."),
+        ("dog", "hen", "also 'hen', 'horse', which the run does not have"),
+        ("cow", "pig", "have other classes than the run: hen, horse, pig"),
+    ]:
+        (tmp_path / "renamed" / old).rename(tmp_path / "renamed" / new)
+        result = raypfl("personalize", str(run), "--data", str(tmp_path / "renamed"), "--out", str(out))
+        assert result.exit_code == 2 and problem in " ".join(result.stderr.split())
 
 
 def test_images_that_are_not_square_are_cropped_where_the_runs_are(tmp_path: Path):
