@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from raypfl.common.counting import numbered
 from raypfl.common.errors import ConfigError, did_you_mean
 from raypfl.evaluation.masking import with_masks
 from raypfl.experiment import Experiment, experiments
@@ -51,8 +52,7 @@ class StudyCell:
     @property
     def label(self) -> str:
         """Method, setting, trial and seed, as text for people."""
-        trial = "" if self.trial is None else f"trial {self.trial}"
-        return " · ".join(filter(None, [*self.position, trial, f"seed {self.experiment.seed}"]))
+        return label_of_seeds([self])
 
     @property
     def folder(self) -> Path:
@@ -61,6 +61,14 @@ class StudyCell:
         parts = (values["method"]["name"], values["data"]["name"], f"s{values['seed']}", identity(self.experiment))
         name = re.sub(r"[^\w.-]+", "_", "-".join(parts))
         return Path(self.experiment.output).absolute() / "cells" / name
+
+
+def label_of_seeds(cells: Sequence[StudyCell]) -> str:
+    """Return the label of cells that differ in their seed alone: ``"Ditto · Dir(0.1) · seeds 0 and 1"``."""
+    first = cells[0]
+    trial = "" if first.trial is None else f"trial {first.trial}"
+    seeds = numbered("seed", [cell.experiment.seed for cell in cells])
+    return " · ".join(filter(None, [*first.position, trial, seeds]))
 
 
 def by_position(cells: Iterable[StudyCell]) -> dict[Position, list[StudyCell]]:

@@ -9,7 +9,7 @@ from typing import Any
 from raypfl.common.counting import counted
 from raypfl.experiment.assignments import flatten
 from raypfl.runs.result import RunResult
-from raypfl.studies.cells import Position, StudyCell, by_position
+from raypfl.studies.cells import Position, StudyCell, by_position, label_of_seeds
 from raypfl.studies.description import Study
 
 _NO_DEVIATION = {
@@ -199,11 +199,7 @@ def _scope(positions: list[Position], all_positions: list[Position]) -> str:
 def _unfinished(cells: Sequence[StudyCell], results: Mapping[int, RunResult], diverged: Sequence[int]) -> list[str]:
     lines = []
     if diverged:
-        names = []
-        for position, same_position in by_position(cells[i] for i in diverged).items():
-            seeds = [str(cell.experiment.seed) for cell in same_position]
-            word = "seed" if len(seeds) == 1 else "seeds"
-            names.append(" · ".join(filter(None, [*position, f"{word} {', '.join(seeds)}"])))
+        names = map(label_of_seeds, by_position(cells[i] for i in diverged).values())
         lines.append(f"Diverged, and in no mean: {'; '.join(names)}.")
     unfinished = len(cells) - len(results) - len(diverged)
     if unfinished:

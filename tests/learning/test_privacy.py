@@ -28,7 +28,7 @@ from raypfl.learning.privacy import NoisySum, PrivacySettings
 from raypfl.learning.privacy.accounting import ALL, ORDERS, accounted, epsilon, epsilons_of
 from raypfl.learning.sample_order import epoch_order, sampled_order
 from raypfl.methods import MTL, Ditto, FedAvg, FedNH, FedProto, PerAda, PFedMe
-from raypfl.results.epsilons import epsilons, privacy_sentence
+from raypfl.results.display.epsilons import epsilons, privacy_sentence
 from raypfl.results.run_groups import group_runs
 from raypfl.runs.driver import check
 from tests.support.federation import (

@@ -369,12 +369,15 @@ def test_a_cell_that_diverges_is_reported_and_not_trained_again_and_the_other_ce
     for _ in range(2):
         result = command("study", "tiny.yaml", "seeds=2", "--only", "dir0.1", "--quiet")
         assert result.exit_code == 1 and "To continue" not in result.stderr
-        assert "Ditto · Dir(0.1) · seed 0, diverged (" in result.stderr and "2 of 4 cells are finished" in result.stderr
-        assert "Diverged, and in no mean: Ditto · Dir(0.1) · seeds 0, 1." in result.stdout
+        assert "Ditto · Dir(0.1) · seeds 0 and 1, diverged (" in result.stderr
+        assert "2 of 4 cells are finished" in result.stderr
+        assert "Diverged, and in no mean: Ditto · Dir(0.1) · seeds 0 and 1." in result.stdout
         (row,) = [line.split() for line in result.stdout.splitlines() if line.split()[:1] == ["Ditto"]]
         assert set(row[2:]) == {"diverged"} and "not finished" not in result.stdout
         ends.append([file.stat().st_mtime_ns for file in sorted(Path("runs").glob("cells/*/summary.json"))])
     assert ends[0] == ends[1] and len(ends[0]) == 4
+    _, (note,) = find_runs([Path("runs/tiny")])
+    assert note == "Seeds that diverged in the study tiny are not shown: Ditto · Dir(0.1)."
 
 
 def test_ctrl_c_exits_with_130_shows_the_table_so_far_and_the_command_to_continue(monkeypatch: pytest.MonkeyPatch):

@@ -30,7 +30,7 @@ from raypfl.results.display.run_line import RunLine
 from raypfl.results.report.runs import STUDY_CELLS
 from raypfl.runs.result import TRIALS, RunResult, divergence, is_finished
 from raypfl.runs.several.worker import FINISHED, STOPPED, RunOutcome
-from raypfl.studies.cells import StudyCell, choices_with_values, plan, select
+from raypfl.studies.cells import Position, StudyCell, choices_with_values, label_of_seeds, plan, select
 from raypfl.studies.description import Study, load
 from raypfl.studies.deviations import deviations, size_settings
 from raypfl.studies.record import RanStudy, keep, record_of, refuse_to_lose
@@ -279,10 +279,14 @@ def _raise_for(
     searched: SearchOutcome | None = None,
 ) -> None:
     """Raise an error if cells failed or were stopped, or a row has no trial with a score."""
-    failed = []
+    alike: dict[tuple[Position, int | None, str], list[tuple[StudyCell, RaypflError]]] = {}
     for cell, outcome in zip(cells, outcomes, strict=True):
         if outcome.error:
-            failed.append(failure(cell.label, [cell.folder], outcome.error))
+            alike.setdefault((cell.position, cell.trial, str(outcome.error)), []).append((cell, outcome.error))
+    failed = []
+    for pairs in alike.values():
+        seeds = [cell for cell, _ in pairs]
+        failed.append(failure(label_of_seeds(seeds), [cell.folder for cell in seeds], pairs[0][1]))
     if searched:
         failed += searched.rows_without_choice()
 

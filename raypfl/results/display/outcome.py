@@ -18,10 +18,10 @@ from raypfl.common.user_code import where_defined, with_location
 from raypfl.evaluation.masking import mask_of
 from raypfl.results.differences import differences, remarks
 from raypfl.results.display.compare import difference_table
+from raypfl.results.display.epsilons import privacy_sentence
 from raypfl.results.display.fitting import width_of
 from raypfl.results.display.notices import run_notices
 from raypfl.results.display.plan import duration, energy
-from raypfl.results.epsilons import privacy_sentence
 from raypfl.results.numbers import has_simulated_time, positions, prediction_traffic, seconds
 from raypfl.results.run_groups import (
     RunGroup,

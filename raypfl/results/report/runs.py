@@ -22,6 +22,9 @@ _DAMAGED = (OSError, ValueError, LookupError, TypeError, pa.ArrowException)
 STUDY_CELLS = "cells.parquet"
 """The file in a study's folder that names the folders of its runs, which it shares with other studies."""
 
+STUDY_TABLE = "table.parquet"
+"""The file in a study's folder with the entries of its table."""
+
 
 def find_runs(paths: Sequence[str | Path]) -> tuple[list[RunResult], list[str]]:
     """Return the runs to report on, and sentences on those that are left out.
@@ -102,7 +105,7 @@ def _run_folders(path: Path) -> tuple[list[Path], list[str]]:
         return [], []
 
     if (path / STUDY_CELLS).exists():
-        return _cells_of(path), []
+        return _cells_of(path), _diverged_in(path)
     runs = _runs_of(path)
     if runs:
         return runs, []
@@ -123,6 +126,17 @@ def _cells_of(study: Path) -> list[Path]:
     except _DAMAGED:
         return [study]
     return [Path(run) for run in dict.fromkeys(runs)]
+
+
+def _diverged_in(study: Path) -> list[str]:
+    """A sentence on the methods of a study with seeds that diverged, whose runs its table does not name."""
+    try:
+        rows = pq.read_table(study / STUDY_TABLE).to_pylist()
+        positions = [(row["method"], row["down"], row["across"]) for row in rows if row["diverged_seeds"]]
+    except _DAMAGED:
+        return []
+    names = [" · ".join(filter(None, position)) for position in dict.fromkeys(positions)]
+    return [f"Seeds that diverged in the study {study.name} are not shown: {'; '.join(names)}."] if names else []
 
 
 def _runs_of(folder: Path) -> list[Path]:

@@ -48,8 +48,10 @@ def _legend(published: PublishedTable | None, entries: Sequence[TableEntry]) -> 
         over = f"the clients, averaged over the seeds{gaps}"
     all_in_percent = all(entry.label.endswith("(%)") for entry in entries)
     shares = "In %" if all_in_percent else "Shares in %"
-    legend = f"{shares}. ± is the standard deviation over {over}. {PENDING} marks unfinished cells."
+    legend = f"{shares}. ± is the standard deviation over {over}."
 
+    if any(entry.missing for entry in entries):
+        legend += f" {PENDING} marks unfinished cells."
     if any(entry.never for entry in entries):
         legend += " Never: so many seeds did not reach the target."
     untrained = dict.fromkeys(entry.method for entry in entries if entry.untrained)
