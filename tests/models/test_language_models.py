@@ -102,6 +102,15 @@ def test_networks_for_which_token_0_is_padding_refuse_the_tokens_of_models_for_w
         library.run(run)
 
 
+def test_a_model_of_the_hub_is_refused_at_once_without_a_network(folder, tmp_path, monkeypatch):
+    def unreachable(*args: object) -> bool:
+        raise OSError("no network")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.repo_exists", unreachable)
+    with pytest.raises(ConfigError, match=r"nobody/nothing is neither in .*, and could not be downloaded: no network"):
+        library.run(described(folder, tmp_path).override(["data.tokens=transformers:nobody/nothing"]))
+
+
 def test_other_tokens_options_and_places_are_refused(folder, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"but data\.tokens is 'words'; set data\.tokens=transformers:"):
         library.run(described(folder, tmp_path).override(["data.tokens=words"]))

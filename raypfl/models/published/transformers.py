@@ -114,7 +114,10 @@ def from_hub(part: Any, name: str, **options: Any) -> Any:
         return part.from_pretrained(name, local_files_only=True, **options)
     except (OSError, ValueError):
         pass
+    hub = import_library("huggingface_hub", f"{FAMILY}{name} is not in the hub's cache", EXTRA)
     try:
+        # Without a network this fails at once, where from_pretrained tries for 50 seconds and prints each try.
+        hub.HfApi().repo_exists(name)
         return part.from_pretrained(name, **options)
     except Exception as error:  # whatever the hub's client raises
         raise ConfigError(
