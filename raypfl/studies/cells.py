@@ -91,7 +91,7 @@ def identity(experiment: Experiment) -> str:
 def select(study: Study, only: Iterable[str]) -> Study:
     """Return the study with the labels in `only`; an axis of which `only` names no label keeps all of them.
 
-    Case and punctuation are ignored: ``dir0.3`` is ``Dir(0.3)``.
+    Case and punctuation are ignored: ``dir0.3`` is ``Dir(0.3)``. A label with commas may be divided at them.
 
     Raises
     ------
@@ -104,12 +104,17 @@ def select(study: Study, only: Iterable[str]) -> Study:
             label_by_word[plain_label(label)] = (axis, label)
 
     named: dict[str, set[str]] = {axis: set() for axis in axes}
-    for word in only:
-        if plain_label(word) not in label_by_word:
-            hint = did_you_mean(word, [label for _, label in label_by_word.values()])
-            raise ConfigError(f"--only names {word!r}, which is no method and no setting of {study.name}; {hint}")
-        axis, label = label_by_word[plain_label(word)]
+    words = list(only)
+    while words:
+        # The command line is divided at commas, also those within labels.
+        candidates = [plain_label("".join(words[:count])) for count in range(1, len(words) + 1)]
+        count = next((count for count, word in enumerate(candidates, 1) if word in label_by_word), 0)
+        if not count:
+            hint = did_you_mean(words[0], [label for _, label in label_by_word.values()])
+            raise ConfigError(f"--only names {words[0]!r}, which is no method and no setting of {study.name}; {hint}")
+        axis, label = label_by_word[candidates[count - 1]]
         named[axis].add(label)
+        words = words[count:]
 
     selected = {}
     for axis, labels in axes.items():

@@ -142,6 +142,7 @@ def test_only_matches_labels_whatever_their_case_and_punctuation():
 
     assert positions("tiny.yaml", "ditto", "dir 0.1") == {("Ditto", "", "Dir(0.1)")}
     assert {method for method, _, _ in positions("tiny.yaml", "DIR(0.1)")} == {"FedAvg", "Ditto"}
+    assert positions("tiny.yaml", "Dir(0", "1)", "ditto") == {("Ditto", "", "Dir(0.1)")}, "as divided at a comma"
     table = positions("fednh-table1", "FedNH", "fedavg", "cifar10")
     assert {(method, down) for method, down, _ in table} == {("FedNH", "CIFAR-10"), ("FedAvg", "CIFAR-10")}
 
