@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from raypfl.cli.actions import tune as implementation
-from tests.integrations.test_tuning import small
 from tests.support.command import raypfl
+from tests.support.sweeps import small
 
 
 def test_a_sweep_that_was_over_before_is_not_called_running_and_is_tracked_by_its_own_command(tmp_path: Path):

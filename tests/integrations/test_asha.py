@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import csv
 import math
-import os
 import pickle
 import random
-import signal
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import yaml
 from ray.tune.schedulers import AsyncHyperBandScheduler
 
 from raypfl import Result
@@ -22,15 +19,14 @@ from raypfl.integrations.tuning.result import SweepResult, tune
 from raypfl.integrations.tuning.together.asha import REPORTS, Asha
 from raypfl.runs.driver import run
 from raypfl.runs.several import processes
-from tests.integrations.test_tuning import SMALL, mlflow_runs, small, tracked_in
 from tests.support.command import raypfl
+from tests.support.sweeps import TOGETHER, Interrupt, mlflow_runs, small, times_of_ends, tracked_file
 
 SWEEP = small(
     search={"training.lr": {"loguniform": [0.001, 1]}},
     scheduler={"name": "asha", "grace": 1, "factor": 2},
     trials=6,
 )
-TOGETHER = ["engine.executor=auto", "engine.backend=inline"]
 
 
 @pytest.mark.parametrize("mode", ["max", "min"])
@@ -77,20 +73,13 @@ def test_decisions_are_those_of_ray_tune_for_the_same_reports_in_every_process_a
 
 
 def test_trials_under_asha_advance_together_to_the_bits_of_lone_runs_also_after_an_interruption(tmp_path: Path):
-    interruptions = []
-
-    def interrupt(outcome: SweepResult) -> None:
-        if any(trial.round for trial in outcome.trials) and not interruptions:
-            interruptions.append(signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGINT)
-
     statuses: list[set[str]] = []
 
     def note(outcome: SweepResult) -> None:
         statuses.append({trial.status for trial in outcome.trials})
 
     changes = [f"output={tmp_path}", *TOGETHER]
-    interrupted = tune(SWEEP, changes, show=interrupt)
+    interrupted = tune(SWEEP, changes, show=Interrupt())
     assert interrupted.status == "stopped"
     outcome = tune(SWEEP, changes, show=note)
     assert {trial.status for trial in outcome.trials} == {"finished", "stopped"}
@@ -112,10 +101,9 @@ def test_trials_under_asha_advance_together_to_the_bits_of_lone_runs_also_after_
         assert result.evaluations.equals(alone.evaluations)
     assert max(together) == 6
 
-    times = {file: file.stat().st_mtime_ns for file in outcome.folder.rglob("summary.json")}
-    again = tune(SWEEP, changes)
-    assert again.rows() == outcome.rows()
-    assert all(file.stat().st_mtime_ns == time for file, time in times.items()), "a trial that had ended ran again"
+    times = times_of_ends(outcome.folder)
+    assert tune(SWEEP, changes).rows() == outcome.rows()
+    assert times_of_ends(outcome.folder) == times, "a trial that had ended ran again"
 
 
 def test_a_trial_killed_between_its_decision_and_its_end_ends_with_the_same_round(tmp_path: Path):
@@ -156,9 +144,7 @@ def test_one_trial_after_another_has_the_table_that_it_has_on_ray_tune(tmp_path:
 def test_trials_under_asha_in_several_processes_are_recorded_and_more_of_them_compete_with_the_first(
     tmp_path: Path, mlflow_database: Path
 ):
-    tracking = tracked_in(tmp_path, mlflow_database)
-    file = tmp_path / "small.yaml"
-    file.write_text(yaml.safe_dump(SWEEP | {"experiment": SMALL["experiment"] | {"tracking": tracking}}))
+    file, uri = tracked_file(tmp_path, mlflow_database, SWEEP)
     words = ["tune", str(file), f"output={tmp_path}/runs", "engine.executor=auto", "--quiet"]
     folder = tmp_path / "runs/small"
     for trials in (6, 9):
@@ -168,7 +154,7 @@ def test_trials_under_asha_in_several_processes_are_recorded_and_more_of_them_co
 
     rows = list(csv.DictReader((folder / "trials.csv").open()))
     assert len(rows) == 9 and {row["status"] for row in rows} == {"finished", "stopped"}
-    (parent,), children = mlflow_runs(tracking["uri"])
+    (parent,), children = mlflow_runs(uri)
     by_trial = {child.data.tags["trial"]: child.info.status for child in children}
     assert parent.info.status == "FINISHED"
     assert by_trial == {row["trial"]: "FINISHED" if row["status"] == "finished" else "KILLED" for row in rows}

@@ -5,14 +5,11 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 import random
-import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 
 from raypfl import Result
 from raypfl.common.errors import ConfigError, Stopped
@@ -25,8 +22,9 @@ from raypfl.integrations.tuning.together.pbt import GENERATIONS, Pause, WithoutP
 from raypfl.integrations.tuning.together.pbt_decisions import PbtDecisions
 from raypfl.integrations.tuning.trial import schedule_of
 from raypfl.runs.driver import resume, run
-from tests.integrations.test_tuning import SMALL, mlflow_runs, run_schedule, small, tracked_in
+from tests.integrations.test_tuning import run_schedule
 from tests.support.command import raypfl
+from tests.support.sweeps import TOGETHER, Interrupt, mlflow_runs, small, times_of_ends, tracked_file
 
 SWEEP = small(
     search={"training.lr": {"loguniform": [0.001, 1]}},
@@ -34,7 +32,6 @@ SWEEP = small(
     points=[{"training.lr": rate} for rate in (0.001, 0.1, 0.002, 0.05)],
     trials=4,
 )
-TOGETHER = ["engine.executor=auto", "engine.backend=inline"]
 
 
 def decisions(**options: object) -> PbtDecisions:
@@ -99,17 +96,9 @@ def test_an_option_that_pbt_does_not_have_is_refused_before_anything_runs(tmp_pa
 
 @pytest.mark.thorough
 def test_a_population_has_the_bits_of_lone_runs_and_decides_alike_after_interruptions(tmp_path: Path):
-    interruptions = []
-
-    def interrupt(outcome: SweepResult) -> None:
-        # In the second generation.
-        if not interruptions and any(trial.round == 2 for trial in outcome.trials):
-            interruptions.append(signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGINT)
-
     undisturbed = tune(SWEEP, [f"output={tmp_path}/undisturbed", "rounds=3", *TOGETHER])
     changes = [f"output={tmp_path}/interrupted", "rounds=3", *TOGETHER]
-    interrupted = tune(SWEEP, changes, show=interrupt)
+    interrupted = tune(SWEEP, changes, show=Interrupt(2))  # in the second generation
     assert interrupted.status == "stopped"
     assert {trial.status for trial in interrupted.trials} == {"waiting"}
     outcome = tune(SWEEP, changes)
@@ -148,9 +137,9 @@ def test_a_population_has_the_bits_of_lone_runs_and_decides_alike_after_interrup
         assert "training.lr" in parent["changed"]
         assert schedule_of(runs[name].run_dir)[-1] == {"after": round, "drawn": copy["drawn"]}
 
-    times = {file: file.stat().st_mtime_ns for file in outcome.folder.rglob("summary.json")}
+    times = times_of_ends(outcome.folder)
     assert tune(SWEEP, changes).rows() == outcome.rows()
-    assert all(file.stat().st_mtime_ns == time for file, time in times.items()), "a trial that had ended ran again"
+    assert times_of_ends(outcome.folder) == times, "a trial that had ended ran again"
 
 
 def recorded_generations(outcome: SweepResult) -> list[dict]:
@@ -239,9 +228,7 @@ def test_pauses_are_not_heard_unless_a_trial_then_continues_another_one():
 def test_a_population_in_several_processes_is_the_one_in_a_single_process_and_is_recorded(
     tmp_path: Path, mlflow_database: Path
 ):
-    tracking = tracked_in(tmp_path, mlflow_database)
-    file = tmp_path / "small.yaml"
-    file.write_text(yaml.safe_dump(SWEEP | {"experiment": SMALL["experiment"] | {"tracking": tracking}}))
+    file, uri = tracked_file(tmp_path, mlflow_database, SWEEP)
     ended = raypfl("tune", str(file), f"output={tmp_path}/runs", "engine.executor=auto", "--quiet")
     assert ended.exit_code == 0, ended.output
     folder = tmp_path / "runs/small"
@@ -254,7 +241,7 @@ def test_a_population_in_several_processes_is_the_one_in_a_single_process_and_is
         runs = [Result.load(of / "trials" / trial.name) for of in (folder, inline.folder)]
         assert runs[0].weights_hash == runs[1].weights_hash
 
-    (parent,), children = mlflow_runs(tracking["uri"])
+    (parent,), children = mlflow_runs(uri)
     assert [child.info.status for child in (parent, *children)] == ["FINISHED"] * 5
     resumed = {child.data.tags["trial"] for child in children if "resumed.training.lr" in child.data.tags}
     assert resumed == {trial.name for trial in inline.trials if schedule_of(inline.folder / "trials" / trial.name)}

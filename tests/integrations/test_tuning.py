@@ -8,7 +8,6 @@ import fcntl
 import math
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -38,51 +37,10 @@ from raypfl.runs.result import write_description
 from raypfl.storage import lease
 from tests.support.command import raypfl
 from tests.support.processes import start_command
-from tests.support.runs import Interrupt
+from tests.support.runs import Interrupt as InterruptRun
+from tests.support.sweeps import SMALL, TOGETHER, Interrupt, mlflow_runs, silent, small, tracked_in
 
 ROOT = Path(__file__).parents[2]
-
-SMALL = {
-    "name": "small",
-    "experiment": {
-        "method": "fedavg",
-        "rounds": 4,
-        "data": {"name": "digits", "val_fraction": 0.2},
-        "partition": {"name": "iid", "clients": 3},
-        "model": {"name": "mlp", "hidden": [8]},
-        "training": {"steps": 2, "batch_size": 16},
-        "evaluation": {"every": 1},
-        "engine": {"executor": "sequential"},
-        "tracking": {"mlflow": False, "system_metrics": False},
-    },
-    "search": {"training.lr": {"loguniform": [0.001, 1]}},
-    "trials": 3,
-}
-
-
-def small(**changes: object) -> dict:
-    return {**SMALL, **changes}
-
-
-def silent(*_: object) -> None:
-    """A listener, or a display, that does nothing."""
-
-
-def tracked_in(folder: Path, database: Path) -> dict:
-    """Settings of ``tracking`` with a database in the folder."""
-    shutil.copy(database, folder / "mlflow.db")
-    return {"uri": f"sqlite:///{folder}/mlflow.db", "system_metrics": False, "models_mb": 0}
-
-
-def mlflow_runs(uri: str) -> tuple[list, list]:
-    """Runs without a parent, and those with one."""
-    from mlflow import MlflowClient
-
-    client = MlflowClient(uri)
-    experiment = client.get_experiment_by_name("raypfl")
-    runs = client.search_runs([experiment.experiment_id])
-    children = [run for run in runs if "mlflow.parentRunId" in run.data.tags]
-    return [run for run in runs if run not in children], children
 
 
 def test_a_space_inside_a_choice_counts_only_where_the_choice_is_made():
@@ -425,15 +383,8 @@ def test_trials_that_need_nothing_of_each_other_advance_together_to_the_bits_of_
         {"method": "fedavg", "training.lr": 0.2},
     ]
     described = small(search=searched, points=points, trials=4)
-    changes = [f"output={tmp_path}", "engine.executor=auto", "engine.backend=inline"]
-    interruptions = []
-
-    def interrupt(outcome: SweepResult) -> None:
-        if not interruptions and any(trial.round for trial in outcome.trials):
-            interruptions.append(signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGINT)
-
-    interrupted = tune(described, changes, show=interrupt)
+    changes = [f"output={tmp_path}", *TOGETHER]
+    interrupted = tune(described, changes, show=Interrupt())
     assert interrupted.status == "stopped"
     outcome = tune(described, changes)
     assert [trial.status for trial in outcome.trials] == ["finished", "diverged", "finished", "finished"]
@@ -499,7 +450,7 @@ def test_a_trial_whose_process_died_goes_on_although_tune_gave_it_up(tmp_path: P
 def test_a_stopped_trial_has_its_results_and_a_heard_end_whatever_its_process_had_time_for(tmp_path: Path):
     sweep = load(small(), [f"output={tmp_path}", "rounds=20", "engine.backend=inline"])
     folder = tmp_path / "trial"
-    stopped = run(sweep.configured({"training.lr": 0.1}), run_dir=folder, listeners=[Interrupt(2)])
+    stopped = run(sweep.configured({"training.lr": 0.1}), run_dir=folder, listeners=[InterruptRun(2)])
     assert stopped.status == "stopped"
 
     for has_results, is_heard in ((True, True), (True, False), (False, True), (False, False)):
@@ -631,7 +582,7 @@ DIVERGING = small(
 
 
 def test_a_trial_that_diverges_is_never_the_best_and_is_trained_once(tmp_path: Path):
-    changes = [f"output={tmp_path}", "engine.executor=auto", "engine.backend=inline"]
+    changes = [f"output={tmp_path}", *TOGETHER]
     starts: list[str] = []
 
     def note(trial: str, seed: int, event: Event) -> None:
@@ -664,18 +615,8 @@ def test_a_trial_that_diverges_is_trained_once_on_ray_tune_too(tmp_path: Path):
 @pytest.mark.usefixtures("ray_cluster")
 def test_an_interrupted_sweep_leaves_its_trials_unfinished_and_goes_on_later(tmp_path: Path):
     sweep = load(small(trials=2, concurrent=1), [f"output={tmp_path}", "rounds=20"])
-    interruptions = []
-
-    def interrupt(trials: list[Trial]) -> None:
-        if not interruptions and any(trial.round > 0 for trial in trials):
-            interruptions.append(signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGINT)
-
-    interrupted = search(sweep, *check(sweep), tmp_path / "sweep", silent, interrupt)
-    assert not any(trial.has_ended for trial in interrupted)
-
-    finished = search(sweep, *check(sweep), tmp_path / "sweep", silent, silent)
-    assert {trial.status for trial in finished} == {"finished"}
+    assert not any(trial.has_ended for trial in tune(sweep, show=Interrupt()).trials)
+    assert {trial.status for trial in tune(sweep).trials} == {"finished"}
 
 
 @pytest.mark.thorough
