@@ -46,6 +46,10 @@ def written(tmp_path: Path):
         ('x,y\n"1,000",a\n"2,500",b\n', r"has '1,000' for 'x', but most .* write numbers as 1234\.5"),
         ("x,y\n5 %,a\n7 %,b\n", r"has '5 %' for 'x', but most of its values are numbers"),
         ("x,y\n1e300,a\n1,b\n", r"Line 2 of people\.csv has 1e\+300 for 'x', which is not finite in single precision"),
+        (
+            "x,y\n1,2020-01-01\n1,2020-01-02\n",
+            r"'y' of people\.csv is of type date32.* write it as a number.*data\.task",
+        ),
         ("x,y\n1,1e300\n1,1.5\n", r"Line 2 of people\.csv has 1e\+300 for 'y', which is not finite in single"),
     ],
 )
@@ -59,6 +63,8 @@ def test_a_file_that_misleads_is_refused_with_what_to_do(written, opened, conten
     ("content", "sentence"),
     [
         ("x,y\n1700000000,a\n1700000001,b\n1700000003,a\n", r"'x' .* differ by little .* Subtract 1\.7e\+09"),
+        ('x,y\n1,a\n2,"a "\n3,b\n4," a"\n', r"Line 3 of people\.csv has 'a ' for 'y', .*than 'a' \(also line 5"),
+        ('x,y\ns,a\n" s",b\n', r"Line 3 of people\.csv has ' s' for 'x', with spaces at its ends, .* Remove the"),
         ("x,y\n1,1.0\n2,2.0\n3,1.0\n", r"'y' of people\.csv has only the numbers 1\.0, 2\.0\. .*data\.task=class"),
         ("x,s,y\n1,train,a\n2,Test,b\n3,train,a\n", r"'s' of people\.csv seems to say which rows are for tests"),
     ],
@@ -103,7 +109,7 @@ def test_all_columns_and_rows_with_mistakes_are_named_together(written, opened, 
 
 def test_a_folder_without_tables_says_what_it_has(written, opened):
     written(b"", "people.zip")
-    with pytest.raises(DataError, match=r"but people\.zip; see data\.files, and unpack archives"):
+    with pytest.raises(DataError, match=r"but people\.zip; see data\.files, unpack archives, and write .* as CSV"):
         opened("table", target="y")
 
 

@@ -15,7 +15,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from raypfl.common.errors import ConfigError, DataError, listed, one_message
-from raypfl.data.datasets.readers.tabular.table import MAX_UNDECLARED, Table, category_name, is_text, spellings_of
+from raypfl.data.datasets.readers.tabular.table import (
+    MAX_UNDECLARED,
+    Table,
+    category_name,
+    is_text,
+    spellings_of,
+    warn_of_spaces,
+)
 from raypfl.data.datasets.readers.tabular.table_rows import TableRows, as_float, is_number
 from raypfl.data.datasets.source import DATASETS
 from raypfl.data.datasets.tables import TEST_WORDS
@@ -153,6 +160,7 @@ class FeatureTable(Table):
 
     def _one_hot_feature(self, rows: TableRows, name: str, column: pa.Array) -> _Feature:
         """Return a column of categories: an indicator for each."""
+        warn_of_spaces(rows, name, column)
         values = np.array([MISSING if value is None else category_name(value) for value in column.to_pylist()])
         categories, category = np.unique(values, return_inverse=True)
         if name not in self.categorical:

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from raypfl.common.errors import ConfigError, DataError, listed
 from raypfl.data.datasets.csv_lines import is_table
-from raypfl.data.datasets.labels import warn_of_classes
+from raypfl.data.datasets.labels import and_others, warn_of_classes
 from raypfl.data.datasets.raw_data import RawData
 from raypfl.data.datasets.readers.tabular.table_rows import TableRows, is_number
 from raypfl.data.datasets.source import Reader, files_under
@@ -86,7 +86,7 @@ class Table(Reader):
             present = listed([path.name for path in files_under(root)], 5) or "no file"
             raise DataError(
                 f"There is no {self.files} with the ending .csv, .tsv or .parquet in {root}, but {present}; see "
-                "data.files, and unpack archives."
+                "data.files, unpack archives, and write other tables, such as those of Excel, as CSV."
             )
         for path in paths:
             if path.with_suffix("") in paths:
@@ -126,6 +126,7 @@ class Table(Reader):
         """Return the client of each row, integers or names."""
         column = rows.complete(name)
         refuse_lists(column.type, name, rows.file)
+        warn_of_spaces(rows, name, column)
         values = column.to_pylist()
         return np.array([category_name(value) for value in values] if pa.types.is_boolean(column.type) else values)
 
@@ -141,6 +142,12 @@ class Table(Reader):
             return numbers, [name]
 
         are_numbers = is_number(column.type)
+        if self.task == "auto" and pa.types.is_temporal(column.type):
+            raise DataError(
+                f"The column {name!r} of {rows.file} is of type {column.type}. To predict a time, write it as a "
+                "number, such as days; if each is a class, set data.task=classification."
+            )
+        warn_of_spaces(rows, name, column)
         if are_numbers and not pa.types.is_integer(column.type):
             column = rows.whole(name, column)
         values = column.to_pylist()
@@ -185,6 +192,22 @@ def _warn_of_rare_classes(rows: TableRows, name: str, classes: Sequence[Any], la
         "its value if it is misspelt.",
         stacklevel=2,
     )
+
+
+def warn_of_spaces(rows: TableRows, name: str, column: pa.Array) -> None:
+    """Warn of texts that differ from another only by spaces at their ends, so that they count as another value."""
+    if not is_text(column.type):
+        return
+    values = set(column.unique().to_pylist()) - {None}
+    spaced = [value for value in values if value != value.strip() and value.strip() in {*values, ""}]
+    if spaced:
+        of_rows = np.flatnonzero(np.isin(column.to_numpy(zero_copy_only=False).astype(str), spaced))
+        row = int(of_rows[0])
+        warnings.warn(
+            f"{rows.place(row)} has {column[row].as_py()!r} for {name!r}, with spaces at its ends, which is another "
+            f"value than {column[row].as_py().strip()!r}{and_others(of_rows, rows.place)}. Remove the spaces.",
+            stacklevel=2,
+        )
 
 
 def category_name(value: object) -> str:
