@@ -98,6 +98,11 @@ def over_seeds(values: Sequence[float], digits: int = 1, best: str | None = None
     return TableCell(mean, spread, mean == best)
 
 
+def megabyte_digits(values: Iterable[float]) -> int:
+    """Return the digits of a column of megabytes: one, or three if all are below 1 MB, as with a small network."""
+    return 3 if 0 < max(values, default=0.0) < 1 else 1
+
+
 def deviation(values: Sequence[float]) -> float:
     """Return the sample standard deviation of two numbers or more; NaN if one of them is infinite or NaN.
 

@@ -35,6 +35,7 @@ from raypfl.results.report.searches.folders import has_search
 from raypfl.results.report.searches.page import read as read_search
 from raypfl.results.run_groups import group_runs
 from raypfl.results.table import legend
+from raypfl.results.units import megabyte_digits
 from tests.support.command import raypfl as command
 from tests.support.runs import experiment
 
@@ -295,6 +296,13 @@ def test_the_ledger_by_tensor_adds_up_to_what_was_sent(results, whole):
 
     assert numbers.messages(local) == []
     assert "local: sends nothing" in text(section(whole, "ledger"))
+
+
+def test_megabytes_of_small_networks_are_no_zeros(results):
+    (_, _, cells), (_, _, without_messages) = tables.costs(group_runs([*results[:2], *results[4:]]))
+    up, _ = results[0].megabytes
+    assert 0 < up < 1 and cells[1].mean == f"{up:.3f}" and without_messages[1].mean == "0.000"
+    assert megabyte_digits([0.0]) == megabyte_digits([0.4, 12.0]) == megabyte_digits([]) == 1
 
 
 def test_only_the_settings_that_differ_between_runs_are_listed(results):

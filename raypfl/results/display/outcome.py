@@ -34,7 +34,7 @@ from raypfl.results.run_groups import (
 )
 from raypfl.results.setting_text import applicable_settings, setting_text
 from raypfl.results.table import Column, legend, result_columns, result_rows
-from raypfl.results.units import TableCell, Unit, capitalised
+from raypfl.results.units import TableCell, Unit, capitalised, megabyte_digits
 from raypfl.runs.result import RunResult
 
 _BEST_NOTE = "*: in the round of each seed that was best on the clients' validation data."
@@ -44,7 +44,8 @@ _MASK_NOTES = {
     "zero": "/zero: with a logit of 0 for every class that a client's training data lack.",
     "exclude": "/exclude: predicting only classes that a client's training data have.",
 }
-_COSTS = ("MB\nup", "MB\ndown", "seconds")
+_MEGABYTES = ("MB\nup", "MB\ndown")
+_COSTS = (*_MEGABYTES, "seconds")
 _NOTE_WIDTH = 78
 _PLACE_WIDTH = 48  # characters; a longer label shifts only its own line
 
@@ -69,20 +70,23 @@ def table(results: Sequence[RunResult], without: Sequence[str] = (), fold: bool 
     for heading in [*[column.heading for column in columns], *costs]:
         table.add_column(heading, justify="right", no_wrap=not fold, overflow="fold")
 
+    mean_costs = [_mean_costs(group) for group in groups]
+    digits = {heading: megabyte_digits(spent[heading] for spent in mean_costs) for heading in _MEGABYTES}
+
     protocols = result_rows(groups, columns)
     for i, group in enumerate(groups):
         # A group's name and costs stand in its first row only.
         name = Text(group.label, f"bold {group.colour}")
-        spent = [Text(f"{_mean_costs(group)[heading]:,.1f}") for heading in costs]
+        cost_texts = [Text(f"{mean_costs[i][heading]:,.{digits.get(heading, 1)}f}") for heading in costs]
         for protocol in protocols:
             if i not in protocol.rows:
                 continue
             tested_on = protocol.protocol
             if protocol.best:
                 tested_on += "*"  # explained by _BEST_NOTE
-            table.add_row(name, Text(tested_on), *map(_cell, protocol.rows[i]), *spent)
+            table.add_row(name, Text(tested_on), *map(_cell, protocol.rows[i]), *cost_texts)
             name = Text()
-            spent = []
+            cost_texts = []
         table.add_section()
     for label, end in methods_without_result(results).items():
         table.add_row(Text(label, "bold"), end.replace(", ", "\n").replace(" after round ", "\nafter "))

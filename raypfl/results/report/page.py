@@ -38,7 +38,7 @@ from raypfl.results.run_groups import (
 )
 from raypfl.results.setting_text import data_text, setting_text
 from raypfl.results.table import MODELS, attack_sentences, protocols_of, unequal_lengths, untrained_parts
-from raypfl.results.units import capitalised
+from raypfl.results.units import capitalised, megabyte_digits
 from raypfl.runs.result import WITHOUT_RESULT, RunResult, recorded_end
 
 _FIGURE_ID = re.compile(r"((?:id=\"|href=\"#|url\(#)\w?[0-9a-f]{10})")
@@ -231,12 +231,14 @@ def _clients(part: Part, sizes: Sequence[int]) -> dict[str, Any]:
 def _spending(groups: list[RunGroup], main: str) -> dict[str, Any]:
     """What runs cost, in messages, time, energy and privacy, and how good methods are for it."""
     axes = budgets.axes_of(groups)
+    ledger = tables.ledger(groups)
     return {
         "costs": tables.costs(groups),
         "efforts": [figures.metric_figure(groups, main, against) for against in axes],
         "target": budgets.for_target(groups, main, axes),
         "within": budgets.within_budgets(groups, main, axes),
-        "ledger": tables.ledger(groups),
+        "ledger": ledger,
+        "ledger_digits": megabyte_digits(message.megabytes for _, _, line in ledger for message, _ in line),
         "privacy": [(privacy_sentence(group), epsilons(group)) for group in groups if epsilons(group)],
         "predicted": any(prediction_traffic(group) for group in groups),
     }

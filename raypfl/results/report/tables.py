@@ -20,7 +20,7 @@ from raypfl.results.report.parts import Part
 from raypfl.results.run_groups import RunGroup
 from raypfl.results.setting_text import applicable_settings, options_at_default
 from raypfl.results.table import result_columns, result_rows
-from raypfl.results.units import TableCell, Unit, capitalised, over_seeds
+from raypfl.results.units import TableCell, Unit, capitalised, megabyte_digits, over_seeds
 
 _MOST_ROUNDS = 20  # in the table of the curves' values
 _MOST_LOGGED_ROWS = 20
@@ -159,6 +159,8 @@ def columns_note(measures: Measures, headings: Sequence[str]) -> str:
 
 def costs(groups: Sequence[RunGroup]) -> list[Line]:
     """Return rounds, megabytes up and down, seconds, seconds a round and seconds to start, over seeds."""
+    megabytes = [result.megabytes for group in groups for result in group.results]
+    up_digits, down_digits = map(megabyte_digits, zip(*megabytes, strict=True))
     lines = []
     for i, group in enumerate(groups):
         rounds = [result.round for result in group.results]
@@ -172,7 +174,8 @@ def costs(groups: Sequence[RunGroup]) -> list[Line]:
         if len(set(rounds)) > 1:
             round_digits = 1
 
-        columns = [(rounds, round_digits), (up, 1), (down, 1), (duration, 1), (a_round, 3), (startup, 1)]
+        costs_of_seeds = [(rounds, round_digits), (up, up_digits), (down, down_digits)]
+        columns = [*costs_of_seeds, (duration, 1), (a_round, 3), (startup, 1)]
         cells = []
         for values, digits in columns:
             # If all seeds cost the same, a deviation of 0 is not worth its place.
