@@ -244,7 +244,7 @@ def load_federated(data: DataConfig, partition: Partition, *, seed: int, cache: 
     if data.test_fraction and not federated_data.sizes("test").any():
         warnings.warn(
             f"No client of {data.name!r} has a test sample: a client needs two samples for one. Evaluation on the "
-            f"clients' own samples will be empty; lower partition.clients.",
+            f"clients' own samples will be empty; set partition.clients below {federated_data.num_clients}.",
             stacklevel=2,
         )
     has_published_test = bool(samples.columns["published_test"].any())

@@ -108,7 +108,9 @@ def test_a_partition_that_cannot_be_met_names_the_data_set(tmp_path):
 
 def test_clients_with_too_few_samples_for_a_test_sample_are_announced(tmp_path):
     for _ in range(2):  # also when the data are in the cache
-        with pytest.warns(UserWarning, match=r"No client of .*:dozen' has a test sample: .* lower partition.clients"):
+        with pytest.warns(
+            UserWarning, match=r"No client of .*:dozen' has a test sample: .* set partition\.clients below 12"
+        ):
             data = load_federated(DataConfig(name=f"{__name__}:dozen"), IID(clients=12), seed=0, cache=tmp_path)
         assert data.sizes("test").sum() == 0
     with warnings.catch_warnings():
