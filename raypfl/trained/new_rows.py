@@ -176,6 +176,7 @@ class NewRows:
         known = {*names.names, *names}
         number_of = functools.cache(names.client)
         clients = []
+        mistakes: dict[int, str] = {}
         for row, spellings in enumerate(self.spellings(column)):
             try:
                 if not spellings:
@@ -183,10 +184,13 @@ class NewRows:
                 clients.append(number_of(next((name for name in spellings if name in known), spellings[0])))
             except ConfigError as error:
                 value = repr(spellings[0]) if spellings else "nothing"
-                raise DataError(
-                    f"{self._rows.place(row)} has {value} for {column!r}. {error} Or predict all rows by the personal "
-                    "model of one client (--client) or by the global model (--global)."
-                ) from error
+                mistakes[row] = f"has {value} for {column!r}. {error}"
+        if mistakes:
+            rows = list(mistakes)
+            raise DataError(
+                f"{self._rows.place(rows[0])} {mistakes[rows[0]]} Or predict all rows by the personal model of one "
+                f"client (--client) or by the global model (--global){and_others(rows, self._rows.place)}."
+            )
         return np.array(clients, np.int64)
 
     def targets(self, column: str, class_names: Sequence[str] | None) -> np.ndarray:
