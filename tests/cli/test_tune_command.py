@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 import yaml
 
+from raypfl import Experiment
 from raypfl.cli.actions import tune as implementation
+from raypfl.integrations.tuning.result import SweepResult
+from raypfl.integrations.tuning.sweep import load
+from raypfl.integrations.tuning.trial import Trial
 from tests.support.command import raypfl
 from tests.support.sweeps import small
 
@@ -40,3 +45,10 @@ def test_a_sweep_that_is_interrupted_before_its_first_trial_says_how_to_continue
     stopped = raypfl("tune", str(file), "rounds=2")
     assert stopped.exit_code == 130
     assert stopped.stderr == f"Stopped. To continue: raypfl tune {file} rounds=2\n"
+
+
+def test_an_undefined_metric_is_shown_as_none(tmp_path: Path):
+    sweep = load(small(trials=1), [f"output={tmp_path}"])
+    undefined = Trial("0", {}, "finished", values={"accuracy/val": math.nan})
+    result = SweepResult(sweep, [undefined], ["max"], Experiment().measures)
+    assert implementation._number(result, undefined, "accuracy/val") == "–"

@@ -557,11 +557,13 @@ def test_the_best_configuration_says_whether_others_are_still_to_come(tmp_path: 
 def test_a_trial_whose_metric_is_undefined_is_never_the_best(tmp_path: Path):
     sweep = load(small(trials=2), [f"output={tmp_path}"])
     first, _ = check(sweep)
-    undefined = Trial("0", {}, "finished", values=metric_values(sweep, first, [{"protocol": "val", "model": "global"}]))
+    values = metric_values(sweep, first, [{"protocol": "val", "model": "global"}])
+    undefined = Trial("0", {"training.lr": 0.2}, "finished", values=values)
     infinite = Trial("12345e67", {"training.lr": 0.1}, "finished", values={"accuracy/val": math.inf})
 
     alone = SweepResult(sweep, [undefined], ["min"], first.measures)
     assert alone.best is None
+    assert alone.rows()[0]["accuracy/val"] is None
     assert alone.status == "failed"
     assert SweepResult(sweep, [undefined, infinite], ["min"], first.measures).best is infinite
 

@@ -180,10 +180,12 @@ def _in_two_lines(name: str) -> str:
 
 
 def _number(outcome: SweepResult, trial: Trial, name: str) -> str:
-    """Return a metric of a trial in its unit, such as ``94.9 %``; an empty text before the first evaluation."""
+    """Return a metric of a trial in its unit, such as ``94.9 %``: ``–`` if undefined, empty if there is none."""
     unit = outcome.units[name]
     if name not in trial.values:
         return ""
+    if name not in trial.defined:
+        return "–"
     (value,) = unit.of([trial.values[name]])
     return f"{unit.text(value)}{unit.sign}"
 

@@ -123,14 +123,10 @@ class SweepResult:
         sign = -1 if self.modes[0] == "max" else 1
 
         def rank(trial: Trial) -> tuple[bool, float, str]:
-            if not self._has_value(trial):
-                return True, 0.0, trial.name
-            return False, sign * trial.values[self.name], trial.name
+            value = trial.defined.get(self.name)
+            return value is None, sign * (value or 0.0), trial.name
 
         return sorted(self.trials, key=rank)
-
-    def _has_value(self, trial: Trial) -> bool:
-        return not math.isnan(trial.values.get(self.name, math.nan))
 
     @property
     def best(self) -> Trial | None:
@@ -138,7 +134,7 @@ class SweepResult:
         if not self.trials:
             return None
         first = self.ranked[0]
-        return first if self._has_value(first) else None
+        return first if self.name in first.defined else None
 
     @property
     def schedule(self) -> list[tuple[int, dict[str, Any]]]:
@@ -227,7 +223,7 @@ class SweepResult:
                     "trial": trial.name,
                     "status": trial.status,
                     "round": trial.round,
-                    **{name: trial.values.get(name) for name in self.units},
+                    **{name: trial.defined.get(name) for name in self.units},
                     **{key: settings.get(key) for key in self.searched},
                     "error": trial.error,
                 }

@@ -67,6 +67,11 @@ class Trial:
         """Whether nothing of the trial is left to run."""
         return self.status in ("finished", "stopped", "diverged", "failed")
 
+    @property
+    def defined(self) -> dict[str, float]:
+        """The values without those of metrics that are undefined for all clients."""
+        return {name: value for name, value in self.values.items() if not math.isnan(value)}
+
     def fail(self, error: str, is_divergence: bool = False) -> None:
         """End with an error, which makes no result of the metrics before it."""
         self.status = "diverged" if is_divergence else "failed"
