@@ -251,6 +251,11 @@ def test_a_run_that_diverged_says_how_it_continues_with_other_settings(
     words = ["run", *SMALL, "rounds=4", "--method", "growing:Growing", "checkpoint.every=1"]
     error = raypfl(*words).stderr
     assert "diverged" in error
+    (run,) = Path("runs").glob("digits-*")
+
+    again = raypfl("resume", str(run))
+    assert again.exit_code == 1 and "The run diverged before, and was not trained again: Training div" in again.stderr
+    assert "round 3/4" not in again.stderr and error.split("With other settings:")[1] in again.stderr
 
     command = error.split("With other settings: raypfl ")[1].split("\n")[0]
     words = command.replace("NEWRUN", "lower").replace("NUMBER", "0.01").split()

@@ -65,8 +65,8 @@ class Work:
 
     @property
     def diverged(self) -> dict[Path, RaypflError]:
-        """The runs of a comparison that have diverged, with their errors: they would diverge again."""
-        errors = {folder: divergence(folder) for folder in self.runs} if self.is_comparison else {}
+        """The runs that have diverged, with their errors: they would diverge again."""
+        errors = {folder: divergence(folder) for folder in self.runs}
         return {folder: error for folder, error in errors.items() if error}
 
     @property
@@ -106,7 +106,7 @@ def raise_for(
     if error_of_all is None and not refused and any(outcome.status == STOPPED for outcome in outcomes.values()):
         error_of_all = Stopped("Stopped.")
 
-    lines = _failures(work, errors, outcomes) if work.is_comparison else _failure(work, errors)
+    lines = _failures(work, errors, outcomes) if work.is_comparison else _failure(work, errors, outcomes)
     if isinstance(error_of_all, Stopped):
         raise Stopped("\n".join([*lines, f"{error_of_all} {_how_to_continue(work)}"]))
     if error_of_all:
@@ -123,11 +123,12 @@ def failure(name: str, folders: Sequence[Path], error: RaypflError, again: str =
     return f"{name}, {how}{again} ({listed(map(nearby, folders), _MOST_FOLDERS)}): {error}"
 
 
-def _failure(work: Work, errors: Mapping[Path, RaypflError]) -> list[str]:
+def _failure(work: Work, errors: Mapping[Path, RaypflError], outcomes: Mapping[Path, RunOutcome]) -> list[str]:
     """Say why a run on its own failed or diverged, and how to try other settings."""
     lines = []
     for folder, error in errors.items():
-        lines.append(str(error))
+        was_run = folder in outcomes
+        lines.append(str(error) if was_run else f"The run diverged before, and was not trained again: {error}")
         if isinstance(error, Diverged):
             command = shlex.join(["raypfl", "run", str(nearby(folder / RECIPE)), _CHANGE])
             with suppress(CheckpointError):
