@@ -275,9 +275,9 @@ class NewRows:
         # A word among numbers, such as "unknown", explains why the column is text.
         odd = [(row, value) for row, value in present if not is_numeral(str(value))]
         row, value = (odd or present)[0]
-        others = and_others([row for row, _ in odd], self._rows.place)
+        other_places = and_others([row for row, _ in odd], self._rows.place)
         raise DataError(
-            f"{self._rows.place(row)} has {value!r} for {column!r}, but the run was trained with numbers{others}."
+            f"{self._rows.place(row)} has {value!r} for {column!r}, but the run was trained with numbers{other_places}."
         )
 
     def _positions(self, column: str, positions: Mapping[Any, int]) -> list[int]:

@@ -219,10 +219,10 @@ def test_the_seconds_of_runs_that_advance_together_add_up_to_no_more_than_they_t
 
 
 def test_a_second_signal_ends_runs_that_have_not_begun():
-    begun = []
+    begun_runs = []
 
     def interrupt_twice(place: Place) -> None:
-        begun.append(place.run)
+        begun_runs.append(place.run)
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.1)
@@ -231,7 +231,7 @@ def test_a_second_signal_ends_runs_that_have_not_begun():
 
     with pytest.raises(KeyboardInterrupt):
         run_together([interrupt_twice] * 3)
-    assert begun == [0]
+    assert begun_runs == [0]
 
 
 SMALL = [

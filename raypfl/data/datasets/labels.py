@@ -43,10 +43,10 @@ def and_others(rows: Sequence[int] | np.ndarray, place_of: Callable[[int], str])
     ----------
     place_of : a function that returns what messages call a row.
     """
-    others = [place_of(int(row)) for row in rows[1:4]]
-    if not others:
+    other_places = [place_of(int(row)) for row in rows[1:4]]
+    if not other_places:
         return ""
-    places = ", ".join(place[0].lower() + place[1:] for place in others)
+    places = ", ".join(place[0].lower() + place[1:] for place in other_places)
     more = f" and {len(rows) - 4:,} more" if len(rows) > 4 else ""
     return f" (also {places}{more})"
 

@@ -78,10 +78,10 @@ def read_csv(path: Path, file_name: str, as_text: Sequence[str] = ()) -> pa.Tabl
 def _unequal_rows(invalid_rows: Sequence[pa_csv.InvalidRow], path: Path, file_name: str) -> str:
     # Arrow counts rows from 1, the header included.
     rows = [row.number - 2 for row in invalid_rows]
-    others = and_others(rows, lambda row: place(row, file_name, path))
+    other_places = and_others(rows, lambda row: place(row, file_name, path))
     return (
         f"{place(rows[0], file_name, path)} has {invalid_rows[0].actual_columns} columns, but its header "
-        f"{invalid_rows[0].expected_columns}{others}."
+        f"{invalid_rows[0].expected_columns}{other_places}."
     )
 
 
@@ -142,8 +142,8 @@ class ImageTable(ABC):
         values = self.values(name)
         if values.null_count:
             rows = np.flatnonzero(values.is_null())
-            others = and_others(rows, self.place)
-            raise DataError(f"{self.place(int(rows[0]))} has no {name!r}{others}.")
+            other_places = and_others(rows, self.place)
+            raise DataError(f"{self.place(int(rows[0]))} has no {name!r}{other_places}.")
         return np.asarray(values.to_pylist()) if len(values) else np.zeros(0, np.int64)
 
     def type(self, option: str, name: str) -> pa.DataType:
