@@ -166,7 +166,7 @@ def _failures(work: Work, errors: Mapping[Path, RaypflError], outcomes: Mapping[
 
 def _how_to_continue(work: Work) -> str:
     """Say how many runs are finished, and how to continue or, where nothing is left to do, to see the results."""
-    diverged = {folder for folder in work.runs if divergence(folder)}
+    diverged = work.diverged
     unfinished = work.unfinished
     if not work.is_comparison:
         return "" if diverged else work.to_continue
@@ -177,6 +177,6 @@ def _how_to_continue(work: Work) -> str:
         changed = f" with {shlex.join(work.changes)}; earlier results exist for {finished_before}"
     command = work.to_continue
     finished = len(work.runs) - len(unfinished)
-    if unfinished.keys() <= diverged:
+    if unfinished.keys() <= diverged.keys():
         command = f"To see them: {shlex.join(['raypfl', 'report', str(nearby(work.folder))])}" if finished else ""
     return f"{finished} of {len(work.runs)} runs are finished{changed}. {command}".rstrip()

@@ -88,8 +88,9 @@ class Table(Reader):
                 f"There is no {self.files} with the ending .csv, .tsv or .parquet in {root}, but {present}; see "
                 "data.files, unpack archives, and write other tables, such as those of Excel, as CSV."
             )
+        present_paths = set(paths)
         for path in paths:
-            if path.with_suffix("") in paths:
+            if path.with_suffix("") in present_paths:
                 raise DataError(
                     f"{path} seems to be {path.stem}, compressed: remove one of them, or choose one by data.files."
                 )
