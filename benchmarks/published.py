@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from os.path import commonprefix
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
 
 from benchmarks import searches
-from benchmarks.searches import FEWEST_METHODS
+from benchmarks.orders import FEWEST_METHODS, Measured, correlations, order
 from raypfl.common.counting import counted
 from raypfl.common.files import write
 
@@ -45,6 +46,8 @@ How near does raypfl come to published tables? Here is every published cell that
   compared.
 - **Rank correlation** is Spearman's ρ and Kendall's τ of published and measured means over the methods of a column,
   for columns of {fewest} methods or more.
+- Where a published table was measured twice, in different sizes, a further table shows whether the order of the
+  methods is the same.
 - Where settings were [searched](studies.md#equal-searches), further tables have what was chosen, and the order of the
   methods beside that with fixed settings.
 - Where there are several seeds, a second table has each method's rank, 95 % interval, paired difference to the best
@@ -153,13 +156,14 @@ class Record:
     def is_searched(self) -> bool:
         return "search" in self.values
 
-    def values_in(self, across: str, metric: str) -> dict[str, tuple[float, ...]]:
-        """Return the values of each method in a column of the first block."""
-        values: dict[str, tuple[float, ...]] = {}
+    def columns(self) -> dict[tuple[str, str, str], dict[str, tuple[float, ...]]]:
+        """Return the values of each method by column, without columns that are not ranked."""
+        columns: dict[tuple[str, str, str], dict[str, tuple[float, ...]]] = {}
+        ranked = _ranked(cell.metric for cell in self.cells)
         for cell in self.cells:
-            if (cell.across, cell.metric) == (across, metric):
-                values.setdefault(cell.method, cell.values)
-        return values
+            if cell.metric in ranked:
+                columns.setdefault(cell.column, {})[cell.method] = cell.values
+        return columns
 
     @property
     def far_off(self) -> list[Cell]:
@@ -177,23 +181,19 @@ class Record:
 
     def correlations(self) -> dict[tuple[str, str, str], tuple[float, float]]:
         """Return Spearman's and Kendall's rank correlation for each column of enough methods."""
-        from scipy.stats import kendalltau, spearmanr  # slow to import
-
         by_column: dict[tuple[str, str, str], list[Cell]] = {}
         for cell in self.pairs:
             by_column.setdefault(cell.column, []).append(cell)
 
-        correlations = {}
+        by_enough_methods = {}
         for column, cells in by_column.items():
             if len(cells) >= FEWEST_METHODS:
-                published = [cell.published for cell in cells]
+                published = [cell.published for cell in cells if cell.published is not None]
                 measured = [cell.mean for cell in cells]
                 # Undefined if all numbers of a side are equal.
                 if len(set(published)) > 1 and len(set(measured)) > 1:
-                    rho = float(spearmanr(published, measured).statistic)
-                    tau = float(kendalltau(published, measured).statistic)
-                    correlations[column] = (rho, tau)
-        return correlations
+                    by_enough_methods[column] = correlations(published, measured)
+        return by_enough_methods
 
 
 def records(folder: Path = RECORDS) -> list[Record]:
@@ -233,21 +233,38 @@ def _section(record: Record, all_records: Sequence[Record]) -> Iterator[str]:
 
     if record.is_searched:
         yield from searches.chosen(values["search"], values["trials"])
-        ranked = _ranked(cell.metric for cell in record.cells)
-        for across, metric in dict.fromkeys((cell.across, cell.metric) for cell in record.cells):
-            for other in all_records:
-                if metric in ranked and not other.is_searched:
-                    fixed = other.values_in(across, metric)
-                    yield from searches.order(metric, fixed, record.values_in(across, metric), other.title)
+        for other in all_records:
+            if not other.is_searched:
+                origin = f"Fixed settings are those of {other.title}"
+                yield from _orders(record, other, ("fixed", "searched"), origin)
 
     if record.pairs:
         yield f"{_judgement(record)}\n"
+        for other in all_records[: all_records.index(record)]:
+            if other.values["published"] == values["published"]:
+                origin = f"The first column is that of {other.title}"
+                yield from _orders(record, other, _distinct(other.title, record.title), origin)
 
     for heading, lines in (("Deviations", _deviations(values["deviations"])), ("Remarks", values["reasons"])):
         if lines:
             yield f"{heading}:\n"
             yield "".join(f"- {line}\n" for line in lines).rstrip("\n")
             yield ""
+
+
+def _orders(record: Record, other: Record, labels: tuple[str, str], origin: str) -> Iterator[str]:
+    """Yield the order of the methods beside that of another record, for each column that both have."""
+    columns = record.columns()
+    for column, values in other.columns().items():
+        if column in columns:
+            first, second = Measured(labels[0], values), Measured(labels[1], columns[column])
+            yield from order(column[-1], first, second, origin)
+
+
+def _distinct(first: str, second: str) -> tuple[str, str]:
+    """Return two titles without the parts, between commas, that both begin with."""
+    shared = commonprefix([first, second]).rpartition(", ")[0]
+    return first.removeprefix(shared).removeprefix(", "), second.removeprefix(shared).removeprefix(", ")
 
 
 def _deviations(lines: Sequence[str]) -> list[str]:

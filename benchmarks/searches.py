@@ -1,18 +1,11 @@
-"""What the page of published tables says of a study with a search: what it chose, and whether the order changed."""
+"""What the page of published tables says of a study with a search: what it chose."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from statistics import fmean
 from typing import Any
 
 from raypfl.common.counting import counted
-
-Values = Mapping[str, Sequence[float]]
-"""Method -> a number for each seed, in a column of a table."""
-
-FEWEST_METHODS = 4
-"""Of fewer methods, a rank correlation says next to nothing."""
 
 
 def chosen(search: Mapping[str, Any], trials: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -56,46 +49,6 @@ def _row(trials: Sequence[Mapping[str, Any]], own_space: str) -> list[str]:
     others = f"{min(scores_of_others):.1f} to {max(scores_of_others):.1f}" if scores_of_others else "–"
     seconds = [trial["cpu_seconds"] for trial in trials]
     return [values, own_space, score, others, "–" if None in seconds else f"{sum(seconds):.0f}"]
-
-
-def order(heading: str, fixed: Values, searched: Values, origin: str) -> Iterator[str]:
-    """Yield a table of the methods that were measured with fixed and with searched settings, and how the orders agree.
-
-    Parameters
-    ----------
-    fixed, searched : what was measured; only the seeds count that both have.
-    origin : the title of the table with fixed settings.
-    """
-    methods = [method for method in searched if method in fixed]
-    if len(methods) < FEWEST_METHODS:
-        return
-    means: dict[str, tuple[float, float]] = {}
-    seeds = min(min(len(fixed[method]), len(searched[method])) for method in methods)
-    for method in methods:
-        means[method] = (fmean(fixed[method][:seeds]), fmean(searched[method][:seeds]))
-
-    from scipy.stats import kendalltau, spearmanr  # slow to import
-
-    ranks = [_ranks({method: pair[i] for method, pair in means.items()}) for i in (0, 1)]
-    lines = [f"| {heading} | fixed | rank | searched | rank | difference |", "|---|---|---|---|---|---|"]
-    for method in sorted(methods, key=lambda method: ranks[1][method]):
-        before, after = means[method]
-        numbers = f"{before:.1f} | {ranks[0][method]} | {after:.1f} | {ranks[1][method]} | {after - before:+.1f}"
-        lines.append(f"| {method} | {numbers} |")
-    yield "\n".join(lines) + "\n"
-
-    columns = list(zip(*means.values(), strict=True))
-    rho = spearmanr(*columns).statistic
-    tau = kendalltau(*columns).statistic
-    yield (
-        f"Fixed settings are those of {origin}; both are over the {counted(seeds, 'seed')} that both have. Rank "
-        f"correlation of the two columns: ρ {rho:.2f}, τ {tau:.2f}.\n"
-    )
-
-
-def _ranks(means: Mapping[str, float]) -> dict[str, int]:
-    ordered = sorted(means, key=lambda method: -means[method])
-    return {method: rank for rank, method in enumerate(ordered, start=1)}
 
 
 def _text(value: Any) -> str:

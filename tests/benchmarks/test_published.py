@@ -136,3 +136,24 @@ def test_a_searched_study_shows_what_it_chose_and_the_order_beside_fixed_setting
         in text
     )
     assert "ρ -0.20, τ 0.00." in text and "| new |" not in text.partition("fixed | rank")[2]
+
+
+def test_two_measurements_of_one_published_table_are_compared_by_the_order_of_their_methods():
+    small_means = {"a": [50.0], "b": [60.0], "c": [70.0], "d": [80.0], "only here": [1.0]}
+    large_means = {"a": [75.0, 95.0], "b": [95.0], "c": [96.0], "d": [97.0]}
+    column = {"down": "Few classes", "across": "Dir"}
+    small = record([column | {"method": m, "values": v, "published": 1.0} for m, v in small_means.items()])
+    large = record([column | {"method": m, "values": v, "published": 1.0} for m, v in large_means.items()])
+    small.values["title"] = "Paper, Table 1, a tenth"
+    large.values["title"] = "Paper, Table 1, all samples, 50 rounds"
+
+    other_block = record([{"method": m, "values": v, "published": 1.0} for m, v in large_means.items()])
+    other_paper = record([column | {"method": m, "values": v, "published": 1.0} for m, v in large_means.items()])
+    other_paper.values["published"] = "Another paper"
+
+    text = page([small, large, other_block, other_paper])
+    assert text.count("| GM | a tenth | rank | all samples, 50 rounds | rank | difference |") == 1
+    assert text.count("Rank correlation of the two columns") == 1
+    assert "| d | 80.0 | 1 | 97.0 | 1 | +17.0 |" in text and "| a | 50.0 | 4 | 75.0 | 4 | +25.0 |" in text
+    assert "The first column is that of Paper, Table 1, a tenth; both are over the 1 seed that both have." in text
+    assert "ρ 1.00, τ 1.00." in text
