@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from os.path import commonprefix
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
@@ -263,8 +262,10 @@ def _orders(record: Record, other: Record, labels: tuple[str, str], origin: str)
 
 def _distinct(first: str, second: str) -> tuple[str, str]:
     """Return two titles without the parts, between commas, that both begin with."""
-    shared = commonprefix([first, second]).rpartition(", ")[0]
-    return first.removeprefix(shared).removeprefix(", "), second.removeprefix(shared).removeprefix(", ")
+    parts, other_parts = first.split(", "), second.split(", ")
+    while len(parts) > 1 and len(other_parts) > 1 and parts[0] == other_parts[0]:
+        parts, other_parts = parts[1:], other_parts[1:]
+    return ", ".join(parts), ", ".join(other_parts)
 
 
 def _deviations(lines: Sequence[str]) -> list[str]:
