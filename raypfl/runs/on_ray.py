@@ -115,6 +115,8 @@ def _follow(
 
     run = uuid.uuid4().hex
     shipment = Shipment.pack(job, prepared.data)
+    if stop.received and not emit.has_started:
+        raise KeyboardInterrupt
     result = server.run.remote(run, shipment, job.experiment.ray, prepared.num_groups)
 
     stream = ""
