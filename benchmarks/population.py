@@ -26,7 +26,6 @@ import raypfl
 from benchmarks.circumstances import about
 from benchmarks.memory import Peak, higher
 from benchmarks.noise import ONLY_ROUNDS, SETS
-from raypfl.data import load_federated
 
 HERE = "benchmarks.population"
 
@@ -64,7 +63,7 @@ def prepare(described: raypfl.Experiment, measured: Measured) -> None:
     """Make the data, and open them again."""
     for step in ("prepared", "opened"):
         start = time.perf_counter()
-        load_federated(described.data, described.partition, seed=described.seed)
+        described.load_data()
         setattr(measured, step, time.perf_counter() - start)
 
 

@@ -9,7 +9,6 @@
 import torch
 
 import raypfl
-from raypfl.data import load_federated
 
 experiment = raypfl.Experiment(
     method={"name": "fedrep", "personal_epochs": 3, "unseen_epochs": 20},
@@ -33,7 +32,7 @@ result
 # and labels.
 
 # %%
-data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
+data = experiment.load_data()
 newcomer = data.unseen[0]
 x, y = data.take(data.indices(newcomer, "train"))
 print(x.shape, x.dtype, sorted({*y.tolist()}))

@@ -108,14 +108,14 @@ def show_data(
 
     Name the experiment as for raypfl run.
     """
-    from raypfl.data import load_federated, summarised
+    from raypfl.data import summarised
     from raypfl.experiment import experiments
     from raypfl.experiment.recipes import RECIPES, settings_of
     from raypfl.results import client_data
 
     recipe, changes = source_and_changes(words or [], "digits", RECIPES)
     experiment = experiments(settings_of(recipe), changes)[0]
-    summary = summarised(load_federated(experiment.data, experiment.partition, seed=experiment.seed))
+    summary = summarised(experiment.load_data())
     picture_file = client_data.draw(summary, picture)
 
     if as_json:

@@ -24,7 +24,7 @@ from raypfl.analysis import Analysis
 from raypfl.clients.compression import Compressor
 from raypfl.common.errors import ConfigError, did_you_mean, one_message
 from raypfl.common.user_code import explain_user_errors
-from raypfl.data import Dirichlet, Partition
+from raypfl.data import ClientData, Dirichlet, Partition, load_federated
 from raypfl.data.datasets import DataConfig
 from raypfl.data.datasets.population import is_described
 from raypfl.devices.settings import DeviceSettings
@@ -139,6 +139,10 @@ class Experiment(FilePart):
     def measures(self) -> Measures:
         """The metrics of the models; those of classification if the data decide on the objective."""
         return Measures(self.objective or Classification(), self.extra_metrics)
+
+    def load_data(self) -> ClientData:
+        """Open the data, divided over the clients by the partition, as :func:`raypfl.data.load_federated` does."""
+        return load_federated(self.data, self.partition, seed=self.seed)
 
     def global_model(self, server: dict[str, Any]) -> Tensor | None:
         """Return the method's global model ``[P+B]`` at a state of the server, or None without one.

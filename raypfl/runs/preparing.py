@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from raypfl.common.threads import threads
-from raypfl.data import load_federated
 from raypfl.devices.settings import DeviceSettings
 from raypfl.engine import history
 from raypfl.engine.backends.actors.actor_pools import reserved
@@ -75,7 +74,7 @@ def prepare(experiment: Experiment, folder: Path, emit: Listener, lockstep: bool
     """
     _refuse_without_data(experiment)
     emit(Progress("preparing data"))
-    data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
+    data = experiment.load_data()
 
     # Build the network exactly as the server and the actors do, with as many threads.
     with threads(threads_of_server(experiment)):
@@ -130,7 +129,7 @@ def check(experiments: Sequence[Experiment], emit: Listener) -> None:
     for experiment in experiments:
         _refuse_without_data(experiment)
     emit(Progress("preparing data"))
-    data = load_federated(first.data, first.partition, seed=first.seed)
+    data = first.load_data()
     for experiment in experiments:
         if experiment.seed == first.seed:
             refuse_unfit(Prepared(experiment, data, device_of_checks(experiment)))

@@ -21,7 +21,7 @@ from raypfl.common.errors import ConfigError, checked_pool
 from raypfl.common.threads import threads
 from raypfl.common.user_code import source_digest
 from raypfl.common.version import __version__
-from raypfl.data import ClientData, FederatedData, load_federated
+from raypfl.data import ClientData, FederatedData
 from raypfl.data.datasets import DataConfig
 from raypfl.data.store import cache_folder
 from raypfl.engine.backends.cluster import connected, server_resources
@@ -79,8 +79,7 @@ def pretrain(experiment: Experiment, emit: Listener) -> Pretraining:
             f"model.pretrain {problem}; raypfl pretrain needs the name of a pool, and a network without weights, as "
             "in: raypfl pretrain 'data.pools={body: 0.3}' model.pretrain=body"
         )
-    data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
-    return _pretrained(Prepared(experiment, data), emit)
+    return _pretrained(Prepared(experiment, experiment.load_data()), emit)
 
 
 def with_pretrained(prepared: Prepared, emit: Listener) -> Prepared:

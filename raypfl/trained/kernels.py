@@ -11,7 +11,6 @@ from raypfl.analysis.ntk import NTK, nonlinear
 from raypfl.analysis.theory.kernels import Spectrum
 from raypfl.common.errors import ConfigError
 from raypfl.common.threads import threads
-from raypfl.data import load_federated
 from raypfl.engine.prepared import Prepared
 from raypfl.runs.result import RunResult
 
@@ -46,7 +45,7 @@ def checkpoint_kernels(result: RunResult, analysis: NTK) -> list[dict[str, float
             "Run it again with 'analyses=[ntk]', which observes the clients' models."
         )
 
-    data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
+    data = experiment.load_data()
     prepared = Prepared(experiment, data)
     model = prepared.model
     each = analysis.samples_per_client(data.num_clients)

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 from raypfl.common import rng
 from raypfl.common.errors import ConfigError
-from raypfl.data import load_federated
 from raypfl.engine.prepared import Prepared
 from raypfl.learning.executor import Executor
 from raypfl.learning.loss import LocalLoss
@@ -66,8 +65,7 @@ def membership(result: RunResult, shadows: int = 0, epochs: int = 20) -> Members
     if shadows and shadows < 4:
         raise ConfigError(f"shadows is {shadows}; likelihood ratios need at least 4 models, or 0 for none.")
 
-    data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
-    prepared = Prepared(experiment, data)
+    prepared = Prepared(experiment, experiment.load_data())
     context = prepared.context
     model = prepared.model
     draws = rng.generator(experiment.seed, "membership")

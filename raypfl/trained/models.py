@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,6 @@ from raypfl.clients.worker import Worker
 from raypfl.common.errors import ConfigError, DataError, RaypflError
 from raypfl.common.messages import unmarked
 from raypfl.common.threads import threads
-from raypfl.data import load_federated
 from raypfl.data.client_names import ClientNames, number_of
 from raypfl.engine.backends.inline import Inline
 from raypfl.engine.building.data_outline import DataOutline
@@ -98,7 +97,7 @@ class TrainedModels:
         ------
         DataError : if the run's data are not on this machine, or not as they were in training.
         """
-        data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
+        data = experiment.load_data()
         if data.fingerprint != snapshot.meta["data"]:
             # Inputs would be normalised by other means and deviations than in training.
             raise DataError(
@@ -144,8 +143,7 @@ class TrainedModels:
         if "client_names" in snapshot.meta:
             clients, names = snapshot.meta["client_names"]
             values["client_names"] = ClientNames(np.array(clients), names)
-        load = partial(load_federated, experiment.data, experiment.partition, seed=experiment.seed)
-        outline = DataOutline(attributes=values, counts=counts, load=load)
+        outline = DataOutline(attributes=values, counts=counts, load=experiment.load_data)
         return cls(experiment, outline, replace(snapshot, server=snapshot.server["server"]))
 
     @property

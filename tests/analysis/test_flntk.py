@@ -18,7 +18,7 @@ from raypfl.analysis.flntk import CURVES, DIAGNOSIS, KERNELS, REPORT, TERMS, obs
 from raypfl.analysis.theory.kernels import asymmetry, infinite_width
 from raypfl.analysis.theory.two_layer import TwoLayer
 from raypfl.common.errors import RaypflError
-from raypfl.data import ClientData, load_federated
+from raypfl.data import ClientData
 from raypfl.engine.events import Event, Warned
 from tests.support.ntk import Problem, fl_round, simulate, sphere
 from tests.support.runs import Interrupt
@@ -48,7 +48,7 @@ def two_layer(folder: Path, **changes) -> raypfl.Experiment:
 
 def load_data(result: raypfl.Result) -> ClientData:
     settings = result.experiment
-    return load_federated(settings.data, settings.partition, seed=settings.seed)
+    return settings.load_data()
 
 
 def analysis_folder(result: raypfl.Result) -> Path:

@@ -17,7 +17,7 @@ from raypfl.engine.events import RoundFinished, RunFinished, RunStarted
 from raypfl.experiment import experiments
 from raypfl.methods import FedAvg
 from raypfl.methods.personal_models.ditto import Ditto
-from raypfl.runs import driver, preparing
+from raypfl.runs import driver
 from raypfl.runs.checks.hooks import refuse_mistaken_hooks
 from tests.support import command, mistaken_methods
 from tests.support.runs import ON_RAY, experiment
@@ -342,7 +342,7 @@ def test_an_error_in_a_listener_is_not_blamed_on_the_method(tmp_path: Path, even
 
 
 def test_a_bug_of_raypfl_keeps_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(preparing, "load_federated", {"a": 1}.__getitem__)
+    monkeypatch.setattr(Experiment, "load_data", {"a": 1}.__getitem__)
     with pytest.raises(TypeError):
         raypfl.run(experiment(tmp_path))
 

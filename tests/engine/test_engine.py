@@ -14,7 +14,6 @@ import torch
 
 import raypfl
 from raypfl.common.errors import CheckpointError, ConfigError, Diverged, RaypflError
-from raypfl.data import load_federated
 from raypfl.engine.events import Checkpointed, Evaluated, Progress, RoundFinished, RunFinished, RunStarted, Warned
 from raypfl.engine.prepared import Prepared
 from raypfl.engine.state.run_tables import RunTables
@@ -289,7 +288,7 @@ def test_a_round_without_a_reply_changes_nothing(tmp_path, method):
     assert result.rounds["clients"].to_pylist() == [0, 0]
 
     settings = result.experiment
-    data = load_federated(settings.data, settings.partition, seed=settings.seed)
+    data = settings.load_data()
     initial = flatten(settings.method.start(Prepared(settings, data).task))
     final = flatten(result.server_state())
 

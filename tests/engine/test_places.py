@@ -14,7 +14,6 @@ import torch
 import raypfl
 from raypfl import Mean
 from raypfl.common.errors import ConfigError
-from raypfl.data import load_federated
 from raypfl.engine.backends import client_actor
 from raypfl.engine.backends.cluster import (
     client_actors,
@@ -177,7 +176,7 @@ def test_actors_on_one_card_divide_the_share_of_it_that_data_may_take(monkeypatc
 @pytest.mark.parametrize("room", [0.0, 10.0**9])
 def test_data_larger_than_their_room_stay_on_the_host_and_batches_arrive_on_the_device(tmp_path, room):
     settings = experiment(tmp_path)
-    data = load_federated(settings.data, settings.partition, seed=settings.seed)
+    data = settings.load_data()
     model = SimpleNamespace(device=GPU, dtype=torch.float32)
     with pretend_gpu() as faults:
         samples = samples_for(data, model, (), room)

@@ -12,7 +12,6 @@ import raypfl
 from raypfl.clients.clients import Clients
 from raypfl.clients.group import ClientGroup
 from raypfl.common.errors import ConfigError
-from raypfl.data import load_federated
 from raypfl.devices import Training, Turn
 from raypfl.engine.events import RoundFinished, Warned
 from raypfl.engine.prepared import Prepared
@@ -25,7 +24,7 @@ from tests.support.runs import EVENTFUL, TIMED, Interrupt, experiment, same_tabl
 
 
 def prepared_turn(settings: raypfl.Experiment) -> tuple[Prepared, Turn]:
-    data = load_federated(settings.data, settings.partition, seed=settings.seed)
+    data = settings.load_data()
     prepared = Prepared(settings, data)
     turn = turn_of(prepared)
     assert turn is not None

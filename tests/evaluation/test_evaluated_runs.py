@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import raypfl
+from raypfl import Experiment
 from raypfl.clients.worker import Worker
 from raypfl.common.errors import ConfigError
-from raypfl.data import load_federated
 from raypfl.engine.events import Evaluated
 from raypfl.evaluation import Measures, summarise
 from raypfl.learning.objectives import SampleSums
@@ -34,13 +34,14 @@ def arrange_data(monkeypatch):
     """Changes the data that a run loads: its pools, its unseen clients, its labels."""
 
     def arrange(unseen=(), pools=None, labels=None):
-        def load(*args, **kwargs):
-            data = replace(load_federated(*args, **kwargs), unseen=np.array(unseen, dtype=np.int64))
+        def load(experiment):
+            data = replace(load_data(experiment), unseen=np.array(unseen, dtype=np.int64))
             if pools is not None:
                 data = replace(data, pools=tuple(pools), _pools=pools)
             return data if labels is None else replace(data, labels=labels(data))
 
-        monkeypatch.setattr("raypfl.runs.preparing.load_federated", load)
+        load_data = Experiment.load_data
+        monkeypatch.setattr(Experiment, "load_data", load)
 
     return arrange
 

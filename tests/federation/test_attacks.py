@@ -10,7 +10,6 @@ import torch
 
 import raypfl
 from raypfl.common.errors import ConfigError, MethodError
-from raypfl.data import load_federated
 from raypfl.engine.prepared import Prepared
 from raypfl.federation.robustness import Aggregation, LabelAttack, UpdateAttack, Updates, Wire
 from raypfl.federation.robustness.attacks import Boost, InnerProduct, SignFlip, poisoned_labels
@@ -158,7 +157,7 @@ def test_a_rule_that_does_not_fit_the_method_or_the_cohort_is_refused_before_the
 @pytest.mark.parametrize("attack", ["label_flip", "random_labels"])
 def test_label_attacks_change_the_training_labels_of_malicious_clients_and_no_others(tmp_path, attack):
     described = experiment(tmp_path, attack=attack, attack__fraction=0.25)
-    data = load_federated(described.data, described.partition, seed=described.seed)
+    data = described.load_data()
     prepared = Prepared(described, data)
     labels = np.asarray(prepared.context.samples.labels)
     assert prepared.is_malicious.sum() == 3
@@ -191,7 +190,7 @@ def test_personal_and_global_models_are_tested_on_the_same_data_of_honest_client
         evaluation__protocols="[global, pm_v, ood/corrupt/jpeg/1]",
     )
     result = raypfl.run(described)
-    data = load_federated(described.data, described.partition, seed=described.seed)
+    data = described.load_data()
     sizes = data.sizes("test")
     num_honest = int(sizes.sum() - sizes[result.metadata["malicious_clients"]].sum())
     table = result.evaluations.to_pydict()
@@ -242,7 +241,7 @@ def test_an_attacked_run_has_the_same_bits_on_actors_and_after_a_stop(tmp_path):
 
 def test_without_attack_and_rule_clients_send_sums(tmp_path):
     described = experiment(tmp_path)
-    data = load_federated(described.data, described.partition, seed=described.seed)
+    data = described.load_data()
     assert not Prepared(described, data).context.sends_rows
 
 

@@ -8,7 +8,6 @@ import torch
 
 import raypfl
 from raypfl.common.errors import ConfigError
-from raypfl.data import load_federated
 from raypfl.engine.prepared import Prepared
 from raypfl.federation.robustness import Backdoor
 from raypfl.results.run_groups import group_runs
@@ -33,7 +32,7 @@ def attacked(**changes) -> raypfl.Experiment:
 
 
 def prepared_for(described):
-    return Prepared(described, load_federated(described.data, described.partition, seed=described.seed)).build()
+    return Prepared(described, described.load_data()).build()
 
 
 def stamped_by_hand(images: np.ndarray, white: float) -> np.ndarray:

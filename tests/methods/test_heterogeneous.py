@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 import raypfl
 from raypfl.common.errors import ConfigError
-from raypfl.data import load_federated
 from raypfl.engine.prepared import Prepared
 from raypfl.methods.partial_models.shared_part import SharedPart
 from raypfl.models.architectures.heterogeneous import AverageFeatures, architectures_of
@@ -45,7 +44,7 @@ BY_HAND |= {"cohort__size": 7, "training__epochs": 1}
 
 
 def prepared(settings: raypfl.Experiment) -> Prepared:
-    return Prepared(settings, load_federated(settings.data, settings.partition, seed=settings.seed))
+    return Prepared(settings, settings.load_data())
 
 
 class ByHand(nn.Module):

@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 import raypfl
 from raypfl.common.errors import ConfigError, MethodError
-from raypfl.data import load_federated
 from raypfl.engine.events import Warned
 from raypfl.engine.prepared import Prepared
 from raypfl.learning.privacy import PrivacySettings
@@ -443,7 +442,7 @@ def test_a_slice_has_the_share_of_the_multiplications_of_the_narrow_network():
 def test_in_simulated_time_a_client_of_a_small_slice_sends_and_computes_less(tmp_path, assignment):
     method = {"name": "fedrolex", "rates": [1, 0.25], "assignment": assignment}
     settings = experiment(tmp_path, **TIMED, method=method, training__epochs=1)
-    data = load_federated(settings.data, settings.partition, seed=settings.seed)
+    data = settings.load_data()
     prepared = Prepared(settings, data)
     turns = prepared.turns(turn_of(prepared))
     clients = np.arange(data.num_clients)

@@ -259,7 +259,7 @@ NOT_DONE = (
     *("cli.actions.run.run_experiments", "cli.actions.run.resume_folder", "cli.actions.run.continue_as_new"),
     *("cli.actions.pretrain.carry_out", "cli.actions.jobs.submit", "cli.actions.plan.carry_out"),
     *("cli.actions.personalize.personalize", "cli.actions.personalize.serve", "integrations.tracking.listener.track"),
-    *("data.load_federated", "data.summarised", "results.client_data.draw", "results.client_data.show"),
+    *("experiment.Experiment.load_data", "data.summarised", "results.client_data.draw", "results.client_data.show"),
     *("results.report.write", "cli.actions.predict.predict"),
 )
 """Functions that would do what a page's command asks for."""

@@ -74,7 +74,7 @@ class NoLayout(Dense):
 def choice_for(tmp_path, network=Dense, **changes):
     changes = {"engine__group_size": 6} | changes
     settings = experiment(tmp_path, **changes).replace(model=f"{__name__}:{network.__name__}")
-    data = load_federated(settings.data, settings.partition, seed=settings.seed)
+    data = settings.load_data()
     return choose(Prepared(settings, data))
 
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import raypfl
+from raypfl import Experiment
 from raypfl.common.errors import CheckpointError, ConfigError, DataError, RaypflError
 from raypfl.methods import METHODS
 from raypfl.storage import checkpoints
 from raypfl.storage.checkpoints import Snapshot, StoredStates, write_shards
 from raypfl.storage.states import StateShard
-from raypfl.trained import models as trained
 from raypfl.trained.models import TrainedModels
 from raypfl.trained.saved_model import save
 from tests.support.runs import experiment
@@ -106,7 +106,7 @@ def test_clients_that_were_never_trained_get_what_the_method_gives_them(tmp_path
 def test_models_are_read_from_an_export_without_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     result = raypfl.run(experiment(tmp_path, method="fedper", rounds=2, evaluation__every=0))
     models = exported(result.run_dir, tmp_path / "models")
-    monkeypatch.setattr(trained, "load_federated", lambda *args, **options: pytest.fail("the data were opened"))
+    monkeypatch.setattr(Experiment, "load_data", lambda self: pytest.fail("the data were opened"))
     alone = TrainedModels.of_export(tmp_path / "models")
     expected = models.personal_model(3)(torch.ones(2, 1, 8, 8))
     assert torch.equal(alone.personal_model(3)(torch.ones(2, 1, 8, 8)), expected)

@@ -19,7 +19,6 @@ from raypfl.common.errors import ConfigError, Diverged, RaypflError, Refused, St
 from raypfl.common.files import draft, write
 from raypfl.common.json_text import json_text
 from raypfl.common.stopping import message_if_killed, signals_interrupt
-from raypfl.data import load_federated
 from raypfl.engine.events import Event
 from raypfl.integrations.tracking.listener import MLflowListener
 from raypfl.results.colours import colour
@@ -186,7 +185,7 @@ def _refuse_missing_data(cells: Sequence[StudyCell]) -> None:
     for same_data in cells_by_data.values():
         experiment = same_data[0].experiment
         try:
-            load_federated(experiment.data, experiment.partition, seed=experiment.seed)
+            experiment.load_data()
         except Refused as error:
             cells_by_problem.setdefault(str(error), []).extend(same_data)
 

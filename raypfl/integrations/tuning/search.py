@@ -15,7 +15,6 @@ from typing import Any
 from raypfl.common.counting import series
 from raypfl.common.errors import ConfigError, listed
 from raypfl.common.stopping import handlers_restored
-from raypfl.data import load_federated
 from raypfl.engine.backends.cluster import (
     bundle,
     client_actors,
@@ -80,8 +79,7 @@ def check(sweep: Sweep) -> tuple[Experiment, list[str]]:
     first = sweep.first()
     driver.check([first])
 
-    data = load_federated(first.data, first.partition, seed=first.seed)
-    first = first.replace(objective=Prepared(first, data).objective)
+    first = first.replace(objective=Prepared(first, first.load_data()).objective)
     return first, [_direction(target, first.measures) for target in sweep.metric]
 
 

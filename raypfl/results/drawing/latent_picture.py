@@ -16,7 +16,6 @@ from matplotlib.lines import Line2D
 from torch import Tensor
 
 from raypfl.common.errors import ConfigError
-from raypfl.data import load_federated
 from raypfl.engine.prepared import Prepared
 from raypfl.models.flat import FlatModel
 from raypfl.results.drawing.canvas import GREY, INK, png
@@ -80,7 +79,7 @@ def _has_global_model(result: RunResult) -> bool:
 def latent_of(result: RunResult) -> LatentSpace:
     """Return the latent space at the start and after each round with a kept checkpoint, of up to 600 test samples."""
     experiment = result.experiment
-    data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
+    data = experiment.load_data()
     prepared = Prepared(experiment, data)
     context = prepared.context
 

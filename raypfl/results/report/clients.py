@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from raypfl.common.errors import ConfigError, RaypflError
-from raypfl.data import load_federated, summarised
+from raypfl.data import summarised
 from raypfl.data.summary import Summary
 from raypfl.results import latex
 from raypfl.results.ranking.named_clients import MOST_CLIENTS, ClientTable, client_table
@@ -34,7 +34,7 @@ def held_in(run: RunResult) -> Summary:
     RaypflError : if the data cannot be loaded, or are no longer those of the run.
     """
     experiment = run.experiment
-    data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
+    data = experiment.load_data()
     if run.metadata["data"] != data.fingerprint:
         raise ConfigError("The data has changed since the run.")
     return summarised(data)

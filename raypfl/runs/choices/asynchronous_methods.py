@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from functools import cached_property
 
 from raypfl.common.errors import LateReplyError, Refused
-from raypfl.data import load_federated
 from raypfl.engine.prepared import Prepared
 from raypfl.methods import METHODS
 from raypfl.runs.choices.every_method import experiment_for_every_method, why_not_made, with_method
@@ -42,7 +41,7 @@ class AsynchronousMethods:
             ],
             methods=[name for name in METHODS if not why_not[name]],
         )
-        data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
+        data = experiment.load_data()
 
         reasons: dict[str, str] = {}
         for name in METHODS:

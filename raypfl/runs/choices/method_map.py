@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from raypfl.common.threads import threads
-from raypfl.data import load_federated
 from raypfl.engine.prepared import Prepared
 from raypfl.learning.objectives import Classification
 from raypfl.methods import METHODS
@@ -64,7 +63,7 @@ def needs_of(names: Iterable[str]) -> dict[str, Needs]:
             "engine.executor=vectorised",
         ]
     )
-    data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
+    data = experiment.load_data()
     size = Prepared(experiment.override(["method=fedavg"]), data).task.model.num_parameters
 
     with threads(experiment.engine.threads):

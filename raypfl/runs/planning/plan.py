@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from raypfl.common.errors import ConfigError
-from raypfl.data import load_federated
 from raypfl.devices import ClientTurns, Turn
 from raypfl.engine.building.rounds import schedule_for
 from raypfl.engine.events import Listener, Progress
@@ -106,7 +105,7 @@ def plan(experiment: Experiment, emit: Listener, num_clients: int | None = None)
             "it out to plan with clients drawn at random, or use raypfl run."
         )
     emit(Progress("preparing data"))
-    data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
+    data = experiment.load_data()
     prepared = Prepared(experiment, data)
     refuse_mistaken_hooks(experiment.method)
     refuse_unfit(prepared)

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raypfl.data import load_federated
 from raypfl.engine.prepared import Prepared
 from raypfl.experiment import Experiment
 from raypfl.runs.choices.autotune import expected_executor
@@ -85,8 +84,7 @@ def paying_parts(experiments: Mapping[int, Experiment]) -> list[list[int]]:
 def expected(experiment: Experiment) -> Expectation:
     """Return what runs that differ from this one in their numbers are expected to gain from advancing together."""
     try:
-        data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
-        prepared = Prepared(experiment, data)
+        prepared = Prepared(experiment, experiment.load_data())
         executor, why = expected_executor(prepared)
         chosen = prepared.with_settings(experiment.override([f"engine.executor={executor}"]))
         return Expectation(executor == "vectorised", why, chosen.num_groups)
