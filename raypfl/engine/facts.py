@@ -12,7 +12,6 @@ from raypfl.common.version import __version__
 from raypfl.engine.building.groups import groups_for
 from raypfl.engine.job import Job
 from raypfl.engine.prepared import Prepared
-from raypfl.federation.cohort_draw import cohort_size
 from raypfl.models.weights import origin
 
 
@@ -20,7 +19,6 @@ def facts_of(job: Job, prepared: Prepared) -> dict[str, Any]:
     """Return what ``metadata.json`` says of a run, except for what its backend adds."""
     task = prepared.task
     experiment = job.experiment
-    cohort = cohort_size(experiment.cohort, task.num_trained)
     facts = {
         "num_clients": task.num_clients,
         **_networks_of(prepared),
@@ -28,7 +26,7 @@ def facts_of(job: Job, prepared: Prepared) -> dict[str, Any]:
         "executor": experiment.engine.executor,
         "channels_last": bool(experiment.training.channels_last),
         "why": job.why,
-        "group_size": max(groups_for(experiment.engine, cohort)),
+        "group_size": max(groups_for(experiment.engine, prepared.cohort_size)),
         "data": job.fingerprint,
         "server_device": str(task.model.device),
         "system": f"{platform.system()} {platform.machine()}",

@@ -266,9 +266,14 @@ class Prepared:
         return self.data.num_clients - len(self.data.unseen)
 
     @property
+    def cohort_size(self) -> int:
+        """Number of clients that are drawn for a round."""
+        return cohort_size(self.experiment.cohort, self.num_trained)
+
+    @property
     def num_groups(self) -> int:
         """Number of groups of a cohort; more client actors than that would have nothing to do."""
-        num_groups = len(groups_for(self.experiment.engine, cohort_size(self.experiment.cohort, self.num_trained)))
+        num_groups = len(groups_for(self.experiment.engine, self.cohort_size))
         return max(num_groups, len(self.architectures) if self.experiment.model.is_heterogeneous else 1)
 
     def training_samples(self, client: int) -> Batch:

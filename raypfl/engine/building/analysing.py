@@ -16,7 +16,6 @@ from raypfl.common.user_code import where_defined, with_location
 from raypfl.engine.prepared import Prepared
 from raypfl.experiment import Experiment
 from raypfl.federation.cohort import Cohort, round_record
-from raypfl.federation.cohort_draw import cohort_size
 from raypfl.federation.logged import Logged
 
 TableColumns = Mapping[str, Mapping[str, str]]
@@ -34,7 +33,7 @@ class Analyses:
             task=prepared.task,
             method=experiment.method,
             training=experiment.training,
-            cohort_size=cohort_size(experiment.cohort, prepared.num_trained),
+            cohort_size=prepared.cohort_size,
             departures=_departures(experiment),
             samples=prepared.training_samples,
             pools=prepared.server_pools,

@@ -22,7 +22,6 @@ from raypfl.engine.prepared import Prepared, threads_of_server
 from raypfl.federation.asynchronous.rounds import AsynchronousRounds
 from raypfl.federation.asynchronous.schedule import Schedule
 from raypfl.federation.cohort import Cohort
-from raypfl.federation.cohort_draw import cohort_size
 from raypfl.federation.ledger import Ledger, LedgerEntry
 from raypfl.models.cost import measured_cost
 from raypfl.runs.checks.network import outputs_of_batch
@@ -57,7 +56,7 @@ class Rehearsal:
     @classmethod
     def of_cohort(cls, prepared: Prepared) -> Rehearsal:
         """Return a rehearsal of as many clients as a cohort has, but of no more than are needed."""
-        return cls(prepared, min(FEW, cohort_size(prepared.experiment.cohort, prepared.num_trained)))
+        return cls(prepared, min(FEW, prepared.cohort_size))
 
     def train(self) -> int:
         """Run a round; return its number of exchanges."""

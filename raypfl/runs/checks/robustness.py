@@ -8,7 +8,6 @@ from raypfl.common.errors import AggregationError, ConfigError
 from raypfl.data import FederatedData
 from raypfl.engine.prepared import Prepared
 from raypfl.evaluation.protocols import BACKDOOR
-from raypfl.federation.cohort_draw import cohort_size
 from raypfl.federation.robustness import Backdoor, LabelAttack
 from raypfl.learning.objectives import KINDS
 from raypfl.runs.checks.rehearsal import refuse_rehearsed
@@ -76,5 +75,5 @@ def refuse_unfit_rule(prepared: Prepared) -> None:
     rule = prepared.experiment.aggregation
     if rule is None:
         return
-    rule.check(cohort_size(prepared.experiment.cohort, prepared.num_trained))
+    rule.check(prepared.cohort_size)
     refuse_rehearsed(prepared, AggregationError)

@@ -17,7 +17,6 @@ from raypfl.clients.context import FallbackWarning
 from raypfl.clients.group import ClientGroup
 from raypfl.engine.building.groups import groups_for
 from raypfl.engine.prepared import Prepared
-from raypfl.federation.cohort_draw import cohort_size
 from raypfl.learning.executor import Executor, Precision
 from raypfl.learning.vectorised import Vectorised
 from raypfl.models.cost import Cost, measured_cost
@@ -193,8 +192,8 @@ def device_of_clients(prepared: Prepared) -> str:
 
 def _largest_group(prepared: Prepared) -> int:
     """Return the number of clients in the largest group that this run would train together."""
-    cohort = cohort_size(prepared.experiment.cohort, prepared.num_trained)
-    return max(groups_for(replace(prepared.experiment.engine, executor="vectorised"), cohort))
+    engine = replace(prepared.experiment.engine, executor="vectorised")
+    return max(groups_for(engine, prepared.cohort_size))
 
 
 def _candidates(prepared: Prepared, cost: Cost, batch: int, group: int) -> tuple[list[Candidate], str]:

@@ -25,7 +25,6 @@ from raypfl.engine.events import Listener, Progress
 from raypfl.engine.prepared import Prepared
 from raypfl.experiment import Experiment
 from raypfl.experiment.settings import ActorPool
-from raypfl.federation.cohort_draw import cohort_size
 from raypfl.runs.checks.rehearsal import Rehearsal
 from raypfl.runs.choices.gpu_task import run_on_gpu
 
@@ -113,12 +112,10 @@ def bytes_needed(prepared: Prepared, memory: GpuMemory) -> float:
     """
     # Masks take no memory, but would need a second client.
     experiment = prepared.experiment.override(["privacy.secure_aggregation=false"])
-    trained = prepared.num_trained
-    cohort = cohort_size(experiment.cohort, trained)
     evaluate = partial(Rehearsal.evaluate, all_protocols=experiment.evaluation.protocols)
     largest_groups: dict[Callable[[Rehearsal], object], int] = {
-        Rehearsal.train: max(groups_for(experiment.engine, cohort)),
-        evaluate: max(groups_for(experiment.engine, trained, evaluation=True)),
+        Rehearsal.train: max(groups_for(experiment.engine, prepared.cohort_size)),
+        evaluate: max(groups_for(experiment.engine, prepared.num_trained, evaluation=True)),
     }
 
     needed = 0.0
