@@ -239,12 +239,12 @@ def _refuse_unknown_options(
 
 def _without_repetition(compared: Sequence[Experiment], are_variants: Sequence[bool]) -> list[Experiment]:
     """Leave out variants of a named method that assignments made equal; refuse a method that is given twice."""
-    kept: list[Experiment] = []
+    distinct: list[Experiment] = []
     descriptions: list[dict[str, Any]] = []
     for experiment, is_variant in zip(compared, are_variants, strict=True):
         description = experiment.to_dict()
         if description not in descriptions:
-            kept.append(experiment)
+            distinct.append(experiment)
             descriptions.append(description)
         elif not is_variant:
             name = description["method"]["name"]
@@ -252,4 +252,4 @@ def _without_repetition(compared: Sequence[Experiment], are_variants: Sequence[b
                 f"methods has {name} twice, with the same options and settings; keep one of them. "
                 "seeds=2 runs each method twice, with different seeds."
             )
-    return kept
+    return distinct

@@ -92,7 +92,7 @@ class RunGroup:
 def group_runs(results: Sequence[RunResult]) -> list[RunGroup]:
     """Group results by everything but the seed, in order of first appearance; without runs `without_result`."""
     members: dict[str, list[RunResult]] = {}
-    for label, result in _labelled(results):
+    for label, result in labelled(results):
         runs = members.setdefault(label, [])
         if result.status not in WITHOUT_RESULT or (len(results) == 1 and result.evaluations.num_rows):
             runs.append(result)
@@ -113,7 +113,7 @@ def without_result(results: Sequence[RunResult]) -> list[tuple[str, RunResult]]:
     """
     if len(results) == 1:
         return []
-    return [(label, result) for label, result in _labelled(results) if result.status in WITHOUT_RESULT]
+    return [(label, result) for label, result in labelled(results) if result.status in WITHOUT_RESULT]
 
 
 def methods_without_result(results: Sequence[RunResult]) -> dict[str, str]:
@@ -166,5 +166,6 @@ def run_labels(results: Sequence[RunResult]) -> list[str]:
     return complete if is_ambiguous else shortened
 
 
-def _labelled(results: Sequence[RunResult]) -> list[tuple[str, RunResult]]:
+def labelled(results: Sequence[RunResult]) -> list[tuple[str, RunResult]]:
+    """Return the runs with their labels, as :func:`run_labels` gives them."""
     return list(zip(run_labels(results), results, strict=True))

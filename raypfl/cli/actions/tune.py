@@ -105,11 +105,11 @@ def _lines(progress: Console) -> Callable[[SweepResult], None]:
         nonlocal is_announced
         if not is_announced:
             is_announced = True
-            what = "running; a line follows as each trial ends"
+            announcement = "running; a line follows as each trial ends"
             if outcome.is_complete:
-                what = "nothing is left to run"
+                announcement = "nothing is left to run"
                 printed.update(trial.name for trial in outcome.trials)
-            progress.print(Text(f"{outcome.sweep.name}: {what}"))
+            progress.print(Text(f"{outcome.sweep.name}: {announcement}"))
         for trial in outcome.trials:
             if trial.has_ended and trial.name not in printed:
                 printed.add(trial.name)

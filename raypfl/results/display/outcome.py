@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from raypfl.analysis.base import Analysis, analysis_folder
+from raypfl.analysis.base import analysis_folder
 from raypfl.common.user_code import where_defined, with_location
 from raypfl.evaluation.masking import mask_of
 from raypfl.results.differences import differences, remarks
@@ -27,8 +27,8 @@ from raypfl.results.run_groups import (
     RunGroup,
     compared,
     group_runs,
+    labelled,
     methods_without_result,
-    run_labels,
     seeds_together,
     sentences_without_result,
 )
@@ -61,7 +61,10 @@ def table(results: Sequence[RunResult], without: Sequence[str] = (), fold: bool 
     fold : whether numbers may take several lines.
     """
     groups = group_runs(results)
-    columns = [column for column in _result_columns(groups) if column.heading not in without]
+    columns = []
+    for column in result_columns(groups):
+        if column.aggregate != "weighted" and column.heading not in without:
+            columns.append(column)
     costs = [heading for heading in _COSTS if heading not in without]
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
@@ -138,7 +141,7 @@ def show(
     show_findings(console, results, [findings(result) for result in results])
 
     places = [(heading, str(nearby(path))) for heading, path in pictures.items()]
-    for label, result in zip(run_labels(results), results, strict=True):
+    for label, result in labelled(results):
         text = f"{nearby(result.run_dir)}  weights {result.weights_hash[:12]}"
         places.append((f"{label}, seed {result.experiment.seed}", text))
     if mlflow:
@@ -155,7 +158,7 @@ def show(
 def _show_notices(console: Console, results: Sequence[RunResult]) -> None:
     """Print what must be known of each run before its numbers are believed."""
     notices = []
-    for label, result in zip(run_labels(results), results, strict=True):
+    for label, result in labelled(results):
         notices += [(label, result, notice) for notice in run_notices(result)]
     for runs, notice in seeds_together(notices):
         console.print(Text(f"{runs}: {notice}", "bold yellow"))
@@ -165,20 +168,16 @@ def findings(result: RunResult) -> list[str]:
     """Return what the analyses of a run say when it is over."""
     lines = []
     for analysis in result.experiment.analyses:
-        lines += _summary_lines(analysis, result)
+        try:
+            lines += analysis.summary(analysis_folder(result.run_dir, analysis), result.round)
+        except Exception as error:  # a class of the user's own may raise anything
+            lines.append(f"{where_defined(analysis.summary)} failed: {type(error).__name__}: {with_location(error)}")
     return lines
-
-
-def _summary_lines(analysis: Analysis, result: RunResult) -> list[str]:
-    try:
-        return analysis.summary(analysis_folder(result.run_dir, analysis), result.round)
-    except Exception as error:  # a class of the user's own may raise anything
-        return [f"{where_defined(analysis.summary)} failed: {type(error).__name__}: {with_location(error)}"]
 
 
 def show_findings(console: Console, results: Sequence[RunResult], lines: Sequence[Sequence[str]]) -> None:
     """Print these lines of each run below its label."""
-    for label, result, run_lines in zip(run_labels(results), results, lines, strict=True):
+    for (label, result), run_lines in zip(labelled(results), lines, strict=True):
         if run_lines:
             console.print(Text(f"{label}, seed {result.experiment.seed}", "bold"))
             console.print(Text("".join(f"  {line}\n" for line in run_lines)), soft_wrap=True)
@@ -329,10 +328,6 @@ def _fit_table(console: Console, evaluated: Sequence[RunResult], groups: Sequenc
         if width <= console.width:
             return candidate, dispensable[:count]
     return table(evaluated, dispensable, fold=True), dispensable
-
-
-def _result_columns(groups: Sequence[RunGroup]) -> list[Column]:
-    return [column for column in result_columns(groups) if column.aggregate != "weighted"]
 
 
 def _metric_columns(groups: Sequence[RunGroup]) -> list[Column]:

@@ -31,8 +31,8 @@ from raypfl.results.report.searches.page import read as read_search
 from raypfl.results.report.tables import protocol_name
 from raypfl.results.run_groups import (
     RunGroup,
+    labelled,
     methods_without_result,
-    run_labels,
     seeds_together,
     sentences_without_result,
 )
@@ -284,7 +284,7 @@ def _size(groups: Sequence[RunGroup]) -> str:
 def _ends(results: Sequence[RunResult]) -> list[str]:
     """How runs ended that are not finished."""
     ends = []
-    for label, result in zip(run_labels(results), results, strict=True):
+    for label, result in labelled(results):
         if result.status != "finished":
             error = recorded_end(result.run_dir)["error"] if result.status in WITHOUT_RESULT else ""
             end = f"{result.status} after round {result.round} of {result.experiment.rounds}"
