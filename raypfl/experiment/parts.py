@@ -161,13 +161,11 @@ def to_plain(value: Any) -> Any:
     """Turn settings and components into nested dicts and lists of numbers and texts."""
     if value is None or type(value) in _PLAIN_TYPES:
         return value
-    if isinstance(value, DataSource):
+    if isinstance(value, DataSource | ModelSettings):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         options = fields.pop("options")
-        return to_plain({"name": value.name, **options, **fields})
-    if isinstance(value, ModelSettings):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        options = fields.pop("options")
+        if isinstance(value, DataSource):
+            return to_plain({"name": value.name, **options, **fields})
         return to_plain(fields | options)
 
     component = describe(value)
