@@ -33,17 +33,15 @@ def experiment_id(client: MlflowClient, experiment: Experiment, uri: str) -> str
     """Return the id of MLflow's experiment for this one, which is created if it does not exist."""
     name = experiment.tracking.experiment
     existing = client.get_experiment_by_name(name)
-    if existing:
-        return str(existing.experiment_id)
-
-    artifacts = _artifacts_in(experiment.output) if uri.startswith("sqlite:") else None  # a server chooses its own
-    try:
-        return str(client.create_experiment(name, artifacts, _EXPERIMENT_KIND))
-    except quiet_mlflow().MlflowException:  # another process may have created it meanwhile
-        existing = client.get_experiment_by_name(name)
-        if existing:
-            return str(existing.experiment_id)
-        raise
+    if existing is None:
+        artifacts = _artifacts_in(experiment.output) if uri.startswith("sqlite:") else None  # a server chooses its own
+        try:
+            return str(client.create_experiment(name, artifacts, _EXPERIMENT_KIND))
+        except quiet_mlflow().MlflowException:  # another process may have created it meanwhile
+            existing = client.get_experiment_by_name(name)
+            if existing is None:
+                raise
+    return str(existing.experiment_id)
 
 
 def how_to_view(experiment: Experiment, experiment_id: str = "") -> str:
