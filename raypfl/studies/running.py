@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from raypfl.common.errors import ConfigError
 from raypfl.engine.events import Event
 from raypfl.experiment import Experiment
 from raypfl.runs import driver
-from raypfl.runs.result import divergence, is_finished
+from raypfl.runs.result import RECIPE, description, divergence, is_finished
 from raypfl.runs.several.processes import refuse_unless_folders_are_shared, run_in_this_process, run_on_cluster
 from raypfl.runs.several.worker import FAILED, FINISHED, STOPPED, PlannedRun, RunOutcome
 from raypfl.studies.cells import StudyCell
@@ -35,7 +36,12 @@ def run(cells: Sequence[StudyCell], listen: CellListener) -> list[RunOutcome]:
     Returns
     -------
     The outcome of each cell. After Ctrl-C or SIGTERM, cells that are not finished are ``stopped``.
+
+    Raises
+    ------
+    ConfigError : if the run in a cell's folder has been given another number of rounds, or another patience.
     """
+    _refuse_other_lengths(cells)
     numbers_of: dict[Path, list[int]] = {}
     for i, cell in enumerate(cells):
         numbers_of.setdefault(cell.folder, []).append(i)
@@ -60,6 +66,25 @@ def run(cells: Sequence[StudyCell], listen: CellListener) -> list[RunOutcome]:
     for first, numbers in equal_cells.items():
         outcomes |= dict.fromkeys(numbers, outcomes.get(first, RunOutcome(STOPPED)))
     return [outcomes[i] for i in range(len(cells))]
+
+
+def _refuse_other_lengths(cells: Sequence[StudyCell]) -> None:
+    """Raise a ConfigError if a cell's run is longer by now, by `raypfl resume`: its name stands for the length here."""
+    for cell in cells:
+        if not Path(cell.folder, RECIPE).exists():
+            continue
+        run = description(cell.folder)
+        planned = cell.experiment
+        lengths = {
+            "rounds": (run.rounds, planned.rounds),
+            "evaluation.patience": (run.evaluation.patience, planned.evaluation.patience),
+        }
+        for key, (given, described) in lengths.items():
+            if given != described:
+                raise ConfigError(
+                    f"{cell.folder} is no longer the run of {cell.label}: it was resumed with {key}={given}, where the "
+                    f"study has {described}. Move it out of {cell.folder.parent}, and run the study again."
+                )
 
 
 def _needs_this_process(experiment: Experiment) -> bool:

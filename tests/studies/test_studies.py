@@ -310,6 +310,16 @@ def test_a_stopped_study_goes_on_without_redoing_what_is_finished_and_to_the_sam
     assert again.first_rounds == {}
 
 
+def test_a_cell_that_was_made_longer_is_not_shown_as_the_run_of_the_study(tiny: Path):
+    words = ("study", "tiny.yaml", "--only", "fedavg,dir0.1", "seeds=1", "rounds=1")
+    command(*words)
+    (cell,) = Path("runs/cells").iterdir()
+    raypfl.resume(cell, overrides=["rounds=2"])
+    refused = command(*words)
+    assert refused.exit_code == 2
+    assert "resumed with rounds=2, where the study has 1." in refused.output
+
+
 def test_cells_that_advance_together_say_that_they_are_being_stopped():
     cells = cells_of("tiny.yaml", only=("FedAvg", "Dir(0.1)"))
     watch = Watch(cell=0, round=2)
