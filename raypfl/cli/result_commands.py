@@ -35,10 +35,11 @@ def report(
     from raypfl.results.report.searches.folders import has_search
 
     folders = runs or []
+    # With many runs, both reading and drawing take a while.
+    print_message("Reading runs", "")
     results, reasons_left_out = find_runs(folders)
     for reason in reasons_left_out:
         print_message(reason, "yellow")
-    # Drawing many runs takes a while.
     print_message(f"Writing a report on {counted(len(results), 'run')}", "")
     searches = [folder for folder in folders if has_search(folder)]
     path = write(results, out, reasons_left_out, searches, baseline, named_clients)

@@ -51,12 +51,7 @@ def run(cells: Sequence[StudyCell], listen: CellListener) -> list[RunOutcome]:
         for i in equal_cells[first]:
             listen(i, event)
 
-    outcomes = {}
-    for i in equal_cells:
-        if is_finished(cells[i].folder):
-            outcomes[i] = RunOutcome(FINISHED)
-        elif error := divergence(cells[i].folder):
-            outcomes[i] = RunOutcome(FAILED, error)
+    outcomes = {i: outcome for i in equal_cells if (outcome := ended(cells[i]))}
     unfinished = [i for i in equal_cells if i not in outcomes]
     if unfinished and any(_needs_this_process(cell.experiment) for cell in cells):
         outcomes |= _run_in_this_process(cells, unfinished, listen_for_equal)
@@ -66,6 +61,14 @@ def run(cells: Sequence[StudyCell], listen: CellListener) -> list[RunOutcome]:
     for first, numbers in equal_cells.items():
         outcomes |= dict.fromkeys(numbers, outcomes.get(first, RunOutcome(STOPPED)))
     return [outcomes[i] for i in range(len(cells))]
+
+
+def ended(cell: StudyCell) -> RunOutcome | None:
+    """Return the outcome of a cell that is not trained again, finished or diverged; None: it has rounds left."""
+    if is_finished(cell.folder):
+        return RunOutcome(FINISHED)
+    error = divergence(cell.folder)
+    return RunOutcome(FAILED, error) if error else None
 
 
 def _refuse_other_lengths(cells: Sequence[StudyCell]) -> None:

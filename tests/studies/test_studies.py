@@ -374,7 +374,9 @@ def test_cells_on_ray_run_at_the_same_time(tiny: Path):
     assert [raypfl.Result.load(cell.folder).server_state() for cell in cells] == [{"met": 2}, {"met": 2}]
 
 
-def test_a_cell_that_diverges_is_reported_and_not_trained_again_and_the_other_cells_finish(tiny: Path):
+def test_a_cell_that_diverges_is_reported_and_not_trained_again_and_the_other_cells_finish(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+):
     (tiny / "tiny.yaml").write_text(TINY.replace("{name: ditto, lam: 1.0}", "{name: ditto, lam: 1e30}"))
     ends = []
     for _ in range(2):
@@ -389,6 +391,13 @@ def test_a_cell_that_diverges_is_reported_and_not_trained_again_and_the_other_ce
     assert ends[0] == ends[1] and len(ends[0]) == 4
     _, (note,) = find_runs([Path("runs/tiny")])
     assert note == "Seeds that diverged in the study tiny are not shown: Ditto · Dir(0.1)."
+
+    def interrupted(cells, listen):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("raypfl.cli.actions.study.run", interrupted)
+    result = command("study", "tiny.yaml", "seeds=2", "--only", "dir0.1", "--quiet")
+    assert "Diverged, and in no mean: Ditto · Dir(0.1) · seeds 0 and 1." in result.stdout
 
 
 def test_ctrl_c_exits_with_130_shows_the_table_so_far_and_the_command_to_continue(monkeypatch: pytest.MonkeyPatch):

@@ -33,7 +33,7 @@ from raypfl.studies.cells import Position, StudyCell, choices_with_values, label
 from raypfl.studies.description import Study, load
 from raypfl.studies.deviations import deviations, size_settings
 from raypfl.studies.record import RanStudy, keep, record_of, refuse_to_lose
-from raypfl.studies.running import run
+from raypfl.studies.running import ended, run
 from raypfl.studies.scaffold import scaffold
 from raypfl.studies.search.choice import SearchOutcome, judge, write_trials
 from raypfl.studies.search.trials import SearchTrial, planned_trials, with_search
@@ -247,7 +247,7 @@ def _run(cells: Sequence[StudyCell], tracked: MLflowListener, progress: Console,
             return run(cells, listen)
     except KeyboardInterrupt:
         # A Ctrl-C between two cells, or a second one.
-        return [RunOutcome(FINISHED if is_finished(cell.folder) else STOPPED) for cell in cells]
+        return [ended(cell) or RunOutcome(STOPPED) for cell in cells]
 
 
 def _write(folder: Path, name: str, page: str, measured: Sequence[TableEntry], cells: pa.Table) -> None:
