@@ -10,6 +10,7 @@ from typing import Any
 from raypfl.common.errors import ConfigError
 from raypfl.engine.events import Event
 from raypfl.experiment import Experiment
+from raypfl.experiment.identity import differences
 from raypfl.runs import driver
 from raypfl.runs.result import RECIPE, description, divergence, is_finished
 from raypfl.runs.several.processes import refuse_unless_folders_are_shared, run_in_this_process, run_on_cluster
@@ -69,6 +70,19 @@ def ended(cell: StudyCell) -> RunOutcome | None:
         return RunOutcome(FINISHED)
     error = divergence(cell.folder)
     return RunOutcome(FAILED, error) if error else None
+
+
+def other_rounds(cell: StudyCell) -> list[int]:
+    """Return the numbers of rounds of a study's runs that differ from a cell in nothing else."""
+    if cell.folder.exists():
+        return []
+    same_method_and_seed = f"{cell.folder.name.rpartition('-')[0]}-*/{RECIPE}"
+    numbers = set()
+    for file in cell.folder.parent.glob(same_method_and_seed):
+        run = description(file.parent)
+        if differences(cell.experiment, run) == ["rounds"]:
+            numbers.add(run.rounds)
+    return sorted(numbers)
 
 
 def _refuse_other_lengths(cells: Sequence[StudyCell]) -> None:

@@ -310,6 +310,14 @@ def test_a_stopped_study_goes_on_without_redoing_what_is_finished_and_to_the_sam
     assert again.first_rounds == {}
 
 
+def test_a_study_with_other_rounds_says_that_its_runs_begin_anew(tiny: Path):
+    words = ("study", "tiny.yaml", "--only", "fedavg,dir0.1", "seeds=1", "--quiet")
+    assert "beginning" not in command(*words, "rounds=1").stderr
+    assert "beginning" not in command(*words, "rounds=1", "training.lr=0.05").stderr
+    said = " ".join(command(*words, "rounds=2").stderr.split())
+    assert "runs with rounds=1, which are not continued: with rounds=2, each cell is another run" in said
+
+
 def test_a_cell_that_was_made_longer_is_not_shown_as_the_run_of_the_study(tiny: Path):
     words = ("study", "tiny.yaml", "--only", "fedavg,dir0.1", "seeds=1", "rounds=1")
     command(*words)

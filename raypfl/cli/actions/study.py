@@ -33,7 +33,7 @@ from raypfl.studies.cells import Position, StudyCell, choices_with_values, label
 from raypfl.studies.description import Study, load
 from raypfl.studies.deviations import deviations, size_settings
 from raypfl.studies.record import RanStudy, keep, record_of, refuse_to_lose
-from raypfl.studies.running import ended, run
+from raypfl.studies.running import ended, other_rounds, run
 from raypfl.studies.scaffold import scaffold
 from raypfl.studies.search.choice import SearchOutcome, judge, write_trials
 from raypfl.studies.search.trials import SearchTrial, planned_trials, with_search
@@ -97,7 +97,8 @@ def run_study(
     # Refuses a choice that names an unknown setting before anything runs.
     choices_with_values(study, cells)
     first_cells = [cell for trial in trials for cell in trial.cells] or cells
-    _refuse_missing_data([cell for cell in first_cells if not is_finished(cell.folder)])
+    unfinished = [cell for cell in first_cells if not is_finished(cell.folder)]
+    _refuse_missing_data(unfinished)
 
     folder = Path(cells[0].experiment.output).absolute() / study.name
     command = ["raypfl", "study", source, *assignments]
@@ -105,6 +106,11 @@ def run_study(
         command += ["--only", ",".join(only)]
     to_continue = f"To continue: {shlex.join(command)}"
     progress = Console(stderr=True)
+    if unfinished and (numbers := other_rounds(unfinished[0])):
+        warner(progress)(
+            f"There are runs with rounds={' and '.join(map(str, numbers))}, which are not continued: with "
+            f"rounds={unfinished[0].experiment.rounds}, each cell is another run, from the beginning."
+        )
     tracking = MLflowListener(study.name, tags={"study": study.name}, warn=warner(progress), kept_in=folder)
 
     with signals_interrupt(), message_if_killed(to_continue), tracking as tracked:
