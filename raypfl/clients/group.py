@@ -373,7 +373,11 @@ class ClientGroup:
         if losses is not None and not float(losses[k]) <= limit:
             reason = f"mean loss {float(losses[k]):.3g}, limit {limit:.3g}"
         advice = f"Lower training.lr ({self.lr:.3g} now) or set training.clip_norm."
-        advice += f" {self.objective.advice_if_diverged()}"
+        # A population has no targets until its clients work: here, those of the client.
+        samples = self.context.samples
+        is_stored = len(samples.labels) > 0
+        indices = self.context.union("train") if is_stored else self.context.split(self.ids[k], "train")
+        advice += f" {self.objective.advice_if_diverged(samples.labels_of(indices))}"
         return Diverged(
             f"Training diverged on client {self.ids[k]} in round {self.rounds[k]}: {reason}.{attack} {advice.rstrip()}",
             clients=clients,

@@ -20,6 +20,7 @@ from rich.text import Text
 from raypfl.common.counting import counted
 from raypfl.common.errors import listed
 from raypfl.data.summary import Summary
+from raypfl.learning.objectives.regression import standardising
 from raypfl.results.drawing.canvas import DATA, PALE, png
 
 _SHADES = LinearSegmentedColormap.from_list("shades", [f"{DATA}00", DATA])  # for light and dark backgrounds
@@ -61,10 +62,7 @@ def show(console: Console, summary: Summary) -> None:
         console.print(_table_of_moments("output", "number to predict", summary.numbers))
         _, mean, deviation = summary.numbers[0]
         if len(summary.numbers) == 1 and deviation > 0:
-            # Not 3e+05, which YAML takes for text.
-            rounded = [np.format_float_positional(float(f"{value:.4g}"), trim="-") for value in (mean, deviation)]
-            setting = "'objective={{name: regression, mean: {}, std: {}}}'".format(*rounded)
-            console.print(Text(f"To standardise it: {setting}"))
+            console.print(Text(f"To standardise it: {standardising(mean, deviation)}"))
     outputs = _outputs(summary)
     if outputs:
         console.print(Text.assemble("outputs: ", outputs))

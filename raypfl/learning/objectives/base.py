@@ -179,8 +179,13 @@ class Objective(Component):
         """Return outputs in the units of the data set's targets, which a run's models give; by default as they are."""
         return outputs
 
-    def advice_if_diverged(self) -> str:
-        """Return a sentence on what else may be wrong when training diverges, besides the learning rate; or nothing."""
+    def advice_if_diverged(self, targets: Tensor) -> str:
+        """Return a sentence on what else may be wrong when training diverges, besides the learning rate; or nothing.
+
+        Parameters
+        ----------
+        targets : the training targets, ``[n, ...]``.
+        """
         return ""
 
 

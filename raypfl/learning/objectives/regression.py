@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import ClassVar, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +22,9 @@ from raypfl.learning.objectives.base import (
     unrounded,
 )
 from raypfl.learning.objectives.batch import Batch
+
+_LARGE = 10.0
+"""Mean or deviation of targets from which on their size may be why training diverged."""
 
 
 class NumberScores(Scores):
@@ -135,13 +139,19 @@ class Regression(Objective):
     def in_units(self, outputs: Tensor) -> Tensor:
         return outputs * self.std + self.mean
 
-    def advice_if_diverged(self) -> str:
-        if (self.mean, self.std) != (0, 1):
+    def advice_if_diverged(self, targets: Tensor) -> str:
+        std, mean = (float(moment) for moment in torch.std_mean(targets.double(), correction=0))
+        is_small = max(abs(mean), std) < _LARGE
+        if (self.mean, self.std) != (0, 1) or is_small or std == 0:
             return ""
-        return (
-            "If the targets are large numbers, standardise them: 'objective={name: regression, mean: MEAN, std: "
-            "DEVIATION}', by the mean and deviation that `raypfl data show` lists."
-        )
+        return f"The targets are large numbers; standardise them: {standardising(mean, std)}"
+
+
+def standardising(mean: float, std: float) -> str:
+    """Return the setting that standardises targets, as one types it, with four digits of each number."""
+    # Not 3e+05, which YAML takes for text.
+    numbers = [np.format_float_positional(float(f"{value:.4g}"), trim="-") for value in (mean, std)]
+    return "'objective={{name: regression, mean: {}, std: {}}}'".format(*numbers)
 
 
 def rows_of(targets: Tensor, outputs: Tensor) -> Tensor:
