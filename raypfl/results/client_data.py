@@ -40,11 +40,12 @@ _LARGEST_BUBBLE = 340.0  # square points
 def show(console: Console, summary: Summary) -> None:
     """Print what clients hold, split by split, how their labels differ, and the pools."""
     shape = "x".join(map(str, summary.input_shape))
-    kinds = counted(len(summary.class_names), summary.unit, summary.units)
+    inputs = f"{shape} numbers" if len(summary.input_shape) == 1 else shape
+    kinds = "" if summary.numbers else f"{counted(len(summary.class_names), summary.unit, summary.units)}, "
     clients = counted(summary.num_clients, "client")
     samples = counted(sum(int(sizes.sum()) for sizes in summary.sizes.values()), "sample")
     unseen = f", {len(summary.unseen)} of them never trained" if len(summary.unseen) else ""
-    console.print(Text.assemble((summary.name, "bold"), f": {samples} of {shape}, {kinds}, {clients}{unseen}"))
+    console.print(Text.assemble((summary.name, "bold"), f": {samples} of {inputs}, {kinds}{clients}{unseen}"))
 
     totals = {name: f"{sizes.sum():,}" for name, sizes in summary.sizes.items()}
     console.print(_table("samples of a client", sizes_of(summary), totals))
