@@ -156,12 +156,10 @@ class Record:
         return "search" in self.values
 
     def columns(self) -> dict[tuple[str, str, str], dict[str, tuple[float, ...]]]:
-        """Return the values of each method by column, without columns that are not ranked."""
+        """Return the values of each method by column."""
         columns: dict[tuple[str, str, str], dict[str, tuple[float, ...]]] = {}
-        ranked = _ranked(cell.metric for cell in self.cells)
         for cell in self.cells:
-            if cell.metric in ranked:
-                columns.setdefault(cell.column, {})[cell.method] = cell.values
+            columns.setdefault(cell.column, {})[cell.method] = cell.values
         return columns
 
     @property
@@ -252,10 +250,12 @@ def _section(record: Record, all_records: Sequence[Record]) -> Iterator[str]:
 
 
 def _orders(record: Record, other: Record, labels: tuple[str, str], origin: str) -> Iterator[str]:
-    """Yield the order of the methods beside that of another record, for each column that both have."""
+    """Yield the order of the methods beside that of another record, for each ranked column that both have."""
     columns = record.columns()
-    for column, values in other.columns().items():
-        if column in columns:
+    shared = {column: values for column, values in other.columns().items() if column in columns}
+    ranked = _ranked(metric for _, _, metric in shared)
+    for column, values in shared.items():
+        if column[-1] in ranked:
             first, second = Measured(labels[0], values), Measured(labels[1], columns[column])
             yield from order(column[-1], first, second, origin)
 
