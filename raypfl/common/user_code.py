@@ -56,7 +56,7 @@ def other_arguments(function: Callable[..., Any], names: Sequence[str]) -> str |
 
 
 def source_digest(component: Any) -> str:
-    """Return a hash of the file that defines a class or function, as a key for caches of its results."""
+    """Return a hash of the file of a module, class or function, as a key for caches of its results."""
     try:
         return hashlib.sha256(Path(inspect.getfile(component)).read_bytes()).hexdigest()
     except (TypeError, OSError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 from raypfl.common.counting import numbered
 from raypfl.common.errors import ConfigError, did_you_mean
+from raypfl.common.user_code import source_digest
 from raypfl.evaluation.masking import with_masks
 from raypfl.experiment import Experiment, experiments
 from raypfl.experiment.assignments import assign, flatten, parse_assignments
@@ -22,6 +24,8 @@ from raypfl.studies.description import Study, Variation, is_source, merged, plai
 
 _PLACEHOLDER = re.compile(r"\{([^{}]+) ([\w.]+)\}")
 """Placeholder in a choice, such as ``{Ditto method.lam}``: a setting's value in a method's cells."""
+
+_USER_COMPONENT = re.compile(r"[\w.]+:\w+")
 
 Position = tuple[str, str, str]
 """Method, block and group of columns."""
@@ -80,12 +84,23 @@ def by_position(cells: Iterable[StudyCell]) -> dict[Position, list[StudyCell]]:
 
 
 def identity(experiment: Experiment) -> str:
-    """Return twelve hexadecimal digits, a hash of all settings that may change the result."""
+    """Return twelve hexadecimal digits, a hash of all settings that may change the result, and of the user's files."""
     settings = flatten(deciding_settings(experiment))
     # Most settings that a later version adds are null by default. Without them, finished runs keep their names.
     not_null = {key: value for key, value in settings.items() if value is not None}
-    text = json.dumps(not_null, sort_keys=True, default=str)
+    text = json.dumps(not_null | _digests_of_user_files(not_null), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _digests_of_user_files(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return a hash of each file with a component of the user's, which settings name as ``module:Class``."""
+    digests = {}
+    for value in settings.values():
+        if isinstance(value, str) and _USER_COMPONENT.fullmatch(value):
+            module = sys.modules.get(value.partition(":")[0])
+            if module is not None:
+                digests[f"file of {value}"] = source_digest(module)
+    return digests
 
 
 def select(study: Study, only: Iterable[str]) -> Study:
