@@ -15,7 +15,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from raypfl.common.errors import RaypflError, Refused, Stopped
-from raypfl.common.user_code import explain_user_errors
+from raypfl.common.user_code import explain_user_errors, is_user_file
 
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
@@ -65,7 +65,7 @@ def _show_warning(
     category: type[Warning],
     *location: Any,
 ) -> None:
-    """Show a warning once: one for users as a sentence, one for developers as Python does."""
+    """Show a warning once: one for users as a sentence, one for developers as Python does, if their code gives it."""
     # Importing it takes seconds (torch, events, results), which --help and most commands need not wait for.
     from raypfl.results.display.console import warner
 
@@ -74,7 +74,8 @@ def _show_warning(
     shown_before.add(str(text))
 
     if not issubclass(category, UserWarning):
-        show_as_python(text, category, *location)
+        if is_user_file(location[0]):
+            show_as_python(text, category, *location)
         return
     console = Console(stderr=True)
     with console.capture() as captured:

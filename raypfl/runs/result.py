@@ -43,6 +43,9 @@ SWEEP = "sweep.yaml"
 SEARCH = "search.yaml"
 """The file in a study's folder with the description of its search, if it has one."""
 
+STUDY_CELLS = "cells.parquet"
+"""The file in a study's folder that names the folders of its runs, which it shares with other studies."""
+
 TRIALS = "trials.csv"
 """The file in the folder of a sweep, or of a study with a search, with its trials."""
 
@@ -66,9 +69,18 @@ def description(run_dir: str | Path) -> Experiment:
     refuse_missing(Path(run_dir))
     file = Path(run_dir, RECIPE)
     if not file.exists():
-        kind = "a comparison, not a run" if Path(run_dir, COMPARISON).exists() else "not the folder of a run"
-        raise NoRun(f"{run_dir} is {kind}: it has no {RECIPE}. {_where_runs_are(Path(run_dir))}")
+        raise NoRun(f"{run_dir} is {_kind_of_folder(Path(run_dir))}")
     return Experiment.from_record(file)
+
+
+def _kind_of_folder(folder: Path) -> str:
+    """Say what a folder without a run is, and how to go on."""
+    if (folder / SWEEP).exists():
+        return "a sweep, not a run: give the command `raypfl tune ...` of this sweep again to continue it."
+    if (folder / STUDY_CELLS).exists():
+        return "a study, not a run: give the command `raypfl study ...` of this study again to continue it."
+    kind = "a comparison, not a run" if (folder / COMPARISON).exists() else "not the folder of a run"
+    return f"{kind}: it has no {RECIPE}. {_where_runs_are(folder)}"
 
 
 def refuse_missing(folder: Path) -> None:

@@ -486,6 +486,8 @@ def test_a_warning_is_shown_once_and_stays_above_the_table_that_is_redrawn():
         showwarning = partial(messages._show_warning, None, set())
         for line in (1, 2):
             showwarning(UserWarning("beware of it"), UserWarning, "method.py", line)
+        # Not shown: what a library's developers say to each other. It would be shown by None.
+        showwarning(Warning("needs another package"), Warning, pytest.__file__, 1)
         shown.console.print("and go on")
     text = console.file.getvalue()
     assert text.count("Warning: beware of it\n") == 1 and text.index("beware") < text.index("and go on")

@@ -336,6 +336,9 @@ def test_a_cell_that_was_made_longer_is_not_shown_as_the_run_of_the_study(tiny: 
     words = ("study", "tiny.yaml", "--only", "fedavg,dir0.1", "seeds=1", "rounds=1")
     command(*words)
     (cell,) = Path("runs/cells").iterdir()
+    assert "runs/tiny is a study, not a run: give the command" in " ".join(
+        command("resume", "runs/tiny").stderr.split()
+    )
     raypfl.resume(cell, overrides=["rounds=2"])
     refused = command(*words)
     assert refused.exit_code == 2

@@ -26,8 +26,7 @@ from raypfl.results.display.console import view, warner
 from raypfl.results.display.fitting import output
 from raypfl.results.display.outcome import nearby
 from raypfl.results.display.run_line import RunLine
-from raypfl.results.report.runs import STUDY_CELLS
-from raypfl.runs.result import TRIALS, RunResult, divergence, is_finished
+from raypfl.runs.result import STUDY_CELLS, TRIALS, RunResult, divergence, is_finished
 from raypfl.runs.several.worker import FINISHED, STOPPED, RunOutcome
 from raypfl.studies.cells import Position, StudyCell, choices_with_values, label_of_seeds, plan, select
 from raypfl.studies.description import Study, load

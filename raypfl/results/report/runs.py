@@ -14,13 +14,10 @@ from raypfl.results.labels import labels
 from raypfl.results.report.searches.folders import best_runs, is_sweep
 from raypfl.results.setting_text import data_text
 from raypfl.runs.folders import ComparisonFolder
-from raypfl.runs.result import RECIPE, SWEEP, WITHOUT_RESULT, RunResult, recorded_end, refuse_missing
+from raypfl.runs.result import RECIPE, STUDY_CELLS, SWEEP, WITHOUT_RESULT, RunResult, recorded_end, refuse_missing
 
 _DAMAGED = (OSError, ValueError, LookupError, TypeError, pa.ArrowException)
 """What reading files with other content than expected raises."""
-
-STUDY_CELLS = "cells.parquet"
-"""The file in a study's folder that names the folders of its runs, which it shares with other studies."""
 
 STUDY_TABLE = "table.parquet"
 """The file in a study's folder with the entries of its table."""
