@@ -10,7 +10,7 @@ import pkgutil
 import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoints, entry_points
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 from raypfl.common.errors import ConfigError, did_you_mean
@@ -89,7 +89,7 @@ class Registry:
 
     def _instead_of(self, name: str) -> str:
         """Suggest what an unknown name may mean."""
-        if name.endswith(".py"):
+        if name.endswith(".py") or Path(f"{name}.py").is_file():
             return f"did you mean '{_module_of(name)}:ClassName'? A class of your own is named by module and class."
         suggestion = self._hint(name) or did_you_mean(name, self)
         if suggestion.endswith("?"):
@@ -167,7 +167,7 @@ def _modules_beside(module: str) -> list[str]:
 
 
 def _module_of(file: str) -> str:
-    return ".".join(PurePath(file).with_suffix("").parts)
+    return ".".join(PurePath(file.removesuffix(".py")).parts)
 
 
 @functools.cache

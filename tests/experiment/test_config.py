@@ -495,3 +495,10 @@ def test_the_error_for_an_unknown_recipe_names_the_nearest():
 def test_a_list_that_contains_itself_is_refused():
     with pytest.raises(ConfigError, match=r"not valid YAML: .*contains itself"):
         experiments({}, ["ray.mixed_devices=&a [*a]"])
+
+
+def test_the_name_of_a_file_of_ones_own_is_taken_for_its_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_head.py").touch()
+    with pytest.raises(ConfigError, match="no method called 'own_head'; did you mean 'own_head:ClassName'"):
+        Experiment(method="own_head")
