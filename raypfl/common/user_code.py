@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import inspect
 import linecache
 import os
@@ -56,11 +57,20 @@ def other_arguments(function: Callable[..., Any], names: Sequence[str]) -> str |
 
 
 def source_digest(component: Any) -> str:
-    """Return a hash of the file of a module, class or function, as a key for caches of its results."""
+    """Return a hash of the file that defines a class or function, as a key for caches of its results."""
     try:
         return hashlib.sha256(Path(inspect.getfile(component)).read_bytes()).hexdigest()
     except (TypeError, OSError):
         return os.urandom(16).hex()  # typed into a console, so it may have changed
+
+
+def file_of_module(name: str) -> str | None:
+    """Return the file of a module, also of one that is not imported; None: it has none, or is not found."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return None
+    return spec.origin if spec is not None and spec.has_location else None
 
 
 def traceback_text(error: BaseException) -> str:

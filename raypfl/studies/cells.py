@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 from raypfl.common.counting import numbered
 from raypfl.common.errors import ConfigError, did_you_mean
-from raypfl.common.user_code import source_digest
+from raypfl.common.user_code import file_of_module, is_user_file
 from raypfl.evaluation.masking import with_masks
 from raypfl.experiment import Experiment, experiments
 from raypfl.experiment.assignments import assign, flatten, parse_assignments
@@ -93,13 +92,13 @@ def identity(experiment: Experiment) -> str:
 
 
 def _digests_of_user_files(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return a hash of each file with a component of the user's, which settings name as ``module:Class``."""
+    """Return a hash of each file of the user's with a component that settings name as ``module:Class``."""
     digests = {}
     for value in settings.values():
         if isinstance(value, str) and _USER_COMPONENT.fullmatch(value):
-            module = sys.modules.get(value.partition(":")[0])
-            if module is not None:
-                digests[f"file of {value}"] = source_digest(module)
+            file = file_of_module(value.partition(":")[0])
+            if file is not None and is_user_file(file):
+                digests[f"file of {value}"] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
     return digests
 
 
