@@ -45,8 +45,8 @@ How near does raypfl come to published tables? Here is every published cell that
   compared.
 - **Rank correlation** is Spearman's ρ and Kendall's τ of published and measured means over the methods of a column,
   for columns of {fewest} methods or more.
-- Where a published table was measured twice, in different sizes, a further table shows whether the order of the
-  methods is the same.
+- Where a published table was measured twice, in different sizes or with other settings, a further table shows whether
+  the order of the methods is the same. The commands of both say what differs.
 - Where settings were [searched](studies.md#equal-searches), further tables have what was chosen, and the order of the
   methods beside that with fixed settings.
 - Where there are several seeds, a second table has each method's rank, 95 % interval, paired difference to the best
