@@ -96,11 +96,11 @@ def _refuse_other_lengths(cells: Sequence[StudyCell]) -> None:
             "rounds": (run.rounds, planned.rounds),
             "evaluation.patience": (run.evaluation.patience, planned.evaluation.patience),
         }
-        for key, (given, described) in lengths.items():
-            if given != described:
+        for key, (length_of_run, described) in lengths.items():
+            if length_of_run != described:
                 raise ConfigError(
-                    f"{cell.folder} is no longer the run of {cell.label}: it was resumed with {key}={given}, where the "
-                    f"study has {described}. Move it out of {cell.folder.parent}, and run the study again."
+                    f"{cell.folder} is no longer the run of {cell.label}: it was resumed with {key}={length_of_run}, "
+                    f"where the study has {described}. Move it out of {cell.folder.parent}, and run the study again."
                 )
 
 
