@@ -172,15 +172,15 @@ def test_a_cells_identity_depends_on_the_settings_that_decide_its_result_alone(m
 def test_a_cell_is_another_one_once_the_file_of_its_own_method_is_edited(tiny: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(tiny)
     code = "from raypfl.methods import FedAvg\n\nclass Mine(FedAvg):\n    pass\n"
-    (tiny / "edited_method.py").write_text(code)
-    (tiny / "tiny.yaml").write_text(TINY.replace("fedavg\n", "edited_method:Mine\n"))
+    (tiny / "method_of_a_study.py").write_text(code)
+    (tiny / "tiny.yaml").write_text(TINY.replace("fedavg\n", "method_of_a_study:Mine\n"))
     before = [cell.folder.name for cell in cells_of("tiny.yaml", only=("Dir(0.1)",))]
     assert before == [cell.folder.name for cell in cells_of("tiny.yaml", only=("Dir(0.1)",))]
 
-    (tiny / "edited_method.py").write_text(code + "    weighting = 'uniform'\n")
+    (tiny / "method_of_a_study.py").write_text(code + "    weighting = 'uniform'\n")
     after = [cell.folder.name for cell in cells_of("tiny.yaml", only=("Dir(0.1)",))]
     changed = [name for name, other in zip(before, after, strict=True) if name != other]
-    assert len(changed) == 2 and all(name.startswith("edited_method_Mine") for name in changed)
+    assert len(changed) == 2 and all(name.startswith("method_of_a_study_Mine") for name in changed)
 
 
 def test_a_study_that_extends_another_adds_and_drops_methods_and_is_compared_with_it(tiny: Path):
