@@ -256,15 +256,17 @@ def _orders(record: Record, other: Record, labels: tuple[str, str], origin: str)
     ranked = _ranked(metric for _, _, metric in shared)
     for column, values in shared.items():
         if column[-1] in ranked:
-            first, second = Measured(labels[0], values), Measured(labels[1], columns[column])
+            first = Measured(labels[0], values)
+            second = Measured(labels[1], columns[column])
             yield from order(column[-1], first, second, origin)
 
 
 def _distinct(first: str, second: str) -> tuple[str, str]:
     """Return two titles without the parts, between commas, that both begin with."""
-    parts, other_parts = first.split(", "), second.split(", ")
+    parts = first.split(", ")
+    other_parts = second.split(", ")
     while len(parts) > 1 and len(other_parts) > 1 and parts[0] == other_parts[0]:
-        parts, other_parts = parts[1:], other_parts[1:]
+        del parts[0], other_parts[0]
     return ", ".join(parts), ", ".join(other_parts)
 
 

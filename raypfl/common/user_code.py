@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import inspect
 import linecache
 import os
@@ -62,15 +61,6 @@ def source_digest(component: Any) -> str:
         return hashlib.sha256(Path(inspect.getfile(component)).read_bytes()).hexdigest()
     except (TypeError, OSError):
         return os.urandom(16).hex()  # typed into a console, so it may have changed
-
-
-def file_of_module(name: str) -> str | None:
-    """Return the file of a module, also of one that is not imported; None: it has none, or is not found."""
-    try:
-        spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError):
-        return None
-    return spec.origin if spec is not None and spec.has_location else None
 
 
 def traceback_text(error: BaseException) -> str:

@@ -7,6 +7,8 @@ these import, and sends all of a folder.
 from __future__ import annotations
 
 import ast
+import functools
+import hashlib
 import importlib.util
 import os
 import re
@@ -27,6 +29,17 @@ def modules_named_in(values: Iterable[object]) -> list[str]:
     """Return the modules that values of a description name, as in ``my_methods:Mine``."""
     matches = (_ENTRY.fullmatch(value.strip()) for value in values if isinstance(value, str))
     return list(dict.fromkeys(match[1] for match in matches if match))
+
+
+@functools.cache
+def digest_of_file(module: str) -> str | None:
+    """Return a hash of the file of a user's module; None if it is installed, part of Python, or missing.
+
+    It is read once in a process, which goes on with the code that it has imported when the file is edited.
+    """
+    path = _location(module)
+    file = path / "__init__.py" if path is not None and path.is_dir() else path
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file is not None and file.is_file() else None
 
 
 def module_files(modules: Iterable[str]) -> dict[str, Path]:

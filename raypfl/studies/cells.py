@@ -12,7 +12,7 @@ from typing import Any
 
 from raypfl.common.counting import numbered
 from raypfl.common.errors import ConfigError, did_you_mean
-from raypfl.common.user_code import file_of_module, is_user_file
+from raypfl.common.user_modules import digest_of_file, modules_named_in
 from raypfl.evaluation.masking import with_masks
 from raypfl.experiment import Experiment, experiments
 from raypfl.experiment.assignments import assign, flatten, parse_assignments
@@ -23,8 +23,6 @@ from raypfl.studies.description import Study, Variation, is_source, merged, plai
 
 _PLACEHOLDER = re.compile(r"\{([^{}]+) ([\w.]+)\}")
 """Placeholder in a choice, such as ``{Ditto method.lam}``: a setting's value in a method's cells."""
-
-_USER_COMPONENT = re.compile(r"[\w.]+:\w+")
 
 Position = tuple[str, str, str]
 """Method, block and group of columns."""
@@ -87,19 +85,10 @@ def identity(experiment: Experiment) -> str:
     settings = flatten(deciding_settings(experiment))
     # Most settings that a later version adds are null by default. Without them, finished runs keep their names.
     not_null = {key: value for key, value in settings.items() if value is not None}
-    text = json.dumps(not_null | _digests_of_user_files(not_null), sort_keys=True, default=str)
+    digests = {f"file of {module}": digest_of_file(module) for module in modules_named_in(not_null.values())}
+    files = {name: digest for name, digest in digests.items() if digest is not None}
+    text = json.dumps(not_null | files, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def _digests_of_user_files(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return a hash of each file of the user's with a component that settings name as ``module:Class``."""
-    digests = {}
-    for value in settings.values():
-        if isinstance(value, str) and _USER_COMPONENT.fullmatch(value):
-            file = file_of_module(value.partition(":")[0])
-            if file is not None and is_user_file(file):
-                digests[f"file of {value}"] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
-    return digests
 
 
 def select(study: Study, only: Iterable[str]) -> Study:

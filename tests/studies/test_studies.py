@@ -21,6 +21,7 @@ from rich.console import Console
 
 import raypfl
 from raypfl.common.errors import ConfigError
+from raypfl.common.user_modules import digest_of_file
 from raypfl.engine.events import Progress, RoundFinished, RunStarted
 from raypfl.results.report import find_runs
 from raypfl.runs.result import is_finished
@@ -178,6 +179,9 @@ def test_a_cell_is_another_one_once_the_file_of_its_own_method_is_edited(tiny: P
     assert before == [cell.folder.name for cell in cells_of("tiny.yaml", only=("Dir(0.1)",))]
 
     (tiny / "method_of_a_study.py").write_text(code + "    weighting = 'uniform'\n")
+    # A process goes on with the code that it has imported, under the same names.
+    assert before == [cell.folder.name for cell in cells_of("tiny.yaml", only=("Dir(0.1)",))]
+    digest_of_file.cache_clear()  # as in another process
     after = [cell.folder.name for cell in cells_of("tiny.yaml", only=("Dir(0.1)",))]
     changed = [name for name, other in zip(before, after, strict=True) if name != other]
     assert len(changed) == 2 and all(name.startswith("method_of_a_study_Mine") for name in changed)
@@ -328,8 +332,8 @@ def test_a_study_with_other_rounds_says_that_its_runs_begin_anew(tiny: Path):
     words = ("study", "tiny.yaml", "--only", "fedavg,dir0.1", "seeds=1", "--quiet")
     assert "beginning" not in command(*words, "rounds=1").stderr
     assert "beginning" not in command(*words, "rounds=1", "training.lr=0.05").stderr
-    said = " ".join(command(*words, "rounds=2").stderr.split())
-    assert "runs with rounds=1, which are not continued: with rounds=2, each cell is another run" in said
+    warning = " ".join(command(*words, "rounds=2").stderr.split())
+    assert "runs with rounds=1, which are not continued: with rounds=2, each cell is another run" in warning
 
 
 def test_a_cell_that_was_made_longer_is_not_shown_as_the_run_of_the_study(tiny: Path):
