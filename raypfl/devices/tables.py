@@ -33,7 +33,9 @@ class HardwareTable(Hardware):
         return (Path(self.file),)
 
     def devices(self, num_clients: int, seed: int) -> Devices:
-        columns = read_columns(self.file, ("ms_per_sample", "down_kbps", "up_kbps"), "devices.hardware.file")
+        needed = ("ms_per_sample", "down_kbps", "up_kbps")
+        optional = ("watts",) if self.assign == "drawn" else ("id", "watts")
+        columns = read_columns(self.file, needed, "devices.hardware.file", optional)
         num_rows = len(columns["ms_per_sample"])
         columns.setdefault("watts", np.zeros(num_rows))
         if self.assign == "drawn":
@@ -50,7 +52,7 @@ class HardwareTable(Hardware):
             raise ConfigError(
                 f"{self.file} has no column id, so it names no clients; add it, or set devices.hardware.assign=drawn."
             )
-        ids = columns["id"]
+        ids = columns["id"].astype(np.int64)
         known = (ids >= 0) & (ids < num_clients)
         clients, rows_of_client = np.unique(ids[known], return_counts=True)
         repeated = clients[rows_of_client > 1]
@@ -60,7 +62,7 @@ class HardwareTable(Hardware):
                 "devices.hardware.assign=drawn."
             )
         row_of_client = np.full(num_clients, -1)
-        row_of_client[ids[known].astype(np.int64)] = np.flatnonzero(known)
+        row_of_client[ids[known]] = np.flatnonzero(known)
         missing = np.flatnonzero(row_of_client < 0)
         if len(missing):
             raise ConfigError(
@@ -98,12 +100,14 @@ class SpansTable(AvailabilityModel):
         return Spans(ids[known], starts, ends, self.period_s, holdings.num_clients)
 
 
-def read_columns(file: str, needed: tuple[str, ...], setting: str) -> dict[str, np.ndarray]:
-    """Return the columns of a CSV or Parquet file.
+def read_columns(
+    file: str, needed: tuple[str, ...], setting: str, optional: tuple[str, ...] = ()
+) -> dict[str, np.ndarray]:
+    """Return the needed columns of a CSV or Parquet file, and those of the optional ones that it has.
 
     Raises
     ------
-    ConfigError : if there is no such file, or it lacks a column or numbers.
+    ConfigError : if there is no such file, it lacks a column, rows or numbers, or an id is not a whole number.
     """
     table = _read(file, setting)
     missing = [name for name in needed if name not in table.column_names]
@@ -112,10 +116,15 @@ def read_columns(file: str, needed: tuple[str, ...], setting: str) -> dict[str, 
             f"{file} has no column {missing[0]}; {setting} needs {', '.join(needed)}, but it has "
             f"{', '.join(table.column_names)}."
         )
-    columns = {name: table[name].to_numpy() for name in table.column_names}
-    for name in needed:
-        if columns[name].dtype.kind not in "iuf" or np.isnan(columns[name].astype(np.float64)).any():
+    if not table.num_rows:
+        raise ConfigError(f"{setting} is {file!r}, which has no rows; add one, or name another file.")
+
+    columns = {name: table[name].to_numpy() for name in (*needed, *optional) if name in table.column_names}
+    for name, column in columns.items():
+        if column.dtype.kind not in "iuf" or np.isnan(column.astype(np.float64)).any():
             raise ConfigError(f"The column {name} of {file} has entries that are not numbers; correct the file.")
+        if name == "id" and (column % 1 != 0).any():
+            raise ConfigError(f"The column id of {file} has entries that are not whole numbers; correct the file.")
     return columns
 
 

@@ -60,6 +60,28 @@ def test_a_table_that_lacks_a_column_or_numbers_is_refused_by_name(tmp_path: Pat
         HardwareTable(file=str(tmp_path / "other.csv")).devices(1, seed=0)
 
 
+@pytest.mark.parametrize(
+    "rows, complaint",
+    [
+        ("a,1,8,8,3\n", "column id of .* has entries that are not numbers"),
+        ("0.5,1,8,8,3\n", "column id of .* has entries that are not whole numbers"),
+        ("0,1,8,8,much\n", "column watts of .* has entries that are not numbers"),
+        ("", "has no rows"),
+    ],
+)
+def test_a_table_with_ids_or_watts_of_another_kind_or_without_rows_is_refused(tmp_path: Path, rows, complaint):
+    file = tmp_path / "devices.csv"
+    file.write_text(f"id,ms_per_sample,down_kbps,up_kbps,watts\n{rows}")
+    with pytest.raises(ConfigError, match=complaint):
+        HardwareTable(file=str(file)).devices(1, seed=0)
+
+
+def test_names_in_place_of_ids_do_not_matter_where_rows_are_drawn(tmp_path: Path):
+    file = tmp_path / "devices.csv"
+    file.write_text("id,ms_per_sample,down_kbps,up_kbps\nphone,1,8,8\n")
+    assert HardwareTable(file=str(file), assign="drawn").devices(2, seed=0).ms_per_sample.tolist() == [1, 1]
+
+
 def test_spans_of_a_table_recur_after_their_period(tmp_path: Path):
     file = tmp_path / "spans.csv"
     file.write_text("id,start_s,end_s\n1,90,110\n0,10,20\n0,30,40.5\n5,0,1\n")
