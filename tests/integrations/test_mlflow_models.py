@@ -120,13 +120,16 @@ def test_a_hypernetwork_of_which_personal_models_are_made_counts_as_they_do(fold
     assert "personal models take" in warning and "more than tracking.models_mb=0.001" in warning
 
 
-def test_a_network_that_torch_cannot_export_costs_the_global_model_and_not_the_run(folder: Path) -> None:
+def test_a_network_that_torch_cannot_export_costs_the_global_model_and_not_the_run(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     warnings: list[str] = []
     described = small(folder, method="fedavg").replace(model="tests.integrations.test_mlflow_models:BranchingNetwork")
     raypfl.run(described, listeners=[MLflowListener(warn=warnings.append)])
     (run,) = runs_of(folder)
     (warning,) = warnings
     assert run.info.status == "FINISHED" and "global model are not in MLflow" in warning
+    assert "def forward" not in capfd.readouterr().err
 
 
 def test_a_run_that_was_not_tracked_can_be_recorded_afterwards_and_only_once(folder: Path) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import sys
 import tempfile
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TextIO, cast
 
 import numpy as np
 import torch
@@ -113,7 +117,7 @@ def _save(model: TrainedModel, inputs: np.ndarray, path: str, description: Any) 
         return Schema([TensorSpec(array.dtype, (-1, *array.shape[1:]))])
 
     requirements = [f"torch=={torch.__version__.partition('+')[0]}", f"numpy=={np.__version__}"]
-    with warnings.catch_warnings(action="ignore"):
+    with _without_reports_of_torch():
         mlflow.pytorch.save_model(
             model,
             path,
@@ -123,3 +127,31 @@ def _save(model: TrainedModel, inputs: np.ndarray, path: str, description: Any) 
             pip_requirements=requirements,
             serialization_format="pt2",
         )
+
+
+class _OfOtherThreads:
+    """Standard error without what the thread writes that made this object."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+        self._thread = threading.get_ident()
+
+    def write(self, text: str) -> int:
+        return len(text) if threading.get_ident() == self._thread else self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def _without_reports_of_torch() -> Iterator[None]:
+    """Do not show the graph that torch prints of a network that it cannot export; its error is told as a warning."""
+    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    was_disabled = logger.disabled
+    stderr = cast(TextIO, _OfOtherThreads(sys.stderr))
+    with warnings.catch_warnings(action="ignore"), contextlib.redirect_stderr(stderr):
+        logger.disabled = True
+        try:
+            yield
+        finally:
+            logger.disabled = was_disabled
