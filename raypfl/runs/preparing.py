@@ -34,6 +34,7 @@ from raypfl.runs.checks.network import (
     refuse_misfit,
     refuse_missing_adapters,
     refuse_outputs,
+    warn_of_probabilities,
 )
 from raypfl.runs.checks.privacy import refuse_unprotected
 from raypfl.runs.checks.rehearsal import refuse_misshapen_models
@@ -188,6 +189,7 @@ def refuse_unfit(prepared: Prepared) -> None:
         refuse_lone_samples(homogeneous, number)
     warn_of_test_data(experiment.method)
     refuse_outputs(prepared)
+    warn_of_probabilities(prepared)
     refuse_misshapen_models(prepared)
     refuse_unfit_attack(prepared)
     refuse_unfit_rule(prepared)

@@ -52,6 +52,13 @@ class Surveyed(Ditto):
         return None
 
 
+class Softmax(Sized):
+    """A network that ends in a softmax."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).softmax(-1)
+
+
 def described(kind: str, outputs: int, **changes) -> Experiment:
     data = "digits" if kind == "classes" else {"name": f"{__name__}:targets", "kind": kind}
     model = {"name": f"{__name__}:Sized", "outputs": outputs}
@@ -79,6 +86,12 @@ def test_a_network_whose_outputs_cannot_be_evaluated_is_refused_unless_the_metho
 @pytest.mark.parametrize("kind_outputs", [("classes", 12), ("numbers", 1), ("labels", 3)])
 def test_outputs_that_suit_the_targets_are_accepted(kind_outputs: tuple[str, int]):
     driver.check([described(*kind_outputs)])
+
+
+def test_a_network_that_ends_in_a_softmax_is_told_that_the_loss_has_one():
+    model = {"name": f"{__name__}:Softmax", "outputs": 10}
+    with pytest.warns(UserWarning, match="Softmax' are probabilities: .* Leave its softmax out"):
+        driver.check([described("classes", 10).replace(model=model)])
 
 
 def test_a_network_is_not_pretrained_on_outputs_that_do_not_suit_the_targets():

@@ -146,6 +146,7 @@ def test_only_what_the_settings_leave_open_is_chosen(tmp_path):
 def test_candidates_in_which_the_network_fails_are_left_out_with_the_reason(tmp_path):
     best, why = choice_for(tmp_path, Peeking)
     assert best == ONE_BY_ONE and why.startswith("vectorised does not work with this network: ")
+    assert "file an issue" not in why
     best, why = choice_for(tmp_path, OneLayout, data__name="tests.models.test_layouts:coloured")
     assert best == CHANNELS_LAST and "; sequential does not work with this network: ValueError: rows" in why
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from raypfl.common.user_code import with_location
 from raypfl.engine.prepared import Prepared
 from raypfl.federation.exchange.backend import ONE_SAMPLE
 from raypfl.learning.executor import Precision
+from raypfl.learning.objectives.classification import Classification
 from raypfl.learning.settings import TrainingSettings
 from raypfl.methods import METHODS
 from raypfl.models.lora import factor_pairs
@@ -129,6 +132,23 @@ def refuse_outputs(prepared: Prepared) -> None:
         )
 
 
+def warn_of_probabilities(prepared: Prepared) -> None:
+    """Warn if the network ends in a softmax, which the cross-entropy of its outputs applies once more."""
+    # An objective of one's own may take probabilities.
+    if type(prepared.objective) is not Classification:
+        return
+
+    outputs = outputs_of_batch(prepared, channels_last=False, train=False)
+    are_tensors = isinstance(outputs, torch.Tensor) and outputs.ndim == 2 and outputs.shape[1] > 1
+    if are_tensors and bool((outputs >= 0).all()) and torch.allclose(outputs.sum(1), outputs.new_ones(()), atol=1e-3):
+        warnings.warn(
+            f"The outputs of model {prepared.experiment.model.name!r} are probabilities: none is negative, and their "
+            "sum is 1. The loss applies a softmax to them once more, so the network learns slowly. Leave its softmax "
+            "out.",
+            stacklevel=2,
+        )
+
+
 def refuse_channels_last(prepared: Prepared) -> None:
     """Raise a ConfigError if the network fails on images channels last, and only on those."""
     error = error_of_batch(prepared, channels_last=True)
@@ -167,6 +187,8 @@ def outputs_of_batch(prepared: Prepared, channels_last: bool, train: bool, sampl
 def first_line(error: Exception) -> str:
     """Return the first line of an error; for a FallbackWarning, of the error that caused it."""
     text = str(error).rpartition(FallbackWarning.BECAUSE)[2]
+    # What torch asks its own users for is of no use here.
+    text = re.sub(r",? please file an issue at \S+ ?", "", text)
     if isinstance(error, FallbackWarning):
         return text.splitlines()[0]
     return f"{type(error).__name__}: {text}".splitlines()[0]
