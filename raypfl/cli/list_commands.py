@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from raypfl.cli.arguments import AsJson, Methods, Quiet, RecipeAndChanges, count, recipe_and_changes, source_and_changes
 from raypfl.common.errors import ConfigError, did_you_mean
-from raypfl.common.registry import Registry
 
 CATALOGUES = {
     "methods": "raypfl.methods:METHODS",
@@ -48,28 +41,25 @@ def list_catalogue(
         str | None,
         typer.Argument(metavar="KIND", help=f"{', '.join(CATALOGUES)}.", autocompletion=lambda: list(CATALOGUES)),
     ] = None,
-    section: Annotated[
+    name: Annotated[
         str | None,
-        typer.Argument(metavar="[SECTION]", help="Of the settings, only a section, such as training."),
+        typer.Argument(
+            metavar="[NAME]", help="Only this one, with what its options mean; of the settings, a section or a setting."
+        ),
     ] = None,
 ) -> None:
-    """List what an experiment can name, with options and defaults."""
+    """List what an experiment can name, with options and defaults.
+
+    `raypfl list methods ditto` describes one method and all its options.
+    """
     if kind is None:
         raise ConfigError(f"Name what to list, as in `raypfl list methods`: {', '.join(CATALOGUES)}.")
     if kind not in CATALOGUES:
         raise ConfigError(f"{kind!r} cannot be listed; {did_you_mean(kind, CATALOGUES)}")
-    module, attribute = CATALOGUES[kind].split(":")
-    catalogue = getattr(importlib.import_module(module), attribute)
-    heading, details = _third_column(kind, catalogue)
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("name", style="bold", no_wrap=True)
-    table.add_column("what it is")
-    table.add_column(heading, style="dim")
-    for name in _names(kind, catalogue, section):
-        # Docstrings and the page of settings mark code with backticks.
-        table.add_row(Text(name), Text(catalogue.summary(name).replace("`", "")), Text(details(name)))
-    Console().print(table)
+    from raypfl.cli.actions.listing import carry_out
+
+    carry_out(CATALOGUES[kind], name)
 
 
 def plan(
@@ -123,62 +113,3 @@ def show_data(
     else:
         client_data.show(Console(), summary)
         print(f"Picture: {picture_file}")
-
-
-def _names(kind: str, catalogue: Any, section: str | None) -> list[str]:
-    """Return the names to list: all, or the settings of one section.
-
-    Raises
-    ------
-    ConfigError : if there is no such section, or what is listed has none.
-    """
-    names = list(catalogue)
-    if section is None:
-        return names
-    if kind != "settings":
-        raise ConfigError(
-            f"Only settings have sections, such as `raypfl list settings training`; leave {section!r} out."
-        )
-
-    chosen = [name for name in names if name.startswith(f"{section}.")]
-    if not chosen:
-        sections = {name.partition(".")[0] for name in names if "." in name}
-        raise ConfigError(f"There is no section {section!r} of settings; {did_you_mean(section, sections)}")
-    return chosen
-
-
-def _third_column(kind: str, catalogue: Any) -> tuple[str, Callable[[str], str]]:
-    """Return the heading of the last column, and a function from a name to its text."""
-    if kind == "settings":
-        return "default", catalogue.default
-    if isinstance(catalogue, Registry):
-        return "options", partial(_options, catalogue)
-    return "options", lambda name: ""
-
-
-def _options(registry: Registry, name: str) -> str:
-    """Return a line for each option; options inherited unchanged from a registered method go under its name."""
-    from raypfl.experiment.components import GIVEN_BY_ENGINE, Option, options_of
-    from raypfl.experiment.parts import to_plain
-
-    entry = registry.get(name)
-    parameters = options_of(entry, ("config", "member", *GIVEN_BY_ENGINE))
-    defaults = {key: option.default for key, option in parameters.items()}
-
-    ancestors = getattr(entry, "__mro__", ())[1:]
-    base = next((ancestor for ancestor in ancestors if ":" not in registry.name_of(ancestor)), None)
-    inherited = options_of(base) if base else {}
-
-    lines = []
-    for key, default in defaults.items():
-        is_unchanged = key in inherited and inherited[key].default == default
-        if is_unchanged:
-            continue
-        if default is Option.empty:
-            lines.append(f"{key}, required")
-        else:
-            # As in a file or command: null, and not None.
-            lines.append(f"{key} = {json.dumps(to_plain(default))}")
-    if inherited:
-        lines.append(f"and those of {registry.name_of(base)}")
-    return "\n".join(lines)

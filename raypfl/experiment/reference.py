@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 import json
-import re
 from collections.abc import Iterator
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from raypfl.experiment.docstrings import described_options
 from raypfl.experiment.experiment import Experiment
 
 _HEAD = """\
@@ -21,7 +21,8 @@ prints this page.
 
 For `data`, `partition`, `model`, `objective`, `method`, `attack`, `aggregation`, `compression`, `training.optimizer`
 and the entries of `data.augmentation`, a mapping with `name` and options may stand in place of a name, as in `method:
-{name: ditto, lam: 1}`. `raypfl list methods` and the like print the options.
+{name: ditto, lam: 1}`. `raypfl list methods` and the like print the options, and `raypfl list methods
+ditto` describes those of one.
 
 A setting that would have no effect is refused where it is set, such as `privacy.clip` without `privacy.noise`, or an
 option that the code of a method never reads. A setting that loses its effect by a change returns to its default:
@@ -31,20 +32,8 @@ _TYPE_NAMES = {bool: "true or false", int: "integer", float: "number", str: "tex
 
 
 def _documented(section: type) -> dict[str, str]:
-    """Return what the docstrings of a class and its bases say about each attribute, as Markdown."""
-    descriptions: dict[str, str] = {}
-    for documented_class in reversed(section.__mro__):
-        docstring = inspect.cleandoc(vars(documented_class).get("__doc__") or "")
-        attributes = docstring.partition("Attributes\n----------\n")[2].partition("\n\n")[0]
-        one_line_each = re.sub(r"\n\s+", " ", attributes)
-
-        for line in one_line_each.splitlines():
-            names, _, text = line.partition(" : ")
-            # Docstrings are reStructuredText and Python; readers of settings know Markdown and YAML.
-            text = text.replace("``", "`").replace(":class:", "").replace("None:", "null:")
-            text = text[:1].upper() + text[1:]
-            descriptions |= dict.fromkeys(names.split(", "), text)
-
+    """Return the description of each setting of a section."""
+    descriptions = described_options(section)
     # `options` is not a setting: options are written next to the component's name.
     descriptions.pop("options", None)
     return descriptions

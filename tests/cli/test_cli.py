@@ -171,8 +171,10 @@ def test_suggested_commands_repeat_the_run_with_one_change():
         (["submit", "tune", "sweep.yaml", "--trials=3"], "There is no option --trials; write trials=VALUE."),
         (["study", "--lr=0.1"], "There is no option --lr; write training.lr=VALUE."),
         (["resume", "RUN", "--foo"], "There is no option --foo; settings are given as KEY=VALUE, such as rounds=5."),
-        (["list", "settings", "trainning"], "There is no section 'trainning' of settings; did you mean 'training'?"),
-        (["list", "methods", "fedavg"], "Only settings have sections, such as"),
+        (["list", "settings", "trainning"], "There is no section 'trainning'; did you mean 'training'?"),
+        (["list", "settings", "traning.lr"], "There is no setting 'traning.lr'; did you mean 'training.lr'?"),
+        (["list", "methods", "dito"], "There is no method called 'dito'; did you mean 'ditto'?"),
+        (["list", "asynchronous", "dito"], "There is no entry called 'dito'; did you mean 'ditto'?"),
         (["list"], "Name what to list, as in `raypfl list methods`: methods, asynchronous, datasets, models"),
         (["list", "method"], "'method' cannot be listed; did you mean 'methods'?"),
     ],
@@ -310,6 +312,17 @@ def test_the_settings_of_one_section_are_listed():
     assert "file, required" in raypfl("list", "hardware").stdout
     listed = raypfl("list", "settings", "cohort").stdout
     assert "cohort.fraction" in listed and "training.lr" not in listed
+
+
+def test_one_component_is_described_with_all_options_and_what_they_mean():
+    listed = " ".join(raypfl("list", "methods", "ditto").stdout.split())
+    assert "a personal model for each client that stays close to the global one (Li et al. 2021). Client k" in listed
+    assert "lam 0.75 Weight of the proximal term, lambda. personal_epochs null Epochs" in listed
+    assert 'weighting "samples" Weights of clients in the average' in listed
+
+    assert "file required" in " ".join(raypfl("list", "hardware", "fedscale").stdout.split())
+    assert "methods: [fedavg, ditto]" in raypfl("list", "recipes", "digits").stdout
+    assert raypfl("list", "settings", "training.lr").stdout.count("training.") == 1
 
 
 def test_the_package_can_be_run_as_a_module_and_offers_completion():

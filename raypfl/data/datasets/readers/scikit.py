@@ -17,7 +17,10 @@ from raypfl.data.datasets.source import DATASETS, DataSource
 def digits(config: DataSource, signs: bool = False) -> RawData:
     """1,797 handwritten digits, 8x8 grey levels from 0 to 16 (Alpaydin and Kaynak 1998); nothing to download.
 
-    With `signs`, targets are numbers for regression: 1 for digits from 5 to 9, else -1."""
+    Parameters
+    ----------
+    signs : make targets numbers for regression: 1 for digits from 5 to 9, else -1.
+    """
     rows = _read("digits.csv.gz", delimiter=",")
     labels = rows[:, -1].astype(np.int64)
     return RawData(
