@@ -32,7 +32,7 @@ from raypfl.evaluation.run_metrics import Measures
 from raypfl.evaluation.settings import EvaluationSettings
 from raypfl.experiment.assignments import parse_assignments
 from raypfl.experiment.checks.effects import assign_all, paths_set_in, refused_settings, require_effect
-from raypfl.experiment.checks.hints import suggestion
+from raypfl.experiment.checks.hints import nearest, suggestion
 from raypfl.experiment.checks.limits import (
     architecture_mistakes,
     asynchronous_mistakes,
@@ -236,7 +236,8 @@ def _unknown(path: tuple[int | str, ...]) -> str:
             "is of a comparison, in a file or a command. In Python, run an experiment for each, such as "
             "experiment.override(['method=ditto', 'seed=1']), and give the results to raypfl.compare."
         )
-    hint = suggestion(key) or did_you_mean(key, Experiment.model_fields)
+    fields = Experiment.model_fields
+    hint = suggestion(key) or nearest(key, fields) or did_you_mean(key, fields)
     return f"is not a setting of an experiment; {hint}"
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -71,6 +72,25 @@ def suggestion(key: str, section: str = "") -> str:
 
     in_other_sections = [".".join((*path, key)) for path in COMPONENTS if components_with(".".join(path), key)]
     return _did_you_mean(in_other_sections) if in_other_sections else ""
+
+
+def nearest(key: str, fields: Iterable[str]) -> str:
+    """Return ``"did you mean 'method.lam'?"`` for a key that is nearly a field of an experiment or a section's option.
+
+    An empty text: none is near.
+    """
+    options: set[str] = set()
+    for settings_class in SECTIONS.values():
+        options |= _parameters(settings_class)
+    for registry, _ in COMPONENTS.values():
+        for name in registry:
+            if ":" not in name:
+                options |= _parameters(_loaded(registry, name))
+
+    matches = difflib.get_close_matches(key, [*fields, *sorted(options.difference(fields))], n=1, cutoff=0.8)
+    if not matches:
+        return ""
+    return _did_you_mean(matches) if matches[0] in fields else suggestion(matches[0])
 
 
 def _did_you_mean(keys: Sequence[str]) -> str:
