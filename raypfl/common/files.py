@@ -47,6 +47,17 @@ def make_folder(folder: Path) -> None:
         raise Unwritable(f"The folder {folder} cannot be made: {error.strerror}. {remedy(error)}") from error
 
 
+def append_line(path: Path, line: str) -> None:
+    """Add a line to a file, which need not exist; a last line that a kill cut off is ended first."""
+    with path.open("ab+") as file:
+        before = ""
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            before = "" if file.read(1) == b"\n" else "\n"
+        # One write, since other processes may be reading.
+        file.write(f"{before}{line}\n".encode())
+
+
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path to write to. At the end, the file is flushed to the disk, then renamed to `path`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import math
 import pickle
 import random
@@ -114,6 +115,7 @@ def test_a_trial_killed_between_its_decision_and_its_end_ends_with_the_same_roun
         if trial.status == "stopped":
             (outcome.folder / "trials" / trial.name / "summary.json").unlink()
     reports = (outcome.folder / REPORTS).read_text()
+    assert all(json.loads(line)["trial"] for line in reports.splitlines())
 
     shown: set[tuple[str, int]] = set()
     again = tune(

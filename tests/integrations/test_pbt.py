@@ -144,7 +144,7 @@ def test_a_population_has_the_bits_of_lone_runs_and_decides_alike_after_interrup
 
 def recorded_generations(outcome: SweepResult) -> list[dict]:
     lines = (outcome.folder / GENERATIONS).read_text().splitlines()
-    return [json.loads(line) for line in lines if line]
+    return [json.loads(line) for line in lines]
 
 
 def test_a_decision_that_a_kill_interrupted_is_carried_out_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from raypfl.common.errors import Stopped
-from raypfl.common.files import locked
+from raypfl.common.files import append_line, locked
 from raypfl.engine.events import Evaluated, Event, RunStarted
 from raypfl.experiment import Experiment
 from raypfl.integrations.tuning.sweep import Sweep
@@ -53,9 +53,7 @@ class Asha:
         with locked(self._file):
             self._read()
             if (trial, round) not in self._decisions:
-                with self._file.open("a") as file:
-                    # The first line break ends a line that a kill cut off.
-                    file.write(f"\n{json.dumps(report)}\n")
+                append_line(self._file, json.dumps(report))
                 self._read()
         return self._decisions[trial, round]
 
@@ -76,7 +74,7 @@ class Asha:
         for line in whole_lines.splitlines():
             try:
                 report = json.loads(line)
-            except ValueError:  # an empty line, or one that was cut off
+            except ValueError:  # a line that was cut off
                 continue
             self._decide(**report)
 

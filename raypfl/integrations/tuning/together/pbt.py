@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from raypfl.common.errors import ConfigError, Stopped
+from raypfl.common.files import append_line
 from raypfl.common.stopping import StopRequest
 from raypfl.engine.events import Evaluated, Event, RunFinished, RunStarted
 from raypfl.integrations.tuning.sweep import Sweep
@@ -146,7 +147,7 @@ class _Population:
         for line in text.splitlines():
             try:
                 generation = Generation.from_record(**json.loads(line))
-            except ValueError:  # an empty line, or one that was cut off
+            except ValueError:  # a line that was cut off
                 continue
             self._make_copies(generation)
             end = generation.round
@@ -163,9 +164,7 @@ class _Population:
 
         configurations = {trial.name: trial.drawn for trial in paused}
         generation = Generation(round, values, decide(round, configurations, values))
-        with self._file.open("a") as file:
-            # The first line break ends a line that a kill cut off.
-            file.write(f"\n{json.dumps(asdict(generation))}\n")
+        append_line(self._file, json.dumps(asdict(generation)))
         self._make_copies(generation)
 
     def _make_copies(self, generation: Generation) -> None:
