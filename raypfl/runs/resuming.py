@@ -250,7 +250,8 @@ def _why_refused(run_dir: str | Path, refused: Sequence[str], experiment: Experi
 
 def command_with_changes(run_dir: str | Path, from_round: int, changes: Sequence[str]) -> str:
     """Return the command with which a new run continues another one, after a round of which it has a checkpoint."""
-    words = ["raypfl", "resume", str(run_dir), "--from-round", str(from_round), "--as", "NEWRUN", *changes]
+    new_run = f"{run_dir}-from-round-{from_round}"
+    words = ["raypfl", "resume", str(run_dir), "--from-round", str(from_round), "--as", new_run, *changes]
     return shlex.join(words)
 
 

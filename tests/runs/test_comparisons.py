@@ -248,7 +248,7 @@ def test_a_method_that_diverges_has_no_result_and_is_not_trained_again_and_the_o
     ended = raypfl("run", *UNTRACKED, diverging)
     folder = only_folder()
     run = folder / "ditto-s0"
-    with_other_settings = f"With other settings: raypfl run {run}/experiment.yaml training.lr=NUMBER\n"
+    with_other_settings = f"With other settings: raypfl run {run}/experiment.yaml training.lr=0.01\n"
     to_see_them = f"2 of 3 runs are finished. To see them: raypfl report {folder}\n"
     assert ended.exit_code == 1 and with_other_settings in ended.stderr and ended.stderr.endswith(to_see_them)
     assert f"ditto, seed 0, diverged ({run}): Training diverged on client " in ended.stderr
@@ -276,7 +276,7 @@ def test_seeds_that_diverge_alike_are_told_once_with_a_command_for_all_of_them()
     ended = raypfl("run", *UNTRACKED, "methods=[{name: ditto, lam: 1.0e+38}, local]", "seeds=2", "--quiet")
     folder = only_folder()
     (command,) = re.findall(r"With other settings: raypfl (run .*)", ended.stderr)
-    assert command == f"run {folder}/ditto-s0/experiment.yaml training.lr=NUMBER seeds=2"
+    assert command == f"run {folder}/ditto-s0/experiment.yaml training.lr=0.01 seeds=2"
     assert f"ditto, seeds 0 and 1, diverged ({folder}/ditto-s0, {folder}/ditto-s1): " in ended.stderr
 
 

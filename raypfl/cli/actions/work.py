@@ -12,6 +12,7 @@ from raypfl.common.counting import numbered
 from raypfl.common.errors import CheckpointError, Diverged, RaypflError, Refused, Stopped, listed
 from raypfl.experiment import Experiment
 from raypfl.experiment.assignments import last_of_each
+from raypfl.learning.objectives.regression import STANDARDISE
 from raypfl.results.display.outcome import nearby
 from raypfl.results.labels import labels
 from raypfl.runs.folders import ComparisonFolder
@@ -19,7 +20,6 @@ from raypfl.runs.result import RECIPE, RunResult, divergence, is_finished, round
 from raypfl.runs.resuming import command_with_changes, is_complete_as
 from raypfl.runs.several.worker import STOPPED, RunOutcome
 
-_CHANGE = "training.lr=NUMBER"
 _MOST_FOLDERS = 3
 
 
@@ -130,11 +130,12 @@ def _failure(work: Work, errors: Mapping[Path, RaypflError], outcomes: Mapping[P
         was_run = folder in outcomes
         lines.append(str(error) if was_run else f"The run diverged before, and was not trained again: {error}")
         if isinstance(error, Diverged):
-            command = shlex.join(["raypfl", "run", str(nearby(folder / RECIPE)), _CHANGE])
+            change = _worth_a_try(error, work.runs[folder])
+            command = shlex.join(["raypfl", "run", str(nearby(folder / RECIPE)), change])
             with suppress(CheckpointError):
                 last_round = rounds_saved(folder, work.runs[folder])
                 if last_round:
-                    command = command_with_changes(nearby(folder), last_round, [_CHANGE])
+                    command = command_with_changes(nearby(folder), last_round, [change])
             lines.append(f"With other settings: {command}")
     return lines
 
@@ -156,12 +157,20 @@ def _failures(work: Work, errors: Mapping[Path, RaypflError], outcomes: Mapping[
             again = "" if was_run else f" before, and {'was' if len(failed) == 1 else 'were'} not trained again"
             lines.append(failure(name, failed, errors[failed[0]], again))
 
-        if any(isinstance(errors.get(folder), Diverged) for folder in folders):
+        errors_of_diverged = [errors[folder] for folder in folders if isinstance(errors.get(folder), Diverged)]
+        if errors_of_diverged:
             # A method is compared with others as it is from the start, and with all of its seeds.
             seeds = [f"seeds={len(folders)}"] if len(folders) > 1 else []
-            command = shlex.join(["raypfl", "run", str(nearby(folders[0] / RECIPE)), _CHANGE, *seeds])
+            change = _worth_a_try(errors_of_diverged[0], work.runs[folders[0]])
+            command = shlex.join(["raypfl", "run", str(nearby(folders[0] / RECIPE)), change, *seeds])
             lines.append(f"With other settings: {command}")
     return lines
+
+
+def _worth_a_try(error: RaypflError, experiment: Experiment) -> str:
+    """Return a setting with which training may not diverge: what the error names, or a smaller learning rate."""
+    named = str(error).partition(STANDARDISE)[2]
+    return shlex.split(named)[0] if named else f"training.lr={experiment.training.lr / 10:g}"
 
 
 def _how_to_continue(work: Work) -> str:

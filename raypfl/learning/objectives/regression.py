@@ -23,6 +23,9 @@ from raypfl.learning.objectives.base import (
 )
 from raypfl.learning.objectives.batch import Batch
 
+STANDARDISE = "The targets are large numbers; standardise them: "
+"""What comes before the setting that an error for diverged training names."""
+
 _LARGE = 10.0
 """Mean or deviation of targets from which on their size may be why training diverged."""
 
@@ -144,7 +147,7 @@ class Regression(Objective):
         is_small = max(abs(mean), std) < _LARGE
         if (self.mean, self.std) != (0, 1) or is_small or std == 0:
             return ""
-        return f"The targets are large numbers; standardise them: {standardising(mean, std)}"
+        return f"{STANDARDISE}{standardising(mean, std)}"
 
 
 def standardising(mean: float, std: float) -> str:
