@@ -102,14 +102,19 @@ def epoch_order(
 
 
 def sampled_order(
-    keys: np.ndarray, sizes: np.ndarray, batch_size: int, epochs: int = 1, steps: int | None = None
+    keys: np.ndarray,
+    sizes: np.ndarray,
+    batch_size: int,
+    epochs: int = 1,
+    steps: int | None = None,
+    smallest: int = 1,
 ) -> SampleOrder:
     """Draw as many batches as :func:`epoch_order`, each with each of n samples at probability ``batch_size / n``.
 
     This is the Poisson sampling that the accounting of DP-SGD assumes. A batch may be empty, or larger than
     `batch_size`. Row k depends only on ``keys[k]`` and ``sizes[k]``.
     """
-    totals = num_steps(sizes, batch_size, epochs, steps)
+    totals = num_steps(sizes, batch_size, epochs, steps, smallest)
     rates = sampling_rates(sizes, batch_size)
 
     chosen_of_clients = []

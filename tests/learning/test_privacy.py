@@ -148,6 +148,13 @@ def test_poisson_batches_draw_every_sample_independently_with_the_same_chance():
     assert (alone.counts[0] == visits.counts[1]).all()
 
 
+def test_a_private_training_has_the_steps_of_one_that_is_not():
+    training = replace(FP64, epochs=2, batch_size=4, smallest_batch=3)
+    fed = Federation(sizes=(7, 9, 2), training=training, privacy=CLIPS)
+    order = prepare_training(fed.clients()._group, None, None, None, "").order
+    assert order.steps.tolist() == fed.clients().num_steps().tolist() == [4, 4, 2]
+
+
 @both_executors
 def test_noise_has_the_set_deviation_and_is_new_in_every_training_and_step(executor):
     far = replace(NOISY, noise=1e9, clip=1e-9)

@@ -56,7 +56,8 @@ def prepare_training(
     number = 1 + sum(group.ids == training.ids for training in group.private_trainings)
     stream = f"{stream} {exchange} {number}"
     sizes = group.samples("train").sizes
-    drawn_order = sampled_order(group.keys("batches" + stream), sizes, size, epochs, steps)
+    smallest = context.training.smallest_batch
+    drawn_order = sampled_order(group.keys("batches" + stream), sizes, size, epochs, steps, smallest)
     order = _with_augmentation(group, _limited_to_work(group, drawn_order), stream)
 
     spent = PrivateTraining(f"{function} {number}", group.ids, sampling_rates(sizes, size), order.steps)
