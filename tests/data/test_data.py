@@ -554,8 +554,9 @@ def test_a_setting_without_effect_on_these_samples_is_warned_of(tmp_path: Path, 
     [
         ((3, 9, 9, 1), [0, 1, 0], r"taken for images of 9 channels\. If they are"),
         ((3, 4), np.eye(3, dtype=np.float32), r"give labels\.argmax\(1\)"),
+        ((3, 4), [1, 1, 1], "All samples have the class 'b', so there is nothing to learn"),
     ],
-    ids=["channels", "one-hot"],
+    ids=["channels", "one-hot", "one class"],
 )
 def test_a_warning_of_samples_points_at_the_line_that_gives_them(shape, labels, sentence):
     with pytest.warns(UserWarning, match=sentence) as caught:
