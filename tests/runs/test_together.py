@@ -127,6 +127,7 @@ def test_learning_rates_together_have_the_bits_and_tables_of_lone_runs(
 def test_other_numbers_together_have_the_bits_and_tables_of_lone_runs(tmp_path: Path, joined: list[int]):
     first, second, third = rates(tmp_path, 0.02, 0.02, 0.1, training__weight_decay=0.01, training__clip_norm=0.5)
     second = second.override(["training.weight_decay=0.003", "training.clip_norm=0.2", "method.server_lr=0.7"])
+    third = third.override(["partition={name: classes_per_client, clients: 12, classes: 3}"])
     assert parts([first, second, third]) == [[0, 1, 2]]
     refuse_other_bits([first, second, third])
     assert joined.count(3) > 2, "nothing but a trial was trained together"
@@ -314,5 +315,7 @@ def test_runs_advance_together_if_only_numbers_differ_and_one_thread_computes(tm
     assert not are_together("engine.threads=2")
     assert are_together("engine.backend=ray") and not are_together("engine.backend=ray", "ray.actors=2")
     assert parts([a, b.override(["training.lr=0.5", "method.server_lr=0.9"])]) == [[0, 1]]
+    assert parts([a, b.override(["partition=iid", "partition.clients=12"])]) == [[0, 1]]
+    assert parts([a, b.override(["partition.clients=7"])]) == [[0], [1]]
     assert parts([a, b.override(["training.batch_size=5"])]) == [[0], [1]]
     assert parts([a, b.override(["method.server_optimizer=adam"])]) == [[0], [1]]

@@ -15,13 +15,14 @@ from raypfl.runs.choices.autotune import expected_executor
 def parts(experiments: Sequence[Experiment]) -> list[list[int]]:
     """Group the positions of experiments whose runs can advance together in a process.
 
-    These differ only in their seeds and in numbers of training and method, and compute on one thread of a CPU.
+    These differ only in their seeds, in how samples are divided among as many clients, and in numbers of training and
+    method, and compute on one thread of a CPU.
     """
     by_description: dict[object, list[int]] = {}
     for position, experiment in enumerate(experiments):
         key: object = position
         if _can_advance_with_others(experiment):
-            key = json.dumps(_without_numbers(experiment), sort_keys=True, default=str)
+            key = json.dumps(_without_differences(experiment), sort_keys=True, default=str)
         by_description.setdefault(key, []).append(position)
     return list(by_description.values())
 
@@ -35,12 +36,15 @@ def _can_advance_with_others(experiment: Experiment) -> bool:
     return has_one_thread and is_on_cpu and engine.executor != "sequential" and not chooses_actors
 
 
-def _without_numbers(experiment: Experiment) -> dict[str, object]:
-    """Return the settings without the numbers that may differ."""
+def _without_differences(experiment: Experiment) -> dict[str, object]:
+    """Return the settings without those that may differ."""
     values = experiment.to_dict()
     del values["seed"]
     for section in ("training", "method"):
         values[section] = {name: _without_number(value) for name, value in values[section].items()}
+    # Each run reads its own data. How clients are cut into groups depends on how many they are.
+    if values["partition"].get("clients"):
+        values["partition"] = values["partition"]["clients"]
     # A comparison's runs keep their checkpoints apart.
     values["checkpoint"] = {**values["checkpoint"], "location": None}
     return values
