@@ -59,7 +59,7 @@ def test_a_run_is_recorded_with_parameters_metrics_tags_and_tables(folder: Path)
 
     tags = {"method": "ditto", "data": "digits", "seed": "0", "metadata.actors": "2", "metadata.versions.raypfl": "1"}
     assert tags.items() <= run.data.tags.items()
-    assert "trained_models" in run.data.tags["mlflow.note.content"]
+    assert run.data.tags["mlflow.note.content"] == "digits · 20 clients · dirichlet(alpha=0.3) · mlp\n"
     (dataset_input,) = run.inputs.dataset_inputs
     assert (dataset_input.dataset.name, dataset_input.dataset.digest) == ("digits", "f" * 36)
 

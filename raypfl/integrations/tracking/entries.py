@@ -107,15 +107,27 @@ def run_params(experiment: Experiment) -> dict[str, str]:
 
 def run_description(started: RunStarted, run_id: str, uri: str) -> str:
     """Return the description of a run: its setting, and how to load its models."""
-    return (
-        f"{setting_text([started])}\n\n"
-        "Its models, as networks that take images as they are stored:\n\n"
-        "```python\n"
-        "import raypfl\n\n"
-        f'models = raypfl.trained_models("{run_id}", uri="{without_password(uri)}")\n'
-        "models.personal_model(0), models.global_model()\n"
-        "```\n"
-    )
+    setting = setting_text([started])
+    method = started.experiment.method
+    if not started.experiment.tracking.models_mb:
+        return f"{setting}\n"
+
+    if method.has("personal_model"):
+        loading = [
+            "import raypfl\n",
+            f'models = raypfl.trained_models("{run_id}", uri="{without_password(uri)}")',
+            "models.personal_model(0)",
+        ]
+        if method.has("global_model"):
+            loading.append("models.global_model()")
+    else:
+        loading = [
+            "import mlflow.pytorch\n",
+            f'mlflow.set_tracking_uri("{without_password(uri)}")',
+            f'mlflow.pytorch.load_model("runs:/{run_id}/global_model")',
+        ]
+    code = "\n".join(loading)
+    return f"{setting}\n\nIts models, as networks that take inputs as they are stored:\n\n```python\n{code}\n```\n"
 
 
 def comparison_description(results: Sequence[RunResult], baseline: str | None = None) -> str:
