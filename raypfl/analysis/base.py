@@ -23,7 +23,7 @@ from raypfl.learning.objectives.batch import Batch
 from raypfl.learning.sample_pools import Pool, Pools
 from raypfl.learning.settings import TrainingSettings
 
-ANALYSES = Registry("analysis")
+ANALYSES = Registry("analysis", plural="analyses")
 
 
 class AnalysedRound(Log):

@@ -32,12 +32,13 @@ class Registry:
     ----------
     kind : what the entries are, in the singular, as error messages say it (``"method"``).
     hint : a function from an unknown name to what is meant by it, as a sentence, or an empty text.
+    plural : the group's name after ``raypfl.``; empty: that of the kind, with an s.
     """
 
-    def __init__(self, kind: str, hint: Callable[[str], str] = lambda name: ""):
+    def __init__(self, kind: str, hint: Callable[[str], str] = lambda name: "", plural: str = ""):
         self.kind = kind
         self._hint = hint
-        self.group = f"raypfl.{kind.replace(' ', '')}s"
+        self.group = f"raypfl.{plural or kind.replace(' ', '') + 's'}"
         self._entries: dict[str, Callable[..., Any]] = {}
 
     def register(self, name: str) -> Callable[[T], T]:

@@ -20,7 +20,7 @@ from raypfl.common.limits import BELOW_ONE, CHANCE, COUNT, FROM_ZERO, INSIDE, Li
 from raypfl.common.registry import Registry
 from raypfl.devices.availability import Always, Availability, Chances, Spans
 
-AVAILABILITY_MODELS = Registry("availability model")
+AVAILABILITY_MODELS = Registry("availability model", plural="availability")
 
 HOUR = 3600.0
 DAY = 24 * HOUR

@@ -15,7 +15,7 @@ from raypfl.common.limits import FROM_ZERO, POSITIVE, limit_violations
 from raypfl.common.registry import Registry
 from raypfl.devices.devices import Devices
 
-HARDWARE = Registry("hardware")
+HARDWARE = Registry("hardware", plural="hardware")
 
 
 class Hardware(Component):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import tomllib
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 import raypfl
+from raypfl.cli.list_commands import CATALOGUES
 from raypfl.common.errors import ConfigError
 from raypfl.common.registry import Registry
 from raypfl.methods import METHODS, FedAvg, Local
@@ -64,6 +67,19 @@ def test_the_entry_point_in_the_documentation_is_found(site: Path):
 def test_every_kind_of_component_has_a_group(site: Path):
     install(site, SOURCE, "[raypfl.datasets]\nmine = federated_extras:Alone\n")
     assert list(Registry("data set")) == ["mine"] and not list(Registry("model"))
+
+
+def test_the_documentation_names_the_group_of_every_kind_that_can_be_listed():
+    groups = []
+    for place in CATALOGUES.values():
+        module, _, name = place.partition(":")
+        catalogue = getattr(import_module(module), name)
+        if isinstance(catalogue, Registry):
+            groups.append(catalogue.group)
+
+    rows = [line for line in Path("docs/plugins.md").read_text().splitlines() if line.startswith("| `raypfl.")]
+    documented = re.findall(r"`(raypfl\.[a-z]+)`", "".join(row.split("|")[1] for row in rows))
+    assert sorted(documented) == sorted(groups)
 
 
 def test_a_package_that_cannot_be_imported_is_named(site: Path):
