@@ -72,11 +72,12 @@ def seeds(tmp_path: Path, **changes) -> list[raypfl.Experiment]:
         # Unequal steps, a penalty, a state, and a trained part; recorded steps.
         pytest.param({"method": "ditto", "training__epochs": 6, "training__batch_size": 8}, marks=pytest.mark.thorough),
         pytest.param({"method": "fedrep", "training__steps": 3}, marks=pytest.mark.thorough),
+        pytest.param({"method": "moon"}, marks=pytest.mark.thorough),
         {"method": "scaffold", "training__weight_decay": 0.01, "training__clip_norm": 1.0},
         {"method": "fedavg", "model": "{name: cnn}", "training__steps": 2},
         {"method": "fedavg", "compression": "random_k", "compression__error_feedback": True},
     ],
-    ids=["fedavg", "ditto", "fedrep", "scaffold", "cnn", "compressed"],
+    ids=["fedavg", "ditto", "fedrep", "moon", "scaffold", "cnn", "compressed"],
 )
 def test_seeds_together_have_the_bits_and_tables_of_lone_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, joined: list[int], changes: dict

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -38,8 +39,9 @@ class Moon(FedAvg):
             near = F.cosine_similarity(z, sent.features(batch.x)) / self.temperature
             far = F.cosine_similarity(z, previous.features(batch.x)) / self.temperature
 
-            # -log(e^near / (e^near + e^far)) = softplus(far - near), which does not overflow.
-            contrast = F.softplus(far - near)
+            # -log(e^near / (e^near + e^far)). As softplus(far - near), which is the same, it would be rounded otherwise
+            # for the last clients of a group, and runs could not advance together.
+            contrast = -F.log_softmax(torch.stack([near, far], -1), -1)[..., 0]
             return clients.objective.loss(outputs, batch), self.mu * batch.mean(contrast)
 
         previous = clients.state.get("previous", default=theta)
