@@ -11,7 +11,7 @@ import pyarrow.fs as pafs
 from raypfl.common.errors import CheckpointError
 
 OBJECT_STORES = {"s3", "gcs", "abfs"}
-"""Arrow's names of file systems that have no folders: a file's path is a name."""
+"""Arrow's names of file systems without folders, where a path is only a name."""
 
 
 def open_location(location: str) -> tuple[pafs.FileSystem, str]:
@@ -36,7 +36,7 @@ def open_location(location: str) -> tuple[pafs.FileSystem, str]:
         ) from error
 
 
-# To open S3 is a request of its own, which asks for the bucket's region.
+# Cached, since opening S3 sends a request for the bucket's region.
 @functools.lru_cache(maxsize=16)
 def _open_shared(location: str) -> tuple[pafs.FileSystem, str]:
     if location.startswith("s3://") and "allow_delayed_open" not in location:
@@ -57,7 +57,7 @@ def absolute(location: str) -> str:
 
 
 def join(location: str, name: str) -> str:
-    """Return the location of a name in a location, whose query remains: ``s3://bucket/runs/1?scheme=http``."""
+    """Append a name to a location, before its query if it has one: ``s3://bucket/runs/1?scheme=http``."""
     address, mark, query = location.partition("?") if is_shared(location) else (location, "", "")
     return f"{address.rstrip('/')}/{name}{mark}{query}"
 
@@ -69,12 +69,12 @@ def read_bytes(files: pafs.FileSystem, path: str) -> bytes:
 
 
 def write_bytes(files: pafs.FileSystem, path: str, content: bytes | pa.Buffer) -> None:
-    """Write a file into a folder that there is; in an object store, others see all of it or nothing."""
+    """Write a file into an existing folder; in an object store, others see all of it or nothing."""
     with files.open_output_stream(path, compression=None) as stream:
         stream.write(content)
 
 
 def make_folder(files: pafs.FileSystem, path: str) -> None:
-    """Make a folder and those above it, unless they are there; an object store needs none."""
+    """Make a folder, and those above it, unless they exist; an object store needs none."""
     if files.type_name not in OBJECT_STORES:
         files.create_dir(path, recursive=True)

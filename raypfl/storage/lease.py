@@ -193,7 +193,7 @@ class _LeaseFile:
         return holder is not None and holder.attempt == attempt
 
     def claim(self, new_holder: _Holder, silent_holder: _Holder | None) -> None:
-        """Take the lease; raises a CheckpointError if another attempt holds it than one that is dead.
+        """Take the lease; raises a CheckpointError if an attempt holds it that is not known to be dead.
 
         Parameters
         ----------
@@ -249,7 +249,7 @@ def _machine() -> str:
 def _start_time(process: int) -> str:
     """Return when a process of this machine started, in clock ticks; empty if there is none, or it has ended."""
     with contextlib.suppress(OSError):
-        # The fields after the program's name, which may have spaces and brackets; see proc(5).
+        # After the program's name, which may have spaces and brackets; `starttime` is field 22 of proc(5), `state` 3.
         state, *fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         return "" if state == "Z" else fields[18]
 

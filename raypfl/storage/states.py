@@ -17,11 +17,11 @@ from raypfl.storage.stacks import Contents, Stack, StackRef
 T = TypeVar("T")
 
 SPARSE = 2 / 3
-"""A stack stays in memory as long as one of its rows is live. One with a smaller share of live bytes than this is worth
-rewriting: memory is then about 1.2 times the live states, and a row is rewritten twice in its life on average."""
+"""A stack stays in memory while any of its rows is live, so one whose share of live bytes is below this is worth
+rewriting. Memory is then about 1.2 times the live states, and a row is rewritten twice in its life on average."""
 
 SLACK = 1 / 8
-"""Dead bytes in sparse stacks, as a share of all live ones, above which those stacks are rewritten: not every round."""
+"""Sparse stacks are rewritten once their dead bytes exceed this share of all live bytes, so not in every round."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,10 @@ class LiveStack:
     clients : the clients whose states it was made of.
     node : the node on which it was made.
     sizes : for each client, name -> bytes.
-    hides_older : whether older stacks have names that its clients do not keep any more.
+    hides_older : whether older stacks still have names that its clients no longer keep.
     file : the file that holds its states, once they have been written.
     filed : the slots whose states are in the file; a client whose change was held, and counts only now, is not there.
-    live : the number of clients that still have something in it.
+    num_live : the number of clients that still have something in it.
     live_bytes : the bytes that have not been replaced by newer stacks.
     """
 
@@ -68,7 +68,7 @@ class LiveStack:
     hides_older: bool
     file: StateFile | None = None
     filed: Container[int] = ()
-    live: int = 0
+    num_live: int = 0
     live_bytes: int = 0
 
     @cached_property
@@ -128,8 +128,16 @@ class StateTable:
             hides_older = shard.complete
             file = shard.file
 
-        filed = range(len(clients))
-        new = LiveStack(number, stack, tuple(clients), node, contents.sizes, hides_older, file, filed)
+        new = LiveStack(
+            number=number,
+            handle=stack,
+            clients=tuple(clients),
+            node=node,
+            sizes=contents.sizes,
+            hides_older=hides_older,
+            file=file,
+            filed=range(len(clients)),
+        )
         self._next_number = max(self._next_number, number + 1)
         for slot, client in enumerate(clients):
             self._staged[client] = _needed(*self._layers(client), (new, slot))
@@ -223,7 +231,7 @@ class StateTable:
                 stacks_of_node.setdefault(stack.node, []).append(stack)
 
         for stacks in stacks_of_node.values():
-            yield from filled(stacks, lambda stack: stack.live_bytes, size)
+            yield from batched_by_bytes(stacks, lambda stack: stack.live_bytes, size)
 
     def live_rows(self, stack: LiveStack) -> LiveRows:
         """Return the rows of a stack that clients still use."""
@@ -248,7 +256,7 @@ class StateTable:
         return self._staged.get(client) or self._committed.get(client, ())
 
     def _hides_older(self, clients: Sequence[int], contents: Contents) -> bool:
-        """Return whether older stacks or checkpoints' files have something that these clients do not keep any more."""
+        """Return whether older stacks or checkpoints' files have something that these clients no longer keep."""
         return contents.complete and any(
             stack.hides_older or not stack.sizes[slot].keys() <= names.keys()
             for client, names in zip(clients, contents.sizes, strict=True)
@@ -260,15 +268,15 @@ class StateTable:
         for stack, slot, names in _newest(layers):
             if sign > 0 and slot not in stack.filed:
                 stack.file = None
-            stack.live += sign
+            stack.num_live += sign
             stack.live_bytes += sign * sum(stack.sizes[slot][name] for name in names)
-            if stack.live:
+            if stack.num_live:
                 self._stacks[stack] = None
             else:
                 del self._stacks[stack]
 
 
-def filled(items: Iterable[T], bytes_of: Callable[[T], int], size: int) -> Iterator[list[T]]:
+def batched_by_bytes(items: Iterable[T], bytes_of: Callable[[T], int], size: int) -> Iterator[list[T]]:
     """Yield lists of consecutive items that have `size` bytes or a little more each, except for the last one."""
     batch: list[T] = []
     batch_bytes = 0
@@ -305,7 +313,7 @@ def _copied(layers_of_client: Mapping[int, Layers]) -> dict[int, Layers]:
     for client, layers in layers_of_client.items():
         for stack, _ in layers:
             if stack not in copies:
-                copies[stack] = replace(stack, file=None, live=0, live_bytes=0)
+                copies[stack] = replace(stack, file=None, num_live=0, live_bytes=0)
         copied[client] = tuple((copies[stack], slot) for stack, slot in layers)
     return copied
 

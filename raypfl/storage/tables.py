@@ -20,10 +20,10 @@ from raypfl.storage import filesystems
 from raypfl.storage.columns import Columns
 
 FULL = 1 << 18
-"""The most rows that files are merged to, so that merging takes little memory."""
+"""Rows up to which files are merged, so that merging takes little memory."""
 
 KEPT = 1 << 11
-"""The most rows of a file that stay in memory too. Most merges are of such files, which then are not read."""
+"""Rows up to which a file stays in memory too: most merges are of such files, which then need not be read."""
 
 _ARROW_TYPES = {
     "int32": pa.int32(),

@@ -170,8 +170,10 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> list[Any]:
         return ["tensor", path]
 
     if isinstance(value, dict):
-        if bad := [key for key in value if not isinstance(key, (str, int))]:
-            raise CheckpointError(f"The server state {path or '/'} has the key {bad[0]!r}; keys must be str or int.")
+        if bad_keys := [key for key in value if not isinstance(key, (str, int))]:
+            raise CheckpointError(
+                f"The server state {path or '/'} has the key {bad_keys[0]!r}; keys must be str or int."
+            )
         return ["dict", [[key, _encode(item, f"{path}/{key}".lstrip("/"), tensors)] for key, item in value.items()]]
 
     if isinstance(value, (list, tuple)):

@@ -226,7 +226,7 @@ def test_a_damaged_table_is_written_again_from_a_copy_if_that_has_its_rows(tmp_p
         for copy, restored in ((rows.slice(1), False), (rows, True)):
             inflict("a bit flipped", tmp_path / "tables" / part.file)
             warnings: list[str] = []
-            loaded = checkpoints.load(str(tmp_path), warnings.append, copies=lambda name: copy)  # noqa: B023
+            loaded = checkpoints.load(str(tmp_path), warnings.append, copy_of=lambda name: copy)  # noqa: B023
             assert loaded is not None
             assert (len(loaded.tables["rounds"].parts) == len(snapshot.tables["rounds"].parts)) == restored
             assert ("written again" in warnings[0]) == restored

@@ -48,7 +48,7 @@ def test_every_client_has_its_newest_state_and_no_stack_outlives_its_rows(rounds
 
     states = {}
     for stack in table.stacks():
-        assert stack.live == len(table.live_names(stack)) > 0
+        assert stack.num_live == len(table.live_names(stack)) > 0
         for k in table.live_names(stack):
             states[stack.clients[k]] = stack.handle.state_of(k)["w"].tolist()
 
@@ -360,7 +360,7 @@ def test_states_hold_exactly_the_names_that_clients_have_set_and_not_deleted(cha
             assert all_states(fed) == {client: expected.get(client, {}) for client in range(6)}
             for stack in fed.states.stacks():
                 live = fed.states.live_names(stack)
-                assert stack.live == len(live) > 0
+                assert stack.num_live == len(live) > 0
 
                 live_bytes = 0
                 for k, names in live.items():

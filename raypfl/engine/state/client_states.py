@@ -15,7 +15,7 @@ from raypfl.storage.checkpoints import StoredStates, has_file, save_states, writ
 from raypfl.storage.checkpoints.state_files import FILE_SIZE, WriteFiles
 from raypfl.storage.filesystems import is_shared
 from raypfl.storage.stacks import Fetch, digests, merged
-from raypfl.storage.states import LiveRows, LiveStack, StateFile, StateTable, filled
+from raypfl.storage.states import LiveRows, LiveStack, StateFile, StateTable, batched_by_bytes
 
 _Group = tuple[list[Any], dict[int, tuple[int, ...]]]
 """Stacks, and the clients whose states are made of those, each with its slot in every one of them."""
@@ -54,7 +54,7 @@ def all_digests(states: StateTable, backend: Backend) -> dict[int, bytes]:
 
     jobs = []
     for node, groups in groups_of_node.items():
-        for batch in filled(groups, lambda group: sum(stack.live_bytes for stack in group[0]), FILE_SIZE):
+        for batch in batched_by_bytes(groups, lambda group: sum(stack.live_bytes for stack in group[0]), FILE_SIZE):
             jobs.append((node, [([stack.handle for stack in stacks], slots) for stacks, slots in batch]))
 
     digest_of_client: dict[int, bytes] = {}

@@ -123,7 +123,7 @@ class RunCheckpoints:
             self._runner.warn,
             # Without earlier spending, the reported epsilon would be too small.
             needed=("spending",),
-            copies=self._table_of_run,
+            copy_of=self._table_of_run,
             use_states=self._use_states,
         )
         if snapshot is None:

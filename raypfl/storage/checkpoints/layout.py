@@ -1,4 +1,4 @@
-"""The files of a checkpoint: their names, its manifest, and whether they are as they were written."""
+"""The files of a checkpoint: their names, its manifest, and whether they are intact."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raypfl.storage import filesystems
 from raypfl.storage.filesystems import read_bytes
 
 FORMAT = 4
-"""Version of the format, which the manifest has; other versions are refused."""
+"""Version of the format, recorded in the manifest; checkpoints of other versions are refused."""
 
 TABLES = "tables"
 STATES = "states"
@@ -26,7 +26,7 @@ META = "meta.json"
 MANIFEST = "manifest.json"
 
 DRAFT = ".draft"
-"""What ends the name of a local checkpoint while it is written."""
+"""Suffix of a local checkpoint's name while it is being written."""
 
 _FOLDER_NAME = re.compile(r"(\d+)-round-\d+")
 

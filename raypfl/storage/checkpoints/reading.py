@@ -31,8 +31,11 @@ from raypfl.storage.states import StateFile
 from raypfl.storage.tables import RunTable, TablePart, restore_part
 from raypfl.storage.tree import decode
 
-Copies = Callable[[str], pa.Table | None] | None
+CopyOfTable = Callable[[str], pa.Table | None]
+"""Returns a copy of all rows of a table, given its name; None if there is no copy."""
+
 UseStates = Callable[[StoredStates], None]
+"""Takes the clients' states of a checkpoint; raises `Damaged` or an OSError if they cannot be used."""
 
 
 def load(
@@ -40,7 +43,7 @@ def load(
     warn: Callable[[str], None],
     whole: bool = True,
     needed: Collection[str] = (),
-    copies: Copies = None,
+    copy_of: CopyOfTable | None = None,
     use_states: UseStates = StoredStates.verify,
 ) -> Snapshot | None:
     """Return the newest checkpoint that is intact, or None if none was ever completed.
@@ -53,16 +56,15 @@ def load(
     warn : called with a sentence for each checkpoint that is skipped, and each file of a table that is damaged.
     whole : False: only the files of the server's state must be intact; the others are not read.
     needed : names of tables without which a run cannot continue: a checkpoint that lacks rows of them is damaged.
-    copies : name of a table -> a copy of all its rows, or None; without it, nothing is written.
-    use_states : called with the clients' states of a checkpoint whose own files are intact. Raises `Damaged` or an
-        OSError if these states are not: then an older checkpoint is loaded.
+    copy_of : returns the copies from which damaged files of tables are written again; None: none are.
+    use_states : called for each checkpoint whose own files are intact; if it raises, an older checkpoint is loaded.
 
     Raises
     ------
     CheckpointError : if there are checkpoints, but every one of them is damaged, or the location cannot be read.
     """
     files, root, names = find_checkpoints(location)
-    damaged = []
+    problems = []
     for name in reversed(names):
         path = f"{root}/{name}"
         try:
@@ -73,15 +75,15 @@ def load(
             if whole:
                 use_states(snapshot.states)
                 snapshot.held.verify()
-                _keep_intact_parts(files, root, snapshot.tables, warn, needed, copies)
+                _keep_intact_parts(files, root, snapshot.tables, warn, needed, copy_of)
             return snapshot
         except (OSError, Damaged) as error:
-            damaged.append(f"{path} ({error})")
+            problems.append(f"{path} ({error})")
             warn(f"The checkpoint {path} is skipped: {error}.")
 
-    if damaged:
+    if problems:
         raise CheckpointError(
-            f"No checkpoint in {location} is intact: {'; '.join(damaged)}. "
+            f"No checkpoint in {location} is intact: {'; '.join(problems)}. "
             f"Restore one of these folders from a copy, or delete them to start from the first round."
         )
     return None
@@ -174,11 +176,11 @@ def _keep_intact_parts(
     tables: Mapping[str, RunTable],
     warn: Callable[[str], None],
     needed: Collection[str],
-    copies: Copies,
+    copy_of: CopyOfTable | None,
 ) -> None:
     """Leave out of tables the files that are not as they were written, and cannot be restored."""
     for name, table in tables.items():
-        table.parts = tuple(_intact_parts(files, root, name, table, warn, name in needed, copies))
+        table.parts = tuple(_intact_parts(files, root, name, table, warn, name in needed, copy_of))
 
 
 def _intact_parts(
@@ -188,7 +190,7 @@ def _intact_parts(
     table: RunTable,
     warn: Callable[[str], None],
     needed: bool,
-    copies: Copies,
+    copy_of: CopyOfTable | None,
 ) -> Iterator[TablePart]:
     """Yield the parts of a table whose files are as they were written, or can be restored."""
     first_row = 0
@@ -197,7 +199,7 @@ def _intact_parts(
             read_intact(files, root, f"{TABLES}/{part.file}", part.bytes, part.sha256)
             yield part
         except Damaged as problem:
-            copy = copies(name) if copies else None
+            copy = copy_of(name) if copy_of else None
             if copy is not None and restore_part(files, f"{root}/{TABLES}", part, copy.slice(first_row, part.rows)):
                 warn(f"{part.rows:,} rows of the table {name} were written again from its copy: {problem}.")
                 yield part

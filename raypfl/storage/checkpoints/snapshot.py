@@ -21,7 +21,7 @@ class Snapshot:
     server : nested dicts (keys str or int), lists and tuples of tensors, int, float, str, bool, None. Tensors come back
         on the CPU.
     states : the clients' states, in files that are written before the snapshot is saved.
-    tables : name -> table, a name being the beginning of a file name; saving moves the rows that wait into a file.
+    tables : name -> table, whose files' names begin with this name. Saving moves the waiting rows into a file.
     meta : anything that JSON can hold.
     pending : what the next rounds need: what an asynchronous run has under way, or what the selection of clients
         remembers; a tree like `server`.
