@@ -33,6 +33,7 @@ from raypfl.runs.checks.network import (
     refuse_lone_samples,
     refuse_misfit,
     refuse_missing_adapters,
+    refuse_mixed_samples,
     refuse_outputs,
     warn_of_probabilities,
 )
@@ -186,6 +187,7 @@ def refuse_unfit(prepared: Prepared) -> None:
         refuse_misfit(homogeneous)
         refuse_missing_adapters(homogeneous)
         experiment.method.check(homogeneous.model)
+        refuse_mixed_samples(homogeneous)
         refuse_lone_samples(homogeneous, number)
     warn_of_test_data(experiment.method)
     refuse_outputs(prepared)

@@ -15,6 +15,7 @@ from raypfl.common.errors import CheckpointError, ConfigError, RaypflError
 from raypfl.data import Partition
 from raypfl.engine.events import RoundFinished, RunFinished, RunStarted
 from raypfl.experiment import experiments
+from raypfl.learning.optimizers import SGD
 from raypfl.methods import FedAvg
 from raypfl.methods.personal_models.ditto import Ditto
 from raypfl.runs import driver
@@ -253,6 +254,19 @@ def test_a_mini_batch_of_one_sample_is_refused_before_the_run_if_batch_norm_fail
     driver.check([experiment(tmp_path, **network, training__smallest_batch=2)])
     driver.check([experiment(tmp_path, **network, training__steps=1)])
     driver.check([experiment(tmp_path, model="{name: resnet10, width: 4, norm: group}", training__batch_size=1)])
+
+
+class PerSample(SGD):
+    """SGD that asks for the gradient of each sample."""
+
+    per_sample = True
+
+
+def test_an_optimizer_of_single_samples_is_refused_with_batch_norm_before_the_run(tmp_path: Path):
+    network = {"model": "{name: resnet10, width: 4}", "training__optimizer": f"{__name__}:PerSample"}
+    with pytest.raises(ConfigError, match=r"PerSample, which needs the gradient of each sample, but batch norm in res"):
+        driver.check([experiment(tmp_path, **network)])
+    driver.check([experiment(tmp_path, **(network | {"model": "{name: resnet10, width: 4, norm: group}"}))])
 
 
 def test_checkpoints_that_cannot_be_read_do_not_hide_why_a_run_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -65,6 +65,17 @@ def refuse_missing_adapters(prepared: Prepared) -> None:
     raise ConfigError(f"method is {METHODS.name_of(type(method))!r}, which is for low-rank adapters, but {remedy}")
 
 
+def refuse_mixed_samples(prepared: Prepared) -> None:
+    """Raise a ConfigError if the optimizer needs the gradient of each sample, and batch norm mixes samples."""
+    optimizer = prepared.experiment.training.local_optimizer
+    if optimizer.per_sample and prepared.model.mixes_rows:
+        raise ConfigError(
+            f"training.optimizer is {type(optimizer).__name__}, which needs the gradient of each sample, but batch "
+            f"norm in {prepared.experiment.model.name} mixes the samples of a batch. Choose group norm (norm: group) or "
+            "a network without batch norm, or freeze the layers that have it."
+        )
+
+
 def refuse_lone_samples(prepared: Prepared, number: int) -> None:
     """Raise a ConfigError if a client has a mini-batch of one sample, in which the network's batch norm fails.
 
