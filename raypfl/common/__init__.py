@@ -1,1 +1,1 @@
-"""What every room uses and what knows nothing of federated learning: errors, files, keyed random draws, registries."""
+"""General tools, independent of federated learning: errors, files, keyed random draws, registries."""

@@ -8,9 +8,9 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 @lru_cache(maxsize=512)
 def declared(dataclass: Any, item_type: type) -> dict[str, tuple[Any, ...]]:
-    """Return field -> the objects of `item_type` in its annotation; only fields that have some.
+    """Return field -> the objects of `item_type` in its annotation; fields without any are left out.
 
-    A subclass that declares a field again, for another default, inherits the objects that it does not declare.
+    A subclass may declare a field again, for another default: without objects of its own, it keeps the inherited ones.
     """
     by_field: dict[str, tuple[Any, ...]] = {}
     for cls in reversed(dataclass.__mro__):

@@ -1,4 +1,4 @@
-"""The commit of a checkout of git."""
+"""The commit that a Git checkout is at."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 
 def commit(root: Path, paths: Sequence[str] = (".",)) -> str | None:
-    """Return the short commit that a folder is at, ``-dirty`` behind it if tracked files in `paths` differ.
+    """Return a folder's short commit, followed by ``-dirty`` if tracked files in `paths` have changed.
 
-    None: git is not there, or does not track the folder, as where a package is installed in someone's repository.
+    None: git is not installed, or does not track the folder, such as a package installed in someone's repository.
     """
     if not _git(root, "ls-files", "--", *paths):
         return None

@@ -27,14 +27,15 @@ class Component:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "__init__" in vars(cls):
-            names = [*list(inspect.signature(cls.__init__).parameters)[1:], "lam"]
+            options = list(inspect.signature(cls.__init__).parameters)[1:]
+            example = options[0] if options else "lam"
             raise ConfigError(
-                f"{cls.__name__} has an __init__; its options are fields of the class, as in: {names[0]}: float = 0.1"
+                f"{cls.__name__} has an __init__; its options are fields of the class, as in: {example}: float = 0.1"
             )
         dataclass(frozen=True, kw_only=True)(cls)
 
     def __post_init__(self) -> None:
-        """Raise a ConfigError for an option outside of its type's limit, or a function that takes other arguments."""
+        """Raise a ConfigError for an option outside its limits, or a function that takes other arguments."""
         mistakes = [f"{self.section}{violation}." for violation in limit_violations(self)]
         mistakes += _mistaken_functions(self)
         if mistakes:
@@ -42,7 +43,7 @@ class Component:
 
 
 def _mistaken_functions(component: Component) -> list[str]:
-    """Return a sentence for each function of a component that takes other arguments than its base class says."""
+    """Return a sentence for each function whose arguments differ from those of the abstract one that it defines."""
     mistakes = []
     for owner in type(component).__mro__:
         for name, function in vars(owner).items():
@@ -56,9 +57,9 @@ def _mistaken_functions(component: Component) -> list[str]:
 
 def abstract_functions(entry: Any) -> str:
     """Return the functions that a class still has to define, separated by commas; empty if there are none."""
+    functions = {name: value for name, value in vars(entry).items() if isinstance(value, FunctionType)}
     descriptions = []
     for name in sorted(getattr(entry, "__abstractmethods__", ())):
-        functions = {name: value for name, value in vars(entry).items() if isinstance(value, FunctionType)}
         nearest = difflib.get_close_matches(name, functions, n=1, cutoff=0.8)
         misspelt = f" (did you mean it by {where_defined(functions[nearest[0]])}?)" if nearest else ""
         descriptions.append(name + misspelt)

@@ -1,4 +1,4 @@
-"""Conditions under which a setting has an effect; they stand where the setting is declared.
+"""Conditions under which a setting has an effect, declared with the setting.
 
 ``clip: Annotated[float, needs("noise")] = 1.0`` has no effect while ``noise`` is null. A description that nevertheless
 sets it is refused; see :mod:`raypfl.experiment.checks.effects`.

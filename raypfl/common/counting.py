@@ -1,4 +1,4 @@
-"""Numbers and lists of things in messages."""
+"""Counts and lists, as messages write them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keyed draws by integer arithmetic on a device, for which nothing has to be read from it or copied to it."""
+"""Keyed random draws made by integer arithmetic on a device, without copies between it and the host."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-# SplitMix64's constants; those of `raypfl.common.rng`, as signed numbers (the gamma with the opposite sign).
+# SplitMix64's constants, as in `raypfl.common.rng`, but signed: torch lacks most of uint64's arithmetic. GAMMA is
+# negated, since the constant itself does not fit; it is subtracted.
 GAMMA = 7046029254386353131
 MIX_A = -4658895280553007687
 MIX_B = -7723592293110705685
@@ -25,7 +26,7 @@ def scramble(z: Tensor) -> Tensor:
 
 
 def index_hashes(count: int, device: torch.device) -> Tensor:
-    """Return ``int64[count]``, hashes of the indices of `count` entries."""
+    """Return hashes of ``range(count)``, ``int64[count]``."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         # Not cached: the cache might drop a tensor that the CUDA graph needs, or keep memory of the graph.
         return _index_hashes.__wrapped__(count, device)
@@ -40,8 +41,8 @@ def _index_hashes(count: int, device: torch.device) -> Tensor:
 def normal(keys: Tensor, like: Tensor) -> Tensor:
     """Draw standard normal numbers like ``like[..., n]`` for ``keys[...]``; a key always gives the same numbers.
 
-    Each number is from 64 keyed bits, by Box and Muller's transform. The largest is 6.8 in absolute value, as with
-    cuRAND's.
+    Each number comes from 64 keyed bits, by Box and Muller's transform; none exceeds 6.8 in absolute value, as with
+    cuRAND.
     """
     hashes = scramble(keys)
     # A scalar key may be in the host's memory, and must stay a scalar to be combined with the device's tensors.

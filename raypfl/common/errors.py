@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from textwrap import indent
 
 
@@ -92,7 +92,7 @@ class ClientError(RaypflError):
     ----------
     message : what happened, as a sentence.
     clients : numbers of the clients that failed.
-    repeatable : whether another try would fail too, as after a NaN loss; then there is none.
+    repeatable : whether another try would fail too, as after a NaN loss; the work is then not tried again.
     """
 
     def __init__(self, message: str, clients: Iterable[int] = (), repeatable: bool = False):
@@ -126,7 +126,7 @@ class Stopped(RaypflError):
 
 
 _ABBREVIATIONS = {"learning_rate": "lr"}
-"""Names that users know from elsewhere -> ours, if their letters are too different for a match."""
+"""Names that users know from elsewhere -> ours, where the spelling is too different for a match."""
 
 
 def did_you_mean(name: str, candidates: Iterable[str], prefix: str = "") -> str:
@@ -137,10 +137,7 @@ def did_you_mean(name: str, candidates: Iterable[str], prefix: str = "") -> str:
     candidates = sorted(candidates)
     if not candidates:
         return "there is none to choose from."
-    by_letters = {}
-    for full_name, abbreviation in _ABBREVIATIONS.items():
-        if abbreviation in candidates:
-            by_letters[_letters(full_name)] = abbreviation
+    by_letters = {_letters(known): ours for known, ours in _ABBREVIATIONS.items() if ours in candidates}
     by_letters |= {_letters(candidate): candidate for candidate in candidates}
 
     nearest = difflib.get_close_matches(_letters(name), by_letters, n=1, cutoff=0.5)
@@ -150,16 +147,16 @@ def did_you_mean(name: str, candidates: Iterable[str], prefix: str = "") -> str:
 
 
 def listed(names: Iterable[object], most: int = 80) -> str:
-    """Return names in a row; of more than `most`, the first ones and how many there are besides."""
+    """Return names separated by commas; beyond the first `most`, only how many more there are."""
     texts = list(map(str, names))
-    row = ", ".join(texts[:most])
+    text = ", ".join(texts[:most])
     if len(texts) > most:
-        row += f" and {len(texts) - most:,} more"
-    return row
+        text += f" and {len(texts) - most:,} more"
+    return text
 
 
 def one_message(lines: list[str], subject: str) -> str:
-    """Return a single sentence unchanged and several as a list; a traceback stays below its sentence."""
+    """Return a single mistake unchanged, and several as a list, in which the lines of a traceback are indented."""
     if len(lines) == 1:
         return lines[0]
     items = [indent(line, "    ").lstrip() for line in lines]
@@ -169,19 +166,3 @@ def one_message(lines: list[str], subject: str) -> str:
 def _letters(name: str) -> str:
     """Return a name without case and punctuation: ``CIFAR-10`` is ``cifar10``."""
     return re.sub(r"[\W_]+", "", name.casefold())
-
-
-def checked_pool(name: str, pools: Collection[str]) -> str:
-    """Return `name` if there is such a pool.
-
-    Raises
-    ------
-    ConfigError : if there is no such pool.
-    """
-    if name not in pools:
-        hint = did_you_mean(name, pools) if pools else "data.pools has none."
-        raise ConfigError(
-            f"There is no pool called {name!r}; {hint} To make one from a tenth of the training samples, set "
-            f"data.pools={{{name}: 0.1}}."
-        )
-    return name

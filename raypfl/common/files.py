@@ -14,14 +14,14 @@ from raypfl.common.errors import Unwritable
 
 
 def write(path: Path, content: str | bytes) -> None:
-    """Write a file, as :func:`draft` does."""
+    """Write a file atomically; see :func:`draft`."""
     with draft(path) as unfinished:
         unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 @contextlib.contextmanager
 def draft(path: Path) -> Iterator[Path]:
-    """Do what :func:`replacing` does, with a sentence for the user if it fails.
+    """Yield a temporary path as :func:`replacing` does, but raise errors that are written for the user.
 
     Raises
     ------
@@ -50,12 +50,13 @@ def make_folder(folder: Path) -> None:
 def append_line(path: Path, line: str) -> None:
     """Add a line to a file, which need not exist; a last line that a kill cut off is ended first."""
     with path.open("ab+") as file:
-        before = ""
+        text = f"{line}\n"
         if file.tell():
             file.seek(-1, os.SEEK_END)
-            before = "" if file.read(1) == b"\n" else "\n"
+            if file.read(1) != b"\n":
+                text = f"\n{text}"
         # One write, since other processes may be reading.
-        file.write(f"{before}{line}\n".encode())
+        file.write(text.encode())
 
 
 @contextlib.contextmanager
@@ -88,7 +89,7 @@ _REMEDIES = {
 
 
 def remedy(error: OSError) -> str:
-    """Return a sentence on what helps against an error of writing."""
+    """Return a sentence that says how to mend an error of writing."""
     for sentence, numbers in _REMEDIES.items():
         if error.errno in numbers:
             return sentence
@@ -124,7 +125,7 @@ def locked(path: Path, wait: bool = True) -> Iterator[None]:
             except BlockingIOError:
                 raise
             except OSError:
-                pass  # no locks here
+                pass  # the file system has no locks
             if not _is_at(file.fileno(), lock):
                 continue  # its last holder removed the file, so other processes would not see this lock
             try:

@@ -26,7 +26,7 @@ _SOURCES: dict[str, tuple[Any, ...]] = {
     "NumPy's": (np, np.random, np.random.mtrand._rand),
     "Python's": (random, random._inst),
 }
-"""Modules, and objects whose methods draw: code must refer to one of them in order to draw from the stream."""
+"""The modules and objects that draw from a library's global stream; code that draws must refer to one of them."""
 
 
 @contextmanager
@@ -78,7 +78,7 @@ def _same(state: Any, other: Any) -> bool:
 def _mentioned(modules: tuple[str, ...], sizes: tuple[int, ...]) -> frozenset[str]:
     """Return the libraries whose streams these modules refer to; raypfl's own modules are left out.
 
-    `sizes` are the modules' numbers of names; they are part of the cache's key only.
+    `sizes` : the modules' numbers of names, which serve only as part of the cache's key.
     """
     names = {name for name in modules if name.partition(".")[0] != "raypfl"} & sys.modules.keys()
     values: list[Any] = []

@@ -1,4 +1,4 @@
-"""Results as JSON for other programs."""
+"""Strict JSON, which has no NaN and no infinite numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def json_text(value: Any) -> str:
-    """Return plain values as JSON, with null for NaN and infinite numbers, which JSON does not have."""
+    """Return plain values as JSON, with null for NaN and infinite numbers."""
     return json.dumps(_finite(value), indent=2, allow_nan=False)
 
 

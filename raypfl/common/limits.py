@@ -1,4 +1,4 @@
-"""Ranges of numbers, which a setting or an option names where it is declared: ``lam: Annotated[float, FROM_ZERO]``."""
+"""Ranges of numbers, declared with a setting or an option: ``lam: Annotated[float, FROM_ZERO]``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BELOW_ONE = Limit("at least 0 and below 1", lambda v: 0 <= v < 1)
 
 
 def limit_violations(options: Any) -> list[str]:
-    """Return ``"lam is -1; it must be 0 or more"`` for every field of a dataclass that is outside of its limit."""
+    """Return ``"lam is -1; it must be 0 or more"`` for every field of a dataclass outside its limits."""
     violations = []
     dataclass: Any = type(options)
     for name, limits in declared(dataclass, Limit).items():

@@ -1,4 +1,4 @@
-"""Recognise errors of a GPU that runs out of memory."""
+"""Recognise a GPU's out-of-memory errors."""
 
 from __future__ import annotations
 

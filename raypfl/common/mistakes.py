@@ -1,4 +1,4 @@
-"""Tell mistakes in code, which another try would repeat, from failures that may pass."""
+"""Tell mistakes in code, which another try would repeat, from passing failures of the machine."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from raypfl.common.errors import ConfigError, did_you_mean
 
 
 class Packaged:
-    """The YAML files in a package's folder, by name and in order. The first line of each is a comment that sums it up.
+    """The YAML files in a package's folder, iterated by name in alphabetical order. Each begins with a summary.
 
     Parameters
     ----------

@@ -31,7 +31,7 @@ class Registry:
     Parameters
     ----------
     kind : what the entries are, in the singular, as error messages say it (``"method"``).
-    hint : a function from an unknown name to what is meant by it, as a sentence, or an empty text.
+    hint : returns a sentence on what an unknown name may mean, or an empty text.
     plural : the group's name after ``raypfl.``; empty: that of the kind, with an s.
     """
 
@@ -95,7 +95,7 @@ class Registry:
         suggestion = self._hint(name) or did_you_mean(name, self)
         if suggestion.endswith("?"):
             return suggestion
-        # Nothing is near, so it may be the user's own.
+        # No registered name is similar, so the name may be that of the user's own component.
         return f"{suggestion} One of your own is named by module and class, as in my_module:MyClass."
 
     @property
@@ -173,5 +173,5 @@ def _module_of(file: str) -> str:
 
 @functools.cache
 def _entry_points(group: str, _path: tuple[str, ...]) -> EntryPoints:
-    """Return the entry points of a group. They are read once for a search path, which is the cache's key."""
+    """Return the entry points of a group, read once for each search path: `_path` is only part of the cache's key."""
     return entry_points(group=group)

@@ -42,13 +42,13 @@ def generator(seed: int, purpose: str, *path: int) -> np.random.Generator:
 
 def generator_of(key: int) -> np.random.Generator:
     """Return the NumPy generator of a key."""
-    # NumPy's types do not know that any ISeedSequence will do.
-    words = _KeyOfPhilox(key)
-    return np.random.Generator(np.random.Philox(words))  # type: ignore[arg-type]
+    # NumPy accepts any ISeedSequence, but its types do not say so.
+    seed = _KeyOfPhilox(key)
+    return np.random.Generator(np.random.Philox(seed))  # type: ignore[arg-type]
 
 
 class _KeyOfPhilox(ISeedSequence):
-    """Gives Philox a key. With the argument `key`, it would first draw a seed from the system: five times as long."""
+    """Passes a key to Philox. ``Philox(key=...)`` also draws a seed from the system first: five times as long."""
 
     def __init__(self, key: int):
         self._key = key
@@ -76,7 +76,7 @@ def uniform(keys: np.ndarray) -> np.ndarray:
 def normal(seed: int, purpose: str, clients: Sequence[int] | np.ndarray) -> np.ndarray:
     """Return a standard normal draw for each client, ``float64[len(clients)]``, the same in all rounds.
 
-    By the transform of Box and Muller (1958).
+    The transform is that of Box and Muller (1958).
     """
     radius = uniform(keys(seed, f"{purpose} radius", 0, clients))
     angle = uniform(keys(seed, f"{purpose} angle", 0, clients))

@@ -1,4 +1,4 @@
-"""After which rounds something is due."""
+"""Whether something that recurs, such as an evaluation, is due after a round."""
 
 from __future__ import annotations
 

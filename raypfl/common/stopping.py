@@ -1,4 +1,4 @@
-"""Requests to stop (Ctrl-C, SIGTERM and SIGHUP), which a run obeys at a safe point; a message if it is killed."""
+"""Requests to stop (Ctrl-C, SIGTERM, SIGHUP), which a run obeys at a safe point, and a message if it is killed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class StopRequest:
     @contextlib.contextmanager
     def acknowledged(self, acknowledge: Callable[[], None]) -> Iterator[None]:
         """While active, call `acknowledge` in another thread as soon as the request is made: this one may be busy."""
-        # Unlike an event's, a simple queue's lock is never in the way of a signal handler.
+        # A signal handler may wait for ever for the lock of an event; a simple queue's put never blocks.
         wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
         is_over = threading.Event()
 

@@ -1,4 +1,4 @@
-"""The number of threads of torch."""
+"""The number of threads that torch computes with."""
 
 from __future__ import annotations
 

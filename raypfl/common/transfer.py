@@ -1,4 +1,4 @@
-"""Copies from the host's memory to a device: to a GPU from pinned memory, so that nothing waits for them."""
+"""Copies from the host's memory to a device; those to a GPU are asynchronous, from pinned memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def to_device(rows: np.ndarray, device: torch.device) -> Tensor:
 
 
 def refuse_without_array(what: str, dtype: torch.dtype) -> None:
-    """Raise a MethodError if NumPy, in whose arrays messages and states are kept, has no such type of numbers."""
+    """Raise a MethodError if NumPy, whose arrays hold messages and states, lacks a dtype, such as bfloat16."""
     try:
         torch.empty(0, dtype=dtype).numpy()
     except TypeError:

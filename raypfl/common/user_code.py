@@ -28,7 +28,7 @@ def where_defined(function: Callable[..., Any]) -> str:
     code = getattr(function, "__code__", None)
     if code is None:
         return name
-    # Not a Path: this describes the function of every exchange.
+    # Not a Path, which is slower: this is called in every exchange.
     return f"{name} ({os.path.basename(code.co_filename)}, line {code.co_firstlineno})"
 
 
@@ -40,7 +40,7 @@ def refuse_result(function: Callable[..., Any], result: Any, must_return: str) -
 
 
 def other_arguments(function: Callable[..., Any], names: Sequence[str]) -> str | None:
-    """Say that a function takes other arguments than it is called with; None: it does not."""
+    """Say that a function takes other arguments than it is called with; None if they match."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # not written in Python

@@ -1,7 +1,7 @@
 """The files of the user's own modules, which are installed nowhere and must go wherever an experiment goes.
 
-Ray's runtime environment sends a module that is named to it, but does not find which ones an experiment names or what
-these import, and sends all of a folder.
+Ray's runtime environment sends the modules that it is given. It does not find those that an experiment names, or what
+they import, and of a folder it sends everything.
 """
 
 from __future__ import annotations

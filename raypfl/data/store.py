@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from raypfl.common.errors import ConfigError, DataError, checked_pool, did_you_mean
+from raypfl.common.errors import ConfigError, DataError, did_you_mean
 from raypfl.data.arrow_file import Arrays, Unreadable, open_arrays, open_or_build
 from raypfl.data.client_names import ClientNames, refuse_unknown_client
 from raypfl.data.datasets.population import DescribedData, is_described
@@ -24,6 +24,7 @@ from raypfl.data.partitions import Partition
 from raypfl.data.prepare import holdings_key, prepare_holdings, prepare_samples, samples_key
 from raypfl.data.shared_storage import copy_to_this_machine
 from raypfl.learning.objectives import kind_of
+from raypfl.learning.sample_pools import checked_pool
 
 
 @dataclass(frozen=True, eq=False, repr=False)

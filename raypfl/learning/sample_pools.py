@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -10,11 +10,27 @@ import torch
 from torch import Tensor
 
 from raypfl.common import rng
-from raypfl.common.errors import MethodError, checked_pool
+from raypfl.common.errors import ConfigError, MethodError, did_you_mean
 from raypfl.common.transfer import to_device
 from raypfl.learning.batches import Samples
 from raypfl.learning.objectives.batch import Batch
 from raypfl.learning.sample_order import draws
+
+
+def checked_pool(name: str, pools: Collection[str]) -> str:
+    """Return `name` if there is such a pool.
+
+    Raises
+    ------
+    ConfigError : if there is no such pool.
+    """
+    if name not in pools:
+        hint = did_you_mean(name, pools) if pools else "data.pools has none."
+        raise ConfigError(
+            f"There is no pool called {name!r}; {hint} To make one from a tenth of the training samples, set "
+            f"data.pools={{{name}: 0.1}}."
+        )
+    return name
 
 
 @dataclass(frozen=True)

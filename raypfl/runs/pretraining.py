@@ -17,7 +17,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from raypfl.common import files, rng
-from raypfl.common.errors import ConfigError, checked_pool
+from raypfl.common.errors import ConfigError
 from raypfl.common.threads import threads
 from raypfl.common.user_code import source_digest
 from raypfl.common.version import __version__
@@ -36,6 +36,7 @@ from raypfl.federation.settings import EngineSettings
 from raypfl.federation.task import Task
 from raypfl.learning.objectives.batch import Batch
 from raypfl.learning.optimizers import Adam
+from raypfl.learning.sample_pools import checked_pool
 from raypfl.learning.settings import TrainingSettings
 from raypfl.models import MODELS
 from raypfl.runs.checks.network import refuse_misfit, refuse_outputs

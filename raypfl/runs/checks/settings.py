@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from raypfl.common.counting import counted
-from raypfl.common.errors import ConfigError, checked_pool, did_you_mean
+from raypfl.common.errors import ConfigError, did_you_mean
 from raypfl.data.datasets.hub_tokens import tokenizer_of
 from raypfl.data.datasets.readers.tabular.text_table import TextTable
 from raypfl.data.datasets.words import PADDING
@@ -17,6 +17,7 @@ from raypfl.experiment import Experiment
 from raypfl.experiment.settings import ModelSettings
 from raypfl.learning.objectives import KINDS, OBJECTIVES
 from raypfl.learning.optimizers import OPTIMIZERS, SGD
+from raypfl.learning.sample_pools import checked_pool
 from raypfl.methods import METHODS, Method
 from raypfl.models.published.transformers import FAMILY
 from raypfl.models.weights import is_file
