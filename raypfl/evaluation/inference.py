@@ -84,8 +84,8 @@ def _vectorised_on_own_samples(
 
     # Shorter rows are padded with a sample of weight 0. It is one of this group's own: any other sample might not
     # exist, or might have to be fetched.
-    padding = next((model_indices[0] for model_indices in indices if len(model_indices)), 0)
-    padded = np.full((len(indices), int(sizes.max(initial=0))), padding, dtype=np.int64)
+    padding_sample = next((model_indices[0] for model_indices in indices if len(model_indices)), 0)
+    padded = np.full((len(indices), int(sizes.max(initial=0))), padding_sample, dtype=np.int64)
     for row, model_indices in zip(padded, indices, strict=True):
         row[: len(model_indices)] = model_indices
 

@@ -24,7 +24,7 @@ from raypfl.learning.objectives.base import unrounded
 class MetricSums:
     """The layout of a row of sums.
 
-    `by_class` : whether to sum by class too. Every sample must have exactly one class.
+    `by_class` : whether to sum by class too; every sample must then have exactly one class.
     """
 
     measures: Measures
@@ -52,7 +52,7 @@ class MetricSums:
 
     @cached_property
     def means(self) -> list[str]:
-        """The metrics that can be weighted by class."""
+        """The names of the metrics that can be weighted by class."""
         return [name for name, metric in self.measures.metrics.items() if isinstance(metric, SampleMean)]
 
     @property
@@ -65,8 +65,10 @@ class MetricSums:
         return max((span.stop for span in self.spans.values()), default=1)
 
     def empty(self, rows: int, device: torch.device | str = "cpu") -> Tensor:
-        """Return sums over no samples."""
-        width = self._plain_width + self.by_class * (1 + len(self.means)) * self.measures.targets
+        """Return sums over no samples, ``float64[rows, W]``."""
+        width = self._plain_width
+        if self.by_class:
+            width += (1 + len(self.means)) * self.measures.targets
         return torch.zeros(rows, width, dtype=torch.float64, device=device)
 
     def accumulate(self, batches: Iterable[ModelOutputs], rows: int) -> Tensor:

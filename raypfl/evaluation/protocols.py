@@ -24,12 +24,9 @@ OWN_SPLITS = {"local": "test", "val": "val", "train": "train", "unseen": "test",
 WEIGHTED = ("pm_v", "pm_l")
 """Protocols on all clients' test data, with class weights from the client's training data."""
 
-PROTOCOLS = (
-    *("local", "global", "unseen", "val", *WEIGHTED, "train", BACKDOOR),
-    *("ood/POOL", "ood/corrupt/NAME", "ood/corrupt/NAME/SEVERITY"),
-)
+_FIXED = ("local", "global", "unseen", "val", *WEIGHTED, "train", BACKDOOR)
+PROTOCOLS = (*_FIXED, "ood/POOL", "ood/corrupt/NAME", "ood/corrupt/NAME/SEVERITY")
 
-_FIXED = (*OWN_SPLITS, "global", *WEIGHTED)
 _OOD = "ood/"
 _CORRUPT = "ood/corrupt/"
 
@@ -98,11 +95,11 @@ def _why_untestable(name: str, data: ClientData, objective: Objective) -> str:
 
 
 def pool_of(protocol: str, pools: Collection[str]) -> str:
-    """Return the name of the pool of ``ood/NAME``: ``ood/NAME`` itself, or NAME.
+    """Return the pool that the protocol ``ood/NAME`` tests on: the one called ``ood/NAME``, or else NAME.
 
     Raises
     ------
-    ConfigError : if there is none.
+    ConfigError : if there is neither.
     """
     for name in (protocol, protocol.removeprefix(_OOD)):
         if name in pools:

@@ -49,7 +49,10 @@ class Measures:
         return tuple(dict.fromkeys(("samples", *self.objective.columns, *self.metrics)))
 
     def output_mismatch(self, outputs: Any) -> str:
-        """Say why a network's outputs for a batch do not fit the targets, as a sentence's end; empty if they do."""
+        """Say why a network's outputs for a batch do not fit the targets; empty if they do.
+
+        The text is the end of a sentence whose subject is the network.
+        """
         if not isinstance(outputs, Tensor):
             return f"returns a {type(outputs).__name__}; in evaluation it must return a tensor [samples, ...]."
         shape = tuple(outputs.shape[1:])

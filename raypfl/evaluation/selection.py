@@ -10,6 +10,7 @@ from raypfl.evaluation.run_metrics import Measures
 from raypfl.evaluation.settings import EvaluationSettings
 
 PROTOCOL = "val"
+"""The protocol whose results select the best round."""
 
 
 class BestRound(NamedTuple):
