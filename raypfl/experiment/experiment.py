@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Annotated, Any
 
 from pydantic import (
@@ -186,6 +186,7 @@ class Experiment(FilePart):
     @model_validator(mode="wrap")
     @classmethod
     def _in_sentences(cls, values: Any, validate: Any) -> Any:
+        values = _with_paths_as_text(values)
         try:
             with explain_user_errors():
                 experiment = validate(values)
@@ -222,6 +223,17 @@ class Experiment(FilePart):
             *robustness_mistakes(self.attack, self.aggregation, self.asynchronous, self.privacy),
             *compression_mistakes(self.compression, self.privacy),
         ]
+
+
+def _with_paths_as_text(value: Any) -> Any:
+    """Return settings with text, as in a file, in place of each path."""
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _with_paths_as_text(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_paths_as_text(item) for item in value]
+    return value
 
 
 def _unknown(path: tuple[int | str, ...]) -> str:

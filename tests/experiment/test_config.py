@@ -37,6 +37,13 @@ def test_a_component_is_a_name_a_description_or_an_object():
     assert Experiment(method="ditto").override(["method.lam=2"]) == expected
 
 
+def test_a_path_is_the_text_of_it():
+    data = {"name": "parquet", "root": Path("digits"), "pools": {"other": {"name": "parquet", "root": Path("more")}}}
+    described = Experiment(output=Path("my") / "runs", data=data).to_dict()
+    assert (described["output"], described["data"]["root"]) == ("my/runs", "digits")
+    assert described["data"]["pools"]["other"]["root"] == "more"
+
+
 def test_a_local_optimizer_is_a_name_a_description_or_an_object():
     expected = Experiment(training=TrainingSettings(lr=0.01, optimizer=Adam(beta1=0.5)))
     assert Experiment(training={"lr": 0.01, "optimizer": {"name": "adam", "beta1": 0.5}}) == expected
