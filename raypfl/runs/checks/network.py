@@ -71,7 +71,7 @@ def refuse_mixed_samples(prepared: Prepared) -> None:
     if optimizer.per_sample and prepared.model.mixes_rows:
         raise ConfigError(
             f"training.optimizer is {type(optimizer).__name__}, which needs the gradient of each sample, but batch "
-            f"norm in {prepared.experiment.model.name} mixes the samples of a batch. Choose group norm (norm: group) or "
+            f"norm in {prepared.experiment.model.name} mixes the samples of a batch. Choose group norm (norm: group), "
             "a network without batch norm, or freeze the layers that have it."
         )
 
