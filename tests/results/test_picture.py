@@ -639,6 +639,11 @@ def test_the_accuracy_of_an_earlier_round_is_shown_with_that_round():
     assert "global 20.0 % (round 2), " in third and end.endswith("global 20.0 % (round 2)")
 
 
+def test_a_round_without_a_training_loss_shows_none():
+    _, line = logged_lines([started(2), replace(finished(1), loss=float("nan"))])
+    assert "round 1/2" in line and "loss" not in line and "nan" not in line
+
+
 def test_the_table_on_a_terminal_marks_the_accuracy_of_an_earlier_round_too():
     console = terminal(100)
     with LiveView(console, [RunLine("fedavg")]) as shown:

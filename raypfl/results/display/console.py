@@ -262,7 +262,8 @@ def _end_text(line: RunLine) -> str:
 
 
 def _round_text(line: RunLine) -> str:
-    parts = [f"{line.label}: round {line.round}/{line.rounds}", f"loss {line.loss:.3f}"]
+    loss = "" if line.loss is None else f"loss {line.loss:.3f}"
+    parts = [f"{line.label}: round {line.round}/{line.rounds}", loss]
     parts += [line.sentence, f"{line.traffic} MB up / down", line.clock]
     return ", ".join(filter(None, parts))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -69,7 +70,7 @@ class RunLine:
                 self._start_time = time.monotonic()
             case RoundFinished():
                 self.round = event.round
-                self.loss = event.loss
+                self.loss = None if math.isnan(event.loss) else event.loss
                 self.bytes_up = event.bytes_up_total
                 self.bytes_down = event.bytes_down_total
                 self.simulated = event.simulated
