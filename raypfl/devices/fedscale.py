@@ -39,7 +39,7 @@ class FedScaleHardware(Hardware):
         return (Path(self.file),)
 
     def devices(self, num_clients: int, seed: int) -> Devices:
-        entries = _entries(self.file, ("computation", "communication"), "devices.hardware.file")
+        entries = _entries(self.file, "devices.hardware.file", numbers=("computation", "communication"))
         computation = np.array([entry["computation"] for entry in entries], dtype=np.float64)
         communication = np.array([entry["communication"] for entry in entries], dtype=np.float64)
         device = np.arange(num_clients) % len(entries)
@@ -64,7 +64,9 @@ class FedScaleAvailability(AvailabilityModel):
         return (Path(self.file),)
 
     def availability(self, holdings: Holdings, unit: float) -> Availability:
-        entries = _entries(self.file, ("active", "inactive", "finish_time"), "devices.availability.file")
+        entries = _entries(
+            self.file, "devices.availability.file", numbers=("finish_time",), lists=("active", "inactive")
+        )
         periods = np.array([entry["finish_time"] for entry in entries], dtype=np.float64)
         owners = []
         starts = []
@@ -89,8 +91,8 @@ class _PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it asks for {module_name}.{global_name}")
 
 
-def _entries(file: str, needed: tuple[str, ...], setting: str) -> list[dict[str, Any]]:
-    """Return the entries of a trace, by ascending id."""
+def _entries(file: str, setting: str, numbers: tuple[str, ...], lists: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+    """Return the entries of a trace, by ascending id; each has these numbers and lists of numbers."""
     path = Path(file).expanduser()
     if not path.is_file():
         raise ConfigError(f"{setting} is {file!r}, but there is no such file.")
@@ -103,7 +105,22 @@ def _entries(file: str, needed: tuple[str, ...], setting: str) -> list[dict[str,
             f"{error}."
         ) from None
 
-    is_trace = isinstance(trace, dict) and trace and all(isinstance(entry, dict) for entry in trace.values())
-    if not is_trace or not all(name in entry for entry in trace.values() for name in needed):
-        raise ConfigError(f"{setting} is {file!r}, which does not have {', '.join(needed)} for each id.")
+    def is_entry(entry: Any) -> bool:
+        if not isinstance(entry, dict):
+            return False
+        has_numbers = all(_is_number(entry.get(name)) for name in numbers)
+        return has_numbers and all(_are_numbers(entry.get(name)) for name in lists)
+
+    is_trace = isinstance(trace, dict) and trace and all(map(_is_number, trace))
+    if not is_trace or not all(map(is_entry, trace.values())):
+        needed = ", ".join((*lists, *numbers))
+        raise ConfigError(f"{setting} is {file!r}, which does not have {needed} for each id, all of them numbers.")
     return [trace[number] for number in sorted(trace)]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
+
+
+def _are_numbers(values: Any) -> bool:
+    return isinstance(values, list | tuple) and all(map(_is_number, values))

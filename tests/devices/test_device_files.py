@@ -113,6 +113,25 @@ def test_fedscales_traces_are_read_as_fedscale_reads_them_also_when_time_jumps(t
     assert availability.next_available(np.arange(2), 36.0).tolist() == [39.0, 39.0]
 
 
+@pytest.mark.parametrize(
+    ("model", "trace"),
+    [
+        (FedScaleHardware, {1: {"computation": "fast", "communication": 1}}),
+        (FedScaleHardware, {1: {"computation": 1, "communication": 1}, "two": {"computation": 1, "communication": 1}}),
+        (FedScaleAvailability, {1: {"active": 5, "inactive": [9], "finish_time": 10}}),
+        (FedScaleAvailability, {1: {"active": ["early"], "inactive": [9], "finish_time": 10}}),
+    ],
+)
+def test_a_trace_with_other_values_than_numbers_is_refused(tmp_path: Path, model, trace):
+    file = tmp_path / "trace"
+    file.write_bytes(pickle.dumps(trace))
+    with pytest.raises(ConfigError, match=r"for each id, all of them numbers"):
+        if model is FedScaleHardware:
+            model(file=str(file)).devices(1, seed=0)
+        else:
+            model(file=str(file)).availability(holdings(1), unit=3600.0)
+
+
 class Harmful:
     def __reduce__(self):
         return os.mkdir, ("harmed",)
