@@ -640,7 +640,9 @@ def test_the_accuracy_of_an_earlier_round_is_shown_with_that_round():
 
 
 def test_a_round_without_a_training_loss_shows_none():
-    _, line = logged_lines([started(2), replace(finished(1), loss=float("nan"))])
+    _, line, _ = logged_lines(
+        [started(2), replace(finished(1), loss=float("nan")), RunFinished("stopped", 1, "3fa2c1")]
+    )
     assert "round 1/2" in line and "loss" not in line and "nan" not in line
 
 
