@@ -35,13 +35,13 @@ class Cost:
     outputs: int = 0
 
     def client_bytes(self, parameters: int, batch: int) -> int:
-        """Return about how many bytes a client with so many parameters needs for a step in fp32 on `batch` samples."""
+        """Return roughly the bytes that a client needs for a training step in fp32 on `batch` samples."""
         return 4 * (VECTORS * parameters + ACTIVATIONS * self.outputs * batch)
 
 
 @contextlib.contextmanager
 def measured_cost(network: nn.Module, samples: int) -> Iterator[Cost]:
-    """Count what a network does while active, in which it is called on `samples` samples in all."""
+    """While active, count what a network does; in this time it must be called on `samples` samples in all."""
     cost = Cost()
 
     def count(layer: nn.Module, inputs: Any, output: Any) -> None:

@@ -1,4 +1,4 @@
-"""Networks that make other networks' parameters, and networks that describe a client's samples to them."""
+"""Hypernetworks, which generate other networks' parameters, and networks that describe a client's samples to them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class EmbeddingNetwork(nn.Module):
     def __init__(self, kind: Embedding, input_shape: tuple[int, ...], num_classes: int, length: int):
         super().__init__()
         self.num_classes = num_classes
-        self.images = kind == "cnn"
+        self.sees_images = kind == "cnn"
 
         if kind == "linear":
             self.layers: nn.Module = nn.Linear(num_classes, length)
@@ -64,10 +64,10 @@ class EmbeddingNetwork(nn.Module):
 
     def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
         x, y = pair
-        # Tokens are integers, and have no part in what follows.
+        # Tokens are integers; the embeddings of the classes still have a floating-point dtype.
         dtype = x.dtype if x.is_floating_point() else next(self.parameters()).dtype
         one_hot = F.one_hot(y, self.num_classes).to(dtype)
-        if not self.images:
+        if not self.sees_images:
             return self.layers(one_hot)
 
         planes = one_hot[:, :, None, None].expand(-1, -1, *x.shape[2:])

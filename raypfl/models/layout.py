@@ -93,8 +93,10 @@ class VectorLayout:
             segments = segments[: len(self.parameter_names)]
             sizes = sizes[: len(segments)]
 
-        parts = theta.split(sizes, dim=-1)
-        return {s.name: part.reshape((*theta.shape[:-1], *s.shape)) for s, part in zip(segments, parts, strict=True)}
+        views = {}
+        for segment, part in zip(segments, theta.split(sizes, dim=-1), strict=True):
+            views[segment.name] = part.reshape((*theta.shape[:-1], *segment.shape))
+        return views
 
     def parameters(self, theta: Tensor) -> Tensor:
         """Return the trainable part of model vectors: ``[..., P+B] -> [..., P]``, a view."""
@@ -144,10 +146,11 @@ def select(pattern: str, module: nn.Module, common_parts: Mapping[str, list[str]
     names = list(stored_tensors(module))
     selected: set[str] = set()
     for item in map(str.strip, pattern.split(",")):
-        matches = [n for n in names if n == item or n.startswith(item + ".") or fnmatch.fnmatch(n, item)]
+        matches = [name for name in names if name == item or name.startswith(f"{item}.") or fnmatch.fnmatch(name, item)]
         if not matches and item not in common_parts:
-            # A module without tensors, such as an activation, selects nothing either.
-            modules = [m for m, _ in module.named_modules() if any(n.startswith(f"{m}.") for n in names)]
+            # Modules without tensors, such as activations, are no candidates: they select nothing either.
+            paths = [path for path, _ in module.named_modules()]
+            modules = [path for path in paths if any(name.startswith(f"{path}.") for name in names)]
             candidates = [*names, *modules, *common_parts]
             raise ConfigError(f"No segment of the network matches {item!r}; {did_you_mean(item, candidates)}")
 

@@ -27,23 +27,23 @@ def with_lora(factory: Callable[[], nn.Module], rank: int) -> nn.Module:
     """
     network = factory()
     output_layer = network.get_submodule(layers_with_parameters(network)[-1])
-    paths: dict[nn.Linear, list[str]] = {}
+    paths_of_layer: dict[nn.Linear, list[str]] = {}
     unadapted: set[nn.Module] = {network, output_layer}
     for path, layer in network.named_modules(remove_duplicate=False):
         # Exactly nn.Linear: nn.MultiheadAttention has a subclass of it.
         if type(layer) is nn.Linear:
-            paths.setdefault(layer, []).append(path)
+            paths_of_layer.setdefault(layer, []).append(path)
         elif isinstance(layer, nn.TransformerEncoderLayer):
             unadapted.update(layer.children())
 
-    layers = {layer: places for layer, places in paths.items() if layer not in unadapted}
-    if not layers:
+    paths_to_adapt = {layer: paths for layer, paths in paths_of_layer.items() if layer not in unadapted}
+    if not paths_to_adapt:
         raise ConfigError(
             f"model.lora is {rank}, but {type(network).__name__} has no nn.Linear besides its output layer to adapt."
         )
-    for layer, places in layers.items():
+    for layer, paths in paths_to_adapt.items():
         adapted = LowRank(layer, rank)
-        for path in places:
+        for path in paths:
             network.set_submodule(path, adapted)
     return network
 

@@ -1,4 +1,4 @@
-"""The registry of networks, and the simplest one: dense layers."""
+"""The registry of networks, and the simplest ones: dense layers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from raypfl.common.registry import Registry
 
 MODELS = Registry("model")
 """Each entry is called as ``entry(input_shape=(C, H, W), num_classes=n, **options)`` and returns an ``nn.Module`` with
-n outputs. `input_shape` is the shape of one sample, which may also be ``(features,)``. A network for
-texts also has the parameter `num_tokens`, the number of different words."""
+n outputs. `input_shape` is the shape of one sample, which may also be ``(features,)``. A network for texts also has the
+parameter `num_tokens`, the number of different words."""
 
 
 def facts_for(
     name: str, entry: Callable[..., Any], input_shape: tuple[int, ...], num_classes: int, num_tokens: int | None
 ) -> dict[str, Any]:
-    """Return what an entry of `MODELS` needs to know of the data.
+    """Return the arguments of an entry of `MODELS` that describe the data.
 
     `num_tokens` : number of different words in the samples; None: they are no texts.
 
@@ -96,7 +96,7 @@ def mlp(
 
 @MODELS.register("two_layer")
 class TwoLayerReLU(nn.Module):
-    """Two layers as theories of wide networks have them: ``a . relu(W x) / sqrt(m)`` of inputs scaled to length 1.
+    """The two layers of theories of wide networks: ``a . relu(W x) / sqrt(m)`` for inputs scaled to length 1.
 
     Only W is trained, which starts as normal noise; a is drawn once from -1 and 1. There is one output.
 

@@ -50,7 +50,7 @@ def common_parts(module: nn.Module, tensors: Iterable[str]) -> dict[str, list[st
 def layers_with_parameters(module: nn.Module) -> list[str]:
     """Return the paths of the layers that have trainable parameters, in the order in which they are registered.
 
-    Parameters of the network itself, whose path is empty, are no layer, unless there are no others.
+    Parameters of the network itself, whose path is empty, count as a layer only if there are no others.
     """
     layers = []
     for path, child in module.named_modules():
@@ -60,7 +60,7 @@ def layers_with_parameters(module: nn.Module) -> list[str]:
 
 
 def _tensors_of(module: nn.Module, paths: list[str], names: list[str]) -> list[str]:
-    """Return the names of the tensors in the modules at these paths, also of those shared with another module."""
+    """Return the names of the tensors in the modules at these paths, including those shared with other modules."""
     # A shared tensor has the name that it has in the first module.
     name_of_tensor = {id(parameter): name for name, parameter in module.named_parameters()}
     parameters: set[str] = set()

@@ -7,10 +7,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 RESTARTS = 8
-"""Largest number of starts of a search."""
+"""Largest number of random starts of a search."""
 
 STEPS = 3000
-"""Steps of a search."""
+"""Number of steps of a search."""
 
 MAX_WORK = 2**22
 """Largest ``restarts * count^2 * dimension`` of a search with more than one start."""
@@ -52,7 +52,10 @@ def _simplex(count: int, dimension: int, generator: torch.Generator) -> Tensor:
 
 
 def search_prototypes(count: int, dimension: int, generator: torch.Generator, restarts: int = RESTARTS) -> Tensor:
-    """Search for such rows by descent on a soft maximum of the cosines, which gets sharper; return the best result."""
+    """Search for the rows of :func:`uniform_prototypes` by descent on a soft maximum of their cosines.
+
+    The maximum gets sharper from step to step. The best result of all restarts is returned.
+    """
     w = torch.randn(restarts, count, dimension, generator=generator, dtype=torch.float64)
     w = w / w.norm(dim=-1, keepdim=True)
     diagonal = torch.eye(count, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""A number of which each client has its own, in place of a float that a loss was written for."""
+"""A number with a value for each client, in place of a float that a loss was written for."""
 
 from __future__ import annotations
 

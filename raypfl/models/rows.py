@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 128
-"""Bytes of which a row's address is a multiple on a GPU: a line of its cache. Its kernels read at most 16 at a time."""
+"""A row's address on a GPU is a multiple of this many bytes, a line of its cache. Kernels read at most 16 at a time."""
 
 
 def empty_rows(shape: tuple[int, ...], like: Tensor) -> Tensor:
@@ -19,8 +19,8 @@ def empty_rows(shape: tuple[int, ...], like: Tensor) -> Tensor:
     if like.device.type == "cpu":
         return torch.empty(shape, dtype=like.dtype)
     *leading, length = shape
-    numbers = ALIGNMENT // like.element_size()
-    stride = -(-length // numbers) * numbers
+    numbers_per_line = ALIGNMENT // like.element_size()
+    stride = -(-length // numbers_per_line) * numbers_per_line
     return torch.empty((*leading, stride), dtype=like.dtype, device=like.device)[..., :length]
 
 
@@ -30,7 +30,7 @@ def aligned(rows: Tensor) -> Tensor:
 
 
 def copy_rows(rows: Tensor, order: Tensor | None = None) -> Tensor:
-    """Return a copy of the rows, in this order; on a GPU they are aligned."""
+    """Return a copy of the rows, in this `order`, ``int64[k]``; on a GPU they are aligned. None: as they are."""
     rows_are_equal = rows.stride(0) == 0  # an expanded row
     if rows_are_equal and order is not None:
         rows = rows[: len(order)]

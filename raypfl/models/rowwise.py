@@ -21,13 +21,11 @@ _SMALLEST = -(2**63)
 
 
 class RowWise(TorchFunctionMode):
-    """While active, ``F.batch_norm`` in training mode ignores rows of weight 0, and dropout draws from `key`.
-
-    So does ``torch.rand_like``.
+    """While active, dropout and ``rand_like`` draw by `key`, and ``F.batch_norm`` in training mode ignores padding.
 
     Parameters
     ----------
-    weight : ``Tensor[b]`` of ones and zeros; None: no row is padding.
+    weight : ``Tensor[b]``, 1 for a sample and 0 for padding; None: no row is padding.
     key : ``int64`` scalar tensor. Draws of different keys are independent.
     """
 
@@ -59,7 +57,7 @@ class RowWise(TorchFunctionMode):
 
 
 def _batch_norm(
-    rows: Tensor,
+    row_weight: Tensor,
     x: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
@@ -74,14 +72,14 @@ def _batch_norm(
 
     axes = [0, *range(2, x.dim())]  # all but the channels
     channel_shape = [1, -1, *[1] * (x.dim() - 2)]
-    row_weight = rows.reshape(-1, *[1] * (x.dim() - 1))
+    weight_like_x = row_weight.reshape(-1, *[1] * (x.dim() - 1))
     pixels = x[0, 0].numel() if x.dim() > 2 else 1
-    count = rows.sum() * pixels
-    mean = (x * row_weight).sum(axes) / count
-    var = ((x - mean.reshape(channel_shape)).square() * row_weight).sum(axes) / count
+    count = row_weight.sum() * pixels
+    mean = (x * weight_like_x).sum(axes) / count
+    var = ((x - mean.reshape(channel_shape)).square() * weight_like_x).sum(axes) / count
 
     if running_mean is not None and running_var is not None:
-        # As torch does: the batch's own variance normalises, and the unbiased one goes into the statistics.
+        # As in torch, the batch is normalised by its biased variance, and the statistics get the unbiased one.
         unbiased = var.detach() * count / (count - 1).clamp_min(1)
         running_mean.copy_(running_mean + momentum * (mean.detach() - running_mean))
         running_var.copy_(running_var + momentum * (unbiased - running_var))

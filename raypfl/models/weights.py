@@ -1,4 +1,4 @@
-"""Initial weights: pretrained ones of torchvision or timm, by name, or those in a file."""
+"""Initial weights: published ones of torchvision, timm or the Hugging Face hub, by name, or those in a file."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ class Pretrained:
 
     Parameters
     ----------
-    name : the model's name: one of torchvision, with or without ``torchvision:``, or of timm, with ``timm:``.
-    source : a file (safetensors, or a state dict saved by ``torch.save``), or the name of weights of that model there.
+    name : the model's name: one of torchvision, with or without ``torchvision:``, or ``timm:NAME``, or
+        ``transformers:NAME``.
+    source : a file (safetensors, or a state dict saved by ``torch.save``), or the name of published weights of the
+        model.
 
     Raises
     ------
@@ -46,12 +48,12 @@ class Pretrained:
 
 
 def origin(network: nn.Module) -> str:
-    """Say in short where a network's initial weights come from."""
+    """Say briefly where a network's initial weights come from."""
     return str(getattr(network, "origin", RANDOM))
 
 
 def digest(source: str | None) -> str:
-    """Return what tells whether a resumed run has the same weights: the SHA-256 of a file, or a name."""
+    """Return what a resumed run compares with the weights it began with: the SHA-256 of a file, or a name."""
     if source is None or not is_file(source) or not Path(source).is_file():
         return source or ""
     with Path(source).open("rb") as file:
@@ -66,8 +68,9 @@ def is_file(source: str) -> bool:
 def fill(network: nn.Module, weights: Mapping[str, Tensor], source: str) -> str:
     """Copy weights into the network; return a description of which tensors were filled.
 
-    The output layer keeps its random weights if `weights` lacks it or has another number of classes. So do adapters
-    that `weights` lacks. All other tensors must match by name and shape, and `weights` must have no further ones.
+    The output layer keeps its random weights if `weights` lacks it or has another number of classes; adapters keep
+    theirs if `weights` lacks them. All other tensors must match by name and shape, and `weights` may have no further
+    ones.
 
     Raises
     ------
@@ -108,7 +111,7 @@ def fill(network: nn.Module, weights: Mapping[str, Tensor], source: str) -> str:
 
 
 def _tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Leave out batch norm's counts of batches: `FlatModel` has none."""
+    """Return the tensors without batch norm's counts of batches, which `FlatModel` does not have."""
     return {name: tensor for name, tensor in state.items() if not name.endswith("num_batches_tracked")}
 
 
@@ -120,8 +123,8 @@ def _other_classes(targets: Mapping[str, Tensor], weights: Mapping[str, Tensor],
         target_shape = targets[name].shape
         shape = weights[name].shape
         # A tensor without axes, such as a scale, has no classes.
-        same_rows = len(shape) == len(target_shape) > 0 and shape[1:] == target_shape[1:]
-        if same_rows and shape[0] != target_shape[0]:
+        have_same_rows = len(shape) == len(target_shape) > 0 and shape[1:] == target_shape[1:]
+        if have_same_rows and shape[0] != target_shape[0]:
             return f" ({shape[0]} classes there, {target_shape[0]} here)"
     return ""
 

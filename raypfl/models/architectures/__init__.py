@@ -1,4 +1,4 @@
-"""The networks that raypfl has itself, beside the dense layers in :mod:`raypfl.models.networks`."""
+"""The networks that raypfl implements, besides the dense layers in :mod:`raypfl.models.networks`."""
 
 # Importing them registers them.
 from raypfl.models.architectures import convolutional, heterogeneous, residual, sequences, texts, transformer

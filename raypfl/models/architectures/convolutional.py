@@ -1,8 +1,8 @@
 """Convolutional networks without skip connections.
 
-Papers put the max-pool after the ReLU. Here it comes before: outputs and gradients are the same, bit for bit, and the
-ReLU has a quarter of the work. With ``training.channels_last`` the gradient of the dense layers arrives channels first;
-the ReLU converts it while it is four times smaller.
+Papers put the max-pool after the ReLU. Here it comes before, except in :class:`FedAvgCNN`: outputs and gradients are
+the same, bit for bit, and the ReLU has a quarter of the work. With ``training.channels_last`` the gradient of the dense
+layers arrives channels first; the ReLU converts it while it is four times smaller.
 """
 
 from __future__ import annotations
@@ -50,8 +50,7 @@ class FedAvgCNN(nn.Module):
         channels, height, width = image_shape("fedavg_cnn", input_shape, min_side=16)
         pixels = _side_after_convolutions(height) * _side_after_convolutions(width)
         self.features = nn.Sequential(
-            *[nn.Conv2d(channels, 32, 5), nn.ReLU(), nn.MaxPool2d(2)],
-            *[nn.Conv2d(32, 64, 5), nn.ReLU(), nn.MaxPool2d(2)],
+            nn.Conv2d(channels, 32, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(32, 64, 5), nn.ReLU(), nn.MaxPool2d(2)
         )
         self.body = nn.Sequential(nn.Flatten(), nn.Linear(64 * pixels, 512), nn.ReLU())
         self.head = nn.Linear(512, num_classes)
@@ -136,7 +135,7 @@ class ConvNet(nn.Module):
         super().__init__()
         channels, image_height, image_width = image_shape("convnet", input_shape)
         first_padding = 3 if channels == 1 else 1
-        # Each block halves the sides; beyond 1, the first one's padding enlarges the image.
+        # Each block halves the sides. Padding by 1 keeps the image's size, so the first block's may enlarge it.
         rows = (image_height + 2 * (first_padding - 1)) >> depth
         columns = (image_width + 2 * (first_padding - 1)) >> depth
         if min(rows, columns) < 1:

@@ -1,4 +1,4 @@
-"""Networks of different architectures, of which each client has one, with a common output layer."""
+"""Several architectures with a common output layer, of which each client has one."""
 
 from __future__ import annotations
 
@@ -81,9 +81,9 @@ class BodyAndHead(nn.Module):
 
 
 class AverageFeatures(nn.Module):
-    """Averages of neighbouring features, ``[..., inputs] -> [..., outputs]``, as ``nn.AdaptiveAvgPool1d`` has them.
+    """Averages of neighbouring features, ``[..., inputs] -> [..., outputs]``, like ``nn.AdaptiveAvgPool1d``.
 
-    It is a product with a constant matrix, whose gradients are the same in every run also on a GPU.
+    They are a product with a constant matrix, since its gradients are deterministic on a GPU, too.
     """
 
     matrix: Tensor
@@ -102,20 +102,20 @@ class AverageFeatures(nn.Module):
 
 
 def architectures_of(options: Mapping[str, Any], num_clients: int) -> np.ndarray:
-    """Return the number of each client's architecture, ``int64[num_clients]``, from the options of `Heterogeneous`.
+    """Return the position of each client's architecture, ``int64[num_clients]``, from the options of `Heterogeneous`.
 
-    Each client in turn gets the one that has fewest clients, compared with its share.
+    Each client in turn gets the architecture that lacks most clients to reach its share.
     """
-    count = len(options.get("networks", NETWORKS))
-    shares = np.array(options.get("shares") or [1.0] * count, dtype=float)
+    num_networks = len(options.get("networks", NETWORKS))
+    shares = np.array(options.get("shares") or [1.0] * num_networks, dtype=float)
     shares /= shares.sum()
-    clients = np.zeros(count)
-    numbers = np.empty(num_clients, dtype=np.int64)
+    counts = np.zeros(num_networks)
+    network_of_client = np.empty(num_clients, dtype=np.int64)
     for client in range(num_clients):
-        number = int(np.argmax(shares * (client + 1) - clients))
-        clients[number] += 1
-        numbers[client] = number
-    return numbers
+        network = int(np.argmax(shares * (client + 1) - counts))
+        counts[network] += 1
+        network_of_client[client] = network
+    return network_of_client
 
 
 def _built(

@@ -1,4 +1,4 @@
-"""Residual networks (He et al. 2016), with torchvision's tensor names, so that its weights fit those that it has."""
+"""Residual networks (He et al. 2016), with torchvision's tensor names, so that its weights can be loaded."""
 
 from __future__ import annotations
 
@@ -90,6 +90,7 @@ class ResNet18(nn.Module):
         width: int = 64,
         head_bias: bool = True,
     ):
+        super().__init__()
         normalise = normalisation(norm)
 
         def adapter(channels: int) -> nn.Module:
@@ -103,7 +104,6 @@ class ResNet18(nn.Module):
                 blocks.append(BasicBlock(outputs, outputs, 1, normalise, adapter))
             return nn.Sequential(*blocks)
 
-        super().__init__()
         channels, *_ = image_shape("resnet", input_shape)
         self.conv1 = nn.Conv2d(channels, width, 7, stride=2, padding=3, bias=False)
         self.maxpool: nn.Module = nn.MaxPool2d(3, stride=2, padding=1)
@@ -180,6 +180,7 @@ class ResNet56(nn.Module):
         norm: Literal["batch", "group"] = "batch",
         width: int = 16,
     ):
+        super().__init__()
         normalise = normalisation(norm)
 
         def layer(inputs: int, layer_width: int, stride: int) -> nn.Sequential:
@@ -188,7 +189,6 @@ class ResNet56(nn.Module):
                 blocks.append(Bottleneck(4 * layer_width, layer_width, 1, normalise))
             return nn.Sequential(*blocks)
 
-        super().__init__()
         channels, *_ = image_shape("resnet56", input_shape)
         self.conv1 = nn.Conv2d(channels, width, 3, padding=1, bias=False)
         self.bn1 = normalise(width)

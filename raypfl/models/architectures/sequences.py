@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from raypfl.common.errors import ConfigError
-from raypfl.models.architectures.transformer import TransformerBlock, require_counts, require_multiple
+from raypfl.models.architectures.option_checks import require_counts, require_multiple
+from raypfl.models.architectures.transformer import TransformerBlock
 from raypfl.models.networks import MODELS
 
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from raypfl.models.architectures.option_checks import require_counts, require_multiple
 from raypfl.models.architectures.sequences import require_sequences
-from raypfl.models.architectures.transformer import TransformerBlock, require_counts, require_multiple
+from raypfl.models.architectures.transformer import TransformerBlock
 from raypfl.models.networks import MODELS
 
 
@@ -71,8 +72,8 @@ class TextCNN(nn.Module):
 
         features = []
         for kernel, convolution in zip(self.kernels, self.convolutions, strict=True):
-            # Every word begins a window: the last ones reach beyond the text. Windows without a word do not count;
-            # zero is no larger than what a ReLU returns.
+            # Every word begins a window, so the last windows reach beyond the text. Windows that begin with padding are
+            # set to zero, which cannot be the largest value alone: a ReLU returns no less.
             windows = F.pad(words, (0, kernel - 1))
             features.append((convolution(windows).relu() * is_word).amax(2))
         return self.head(torch.cat(features, 1))

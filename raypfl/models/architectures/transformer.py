@@ -2,34 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from raypfl.common.errors import ConfigError
+from raypfl.models.architectures.option_checks import require_multiple
 from raypfl.models.networks import MODELS, image_shape
-
-
-def require_counts(**options: int | Sequence[int]) -> None:
-    """Raise a ConfigError unless these options of a model are at least 1; lists need one or more such numbers."""
-    for name, value in options.items():
-        if isinstance(value, int):
-            if value < 1:
-                raise ConfigError(f"model.{name} is {value}; it must be at least 1.")
-        elif min(value, default=0) < 1:
-            raise ConfigError(f"model.{name} is {list(value)}; it must have numbers of at least 1.")
-
-
-def require_multiple(name: str, value: int, divisor_name: str, divisor: int) -> None:
-    """Raise a ConfigError unless a model's option is a multiple of another one, and both are at least 1."""
-    require_counts(**{name: value, divisor_name: divisor})
-    if value % divisor:
-        raise ConfigError(
-            f"model.{name} is {value}; it must be a multiple of model.{divisor_name}, which is {divisor}."
-        )
 
 
 class BottleneckAdapter(nn.Module):
@@ -67,7 +47,7 @@ class Attention(nn.Module):
         if self.causal:
             scores = scores + torch.full_like(scores[0, 0], -torch.inf).triu(1)
         if is_token is not None:
-            # Not minus infinity, so that a text without words has no nan.
+            # Not minus infinity, which would give NaN for a text without words.
             scores = scores.masked_fill(~is_token[:, None, None], -1e30)
         mixed = (scores.softmax(-1) @ v).transpose(1, 2)
         return self.proj(mixed.flatten(2))
