@@ -16,7 +16,7 @@ from raypfl.common.component import Component
 from raypfl.common.errors import ConfigError, MethodError
 from raypfl.common.registry import Registry
 from raypfl.common.rounds import is_due
-from raypfl.federation.logged import Log
+from raypfl.federation.logged import EarlierKinds, Log
 from raypfl.federation.method import Method
 from raypfl.federation.task import Task
 from raypfl.learning.objectives.batch import Batch
@@ -49,7 +49,7 @@ class AnalysedRound(Log):
         models: tuple[Tensor | None, Tensor | None],
         run: AnalysedRun,
         folder: Path,
-        earlier_kinds: Mapping[str, Mapping[str, str]],
+        earlier_kinds: EarlierKinds,
     ):
         super().__init__(earlier_kinds)
         self.round = round

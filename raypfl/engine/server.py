@@ -167,7 +167,7 @@ class Server:
         number = state.round + 1
         self._runner.compact_states(number)
         cohort_draw = self._rounds.draw(number, self._turns, state.time)
-        logged_columns = state.tables.logged_columns()
+        earlier_kinds = state.tables.logged_kinds()
         model_before = self._analyses.global_model(state.server)
         self._runner.observers = self._analyses.observers(number)
 
@@ -175,7 +175,7 @@ class Server:
             try:
                 with state.all_or_nothing():
                     with refuse_unkeyed(self._method.round, self._task.model.device, ON_SERVER):
-                        cohort = self._rounds.cohort(number, state.server, logged_columns, cohort_draw)
+                        cohort = self._rounds.cohort(number, state.server, earlier_kinds, cohort_draw)
                         returned: object = self._method.round(state.server, cohort)  # type: ignore[func-returns-value]
                     refuse_returned(self._method.round, returned, state.server)
                     # A resumed run begins its next round with no more than this, so this one does not either.
@@ -185,7 +185,7 @@ class Server:
                     seconds = self._clock() - started_at
 
                     models = (model_before, self._analyses.global_model(state.server))
-                    self._analyses.after_round(cohort, models, logged_columns)
+                    self._analyses.after_round(cohort, models, earlier_kinds)
                     self._rounds.update(cohort, cohort_draw)
                     # A second Ctrl-C waits from here on: a round that counts only in part would be saved as it is.
                     recording.enter_context(signals_deferred())

@@ -21,7 +21,7 @@ from raypfl.common.user_code import where_defined
 from raypfl.federation.exchange.aggregation import ReplyAggregator
 from raypfl.federation.exchange.group_runner import GroupRunner
 from raypfl.federation.ledger import LedgerEntry, MessageSize, Phase
-from raypfl.federation.logged import Log, Logged
+from raypfl.federation.logged import EarlierKinds, Log, Logged
 from raypfl.federation.robustness.wire import Kind, Messages, Wire
 from raypfl.federation.server_training import ServerTraining
 from raypfl.learning.privacy import Spending, server_noise
@@ -71,7 +71,7 @@ class Cohort(Log, ServerTraining):
         dropped: tuple[int, ...],
         round: int,
         lr: float,
-        earlier_kinds: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
+        earlier_kinds: EarlierKinds = MappingProxyType({}),
         work: np.ndarray | None = None,
     ):
         Log.__init__(self, earlier_kinds)

@@ -21,6 +21,9 @@ IMAGES = {"round": "int32", "name": "text", "png": "bytes"}
 ANALYSIS = "analysis-"
 """The prefix of the file names of a method's own tables."""
 
+EarlierKinds = Mapping[str, Mapping[str, str]]
+"""Table -> column -> kind, of the tables that were logged in earlier rounds."""
+
 _NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 _KINDS = {"i": "int64", "u": "int64", "b": "int64", "f": "float64", "U": "text"}
 """NumPy's kind of an array -> the kind of a column."""
@@ -46,14 +49,9 @@ class Logged:
 
 
 class Log:
-    """Collects what a method or an analysis logs in a round.
+    """Collects what a method or an analysis logs in a round."""
 
-    Parameters
-    ----------
-    earlier_kinds : table -> column -> kind, of the tables that were logged in earlier rounds.
-    """
-
-    def __init__(self, earlier_kinds: Mapping[str, Mapping[str, str]]):
+    def __init__(self, earlier_kinds: EarlierKinds):
         self._logged = Logged()
         self._earlier_kinds = earlier_kinds
 

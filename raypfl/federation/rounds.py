@@ -10,12 +10,10 @@ from raypfl.devices import ClientTurns
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.cohort_draw import CohortDraw, draw_cohort
 from raypfl.federation.exchange.group_runner import GroupRunner
+from raypfl.federation.logged import EarlierKinds
 from raypfl.federation.selection.selector import Selector
 from raypfl.federation.settings import CohortSettings
 from raypfl.storage.states import StateTable
-
-EarlierKinds = Mapping[str, Mapping[str, str]]
-"""Table -> column -> kind, of the tables that were logged in earlier rounds."""
 
 
 class Rounds(ABC):

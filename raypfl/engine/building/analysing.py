@@ -16,10 +16,7 @@ from raypfl.common.user_code import where_defined, with_location
 from raypfl.engine.prepared import Prepared
 from raypfl.experiment import Experiment
 from raypfl.federation.cohort import Cohort, round_record
-from raypfl.federation.logged import Logged
-
-TableColumns = Mapping[str, Mapping[str, str]]
-"""The columns and their kinds of each table that was logged, by the table's name."""
+from raypfl.federation.logged import EarlierKinds, Logged
 
 
 class Analyses:
@@ -64,13 +61,13 @@ class Analyses:
         self._call("start", 0, (), (initial, initial), logged, {})
         return logged
 
-    def after_round(self, cohort: Cohort, models: tuple[Any, Any], tables: TableColumns) -> None:
+    def after_round(self, cohort: Cohort, models: tuple[Any, Any], earlier_kinds: EarlierKinds) -> None:
         """Analyse a round, given the global model before it and after it; what is logged joins the round's log."""
         if not self._analyses:
             return
         present = tuple(client for client, is_in in zip(cohort.ids, cohort.present, strict=True) if is_in)
         _, logged = round_record(cohort)
-        self._call("after_round", cohort.round, present, models, logged, tables)
+        self._call("after_round", cohort.round, present, models, logged, earlier_kinds)
 
     def _call(
         self,
@@ -79,7 +76,7 @@ class Analyses:
         clients: tuple[int, ...],
         models: tuple[Any, Any],
         logged: Logged,
-        tables: TableColumns,
+        earlier_kinds: EarlierKinds,
     ) -> None:
         """Call a hook of each analysis that is due, with its own copies of the models."""
         for analysis, folder in zip(self._analyses, self._folders, strict=True):
@@ -88,7 +85,7 @@ class Analyses:
 
             folder.mkdir(parents=True, exist_ok=True)
             before, after = (None if model is None else model.clone() for model in models)
-            view = AnalysedRound(round, clients, (before, after), self._run, Path(folder), tables)
+            view = AnalysedRound(round, clients, (before, after), self._run, Path(folder), earlier_kinds)
             function = getattr(analysis, hook)
             try:
                 function(view)
@@ -106,6 +103,7 @@ class Analyses:
 
 
 def _departures(experiment: Experiment) -> tuple[str, ...]:
+    """Return the settings in force by which clients do, or the server gets, something else than the method says."""
     in_force = {
         "attack": experiment.attack is not None,
         "aggregation": experiment.aggregation is not None,

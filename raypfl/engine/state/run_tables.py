@@ -13,7 +13,7 @@ from raypfl.engine.events import RoundFinished, SimulatedRound
 from raypfl.federation.cohort import Cohort, round_record
 from raypfl.federation.cohort_draw import CohortDraw
 from raypfl.federation.ledger import LEDGER, Ledger
-from raypfl.federation.logged import ANALYSIS, IMAGES, LOGGED, Logged, kinds
+from raypfl.federation.logged import ANALYSIS, IMAGES, LOGGED, EarlierKinds, Logged, kinds
 from raypfl.learning.privacy import SPENDING, Spending
 from raypfl.learning.privacy.accounting import accounted
 from raypfl.learning.privacy.settings import PrivacySettings
@@ -42,7 +42,6 @@ TIMED_ROUNDS = {
     "joules": "float64",
 }
 """The same if time is simulated."""
-
 
 STALENESS = {"staleness": "int32 list"}
 """A further column if rounds are asynchronous: how late each reply of the cohort is."""
@@ -79,7 +78,7 @@ class RunTables:
         saved: Mapping[str, RunTable] | None = None,
         columns: Mapping[str, str] = ROUNDS,
     ):
-        columns_by_table = {
+        kinds_by_table = {
             "rounds": columns,
             "evaluations": evaluations,
             "ledger": LEDGER,
@@ -87,7 +86,7 @@ class RunTables:
             "images": IMAGES,
             "spending": SPENDING,
         }
-        self.by_name = {name: RunTable(Columns(columns)) for name, columns in columns_by_table.items()}
+        self.by_name = {name: RunTable(Columns(table_kinds)) for name, table_kinds in kinds_by_table.items()}
         self.by_name |= saved or {}
         self._bytes_up = 0
         self._bytes_down = 0
@@ -177,14 +176,14 @@ class RunTables:
         for row in spent:
             self.by_name["spending"].waiting.append(round=number, phase=phase, **row._asdict())
 
-    def logged_columns(self) -> dict[str, dict[str, str]]:
-        """Return the columns of each logged table, with their kinds, by the table's name."""
-        columns_by_table = {}
+    def logged_kinds(self) -> EarlierKinds:
+        """Return the kinds of the columns of all tables that were logged so far."""
+        kinds_by_table = {}
         for name, table in self.by_name.items():
             if name.startswith(ANALYSIS):
-                columns = {column: kind for column, kind in table.waiting.kinds.items() if column != "round"}
-                columns_by_table[name.removeprefix(ANALYSIS)] = columns
-        return columns_by_table
+                own_kinds = {column: kind for column, kind in table.waiting.kinds.items() if column != "round"}
+                kinds_by_table[name.removeprefix(ANALYSIS)] = own_kinds
+        return kinds_by_table
 
     def whole(self, checkpoints: str) -> dict[str, pa.Table]:
         """Return all tables with all their rows; the older rows are read from the checkpoints' files.

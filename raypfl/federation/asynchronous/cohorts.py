@@ -21,6 +21,7 @@ from raypfl.common.user_code import where_defined
 from raypfl.federation.cohort import Cohort, CohortReply, describe_exchange, tensors_of
 from raypfl.federation.exchange.group_runner import GroupRunner
 from raypfl.federation.ledger import MessageSize
+from raypfl.federation.logged import EarlierKinds
 from raypfl.federation.method import Method
 from raypfl.storage.tree import clone
 
@@ -99,7 +100,7 @@ class ReplyingCohort(Cohort):
         replies: RoundReplies,
         round: int,
         lr: float,
-        earlier_kinds: Mapping[str, Mapping[str, str]],
+        earlier_kinds: EarlierKinds,
     ):
         super().__init__(runner, replies.clients, (), round, lr, earlier_kinds)
         self._replies = replies

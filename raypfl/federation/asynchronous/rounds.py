@@ -23,8 +23,9 @@ from raypfl.federation.asynchronous.settings import AsynchronousSettings
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.cohort_draw import CohortDraw
 from raypfl.federation.exchange.group_runner import GroupRunner
+from raypfl.federation.logged import EarlierKinds
 from raypfl.federation.method import Method
-from raypfl.federation.rounds import EarlierKinds, Rounds
+from raypfl.federation.rounds import Rounds
 from raypfl.storage.states import StateTable
 from raypfl.storage.tree import flatten, on_device
 
