@@ -38,8 +38,8 @@ class CohortReply(dict[str, Tensor]):
     def __missing__(self, name: str) -> Tensor:
         names = ", ".join(map(repr, self)) or "nothing"
         raise MethodError(
-            f"{self.function} returned {names}; there is no {name!r}. The reply of "
-            f"cohort.run has the names that the function returned: use one of them, or return {{{name!r}: Mean(...)}}."
+            f"{self.function} returned {names}; there is no {name!r}. The reply of cohort.run has the names that the "
+            f"function returned: use one of them, or return {{{name!r}: Mean(...)}}."
         )
 
 
@@ -277,8 +277,8 @@ class Cohort(Log, ServerTraining):
     def _name_of(self, function: Callable[..., Any]) -> str:
         # Actors look the function up by name in their own copy of the method, so it must be the class's own.
         method = getattr(function, "__self__", None)
-        defined = getattr(type(method), getattr(function, "__name__", ""), None)
-        if method is None or defined is None or defined is not getattr(function, "__func__", None):
+        class_function = getattr(type(method), getattr(function, "__name__", ""), None)
+        if method is None or class_function is None or class_function is not getattr(function, "__func__", None):
             raise MethodError("cohort.run takes a client function of the method, as in cohort.run(self.train, ...).")
         return function.__name__
 
@@ -316,8 +316,8 @@ class Cohort(Log, ServerTraining):
 
         min_fraction = self._runner.failures.min_success_fraction
         if self.present.mean() < min_fraction:
-            kind = Diverged if self._only_divergences else ClientError
-            raise kind(
+            error_class = Diverged if self._only_divergences else ClientError
+            raise error_class(
                 f"Only {self.present.sum()} of {len(self.ids)} clients of round {self.round} succeeded, fewer than "
                 f"failures.min_success_fraction = {min_fraction} asks for. The last failure: {error}",
                 [client],
@@ -338,7 +338,7 @@ class Cohort(Log, ServerTraining):
         numbers = numbers_charged(name, charged, len(self.ids), size)
         received = Counter(numbers[self.present].tolist())
         if self._exchanges == 0:  # a client that drops out still receives the round's first message
-            received[_most(name, charged, numbers, size)] += len(self._dropped)
+            received[_largest_charge(name, charged, numbers, size)] += len(self._dropped)
         itemsize = tensor.element_size()
         sizes = [(numbers, numbers * itemsize, clients) for numbers, clients in sorted(received.items(), reverse=True)]
         self._charge("down", name, sizes)
@@ -353,7 +353,7 @@ class Cohort(Log, ServerTraining):
                 self._runner.ledger.add(entry)
 
 
-def _most(name: str, charged: bool | int | Tensor, numbers: np.ndarray, size: int) -> int:
+def _largest_charge(name: str, charged: bool | int | Tensor, numbers: np.ndarray, size: int) -> int:
     """Return the largest number of charged numbers of a message, given those of each client of the cohort."""
     if len(numbers):
         return int(numbers.max())

@@ -14,7 +14,7 @@ from raypfl.devices import Always, ClientTurns
 from raypfl.federation.settings import CohortSettings
 
 Choose = Callable[[np.ndarray, int, int], np.ndarray]
-"""From the clients that can be reached, ascending, their number to choose, and the round, to those of the round."""
+"""Chooses a round's clients from those that can be reached, ascending, how many to choose, and the round's number."""
 
 
 @dataclass(frozen=True)

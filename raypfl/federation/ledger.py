@@ -19,9 +19,8 @@ LEDGER = {
 
 Phase = Literal["training", "prediction"]
 
-
 MessageSize = tuple[int, int, int]
-"""The numbers and bytes of a client's message, and how many clients send or receive such a one."""
+"""The numbers and bytes of a client's message, and how many clients send or receive one of this size."""
 
 
 class LedgerEntry(NamedTuple):

@@ -24,7 +24,7 @@ from raypfl.learning.sample_pools import Pool, Pools
 from raypfl.models.extras import Other
 from raypfl.models.flat import FlatModel
 
-Schedule = Literal["constant", "cosine"]
+RateSchedule = Literal["constant", "cosine"]
 Item = TypeVar("Item")
 
 PROGRESS_INTERVAL = 0.5
@@ -100,7 +100,7 @@ class ServerTraining(ABC):
         *,
         lr: float,
         optimizer: LocalOptimizer | None = None,
-        schedule: Schedule = "constant",
+        schedule: RateSchedule = "constant",
         weight_decay: float = 0.0,
         clip_norm: float | None = None,
         train: str | Tensor | None = None,
@@ -173,7 +173,7 @@ class ServerTraining(ABC):
         steps: int,
         lr: float,
         optimizer: LocalOptimizer | None = None,
-        schedule: Schedule = "constant",
+        schedule: RateSchedule = "constant",
         text: str = "training on the server",
     ) -> Tensor:
         """Move any tensor, such as a synthetic set, down the gradient of ``loss(tensor)``, as :meth:`sgd` does."""
@@ -232,7 +232,7 @@ def _checked_copy(model: FlatModel, start: Tensor) -> Tensor:
     return start.detach().clone(memory_format=torch.contiguous_format)
 
 
-def _scheduled(schedule: Schedule, lr: float, steps: int | None) -> Callable[[int], float]:
+def _scheduled(schedule: RateSchedule, lr: float, steps: int | None) -> Callable[[int], float]:
     """Return the learning rate as a function of the step."""
     if schedule == "constant":
         return lambda step: lr

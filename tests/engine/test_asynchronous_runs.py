@@ -16,7 +16,7 @@ from raypfl.cli.app import app
 from raypfl.common.errors import CheckpointError, ConfigError, LostState
 from raypfl.engine.building.rounds import schedule_for
 from raypfl.engine.events import Evaluated, RoundFinished
-from raypfl.federation.asynchronous.schedule import Fleet, make_schedule
+from raypfl.federation.asynchronous.schedule import ScheduledClients, make_schedule
 from raypfl.methods import METHODS, FedAvg
 from raypfl.runs.choices import asynchronous_methods
 from raypfl.runs.preparing import prepare
@@ -292,7 +292,7 @@ def test_dropped_clients_are_counted_where_they_were_sent_a_message(tmp_path):
     description = buffered(tmp_path, devices__dropout=0.3)
     result = raypfl.run(description)
     job, _ = prepare(description, tmp_path / "other", lambda event: None, lockstep=False)
-    schedule = make_schedule(Fleet(job.turns.turn_seconds(np.arange(20)), 8, dropout=0.3), 12, 0, 2)
+    schedule = make_schedule(ScheduledClients(job.turns.turn_seconds(np.arange(20)), 8, dropout=0.3), 12, 0, 2)
     assert result.rounds["dropped"].to_pylist() == [schedule.drops[schedule.sent_in(n)].sum() for n in range(1, 13)]
     assert schedule.drops.sum() > 3
 

@@ -14,7 +14,7 @@ from raypfl.common.messages import Each, Mean, Scatter, Sum
 from raypfl.engine.backends.inline import Inline
 from raypfl.federation.asynchronous.batches import groups_that_fit
 from raypfl.federation.asynchronous.rounds import AsynchronousRounds
-from raypfl.federation.asynchronous.schedule import Fleet, Schedule, make_schedule
+from raypfl.federation.asynchronous.schedule import Schedule, ScheduledClients, make_schedule
 from raypfl.federation.asynchronous.settings import AsynchronousSettings
 from raypfl.methods import METHODS, FedAvg, Method
 from tests.support.federation import Federation
@@ -50,7 +50,7 @@ def run(federation: Federation, rounds: AsynchronousRounds, first: int = 1, last
 
 def run_asynchronous(method: Method, settings: AsynchronousSettings, together: bool = False) -> Federation:
     federation = Federation(sizes=SIZES, method=method)
-    schedule = make_schedule(Fleet(SECONDS, 4), 8, federation.seed, settings.buffer)
+    schedule = make_schedule(ScheduledClients(SECONDS, 4), 8, federation.seed, settings.buffer)
     run(federation, rounds_of(federation, settings, schedule, together))
     return federation
 
@@ -122,7 +122,7 @@ def test_a_late_reply_counts_as_in_the_papers(settings, expected):
 @pytest.mark.parametrize("together", [True, False], ids=["together", "apart"])
 def test_a_sum_that_counts_late_is_of_whole_replies_whatever_their_staleness(together, mixing):
     federation = run_asynchronous(CountsItself(), AsynchronousSettings(buffer=2, mixing=mixing), together)
-    schedule = make_schedule(Fleet(SECONDS, 4), 8, federation.seed, 2)
+    schedule = make_schedule(ScheduledClients(SECONDS, 4), 8, federation.seed, 2)
     assert schedule.staleness.max() >= 2
     sums = [schedule.clients[schedule.joining(number, number)].sum() for number in range(1, 9)]
     assert [total.item() for total in federation.server["sums"]] == sums
@@ -162,7 +162,7 @@ def test_models_are_those_of_a_server_that_trains_one_client_at_a_time(mixing, t
     """The reference dispatches and trains each client by itself, at the moment at which its turn begins."""
     settings = AsynchronousSettings(buffer=2, mixing=mixing)
     federation = run_asynchronous(Trainer(server_lr=0.5), settings, together)
-    schedule = make_schedule(Fleet(SECONDS, 4), 8, federation.seed, 2)
+    schedule = make_schedule(ScheduledClients(SECONDS, 4), 8, federation.seed, 2)
 
     alone = Federation(sizes=SIZES, method=Trainer())
     theta = alone.model.init(alone.seed)
@@ -210,7 +210,7 @@ def test_some_clients_train_before_they_are_needed_if_actors_would_wait_and_no_b
     federations = []
     for backend in (Inline, ThreeActors):
         federation = Federation(sizes=SIZES, method=Trainer(), executor="sequential", group_size=1, backend=backend)
-        schedule = make_schedule(Fleet(SECONDS, 5), 8, federation.seed, settings.buffer)
+        schedule = make_schedule(ScheduledClients(SECONDS, 5), 8, federation.seed, settings.buffer)
         run(federation, rounds_of(federation, settings, schedule))
         federations.append(federation)
     inline, three = federations
@@ -261,7 +261,7 @@ def test_clients_that_were_sent_several_models_train_together_as_apart(name):
 
 def test_a_state_is_the_clients_own_only_when_its_reply_is_met():
     federation = Federation(sizes=SIZES, method=Trainer())
-    schedule = make_schedule(Fleet(SECONDS, 4), 6, federation.seed, 2)
+    schedule = make_schedule(ScheduledClients(SECONDS, 4), 6, federation.seed, 2)
     rounds = rounds_of(federation, AsynchronousSettings(buffer=2), schedule)
     seen: set[int] = set()
     was_ahead = False
@@ -275,7 +275,7 @@ def test_a_state_is_the_clients_own_only_when_its_reply_is_met():
 
 def test_a_round_that_is_given_up_leaves_its_replies_and_states_to_a_checkpoint():
     federation = Federation(sizes=SIZES, method=Trainer(), executor="vectorised")
-    schedule = make_schedule(Fleet(SECONDS, 4), 6, federation.seed, 2)
+    schedule = make_schedule(ScheduledClients(SECONDS, 4), 6, federation.seed, 2)
     rounds = rounds_of(federation, AsynchronousSettings(buffer=2), schedule)
     run(federation, rounds, 1, 2)
     # The clients of round 3 have trained with those of round 2.
@@ -293,7 +293,7 @@ def test_a_round_that_is_given_up_leaves_its_replies_and_states_to_a_checkpoint(
 
 def test_messages_are_charged_in_the_rounds_in_which_they_are_sent():
     federation = run_asynchronous(FedAvg(), AsynchronousSettings(buffer=2))
-    schedule = make_schedule(Fleet(SECONDS, 4), 8, federation.seed, 2)
+    schedule = make_schedule(ScheduledClients(SECONDS, 4), 8, federation.seed, 2)
     clients = {"down": np.zeros(9, int), "up": np.zeros(9, int)}
     for entry in federation.ledger.entries:
         assert entry.numbers == federation.model.size and entry.name == "theta"
@@ -340,7 +340,7 @@ class Unmet(Method):
 )
 def test_a_method_whose_late_replies_mean_nothing_is_refused(kind, problem):
     federation = Federation(sizes=SIZES, method=Unmet(kind=kind))
-    schedule = make_schedule(Fleet(SECONDS, 4), 2, 0, 2)
+    schedule = make_schedule(ScheduledClients(SECONDS, 4), 2, 0, 2)
     with pytest.raises(MethodError, match=problem):
         run(federation, rounds_of(federation, AsynchronousSettings(buffer=2), schedule))
 

@@ -7,7 +7,7 @@ import pytest
 
 from raypfl.common.errors import ConfigError
 from raypfl.devices import Availability
-from raypfl.federation.asynchronous.schedule import Fleet, Schedule, make_schedule
+from raypfl.federation.asynchronous.schedule import Schedule, ScheduledClients, make_schedule
 from raypfl.federation.asynchronous.settings import AsynchronousSettings
 from raypfl.federation.cohort_draw import draw_cohort
 from raypfl.federation.settings import CohortSettings
@@ -44,18 +44,18 @@ def ended_until(schedule: Schedule, times: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize(
     "limits", [{"buffer": 7}, {"buffer": 1}, {"buffer": 500, "window": 0.3}, {"buffer": 7, "window": 0.3}], ids=str
 )
-@pytest.mark.parametrize("fleet", ["plain", "dropping", "shifts", "small"])
-def test_events_are_in_order_and_no_client_is_in_two_places(fleet, limits):
-    fleets = {
-        "plain": Fleet(lognormal(500), 20),
-        "dropping": Fleet(lognormal(500), 20, dropout=0.3),
-        "shifts": Fleet(lognormal(500), 20, availability=Shifts()),
-        "small": Fleet(lognormal(60), 20),
+@pytest.mark.parametrize("case", ["plain", "dropping", "shifts", "small"])
+def test_events_are_in_order_and_no_client_is_in_two_places(case, limits):
+    scheduled = {
+        "plain": ScheduledClients(lognormal(500), 20),
+        "dropping": ScheduledClients(lognormal(500), 20, dropout=0.3),
+        "shifts": ScheduledClients(lognormal(500), 20, availability=Shifts()),
+        "small": ScheduledClients(lognormal(60), 20),
     }
-    schedule = make_schedule(fleets[fleet], 60, 1, **limits)
+    schedule = make_schedule(scheduled[case], 60, 1, **limits)
 
     assert (np.diff(schedule.begins) >= 0).all() and (np.diff(schedule.round_ends) >= 0).all()
-    np.testing.assert_array_equal(schedule.ends, schedule.begins + fleets[fleet].seconds[schedule.clients])
+    np.testing.assert_array_equal(schedule.ends, schedule.begins + scheduled[case].seconds[schedule.clients])
     arrivals = schedule.ends[schedule.replies]
     assert (np.diff(arrivals) >= 0).all() and (schedule.staleness >= 0).all()
     assert in_flight_after(schedule, schedule.begins).max() <= 20
@@ -80,31 +80,31 @@ def test_events_are_in_order_and_no_client_is_in_two_places(fleet, limits):
     for client in np.unique(schedule.clients):
         turns = np.flatnonzero(schedule.clients == client)
         assert (free_at[turns[:-1]] <= schedule.begins[turns[1:]]).all()
-    if fleet == "shifts":
+    if case == "shifts":
         assert Shifts().is_available(schedule.clients, 0)[schedule.begins.astype(int) % 2 == 0].all()
 
 
 def test_mean_staleness_is_what_is_in_flight_at_the_end_of_rounds():
     """Each new model makes each client that is under way one model staler: sum over replies = sum over rounds."""
-    for fleet, limits in [
-        (Fleet(lognormal(3000), 100), {"buffer": 10}),
-        (Fleet(lognormal(3000), 100, dropout=0.2), {"buffer": 10}),
-        (Fleet(lognormal(130), 100), {"buffer": 100, "window": 0.4}),
+    for scheduled, limits in [
+        (ScheduledClients(lognormal(3000), 100), {"buffer": 10}),
+        (ScheduledClients(lognormal(3000), 100, dropout=0.2), {"buffer": 10}),
+        (ScheduledClients(lognormal(130), 100), {"buffer": 100, "window": 0.4}),
     ]:
-        schedule = make_schedule(fleet, 2000, 2, **limits)
+        schedule = make_schedule(scheduled, 2000, 2, **limits)
         under_way = begun_before(schedule, schedule.round_ends) - ended_until(schedule, schedule.round_ends)
         # Those that dropped out, or are under way at the end, got stale as well.
         others = np.flatnonzero(schedule.joins == 0)
         made = np.searchsorted(schedule.round_ends, schedule.ends[others], side="left")
         lost_staleness = made + 1 - schedule.rounds[others]
         assert schedule.staleness.sum() + lost_staleness.sum() == under_way.sum()
-        if fleet.dropout == 0 and "window" not in limits:
+        if scheduled.dropout == 0 and "window" not in limits:
             # The reply that ends a round is not under way any more.
             assert schedule.staleness.mean() == pytest.approx(99 / 10, rel=0.02)
 
 
 def test_equal_durations_and_a_buffer_of_a_cohort_are_synchronous_rounds():
-    schedule = make_schedule(Fleet(np.full(40, 2.5), 8), 5, 7, buffer=8)
+    schedule = make_schedule(ScheduledClients(np.full(40, 2.5), 8), 5, 7, buffer=8)
     assert (schedule.staleness == 0).all()
     np.testing.assert_array_equal(schedule.round_ends, [2.5, 5.0, 7.5, 10.0, 12.5])
     for number in range(1, 6):
@@ -121,17 +121,17 @@ def test_a_window_that_no_round_reaches_changes_nothing(num_clients: int, length
     if lengths != "different":
         seconds = np.ceil(seconds * (4 if lengths == "some equal" else 1))
     for size, buffer in ((3, 1), (8, 3), (8, 8), (2, 1)):
-        fleet = Fleet(seconds, size)
-        schedule = make_schedule(fleet, 60, 6, buffer)
-        windowed = make_schedule(fleet, 60, 6, buffer, window=1e9)
+        scheduled = ScheduledClients(seconds, size)
+        schedule = make_schedule(scheduled, 60, 6, buffer)
+        windowed = make_schedule(scheduled, 60, 6, buffer, window=1e9)
         for name, expected in vars(windowed).items():
             np.testing.assert_array_equal(getattr(schedule, name), expected)
 
 
 def test_a_longer_schedule_begins_like_a_shorter_one():
-    fleet = Fleet(lognormal(300), 30, dropout=0.1)
-    short = make_schedule(fleet, 20, 4, buffer=5)
-    long = make_schedule(fleet, 50, 4, buffer=5)
+    scheduled = ScheduledClients(lognormal(300), 30, dropout=0.1)
+    short = make_schedule(scheduled, 20, 4, buffer=5)
+    long = make_schedule(scheduled, 50, 4, buffer=5)
     for name in ("clients", "rounds", "begins", "ends"):
         expected = getattr(long, name)[: len(short.clients)]
         np.testing.assert_array_equal(getattr(short, name), expected)
@@ -139,7 +139,7 @@ def test_a_longer_schedule_begins_like_a_shorter_one():
 
 
 def test_waves_need_only_models_that_are_finished_and_hold_each_client_once():
-    schedule = make_schedule(Fleet(lognormal(400), 50), 200, 5, buffer=5)
+    schedule = make_schedule(ScheduledClients(lognormal(400), 50), 200, 5, buffer=5)
     first = 1
     sizes = []
     while first <= 200:
@@ -157,7 +157,7 @@ def test_waves_need_only_models_that_are_finished_and_hold_each_client_once():
 
 def test_a_round_that_can_never_get_its_replies_is_refused():
     with pytest.raises(ConfigError, match="after 10 replies of round 1 no client is left"):
-        make_schedule(Fleet(np.ones(10), 4), 3, 0, buffer=11)
+        make_schedule(ScheduledClients(np.ones(10), 4), 3, 0, buffer=11)
 
 
 def test_weights_of_stale_replies_are_those_of_the_papers():

@@ -10,7 +10,7 @@ import numpy as np
 from raypfl.common.errors import ConfigError
 from raypfl.devices import ClientTurns
 from raypfl.federation.asynchronous.rounds import AsynchronousRounds
-from raypfl.federation.asynchronous.schedule import Fleet, Schedule, make_schedule
+from raypfl.federation.asynchronous.schedule import Schedule, ScheduledClients, make_schedule
 from raypfl.federation.cohort_draw import cohort_size
 from raypfl.federation.exchange.group_runner import GroupRunner
 from raypfl.federation.rounds import Rounds, SynchronousRounds
@@ -39,7 +39,7 @@ def schedule_for(
         return None
 
     size = cohort_size(experiment.cohort, len(trained))
-    fleet = Fleet(
+    scheduled = ScheduledClients(
         seconds=turns.turn_seconds(trained),
         size=size,
         dropout=turns.dropout,
@@ -48,8 +48,8 @@ def schedule_for(
     if looks_ahead:
         # At most `size` clients are at work, and each round gets a reply from at least one of them.
         with suppress(ConfigError):  # too few clients may be left for rounds after the run's last one
-            return make_schedule(fleet, experiment.rounds + size, experiment.seed, settings.buffer, settings.window)
-    return make_schedule(fleet, experiment.rounds, experiment.seed, settings.buffer, settings.window)
+            return make_schedule(scheduled, experiment.rounds + size, experiment.seed, settings.buffer, settings.window)
+    return make_schedule(scheduled, experiment.rounds, experiment.seed, settings.buffer, settings.window)
 
 
 def rounds_for(experiment: Experiment, turns: ClientTurns, runner: GroupRunner, together: bool) -> Rounds:

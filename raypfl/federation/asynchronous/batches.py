@@ -18,11 +18,11 @@ from raypfl.federation.exchange.backend import Done
 from raypfl.federation.exchange.tree_sum import Subtree
 
 MOST_GROUPS = 1 << 20
-"""Groups of a batch, less one. Indices of a batch's groups begin at a multiple of it, so that none of the subtrees in
-which their sums are added up has groups of another batch."""
+"""More than the groups of any batch, and a power of two. Indices of a batch's groups begin at a multiple of it, so that
+none of the subtrees in which their sums are added up has groups of another batch."""
 
 OVERTIME = 1.1
-"""Share of the expected time of required groups that others may take beside them: expectations are never exact."""
+"""Other groups may take this many times as long as the required ones are expected to: expectations are never exact."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,8 +49,9 @@ class TurnBatch:
     ----------
     first : the first of these rounds.
     parts : clients, ``int64[n]``, and their turns; those of different parts train in different groups.
+    function : the name of the client function.
     as_sent : round -> whether its replies count like those of a synchronous one.
-    cut : a function that cuts clients into groups; it returns their positions.
+    cut : cuts clients into groups, and returns the positions of each group's.
 
     Attributes
     ----------
@@ -131,7 +132,8 @@ def groups_that_fit(required: Iterable[float], further: Sequence[float], actors:
 
     Parameters
     ----------
-    required, further : the groups' expected durations, in the same unit; the first further ones come first.
+    required, further : the groups' expected durations, in the same unit; of the further ones, earlier ones take
+        precedence.
     """
     busy_until = [0.0] * actors
     for duration in sorted(required, reverse=True):

@@ -70,8 +70,8 @@ class RoundReplies:
     ----------
     function : the name of the client function that the clients ran.
     clients : the clients' numbers, ascending.
-    as_sent : whether the means of what clients returned count as they are; else they are of differences to models that
-        were sent or, if a model is mixed with the clients', of shares of theirs.
+    as_sent : whether `means` are of what clients returned. Otherwise they are of shares of it: of its differences to
+        what clients were sent or, if models are mixed, of the models themselves.
     means, sums, logged : what the client function returned and logged, by name.
     sent : name -> the sizes of the clients' messages.
     losses : the training loss of each client that has one.
@@ -117,8 +117,8 @@ class ReplyingCohort(Cohort):
         self._check(function, arguments)
 
         for client, why in self._replies.failed.items():
-            kind = Diverged if client in self._replies.diverged else ClientError
-            self._drop_client(client, kind(why, [client]))
+            error_class = Diverged if client in self._replies.diverged else ClientError
+            self._drop_client(client, error_class(why, [client]))
         self._refuse_empty()
         self._losses.update(self._replies.losses)
         for name, sizes in self._replies.sent.items():

@@ -30,7 +30,7 @@ from raypfl.storage.states import StateTable
 from raypfl.storage.tree import flatten, on_device
 
 
-class _Turns(NamedTuple):
+class _JoiningTurns(NamedTuple):
     """Clients, ascending, the rounds that sent them their messages, and those that they reply to, ``int64[n]`` each."""
 
     clients: np.ndarray
@@ -123,7 +123,7 @@ class AsynchronousRounds(Rounds):
 
         Raises
         ------
-        LateReplyError : if replies to it could not be met, or come from another function than those before.
+        LateReplyError : if late replies to it could not be used, or come from another function than those before.
         """
         cohort = SendingCohort(self.runner, clients, (), round, self._learning_rate(round))
         message = message_of(self._method, server, cohort)
@@ -256,9 +256,9 @@ class AsynchronousRounds(Rounds):
     def _batch(self, round: int) -> TurnBatch:
         """Return the batch that begins with a round.
 
-        One of clients that train together has as many rounds as can be: large groups cost less a client, and their
-        number is that of the models that have to be waited for. Where clients train one by one, a batch has one round,
-        and the clients of a group were sent the same model, so that some can train before others are sent theirs.
+        If clients train together, it has as many rounds as possible: a client costs less in a large group, and with the
+        fewest batches, training waits for the fewest models. If they train one by one, it has one round, and the
+        clients of a group were sent the same model, so that some can train before others are sent theirs.
         """
         if round not in self._batches:
             last = self.schedule.wave_from(round) if self._is_vectorised else round
@@ -274,29 +274,29 @@ class AsynchronousRounds(Rounds):
             )
         return self._batches[round]
 
-    def _turns_joining(self, first: int, last: int) -> _Turns:
+    def _turns_joining(self, first: int, last: int) -> _JoiningTurns:
         turns = self.schedule.joining(first, last)
         clients = self._clients[self.schedule.clients[turns]]
         order = np.argsort(clients)
-        return _Turns(
+        return _JoiningTurns(
             clients=clients[order],
             rounds=self.schedule.rounds[turns][order].astype(np.int64),
             joins=self.schedule.joins[turns][order].astype(np.int64),
         )
 
-    def _as_sent(self, turns: _Turns) -> dict[int, bool]:
+    def _as_sent(self, turns: _JoiningTurns) -> dict[int, bool]:
         """Return, for each round that turns join, whether its replies count like those of a synchronous round."""
         counts_whole = self._shares(turns) == 1.0
         if self._settings.mixing is None:
             counts_whole &= turns.joins == turns.rounds
         return {int(round): bool(counts_whole[turns.joins == round].all()) for round in np.unique(turns.joins)}
 
-    def _shares(self, turns: _Turns) -> np.ndarray:
+    def _shares(self, turns: _JoiningTurns) -> np.ndarray:
         """Return how much of each reply counts, ``float64[n]``."""
         shares = self._settings.weights(turns.joins - turns.rounds)
         return shares if self._settings.mixing is None else self._settings.mixing * shares
 
-    def _parts(self, turns: _Turns, as_sent: Mapping[int, bool]) -> list[tuple[np.ndarray, Turns]]:
+    def _parts(self, turns: _JoiningTurns, as_sent: Mapping[int, bool]) -> list[tuple[np.ndarray, Turns]]:
         """Divide clients into parts that can train in one group: with the same rate and the same kinds of arguments."""
         members_of_part: dict[Any, list[int]] = {}
         for position, sent_in in enumerate(turns.rounds.tolist()):

@@ -25,11 +25,11 @@ DRAWS = 4096
 """Random numbers that are made at once: one at a time, NumPy would take longer than all the rest."""
 
 LOOKS = 16
-"""Clients that are looked at one by one for one that can be reached, before all are."""
+"""Clients that are tried one by one for one that can be reached, before all are checked at once."""
 
 
 @dataclass(frozen=True)
-class Fleet:
+class ScheduledClients:
     """The clients of a schedule.
 
     Attributes
@@ -114,11 +114,11 @@ class Schedule:
         return self.replies[start:end]
 
     def wave_from(self, round: int) -> int:
-        """Return the last round, from this one on, that needs no client which is sent its message after it has begun.
+        """Return the last round of the wave that begins here: rounds that need no client which is sent messages later.
 
-        All clients of these rounds can train at once. No cut into fewer waves is possible: each of them but the last
-        ends for a client that is sent its message after the wave has begun, and is needed when the next one begins. No
-        two of these clients can train at once.
+        All clients of a wave can train at once. No cut into fewer waves is possible: each of them but the last ends for
+        a client that is sent its message after the wave has begun, and is needed when the next one begins. No two of
+        these clients can train at once.
         """
         last = round
         while last < self.num_rounds and self.rounds[self.joining(last + 1, last + 1)].max() <= round:
@@ -126,7 +126,9 @@ class Schedule:
         return last
 
 
-def make_schedule(fleet: Fleet, num_rounds: int, seed: int, buffer: int, window: float | None = None) -> Schedule:
+def make_schedule(
+    scheduled: ScheduledClients, num_rounds: int, seed: int, buffer: int, window: float | None = None
+) -> Schedule:
     """Return the schedule of asynchronous rounds.
 
     A client whose reply has come is drawn again only once the reply is part of a round. Replies that come at the same
@@ -141,27 +143,27 @@ def make_schedule(fleet: Fleet, num_rounds: int, seed: int, buffer: int, window:
     ------
     ConfigError : if too few clients can ever be reached.
     """
-    return _Simulation(fleet, seed, buffer, window).run(num_rounds)
+    return _Simulation(scheduled, seed, buffer, window).run(num_rounds)
 
 
 class _Simulation:
     """The state of the simulation at a moment."""
 
-    def __init__(self, fleet: Fleet, seed: int, buffer: int, window: float | None):
-        self._fleet = fleet
+    def __init__(self, scheduled: ScheduledClients, seed: int, buffer: int, window: float | None):
+        self._scheduled = scheduled
         self._buffer = buffer
         self._window = window
         self._seed = seed
-        self._seconds = array("d", fleet.seconds)
+        self._seconds = array("d", scheduled.seconds)
         self._random = _random_numbers(seed)
-        self._is_always_available = isinstance(fleet.availability, Always)
+        self._is_always_available = isinstance(scheduled.availability, Always)
 
         self._time = 0.0
         self._round = 1
         self._round_began = 0.0
         # Clients that are at work or whose reply waits cannot be drawn; the others are in no particular order.
-        self._free = array("i", range(len(fleet.seconds)))
-        self._place_of = array("i", range(len(fleet.seconds)))
+        self._free = array("i", range(len(scheduled.seconds)))
+        self._place_of = array("i", range(len(scheduled.seconds)))
         # (when the turn ends, the turn)
         self._at_work: list[tuple[float, int]] = []
         self._waiting: list[int] = []
@@ -190,13 +192,13 @@ class _Simulation:
     def _take_lone_replies(self, num_rounds: int) -> None:
         """Take in replies, and draw a client after each, until two come at the same moment.
 
-        For fleets in which all can be reached and nobody drops out, this does what `run` does in a third of the time:
-        everything is in local variables, and a new turn takes its place in the heap as the old one leaves it.
+        If all can be reached and nobody drops out, this does what `run` does in a third of the time: everything is in
+        local variables, and a new turn takes the place of the old one in the heap.
         """
         at_work = self._at_work
         free = self._free
-        is_plain = self._is_always_available and not self._fleet.dropout and self._window is None
-        if not is_plain or len(at_work) < max(self._fleet.size, 3) or not free or _is_tied(at_work):
+        is_plain = self._is_always_available and not self._scheduled.dropout and self._window is None
+        if not is_plain or len(at_work) < max(self._scheduled.size, 3) or not free or _is_tied(at_work):
             return
 
         buffer = self._buffer
@@ -275,7 +277,7 @@ class _Simulation:
 
     def _fill(self) -> float:
         """Draw clients until enough are at work; return when to try again if too few can be reached."""
-        missing = self._fleet.size - len(self._at_work)
+        missing = self._scheduled.size - len(self._at_work)
         # As in a synchronous round, a cohort that begins together is drawn together.
         if not self._at_work and not self._waiting and self._is_always_available and missing <= len(self._free):
             cohort = CohortSettings(size=missing)
@@ -295,7 +297,7 @@ class _Simulation:
         if self._is_always_available:
             return self._free[next(self._random) % len(self._free)]
 
-        availability = self._fleet.availability
+        availability = self._scheduled.availability
         for _ in range(LOOKS):
             client = self._free[next(self._random) % len(self._free)]
             if availability.is_one_available(client, self._time):
@@ -307,7 +309,7 @@ class _Simulation:
 
     def _next_reachable(self) -> float:
         """Return when the next free client can be reached."""
-        return float(self._fleet.availability.next_available(np.array(self._free), self._time).min())
+        return float(self._scheduled.availability.next_available(np.array(self._free), self._time).min())
 
     def _begin(self, client: int) -> None:
         turn = len(self._clients)
@@ -315,7 +317,7 @@ class _Simulation:
         self._clients.append(client)
         self._rounds.append(self._round)
         self._begins.append(self._time)
-        drops = self._fleet.dropout > 0 and next(self._random) < self._fleet.dropout * 2.0**64
+        drops = self._scheduled.dropout > 0 and next(self._random) < self._scheduled.dropout * 2.0**64
         self._drops.append(drops)
         heapq.heappush(self._at_work, (self._time + self._seconds[client], turn))
 
@@ -350,7 +352,7 @@ class _Simulation:
             joins=joins,
             drops=np.frombuffer(self._drops, dtype=bool),
             begins=begins,
-            ends=begins + self._fleet.seconds[clients],
+            ends=begins + self._scheduled.seconds[clients],
             replies=replies,
             round_ends=np.array(self._round_ends),
         )

@@ -64,8 +64,8 @@ class BundleReply:
     Attributes
     ----------
     outcomes : each group's reply or failure.
-    subtrees : the groups' sums, which their replies then lack, added up as far as groups succeeded; empty if they stay
-        on the node, and None if the only group's are in its reply.
+    subtrees : the sums of the groups that succeeded, added up and taken out of their replies. Empty: they stay on the
+        node; None: the bundle is one group, whose sums are in its reply.
     """
 
     outcomes: Sequence[Reply | Failed]

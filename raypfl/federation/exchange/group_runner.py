@@ -344,8 +344,8 @@ def _subgroup(group: Group, members: list[int], tries: int) -> Group:
 def _client_error(clients: Sequence[int], round: int, failed: Failed, tries: int, group_size: int = 1) -> ClientError:
     """Describe the failure of clients in a group of `group_size` clients, as the error to raise."""
     if isinstance(failed.error, RaypflError):
-        kind = Diverged if isinstance(failed.error, Diverged) else ClientError
-        return kind(str(failed.error), clients)
+        error_class = Diverged if isinstance(failed.error, Diverged) else ClientError
+        return error_class(str(failed.error), clients)
 
     numbers = listed(clients, _MAX_NAMED)
     times = f" {tries} times in a row" if tries > 1 else ""

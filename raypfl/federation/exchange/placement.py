@@ -38,7 +38,7 @@ them and at all bundles that wait."""
 
 @dataclass(eq=False)
 class _Queue:
-    """The bundles of an actor, in order; the first one runs since `since`.
+    """The bundles of an actor, in order; the first one has been running since `since`.
 
     `number` : the actor's place in the order in which actors joined.
     """
@@ -272,8 +272,8 @@ class Dispatch:
 
     def _current_plan(self, now: float) -> _Plan:
         plan = self._plan
-        may_stay = len(self._queues) // ACTORS_PER_BUNDLE
-        if plan is None or plan.num_finished > may_stay or now >= plan.made_at + self._recheck_seconds():
+        max_finished = len(self._queues) // ACTORS_PER_BUNDLE
+        if plan is None or plan.num_finished > max_finished or now >= plan.made_at + self._recheck_seconds():
             plan = self._plan = _Plan(self._waiting, list(self._queues.values()), now)
         return plan
 

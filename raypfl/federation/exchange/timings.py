@@ -28,7 +28,7 @@ class Timings:
         return max(float((self._slowness[members] * self._costs[members]).sum()), 1e-9)
 
     def seconds(self, function: Hashable, clients: Sequence[int] | np.ndarray) -> float:
-        """Return the same in seconds; 0 if this function was never timed."""
+        """Return the expected seconds of a function on a group of these clients; 0 if the function was never timed."""
         return self._rates.get(function, 0.0) * self.length(clients)
 
     def note(self, function: Hashable, clients: Sequence[int], seconds: float) -> None:

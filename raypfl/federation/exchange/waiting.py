@@ -24,7 +24,7 @@ class Waiting:
         self._put(sorted(bundles, key=lambda bundle: (-bundle.length, bundle.index)))
 
     def _put(self, line: list[Bundle]) -> None:
-        # Groups keep their place in the line until they leave. The first place in use is `_head` or a later one.
+        # Bundles keep their places in the line until they leave. The first place in use is `_head` or a later one.
         self._line = line
         self._place_of = {bundle: place for place, bundle in enumerate(line)}
         self._head = 0

@@ -73,7 +73,7 @@ class Attack(Component, ABC):
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
-        """The metrics that tell of the attack's success."""
+        """The metrics of the attack's success."""
         return ()
 
     @property

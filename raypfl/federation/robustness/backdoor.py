@@ -1,4 +1,4 @@
-"""A backdoor: images with a trigger, which the model shall take for one class."""
+"""A backdoor: the model is to take images with a trigger for one class."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class AttackSuccess(SampleSums):
 
     Attributes
     ----------
-    target : the class that they shall pass for.
+    target : the class for which they are to be taken.
     """
 
     name: ClassVar[str] = "attack_success"
@@ -50,7 +50,7 @@ class Backdoor(Attack):
 
     Attributes
     ----------
-    target : the class that the model shall see in an image with the trigger.
+    target : the class for which the model is to take an image with the trigger.
     share : the share of a malicious client's training samples of other classes that get the trigger, drawn once.
         0: none, for comparison.
     size : the width of the square, in pixels.
