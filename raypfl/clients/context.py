@@ -63,8 +63,8 @@ class Context:
     corrupted_bytes : most bytes of corrupted test images on the device, which all personal models share.
     corrupted : the corrupted test images, by corruption.
     requested : the local trainings that methods ask for, in a rehearsal; None: they are not kept.
-    architectures : the contexts of clients with each architecture, if clients have different ones. `model` is then the
-        largest.
+    by_architecture : the contexts of clients with each architecture, if clients have different ones. `model` is then
+        the largest.
     architecture_of : the number of each client's, ``int64[num_clients]``; None: all have the same network.
     """
 
@@ -91,7 +91,7 @@ class Context:
     left_out: frozenset[int] = frozenset()
     corrupted: dict[Any, Tensor] = field(default_factory=dict)
     requested: list[RequestedTraining] | None = None
-    architectures: tuple[Context, ...] = ()
+    by_architecture: tuple[Context, ...] = ()
     architecture_of: np.ndarray | None = None
     _unions: dict[str, np.ndarray] = field(default_factory=dict)
     _metric_sums: dict[bool, MetricSums] = field(default_factory=dict)
@@ -103,18 +103,18 @@ class Context:
 
     def of(self, clients: Sequence[int]) -> Context:
         """Return the context of clients that all have the same network."""
-        if self.architecture_of is None or not self.architectures:
+        if self.architecture_of is None or not self.by_architecture:
             return self
-        return self.architectures[self.architecture_of[clients[0] % len(self.architecture_of)]]
+        return self.by_architecture[self.architecture_of[clients[0] % len(self.architecture_of)]]
 
     def keys(self, purpose: str, rounds: np.ndarray, clients: Sequence[int]) -> np.ndarray:
         """Return the keys ``uint64[K]`` of the clients' random draws for this purpose in each one's round."""
-        different = set(rounds.tolist())
-        if len(different) == 1:
-            return rng.keys(self.seed, purpose, different.pop(), clients)
+        distinct_rounds = set(rounds.tolist())
+        if len(distinct_rounds) == 1:
+            return rng.keys(self.seed, purpose, distinct_rounds.pop(), clients)
 
         keys = np.empty(len(clients), np.uint64)
-        for round in different:
+        for round in distinct_rounds:
             chosen = np.flatnonzero(rounds == round)
             keys[chosen] = rng.keys(self.seed, purpose, round, np.asarray(clients)[chosen])
         return keys

@@ -352,34 +352,42 @@ class ClientGroup:
     def _training_error(self, failed: list[int], losses: Tensor | None, start: Tensor | None) -> ClientError:
         """Return the error of a training that failed for clients, given by position; its text is of the first."""
         k = failed[0]
-        limit = self.context.loss_limit
-        attack = ""
-        if self.context.attack:
-            attack = (
-                f" The attack {self.context.attack!r} may be the cause: try a robust aggregation, such as "
-                "aggregation=median or aggregation=clipping."
-            )
         clients = [self.ids[i] for i in failed]
         if start is not None and not start[k].isfinite().all():
             return ClientError(
                 f"Client {self.ids[k]} was to train in round {self.rounds[k]} from a model with nan or infinity. "
                 "Training did not diverge here: an earlier reply, the server's code or the client's state made it so."
-                + attack,
+                f"{self._suspected_attack}",
                 clients=clients,
                 repeatable=True,
             )
+
+        limit = self.context.loss_limit
         reason = "its model is not finite"
         # No loss is taken after the last step, so a model may be infinite although its loss was not.
         if losses is not None and not float(losses[k]) <= limit:
             reason = f"mean loss {float(losses[k]):.3g}, limit {limit:.3g}"
-        advice = f"Lower training.lr ({self.lr:.3g} now) or set training.clip_norm."
-        # A population has no targets until its clients work: here, those of the client.
-        samples = self.context.samples
-        is_stored = len(samples.labels) > 0
-        indices = self.context.union("train") if is_stored else self.context.split(self.ids[k], "train")
-        advice += f" {self.objective.advice_if_diverged(samples.labels_of(indices))}"
         return Diverged(
-            f"Training diverged on client {self.ids[k]} in round {self.rounds[k]}: {reason}.{attack} {advice.rstrip()}",
+            f"Training diverged on client {self.ids[k]} in round {self.rounds[k]}: {reason}.{self._suspected_attack} "
+            f"{self._advice_if_diverged(self.ids[k])}",
             clients=clients,
             repeatable=True,
         )
+
+    @property
+    def _suspected_attack(self) -> str:
+        """A sentence, after a space, for a run with an attack; else empty."""
+        if not self.context.attack:
+            return ""
+        return (
+            f" The attack {self.context.attack!r} may be the cause: try a robust aggregation, such as "
+            "aggregation=median or aggregation=clipping."
+        )
+
+    def _advice_if_diverged(self, client: int) -> str:
+        samples = self.context.samples
+        # A population has no targets until its clients work: here, those of the client.
+        is_stored = len(samples.labels) > 0
+        indices = self.context.union("train") if is_stored else self.context.split(client, "train")
+        targets_advice = self.objective.advice_if_diverged(samples.labels_of(indices))
+        return f"Lower training.lr ({self.lr:.3g} now) or set training.clip_norm. {targets_advice}".rstrip()

@@ -30,7 +30,7 @@ class ClientState(MutableMapping[str, Tensor]):
         self._rows = rows
         self._device = device
         self._read_only = read_only and len(rows) == 1 and device.type == "cpu"
-        self._new: dict[str, Tensor] = {}
+        self._written: dict[str, Tensor] = {}
         self._deleted = False
         self.changed = False
 
@@ -46,8 +46,8 @@ class ClientState(MutableMapping[str, Tensor]):
         A default is one row, rows ``[K, ...]``, or a function ``default(new)``. The function gets the positions
         ``int64[n]`` of the clients without a value and returns their rows ``[n, ...]``; it is not called if n is 0.
         """
-        if name in self._new:
-            return self._new[name]
+        if name in self._written:
+            return self._written[name]
 
         new = [k for k, row in enumerate(self._rows) if name not in row]
         if len(new) == len(self._rows):
@@ -100,13 +100,13 @@ class ClientState(MutableMapping[str, Tensor]):
                 f"this has shape {tuple(value.shape)}."
             )
         refuse_without_array(f"clients.state[{name!r}]", value.dtype)
-        self._new[name] = per_client(unmarked(value).detach())
+        self._written[name] = per_client(unmarked(value).detach())
         self.changed = True
 
     def __delitem__(self, name: str) -> None:
         if name not in list(self):
             raise KeyError(f"The clients have no {name!r}.")
-        self._new.pop(name, None)
+        self._written.pop(name, None)
         self.changed = True
         self._deleted = True
 
@@ -116,7 +116,7 @@ class ClientState(MutableMapping[str, Tensor]):
         self._rows = remaining
 
     def __iter__(self) -> Iterator[str]:
-        names = set(self._new)
+        names = set(self._written)
         for row in self._rows:
             names.update(row)
         return iter(sorted(names))
@@ -125,12 +125,12 @@ class ClientState(MutableMapping[str, Tensor]):
         return len(list(iter(self)))
 
     def stack(self) -> tuple[Stack, Contents]:
-        """Stack the new values, or the whole states if a name was deleted or nothing is new.
+        """Stack the written values, or the whole states if a name was deleted or nothing was written.
 
-        A stack without new values is asked for when sparse stacks are rewritten to share one.
+        Nothing was written if sparse stacks are rewritten to share one.
         """
-        whole = self._deleted or not self._new
-        changes = {name: unmarked(value).cpu().numpy() for name, value in self._new.items()}
+        whole = self._deleted or not self._written
+        changes = {name: unmarked(value).cpu().numpy() for name, value in self._written.items()}
         unchanged = self._rows if whole else [{} for _ in self._rows]
         stack = Stack.updated(unchanged, changes)
         return stack, stack.contents(len(self._rows), whole)

@@ -195,7 +195,7 @@ class Prepared:
         )
         if self.architecture_of is not None:
             context.architecture_of = self.architecture_of
-            context.architectures = tuple(
+            context.by_architecture = tuple(
                 replace(context, model=model, executor=self._executor(model)) for model in self.architectures
             )
         return context

@@ -1,4 +1,4 @@
-"""Whole numbers of a few bits each, in bytes."""
+"""Pack whole numbers of a few bits each into bytes, and unpack them."""
 
 from __future__ import annotations
 

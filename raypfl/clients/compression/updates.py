@@ -23,8 +23,8 @@ def compressed(
 ) -> dict[str, Any]:
     """Return a group's messages with rows as the server reads them, and the bytes that each client sends.
 
-    Compressed are updates: differences of the rows of a mean or of `Each` to the `arguments` of the same names. Other
-    messages stay as they are, and so does a row that is not sent whole or that compression would not make shorter.
+    Only updates are compressed: the differences between the rows of a mean or of `Each` and the `arguments` of the same
+    names. Other messages stay as they are, and so does a row that is not sent whole or would not become shorter.
     """
     messages_read = dict(messages)
     for name, value in messages.items():

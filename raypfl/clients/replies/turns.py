@@ -117,13 +117,7 @@ def values_by_round(
         for round, members in turns.members():
             part = _of_members(value, members)
             if not turns.as_sent[members[0]]:
-                like = start if start.is_floating_point() else start.device
-                shares = torch.from_numpy(turns.shares[members]).to(like)
-                reference = 0.0 if turns.mixes_models else start[members]
-                moved = shares.view(-1, *[1] * (start.dim() - 1)) * (unmarked(part.rows).detach() - reference)
-                numbers = numbers_charged(name, part.charged, len(members), part.rows[0].numel())
-                # The client sends its rows as they are, whatever type the shares give them.
-                part = replace(part, rows=moved, num_bytes=torch.from_numpy(bytes_charged(name, part, numbers)))
+                part = _shares_of(name, part, turns.of(members), start[members])
             values[name_in_round(round, name)] = reduced(function, name, part, len(members))
 
             if turns.mixes_models:
@@ -139,6 +133,17 @@ def logged_by_round(logged: Mapping[str, Tensor], turns: Turns) -> dict[str, Val
         means = logged_means({name: rows[members] for name, rows in logged.items()})
         values |= {name_in_round(round, name): value for name, value in means.items()}
     return values
+
+
+def _shares_of(name: str, mean: Mean, turns: Turns, start: Tensor) -> Mean:
+    """Return what counts of each reply: a share of the client's model, or of how far it got from ``start[K, ...]``."""
+    like = start if start.is_floating_point() else start.device
+    shares = torch.from_numpy(turns.shares).to(like)
+    reference = 0.0 if turns.mixes_models else start
+    rows = shares.view(-1, *[1] * (start.dim() - 1)) * (unmarked(mean.rows).detach() - reference)
+    numbers = numbers_charged(name, mean.charged, len(rows), mean.rows[0].numel())
+    # The client sends its rows as they are, whatever type the shares give them.
+    return replace(mean, rows=rows, num_bytes=torch.from_numpy(bytes_charged(name, mean, numbers)))
 
 
 def _rows_at_start(function: str, name: str, value: Any, argument: Any, num_clients: int) -> Tensor:

@@ -25,6 +25,10 @@ from raypfl.learning.optimizers import LocalOptimizer, Memory, Perturb, Update
 from raypfl.models.extras import of_clients
 from raypfl.models.rows import aligned, copy_rows
 
+KEY_STRIDE = 0x2545F4914F6CDD1D
+"""Distance between the keys of successive private steps on a mini-batch: odd, so that no key comes twice, and large,
+since the keys of neighbouring mini-batches are 1 apart."""
+
 
 @dataclass(eq=False)
 class ModelInTraining:
@@ -240,7 +244,7 @@ class MiniBatch:
         training = self._minibatches.private_training
         if training is None:
             return self._keys
-        keys = self._keys + self._uses * 0x2545F4914F6CDD1D
+        keys = self._keys + self._uses * KEY_STRIDE
         self._uses += 1
         training.uses = max(training.uses, self._uses)
         return keys

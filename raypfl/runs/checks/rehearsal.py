@@ -71,7 +71,7 @@ class Rehearsal:
         """Run a round, and return what it asks of a client."""
         context = self._prepared.context
         requested: list[RequestedTraining] = []
-        for network_context in (context, *context.architectures):
+        for network_context in (context, *context.by_architecture):
             network_context.requested = requested
         self.train()
 
@@ -81,7 +81,7 @@ class Rehearsal:
             # An executor that runs clients one by one makes the same requests for each.
             if request.ids[0] == clients[0]:
                 trainings[request.exchange].append(self._training(request))
-        for network_context in (context, *context.architectures):
+        for network_context in (context, *context.by_architecture):
             network_context.requested = None
 
         bytes_of: Counter[tuple[int, str]] = Counter()

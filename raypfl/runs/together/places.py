@@ -51,7 +51,7 @@ class Place:
 
     def prepare(self, context: Context) -> None:
         """Let the run's clients train with those of the other runs, if they train at once."""
-        for network_context in (context, *context.architectures):
+        for network_context in (context, *context.by_architecture):
             if isinstance(network_context.executor, Vectorised):
                 network_context.executor = Packed(network_context.executor, self.packer, self.run)
 
