@@ -19,10 +19,10 @@ _HEAD = """\
 Files group settings by section; commands use dotted names, as in `raypfl run training.lr=0.05`. `raypfl list settings`
 prints this page.
 
-For `data`, `partition`, `model`, `objective`, `method`, `attack`, `aggregation`, `compression`, `training.optimizer`
-and the entries of `data.augmentation`, a mapping with `name` and options may stand in place of a name, as in `method:
-{name: ditto, lam: 1}`. `raypfl list methods` and the like print the options, and `raypfl list methods
-ditto` describes those of one.
+For `data`, `partition`, `model`, `objective`, `method`, `attack`, `aggregation`, `compression`, `training.optimizer`,
+`cohort.selection`, `devices.hardware`, `devices.availability` and the entries of `analyses` and `data.augmentation`, a
+mapping with `name` and options may stand in place of a name, as in `method: {name: ditto, lam: 1}`. `raypfl list
+methods` and the like print the options, and `raypfl list methods ditto` describes those of one.
 
 A setting that would have no effect is refused where it is set, such as `privacy.clip` without `privacy.noise`, or an
 option that the code of a method never reads. A setting that loses its effect by a change returns to its default:
