@@ -8,6 +8,7 @@ import io
 import sys
 from collections.abc import Iterator, Sequence
 from html import escape
+from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -113,7 +114,7 @@ def run(
 
 
 def resume(
-    run_dir: str | Path,
+    run_dir: str | PathLike[str],
     *,
     listeners: Sequence[Listener] = (),
     overrides: Sequence[str] = (),
@@ -127,7 +128,7 @@ def resume(
 
     Parameters
     ----------
-    run_dir : the run's folder.
+    run_dir : the run's folder, or its result.
     overrides : ``dotted.key=value`` changes to the experiment, such as ``rounds=200`` for a longer run. What decides
         the result of a run stays (see :data:`raypfl.runs.resuming.MAY_CHANGE`), unless a new run continues it.
     from_round : the round after which a new run continues; there must be a checkpoint of it.
@@ -141,6 +142,7 @@ def resume(
     """
     if (from_round is None) != (new_run_dir is None):
         raise ConfigError("raypfl.resume takes from_round and new_run_dir together: where a new run begins, and where.")
+    run_dir = Path(run_dir)
     if from_round is not None and new_run_dir is not None:
         with resuming.continued(run_dir, from_round, new_run_dir, overrides) as folder:
             return resume(folder, listeners=listeners, progress=progress)
@@ -150,12 +152,12 @@ def resume(
         return _displayable(driver.resume(run_dir, listeners=[display, *listeners], overrides=overrides))
 
 
-def trained_models(run: str | Path, uri: str | None = None) -> TrainedModels:
+def trained_models(run: str | PathLike[str], uri: str | None = None) -> TrainedModels:
     """Return the models that a run ended with, as networks that take images as they are stored.
 
     Parameters
     ----------
-    run : the run's folder, or the id of its MLflow run. The latter needs no folder, and no data either unless the
+    run : the run's folder, its result, or the id of its MLflow run. The latter needs no folder, and no data either unless the
         method fine-tunes its models.
     uri : MLflow's tracking URI; None: $MLFLOW_TRACKING_URI or, without it, the database in the folder ``runs``.
 
@@ -165,8 +167,9 @@ def trained_models(run: str | Path, uri: str | None = None) -> TrainedModels:
 
     Examples
     --------
-    ``raypfl.trained_models(result.run_dir).personal_model(17)(images)`` gives client 17's logits.
+    ``raypfl.trained_models(result).personal_model(17)(images)`` gives client 17's logits.
     """
+    run = fspath(run)
     if (Path(run) / result.RECIPE).exists():
         return TrainedModels.of_run(run)
 
@@ -174,7 +177,7 @@ def trained_models(run: str | Path, uri: str | None = None) -> TrainedModels:
     try:
         with opening_database(uri):
             client = quiet_mlflow().MlflowClient(uri)
-        return TrainedModels.of_export(client.download_artifacts(str(run), FOLDER))
+        return TrainedModels.of_export(client.download_artifacts(run, FOLDER))
     except CheckpointError:
         raise
     # Tracking servers, databases and networks raise errors of all kinds.

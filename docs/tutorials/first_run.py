@@ -61,7 +61,7 @@ print(f"{result.megabytes[0]:.1f} MB up, {result.megabytes[1]:.1f} MB down")
 print(result.global_model().shape)
 print(result.client_state(3)["personal"].shape)
 
-network = raypfl.trained_models(result.run_dir).personal_model(3)
+network = raypfl.trained_models(result).personal_model(3)
 network
 
 # %% [markdown]

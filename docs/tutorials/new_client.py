@@ -37,7 +37,7 @@ newcomer = data.unseen[0]
 x, y = data.take(data.indices(newcomer, "train"))
 print(x.shape, x.dtype, sorted({*y.tolist()}))
 
-models = raypfl.trained_models(result.run_dir)
+models = raypfl.trained_models(result)
 made = models.personalize(x, y, held_out=0.25)
 print(f"{made.samples} samples, {made.held_out} held out, {made.seconds:.2f} s: {made.metrics['accuracy']:.2f} correct")
 

@@ -91,7 +91,7 @@ for method in ["fedavg", "local", {"name": "fedper", "personal": "head"}, {"name
 # A trained model is a network like yours. It takes samples as the reader returned them:
 
 # %%
-network = raypfl.trained_models(result.run_dir).personal_model(0)
+network = raypfl.trained_models(result).personal_model(0)
 with torch.no_grad():
     print(network(torch.tensor([[2.0, 0.0], [0.0, 2.0]])).softmax(-1).round(decimals=2))
 

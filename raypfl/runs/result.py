@@ -266,7 +266,8 @@ class RunResult:
         epsilon; None without privacy.
     client_names : the clients' names by number; None where they have numbers only.
 
-    Rounds are numbered from 1 in all tables; 0 is before the first round.
+    Rounds are numbered from 1 in all tables; 0 is before the first round. Functions that take a run's folder, such as
+    ``raypfl.trained_models``, take its result too.
     """
 
     experiment: Experiment
@@ -284,6 +285,9 @@ class RunResult:
     images: pa.Table
     privacy: pa.Table | None = None
     client_names: ClientNames | None = None
+
+    def __fspath__(self) -> str:
+        return str(self.run_dir)
 
     @classmethod
     def load(cls, run_dir: str | Path) -> RunResult:

@@ -208,7 +208,7 @@ class TrainedModels:
 
         Examples
         --------
-        ``raypfl.trained_models(result.run_dir).personalize(x, y).model(images)`` gives logits.
+        ``raypfl.trained_models(result).personalize(x, y).model(images)`` gives logits.
         """
         return self.personalize_all([(x, y)], held_out)[0]
 

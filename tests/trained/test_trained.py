@@ -77,7 +77,7 @@ def test_the_global_model_is_the_one_that_was_evaluated(tmp_path: Path):
 def test_models_of_a_regression_give_numbers_in_the_units_of_the_targets(tmp_path: Path):
     changes = {"data": "diabetes", "partition": "by_column", "objective": "{name: regression, mean: 150, std: 75}"}
     result = raypfl.run(experiment(tmp_path, **changes, method="fedavg", rounds=1, evaluation__every=1))
-    models = raypfl.trained_models(result.run_dir)
+    models = raypfl.trained_models(result)
     x, y = models.outline.data.take(models.outline.data.indices(0, "test"))
     (row,) = (row for row in result.evaluations.to_pylist() if (row["client"], row["protocol"]) == (0, "local"))
 

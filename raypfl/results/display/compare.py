@@ -76,6 +76,8 @@ def compare(results: Sequence[RunResult], baseline: str | None = None) -> Differ
         ]
         raypfl.compare(results, baseline="fedavg")
     """
+    if isinstance(results, RunResult):
+        raise ConfigError("raypfl.compare takes a list of results: raypfl.compare([a, b]), or a.compare(b).")
     comparable = compared(results)
     groups = group_runs(comparable)
     if len(groups) < 2:
