@@ -57,9 +57,13 @@ def _mistaken_functions(component: Component) -> list[str]:
 
 def abstract_functions(entry: Any) -> str:
     """Return the functions that a class still has to define, separated by commas; empty if there are none."""
+    abstract_names = sorted(getattr(entry, "__abstractmethods__", ()))
+    if not abstract_names:
+        return ""  # it may be no class, and have no attributes
+
     functions = {name: value for name, value in vars(entry).items() if isinstance(value, FunctionType)}
     descriptions = []
-    for name in sorted(getattr(entry, "__abstractmethods__", ())):
+    for name in abstract_names:
         nearest = difflib.get_close_matches(name, functions, n=1, cutoff=0.8)
         misspelt = f" (did you mean it by {where_defined(functions[nearest[0]])}?)" if nearest else ""
         descriptions.append(name + misspelt)
