@@ -112,8 +112,11 @@ def refuse_changes(run_dir: str | Path, experiment: Experiment, before: Experime
     _refuse_other_rounds(run_dir, experiment, before)
 
 
-def refuse_other_run(folder: Path, experiment: Experiment, before: Experiment) -> None:
-    """Raise a ConfigError unless the run in a folder, described as `before`, is a run of the experiment."""
+def refuse_other_run(folder: Path, experiment: Experiment, before: Experiment, to_resume: Path) -> None:
+    """Raise a ConfigError unless the run in a folder, described as `before`, is a run of the experiment.
+
+    to_resume : the folder that the error names for a resume: the run's, or that of its comparison.
+    """
     keys = differences(experiment, before)
     if experiment.checkpoint.location != before.checkpoint.location:
         keys.append("checkpoint.location")
@@ -122,7 +125,7 @@ def refuse_other_run(folder: Path, experiment: Experiment, before: Experiment) -
 
     text = f"{folder} has another run: {_listed(keys, experiment, before)}. Name another folder"
     if all(map(may_change, keys)):
-        text += f", or change the run that is there: `raypfl resume {folder} KEY=VALUE`"
+        text += f", or change what is there: `raypfl resume {to_resume} KEY=VALUE`"
     raise ConfigError(f"{text}.")
 
 

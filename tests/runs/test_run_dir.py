@@ -72,6 +72,7 @@ def test_a_comparison_is_not_mistaken_for_a_run_or_another_comparison():
             ["run", *SMALL, "--method", "fedavg,fedprox", *RUN_DIR],
             "kept/mine/ditto-s0 has another run: method.name is 'ditto' there",
         ),
+        ([*COMPARISON, "rounds=9"], "change what is there: `raypfl resume kept/mine KEY=VALUE`."),
     ):
         refused = raypfl(*words)
         assert (refused.exit_code, sentence in " ".join(refused.output.split())) == (2, True), refused.output

@@ -112,7 +112,7 @@ def _started(folder: Path, planned: Sequence[Experiment]) -> Work | None:
     run_folders = comparison.folders if comparison else [folder]
     requested = with_checkpoints_apart(planned, folder) if comparison else planned
     for experiment, run_folder in zip(requested, run_folders, strict=True):
-        refuse_other_run(run_folder, experiment, description(run_folder))
+        refuse_other_run(run_folder, experiment, description(run_folder), folder)
     changes = harmless_changes(planned[0], description(run_folders[0]))
     return _work(folder, comparison, changes)
 
