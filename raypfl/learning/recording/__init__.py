@@ -32,10 +32,10 @@ __all__ = [
 
 
 class Recorder(Protocol):
-    """Does work again and again, from a recording if that is worth the time to make one."""
+    """Repeats work, from a recording if making one is worth its time."""
 
     def do(self, work: Callable[[], None], times: int, signature: StepSignature | None) -> bool:
-        """Do work some times; return False if it cannot be recorded, so that this recorder is of no use for it.
+        """Do work this many `times`; return False if it cannot be recorded, so that this recorder is of no use for it.
 
         `signature` : the signature of the work, by which a recording of earlier work is found; None: none is reused.
         """

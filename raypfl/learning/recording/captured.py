@@ -24,12 +24,12 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.d
 """Types of values that are the same if they read the same."""
 
 BY_ANY_NAME = frozenset({"getattr", "attrgetter", "vars", "globals", "locals", "dir", "hasattr", "__dict__"})
-"""Names by which code reaches what it does not name."""
+"""Names by which code can reach what it does not name itself."""
 
 IGNORED = frozenset(
     {"__init__", "__post_init__", "__repr__", "__eq__", "__hash__", "__setattr__", "__delattr__", "__init_subclass__"}
 )
-"""Functions with underscores that no step of a loss calls on an object that is there already."""
+"""Special methods that no step of a loss calls on an existing object."""
 
 
 class Unknown(Exception):
@@ -79,7 +79,7 @@ class _Same:
 
 
 class _Walk:
-    """One way through all that functions reach by these names."""
+    """A walk through everything that functions reach by these names."""
 
     def __init__(self, names: frozenset[str]):
         self.names = names

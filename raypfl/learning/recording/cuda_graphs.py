@@ -12,7 +12,7 @@ from raypfl.learning.recording.replays import StepSignature
 
 
 class CannotRecord(Exception):
-    """Why work cannot be recorded."""
+    """Error for work that cannot be recorded; the message says why."""
 
 
 class CudaGraphs:
@@ -22,10 +22,10 @@ class CudaGraphs:
     """
 
     warm_up = 2
-    """Times that work is done before it is recorded, in which libraries allocate what they keep."""
+    """How often work is done before it is recorded, so that libraries have allocated what they keep."""
 
     min_steps = 6
-    """Times from which on a recording is worth it."""
+    """The fewest repetitions that are worth a recording."""
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None

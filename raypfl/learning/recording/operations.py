@@ -1,4 +1,4 @@
-"""The operations of a step, as they are recorded on a CPU."""
+"""The operations of a step, recorded on a CPU."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 UNREPEATABLE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
-"""What marks operations after which Python knows a tensor's values, and may go another way in the next step; and those
-that change a tensor's shape in place."""
+"""Tags of operations that tell Python a tensor's values, so that the next step may take another path, and of those that
+change a tensor's shape in place."""
 
 
 class Name(str):
@@ -122,8 +122,9 @@ class OperationRecorder(TorchDispatchMode):
     def key(self) -> tuple[Any, ...]:
         """A key that is equal for recordings with the same operations to repeat."""
         calls = []
-        for step in self.operations:
-            calls.append((step.function, repr(step.arguments), repr(step.options), tuple(step.results)))
+        for operation in self.operations:
+            arguments = (repr(operation.arguments), repr(operation.options))
+            calls.append((operation.function, *arguments, tuple(operation.results)))
         return (*calls, *map(self.view_of, self.tensors))
 
     def is_repeated_by(self, other: OperationRecorder) -> bool:

@@ -1,4 +1,4 @@
-"""What of a step that was recorded on a CPU has to be repeated, as Python code."""
+"""The part of a step recorded on a CPU that has to be repeated, as Python code."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ BINDINGS: Mapping[OpOverload, Callable[..., Any]] = {
 """The same operations as PyTorch binds them to Python: a call takes 1.5 to 3 microseconds less, half of a small one."""
 
 MAX_PLANS = 64
-"""The number of plans that a process remembers. A run has a few: for each loss, number of clients and batch size."""
+"""The number of plans that a process remembers. A run has one for each loss, number of clients and batch size."""
 
 _plans: OrderedDict[Any, StepPlan] = OrderedDict()
 
@@ -84,18 +84,18 @@ class StepPlan:
 
         # Memory -> the number of the first operation that changes it.
         self._first_change: dict[int, int] = {}
-        for number, step in enumerate(recorder.operations):
-            for name in step.writes:
+        for number, operation in enumerate(recorder.operations):
+            for name in operation.writes:
                 self._first_change.setdefault(recorder.memory_of(name), number)
 
         simplified = self._needed(self._simplified(recorder))
-        operations = without_transposing(simplified, recorder, lambda step: self._is_pure(step, recorder))
+        operations = without_transposing(simplified, recorder, lambda operation: self._is_pure(operation, recorder))
         # Again: operations that run once have left the list, and with them the need for some results.
         changing = self._needed(self._changing(operations, recorder))
         code = self._code(recorder, changing)
 
-        computed = {name for step in self._once for name in step.results}
-        read = {name for step in self._once for name in step.reads} - computed - recorder.constants.keys()
+        computed = {name for operation in self._once for name in operation.results}
+        read = {name for operation in self._once for name in operation.reads} - computed - recorder.constants.keys()
         # Operations that run once read only the shapes of results that change, so an example of each will do.
         examples: dict[str, Tensor] = {name: recorder.tensors[name].detach() for name in read}
         namespace: dict[str, Any] = {**self._constants, **examples}
@@ -114,36 +114,35 @@ class StepPlan:
         results_of: dict[str, list[Name | None]] = {}
         simplified = []
         for original in recorder.operations:
-            step = original.renamed(same)
-            copies_itself = step.function is aten.copy_.default and step.arguments[0] == step.arguments[1]
-            if copies_itself:
-                continue
-            unchanged = self._unchanged(step, recorder)
+            operation = original.renamed(same)
+            if operation.function is aten.copy_.default and operation.arguments[0] == operation.arguments[1]:
+                continue  # it copies a tensor to itself
+            unchanged = self._unchanged(operation, recorder)
             if unchanged is not None:
                 result, argument = unchanged
                 same[result] = argument
                 continue
 
-            if self._is_pure(step, recorder):
-                call = f"{step.function} {step.arguments!r} {step.options!r}"
-                earlier = results_of.setdefault(call, step.results)
-                if earlier is not step.results:
-                    same |= {new: old for new, old in zip(step.results, earlier, strict=True) if new and old}
+            if self._is_pure(operation, recorder):
+                call = f"{operation.function} {operation.arguments!r} {operation.options!r}"
+                earlier = results_of.setdefault(call, operation.results)
+                if earlier is not operation.results:
+                    same |= {new: old for new, old in zip(operation.results, earlier, strict=True) if new and old}
                     continue
-            simplified.append(step)
+            simplified.append(operation)
         return simplified
 
-    def _unchanged(self, step: Operation, recorder: OperationRecorder) -> tuple[Name, Name] | None:
+    def _unchanged(self, operation: Operation, recorder: OperationRecorder) -> tuple[Name, Name] | None:
         """Return the result of an operation and the argument that it is equal to; None if it is another tensor."""
-        if step.writes or len(step.results) != 1 or step.results[0] is None:
+        if operation.writes or len(operation.results) != 1 or operation.results[0] is None:
             return None
-        result = step.results[0]
-        for name in step.reads:
+        result = operation.results[0]
+        for name in operation.reads:
             if recorder.view_of(name) == recorder.view_of(result):
                 return result, name
 
-        if step.function is aten.mul.Scalar and step.arguments[1] == 1:
-            factor: Name = step.arguments[0]
+        if operation.function is aten.mul.Scalar and operation.arguments[1] == 1:
+            factor: Name = operation.arguments[0]
             if self._may_replace(result, factor, recorder):
                 return result, factor
         return None
@@ -156,27 +155,28 @@ class StepPlan:
 
         # The factor may change after the product's last use, as parameters do at the end of a step.
         change = self._first_change.get(recorder.memory_of(factor), len(recorder.operations))
-        for number, step in enumerate(recorder.operations):
-            uses_product = any(recorder.memory_of(name) == memory for name in step.reads)
-            if uses_product and (number >= change or not (step.is_view or step.function in EXACT | EXACT_IN_PLACE)):
+        for number, operation in enumerate(recorder.operations):
+            uses_product = any(recorder.memory_of(name) == memory for name in operation.reads)
+            keeps_bits = operation.is_view or operation.function in EXACT or operation.function in EXACT_IN_PLACE
+            if uses_product and (number >= change or not keeps_bits):
                 return False
         return True
 
-    def _is_pure(self, step: Operation, recorder: OperationRecorder) -> bool:
+    def _is_pure(self, operation: Operation, recorder: OperationRecorder) -> bool:
         """Return whether its results depend on its arguments only, and neither is ever changed."""
-        if step.draws:
+        if operation.draws:
             return False
-        tensors = {name for name in (*step.reads, *step.results) if name is not None}
+        tensors = {name for name in (*operation.reads, *operation.results) if name is not None}
         return self._first_change.keys().isdisjoint(map(recorder.memory_of, tensors))
 
     def _needed(self, operations: Sequence[Operation]) -> list[Operation]:
         """Return the operations whose results are used, or that change something."""
         used: set[Name] = set()
         needed = []
-        for step in reversed(operations):
-            if step.writes or step.draws or not used.isdisjoint(step.results):
-                used |= step.reads
-                needed.append(step)
+        for operation in reversed(operations):
+            if operation.writes or operation.draws or not used.isdisjoint(operation.results):
+                used |= operation.reads
+                needed.append(operation)
         return needed[::-1]
 
     def _changing(self, operations: Sequence[Operation], recorder: OperationRecorder) -> list[Operation]:
@@ -184,16 +184,16 @@ class StepPlan:
         computed_once = set(recorder.constants)
         unchanging: set[Name] = set()
         changing = []
-        for step in operations:
-            is_view_of_constants = step.is_view and step.reads <= computed_once
-            is_filled = step.function in FILLED or not step.reads
-            is_unchanging = self._is_pure(step, recorder) and (is_filled or step.reads <= unchanging)
+        for operation in operations:
+            is_view_of_constants = operation.is_view and operation.reads <= computed_once
+            is_filled = operation.function in FILLED or not operation.reads
+            is_unchanging = self._is_pure(operation, recorder) and (is_filled or operation.reads <= unchanging)
             if not is_view_of_constants and not is_unchanging:
-                changing.append(step)
+                changing.append(operation)
                 continue
 
-            self._once.append(step)
-            results = {name for name in step.results if name is not None}
+            self._once.append(operation)
+            results = {name for name in operation.results if name is not None}
             computed_once |= results
             if is_unchanging:
                 unchanging |= results
@@ -201,34 +201,34 @@ class StepPlan:
 
     def _code(self, recorder: OperationRecorder, operations: Sequence[Operation]) -> str:
         """Return the code of ``repeat_on``, which does the constant operations and returns a function ``repeat``."""
-        last_use = {name: number for number, step in enumerate(operations) for name in step.reads}
-        results_of_once = {name for step in self._once for name in step.results}
+        last_use = {name: number for number, operation in enumerate(operations) for name in operation.reads}
+        results_of_once = {name for operation in self._once for name in operation.results}
         stays = {*recorder.constants, *results_of_once}
 
         lines = [f"def repeat_on({', '.join(recorder.constants)}):"]
-        lines += [f" {self._line(step)}" for step in self._once]
+        lines += [f" {self._line(operation)}" for operation in self._once]
         lines.append(" def repeat():")
-        for number, step in enumerate(operations):
-            lines.append(f"  {self._line(step)}")
-            tensors = {name for name in (*step.reads, *step.results) if name is not None}
+        for number, operation in enumerate(operations):
+            lines.append(f"  {self._line(operation)}")
+            tensors = {name for name in (*operation.reads, *operation.results) if name is not None}
             over = {name for name in tensors if last_use.get(name, -1) <= number} - stays
             if over:
                 lines.append(f"  del {', '.join(sorted(over))}")
         lines.append(" return repeat")
         return "\n".join(lines)
 
-    def _line(self, step: Operation) -> str:
+    def _line(self, operation: Operation) -> str:
         """Return the line of code of an operation."""
-        arguments = [self._text(value) for value in step.arguments]
-        arguments += [f"{name}={self._text(value)}" for name, value in step.options.items()]
-        function = BINDINGS.get(step.function, step.function)
+        arguments = [self._text(value) for value in operation.arguments]
+        arguments += [f"{name}={self._text(value)}" for name, value in operation.options.items()]
+        function = BINDINGS.get(operation.function, operation.function)
         call = f"{self._constant(function)}({', '.join(arguments)})"
 
         # An in-place operation returns its argument.
-        if all(name is None or name in step.reads for name in step.results):
+        if all(name is None or name in operation.reads for name in operation.results):
             return call
-        targets = ", ".join(name or "_" for name in step.results)
-        return f"{targets}{',' if step.returns_many else ''} = {call}"
+        targets = ", ".join(name or "_" for name in operation.results)
+        return f"{targets}{',' if operation.returns_many else ''} = {call}"
 
     def _text(self, value: Any) -> str:
         if isinstance(value, Name):

@@ -87,16 +87,16 @@ class Repetition:
 class Replays:
     """Records the tensor operations of work twice, and repeats them if both recordings agree.
 
-    So work that depends on anything else, such as a count that a loss keeps, is done as before. Tensors that the work
-    knows must stay the same objects; their values may change. Plans are kept for work of the same key, which is then
+    Work that depends on anything else, such as a count that a loss keeps, is done as before. Tensors that the work uses
+    must stay the same objects; their values may change. A plan is kept for each key, and later work of this key is
     repeated from the first time on.
     """
 
     recorded_steps = 2
-    """Times that work is done while it is recorded."""
+    """How often work is done while it is recorded."""
 
     min_steps = 16
-    """Times from which on a recording is worth it for work that is not known yet."""
+    """The fewest repetitions that are worth a recording of work that is not known yet."""
 
     def __init__(self) -> None:
         # Key -> its plan; None: the work was not recorded yet, or cannot be repeated.
@@ -117,7 +117,7 @@ class Replays:
         return Repetition(second, plan, plan.function(second.constants))
 
     def do(self, work: Callable[[], None], times: int, signature: StepSignature | None) -> bool:
-        """See :class:`Recorder`. Work is recorded at once if done often, else the second time that its key comes."""
+        """See :class:`Recorder`. Work that is done often is recorded at once, other work when its key comes again."""
         if signature is not None:
             self._do_known(work, times, signature)
             return True

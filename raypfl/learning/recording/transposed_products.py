@@ -14,11 +14,11 @@ aten = torch.ops.aten
 EXACT = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor})
 """Operations on each number by itself, whose bits do not depend on the order of their arguments in memory."""
 
-_TRIED_NUMBERS = 2**16
-"""How many numbers of products have to agree, at least."""
-
 EXACT_IN_PLACE = frozenset({aten.add_.Tensor, aten.sub_.Tensor, aten._foreach_add_.List})
-"""Such operations that change their first argument, which stays in its order."""
+"""Operations like `EXACT` that change their first argument in place, so that it keeps its order in memory."""
+
+_TRIED_NUMBERS = 2**16
+"""The fewest numbers of products that must agree."""
 
 
 def without_transposing(
@@ -26,15 +26,15 @@ def without_transposing(
 ) -> list[Operation]:
     """Return the operations with products ``(A^T B)^T`` computed as ``B^T A``, where that gives the same bits.
 
-    Autograd returns the gradient of a dense layer's weights as such a product. To add it to weights, which lie in
-    memory in the other order, takes five times as long.
+    Autograd returns the gradient of a dense layer's weights as such a product. The weights lie in memory in the other
+    order, so adding it to them takes five times as long.
 
     `is_pure` : whether an operation's results depend on its arguments only, and neither is ever changed.
     """
-    maker = {name: step for step in operations for name in step.results if name is not None}
+    maker = {name: operation for operation in operations for name in operation.results if name is not None}
     replacements: dict[int, list[Operation]] = {}
-    for step in operations:
-        product = maker.get(step.arguments[0]) if _transposes(step) else None
+    for operation in operations:
+        product = maker.get(operation.arguments[0]) if _transposes(operation) else None
         if product is None or product.function is not aten.bmm.default or not is_pure(product):
             continue
         left_factor, right_factor = product.arguments
@@ -43,7 +43,7 @@ def without_transposing(
         if left_maker is None or not _transposes(left_maker) or is_read_again:
             continue
 
-        result = _result_of(step)
+        result = _result_of(operation)
         untransposed: Name = left_maker.arguments[0]
         shapes = tuple(recorder.tensors[untransposed].shape), tuple(recorder.tensors[right_factor].shape)
         if _have_same_bits(*shapes, recorder.tensors[right_factor].dtype) and _may_be_in_any_order(result, operations):
@@ -52,8 +52,8 @@ def without_transposing(
                 Operation(aten.transpose.int, [right_factor, 1, 2], {}, [name], returns_many=False),
                 Operation(aten.bmm.default, [name, untransposed], {}, [result], returns_many=False),
             ]
-            replacements[id(step)] = []
-    return [replacement for step in operations for replacement in replacements.get(id(step), [step])]
+            replacements[id(operation)] = []
+    return [replacement for operation in operations for replacement in replacements.get(id(operation), [operation])]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -73,26 +73,26 @@ def _have_same_bits(left_shape: tuple[int, ...], right_shape: tuple[int, ...], d
     return True
 
 
-def _result_of(step: Operation) -> Name:
+def _result_of(operation: Operation) -> Name:
     """Return the only tensor that an operation returns."""
-    [result] = step.results
+    [result] = operation.results
     assert result is not None
     return result
 
 
-def _transposes(step: Operation) -> bool:
-    return step.function is aten.transpose.int and step.arguments[1:] == [1, 2]
+def _transposes(operation: Operation) -> bool:
+    return operation.function is aten.transpose.int and operation.arguments[1:] == [1, 2]
 
 
 def _may_be_in_any_order(name: Name, operations: Sequence[Operation]) -> bool:
     """Return whether the bits of a step do not depend on the order in memory of one tensor, as those of a sum would."""
-    for step in operations:
-        if name not in step.reads:
+    for operation in operations:
+        if name not in operation.reads:
             continue
-        adds_to_another = step.function in EXACT_IN_PLACE and name not in step.writes
+        adds_to_another = operation.function in EXACT_IN_PLACE and name not in operation.writes
         if adds_to_another:
             continue
         # The result has the memory order of the arguments, so check what reads it.
-        if step.function not in EXACT or not _may_be_in_any_order(_result_of(step), operations):
+        if operation.function not in EXACT or not _may_be_in_any_order(_result_of(operation), operations):
             return False
     return True
