@@ -16,7 +16,7 @@ from raypfl.learning.augmentation import AUGMENTATIONS
 from raypfl.learning.executor import GroupTraining
 from raypfl.learning.loss import LocalLoss
 from raypfl.learning.packing.alike import Likeness
-from raypfl.learning.packing.packer import Packed, Packer, tried
+from raypfl.learning.packing.packer import Packed, Packer, keep_bits
 from raypfl.learning.packing.rounding import Calls, OperationCall, Shape, rounds_alike
 from raypfl.learning.packing.trainings import are_alike, joined
 from raypfl.learning.vectorised import Vectorised
@@ -220,7 +220,7 @@ class Rounding(Vectorised):
 )
 def test_a_trial_finds_out_whether_rows_keep_their_bits(error, keeps_bits):
     feds = [Federation(seed=seed, sizes=(7, 4, 11, 7)) for seed in (3, 4)]
-    assert tried([(Rounding(fed, error), training_of(fed)) for fed in feds]) == keeps_bits
+    assert keep_bits([(Rounding(fed, error), training_of(fed)) for fed in feds]) == keeps_bits
 
 
 @pytest.mark.parametrize("function", [torch.sigmoid, torch.expm1, torch.tanh, torch.relu, torch.sqrt])
@@ -230,7 +230,7 @@ def test_trainings_are_joined_only_if_no_operation_rounds_the_last_numbers_of_a_
     numbers = torch.rand(2**16, generator=torch.Generator().manual_seed(0))
     # Of numbers with gaps between them, PyTorch takes each as it takes the last ones of a tensor.
     is_same_everywhere = torch.equal(function(numbers), function(torch.stack([numbers, numbers], 1)[:, 0]))
-    assert tried([(fed.context.executor, training) for training in trainings])[0] == is_same_everywhere
+    assert keep_bits([(fed.context.executor, training) for training in trainings])[0] == is_same_everywhere
 
 
 @pytest.mark.parametrize("length", [5, 610])

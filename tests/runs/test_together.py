@@ -83,8 +83,8 @@ def test_seeds_together_have_the_bits_and_tables_of_lone_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, joined: list[int], changes: dict
 ):
     trials: list[tuple[bool, bool]] = []
-    try_joined = packer.tried
-    monkeypatch.setattr(packer, "tried", lambda trainings: trials.append(try_joined(trainings)) or trials[-1])
+    try_joined = packer.keep_bits
+    monkeypatch.setattr(packer, "keep_bits", lambda trainings: trials.append(try_joined(trainings)) or trials[-1])
     refuse_other_bits(seeds(tmp_path, **changes))
 
     assert trials, "the trainings were not alike"

@@ -33,9 +33,9 @@ IN_EVERY_MODULE = frozenset(vars(nn.Module()))
 class Likeness:
     """Compares objects of two runs; objects of unknown types count as different.
 
-    The class of an object of which a run has its own, such as the group of clients that a loss belongs to, says in
-    ``_shared_by_runs`` which of its attributes runs may share. Such objects are alike if the function that holds them
-    reads only attributes of these, and these are alike.
+    Each run has its own objects of some classes, such as the group of clients that a loss belongs to. Such a class
+    names in ``_shared_by_runs`` the attributes that runs may share. Its objects are alike if the function that holds
+    them reads only these attributes, and these are alike.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Likeness:
         self._networks: dict[tuple[int, int], tuple[FlatModel, FlatModel, bool]] = {}
 
     def same_loss(self, a: LocalLoss, b: LocalLoss) -> bool:
-        """Return whether two losses are the same function, but for floats in variables around it."""
+        """Return whether two losses are the same function, except for floats in variables around it."""
         if not self.same_network(a.model, b.model) or a.penalty_is_separate != b.penalty_is_separate:
             return False
         return all(self._same_part_of_loss(getattr(a, name), getattr(b, name)) for name in FUNCTIONS)
@@ -109,11 +109,11 @@ class Likeness:
         if type(a) is not type(b):
             return False
         has_hooks = any(value for name, value in (*vars(a).items(), *vars(b).items()) if "hooks" in name)
-        own = vars(a).keys() - IN_EVERY_MODULE
-        if has_hooks or own != vars(b).keys() - IN_EVERY_MODULE:
+        attributes = vars(a).keys() - IN_EVERY_MODULE
+        if has_hooks or attributes != vars(b).keys() - IN_EVERY_MODULE:
             return False
 
-        for name in own:
+        for name in attributes:
             value = vars(a)[name]
             refers_to_weights = name.startswith("_flat_weight")  # of recurrent layers
             if not refers_to_weights and not self._same_value(value, vars(b)[name], None):
@@ -123,7 +123,7 @@ class Likeness:
     def _same_value(self, a: Any, b: Any, read: Set[str] | None) -> bool:
         """Compare two values.
 
-        `read` : the attributes that the function reads which holds them; None: it may use them in any way.
+        `read` : the attributes of the values that the function around them reads; None: it may use them in any way.
         """
         if a is b:
             return True
@@ -166,15 +166,15 @@ class Likeness:
             function = a.__func__
             if function is not b.__func__ or not isinstance(function, types.FunctionType):
                 return False
-            own_name = function.__code__.co_varnames[0]
-            same_owner = self._same_value(a.__self__, b.__self__, _attributes_read(function.__code__, own_name))
+            self_name = function.__code__.co_varnames[0]
+            same_owner = self._same_value(a.__self__, b.__self__, _attributes_read(function.__code__, self_name))
             return same_owner and self._same_function(function, function)
 
         code = a.__code__
         if code is not b.__code__ or a.__globals__ is not b.__globals__ or not TEMPLATE.isdisjoint(names_in(code)):
             return False
-        options = [(function.__defaults__, function.__kwdefaults__) for function in (a, b)]
-        if not self._same_value(options[0], options[1], None):
+        defaults = [(function.__defaults__, function.__kwdefaults__) for function in (a, b)]
+        if not self._same_value(defaults[0], defaults[1], None):
             return False
 
         cells = zip(code.co_freevars, a.__closure__ or (), b.__closure__ or (), strict=True)

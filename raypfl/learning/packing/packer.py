@@ -33,13 +33,13 @@ from raypfl.learning.packing.trainings import (
 from raypfl.learning.vectorised import Vectorised
 
 MOST_ROWS = 128
-"""Most clients that train together; with more, their models leave the processor's cache."""
+"""Most clients that train together; the models of more do not fit into the processor's cache."""
 
 TRIED_STEPS = 2
 """Steps of the trial that shows whether joined clients keep their bits."""
 
 MOST_KINDS = 32
-"""Most kinds of trainings that are tried; a loss that differs in every round is not worth a trial in each."""
+"""Most kinds of trainings that are tried, so that a loss that differs in every round costs no trial in each."""
 
 Trained = tuple[Tensor, Tensor]
 
@@ -91,7 +91,7 @@ class Packer:
     def seconds(self, run: int) -> tuple[float, float]:
         """Return how long a run has computed, and its CPU time, in seconds.
 
-        Both are of its turns, and its share, by clients, of what was trained together.
+        Both add up its turns, and its share, by its number of clients, of the trainings that were joined.
         """
         seconds = self._seconds[run].copy()
         if self._active == run:
@@ -203,7 +203,7 @@ class Packer:
         if len(self._kinds) == MOST_KINDS:
             return None
         try:
-            keeps_bits = tried([(packed.alone, training) for packed, training in waiting])
+            keeps_bits = keep_bits([(packed.alone, training) for packed, training in waiting])
         # A function does more than compute with its numbers, or fails: let each run train alone.
         except Exception:
             keeps_bits = (False, False)
@@ -234,13 +234,13 @@ class _Kind:
         return self.keeps_bits and (self.single_keeps_bits or not ends_alone(training))
 
 
-def tried(trainings: Sequence[tuple[Vectorised, GroupTraining]]) -> tuple[bool, bool]:
+def keep_bits(trainings: Sequence[tuple[Vectorised, GroupTraining]]) -> tuple[bool, bool]:
     """Return whether clients keep their bits when trainings are joined, and whether single clients do.
 
-    Kernels may round a row by its place in memory, if that is no multiple of 16 bytes, and the last numbers of a tensor
-    otherwise than the first. So the first steps are taken with all rows moved by one, two and three places, and in
-    the opposite order. The models are moved apart first: where they are still the same, a difference could not show.
-    Of operations that round otherwise in rare cases only, see :mod:`raypfl.learning.packing.rounding`.
+    Kernels may round a row differently if it does not begin at a multiple of 16 bytes, and the last numbers of a tensor
+    differently from the first. So the first steps are tried with all rows moved by one, two and three places, and in
+    reverse order. The models are moved apart first, since equal models would hide a difference. A few steps do not show
+    operations that round differently only in rare cases; :mod:`raypfl.learning.packing.rounding` tries these.
     """
     executors = [executor for executor, _ in trainings]
     trials = [moved_apart(first_steps(training, TRIED_STEPS)) for _, training in trainings]
@@ -305,14 +305,14 @@ class _ProcessState:
     def __init__(self) -> None:
         self._filters = warnings.filters
         self._show = warnings.showwarning
-        # The function that catch_warnings(record=True) replaces.
+        # catch_warnings(record=True) replaces this function.
         self._show_message = warnings._showwarnmsg_impl  # type: ignore[attr-defined]
         self._torch = torch.default_generator.get_state()
         self._numpy = np.random.get_state(legacy=False)
         self._python = random.getstate()
 
     def restore(self) -> None:
-        """Make the process as it was."""
+        """Bring the process back to this state."""
         warnings.filters = self._filters
         warnings.showwarning = self._show
         warnings._showwarnmsg_impl = self._show_message  # type: ignore[attr-defined]

@@ -1,9 +1,9 @@
 """Whether the operations of a step round a client's numbers alike among many clients, among few, and alone.
 
-The results of a few steps do not always show it. Kernels take a sigmoid of the last numbers of a tensor by another
-formula than of the others: one of some thousands has other bits. And a single client's product of matrices, or its
-convolution, may be added up in another order, which a step hides whose other terms are larger; so may those of matrices
-at other places in memory. So each operation is tried on many numbers.
+A few steps do not always show it. Kernels compute the sigmoid of a tensor's last numbers by another formula than that
+of the others, and one result in some thousands has other bits. A single client's matrix product or convolution may be
+added up in another order, as may products of matrices elsewhere in memory, and larger terms of a step may hide the
+difference. So each operation is tried on many numbers.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 NUMBERS = 2**12
-"""How many numbers an operation on each number by itself is tried on, and how many a product has to give at least."""
+"""The number of inputs on which an elementwise operation is tried, and the fewest results of a product's trial."""
 
 TAIL = 32
-"""Kernels take numbers in pieces of at most so many, and what remains of a tensor one by one."""
+"""Kernels process at most this many numbers at once, and the remainder of a tensor one by one."""
 
 FEW = 3
-"""With so many clients, and with fewer, a product is compared with that of many."""
+"""Products of up to this many clients are compared with those of many clients."""
 
 PLACE = 16
-"""Kernels may add up in another order what begins at no multiple of so many bytes, which hold four numbers in fp32."""
+"""Kernels may add up in another order what does not begin at a multiple of this many bytes, four numbers in fp32."""
 
 MOST_PLACES = 3
-"""By how many clients the memory of others is moved, for all of these places."""
+"""Trials begin at each of the first clients, up to this one, so that tensors begin at all places between multiples."""
 
 aten = torch.ops.aten
 
@@ -39,22 +39,22 @@ CLIENT_AXES: dict[Any, tuple[tuple[int | None, ...], tuple[int | None, ...]]] = 
     aten.convolution.default: ((0, None, None), (0,)),
     aten.convolution_backward.default: ((0, 0, None), (0, None, None)),
 }
-"""Operations on the samples of all clients with the same weights: the axis along which the clients' samples are, in the
-first arguments and in the results; None: all clients share the tensor."""
+"""Operations on the samples of all clients with shared weights -> the axis of the clients' samples in each of the first
+arguments, and in each of the results; None: all clients share the tensor."""
 
 GROUPS: dict[Any, tuple[int, tuple[int, ...], tuple[int, ...]]] = {
     aten.convolution.default: (8, (1, 0, 0), (1,)),
     aten.convolution_backward.default: (9, (1, 1, 0), (1, 0, 0)),
 }
-"""The argument of convolutions with the number of groups. If clients have weights of their own, each is a group, and
-these are their axes in the first arguments and in the results."""
+"""Convolutions -> the position of the argument with the number of groups, and, where each client has its own weights
+and so is a group, the clients' axes in the first arguments and in the results."""
 
 
 @dataclass(frozen=True)
 class Shape:
     """How a tensor lies in memory.
 
-    `offset` : the numbers between it and the last place before it where kernels begin; see `PLACE`.
+    `offset` : how many numbers it begins after a multiple of `PLACE` bytes.
     """
 
     sizes: tuple[int, ...]
@@ -69,7 +69,7 @@ class Shape:
 
     @property
     def length_of_row(self) -> int:
-        """How far apart in memory the first and the last number are at a position of the first axis, both included."""
+        """The number of places in memory from the first to the last number at a position of the first axis."""
         last = [(size - 1) * stride for size, stride in zip(self.sizes[1:], self.strides[1:], strict=True)]
         return 1 + sum(last)
 
@@ -117,14 +117,15 @@ class Calls(TorchDispatchMode):
 
 
 def rounds_alike(calls: Iterable[OperationCall], rows: int, dtype: torch.dtype) -> tuple[bool, bool]:
-    """Return whether operations round a client's numbers alike among many and few clients; and alone, too.
+    """Return whether operations round a client's numbers alike among many and few clients; and whether also alone.
 
     Parameters
     ----------
-    rows : the number of clients in it.
-    dtype : the type of the models' numbers. What is more precise, as Adam's count of steps, is rounded to it.
+    rows : the number of clients in the calls.
+    dtype : the type of the models' numbers. Results of a more precise type, such as Adam's count of steps, are not
+        tried, since they are rounded to it.
     """
-    single_too = True
+    also_alone = True
     for call in calls:
         if torch.finfo(call.dtype).eps < torch.finfo(dtype).eps:
             continue
@@ -133,10 +134,10 @@ def rounds_alike(calls: Iterable[OperationCall], rows: int, dtype: torch.dtype) 
             among_few, alone = _products(*call.arguments) if is_product else _of_clients(call, rows)
             if not among_few:
                 return False, False
-            single_too &= alone
+            also_alone &= alone
         elif call.numbers % (rows * TAIL) and not _is_same_everywhere(call):
             return False, False
-    return True, single_too
+    return True, also_alone
 
 
 def _values(result: Any) -> Sequence[Any]:
@@ -154,9 +155,9 @@ def _outline(value: Any) -> Any:
 
 
 def _is_same_everywhere(call: OperationCall) -> bool:
-    """Return whether an operation on each number by itself gives the same bits wherever the number is in a tensor.
+    """Return whether an elementwise operation gives the same bits wherever a number is in a tensor.
 
-    Of numbers that are not one after the other, kernels take each as they take the last ones of a tensor.
+    Kernels process numbers that are not contiguous in memory as they process the last ones of a tensor.
     """
 
     def result(arranged: Callable[[Tensor], Tensor]) -> Tensor:
@@ -178,9 +179,9 @@ def _is_same_everywhere(call: OperationCall) -> bool:
         with torch.no_grad():
             return call.function(*drawn(call.arguments), **drawn(call.options))
 
-    together = result(lambda numbers: numbers)
-    apart = result(lambda numbers: torch.stack([numbers, numbers], dim=1)[:, 0])
-    return torch.equal(together.nan_to_num(), apart.nan_to_num())
+    contiguous = result(lambda numbers: numbers)
+    strided = result(lambda numbers: torch.stack([numbers, numbers], dim=1)[:, 0])
+    return torch.equal(contiguous.nan_to_num(), strided.nan_to_num())
 
 
 def _products(left: Shape, right: Shape) -> tuple[bool, bool]:
@@ -212,7 +213,7 @@ def _products(left: Shape, right: Shape) -> tuple[bool, bool]:
 
 
 def _parts(counts: Iterable[int]) -> list[tuple[int, int]]:
-    """Return which clients are compared among few: the number of the first, and how many."""
+    """Return the runs of few clients to compare: the number of the first, and how many."""
     return [(0, count) for count in counts] + [(start, FEW) for start in range(1, MOST_PLACES + 1)]
 
 
@@ -264,7 +265,7 @@ def _of_clients(call: OperationCall, rows: int) -> tuple[bool, bool]:
 
 
 def _part(tensor: Tensor | None, axis: int | None, clients: int, start: int, count: int) -> Any:
-    """Return what `count` of the clients along an axis have, from `start` on, in memory of its own; else the tensor."""
+    """Return a copy of the part of `count` clients, from `start` on; without an axis, the tensor itself."""
     if tensor is None or axis is None:
         return tensor
     size = tensor.shape[axis] // clients

@@ -1,4 +1,4 @@
-"""The samples of several groups as those of one, and the orders in which their clients visit them."""
+"""Join the samples of several groups, and the orders in which their clients visit them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the trainings of groups of several runs become one, and the parts of a training that are tried first."""
+"""Join the trainings of several runs' groups into one, and cut out the part of a training that is tried first."""
 
 from __future__ import annotations
 
@@ -110,9 +110,7 @@ def joined(trainings: Sequence[GroupTraining]) -> GroupTraining:
 
 
 def _joined_extra(name: str, trainings: Sequence[GroupTraining]) -> Any:
-    """Return an extra with a row for each client, if it is made of tensors: what all clients of a run share differs
-    between runs.
-    """
+    """Return an extra for all clients; a tensor gets a row for each, since runs may have different ones."""
     extra = trainings[0].extras[name]
     if isinstance(extra, Other):
         rows = [_rows(training.extras[name].theta, len(training)) for training in trainings]
