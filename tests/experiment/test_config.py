@@ -85,7 +85,10 @@ def test_a_method_may_have_a_local_optimizer_as_an_option():
         ),
         ({"optimizer": "addam"}, "There is no optimizer called 'addam'; did you mean 'adam'?"),
         ({"optimizer": {"name": "sgd", "momentum": 0.9}}, "options are training.momentum and training.nesterov"),
-        ({"optimizer": {"name": "adam", "beta1": 1.0}}, "beta1 of Adam is 1.0; it must be at least 0 and below 1"),
+        (
+            {"optimizer": {"name": "adam", "beta1": 1.0}},
+            "The optimizer's beta1 is 1.0; it must be at least 0 and below 1",
+        ),
         ({"optimizer": 3}, "training.optimizer is 3; it must be a name"),
         ({"optimizer": "adam", "lrr": 3}, "training.lrr is not a setting of training; did you mean 'training.lr'?"),
     ],

@@ -140,8 +140,10 @@ class Objective(Component):
     primary : the name of the metric in pictures and progress. Spread and worst decile are computed for it, and it
         decides which round is best.
     columns : further columns of the evaluations table, which stay empty.
-    weighs : whether `loss` is known to ignore padding. If not, this is tested before clients are trained together.
+    weighs : whether `loss` is known to ignore padding. If not, it is tested before clients are trained together.
     """
+
+    section: ClassVar[str] = "objective."
 
     targets: ClassVar[str] = ""
     metrics: ClassVar[tuple[Metric, ...]] = (Loss(),)

@@ -17,9 +17,7 @@ from raypfl.learning.objectives.base import (
     Objective,
     SampleMean,
     Scores,
-    unrounded,
 )
-from raypfl.learning.objectives.batch import Batch
 
 BINS = 15
 """Number of bins of the expected calibration error."""
@@ -112,10 +110,6 @@ class Classification(Objective):
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         # Under vmap F.cross_entropy is decomposed in Python, which is slower.
         return -F.log_softmax(outputs, dim=-1).gather(-1, targets[..., None]).squeeze(-1)
-
-    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
-        log_probabilities = F.log_softmax(unrounded(outputs), dim=-1)
-        return -batch.mean(log_probabilities.gather(1, batch.y[:, None]).squeeze(1))
 
     def scores(self, outputs: Tensor, targets: Tensor) -> Scores:
         return ClassScores(outputs, targets, self)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from raypfl.common.errors import ConfigError
+from raypfl.common.limits import POSITIVE
 from raypfl.learning.objectives.base import (
     METRICS,
     OBJECTIVES,
@@ -24,10 +25,10 @@ from raypfl.learning.objectives.base import (
 from raypfl.learning.objectives.batch import Batch
 
 STANDARDISE = "The targets are large numbers; standardise them: "
-"""What comes before the setting that an error for diverged training names."""
+"""The beginning of the advice after diverged training; the setting follows."""
 
 _LARGE = 10.0
-"""Mean or deviation of targets from which on their size may be why training diverged."""
+"""Targets with at least this mean or deviation may be too large for training to converge."""
 
 
 class NumberScores(Scores):
@@ -111,7 +112,7 @@ class Regression(Objective):
 
     reduction: Literal["mean", "sum"] = "mean"
     mean: float = 0.0
-    std: float = 1.0
+    std: Annotated[float, POSITIVE] = 1.0
 
     targets: ClassVar[str] = "numbers"
     metrics: ClassVar[tuple[Metric, ...]] = (MeanSquaredError(), Loss(), MeanAbsoluteError(), Determination())
@@ -119,10 +120,9 @@ class Regression(Objective):
     weighs: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.reduction not in ("mean", "sum"):
             raise ConfigError(f"objective.reduction is {self.reduction!r}; it must be 'mean' or 'sum'.")
-        if not self.std > 0:
-            raise ConfigError(f"objective.std is {self.std}; it must be above 0.")
 
     def takes(self, shape: tuple[int, ...], targets: int) -> bool:
         return shape == (self.outputs(targets),)

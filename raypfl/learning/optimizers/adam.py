@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
-from raypfl.common.errors import ConfigError
+from raypfl.common.limits import BELOW_ONE, POSITIVE
 from raypfl.learning.optimizers.base import OPTIMIZERS, LocalOptimizer, Memory, Number
 
 
@@ -21,16 +21,9 @@ class Adam(LocalOptimizer):
     eps : constant that is added to the root of the second moment.
     """
 
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-
-    def __post_init__(self) -> None:
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(f"{name} of Adam is {getattr(self, name)}; it must be at least 0 and below 1.")
-        if self.eps <= 0:
-            raise ConfigError(f"eps of Adam is {self.eps}; it must be above 0.")
+    beta1: Annotated[float, BELOW_ONE] = 0.9
+    beta2: Annotated[float, BELOW_ONE] = 0.999
+    eps: Annotated[float, POSITIVE] = 1e-8
 
     @property
     def takes_rates(self) -> bool:

@@ -78,6 +78,8 @@ class LocalOptimizer(Component):
         and `finish` then compute the gradient that `step_` gets. The network cannot have batch norm.
     """
 
+    section: ClassVar[str] = "The optimizer's "
+
     decoupled: ClassVar[bool] = False
     per_sample: ClassVar[bool] = False
 
@@ -127,7 +129,8 @@ class SampleRule(Protocol):
 
 
 Perturb = Callable[[Tensor, Tensor], Tensor]
-"""A function ``perturb(theta, gradient)`` of vectors ``[..., P]``: how far from `theta` a step's gradient is taken."""
+"""A function ``perturb(theta, gradient)`` of vectors ``[..., P]``: the offset from `theta` at which a step takes its
+gradient."""
 
 
 @dataclass(frozen=True)

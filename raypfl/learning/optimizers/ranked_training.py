@@ -1,4 +1,4 @@
-"""SGD of all clients of a group at once: what it moves, and the rows that still have steps to take."""
+"""SGD of all clients of a group at once: the tensors that it trains, and the rows that still have steps to take."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class RankedTraining:
 
 @dataclass(frozen=True, eq=False)
 class ActiveRows:
-    """The first rows of a training, which still have steps; what they compute with are views of its tensors."""
+    """The first rows of a training, which still have steps to take, as views of its tensors."""
 
     count: int
     descent: Descent

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
-from raypfl.common.errors import ConfigError
+from raypfl.common.limits import BELOW_ONE
 from raypfl.learning.optimizers.base import OPTIMIZERS, LocalOptimizer, Memory, Number, add_scaled_
 
 
@@ -19,12 +21,8 @@ class SGD(LocalOptimizer):
     nesterov : whether to use Nesterov momentum.
     """
 
-    momentum: float = 0.0
+    momentum: Annotated[float, BELOW_ONE] = 0.0
     nesterov: bool = False
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.momentum < 1:
-            raise ConfigError(f"momentum of SGD is {self.momentum}; it must be at least 0 and below 1.")
 
     @property
     def plain(self) -> bool:
