@@ -1,7 +1,7 @@
 """Random changes of training images, batch by batch on the training device.
 
-Augmentations are applied in the order of ``data.augmentation``. Images are normalised before, so that black has another
-value in each channel, and the mean colour is 0.
+Augmentations are applied in the order of ``data.augmentation``, to normalised images: black has a different value in
+each channel, and the mean colour is 0.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from raypfl.learning.objectives.batch import Batch, spread_over_labels
 from raypfl.learning.sample_order import SampleOrder
 
 NORMALISE_ONCE_LIMIT = 2**21
-"""Most numbers in samples that are normalised once for all batches; more would not fit into a CPU cache."""
+"""Samples of at most this many numbers are normalised once for all batches; more would not fit into a CPU cache."""
 
 
 def device_data_budget(device: torch.device, share: float, gpus: float) -> float:
@@ -152,15 +152,15 @@ class GroupSamples:
 
         The order goes to the device here, once for all steps.
 
-        `normalise_once` : whether all samples of the client are normalised here, if that is cheaper than in every step.
+        `normalise_once` : whether to normalise all the client's samples here, if that is cheaper than in every step.
         """
         device = self.y.device
         index = to_device(order.index[k], device)
         draws = None if order.draws is None else to_device(order.draws[k], device)
         counts = order.counts[k].tolist()
-        takes_fewer_than_all = sum(counts) < self.sizes[k]
-        too_large = self.sizes[k] * self.x[0].numel() > NORMALISE_ONCE_LIMIT
-        normalised = self.client(k) if normalise_once and not takes_fewer_than_all and not too_large else None
+        visits_all = sum(counts) >= self.sizes[k]
+        fits_cache = self.sizes[k] * self.x[0].numel() <= NORMALISE_ONCE_LIMIT
+        normalised = self.client(k) if normalise_once and visits_all and fits_cache else None
 
         def batch(s: int) -> Batch:
             count = counts[s]
@@ -174,11 +174,11 @@ class GroupSamples:
         return batch
 
     def stacked(self, clients: np.ndarray, order: SampleOrder) -> StackedBatches:
-        """Return the batches of some of `clients`, padded and stacked."""
+        """Return the batches of the `clients`, positions in the group, padded and stacked."""
         device = self.y.device
-        real = np.arange(order.index.shape[-1]) < order.counts[clients][:, :, None]
+        is_sample = np.arange(order.index.shape[-1]) < order.counts[clients][:, :, None]
         rows = to_device(self._starts[clients][:, None, None] + order.index[clients], device)
-        weight = to_device(real, device).to(self._source.gain.dtype)
+        weight = to_device(is_sample, device).to(self._source.gain.dtype)
         draws = None if order.draws is None else to_device(order.draws[clients], device)
         if self.normalises_once:
             self.normalised()
@@ -200,7 +200,7 @@ class StackedBatches:
     ----------
     source : how samples are normalised and augmented.
     x, y : the clients' samples, ``[n, ...]`` and ``int64[n]``.
-    rows : the samples of each batch, ``int64[K, S, b]``; padding has any.
+    rows : the positions in `x` of each batch's samples, ``int64[K, S, b]``; those of padding are arbitrary.
     weight : the samples' weights, ``[K, S, b]``, 0 for padding.
     draws : the numbers that augment each sample, ``[K, S, b, D]``; None: no augmentation.
     is_normalised : whether `x` is normalised already.

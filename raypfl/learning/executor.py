@@ -61,9 +61,7 @@ class Precision:
 
     @property
     def rtol(self) -> float:
-        """The relative tolerance at which outputs are equal, although a matrix product with more rows may round them in
-        another way.
-        """
+        """The relative tolerance for comparing outputs: a matrix product with more rows may round differently."""
         return 2e-2 if self.autocast or self.tf32 else 1e-4
 
     def context(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -89,7 +87,7 @@ class GroupTraining:
     Attributes
     ----------
     start : the models before the first step, ``[K, P+B]``.
-    samples, order : the clients' training samples, and those that each step visits.
+    samples, order : the clients' training samples, and which of them each step visits.
     keys : the keys of the clients' draws, ``int64[K]`` in the host's memory, where they can be read without waiting
         for a GPU.
     correction : ``[K, P]``, added to all gradients; None: nothing.

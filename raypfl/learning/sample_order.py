@@ -47,10 +47,10 @@ class SampleOrder:
         _, steps, size = self.index.shape
         with np.errstate(over="ignore"):
             step_keys = rng.mix(keys[:, None] + np.arange(steps, dtype=np.uint64))
-        return replace(self, draws=draws(step_keys, size, draws_per_visit))
+        return replace(self, draws=augmentation_draws(step_keys, size, draws_per_visit))
 
 
-def draws(keys: np.ndarray, size: int, draws_per_visit: int) -> np.ndarray:
+def augmentation_draws(keys: np.ndarray, size: int, draws_per_visit: int) -> np.ndarray:
     """Draw numbers ``float64[..., size, draws_per_visit]`` in [0, 1) for batches with keys ``uint64[...]``."""
     with np.errstate(over="ignore"):
         position_keys = rng.mix(keys[..., None] + np.arange(size, dtype=np.uint64))
@@ -83,22 +83,22 @@ def epoch_order(
 
     # Positions in the shuffled epoch; a batch may run over its end, or the client may have no more steps.
     position = batch_in_epoch[:, :, None] * batch_size + np.arange(batch_size)
-    real = (position < sizes[:, None, None]) & (step < totals[:, None])[:, :, None]
+    is_sample = (position < sizes[:, None, None]) & (step < totals[:, None])[:, :, None]
 
     num_epochs = -(-totals // per_epoch)
     index = np.empty(position.shape, dtype=np.int64)
     # All rows of a draw are as long as its largest client, so only clients within a factor of two are drawn together.
     exponents = np.frexp(sizes)[1]
-    different = set(exponents.tolist())
-    for exponent in different:
-        alike: slice | np.ndarray = slice(None)
-        if len(different) > 1:
-            alike = np.flatnonzero(exponents == exponent)
-        rows, first_row = _shuffled_epochs(keys[alike], num_epochs[alike], sizes[alike])
-        row = np.where(real[alike], (first_row[:, None] + epoch[alike])[:, :, None], 0)
-        index[alike] = rows[row, np.where(real[alike], position[alike], 0)]
-    index[~real] = 0
-    return SampleOrder(index, real.sum(2), totals)
+    distinct_exponents = set(exponents.tolist())
+    for exponent in distinct_exponents:
+        clients: slice | np.ndarray = slice(None)
+        if len(distinct_exponents) > 1:
+            clients = np.flatnonzero(exponents == exponent)
+        rows, first_row = _shuffled_epochs(keys[clients], num_epochs[clients], sizes[clients])
+        row = np.where(is_sample[clients], (first_row[:, None] + epoch[clients])[:, :, None], 0)
+        index[clients] = rows[row, np.where(is_sample[clients], position[clients], 0)]
+    index[~is_sample] = 0
+    return SampleOrder(index, is_sample.sum(2), totals)
 
 
 def sampled_order(
@@ -109,7 +109,7 @@ def sampled_order(
     steps: int | None = None,
     smallest: int = 1,
 ) -> SampleOrder:
-    """Draw as many batches as :func:`epoch_order`, each with each of n samples at probability ``batch_size / n``.
+    """Draw as many batches as :func:`epoch_order`; each has each of n samples with probability ``batch_size / n``.
 
     This is the Poisson sampling that the accounting of DP-SGD assumes. A batch may be empty, or larger than
     `batch_size`. Row k depends only on ``keys[k]`` and ``sizes[k]``.

@@ -14,7 +14,7 @@ from raypfl.common.errors import ConfigError, MethodError, did_you_mean
 from raypfl.common.transfer import to_device
 from raypfl.learning.batches import Samples
 from raypfl.learning.objectives.batch import Batch
-from raypfl.learning.sample_order import draws
+from raypfl.learning.sample_order import augmentation_draws
 
 
 def checked_pool(name: str, pools: Collection[str]) -> str:
@@ -42,7 +42,7 @@ class Pools:
     samples : the data set's samples, which include those of pools.
     indices : the numbers of each pool's samples, name -> ``int64[M]``.
     own_samples : the samples of pools that are normalised by their own mean and standard deviation, by name.
-    room : the most bytes of pools that are kept on a GPU, beside `samples`.
+    room : the most bytes of pools that are kept on a GPU, besides `samples`.
     """
 
     samples: Samples
@@ -249,7 +249,7 @@ class PoolBatches:
         with np.errstate(over="ignore"):
             keys = rng.mix(self.keys[1:] + steps.astype(np.uint64))
         draws_per_image = sum(augmentation.draws for augmentation in self.samples.augmentation)
-        return to_device(draws(keys, self.size, draws_per_image), self.samples.gain.device)
+        return to_device(augmentation_draws(keys, self.size, draws_per_image), self.samples.gain.device)
 
     def _take_targets(self, epoch: int, order: np.ndarray) -> Callable[[slice], Tensor] | None:
         """Return ``take(part)``, the targets of the epoch's samples ``order[part]``; None: their labels."""

@@ -166,7 +166,10 @@ class Vectorised(Executor):
         training.losses[:k] += reported
 
     def may_keep_state(self, loss: LocalLoss, update: Update) -> bool:
-        """Return whether a step's functions may depend on more than their arguments; the network has no say in it."""
+        """Return whether a step's functions may depend on more than their arguments.
+
+        The network's are left out: `recorder` is None if they may.
+        """
         return may_keep_state([loss.loss, loss.penalty, loss.report, update.optimizer.step_, update.perturb])
 
     def _gradients(
@@ -280,7 +283,10 @@ class Vectorised(Executor):
         return values.masked_fill(is_padding, 0)
 
     def _returns_rows(self, function: LossFunction, at: Tensor, batches: list[Batch], extras: Extras) -> bool:
-        """Return whether a function returns a row per sample, tried on the client with fewest, if others have more."""
+        """Return whether a function returns a row per sample; False if all clients have equally many, without padding.
+
+        It is tried on the client with fewest samples.
+        """
         sizes = [len(batch.y) for batch in batches]
         k = int(np.argmin(sizes))
         return sizes[k] < max(sizes) and len(function(at[k], batches[k], **of_client(extras, k))) == sizes[k]
@@ -346,8 +352,9 @@ class Vectorised(Executor):
                 return torch.stack(value).detach()
 
     def _leaves(self, theta: Tensor, frozen: Set[str] = frozenset()) -> list[Tensor]:
-        segments = self.model.unflatten(theta)
-        return [segment.detach().requires_grad_(name not in frozen) for name, segment in segments.items()]
+        """Return the segments of parameters ``theta[..., P]`` as leaves, which get gradients unless they are frozen."""
+        views = self.model.unflatten(theta)
+        return [view.detach().requires_grad_(name not in frozen) for name, view in views.items()]
 
     def _vectorised_step(self, loss: LocalLoss, extras: Extras) -> Callable[..., Any]:
         """Return ``step``, which computes gradients, reported losses and statistics of all rows."""

@@ -1,4 +1,4 @@
-"""Epsilons of spent privacy, by Opacus' accountant for Renyi differential privacy."""
+"""The epsilon that clients have spent, by Opacus' accountant for Renyi differential privacy."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def epsilons_of(spent: Iterable[Spending], settings: PrivacySettings) -> dict[in
 
 
 def accounted(table: Mapping[str, list[Any]], settings: PrivacySettings) -> dict[str, list[Any]]:
-    """Columns client, branch, steps and epsilon: a row for each client and branch, and one for all branches composed.
+    """Return the columns client, branch, steps and epsilon: a row for each client and branch, and one for all branches.
 
     Only the last predictions count: they train from the models of a round, and nothing trains on their results.
 

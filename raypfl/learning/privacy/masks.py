@@ -20,7 +20,7 @@ class Masks:
     """The masks of one message of an exchange; each is a client's random stream minus the next client's.
 
     The clients form a ring, so that all masks add up to zero modulo 2^64 (Bonawitz et al. 2017 mask every pair of
-    clients; Bell et al. 2020, neighbours). Sums are exact: they depend on no order.
+    clients; Bell et al. 2020, neighbours). Sums are exact, so they do not depend on the order of the terms.
 
     Attributes
     ----------
