@@ -87,7 +87,7 @@ def receive_arrays(path: Path, chunks: Iterable[bytes]) -> None:
 @contextmanager
 def cache_lock(path: Path) -> Iterator[None]:
     """While active, be the only process that works on `path` in a cache; see `files.locked`."""
-    # Explain errors of taking the lock; those of the work within it pass unchanged.
+    # Errors of taking the lock are explained; those of the work within it pass unchanged.
     with ExitStack() as stack:
         with explain_write_errors(path):
             stack.enter_context(files.locked(path))

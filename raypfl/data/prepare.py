@@ -128,23 +128,28 @@ def prepare_samples(data: DataConfig, folder: Path) -> tuple[Mapping[str, Any], 
 def prepare_holdings(
     samples: Arrays, data: DataConfig, partition: Partition, seed: int
 ) -> tuple[Mapping[str, Any], dict[str, Any]]:
-    """Divide the samples over the clients: columns ``client``, ``split`` and ``sample``, and facts about them."""
+    """Divide the samples over the clients.
+
+    Returns
+    -------
+    The columns ``client``, ``split`` and ``sample``, and facts about them.
+    """
     columns = samples.columns
     # The data set's own samples come first, then those of its pools.
     num_own = int(np.searchsorted(columns["pool"], _NO_POOL, side="right"))
     published_test = columns["published_test"][:num_own].astype(bool)
     try:
-        own_holdings = allocate(_traits(samples, num_own), published_test, data, partition, seed)
+        allocation = allocate(_traits(samples, num_own), published_test, data, partition, seed)
     except ConfigError as error:
         raise ConfigError(f"The data set {data.name!r} cannot be partitioned: {error}") from error
 
     pool_split = columns["pool"][num_own:] + len(SPLITS) + len(data.shares())
-    client = np.concatenate([own_holdings.client, np.full(len(pool_split), NOBODY)])
-    split = np.concatenate([own_holdings.split, pool_split]).astype(np.int16)
+    client = np.concatenate([allocation.client, np.full(len(pool_split), NOBODY)])
+    split = np.concatenate([allocation.split, pool_split]).astype(np.int16)
     order = np.lexsort((client, split))
 
     split_names = (*SPLITS, *data.shares(), *samples.about["pools"])
-    trained_on = np.flatnonzero((split == SPLITS.index("train")) & ~np.isin(client, own_holdings.unseen))
+    trained_on = np.flatnonzero((split == SPLITS.index("train")) & ~np.isin(client, allocation.unseen))
     mean, std = _moments(columns["input"], trained_on, samples.about)
     pool_moments = {}
     for name in _pools_with_own_moments(data):
@@ -154,8 +159,8 @@ def prepare_holdings(
 
     holdings = {"client": client[order], "split": split[order], "sample": order.astype(np.int64)}
     about = {
-        "clients": own_holdings.clients,
-        "unseen": own_holdings.unseen.tolist(),
+        "clients": allocation.clients,
+        "unseen": allocation.unseen.tolist(),
         "splits": split_names,
         "mean": mean.tolist(),
         "std": std.tolist(),
@@ -271,16 +276,17 @@ def _check_block(block: np.ndarray, first: np.ndarray, start: int) -> None:
 
 
 def _spans(samples: np.ndarray, count: int) -> Iterator[slice]:
-    """Slices of the blocks in which `count` samples of this size are read."""
+    """Yield the slices of the blocks in which `count` samples of this size are read."""
     step = max(_BLOCK_BYTES // samples[0].nbytes, 1)
-    return (slice(start, min(start + step, count)) for start in range(0, count, step))
+    for start in range(0, count, step):
+        yield slice(start, min(start + step, count))
 
 
 def _moments(inputs: np.ndarray, chosen: np.ndarray, about: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and standard deviation of ``inputs / scale``, ``float64[C]`` each; the latter 1 if it would be 0.
+    """Return mean and standard deviation of ``inputs / scale``, ``float64[C]`` each; a deviation of 0 becomes 1.
 
-    By channel for images, whose sums are of integers, hence exact; by the last axis for other features; 0 and 1 for
-    tokens and indicators of categories, which are not normalised.
+    They are by channel for images, whose sums are of integers and so exact; by the last axis for other features; and 0
+    and 1 for tokens and indicators of categories, which are not normalised.
     """
     scale = about["scale"]
     if inputs.dtype == np.int64:
@@ -296,22 +302,26 @@ def _moments(inputs: np.ndarray, chosen: np.ndarray, about: Mapping[str, Any]) -
 
 
 def _image_moments(images: np.ndarray, chosen: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and standard deviation by channel, from exact sums of bytes."""
-    total, squares = np.zeros((2, images.shape[1]), dtype=np.int64)
+    """Return mean and standard deviation by channel, from exact sums of bytes."""
+    sums = np.zeros(images.shape[1], dtype=np.int64)
+    sums_of_squares = np.zeros(images.shape[1], dtype=np.int64)
     for span in _spans(images, len(chosen)):
         block = images[chosen[span]]
-        total += block.sum(axis=(0, 2, 3), dtype=np.int64)
-        squares += np.einsum("nchw,nchw->c", block, block, dtype=np.int64)
+        sums += block.sum(axis=(0, 2, 3), dtype=np.int64)
+        sums_of_squares += np.einsum("nchw,nchw->c", block, block, dtype=np.int64)
 
     count = len(chosen) * images[0, 0].size
-    # The variance times count², in Python's integers, which neither round nor overflow.
-    spread = [count * int(q) - int(t) ** 2 for q, t in zip(squares, total, strict=True)]
-    std = np.array([math.sqrt(s) / count / scale if s else 1.0 for s in spread])
-    return total / count / scale, std
+    std = np.ones(len(sums))
+    for channel in range(len(sums)):
+        # The variance times count², in Python's integers, which neither round nor overflow.
+        scaled_variance = count * int(sums_of_squares[channel]) - int(sums[channel]) ** 2
+        if scaled_variance:
+            std[channel] = math.sqrt(scaled_variance) / count / scale
+    return sums / count / scale, std
 
 
 def _feature_moments(inputs: np.ndarray, chosen: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and standard deviation by channel of images in floating point, else by the last axis."""
+    """Return mean and standard deviation by channel of images in floating point, else by the last axis."""
     axis = 1 if inputs.ndim == 4 else -1
     features = inputs.shape[axis]
 
@@ -324,7 +334,7 @@ def _feature_moments(inputs: np.ndarray, chosen: np.ndarray, scale: float) -> tu
 
     mean = mean_of(lambda rows: rows)
     std = np.sqrt(mean_of(lambda rows: (rows - mean) ** 2))
-    # Up to n rounding errors may remain of the variance of n equal numbers. Dividing by them would give huge numbers.
+    # The variance of n equal numbers may be as large as n rounding errors; dividing by those would give huge numbers.
     count = len(chosen) * inputs[0].size // features
     rounding = count * np.finfo(np.float64).eps * np.abs(mean)
     return mean, np.where(std > rounding, std, 1.0)
@@ -333,8 +343,8 @@ def _feature_moments(inputs: np.ndarray, chosen: np.ndarray, scale: float) -> tu
 def _content_hash(paths: list[Path], source: DataSource, cache: Path) -> str:
     """Return the SHA-256 of files and their paths below ``data.root``.
 
-    Reading them takes time, so the hash is cached until a file's size, time of change or time of status change differs.
-    Only the system sets the last one: it shows files that were overwritten and given their old time of change.
+    Reading them takes time, so the hash is cached until a file's size, modification time or status-change time differs.
+    Only the system sets the last one, so it shows files that were overwritten and given their old modification time.
     """
     root = Path(source.root).expanduser().absolute() if source.root else Path().absolute()
     stats = {path: path.stat() for path in paths if path.is_file()}

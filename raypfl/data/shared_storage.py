@@ -23,7 +23,7 @@ S = TypeVar("S", bound=DataSource)
 def copy_to_this_machine(data: DataConfig, cache: Path) -> DataConfig:
     """Copy the files of a data set at an address such as ``s3://bucket/folder``; return a description of the copy.
 
-    A copy is made again when the name, the size or the time of change of any file differs.
+    A copy is made again when the name, the size or the modification time of any file differs.
 
     Raises
     ------
@@ -73,6 +73,6 @@ def _copy_files(file_system: pafs.FileSystem, root: str, folder: Path) -> None:
 
 
 def _copy_key(address: str, infos: list[pafs.FileInfo]) -> str:
-    """Return a key of the address, and of the names, sizes and times of change of its files."""
+    """Return a key of the address, and of the names, sizes and modification times of its files."""
     states = sorted((file.path, file.size, file.mtime_ns) for file in infos if file.type == pafs.FileType.File)
     return hashlib.sha256(f"{address} {states}".encode()).hexdigest()[:16]

@@ -146,7 +146,7 @@ def _numbers(data: FederatedData) -> list[tuple[str, float, float]]:
 
 
 def _count_targets(data: FederatedData) -> tuple[list[str], np.ndarray]:
-    """Names, and how often each client's training samples have each: ``int64[clients, names]``."""
+    """Return names, and how often each client's training samples have each: ``int64[clients, names]``."""
     if data.kind in ("classes", "labels"):
         return data.class_names, data.label_counts("train")
 

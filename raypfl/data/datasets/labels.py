@@ -14,7 +14,6 @@ from raypfl.data.datasets.csv_lines import is_csv, line_of
 _MAX_CLASSES = 100_000
 """Most classes that numbered labels may stand for, unless there are more samples."""
 
-
 _FEW_NUMBERS = 20
 """Most different whole numbers that may be meant as classes."""
 

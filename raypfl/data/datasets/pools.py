@@ -50,7 +50,7 @@ class PoolSamples(NamedTuple):
 
 
 def pool_sources(data: DataConfig) -> dict[str, DataSource]:
-    """Return the pools that come from other data sets: a name with a star stands for one pool for each file.
+    """Return the pools that come from other data sets; a name with a star stands for a pool for each file.
 
     Raises
     ------
@@ -210,7 +210,7 @@ def _matched_labels(raw: RawData, clients_data: RawData, chosen: np.ndarray) -> 
 
 
 def _convert_channels(block: np.ndarray, channels: int) -> np.ndarray:
-    """Images ``uint8[n, C, H, W]`` with another number of channels, 1 or 3: grey ones repeated, or colours weighted."""
+    """Return images ``uint8[n, C, H, W]`` with 1 or 3 channels: grey ones are repeated, and colours weighted."""
     if block.shape[1] == channels:
         return block
     if block.shape[1] == 1:

@@ -39,7 +39,7 @@ class Population(ABC):
 
     Attributes
     ----------
-    describes_clients : what distinguishes a population from a data set that a partition divides.
+    describes_clients : True, which distinguishes a population from a data set that a partition divides.
     num_clients : number of clients.
     num_classes : number of classes or, if targets are tokens, of tokens; if they are labels or numbers, how many of
         them a sample has.
@@ -72,7 +72,7 @@ class Population(ABC):
 
     @abstractmethod
     def samples(self, client: int, split: str) -> tuple[np.ndarray, np.ndarray]:
-        """One client's split: inputs ``[n, ...]``, uint8, float32, float64 or tokens, and targets of `kind`."""
+        """Return a client's split: inputs ``[n, ...]``, uint8, float32, float64 or tokens, and targets of `kind`."""
 
 
 class DescribedData:
@@ -179,11 +179,11 @@ class DescribedData:
         starts = np.flatnonzero(np.diff(owners)) + 1
         inputs = []
         targets = []
-        for run_owners, run_rows in zip(np.split(owners, starts), np.split(rows, starts), strict=True):
-            client, split = divmod(int(run_owners[0]), len(SPLITS))
+        for part_owners, part_rows in zip(np.split(owners, starts), np.split(rows, starts), strict=True):
+            client, split = divmod(int(part_owners[0]), len(SPLITS))
             client_inputs, client_targets = self._samples(client, SPLITS[split])
-            inputs.append(client_inputs[run_rows])
-            targets.append(client_targets[run_rows])
+            inputs.append(client_inputs[part_rows])
+            targets.append(client_targets[part_rows])
         return np.concatenate(inputs), np.concatenate(targets)
 
     def _no_samples(self) -> tuple[np.ndarray, np.ndarray]:

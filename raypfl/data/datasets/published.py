@@ -75,6 +75,6 @@ class PublishedReader(Reader):
 
 
 def _packed_or_not(path: Path) -> Path:
-    """`path`, or the path with ``.gz`` at its end if only that exists."""
+    """Return `path`, or the path with ``.gz`` at its end if only that exists."""
     packed = path.with_name(path.name + ".gz")
     return packed if packed.is_file() and not path.is_file() else path

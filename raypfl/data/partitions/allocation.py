@@ -24,7 +24,7 @@ def apportion(total: np.ndarray | int, weights: np.ndarray) -> np.ndarray:
     -------
     ``int64[..., K]``, which adds up to `total` along the last axis.
     """
-    # Whole parts first: rounding 0.5 and 1.5 to the even number would turn a share of 1 between them into 2.
+    # Whole parts first: rounding the edges 0.5 and 1.5 to even numbers would turn the share of 1 between them into 2.
     parts, remainder, missing = _whole_parts(total, weights)
     edges = np.cumsum(np.where(remainder > _CLOSE, remainder, 0), axis=-1)
     cuts = np.rint(_ratio(edges, edges[..., -1:]) * missing[..., None]).astype(np.int64)
@@ -32,7 +32,7 @@ def apportion(total: np.ndarray | int, weights: np.ndarray) -> np.ndarray:
 
 
 def largest_remainders(total: np.ndarray, weights: np.ndarray, draws: np.random.Generator) -> np.ndarray:
-    """As `apportion`, but the parts with the largest remainders are rounded up (Hamilton 1792).
+    """Cut totals as `apportion` does, but round up the parts with the largest remainders (Hamilton 1792).
 
     Ties are broken at random. Shares near 1 become 1 each, while `apportion` may turn them into 2 and 0.
 
@@ -53,7 +53,7 @@ def largest_remainders(total: np.ndarray, weights: np.ndarray, draws: np.random.
 
 
 def fit_margins(weights: np.ndarray, totals: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Counts with the given row and column sums, as close to `weights` as these allow.
+    """Return counts with the given row and column sums, as close to `weights` as these allow.
 
     The real-valued table is the one nearest to `weights` in relative entropy (Sinkhorn 1967; Deming and Stephan 1940).
     It is rounded class by class; what a client's rounded parts lack or exceed is carried over to its next class.
@@ -98,7 +98,7 @@ def equal_sizes(samples: int, clients: int) -> np.ndarray:
 
 
 def draw_owners(labels: np.ndarray, counts: np.ndarray, draws: np.random.Generator) -> np.ndarray:
-    """Random owners such that client k gets ``counts[c, k]`` of the samples of class c.
+    """Draw owners such that client k gets ``counts[c, k]`` of the samples of class c.
 
     Parameters
     ----------

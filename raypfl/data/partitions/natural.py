@@ -44,15 +44,16 @@ class ByColumn(Partition):
 
     def owners(self, samples: Traits, seed: int) -> np.ndarray:
         groups, group = np.unique(self._groups(samples), return_inverse=True)
+        clients = self.clients or len(groups)
         draws = rng.generator(seed, "partition")
 
-        if self.count(samples) <= len(groups):
+        if clients <= len(groups):
             client_of_group = np.arange(len(groups))
-            if self.count(samples) < len(groups):
-                client_of_group = draws.permutation(len(groups)) % self.clients
+            if clients < len(groups):
+                client_of_group = draws.permutation(len(groups)) % clients
             return client_of_group[group]
 
-        clients_per_group = 1 + apportion(self.clients - len(groups), np.bincount(group))
+        clients_per_group = 1 + apportion(clients - len(groups), np.bincount(group))
         first_client = np.cumsum(clients_per_group) - clients_per_group
         return first_client[group] + rank_within(group, draws) % clients_per_group[group]
 

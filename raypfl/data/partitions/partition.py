@@ -100,7 +100,7 @@ class Partition(ABC):
         return samples.labels, samples.num_classes
 
     def files(self) -> tuple[Path, ...]:
-        """Files that the partition depends on."""
+        """Return the files that the partition depends on."""
         return ()
 
     def assign(self, samples: Traits, seed: int) -> list[np.ndarray]:
@@ -117,7 +117,7 @@ class Partition(ABC):
         return np.split(by_client, ends[:-1])
 
     def checked_owners(self, samples: Traits, seed: int) -> np.ndarray:
-        """`owners`, checked: every client has a sample. Raises as `assign` does."""
+        """Return `owners`, checked: every client has a sample. Raises as `assign` does."""
         if self.by_class and not samples.classes:
             raise ConfigError(
                 f"partition is {PARTITIONS.name_of(type(self))!r}, which divides samples by class, but the targets "

@@ -28,7 +28,7 @@ class QuantitySkew(Partition):
 
     @abstractmethod
     def weights(self, draws: np.random.Generator) -> np.ndarray:
-        """Weights ``float[clients]``, not negative, to which sizes are proportional."""
+        """Draw the weights ``float[clients]``, not negative, to which sizes are proportional."""
 
     def owners(self, samples: Traits, seed: int) -> np.ndarray:
         require_enough(len(samples), self.clients, self.min_samples)

@@ -66,7 +66,7 @@ class LeafReader(Reader):
     def read(self) -> RawData:
         root = self._root()
         users: list[_User] = []
-        # Memory holds the JSON of a file at a time, which is far larger than its arrays.
+        # One file at a time, since its JSON takes far more memory than its arrays.
         for path in self.paths():
             users += self._read_users(path, root)
 
@@ -157,7 +157,7 @@ class Shakespeare(LeafReader):
 
 
 def _join_windows(x: Any, y: Any, place: str) -> list[str]:
-    """Texts from windows and the character after each; a window that begins one character later continues a text."""
+    """Join windows and the character after each to texts; a window that begins one character later continues a text."""
     are_lists = isinstance(x, list) and isinstance(y, list) and len(x) == len(y)
     if not are_lists or not all(isinstance(text, str) and text for text in [*x, *y]):
         raise DataError(f"The x and y of {place} are not as many texts, a window and the character after it.")
