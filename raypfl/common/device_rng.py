@@ -8,8 +8,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-# SplitMix64's constants, as in `raypfl.common.rng`, but signed: torch lacks most of uint64's arithmetic. GAMMA is
-# negated, since the constant itself does not fit; it is subtracted.
+# SplitMix64's constants, as in `raypfl.common.rng`, but signed, since torch has little arithmetic for uint64. GAMMA has
+# the opposite sign: it is subtracted.
 GAMMA = 7046029254386353131
 MIX_A = -4658895280553007687
 MIX_B = -7723592293110705685

@@ -64,7 +64,7 @@ class EmbeddingNetwork(nn.Module):
 
     def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
         x, y = pair
-        # Tokens are integers; the embeddings of the classes still have a floating-point dtype.
+        # Tokens are integers, so they cannot give the one-hot classes their dtype.
         dtype = x.dtype if x.is_floating_point() else next(self.parameters()).dtype
         one_hot = F.one_hot(y, self.num_classes).to(dtype)
         if not self.sees_images:

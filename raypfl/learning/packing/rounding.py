@@ -29,7 +29,7 @@ PLACE = 16
 """Kernels may add up in another order what does not begin at a multiple of this many bytes, four numbers in fp32."""
 
 MOST_PLACES = 3
-"""Trials begin at each of the first clients, up to this one, so that tensors begin at all places between multiples."""
+"""Few clients are tried from each client up to this one on, so that rows begin at all places between multiples."""
 
 aten = torch.ops.aten
 

@@ -135,7 +135,7 @@ class ConvNet(nn.Module):
         super().__init__()
         channels, image_height, image_width = image_shape("convnet", input_shape)
         first_padding = 3 if channels == 1 else 1
-        # Each block halves the sides. Padding by 1 keeps the image's size, so the first block's may enlarge it.
+        # Each block halves the sides. A padding of 1 keeps the size in the convolution; the first one may enlarge it.
         rows = (image_height + 2 * (first_padding - 1)) >> depth
         columns = (image_width + 2 * (first_padding - 1)) >> depth
         if min(rows, columns) < 1:

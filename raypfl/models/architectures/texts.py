@@ -73,7 +73,7 @@ class TextCNN(nn.Module):
         features = []
         for kernel, convolution in zip(self.kernels, self.convolutions, strict=True):
             # Every word begins a window, so the last windows reach beyond the text. Windows that begin with padding are
-            # set to zero, which cannot be the largest value alone: a ReLU returns no less.
+            # set to zero, which no word's window falls below after its ReLU.
             windows = F.pad(words, (0, kernel - 1))
             features.append((convolution(windows).relu() * is_word).amax(2))
         return self.head(torch.cat(features, 1))
