@@ -157,8 +157,8 @@ def trained_models(run: str | PathLike[str], uri: str | None = None) -> TrainedM
 
     Parameters
     ----------
-    run : the run's folder, its result, or the id of its MLflow run. The latter needs no folder, and no data either unless the
-        method fine-tunes its models.
+    run : the run's folder, its result, or the id of its MLflow run. The latter needs no folder, and no data either
+        unless the method fine-tunes its models.
     uri : MLflow's tracking URI; None: $MLFLOW_TRACKING_URI or, without it, the database in the folder ``runs``.
 
     Raises
