@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -21,6 +22,7 @@ from raypfl.experiment.identity import harmless_changes
 from raypfl.integrations.tracking.connection import how_to_view
 from raypfl.integrations.tracking.entries import comparison_description, comparison_metrics, comparison_scores
 from raypfl.integrations.tracking.listener import MLflowListener
+from raypfl.integrations.tracking.run_ids import has_run_id
 from raypfl.results.differences import find_baseline, find_label
 from raypfl.results.display import outcome
 from raypfl.results.display.console import view, warner
@@ -251,6 +253,9 @@ def _report(work: Work, results: Sequence[RunResult], tracked: MLflowListener, a
         print(json_text(outcome.as_json(results, pictures, baseline)))
     else:
         mlflow = how_to_view(results[0].experiment, tracked.experiment_id)
+        if mlflow and not any(map(has_run_id, work.runs)):
+            track = shlex.join(["raypfl", "track", str(outcome.nearby(work.folder))])
+            mlflow = f"nothing is recorded; when its server can be reached: {track}"
         words = as_typed(work.words) if is_complete else ()
         outcome.show(output(), results, pictures, words, work.folder, mlflow, work.command, baseline)
 

@@ -47,6 +47,11 @@ def keep_run_id(client: MlflowClient, folder: Path, run_id: str) -> None:
     write(folder / SERVERS_FILE, json.dumps({**ids, server: run_id}, indent=1))
 
 
+def has_run_id(folder: Path) -> bool:
+    """Return whether a server has recorded the folder, at least in part."""
+    return bool(_first_id(folder))
+
+
 def is_recorded(experiment: Experiment, run_dir: Path) -> bool:
     """Return whether MLflow has recorded a run to its end, or need not; False if MLflow does not answer."""
     if not experiment.tracking.mlflow:
