@@ -127,10 +127,15 @@ def _attached(ray: Any, address: str) -> Iterator[None]:
 def token_error(at_address: str, error: Exception) -> ConfigError:
     """Return the error for a missing or rejected token; `at_address` is empty or `` at ADDRESS``."""
     is_rejected = str(error).startswith("Authentication failed")
-    problem = "refuses this token" if is_rejected else "asks for a token"
+    problem = (
+        f"The cluster{at_address} refuses this token"
+        if is_rejected
+        else f"There is no token for the cluster{at_address}"
+    )
+    without = "" if is_rejected else " If they were started without one, set RAY_AUTH_MODE=disabled."
     return ConfigError(
-        f"The cluster{at_address} {problem}. Set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to a file (mode 600) "
-        "with the token that its nodes were started with, or RAY_AUTH_TOKEN to the token itself."
+        f"{problem}. Set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to a file (mode 600) with the token that its "
+        f"nodes were started with, or RAY_AUTH_TOKEN to the token itself.{without}"
     )
 
 
