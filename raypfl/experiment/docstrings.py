@@ -43,4 +43,4 @@ def _docstring(entry: Any) -> str:
 
 
 def _as_markdown(text: str) -> str:
-    return text.replace("``", "`").replace(":class:", "")
+    return re.sub(r":\w+:(?=`)", "", text.replace("``", "`"))

@@ -327,6 +327,7 @@ def test_one_component_is_described_with_all_options_and_what_they_mean():
     assert "lam 0.75 Weight of the proximal term, lambda. personal_epochs null Epochs" in listed
     assert 'weighting "samples" Weights of clients in the average' in listed
 
+    assert "torchvision" in raypfl("list", "models", "torchvision:resnet18").stdout
     assert "file required" in " ".join(raypfl("list", "hardware", "fedscale").stdout.split())
     assert "methods: [fedavg, ditto]" in raypfl("list", "recipes", "digits").stdout
     assert raypfl("list", "settings", "training.lr").stdout.count("training.") == 1

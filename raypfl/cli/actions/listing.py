@@ -86,7 +86,9 @@ def _component(registry: Registry, name: str) -> Group:
     for key, option in {**own, **inherited}.items():
         default = "required" if option.default is Option.empty else _as_yaml(option.default)
         table.add_row(*map(_plain, [key, default, descriptions.get(key, "")]))
-    return Group(_plain(prose(entry)), *([table] if table.rows else []))
+    family = f"{name.partition(':')[0]}:NAME"
+    text = prose(entry) or (prose(registry.get(family)) if family in registry else "")
+    return Group(_plain(text), *([table] if table.rows else []))
 
 
 def _settings(settings: Settings, name: str | None) -> Table:
