@@ -170,7 +170,7 @@ def trained_models(run: str | PathLike[str], uri: str | None = None) -> TrainedM
     ``raypfl.trained_models(result).personal_model(17)(images)`` gives client 17's logits.
     """
     run = fspath(run)
-    if (Path(run) / result.RECIPE).exists():
+    if (Path(run) / result.DESCRIPTION).exists():
         return TrainedModels.of_run(run)
 
     uri = uri or tracking_uri(Experiment())

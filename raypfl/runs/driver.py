@@ -25,8 +25,8 @@ from raypfl.runs.folders import new_folder
 from raypfl.runs.inline import run_inline
 from raypfl.runs.on_ray import run_on_ray
 from raypfl.runs.result import (
+    DESCRIPTION,
     METADATA,
-    RECIPE,
     RunResult,
     discard_unstarted,
     ended_at_once,
@@ -65,7 +65,7 @@ def run(
         )
 
     folder = (new_folder(experiment) if run_dir is None else Path(run_dir)).resolve()
-    if (folder / RECIPE).exists() or (folder / "checkpoints").exists():
+    if (folder / DESCRIPTION).exists() or (folder / "checkpoints").exists():
         raise ConfigError(
             f"{folder} already has a run: continue it with `raypfl resume {folder}`, or name another folder."
         )

@@ -29,13 +29,16 @@ from raypfl.storage import checkpoints
 from raypfl.storage.columns import Columns
 from raypfl.storage.tables import read_parquet, to_arrow
 
+# In a run's folder: its tables and the folder of its images, and files.
 TABLES = ("rounds", "evaluations", "ledger", "logged")
-PICTURES = "images"
-SUMMARY = "summary.json"
+IMAGES = "images"
+DESCRIPTION = "experiment.yaml"
 METADATA = "metadata.json"
+SUMMARY = "summary.json"
 CLIENT_NAMES = "clients.parquet"
-RECIPE = "experiment.yaml"
+
 COMPARISON = "comparison.yaml"
+"""The file in a comparison's folder with its runs, and the command that started it."""
 
 SWEEP = "sweep.yaml"
 """The file in a sweep's folder with its description."""
@@ -67,7 +70,7 @@ def description(run_dir: str | Path) -> Experiment:
     NoRun : if it is not the folder of a run.
     """
     refuse_missing(Path(run_dir))
-    file = Path(run_dir, RECIPE)
+    file = Path(run_dir, DESCRIPTION)
     if not file.exists():
         raise NoRun(f"{run_dir} is {_kind_of_folder(Path(run_dir))}")
     return Experiment.from_record(file)
@@ -80,14 +83,14 @@ def _kind_of_folder(folder: Path) -> str:
     if (folder / STUDY_CELLS).exists():
         return "a study, not a run: give the command `raypfl study ...` of this study again to continue it."
     kind = "a comparison, not a run" if (folder / COMPARISON).exists() else "not the folder of a run"
-    return f"{kind}: it has no {RECIPE}. {_where_runs_are(folder)}"
+    return f"{kind}: it has no {DESCRIPTION}. {_where_runs_are(folder)}"
 
 
 def refuse_missing(folder: Path) -> None:
     """Raise a NoRun that names the nearest run, or where runs are, if there is no such folder."""
     if folder.exists():
         return
-    nearby = [file.parent.name for name in (RECIPE, COMPARISON) for file in folder.parent.glob(f"*/{name}")]
+    nearby = [file.parent.name for name in (DESCRIPTION, COMPARISON) for file in folder.parent.glob(f"*/{name}")]
     if nearby:
         hint = did_you_mean(folder.name, nearby, str(folder).removesuffix(folder.name))
         raise NoRun(f"There is no folder {folder}; {hint}")
@@ -97,8 +100,8 @@ def refuse_missing(folder: Path) -> None:
 
 def _where_runs_are(folder: Path) -> str:
     """Return a sentence on where runs are: up to two levels below this folder, which is not a run's."""
-    recipes = [*folder.glob(f"*/{RECIPE}"), *folder.glob(f"*/*/{RECIPE}")]
-    run_folders = sorted(str(recipe.parent) for recipe in recipes)
+    descriptions = [*folder.glob(f"*/{DESCRIPTION}"), *folder.glob(f"*/*/{DESCRIPTION}")]
+    run_folders = sorted(str(file.parent) for file in descriptions)
     if not run_folders:
         return "Runs are in the folder that `output` names."
     return f"Runs are in {listed(run_folders, _MAX_NAMED)}."
@@ -107,13 +110,13 @@ def _where_runs_are(folder: Path) -> str:
 def write_description(folder: Path, experiment: Experiment) -> None:
     """Write the experiment into its folder, which makes it a run's folder that can be resumed."""
     make_folder(folder)
-    write(folder / RECIPE, history.header_comments(folder) + experiment.to_yaml())
+    write(folder / DESCRIPTION, history.header_comments(folder) + experiment.to_yaml())
 
 
 def discard_unstarted(folder: Path) -> None:
     """Delete the description of a run that has not begun, and its folder if that is then empty."""
     if not (folder / METADATA).exists():
-        (folder / RECIPE).unlink()
+        (folder / DESCRIPTION).unlink()
         with contextlib.suppress(OSError):
             folder.rmdir()
 
@@ -225,7 +228,7 @@ def write_tables(folder: Path, finished: RunFinished) -> None:
 
     images = finished.images.to_pylist() if finished.images else []
     for image in images:
-        file = folder / PICTURES / image["name"] / f"{image['round']:06d}.png"
+        file = folder / IMAGES / image["name"] / f"{image['round']:06d}.png"
         file.parent.mkdir(parents=True, exist_ok=True)
         write(file, image["png"])
 
@@ -438,7 +441,7 @@ def _read_table(file: Path) -> pa.Table:
 
 
 def _images(folder: Path) -> pa.Table:
-    files = sorted((folder / PICTURES).glob("*/[0-9]*.png"), key=lambda file: (int(file.stem), file.parent.name))
+    files = sorted((folder / IMAGES).glob("*/[0-9]*.png"), key=lambda file: (int(file.stem), file.parent.name))
     columns = Columns({"round": "int32", "name": "text", "file": "text"})
     for file in files:
         columns.append(round=int(file.stem), name=file.parent.name, file=str(file))

@@ -24,8 +24,8 @@ from raypfl.learning.recording.python_state import names_in
 from raypfl.methods import Method
 from raypfl.models.weights import is_file
 from raypfl.runs.result import (
+    DESCRIPTION,
     METADATA,
-    RECIPE,
     SUMMARY,
     description,
     is_finished,
@@ -171,7 +171,7 @@ def continued(run_dir: str | Path, round: int, new_run_dir: str | Path, override
     folder = Path(new_run_dir).resolve()
     before = description(parent)
     experiment = before.override(overrides)
-    if (folder / RECIPE).exists():
+    if (folder / DESCRIPTION).exists():
         raise ConfigError(f"{folder} already has a run; name another folder.")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is not an empty folder; name a new one.")

@@ -12,7 +12,7 @@ from raypfl.engine.events import Event
 from raypfl.experiment import Experiment
 from raypfl.experiment.identity import differences
 from raypfl.runs import driver
-from raypfl.runs.result import RECIPE, description, divergence, is_finished
+from raypfl.runs.result import DESCRIPTION, description, divergence, is_finished
 from raypfl.runs.several.processes import refuse_unless_folders_are_shared, run_in_this_process, run_on_cluster
 from raypfl.runs.several.worker import FAILED, FINISHED, STOPPED, PlannedRun, RunOutcome
 from raypfl.studies.cells import StudyCell
@@ -76,7 +76,7 @@ def other_rounds(cell: StudyCell) -> list[int]:
     """Return the numbers of rounds of a study's runs that differ from a cell in nothing else."""
     if cell.folder.exists():
         return []
-    same_method_and_seed = f"{cell.folder.name.rpartition('-')[0]}-*/{RECIPE}"
+    same_method_and_seed = f"{cell.folder.name.rpartition('-')[0]}-*/{DESCRIPTION}"
     numbers = set()
     for file in cell.folder.parent.glob(same_method_and_seed):
         run = description(file.parent)
@@ -88,7 +88,7 @@ def other_rounds(cell: StudyCell) -> list[int]:
 def _refuse_other_lengths(cells: Sequence[StudyCell]) -> None:
     """Raise a ConfigError if a cell's run is longer by now, by `raypfl resume`: its name stands for the length here."""
     for cell in cells:
-        if not Path(cell.folder, RECIPE).exists():
+        if not Path(cell.folder, DESCRIPTION).exists():
             continue
         run = description(cell.folder)
         planned = cell.experiment

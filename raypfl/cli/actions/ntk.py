@@ -21,7 +21,7 @@ from raypfl.experiment import Experiment, experiments
 from raypfl.experiment.recipes import settings_of
 from raypfl.results.display import outcome
 from raypfl.runs.folders import ComparisonFolder, new_folder
-from raypfl.runs.result import RECIPE, RunResult
+from raypfl.runs.result import DESCRIPTION, RunResult
 from raypfl.trained.kernels import checkpoint_kernels
 
 
@@ -60,7 +60,7 @@ def _show(source: str, changes: Sequence[str], as_json: bool) -> None:
         )
     folder = Path(source)
     comparison = ComparisonFolder.load(folder)
-    if not comparison and not (folder / RECIPE).exists():
+    if not comparison and not (folder / DESCRIPTION).exists():
         raise ConfigError(f"{source} is neither the folder of a run or comparison nor a recipe.")
 
     run_folders = comparison.folders if comparison else [folder]

@@ -33,7 +33,7 @@ from raypfl.results.run_groups import compared
 from raypfl.runs import driver
 from raypfl.runs.folders import ComparisonFolder, new_folder, with_checkpoints_apart
 from raypfl.runs.result import (
-    RECIPE,
+    DESCRIPTION,
     RunResult,
     description,
     discard_unstarted,
@@ -103,7 +103,7 @@ def _started(folder: Path, planned: Sequence[Experiment]) -> Work | None:
     ConfigError : if the folder has other runs.
     """
     comparison = ComparisonFolder.load(folder)
-    if comparison is None and not (folder / RECIPE).exists():
+    if comparison is None and not (folder / DESCRIPTION).exists():
         return None
 
     count = len(comparison.runs) if comparison else 1
@@ -149,7 +149,7 @@ def _work(folder: Path, comparison: ComparisonFolder | None, changes: Sequence[s
     if comparison:
         return Work.of(comparison, changes)
     planned = {folder.absolute(): resumed(folder, changes)}
-    return Work(folder.absolute(), planned, [str(folder / RECIPE)], changes=changes)
+    return Work(folder.absolute(), planned, [str(folder / DESCRIPTION)], changes=changes)
 
 
 def _carry_out(work: Work, quiet: bool, as_json: bool) -> None:

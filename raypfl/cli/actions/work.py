@@ -16,7 +16,7 @@ from raypfl.learning.objectives.regression import STANDARDISE
 from raypfl.results.display.outcome import nearby
 from raypfl.results.labels import labels
 from raypfl.runs.folders import ComparisonFolder
-from raypfl.runs.result import RECIPE, RunResult, divergence, is_finished, rounds_saved
+from raypfl.runs.result import DESCRIPTION, RunResult, divergence, is_finished, rounds_saved
 from raypfl.runs.resuming import command_with_changes, is_complete_as
 from raypfl.runs.several.worker import STOPPED, RunOutcome
 
@@ -131,7 +131,7 @@ def _failure(work: Work, errors: Mapping[Path, RaypflError], outcomes: Mapping[P
         lines.append(str(error) if was_run else f"The run diverged before, and was not trained again: {error}")
         if isinstance(error, Diverged):
             change = _worth_a_try(error, work.runs[folder])
-            command = shlex.join(["raypfl", "run", str(nearby(folder / RECIPE)), change])
+            command = shlex.join(["raypfl", "run", str(nearby(folder / DESCRIPTION)), change])
             with suppress(CheckpointError):
                 last_round = rounds_saved(folder, work.runs[folder])
                 if last_round:
@@ -162,7 +162,7 @@ def _failures(work: Work, errors: Mapping[Path, RaypflError], outcomes: Mapping[
             # A method is compared with others as it is from the start, and with all of its seeds.
             seeds = [f"seeds={len(folders)}"] if len(folders) > 1 else []
             change = _worth_a_try(errors_of_diverged[0], work.runs[folders[0]])
-            command = shlex.join(["raypfl", "run", str(nearby(folders[0] / RECIPE)), change, *seeds])
+            command = shlex.join(["raypfl", "run", str(nearby(folders[0] / DESCRIPTION)), change, *seeds])
             lines.append(f"With other settings: {command}")
     return lines
 

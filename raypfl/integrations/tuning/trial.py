@@ -266,7 +266,7 @@ class _TrialRun:
         """Run to the end, from a reported checkpoint or, with None, from the newest one in the run's folder."""
         from raypfl.engine.job import checkpoints_of
         from raypfl.runs import driver
-        from raypfl.runs.result import RECIPE, RunResult, divergence, is_finished, write_description
+        from raypfl.runs.result import DESCRIPTION, RunResult, divergence, is_finished, write_description
         from raypfl.storage import lease
 
         # A process of a sweep that was killed may still be at work in the folder, and may finish the run.
@@ -284,7 +284,7 @@ class _TrialRun:
             self.experiment = result.experiment
         elif not is_copy and (error := divergence(self.folder)):
             raise error  # Tune tries again after an error, but the run would diverge again
-        elif (self.folder / RECIPE).exists():
+        elif (self.folder / DESCRIPTION).exists():
             write_description(self.folder, experiment)
             result = driver.resume(self.folder, **arguments)
         else:

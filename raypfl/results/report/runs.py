@@ -14,7 +14,7 @@ from raypfl.results.labels import labels
 from raypfl.results.report.searches.folders import best_runs, is_sweep
 from raypfl.results.setting_text import data_text
 from raypfl.runs.folders import ComparisonFolder
-from raypfl.runs.result import RECIPE, STUDY_CELLS, SWEEP, WITHOUT_RESULT, RunResult, recorded_end, refuse_missing
+from raypfl.runs.result import DESCRIPTION, STUDY_CELLS, SWEEP, WITHOUT_RESULT, RunResult, recorded_end, refuse_missing
 
 _DAMAGED = (OSError, ValueError, LookupError, TypeError, pa.ArrowException)
 """What reading files with other content than expected raises."""
@@ -138,24 +138,24 @@ def _diverged_in(study: Path) -> list[str]:
 
 def _runs_of(folder: Path) -> list[Path]:
     """The folder, if it is a run's, or those in a comparison's."""
-    if (folder / RECIPE).exists():
+    if (folder / DESCRIPTION).exists():
         return [folder]
     try:
         comparison = ComparisonFolder.load(folder)
     except (RaypflError, *_DAMAGED):
         # The comparison's file is damaged, but its runs are there all the same.
-        return sorted(file.parent for file in folder.glob(f"*/{RECIPE}"))
+        return sorted(file.parent for file in folder.glob(f"*/{DESCRIPTION}"))
     return comparison.folders if comparison else []
 
 
 def _load_evaluated(folder: Path) -> RunResult:
     """The run, if it has been evaluated; a RaypflError otherwise."""
-    if not (folder / RECIPE).exists():
+    if not (folder / DESCRIPTION).exists():
         sentence = (
-            f"{folder} is no run's folder, and there is none in it: a run's folder has an {RECIPE}, and a sweep's has "
-            f"{SWEEP} and trials."
+            f"{folder} is no run's folder, and there is none in it: a run's folder has an {DESCRIPTION}, and a sweep's "
+            f"has {SWEEP} and trials."
         )
-        if any(folder.glob(f"*/*/{RECIPE}")) or any(folder.glob(f"*/*/*/{RECIPE}")):
+        if any(folder.glob(f"*/*/{DESCRIPTION}")) or any(folder.glob(f"*/*/*/{DESCRIPTION}")):
             sentence += f" There are runs further down: try raypfl report {shlex.quote(str(folder))}/*"
         raise ConfigError(sentence)
 

@@ -117,7 +117,7 @@ def carry_out(
 
 def _start_or_continue(run: PlannedRun, listeners: Sequence[Listener], place: Place | None = None) -> RunResult:
     from raypfl.runs import driver
-    from raypfl.runs.result import RECIPE
+    from raypfl.runs.result import DESCRIPTION
     from raypfl.runs.resuming import is_complete_as
 
     if run.early_end is not None:
@@ -125,7 +125,7 @@ def _start_or_continue(run: PlannedRun, listeners: Sequence[Listener], place: Pl
     with contextlib.ExitStack() as stack:
         if run.is_shared and not is_complete_as(run.folder, run.experiment):
             stack.enter_context(_recorded_costs(run, place))
-        if (run.folder / RECIPE).exists():
+        if (run.folder / DESCRIPTION).exists():
             return driver.resume(run.folder, listeners=listeners, overrides=run.changes, place=place)
         return driver.run(run.experiment, listeners=listeners, run_dir=run.folder, place=place)
 

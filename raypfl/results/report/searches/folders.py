@@ -10,7 +10,7 @@ from pathlib import Path
 from raypfl.common.errors import ConfigError
 from raypfl.evaluation import Measures
 from raypfl.results.units import Unit
-from raypfl.runs.result import RECIPE, SEARCH, SWEEP, TRIALS
+from raypfl.runs.result import DESCRIPTION, SEARCH, SWEEP, TRIALS
 
 CONFIGURATIONS = "configurations.png"
 IMPORTANCE = "importance.png"
@@ -74,7 +74,7 @@ def units_of_metrics(trial: Mapping[str, str], measures: Measures) -> dict[str, 
 def best_runs(folder: Path) -> tuple[list[Path], str]:
     """Return the folders of the best trials' runs of a sweep, and a sentence on the others; empty if there are none."""
     if not (folder / TRIALS).is_file():
-        runs = [file.parent for file in sorted((folder / "trials").rglob(RECIPE))]
+        runs = [file.parent for file in sorted((folder / "trials").rglob(DESCRIPTION))]
         return runs, (
             f"{folder} has no {TRIALS}, since its sweep was killed: all its trials' runs are shown, whichever is best. "
             "The same raypfl tune continues the sweep."
@@ -83,7 +83,7 @@ def best_runs(folder: Path) -> tuple[list[Path], str]:
     names = [trial["trial"] for trial in trials_of(folder)]
     runs = []
     for name in names[:BEST_TRIALS]:
-        runs += [file.parent for file in sorted((folder / "trials" / name).rglob(RECIPE))]
+        runs += [file.parent for file in sorted((folder / "trials" / name).rglob(DESCRIPTION))]
 
     if len(names) <= BEST_TRIALS:
         return runs, ""
