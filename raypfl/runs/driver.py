@@ -177,7 +177,7 @@ def _write_start(folder: Path, event: Event) -> None:
 def _write_end(job: Job, finished: RunFinished, client_names: ClientNames | None) -> None:
     """Write the end of a run into its folder, and raise its error if it has one."""
     problems = [finished.error] if finished.error else []
-    kind = Diverged if finished.status == "diverged" else RaypflError
+    error_class = Diverged if finished.status == "diverged" else RaypflError
     try:
         refuse_unless_held(job.checkpoints, job.attempt)
         if client_names is not None:
@@ -185,9 +185,9 @@ def _write_end(job: Job, finished: RunFinished, client_names: ClientNames | None
         write_tables(Path(job.run_dir), finished)
     except Unwritable as problem:
         problems.append(f"{problem} `raypfl resume {job.run_dir}` then continues from the newest checkpoint.")
-        kind = Unwritable
+        error_class = Unwritable
     except CheckpointError as problem:
         problems.append(str(problem))
 
     if problems:
-        raise kind("\n".join(dict.fromkeys(problems)))
+        raise error_class("\n".join(dict.fromkeys(problems)))

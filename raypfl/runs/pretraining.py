@@ -86,8 +86,8 @@ def pretrain(experiment: Experiment, emit: Listener) -> Pretraining:
 def with_pretrained(prepared: Prepared, emit: Listener) -> Prepared:
     """Return the experiment with its pretrained weights as ``model.weights``; unchanged if it needs no pretraining.
 
-    The network is trained if no file in the cache was made from the same :func:`_recipe`. Weights that are given take
-    precedence: then nothing is pretrained.
+    The network is trained if no file in the cache was made from the same :func:`_reduced_experiment`. Weights that are
+    given take precedence: then nothing is pretrained.
 
     Raises
     ------
@@ -102,30 +102,31 @@ def with_pretrained(prepared: Prepared, emit: Listener) -> Prepared:
 
 
 def _pretrained(prepared: Prepared, emit: Listener) -> Pretraining:
+    """Return the file of pretrained weights in the cache; train them first if it is not there."""
     data = prepared.data
     pool = str(prepared.experiment.model.pretrain)
     _refuse_unlabelled(pool, data)
 
     on_cluster = needs_gpu_of_cluster(prepared.experiment)
     device = torch.device("cpu") if on_cluster else device_for(prepared.experiment.ray.gpus_for_server)
-    recipe = Prepared(_recipe(prepared), data, device)
-    settings = recipe.experiment.model
-    provenance = _provenance(recipe, "cuda" if on_cluster else device.type)
+    reduced = Prepared(_reduced_experiment(prepared), data, device)
+    settings = reduced.experiment.model
+    provenance = _provenance(reduced, "cuda" if on_cluster else device.type)
     key = hashlib.sha256(json.dumps(provenance, sort_keys=True).encode()).hexdigest()[:12]
     path = cache_folder(prepared.experiment.data) / "pretrained" / f"{settings.name}-{pool}-{key}.safetensors"
     path.parent.mkdir(parents=True, exist_ok=True)
 
     seconds = None
-    with files.locked(path), threads(threads_of_server(recipe.experiment)):
+    with files.locked(path), threads(threads_of_server(reduced.experiment)):
         if not path.exists():
             start = time.perf_counter()
-            refuse_misfit(recipe)
-            refuse_outputs(recipe)
-            emit(Progress(f"pretraining {settings.name} on the pool {pool!r}, {recipe.task.pools[pool]} samples"))
+            refuse_misfit(reduced)
+            refuse_outputs(reduced)
+            emit(Progress(f"pretraining {settings.name} on the pool {pool!r}, {reduced.task.pools[pool]} samples"))
             if on_cluster:
-                trained, loss = _train_on_cluster(recipe, prepared.experiment.ray, emit)
+                trained, loss = _train_on_cluster(reduced, prepared.experiment.ray, emit)
             else:
-                trained, loss = _train(recipe)
+                trained, loss = _train(reduced)
             weights = {name: tensor.contiguous() for name, tensor in trained.items()}
             files.write(path, save(weights, {"pretraining": json.dumps(provenance), "loss": str(loss)}))
             seconds = time.perf_counter() - start
@@ -136,13 +137,13 @@ def _pretrained(prepared: Prepared, emit: Listener) -> Pretraining:
     return Pretraining(path, provenance, samples, loss, seconds)
 
 
-def _provenance(recipe: Prepared, device: str) -> dict[str, Any]:
+def _provenance(reduced: Prepared, device: str) -> dict[str, Any]:
     """Return all that decides the pretrained weights, which are kept under a hash of it."""
-    experiment = recipe.experiment
+    experiment = reduced.experiment
     return {
         "settings": experiment.to_dict(),
         "initial": _seed_of_initial(experiment),
-        "data": recipe.data.fingerprint,
+        "data": reduced.data.fingerprint,
         "code": source_digest(MODELS.get(experiment.model.name)),
         "device": device,
         "versions": {"raypfl": __version__, "torch": torch.__version__},
@@ -164,7 +165,7 @@ def needs_gpu_of_cluster(experiment: Experiment) -> bool:
     return bool(experiment.model.needed_pools())
 
 
-def _recipe(prepared: Prepared) -> Experiment:
+def _reduced_experiment(prepared: Prepared) -> Experiment:
     """Return all settings that pretraining may read; every other one has its default.
 
     The training gets this experiment in place of the run's, and the cache's key has all of it. So what is not copied
@@ -183,11 +184,11 @@ def _recipe(prepared: Prepared) -> Experiment:
     )
 
 
-def _train_on_cluster(recipe: Prepared, settings: RaySettings, emit: Listener) -> tuple[dict[str, Tensor], float]:
+def _train_on_cluster(reduced: Prepared, settings: RaySettings, emit: Listener) -> tuple[dict[str, Tensor], float]:
     """Train as :func:`_train` does, in a process that reserves what the server will."""
     with connected(settings, emit) as ray:
         spare_server.release(ray)
-        return run_on_gpu(ray, server_resources(settings), _train, recipe)
+        return run_on_gpu(ray, server_resources(settings), _train, reduced)
 
 
 class _CentralTraining(ServerTraining):
@@ -203,12 +204,12 @@ class _CentralTraining(ServerTraining):
         self.logged.update({name: float(value) for name, value in values.items()})
 
 
-def _train(recipe: Prepared) -> tuple[dict[str, Tensor], float]:
+def _train(reduced: Prepared) -> tuple[dict[str, Tensor], float]:
     """Train the network; return its tensors, except those of the output layer, and the mean loss of all steps."""
-    task = recipe.task
-    model = recipe.model
-    settings = recipe.experiment.model
-    central = _CentralTraining(task, ServerContext(recipe.server_pools, recipe.precision, lambda _: None))
+    task = reduced.task
+    model = reduced.model
+    settings = reduced.experiment.model
+    central = _CentralTraining(task, ServerContext(reduced.server_pools, reduced.precision, lambda _: None))
 
     def loss(p: Tensor, batch: Batch) -> Tensor:
         return task.objective.loss(model(p, batch.x), batch)
@@ -219,7 +220,7 @@ def _train(recipe: Prepared) -> tuple[dict[str, Tensor], float]:
     batches = pool.batches(size, epochs=settings.pretrain_epochs, augment=True)
     theta = central.sgd(
         loss,
-        model.init(_seed_of_initial(recipe.experiment)),
+        model.init(_seed_of_initial(reduced.experiment)),
         batches,
         text="pretraining",
         lr=settings.pretrain_lr,

@@ -160,7 +160,7 @@ def refuse_other_checkpoints(folder: Path, experiment: Experiment) -> None:
 
 @contextlib.contextmanager
 def continued(run_dir: str | Path, round: int, new_run_dir: str | Path, overrides: Sequence[str]) -> Iterator[Path]:
-    """The folder of a new run that continues another one after a round; deleted if the run is refused before it begins.
+    """Make the folder of a run that continues another one; delete it if the new run is refused before it begins.
 
     Raises
     ------
@@ -204,7 +204,7 @@ def branch(parent: Path, round: int, folder: Path, experiment: Experiment) -> No
 
 
 def _changed_keys(experiment: Experiment, before: Experiment) -> list[str]:
-    """Dotted names of the settings in which two experiments differ."""
+    """Return the dotted names of the settings in which two experiments differ."""
     requested = flatten(experiment.to_dict())
     recorded = flatten(before.to_dict())
     return [key for key in {**recorded, **requested} if requested.get(key) != recorded.get(key)]
@@ -336,7 +336,8 @@ def _refuse_unfit(parent: Path, round: int, folder: Path, experiment: Experiment
     """Raise a ConfigError unless a run can continue another one's checkpoint as `experiment`."""
     requested = flatten(experiment.to_dict())
     recorded = flatten(before.to_dict())
-    for key in filter(_decides_checkpoint, _changed_keys(experiment, before)):
+    key = next(filter(_decides_checkpoint, _changed_keys(experiment, before)), None)
+    if key is not None:
         raise ConfigError(
             f"{key} is {recorded.get(key)!r} in {parent}, not {requested.get(key)!r}, and the checkpoint depends on "
             "it; leave it as it is, or start another run with `raypfl run`."

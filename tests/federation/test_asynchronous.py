@@ -303,7 +303,7 @@ def test_messages_are_charged_in_the_rounds_in_which_they_are_sent():
 
 
 class Unmet(Method):
-    """A method whose late replies cannot be met."""
+    """A method whose late replies cannot be used."""
 
     kind: str = "other name"
 

@@ -166,7 +166,7 @@ def test_the_fastest_candidate_is_chosen_on_request(tmp_path):
 
 
 def test_timing_that_would_take_too_long_leaves_the_choice_to_the_rule(tmp_path, monkeypatch):
-    monkeypatch.setattr(autotune, "LIMIT", 0.0)
+    monkeypatch.setattr(autotune, "MAX_SECONDS", 0.0)
     best, why = choice_for(tmp_path, SlowTogether, engine__executor="fastest")
     assert best == TOGETHER and why.startswith("timing would take more than 0 s; a small network")
 

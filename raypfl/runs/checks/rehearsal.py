@@ -24,11 +24,11 @@ from raypfl.federation.asynchronous.schedule import Schedule
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.ledger import Ledger, LedgerEntry
 from raypfl.models.cost import measured_cost
-from raypfl.runs.checks.network import outputs_of_batch
+from raypfl.runs.checks.network import FEW, outputs_of_batch
 from raypfl.storage.stacks import merged
 from raypfl.storage.states import StateTable
 
-FEW = 2
+FEW_CLIENTS = 2
 """Clients in a rehearsed round: masks and some methods need two."""
 
 
@@ -56,7 +56,7 @@ class Rehearsal:
     @classmethod
     def of_cohort(cls, prepared: Prepared) -> Rehearsal:
         """Return a rehearsal of as many clients as a cohort has, but of no more than are needed."""
-        return cls(prepared, min(FEW, prepared.cohort_size))
+        return cls(prepared, min(FEW_CLIENTS, prepared.cohort_size))
 
     def train(self) -> int:
         """Run a round; return its number of exchanges."""
@@ -129,7 +129,7 @@ class Rehearsal:
 
         Raises
         ------
-        LateReplyError : if the method's late replies could not be met, as far as these rounds and the message of the
+        LateReplyError : if the method's late replies could not be used, as far as these rounds and the message of the
             run's last one show.
         """
         clients = self._largest_of_one_network()
@@ -213,18 +213,18 @@ def _loads_of_architectures(prepared: Prepared) -> Loads | None:
     multiplications = []
     for homogeneous in prepared.by_architecture():
         with measured_cost(homogeneous.model.module, samples=FEW) as cost:
-            outputs_of_batch(homogeneous, channels_last=False, train=False, samples=FEW)
+            outputs_of_batch(homogeneous, channels_last=False, train=False)
         multiplications.append(cost.multiplications)
     work = np.array(multiplications) / max(multiplications)
     return Loads(np.ones(len(prepared.architecture_of)), work[prepared.architecture_of])
 
 
-def refuse_rehearsed(prepared: Prepared, kind: type[MethodError]) -> None:
+def refuse_rehearsed(prepared: Prepared, error_class: type[MethodError]) -> None:
     """Rehearse a round and an evaluation, since only they tell what a method's clients send and read.
 
     Raises
     ------
-    ConfigError : for an error of this `kind`.
+    ConfigError : for an error of this class.
     """
     experiment = prepared.experiment
     try:
@@ -232,7 +232,7 @@ def refuse_rehearsed(prepared: Prepared, kind: type[MethodError]) -> None:
             rehearsal = Rehearsal.of_cohort(prepared)
             rehearsal.train()
             rehearsal.evaluate(experiment.evaluation.protocols)
-    except kind as error:
+    except error_class as error:
         raise ConfigError(with_location(error)) from error
     # Any other failure is left to the run itself, which reports it with its round and client.
     except Exception:
@@ -251,7 +251,7 @@ def refuse_misshapen_models(prepared: Prepared) -> None:
 
     try:
         with threads(threads_of_server(experiment)):
-            Rehearsal(prepared, FEW).evaluate(["local"])
+            Rehearsal(prepared, FEW_CLIENTS).evaluate(["local"])
     except ModelShapeError as error:
         raise ConfigError(with_location(error)) from error
     # Without rounds before it, the method may have no models to return.

@@ -9,7 +9,7 @@ from raypfl.common.errors import LateReplyError, Refused
 from raypfl.engine.prepared import Prepared
 from raypfl.methods import METHODS
 from raypfl.runs.choices.every_method import experiment_for_every_method, why_not_made, with_method
-from raypfl.runs.choices.together import refuse_unmet
+from raypfl.runs.choices.together import refuse_unusable_replies
 
 
 class AsynchronousMethods:
@@ -58,7 +58,7 @@ ASYNCHRONOUS_METHODS = AsynchronousMethods()
 
 def _reason(prepared: Prepared) -> str:
     try:
-        refuse_unmet(prepared)
+        refuse_unusable_replies(prepared)
     except Refused as error:
         cause = error.__cause__
         if isinstance(cause, LateReplyError) and cause.reason:

@@ -52,10 +52,10 @@ LIMITS = {
     # give other bits on another card.
     "cuda": Limits(parameters=math.inf, work=2**28, bytes=0.9 * 16 * GIB),
 }
-"""By type of device."""
+"""Type of device -> up to where clients train faster together."""
 
-LIMIT = 5.0
-"""Most seconds that timing all candidates may take."""
+MAX_SECONDS = 5.0
+"""The most seconds that timing all candidates may take."""
 
 STEPS = 3
 """Steps of a timed training."""
@@ -79,7 +79,7 @@ def choose(prepared: Prepared) -> tuple[Candidate, str]:
     """Return the executor and layout of a run whose settings leave one of them open, and the reason.
 
     ``engine.executor=auto`` follows :func:`rule`. ``fastest`` times every candidate, and follows the rule if that would
-    take longer than `LIMIT`. Candidates in which a training step of this network fails are left out.
+    take longer than `MAX_SECONDS`. Candidates in which a training step of this network fails are left out.
 
     Raises
     ------
@@ -106,7 +106,7 @@ def choose(prepared: Prepared) -> tuple[Candidate, str]:
     elif best != candidates[0]:
         why = ""
     elif by_timing:
-        why = f"timing would take more than {LIMIT:g} s; {why}"
+        why = f"timing would take more than {MAX_SECONDS:g} s; {why}"
 
     failures = [
         f"{candidate} does not work with this network: {first_line(error)}" for candidate, error in errors.items()
@@ -256,7 +256,7 @@ class _Trial:
         return None
 
     def seconds(self, candidates: Sequence[Candidate], group: int) -> dict[Candidate, float]:
-        """Seconds of a client's step by candidate; empty if timing would take longer than `LIMIT`."""
+        """Return the seconds of a client's step by candidate; empty if timing would take longer than `MAX_SECONDS`."""
         start = time.perf_counter()
         seconds: dict[Candidate, float] = {}
         # Sequential candidates come first: from their time follows about how long a group may take.
@@ -266,13 +266,13 @@ class _Trial:
             if not estimate:
                 few = min(self.batch, 16 * FEW)
                 estimate = self._step(candidate, count, few) * self.batch / few
-            if time.perf_counter() - start + 2 * estimate * count * STEPS * REPEATS > LIMIT:
+            if time.perf_counter() - start + 2 * estimate * count * STEPS * REPEATS > MAX_SECONDS:
                 return {}
             seconds[candidate] = min(self._step(candidate, count, self.batch, STEPS) for _ in range(REPEATS))
         return seconds
 
     def _step(self, candidate: Candidate, count: int, samples: int, steps: int = 1) -> float:
-        """Seconds of a client's step in a training of `count` clients, with `samples` in each step."""
+        """Return the seconds of a client's step in a training of `count` clients, with `samples` in each step."""
         precision = Precision.named(self._context.training.precision, candidate.channels_last)
         executor_class = Vectorised if candidate.executor == "vectorised" else Executor
         context = replace(

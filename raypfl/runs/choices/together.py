@@ -12,7 +12,7 @@ from raypfl.common.threads import threads
 from raypfl.common.user_code import explain_user_errors, with_location
 from raypfl.engine.prepared import Prepared, threads_of_server
 from raypfl.federation.asynchronous.cohorts import SEVERAL_EXCHANGES
-from raypfl.runs.checks.rehearsal import FEW, Rehearsal
+from raypfl.runs.checks.rehearsal import FEW_CLIENTS, Rehearsal
 from raypfl.storage.tree import flatten
 
 _SAME = 1e-4
@@ -23,31 +23,31 @@ def trains_together(prepared: Prepared) -> bool:
     """Rehearse two asynchronous rounds of two clients, in one group and apart, and return whether all is the same.
 
     In one group, the client function gets a row for each client where the method sends a tensor to all. So this tells
-    whether it can do with that.
+    whether it works with such rows.
 
     Raises
     ------
-    ConfigError : if the method's late replies could not be met.
+    ConfigError : if the method's late replies could not be used.
     """
     # Compression that rounds at random would make a difference in rounding a large one.
     prepared = prepared.with_settings(prepared.experiment.replace(compression=None))
-    apart = refuse_unmet(prepared)
+    apart = refuse_unusable_replies(prepared)
     if apart is None:
         return False
     try:
         with threads(threads_of_server(prepared.experiment)):
-            together = Rehearsal(prepared, FEW).asynchronous(together=True)
+            together = Rehearsal(prepared, FEW_CLIENTS).asynchronous(together=True)
     except Exception:
         return False
     return _are_same(apart, together)
 
 
-def refuse_unmet(prepared: Prepared) -> dict[str, Any] | None:
+def refuse_unusable_replies(prepared: Prepared) -> dict[str, Any] | None:
     """Rehearse two asynchronous rounds of two clients apart; return their states, or None if rounds are synchronous.
 
     Raises
     ------
-    ConfigError : if the method's late replies could not be met.
+    ConfigError : if the method's late replies could not be used.
     """
     experiment = prepared.experiment
     if experiment.asynchronous.buffer is None:
@@ -66,20 +66,20 @@ def refuse_unmet(prepared: Prepared) -> dict[str, Any] | None:
         explain_user_errors("in a rehearsed round", function=experiment.method.round),
     ):
         try:
-            return Rehearsal(prepared, FEW).asynchronous(together=False)
+            return Rehearsal(prepared, FEW_CLIENTS).asynchronous(together=False)
         except LateReplyError as error:
-            refuse_several_exchanges(prepared)
+            _refuse_several_exchanges(prepared)
             raise ConfigError(with_location(error)) from error
         except MethodError as error:
             raise ConfigError(with_location(error)) from error
 
 
-def refuse_several_exchanges(prepared: Prepared) -> None:
+def _refuse_several_exchanges(prepared: Prepared) -> None:
     """Raise a ConfigError if the method has several exchanges in its first round.
 
     To a user, this says more than what its first exchange returns.
     """
-    num_exchanges = Rehearsal(prepared, FEW).train()
+    num_exchanges = Rehearsal(prepared, FEW_CLIENTS).train()
     if num_exchanges > 1:
         error = LateReplyError(
             f"{type(prepared.experiment.method).__name__} has {num_exchanges} exchanges in a round. A late reply is "

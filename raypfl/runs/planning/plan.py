@@ -15,7 +15,7 @@ from raypfl.experiment import Experiment
 from raypfl.federation.asynchronous.schedule import Schedule
 from raypfl.federation.cohort_draw import draw_cohort
 from raypfl.runs.checks.hooks import refuse_mistaken_hooks
-from raypfl.runs.choices.together import refuse_unmet
+from raypfl.runs.choices.together import refuse_unusable_replies
 from raypfl.runs.choices.turn import turn_of
 from raypfl.runs.planning.turns import DRAWN_ROUNDS, PlannedTurn, paces_of, turns_of_round, turns_of_schedule
 from raypfl.runs.preparing import refuse_unfit
@@ -112,7 +112,7 @@ def plan(experiment: Experiment, emit: Listener, num_clients: int | None = None)
     emit(Progress("rehearsing a round"))
     turn = turn_of(prepared)
     assert turn is not None
-    refuse_unmet(prepared)
+    refuse_unusable_replies(prepared)
 
     trained = None
     if num_clients is None and len(data.unseen):

@@ -96,7 +96,7 @@ def run_on_cluster(
 ) -> dict[int, RunOutcome]:
     """Carry out runs as Ray tasks, together where that pays.
 
-    prepare : called with Ray before anything starts; it may refuse the runs.
+    `prepare` : called with Ray before anything starts; it may refuse the runs.
     """
     experiments = {number: run.experiment for number, run in runs.items()}
     first, experiment = next(iter(experiments.items()))

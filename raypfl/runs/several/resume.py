@@ -38,7 +38,7 @@ def resume_all(
     KeyboardInterrupt : if the runs were asked to stop before one began, or twice.
     """
     planned = [PlannedRun(folder, experiment, overrides) for folder, experiment in runs.items()]
-    several = _Several(planned, [listeners[folder] for folder in runs])
+    several = _NumberedRuns(planned, [listeners[folder] for folder in runs])
     for ended in several.carry_out():
         yield {planned[number].folder: outcome for number, outcome in ended.items()}
         if any(outcome.ends_others for outcome in ended.values()):
@@ -46,7 +46,7 @@ def resume_all(
 
 
 @dataclass(frozen=True)
-class _Several:
+class _NumberedRuns:
     """Runs to continue, each with a number."""
 
     runs: Sequence[PlannedRun]
@@ -110,7 +110,7 @@ class _Several:
 
         numbers = [number for part in together for number in part]
         emitters = {number: EventDispatcher(self.listeners[number]) for number in numbers}
-        settings = self.runs[numbers[0]].experiment
+        experiment = self.runs[numbers[0]].experiment
         first = emitters[numbers[0]]
 
         def listen(number: int, event: Event) -> None:
@@ -121,10 +121,10 @@ class _Several:
             exclusive_ray(),
             stop.acknowledged(lambda: first(Progress(driver.STOPPING))),
             stop.listening(),
-            connected(settings.ray, first) as ray,
+            connected(experiment.ray, first) as ray,
         ):
             spare_server.release(ray)
-            processes = room_for_runs(ray, settings, len(numbers))
+            processes = room_for_runs(ray, experiment, len(numbers))
             cut = shares(together, processes)
             first(Progress(f"starting {counted(min(processes, len(cut)), 'process', 'processes')} for the runs"))
             return run_as_tasks(ray, {number: self.runs[number] for number in numbers}, cut, listen, stop)

@@ -89,7 +89,7 @@ def carry_out(
 ) -> list[RunOutcome]:
     """Carry out runs to their ends, each from its start or its newest checkpoint; several advance together.
 
-    in_this_process : whether a single run on Ray is computed in this process too, as several are.
+    `in_this_process` : whether a single run on Ray is computed in this process too, as several are.
     """
     from raypfl.common.files import locked
     from raypfl.engine.dispatcher import EventDispatcher
@@ -132,7 +132,7 @@ def _start_or_continue(run: PlannedRun, listeners: Sequence[Listener], place: Pl
 
 @contextlib.contextmanager
 def _recorded_costs(run: PlannedRun, place: Place | None) -> Iterator[None]:
-    """Add a line to a cell's costs; its CPU seconds are unknown where actors do the work."""
+    """Add a line to the run's costs when it ends; its CPU seconds are unknown where actors do the work."""
     from raypfl.common.checkout import commit
     from raypfl.runs.several.costs import COSTS
 
