@@ -59,7 +59,7 @@ def logged_means(logged: Mapping[str, Tensor]) -> dict[str, Value]:
     return values
 
 
-def reduced(function: str, name: str, value: object, clients: int, keeps_rows: bool = False) -> Value:
+def reduced(function: str, name: str, value: object, num_clients: int, keeps_rows: bool = False) -> Value:
     """Reduce a returned value to one row for the group, or keep its rows if it is `Each` or if `keeps_rows`.
 
     `function` describes the client function that returned it, for errors.
@@ -72,13 +72,13 @@ def reduced(function: str, name: str, value: object, clients: int, keeps_rows: b
         kind_of_value = "bare tensor" if isinstance(value, Tensor) else type(value).__name__
         raise MethodError(f"{function} returned {name!r} as a {kind_of_value}; wrap it in Mean, Sum or Each.")
     rows = unmarked(value.rows).detach()
-    if rows.dim() == 0 or len(rows) != clients:
+    if rows.dim() == 0 or len(rows) != num_clients:
         raise MethodError(
             f"{function} returned {name!r} of shape {tuple(rows.shape)}, but the group has "
-            f"{counted(clients, 'client')}: its first axis must run over them."
+            f"{counted(num_clients, 'client')}: its first axis must run over them."
         )
 
-    numbers = numbers_charged(name, value.charged, clients, rows[0].numel())
+    numbers = numbers_charged(name, value.charged, num_clients, rows[0].numel())
     num_bytes = bytes_charged(name, value, numbers)
     # Half precision is too coarse for sums, and NumPy has no bfloat16.
     if rows.dtype == torch.bfloat16 or (rows.dtype == torch.float16 and not isinstance(value, Each)):
@@ -87,10 +87,10 @@ def reduced(function: str, name: str, value: object, clients: int, keeps_rows: b
         return Value("each", rows.cpu().numpy(), 0.0, numbers, num_bytes)
     if isinstance(value, Sum):
         if keeps_rows:
-            return Value("sum", rows.cpu().numpy(), 0.0, numbers, num_bytes, weights=np.ones(clients))
+            return Value("sum", rows.cpu().numpy(), 0.0, numbers, num_bytes, weights=np.ones(num_clients))
         return Value("sum", rows.sum(0).cpu().numpy(), 0.0, numbers, num_bytes)
 
-    weight, weights_on_host = _weights(function, name, value, clients)
+    weight, weights_on_host = _weights(function, name, value, num_clients)
     if not rows.is_floating_point():
         # In the rows' own type, weights would become whole numbers too, and sums could overflow.
         is_exact = value.weight is None and rows.dtype != torch.bool
@@ -105,10 +105,10 @@ def reduced(function: str, name: str, value: object, clients: int, keeps_rows: b
     return Value("mean", weighted_sum, total, numbers, num_bytes, can_be_empty=value.can_be_empty)
 
 
-def _weights(function: str, name: str, mean: Mean, clients: int) -> tuple[Tensor, Tensor]:
+def _weights(function: str, name: str, mean: Mean, num_clients: int) -> tuple[Tensor, Tensor]:
     """Return the weights ``[K]`` of a mean's rows, where they are and as ``float64[K]`` in the host's memory."""
     if mean.weight is None:
-        equal = torch.ones(clients, dtype=torch.float64)
+        equal = torch.ones(num_clients, dtype=torch.float64)
         return equal, equal
     if not isinstance(mean.weight, Tensor):
         raise MethodError(
@@ -119,9 +119,9 @@ def _weights(function: str, name: str, mean: Mean, clients: int) -> tuple[Tensor
     weight = unmarked(mean.weight)
     # A GPU is waited for once, not for each look at the weights.
     weights_on_host = weight.cpu()
-    if weight.shape != (clients,) or any(number < 0 for number in weights_on_host.tolist()):
+    if weight.shape != (num_clients,) or any(number < 0 for number in weights_on_host.tolist()):
         raise MethodError(
             f"The weight of Mean {name!r}, which {function} returned, must be a non-negative number for "
-            f"each of the group's {counted(clients, 'client')}; it is {weight.tolist()}."
+            f"each of the group's {counted(num_clients, 'client')}; it is {weight.tolist()}."
         )
     return weight, weights_on_host.double()

@@ -14,16 +14,16 @@ if TYPE_CHECKING:
     from raypfl.federation.settings import EngineSettings
 
 
-def groups_for(engine: EngineSettings, cohort: int, evaluation: bool = False) -> list[int]:
-    """Sizes of the groups of a cohort of `cohort` clients: as the settings say, or by the executor and the cohort.
+def groups_for(engine: EngineSettings, num_clients: int, evaluation: bool = False) -> list[int]:
+    """Return the sizes of the groups of a cohort: as the settings say, or by the executor and the number of clients.
 
-    `evaluation` : whether the cohort is evaluated, not trained.
+    `evaluation` : whether the clients are evaluated, not trained.
     """
     if engine.group_size:
-        return even_sizes(cohort, math.ceil(cohort / engine.group_size))
+        return even_sizes(num_clients, math.ceil(num_clients / engine.group_size))
 
     suggest_sizes = evaluation_group_sizes if evaluation else group_sizes
-    return suggest_sizes(cohort, engine.executor)
+    return suggest_sizes(num_clients, engine.executor)
 
 
 def client_costs(experiment: Experiment, num_samples: np.ndarray) -> np.ndarray:

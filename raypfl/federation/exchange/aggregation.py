@@ -28,12 +28,12 @@ class ReplyAggregator:
 
     Parameters
     ----------
-    clients : the number of clients in the cohort.
+    num_clients : the number of clients in the cohort.
     combine : what is made of the rows of training messages; None: ``Each`` alone sends rows, which stay as they are.
     """
 
-    def __init__(self, clients: int, device: torch.device, combine: CombineRows | None = None):
-        self._clients = clients
+    def __init__(self, num_clients: int, device: torch.device, combine: CombineRows | None = None):
+        self._num_clients = num_clients
         self._device = device
         self._combine = combine
         # Name -> ``(index of the first group that sent it, place in its reply)`` and this value, without its array.
@@ -60,8 +60,8 @@ class ReplyAggregator:
 
             if value.has_rows:
                 if name not in self._rows:
-                    self._rows[name] = np.zeros((self._clients, *value.array.shape[1:]), value.array.dtype)
-                    self._weights[name] = np.full(self._clients, np.nan)
+                    self._rows[name] = np.zeros((self._num_clients, *value.array.shape[1:]), value.array.dtype)
+                    self._weights[name] = np.full(self._num_clients, np.nan)
                 self._rows[name][group.positions] = value.array
                 self._weights[name][group.positions] = 1.0 if value.weights is None else value.weights
 
@@ -97,9 +97,9 @@ class ReplyAggregator:
                 continue
 
             senders = self._sent[name].total()
-            if senders < self._clients:
+            if senders < self._num_clients:
                 raise PrivacyError(
-                    f"{function} returned {name!r} for {senders} of the cohort's {self._clients} clients, but the "
+                    f"{function} returned {name!r} for {senders} of the cohort's {self._num_clients} clients, but the "
                     "masks of privacy.secure_aggregation cancel only in a sum over all of them; return it for every "
                     "client."
                 )

@@ -27,40 +27,40 @@ MIN_SEQUENTIAL_GROUPS = 8
 """A cohort is at least this many times its largest sequential group, so that eight actors have work."""
 
 
-def even_sizes(cohort: int, groups: int) -> list[int]:
-    """Return the sizes of `groups` groups, as equal as possible; fewer groups if there are fewer clients."""
-    groups = max(1, min(groups, cohort))
-    size, num_larger = divmod(cohort, groups)
-    return [size + 1] * num_larger + [size] * (groups - num_larger)
+def even_sizes(num_clients: int, num_groups: int) -> list[int]:
+    """Return the sizes of `num_groups` groups, as equal as possible; fewer groups if there are fewer clients."""
+    num_groups = max(1, min(num_groups, num_clients))
+    size, num_larger = divmod(num_clients, num_groups)
+    return [size + 1] * num_larger + [size] * (num_groups - num_larger)
 
 
-def group_sizes(cohort: int, executor: str) -> list[int]:
+def group_sizes(num_clients: int, executor: str) -> list[int]:
     """Return the sizes of the groups that a cohort is cut into.
 
     Vectorised ones are equal. Sequential ones shrink to single clients: large ones keep messages few, and with small
     ones at the end any number of actors finish together (trapezoid self-scheduling, Tzen and Ni 1993).
     """
     if executor == "vectorised":
-        return even_sizes(cohort, max(1, round(cohort / VECTORISED_GROUP)))
-    return shrinking_sizes(cohort, min(SEQUENTIAL_GROUP, -(-cohort // MIN_SEQUENTIAL_GROUPS)))
+        return even_sizes(num_clients, max(1, round(num_clients / VECTORISED_GROUP)))
+    return shrinking_sizes(num_clients, min(SEQUENTIAL_GROUP, -(-num_clients // MIN_SEQUENTIAL_GROUPS)))
 
 
-def shrinking_sizes(cohort: int, largest: int) -> list[int]:
+def shrinking_sizes(num_clients: int, largest: int) -> list[int]:
     """Return sizes of groups that shrink evenly from the `largest` to single clients."""
     # Sizes from `largest` to 1 are (largest + 1) / 2 on average.
-    ideal_sizes = np.linspace(largest, 1, max(1, 2 * cohort // (largest + 1)))
-    ends = np.round(np.cumsum(ideal_sizes) * cohort / ideal_sizes.sum()).astype(int)
+    ideal_sizes = np.linspace(largest, 1, max(1, 2 * num_clients // (largest + 1)))
+    ends = np.round(np.cumsum(ideal_sizes) * num_clients / ideal_sizes.sum()).astype(int)
     return np.diff(ends, prepend=0).tolist()
 
 
-def evaluation_group_sizes(clients: int, executor: str) -> list[int]:
+def evaluation_group_sizes(num_clients: int, executor: str) -> list[int]:
     """Return the sizes of the groups that clients are cut into for an evaluation."""
-    training_sizes = group_sizes(clients, executor)
+    training_sizes = group_sizes(num_clients, executor)
     if executor != "vectorised":
         return training_sizes
 
-    groups = max(-(-clients // EVALUATION_GROUP), min(len(training_sizes), MIN_EVALUATION_GROUPS))
-    return even_sizes(clients, groups)
+    num_groups = max(-(-num_clients // EVALUATION_GROUP), min(len(training_sizes), MIN_EVALUATION_GROUPS))
+    return even_sizes(num_clients, num_groups)
 
 
 def cut_into_groups(costs: np.ndarray, sizes: list[int], executor: str) -> list[np.ndarray]:
