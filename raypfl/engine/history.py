@@ -72,7 +72,7 @@ def parent_of(run_dir: str | Path) -> dict[str, Any] | None:
 
 
 def header_comments(run_dir: Path) -> str:
-    """Comments above a run's description, if its settings did not hold from the first round on; else empty."""
+    """Return comments for the head of a run's description; empty if its settings held from the first round on."""
     entries = read(run_dir)
     changed_after = None
     for before, entry in pairwise(entries):

@@ -111,7 +111,7 @@ class Prepared:
         """The clients' network; of several architectures the one with most parameters, after which a run is planned."""
         if self.experiment.model.is_heterogeneous:
             return max(self.architectures, key=lambda model: model.num_parameters)
-        return self._built()
+        return self._build_model()
 
     @cached_property
     def architectures(self) -> tuple[FlatModel, ...]:
@@ -120,7 +120,7 @@ class Prepared:
         if not settings.is_heterogeneous:
             return (self.model,)
         count = len(settings.options.get("networks", NETWORKS))
-        return tuple(self._built(methodcaller("network", number)) for number in range(count))
+        return tuple(self._build_model(methodcaller("network", number)) for number in range(count))
 
     @cached_property
     def architecture_of(self) -> np.ndarray | None:
@@ -137,7 +137,7 @@ class Prepared:
             parts.append(prepared)
         return parts
 
-    def _built(self, part: Callable[[Any], nn.Module] | None = None) -> FlatModel:
+    def _build_model(self, part: Callable[[Any], nn.Module] | None = None) -> FlatModel:
         outputs = self.objective.outputs(self.data.num_classes)
         vocabulary = getattr(self.data, "vocabulary", None)  # a population has none
         num_tokens = None if vocabulary is None else len(vocabulary)
@@ -148,7 +148,7 @@ class Prepared:
         """What the method may know before the first round, with its own networks built."""
         is_heterogeneous = self.experiment.model.is_heterogeneous
         task = Task(
-            model=self._built(methodcaller("common")) if is_heterogeneous else self.model,
+            model=self._build_model(methodcaller("common")) if is_heterogeneous else self.model,
             seed=self.experiment.seed,
             rounds=self.experiment.rounds,
             num_clients=self.data.num_clients,
@@ -308,5 +308,5 @@ class Prepared:
 
 
 def threads_of_server(experiment: Experiment) -> int:
-    """Torch threads for what the server computes itself."""
+    """Return the number of torch threads for what the server computes itself."""
     return experiment.engine.threads_for_server or experiment.engine.threads

@@ -148,7 +148,7 @@ def _score_shared(
 def _own_sums(
     group: ClientGroup, layout: MetricSums, outputs: Iterable[ModelOutputs], protocol: str, masks: Sequence[Mask]
 ) -> dict[str, Tensor]:
-    """Metric sums ``[K, W]`` on the clients' own samples, unmasked in `layout` and by mask, from the same outputs.
+    """Return metric sums ``[K, W]`` on clients' own samples, unmasked in `layout` and by mask, from the same outputs.
 
     Masked sums are not kept by class. They are empty for a client without training samples, which knows no class.
     """

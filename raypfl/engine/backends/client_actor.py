@@ -76,11 +76,11 @@ class ClientActor:
         gpu_ids = tuple(map(str, ray.get_gpu_ids()))
         return Home(ray.get_runtime_context().get_node_id(), type_of(device), gpu_ids, is_time_sliced)
 
-    def work(self, call: Call, groups: Sequence[Group], separate: bool) -> tuple[BundleReply | Stack | None, ...]:
+    def work(self, call: Call, groups: Sequence[Group], are_separate: bool) -> tuple[BundleReply | Stack | None, ...]:
         """Run a bundle's groups one after the other.
 
         Return their replies, with their sums added up, and the clients' new states: for each group a stack or, if
-        `separate`, one for each client. Each returned stack is a Ray object that the caller, the server, owns.
+        `are_separate`, one for each client. Each returned stack is a Ray object that the caller, the server, owns.
         """
         from raypfl.federation.exchange.aggregation import take_sums
         from raypfl.federation.exchange.backend import BundleReply, failure, states_of
@@ -100,20 +100,20 @@ class ClientActor:
             except Exception as error:
                 outcomes.append(failure(error))
 
-            if separate:
+            if are_separate:
                 stacks += [None if stack is None else stack.single(slot) for slot in range(len(group.clients))]
             else:
                 stacks.append(stack)
         return BundleReply(outcomes, sums.subtrees() if len(groups) > 1 else None), *stacks
 
     def work_leaving_sums(
-        self, call: Call, groups: Sequence[Group], separate: bool
+        self, call: Call, groups: Sequence[Group], are_separate: bool
     ) -> tuple[BundleReply | Sequence[Subtree] | Stack | None, ...]:
         """Do as `work`, but return the sums as an object of their own, which stays on this node until it is fetched."""
         from raypfl.federation.exchange.aggregation import take_sums
         from raypfl.federation.exchange.backend import BundleReply, Failed
 
-        reply, *stacks = self.work(call, groups, separate)
+        reply, *stacks = self.work(call, groups, are_separate)
         assert isinstance(reply, BundleReply)
         subtrees = reply.subtrees
         if subtrees is None:

@@ -34,7 +34,7 @@ class RayBackend:
 
     Parameters
     ----------
-    actors, start, pools, job, mixed_devices : as for :class:`ActorFleet`.
+    actors, start, pools, shipment, mixed_devices : as for :class:`ActorFleet`.
     """
 
     def __init__(
@@ -42,12 +42,12 @@ class RayBackend:
         actors: Sequence[tuple[int, Any]],
         start: Callable[[Mapping[str, Any]], Any],
         pools: ActorPools,
-        job: Shipment,
+        shipment: Shipment,
         stopped: Callable[[], bool],
         warn: Callable[[str], None],
         mixed_devices: bool = False,
     ):
-        self._fleet = ActorFleet(actors, start, pools, job, warn, mixed_devices)
+        self._fleet = ActorFleet(actors, start, pools, shipment, warn, mixed_devices)
         self._bundle_replies = BundleReplies()
         self._speeds = Speeds()
         self._stopped = stopped

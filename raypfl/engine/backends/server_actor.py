@@ -36,6 +36,7 @@ class _EventStream:
 
     Attributes
     ----------
+    run : the id of the run.
     id : the id of the stream, of which a run has another after its server was started again.
     events : the events.
     first : the number of the first of them.
@@ -95,12 +96,12 @@ class ServerActor:
         # If the last run could not begin, its error kept its server alive until now.
         gc.collect()
         self._stream = _EventStream(run)
-        pool_sizes = cluster.pools_of(ray, settings, groups)
-        self._keep_actors(pool_sizes.target_counts())
+        actor_pools = cluster.pools_of(ray, settings, groups)
+        self._keep_actors(actor_pools.target_counts())
         backend = RayBackend(
             self._actors,
             self._start,
-            pool_sizes,
+            actor_pools,
             shipment,
             lambda: self._run_to_stop == run,
             self._warn,
@@ -126,7 +127,7 @@ class ServerActor:
             return Server(job, prepared, backend, emit, metadata).run()
         finally:
             self._actors = backend.actors
-            if pool_sizes.has_shrunk:
+            if actor_pools.has_shrunk:
                 # The next run starts with the shares in the settings again.
                 self._keep_actors([0] * len(self._pools))
             # A server has reference cycles, and keeps clients' states in the object store until it is collected.

@@ -24,9 +24,9 @@ AMPERE = 8
 
 
 def device_for(gpus: float) -> torch.device:
-    """CUDA if GPUs are requested and available, else the CPU.
+    """Return CUDA if GPUs are requested and available, else the CPU.
 
-    `gpus` : as for Ray, so that both backends compute on the same device; True: some.
+    `gpus` : the number of GPUs, or the share of one, as for Ray, so that both backends compute on the same device.
     """
     return torch.device("cuda" if gpus > 0 and torch.cuda.is_available() else "cpu")
 

@@ -60,7 +60,7 @@ def pools_for(data: ClientData | DataOutline, samples: Samples, seed: int) -> Po
 
 
 def pool_indices(data: ClientData | DataOutline) -> dict[str, np.ndarray]:
-    """Sample numbers of each pool, by name; an outline has no pools."""
+    """Return the sample numbers of each pool, by name; an outline has no pools."""
     if isinstance(data, DataOutline):
         return {}
     return {name: data.pool(name) for name in data.pools}

@@ -17,8 +17,8 @@ from raypfl.storage.filesystems import is_shared
 from raypfl.storage.stacks import Fetch, digests, merged
 from raypfl.storage.states import LiveRows, LiveStack, StateFile, StateTable, batched_by_bytes
 
-_Group = tuple[list[Any], dict[int, tuple[int, ...]]]
-"""Stacks, and the clients whose states are made of those, each with its slot in every one of them."""
+_ClientsOfStacks = tuple[list[Any], dict[int, tuple[int, ...]]]
+"""References to stacks, and the clients whose states are made of those, each with its slot in every one of them."""
 
 
 def save(
@@ -48,13 +48,13 @@ def restored(stored: StoredStates, backend: Backend) -> StateTable:
 
 def all_digests(states: StateTable, backend: Backend) -> dict[int, bytes]:
     """Return client -> SHA-256 of its state, computed on the nodes that hold the newest parts."""
-    groups_of_node: dict[str, list[tuple[tuple[LiveStack, ...], dict[int, tuple[int, ...]]]]] = {}
+    entries_of_node: dict[str, list[tuple[tuple[LiveStack, ...], dict[int, tuple[int, ...]]]]] = {}
     for stacks, slots_by_client in states.clients_by_stacks():
-        groups_of_node.setdefault(stacks[-1].node, []).append((stacks, slots_by_client))
+        entries_of_node.setdefault(stacks[-1].node, []).append((stacks, slots_by_client))
 
     jobs = []
-    for node, groups in groups_of_node.items():
-        for batch in batched_by_bytes(groups, lambda group: sum(stack.live_bytes for stack in group[0]), FILE_SIZE):
+    for node, entries in entries_of_node.items():
+        for batch in batched_by_bytes(entries, lambda entry: sum(stack.live_bytes for stack in entry[0]), FILE_SIZE):
             jobs.append((node, [([stack.handle for stack in stacks], slots) for stacks, slots in batch]))
 
     digest_of_client: dict[int, bytes] = {}
@@ -99,10 +99,10 @@ def _try_to_write(location: str, fetch: Fetch, rows: Sequence[LiveRows]) -> Stat
         return error
 
 
-def _digests(fetch: Fetch, groups: Iterable[_Group]) -> dict[int, bytes]:
-    """Return client -> SHA-256 of its state. A group's stacks at a time, since all may not fit into memory."""
+def _digests(fetch: Fetch, entries: Iterable[_ClientsOfStacks]) -> dict[int, bytes]:
+    """Return client -> SHA-256 of its state. One entry's stacks are fetched at a time: all may not fit into memory."""
     digest_of_client: dict[int, bytes] = {}
-    for references, slots_by_client in groups:
+    for references, slots_by_client in entries:
         stacks = fetch(references)
         parts_by_client = {}
         for client, slots in slots_by_client.items():

@@ -67,7 +67,7 @@ class RunState:
             raise
 
     def weights_hash(self) -> str:
-        """SHA-256 of the server's tensors, sorted by name, and then of each client's own SHA-256, sorted by client."""
+        """Return the SHA-256 of the server's tensors, by name, and then of each client's own SHA-256, by client."""
         digest = hashlib.sha256()
         for name, tensor in sorted(flatten(self.server)[1].items()):
             # As bytes, since NumPy has no bfloat16.

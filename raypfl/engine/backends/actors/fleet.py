@@ -67,14 +67,14 @@ class ActorFleet:
         actors: Sequence[tuple[int, Any]],
         start: Callable[[Mapping[str, Any]], Any],
         pools: ActorPools,
-        job: Shipment,
+        shipment: Shipment,
         warn: Callable[[str], None],
         mixed_devices: bool,
     ):
         self.restarts = RestartPolicy()
         self._start = start
         self._pools = pools
-        self._job = job
+        self._shipment = shipment
         self._warn = warn
         self._checks = HomeChecks(mixed_devices, warn)
         self._has_begun = False
@@ -245,7 +245,7 @@ class ActorFleet:
 
     def _add(self, pool: int, handle: Any) -> None:
         """Let an actor prepare for the run's job."""
-        actor = StartedActor(pool, handle, handle.prepare.remote(self._job))
+        actor = StartedActor(pool, handle, handle.prepare.remote(self._shipment))
         self._pool_actors[pool][actor] = None
         self._starting[actor.prepared] = actor
 

@@ -88,8 +88,7 @@ class SumsOnNodes:
                     if is_again:
                         raise LostState(
                             f"The sums of {counted(len(group.clients), 'client')} are lost with their node, and the "
-                            f"clients fail now: "
-                            f"{outcome.trace}"
+                            f"clients fail now: {outcome.trace}"
                         ) from outcome.error
                     yield group, outcome
                 elif is_again:
