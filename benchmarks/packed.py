@@ -25,7 +25,8 @@ import raypfl
 from benchmarks import digits
 from benchmarks.noise import ONLY_ROUNDS
 from raypfl.runs import driver
-from raypfl.runs.result import RunResult, write_description
+from raypfl.runs.records import write_description
+from raypfl.runs.result import RunResult
 from raypfl.runs.several.resume import resume_all
 
 NETWORKS = {"mlp": {"name": "mlp", "hidden": [128]}, "cnn": {"name": "cnn"}}

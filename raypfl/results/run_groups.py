@@ -12,7 +12,8 @@ from raypfl.evaluation.run_metrics import PRIMARY_AGGREGATES, Measures
 from raypfl.results.colours import colour
 from raypfl.results.labels import labels
 from raypfl.results.units import Unit
-from raypfl.runs.result import WITHOUT_RESULT, RunResult
+from raypfl.runs.records import WITHOUT_RESULT
+from raypfl.runs.result import RunResult
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,9 @@ from raypfl.runs import preparing
 from raypfl.runs.folders import new_folder
 from raypfl.runs.inline import run_inline
 from raypfl.runs.on_ray import run_on_ray
-from raypfl.runs.result import (
+from raypfl.runs.records import (
     DESCRIPTION,
     METADATA,
-    RunResult,
     discard_unstarted,
     ended_at_once,
     reopen,
@@ -36,6 +35,7 @@ from raypfl.runs.result import (
     write_description,
     write_tables,
 )
+from raypfl.runs.result import RunResult
 from raypfl.runs.resuming import is_complete_as, refuse_other_checkpoints, resumed
 from raypfl.runs.together import Place
 from raypfl.storage.lease import hold_lease, refuse_unless_held

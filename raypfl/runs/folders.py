@@ -19,7 +19,7 @@ from raypfl.experiment import Experiment
 from raypfl.experiment.assignments import parse_assignments
 from raypfl.experiment.yaml_text import read, write
 from raypfl.methods import METHODS
-from raypfl.runs.result import COMPARISON, METADATA, write_description
+from raypfl.runs.records import COMPARISON, METADATA, write_description
 from raypfl.runs.resuming import resumed
 from raypfl.storage.filesystems import join
 

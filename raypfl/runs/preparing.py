@@ -54,10 +54,10 @@ from raypfl.runs.checks.settings import (
 )
 from raypfl.runs.choices.autotune import Candidate, choose
 from raypfl.runs.choices.gpu_task import run_on_gpu
+from raypfl.runs.choices.pretraining import needs_gpu_of_cluster, with_pretrained
 from raypfl.runs.choices.together import trains_together
 from raypfl.runs.choices.turn import turn_of
-from raypfl.runs.pretraining import needs_gpu_of_cluster, with_pretrained
-from raypfl.runs.result import recorded_reason
+from raypfl.runs.records import recorded_reason
 
 
 def prepare(experiment: Experiment, folder: Path, emit: Listener, lockstep: bool) -> tuple[Job, Prepared]:

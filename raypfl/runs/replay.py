@@ -11,7 +11,8 @@ import pyarrow.compute as pc
 from raypfl.engine.events import Evaluated, Event, RoundFinished, RunFinished, RunStarted, SimulatedRound
 from raypfl.experiment import Experiment
 from raypfl.federation.logged import Logged
-from raypfl.runs.result import RunResult, recorded_end
+from raypfl.runs.records import recorded_end
+from raypfl.runs.result import RunResult
 
 
 def tracked(experiment: Experiment, uri: str | None = None) -> Experiment:

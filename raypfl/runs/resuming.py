@@ -23,7 +23,7 @@ from raypfl.experiment.yaml_text import parse
 from raypfl.learning.recording.python_state import names_in
 from raypfl.methods import Method
 from raypfl.models.weights import is_file
-from raypfl.runs.result import (
+from raypfl.runs.records import (
     DESCRIPTION,
     METADATA,
     SUMMARY,

@@ -14,7 +14,8 @@ from raypfl.common.counting import counted
 from raypfl.common.errors import ConfigError
 from raypfl.common.files import make_folder, write
 from raypfl.common.version import __version__
-from raypfl.runs.result import RunResult, divergence
+from raypfl.runs.records import divergence
+from raypfl.runs.result import RunResult
 from raypfl.runs.several.costs import costs_of, cpu_seconds
 from raypfl.studies.cells import StudyCell
 from raypfl.studies.description import Study

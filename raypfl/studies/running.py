@@ -12,7 +12,7 @@ from raypfl.engine.events import Event
 from raypfl.experiment import Experiment
 from raypfl.experiment.identity import differences
 from raypfl.runs import driver
-from raypfl.runs.result import DESCRIPTION, description, divergence, is_finished
+from raypfl.runs.records import DESCRIPTION, description, divergence, is_finished
 from raypfl.runs.several.processes import refuse_unless_folders_are_shared, run_in_this_process, run_on_cluster
 from raypfl.runs.several.worker import FAILED, FINISHED, STOPPED, PlannedRun, RunOutcome
 from raypfl.studies.cells import StudyCell

@@ -37,7 +37,7 @@ from raypfl.federation.task import Task
 from raypfl.learning.privacy import Spending
 from raypfl.learning.privacy.accounting import epsilons_of, refuse_without_accountant
 from raypfl.models.predictor import Predictor
-from raypfl.runs.result import SUMMARY, WITHOUT_RESULT, newest, recorded_end
+from raypfl.runs.records import SUMMARY, WITHOUT_RESULT, newest, recorded_end
 from raypfl.storage import checkpoints
 from raypfl.storage.checkpoints import Snapshot
 from raypfl.storage.stacks import merged

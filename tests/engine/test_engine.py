@@ -17,7 +17,7 @@ from raypfl.common.errors import CheckpointError, ConfigError, Diverged, RaypflE
 from raypfl.engine.events import Checkpointed, Evaluated, Progress, RoundFinished, RunFinished, RunStarted, Warned
 from raypfl.engine.prepared import Prepared
 from raypfl.engine.state.run_tables import RunTables
-from raypfl.runs.result import is_finished
+from raypfl.runs.records import is_finished
 from raypfl.storage.tree import flatten
 from tests.support.processes import exit_code
 from tests.support.runs import Interrupt, experiment, same_tables

@@ -33,7 +33,7 @@ from raypfl.integrations.tuning.trial import SweepContext, Trial, close, metric_
 from raypfl.results.report.searches.folders import CONFIGURATIONS
 from raypfl.results.report.searches.page import read as read_search
 from raypfl.runs.driver import resume, run
-from raypfl.runs.result import write_description
+from raypfl.runs.records import write_description
 from raypfl.storage import lease
 from tests.support.command import raypfl
 from tests.support.processes import start_command

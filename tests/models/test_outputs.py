@@ -14,7 +14,7 @@ from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.data.datasets import DataConfig, RawData
 from raypfl.methods.personal_models.ditto import Ditto
 from raypfl.runs import driver
-from raypfl.runs.pretraining import pretrain
+from raypfl.runs.choices.pretraining import pretrain
 from tests.support.runs import experiment
 
 

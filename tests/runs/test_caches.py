@@ -21,7 +21,7 @@ from raypfl.data import IID, load_federated
 from raypfl.data.datasets.raw_data import RawData
 from raypfl.data.datasets.settings import DataConfig
 from raypfl.experiment import Experiment
-from raypfl.runs.pretraining import pretrain
+from raypfl.runs.choices.pretraining import pretrain
 
 BODY = {"data.pools": "{body: 0.3}", "model.pretrain": "body", "model.pretrain_epochs": 1}
 

@@ -15,7 +15,8 @@ from raypfl.common.errors import ConfigError, NoRun, RayDied, RaypflError, Unwri
 from raypfl.results.report import find_runs, write
 from raypfl.results.run_groups import group_runs, methods_without_result
 from raypfl.runs import driver
-from raypfl.runs.result import RunResult, description
+from raypfl.runs.records import description
+from raypfl.runs.result import RunResult
 from tests.support.command import hashes, interrupted, raypfl, raypfl_json
 from tests.support.runs import Interrupt
 from tests.support.tracking import runs_of, with_database

@@ -28,8 +28,8 @@ from raypfl.engine.events import Progress
 from raypfl.engine.prepared import Prepared
 from raypfl.experiment.settings import RaySettings
 from raypfl.methods import Ditto
-from raypfl.runs import driver, on_ray, preparing, pretraining
-from raypfl.runs.choices import gpu_share
+from raypfl.runs import driver, on_ray, preparing
+from raypfl.runs.choices import gpu_share, pretraining
 from raypfl.runs.choices.autotune import Candidate
 from raypfl.runs.choices.gpu_share import GpuMeasurement, actors_on, bytes_needed, fit_line, with_gpu_shares
 from raypfl.runs.several.worker import PlannedRun, carry_out

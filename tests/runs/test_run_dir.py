@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from raypfl.runs import driver
-from raypfl.runs.result import description
+from raypfl.runs.records import description
 from tests.support.command import hashes, interrupted, raypfl, raypfl_json
 
 SMALL = [

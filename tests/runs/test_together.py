@@ -16,7 +16,8 @@ from raypfl.common.errors import RaypflError
 from raypfl.engine.events import RoundFinished
 from raypfl.learning.packing import packer
 from raypfl.methods import METHODS
-from raypfl.runs.result import RunResult, write_description
+from raypfl.runs.records import write_description
+from raypfl.runs.result import RunResult
 from raypfl.runs.several import resume
 from raypfl.runs.several.processes import shares
 from raypfl.runs.several.worker import PlannedRun, carry_out

@@ -24,7 +24,7 @@ from raypfl.common.errors import ConfigError
 from raypfl.common.user_modules import digest_of_file
 from raypfl.engine.events import Progress, RoundFinished, RunStarted
 from raypfl.results.report import find_runs
-from raypfl.runs.result import is_finished
+from raypfl.runs.records import is_finished
 from raypfl.runs.several import processes
 from raypfl.runs.several.worker import carry_out
 from raypfl.studies import STUDIES, running

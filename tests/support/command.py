@@ -14,7 +14,8 @@ from typer.testing import CliRunner, Result
 from raypfl.cli.app import app
 from raypfl.runs import driver
 from raypfl.runs.planning.plan import Plan
-from raypfl.runs.result import RunResult, description
+from raypfl.runs.records import description
+from raypfl.runs.result import RunResult
 from tests.support.runs import Interrupt
 
 

@@ -21,7 +21,8 @@ from raypfl.experiment import Experiment, experiments
 from raypfl.experiment.recipes import settings_of
 from raypfl.results.display import outcome
 from raypfl.runs.folders import ComparisonFolder, new_folder
-from raypfl.runs.result import DESCRIPTION, RunResult
+from raypfl.runs.records import DESCRIPTION
+from raypfl.runs.result import RunResult
 from raypfl.trained.kernels import checkpoint_kernels
 
 

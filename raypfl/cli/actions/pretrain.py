@@ -13,7 +13,7 @@ from raypfl.experiment import Experiment
 from raypfl.integrations.tracking.connection import first_line, quiet_mlflow
 from raypfl.integrations.tracking.pretraining import record_pretraining
 from raypfl.results.display.console import warner
-from raypfl.runs.pretraining import pretrain
+from raypfl.runs.choices.pretraining import pretrain
 
 
 def carry_out(experiment: Experiment, quiet: bool, as_json: bool) -> None:

@@ -32,13 +32,8 @@ from raypfl.results.labels import labels
 from raypfl.results.run_groups import compared
 from raypfl.runs import driver
 from raypfl.runs.folders import ComparisonFolder, new_folder, with_checkpoints_apart
-from raypfl.runs.result import (
-    DESCRIPTION,
-    RunResult,
-    description,
-    discard_unstarted,
-    write_description,
-)
+from raypfl.runs.records import DESCRIPTION, description, discard_unstarted, write_description
+from raypfl.runs.result import RunResult
 from raypfl.runs.resuming import continued, is_complete_as, refuse_other_run, resumed
 from raypfl.runs.several.resume import resume_all
 from raypfl.runs.several.worker import RunOutcome

@@ -26,7 +26,8 @@ from raypfl.results.display.console import view, warner
 from raypfl.results.display.fitting import output
 from raypfl.results.display.outcome import nearby
 from raypfl.results.display.run_line import RunLine
-from raypfl.runs.result import STUDY_CELLS, TRIALS, RunResult, divergence, is_finished
+from raypfl.runs.records import STUDY_CELLS, TRIALS, divergence, is_finished
+from raypfl.runs.result import RunResult
 from raypfl.runs.several.worker import FINISHED, STOPPED, RunOutcome
 from raypfl.studies.cells import Position, StudyCell, choices_with_values, label_of_seeds, plan, select
 from raypfl.studies.description import Study, load

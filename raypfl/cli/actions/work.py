@@ -16,7 +16,8 @@ from raypfl.learning.objectives.regression import STANDARDISE
 from raypfl.results.display.outcome import nearby
 from raypfl.results.labels import labels
 from raypfl.runs.folders import ComparisonFolder
-from raypfl.runs.result import DESCRIPTION, RunResult, divergence, is_finished, rounds_saved
+from raypfl.runs.records import DESCRIPTION, divergence, is_finished, rounds_saved
+from raypfl.runs.result import RunResult
 from raypfl.runs.resuming import command_with_changes, is_complete_as
 from raypfl.runs.several.worker import STOPPED, RunOutcome
 

@@ -20,8 +20,9 @@ from raypfl.integrations.tracking.run import NOTE, STATUS, RunRecord
 from raypfl.results.labels import differing_settings
 from raypfl.results.run_groups import compared
 from raypfl.runs import folders
+from raypfl.runs.records import SWEEP
 from raypfl.runs.replay import events_of, tracked
-from raypfl.runs.result import SWEEP, RunResult
+from raypfl.runs.result import RunResult
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

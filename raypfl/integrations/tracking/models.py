@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from raypfl.integrations.tracking.connection import first_line
-from raypfl.runs.result import newest
+from raypfl.runs.records import newest
 from raypfl.storage.tree import flatten
 from raypfl.trained.models import TrainedModels
 

@@ -7,7 +7,7 @@ import math
 from raypfl.experiment import Experiment
 from raypfl.experiment.assignments import flatten
 from raypfl.integrations.tracking.connection import experiment_id, opening_database, quiet_mlflow, tracking_uri
-from raypfl.runs.pretraining import Pretraining
+from raypfl.runs.choices.pretraining import Pretraining
 
 
 def record_pretraining(experiment: Experiment, pretraining: Pretraining) -> None:

@@ -23,7 +23,7 @@ from raypfl.integrations.tuning.sweep import Sweep, load
 from raypfl.integrations.tuning.trial import Trial, TrialListener, metric_names, run_folder, schedule_of
 from raypfl.results.report.searches.folders import CONFIGURATIONS, IMPORTANCE
 from raypfl.results.units import Unit
-from raypfl.runs.result import TRIALS
+from raypfl.runs.records import TRIALS
 
 if TYPE_CHECKING:
     from ray.tune import ResultGrid

@@ -49,7 +49,7 @@ from raypfl.integrations.tuning.trial import (
     run_trial,
     trial_name,
 )
-from raypfl.runs.result import SWEEP
+from raypfl.runs.records import SWEEP
 
 TUNE = "tune"
 """The folder in a sweep's folder that is Ray Tune's. It holds pickles, so only a folder that is trusted is resumed."""

@@ -33,7 +33,7 @@ from raypfl.experiment.spaces import (
 from raypfl.experiment.yaml_text import read
 from raypfl.experiment.yaml_text import write as as_yaml
 from raypfl.methods import METHODS
-from raypfl.runs.result import SWEEP
+from raypfl.runs.records import SWEEP
 
 WITHOUT_TEST_DATA = ("val", "train")
 """Protocols that look at no test data."""

@@ -96,7 +96,7 @@ def final_status(sweep: Sweep, trial: Trial) -> str:
 
 def has_diverged(sweep: Sweep, folder: Path, trial: str) -> bool:
     """Whether a run of a trial diverged."""
-    from raypfl.runs.result import divergence
+    from raypfl.runs.records import divergence
 
     return any(divergence(run_folder(sweep, folder, trial, seed)) for seed in range(sweep.seeds))
 
@@ -123,7 +123,7 @@ class SweepContext:
 
 def finished_runs(sweep: Sweep, folder: Path) -> Iterator[tuple[str, int, Path]]:
     """Yield the name of the trial, the number of the seed and the folder of each finished run."""
-    from raypfl.runs.result import is_finished
+    from raypfl.runs.records import is_finished
 
     for trial_folder in sorted((folder / "trials").glob("*")):
         for seed in range(sweep.seeds):
@@ -191,7 +191,7 @@ def run_seeds(config: Mapping[str, Any], context: SweepContext, trial: str) -> d
 
 def _refuse_without_folder(folder: Path) -> None:
     """Raise a ConfigError on a node without the sweep's folder: one that joined after the sweep had begun."""
-    from raypfl.runs.result import SWEEP
+    from raypfl.runs.records import SWEEP
 
     if not (folder / SWEEP).exists():
         raise ConfigError(
@@ -213,8 +213,9 @@ def close(folder: Path, hear: Listener, is_heard: bool) -> None:
     from raypfl.engine.events import RunStarted
     from raypfl.engine.job import checkpoints_of
     from raypfl.runs import driver
+    from raypfl.runs.records import SUMMARY, description
     from raypfl.runs.replay import events_of
-    from raypfl.runs.result import SUMMARY, RunResult, description
+    from raypfl.runs.result import RunResult
     from raypfl.storage import lease
 
     def stop_at_once(event: Event) -> None:
@@ -266,7 +267,8 @@ class _TrialRun:
         """Run to the end, from a reported checkpoint or, with None, from the newest one in the run's folder."""
         from raypfl.engine.job import checkpoints_of
         from raypfl.runs import driver
-        from raypfl.runs.result import DESCRIPTION, RunResult, divergence, is_finished, write_description
+        from raypfl.runs.records import DESCRIPTION, divergence, is_finished, write_description
+        from raypfl.runs.result import RunResult
         from raypfl.storage import lease
 
         # A process of a sweep that was killed may still be at work in the folder, and may finish the run.

@@ -39,7 +39,8 @@ from raypfl.results.run_groups import (
 from raypfl.results.setting_text import data_text, setting_text
 from raypfl.results.table import MODELS, attack_sentences, protocols_of, unequal_lengths, untrained_parts
 from raypfl.results.units import capitalised, megabyte_digits
-from raypfl.runs.result import WITHOUT_RESULT, RunResult, recorded_end
+from raypfl.runs.records import WITHOUT_RESULT, recorded_end
+from raypfl.runs.result import RunResult
 
 _FIGURE_ID = re.compile(r"((?:id=\"|href=\"#|url\(#)\w?[0-9a-f]{10})")
 _EXPORTS = {".tex": export.as_latex, ".csv": export.as_csv}

@@ -14,7 +14,8 @@ from raypfl.results.labels import labels
 from raypfl.results.report.searches.folders import best_runs, is_sweep
 from raypfl.results.setting_text import data_text
 from raypfl.runs.folders import ComparisonFolder
-from raypfl.runs.result import DESCRIPTION, STUDY_CELLS, SWEEP, WITHOUT_RESULT, RunResult, recorded_end, refuse_missing
+from raypfl.runs.records import DESCRIPTION, STUDY_CELLS, SWEEP, WITHOUT_RESULT, recorded_end, refuse_missing
+from raypfl.runs.result import RunResult
 
 _DAMAGED = (OSError, ValueError, LookupError, TypeError, pa.ArrowException)
 """What reading files with other content than expected raises."""

@@ -1,1 +1,1 @@
-"""What the settings of a run leave open, settled before it starts: its executor, the actors that share a GPU."""
+"""What the settings of a run leave open, settled before it starts: executor, actors on a GPU, pretrained weights."""

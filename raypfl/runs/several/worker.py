@@ -117,7 +117,7 @@ def carry_out(
 
 def _start_or_continue(run: PlannedRun, listeners: Sequence[Listener], place: Place | None = None) -> RunResult:
     from raypfl.runs import driver
-    from raypfl.runs.result import DESCRIPTION
+    from raypfl.runs.records import DESCRIPTION
     from raypfl.runs.resuming import is_complete_as
 
     if run.early_end is not None:

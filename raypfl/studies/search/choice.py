@@ -14,7 +14,8 @@ from raypfl.common.files import write
 from raypfl.experiment.spaces import configured, in_words
 from raypfl.experiment.yaml_text import write as as_yaml
 from raypfl.results.report.export import csv_text
-from raypfl.runs.result import SEARCH, TRIALS, RunResult
+from raypfl.runs.records import SEARCH, TRIALS
+from raypfl.runs.result import RunResult
 from raypfl.runs.several.costs import cpu_seconds
 from raypfl.runs.several.worker import FAILED, RunOutcome
 from raypfl.studies.cells import Position, StudyCell

@@ -16,7 +16,8 @@ from raypfl.results.budgets import cost_to_target
 from raypfl.results.numbers import Axis, evaluated_rows, positions, scores_of
 from raypfl.results.ranking.standings import Standing, pairing, standings
 from raypfl.results.units import Unit, deviation
-from raypfl.runs.result import RunResult, divergence
+from raypfl.runs.records import divergence
+from raypfl.runs.result import RunResult
 from raypfl.studies.cells import StudyCell
 from raypfl.studies.description import PublishedNumber, Study
 from raypfl.studies.parts import MetricColumn

@@ -29,7 +29,8 @@ from raypfl.integrations.tuning.trial import (
     schedule_of,
 )
 from raypfl.runs import driver
-from raypfl.runs.result import SUMMARY, RunResult, is_finished, newest, recorded_end
+from raypfl.runs.records import SUMMARY, is_finished, newest, recorded_end
+from raypfl.runs.result import RunResult
 from raypfl.runs.resuming import branch
 from raypfl.runs.several.worker import FAILED, RunOutcome
 

@@ -15,7 +15,8 @@ from raypfl.experiment import Experiment
 from raypfl.integrations.tuning.sweep import Stop, Sweep
 from raypfl.integrations.tuning.together.asha import Asha, AshaListener
 from raypfl.integrations.tuning.trial import Trial, TrialListener, last_sentence, metric_values, run_folder
-from raypfl.runs.result import SUMMARY, RunResult, divergence, is_finished, recorded_end
+from raypfl.runs.records import SUMMARY, divergence, is_finished, recorded_end
+from raypfl.runs.result import RunResult
 from raypfl.runs.several.processes import run_in_this_process, run_on_cluster
 from raypfl.runs.several.worker import FAILED, FINISHED, STOPPED, EarlyEnd, PlannedRun, RunOutcome
 from raypfl.runs.together import paying_parts

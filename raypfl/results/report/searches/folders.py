@@ -10,7 +10,7 @@ from pathlib import Path
 from raypfl.common.errors import ConfigError
 from raypfl.evaluation import Measures
 from raypfl.results.units import Unit
-from raypfl.runs.result import DESCRIPTION, SEARCH, SWEEP, TRIALS
+from raypfl.runs.records import DESCRIPTION, SEARCH, SWEEP, TRIALS
 
 CONFIGURATIONS = "configurations.png"
 IMPORTANCE = "importance.png"

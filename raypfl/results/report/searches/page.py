@@ -27,7 +27,7 @@ from raypfl.results.report.searches.folders import (
 )
 from raypfl.results.report.tables import as_uri
 from raypfl.results.units import Unit
-from raypfl.runs.result import SEARCH, SWEEP
+from raypfl.runs.records import SEARCH, SWEEP
 from raypfl.runs.several.costs import COSTS, cpu_seconds
 
 PICTURES = {
