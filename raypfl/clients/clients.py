@@ -301,8 +301,8 @@ class Clients:
         rows = group.rows(at)
         extras = group.extras(extras)
 
-        first = group.executor_for(local_loss, rows[0], chosen[0].subset, _sizes_differ(chosen), extras, train=True)
-        gradients = group.run(first, lambda executor: executor.grad(local_loss, rows, chosen, keys, extras)[0])
+        preferred = group.executor_for(local_loss, rows[0], chosen[0].subset, _sizes_differ(chosen), extras, train=True)
+        gradients = group.run(preferred, lambda executor: executor.grad(local_loss, rows, chosen, keys, extras)[0])
         return per_client(gradients)
 
     def map(self, function: LossFunction, at: Tensor, batches: list[Batch] | None = None, **extras: Any) -> PerClient:
@@ -319,8 +319,8 @@ class Clients:
 
         with self._context.evaluating():
             sizes_differ = _sizes_differ(chosen)
-            first = group.executor_for(function, rows[0], chosen[0].subset, sizes_differ, extras, train=False)
-            values = group.run(first, lambda executor: executor.map(function, rows, chosen, keys, extras))
+            preferred = group.executor_for(function, rows[0], chosen[0].subset, sizes_differ, extras, train=False)
+            values = group.run(preferred, lambda executor: executor.map(function, rows, chosen, keys, extras))
         return per_client(values.to(self.model.dtype) if values.is_floating_point() else values)
 
     def compute(self, function: Callable[..., Sequence[Tensor]], *rows: Tensor) -> list[PerClient]:

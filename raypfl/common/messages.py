@@ -74,7 +74,7 @@ class Sum:
     Parameters
     ----------
     rows, charged, num_bytes : as for `Mean`.
-    counts_late : whether a row counts whole in an asynchronous run, however old the model is that the client was sent:
+    counts_late : whether a row counts in full in an asynchronous run, however old the model that the client was sent:
         true of what describes the client alone, such as class means, or by how much its control variate moved. Without
         it, a method that returns a sum is refused there.
     """

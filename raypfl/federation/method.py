@@ -87,7 +87,7 @@ class Method(Component):
     def needs_whole_replies(self) -> bool:
         """Return whether the server's state must match the clients', such as the mean of their control variates.
 
-        In an asynchronous run, replies must then count whole, however late.
+        In an asynchronous run, replies must then count in full, however late.
         """
         return False
 

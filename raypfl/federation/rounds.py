@@ -93,7 +93,7 @@ class SynchronousRounds(Rounds):
             self._selector.commit()
 
     def refuse_other_rounds(self, round: int, time: float) -> None:
-        """Do nothing: a cohort is drawn when its round begins, whichever were before."""
+        """Do nothing: a cohort is drawn when its round begins, whatever came before."""
 
     def saved(self, round: int) -> dict[str, Any]:
         return {} if self._selector is None else {"selection": self._selector.saved()}

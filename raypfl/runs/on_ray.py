@@ -21,7 +21,7 @@ from raypfl.engine.backends.cluster import (
 from raypfl.engine.backends.node_affinity import on_node
 from raypfl.engine.backends.session import StartedServer, spare_server
 from raypfl.engine.dispatcher import EventDispatcher
-from raypfl.engine.events import Progress, RunFinished
+from raypfl.engine.events import Event, Progress, RunFinished
 from raypfl.engine.job import Job
 from raypfl.engine.prepared import Prepared
 from raypfl.runs.choices.gpu_share import with_gpu_shares
@@ -119,13 +119,7 @@ def _follow(
         raise KeyboardInterrupt
     result = server.run.remote(run, shipment, job.experiment.ray, prepared.num_groups)
 
-    stream = ""
-    received = 0
-    restart_errors = (
-        ray.exceptions.RayActorError,
-        ray.exceptions.ActorUnavailableError,
-        ray.exceptions.GetTimeoutError,
-    )
+    feed = _EventFeed(ray, server, run)
     ready: list[Any] = []
     while not ready:
         ready, _ = ray.wait([result], timeout=POLL)
@@ -141,20 +135,40 @@ def _follow(
         if stop.received:
             server.stop.remote(run)
 
-        # A server that is being restarted is silent; the next look asks again.
-        with contextlib.suppress(*restart_errors):
-            current_stream, events = ray.get(server.events.remote(run, stream, received), timeout=PATIENCE)
-            if current_stream != stream:
-                stream = current_stream
-                received = 0
-            received += len(events)
-            for event in events:
-                try:
-                    emit(event)
-                except Stopped:
-                    stop.received = True
+        for event in feed.new_events():
+            try:
+                emit(event)
+            except Stopped:
+                stop.received = True
 
     return _outcome(ray, result, job)
+
+
+class _EventFeed:
+    """The events of a run on a server actor, of which a restarted server begins a new stream."""
+
+    def __init__(self, ray: Any, server: Any, run: str):
+        self._ray = ray
+        self._server = server
+        self._run = run
+        self._stream = ""
+        self._received = 0
+
+    def new_events(self) -> list[Event]:
+        """Return the events since the last call."""
+        errors = self._ray.exceptions
+        try:
+            reply = self._server.events.remote(self._run, self._stream, self._received)
+            stream, events = self._ray.get(reply, timeout=PATIENCE)
+        except (errors.RayActorError, errors.ActorUnavailableError, errors.GetTimeoutError):
+            # A server that is being restarted is silent; the next call asks again.
+            return []
+
+        if stream != self._stream:
+            self._stream = stream
+            self._received = 0
+        self._received += len(events)
+        return events
 
 
 def _outcome(ray: Any, result: Any, job: Job) -> RunFinished:

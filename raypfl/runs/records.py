@@ -44,7 +44,7 @@ TRIALS = "trials.csv"
 """The file in the folder of a sweep, or of a study with a search, with its trials."""
 
 WITHOUT_RESULT = ("diverged", "failed")
-"""The statuses of runs that ended before their end: what they reached is compared with nothing."""
+"""The statuses of runs that ended without a result; what they reached is not compared with other runs."""
 
 _SUMMARY_KEYS = ("status", "round", "weights_hash", "error", "best_round")
 """What ``summary.json`` holds, as in :class:`raypfl.engine.events.RunFinished`."""

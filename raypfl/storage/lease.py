@@ -63,8 +63,8 @@ class _Holder:
 
     @classmethod
     def in_this_process(cls, attempt: str) -> _Holder:
-        now = time.strftime("%Y-%m-%d %H:%M:%S")
-        return cls(attempt, socket.gethostname(), _machine(), os.getpid(), _start_time(os.getpid()), now)
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        return cls(attempt, socket.gethostname(), _machine(), os.getpid(), _start_time(os.getpid()), since)
 
     @property
     def is_alive(self) -> bool | None:
@@ -218,17 +218,17 @@ class _LeaseFile:
         ------
         CheckpointError : if it is alive.
         """
-        first = self.read()
-        if first is None or first.is_alive is not None:
+        holder = self.read()
+        if holder is None or holder.is_alive is not None:
             return None
 
-        notify(f"waiting {PATIENCE:g} s to see whether process {first.process} on {first.host} is still running this")
+        notify(f"waiting {PATIENCE:g} s to see whether process {holder.process} on {holder.host} is still running this")
         deadline = time.monotonic() + PATIENCE
-        while time.monotonic() < deadline and (now := self.read()) is not None:
-            if now != first:
-                raise self._already_running(now)
+        while time.monotonic() < deadline and (current := self.read()) is not None:
+            if current != holder:
+                raise self._already_running(current)
             time.sleep(_POLL)
-        return first
+        return holder
 
     def _already_running(self, holder: _Holder) -> CheckpointError:
         return CheckpointError(

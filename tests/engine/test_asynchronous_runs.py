@@ -238,7 +238,7 @@ def test_a_rehearsal_tells_whether_clients_with_different_models_can_train_in_on
         ({"method": "pfedhn"}, "gets 'theta' as a Scatter"),
         # The first half of its rounds are FedAvg's.
         ({"method": "pfedsim"}, "gets 'model' as a Scatter"),
-        ({"method": "feddyn"}, "FedDyn keeps on the server .* A remedy is asynchronous.staleness=constant"),
+        ({"method": "feddyn"}, "FedDyn keeps on the server .* Set asynchronous.staleness=constant"),
         ({"asynchronous__buffer": 21}, "asynchronous.buffer is 21, but after 20 replies of round 1 no client is left"),
         ({"devices__partial_work": 0.5}, "devices.partial_work is for synchronous rounds"),
         ({"privacy__noise": 1.0}, "privacy.noise is for synchronous rounds"),

@@ -220,10 +220,11 @@ class MiniBatch:
         local_loss = LocalLoss(group.model, loss)
         rows = group.models(at)
         active_extras = extras if self._all_active else of_clients(extras, self._rows)
-        first = group.trainer(local_loss, rows, minibatches.order, group.extras(extras))
+        preferred = group.trainer(local_loss, rows, minibatches.order, group.extras(extras))
         active_rows = self._of_active(rows)
         gradient = group.run(
-            first, lambda executor: executor.grad(local_loss, active_rows, self._batches, self._keys, active_extras)[0]
+            preferred,
+            lambda executor: executor.grad(local_loss, active_rows, self._batches, self._keys, active_extras)[0],
         )
         if self._all_active:
             return per_client(gradient)

@@ -298,26 +298,26 @@ class AsynchronousRounds(Rounds):
 
     def _parts(self, turns: _JoiningTurns, as_sent: Mapping[int, bool]) -> list[tuple[np.ndarray, Turns]]:
         """Divide clients into parts that can train in one group: with the same rate and the same kinds of arguments."""
-        members_of_part: dict[Any, list[int]] = {}
+        members_by_key: dict[Any, list[int]] = {}
         for position, sent_in in enumerate(turns.rounds.tolist()):
             lr = self._learning_rate(sent_in)
             if self._is_vectorised:
                 skeleton, _ = flatten(dict(self._messages[sent_in].arguments))
                 alone = None if self._together else sent_in
-                part = (lr, alone, repr(skeleton))
+                key = (lr, alone, repr(skeleton))
             else:
-                part = (lr, sent_in, "")
-            members_of_part.setdefault(part, []).append(position)
+                key = (lr, sent_in, "")
+            members_by_key.setdefault(key, []).append(position)
 
         shares = self._shares(turns)
-        counts_whole = np.array([as_sent[round] for round in turns.joins.tolist()])
+        are_as_sent = np.array([as_sent[round] for round in turns.joins.tolist()])
         parts = []
-        for (lr, _, _), members in members_of_part.items():
+        for (lr, _, _), members in members_by_key.items():
             part_turns = Turns(
                 rounds=turns.rounds[members],
                 joins=turns.joins[members],
                 shares=shares[members],
-                as_sent=counts_whole[members],
+                as_sent=are_as_sent[members],
                 lr=lr,
                 mixes_models=self._settings.mixing is not None,
             )

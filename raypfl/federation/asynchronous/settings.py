@@ -37,7 +37,7 @@ class AsynchronousSettings:
 
     @property
     def counts_whole(self) -> bool:
-        """Whether every reply counts by all of how far the client got, however late it is."""
+        """Whether every reply counts in full, however late it is."""
         return self.staleness == "constant" and self.mixing is None
 
     def weights(self, staleness: np.ndarray) -> np.ndarray:

@@ -105,15 +105,7 @@ class GroupRunner:
         exchange : the exchange's name, different from all others of the round.
         work : the share of its local steps that each client of the cohort does; None: all do all of them.
         """
-        to_all = {}
-        rows = {}
-        for name, argument in arguments.items():
-            if isinstance(argument, Scatter):
-                refuse_without_array(f"What the server sends as {name!r}", argument.rows.dtype)
-                rows[name] = argument.rows.detach().cpu().numpy()
-            else:
-                to_all[name] = argument
-
+        to_all, rows = _split_arguments(arguments)
         ids = np.array([client for _, client in clients])
         positions = np.array([position for position, _ in clients])
         groups = []
@@ -317,6 +309,19 @@ class GroupRunner:
                 self._raise_if_fatal(call, single, outcome)
                 failing[single.clients[0]] = outcome
         return failing
+
+
+def _split_arguments(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Return the arguments that go to all clients, and the rows ``[C, ...]`` of those that are scattered."""
+    to_all = {}
+    rows = {}
+    for name, argument in arguments.items():
+        if isinstance(argument, Scatter):
+            refuse_without_array(f"What the server sends as {name!r}", argument.rows.dtype)
+            rows[name] = argument.rows.detach().cpu().numpy()
+        else:
+            to_all[name] = argument
+    return to_all, rows
 
 
 def _copy_state(client_group: ClientGroup, method: object) -> dict[str, Any]:

@@ -143,7 +143,7 @@ class Clipping(Aggregation):
 
     Attributes
     ----------
-    radius : largest norm of an update that counts whole.
+    radius : largest norm of an update that counts in full.
     steps : number of steps.
     """
 

@@ -26,7 +26,7 @@ class FedDyn(Method):
     FedAvg as alpha goes to 0: after a first round with all clients, ``w = 2 mean(w_k) - w_0`` for any alpha.
 
     ``h`` is the mean of ``g_k`` over all clients, so that where the models come to rest (``h = 0``), the mean loss
-    does, too. In an asynchronous run, replies must count whole for this: a weight of staleness would be in ``h``, but
+    does, too. In an asynchronous run, replies must count in full for this: a weight of staleness would be in ``h``, but
     not in ``g_k``.
 
     Attributes

@@ -1,4 +1,4 @@
-"""Rounds and an evaluation of a few clients before a run begins, for what cannot be told without them."""
+"""Rounds and an evaluation of a few clients before a run begins, which show what nothing else can."""
 
 from __future__ import annotations
 

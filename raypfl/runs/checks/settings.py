@@ -24,7 +24,7 @@ from raypfl.models.weights import is_file
 
 
 def refuse_missing_weights(model: ModelSettings) -> None:
-    """Raise a ConfigError if the file of initial weights does not exist: found before the data take minutes."""
+    """Raise a ConfigError if the file of initial weights does not exist, before data are prepared for minutes."""
     if model.weights and is_file(model.weights) and not Path(model.weights).is_file():
         raise ConfigError(f"model.weights is {model.weights!r}, but there is no such file.")
 
@@ -69,7 +69,7 @@ def refuse_to_augment(prepared: Prepared) -> None:
 
 
 def refuse_other_tokens(prepared: Prepared) -> None:
-    """Raise a ConfigError if a network is to read tokens that mean others to it."""
+    """Raise a ConfigError if the data's tokens have other meanings to the network."""
     name = prepared.experiment.model.name
     reader = prepared.experiment.data.reader
     if not isinstance(reader, TextTable):

@@ -27,7 +27,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Limits:
-    """Up to where clients train faster together on a type of device.
+    """The limits within which clients train faster together, on a type of device.
 
     Attributes
     ----------
@@ -52,7 +52,7 @@ LIMITS = {
     # give other bits on another card.
     "cuda": Limits(parameters=math.inf, work=2**28, bytes=0.9 * 16 * GIB),
 }
-"""Type of device -> up to where clients train faster together."""
+"""Type of device -> the limits within which clients train faster together."""
 
 MAX_SECONDS = 5.0
 """The most seconds that timing all candidates may take."""

@@ -31,7 +31,7 @@ FAMILIES = {
 """Folders of `raypfl.methods`, in the order of the page."""
 
 SAME = 0.015
-"""Sizes that differ less from a model's, as a share of it, count as a model: a loss beside it, say."""
+"""Sizes that differ from a model's by less than this share of it count as a model: a loss may come with one."""
 
 
 @dataclass(frozen=True)

@@ -56,8 +56,8 @@ def refuse_unusable_replies(prepared: Prepared) -> dict[str, Any] | None:
     if experiment.method.needs_whole_replies() and not experiment.asynchronous.counts_whole:
         error = LateReplyError(
             f"{type(experiment.method).__name__} keeps on the server what must stay in step with its clients, so that "
-            "late replies must count whole. A remedy is asynchronous.staleness=constant, without asynchronous.mixing.",
-            "replies must count whole, by `asynchronous.staleness: constant`",
+            "late replies must count in full. Set asynchronous.staleness=constant, without asynchronous.mixing.",
+            "replies must count in full, by `asynchronous.staleness: constant`",
         )
         raise ConfigError(str(error)) from error
 

@@ -29,10 +29,10 @@ class PlannedTurn:
     Attributes
     ----------
     round : the round in which the client is sent its message.
-    place : which of the clients that are at work at a time it is, from 0.
+    place : the client's number among those that are at work at the same time, from 0.
     ends : simulated seconds from the start of the run to the end of the turn or, for a late client, of its round.
     kind : ``counted``, ``late`` or ``dropped``; ``unfinished`` if the run ends before.
-    pace : the third of all devices that its own is in, as :func:`paces_of`.
+    pace : the third of all devices that its own is in; see :func:`paces_of`.
     """
 
     round: int

@@ -63,7 +63,7 @@ class Expectation:
     ----------
     pays : whether their clients train at once, so that those of several runs can train in the same steps.
     why : the reason.
-    groups : groups of a cohort; so many client actors could be of use to a run of its own.
+    groups : the number of groups of a cohort, which is as many client actors as a run on its own could use.
     """
 
     pays: bool

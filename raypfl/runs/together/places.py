@@ -90,7 +90,7 @@ def run_together(runs: Sequence[Run], notice: Callable[[], None] = lambda: None)
         except Exception as error:
             outcomes[place.run] = error
         except KeyboardInterrupt:
-            # A second signal, of which the main thread tells.
+            # A second signal, which the main thread reports.
             pass
 
     def stop_all() -> None:

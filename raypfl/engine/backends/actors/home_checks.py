@@ -1,4 +1,4 @@
-"""What is checked of the place of a client actor that is ready."""
+"""Checks of the place where a client actor runs, once it is ready."""
 
 from __future__ import annotations
 

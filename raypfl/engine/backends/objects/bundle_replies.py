@@ -51,7 +51,7 @@ class BundleReplies:
 
         Parameters
         ----------
-        stacks : references to the states of all groups: for each group one or, if that is less, one for each client.
+        stacks : references to the states of all groups: one for each group or, if they are separate, for each client.
         node : the node that holds them.
         """
         num_clients = sum(len(group.clients) for group in groups)
