@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 import warnings
 from collections.abc import Callable, Mapping
@@ -421,8 +422,16 @@ def test_a_reply_without_an_aggregation_is_refused(answer, sentence):
     ("weight", "sentence"),
     [
         (torch.zeros(5), "weights of Mean 'x' sum to 0.0"),
-        (torch.tensor([1.0, 1, -1, 1, 1]), "must be a non-negative number for each of the group's 5 clients"),
-        (torch.ones(4), "must be a non-negative number for each of the group's 5 clients"),
+        (torch.tensor([1.0, 1, -1, 1, 1]), "must be a finite, non-negative number for each of the group's 5 clients"),
+        (
+            torch.tensor([1.0, 1, math.nan, 1, 1]),
+            "must be a finite, non-negative number for each of the group's 5 clients",
+        ),
+        (
+            torch.tensor([1.0, 1, math.inf, 1, 1]),
+            "must be a finite, non-negative number for each of the group's 5 clients",
+        ),
+        (torch.ones(4), "must be a finite, non-negative number for each of the group's 5 clients"),
     ],
 )
 def test_a_means_weights_must_be_usable(weight, sentence):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -119,9 +120,9 @@ def _weights(function: str, name: str, mean: Mean, num_clients: int) -> tuple[Te
     weight = unmarked(mean.weight)
     # A GPU is waited for once, not for each look at the weights.
     weights_on_host = weight.cpu()
-    if weight.shape != (num_clients,) or any(number < 0 for number in weights_on_host.tolist()):
+    if weight.shape != (num_clients,) or any(not 0 <= number < math.inf for number in weights_on_host.tolist()):
         raise MethodError(
-            f"The weight of Mean {name!r}, which {function} returned, must be a non-negative number for "
+            f"The weight of Mean {name!r}, which {function} returned, must be a finite, non-negative number for "
             f"each of the group's {counted(num_clients, 'client')}; it is {weight.tolist()}."
         )
     return weight, weights_on_host.double()
