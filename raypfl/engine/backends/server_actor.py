@@ -39,18 +39,26 @@ class _EventStream:
     run : the id of the run.
     id : the id of the stream, of which a run has another after its server was started again.
     events : the events.
-    first : the number of the first of them.
+    num_received : the number of events before those, which the driver has received.
+    num_added : the number of all events.
     """
 
     run: str = ""
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     events: list[Event] = field(default_factory=list)
-    first: int = 0
+    num_received: int = 0
+    num_added: int = 0
+
+    def add(self, event: Event) -> None:
+        """Add an event."""
+        self.events.append(event)
+        # Counted, since another thread may be in :meth:`after`, where `events` and `num_received` do not fit together.
+        self.num_added += 1
 
     def after(self, received: int) -> list[Event]:
         """Return the events after the first `received`, and forget those."""
-        del self.events[: max(received - self.first, 0)]
-        self.first = max(received, self.first)
+        del self.events[: max(received - self.num_received, 0)]
+        self.num_received = max(received, self.num_received)
         return list(self.events)
 
 
@@ -122,7 +130,7 @@ class ServerActor:
             "ray": ray.__version__,
         }
         backend.wait_for_actors(START_UP)
-        emit = self._in_lockstep if job.lockstep else self._stream.events.append
+        emit = self._in_lockstep if job.lockstep else self._stream.add
         try:
             return Server(job, prepared, backend, emit, metadata).run()
         finally:
@@ -151,15 +159,16 @@ class ServerActor:
         from raypfl.engine.events import Checkpointed
 
         stream = self._stream
-        stream.events.append(event)
-        end = stream.first + len(stream.events)
-        while isinstance(event, Checkpointed) and stream.first < end and self._run_to_stop != stream.run:
+        stream.add(event)
+        if not isinstance(event, Checkpointed):
+            return
+        while stream.num_received < stream.num_added and self._run_to_stop != stream.run:
             time.sleep(LOCKSTEP_POLL)
 
     def _warn(self, text: str) -> None:
         from raypfl.engine.events import Warned
 
-        self._stream.events.append(Warned(text))
+        self._stream.add(Warned(text))
 
     @ray.method(concurrency_group="control")
     def events(self, run: str, stream: str, received: int) -> tuple[str, list[Event]]:

@@ -1,4 +1,4 @@
-"""How a cohort is cut into groups."""
+"""The sizes of a run's groups, and what each client costs, from the settings."""
 
 from __future__ import annotations
 
