@@ -175,18 +175,18 @@ class Packer:
 
     def _train_part(self, runs: Sequence[int]) -> None:
         kind = self._kind_of([self._waiting[run] for run in runs])
-        fit = [run for run in runs if kind is not None and kind.takes(self._waiting[run][1])]
-        if len(fit) < 2:
+        joinable = [run for run in runs if kind is not None and kind.takes(self._waiting[run][1])]
+        if len(joinable) < 2:
             return
 
-        executor = self._waiting[fit[0]][0].alone
+        executor = self._waiting[joinable[0]][0].alone
         try:
-            models, losses = executor.sgd(joined([self._waiting[run][1] for run in fit]))
+            models, losses = executor.sgd(joined([self._waiting[run][1] for run in joinable]))
         except RuntimeError:
             # PyTorch cannot run it: each run tries again alone, and warns as it would alone.
             return
-        counts = [len(self._waiting[run][1]) for run in fit]
-        for run, run_models, run_losses in zip(fit, models.split(counts), losses.split(counts), strict=True):
+        counts = [len(self._waiting[run][1]) for run in joinable]
+        for run, run_models, run_losses in zip(joinable, models.split(counts), losses.split(counts), strict=True):
             # Copies: views would keep the models of all runs in memory.
             self._outcomes[run] = (run_models.clone(), run_losses.clone())
 

@@ -129,14 +129,17 @@ def rounds_alike(calls: Iterable[OperationCall], rows: int, dtype: torch.dtype) 
     for call in calls:
         if torch.finfo(call.dtype).eps < torch.finfo(dtype).eps:
             continue
-        if call.function is aten.bmm.default or call.function in CLIENT_AXES:
-            is_product = call.function is aten.bmm.default
-            among_few, alone = _products(*call.arguments) if is_product else _of_clients(call, rows)
-            if not among_few:
-                return False, False
-            also_alone &= alone
-        elif call.numbers % (rows * TAIL) and not _is_same_everywhere(call):
+        if call.function is aten.bmm.default:
+            among_few, alone = _pairs_round_alike(*call.arguments)
+        elif call.function in CLIENT_AXES:
+            among_few, alone = _clients_round_alike(call, rows)
+        else:
+            # Where each client has whole pieces of `TAIL` numbers, no number is in a tensor's remainder.
+            among_few = call.numbers % (rows * TAIL) == 0 or _is_same_everywhere(call)
+            alone = among_few
+        if not among_few:
             return False, False
+        also_alone &= alone
     return True, also_alone
 
 
@@ -184,7 +187,7 @@ def _is_same_everywhere(call: OperationCall) -> bool:
     return torch.equal(contiguous.nan_to_num(), strided.nan_to_num())
 
 
-def _products(left: Shape, right: Shape) -> tuple[bool, bool]:
+def _pairs_round_alike(left: Shape, right: Shape) -> tuple[bool, bool]:
     """Return whether products of pairs of matrices have the same bits among few pairs as among many; and alone."""
     pairs = max(left.sizes[0], FEW + MOST_PLACES)
     generator = torch.Generator().manual_seed(0)
@@ -200,29 +203,32 @@ def _products(left: Shape, right: Shape) -> tuple[bool, bool]:
 
         return part
 
-    same = {1: True, FEW - 1: True, FEW: True}
+    has_same_bits = {1: True, FEW - 1: True, FEW: True}
     outputs = pairs * left.sizes[1] * right.sizes[2]
     with torch.no_grad():
         for _ in range(max(1, NUMBERS // max(outputs, 1))):
             a = drawn(left)
             b = drawn(right)
             whole = torch.bmm(a(0, pairs), b(0, pairs))
-            for start, count in _parts(same):
-                same[count] &= torch.equal(torch.bmm(a(start, count), b(start, count)), whole[start : start + count])
-    return same[FEW - 1] and same[FEW], same[1]
+            for start, count in _few_clients(has_same_bits):
+                few = torch.bmm(a(start, count), b(start, count))
+                has_same_bits[count] &= torch.equal(few, whole[start : start + count])
+    return has_same_bits[FEW - 1] and has_same_bits[FEW], has_same_bits[1]
 
 
-def _parts(counts: Iterable[int]) -> list[tuple[int, int]]:
-    """Return the runs of few clients to compare: the number of the first, and how many."""
+def _few_clients(counts: Iterable[int]) -> list[tuple[int, int]]:
+    """Return the few clients of each comparison: the number of the first, and how many follow one another."""
     return [(0, count) for count in counts] + [(start, FEW) for start in range(1, MOST_PLACES + 1)]
 
 
-def _of_clients(call: OperationCall, rows: int) -> tuple[bool, bool]:
+def _clients_round_alike(call: OperationCall, rows: int) -> tuple[bool, bool]:
     """Return whether an operation on all clients' samples has the same bits for few clients as for many; and alone."""
     arguments = call.arguments
-    groups_at, *axes_of_groups = GROUPS.get(call.function, (0,))
-    are_groups = groups_at > 0 and arguments[groups_at] % rows == 0
-    axes, result_axes = axes_of_groups if are_groups else CLIENT_AXES[call.function]
+    axes, result_axes = CLIENT_AXES[call.function]
+    groups_at = None
+    if call.function in GROUPS and arguments[GROUPS[call.function][0]] % rows == 0:
+        groups_at, axes, result_axes = GROUPS[call.function]
+
     shapes = arguments[: len(axes)]
     if any(axis is not None and shape and shape.sizes[axis] % rows for shape, axis in zip(shapes, axes, strict=True)):
         return False, False
@@ -241,30 +247,31 @@ def _of_clients(call: OperationCall, rows: int) -> tuple[bool, bool]:
 
     def result(tensors: Sequence[Tensor | None], start: int, count: int) -> Sequence[Any]:
         parts: list[Any] = [
-            _part(tensor, axis, clients, start, count) for tensor, axis in zip(tensors, axes, strict=True)
+            _clients_part(tensor, axis, clients, start, count) for tensor, axis in zip(tensors, axes, strict=True)
         ]
         parts += arguments[len(axes) :]
-        if are_groups:
+        if groups_at is not None:
             parts[groups_at] = arguments[groups_at] // rows * count
+            # The sizes of the bias, of which each client has its own part.
             if call.function is aten.convolution_backward.default and parts[3]:
                 parts[3] = [parts[3][0] // rows * count]
         return _values(call.function(*parts, **call.options))
 
-    same = dict.fromkeys(range(1, FEW + 1), True)
+    has_same_bits = dict.fromkeys(range(1, FEW + 1), True)
     with torch.no_grad():
         for _ in range(max(1, NUMBERS // max(call.numbers, 1))):
             tensors = [drawn(shape, axis) for shape, axis in zip(shapes, axes, strict=True)]
             whole = result(tensors, 0, clients)
-            for start, count in _parts(same):
+            for start, count in _few_clients(has_same_bits):
                 for value, all_values, axis in zip(result(tensors, start, count), whole, result_axes, strict=True):
                     # Without an axis, all clients' samples are added up.
-                    same[count] &= value is None or (
-                        axis is not None and torch.equal(value, _part(all_values, axis, clients, start, count))
+                    has_same_bits[count] &= value is None or (
+                        axis is not None and torch.equal(value, _clients_part(all_values, axis, clients, start, count))
                     )
-    return same[FEW - 1] and same[FEW], same[1]
+    return has_same_bits[FEW - 1] and has_same_bits[FEW], has_same_bits[1]
 
 
-def _part(tensor: Tensor | None, axis: int | None, clients: int, start: int, count: int) -> Any:
+def _clients_part(tensor: Tensor | None, axis: int | None, clients: int, start: int, count: int) -> Any:
     """Return a copy of the part of `count` clients, from `start` on; without an axis, the tensor itself."""
     if tensor is None or axis is None:
         return tensor

@@ -110,24 +110,26 @@ class StepPlan:
 
     def _simplified(self, recorder: OperationRecorder) -> list[Operation]:
         """Return the operations without those whose result equals an existing tensor."""
-        same: dict[Name, Name] = {}
+        replacement_of: dict[Name, Name] = {}
         results_of: dict[str, list[Name | None]] = {}
         simplified = []
         for original in recorder.operations:
-            operation = original.renamed(same)
+            operation = original.renamed(replacement_of)
             if operation.function is aten.copy_.default and operation.arguments[0] == operation.arguments[1]:
                 continue  # it copies a tensor to itself
             unchanged = self._unchanged(operation, recorder)
             if unchanged is not None:
                 result, argument = unchanged
-                same[result] = argument
+                replacement_of[result] = argument
                 continue
 
             if self._is_pure(operation, recorder):
                 call = f"{operation.function} {operation.arguments!r} {operation.options!r}"
                 earlier = results_of.setdefault(call, operation.results)
                 if earlier is not operation.results:
-                    same |= {new: old for new, old in zip(operation.results, earlier, strict=True) if new and old}
+                    for result_name, earlier_name in zip(operation.results, earlier, strict=True):
+                        if result_name is not None and earlier_name is not None:
+                            replacement_of[result_name] = earlier_name
                     continue
             simplified.append(operation)
         return simplified
@@ -203,7 +205,7 @@ class StepPlan:
         """Return the code of ``repeat_on``, which does the constant operations and returns a function ``repeat``."""
         last_use = {name: number for number, operation in enumerate(operations) for name in operation.reads}
         results_of_once = {name for operation in self._once for name in operation.results}
-        stays = {*recorder.constants, *results_of_once}
+        defined_once = {*recorder.constants, *results_of_once}
 
         lines = [f"def repeat_on({', '.join(recorder.constants)}):"]
         lines += [f" {self._line(operation)}" for operation in self._once]
@@ -211,9 +213,9 @@ class StepPlan:
         for number, operation in enumerate(operations):
             lines.append(f"  {self._line(operation)}")
             tensors = {name for name in (*operation.reads, *operation.results) if name is not None}
-            over = {name for name in tensors if last_use.get(name, -1) <= number} - stays
-            if over:
-                lines.append(f"  del {', '.join(sorted(over))}")
+            no_longer_used = {name for name in tensors if last_use.get(name, -1) <= number} - defined_once
+            if no_longer_used:
+                lines.append(f"  del {', '.join(sorted(no_longer_used))}")
         lines.append(" return repeat")
         return "\n".join(lines)
 

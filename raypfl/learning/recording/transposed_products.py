@@ -53,7 +53,11 @@ def without_transposing(
                 Operation(aten.bmm.default, [name, untransposed], {}, [result], returns_many=False),
             ]
             replacements[id(operation)] = []
-    return [replacement for operation in operations for replacement in replacements.get(id(operation), [operation])]
+
+    without = []
+    for operation in operations:
+        without += replacements.get(id(operation), [operation])
+    return without
 
 
 @functools.lru_cache(maxsize=1024)
