@@ -59,14 +59,14 @@ def allocate(
     client = np.full(len(samples), NOBODY, dtype=np.int64)
     split = np.empty(len(samples), dtype=np.int16)
 
-    rest = rng.generator(seed, "auxiliary").permutation(np.flatnonzero(~is_test))
-    total = len(rest)
+    remaining = rng.generator(seed, "auxiliary").permutation(np.flatnonzero(~is_test))
+    total = len(remaining)
     for code, share in enumerate(data.shares().values(), start=len(SPLITS)):
         # Round the remainder down, not the pool, so that a tenth of CheXpert's 223,414 samples is 22,342.
-        pool_samples, rest = np.split(rest, [total - int((1 - share) * total + 1e-9)])
+        pool_samples, remaining = np.split(remaining, [total - int((1 - share) * total + 1e-9)])
         split[pool_samples] = code
 
-    client_samples = np.sort(rest)
+    client_samples = np.sort(remaining)
     traits = replace(samples.at(client_samples), pooled=total - len(client_samples))
     owner = partition.checked_owners(traits, seed).astype(np.int64)
     clients = partition.count(traits)

@@ -77,8 +77,8 @@ def _functional() -> Any:
 
 def _gaussian_blur(x: Tensor, strength: float, keys: np.ndarray) -> Tensor:
     # The kernel covers three standard deviations; its size must be odd, and no larger than the image.
-    height, width = (2 * ((side - 1) // 2) + 1 for side in x.shape[-2:])
-    size = min(2 * math.ceil(3 * strength) + 1, height, width)
+    largest_odd_sizes = [2 * ((side - 1) // 2) + 1 for side in x.shape[-2:]]
+    size = min(2 * math.ceil(3 * strength) + 1, *largest_odd_sizes)
     return _functional().gaussian_blur(x, [size, size], [strength, strength])
 
 

@@ -123,8 +123,8 @@ class LocalLoss:
 
     def _total_and_reported(self, returned: Any) -> tuple[Tensor, Tensor]:
         if isinstance(returned, tuple) and len(returned) == 2:
-            loss, penalty = (_scalar(self.loss, value) for value in returned)
-            return loss + penalty, loss
+            loss = _scalar(self.loss, returned[0])
+            return loss + _scalar(self.loss, returned[1]), loss
         loss = _scalar(self.loss, returned)
         return loss, loss
 

@@ -145,8 +145,8 @@ def num_steps(
     sizes: np.ndarray, batch_size: int, epochs: int = 1, steps: int | None = None, smallest: int = 1
 ) -> np.ndarray:
     """Return the number of batches that :func:`epoch_order` gives each client, ``int64[K]``."""
-    rest = sizes % batch_size
-    left_out = (rest > 0) & (rest < smallest) & (sizes > batch_size)
+    last_batch = sizes % batch_size
+    left_out = (last_batch > 0) & (last_batch < smallest) & (sizes > batch_size)
     per_epoch = -(-sizes // batch_size) - left_out
     return per_epoch * epochs if steps is None else np.full_like(per_epoch, steps)
 

@@ -76,12 +76,13 @@ def fit_margins(weights: np.ndarray, totals: np.ndarray, sizes: np.ndarray) -> n
             break
 
     counts = np.zeros(table.shape, dtype=np.int64)
-    due = np.zeros(len(sizes))
+    # What each client should have had of all classes so far; `allocated` is what it got.
+    expected = np.zeros(len(sizes))
     allocated = np.zeros(len(sizes), dtype=np.int64)
     for label, total in enumerate(totals):
-        due += table[label]
+        expected += table[label]
         room = sizes - allocated
-        shares = np.clip(due - allocated, 0, room)
+        shares = np.clip(expected - allocated, 0, room)
 
         # Clients that are full cannot take their shares, so that those with room take the remainder.
         if shares.sum() < total:

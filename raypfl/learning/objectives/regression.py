@@ -143,7 +143,7 @@ class Regression(Objective):
         return outputs * self.std + self.mean
 
     def advice_if_diverged(self, targets: Tensor) -> str:
-        std, mean = (float(moment) for moment in torch.std_mean(targets.double(), correction=0))
+        std, mean = map(float, torch.std_mean(targets.double(), correction=0))
         is_small = max(abs(mean), std) < _LARGE
         if (self.mean, self.std) != (0, 1) or is_small or std == 0:
             return ""

@@ -186,8 +186,8 @@ def _warn_of_rare_classes(rows: TableRows, name: str, classes: Sequence[Any], la
 
     places = []
     for label in rare.tolist():
-        at = " and ".join(rows.place(int(row)) for row in np.flatnonzero(labels == label))
-        places.append(f"{classes[label]!r} ({at})")
+        places_of_class = [rows.place(int(row)) for row in np.flatnonzero(labels == label)]
+        places.append(f"{classes[label]!r} ({' and '.join(places_of_class)})")
     warnings.warn(
         f"Few rows have these classes of {name!r}: {', '.join(places)}. Each is learnt as a class of its own; correct "
         "its value if it is misspelt.",

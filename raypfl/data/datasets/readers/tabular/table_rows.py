@@ -179,12 +179,10 @@ def _join_column(parts: list[pa.ChunkedArray]) -> pa.Array:
 
     Its type is that of numbers if all files have numbers, else its own if it is the same in all files, else text.
     """
-    plain = [part.cast(part.type.value_type) if pa.types.is_dictionary(part.type) else part for part in parts]
-    # As Polars has texts.
-    plain = [part.cast(pa.large_string()) if pa.types.is_string_view(part.type) else part for part in plain]
+    decoded = [_decoded(part) for part in parts]
 
     # In a file in which it has no value, the type of a column says nothing.
-    types = {part.type for part in plain if len(part) > part.null_count}
+    types = {part.type for part in decoded if len(part) > part.null_count}
     if types and all(pa.types.is_unsigned_integer(part_type) for part_type in types):
         joint_type = pa.uint64()
     elif types and all(pa.types.is_integer(part_type) for part_type in types):
@@ -197,7 +195,7 @@ def _join_column(parts: list[pa.ChunkedArray]) -> pa.Array:
         joint_type = pa.string()
 
     chunks = []
-    for part in plain:
+    for part in decoded:
         chunks += (as_float(part) if joint_type == pa.float64() else part.cast(joint_type)).chunks
     column = pa.chunked_array(chunks, joint_type).combine_chunks()
 
@@ -205,6 +203,13 @@ def _join_column(parts: list[pa.ChunkedArray]) -> pa.Array:
     if pa.types.is_floating(joint_type):
         column = pc.if_else(pc.is_nan(column), pa.scalar(None, joint_type), column)
     return column
+
+
+def _decoded(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return a column without the encodings of pandas' categories (a dictionary) and of Polars' texts (views)."""
+    if pa.types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    return column.cast(pa.large_string()) if pa.types.is_string_view(column.type) else column
 
 
 def as_float(column: pa.Array) -> pa.Array:
