@@ -19,6 +19,7 @@ from raypfl.methods import METHODS
 from raypfl.runs.records import write_description
 from raypfl.runs.result import RunResult
 from raypfl.runs.several import resume
+from raypfl.runs.several.costs import COSTS
 from raypfl.runs.several.processes import shares
 from raypfl.runs.several.worker import PlannedRun, carry_out
 from raypfl.runs.together import parts
@@ -321,3 +322,11 @@ def test_runs_advance_together_if_only_numbers_differ_and_one_thread_computes(tm
     assert parts([a, b.override(["partition.clients=7"])]) == [[0], [1]]
     assert parts([a, b.override(["training.batch_size=5"])]) == [[0], [1]]
     assert parts([a, b.override(["method.server_optimizer=adam"])]) == [[0], [1]]
+
+
+def test_a_finished_run_whose_costs_cannot_be_written_is_finished(tmp_path):
+    described = experiment(tmp_path, rounds=1, engine__backend="inline")
+    folder = tmp_path / "cell"
+    (folder / COSTS).mkdir(parents=True)  # writing to it raises an OSError, as on a full disk
+    (outcome,) = carry_out([PlannedRun(folder, described, is_shared=True)], [[]])
+    assert outcome.error is None and outcome.status == "finished"

@@ -145,10 +145,11 @@ def _recorded_costs(run: PlannedRun, place: Place | None) -> Iterator[None]:
         if place is not None or run.experiment.engine.backend == "inline":
             cpu_seconds = round(clock() - start, 1)
         costs = {"commit": commit(Path(__file__).parents[2]), "cpu_seconds": cpu_seconds}
-        # A run that was refused has no folder.
-        if run.folder.is_dir():
-            with (run.folder / COSTS).open("a") as file:
-                file.write(json.dumps(costs) + "\n")
+        # A run that was refused has no folder. On a full disk, the run's own end says more than an error here.
+        with contextlib.suppress(OSError):
+            if run.folder.is_dir():
+                with (run.folder / COSTS).open("a") as file:
+                    file.write(json.dumps(costs) + "\n")
 
 
 def _reraise(result: RunResult | Exception | None) -> RunResult | None:
