@@ -47,8 +47,8 @@ class RowWise(TorchFunctionMode):
             return _batch_norm(self.weight, *args, **kwargs)
         if func is F.dropout:
             return _dropout(self._next_key, *args, **kwargs)
-        if func is torch.rand_like:
-            return _uniform(self._next_key(), *args)
+        if func is torch.rand_like and kwargs.keys() <= {"dtype"}:
+            return _uniform(self._next_key(), *args, **kwargs)
         return func(*args, **kwargs)
 
     def _next_key(self) -> Tensor:
@@ -104,10 +104,10 @@ def _dropout(
     return x * keep.reshape(x.shape).to(x.dtype).div_(1.0 - p)
 
 
-def _uniform(key: Tensor, x: Tensor) -> Tensor:
+def _uniform(key: Tensor, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return draws like x, above 0 and below 1: the middles of 2^23 equal intervals, which are exact in fp32."""
     upper_bits = (_hashes(key, x) >> 41).bitwise_and_(0x7FFFFF)
-    return ((upper_bits.to(x.dtype) + 0.5) / 2**23).reshape(x.shape)
+    return ((upper_bits.to(dtype or x.dtype) + 0.5) / 2**23).reshape(x.shape)
 
 
 def _hashes(key: Tensor, x: Tensor) -> Tensor:

@@ -541,3 +541,9 @@ def test_dropout_of_everything_leaves_zeros_as_torchs_does():
         dropped = torch.nn.functional.dropout(x, 1.0)
     assert torch.equal(dropped, torch.zeros(2))
     assert torch.equal(torch.autograd.grad(dropped.sum(), x)[0], torch.zeros(2))
+
+
+def test_uniform_noise_has_the_type_that_is_asked_for():
+    x = torch.zeros(3)
+    with RowWise(None, torch.tensor(0)):
+        assert torch.rand_like(x, dtype=torch.float64).dtype == torch.float64
