@@ -248,6 +248,12 @@ def load_federated(data: DataConfig, partition: Partition, *, seed: int, cache: 
             f"clients' own samples will be empty; set partition.clients below {federated_data.num_clients}.",
             stacklevel=2,
         )
+    labels = federated_data.labels
+    if federated_data.kind == "classes" and labels.min() == labels.max():
+        class_name = federated_data.class_names[int(labels[0])]
+        warnings.warn(
+            f"All samples of {data.name!r} have the class {class_name!r}: there is nothing to learn.", stacklevel=2
+        )
     has_published_test = bool(samples.columns["published_test"].any())
     for sentence in _settings_without_effect(data, federated_data, has_published_test):
         warnings.warn(sentence, stacklevel=2)

@@ -171,6 +171,10 @@ def test_suggested_commands_repeat_the_run_with_one_change():
         (["submit", "tune", "sweep.yaml", "--trials=3"], "There is no option --trials; write trials=VALUE."),
         (["study", "--lr=0.1"], "There is no option --lr; write training.lr=VALUE."),
         (["resume", "RUN", "--foo"], "There is no option --foo; settings are given as KEY=VALUE, such as rounds=5."),
+        (
+            ["run", "partition.clients=10", "data.unseen_fraction=0.5", "cohort.size=6"],
+            "cohort.size is 6, but digits has 5 clients that are trained (5 are unseen); draw at most that many.",
+        ),
         (["list", "settings", "trainning"], "There is no section 'trainning'; did you mean 'training'?"),
         (["list", "settings", "traning.lr"], "There is no setting 'traning.lr'; did you mean 'training.lr'?"),
         (["list", "methods", "dito"], "There is no method called 'dito'; did you mean 'ditto'?"),

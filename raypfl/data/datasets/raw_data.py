@@ -121,11 +121,6 @@ class RawData:
         wrong = np.argwhere(is_wrong)
         if wrong.size:
             raise DataError(f"Sample {wrong[0][0]} has label {self.labels[tuple(wrong[0])]}, but {expected}.")
-        if self.kind == "classes" and len(self.labels) > 1 and (self.labels == self.labels[0]).all():
-            warnings.warn(
-                f"All samples have the class {self.class_names[int(self.labels[0])]!r}, so there is nothing to learn.",
-                stacklevel=4,
-            )
 
     def _warn_of_one_hot(self) -> None:
         is_table = self.labels.ndim == 2 and self.labels.shape[1] > 1

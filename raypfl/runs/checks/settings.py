@@ -86,13 +86,14 @@ def refuse_other_tokens(prepared: Prepared) -> None:
 
 
 def refuse_large_cohort(prepared: Prepared) -> None:
-    """Raise a ConfigError if a cohort is larger than the population."""
+    """Raise a ConfigError if a cohort is larger than the number of clients that are trained."""
     size = prepared.experiment.cohort.size
-    num_clients = prepared.data.num_clients
-    if size and size > num_clients:
+    if size and size > prepared.num_trained:
+        unseen = prepared.data.num_clients - prepared.num_trained
+        trained = f"{prepared.num_trained} clients that are trained ({unseen} are unseen)"
         raise ConfigError(
-            f"cohort.size is {size}, but {prepared.experiment.data.name} has {num_clients} clients; draw at most that "
-            "many."
+            f"cohort.size is {size}, but {prepared.experiment.data.name} has "
+            f"{trained if unseen else f'{prepared.num_trained} clients'}; draw at most that many."
         )
 
 
