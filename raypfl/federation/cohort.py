@@ -192,7 +192,8 @@ class Cohort(Log, ServerTraining):
         """Call a client function on all clients that are trained, for a phase that needs every client once.
 
         Like :meth:`run`, but on all trained clients, not the drawn ones: none is unavailable or drops out. Rows of a
-        ``Scatter`` and of an ``Each`` reply are in the order of ``task.trained``. The round's losses stay the cohort's.
+        ``Scatter`` and of an ``Each`` reply are in the order of ``task.trained``. The round's losses stay the cohort's;
+        a client of it that fails here is not in the round's later exchanges.
         """
         everyone = Cohort(self._runner, tuple(self.task.trained.tolist()), (), self.round, self.lr)
         everyone._exchanges = self._exchanges
@@ -200,6 +201,7 @@ class Cohort(Log, ServerTraining):
         self._exchanges = everyone._exchanges
         self._logged.values.update(everyone._logged.values)
         self.failed |= everyone.failed
+        self.present &= ~np.isin(self.ids, list(everyone.failed))
         self.spent += everyone.spent
         return reply
 
