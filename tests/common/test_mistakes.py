@@ -401,6 +401,21 @@ class MisspellsItsModel(mistaken_methods.Base):
         return server["theta"].expand(len(clients), -1)
 
 
+class PredictsByItsOwn(mistaken_methods.Base):
+    def personal_model(self, clients, server):
+        return server["theta"].expand(len(clients), -1)
+
+
+class MisspellsItsBases(PredictsByItsOwn):
+    def personal_modle(self, clients, server):
+        return server["theta"].expand(len(clients), -1)
+
+
+class MisspellsFedAvgs(FedAvg):
+    def trian(self, clients, theta):
+        return super().train(clients, theta)
+
+
 class MisspellsItsOnlyModel(Method):
     start = mistaken_methods.Base.start
     round = mistaken_methods.Base.round
@@ -443,6 +458,14 @@ class HasNoStart(Method):
             "MisspellsItsModel",
             r"^MisspellsItsModel\.personal_modell \(test_mistakes\.py, line \d+\) is called by nothing; did you mean "
             r"personal_model\(self, clients, server\)\?",
+        ),
+        (
+            "MisspellsItsBases",
+            r"^MisspellsItsBases\.personal_modle .* did you mean personal_model\(self, clients, server\)",
+        ),
+        (
+            "MisspellsFedAvgs",
+            r"^MisspellsFedAvgs\.trian .* called by nothing; did you mean train\(self, clients, theta\)\?",
         ),
         ("MisspellsItsOnlyModel", r"global_modle .* did you mean global_model\(self, server\)\?"),
         ("CallsARoundAStart", r"^CallsARoundAStart\.start is 3, but must be the function start\(self, task\); call"),

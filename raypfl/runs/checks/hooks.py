@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+from collections.abc import Mapping, Sequence
 from types import FunctionType
 
 from raypfl.common.errors import ConfigError
@@ -59,26 +60,39 @@ def _refuse_other_arguments(method: Method, name: str) -> None:
 
 
 def _refuse_misspelt(method: Method) -> None:
-    """Raise a ConfigError for a function that nothing in the class calls, and whose name is almost a hook's."""
+    """Raise a ConfigError for a function that nothing in the class calls, and whose name is almost a hook's.
+
+    So are functions of raypfl's own methods, such as FedAvg's ``train``.
+    """
     called = names_reached(type(method))
     if "getattr" in called:  # perhaps by a name that is not in the code
         return
 
-    owners = [owner for owner in type(method).__mro__ if not owner.__module__.startswith("raypfl.")]
-    functions = {
-        name
-        for owner in owners
-        for name, value in vars(owner).items()
-        if isinstance(value, FunctionType) and not name.startswith("_")
-    }
-    for name in sorted(functions - called - HOOKS.keys()):
-        nearest = difflib.get_close_matches(name, HOOKS, n=1, cutoff=0.8)
-        if nearest and not any(nearest[0] in vars(owner) for owner in owners):
-            raise ConfigError(
-                f"{where_defined(getattr(method, name))} is called by nothing; did you mean "
-                f"{_definition(nearest[0])}? A function for another purpose needs a name that is less like it."
-            )
+    known = dict(HOOKS)
+    for owner in type(method).__mro__:
+        if issubclass(owner, Method) and not _is_users(owner):
+            known |= {name: tuple(inspect.signature(vars(owner)[name]).parameters)[1:] for name in _functions(owner)}
+
+    for owner in filter(_is_users, type(method).__mro__):
+        for name in sorted(_functions(owner) - called - known.keys()):
+            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+            if nearest and nearest[0] not in vars(owner):
+                raise ConfigError(
+                    f"{where_defined(getattr(method, name))} is called by nothing; did you mean "
+                    f"{_definition(nearest[0], known)}? A function for another purpose needs a name that is less like "
+                    "it."
+                )
 
 
-def _definition(hook: str) -> str:
-    return f"{hook}({', '.join(('self', *HOOKS[hook]))})"
+def _is_users(owner: type) -> bool:
+    return owner is not object and not owner.__module__.startswith("raypfl.")
+
+
+def _functions(owner: type) -> set[str]:
+    """Return the names of a class's own public functions."""
+    names = vars(owner).items()
+    return {name for name, value in names if isinstance(value, FunctionType) and not name.startswith("_")}
+
+
+def _definition(name: str, arguments: Mapping[str, Sequence[str]] = HOOKS) -> str:
+    return f"{name}({', '.join(('self', *arguments[name]))})"
