@@ -184,7 +184,9 @@ def refuse_options(words: Sequence[str], is_sweep: bool = False) -> None:
 
     option = options[0]
     key = option.strip("-").replace("-", "_")
-    assignments = [f"{name}=VALUE" for name in SETTINGS if name.rpartition(".")[2] == key]
+    assignments = [f"{name}=VALUE" for name in SETTINGS if key in (name, name.rpartition(".")[2])]
+    if key == "methods":
+        assignments = ["--method A,B"]
     if is_sweep:
         from raypfl.integrations.tuning.sweep import Sweep
 

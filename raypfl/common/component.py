@@ -32,7 +32,10 @@ class Component:
             raise ConfigError(
                 f"{cls.__name__} has an __init__; its options are fields of the class, as in: {example}: float = 0.1"
             )
+        docstring = cls.__doc__
         dataclass(frozen=True, kw_only=True)(cls)
+        # A class without a docstring would get its signature for one.
+        cls.__doc__ = docstring
 
     def __post_init__(self) -> None:
         """Raise a ConfigError for an option outside its limits, or a function that takes other arguments."""

@@ -22,6 +22,12 @@ user_modules: set[str] = set()
 """The user's own modules from which this process has components."""
 
 
+def docstring_of(entry: Any) -> str:
+    """Return the docstring of a function or class; empty if it has none of its own, though its base class has one."""
+    docstring = vars(entry).get("__doc__") if isinstance(entry, type) else entry.__doc__
+    return inspect.cleandoc(docstring or "")
+
+
 class Registry:
     """Maps a name, or the ``module:attribute`` path of a user's component, to a class or function.
 
@@ -85,11 +91,13 @@ class Registry:
 
     def summary(self, name: str) -> str:
         """Return the first line of the entry's docstring."""
-        docstring = inspect.getdoc(self.get(name)) or ""
-        return docstring.partition("\n")[0]
+        return docstring_of(self.get(name)).partition("\n")[0]
 
     def _instead_of(self, name: str) -> str:
         """Suggest what an unknown name may mean."""
+        if "," in name and all(part.strip() in self for part in name.split(",")):
+            several = " Compare methods by --method A,B." if self.kind == "method" else ""
+            return f"name one, not several.{several}"
         if name.endswith(".py") or Path(f"{name}.py").is_file():
             return f"did you mean '{_module_of(name)}:ClassName'? A class of your own is named by module and class."
         suggestion = self._hint(name) or did_you_mean(name, self)

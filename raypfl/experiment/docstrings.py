@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable
 from typing import Any
+
+from raypfl.common.registry import docstring_of
 
 _SECTIONS = ("Attributes", "Parameters")
 
@@ -17,7 +18,7 @@ def described_options(entry: Callable[..., Any]) -> dict[str, str]:
     """
     descriptions: dict[str, str] = {}
     for documented in reversed(getattr(entry, "__mro__", (entry,))):
-        docstring = _docstring(documented)
+        docstring = docstring_of(documented)
         for section in _SECTIONS:
             text = docstring.partition(f"{section}\n{'-' * len(section)}\n")[2].partition("\n\n")[0]
             one_line_each = re.sub(r"\n\s+", " ", text)
@@ -32,14 +33,8 @@ def described_options(entry: Callable[..., Any]) -> dict[str, str]:
 
 def prose(entry: Callable[..., Any]) -> str:
     """Return a docstring without its sections, with a line for each paragraph; indented lines and lists stay."""
-    text = re.split(r"\n\n\w+\n---+\n", _docstring(entry))[0]
+    text = re.split(r"\n\n\w+\n---+\n", docstring_of(entry))[0]
     return _as_markdown(re.sub(r"(?<=\S)\n(?=[^\s*-])", " ", text))
-
-
-def _docstring(entry: Any) -> str:
-    # A class without a docstring has none here, though Python and inspect give its base's to readers.
-    docstring = vars(entry).get("__doc__") if isinstance(entry, type) else entry.__doc__
-    return inspect.cleandoc(docstring or "")
 
 
 def _as_markdown(text: str) -> str:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ class Predictions:
 
 
 def predict(
-    run: str | Path | TrainedModels, rows: Any, *, client: int | str | None = None, use_global: bool = False
+    run: str | PathLike[str] | TrainedModels, rows: Any, *, client: int | str | None = None, use_global: bool = False
 ) -> Predictions:
     """Predict the target of rows of a table by the models of a run that was trained on a table (``data=table``).
 
@@ -97,8 +98,8 @@ def predict(
 
     Parameters
     ----------
-    run : the run's folder, or its :func:`raypfl.trained_models`; or the file of a model that was made for a new client,
-        which predicts all rows.
+    run : the run's folder, its result, or its :func:`raypfl.trained_models`; or the file of a model that was made for a
+        new client, which predicts all rows.
     rows : a CSV or Parquet file, or a table of PyArrow, pandas or Polars, with the columns of the run's table. The
         target may be missing, and other columns have no effect.
     client : the name or number of a client, whose personal model predicts all rows.
@@ -111,11 +112,13 @@ def predict(
 
     Examples
     --------
-    ``raypfl.predict(result.run_dir, "new.csv").table.to_pandas()`` is a data frame with the column ``predicted``.
+    ``raypfl.predict(result, "new.csv").table.to_pandas()`` is a data frame with the column ``predicted``.
     """
     if client is not None and use_global:
         raise ConfigError("Both a client and the global model are given; keep one of them.")
-    if not isinstance(run, TrainedModels) and Path(run).is_file():
+    if not isinstance(run, TrainedModels):
+        run = Path(run)
+    if isinstance(run, Path) and run.is_file():
         if client is not None or use_global:
             raise ConfigError(f"{run} is one model, which predicts all rows; leave --client and --global out.")
         model, origin = load_with_origin(run)

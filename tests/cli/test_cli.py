@@ -175,6 +175,9 @@ def test_suggested_commands_repeat_the_run_with_one_change():
             ["run", "partition.clients=10", "data.unseen_fraction=0.5", "cohort.size=6"],
             "cohort.size is 6, but digits has 5 clients that are trained (5 are unseen); draw at most that many.",
         ),
+        (["run", "method=fedavg,ditto"], "name one, not several. Compare methods by --method A,B."),
+        (["run", "--methods", "fedavg,ditto"], "There is no option --methods; write --method A,B."),
+        (["run", "--training.lr", "0.1"], "There is no option --training.lr; write training.lr=VALUE."),
         (["list", "settings", "trainning"], "There is no section 'trainning'; did you mean 'training'?"),
         (["list", "settings", "traning.lr"], "There is no setting 'traning.lr'; did you mean 'training.lr'?"),
         (["list", "methods", "dito"], "There is no method called 'dito'; did you mean 'ditto'?"),
@@ -325,11 +328,20 @@ def test_the_settings_of_one_section_are_listed():
     assert "cohort.fraction" in listed and "training.lr" not in listed
 
 
-def test_one_component_is_described_with_all_options_and_what_they_mean():
+def test_one_component_is_described_with_all_options_and_what_they_mean(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+):
     listed = " ".join(raypfl("list", "methods", "ditto").stdout.split())
     assert "a personal model for each client that stays close to the global one (Li et al. 2021). Client k" in listed
     assert "lam 0.75 Weight of the proximal term, lambda. personal_epochs null Epochs" in listed
     assert 'weighting "samples" Weights of clients in the average' in listed
+
+    (elsewhere / "undescribed.py").write_text(
+        "from raypfl.methods import FedAvg\nclass Mine(FedAvg):\n    a: int = 1\n"
+    )
+    monkeypatch.syspath_prepend(elsewhere)
+    listed = " ".join(raypfl("list", "methods", "undescribed:Mine").stdout.split())
+    assert listed.startswith("It has no docstring. option default what it is ─") and " a 1 weighting" in listed
 
     assert "torchvision" in raypfl("list", "models", "torchvision:resnet18").stdout
     assert "file required" in " ".join(raypfl("list", "hardware", "fedscale").stdout.split())

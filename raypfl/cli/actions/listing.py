@@ -87,7 +87,7 @@ def _component(registry: Registry, name: str) -> Group:
         default = "required" if option.default is Option.empty else _as_yaml(option.default)
         table.add_row(*map(_plain, [key, default, descriptions.get(key, "")]))
     family = f"{name.partition(':')[0]}:NAME"
-    text = prose(entry) or (prose(registry.get(family)) if family in registry else "")
+    text = prose(entry) or (prose(registry.get(family)) if family in registry else "It has no docstring.")
     return Group(_plain(text), *([table] if table.rows else []))
 
 
