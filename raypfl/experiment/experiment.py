@@ -248,6 +248,10 @@ def _unknown(path: tuple[int | str, ...]) -> str:
             "is of a comparison, in a file or a command. In Python, run an experiment for each, such as "
             "experiment.override(['method=ditto', 'seed=1']), and give the results to raypfl.compare."
         )
+    section, dot, name = key.partition(".")
+    if dot:
+        # Commands write it in one word.
+        return f"is not a setting of an experiment; write it in its section, as in {section}={{'{name}': ...}}."
     fields = Experiment.model_fields
     hint = suggestion(key) or nearest(key, fields) or did_you_mean(key, fields)
     return f"is not a setting of an experiment; {hint}"

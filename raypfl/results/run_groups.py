@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from raypfl.common.counting import numbered
+from raypfl.common.errors import ConfigError
 from raypfl.evaluation.run_metrics import PRIMARY_AGGREGATES, Measures
 from raypfl.results.colours import colour
 from raypfl.results.labels import labels
@@ -98,6 +99,15 @@ def group_runs(results: Sequence[RunResult]) -> list[RunGroup]:
         if result.status not in WITHOUT_RESULT or (len(results) == 1 and result.evaluations.num_rows):
             runs.append(result)
     return [RunGroup(label, colour(i), tuple(runs)) for i, (label, runs) in enumerate(members.items()) if runs]
+
+
+def refuse_no_results(results: object, function: str) -> None:
+    """Raise a ConfigError unless `results`, which were given to a function of this name, are a list of results."""
+    if not isinstance(results, Sequence) or not all(isinstance(result, RunResult) for result in results):
+        raise ConfigError(
+            f"{function} takes a list of results, such as [a, b] with a = raypfl.run(...) or, from a run's folder, "
+            "b = raypfl.Result.load(FOLDER)."
+        )
 
 
 def compared(results: Sequence[RunResult]) -> list[RunResult]:

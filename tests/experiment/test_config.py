@@ -239,6 +239,7 @@ def test_a_users_own_method_is_named_by_module(tmp_path: Path, monkeypatch: pyte
         ),
         ({"trainning": {}}, "trainning is not a setting of an experiment; did you mean 'training'?"),
         ({"lr": 0.1}, "lr is not a setting of an experiment; did you mean 'training.lr'?"),
+        ({"training.lr": 0.1}, "write it in its section, as in training={'lr': ...}."),
         ({"lamm": 0.1}, "lamm is not a setting of an experiment; did you mean 'method.lam'?"),
         ({"batch_sizes": 1}, "batch_sizes is not a setting of an experiment; did you mean 'training.batch_size' or"),
         ({"alpha": 0.1}, "not a setting of an experiment; did you mean 'partition.alpha' or 'method.alpha'?"),

@@ -13,7 +13,7 @@ from rich.text import Text
 from raypfl.common.errors import ConfigError
 from raypfl.results.differences import HEADINGS, Difference, differences, find_baseline, remarks
 from raypfl.results.display.fitting import fit_table
-from raypfl.results.run_groups import compared, group_runs, sentences_without_result
+from raypfl.results.run_groups import compared, group_runs, refuse_no_results, sentences_without_result
 from raypfl.runs.result import RunResult
 
 _WIDTH = 100  # characters of what Python prints and a notebook shows
@@ -76,8 +76,7 @@ def compare(results: Sequence[RunResult], baseline: str | None = None) -> Differ
         ]
         raypfl.compare(results, baseline="fedavg")
     """
-    if isinstance(results, RunResult):
-        raise ConfigError("raypfl.compare takes a list of results: raypfl.compare([a, b]), or a.compare(b).")
+    refuse_no_results(results, "raypfl.compare")
     comparable = compared(results)
     groups = group_runs(comparable)
     if len(groups) < 2:

@@ -33,6 +33,7 @@ from raypfl.results.run_groups import (
     RunGroup,
     labelled,
     methods_without_result,
+    refuse_no_results,
     seeds_together,
     sentences_without_result,
 )
@@ -76,6 +77,7 @@ def write(
     ------
     ConfigError : if there is no such folder, baseline or table.
     """
+    refuse_no_results(results, "raypfl.report.write")
     path = Path(path)
     if not path.parent.is_dir():
         raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}.")
