@@ -29,7 +29,7 @@ from raypfl.results.display.compare import Differences, compare
 from raypfl.results.display.console import view
 from raypfl.results.display.outcome import table
 from raypfl.results.display.run_line import RunLine, lines_for
-from raypfl.runs import driver, records, result, resuming
+from raypfl.runs import driver, result, resuming
 from raypfl.trained.models import TrainedModels
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ def trained_models(run: str | PathLike[str], uri: str | None = None) -> TrainedM
     ``raypfl.trained_models(result).personal_model(17)(images)`` gives client 17's logits.
     """
     run = fspath(run)
-    if (Path(run) / records.DESCRIPTION).exists():
+    if Path(run).is_dir():
         return TrainedModels.of_run(run)
 
     uri = uri or tracking_uri(Experiment())

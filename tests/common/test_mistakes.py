@@ -208,7 +208,10 @@ def test_a_missing_module_is_reported_with_pythonpath():
 
 @pytest.mark.parametrize(
     ("model", "reason"),
-    [("torch.nn:Module", "unexpected keyword argument"), ({"name": "mlp", "hidden": [10**17]}, "overflowed")],
+    [
+        ("torch.nn:Module", r"unexpected keyword argument 'input_shape'.*: def __init__\(self, input_shape, num_c"),
+        ({"name": "mlp", "hidden": [10**17]}, "overflowed"),
+    ],
 )
 def test_a_network_that_cannot_be_built_is_refused_in_a_sentence(model: object, reason: str):
     with pytest.raises(ConfigError, match=rf"^model is .*, which cannot be built with input_shape=.*{reason}"):

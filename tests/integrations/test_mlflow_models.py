@@ -141,6 +141,7 @@ def test_a_network_that_torch_cannot_export_costs_the_global_model_and_not_the_r
     (run,) = runs_of(folder)
     (warning,) = warnings
     assert run.info.status == "FINISHED" and "global model are not in MLflow" in warning
+    assert "The network's code depends on its inputs' values" in warning
     assert "def forward" not in capfd.readouterr().err
 
 

@@ -72,8 +72,11 @@ def _build(name: str, entry: Callable[..., nn.Module], options: Mapping[str, Any
     # A class of the user's own may raise anything.
     except Exception as error:
         arguments = ", ".join(f"{key}={value!r}" for key, value in options.items())
+        takes_no_shape = isinstance(error, TypeError) and str(error).endswith(("'input_shape'", "'num_classes'"))
+        remedy = " Every network gets both: def __init__(self, input_shape, num_classes)." if takes_no_shape else ""
         raise ConfigError(
-            f"model is {name!r}, which cannot be built with {arguments}: {type(error).__name__}: {with_location(error)}"
+            f"model is {name!r}, which cannot be built with {arguments}: {type(error).__name__}: "
+            f"{with_location(error)}{remedy}"
         ) from error
     return _require_module(network, f"model is {name!r}, which")
 

@@ -51,7 +51,10 @@ def log_models(client: MlflowClient, run_id: str, run_dir: str, warn: Callable[[
         try:
             log()
         except Exception as error:  # a user's own network may raise anything
-            warn(f"{what} are not in MLflow: {first_line(error)} {how_to_load} them.")
+            reason = first_line(error)
+            if "data-dependent" in reason:
+                reason = "The network's code depends on its inputs' values, so torch.export cannot save it."
+            warn(f"{what} are not in MLflow: {reason} {how_to_load} them.")
 
     def log_all() -> None:
         experiment, snapshot = newest(run_dir, whole=False)
