@@ -100,6 +100,9 @@ class Registry:
             return f"name one, not several.{several}"
         if name.endswith(".py") or Path(f"{name}.py").is_file():
             return f"did you mean '{_module_of(name)}:ClassName'? A class of your own is named by module and class."
+        module, _, attribute = name.rpartition(".")
+        if module and Path(f"{module.replace('.', '/')}.py").is_file():
+            return f"did you mean '{module}:{attribute}'?"
         suggestion = self._hint(name) or did_you_mean(name, self)
         if suggestion.endswith("?"):
             return suggestion

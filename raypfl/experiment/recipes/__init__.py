@@ -38,3 +38,13 @@ def _refuse_component(recipe: str) -> None:
     for setting, names in {"method": METHODS, "data": DATASETS, "model": MODELS, "partition": PARTITIONS}.items():
         if recipe in names:
             raise ConfigError(f"There is no recipe called {recipe!r}, but a {names.kind}: set {setting}={recipe}.")
+
+    file = Path(recipe)
+    if file.suffix in (".csv", ".tsv", ".parquet"):
+        raise ConfigError(
+            f"{recipe} is no recipe; train on a table by data=table data.root={recipe} data.target=COLUMN."
+        )
+    if file.suffix == ".py":
+        raise ConfigError(
+            f"{recipe} is no recipe; name a method of your own by module and class: --method {file.stem}:ClassName."
+        )
