@@ -359,7 +359,7 @@ def test_cells_that_advance_together_say_that_they_are_being_stopped():
 
 @pytest.mark.thorough
 def test_a_study_whose_process_is_killed_goes_on_from_the_last_checkpoint(tiny: Path):
-    cells = cells_of("tiny.yaml", "seeds=1")
+    cells = cells_of("tiny.yaml", "seeds=1", "engine.executor=sequential")
     watch = Watch(cell=1, round=3, number=signal.SIGKILL)
     assert exit_code(running.run, cells, watch) == -signal.SIGKILL
     assert [is_finished(cell.folder) for cell in cells] == [True, False, False, False]
