@@ -137,7 +137,7 @@ def did_you_mean(name: str, candidates: Iterable[str], prefix: str = "") -> str:
     candidates = sorted(candidates)
     if not candidates:
         return "there is none to choose from."
-    by_letters = {_letters(known): ours for known, ours in _ABBREVIATIONS.items() if ours in candidates}
+    by_letters = {_letters(word): setting for word, setting in _ABBREVIATIONS.items() if setting in candidates}
     by_letters |= {_letters(candidate): candidate for candidate in candidates}
 
     nearest = difflib.get_close_matches(_letters(name), by_letters, n=1, cutoff=0.5)

@@ -79,11 +79,11 @@ def _components(registry: Registry) -> Table:
 def _component(registry: Registry, name: str) -> Group:
     """Return the description of one component, with all of its options: first its own, then those that it inherits."""
     entry = registry.get(name)
-    own, inherited = _own_and_inherited(registry, entry)
+    own_options, inherited = _own_and_inherited(registry, entry)
     descriptions = described_options(entry)
 
     table = _table("option", "default", "what it is")
-    for key, option in {**own, **inherited}.items():
+    for key, option in {**own_options, **inherited}.items():
         default = "required" if option.default is Option.empty else _as_yaml(option.default)
         table.add_row(*map(_plain, [key, default, descriptions.get(key, "")]))
     family = f"{name.partition(':')[0]}:NAME"
@@ -114,10 +114,10 @@ def _settings(settings: Settings, name: str | None) -> Table:
 def _options(registry: Registry, name: str) -> str:
     """Return a line for each option; those inherited unchanged from a registered method go under its name."""
     entry = registry.get(name)
-    own, _ = _own_and_inherited(registry, entry)
+    own_options, _ = _own_and_inherited(registry, entry)
 
     lines = []
-    for key, option in own.items():
+    for key, option in own_options.items():
         lines.append(f"{key}, required" if option.default is Option.empty else f"{key} = {_as_yaml(option.default)}")
     base = _registered_base(registry, entry)
     if base and options_of(base):
@@ -130,9 +130,13 @@ def _own_and_inherited(registry: Registry, entry: Any) -> tuple[dict[str, Option
     base = _registered_base(registry, entry)
     of_base = options_of(base) if base else {}
 
-    own = options_of(entry, _NO_OPTIONS)
-    inherited = {key: own.pop(key) for key in of_base if key in own and own[key].default == of_base[key].default}
-    return own, inherited
+    own_options = options_of(entry, _NO_OPTIONS)
+    inherited = {
+        key: own_options.pop(key)
+        for key in of_base
+        if key in own_options and own_options[key].default == of_base[key].default
+    }
+    return own_options, inherited
 
 
 def _registered_base(registry: Registry, entry: Any) -> type | None:

@@ -60,27 +60,30 @@ def _refuse_other_arguments(method: Method, name: str) -> None:
 
 
 def _refuse_misspelt(method: Method) -> None:
-    """Raise a ConfigError for a function that nothing in the class calls, and whose name is almost a hook's.
+    """Raise a ConfigError for a function that nothing in the class calls, and whose name is almost that of another.
 
-    So are functions of raypfl's own methods, such as FedAvg's ``train``.
+    The other is one that the engine calls or, in a class derived from a method of raypfl, that method's, such as
+    FedAvg's ``train``.
     """
     called = names_reached(type(method))
     if "getattr" in called:  # perhaps by a name that is not in the code
         return
 
-    known = dict(HOOKS)
+    arguments_of = dict(HOOKS)
     for owner in type(method).__mro__:
         if issubclass(owner, Method) and not _is_users(owner):
-            known |= {name: tuple(inspect.signature(vars(owner)[name]).parameters)[1:] for name in _functions(owner)}
+            arguments_of |= {
+                name: tuple(inspect.signature(vars(owner)[name]).parameters)[1:] for name in _functions(owner)
+            }
 
     for owner in filter(_is_users, type(method).__mro__):
-        for name in sorted(_functions(owner) - called - known.keys()):
-            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+        for name in sorted(_functions(owner) - called - arguments_of.keys()):
+            nearest = difflib.get_close_matches(name, arguments_of, n=1, cutoff=0.8)
             if nearest and nearest[0] not in vars(owner):
                 raise ConfigError(
                     f"{where_defined(getattr(method, name))} is called by nothing; did you mean "
-                    f"{_definition(nearest[0], known)}? A function for another purpose needs a name that is less like "
-                    "it."
+                    f"{_definition(nearest[0], arguments_of)}? A function for another purpose needs a name that is "
+                    "less like it."
                 )
 
 
