@@ -29,6 +29,7 @@ from raypfl.runs.checks.compression import refuse_idle_compression
 from raypfl.runs.checks.exchanged import refuse_exchanged
 from raypfl.runs.checks.hooks import refuse_mistaken_hooks
 from raypfl.runs.checks.network import (
+    outputs_of_batch,
     refuse_channels_last,
     refuse_lone_samples,
     refuse_misfit,
@@ -190,8 +191,9 @@ def refuse_unfit(prepared: Prepared) -> None:
         refuse_mixed_samples(homogeneous)
         refuse_lone_samples(homogeneous, number)
     warn_of_test_data(experiment.method)
-    refuse_outputs(prepared)
-    warn_of_probabilities(prepared)
+    outputs = outputs_of_batch(prepared, channels_last=False, train=False)
+    refuse_outputs(prepared, outputs)
+    warn_of_probabilities(prepared, outputs)
     refuse_misshapen_models(prepared)
     refuse_unfit_attack(prepared)
     refuse_unfit_rule(prepared)

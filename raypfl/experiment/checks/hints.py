@@ -83,9 +83,8 @@ def nearest(key: str, fields: Iterable[str]) -> str:
     for settings_class in SECTIONS.values():
         options |= _parameters(settings_class)
     for registry, _ in COMPONENTS.values():
-        for name in registry:
-            if ":" not in name:
-                options |= _parameters(_loaded(registry, name))
+        for _, parameters in _parameters_by_name(registry):
+            options |= parameters
 
     matches = difflib.get_close_matches(key, [*fields, *sorted(options.difference(fields))], n=1, cutoff=0.8)
     if not matches:
@@ -112,8 +111,14 @@ def components_with(section: str, *options: str) -> tuple[str, ...]:
     if path not in COMPONENTS:
         return ()
     registry, _ = COMPONENTS[path]
-    names = [name for name in registry if ":" not in name]
-    return tuple(name for name in names if set(options) <= _parameters(_loaded(registry, name)))
+    return tuple(name for name, parameters in _parameters_by_name(registry) if set(options) <= parameters)
+
+
+def _parameters_by_name(registry: Registry) -> Iterator[tuple[str, set[str]]]:
+    """Yield each registered component that is no family, such as ``timm:NAME``, and its parameters."""
+    for name in registry:
+        if ":" not in name:
+            yield name, _parameters(_loaded(registry, name))
 
 
 def _loaded(registry: Registry, name: str) -> Any:

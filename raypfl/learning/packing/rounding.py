@@ -187,9 +187,9 @@ def _is_same_everywhere(call: OperationCall) -> bool:
     return torch.equal(contiguous.nan_to_num(), strided.nan_to_num())
 
 
-def _pairs_round_alike(left: Shape, right: Shape) -> tuple[bool, bool]:
+def _pairs_round_alike(left_factor: Shape, right_factor: Shape) -> tuple[bool, bool]:
     """Return whether products of pairs of matrices have the same bits among few pairs as among many; and alone."""
-    pairs = max(left.sizes[0], FEW + MOST_PLACES)
+    pairs = max(left_factor.sizes[0], FEW + MOST_PLACES)
     generator = torch.Generator().manual_seed(0)
 
     def drawn(shape: Shape) -> Callable[[int, int], Tensor]:
@@ -204,11 +204,11 @@ def _pairs_round_alike(left: Shape, right: Shape) -> tuple[bool, bool]:
         return part
 
     has_same_bits = {1: True, FEW - 1: True, FEW: True}
-    outputs = pairs * left.sizes[1] * right.sizes[2]
+    outputs = pairs * left_factor.sizes[1] * right_factor.sizes[2]
     with torch.no_grad():
         for _ in range(max(1, NUMBERS // max(outputs, 1))):
-            a = drawn(left)
-            b = drawn(right)
+            a = drawn(left_factor)
+            b = drawn(right_factor)
             whole = torch.bmm(a(0, pairs), b(0, pairs))
             for start, count in _few_clients(has_same_bits):
                 few = torch.bmm(a(start, count), b(start, count))

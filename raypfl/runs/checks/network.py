@@ -127,9 +127,8 @@ def _have_lone_samples(training: TrainingSettings, sizes: np.ndarray) -> np.ndar
     return leaves_one | (sizes == 1) | (batch_size == 1)
 
 
-def refuse_outputs(prepared: Prepared) -> None:
-    """Raise a ConfigError if the method has a global model, and its outputs do not suit the objective."""
-    outputs = outputs_of_batch(prepared, channels_last=False, train=False)
+def refuse_outputs(prepared: Prepared, outputs: Any) -> None:
+    """Raise a ConfigError if the method has a global model, and its `outputs` of a batch do not suit the objective."""
     mismatch = prepared.measures.output_mismatch(outputs)
     if not mismatch:
         return
@@ -143,13 +142,12 @@ def refuse_outputs(prepared: Prepared) -> None:
         )
 
 
-def warn_of_probabilities(prepared: Prepared) -> None:
-    """Warn if the network ends in a softmax, which the cross-entropy of its outputs applies once more."""
+def warn_of_probabilities(prepared: Prepared, outputs: Any) -> None:
+    """Warn if the network ends in a softmax, as its `outputs` of a batch show; the cross-entropy applies it again."""
     # An objective of one's own may take probabilities.
     if type(prepared.objective) is not Classification:
         return
 
-    outputs = outputs_of_batch(prepared, channels_last=False, train=False)
     are_tensors = isinstance(outputs, torch.Tensor) and outputs.ndim == 2 and outputs.shape[1] > 1
     if are_tensors and bool((outputs >= 0).all()) and torch.allclose(outputs.sum(1), outputs.new_ones(()), atol=1e-3):
         warnings.warn(

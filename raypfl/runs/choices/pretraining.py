@@ -39,7 +39,7 @@ from raypfl.learning.optimizers import Adam
 from raypfl.learning.sample_pools import checked_pool
 from raypfl.learning.settings import TrainingSettings
 from raypfl.models import MODELS
-from raypfl.runs.checks.network import refuse_misfit, refuse_outputs
+from raypfl.runs.checks.network import outputs_of_batch, refuse_misfit, refuse_outputs
 from raypfl.runs.choices.gpu_task import run_on_gpu
 
 BATCH = 64
@@ -121,7 +121,7 @@ def _pretrained(prepared: Prepared, emit: Listener) -> Pretraining:
         if not path.exists():
             start = time.perf_counter()
             refuse_misfit(reduced)
-            refuse_outputs(reduced)
+            refuse_outputs(reduced, outputs_of_batch(reduced, channels_last=False, train=False))
             emit(Progress(f"pretraining {settings.name} on the pool {pool!r}, {reduced.task.pools[pool]} samples"))
             if on_cluster:
                 trained, loss = _train_on_cluster(reduced, prepared.experiment.ray, emit)
