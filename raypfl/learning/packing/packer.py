@@ -44,6 +44,19 @@ MOST_KINDS = 32
 Trained = tuple[Tensor, Tensor]
 
 
+@dataclass
+class Spent:
+    """Seconds of time, and of CPU time of this process."""
+
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+
+    @classmethod
+    def now(cls) -> Spent:
+        """Return both clocks."""
+        return cls(time.perf_counter(), time.process_time())
+
+
 class Packer:
     """Lets runs take turns, each in its own thread, and joins their trainings when all runs wait for one.
 
@@ -63,8 +76,8 @@ class Packer:
         self._waiting: dict[int, tuple[Packed, GroupTraining]] = {}
         self._outcomes: dict[int, Trained | Exception | None] = {}
         self._is_abandoned = False
-        self._seconds = np.zeros((runs, 2))
-        self._since = _now()
+        self._spent = [Spent() for _ in range(runs)]
+        self._since = Spent.now()
         self._likeness = Likeness()
         self._kinds: list[_Kind] = []
         self._process = _ProcessState()
@@ -88,15 +101,19 @@ class Packer:
         """Interrupt every run at its next turn."""
         self._is_abandoned = True
 
-    def seconds(self, run: int) -> tuple[float, float]:
-        """Return how long a run has computed, and its CPU time, in seconds.
-
-        Both add up its turns, and its share, by its number of clients, of the trainings that were joined.
-        """
-        seconds = self._seconds[run].copy()
+    def seconds(self, run: int) -> float:
+        """Return how many seconds a run has computed: its turns, and its share, by clients, of joined trainings."""
+        seconds = self._spent[run].seconds
         if self._active == run:
-            seconds += _now() - self._since
-        return float(seconds[0]), float(seconds[1])
+            seconds += time.perf_counter() - self._since.seconds
+        return seconds
+
+    def cpu_seconds(self, run: int) -> float:
+        """Return how many seconds of CPU time a run has taken, counted like :meth:`seconds`."""
+        cpu_seconds = self._spent[run].cpu_seconds
+        if self._active == run:
+            cpu_seconds += time.process_time() - self._since.cpu_seconds
+        return cpu_seconds
 
     def train(self, run: int, executor: Packed, training: GroupTraining) -> Trained:
         """Train a run's group, with groups of other runs if their trainings are alike."""
@@ -122,12 +139,13 @@ class Packer:
         """Give the turn to another run; if all of them wait for a training, train first."""
         if self._active >= 0:
             self._charge({self._active: 1})
+        else:
+            self._since = Spent.now()
         if not self._ready and self._unstarted:
             self._ready.append(self._unstarted.pop(0))
 
         if not self._ready and self._waiting:
             self._process.restore()
-            self._since = _now()
             try:
                 self._train_alike()
             # Otherwise the waiting runs would wait for ever: each of them ends with the error.
@@ -138,15 +156,18 @@ class Packer:
             self._waiting.clear()
 
         self._active = self._ready.pop(0) if self._ready else -1
-        self._since = _now()
         if self._active >= 0:
             self._turns[self._active].notify()
 
     def _charge(self, weights: Mapping[int, int]) -> None:
         """Charge the time since the last charge to runs, in proportion to their weights."""
-        spent = _now() - self._since
+        # CPU time is read only here: with a thread for each run, it takes the kernel several microseconds.
+        now = Spent.now()
         for run, weight in weights.items():
-            self._seconds[run] += spent * weight / sum(weights.values())
+            share = weight / sum(weights.values())
+            self._spent[run].seconds += (now.seconds - self._since.seconds) * share
+            self._spent[run].cpu_seconds += (now.cpu_seconds - self._since.cpu_seconds) * share
+        self._since = now
 
     def _train_alike(self) -> None:
         """Train the runs that wait. A run that is left without an outcome then trains by itself."""
@@ -292,11 +313,6 @@ def _calls_of_step(training: GroupTraining, executor: Vectorised, by_row: Set[st
 def _are_equal(a: Trained, b: Trained) -> bool:
     """Return whether trained models and losses have the same bits; a reported loss may be NaN."""
     return all(torch.equal(x.view(torch.uint8), y.contiguous().view(torch.uint8)) for x, y in zip(a, b, strict=True))
-
-
-def _now() -> np.ndarray:
-    """Return the time, and the CPU time of this process, in seconds."""
-    return np.array([time.perf_counter(), time.process_time()])
 
 
 class _ProcessState:

@@ -43,11 +43,11 @@ class Place:
 
     def clock(self) -> float:
         """Return the seconds that the run has computed, without those of the other runs' turns."""
-        return self.packer.seconds(self.run)[0]
+        return self.packer.seconds(self.run)
 
     def cpu_clock(self) -> float:
         """Return the seconds of CPU time that the run has taken."""
-        return self.packer.seconds(self.run)[1]
+        return self.packer.cpu_seconds(self.run)
 
     def prepare(self, context: Context) -> None:
         """Let the run's clients train with those of the other runs, if they train at once."""
