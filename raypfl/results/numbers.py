@@ -163,6 +163,11 @@ def seconds(result: RunResult) -> float:
     return float(positions(result, "seconds")[-1])
 
 
+def runs_together(group: RunGroup) -> int:
+    """Return how many runs advanced together in the process of the group's runs, at most; 1: each was on its own."""
+    return max(result.metadata.get("together", 1) for result in group.results)
+
+
 def has_simulated_time(group: RunGroup) -> bool:
     """Return whether the devices of all of a group's runs had simulated time."""
     return all("simulated_time" in result.rounds.column_names for result in group.results)

@@ -9,10 +9,11 @@ from statistics import fmean
 
 import pyarrow.compute as pc
 
-from raypfl.common.counting import counted
+from raypfl.common.counting import counted, series
 from raypfl.evaluation.masking import unmasked_name
 from raypfl.evaluation.protocols import BACKDOOR
 from raypfl.federation.robustness import ATTACKS
+from raypfl.results.numbers import runs_together
 from raypfl.results.run_groups import RunGroup, seeds_together
 from raypfl.results.units import TableCell, Unit, over_seeds
 
@@ -148,6 +149,20 @@ def legend(groups: Sequence[RunGroup]) -> list[str]:
     if any(len(group.results) > 1 for group in groups):
         lines.append("±: standard deviation over seeds.")
     return lines
+
+
+def shared_seconds(groups: Sequence[RunGroup]) -> list[str]:
+    """Return what the seconds of runs are that advanced together, if any did: not what a run takes on its own."""
+    labels = [group.label for group in groups if runs_together(group) > 1]
+    if not labels:
+        return []
+    whose = ""
+    if len(labels) < len(groups):
+        whose = f" of {series(labels)}"
+    return [
+        f"The runs{whose} advanced together: their seconds are their own turns and a share of what was trained at "
+        "once. That is not what a run takes on its own, and does not show how seeds differ."
+    ]
 
 
 def attack_sentences(groups: Sequence[RunGroup]) -> list[str]:

@@ -442,6 +442,13 @@ def test_the_first_rounds_start_does_not_make_a_method_look_slow():
     assert table.count(" 5.0 ") == 2 and "Seconds: number of rounds x median round" in notes
 
 
+def test_below_the_table_stands_what_the_seconds_of_runs_are_that_advanced_together():
+    apart, joined = comparison()
+    runs = [apart, replace(joined, metadata={"together": 2})]
+    text = " ".join(printed(lambda console: show(console, runs, {}, ["digits"])).split())
+    assert "without evaluation. The runs of ditto advanced together: their seconds are their own turns" in text
+
+
 def test_methods_keep_whole_words_where_the_table_is_narrow_and_columns_make_room_for_them():
     namesakes = [{"name": "ditto", "lam": lam} for lam in (0.1, 1.0)]
     runs = [made_up(method, ("personal", "global"), seed=seed) for method in namesakes for seed in range(3)]
@@ -677,6 +684,9 @@ def test_the_address_of_the_dashboard_stays_on_the_screen():
 def test_the_last_line_has_the_rounds_and_their_time():
     whole = logged_lines([started(2), finished(1), finished(2), RunFinished("finished", 2, "3fa2c1")])
     assert whole[-1] == "fedavg: finished, 2 rounds in 0:00"
+    joined = replace(started(1), metadata={"together": 3})
+    ended = logged_lines([joined, finished(1), RunFinished("finished", 1, "3fa2c1")])[-1]
+    assert ended == "fedavg: finished, 1 round in 0:00 with 2 other runs in one process"
     resumed = logged_lines([started(3, 2), finished(3), RunFinished("finished", 3, "3fa2c1")])
     assert resumed[-1] == "fedavg: finished after round 3, 1 round in 0:00"
 

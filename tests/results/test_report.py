@@ -305,6 +305,19 @@ def test_megabytes_of_small_networks_are_no_zeros(results):
     assert megabyte_digits([0.0]) == megabyte_digits([0.4, 12.0]) == megabyte_digits([]) == 1
 
 
+def test_seconds_of_runs_that_advanced_together_have_no_deviation_and_the_tables_say_what_they_are(results, tmp_path):
+    fedavg = [replace(result, metadata={**result.metadata, "together": 2}) for result in results[:2]]
+    (*_, shared_cells), (*_, cells) = tables.costs(group_runs([*fedavg, *results[2:4]]))
+    assert [cell.spread for cell in shared_cells[3:5]] == ["", ""] and all(cell.spread for cell in cells[3:5])
+
+    root = page([*fedavg, *results[2:4]], tmp_path)
+    sentence = "The runs of fedavg advanced together: their seconds are their own turns"
+    assert all(sentence in text(section(root, name)) for name in ("results", "effort"))
+    with write([*fedavg, *results[2:4]], tmp_path / "table.csv").open() as file:
+        counts = {row["method"]: row["runs_together"] for row in csv.DictReader(file)}
+    assert counts == {"fedavg": "2", "ditto": "1"}
+
+
 def test_only_the_settings_that_differ_between_runs_are_listed(results):
     other = changed(results[0], "training.lr=0.5", "seed=7", "partition.alpha=1", "output=elsewhere")
     differing, shared = tables.compare_settings(group_runs([results[0], other]))

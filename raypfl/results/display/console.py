@@ -258,7 +258,7 @@ def _end_text(line: RunLine) -> str:
     if line.first_round:
         status += f" after round {line.round}"
     rounds = counted(line.round - line.first_round, "round")
-    return f"{status}, {rounds} in {minutes(line.seconds)}"
+    return " ".join(filter(None, (f"{status}, {rounds} in {minutes(line.seconds)}", line.company)))
 
 
 def _round_text(line: RunLine) -> str:

@@ -33,7 +33,7 @@ from raypfl.results.run_groups import (
     sentences_without_result,
 )
 from raypfl.results.setting_text import applicable_settings, setting_text
-from raypfl.results.table import Column, legend, result_columns, result_rows
+from raypfl.results.table import Column, legend, result_columns, result_rows, shared_seconds
 from raypfl.results.units import TableCell, Unit, capitalised, megabyte_digits
 from raypfl.runs.result import RunResult
 
@@ -231,7 +231,7 @@ def _table_notes(groups: Sequence[RunGroup], left_out: Sequence[str]) -> list[st
         notes.append(f"{'; '.join(metrics)}, of the same models as the spread.")
 
     if "seconds" not in left_out:
-        notes.append(_SECONDS_NOTE)
+        notes += [_SECONDS_NOTE, *shared_seconds(groups)]
 
     masks = dict.fromkeys(mask_of(protocol) for group in groups for protocol in group.protocols)
     for mask in masks:

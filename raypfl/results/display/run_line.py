@@ -102,6 +102,12 @@ class RunLine:
         return f"{minutes(pace * (self.rounds - self.round))} left"
 
     @property
+    def company(self) -> str:
+        """``"with 2 other runs in one process"``; empty for a run that does not advance together with others."""
+        others = self._metadata.get("together", 1) - 1
+        return f"with {counted(others, 'other run')} in one process" if others else ""
+
+    @property
     def scores(self) -> str:
         """The primary metric of personal and of global models on the clients' own test data: ``"94.1 / 90.2"``."""
         if not self._scores:
@@ -169,8 +175,8 @@ class RunLine:
 
         if metadata.get("actors", 1) > 1:
             parts.append(f"{metadata['actors']} actors")
-        if metadata.get("together", 1) > 1:
-            parts.append(f"with {counted(metadata['together'] - 1, 'other run')} in one process")
+        if self.company:
+            parts.append(self.company)
 
         if self.simulated is not None:
             parts.append(f"simulated {duration(self.simulated.time)}, {energy(self.simulated.joules_total)}")

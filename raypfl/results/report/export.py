@@ -10,7 +10,7 @@ from typing import Any
 
 from raypfl.results import latex
 from raypfl.results.differences import Difference, differences, remarks
-from raypfl.results.numbers import has_simulated_time, positions, seconds
+from raypfl.results.numbers import has_simulated_time, positions, runs_together, seconds
 from raypfl.results.report.parts import Part
 from raypfl.results.report.tables import columns_note, result_tables
 from raypfl.results.run_groups import RunGroup, methods_without_result, sentences_without_result
@@ -89,6 +89,7 @@ def _costs(group: RunGroup) -> dict[str, float]:
         "megabytes_up": fmean(up for up, _ in megabytes),
         "megabytes_down": fmean(down for _, down in megabytes),
         "seconds": fmean(map(seconds, group.results)),
+        "runs_together": runs_together(group),
     }
     if has_simulated_time(group):
         for axis in ("simulated_seconds", "kilojoules"):

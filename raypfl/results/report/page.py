@@ -38,7 +38,14 @@ from raypfl.results.run_groups import (
     sentences_without_result,
 )
 from raypfl.results.setting_text import data_text, setting_text
-from raypfl.results.table import MODELS, attack_sentences, protocols_of, unequal_lengths, untrained_parts
+from raypfl.results.table import (
+    MODELS,
+    attack_sentences,
+    protocols_of,
+    shared_seconds,
+    unequal_lengths,
+    untrained_parts,
+)
 from raypfl.results.units import capitalised, megabyte_digits
 from raypfl.runs.records import WITHOUT_RESULT, recorded_end
 from raypfl.runs.result import RunResult
@@ -237,6 +244,7 @@ def _spending(groups: list[RunGroup], main: str) -> dict[str, Any]:
     ledger = tables.ledger(groups)
     return {
         "costs": tables.costs(groups),
+        "shared_seconds": shared_seconds(groups),
         "efforts": [figures.metric_figure(groups, main, against) for against in axes],
         "target": budgets.for_target(groups, main, axes),
         "within": budgets.within_budgets(groups, main, axes),

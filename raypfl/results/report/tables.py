@@ -6,6 +6,7 @@ import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pyarrow as pa
@@ -15,7 +16,7 @@ from raypfl.common.counting import series
 from raypfl.evaluation.run_metrics import Measures
 from raypfl.experiment.assignments import flatten
 from raypfl.results.differences import Difference
-from raypfl.results.numbers import MessageCost, messages, metric_curves, seconds
+from raypfl.results.numbers import MessageCost, messages, metric_curves, runs_together, seconds
 from raypfl.results.report.parts import Part
 from raypfl.results.run_groups import RunGroup
 from raypfl.results.setting_text import applicable_settings, options_at_default
@@ -158,7 +159,10 @@ def columns_note(measures: Measures, headings: Sequence[str]) -> str:
 
 
 def costs(groups: Sequence[RunGroup]) -> list[Line]:
-    """Return rounds, megabytes up and down, seconds, seconds a round and seconds to start, over seeds."""
+    """Return rounds, megabytes up and down, seconds, seconds a round and seconds to start, over seeds.
+
+    Runs that advanced together share what was trained at once, so their seconds have no deviation.
+    """
     megabytes = [result.megabytes for group in groups for result in group.results]
     up_digits, down_digits = map(megabyte_digits, zip(*megabytes, strict=True))
     lines = []
@@ -175,6 +179,8 @@ def costs(groups: Sequence[RunGroup]) -> list[Line]:
             round_digits = 1
 
         costs_of_seeds = [(rounds, round_digits), (up, up_digits), (down, down_digits)]
+        if runs_together(group) > 1:
+            duration, a_round = [fmean(duration)], [fmean(a_round)]
         columns = [*costs_of_seeds, (duration, 1), (a_round, 3), (startup, 1)]
         cells = []
         for values, digits in columns:
