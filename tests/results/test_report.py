@@ -692,7 +692,9 @@ def test_files_are_ignored_and_a_run_that_repeats_another_is_left_out(results, t
     again = raypfl.run(results[0].experiment.replace(output=str(tmp_path)))
     runs, notes = find_runs([results[0].run_dir, again.run_dir, tmp_path / "compared.png", results[2].run_dir])
     assert [run.run_dir for run in runs] == [again.run_dir, results[2].run_dir]
-    assert notes == [f"{results[0].run_dir} is left out: {again.run_dir} is also fedavg from seed 0."]
+    later = f"{again.run_dir}, which ended later, is also fedavg from seed 0."
+    assert notes == [f"{results[0].run_dir} is left out: {later}"]
+    assert find_runs([again.run_dir, results[0].run_dir])[1] == notes
 
 
 def test_a_runs_metadata_have_its_clients_device_and_versions(results):

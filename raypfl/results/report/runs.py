@@ -14,7 +14,7 @@ from raypfl.results.labels import labels
 from raypfl.results.report.searches.folders import best_runs, is_sweep
 from raypfl.results.setting_text import data_text
 from raypfl.runs.folders import ComparisonFolder
-from raypfl.runs.records import DESCRIPTION, STUDY_CELLS, SWEEP, WITHOUT_RESULT, recorded_end, refuse_missing
+from raypfl.runs.records import DESCRIPTION, STUDY_CELLS, SUMMARY, SWEEP, WITHOUT_RESULT, recorded_end, refuse_missing
 from raypfl.runs.result import RunResult
 
 _DAMAGED = (OSError, ValueError, LookupError, TypeError, pa.ArrowException)
@@ -30,7 +30,7 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[RunResult], list[str]]:
     Each path is the folder of a run, a comparison, a study or a sweep, or a folder that contains some.
 
     Left out are folders without runs, runs that have not ended, were stopped before an evaluation or cannot be read,
-    and all but the last of several runs of one experiment from one seed, which are repetitions. Files, such as a
+    and all but the last to end of several runs of one experiment from one seed, which are repetitions. Files, such as a
     picture that a shell's ``*`` caught, are passed over.
 
     Raises
@@ -75,12 +75,15 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[RunResult], list[str]]:
 
 
 def _without_repetitions(results: Sequence[RunResult], notes: Sequence[str]) -> tuple[list[RunResult], list[str]]:
-    """The last run of each experiment and seed, and the notes with a sentence on each that is left out."""
+    """The run of each experiment and seed that ended last, and the notes with a sentence on each that is left out."""
     keys = []
     for label, result in zip(labels([result.experiment for result in results]), results, strict=True):
         # A label leaves out the folder of the data, which may be elsewhere on another machine.
         keys.append((label, result.experiment.seed, data_text(result)))
-    last = dict(zip(keys, results, strict=True))
+    last: dict[tuple[str, int, str], RunResult] = {}
+    for key, result in zip(keys, results, strict=True):
+        if key not in last or _end_time(result) >= _end_time(last[key]):
+            last[key] = result
 
     unrepeated = []
     all_notes = list(notes)
@@ -89,8 +92,14 @@ def _without_repetitions(results: Sequence[RunResult], notes: Sequence[str]) -> 
             unrepeated.append(result)
         else:
             label, seed, _ = key
-            all_notes.append(f"{result.run_dir} is left out: {last[key].run_dir} is also {label} from seed {seed}.")
+            later = f"{last[key].run_dir}, which ended later, is also {label} from seed {seed}."
+            all_notes.append(f"{result.run_dir} is left out: {later}")
     return unrepeated, all_notes
+
+
+def _end_time(result: RunResult) -> int:
+    """The time at which a run's end was written, in nanoseconds."""
+    return (result.run_dir / SUMMARY).stat().st_mtime_ns
 
 
 def _run_folders(path: Path) -> tuple[list[Path], list[str]]:
