@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from raypfl.common.errors import MethodError
 from raypfl.common.user_code import describe_failure, traceback_text, where_defined
 from raypfl.devices import Turn
 from raypfl.engine.events import RoundFinished
+from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import Method
 
 
@@ -49,16 +52,21 @@ def refuse_start(function: Callable[..., Any], state: object) -> None:
         )
 
 
-def warning_of_other_messages(method: Method, turn: Turn | None, finished: RoundFinished) -> str | None:
+def warning_of_other_messages(method: Method, turn: Turn | None, cohort: Cohort, finished: RoundFinished) -> str | None:
     """Return a warning if a round's messages are not those of the rehearsal, or None.
 
     `turn` : the rehearsed turn of a client; None: nothing was rehearsed.
     """
-    # Not comparable: many methods send less in the first round, and with `loads` each cohort sends something else.
-    if turn is None or turn.loads is not None or finished.round == 1 or not finished.clients:
+    # Many methods send less in the first round.
+    if turn is None or finished.round == 1 or not finished.clients:
         return None
+    clients = np.array(cohort.ids)[cohort.present]
+    sizes_in_round = method.message_sizes(cohort.task, finished.round)
+    sizes = turn.message_sizes(clients) if sizes_in_round is None else sizes_in_round[clients]
+
+    expected = turn.up_bytes * float(np.mean(sizes))
     bytes_up = finished.bytes_up / finished.clients
-    if abs(bytes_up - turn.up_bytes) <= 0.01 * turn.up_bytes:
+    if abs(bytes_up - expected) <= 0.01 * expected:
         return None
     return (
         f"{type(method).__name__} does not send as much in every round as in the rehearsed one, "

@@ -199,7 +199,7 @@ class Server:
             state.time = cohort_draw.ends
             finished = state.tables.add_round(number, cohort, cohort_draw, seconds, self._runner.ledger)
 
-        warning = warning_of_other_messages(self._method, self._turns.turn, finished)
+        warning = warning_of_other_messages(self._method, self._turns.turn, cohort, finished)
         if warning is not None:
             self._warn(warning)
         self._emit(finished)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -102,6 +103,13 @@ class Method(Component):
         """Return the message sizes and work of each client, if these differ for other reasons than their samples.
 
         Simulated time depends on them; None: clients differ in their samples alone.
+        """
+        return None
+
+    def message_sizes(self, task: Task, round: int) -> np.ndarray | None:
+        """Return the sizes of clients' messages in a round, if they change, ``float64[num_clients]``.
+
+        They are relative to the mean over clients and rounds. None: they are those of `loads` in every round.
         """
         return None
 

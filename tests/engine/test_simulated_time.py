@@ -16,7 +16,10 @@ from raypfl.devices import Training, Turn
 from raypfl.engine.events import RoundFinished, Warned
 from raypfl.engine.prepared import Prepared
 from raypfl.federation.cohort_draw import draw_cohort
+from raypfl.federation.method import Method
 from raypfl.methods import FedAvg
+from raypfl.methods.partial_models.partial_presets import LGFedAvg
+from raypfl.methods.sub_networks.heterofl import HeteroFL
 from raypfl.runs.choices.turn import turn_of
 from raypfl.runs.replay import events_of
 from tests.support.federation import FP64, Federation
@@ -98,13 +101,28 @@ def test_devices_that_nothing_depends_on_change_no_bit(tmp_path):
     assert "joules" not in plain.rounds.column_names
 
 
-class SendsMoreLater(FedAvg):
-    """FedAvg with a second exchange from round 4 on."""
+class SendsMore(Method):
+    """A second exchange from round 4 on."""
 
     def round(self, server, cohort):
         super().round(server, cohort)
         if cohort.round > 3:
             super().round(server, cohort)
+
+
+class SendsMoreLater(SendsMore, FedAvg):
+    pass
+
+
+class SendsMoreSlicesLater(SendsMore, HeteroFL):
+    pass
+
+
+class SendsMoreHeadsLater(SendsMore, LGFedAvg):
+    pass
+
+
+NETWORKS = "{name: heterogeneous, networks: [{name: mlp, hidden: [8]}, {name: mlp, hidden: [8, 8]}], feature_dim: 8}"
 
 
 def test_a_method_that_does_not_send_what_the_rehearsal_did_is_told_of_once(tmp_path):
@@ -117,6 +135,26 @@ def test_a_method_that_does_not_send_what_the_rehearsal_did_is_told_of_once(tmp_
     events.clear()
     raypfl.run(experiment(tmp_path, **(settings | {"method": "ditto"})), listeners=[events.append])
     assert not [event for event in events if isinstance(event, Warned) and "rehearsed" in event.text]
+
+
+@pytest.mark.parametrize(
+    ("method", "changes"),
+    [
+        ("{name: CLASS, rates: [1, 0.5, 0.1]}", {}),
+        ("{name: CLASS, rates: [1, 0.5, 0.1], assignment: dynamic}", {}),
+        ("CLASS", {"model": NETWORKS}),
+    ],
+    ids=["slices", "slices drawn anew", "different networks"],
+)
+def test_other_messages_than_rehearsed_are_told_of_where_clients_differ_in_their_slices_or_networks(
+    method, changes, tmp_path
+):
+    plain, sends_more = ("lg-fedavg", SendsMoreHeadsLater) if changes else ("heterofl", SendsMoreSlicesLater)
+    for name, warnings in ((plain, 0), (f"{__name__}:{sends_more.__name__}", 1)):
+        events = []
+        settings = TIMED | changes | {"method": method.replace("CLASS", name), "evaluation__every": 0}
+        raypfl.run(experiment(tmp_path, **settings), listeners=[events.append])
+        assert sum(isinstance(event, Warned) and "rehearsed" in event.text for event in events) == warnings
 
 
 def test_rounds_of_several_exchanges_cannot_go_on_without_the_late(tmp_path):

@@ -77,6 +77,13 @@ class SubNetworks(Method):
         # Rates are redrawn in each round, so every client counts as the average one.
         return Loads(np.ones(len(levels)), np.full(len(levels), work[levels].mean()))
 
+    def message_sizes(self, task: Task, round: int) -> np.ndarray | None:
+        if self.assignment == "fixed":
+            return None
+        sizes = self.slices(task.model, 0).sum(1).double().cpu().numpy()
+        sizes_of_clients = sizes[self.drawn_levels(task, round).numpy()]
+        return sizes_of_clients / sizes_of_clients.mean()
+
     def start(self, task: Task) -> ServerState:
         return {"theta": task.model.init(task.seed), "levels": self.drawn_levels(task, 0), "rounds": 0}
 

@@ -95,6 +95,9 @@ class Rehearsal:
         if loads is not None:
             loads = replace(loads, messages=loads.messages / loads.messages[self._task.trained].mean())
             rehearsed_size = loads.messages[list(clients)].sum()
+        sizes_in_round = self._method.message_sizes(self._task, self._round)
+        if sizes_in_round is not None:
+            rehearsed_size = sizes_in_round[list(clients)].sum()
 
         exchanges = []
         for number in range(1 + max((exchange for exchange, _ in bytes_of), default=0)):
