@@ -288,6 +288,19 @@ def test_mlflow_gets_the_models_of_trials_only_if_the_sweep_says_so():
     assert "models_mb" not in load(small()).settings()["tracking"], "a run of best.yaml uploads its models"
 
 
+def test_in_mlflow_a_sweep_is_named_after_what_it_searches_however_many_trials_it_has(
+    tmp_path: Path, mlflow_database: Path
+):
+    file = tmp_path / "rates.yaml"
+    tracking = tracked_in(tmp_path, mlflow_database)
+    described = SMALL["experiment"] | {"tracking": tracking, "rounds": 1, "output": str(tmp_path / "runs")}
+    file.write_text(yaml.safe_dump(small(experiment=described)))
+    carried_out = raypfl("tune", str(file), *TOGETHER, "--quiet")
+    assert carried_out.exit_code == 0, carried_out.output
+    (parent,), children = mlflow_runs(tracking["uri"])
+    assert parent.info.run_name == "small: fedavg by training.lr" and len(children) == 3
+
+
 def run_schedule(sweep: Sweep, schedule: list[dict], folder: Path) -> Result:
     """Repeat a trial without Ray Tune: stop the run where its settings change, and continue with the next ones."""
     ends = [part["after"] for part in schedule[1:]]

@@ -12,11 +12,12 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from raypfl.common.counting import counted
+from raypfl.common.counting import counted, series
 from raypfl.common.errors import RaypflError, Stopped
 from raypfl.common.json_text import json_text
 from raypfl.common.stopping import message_if_killed, signals_interrupt
 from raypfl.engine.events import Event
+from raypfl.federation.method import METHODS
 from raypfl.integrations.tracking.listener import MLflowListener
 from raypfl.integrations.tracking.run_ids import is_recorded
 from raypfl.integrations.tuning.result import BEST, SweepResult, tune
@@ -46,7 +47,9 @@ def carry_out(source: str, assignments: Sequence[str], quiet: bool, as_json: boo
     progress = Console(stderr=True)
     command = shlex.join(["raypfl", "tune", source, *assignments])
     to_continue = f"To continue: {command}"
-    tracked = MLflowListener(sweep.name, tags={"sweep": sweep.name}, warn=warner(progress), kept_in=folder)
+    tracked = MLflowListener(
+        sweep.name, tags={"sweep": sweep.name}, warn=warner(progress), kept_in=folder, about=_about(sweep)
+    )
 
     with signals_interrupt(), message_if_killed(to_continue), tracked:
         children: dict[tuple[str, int], MLflowListener] = {}
@@ -81,6 +84,14 @@ def carry_out(source: str, assignments: Sequence[str], quiet: bool, as_json: boo
     if outcome.best is None:
         errors = dict.fromkeys(trial.error for trial in outcome.trials if trial.error)
         raise RaypflError("\n".join([f"No trial of the sweep has a value of {outcome.name}.", *errors]))
+
+
+def _about(sweep: Sweep) -> str:
+    """Return ``"ditto by method.lam and training.lr"``: the method, unless it is searched, and what is searched."""
+    searched = series(sweep.search)
+    if "method" in sweep.search:
+        return searched
+    return f"{METHODS.name_of(type(sweep.base.method))} by {searched}"
 
 
 def _run_sweep(sweep: Sweep, progress: Console, quiet: bool, hear: TrialListener) -> SweepResult:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raypfl.integrations.tracking.entries import short_name
 from raypfl.integrations.tracking.run_ids import existing_run, keep_run_id
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ class ComparisonRun:
     Attributes
     ----------
     name : the name of the comparison.
+    about : what its runs are, for the name of the parent; empty: that has the scores of the methods.
     run_id : the id of the parent; empty until there is one.
 
     Parameters
@@ -29,8 +31,9 @@ class ComparisonRun:
         folder gets the parent of the first run that was recorded before.
     """
 
-    def __init__(self, name: str, tags: Mapping[str, str], folder: Path | None = None):
+    def __init__(self, name: str, tags: Mapping[str, str], folder: Path | None = None, about: str = ""):
         self.name = name
+        self.about = about
         self.run_id = ""
         self._tags = tags
         self._folder = folder
@@ -65,7 +68,8 @@ class ComparisonRun:
 
     def _create(self, client: MlflowClient, experiment_id: str, start_time: int) -> str:
         tags = {**context_tags(), **self._tags, "kind": "comparison", "comparison": self.name}
-        run_id: str = client.create_run(experiment_id, start_time, tags, self.name).info.run_id
+        run_name = short_name(f"{self.name}: {self.about}" if self.about else self.name)
+        run_id: str = client.create_run(experiment_id, start_time, tags, run_name).info.run_id
         if self._folder:
             self._keep_id(client, self._folder, run_id)
         return run_id

@@ -42,6 +42,7 @@ class MLflowListener:
     tags : your own tags, for every run.
     warn : a function that is called with a sentence, from another thread, when recording fails; None: a log message.
     kept_in : a folder for the parent's id, so that an interrupted comparison continues below the same parent.
+    about : what the runs are, in a few words, for the parent's name; by default that has the methods' scores.
 
     Examples
     --------
@@ -59,11 +60,12 @@ class MLflowListener:
         tags: Mapping[str, str] | None = None,
         warn: Callable[[str], None] | None = None,
         kept_in: str | Path | None = None,
+        about: str = "",
     ):
         self._tags = dict(tags or {})
         self._warn = warn or logging.getLogger("raypfl").warning
         folder = None if kept_in is None else Path(kept_in)
-        self._comparison = ComparisonRun(comparison, self._tags, folder) if comparison else None
+        self._comparison = ComparisonRun(comparison, self._tags, folder, about) if comparison else None
         self._description = ""
         self._metrics: dict[str, float] = {}
         self._scores = ""
@@ -163,7 +165,7 @@ class MLflowListener:
         # MLflow takes at most 1,000 metrics in a call.
         for start in range(0, len(metrics), 1000):
             client.log_batch(parent, metrics[start : start + 1000])
-        if self._scores and self._comparison:
+        if self._scores and self._comparison and not self._comparison.about:
             client.update_run(parent, name=entries.short_name(f"{self._comparison.name}: {self._scores}"))
         client.set_terminated(parent, STATUS[self._status(kind)])
 
