@@ -18,7 +18,7 @@ from raypfl.results.labels import labels
 from raypfl.results.numbers import client_scores
 from raypfl.results.run_groups import RunGroup, group_runs, methods_without_result, run_labels
 from raypfl.results.table import tests_of
-from raypfl.results.units import Unit
+from raypfl.results.units import Unit, number_text
 from raypfl.runs.result import RunResult
 
 ENOUGH_SEEDS = 6
@@ -64,7 +64,7 @@ class Difference:
     def text(self, value: float) -> str:
         """Return a difference as it is printed, with its sign: ``"+2.4"``."""
         digits = self.unit.digits([self.mean or 0.0, self.low or 0.0, self.high or 0.0])
-        return f"{round(value, digits) + 0.0:+,.{digits}f}"  # never -0.0
+        return number_text(value, digits, "+")
 
     @property
     def cells(self) -> tuple[str, str, str, str]:

@@ -19,7 +19,7 @@ _COMMANDS = {
     "’": "'",
 }
 _NO_LABEL = re.compile(r"[^A-Za-z0-9.]+")
-_NUMBER = re.compile(r"(?<![\w.,])[+-][\d,]*\.?\d+")
+_NUMBER = re.compile(r"(?<![\w.,])[+-][\d,]*\.?\d+(e\d+)?")
 
 TitledRows = tuple[str, Sequence[Sequence[str]]]
 """A title above rows, which may be empty, and the rows, each with a LaTeX text for each column."""
@@ -36,8 +36,12 @@ def number(text: str) -> str:
 
 
 def signed_number(text: str) -> str:
-    """Return one number with its sign, such as ``-1,234.5``, as a formula, in which a bare comma would take a space."""
-    return f"${text.replace(',', '{,}')}$"
+    """Return one number with its sign, such as ``-1,234.5`` or ``+2.934e9``, as a formula.
+
+    A bare comma would take a space there, and a bare e be a variable.
+    """
+    formula = text.replace(",", "{,}").replace("e", r"\mathrm{e}")
+    return f"${formula}$"
 
 
 def table(headings: Sequence[str], parts: Sequence[TitledRows], caption: str, label: str, words: int = 1) -> str:

@@ -15,7 +15,7 @@ from raypfl.evaluation.protocols import BACKDOOR
 from raypfl.federation.robustness import ATTACKS
 from raypfl.results.numbers import runs_together
 from raypfl.results.run_groups import RunGroup, seeds_together
-from raypfl.results.units import TableCell, Unit, over_seeds
+from raypfl.results.units import TableCell, Unit, number_text, over_seeds
 
 MODELS = ("personal", "global")
 
@@ -131,7 +131,7 @@ def _cells(
     means = [mean for mean in map(fmean, rivals) if not isnan(mean)]
     best_mean = None
     if len(rivals) > 1 and means:
-        best_mean = f"{min(means) if measures.lower_is_better(aggregate) else max(means):,.{digits}f}"
+        best_mean = number_text(min(means) if measures.lower_is_better(aggregate) else max(means), digits)
     return [
         over_seeds(seeds, digits, best_mean if competes else None)
         for seeds, competes in zip(scores, compete, strict=True)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import floor, isfinite, isnan, log10, nan
+from math import floor, inf, isfinite, isnan, log10, nan
 from statistics import fmean, stdev
 
 from raypfl.learning.objectives import Metric
 
 _SIGNIFICANT = 3
+
+LARGE = 1e6
+"""From here on, numbers of a metric have a power of ten, such as the squared errors of prices."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +55,15 @@ class Unit:
         return isnan(value), -value if self.metric.higher_is_better else value
 
     def digits(self, values: Iterable[float]) -> int:
-        """Return the decimals of numbers in this unit: one for a share, else enough for three significant digits."""
+        """Return the decimals of numbers in this unit: one for a share, else enough for three significant digits.
+
+        -1: some are so large that they need a power of ten; see `number_text`.
+        """
         largest = max((abs(value) for value in values if isfinite(value)), default=0.0)
         if self.metric.percent or not largest:
             return 1
+        if largest >= LARGE:
+            return -1
         return min(max(_SIGNIFICANT - 1 - floor(log10(largest)), 0), 9)
 
     def text(self, *seeds: float) -> str:
@@ -93,9 +101,23 @@ def over_seeds(values: Sequence[float], digits: int = 1, best: str | None = None
     if not values:
         return TableCell("–")
 
-    mean = f"{fmean(values):,.{digits}f}"
-    spread = f"{deviation(values):.{digits}f}" if len(values) > 1 else ""
+    mean = number_text(fmean(values), digits)
+    spread = number_text(deviation(values), digits) if len(values) > 1 else ""
     return TableCell(mean, spread, mean == best)
+
+
+def number_text(value: float, digits: int, sign: str = "") -> str:
+    """Return a number with so many decimals: ``"2,900.5"``; with -1, ``"2,900"`` or, if it is large, ``"2.934e9"``.
+
+    Parameters
+    ----------
+    sign : ``"+"``: positive numbers have a sign, too.
+    """
+    if digits < 0 and LARGE <= abs(value) < inf:
+        mantissa, _, exponent = f"{value:{sign}.3e}".partition("e")
+        return f"{mantissa}e{int(exponent)}"
+    decimals = max(digits, 0)
+    return f"{round(value, decimals) + 0.0:{sign},.{decimals}f}"  # never -0.0
 
 
 def megabyte_digits(values: Iterable[float]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from dataclasses import replace
+from math import inf
 from statistics import fmean, stdev
 from xml.etree import ElementTree
 
@@ -30,7 +31,7 @@ from raypfl.results.report import write
 from raypfl.results.report.lead import lead_of
 from raypfl.results.report.parts import part_of
 from raypfl.results.run_groups import group_runs, methods_without_result
-from raypfl.results.table import result_columns, result_rows
+from raypfl.results.table import Column, result_columns, result_rows
 from raypfl.runs.result import RunResult
 from raypfl.storage.columns import Columns
 from raypfl.storage.tables import to_arrow
@@ -157,6 +158,19 @@ def test_lower_is_ahead_where_lower_is_better():
     worse = [*with_columns(errors[:3], mse=2.0), *with_columns(errors[3:], mse=1.0)]
     row = of_local_protocol(differences(group_runs(worse), "fedavg"))
     assert (row.mean, row.seeds_ahead, row.draws_ahead) == (-1, 3, 1)
+
+
+def test_errors_of_large_targets_are_printed_with_four_digits_and_a_power_of_ten():
+    runs = [replace(run, experiment=run.experiment.override(["objective=regression"])) for run in runs_at(ISSUE)]
+    groups = group_runs([*with_columns(runs[:3], mse=2.93412e10), *with_columns(runs[3:], mse=841234.0)])
+    (local, _) = result_rows(groups, [Column("global", model="global")])
+    assert [str(cell) for (cell,) in local.rows.values()] == ["2.934e10±0", "841,234±0"]
+    unit = groups[0].unit
+    assert (unit.text(2.9e9), unit.text(999_999.0), unit.text(inf)) == ("2.900e9", "999,999", "inf")
+
+    row = of_local_protocol(differences(groups, "fedavg"))
+    assert row.text(row.mean) == "-2.934e10" and latex.signed_number("-2.934e10") == r"$-2.934\mathrm{e}10$"
+    assert latex.number("+2.934e10±1.2") == r"$+2.934\mathrm{e}10$ $\pm$ 1.2"
 
 
 def test_only_seeds_on_the_same_data_are_paired_and_the_others_are_named():

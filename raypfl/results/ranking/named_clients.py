@@ -9,7 +9,7 @@ from statistics import fmean
 
 from raypfl.results.numbers import client_scores, evaluated_rows
 from raypfl.results.run_groups import RunGroup
-from raypfl.results.units import TableCell, over_seeds
+from raypfl.results.units import TableCell, number_text, over_seeds
 
 MOST_CLIENTS = 60
 """Most clients of whom there is a table."""
@@ -62,8 +62,8 @@ class ClientTable:
         """Return a client's scores as they are printed, the difference with its sign."""
         cells = [over_seeds(seeds, self.digits) for seeds in client.scores]
         if self.compared and client.scores[-1]:
-            mean = round(fmean(client.scores[-1]), self.digits) + 0.0  # never -0.0
-            cells[-1] = replace(cells[-1], mean=f"{mean:+,.{self.digits}f}")
+            mean = number_text(fmean(client.scores[-1]), self.digits, "+")
+            cells[-1] = replace(cells[-1], mean=mean)
         return cells
 
 

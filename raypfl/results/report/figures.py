@@ -27,6 +27,7 @@ from raypfl.results.numbers import (
 )
 from raypfl.results.report.tables import protocol_name
 from raypfl.results.run_groups import RunGroup
+from raypfl.results.units import number_text
 
 NARROW = (380, 290)
 """CSS pixels of a figure that shares its row or fills a phone."""
@@ -272,7 +273,7 @@ def _gain_caption(group: RunGroup, scores: np.ndarray) -> str:
         better, worse = worse, better
 
     mean = float(gains.mean())
-    gain = f"{mean:+.{unit.digits([mean])}f}".replace("-", "−")
+    gain = number_text(mean, unit.digits([mean]), "+").replace("-", "−")
     if unit.metric.percent:
         gain += " points"
     return f"Better for {better:,} of {len(scores):,} clients, worse for {worse:,}; on average {gain}."

@@ -21,7 +21,7 @@ from raypfl.results.report.parts import Part
 from raypfl.results.run_groups import RunGroup
 from raypfl.results.setting_text import applicable_settings, options_at_default
 from raypfl.results.table import result_columns, result_rows
-from raypfl.results.units import TableCell, Unit, capitalised, megabyte_digits, over_seeds
+from raypfl.results.units import TableCell, Unit, capitalised, megabyte_digits, number_text, over_seeds
 
 _MOST_ROUNDS = 20  # in the table of the curves' values
 _MOST_LOGGED_ROWS = 20
@@ -221,7 +221,7 @@ def curve_values(groups: Sequence[RunGroup], protocol: str) -> tuple[list[str], 
         values = []
         for by_round in curves.values():
             if round in by_round:
-                values.append(f"{by_round[round]:.{digits}f}")
+                values.append(number_text(by_round[round], digits))
             else:
                 values.append("–")
         rows.append((round, values))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from raypfl.results.ranking.standings import Standing
+from raypfl.results.units import LARGE, number_text
 from raypfl.studies.description import PublishedTable, Study
 from raypfl.studies.table.entries import TableEntry
 from raypfl.studies.table.notes import PENDING, NoteList, notes_on
@@ -132,7 +133,7 @@ def _standing_texts(standing: Standing | None) -> list[str]:
         return [EMPTY] * len(_STANDING_LINES)
     first, last = standing.rank_interval
     low, high = standing.interval
-    texts = [f"{standing.rank} ({first} to {last})", f"{low:.2f} to {high:.2f}"]
+    texts = [f"{standing.rank} ({first} to {last})", f"{_text(low)} to {_text(high)}"]
     if standing.is_best:
         return [*texts, EMPTY, EMPTY]
     behind_low, behind_high = map(_signed, standing.difference_interval)
@@ -151,7 +152,7 @@ def _measured(entry: TableEntry) -> str:
 
 
 def _number(value: float, spread: float | None) -> str:
-    return f"{value:.2f}" if spread is None else f"{value:.2f}±{spread:.2f}"
+    return _text(value) if spread is None else f"{_text(value)}±{_text(spread)}"
 
 
 def _gap(entry: TableEntry) -> str:
@@ -163,5 +164,8 @@ def _gap(entry: TableEntry) -> str:
 
 
 def _signed(value: float) -> str:
-    # Adding 0.0 turns -0.0 into 0.0, so that -0.00 is never shown.
-    return f"{round(value, 2) + 0.0:+.2f}"
+    return _text(value, "+")
+
+
+def _text(value: float, sign: str = "") -> str:
+    return number_text(value, -1 if abs(value) >= LARGE else 2, sign)
