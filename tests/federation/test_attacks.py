@@ -274,6 +274,13 @@ def test_settings_that_do_not_fit_are_refused(tmp_path, changes, message):
         experiment(tmp_path, method="fedavg", **changes)
 
 
+@pytest.mark.parametrize("changes", [{"aggregation": "median"}, {"privacy__secure_aggregation": True}])
+def test_messages_that_come_after_a_warm_up_are_refused_before_it(tmp_path, changes):
+    described = experiment(tmp_path, method="pfedsim", rounds=100, **changes)
+    with pytest.raises(ConfigError, match=r"PFedSim.train_own .* returns 'model' as a row for each client"):
+        check([described])
+
+
 def test_labels_that_are_no_classes_are_refused(tmp_path):
     (tmp_path / "people.csv").write_text("age,income\n" + "\n".join(f"{20 + i},{1000.5 * i}" for i in range(12)))
     table = f"{{name: table, root: {tmp_path}, target: income}}"

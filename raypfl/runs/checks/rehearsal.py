@@ -58,9 +58,9 @@ class Rehearsal:
         """Return a rehearsal of as many clients as a cohort has, but of no more than are needed."""
         return cls(prepared, min(FEW_CLIENTS, prepared.cohort_size))
 
-    def train(self) -> int:
-        """Run a round; return its number of exchanges."""
-        self._round += 1
+    def train(self, number: int | None = None) -> int:
+        """Run a round of this number, or the next one; return its number of exchanges."""
+        self._round = self._round + 1 if number is None else number
         clients = self._largest(self._task.num_samples)
         cohort = Cohort(self._runner, clients, (), self._round, self._prepared.experiment.training.lr)
         self._method.round(self._server, cohort)
@@ -225,6 +225,8 @@ def _loads_of_architectures(prepared: Prepared) -> Loads | None:
 def refuse_rehearsed(prepared: Prepared, error_class: type[MethodError]) -> None:
     """Rehearse a round and an evaluation, since only they tell what a method's clients send and read.
 
+    The run's last round, too, which may follow a warm-up.
+
     Raises
     ------
     ConfigError : for an error of this class.
@@ -235,6 +237,7 @@ def refuse_rehearsed(prepared: Prepared, error_class: type[MethodError]) -> None
             rehearsal = Rehearsal.of_cohort(prepared)
             rehearsal.train()
             rehearsal.evaluate(experiment.evaluation.protocols)
+            rehearsal.train(experiment.rounds)
     except error_class as error:
         raise ConfigError(with_location(error)) from error
     # Any other failure is left to the run itself, which reports it with its round and client.
