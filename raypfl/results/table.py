@@ -154,15 +154,12 @@ def legend(groups: Sequence[RunGroup]) -> list[str]:
 def shared_seconds(groups: Sequence[RunGroup]) -> list[str]:
     """Return what the seconds of runs are that advanced together, if any did: not what a run takes on its own."""
     labels = [group.label for group in groups if runs_together(group) > 1]
-    if not labels:
-        return []
-    whose = ""
-    if len(labels) < len(groups):
-        whose = f" of {series(labels)}"
-    return [
+    whose = f" of {series(labels)}" if 0 < len(labels) < len(groups) else ""
+    sentence = (
         f"The runs{whose} advanced together: their seconds are their own turns and a share of what was trained at "
         "once. That is not what a run takes on its own, and does not show how seeds differ."
-    ]
+    )
+    return [sentence] if labels else []
 
 
 def attack_sentences(groups: Sequence[RunGroup]) -> list[str]:

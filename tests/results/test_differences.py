@@ -24,8 +24,9 @@ from raypfl.integrations.tracking.entries import (
     comparison_scores,
     run_score,
 )
-from raypfl.results import bootstrap, latex
+from raypfl.results import bootstrap
 from raypfl.results.differences import Difference, differences, find_baseline, find_label, remarks
+from raypfl.results.display import latex
 from raypfl.results.display.compare import compare
 from raypfl.results.report import write
 from raypfl.results.report.lead import lead_of

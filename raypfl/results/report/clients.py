@@ -9,7 +9,7 @@ from typing import Any
 from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.data import summarised
 from raypfl.data.summary import Summary
-from raypfl.results import latex
+from raypfl.results.display import latex
 from raypfl.results.ranking.named_clients import MOST_CLIENTS, ClientTable, client_table
 from raypfl.results.report import export
 from raypfl.results.report.parts import Part

@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from raypfl.results import latex
+from raypfl.results.display import latex
 from raypfl.results.display.fitting import width_of
 from raypfl.studies.table.layout import AGAINST_THE_BEST, StudyTable, TableBlock
 

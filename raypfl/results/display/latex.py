@@ -36,10 +36,7 @@ def number(text: str) -> str:
 
 
 def signed_number(text: str) -> str:
-    """Return one number with its sign, such as ``-1,234.5`` or ``+2.934e9``, as a formula.
-
-    A bare comma would take a space there, and a bare e be a variable.
-    """
+    """Return a number such as ``-1,234.5`` or ``+2.9e9`` as a formula, in which a comma would have a space after it."""
     formula = text.replace(",", "{,}").replace("e", r"\mathrm{e}")
     return f"${formula}$"
 
