@@ -33,6 +33,7 @@ BUFFERED = {
     # Clients of several rounds train at once.
     "engine__executor": "vectorised",
 }
+BATCH_NORM = "{name: resnet10, width: 4, stem: cifar}"
 EQUAL = {
     "devices__hardware": "{name: lognormal, speed_spread: 0, bandwidth_spread: 0}",
     "training__steps": 3,
@@ -239,6 +240,7 @@ def test_a_rehearsal_tells_whether_clients_with_different_models_can_train_in_on
         # The first half of its rounds are FedAvg's.
         ({"method": "pfedsim"}, "gets 'model' as a Scatter"),
         ({"method": "feddyn"}, "FedDyn keeps on the server .* Set asynchronous.staleness=constant"),
+        ({"model": BATCH_NORM}, r"the variances of batch norm \(.*bn1.running_var\) negative. Set asynchronous.mixing"),
         ({"asynchronous__buffer": 21}, "asynchronous.buffer is 21, but after 20 replies of round 1 no client is left"),
         ({"devices__partial_work": 0.5}, "devices.partial_work is for synchronous rounds"),
         ({"privacy__noise": 1.0}, "privacy.noise is for synchronous rounds"),
@@ -251,6 +253,14 @@ def test_a_rehearsal_tells_whether_clients_with_different_models_can_train_in_on
 def test_what_asynchronous_rounds_cannot_do_is_refused_before_a_run(tmp_path, changes, problem):
     with pytest.raises(ConfigError, match=problem):
         raypfl.run(buffered(tmp_path, **changes))
+
+
+@pytest.mark.parametrize("changes", [{"asynchronous__mixing": 0.6}, {"method": "fedbn"}, {"method": "local"}])
+def test_late_replies_keep_variances_of_batch_norm_above_zero(tmp_path, changes):
+    settings = {"model": BATCH_NORM, "training__smallest_batch": 2, "training__steps": 2, "rounds": 8} | changes
+    result = raypfl.run(buffered(tmp_path, **settings))
+    assert max(map(max, result.rounds["staleness"].to_pylist())) > 1
+    assert np.isfinite(result.evaluations["loss"].to_numpy()).all()
 
 
 class NeedsAnOption(FedAvg):

@@ -61,6 +61,7 @@ def refuse_unusable_replies(prepared: Prepared) -> dict[str, Any] | None:
         )
         raise ConfigError(str(error)) from error
 
+    _refuse_statistics(prepared)
     with (
         threads(threads_of_server(experiment)),
         explain_user_errors("in a rehearsed round", function=experiment.method.round),
@@ -72,6 +73,27 @@ def refuse_unusable_replies(prepared: Prepared) -> dict[str, Any] | None:
             raise ConfigError(with_location(error)) from error
         except MethodError as error:
             raise ConfigError(with_location(error)) from error
+
+
+def _refuse_statistics(prepared: Prepared) -> None:
+    """Raise a ConfigError if late replies could make a variance of batch norm negative: such a model's outputs are NaN.
+
+    A reply's variance may have fallen by more than is left of the current one. With `mixing`, models are averaged.
+    """
+    experiment = prepared.experiment
+    if experiment.asynchronous.mixing is not None:
+        return
+
+    model = prepared.task.model
+    exchanged = experiment.method.exchanged(model)
+    for name, segment in model.segments.items():
+        if name.endswith("running_var") and bool(exchanged[segment.start : segment.stop].any()):
+            raise ConfigError(
+                f"In asynchronous rounds, the model moves by how far clients got from older ones, which could make "
+                f"the variances of batch norm ({name}) negative. Set asynchronous.mixing, such as 0.6, with which "
+                "models are averaged, or choose group norm (norm: group), a network without batch norm, or a method "
+                "whose clients keep theirs, such as fedbn."
+            )
 
 
 def _refuse_several_exchanges(prepared: Prepared) -> None:
