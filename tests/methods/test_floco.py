@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from raypfl.common.errors import ConfigError
+from raypfl.federation.settings import FailureSettings
 from raypfl.methods import FedAvg, Floco, FlocoPlus
 from raypfl.methods.partial_models.floco import principal_components, spread_points
 from raypfl.methods.simplex import on_simplex
@@ -85,6 +86,28 @@ def test_rounds_of_floco_by_hand(executor):
     assert sent_per_client(fed.ledger, 0) == {("down", "sent"): numbers, ("up", "theta"): numbers}
     assert sent_per_client(fed.ledger, 1)["up", "update"] == M * CLASSES * 5
     assert sent_per_client(fed.ledger, 2)["down", "mixture"] == M
+
+
+class WithoutTheThird(Floco):
+    """Floco in which client 2 fails where the endpoints of all clients are asked for."""
+
+    def train_endpoints(self, clients, sent):
+        if 2 in clients.ids:
+            raise RuntimeError("out of power")
+        return super().train_endpoints(clients, sent)
+
+
+def test_a_skipped_client_stays_at_the_centre_and_moves_no_others_mixture():
+    options = {"endpoints": 3, "subspace_round": 1}
+    failures = FailureSettings(on_client_failure="skip", retries=0)
+    fed = run_method(WithoutTheThird(**options), [0, 1, 3], [0, 1, 3], training=FP64, failures=failures)
+    assert list(fed.cohorts[-1].failed) == [2]
+
+    clients = fed.clients([0, 1, 3], 1)
+    updates = fed.method.train_endpoints(clients, fed.server["theta"][~fed.model.mask("3.mixture")])["update"].rows
+    others = spread_points(principal_components(updates.as_subclass(torch.Tensor), 3))
+    assert_close(fed.server["mixtures"][[0, 1, 3]], others)
+    assert_close(fed.server["mixtures"][2], torch.full((3,), 1 / 3, dtype=torch.float64))
 
 
 def test_points_of_the_simplex_are_spread():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -75,9 +76,12 @@ class Floco(FedAvg):
         last = self.subspace_round or max(cohort.task.rounds // 2, 1)
         if mixtures is None and cohort.round >= last:
             updates = cohort.run_everyone(self.train_endpoints, sent=server["theta"][shared])["update"]
-            points = spread_points(principal_components(updates, self.endpoints))
+            # A client that was skipped, whose row is zeros, stays at the centre.
+            replied = ~np.isin(cohort.task.trained, list(cohort.failed))
+            points = spread_points(principal_components(updates[torch.from_numpy(replied)], self.endpoints))
             everyone = points.new_full((cohort.task.num_clients, self.endpoints), 1 / self.endpoints)
-            server["mixtures"] = everyone.index_copy(0, torch.from_numpy(cohort.task.trained).to(points.device), points)
+            everyone[cohort.task.trained[replied]] = points
+            server["mixtures"] = everyone
 
     def train(self, clients: Clients, sent: Tensor, mixture: Tensor | None = None) -> dict[str, Mean]:
         trained = self.trained(clients, self.received(clients, sent), mixture)
