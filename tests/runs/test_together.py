@@ -19,7 +19,7 @@ from raypfl.methods import METHODS
 from raypfl.runs.records import write_description
 from raypfl.runs.result import RunResult
 from raypfl.runs.several import resume
-from raypfl.runs.several.costs import COSTS
+from raypfl.runs.several.costs import COSTS, costs_of, cpu_seconds
 from raypfl.runs.several.processes import shares
 from raypfl.runs.several.worker import PlannedRun, carry_out
 from raypfl.runs.together import parts
@@ -330,3 +330,20 @@ def test_a_finished_run_whose_costs_cannot_be_written_is_finished(tmp_path):
     (folder / COSTS).mkdir(parents=True)  # writing to it raises an OSError, as on a full disk
     (outcome,) = carry_out([PlannedRun(folder, described, is_shared=True)], [[]])
     assert outcome.error is None and outcome.status == "finished"
+
+
+def test_cpu_seconds_are_unknown_if_a_process_that_worked_on_the_run_did_not_record_its_own(tmp_path):
+    described = experiment(tmp_path, rounds=1, engine__backend="inline")
+    folder = tmp_path / "cell"
+    whole = PlannedRun(folder, described, is_shared=True)
+    carry_out([whole], [[]])
+    assert cpu_seconds([folder]) > 0 and cpu_seconds([folder, tmp_path / "never run"]) is None
+
+    lines = (folder / COSTS).read_text().splitlines()
+    assert len(list(filter(None, lines))) == 2
+    lost, cut_off = lines[:-1], [*lines[:-1], lines[-1][:20]]
+    for rounds, written in ((2, lost), (3, cut_off)):
+        (folder / COSTS).write_text("\n".join(written))
+        longer = described.replace(rounds=rounds)
+        carry_out([PlannedRun(folder, longer, [f"rounds={rounds}"], is_shared=True)], [[]])
+        assert cpu_seconds([folder]) is None and len(costs_of(folder)) > 1

@@ -7,11 +7,11 @@ starts is then a KeyboardInterrupt here rather than in Ray.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -124,32 +124,35 @@ def _start_or_continue(run: PlannedRun, listeners: Sequence[Listener], place: Pl
         listeners = [*listeners, run.early_end]
     with contextlib.ExitStack() as stack:
         if run.is_shared and not is_complete_as(run.folder, run.experiment):
-            stack.enter_context(_recorded_costs(run, place))
+            listeners = [*listeners, stack.enter_context(_recorded_costs(run, place))]
         if (run.folder / DESCRIPTION).exists():
             return driver.resume(run.folder, listeners=listeners, overrides=run.changes, place=place)
         return driver.run(run.experiment, listeners=listeners, run_dir=run.folder, place=place)
 
 
 @contextlib.contextmanager
-def _recorded_costs(run: PlannedRun, place: Place | None) -> Iterator[None]:
-    """Add a line to the run's costs when it ends; its CPU seconds are unknown where actors do the work."""
+def _recorded_costs(run: PlannedRun, place: Place | None) -> Iterator[Listener]:
+    """Record the run's costs; the listener to its events notes that they are unknown until its end.
+
+    The CPU seconds stay unknown where actors do the work.
+    """
     from raypfl.common.checkout import commit
-    from raypfl.runs.several.costs import COSTS
+    from raypfl.engine.events import RunStarted
+    from raypfl.runs.several.costs import add_costs
+
+    add = partial(add_costs, run.folder, uuid.uuid4().hex, commit(Path(__file__).parents[2]))
+
+    def note_start(event: Event) -> None:
+        if isinstance(event, RunStarted):
+            add(None)
 
     clock = time.process_time if place is None else place.cpu_clock
     start = clock()
     try:
-        yield
+        yield note_start
     finally:
-        cpu_seconds = None
-        if place is not None or run.experiment.engine.backend == "inline":
-            cpu_seconds = round(clock() - start, 1)
-        costs = {"commit": commit(Path(__file__).parents[2]), "cpu_seconds": cpu_seconds}
-        # A run that was refused has no folder. On a full disk, the run's own end says more than an error here.
-        with contextlib.suppress(OSError):
-            if run.folder.is_dir():
-                with (run.folder / COSTS).open("a") as file:
-                    file.write(json.dumps(costs) + "\n")
+        is_known = place is not None or run.experiment.engine.backend == "inline"
+        add(round(clock() - start, 1) if is_known else None)
 
 
 def _reraise(result: RunResult | Exception | None) -> RunResult | None:
