@@ -15,7 +15,8 @@ from raypfl.federation.robustness import Aggregation, LabelAttack, UpdateAttack,
 from raypfl.federation.robustness.attacks import Boost, InnerProduct, SignFlip, poisoned_labels
 from raypfl.federation.robustness.rules import Clipping, Krum, Median
 from raypfl.federation.settings import FailureSettings
-from raypfl.methods import FedAvg
+from raypfl.methods import IFCA, FedAvg
+from raypfl.methods.clustered_models.models_of_clusters import best_models
 from raypfl.results.run_groups import group_runs
 from raypfl.results.table import legend
 from raypfl.runs.driver import check
@@ -117,6 +118,24 @@ def test_messages_without_numbers_are_not_attacked():
 
     reply = federation(MixedKinds(), wire=Wire(Checking(), None, MALICIOUS)).run_rounds(None)["reply"]
     assert reply["nothing"].shape == (5, 0)
+
+
+def test_models_that_a_client_did_not_train_are_in_no_attackers_honest_mean():
+    fed = federation(IFCA(clusters=2, weighting="uniform"), wire=Wire(InnerProduct(scale=0.5), None, MALICIOUS))
+    plain = federation(IFCA(clusters=2, weighting="uniform"))
+    models = plain.method.start(plain.task)["models"]
+    _, choice = best_models(plain.clients(), models)
+    assert set(choice.tolist()) == {0, 1}
+    rows = plain.method.train(plain.clients(), models)
+
+    # Their update of a model is all of it: it has no argument of its name.
+    attacked = fed.run_rounds(None)["models"]
+    for number in range(len(models)):
+        members = choice.as_subclass(torch.Tensor) == number
+        honest = rows[f"model_{number}"].rows.as_subclass(torch.Tensor)[members & ~torch.from_numpy(MALICIOUS)]
+        num_malicious = int((members & torch.from_numpy(MALICIOUS)).sum())
+        expected = (honest.sum(0) - 0.5 * num_malicious * honest.mean(0)) / members.sum()
+        assert torch.allclose(attacked[number], expected, rtol=1e-12, atol=1e-14)
 
 
 def test_a_client_that_failed_is_neither_honest_nor_malicious():

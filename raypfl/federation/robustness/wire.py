@@ -39,9 +39,9 @@ class Messages:
     generator: torch.Generator
 
     @property
-    def is_sent(self) -> np.ndarray:
-        """Which clients sent the message, ``bool[C]``."""
-        return ~np.isnan(self.weights)
+    def counts(self) -> np.ndarray:
+        """Which clients' rows count, ``bool[C]``: a row that was not sent, or has a weight of 0, does not."""
+        return self.weights > 0
 
     def before(self) -> Tensor:
         """Return what the clients were sent, ``[1, ...]`` or ``[C, ...]``; zeros if nothing of a message's shape."""
@@ -101,7 +101,7 @@ class Wire:
                 f"aggregation is {type(self.aggregation).__name__}, which bounds changes of what all clients were "
                 "sent, but this method sends each client something of its own. Choose another rule, such as median."
             )
-        counts = torch.from_numpy(messages.weights > 0)
+        counts = torch.from_numpy(messages.counts)
         combined = self.aggregation.combine(_flat(rows)[counts], before[0].flatten())
         if not isinstance(combined, Tensor) or combined.numel() != rows[0].numel():
             must_return = f"one row, as a client sends it: {[rows[0].numel()]}"
@@ -113,10 +113,10 @@ class Wire:
         can_be_forged = messages.rows.is_floating_point() and messages.rows.numel() > 0
         if self.attack is None or not can_be_forged:
             return messages.rows
-        is_malicious = torch.from_numpy(self.malicious[messages.clients] & messages.is_sent)
+        is_malicious = torch.from_numpy(self.malicious[messages.clients] & messages.counts)
         if not is_malicious.any():
             return messages.rows
-        is_honest = torch.from_numpy(messages.is_sent) & ~is_malicious
+        is_honest = torch.from_numpy(messages.counts) & ~is_malicious
 
         rows = _flat(messages.rows)
         before = _flat(messages.before()).expand_as(rows)
