@@ -13,11 +13,13 @@ from typing import Any
 from raypfl.common.counting import numbered
 from raypfl.common.errors import ConfigError, did_you_mean
 from raypfl.common.user_modules import digest_of_file, modules_named_in
+from raypfl.data.datasets import DATASETS
 from raypfl.evaluation.masking import with_masks
 from raypfl.experiment import Experiment, experiments
 from raypfl.experiment.assignments import assign, flatten, parse_assignments
 from raypfl.experiment.checks.effects import drop_idle, paths_set_in
 from raypfl.experiment.checks.limits import aggregates
+from raypfl.experiment.components import options_of
 from raypfl.experiment.identity import deciding_settings
 from raypfl.studies.description import Study, Variation, is_source, merged, plain_label
 
@@ -208,7 +210,11 @@ def _relocated(data: Any, datasets: Mapping[str, Any]) -> Any:
         return section
     if not isinstance(location, Mapping):
         location = {"root": location}
-    return merged(section, location)
+    # A copy in another format has none of the options that only the replaced reader has.
+    reader = DATASETS.get(location.get("name", section["name"]))
+    foreign = options_of(DATASETS.get(section["name"])).keys() - options_of(reader).keys()
+    kept = {name: value for name, value in section.items() if name not in foreign}
+    return merged(kept, location)
 
 
 def _cells(study: Study, down: str, across: str, assignments: Sequence[str]) -> list[StudyCell]:

@@ -218,6 +218,12 @@ def test_each_data_set_of_a_study_may_have_its_own_folder_and_format():
     assert (pools["auxiliary"]["name"], pools["auxiliary"]["root"]) == ("cifar100", "/hundred")
     assert pools["validation"] == 0.1 and pools["ood/cifar10_1"]["root"] is None
 
+    copy = "datasets.image_folder={name: parquet, root: /domains, group: domain}"
+    cell, *_ = cells_of("perada-table1", copy, "data.cache=/cache", only=("PerAda", "Office-Home"))
+    data = cell.experiment.to_dict()["data"]
+    assert (data["name"], data["root"], data["group"], data["size"]) == ("parquet", "/domains", "domain", 224)
+    assert "layout" not in data  # an option of image_folder's alone
+
     with pytest.raises(ConfigError, match=r"datasets.cifar is set, but no cell reads .* did you mean 'cifar10"):
         cells_of("perada-table1", "datasets.cifar=/x", only=("CIFAR-10",))
 
