@@ -33,7 +33,7 @@ class IncompleteError(MethodError, NotImplementedError):
 
 
 class UserCodeError(Refused):
-    """Error for a user's function that failed before the first round; the run leaves nothing behind."""
+    """Error for a user's function that failed while a run was prepared; the run leaves nothing behind."""
 
 
 class ListenerError(RaypflError):

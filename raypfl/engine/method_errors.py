@@ -15,20 +15,18 @@ from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import Method
 
 
-def server_failure(method: Method, error: Exception, round: int, is_evaluation: bool, last_exchange: str) -> str:
+def server_failure(
+    method: Method, error: Exception, when: str, function: Callable[..., Any] | None, last_exchange: str = ""
+) -> str:
     """Describe an error that the method raised on the server: what failed and where.
 
     Parameters
     ----------
-    round : the round that failed or, in an evaluation, the one before it.
+    when : when it failed, as ``"in round 3"``.
+    function : the method's function that was called; None: one of several.
     last_exchange : a sentence with the shapes of the last exchange; may be empty.
     """
-    if is_evaluation:
-        when = f"in the evaluation after round {round}"
-        failure = describe_failure(error, when, None)
-    else:
-        when = f"in round {round}"
-        failure = describe_failure(error, when, method.round)
+    failure = describe_failure(error, when, function)
     if failure is None:
         failure = f"{type(method).__name__} failed on the server {when}:\n{traceback_text(error)}"
     return f"{failure}\n{last_exchange}".rstrip()

@@ -13,7 +13,7 @@ from raypfl.common.counting import counted
 from raypfl.common.errors import CheckpointError, Diverged, EmptyCohort, LostState, MethodError, RaypflError, Stopped
 from raypfl.common.global_draws import AT_START, ON_SERVER, refuse_unkeyed
 from raypfl.common.stopping import signals_deferred
-from raypfl.common.user_code import explain_user_errors, with_location
+from raypfl.common.user_code import with_location
 from raypfl.devices import ClientTurns
 from raypfl.engine.building.analysing import Analyses
 from raypfl.engine.building.rounds import rounds_for
@@ -78,43 +78,58 @@ class Server:
         ------
         RaypflError : if the run cannot begin, so that there is nothing to save.
         """
-        self._restore_or_start()
+        start_failure = self._restore_or_start()
         try:
             facts = self._facts | self._metadata
             self._emit(RunStarted(self._job.name, self._job.run_dir, self._experiment, facts, self._state.round))
         except Stopped:
-            return self._end("stopped")
+            return self._end("stopped", save=start_failure is None)
 
-        while True:
+        while start_failure is None:
             try:
                 return self._run_rounds()
             # Running the rounds since the checkpoint again gives the same bits.
             except LostState as error:
                 reached = self._state.round
-                self._restore_or_start()
+                start_failure = self._restore_or_start()
                 back = counted(reached - self._state.round, "round")
                 self._warn(f"{error} Going on from round {self._state.round} again, {back} back.")
+        return self._end("failed", start_failure)
 
-    def _restore_or_start(self) -> None:
-        """Go back to the newest checkpoint or, without one, to the start of the run."""
+    def _restore_or_start(self) -> str | None:
+        """Go back to the newest checkpoint or, without one, to the start of the run; return how the start failed.
+
+        Raises
+        ------
+        RaypflError : if the run is refused, or its checkpoints are another run's.
+        """
         if self._checkpoints.restore():
-            return
-
-        start = self._method.start
-        with (
-            explain_user_errors("before round 1", function=start),
-            refuse_unkeyed(start, self._task.model.device, AT_START),
-        ):
-            server_state = start(self._task)
-        refuse_start(start, server_state)
-        server_state = as_saved(server_state)
+            return None
 
         columns = columns_of_rounds(self._turns.has_clock, self._experiment.asynchronous.buffer is not None)
         tables = RunTables(self._evaluator.measures.column_types, columns=columns)
-        self._state.go_to(0, 0.0, server_state, tables)
+        self._state.go_to(0, 0.0, {}, tables)
         self._evaluator.restore(None)
-        tables.add_logged(0, self._analyses.start(server_state))
         self._rounds.restore({})
+        try:
+            self._start()
+        except MethodError as error:
+            return with_location(error)
+        except RaypflError:
+            raise
+        except Exception as error:
+            return server_failure(self._method, error, "before round 1", self._method.start)
+        return None
+
+    def _start(self) -> None:
+        """Let the method and the analyses start."""
+        start = self._method.start
+        with refuse_unkeyed(start, self._task.model.device, AT_START):
+            server_state = start(self._task)
+        refuse_start(start, server_state)
+        state = self._state
+        state.server = as_saved(server_state)
+        state.tables.add_logged(0, self._analyses.start(state.server))
 
     def _run_rounds(self) -> RunFinished:
         """Run the remaining rounds, with their evaluations and checkpoints, and end the run."""
@@ -140,9 +155,12 @@ class Server:
         except RaypflError as error:
             return self._end("failed", str(error))
         except Exception as error:
-            is_evaluation = self._is_evaluation_due()
-            failed = self._state.round if is_evaluation else self._state.round + 1
-            failure = server_failure(self._method, error, failed, is_evaluation, self._runner.last_exchange)
+            when = f"in round {self._state.round + 1}"
+            function: Callable[..., Any] | None = self._method.round
+            if self._is_evaluation_due():
+                when = f"in the evaluation after round {self._state.round}"
+                function = None
+            failure = server_failure(self._method, error, when, function, self._runner.last_exchange)
             return self._end("failed", failure)
 
     def _goes_on(self) -> bool:
@@ -229,8 +247,10 @@ class Server:
         """Write a checkpoint if the last round has none, and emit the event of the run's end, with all tables."""
         # A dict keeps each sentence once: saving and reading may fail with the same one.
         problems = dict.fromkeys([error] if error else [])
+        # A method is mended after a failure, and a run that has no finished round then starts with the mended one.
+        is_begun = status != "failed" or self._state.round > 0
         try:
-            if save:
+            if save and is_begun:
                 self._checkpoints.save_unless_saved()
         except CheckpointError as problem:
             problems[str(problem)] = None

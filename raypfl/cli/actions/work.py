@@ -16,7 +16,7 @@ from raypfl.learning.objectives.regression import STANDARDISE
 from raypfl.results.display.outcome import nearby
 from raypfl.results.labels import labels
 from raypfl.runs.folders import ComparisonFolder
-from raypfl.runs.records import DESCRIPTION, divergence, is_finished, rounds_saved
+from raypfl.runs.records import DESCRIPTION, divergence, ended_at_once, is_finished, rounds_saved
 from raypfl.runs.result import RunResult
 from raypfl.runs.resuming import command_with_changes, is_complete_as
 from raypfl.runs.several.worker import STOPPED, RunOutcome
@@ -84,6 +84,11 @@ class Work:
         command = ["raypfl", "resume", str(nearby(self.folder)), *self.changes]
         return f"To continue: {shlex.join(command)}"
 
+    @property
+    def failed_at_once(self) -> set[Path]:
+        """The folders of the runs that failed before they had finished a round: a resume would start them again."""
+        return {folder for folder in self.unfinished.keys() - self.diverged.keys() if ended_at_once(folder, "failed")}
+
 
 def raise_for(
     work: Work,
@@ -112,7 +117,10 @@ def raise_for(
         raise Stopped("\n".join([*lines, f"{error_of_all} {_how_to_continue(work)}"]))
     if error_of_all:
         lines.append(str(error_of_all))
-    if lines and (work.has_checkpoint or (work.is_comparison and results)):
+    if not work.is_comparison and work.failed_at_once:
+        command = shlex.join(["raypfl", "run", str(nearby(work.folder / DESCRIPTION))])
+        lines.append(f"{nearby(work.folder)} has no finished round. Mend what failed; then, to start again: {command}")
+    elif lines and (work.has_checkpoint or (work.is_comparison and results)):
         lines.append(_how_to_continue(work))
     if lines:
         raise RaypflError("\n".join(filter(None, lines)))
@@ -186,6 +194,8 @@ def _how_to_continue(work: Work) -> str:
     if finished_before:
         changed = f" with {shlex.join(work.changes)}; earlier results exist for {finished_before}"
     command = work.to_continue
+    if unfinished.keys() == work.failed_at_once | diverged.keys():
+        command = command.replace("To continue", "Mend what failed; then, to start it again", 1)
     finished = len(work.runs) - len(unfinished)
     if unfinished.keys() <= diverged.keys():
         command = f"To see them: {shlex.join(['raypfl', 'report', str(nearby(work.folder))])}" if finished else ""

@@ -1,0 +1,62 @@
+"""Runs whose method fails before a round is finished: what is recorded, and how to go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from raypfl import Method, Result, Task
+from raypfl.methods import FedAvg
+from tests.support.command import raypfl
+
+SMALL = [
+    *("rounds=1", "partition.clients=4", "training.steps=1"),
+    *("engine.backend=inline", "engine.executor=vectorised", "tracking.mlflow=false"),
+]
+
+
+class FailsAtStart(FedAvg):
+    def start(self, task: Task) -> dict:
+        raise KeyError("theta")
+
+
+class StartsWithAnotherName(FedAvg):
+    def start(self, task: Task) -> dict:
+        return {"model": task.model.init(task.seed)}
+
+
+def run_that_fails(method: str, folder: Path) -> str:
+    """What a command prints last whose run of a method fails."""
+    ended = raypfl("run", *SMALL, "--method", method, "--run-dir", str(folder))
+    assert ended.exit_code == 1
+    return ended.stderr
+
+
+def test_a_failure_in_start_is_recorded_like_one_in_a_round(tmp_path: Path):
+    folder = tmp_path / "run"
+    printed = run_that_fails(f"{__name__}:FailsAtStart", folder)
+    assert printed.endswith(f"then, to start again: raypfl run {folder}/experiment.yaml\n")
+
+    result = Result.load(folder)
+    assert (result.status, result.round) == ("failed", 0)
+    reported = raypfl("report", str(folder)).stderr
+    for text in (printed, reported):
+        assert "FailsAtStart.start (test_failures.py, line 21) failed before round 1: KeyError: 'theta'" in text
+        assert "raypfl resume" not in text
+
+
+def test_a_comparison_says_that_a_method_which_failed_at_its_start_must_be_mended(tmp_path: Path):
+    printed = run_that_fails(f"fedavg,{__name__}:FailsAtStart", tmp_path / "runs")
+    assert printed.endswith(f"Mend what failed; then, to start it again: raypfl resume {tmp_path}/runs\n")
+
+
+@pytest.mark.parametrize("mistaken", [FailsAtStart, StartsWithAnotherName])
+def test_a_run_without_a_finished_round_resumes_from_the_mended_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mistaken: type[Method]
+):
+    folder = tmp_path / "run"
+    run_that_fails(f"{__name__}:{mistaken.__name__}", folder)
+    monkeypatch.setattr(mistaken, "start", FedAvg.start)
+    assert raypfl("resume", str(folder)).exit_code == 0
+    assert Result.load(folder).status == "finished"
