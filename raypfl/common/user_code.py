@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import linecache
 import os
@@ -53,14 +52,6 @@ def other_arguments(function: Callable[..., Any], names: Sequence[str]) -> str |
             f"({', '.join(signature.parameters)}); write {function.__name__}({', '.join(['self', *names])})."
         )
     return None
-
-
-def source_digest(component: Any) -> str:
-    """Return a hash of the file that defines a class or function, as a key for caches of its results."""
-    try:
-        return hashlib.sha256(Path(inspect.getfile(component)).read_bytes()).hexdigest()
-    except (TypeError, OSError):
-        return os.urandom(16).hex()  # typed into a console, so it may have changed
 
 
 def traceback_text(error: BaseException) -> str:

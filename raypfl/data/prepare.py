@@ -17,7 +17,7 @@ import numpy as np
 
 from raypfl.common import files
 from raypfl.common.errors import ConfigError, DataError
-from raypfl.common.user_code import source_digest
+from raypfl.common.user_modules import source_digest
 from raypfl.data.arrow_file import Arrays, cache_lock, explain_write_errors
 from raypfl.data.datasets.pools import PoolSamples, pool_sources, read_pool
 from raypfl.data.datasets.raw_data import RawData, in_single_precision

@@ -12,7 +12,7 @@ from typing import Any
 
 from raypfl.common.counting import numbered
 from raypfl.common.errors import ConfigError, did_you_mean
-from raypfl.common.user_modules import digest_of_file, modules_named_in
+from raypfl.common.user_modules import digest_of_module, modules_named_in
 from raypfl.data.datasets import DATASETS
 from raypfl.evaluation.masking import with_masks
 from raypfl.experiment import Experiment, experiments
@@ -87,7 +87,7 @@ def identity(experiment: Experiment) -> str:
     settings = flatten(deciding_settings(experiment))
     # Most settings that a later version adds are null by default. Without them, finished runs keep their names.
     not_null = {key: value for key, value in settings.items() if value is not None}
-    digests = {f"file of {module}": digest_of_file(module) for module in modules_named_in(not_null.values())}
+    digests = {f"file of {module}": digest_of_module(module) for module in modules_named_in(not_null.values())}
     files = {name: digest for name, digest in digests.items() if digest is not None}
     text = json.dumps(not_null | files, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -105,6 +105,35 @@ def test_prepared_samples_do_not_depend_on_what_ran_before(tmp_path: Path):
     assert first("used", 0.5) == first("new", 0.5)
 
 
+def test_samples_are_prepared_again_once_a_module_that_their_reader_imports_is_edited(tmp_path: Path, monkeypatch):
+    package = tmp_path / "own_reader"
+    (package / "tools").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "readers.py").write_text(
+        dedent("""
+            import numpy as np
+            from raypfl.data.datasets.raw_data import RawData
+
+            from .tools import scaled
+
+            def numbers(config):
+                return RawData(scaled.inputs(), np.arange(40) % 2, ["a", "b"])
+        """)
+    )
+    (package / "tools/__init__.py").write_text("from own_reader.tools import scaled\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def first_after(factor: float) -> float:
+        code = f"import numpy as np\n\ndef inputs():\n    return np.full((40, 2), {factor}, dtype=np.float32)\n"
+        (package / "tools/scaled.py").write_text(code)
+        for name in [name for name in sys.modules if name.startswith("own_reader")]:  # as in another process
+            monkeypatch.delitem(sys.modules, name)
+        data = Experiment(data={"name": "own_reader.readers:numbers"}).data
+        return float(load_federated(data, IID(clients=2), seed=0, cache=tmp_path / "cache").inputs[0, 0])
+
+    assert [first_after(factor) for factor in (1.0, 20.0)] == [1.0, 20.0]
+
+
 def test_a_folder_of_images_is_read_again_from_the_folder_above(tmp_path: Path):
     for label in ("cat", "dog"):
         folder = tmp_path / "top" / "pets" / label

@@ -21,7 +21,7 @@ from rich.console import Console
 
 import raypfl
 from raypfl.common.errors import ConfigError
-from raypfl.common.user_modules import digest_of_file
+from raypfl.common.user_modules import digest_of_module
 from raypfl.engine.events import Progress, RoundFinished, RunStarted
 from raypfl.results.report import find_runs
 from raypfl.runs.records import is_finished
@@ -181,10 +181,25 @@ def test_a_cell_is_another_one_once_the_file_of_its_own_method_is_edited(tiny: P
     (tiny / "method_of_a_study.py").write_text(code + "    weighting = 'uniform'\n")
     # A process goes on with the code that it has imported, under the same names.
     assert before == [cell.folder.name for cell in cells_of("tiny.yaml", only=("Dir(0.1)",))]
-    digest_of_file.cache_clear()  # as in another process
+    digest_of_module.cache_clear()  # as in another process
     after = [cell.folder.name for cell in cells_of("tiny.yaml", only=("Dir(0.1)",))]
     changed = [name for name, other in zip(before, after, strict=True) if name != other]
     assert len(changed) == 2 and all(name.startswith("method_of_a_study_Mine") for name in changed)
+
+
+def test_a_cell_is_another_one_once_a_module_that_its_own_method_imports_is_edited(tiny: Path, monkeypatch):
+    monkeypatch.syspath_prepend(tiny)
+    (tiny / "method_with_helper.py").write_text(
+        "import numpy\nfrom helper_of_a_method import Base\n\nclass Mine(Base):\n    pass\n"
+    )
+    (tiny / "tiny.yaml").write_text(TINY.replace("fedavg\n", "method_with_helper:Mine\n"))
+    names = []
+    for end in ("", "\n", "    weighting = 'uniform'\n"):
+        code = f"from raypfl.methods import FedAvg\n\nclass Base(FedAvg):\n    rate = 1\n{end}"
+        (tiny / "helper_of_a_method.py").write_text(code)
+        digest_of_module.cache_clear()  # as in another process
+        names.append({cell.folder.name for cell in cells_of("tiny.yaml", only=("Dir(0.1)",))})
+    assert len(set.union(*names)) == 2 * 3 + 2 and len(set.intersection(*names)) == 2, "of two methods, two seeds each"
 
 
 def test_a_study_that_extends_another_adds_and_drops_methods_and_is_compared_with_it(tiny: Path):

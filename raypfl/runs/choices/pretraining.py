@@ -19,7 +19,7 @@ from torch import Tensor
 from raypfl.common import files, rng
 from raypfl.common.errors import ConfigError
 from raypfl.common.threads import threads
-from raypfl.common.user_code import source_digest
+from raypfl.common.user_modules import source_digest
 from raypfl.common.version import __version__
 from raypfl.data import ClientData, FederatedData
 from raypfl.data.datasets import DataConfig

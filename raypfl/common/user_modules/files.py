@@ -7,8 +7,6 @@ they import, and of a folder it sends everything.
 from __future__ import annotations
 
 import ast
-import functools
-import hashlib
 import importlib.util
 import os
 import re
@@ -31,17 +29,6 @@ def modules_named_in(values: Iterable[object]) -> list[str]:
     return list(dict.fromkeys(match[1] for match in matches if match))
 
 
-@functools.cache
-def digest_of_file(module: str) -> str | None:
-    """Return a hash of the file of a user's module; None if it is installed, part of Python, or missing.
-
-    It is read once in a process, which goes on with the code that it has imported when the file is edited.
-    """
-    path = _location(module)
-    file = path / "__init__.py" if path is not None and path.is_dir() else path
-    return hashlib.sha256(file.read_bytes()).hexdigest() if file is not None and file.is_file() else None
-
-
 def module_files(modules: Iterable[str]) -> dict[str, Path]:
     """Return the files of these modules and their imports by path, without installed packages.
 
@@ -61,7 +48,7 @@ def module_files(modules: Iterable[str]) -> dict[str, Path]:
             continue
         visited.add(name)
 
-        path = _location(name)
+        path = location(name)
         if path is not None:
             files = _files_of(path)
             all_files |= files
@@ -110,7 +97,7 @@ def _refuse_leading_out(path: Path, root: Path) -> None:
         )
 
 
-def _location(name: str) -> Path | None:
+def location(name: str) -> Path | None:
     """Return the file or folder of a module; None if it is installed, part of Python, or missing."""
     try:
         spec = importlib.util.find_spec(name)
