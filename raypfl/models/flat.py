@@ -145,6 +145,10 @@ class FlatModel(VectorLayout):
             if loss is None or not loss.statistics:
                 raise ValueError("This network has batch-norm statistics: outside a loss, pass the whole model vector.")
             tensors |= loss.statistics
+        elif self.num_buffers:
+            # If `theta` requires a gradient, its statistics do, which batch norm refuses.
+            for name in list(self.segments)[len(self.parameter_names) :]:
+                tensors[name] = tensors[name].detach()
         return self._call_with(tensors, x)
 
     def features(self, theta: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -85,6 +85,25 @@ def test_two_rounds_of_fedas_by_hand(executor):
 
 
 @both_executors
+def test_traces_of_networks_with_batch_norm_are_those_of_their_parameters(executor):
+    fed = run_method(FedAS(align_epochs=0), None, executor=executor, factory=NormalisedConv, training=FP64)
+    models = client_states(fed, "model")
+
+    traces = []
+    for client, model in enumerate(models):
+        net = as_module(fed.factory, model).eval()
+        trace = torch.zeros((), dtype=torch.float64)
+        for _, (batch,) in sample_passes(fed.clients([client]), "trace"):
+            gradients = torch.autograd.grad(F.cross_entropy(net(batch.x), batch.y), net.parameters())
+            trace += sum(part.square().sum() for part in gradients)
+        traces.append(trace)
+
+    weights = torch.stack(traces) / sum(traces)
+    body = ~fed.model.mask("output layer")
+    assert_close(fed.server["theta"][body], (weights @ models)[body])
+
+
+@both_executors
 def test_two_rounds_of_fedgh_by_hand(executor):
     method = FedGH(head_lr=0.2, head_epochs=2, head_batch=100)
     fed = run_method(method, None, [1, 2], executor=executor, training=ONE_STEP)
