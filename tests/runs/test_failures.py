@@ -1,4 +1,4 @@
-"""Runs whose method fails before a round is finished: what is recorded, and how to go on."""
+"""Runs whose method fails: what is recorded, and how to go on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from raypfl import Method, Result, Task
+from torch import Tensor
+
+from raypfl import Clients, Mean, Method, Result, Task
 from raypfl.methods import FedAvg
 from tests.support.command import raypfl
 
@@ -19,6 +21,16 @@ SMALL = [
 class FailsAtStart(FedAvg):
     def start(self, task: Task) -> dict:
         raise KeyError("theta")
+
+
+class FailsInEvaluation(FedAvg):
+    def personal_model(self, clients: Clients, server: dict) -> Tensor:
+        return clients.initial.repeat(len(clients), 1) * float("nan")
+
+
+class RepliesAnotherName(FedAvg):
+    def train(self, clients: Clients, theta: Tensor) -> dict:
+        return {"model": Mean(theta.expand(len(clients), -1), weight=clients.num_samples)}
 
 
 class StartsWithAnotherName(FedAvg):
@@ -36,14 +48,28 @@ def run_that_fails(method: str, folder: Path) -> str:
 def test_a_failure_in_start_is_recorded_like_one_in_a_round(tmp_path: Path):
     folder = tmp_path / "run"
     printed = run_that_fails(f"{__name__}:FailsAtStart", folder)
-    assert printed.endswith(f"then, to start again: raypfl run {folder}/experiment.yaml\n")
-
     result = Result.load(folder)
     assert (result.status, result.round) == ("failed", 0)
+
     reported = raypfl("report", str(folder)).stderr
     for text in (printed, reported):
-        assert "FailsAtStart.start (test_failures.py, line 21) failed before round 1: KeyError: 'theta'" in text
+        assert "FailsAtStart.start (test_failures.py, line 23) failed before round 1: KeyError: 'theta'" in text
         assert "raypfl resume" not in text
+
+
+@pytest.mark.parametrize("method", ["FailsAtStart", "FailsInEvaluation"])
+def test_the_last_line_of_a_run_that_failed_without_a_checkpoint_names_its_folder(tmp_path: Path, method: str):
+    folder = tmp_path / "run"
+    printed = run_that_fails(f"{__name__}:{method}", folder)
+    assert printed.endswith(f"Mend what failed; then, to start again: raypfl run {folder}/experiment.yaml\n")
+
+
+def test_a_mistake_that_a_rehearsed_round_finds_is_a_refusal_which_leaves_no_folder(tmp_path: Path):
+    folder = tmp_path / "run"
+    method = f"{__name__}:RepliesAnotherName"
+    refused = raypfl("run", *SMALL, "devices.hardware=lognormal", "--method", method, "--run-dir", str(folder))
+    assert refused.exit_code == 2 and "returned 'model'; there is no 'theta'" in refused.stderr
+    assert not folder.exists()
 
 
 def test_a_comparison_says_that_a_method_which_failed_at_its_start_must_be_mended(tmp_path: Path):

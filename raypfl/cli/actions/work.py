@@ -117,11 +117,12 @@ def raise_for(
         raise Stopped("\n".join([*lines, f"{error_of_all} {_how_to_continue(work)}"]))
     if error_of_all:
         lines.append(str(error_of_all))
-    if not work.is_comparison and work.failed_at_once:
-        command = shlex.join(["raypfl", "run", str(nearby(work.folder / DESCRIPTION))])
-        lines.append(f"{nearby(work.folder)} has no finished round. Mend what failed; then, to start again: {command}")
-    elif lines and (work.has_checkpoint or (work.is_comparison and results)):
+    if lines and (work.has_checkpoint or (work.is_comparison and results)):
         lines.append(_how_to_continue(work))
+    elif lines and not work.diverged:
+        command = shlex.join(["raypfl", "run", str(nearby(work.folder / DESCRIPTION))])
+        nothing_saved = f"{nearby(work.folder)} has no checkpoint that can be read."
+        lines.append(f"{nothing_saved} Mend what failed; then, to start again: {command}")
     if lines:
         raise RaypflError("\n".join(filter(None, lines)))
 

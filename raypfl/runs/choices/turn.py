@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from raypfl.common.errors import ConfigError
+from raypfl.common.errors import ConfigError, MethodError
 from raypfl.common.threads import threads
-from raypfl.common.user_code import explain_user_errors
+from raypfl.common.user_code import explain_user_errors, with_location
 from raypfl.devices import Turn
 from raypfl.engine.prepared import Prepared, threads_of_server
 from raypfl.runs.checks.rehearsal import Rehearsal
@@ -17,7 +17,8 @@ def turn_of(prepared: Prepared) -> Turn | None:
 
     Raises
     ------
-    ConfigError : if a round with several exchanges is to end before all clients have finished.
+    ConfigError : if the method uses raypfl in a wrong way, or a round with several exchanges is to end before all
+        clients have finished.
     """
     experiment = prepared.experiment
     if experiment.devices.hardware is None:
@@ -27,9 +28,12 @@ def turn_of(prepared: Prepared) -> Turn | None:
         threads(threads_of_server(experiment)),
         explain_user_errors("in a rehearsed round", function=experiment.method.round),
     ):
-        rehearsal = Rehearsal.of_cohort(prepared)
-        rehearsal.train()
-        turn = rehearsal.turn()
+        try:
+            rehearsal = Rehearsal.of_cohort(prepared)
+            rehearsal.train()
+            turn = rehearsal.turn()
+        except MethodError as error:
+            raise ConfigError(with_location(error)) from error
 
     ends_early = experiment.cohort.deadline is not None or experiment.cohort.over_selection > 1
     if len(turn.exchanges) > 1 and ends_early:
