@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from torch import Tensor
 
 from raypfl import Clients, Mean, Method, Result, Task
