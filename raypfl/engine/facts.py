@@ -38,6 +38,8 @@ def facts_of(job: Job, prepared: Prepared) -> dict[str, Any]:
     }
     if experiment.attack is not None:
         facts["malicious_clients"] = experiment.attack.malicious(task.trained, experiment.seed).tolist()
+    if job.code:
+        facts["code"] = dict(job.code)
     if job.parent:
         facts["parent"] = dict(job.parent)
     return facts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ class Job:
     device_files : hash of the files that describe the devices; empty without any.
     together : whether clients of an asynchronous run that were sent different models may train in one group.
     parent : the run that this one continues, and its round; None: it begins with the first round.
+    code : hashes of the user's own modules that the experiment names.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Job:
     device_files: str = ""
     together: bool = False
     parent: Mapping[str, Any] | None = None
+    code: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def checkpoints(self) -> str:

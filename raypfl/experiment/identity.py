@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from raypfl.common.user_modules import digest_of_module, modules_named_in
 from raypfl.experiment.assignments import flatten
 from raypfl.experiment.experiment import Experiment
 
@@ -29,6 +31,22 @@ def deciding_settings(experiment: Experiment) -> dict[str, Any]:
 
     engine = {key: value for key, value in values["engine"].items() if key != "backend"}
     return values | {"data": data, "engine": engine}
+
+
+def code_digests(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return a hash of the code of each of the user's own modules that settings name, also within lists."""
+    digests = {module: digest_of_module(module) for module in modules_named_in(_values_in(settings))}
+    return {module: digest for module, digest in digests.items() if digest is not None}
+
+
+def _values_in(settings: object) -> Iterator[object]:
+    if isinstance(settings, Mapping):
+        settings = list(settings.values())
+    if isinstance(settings, list):
+        for part in settings:
+            yield from _values_in(part)
+    else:
+        yield settings
 
 
 def differences(requested: Experiment, started: Experiment) -> list[str]:

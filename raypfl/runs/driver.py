@@ -36,7 +36,7 @@ from raypfl.runs.records import (
     write_tables,
 )
 from raypfl.runs.result import RunResult
-from raypfl.runs.resuming import is_complete_as, refuse_other_checkpoints, resumed
+from raypfl.runs.resuming import is_complete_as, notice_of_edited_code, refuse_other_checkpoints, resumed
 from raypfl.runs.together import Place
 from raypfl.storage.lease import hold_lease, refuse_unless_held
 
@@ -94,6 +94,7 @@ def resume(
     experiment = resumed(folder, overrides)
     if is_complete_as(folder, experiment):
         # Nothing is left to do, so the records stay as they are.
+        _warn_of_edited_code(folder, experiment, EventDispatcher(listeners))
         return RunResult.load(folder)
     return _run_in_folder(experiment, folder, listeners, lockstep, place)
 
@@ -146,6 +147,8 @@ def _run_in_folder(
             stack.enter_context(hold_lease(job.checkpoints, job.attempt, lambda text: emit(Progress(text))))
             if history.read(folder) and not ended_at_once(folder) and not rounds_saved(folder, experiment):
                 emit(Warned(_begins_again(folder, job.checkpoints)))
+            if rounds_saved(folder, experiment):
+                _warn_of_edited_code(folder, experiment, emit)
 
         # Of runs that advance together, one may have been asked to stop while it was prepared.
         if stop.received:
@@ -155,6 +158,12 @@ def _run_in_folder(
             # Within the context, since leaving it stops Ray, which takes seconds.
             _write_end(job, finished, prepared.data.client_names)
     return RunResult.load(folder)
+
+
+def _warn_of_edited_code(folder: Path, experiment: Experiment, emit: Listener) -> None:
+    notice = notice_of_edited_code(folder, experiment)
+    if notice:
+        emit(Warned(notice))
 
 
 def _begins_again(folder: Path, checkpoints: str) -> str:

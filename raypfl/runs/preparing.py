@@ -24,6 +24,7 @@ from raypfl.engine.prepared import Prepared, threads_of_server
 from raypfl.evaluation import refuse_untestable
 from raypfl.evaluation.masking import refuse_unmaskable
 from raypfl.experiment import Experiment
+from raypfl.experiment.identity import code_digests
 from raypfl.models.weights import RANDOM, digest, origin
 from raypfl.runs.checks.compression import refuse_idle_compression
 from raypfl.runs.checks.exchanged import refuse_exchanged
@@ -113,6 +114,7 @@ def prepare(experiment: Experiment, folder: Path, emit: Listener, lockstep: bool
         device_files=digest_of_files(prepared.experiment.devices),
         together=together,
         parent=history.parent_of(folder),
+        code=code_digests(prepared.experiment.to_dict()),
     )
     return job, prepared
 

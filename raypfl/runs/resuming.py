@@ -11,14 +11,15 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from types import FunctionType
 
-from raypfl.common.errors import CheckpointError, ConfigError, Refused
+from raypfl.common.counting import series
+from raypfl.common.errors import CheckpointError, ConfigError, NoRun, Refused
 from raypfl.common.files import make_folder
 from raypfl.data.datasets.population import is_described
 from raypfl.engine import history
 from raypfl.engine.job import checkpoints_of
 from raypfl.experiment import Experiment
 from raypfl.experiment.assignments import flatten
-from raypfl.experiment.identity import differences, is_in
+from raypfl.experiment.identity import code_digests, differences, is_in
 from raypfl.experiment.yaml_text import parse
 from raypfl.learning.recording.python_state import names_in
 from raypfl.methods import Method
@@ -29,6 +30,7 @@ from raypfl.runs.records import (
     SUMMARY,
     description,
     is_finished,
+    recorded_metadata,
     refuse_shorter,
     rounds_saved,
     write_description,
@@ -81,6 +83,22 @@ def resumed(run_dir: str | Path, overrides: Sequence[str]) -> Experiment:
 def may_change(key: str) -> bool:
     """Return whether a setting may change when a run is resumed."""
     return any(fnmatchcase(key, pattern) for pattern in MAY_CHANGE)
+
+
+def notice_of_edited_code(run_dir: Path, experiment: Experiment) -> str:
+    """Return a sentence if code of the user's own was edited since the run last began; else an empty text."""
+    try:
+        recorded = recorded_metadata(run_dir).get("code", {})
+    except NoRun:
+        return ""
+    digests = code_digests(experiment.to_dict())
+    edited = [module for module, digest in digests.items() if recorded.get(module, digest) != digest]
+    if not edited:
+        return ""
+    return (
+        f"{series(edited)} (or what it imports) was edited since the run in {run_dir} began: what that run has done is "
+        "of the code as it was. For results of the new code alone, start a run in another folder."
+    )
 
 
 def ends_later(experiment: Experiment, before: Experiment) -> bool:

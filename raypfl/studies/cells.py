@@ -12,7 +12,6 @@ from typing import Any
 
 from raypfl.common.counting import numbered
 from raypfl.common.errors import ConfigError, did_you_mean
-from raypfl.common.user_modules import digest_of_module, modules_named_in
 from raypfl.data.datasets import DATASETS
 from raypfl.evaluation.masking import with_masks
 from raypfl.experiment import Experiment, experiments
@@ -20,7 +19,7 @@ from raypfl.experiment.assignments import assign, flatten, parse_assignments
 from raypfl.experiment.checks.effects import drop_idle, paths_set_in
 from raypfl.experiment.checks.limits import aggregates
 from raypfl.experiment.components import options_of
-from raypfl.experiment.identity import deciding_settings
+from raypfl.experiment.identity import code_digests, deciding_settings
 from raypfl.studies.description import Study, Variation, is_source, merged, plain_label
 
 _PLACEHOLDER = re.compile(r"\{([^{}]+) ([\w.]+)\}")
@@ -87,8 +86,7 @@ def identity(experiment: Experiment) -> str:
     settings = flatten(deciding_settings(experiment))
     # Most settings that a later version adds are null by default. Without them, finished runs keep their names.
     not_null = {key: value for key, value in settings.items() if value is not None}
-    digests = {f"file of {module}": digest_of_module(module) for module in modules_named_in(not_null.values())}
-    files = {name: digest for name, digest in digests.items() if digest is not None}
+    files = {f"file of {module}": digest for module, digest in code_digests(not_null).items()}
     text = json.dumps(not_null | files, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 

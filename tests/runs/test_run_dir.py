@@ -9,6 +9,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from raypfl.common.user_modules import digest_of_module
 from raypfl.runs import driver
 from raypfl.runs.records import description
 from tests.support.command import hashes, interrupted, raypfl, raypfl_json
@@ -39,6 +40,29 @@ def test_the_same_command_starts_then_continues_then_shows_what_is_finished(
     with monkeypatch.context() as patch:
         patch.setattr(driver, "resume", None)  # nothing is left to run
         assert hashes(raypfl_json(*command)) == undisturbed
+
+
+def test_runs_and_trials_of_code_that_was_edited_since_are_told_of(workdir: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(workdir)
+    (workdir / "own_method.py").write_text("from base_of_own_method import Base\n\nclass Mine(Base):\n    pass\n")
+    base = workdir / "base_of_own_method.py"
+    base.write_text("from raypfl.methods import FedAvg\n\nclass Base(FedAvg):\n    pass\n")
+    Path("rates.yaml").write_text(
+        "experiment: {data: {name: digits, val_fraction: 0.2}}\nsearch: {training.lr: {choice: [0.1]}}"
+    )
+    start = ["run", *SMALL, "method=own_method:Mine", *RUN_DIR]
+    resume = ["resume", "kept/mine", "rounds=4"]
+    sweep = ["tune", "rates.yaml", *SMALL, "method=own_method:Mine", "trials=1", "engine.threads=1"]
+
+    def warnings(*command: str) -> int:
+        digest_of_module.cache_clear()  # as in another process
+        carried_out = raypfl(*command)
+        assert carried_out.exit_code == 0, carried_out.output
+        return carried_out.stderr.count("own_method (or what it imports) was edited since")
+
+    assert [warnings(*command) for command in (start, start, sweep, sweep)] == [0, 0, 0, 0]
+    base.write_text(base.read_text() + "    weighting = 'uniform'\n")
+    assert [warnings(*command) for command in (start, sweep, resume, resume)] == [1, 1, 1, 0]
 
 
 def test_a_comparison_killed_while_its_folder_was_made_starts_anew(workdir: Path):

@@ -34,7 +34,7 @@ from raypfl.runs import driver
 from raypfl.runs.folders import ComparisonFolder, new_folder, with_checkpoints_apart
 from raypfl.runs.records import DESCRIPTION, description, discard_unstarted, write_description
 from raypfl.runs.result import RunResult
-from raypfl.runs.resuming import continued, is_complete_as, refuse_other_run, resumed
+from raypfl.runs.resuming import continued, is_complete_as, notice_of_edited_code, refuse_other_run, resumed
 from raypfl.runs.several.resume import resume_all
 from raypfl.runs.several.worker import RunOutcome
 
@@ -161,6 +161,11 @@ def _carry_out(work: Work, quiet: bool, as_json: bool) -> None:
         elif folder not in to_do:
             line.status = "finished"
             line.round = line.rounds
+
+    for folder, run in work.runs.items():
+        notice = "" if folder in to_do else notice_of_edited_code(folder, run)
+        if notice:
+            warner(progress)(notice)
 
     name = planned[0].name if work.is_comparison else None
     kept_in = work.folder if work.is_comparison else None

@@ -26,8 +26,10 @@ from raypfl.integrations.tuning.trial import Trial, TrialListener, finished_runs
 from raypfl.results.display.console import warner
 from raypfl.results.display.fitting import fit_table, output
 from raypfl.results.display.outcome import nearby
+from raypfl.runs.records import description
 from raypfl.runs.replay import events_of
 from raypfl.runs.result import RunResult
+from raypfl.runs.resuming import notice_of_edited_code
 
 MOST_ROWS = 20
 """Largest number of trials in a table."""
@@ -50,6 +52,12 @@ def carry_out(source: str, assignments: Sequence[str], quiet: bool, as_json: boo
     tracked = MLflowListener(
         sweep.name, tags={"sweep": sweep.name}, warn=warner(progress), kept_in=folder, about=_about(sweep)
     )
+
+    for _, _, run in finished_runs(sweep, folder):
+        notice = notice_of_edited_code(run, description(run))
+        if notice:
+            warner(progress)(f"{notice} A sweep is another one with another name.")
+            break
 
     with signals_interrupt(), message_if_killed(to_continue), tracked:
         children: dict[tuple[str, int], MLflowListener] = {}
