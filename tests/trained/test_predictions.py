@@ -173,6 +173,8 @@ def test_the_command_writes_the_rows_as_they_were_and_prints_what_it_did(result,
     assert done.exit_code == 0, done.output
     for part in ("6 rows of rows.csv, predicted by the personal models of 3 clients, Bath, Hull, York.", "accuracy"):
         assert part in done.stdout
+    columns = "predicted, probability_no and probability_yes"
+    assert done.stdout.endswith(f"\n{out} has these rows and the new columns {columns}.\n")
 
     rows = [line.rsplit(",", 3) for line in out.read_text().splitlines()]
     assert [row[0] for row in rows] == lines

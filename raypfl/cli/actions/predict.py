@@ -9,7 +9,7 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from raypfl.common.counting import counted
+from raypfl.common.counting import counted, series
 from raypfl.common.errors import ConfigError, listed
 from raypfl.learning.objectives import METRICS
 from raypfl.results.units import Unit
@@ -56,7 +56,8 @@ def predict(run: Path, rows: Path, client: str | None, use_global: bool, out: Pa
             for name, unit in units.items()
         ]
         lines.append(f"On the {counted(predicted.tested, 'row')} with {predicted.target}: {', '.join(scores)}.")
-    lines.append(f"Written: {file}, with the columns {', '.join(predicted.columns)}")
+    noun = "column" if len(predicted.columns) == 1 else "columns"
+    lines.append(f"{file} has these rows and the new {noun} {series(predicted.columns)}.")
     Console().print(Text("\n".join(lines)), soft_wrap=True)
 
 
