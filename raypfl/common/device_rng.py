@@ -51,3 +51,18 @@ def normal(keys: Tensor, like: Tensor) -> Tensor:
     uniform = ((bits >> 32) & _LOW_32).to(like.dtype).add_(0.5).mul_(2.0**-32)
     radius = uniform.log_().mul_(-2.0).sqrt_()
     return (bits & _LOW_32).to(like.dtype).mul_(2 * math.pi * 2.0**-32).cos_().mul_(radius)
+
+
+def uniform(key: Tensor, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return draws like x, above 0 and below 1: the middles of 2^23 equal intervals, which are exact in fp32."""
+    upper_bits = (position_hashes(key, x.numel(), x.device) >> 41).bitwise_and_(0x7FFFFF)
+    return ((upper_bits.to(dtype or x.dtype) + 0.5) / 2**23).reshape(x.shape)
+
+
+def position_hashes(key: Tensor, count: int, device: torch.device) -> Tensor:
+    """Return a hash of the key and of each number below `count`, ``int64[count]``, whose upper bits are random."""
+    # In place: otherwise the draws of a large layer take longer than torch's own.
+    z = index_hashes(count, device) + (key - GAMMA)
+    z.bitwise_xor_((z >> 30).bitwise_and_(0x3FFFFFFFF)).mul_(MIX_A)
+    # The finalizer's last step does not change the upper bits, and only those are used.
+    return z.bitwise_xor_((z >> 27).bitwise_and_(0x1FFFFFFFFF)).mul_(MIX_B)

@@ -14,10 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from raypfl.common.device_rng import GAMMA, MIX_A, MIX_B, index_hashes, scramble
-
-_SMALLEST = -(2**63)
-"""The smallest ``int64``."""
+from raypfl.common.device_rng import scramble, uniform
+from raypfl.common.keyed_dropout import DROPOUTS, dropout
 
 
 class RowWise(TorchFunctionMode):
@@ -45,10 +43,10 @@ class RowWise(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.batch_norm and self.weight is not None:
             return _batch_norm(self.weight, *args, **kwargs)
-        if func is F.dropout:
-            return _dropout(self._next_key, *args, **kwargs)
+        if func in DROPOUTS:
+            return dropout(func, self._next_key, *args, **kwargs)
         if func is torch.rand_like and kwargs.keys() <= {"dtype"}:
-            return _uniform(self._next_key(), *args, **kwargs)
+            return uniform(self._next_key(), *args, **kwargs)
         return func(*args, **kwargs)
 
     def _next_key(self) -> Tensor:
@@ -88,32 +86,3 @@ def _batch_norm(
     if weight is not None:
         out = out * weight.reshape(channel_shape)
     return out if bias is None else out + bias.reshape(channel_shape)
-
-
-def _dropout(
-    key: Callable[[], Tensor], x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Tensor:
-    if not training or p == 0.0:
-        return x
-    if p == 1.0:
-        return x * 0.0
-
-    z = _hashes(key(), x)
-    # The sign bit is flipped, since int64 compares as signed and the hashes are unsigned.
-    keep = z.bitwise_xor_(_SMALLEST) >= (int(p * 2**24) << 40) + _SMALLEST
-    return x * keep.reshape(x.shape).to(x.dtype).div_(1.0 - p)
-
-
-def _uniform(key: Tensor, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return draws like x, above 0 and below 1: the middles of 2^23 equal intervals, which are exact in fp32."""
-    upper_bits = (_hashes(key, x) >> 41).bitwise_and_(0x7FFFFF)
-    return ((upper_bits.to(dtype or x.dtype) + 0.5) / 2**23).reshape(x.shape)
-
-
-def _hashes(key: Tensor, x: Tensor) -> Tensor:
-    """Return a hash of the key and of each entry's position, ``int64[x.numel()]``, whose upper bits are random."""
-    # In place: otherwise the draws of a large layer take longer than torch's own.
-    z = index_hashes(x.numel(), x.device) + (key - GAMMA)
-    z.bitwise_xor_((z >> 30).bitwise_and_(0x3FFFFFFFF)).mul_(MIX_A)
-    # The finalizer's last step does not change the upper bits, and only those are used.
-    return z.bitwise_xor_((z >> 27).bitwise_and_(0x1FFFFFFFFF)).mul_(MIX_B)

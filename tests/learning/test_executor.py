@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import warnings
 from dataclasses import replace
 from functools import partial
 from typing import ClassVar
@@ -24,7 +23,6 @@ from raypfl.evaluation.metric_sums import MetricSums
 from raypfl.learning.batches import Samples
 from raypfl.learning.settings import TrainingSettings
 from raypfl.models import MODELS
-from raypfl.models.rowwise import RowWise
 from tests.support.federation import (
     CLASSES,
     EXECUTORS,
@@ -38,7 +36,6 @@ from tests.support.federation import (
     bare_loop,
     both_executors,
     both_networks,
-    dropping_mlp,
     gradient,
     starts_of,
     torch_sgd,
@@ -301,76 +298,6 @@ def test_a_network_with_statistics_may_be_evaluated_elsewhere_than_at_its_parame
     assert_close(clients.sgd(loss, clients.initial), clients.sgd(clients.loss, clients.initial).as_subclass(Tensor))
 
 
-def test_both_executors_draw_the_same_dropout_and_torchs_stream_has_no_part_in_it():
-    trained = []
-    for seed, executor in enumerate([*EXECUTORS, *EXECUTORS]):
-        torch.manual_seed(seed)
-        clients = Federation(dropping_mlp, executor=executor, training=replace(FP64, epochs=2)).clients()
-        trained.append(clients.sgd(clients.loss, clients.initial).as_subclass(Tensor))
-    assert_close(trained[0], trained[1])
-    assert torch.equal(trained[0], trained[2]) and torch.equal(trained[1], trained[3])
-
-
-@both_executors
-def test_dropout_is_on_in_training_off_in_maps_and_differs_by_client_and_step(executor):
-    def factory():
-        return nn.Sequential(nn.Flatten(), nn.Dropout(0.4), nn.Linear(32, CLASSES))
-
-    fed = Federation(factory, executor=executor, sizes=(4, 4), training=replace(FP64, steps=2))
-    fed.split[1] = fed.split[0]
-    clients = fed.clients()
-    # With one batch of all samples and a rate too small to matter, only the draws can tell clients and steps apart.
-    clients.sgd(clients.loss, clients.initial, steps=1, lr=1e-30)
-    first = clients.losses
-    clients.sgd(clients.loss, clients.initial, steps=2, lr=1e-30)
-    net = as_module(factory, clients.initial).eval()
-    calm = F.cross_entropy(net(fed.samples(0)[0]), fed.samples(0)[1]).detach()
-    values = [*first.tolist(), *(2 * clients.losses - first).tolist(), calm.item()]
-
-    assert len({round(v, 8) for v in values}) == 5
-    assert_close(clients.map(clients.loss, clients.initial), calm.expand(2))
-
-
-def test_dropout_keeps_its_share_scales_it_and_draws_every_layer_and_step_afresh():
-    ones = torch.ones(100_000)
-    masks = []
-    for step in range(3):
-        with RowWise(None, torch.tensor(12345 + step)):
-            masks += [F.dropout(ones, 0.3, training=True) for _ in range(3)]
-
-    for mask in masks:
-        assert mask.unique().tolist() == pytest.approx([0.0, 1 / 0.7])
-        assert float((mask > 0).float().mean()) == pytest.approx(0.7, abs=0.01)
-
-    for i, mask in enumerate(masks):
-        for other in masks[:i]:
-            assert float(((mask > 0) & (other > 0)).float().mean()) == pytest.approx(0.49, abs=0.01)
-
-
-@both_executors
-@pytest.mark.parametrize("kind", ["channels", "functional"])
-def test_other_kinds_of_dropout_are_keyed_too(kind, executor):
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv = nn.Conv2d(2, 3, 3)
-            self.head = nn.Linear(12, CLASSES)
-            self.drop = nn.Dropout2d(0.5) if kind == "channels" else nn.Identity()
-
-        def forward(self, x):
-            z = self.drop(self.conv(x))
-            return self.head((z if kind == "channels" else F.dropout(z, 0.5, self.training)).flatten(1))
-
-    def train(seed):
-        torch.manual_seed(seed)
-        clients = Federation(Net, executor=executor).clients()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return clients.sgd(clients.loss, clients.initial)
-
-    assert torch.equal(train(0), train(1))
-
-
 @both_executors
 def test_bf16_is_near_fp32_and_keeps_weights_in_fp32(executor):
     rows = {}
@@ -533,17 +460,3 @@ def test_training_leaves_the_shared_network_as_it_found_it(ends, executor):
 
     trained = clients.sgd(clients.loss, clients.initial)
     assert_close(trained, bare_loop(fed, clients.initial.expand(4, -1))[0])
-
-
-def test_dropout_of_everything_leaves_zeros_as_torchs_does():
-    x = torch.tensor([1.0, -2.0], requires_grad=True)
-    with RowWise(None, torch.tensor(0)):
-        dropped = torch.nn.functional.dropout(x, 1.0)
-    assert torch.equal(dropped, torch.zeros(2))
-    assert torch.equal(torch.autograd.grad(dropped.sum(), x)[0], torch.zeros(2))
-
-
-def test_uniform_noise_has_the_type_that_is_asked_for():
-    x = torch.zeros(3)
-    with RowWise(None, torch.tensor(0)):
-        assert torch.rand_like(x, dtype=torch.float64).dtype == torch.float64
