@@ -165,10 +165,12 @@ class Evaluator:
             # What clients stored for their evaluation is discarded.
             self.runner.states.abandon()
 
-        return tabulate(self.measures, round, replies.result(), clients, protocols, masks)
+        return tabulate(self.measures, round, replies.result("The evaluation"), clients, protocols, masks)
 
-    def global_model(self, state: dict[str, Any]) -> torch.Tensor | None:
+    def global_model(self, state: dict[str, Any], hint: str = "") -> torch.Tensor | None:
         """Return the method's global model ``[P+B]`` at a state of the server, or None.
+
+        `hint` : a sentence on where the state is from, for errors.
 
         Raises
         ------
@@ -177,8 +179,9 @@ class Evaluator:
         model = self.experiment.global_model(state)
         if model is None:
             return None
-        _refuse_misshapen(model, [self.task.model.size], self.method.global_model, self.runner.last_exchange)
-        _refuse_unless_finite(model[None], self.method.global_model, ["the global model"])
+        hint = f"{hint} {self.runner.last_exchange}".strip()
+        _refuse_misshapen(model, [self.task.model.size], self.method.global_model, hint)
+        _refuse_unless_finite(model[None], self.method.global_model, ["the global model"], hint)
         return model
 
     def _selection(self) -> BestRound:
@@ -281,12 +284,18 @@ def _refuse_misshapen(models: object, shape: list[int], maker: Callable[..., Any
     raise ModelShapeError(text.rstrip())
 
 
-def _refuse_unless_finite(models: torch.Tensor, maker: Callable[..., Any], owners: Sequence[str]) -> None:
-    """Raise a MethodError if a row of models ``[K, P+B]`` has nan or infinity: it would count as one that guesses."""
+def _refuse_unless_finite(
+    models: torch.Tensor, maker: Callable[..., Any], owners: Sequence[str], hint: str = ""
+) -> None:
+    """Raise a MethodError if a row of models ``[K, P+B]`` has nan or infinity: it would count as one that guesses.
+
+    `hint` : the end of the error.
+    """
     rows = unmarked(models)
     for owner, total in zip(owners, rows.sum(1).tolist(), strict=True):
         if not math.isfinite(total):
-            raise MethodError(f"{where_defined(maker)} returned a model with nan or infinity for {owner}.")
+            text = f"{where_defined(maker)} returned a model with nan or infinity for {owner}. {hint}"
+            raise MethodError(text.rstrip())
 
 
 def _refuse_failure(client: int, error: ClientError) -> None:

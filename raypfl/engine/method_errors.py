@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from raypfl.common.errors import MethodError
+from raypfl.common.errors import CheckpointError, MethodError
 from raypfl.common.user_code import describe_failure, traceback_text, where_defined
 from raypfl.devices import Turn
 from raypfl.engine.events import RoundFinished
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import Method
+from raypfl.storage.tree import as_saved
 
 
 def server_failure(
@@ -48,6 +49,20 @@ def refuse_start(function: Callable[..., Any], state: object) -> None:
             f"{where_defined(function)} returned {_kind(state)}; it must return the server's state, a dict "
             'such as {"theta": task.model.init(task.seed)}.'
         )
+
+
+def saved_state(function: Callable[..., Any], state: dict[str, Any]) -> dict[str, Any]:
+    """Return the server's state, which a method's function made, as a checkpoint would give it back.
+
+    Raises
+    ------
+    MethodError : if a checkpoint cannot store it.
+    """
+    try:
+        return as_saved(state)
+    except CheckpointError as error:
+        problem = str(error)
+        raise MethodError(f"After {where_defined(function)}, {problem[0].lower()}{problem[1:]}") from None
 
 
 def warning_of_other_messages(method: Method, turn: Turn | None, cohort: Cohort, finished: RoundFinished) -> str | None:

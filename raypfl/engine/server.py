@@ -13,7 +13,7 @@ from raypfl.common.counting import counted
 from raypfl.common.errors import CheckpointError, Diverged, EmptyCohort, LostState, MethodError, RaypflError, Stopped
 from raypfl.common.global_draws import AT_START, ON_SERVER, refuse_unkeyed
 from raypfl.common.stopping import signals_deferred
-from raypfl.common.user_code import with_location
+from raypfl.common.user_code import where_defined, with_location
 from raypfl.devices import ClientTurns
 from raypfl.engine.building.analysing import Analyses
 from raypfl.engine.building.rounds import rounds_for
@@ -21,7 +21,13 @@ from raypfl.engine.evaluator import Evaluator
 from raypfl.engine.events import Evaluated, Listener, RunFinished, RunStarted, Warned
 from raypfl.engine.facts import facts_of
 from raypfl.engine.job import Job
-from raypfl.engine.method_errors import refuse_returned, refuse_start, server_failure, warning_of_other_messages
+from raypfl.engine.method_errors import (
+    refuse_returned,
+    refuse_start,
+    saved_state,
+    server_failure,
+    warning_of_other_messages,
+)
 from raypfl.engine.prepared import Prepared
 from raypfl.engine.state.run_checkpoints import RunCheckpoints
 from raypfl.engine.state.run_state import RunState
@@ -29,7 +35,6 @@ from raypfl.engine.state.run_tables import RunTables, columns_of_rounds, with_pr
 from raypfl.federation.exchange.backend import Backend
 from raypfl.federation.ledger import Ledger
 from raypfl.storage.states import StateTable
-from raypfl.storage.tree import as_saved
 
 
 class Server:
@@ -128,7 +133,7 @@ class Server:
             server_state = start(self._task)
         refuse_start(start, server_state)
         state = self._state
-        state.server = as_saved(server_state)
+        state.server = saved_state(start, server_state)
         state.tables.add_logged(0, self._analyses.start(state.server))
 
     def _run_rounds(self) -> RunFinished:
@@ -197,9 +202,11 @@ class Server:
                         returned: object = self._method.round(state.server, cohort)  # type: ignore[func-returns-value]
                     refuse_returned(self._method.round, returned, state.server)
                     # A resumed run begins its next round with no more than this, so this one does not either.
-                    state.server = as_saved(state.server)
+                    state.server = saved_state(self._method.round, state.server)
                     # Refuses a state that no evaluation could use: once it is saved, every resume would fail on it.
-                    self._evaluator.global_model(state.server)
+                    self._evaluator.global_model(
+                        state.server, f"The state is what {where_defined(self._method.round)} left."
+                    )
                     seconds = self._clock() - started_at
 
                     models = (model_before, self._analyses.global_model(state.server))

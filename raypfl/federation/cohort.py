@@ -181,9 +181,11 @@ class Cohort(Log, ServerTraining):
                 self._losses.update(zip(clients, reply.losses.tolist(), strict=True))
         for name, sizes in replies.sent.items():
             self._charge("up", name, sizes)
-        self.log(**logged.result())
+        self.log(**logged.result(described_function))
 
-        cohort_reply = CohortReply(self._add_noise(function_name, replies.result()), described_function)
+        cohort_reply = CohortReply(
+            self._add_noise(function_name, replies.result(described_function)), described_function
+        )
         self._exchanges += 1
         self._runner.last_exchange = describe_exchange(described_function, arguments, cohort_reply)
         return cohort_reply

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import raypfl
-from raypfl import Experiment, Method
+from raypfl import Experiment, Mean, Method
 from raypfl.common.errors import CheckpointError, ConfigError, RaypflError
 from raypfl.data import Partition
 from raypfl.engine.events import RoundFinished, RunFinished, RunStarted
@@ -384,6 +384,16 @@ class KeepsAnArray(mistaken_methods.Base):
         server["theta"] = server["theta"].numpy()
 
 
+class CutsTheModel(FedAvg):
+    def round(self, server, cohort):
+        server["theta"] = server["theta"][:5]
+
+
+class WeighsNobody(mistaken_methods.Base):
+    def train(self, clients, theta):
+        return {"theta": Mean(clients.sgd(clients.loss, theta), weight=0 * clients.num_samples)}
+
+
 class TakesOtherArguments(mistaken_methods.Base):
     def train(self, clients, weights):
         pass
@@ -446,7 +456,18 @@ class HasNoStart(Method):
         ),
         ("ReturnsItsState", r"ReturnsItsState\.round .* returned a dict; it must return nothing, and change"),
         ("Awaited", r"Awaited\.round .* returned a coroutine; it must return nothing"),
-        ("KeepsAnArray", r"^The server state 'theta' is of type ndarray, which a checkpoint cannot store"),
+        (
+            "KeepsAnArray",
+            r"^After KeepsAnArray\.round \(test_mistakes\.py, line \d+\), the server state 'theta' is of type ndarray",
+        ),
+        (
+            "CutsTheModel",
+            r"^FedAvg\.global_model .* returned \[5\].* what CutsTheModel\.round \(test_mistakes\.py, line \d+\) l",
+        ),
+        (
+            "WeighsNobody",
+            r"^WeighsNobody\.train \(test_mistakes\.py, line \d+\) returned Mean 'theta' with weights that sum to 0",
+        ),
         (
             "TakesOtherArguments",
             r"TakesOtherArguments\.train .* was called with \(clients, theta\), .* but takes other arguments",

@@ -17,6 +17,7 @@ from raypfl.common.errors import CheckpointError, ConfigError, Diverged, RaypflE
 from raypfl.engine.events import Checkpointed, Evaluated, Progress, RoundFinished, RunFinished, RunStarted, Warned
 from raypfl.engine.prepared import Prepared
 from raypfl.engine.state.run_tables import RunTables
+from raypfl.results.display.notices import run_notices
 from raypfl.runs.records import is_finished
 from raypfl.storage.tree import flatten
 from tests.support.processes import exit_code
@@ -401,6 +402,8 @@ def test_a_method_that_has_no_model_yet_runs_to_its_end(tmp_path):
     result = raypfl.run(experiment(tmp_path).replace(method=NeverHasAModel()))
     assert result.status == "finished" and result.server_state() == {"rounds": 6}
     assert result.summary() == [] and np.isnan(result.rounds["loss"].to_pylist()).all()
+    (notice,) = (notice for notice in run_notices(result) if "no results" in notice)
+    assert "or NeverHasAModel.global_model (test_engine.py, line " in notice and notice.endswith("returned nothing.")
 
 
 def test_a_result_is_a_line_and_holds_arrow_tables(tmp_path):

@@ -421,7 +421,7 @@ def test_a_reply_without_an_aggregation_is_refused(answer, sentence):
 @pytest.mark.parametrize(
     ("weight", "sentence"),
     [
-        (torch.zeros(5), "weights of Mean 'x' sum to 0.0"),
+        (torch.zeros(5), "returned Mean 'x' with weights that sum to 0 over the cohort"),
         (torch.tensor([1.0, 1, -1, 1, 1]), "must be a finite, non-negative number for each of the group's 5 clients"),
         (
             torch.tensor([1.0, 1, math.nan, 1, 1]),

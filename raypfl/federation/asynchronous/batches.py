@@ -106,17 +106,17 @@ class TurnBatch:
         """Add the sums of groups of this batch that ran in a bundle."""
         self._sums.add_sums(subtree)
 
-    def finished(self) -> dict[int, RoundReplies]:
-        """Return the replies of each round, once all groups have trained."""
+    def finished(self, function: str) -> dict[int, RoundReplies]:
+        """Return the replies of each round, once all groups have trained; `function` describes what returned them."""
         sizes = self._sums.sent
-        for full_name, value in self._sums.result().items():
+        for full_name, value in self._sums.result(function).items():
             round, name = round_and_name(full_name)
             replies = self._replies[round]
             values = replies.sums if full_name in self._summed else replies.means
             values[name] = value
             replies.sent[name] = sizes[full_name]
 
-        for full_name, mean in self._logged.result().items():
+        for full_name, mean in self._logged.result(function).items():
             round, name = round_and_name(full_name)
             self._replies[round].logged[name] = mean
         return self._replies

@@ -9,6 +9,7 @@ import numpy as np
 
 from raypfl.clients.replies.turns import Turns
 from raypfl.common.errors import CheckpointError, ClientError, LateReplyError
+from raypfl.common.user_code import where_defined
 from raypfl.devices import ClientTurns
 from raypfl.federation.asynchronous.batches import TurnBatch, TurnGroup, batch_of, groups_that_fit
 from raypfl.federation.asynchronous.cohorts import (
@@ -223,7 +224,8 @@ class AsynchronousRounds(Rounds):
         for first, batch in batches.items():
             batch.waiting = [group for group in batch.waiting if group.index not in trained]
             if not batch.waiting:
-                self._replies |= self._batches.pop(first).finished()
+                function = where_defined(getattr(self._method, self._function))
+                self._replies |= self._batches.pop(first).finished(function)
 
     def _groups_meanwhile(self, round: int, required: Sequence[TurnGroup]) -> list[TurnGroup]:
         """Return groups of later rounds for which actors have time while others train the required ones."""

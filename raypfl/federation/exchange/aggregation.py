@@ -110,8 +110,10 @@ class ReplyAggregator:
                     "Choose a method, or an option of this one, with which all clients contribute, or set it to false."
                 )
 
-    def result(self) -> dict[str, Tensor]:
+    def result(self, function: str) -> dict[str, Tensor]:
         """Return the cohort's reply by name.
+
+        `function` describes what returned it.
 
         Raises
         ------
@@ -124,7 +126,10 @@ class ReplyAggregator:
             if value.kind == "mean" and weight <= 0:
                 if value.can_be_empty:
                     continue
-                raise MethodError(f"The weights of Mean {name!r} sum to {weight}; they must be positive.")
+                raise MethodError(
+                    f"{function} returned Mean {name!r} with weights that sum to {weight:g} over the cohort; at least "
+                    f"one must be above 0. With can_be_empty=True, the reply lacks {name!r} instead."
+                )
 
             if value.has_rows:
                 rows = to_device(self._rows[name], self._device)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from raypfl.common.user_code import where_defined
+from raypfl.methods import Method
+from raypfl.runs.checks.hooks import MODEL_HOOKS
 from raypfl.runs.planning.plan import Plan
 from raypfl.runs.result import RunResult
 
@@ -18,10 +21,18 @@ def run_notices(result: RunResult) -> list[str]:
             notice += f" None met cohort.deadline: {_MEND_DEADLINE}"
         notices.append(notice)
     if result.status == "finished" and not result.evaluations.num_rows:
-        notices.append(
-            "There are no results, since no client has samples for evaluation.protocols; raise data.test_fraction."
-        )
+        notices.append(_why_nothing_was_tested(result.experiment.method))
     return notices
+
+
+def _why_nothing_was_tested(method: Method) -> str:
+    if type(method).__module__.startswith("raypfl."):
+        return "There are no results, since no client has samples for evaluation.protocols; raise data.test_fraction."
+    makers = [where_defined(getattr(method, name)) for name in MODEL_HOOKS if method.has(name)]
+    return (
+        "There are no results: either no client has samples for evaluation.protocols (raise data.test_fraction), or "
+        f"{' and '.join(makers)} returned nothing."
+    )
 
 
 def plan_notices(plan: Plan) -> list[str]:
