@@ -9,7 +9,7 @@ from torch import Tensor
 
 from raypfl.clients.clients import Clients
 from raypfl.common.limits import COUNT
-from raypfl.common.messages import Mean, Weighting, per_client, unmarked
+from raypfl.common.messages import Mean, Weighting
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import METHODS, Method, ServerState, ServerView
 from raypfl.federation.task import Task
@@ -89,8 +89,7 @@ class FedEM(Method):
         def mean_responsibilities(pi: Tensor, batch: Batch, **received: Other) -> Tensor:
             return batch.mean(self._responsibilities(clients, batch, pi, received).T)
 
-        shares = unmarked(self._shares(clients))
-        return per_client(unmarked(clients.map(mean_responsibilities, shares, **self._received(clients, models))))
+        return clients.map(mean_responsibilities, self._shares(clients), **self._received(clients, models))
 
     def _responsibilities(self, clients: Clients, batch: Batch, pi: Tensor, received: dict[str, Other]) -> Tensor:
         """Return ``q[M, b]`` of one client's batch."""

@@ -23,8 +23,8 @@ class FedNova(FedAvg):
 
     Client k's move is ``d_k = -lr sum_s a_ks g_ks`` over its ``tau_k`` local steps s, and the server's step is
     ``tau_eff sum_k p_k d_k / ||a_k||_1``. Plain SGD has ``||a_k||_1 = tau_k``; momentum and a proximal term change it.
-    A client sends its model and ``tau_k``. The paper's server momentum is ``server_optimizer: momentum``. With equal
-    ``tau_k`` and plain SGD it is FedAvg.
+    A client sends its model and ``tau_k``. The paper's server momentum is ``server_optimizer: momentum``. Batch-norm
+    statistics are averaged with the weights ``p_k / ||a_k||_1``. With equal ``tau_k`` and plain SGD it is FedAvg.
 
     Attributes
     ----------

@@ -86,12 +86,13 @@ class FedFomo(Method):
         personal = clients.state.get("personal", default=clients.initial)
         loss_before = clients.evaluate(before, "val")["loss"]
 
+        order = {"l1": 1, "l2": 2}[self.norm]
         moves = []
         advantages = []
         for index in chosen.unbind(1):
             other = per_client(models[index])
             move = other - before
-            distance = torch.linalg.vector_norm(clients.model.parameters(move), ord=int(self.norm[1]), dim=1)
+            distance = torch.linalg.vector_norm(clients.model.parameters(move), ord=order, dim=1)
             gain = loss_before - clients.evaluate(other, "val")["loss"]
             # Many models are equal in the first rounds; their distance is 0, and so is the advantage.
             advantages.append(torch.where(distance > 0, gain / distance, 0.0))
