@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import random
+import sys
 import warnings
 from dataclasses import replace
 
@@ -110,6 +112,35 @@ def test_a_client_function_that_draws_from_a_global_stream_is_refused_with_the_k
     fed = Federation(method=Draws(stream=stream))
     with pytest.raises(MethodError, match=rf"Draws\.train .* draws from {whose}'s global .*clients\.randn\("):
         fed.run_rounds(None)
+
+
+@pytest.mark.parametrize(
+    ("code", "whose"),
+    [
+        ("import numpy as np; np.random.rand()", "NumPy"),
+        ("from numpy.random import rand; rand(312)", "NumPy"),  # 624 words: the position in them is the same again
+        ("import random; random.random()", "Python"),
+        ("noise()", "NumPy"),
+    ],
+)
+def test_a_draw_by_what_a_function_imports_or_another_module_of_the_user_draws_is_refused_too(
+    code, whose, tmp_path, monkeypatch
+):
+    (tmp_path / "my_noise.py").write_text("def noise():\n    import numpy\n    return numpy.random.rand()\n")
+    (tmp_path / "my_drawing_method.py").write_text(
+        "from my_noise import noise\n"
+        "from raypfl.methods import FedAvg\n\n\n"
+        "class Draws(FedAvg):\n"
+        "    def train(self, clients, theta):\n"
+        f"        {code}\n"
+        "        return super().train(clients, theta)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("my_noise", "my_drawing_method"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    method = importlib.import_module("my_drawing_method").Draws()
+    with pytest.raises(MethodError, match=rf"Draws\.train .* draws from {whose}'s global .*clients\.randn\("):
+        Federation(method=method).run_rounds(None)
 
 
 @pytest.mark.parametrize(
