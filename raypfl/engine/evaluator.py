@@ -111,6 +111,7 @@ class Evaluator:
         """
         self.spent = []
         columns = self._columns(state, round)
+        self._warn_of_nan(columns, round)
         return columns, summarise(self.measures, columns)
 
     def record(self, round: int, summary: list[dict[str, Any]]) -> None:
@@ -195,6 +196,22 @@ class Evaluator:
         trained = self.evaluate_clients(state, round, self._trained_clients(), for_trained, unseen=False)
         unseen = self.evaluate_clients(state, round, self.task.unseen.tolist(), for_unseen, unseen=True)
         return {name: values + unseen[name] for name, values in trained.items()}
+
+    def _warn_of_nan(self, columns: Mapping[str, list[Any]], round: int) -> None:
+        """Warn of models whose outputs are nan although they are finite: they count as models that guess."""
+        if "loss" not in columns:
+            return
+        rows = zip(columns["model"], columns["client"], columns["loss"], strict=True)
+        failed: dict[str, None] = {}
+        for model, client, loss in rows:
+            if loss is not None and math.isnan(loss):
+                failed["the global model" if model == "global" else f"client {client}'s model"] = None
+        if failed:
+            models = f"{counted(len(failed), 'model')}, such as {next(iter(failed))}"
+            self.runner.warn(
+                f"After round {round}, test outputs are nan for {models}: it counts as one that guesses. A smaller "
+                "training.lr or training.clip_norm may help."
+            )
 
     def _portions(self, clients: list[int]) -> list[list[tuple[int, int]]]:
         """Return lists of ``(position, client)``: one or, for methods that personalize, several of a cohort's size."""

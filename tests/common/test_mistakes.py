@@ -138,6 +138,12 @@ def test_models_with_nan_or_infinity_are_refused_where_they_are_made(tmp_path):
     assert f"{function} returned a model with nan or infinity for client 0." in text
 
 
+def test_a_finite_model_whose_outputs_are_nan_is_warned_of(tmp_path):
+    sentence = "After round 1, test outputs are nan for 1 model, such as the global model: it counts as one that"
+    with pytest.warns(UserWarning, match=sentence):
+        raypfl.run(experiment(tmp_path, method=f"{MODULE}:Overflows", rounds=1))
+
+
 @pytest.mark.parametrize(
     ("name", "mended"), [("SendsTooLittle", FedAvg), ("KeepsTooLittle", mistaken_methods.Base)], ids=str
 )

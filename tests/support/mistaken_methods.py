@@ -95,6 +95,11 @@ class DividesByZero(FedAvg):
         return (server["theta"] / 0.0).expand(len(clients), -1)
 
 
+class Overflows(FedAvg):
+    def global_model(self, server):
+        return server["theta"] * 1e25
+
+
 class KeepsTooLittle(Base):
     global_model = Method.global_model
 
