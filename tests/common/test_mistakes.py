@@ -12,9 +12,8 @@ import torch
 import raypfl
 from raypfl import Experiment, Mean, Method
 from raypfl.common.errors import CheckpointError, ConfigError, RaypflError
-from raypfl.engine.events import Event, Warned
 from raypfl.data import Partition
-from raypfl.engine.events import RoundFinished, RunFinished, RunStarted
+from raypfl.engine.events import Event, RoundFinished, RunFinished, RunStarted, Warned
 from raypfl.experiment import experiments
 from raypfl.learning.optimizers import SGD
 from raypfl.methods import FedAvg
