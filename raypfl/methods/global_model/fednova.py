@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from raypfl.clients.clients import Clients
-from raypfl.common.errors import ConfigError
 from raypfl.common.limits import FROM_ZERO
 from raypfl.common.messages import Mean, unmarked
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import METHODS, ServerState
 from raypfl.methods.global_model.fedavg import FedAvg
-from raypfl.methods.local_training import extrapolated, gradient_weights, proximal
+from raypfl.methods.local_training import extrapolated, gradient_weights, proximal, required_sgd
 
 
 @METHODS.register("fednova")
@@ -28,7 +27,7 @@ class FedNova(FedAvg):
 
     Attributes
     ----------
-    mu : weight of a proximal term, as in FedProx; not with ``training.momentum``.
+    mu : weight of a proximal term, as in FedProx.
     effective : tau_eff: the mean number of ``steps`` (the paper), or the mean of ||a_k||_1 (``gradients``; the authors'
         code, unless mu is above 0). With plain SGD both agree.
     """
@@ -63,14 +62,20 @@ class FedNova(FedAvg):
 
     def _norms(self, clients: Clients) -> Tensor:
         """Return ``||a_k||_1``, ``[K]``."""
-        norms = gradient_weights(clients)
         if not self.mu:
-            return norms
-        if clients.training.momentum:
-            raise ConfigError(
-                "FedNova has no weights of gradients for a proximal term with momentum; set method.mu or "
-                "training.momentum to 0."
-            )
-        # A gradient with r steps left moves the model by lr (1 - lr mu)^r.
-        alpha = clients.lr * self.mu
-        return (1 - torch.pow(1 - alpha, norms)) / alpha
+            return gradient_weights(clients)
+
+        sgd = required_sgd(clients)
+        steps = unmarked(clients.num_steps())
+        # A gradient of 1 alone, followed by the proximal term's: how far the model is from its start, over -lr. That
+        # is the weight of a gradient with so many steps left, which momentum may carry below 0.
+        gradient = 1.0
+        velocity = 0.0
+        distance = 0.0
+        norms = [0.0]
+        for _ in range(int(steps.max())):
+            velocity = sgd.momentum * velocity + gradient
+            distance += gradient + sgd.momentum * velocity if sgd.nesterov else velocity
+            norms.append(norms[-1] + abs(distance))
+            gradient = -clients.lr * self.mu * distance
+        return torch.tensor(norms, dtype=steps.dtype, device=steps.device)[steps.long()]
