@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import raypfl
-from raypfl.common.errors import ConfigError, MethodError
+from raypfl.common.errors import ConfigError
 from raypfl.engine.events import Warned
 from raypfl.engine.prepared import Prepared
-from raypfl.learning.privacy import PrivacySettings
 from raypfl.methods import FedAvg, FedRolex, FjORD, HeteroFL
 from raypfl.methods.sub_networks.slices import slices_of, units_of
 from raypfl.models import FlatModel
@@ -413,9 +412,11 @@ def test_options_that_do_not_fit_are_refused():
         HeteroFL(rates=(1.0, 0.5), shares=(1, 1, 1)).check(FlatModel(two_hidden))
 
 
-def test_noise_on_the_entries_outside_of_a_slice_ends_the_run_with_the_reason():
-    with pytest.raises(MethodError, match=r"moved them: by the noise of privacy\.noise"):
-        run_method(HeteroFL(), privacy=PrivacySettings(noise=1.0, unit="sample"))
+def test_noise_on_the_entries_outside_of_a_slice_is_refused_before_the_run_with_the_reason(tmp_path):
+    settings = experiment(tmp_path / "run", method="heterofl", privacy__noise=1.0)
+    with pytest.raises(ConfigError, match=r"moved them: by the noise of privacy\.noise"):
+        raypfl.run(settings)
+    assert not list(tmp_path.rglob("experiment.yaml"))
 
 
 def test_slices_are_forgotten_with_their_network():

@@ -225,21 +225,29 @@ def _loads_of_architectures(prepared: Prepared) -> Loads | None:
 def refuse_rehearsed(prepared: Prepared, error_class: type[MethodError]) -> None:
     """Rehearse a round and an evaluation, since only they tell what a method's clients send and read.
 
-    The run's last round, too, which may follow a warm-up.
+    The run's last round, too, which may follow a warm-up. Without the rounds in between, the method may fail in it for
+    other reasons.
+
+    Parameters
+    ----------
+    error_class : the class of what is looked for in the last round; in the first one, it is any mistake of a method.
 
     Raises
     ------
-    ConfigError : for an error of this class.
+    ConfigError : for what is found.
     """
     experiment = prepared.experiment
+    sought: type[MethodError] = MethodError
     try:
         with threads(threads_of_server(experiment)):
             rehearsal = Rehearsal.of_cohort(prepared)
             rehearsal.train()
             rehearsal.evaluate(experiment.evaluation.protocols)
+            sought = error_class
             rehearsal.train(experiment.rounds)
-    except error_class as error:
-        raise ConfigError(with_location(error)) from error
+    except MethodError as error:
+        if isinstance(error, sought):
+            raise ConfigError(with_location(error)) from error
     # Any other failure is left to the run itself, which reports it with its round and client.
     except Exception:
         return
