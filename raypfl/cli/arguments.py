@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -125,15 +126,26 @@ def source_and_changes(words: Sequence[str], default: str, packaged: Packaged) -
     ------
     ConfigError : if a setting has no ``=VALUE``, or a `packaged` name or a file is not the first word.
     """
-    # YAML and the parsing of settings are not needed for --help.
-    from raypfl.experiment.assignments import last_of_each
-
     refuse_options(words)
     _refuse_misplaced(words, packaged)
     first, *rest = words or [default]
     if "=" in first:
-        return default, last_of_each(words)
-    return first, last_of_each(rest)
+        return default, _last_of_each(words)
+    return first, _last_of_each(rest)
+
+
+def _last_of_each(assignments: Sequence[str]) -> list[str]:
+    """Keep the last assignment to each key, and warn of the others."""
+    # YAML and the parsing of settings are not needed for --help.
+    from raypfl.experiment.assignments import last_of_each
+
+    kept = last_of_each(assignments)
+    kept_by_key = {_key(assignment): assignment for assignment in kept}
+    for assignment in assignments:
+        last = kept_by_key[_key(assignment)]
+        if assignment != last:
+            warnings.warn(f"{last} counts, and not {assignment}, which comes before it.", stacklevel=2)
+    return kept
 
 
 def _refuse_misplaced(words: Sequence[str], packaged: Packaged) -> None:

@@ -216,7 +216,36 @@ def _relocated(data: Any, datasets: Mapping[str, Any]) -> Any:
 
 
 def _cells(study: Study, down: str, across: str, assignments: Sequence[str]) -> list[StudyCell]:
-    """Return the cells of all methods and seeds in one setting."""
+    """Return the cells of all methods and seeds in one setting.
+
+    Raises
+    ------
+    ConfigError : if one of the experiments is wrong; it names the block or the group of columns with the mistake.
+    """
+    try:
+        methods = _methods(study, down, across, assignments)
+    except ConfigError as error:
+        raise ConfigError(f"{_where(study, down, across, assignments, str(error))}{error}") from None
+    return [
+        StudyCell(method, down, across, experiment) for method, planned in methods.items() for experiment in planned
+    ]
+
+
+def _where(study: Study, down: str, across: str, assignments: Sequence[str], mistake: str) -> str:
+    """Return ``"In across.Dir(0.1): "`` if the mistake is in this variation; an empty text if it is in none."""
+    for down_label, across_label in (("", ""), (down, ""), ("", across), (down, across)):
+        try:
+            _methods(study, down_label, across_label, assignments)
+        except ConfigError as error:
+            if str(error) == mistake:
+                labels = {"down": down_label, "across": across_label}
+                parts = [f"{axis}.{label}" for axis, label in labels.items() if label]
+                return f"In {' and '.join(parts)}: " if parts else ""
+    return ""
+
+
+def _methods(study: Study, down: str, across: str, assignments: Sequence[str]) -> dict[str, list[Experiment]]:
+    """Return the experiments of each method in one setting, one for each seed; an empty label changes nothing."""
     values: dict[str, Any] = {"name": study.name, "seeds": study.seeds, **study.experiment}
     methods = dict(study.methods)
 
@@ -232,9 +261,8 @@ def _cells(study: Study, down: str, across: str, assignments: Sequence[str]) -> 
         values = values | {"data": _relocated(values["data"], study.datasets)}
 
     planned = experiments(values | {"methods": list(methods.values())}, assignments)
-    labels = list(methods)
-    seeds = len(planned) // len(labels)
-    return [StudyCell(labels[i // seeds], down, across, experiment) for i, experiment in enumerate(planned)]
+    seeds = len(planned) // len(methods)
+    return {label: planned[i * seeds : (i + 1) * seeds] for i, label in enumerate(methods)}
 
 
 def _require_metrics(study: Study, cell: StudyCell) -> None:

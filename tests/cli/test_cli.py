@@ -59,8 +59,9 @@ def test_methods_and_seeds_are_chosen_on_the_command_line():
     assert all(run["status"] == "finished" and run["weights_hash"] for run in runs)
 
 
-def test_of_two_assignments_of_a_setting_the_last_counts_and_is_suggested():
+def test_of_two_assignments_of_a_setting_the_last_counts_which_is_said_and_is_suggested():
     result = raypfl("run", *SMALL, "rounds=1", "--method", "fedavg,")
+    assert "rounds=1 counts, and not rounds=2, which comes before it.\n" in result.stderr
     assert "round 1/1" in result.stderr
     suggested = [line for line in result.stdout.split("Try next")[1].splitlines() if "raypfl run" in line]
     assert suggested and all("rounds=1 " in line and "rounds=2" not in line for line in suggested)
@@ -89,8 +90,7 @@ def test_a_resumed_run_is_called_by_its_method():
 
 @pytest.mark.filterwarnings("default:perada is for a network")
 def test_a_warning_is_a_sentence_on_stderr_once_and_no_line_of_code():
-    words = ["method=perada", "method.steps=0", *SMALL, "rounds=1", "evaluation.every=0"]
-    log = raypfl("run", *words).stderr
+    log = raypfl("run", "method=perada", "method.steps=0", *SMALL).stderr
     assert log.count("Warning:") == 1 and "Warning: perada is for a network that is mostly frozen" in log
     assert "perada-digits" in log and ".py" not in log
 
@@ -183,7 +183,8 @@ def test_suggested_commands_repeat_the_run_with_one_change():
         (["run", "method=fedavg,ditto"], "name one, not several. Compare methods by --method A,B."),
         (["run", "--methods", "fedavg,ditto"], "There is no option --methods; write --method A,B."),
         (["run", "--training.lr", "0.1"], "There is no option --training.lr; write training.lr=VALUE."),
-        (["list", "settings", "trainning"], "There is no section 'trainning'; did you mean 'training'?"),
+        (["list", "settings", "trainning"], "There is no section or setting 'trainning'; did you mean 'training'?"),
+        (["list", "settings", "learning_rate"], "setting 'learning_rate'; did you mean 'training.lr'?"),
         (["list", "settings", "traning.lr"], "There is no setting 'traning.lr'; did you mean 'training.lr'?"),
         (["list", "methods", "dito"], "There is no method called 'dito'; did you mean 'ditto'?"),
         (["list", "asynchronous", "dito"], "There is no entry called 'dito'; did you mean 'ditto'?"),
@@ -351,7 +352,8 @@ def test_one_component_is_described_with_all_options_and_what_they_mean(
     assert "torchvision" in raypfl("list", "models", "torchvision:resnet18").stdout
     assert "file required" in " ".join(raypfl("list", "hardware", "fedscale").stdout.split())
     assert "methods: [fedavg, ditto]" in raypfl("list", "recipes", "digits").stdout
-    assert raypfl("list", "settings", "training.lr").stdout.count("training.") == 1
+    for name in ("training.lr", "lr"):
+        assert raypfl("list", "settings", name).stdout.count("training.") == 1
 
 
 def test_the_package_can_be_run_as_a_module_and_offers_completion():

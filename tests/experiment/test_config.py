@@ -266,7 +266,8 @@ def test_a_users_own_method_is_named_by_module(tmp_path: Path, monkeypatch: pyte
             {"model": {"name": "lenet", "hidden": [3]}},
             "model.hidden is not an option of lenet; mlp has it.",
         ),
-        ({"model": {"name": "mlp", "hidden": 3}}, "model.hidden is 3; it must be a list."),
+        ({"model": {"name": "mlp", "hidden": 3}}, "model.hidden is 3; it must be a list, such as [3]."),
+        ({"evaluation": {"protocols": "locale"}}, "is 'locale'; it must be a list, such as [local]."),
         ({"method": {"name": "ditto", "lam": "much"}}, "method.lam is 'much'; it must be a number."),
         ({"data": {"pools": {"auxiliary": "much"}}}, "data.pools.auxiliary is 'much', but must be a share of the"),
         (
@@ -277,7 +278,9 @@ def test_a_users_own_method_is_named_by_module(tmp_path: Path, monkeypatch: pyte
         ({"method": 5}, "method is 5; it must be a name"),
         ({"rounds": 2.5}, "rounds is 2.5; it must be a whole number."),
         ({"rounds": 0}, "rounds is 0; it must be at least 1."),
-        ({"cohort": 5}, "cohort is 5; it must be options as 'key: value'."),
+        ({"cohort": "all"}, "cohort is 'all'; it must be options as 'key: value'."),
+        ({"cohort": 5}, "cohort is 5, but has several settings; did you mean cohort.size=5?"),
+        ({"cohort": 0.5}, "cohort is 0.5, but has several settings; did you mean cohort.fraction=0.5?"),
         ({"training": {"lr": float("nan")}}, "training.lr is nan; it must be above 0."),
         (
             {"training": {"precision": "tf32"}},

@@ -274,7 +274,12 @@ def test_published_numbers_may_be_listed_by_metric(tiny: Path):
             "protcol is not a key of what a study has in metrics; did you mean 'proto",
         ),
         ("rounds: 4", "rouns: 4", "rouns is not a setting of an experiment; did you mean 'rounds'?"),
-        ("lam: 1.0", "lamb: 1.0", "lamb is not an option of ditto; did you mean 'method.lam'?"),
+        ("lam: 1.0", "lamb: 1.0", "method.lamb is not an option of ditto; did you mean 'method.lam'?"),
+        (
+            "lam: 2.0",
+            "lamb: 2.0",
+            "In across.Dir(1.0): method.lamb is not an option of ditto; did you mean 'method.lam",
+        ),
         ("methods: {Ditto:", "methods: {Dito:", "methods.Dito is none of the study's methods; did you mean 'Ditto'?"),
         (
             "60, –]",
@@ -309,6 +314,7 @@ def test_a_mistake_in_a_study_is_refused_with_the_nearest_before_anything_runs(t
     (tiny / "tiny.yaml").write_text(TINY.replace(old, new))
     result = command("study", "tiny.yaml")
     assert result.exit_code == 2 and sentence in result.stderr, result.output
+    assert ("In across" in result.stderr) == ("In across" in sentence)
     assert not (tiny / "runs").exists()
 
 

@@ -14,6 +14,7 @@ from rich.text import Text
 from raypfl.common.errors import ConfigError, did_you_mean
 from raypfl.common.packaged_yaml import Packaged
 from raypfl.common.registry import Registry
+from raypfl.experiment.checks.hints import suggestion
 from raypfl.experiment.components import GIVEN_BY_ENGINE, Option, options_of
 from raypfl.experiment.docstrings import described_options, prose
 from raypfl.experiment.parts import to_plain
@@ -92,18 +93,20 @@ def _component(registry: Registry, name: str) -> Group:
 
 
 def _settings(settings: Settings, name: str | None) -> Table:
-    """Return a table of all settings, of one section's, or of one.
+    """Return a table of all settings, of one section's, or of those that have a name with or without their section.
 
     Raises
     ------
     ConfigError : if there is neither a section nor a setting called `name`.
     """
     chosen = [setting for setting in settings if name is None or f"{setting}.".startswith(f"{name}.")]
+    chosen = chosen or [setting for setting in settings if setting.endswith(f".{name}")]
     if not chosen:
         sections = {setting.partition(".")[0] for setting in settings if "." in setting}
-        kind = "setting" if "." in str(name) else "section"
+        kind = "setting" if "." in str(name) else "section or setting"
         candidates = settings if kind == "setting" else sections
-        raise ConfigError(f"There is no {kind} {name!r}; {did_you_mean(str(name), candidates)}")
+        hint = suggestion(str(name)) or did_you_mean(str(name), candidates)
+        raise ConfigError(f"There is no {kind} {name!r}; {hint}")
 
     table = _table("name", "what it is", "default")
     for setting in chosen:

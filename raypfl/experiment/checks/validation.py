@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
@@ -11,6 +12,9 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 
 from raypfl.common.counting import counted
+from raypfl.evaluation.masking import MASKS
+from raypfl.evaluation.protocols import PROTOCOLS
+from raypfl.learning.augmentation import AUGMENTATIONS
 
 KeyPath = tuple[int | str, ...]
 
@@ -21,11 +25,30 @@ _EXPECTED = {
     "string": "text",
     "tuple": "a list",
     "list": "a list",
+    "sequence": "a list",
     "an instance of sequence": "a list",
     "dict": "options as 'key: value'",
     "dataclass": "options as 'key: value'",
     "model": "options as 'key: value'",
 }
+
+_MEANT_BY_NUMBER = {
+    ("cohort", int): "size",
+    ("cohort", float): "fraction",
+    ("training", int): "epochs",
+    ("training", float): "lr",
+    ("evaluation", int): "every",
+    ("checkpoint", int): "every",
+    ("ray", int): "actors",
+}
+"""Section and type of a number given in its place -> the setting that is probably meant."""
+
+_WORDS: dict[str, Iterable[str]] = {
+    "evaluation.protocols": PROTOCOLS,
+    "evaluation.masks": MASKS,
+    "data.augmentation": AUGMENTATIONS,
+}
+"""Setting that is a list -> what can be in it."""
 
 
 class Mistakes(ValueError):
@@ -143,12 +166,22 @@ def _sentences(detail: Any, unknown: Callable[[KeyPath], str], prefix: KeyPath) 
     if kind == "too_short":
         return [f"{dotted} is empty; it needs at least {counted(detail['ctx']['min_length'], 'entry', 'entries')}."]
 
+    given = detail["input"]
     expected = _expected(detail)
-    if expected == "a list" and isinstance(detail["input"], str):
-        expected = f"a list, such as [{detail['input']}]"
-    if expected == "text" and isinstance(detail["input"], int | float):
-        expected = f"text, {_in_quotes(detail['input'], dotted)}"
-    return [f"{dotted} is {detail['input']!r}; it must be {expected}."]
+    if expected == "a list" and isinstance(given, str | int | float):
+        expected = f"a list, such as [{_nearest_word(given, dotted)}]"
+    if expected == "text" and isinstance(given, int | float):
+        expected = f"text, {_in_quotes(given, dotted)}"
+    meant = _MEANT_BY_NUMBER.get((dotted, type(given)))
+    if meant is not None:
+        return [f"{dotted} is {given}, but has several settings; did you mean {dotted}.{meant}={given}?"]
+    return [f"{dotted} is {given!r}; it must be {expected}."]
+
+
+def _nearest_word(given: str | float, dotted: str) -> str | float:
+    """Return the word that is nearest to what was given in place of a list; what was given if there is none."""
+    nearest = difflib.get_close_matches(str(given), list(_WORDS.get(dotted, ())), n=1)
+    return nearest[0] if nearest else given
 
 
 def _in_quotes(value: float, dotted: str) -> str:
