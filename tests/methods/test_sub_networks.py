@@ -181,7 +181,6 @@ def test_a_personal_model_predicts_as_the_narrow_network(factory):
     x, _ = fed.samples(0)
     net = as_module(factory, fed.server["theta"])
     models = fed.method.personal_model(fed.clients(), fed.server).as_subclass(Tensor)
-    assert torch.equal(fed.method.unseen_model(fed.clients(), fed.server), models)
     for model, rate in zip(models, rates_of(fed), strict=True):
         indices = sliced(factory, net, rate)
         p = {name: parameter.detach()[_grid(indices[name])] for name, parameter in net.named_parameters()}
@@ -198,6 +197,14 @@ def test_clients_that_all_have_the_whole_network_are_fedavg_to_the_bit(kind, fac
     )
     assert torch.equal(sliced.server["theta"], fedavg.server["theta"])
     assert sent_per_client(sliced.ledger, 1)["up", "slices"] == sliced.model.size
+
+
+def test_a_client_that_is_never_trained_gets_the_widest_slice_of_those_that_are():
+    fed = run_method(FedRolex(rates=(0.25, 0.5, 1.0), shares=(1, 1, 0)), factory=two_hidden)
+    widest = fed.method.slices(fed.model, len(ROUNDS) - 1)[1]
+    assert set(fed.server["levels"].tolist()) == {0, 1}
+    models = fed.method.unseen_model(fed.clients(), fed.server).as_subclass(Tensor)
+    assert torch.equal(models, torch.where(widest, fed.server["theta"], 0.0).expand(4, -1))
 
 
 @both_networks

@@ -29,7 +29,8 @@ class SubNetworks(Method):
     """Clients of unequal capacity train slices of one model.
 
     An entry of the model becomes the mean over the clients of the cohort that have it; one that nobody has stays as it
-    is. A client's personal model, trained or not, is its slice of the global model. Clients keep nothing.
+    is. A client's personal model is its slice of the global model, also if it was in no cohort; that of a client that
+    is never trained is the widest slice. Clients keep nothing.
 
     Attributes
     ----------
@@ -144,11 +145,16 @@ class SubNetworks(Method):
 
     def personal_model(self, clients: Clients, server: ServerView) -> Tensor:
         """Return each client's slice, with the units of the last round, and zeros outside of it: ``[K, P+B]``."""
-        # New clients, which were not in the run, get numbers beyond the table.
-        levels = server["levels"]
-        level = levels[torch.tensor(clients.ids, device=levels.device) % len(levels)]
-        slices = self.slices(clients.model, self.shift(max(server["rounds"] - 1, 0)))
-        return per_client(torch.where(slices[level.to(slices.device)], server["theta"], 0.0))
+        level = server["levels"][list(clients.ids)]
+        in_slice = self._last_slices(clients, server)[level.to(server["theta"].device)]
+        return per_client(torch.where(in_slice, server["theta"], 0.0))
 
     def unseen_model(self, clients: Clients, server: ServerView) -> Tensor:
-        return self.personal_model(clients, server)
+        # Nothing tells what such a client can compute, so it gets the widest slice that was trained.
+        widest = max(server["levels"].tolist(), key=lambda level: self.rates[level])
+        model = torch.where(self._last_slices(clients, server)[widest], server["theta"], 0.0)
+        return per_client(model.expand(len(clients), -1))
+
+    def _last_slices(self, clients: Clients, server: ServerView) -> Tensor:
+        """Return the entries ``bool[rates, P+B]`` that a client of each rate had in the last round."""
+        return self.slices(clients.model, self.shift(max(server["rounds"] - 1, 0)))
