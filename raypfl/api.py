@@ -10,13 +10,14 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from os import PathLike, fspath
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from raypfl.common.errors import CheckpointError, ConfigError
 from raypfl.engine.events import Listener
 from raypfl.experiment import Experiment
+from raypfl.experiment.parts import as_assignments
 from raypfl.integrations.tracking.connection import (
     first_line,
     opening_database,
@@ -121,6 +122,7 @@ def resume(
     from_round: int | None = None,
     new_run_dir: str | Path | None = None,
     progress: bool | None = None,
+    **settings: Any,
 ) -> Result:
     """Continue a run that was stopped, failed or was killed, to the same bits as an uninterrupted one.
 
@@ -131,6 +133,7 @@ def resume(
     run_dir : the run's folder, or its result.
     overrides : ``dotted.key=value`` changes to the experiment, such as ``rounds=200`` for a longer run. What decides
         the result of a run stays (see :data:`raypfl.runs.resuming.MAY_CHANGE`), unless a new run continues it.
+    settings : changes by keyword: ``rounds=200`` is ``overrides=["rounds=200"]``.
     from_round : the round after which a new run continues; there must be a checkpoint of it.
     new_run_dir : the folder of the new run. Its metadata and its history name the run that it continues.
     listeners, progress : as for :func:`run`.
@@ -143,6 +146,8 @@ def resume(
     if (from_round is None) != (new_run_dir is None):
         raise ConfigError("raypfl.resume takes from_round and new_run_dir together: where a new run begins, and where.")
     run_dir = Path(run_dir)
+    if settings:
+        overrides = [*overrides, *as_assignments(settings)]
     if from_round is not None and new_run_dir is not None:
         with resuming.continued(run_dir, from_round, new_run_dir, overrides) as folder:
             return resume(folder, listeners=listeners, progress=progress)

@@ -26,7 +26,7 @@ def test_progress_is_shown_on_a_terminal_or_on_request_only(tmp_path: Path, caps
     result = raypfl.run(experiment(tmp_path), run_dir=tmp_path / "run")
     assert capsys.readouterr().err == "", "standard error is no terminal here"
 
-    longer = raypfl.resume(tmp_path / "run", overrides=[f"rounds={result.round + 1}"], progress=True)
+    longer = raypfl.resume(tmp_path / "run", rounds=result.round + 1, progress=True)
     assert longer.round == result.round + 1
     assert f"finished after round {longer.round}" in capsys.readouterr().err
 

@@ -51,6 +51,7 @@ from raypfl.experiment.checks.validation import FilePart, Mistakes, validation_m
 from raypfl.experiment.components import build
 from raypfl.experiment.parts import (
     analyses_of,
+    as_assignments,
     cohort_settings,
     data_config,
     device_settings,
@@ -169,14 +170,16 @@ class Experiment(FilePart):
         """Return nested dicts and lists of numbers and texts, as in YAML."""
         return {name: to_plain(value) for name, value in self}
 
-    def override(self, assignments: Iterable[str]) -> Experiment:
+    def override(self, assignments: Iterable[str] = (), **settings: Any) -> Experiment:
         """Return a copy changed by ``dotted.key=value`` assignments, whose values are YAML.
 
+        Settings without a section can be given by keyword: ``override(rounds=5)`` is ``override(["rounds=5"])``.
         ``method=ditto`` starts from that method's defaults, wherever it stands in the list. A setting that loses its
         effect by a change returns to its default: ``training.steps=20`` drops ``training.epochs``.
         """
         values = self.to_dict()
-        require_effect(assign_all(values, parse_assignments(assignments)))
+        pairs = parse_assignments(assignments) + parse_assignments(as_assignments(settings))
+        require_effect(assign_all(values, pairs))
         return Experiment(**values)
 
     def replace(self, **changes: Any) -> Experiment:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+import json
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,19 @@ cohort_settings = partial(_with_components, section="cohort", bases={"selection"
 device_settings = partial(
     _with_components, section="devices", bases={"hardware": Hardware, "availability": AvailabilityModel}
 )
+
+
+def as_assignments(settings: Mapping[str, Any]) -> list[str]:
+    """Return settings given by keyword as assignments: ``{"rounds": 5}`` is ``["rounds=5"]``."""
+    assignments = []
+    for key, value in settings.items():
+        try:
+            assignments.append(f"{key}={json.dumps(to_plain(value))}")
+        except TypeError:
+            raise ConfigError(
+                f"{key} is {value!r}; a setting is a number, text, a list or a mapping of these."
+            ) from None
+    return assignments
 
 
 def to_plain(value: Any) -> Any:

@@ -407,6 +407,17 @@ def test_overriding_leaves_the_original_as_it_was():
     assert base.devices.hardware is None and changed.devices.hardware == LogNormalHardware(watts=1.0)
 
 
+def test_a_setting_by_keyword_is_the_same_as_an_assignment_of_it():
+    by_keyword = Experiment().override(["cohort.size=4"], rounds=5, method=Ditto(lam=1.0), training={"lr": 0.05})
+    assert by_keyword == Experiment().override(
+        ["cohort.size=4", "rounds=5", "method={name: ditto, lam: 1}", "training.lr=0.05"]
+    )
+    with pytest.raises(ConfigError, match=r"^lr is not a setting of an experiment; did you mean 'training\.lr'"):
+        Experiment().override(lr=0.1)
+    with pytest.raises(ConfigError, match="rounds is <built-in function print>; a setting is a number, text, a list"):
+        Experiment().override(rounds=print)
+
+
 @pytest.mark.parametrize(
     ("word", "sentence"),
     [
