@@ -165,6 +165,7 @@ def test_sweeps_and_studies_take_the_files_that_they_name(server: Server, home: 
     ("words", "sentence"),
     [
         (["output=runs"], "output is 'runs', which would be in the job's working directory, and Ray deletes that"),
+        (["output=runs", "--run-dir", "/runs/a"], "output, where MLflow's database is also with --run-dir, is 'runs'"),
         (["output=s3://bucket/runs"], "output is 's3://bucket/runs'"),
         (["--run-dir", "here"], "--run-dir is 'here'"),
         (["tracking.uri=sqlite:///runs/mlflow.db"], "tracking.uri is 'sqlite:///runs/mlflow.db'. A job takes along"),

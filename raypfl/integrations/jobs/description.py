@@ -88,8 +88,10 @@ class Description:
         ----------
         run_dir : the folder of the run; None: it is in `output`.
         """
+        # A run's folder may be elsewhere, but not the database.
+        use = "" if run_dir is None else ", where MLflow's database is also with --run-dir,"
         folders = (
-            ("output", self.output, "output=/shared/runs"),
+            (f"output{use}", self.output, "output=/shared/runs"),
             ("--run-dir", run_dir, "--run-dir /shared/runs/mine"),
         )
         mistakes = []
