@@ -17,6 +17,7 @@ import raypfl
 from raypfl.common.errors import ConfigError
 from raypfl.engine.events import Warned
 from raypfl.engine.prepared import Prepared
+from raypfl.learning.objectives import Regression
 from raypfl.methods import FedAvg, FedRolex, FjORD, HeteroFL
 from raypfl.methods.sub_networks.slices import slices_of, units_of
 from raypfl.models import FlatModel
@@ -121,10 +122,13 @@ def scaled_loss(fed: Federation, rate: float):
     return lambda p, x, y: F.cross_entropy(outputs(fed.factory, p, x, scale), y)
 
 
-def rounds_by_hand(fed: Federation, cohorts, rates_of, shift_of=lambda round: 0, loss_of=None) -> Tensor:
+def rounds_by_hand(
+    fed: Federation, cohorts, rates_of, shift_of=lambda round: 0, loss_of=None, classes_of=lambda client: range(CLASSES)
+) -> Tensor:
     """Train narrow networks in a bare loop; return the global model after these rounds.
 
-    ``loss_of(net, client, round)`` makes a client's loss of a slice, inputs and labels; None: `scaled_loss`.
+    ``loss_of(net, client, round)`` makes a client's loss of a slice, inputs and labels; None: `scaled_loss`. Of the
+    output layer, the rows of ``classes_of(client)`` count.
     """
     t = fed.training
     net = as_module(fed.factory, fed.model.init(fed.seed))
@@ -145,8 +149,12 @@ def rounds_by_hand(fed: Federation, cohorts, rates_of, shift_of=lambda round: 0,
 
             weight = fed.sizes[client] if fed.method.weighting == "samples" else 1
             for name, trained in p.items():
-                total[name][_grid(indices[name])] += weight * trained.detach()
-                weights[name][_grid(indices[name])] += weight
+                mask = torch.ones(len(trained), dtype=torch.bool)
+                if name.split(".")[0] in ("5", "head"):
+                    mask = torch.tensor([c in classes_of(client) for c in range(CLASSES)])
+                mask = mask.reshape(-1, *[1] * (trained.dim() - 1))
+                total[name][_grid(indices[name])] += weight * mask * trained.detach()
+                weights[name][_grid(indices[name])] += weight * mask
 
         with torch.no_grad():
             for name, parameter in net.named_parameters():
@@ -284,6 +292,80 @@ def test_rounds_of_fjord_are_those_of_a_loop_that_draws_a_width_for_each_mini_ba
     by_hand = rounds_by_hand(fed, ROUNDS, lambda client, round: rates[client], loss_of=loss_of)
     assert_close(fed.server["theta"], by_hand, 1e-12)
     assert not fed.warnings
+
+
+@both_executors
+@both_networks
+@pytest.mark.parametrize(
+    "method",
+    [
+        HeteroFL(rates=RATES, masked_loss=True, weighting="samples"),
+        HeteroFL(rates=(0.5,), scaler=False, masked_loss=True),
+        FedRolex(rates=(0.6, 0.25), masked_loss=True),
+        FjORD(rates=RATES, masked_loss=True),
+    ],
+    ids=["heterofl", "heterofl, one rate", "fedrolex", "fjord"],
+)
+def test_rounds_with_a_masked_loss_are_those_of_a_loop_in_which_absent_classes_have_logits_of_zero(
+    method, factory, executor
+):
+    # The first client has all classes; each of the others lacks some.
+    classes_of = [range(CLASSES), [0], [0, 2], [1]]
+
+    fed = Federation(method=method, factory=factory, executor=executor, training=TRAINING)
+    for own, classes in zip(fed.split, classes_of, strict=True):
+        fed.labels[own] = np.resize(classes, len(own))
+    fed.run_rounds(*ROUNDS)
+    rates = rates_of(fed)
+    scaler = isinstance(method, HeteroFL) and method.scaler
+
+    def loss_of(net, client, round):
+        own = torch.tensor([c in classes_of[client] for c in range(CLASSES)])
+        choices = [rate for rate in RATES if rate <= rates[client]]
+        (draws,) = fed.clients([client], round).generators("widths")
+
+        def logits(p, x, scale=1.0):
+            return outputs(factory, p, x, scale) * own
+
+        def loss(p, x, y):
+            if not isinstance(method, FjORD):
+                return F.cross_entropy(logits(p, x, rates[client] if scaler else 1.0), y)
+            rate = choices[torch.randint(len(choices), (), generator=draws)]
+            whole = logits(p, x)
+            if rate == rates[client]:
+                return F.cross_entropy(whole, y)
+            narrow = logits(narrowed(factory, p, net, rate), x)
+            return F.cross_entropy(whole, y) + F.cross_entropy(narrow, whole.detach().softmax(1))
+
+        return loss
+
+    by_hand = rounds_by_hand(
+        fed,
+        ROUNDS,
+        lambda client, round: rates[client],
+        lambda round: round if isinstance(method, FedRolex) else 0,
+        loss_of,
+        lambda client: classes_of[client],
+    )
+    assert_close(fed.server["theta"], by_hand, 1e-12)
+    assert sent_per_client(fed.ledger, 1)["up", "weights"] == CLASSES
+    assert not fed.warnings
+
+
+def test_a_masked_loss_of_clients_that_have_all_classes_is_no_other():
+    masked, plain = (HeteroFL(rates=RATES, masked_loss=is_masked) for is_masked in (True, False))
+    models = []
+    for method in (masked, plain):
+        fed = Federation(method=method, training=TRAINING)
+        for own in fed.split:
+            fed.labels[own] = np.resize(range(CLASSES), len(own))
+        models.append(fed.run_rounds(*ROUNDS)["theta"])
+    assert_close(*models, 1e-13)
+
+
+def test_a_masked_loss_is_for_classes_alone():
+    assert not issubclass(Regression, HeteroFL(masked_loss=True).objectives)
+    assert issubclass(Regression, HeteroFL().objectives)
 
 
 def test_fjord_with_one_width_is_heterofl_without_scaler_by_samples_to_the_bit():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from raypfl.federation.method import METHODS
 from raypfl.federation.task import Task
 from raypfl.learning.objectives import Classification, Objective
 from raypfl.learning.objectives.batch import Batch
-from raypfl.methods.sub_networks.sub_networks import SubNetworks
+from raypfl.methods.sub_networks.sub_networks import SubNetworks, loss_at, masked
 
 
 @METHODS.register("fjord")
@@ -36,21 +36,26 @@ class FjORD(SubNetworks):
     weighting: Weighting = "samples"
     distillation: bool = True
 
-    def trained(self, clients: Clients, start: Tensor, level: Tensor) -> Tensor:
-        if len(set(self.rates)) == 1:
+    def trained(self, clients: Clients, start: Tensor, level: Tensor, owned: Tensor | None) -> Tensor:
+        if len(set(self.rates)) == 1 and owned is None:
             return clients.sgd(clients.loss, start)
 
-        def loss_at_width(p: Tensor, batch: Batch, width: Tensor, is_narrower: Tensor) -> Tensor:
-            return clients.loss(p * width, batch)
+        def loss_at_width(
+            p: Tensor, batch: Batch, width: Tensor, is_narrower: Tensor, owned: Tensor | None = None
+        ) -> Tensor:
+            return loss_at(clients, p * width, batch, owned)
 
-        def distilled_loss(p: Tensor, batch: Batch, width: Tensor, is_narrower: Tensor) -> tuple[Tensor, Tensor]:
-            outputs = clients.model(p, batch.x)
-            narrow_outputs = clients.model(p * width, batch.x)
+        def distilled_loss(
+            p: Tensor, batch: Batch, width: Tensor, is_narrower: Tensor, owned: Tensor | None = None
+        ) -> tuple[Tensor, Tensor]:
+            outputs = masked(clients.model(p, batch.x), owned)
+            narrow_outputs = masked(clients.model(p * width, batch.x), owned)
             target = outputs.detach().softmax(1)
             distance = batch.mean(-(target * narrow_outputs.log_softmax(1)).sum(1))
             return clients.objective.loss(outputs, batch), is_narrower * distance
 
         loss = distilled_loss if self.distillation else loss_at_width
+        extras: dict[str, Any] = {} if owned is None else {"owned": per_client(owned)}
         slices = self.slices(clients.model, 0)
         rates = np.array(self.rates)
         own_rates = rates[level.cpu().numpy()]
@@ -63,7 +68,8 @@ class FjORD(SubNetworks):
             for levels, generator in zip(choices, generators, strict=True):
                 drawn_levels.append(levels[int(torch.randint(len(levels), (), generator=generator))])
             is_narrower = torch.from_numpy((rates[drawn_levels] < own_rates).astype(float)).to(start)
-            theta = batch.step(loss, theta, width=per_client(slices[drawn_levels]), is_narrower=per_client(is_narrower))
+            width = per_client(slices[drawn_levels])
+            theta = batch.step(loss, theta, width=width, is_narrower=per_client(is_narrower), **extras)
         return theta
 
     def work(self, task: Task) -> np.ndarray:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,7 @@ from raypfl.common.messages import per_client
 from raypfl.federation.method import METHODS
 from raypfl.learning.objectives.batch import Batch
 from raypfl.methods.sub_networks.slices import slices_of
-from raypfl.methods.sub_networks.sub_networks import SubNetworks
+from raypfl.methods.sub_networks.sub_networks import SubNetworks, loss_at
 
 
 @METHODS.register("heterofl")
@@ -26,14 +28,18 @@ class HeteroFL(SubNetworks):
 
     scaler: bool = True
 
-    def trained(self, clients: Clients, start: Tensor, level: Tensor) -> Tensor:
-        if not self.scaler or min(self.rates) == 1:
+    def trained(self, clients: Clients, start: Tensor, level: Tensor, owned: Tensor | None) -> Tensor:
+        is_scaled = self.scaler and min(self.rates) < 1
+        if not is_scaled and owned is None:
             return clients.sgd(clients.loss, start)
 
-        def scaled_loss(p: Tensor, batch: Batch, scale: Tensor) -> Tensor:
-            return clients.loss(p * scale, batch)
+        def loss(p: Tensor, batch: Batch, scale: Tensor | None = None, owned: Tensor | None = None) -> Tensor:
+            return loss_at(clients, p if scale is None else p * scale, batch, owned)
 
-        # Weights and biases that are divided by r divide the layer's output.
-        rates = torch.tensor(self.rates, dtype=start.dtype, device=start.device)
-        scale = torch.where(slices_of(clients.model).hidden, 1 / rates[level][:, None], 1.0)
-        return clients.sgd(scaled_loss, start, scale=per_client(scale))
+        extras: dict[str, Any] = {} if owned is None else {"owned": per_client(owned)}
+        if is_scaled:
+            # Weights and biases that are divided by r divide the layer's output.
+            rates = torch.tensor(self.rates, dtype=start.dtype, device=start.device)
+            scale = torch.where(slices_of(clients.model).hidden, 1 / rates[level][:, None], 1.0)
+            extras["scale"] = per_client(scale)
+        return clients.sgd(loss, start, **extras)

@@ -72,6 +72,9 @@ class SlicedNetwork:
     ----------
     sides : segment -> the units along its first axes, each with how many indices a unit has.
     hidden : whether an entry is in a hidden layer's weight or bias, ``bool[P+B]``.
+    output_of : the number, from 1, of the output whose weight or bias an entry is; 0 for hidden layers' entries,
+        ``int64[P+B]``.
+    num_outputs : the number of the network's outputs.
 
     Raises
     ------
@@ -96,10 +99,16 @@ class SlicedNetwork:
             raise _unknown(f"{uncovered[0]!r} is used in a way that is not known here")
 
         self.hidden = torch.zeros(model.size, dtype=torch.bool, device=model.device)
+        self.output_of = torch.zeros(model.size, dtype=torch.int64, device=model.device)
         for name, sides in self.sides.items():
             segment = model.segments[name]
             layer = name.rpartition(".")[0]
-            if layer == sides[0][0].layer and layer != output_layer:
+            if layer == output_layer:
+                self.num_outputs = segment.shape[0]
+                numbers = torch.arange(1, self.num_outputs + 1, device=model.device)
+                each = (segment.stop - segment.start) // self.num_outputs
+                self.output_of[segment.start : segment.stop] = numbers.repeat_interleave(each)
+            elif layer == sides[0][0].layer:
                 self.hidden[segment.start : segment.stop] = True
 
         # The output layer is never cut: every slice has all outputs.

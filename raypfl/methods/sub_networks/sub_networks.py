@@ -11,18 +11,32 @@ from torch.nn import functional as F
 
 from raypfl.clients.clients import Clients
 from raypfl.common import rng
-from raypfl.common.errors import ConfigError, MethodError
+from raypfl.common.errors import ConfigError, IncompleteError, MethodError
 from raypfl.common.limits import Limit
 from raypfl.common.messages import Broadcast, Mean, Scatter, Sum, Weighting, per_client, unmarked
 from raypfl.devices import Loads
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import Method, ServerState, ServerView
 from raypfl.federation.task import Task
+from raypfl.learning.objectives import Classification, Objective
+from raypfl.learning.objectives.batch import Batch
 from raypfl.methods.sub_networks.slices import slices_of
 from raypfl.models.flat import FlatModel
 
 RATES = Limit("one number or more, each above 0 and at most 1", lambda v: len(v) > 0 and all(0 < r <= 1 for r in v))
 SHARES = Limit("numbers of 0 or more, not all 0", lambda v: all(0 <= s < np.inf for s in v) and sum(v) > 0)
+
+
+def masked(outputs: Tensor, owned: Tensor | None) -> Tensor:
+    """Return a client's outputs ``[b, outputs]``, 0 where it lacks the class; None: as they are."""
+    return outputs if owned is None else torch.where(owned, outputs, 0.0)
+
+
+def loss_at(clients: Clients, p: Tensor, batch: Batch, owned: Tensor | None) -> Tensor:
+    """Return a client's loss at the parameters p of the whole network, of :func:`masked` outputs."""
+    if owned is None:
+        return clients.loss(p, batch)
+    return clients.objective.loss(masked(clients.model(p, batch.x), owned), batch)
 
 
 class SubNetworks(Method):
@@ -39,19 +53,30 @@ class SubNetworks(Method):
     assignment : rates are drawn once (``fixed``), or anew in every round (``dynamic``); the shares are exact, up to
         whole clients.
     weighting : weights of clients in the mean: training samples (``samples``) or equal (``uniform``).
+    masked_loss : whether outputs of classes that a client lacks are 0 in its training, and its weights of these outputs
+        do not count in the mean: the masked cross-entropy of Diao et al. 2021.
     """
 
     rates: Annotated[tuple[float, ...], RATES] = (1.0, 0.5, 0.25)
     shares: Annotated[tuple[float, ...] | None, SHARES] = None
     assignment: Literal["fixed", "dynamic"] = "fixed"
     weighting: Weighting = "uniform"
+    masked_loss: bool = False
 
-    def trained(self, clients: Clients, start: Tensor, level: Tensor) -> Tensor:
+    @property
+    def objectives(self) -> tuple[type[Objective], ...]:  # type: ignore[override]
+        """The objectives that the method can learn: only with classes are there some that a client lacks."""
+        return (Classification,) if self.masked_loss else (Objective,)
+
+    def trained(self, clients: Clients, start: Tensor, level: Tensor, owned: Tensor | None) -> Tensor:
         """Return the slices ``[K, P+B]`` after local training, with zeros outside of them, as in `start`.
 
-        `level` : the number of each client's rate in `rates`, ``int64[K]``.
+        Parameters
+        ----------
+        level : the number of each client's rate in `rates`, ``int64[K]``.
+        owned : whether a client has the class of an output, ``bool[K, outputs]``; None: the loss is not masked.
         """
-        return clients.sgd(clients.loss, start)
+        raise IncompleteError(f"{type(self).__name__} is not complete: define trained(self, clients, ...).")
 
     def work(self, task: Task) -> np.ndarray:
         """Return a step's multiplications at each of the `rates`, as a share of the whole network's."""
@@ -115,17 +140,20 @@ class SubNetworks(Method):
             shift=shift,
         )
         weights = reply["weights"].to(theta.device, theta.dtype)
-        weight_of_entry = weights @ slices.to(theta.dtype)
+        # An output that only some clients own has a column of weights of its own.
+        columns = slices_of(cohort.task.model).output_of if self.masked_loss else torch.zeros_like(theta).long()
+        weight_of_entry = (weights[:, columns] * slices).sum(0)
         # For an entry that all clients have, the factor is 1, so the mean keeps its bits.
-        mean = reply["slices"] * (weights.sum() / weight_of_entry.clamp_min(1))
+        mean = reply["slices"] * (weights[:, 0].sum() / weight_of_entry.clamp_min(1))
         server["theta"] = torch.where(weight_of_entry > 0, mean, theta)
         server["rounds"] += 1
 
     def train(self, clients: Clients, theta: Tensor, level: Tensor, shift: int) -> dict[str, Mean | Sum]:
         level = unmarked(level)
         in_slice = self.slices(clients.model, shift)[level]
+        owned = self._owned(clients) if self.masked_loss else None
         start = per_client(torch.where(in_slice, theta, 0.0))
-        trained = unmarked(self.trained(clients, start, level))
+        trained = unmarked(self.trained(clients, start, level, owned))
         if bool((trained.masked_fill(in_slice, 0) != 0).any()):
             raise MethodError(
                 f"{type(self).__name__} trains a slice of the network as the whole one with zeros outside of it, but "
@@ -134,11 +162,23 @@ class SubNetworks(Method):
             )
 
         weight = clients.weights(self.weighting)
-        weights = F.one_hot(level, len(self.rates))
+        weights = F.one_hot(level, len(self.rates))[:, :, None]
         if weight is not None:
-            weights = weights * unmarked(weight).long()[:, None]
-        # The weights are not charged: the server knows which client has which entries.
-        return {"slices": Mean(trained, weight, charged=in_slice.sum(1)), "weights": Sum(weights, charged=False)}
+            weights = weights * unmarked(weight).long()[:, None, None]
+        # The weights are not charged: the server knows which client has which entries, except for its classes.
+        charged: bool | int = False
+        if owned is not None:
+            # Whatever is not of an output is everybody's.
+            columns = F.pad(owned, (1, 0), value=True)
+            weights = weights * columns[:, None]
+            trained = trained * columns[:, slices_of(clients.model).output_of]
+            charged = owned.shape[1]
+        return {"slices": Mean(trained, weight, charged=in_slice.sum(1)), "weights": Sum(weights, charged=charged)}
+
+    def _owned(self, clients: Clients) -> Tensor:
+        owned = unmarked(clients.label_counts()) > 0
+        # An output beyond the classes is nobody's.
+        return F.pad(owned, (0, slices_of(clients.model).num_outputs - owned.shape[1]))
 
     def global_model(self, server: ServerState) -> Tensor:
         return server["theta"]
