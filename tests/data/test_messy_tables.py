@@ -99,6 +99,11 @@ def test_columns_that_may_be_meant_otherwise_come_with_a_warning(written, opened
             {},
             r"p\.csv has 3 mistakes:\n  - The column 'day' .*\n  - Line 2 of .* no 'a'.*\n  - Line 2 of .* '\?'",
         ),
+        (
+            "a,b,y,c\n,1,u,Rome\n1,,v,Rome\n1,2,,Rome\n2,2,u,\n",
+            {"group": "c"},
+            r"4 mistakes:\n  - Line 2 .* no 'a'.*\n  - Line 3 .* no 'b'.*\n  - Line 4 .* no 'y'.*\n  - Line 5 .* 'c'",
+        ),
     ],
 )
 def test_all_columns_and_rows_with_mistakes_are_named_together(written, opened, content, options, sentence):

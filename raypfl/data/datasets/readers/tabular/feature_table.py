@@ -14,9 +14,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from raypfl.common.errors import ConfigError, DataError, listed, one_message
+from raypfl.common.errors import ConfigError, DataError, listed
 from raypfl.data.datasets.readers.tabular.table import (
     MAX_UNDECLARED,
+    ColumnMistakes,
     Table,
     category_name,
     is_text,
@@ -113,7 +114,7 @@ class FeatureTable(Table):
             sentences = list(mistakes.values())[:_MOST_MISTAKES]
             if len(mistakes) > _MOST_MISTAKES:
                 sentences.append(f"Other columns have such, too: {listed(list(mistakes)[_MOST_MISTAKES:])}.")
-            raise DataError(one_message(sentences, rows.file))
+            raise ColumnMistakes(*sentences)
 
         self._warn_of_ids(rows, names)
         return features

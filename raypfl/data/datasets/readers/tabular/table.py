@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from raypfl.common.errors import ConfigError, DataError, listed
+from raypfl.common.errors import ConfigError, DataError, listed, one_message
 from raypfl.data.datasets.csv_lines import is_table
 from raypfl.data.datasets.labels import and_others, warn_of_classes
 from raypfl.data.datasets.raw_data import RawData
@@ -28,6 +28,10 @@ _MOST_ROWS_OF_MISTAKE = 2
 
 _LEAST_ROWS_PER_MISTAKE = 50
 """Rows of the table, for each row of such a class, from which on it is rare."""
+
+
+class ColumnMistakes(DataError):
+    """Error for mistakes in several columns; its arguments are a sentence for each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +77,12 @@ class Table(Reader):
 
     @abstractmethod
     def inputs(self, rows: TableRows) -> dict[str, Any]:
-        """Return the inputs of all rows, and what describes them, as arguments of `RawData`."""
+        """Return the inputs of all rows, and what describes them, as arguments of `RawData`.
+
+        Raises
+        ------
+        DataError : `ColumnMistakes`, if there may be several.
+        """
 
     def paths(self) -> list[Path]:
         return self.tables()
@@ -102,8 +111,7 @@ class Table(Reader):
         return file if file.is_file() else self.config.folder("the tables, as CSV or Parquet files")
 
     def read(self) -> RawData:
-        rows = self.rows()
-        return self.described(rows, self.inputs(rows))
+        return self.described(self.rows(), self.inputs)
 
     def rows(self) -> TableRows:
         """Read the tables, which must have all columns that the options name."""
@@ -111,28 +119,43 @@ class Table(Reader):
         rows.refuse_unknown(self.columns_by_option())
         return rows
 
-    def described(self, rows: TableRows, inputs: Mapping[str, Any]) -> RawData:
-        """Return the data set of all rows with these inputs, as :meth:`inputs` returns them."""
-        assert self.target is not None
-        labels, class_names = self._targets(rows, self.target)
-        return RawData(
-            labels=labels,
-            class_names=class_names,
-            test_mask=rows.is_test if rows.is_test.any() else None,
-            groups=None if self.group is None else self._groups(rows, self.group),
-            **inputs,
-        )
+    def described(self, rows: TableRows, inputs: Callable[[TableRows], Mapping[str, Any]]) -> RawData:
+        """Return the data set of all rows, with inputs as :meth:`inputs` returns them.
 
-    def _groups(self, rows: TableRows, name: str) -> np.ndarray:
-        """Return the client of each row, integers or names."""
+        Raises
+        ------
+        DataError : for all mistakes in the columns of inputs, targets and clients.
+        """
+        parts: dict[str, Any] = {}
+        sentences: list[str] = []
+        for read_part in (inputs, self._targets, self._groups):
+            try:
+                parts |= read_part(rows)
+            except ColumnMistakes as error:
+                sentences += error.args
+            except DataError as error:
+                sentences.append(str(error))
+        if sentences:
+            raise DataError(one_message(sentences, rows.file))
+        return RawData(test_mask=rows.is_test if rows.is_test.any() else None, **parts)
+
+    def _groups(self, rows: TableRows) -> dict[str, np.ndarray]:
+        """Return the client of each row, integers or names, as an argument of `RawData`; nothing without clients."""
+        name = self.group
+        if name is None:
+            return {}
         column = rows.complete(name)
         refuse_lists(column.type, name, rows.file)
         warn_of_spaces(rows, name, column)
         values = column.to_pylist()
-        return np.array([category_name(value) for value in values] if pa.types.is_boolean(column.type) else values)
+        if pa.types.is_boolean(column.type):
+            values = [category_name(value) for value in values]
+        return {"groups": np.array(values)}
 
-    def _targets(self, rows: TableRows, name: str) -> tuple[np.ndarray, list[str]]:
-        """Return the targets of all rows, as in `RawData`, and their names."""
+    def _targets(self, rows: TableRows) -> dict[str, Any]:
+        """Return the targets of all rows and their names, as arguments of `RawData`."""
+        assert self.target is not None
+        name = self.target
         column = rows.complete(name)
         refuse_lists(column.type, name, rows.file)
         if self._is_regression(rows, name, column.type):
@@ -140,7 +163,7 @@ class Table(Reader):
             if self.task == "auto":
                 remedy = "set data.task=classification; else, data.task=regression"
                 warn_of_classes(numbers, f"The column {name!r} of {rows.file}", remedy)
-            return numbers, [name]
+            return {"labels": numbers, "class_names": [name]}
 
         are_numbers = is_number(column.type)
         if self.task == "auto" and pa.types.is_temporal(column.type):
@@ -164,7 +187,7 @@ class Table(Reader):
         label_of = {value: label for label, value in enumerate(classes)}
         labels = np.array([label_of[value] for value in values], np.int64)
         _warn_of_rare_classes(rows, name, classes, labels)
-        return labels, [str(value) for value in classes]
+        return {"labels": labels, "class_names": [str(value) for value in classes]}
 
     def _is_regression(self, rows: TableRows, name: str, column_type: pa.DataType) -> bool:
         if self.task == "auto":

@@ -92,8 +92,10 @@ class TextTable(Table):
         return {"inputs": as_tokens(texts, vocabulary, self.length), "vocabulary": vocabulary}
 
     def read_in(self, vocabulary: list[str]) -> RawData:
-        rows = self.rows()
-        return self.described(rows, {"inputs": self.tokens_of(rows, vocabulary), "vocabulary": vocabulary})
+        def inputs(rows: TableRows) -> dict[str, Any]:
+            return {"inputs": self.tokens_of(rows, vocabulary), "vocabulary": vocabulary}
+
+        return self.described(self.rows(), inputs)
 
     def tokens_of(self, rows: TableRows, vocabulary: Sequence[str]) -> np.ndarray:
         """Return the tokens of new rows, ``int64[n, length]``, in the vocabulary of other ones.
