@@ -94,7 +94,12 @@ class ClientState(MutableMapping[str, Tensor]):
         return value
 
     def __setitem__(self, name: str, value: Tensor) -> None:
-        if len(value) != len(self._rows):
+        if not isinstance(value, Tensor):
+            raise MethodError(
+                f"clients.state[{name!r}] is set to a {type(value).__name__}; store a tensor with a row for each "
+                "client, such as torch.full((len(clients),), 0.5)."
+            )
+        if value.dim() == 0 or len(value) != len(self._rows):
             raise MethodError(
                 f"clients.state[{name!r}] needs one row for each of the group's {len(self._rows)} clients, "
                 f"this has shape {tuple(value.shape)}."
@@ -155,6 +160,11 @@ class ClientState(MutableMapping[str, Tensor]):
             return per_client(default[to_device(np.array(new), self._device)])
 
         if not isinstance(default, Tensor):
+            if not callable(default):
+                raise MethodError(
+                    f"The default of clients.state.get is a {type(default).__name__}; give it a tensor, such as "
+                    "torch.tensor(0.5), which is one row for all clients, or a function that returns rows."
+                )
             return per_client(unmarked(default(torch.tensor(new))).to(self._device))
 
         if self._read_only:

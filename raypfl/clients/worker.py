@@ -21,7 +21,7 @@ from raypfl.clients.replies.reduction import Value, logged_means, reduced
 from raypfl.clients.replies.turns import Turns, arguments_of, logged_by_round, values_by_round
 from raypfl.common.errors import ClientError, MethodError, PrivacyError
 from raypfl.common.global_draws import ON_CLIENTS, refuse_unkeyed
-from raypfl.common.messages import Each, Mean, numbers_charged, per_client, unmarked
+from raypfl.common.messages import Each, Mean, Sum, numbers_charged, per_client, unmarked
 from raypfl.common.transfer import to_device
 from raypfl.common.user_code import where_defined
 from raypfl.common.user_warnings import user_warnings
@@ -254,6 +254,11 @@ class Worker:
             )
 
         for name, value in (returned or {}).items():
+            if isinstance(value, Mean | Sum | Each) and not isinstance(value.rows, Tensor):
+                raise MethodError(
+                    f"{function} returned {name!r} as {type(value).__name__} of a {type(value.rows).__name__}; it "
+                    "takes a tensor with a row for each client, such as torch.as_tensor(rows)."
+                )
             if isinstance(value, Mean):
                 _refuse_unless_finite(function, name, value, call, group)
 

@@ -95,7 +95,8 @@ def _mentioned(classes: tuple[type, ...], sizes: tuple[int, ...]) -> frozenset[s
     """
     values: list[Any] = []
     for module in _with_used(base.__module__ for base in classes):
-        values += vars(module).values()
+        # Copies: another thread may import something meanwhile.
+        values += list(vars(module).values())
         imported = {name for function in _functions(module) for name in _imported(function.__code__)}
         values += [library for library in (np, random) if library.__name__ in imported]
     values += [value.__self__ for value in values if isinstance(value, BuiltinMethodType | MethodType)]
@@ -112,7 +113,7 @@ def _with_used(names: Iterable[str]) -> list[ModuleType]:
     """Return the modules of these names, and the user's that they have names of; raypfl's own are left out."""
     modules = [sys.modules[name] for name in names if name in sys.modules and name.partition(".")[0] != "raypfl"]
     for module in modules:
-        for value in vars(module).values():
+        for value in list(vars(module).values()):
             if isinstance(value, FunctionType | type):
                 value = sys.modules.get(value.__module__)
             if isinstance(value, ModuleType) and value not in modules and _is_users(value):
@@ -127,11 +128,11 @@ def _is_users(module: ModuleType) -> bool:
 
 def _functions(module: ModuleType) -> Iterator[FunctionType]:
     """Yield the functions of a module and of its classes."""
-    values = [value for value in vars(module).values() if isinstance(value, FunctionType | type)]
+    values = [value for value in list(vars(module).values()) if isinstance(value, FunctionType | type)]
     for value in values:
         if value.__module__ != module.__name__:
             continue
-        for member in vars(value).values() if isinstance(value, type) else [value]:
+        for member in list(vars(value).values()) if isinstance(value, type) else [value]:
             function = getattr(member, "fget", None) or getattr(member, "__func__", member)
             if isinstance(function, FunctionType):
                 yield function

@@ -112,6 +112,7 @@ class Evaluator:
         self.spent = []
         columns = self._columns(state, round)
         self._warn_of_nan(columns, round)
+        self._warn_of_no_models(columns)
         return columns, summarise(self.measures, columns)
 
     def record(self, round: int, summary: list[dict[str, Any]]) -> None:
@@ -213,6 +214,16 @@ class Evaluator:
                 "training.lr or training.clip_norm may help."
             )
 
+    def _warn_of_no_models(self, columns: Mapping[str, list[Any]]) -> None:
+        """Warn if a user's function for personal models returned none, perhaps for lack of a `return`."""
+        make = self.method.personal_model
+        is_users = self.method.has("personal_model") and not make.__module__.startswith("raypfl.")
+        if is_users and columns["model"] and "personal" not in columns["model"]:
+            self.runner.warn(
+                f"{where_defined(make)} returned None, so only the global model was tested. Return the clients' models "
+                "[K, P+B], or leave the function out."
+            )
+
     def _portions(self, clients: list[int]) -> list[list[tuple[int, int]]]:
         """Return lists of ``(position, client)``: one or, for methods that personalize, several of a cohort's size."""
         pairs = list(enumerate(clients))
@@ -279,7 +290,7 @@ def _score(
                 f"{where_defined(make)} returned a Predictor of {len(models)} clients, but the group has "
                 f"{len(clients)}: a tensor that is passed row by row must have a row for each."
             )
-        if isinstance(models, torch.Tensor):
+        if models is not None and not isinstance(models, Predictor):
             _refuse_misshapen(models, [len(clients), clients.model.size], make)
             _refuse_unless_finite(models, make, [f"client {client}" for client in clients.ids])
         return models

@@ -138,6 +138,36 @@ def test_models_with_nan_or_infinity_are_refused_where_they_are_made(tmp_path):
     assert f"{function} returned a model with nan or infinity for client 0." in text
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "SendsNumPy",
+            "SendsNumPy.train (mistaken_methods.py, line {}) returned 'theta' as Mean of a ndarray",
+        ),
+        ("KeepsANumber", "clients.state['share'] is set to a float; store a tensor with a row for each client"),
+        (
+            "DefaultsToANumber",
+            "The default of clients.state.get is a float; give it a tensor, such as torch.tensor(0.5)",
+        ),
+        (
+            "PersonalInNumPy",
+            "PersonalInNumPy.personal_model (mistaken_methods.py, line {}) returned a ndarray",
+        ),
+    ],
+)
+def test_what_is_no_tensor_is_refused_where_it_is_made(tmp_path, name, message):
+    line = line_of("def ", f"class {name}(")
+    assert message.format(line) in error_of(tmp_path, name)
+
+
+def test_a_personal_model_without_return_is_warned_of(tmp_path):
+    events: list[Event] = []
+    raypfl.run(experiment(tmp_path, method=f"{MODULE}:ReturnsNoModel", rounds=1), listeners=[events.append])
+    warnings = [event.text for event in events if isinstance(event, Warned)]
+    assert any("returned None, so only the global model was tested. Return" in text for text in warnings)
+
+
 def test_a_finite_model_whose_outputs_are_nan_is_warned_of(tmp_path):
     events: list[Event] = []
     raypfl.run(experiment(tmp_path, method=f"{MODULE}:Overflows", rounds=1), listeners=[events.append])

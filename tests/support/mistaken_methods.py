@@ -95,6 +95,31 @@ class DividesByZero(FedAvg):
         return (server["theta"] / 0.0).expand(len(clients), -1)
 
 
+class SendsNumPy(FedAvg):
+    def train(self, clients, theta):
+        return {"theta": Mean(clients.sgd(clients.loss, theta).numpy())}
+
+
+class KeepsANumber(FedAvg):
+    def train(self, clients, theta):
+        clients.state["share"] = 0.5
+
+
+class DefaultsToANumber(FedAvg):
+    def train(self, clients, theta):
+        clients.state.get("share", default=0.5)
+
+
+class PersonalInNumPy(FedAvg):
+    def personal_model(self, clients, server):
+        return server["theta"].expand(len(clients), -1).numpy()
+
+
+class ReturnsNoModel(FedAvg):
+    def personal_model(self, clients, server):
+        server["theta"].expand(len(clients), -1)
+
+
 class Overflows(FedAvg):
     def global_model(self, server):
         return server["theta"] * 1e25

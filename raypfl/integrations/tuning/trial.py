@@ -125,7 +125,8 @@ def finished_runs(sweep: Sweep, folder: Path) -> Iterator[tuple[str, int, Path]]
     """Yield the name of the trial, the number of the seed and the folder of each finished run."""
     from raypfl.runs.records import is_finished
 
-    for trial_folder in sorted((folder / "trials").glob("*")):
+    # With a slash: folders alone. A trial that was killed leaves a lock beside its folder.
+    for trial_folder in sorted((folder / "trials").glob("*/")):
         for seed in range(sweep.seeds):
             run = run_folder(sweep, folder, trial_folder.name, seed)
             if is_finished(run):
