@@ -139,13 +139,13 @@ def _last_of_each(assignments: Sequence[str]) -> list[str]:
     # YAML and the parsing of settings are not needed for --help.
     from raypfl.experiment.assignments import last_of_each
 
-    kept = last_of_each(assignments)
-    kept_by_key = {_key(assignment): assignment for assignment in kept}
+    last_assignments = last_of_each(assignments)
+    last_by_key = {_key(assignment): assignment for assignment in last_assignments}
     for assignment in assignments:
-        last = kept_by_key[_key(assignment)]
+        last = last_by_key[_key(assignment)]
         if assignment != last:
             warnings.warn(f"{last} counts, and not {assignment}, which comes before it.", stacklevel=2)
-    return kept
+    return last_assignments
 
 
 def _refuse_misplaced(words: Sequence[str], packaged: Packaged) -> None:

@@ -211,8 +211,8 @@ def _relocated(data: Any, datasets: Mapping[str, Any]) -> Any:
     # A copy in another format has none of the options that only the replaced reader has.
     reader = DATASETS.get(location.get("name", section["name"]))
     foreign = options_of(DATASETS.get(section["name"])).keys() - options_of(reader).keys()
-    kept = {name: value for name, value in section.items() if name not in foreign}
-    return merged(kept, location)
+    readable = {name: value for name, value in section.items() if name not in foreign}
+    return merged(readable, location)
 
 
 def _cells(study: Study, down: str, across: str, assignments: Sequence[str]) -> list[StudyCell]:

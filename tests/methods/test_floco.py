@@ -105,8 +105,8 @@ def test_a_skipped_client_stays_at_the_centre_and_moves_no_others_mixture():
 
     clients = fed.clients([0, 1, 3], 1)
     updates = fed.method.train_endpoints(clients, fed.server["theta"][~fed.model.mask("3.mixture")])["update"].rows
-    others = spread_points(principal_components(updates.as_subclass(torch.Tensor), 3))
-    assert_close(fed.server["mixtures"][[0, 1, 3]], others)
+    mixtures_without_it = spread_points(principal_components(updates.as_subclass(torch.Tensor), 3))
+    assert_close(fed.server["mixtures"][[0, 1, 3]], mixtures_without_it)
     assert_close(fed.server["mixtures"][2], torch.full((3,), 1 / 3, dtype=torch.float64))
 
 

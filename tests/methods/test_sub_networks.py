@@ -313,19 +313,19 @@ def test_rounds_with_a_masked_loss_are_those_of_a_loop_in_which_absent_classes_h
     classes_of = [range(CLASSES), [0], [0, 2], [1]]
 
     fed = Federation(method=method, factory=factory, executor=executor, training=TRAINING)
-    for own, classes in zip(fed.split, classes_of, strict=True):
-        fed.labels[own] = np.resize(classes, len(own))
+    for samples, classes in zip(fed.split, classes_of, strict=True):
+        fed.labels[samples] = np.resize(classes, len(samples))
     fed.run_rounds(*ROUNDS)
     rates = rates_of(fed)
     scaler = isinstance(method, HeteroFL) and method.scaler
 
     def loss_of(net, client, round):
-        own = torch.tensor([c in classes_of[client] for c in range(CLASSES)])
+        has_class = torch.tensor([c in classes_of[client] for c in range(CLASSES)])
         choices = [rate for rate in RATES if rate <= rates[client]]
         (draws,) = fed.clients([client], round).generators("widths")
 
         def logits(p, x, scale=1.0):
-            return outputs(factory, p, x, scale) * own
+            return outputs(factory, p, x, scale) * has_class
 
         def loss(p, x, y):
             if not isinstance(method, FjORD):

@@ -166,22 +166,22 @@ def _sentences(detail: Any, unknown: Callable[[KeyPath], str], prefix: KeyPath) 
     if kind == "too_short":
         return [f"{dotted} is empty; it needs at least {counted(detail['ctx']['min_length'], 'entry', 'entries')}."]
 
-    given = detail["input"]
+    value = detail["input"]
     expected = _expected(detail)
-    if expected == "a list" and isinstance(given, str | int | float):
-        expected = f"a list, such as [{_nearest_word(given, dotted)}]"
-    if expected == "text" and isinstance(given, int | float):
-        expected = f"text, {_in_quotes(given, dotted)}"
-    meant = _MEANT_BY_NUMBER.get((dotted, type(given)))
+    if expected == "a list" and isinstance(value, str | int | float):
+        expected = f"a list, such as [{_nearest_word(value, dotted)}]"
+    if expected == "text" and isinstance(value, int | float):
+        expected = f"text, {_in_quotes(value, dotted)}"
+    meant = _MEANT_BY_NUMBER.get((dotted, type(value)))
     if meant is not None:
-        return [f"{dotted} is {given}, but has several settings; did you mean {dotted}.{meant}={given}?"]
-    return [f"{dotted} is {given!r}; it must be {expected}."]
+        return [f"{dotted} is {value}, but has several settings; did you mean {dotted}.{meant}={value}?"]
+    return [f"{dotted} is {value!r}; it must be {expected}."]
 
 
-def _nearest_word(given: str | float, dotted: str) -> str | float:
-    """Return the word that is nearest to what was given in place of a list; what was given if there is none."""
-    nearest = difflib.get_close_matches(str(given), list(_WORDS.get(dotted, ())), n=1)
-    return nearest[0] if nearest else given
+def _nearest_word(value: str | float, dotted: str) -> str | float:
+    """Return the word that is nearest to a value in place of a list; the value itself if there is none."""
+    nearest = difflib.get_close_matches(str(value), list(_WORDS.get(dotted, ())), n=1)
+    return nearest[0] if nearest else value
 
 
 def _in_quotes(value: float, dotted: str) -> str:

@@ -104,8 +104,8 @@ class RunLine:
     @property
     def company(self) -> str:
         """``"with 2 other runs in one process"``; empty for a run that does not advance together with others."""
-        others = self._metadata.get("together", 1) - 1
-        return f"with {counted(others, 'other run')} in one process" if others else ""
+        num_others = self._metadata.get("together", 1) - 1
+        return f"with {counted(num_others, 'other run')} in one process" if num_others else ""
 
     @property
     def scores(self) -> str:

@@ -180,7 +180,8 @@ def costs(groups: Sequence[RunGroup]) -> list[Line]:
 
         costs_of_seeds = [(rounds, round_digits), (up, up_digits), (down, down_digits)]
         if runs_together(group) > 1:
-            duration, a_round = [fmean(duration)], [fmean(a_round)]
+            duration = [fmean(duration)]
+            a_round = [fmean(a_round)]
         columns = [*costs_of_seeds, (duration, 1), (a_round, 3), (startup, 1)]
         cells = []
         for values, digits in columns:
