@@ -1,4 +1,4 @@
-"""A lock on PyTorch's global state, for programs that call raypfl from several threads."""
+"""A lock on global state of PyTorch and Python, for programs that call raypfl from several threads."""
 
 import threading
 

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from raypfl.common.exclusive import exclusive
 from raypfl.common.user_modules.files import location
 
 
@@ -61,7 +62,10 @@ def _code_files(file: Path, package: str) -> list[Path]:
 def _imported(file: Path, package: str) -> Iterator[str]:
     """Yield the modules, and what else may be one, that a Python file imports anywhere in it."""
     with suppress(SyntaxError, UnicodeDecodeError):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        # Python 3.11 fails if two threads make syntax trees at once.
+        with exclusive:
+            tree = ast.parse(file.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 for alias in node.names:
                     yield from _with_packages(alias.name)
