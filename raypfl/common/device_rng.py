@@ -7,6 +7,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 # SplitMix64's constants, as in `raypfl.common.rng`, but signed, since torch has little arithmetic for uint64. GAMMA has
 # the opposite sign: it is subtracted.
@@ -27,8 +28,10 @@ def scramble(z: Tensor) -> Tensor:
 
 def index_hashes(count: int, device: torch.device) -> Tensor:
     """Return hashes of ``range(count)``, ``int64[count]``."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        # Not cached: the cache might drop a tensor that the CUDA graph needs, or keep memory of the graph.
+    is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if is_captured or _get_current_dispatch_mode() is not None:
+        # Not from the cache: it might drop a tensor that a CUDA graph needs, or keep memory of the graph. And recorded
+        # operations say where the hashes are from, which those on a cached tensor would not.
         return _index_hashes.__wrapped__(count, device)
     return _index_hashes(count, device)
 

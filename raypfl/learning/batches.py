@@ -21,6 +21,11 @@ NORMALISE_ONCE_LIMIT = 2**21
 """Samples of at most this many numbers are normalised once for all batches; more would not fit into a CPU cache."""
 
 
+def rows_at(values: Tensor, index: Tensor) -> Tensor:
+    """Return ``values[index]`` for positions of any shape; of images, several times as fast."""
+    return values.index_select(0, index.flatten()).view(*index.shape, *values.shape[1:])
+
+
 def device_data_budget(device: torch.device, share: float, gpus: float) -> float:
     """Return the bytes of data that may stay on an actor's device; unlimited on the CPU, where data are memory-mapped.
 
@@ -139,8 +144,8 @@ class GroupSamples:
         x = self.x[rows]
         y = self.y[rows]
         if index is not None:
-            x = x[index]
-            y = y[index]
+            x = rows_at(x, index)
+            y = rows_at(y, index)
         return Batch(self._source.normalise(x), y, torch.ones(len(y), dtype=self._source.gain.dtype, device=y.device))
 
     def subset(self, k: int, count: int) -> Batch:
@@ -168,7 +173,8 @@ class GroupSamples:
             if normalised is None:
                 plain = self.client(k, step_index)
             else:
-                plain = Batch(normalised.x[step_index], normalised.y[step_index], normalised.weight[:count])
+                x = rows_at(normalised.x, step_index)
+                plain = Batch(x, rows_at(normalised.y, step_index), normalised.weight[:count])
             return self._source.augmented(plain, None if draws is None else draws[s, :count])
 
         return batch
@@ -239,8 +245,9 @@ class StackedBatches:
             return values[which, s, :width]
 
         index = in_step(self.rows)
-        x = self.x[index] if self.is_normalised else self.source.normalise(self.x[index])
-        batch = Batch(x, self.y[index], in_step(self.weight))
+        x = rows_at(self.x, index)
+        normalised = x if self.is_normalised else self.source.normalise(x)
+        batch = Batch(normalised, rows_at(self.y, index), in_step(self.weight))
         return self.source.augmented(batch, None if self.draws is None else in_step(self.draws))
 
 

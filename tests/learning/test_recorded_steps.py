@@ -107,20 +107,31 @@ class Broken(CudaGraphs):
 
 
 class CountingReplays(Replays):
-    """Replays that count their recordings, and which of these are repeated."""
+    """Replays that count what they record, and what of it they repeat."""
 
     min_steps = 4
 
     def __init__(self) -> None:
         super().__init__()
-        self.recordings = 0
-        self.repeated = 0
+        self._without_key: list[bool] = []
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         again = super().record(work)
-        self.recordings += 1
-        self.repeated += again is not work
+        self._without_key.append(again is not work)
         return again
+
+    @property
+    def recordings(self) -> int:
+        return len(self._are_repeated)
+
+    @property
+    def repeated(self) -> int:
+        return sum(self._are_repeated)
+
+    @property
+    def _are_repeated(self) -> list[bool]:
+        recorded = [known for known in self._known.values() if known.first is not None]
+        return [*self._without_key, *(known.plan is not None for known in recorded)]
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -344,9 +355,14 @@ def leaky_mlp() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(32, 5), nn.LeakyReLU(), nn.Linear(5, CLASSES))
 
 
-def in_rounds(recorder: Any, changes: Sequence[Any], train: Callable[[Federation, Any], Tensor]) -> list[Tensor]:
+def in_rounds(
+    recorder: Any,
+    changes: Sequence[Any],
+    train: Callable[[Federation, Any], Tensor],
+    network: Callable[[], nn.Module] = leaky_mlp,
+) -> list[Tensor]:
     """The models after trainings with one executor, each with the next of the changes."""
-    fed = Federation(leaky_mlp, sizes=(12, 12, 12), training=replace(FP32, steps=5))
+    fed = Federation(network, sizes=(12, 12, 12), training=replace(FP32, steps=5))
     fed.context.executor = Vectorised(fed.model, recorder=recorder)
     return [unmarked(train(fed, change)) for change in changes]
 
@@ -368,9 +384,10 @@ def test_a_plan_of_an_earlier_round_is_used_only_if_every_number_of_the_loss_is_
         assert torch.equal(model, expected)
     assert not torch.equal(models[0], models[3])
 
-    # Seen, recorded, repeated; seen; repeated; recorded, repeated. A tensor's numbers are none of the plan's.
-    times_reused = {"a tensor": 5} | dict.fromkeys(NOT_COMPARED, 0)
-    assert len(reused) == times_reused.get(place, 3)
+    # Seen, recorded, repeated; seen; repeated; recorded, repeated. What is recorded is repeated in the same training's
+    # last three steps. A tensor's numbers are none of the plan's.
+    times_reused = {"a tensor": 6} | dict.fromkeys(NOT_COMPARED, 0)
+    assert len(reused) == times_reused.get(place, 5)
 
 
 def with_rate(fed: Federation, lr: float) -> Tensor:
@@ -433,7 +450,23 @@ def test_a_plan_of_an_earlier_round_is_used_only_if_the_training_is_the_same(tra
     rounds = (a, a, a, b, a, b, b)
     for model, expected in zip(in_rounds(Replays(), rounds, train), in_rounds(None, rounds, train), strict=True):
         assert torch.equal(model, expected)
-    assert len(reused) == 3
+    assert len(reused) == 5
+
+
+def test_a_training_of_a_single_step_is_recorded_in_two_rounds_and_then_repeated(reused):
+    def network() -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(32, 5), nn.Dropout(0.5), nn.Linear(5, CLASSES))
+
+    def single_step(fed: Federation, strength: float) -> Tensor:
+        clients = fed.clients()
+        start = clients.initial
+        return clients.sgd(clients.loss, start, steps=1, penalty=proximal(strength), anchor=start + 1)
+
+    strengths = (0.1, 0.1, 0.1, 0.1, 2.0, 0.1)
+    models = in_rounds(Replays(), strengths, single_step, network)
+    assert len(reused) == 2
+    for model, expected in zip(models, in_rounds(None, strengths, single_step, network), strict=True):
+        assert torch.equal(model, expected)
 
 
 def test_a_plan_calls_its_operations_by_bindings_of_the_same_name():

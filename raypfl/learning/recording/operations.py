@@ -78,13 +78,14 @@ class OperationRecorder(TorchDispatchMode):
     ----------
     constants : the tensors that are no results, by name.
     tensors : all tensors, by name.
+    is_repeatable : whether no operation told Python a tensor's values.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.constants: dict[Name, Tensor] = {}
         self.operations: list[Operation] = []
-        self._is_repeatable = True
+        self.is_repeatable = True
         # The tensors are kept alive while recording, so that no other one gets the id or the memory of a freed one.
         self.tensors: dict[Name, Tensor] = {}
         self._names: dict[int, Name] = {}
@@ -103,7 +104,7 @@ class OperationRecorder(TorchDispatchMode):
         abstract_options = self._abstract(options)
         result = func(*args, **options)
 
-        self._is_repeatable &= _is_repeatable(func, args)
+        self.is_repeatable &= _is_repeatable(func, args)
         returns_many = isinstance(result, (list, tuple))
         results = [self._result(value) for value in (result if returns_many else [result])]
         self.operations.append(Operation(func, abstract_arguments, abstract_options, results, returns_many))
@@ -129,7 +130,7 @@ class OperationRecorder(TorchDispatchMode):
 
     def is_repeated_by(self, other: OperationRecorder) -> bool:
         """Return whether another recording has the same operations on the same tensors, and neither read values."""
-        if not (self._is_repeatable and other._is_repeatable and self.key == other.key):
+        if not (self.is_repeatable and other.is_repeatable and self.key == other.key):
             return False
         return all(tensor is other.constants[name] for name, tensor in self.constants.items())
 

@@ -39,8 +39,10 @@ BINDINGS: Mapping[OpOverload, Callable[..., Any]] = {
     aten.expand.default: Tensor.expand,
     aten.gather.default: torch.gather,
     aten.index_select.default: torch.index_select,
+    aten.mul.Scalar: torch.mul,
     aten.mul.Tensor: torch.mul,
     aten.neg.default: torch.neg,
+    aten.pow.Tensor_Scalar: torch.pow,
     aten.relu.default: torch.relu,
     aten.scatter_add.default: torch.scatter_add,
     aten.select.int: torch.select,
@@ -143,24 +145,25 @@ class StepPlan:
             if recorder.view_of(name) == recorder.view_of(result):
                 return result, name
 
-        if operation.function is aten.mul.Scalar and operation.arguments[1] == 1:
-            factor: Name = operation.arguments[0]
-            if self._may_replace(result, factor, recorder):
-                return result, factor
+        # A square's gradient has a first power.
+        if operation.function in (aten.mul.Scalar, aten.pow.Tensor_Scalar) and operation.arguments[1] == 1:
+            argument: Name = operation.arguments[0]
+            if self._may_replace(result, argument, recorder):
+                return result, argument
         return None
 
-    def _may_replace(self, product: Name, factor: Name, recorder: OperationRecorder) -> bool:
-        """Return whether a factor may stand for its product with 1: it has the same bits, perhaps in another order."""
-        memory = recorder.memory_of(product)
-        if memory in self._first_change or recorder.tensors[product].dtype != recorder.tensors[factor].dtype:
+    def _may_replace(self, copy: Name, original: Name, recorder: OperationRecorder) -> bool:
+        """Return whether a tensor may stand for its copy, which has the same bits, perhaps in another order."""
+        memory = recorder.memory_of(copy)
+        if memory in self._first_change or recorder.tensors[copy].dtype != recorder.tensors[original].dtype:
             return False
 
-        # The factor may change after the product's last use, as parameters do at the end of a step.
-        change = self._first_change.get(recorder.memory_of(factor), len(recorder.operations))
+        # The original may change after the copy's last use, as parameters do at the end of a step.
+        change = self._first_change.get(recorder.memory_of(original), len(recorder.operations))
         for number, operation in enumerate(recorder.operations):
-            uses_product = any(recorder.memory_of(name) == memory for name in operation.reads)
+            uses_copy = any(recorder.memory_of(name) == memory for name in operation.reads)
             keeps_bits = operation.is_view or operation.function in EXACT or operation.function in EXACT_IN_PLACE
-            if uses_product and (number >= change or not keeps_bits):
+            if uses_copy and (number >= change or not keeps_bits):
                 return False
         return True
 

@@ -62,26 +62,47 @@ class ReusablePlan:
         return self.plan.function({constant: inputs[name] for constant, name in self.input_of.items()})
 
 
+@dataclass
+class KnownWork:
+    """What is known of work with one key.
+
+    Attributes
+    ----------
+    first : the operations of its first recording, and the inputs that were their constants.
+    plan : the plan to repeat, from the second recording on.
+    may_repeat : whether every recording so far may be repeated.
+    """
+
+    first: tuple[Hashable, Mapping[Name, str]] | None = None
+    plan: ReusablePlan | None = None
+    may_repeat: bool = True
+
+    def record(self, work: Callable[[], None], inputs: Mapping[str, Tensor]) -> None:
+        """Do work once while it is recorded."""
+        recording = OperationRecorder()
+        with recording:
+            work()
+
+        names = {id(tensor): name for name, tensor in inputs.items()}
+        constants = recording.constants
+        input_of = {constant: names[id(tensor)] for constant, tensor in constants.items() if id(tensor) in names}
+        recorded = (recording.key, input_of)
+        uses_inputs_only = len(input_of) == len(constants)
+        self.may_repeat = recording.is_repeatable and uses_inputs_only and self.first in (None, recorded)
+        if self.may_repeat and self.first is not None:
+            self.plan = ReusablePlan(plan_of(recording), input_of)
+        self.first = recorded
+
+
 @dataclass(frozen=True)
 class Repetition:
     """Repeats a recording."""
 
-    recording: OperationRecorder
     plan: StepPlan
     again: Callable[[], None]
 
     def __call__(self) -> None:
         self.again()
-
-    def reusable(self, inputs: Mapping[str, Tensor]) -> ReusablePlan | None:
-        """Return the plan for later work; None if it uses tensors other than the inputs."""
-        names = {id(tensor): name for name, tensor in inputs.items()}
-        input_of = {}
-        for constant, tensor in self.recording.constants.items():
-            if id(tensor) not in names:
-                return None
-            input_of[constant] = names[id(tensor)]
-        return ReusablePlan(self.plan, input_of)
 
 
 class Replays:
@@ -99,9 +120,7 @@ class Replays:
     """The fewest repetitions that are worth a recording of work that is not known yet."""
 
     def __init__(self) -> None:
-        # Key -> its plan; None: the work was not recorded yet, or cannot be repeated.
-        self._plans: OrderedDict[Hashable, ReusablePlan | None] = OrderedDict()
-        self._failed: set[Hashable] = set()
+        self._known: OrderedDict[Hashable, KnownWork] = OrderedDict()
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         """Do work twice; return a function that repeats its operations or, if it may do others, the work itself."""
@@ -114,39 +133,35 @@ class Replays:
         if not first.is_repeated_by(second):
             return work
         plan = plan_of(second)
-        return Repetition(second, plan, plan.function(second.constants))
+        return Repetition(plan, plan.function(second.constants))
 
     def do(self, work: Callable[[], None], times: int, signature: StepSignature | None) -> bool:
         """See :class:`Recorder`. Work that is done often is recorded at once, other work when its key comes again."""
-        if signature is not None:
-            self._do_known(work, times, signature)
-            return True
-
         again = work
-        if times >= self.min_steps:
+        if signature is not None:
+            again, times = self._known_again(work, times, signature)
+        elif times >= self.min_steps:
             again = self.record(work)
             times -= self.recorded_steps
         for _ in range(times):
             again()
         return True
 
-    def _do_known(self, work: Callable[[], None], times: int, signature: StepSignature) -> None:
-        key = signature.key
-        is_new = key not in self._plans
-        plan = self._plans.setdefault(key, None)
-        self._plans.move_to_end(key)
-        if len(self._plans) > MAX_PLANS:
-            oldest, _ = self._plans.popitem(last=False)
-            self._failed.discard(oldest)
+    def _known_again(
+        self, work: Callable[[], None], times: int, signature: StepSignature
+    ) -> tuple[Callable[[], None], int]:
+        """Return a function that does work again, and how often it remains to be done after it was recorded."""
+        is_new = signature.key not in self._known
+        known = self._known.setdefault(signature.key, KnownWork())
+        self._known.move_to_end(signature.key)
+        if len(self._known) > MAX_PLANS:
+            self._known.popitem(last=False)
 
-        again = work
-        if plan is not None:
-            again = plan.function(signature.inputs)
-        elif times >= (self.min_steps if is_new else self.recorded_steps) and key not in self._failed:
-            again = self.record(work)
-            times -= self.recorded_steps
-            self._plans[key] = again.reusable(signature.inputs) if isinstance(again, Repetition) else None
-            if self._plans[key] is None:
-                self._failed.add(key)
-        for _ in range(times):
-            again()
+        # The two recordings of short work, of a single step for instance, are made one at a time.
+        is_worth_recording = times >= self.min_steps or not is_new
+        while is_worth_recording and times and known.may_repeat and known.plan is None:
+            known.record(work, signature.inputs)
+            times -= 1
+        if times and known.plan is not None:
+            return known.plan.function(signature.inputs), times
+        return work, times

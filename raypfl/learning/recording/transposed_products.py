@@ -11,7 +11,7 @@ from raypfl.learning.recording.operations import Name, Operation, OperationRecor
 
 aten = torch.ops.aten
 
-EXACT = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor})
+EXACT = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.mul.Scalar})
 """Operations on each number by itself, whose bits do not depend on the order of their arguments in memory."""
 
 EXACT_IN_PLACE = frozenset({aten.add_.Tensor, aten.sub_.Tensor, aten._foreach_add_.List})
