@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import hashlib
 import inspect
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from raypfl.common.exclusive import exclusive
 from raypfl.common.user_modules.files import location
+from raypfl.common.user_modules.imports import imported_names
 
 
 def source_digest(component: Any) -> str:
@@ -51,7 +48,7 @@ def _code_files(file: Path, package: str) -> list[Path]:
     files = [file]
     package_of = {file: package}
     for importing in files:
-        for name in _imported(importing, package_of[importing]):
+        for name in imported_names(importing, package_of[importing]):
             imported = _file_of(name)
             if imported is not None and imported not in package_of:
                 package_of[imported] = _package_of(name, imported)
@@ -59,36 +56,10 @@ def _code_files(file: Path, package: str) -> list[Path]:
     return files
 
 
-def _imported(file: Path, package: str) -> Iterator[str]:
-    """Yield the modules, and what else may be one, that a Python file imports anywhere in it."""
-    with suppress(SyntaxError, UnicodeDecodeError):
-        # Python 3.11 fails if two threads make syntax trees at once.
-        with exclusive:
-            tree = ast.parse(file.read_text(encoding="utf-8"))
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Import):
-                for alias in node.names:
-                    yield from _with_packages(alias.name)
-            elif isinstance(node, ast.ImportFrom):
-                module = node.module or ""
-                if node.level:
-                    parts = package.split(".")
-                    module = ".".join(filter(None, [*parts[: len(parts) + 1 - node.level], module]))
-                for alias in node.names:
-                    yield from _with_packages(f"{module}.{alias.name}")
-
-
-def _with_packages(name: str) -> Iterator[str]:
-    """Yield ``a``, ``a.b`` and ``a.b.c`` for ``a.b.c``, since an import runs the files of all three."""
-    parts = name.split(".")
-    for count in range(1, len(parts) + 1):
-        yield ".".join(parts[:count])
-
-
 def _file_of(name: str) -> Path | None:
     """Return the file of a user's module, without importing anything; None if there is none."""
     top, *parts = name.split(".")
-    path = None if top == "raypfl" else location(top)
+    path = location(top)
     for part in parts:
         if path is not None:
             path = path / part if (path / part).is_dir() else path / f"{part}.py"

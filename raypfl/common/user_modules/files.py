@@ -6,17 +6,16 @@ they import, and of a folder it sends everything.
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import os
 import re
 import shutil
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 from raypfl.common.errors import ConfigError
+from raypfl.common.user_modules.imports import imported_names
 
 _ENTRY = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*")
 _INSTALLED = {"site-packages", "dist-packages"}
@@ -52,8 +51,10 @@ def module_files(modules: Iterable[str]) -> dict[str, Path]:
         if path is not None:
             files = _files_of(path)
             all_files |= files
-            for file in files.values():
-                pending += _imported(file)
+            for name_in_folder, file in files.items():
+                if file.suffix == ".py":
+                    package = ".".join(PurePosixPath(name_in_folder).parent.parts)
+                    pending += map(_top, imported_names(file, package))
     return all_files
 
 
@@ -115,18 +116,6 @@ def location(name: str) -> Path | None:
         return None
     is_installed = bool(_INSTALLED & set(path.parts)) or path.is_relative_to(sysconfig.get_path("stdlib"))
     return None if is_installed else path
-
-
-def _imported(file: Path) -> Iterator[str]:
-    """Yield the modules that a Python file imports, anywhere in it."""
-    if file.suffix != ".py":
-        return
-    with suppress(SyntaxError, UnicodeDecodeError):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Import):
-                yield from (_top(alias.name) for alias in node.names)
-            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                yield _top(node.module)
 
 
 def _top(module: str) -> str:
