@@ -8,7 +8,7 @@ from typing import Any
 from raypfl.experiment import Experiment
 from raypfl.experiment.assignments import flatten
 from raypfl.experiment.identity import ONLY_ROUNDING, deciding_settings, is_in
-from raypfl.results.setting_text import implied_settings
+from raypfl.results.setting_text import component_text, implied_settings
 
 _SHOWN_ELSEWHERE = ("method", "seed", "data.root")
 _EVALUATIONS = ("evaluation.every", "evaluation.protocols")
@@ -20,9 +20,10 @@ def labels(experiments: Sequence[Experiment]) -> list[str]:
 
     A label is the method with the options in which runs of this method differ, and with the settings in which it
     differs from the first experiment: ``ditto lam=0.1 training.lr=0.05``. When and on what models are evaluated is left
-    out, unless it alone tells experiments apart. All labels, the first one's too, show their
-    values if the experiments differ in a single setting that is not a method's own. If all are of one method and differ
-    in several settings, labels show those that are not at their default.
+    out, unless it alone tells experiments apart; so are analyses, which change no result, unless they alone tell
+    experiments from one seed apart. All labels, the first one's too, show their values if the experiments differ in a
+    single setting that is not a method's own. If all are of one method and differ in several settings, labels show
+    those that are not at their default.
     """
     if not experiments:
         return []
@@ -62,7 +63,9 @@ def _method_names(experiments: Sequence[Experiment]) -> list[str]:
 def _setting_texts(names: Sequence[str], experiments: Sequence[Experiment]) -> list[str]:
     """Return ``training.lr=0.05 rounds=4`` of each experiment, as `labels` says; `names` are their methods."""
     settings = [_deciding_settings(experiment) for experiment in _without_found_objectives(experiments)]
-    settings = _without_unneeded(names, settings)
+    runs = [(name, experiment.seed) for name, experiment in zip(names, experiments, strict=True)]
+    settings = _without_unneeded(("analyses",), runs, settings)
+    settings = _without_unneeded(_EVALUATIONS, names, settings)
     differing = _differing_keys(settings)
 
     complete = _with_defaults(settings)
@@ -79,12 +82,14 @@ def _setting_texts(names: Sequence[str], experiments: Sequence[Experiment]) -> l
     return [_as_text(_without_parts_of_other_components(values, settings)) for values in differences]
 
 
-def _without_unneeded(names: Sequence[str], settings: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the settings, without when and on what models are evaluated unless that alone tells experiments apart."""
-    needed = [{key: value for key, value in values.items() if key not in _EVALUATIONS} for values in settings]
+def _without_unneeded(
+    keys: Sequence[str], runs: Sequence[object], settings: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return the settings without these keys, unless they alone tell equal `runs` apart."""
+    needed = [{key: value for key, value in values.items() if key not in keys} for values in settings]
     counts = []
     for alternative in (settings, needed):
-        counts.append(len({repr(pair) for pair in zip(names, alternative, strict=True)}))
+        counts.append(len({repr(pair) for pair in zip(runs, alternative, strict=True)}))
     return needed if counts[0] == counts[1] else list(settings)
 
 
@@ -203,4 +208,6 @@ def _value_text(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, list):
         return f"[{', '.join(map(_value_text, value))}]"
+    if isinstance(value, Mapping):
+        return component_text(value)
     return str(value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -104,9 +104,15 @@ def loss_curve(group: RunGroup) -> Curve | None:
 
 
 def logged_curve(group: RunGroup, name: str) -> Curve | None:
-    """Return a number that the method logged, in the rounds in which all seeds have a finite one."""
-    tables = [result.logged.filter(pc.field("name") == name) for result in group.results]
-    return _curve(group, [(table["round"], table["value"]) for table in tables])
+    """Return a number that was logged, in the rounds in which all seeds that logged it have a finite one."""
+    results = []
+    columns = []
+    for result in group.results:
+        table = result.logged.filter(pc.field("name") == name)
+        if table.num_rows:
+            results.append(result)
+            columns.append((table["round"], table["value"]))
+    return _curve(replace(group, results=tuple(results)), columns) if results else None
 
 
 def clients_from_worst(group: RunGroup, protocol: str) -> np.ndarray:

@@ -36,7 +36,7 @@ def setting_text(runs: Sequence[RunResult | RunStarted]) -> str:
 
     parts = [data_text(runs[0])]
     if "name" in common:
-        parts.append(_component_text(common))
+        parts.append(component_text(common))
     return " · ".join([*parts, *_on_messages([run.experiment for run in runs])])
 
 
@@ -60,7 +60,7 @@ def data_text(run: RunResult | RunStarted) -> str:
     # Its name and its first option, such as alpha.
     always = list(partition)[:2]
     shown = {key: value for key, value in partition.items() if key in always or value != defaults[key]}
-    return " · ".join([*parts, _component_text(shown)])
+    return " · ".join([*parts, component_text(shown)])
 
 
 def _data_name(data: DataConfig) -> str:
@@ -107,7 +107,7 @@ def _on_messages(experiments: Sequence[Experiment]) -> list[str]:
     for section in ("attack", "aggregation", "compression"):
         components = [experiment.to_dict()[section] for experiment in experiments]
         if components[0] is not None and all(component == components[0] for component in components):
-            texts.append(_component_text(components[0]))
+            texts.append(component_text(components[0]))
     return texts
 
 
@@ -124,7 +124,7 @@ def _network(experiment: Experiment) -> dict[str, Any]:
     return network
 
 
-def _component_text(component: Mapping[str, Any]) -> str:
+def component_text(component: Mapping[str, Any]) -> str:
     """Return ``mlp(hidden=[16])``."""
     options = []
     for key, value in component.items():

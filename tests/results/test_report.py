@@ -162,9 +162,28 @@ def test_runs_on_the_tables_of_another_folder_are_no_repetitions_but_a_part_of_t
 
 def test_options_that_only_some_methods_have_are_differences_if_they_are_not_at_their_default(results):
     for run, expected in ((results[2], []), (changed(results[2], "method.lam=2"), ["method.lam"])):
-        differing, shared = tables.compare_settings(group_runs([results[4], run]))
+        differing, shared, at_default = tables.compare_settings(group_runs([results[4], run]))
         assert [key for key, _ in differing] == expected
-        assert ("method.lam" in dict(shared)) == (not expected)
+        assert "method.lam" not in dict(shared)
+        assert ("method.lam" in dict(at_default)) == (not expected)
+
+
+def test_runs_with_an_analysis_are_repetitions_beside_other_seeds_and_told_apart_from_the_same_seed(results, tmp_path):
+    analysed = raypfl.run(experiment(tmp_path, **SMALL, method="fedavg", seed=2).override(["analyses=[ntk]"]))
+    (group,) = groups = group_runs([*results[:2], analysed])
+    assert group.label == "fedavg" and len(group.results) == 3
+    name = analysed.logged["name"][0].as_py()
+    assert numbers.logged_curve(group, name) is not None
+    assert {excerpt.seed for excerpt in tables.logged(groups)[0]} == {2}
+    differing, *_ = tables.compare_settings(groups)
+    analysis = "ntk(every=10, probe=64, outputs=sum, sketch=0)"
+    assert differing == [("analyses", [("none", ["fedavg (2 of 3 runs)"]), (analysis, ["fedavg (1 of 3 runs)"])])]
+
+    same_seed = changed(analysed, "seed=1")
+    assert [group.label for group in group_runs([*results[:2], same_seed])] == [
+        "fedavg analyses=[]",
+        f"fedavg analyses=[{analysis}]",
+    ]
 
 
 def test_the_only_personal_models_are_bold_where_the_headline_says_that_they_are_best(results, tmp_path):
@@ -320,7 +339,7 @@ def test_seconds_of_runs_that_advanced_together_have_no_deviation_and_the_tables
 
 def test_only_the_settings_that_differ_between_runs_are_listed(results):
     other = changed(results[0], "training.lr=0.5", "seed=7", "partition.alpha=1", "output=elsewhere")
-    differing, shared = tables.compare_settings(group_runs([results[0], other]))
+    differing, shared, _ = tables.compare_settings(group_runs([results[0], other]))
     names = ["fedavg", "fedavg partition.alpha=1.0 training.lr=0.5"]
     assert differing == [
         ("partition.alpha", [("0.3", [names[0]]), ("1.0", [names[1]])]),

@@ -39,10 +39,10 @@ class Strip:
 
 
 def strips_to_draw(results: Sequence[RunResult]) -> list[Strip]:
-    """Return the images of each method's first seed, by name; four strips at most."""
+    """Return the images of each method's first seed that logged any, by name; four strips at most."""
     strips = []
     for group in group_runs(results):
-        rows = group.results[0].images.to_pylist()
+        rows = next((result.images.to_pylist() for result in group.results if result.images.num_rows), [])
         for name in dict.fromkeys(row["name"] for row in rows):
             images = sorted((row["round"], Path(row["file"])) for row in rows if row["name"] == name)
             evenly_spread = np.unique(np.linspace(0, len(images) - 1, _ROWS).round().astype(int))

@@ -257,11 +257,12 @@ def _spending(groups: list[RunGroup], main: str) -> dict[str, Any]:
 
 def _settings(groups: list[RunGroup]) -> dict[str, Any]:
     """In what runs differ, and what they share."""
-    differing, shared = tables.compare_settings(groups)
+    differing, shared, at_default = tables.compare_settings(groups)
     environment_differing, environment = tables.compare_environments(groups)
     return {
         "differing": differing,
         "shared": shared,
+        "at_default": at_default,
         "environment_differing": environment_differing,
         "environment": environment,
     }

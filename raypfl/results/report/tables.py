@@ -19,7 +19,7 @@ from raypfl.results.differences import Difference
 from raypfl.results.numbers import MessageCost, messages, metric_curves, runs_together, seconds
 from raypfl.results.report.parts import Part
 from raypfl.results.run_groups import RunGroup
-from raypfl.results.setting_text import applicable_settings, options_at_default
+from raypfl.results.setting_text import applicable_settings, component_text, options_at_default
 from raypfl.results.table import result_columns, result_rows
 from raypfl.results.units import TableCell, Unit, capitalised, megabyte_digits, number_text, over_seeds
 
@@ -67,7 +67,7 @@ class ProtocolTable:
 
 @dataclass(frozen=True)
 class LoggedExcerpt:
-    """What the first seed logged last under a name: the first rows of a table, or an image as a URI.
+    """What a seed logged last under a name: the first rows of a table, or an image as a URI.
 
     Attributes
     ----------
@@ -77,6 +77,7 @@ class LoggedExcerpt:
 
     index: int
     label: str
+    seed: int
     name: str
     round: int
     headings: Sequence[str] = ()
@@ -112,6 +113,8 @@ def as_yaml(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, list):
         return ", ".join(map(as_yaml, value)) or "none"
+    if isinstance(value, Mapping):
+        return component_text(value)
     return str(value)
 
 
@@ -244,24 +247,29 @@ def ledger(groups: Sequence[RunGroup]) -> list[tuple[int, str, list[tuple[Messag
 
 
 def logged(groups: Sequence[RunGroup]) -> tuple[list[LoggedExcerpt], list[LoggedExcerpt]]:
-    """Return each method's tables, and its images."""
+    """Return the tables and the images of each method's first seed that logged any."""
     tables = []
     images = []
     for i, group in enumerate(groups):
-        first_seed = group.results[0]
-        for name, table in first_seed.analysis.items():
-            tables.append(_excerpt(i, group.label, name, table))
+        results = [result for result in group.results if result.analysis or result.images.num_rows]
+        for result in results[:1]:
+            seed = result.experiment.seed
+            for name, table in result.analysis.items():
+                tables.append(_excerpt(i, group.label, seed, name, table))
 
-        last_images = {row["name"]: row for row in first_seed.images.to_pylist()}
-        for name, row in last_images.items():
-            images.append(LoggedExcerpt(i, group.label, name, row["round"], image=as_uri(Path(row["file"]))))
+            last_images = {row["name"]: row for row in result.images.to_pylist()}
+            for name, row in last_images.items():
+                images.append(LoggedExcerpt(i, group.label, seed, name, row["round"], image=as_uri(Path(row["file"]))))
     return tables, images
 
 
-def compare_settings(groups: Sequence[RunGroup]) -> tuple[list[SettingValues], list[tuple[str, str]]]:
+def compare_settings(
+    groups: Sequence[RunGroup],
+) -> tuple[list[SettingValues], list[tuple[str, str]], list[SettingValues]]:
     """Return settings in which runs differ, other than method, seed and folder, and those that all runs share.
 
-    An option at its default that only some methods or networks have does not count as a difference.
+    The third list is of options that only some methods or networks have, all at their default, which do not count as
+    differences.
     """
     runs = []
     defaults: dict[str, Any] = {}
@@ -280,10 +288,10 @@ def compare_settings(groups: Sequence[RunGroup]) -> tuple[list[SettingValues], l
     for key, values in differing:
         text, _ = values[0]
         if len(values) == 1 and text == as_yaml(defaults.get(key)):
-            at_default.append((key, text))
+            at_default.append((key, values))
         else:
             different.append((key, values))
-    return different, shared + at_default
+    return different, shared, at_default
 
 
 def compare_environments(groups: Sequence[RunGroup]) -> tuple[list[SettingValues], list[tuple[str, str]]]:
@@ -292,14 +300,14 @@ def compare_environments(groups: Sequence[RunGroup]) -> tuple[list[SettingValues
     return _compare(runs, ("data", "startup_seconds"))
 
 
-def _excerpt(index: int, label: str, name: str, table: pa.Table) -> LoggedExcerpt:
+def _excerpt(index: int, label: str, seed: int, name: str, table: pa.Table) -> LoggedExcerpt:
     last_round = pc.max(table["round"]).as_py()
     rows = table.filter(pc.field("round") == last_round).drop_columns(["round"])
 
     lines = []
     for row in rows.slice(0, _MOST_LOGGED_ROWS).to_pylist():
         lines.append([_logged_text(value) for value in row.values()])
-    return LoggedExcerpt(index, label, name, last_round, rows.column_names, lines, rows.num_rows - len(lines))
+    return LoggedExcerpt(index, label, seed, name, last_round, rows.column_names, lines, rows.num_rows - len(lines))
 
 
 def _logged_text(value: Any) -> str:
