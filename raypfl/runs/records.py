@@ -135,10 +135,16 @@ def is_finished(run_dir: Path) -> bool:
     return _read_json(run_dir / METADATA) is not None
 
 
-def ended_at_once(run_dir: Path, status: str | None = None) -> bool:
-    """Return whether a run ended before it had finished a round, with this status, and has not begun again since."""
+def ended_at_once(run_dir: Path) -> bool:
+    """Return whether a run ended before it had finished a round, and has not begun again since."""
     summary = _read_summary(run_dir)
-    return summary is not None and summary["round"] == 0 and status in (None, summary["status"])
+    return summary is not None and summary["round"] == 0
+
+
+def has_failed(run_dir: Path) -> bool:
+    """Return whether a run has recorded that it failed, and has not begun again since."""
+    summary = _read_summary(run_dir)
+    return summary is not None and summary["status"] == "failed"
 
 
 def divergence(run_dir: Path) -> Diverged | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from raypfl import Clients, Mean, Method, Result, Task
+from raypfl import Clients, Cohort, Mean, Method, Result, Task
 from raypfl.methods import FedAvg
 from tests.support.command import raypfl
 
@@ -25,6 +25,20 @@ class FailsAtStart(FedAvg):
 class FailsInEvaluation(FedAvg):
     def personal_model(self, clients: Clients, server: dict) -> Tensor:
         return clients.initial.repeat(len(clients), 1) * float("nan")
+
+
+class FailsInRoundTwo(FedAvg):
+    def round(self, server: dict, cohort: Cohort) -> None:
+        if cohort.round == 2:
+            raise KeyError("theta")
+        super().round(server, cohort)
+
+
+class FailsOnClientsInRoundTwo(FedAvg):
+    def train(self, clients: Clients, theta: Tensor) -> dict:
+        if clients.round == 2:
+            raise KeyError("theta")
+        return super().train(clients, theta)
 
 
 class RepliesAnotherName(FedAvg):
@@ -63,6 +77,16 @@ def test_the_last_line_of_a_run_that_failed_without_a_checkpoint_names_its_folde
     folder = tmp_path / "run"
     printed = run_that_fails(f"{__name__}:{method}", folder)
     assert printed.endswith(f"Mend what failed; then, to start again: raypfl run {folder}/experiment.yaml\n")
+
+
+@pytest.mark.parametrize("backend", ["inline", "ray"])
+@pytest.mark.parametrize("method", ["FailsInRoundTwo", "FailsOnClientsInRoundTwo"])
+def test_a_run_whose_method_fails_after_a_checkpoint_says_that_it_must_be_mended(
+    tmp_path: Path, method: str, backend: str
+):
+    arguments = [*SMALL[1:], "rounds=3", "checkpoint.every=1", f"engine.backend={backend}"]
+    ended = raypfl("run", *arguments, "--method", f"{__name__}:{method}", "--run-dir", str(tmp_path / "run"))
+    assert ended.stderr.endswith(f"Mend what failed; then, to continue: raypfl resume {tmp_path}/run\n")
 
 
 def test_a_mistake_that_a_rehearsed_round_finds_is_a_refusal_which_leaves_no_folder(tmp_path: Path):

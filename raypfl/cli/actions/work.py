@@ -16,7 +16,7 @@ from raypfl.learning.objectives.regression import STANDARDISE
 from raypfl.results.display.outcome import nearby
 from raypfl.results.labels import labels
 from raypfl.runs.folders import ComparisonFolder
-from raypfl.runs.records import DESCRIPTION, divergence, ended_at_once, is_finished, rounds_saved
+from raypfl.runs.records import DESCRIPTION, divergence, ended_at_once, has_failed, is_finished, rounds_saved
 from raypfl.runs.result import RunResult
 from raypfl.runs.resuming import command_with_changes, is_complete_as
 from raypfl.runs.several.worker import STOPPED, RunOutcome
@@ -85,9 +85,9 @@ class Work:
         return f"To continue: {shlex.join(command)}"
 
     @property
-    def failed_at_once(self) -> set[Path]:
-        """The folders of the runs that failed before they had finished a round: a resume would start them again."""
-        return {folder for folder in self.unfinished.keys() - self.diverged.keys() if ended_at_once(folder, "failed")}
+    def failed(self) -> set[Path]:
+        """The folders of the runs whose method, clients or checkpoints failed: they would fail again as they are."""
+        return {folder for folder in self.unfinished if has_failed(folder)}
 
 
 def raise_for(
@@ -187,16 +187,19 @@ def _how_to_continue(work: Work) -> str:
     """Say how many runs are finished, and how to continue or, where nothing is left to do, to see the results."""
     diverged = work.diverged
     unfinished = work.unfinished
+    failed = work.failed
+    command = work.to_continue
+    if failed and unfinished.keys() <= failed | diverged.keys():
+        # A resume starts runs again that have not finished a round.
+        goal = "to start it again" if all(map(ended_at_once, failed)) else "to continue"
+        command = command.replace("To continue", f"Mend what failed; then, {goal}", 1)
     if not work.is_comparison:
-        return "" if diverged else work.to_continue
+        return "" if diverged else command
 
     finished_before = sum(map(is_finished, unfinished))
     changed = ""
     if finished_before:
         changed = f" with {shlex.join(work.changes)}; earlier results exist for {finished_before}"
-    command = work.to_continue
-    if unfinished.keys() == work.failed_at_once | diverged.keys():
-        command = command.replace("To continue", "Mend what failed; then, to start it again", 1)
     finished = len(work.runs) - len(unfinished)
     if unfinished.keys() <= diverged.keys():
         command = f"To see them: {shlex.join(['raypfl', 'report', str(nearby(work.folder))])}" if finished else ""
