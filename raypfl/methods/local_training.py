@@ -96,14 +96,14 @@ def gradient_weights(clients: Clients) -> Tensor:
 
 
 def discrepancy(batch: Batch, a: Tensor, b: Tensor) -> Tensor:
-    """Return the squared maximum mean discrepancy of features ``a[b, d]`` and ``b[b, d]`` of a batch's samples.
+    """Return the squared maximum mean discrepancy of features ``a[b, ...]`` and ``b[b, ...]`` of a batch's samples.
 
     The estimate is the biased one, over all pairs; the kernel is ``sum_s exp(-||x - y||^2 / 2s)`` for s of 10, 15, 20
     and 50.
     """
 
     def mean_kernel(x: Tensor, y: Tensor) -> Tensor:
-        distance = (x[:, None] - y).square().sum(2)
+        distance = (x[:, None] - y).flatten(2).square().sum(2)
         kernel = torch.stack([(-distance / (2 * scale)).exp() for scale in (10, 15, 20, 50)]).sum(0)
         return batch.mean(batch.mean(kernel))
 

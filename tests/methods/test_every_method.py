@@ -113,3 +113,23 @@ def test_evaluation_before_the_first_round_is_of_the_initial_models(method, whol
 def test_every_method_trains_in_bf16_and_sends_the_models_dtype(method, tmp_path):
     result = raypfl.run(experiment(tmp_path, **changes_for(method), training__precision="bf16"))
     assert np.isfinite(result.rounds["loss"].to_numpy()).all()
+
+
+@pytest.mark.parametrize("method", ["feddbe", "fedcp", "fedphp", "moon"])
+def test_methods_that_compare_features_learn_the_next_token(method, tmp_path):
+    (tmp_path / "texts").mkdir()
+    for number in range(2):
+        (tmp_path / "texts" / f"{number}.txt").write_text("the cat sat; a dog ran. " * (30 + 10 * number))
+    result = raypfl.run(
+        raypfl.Experiment(
+            data={"name": "text", "root": str(tmp_path / "texts")},
+            partition="by_column",
+            model={"name": "gru", "width": 4},
+            method=method,
+            rounds=2,
+            training={"steps": 2},
+            engine={"backend": "inline"},
+            output=str(tmp_path),
+        )
+    )
+    assert np.isfinite(result.rounds["loss"].to_numpy()).all()

@@ -36,12 +36,14 @@ class Moon(FedAvg):
     def train(self, clients: Clients, theta: Tensor) -> dict[str, Mean]:
         def contrasted(p: Tensor, batch: Batch, sent: Other, previous: Other) -> tuple[Tensor, Tensor]:
             z, outputs = clients.model.features(p, batch.x)
-            near = F.cosine_similarity(z, sent.features(batch.x)) / self.temperature
-            far = F.cosine_similarity(z, previous.features(batch.x)) / self.temperature
+            near = F.cosine_similarity(z, sent.features(batch.x), dim=-1) / self.temperature
+            far = F.cosine_similarity(z, previous.features(batch.x), dim=-1) / self.temperature
 
             # -log(e^near / (e^near + e^far)). As softplus(far - near), which is the same, it would be rounded otherwise
             # for the last clients of a group, and runs could not advance together.
             contrast = -F.log_softmax(torch.stack([near, far], -1), -1)[..., 0]
+            if contrast.dim() > 1:  # a sequence has features at each of its positions
+                contrast = contrast.flatten(1).mean(1)
             return clients.objective.loss(outputs, batch), self.mu * batch.mean(contrast)
 
         previous = clients.state.get("previous", default=theta)
