@@ -92,6 +92,13 @@ class Method(Component):
         """
         return False
 
+    def needs_weights(self) -> bool:
+        """Return whether clients' weights in a mean make the method what it is, so that no equal ones can replace them.
+
+        A run with a robust rule, under which all clients count equally, is then refused.
+        """
+        return False
+
     def depends_on_rounds(self) -> bool:
         """Return whether a round depends on the number of rounds, ``cohort.task.rounds``.
 

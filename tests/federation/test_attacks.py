@@ -160,6 +160,9 @@ def test_a_client_that_failed_is_neither_honest_nor_malicious():
     [
         ({"method": "fednh", "aggregation": "median"}, "'means' as a sum"),
         ({"method": "fedamp", "aggregation": "median"}, "'model' as a row"),
+        ({"method": "fednova", "aggregation": "median"}, "counts all clients equally, but FedNova needs its clients'"),
+        ({"method": "q-ffl", "aggregation": "median"}, "QFFL needs its clients' weights"),
+        ({"method": "fedas", "aggregation": "median"}, "FedAS needs its clients' weights"),
         (
             {"aggregation": "{name: krum, select: 7}", "cohort__size": 6},
             "aggregation.select is 7, but a cohort has 6 clients; average fewer, since",

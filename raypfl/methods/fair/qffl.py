@@ -37,6 +37,9 @@ class QFFL(FedAvg):
     q: Annotated[float, FROM_ZERO] = 1.0
     weighting: Weighting = "uniform"
 
+    def needs_weights(self) -> bool:
+        return True
+
     def round(self, server: ServerState, cohort: Cohort) -> None:
         model = cohort.task.model
         theta = server["theta"]

@@ -37,6 +37,10 @@ class FedNova(FedAvg):
     mu: Annotated[float, FROM_ZERO] = 0.0
     effective: Literal["steps", "gradients"] = "steps"
 
+    def needs_weights(self) -> bool:
+        # The weights divide the moves; without them, the server's step would be too long.
+        return True
+
     def round(self, server: ServerState, cohort: Cohort) -> None:
         model = cohort.task.model
         theta = server["theta"]

@@ -45,6 +45,9 @@ class FedAS(SharedPart):
     align_lr: Annotated[float | None, POSITIVE, needs_some("align_epochs")] = None
     weighting: Literal["fisher", "samples", "uniform"] = "fisher"
 
+    def needs_weights(self) -> bool:
+        return self.weighting == "fisher"
+
     def train(self, clients: Clients, shared: Tensor) -> dict[str, Mean]:
         start = self.received(clients, shared)
         trained = clients.sgd(clients.loss, self._aligned(clients, start))

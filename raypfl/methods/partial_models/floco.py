@@ -37,7 +37,8 @@ class Floco(FedAvg):
     uniform in [0, 1] and a in [-1, 1]^M. Body, endpoints and bias are sent both ways and averaged, and ``b_k`` down.
 
     A client's personal model is the newest model at ``b_k``, or at the centre before there is one; the global model and
-    those of clients that are never trained are at the centre. With one endpoint and ``radius: 0`` it is FedAvg.
+    those of clients that are never trained are at the centre. With one endpoint and ``radius: 0`` it is FedAvg,
+    from another draw of the output layer's weights.
 
     Attributes
     ----------

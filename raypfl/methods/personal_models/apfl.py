@@ -24,7 +24,7 @@ class APFL(FedAvg):
     received model) takes a step on ``F_k(w_k)``, and ``v_k`` one on ``F_k(alpha_k v_k + (1 - alpha_k) w_k)`` with
     ``w_k`` fixed. ``w`` is sent both ways; clients keep ``v_k``, ``w_k`` and ``alpha_k``. The global model is FedAvg's:
     clients are weighted by samples unless `weighting` says otherwise; the paper weights them equally. With ``alpha =
-    0`` it predicts like FedAvg's local models; with ``alpha = 1`` it is local training, bit for bit.
+    0`` it predicts like FedAvg's local models; with ``alpha = 1`` it is local training.
 
     Attributes
     ----------

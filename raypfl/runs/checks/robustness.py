@@ -76,4 +76,10 @@ def refuse_unfit_rule(prepared: Prepared) -> None:
     if rule is None:
         return
     rule.check(prepared.cohort_size)
+    method = prepared.experiment.method
+    if method.needs_weights():
+        raise ConfigError(
+            f"aggregation counts all clients equally, but {type(method).__name__} needs its clients' weights. Choose "
+            "another method or method.weighting, or leave aggregation out."
+        )
     refuse_rehearsed(prepared, AggregationError)
