@@ -171,7 +171,12 @@ def seconds(result: RunResult) -> float:
 
 def runs_together(group: RunGroup) -> int:
     """Return how many runs advanced together in the process of the group's runs, at most; 1: each was on its own."""
-    return max(result.metadata.get("together", 1) for result in group.results)
+    counts = []
+    for result in group.results:
+        # The metadata are those of the last start: a resume may have gone on alone.
+        starts = [entry.get("metadata", {}) for entry in result.history]
+        counts += [start.get("together", 1) for start in [*starts, result.metadata]]
+    return max(counts)
 
 
 def has_simulated_time(group: RunGroup) -> bool:

@@ -299,6 +299,8 @@ def test_in_mlflow_a_sweep_is_named_after_what_it_searches_however_many_trials_i
     assert carried_out.exit_code == 0, carried_out.output
     (parent,), children = mlflow_runs(tracking["uri"])
     assert parent.info.run_name == "small: fedavg by training.lr" and len(children) == 3
+    for child in children:
+        assert child.info.run_name.endswith(f" s0 training.lr={child.data.params['training.lr']}")
 
 
 def run_schedule(sweep: Sweep, schedule: list[dict], folder: Path) -> Result:

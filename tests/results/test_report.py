@@ -20,6 +20,7 @@ import pytest
 import raypfl
 from raypfl.common.errors import ConfigError
 from raypfl.data.client_names import ClientNames
+from raypfl.engine import history
 from raypfl.evaluation import Measures
 from raypfl.results import numbers
 from raypfl.results.colours import COLOURS
@@ -335,6 +336,14 @@ def test_seconds_of_runs_that_advanced_together_have_no_deviation_and_the_tables
     with write([*fedavg, *results[2:4]], tmp_path / "table.csv").open() as file:
         counts = {row["method"]: row["runs_together"] for row in csv.DictReader(file)}
     assert counts == {"fedavg": "2", "ditto": "1"}
+
+
+def test_a_run_that_advanced_together_and_was_resumed_alone_counts_as_together(results, tmp_path):
+    run = replace(results[0], run_dir=tmp_path)
+    history.add(tmp_path, 0, run.experiment, metadata=run.metadata | {"together": 5})
+    history.add(tmp_path, 1, run.experiment, metadata=run.metadata)
+    (group,) = group_runs([run])
+    assert numbers.runs_together(group) == 5
 
 
 def test_only_the_settings_that_differ_between_runs_are_listed(results):

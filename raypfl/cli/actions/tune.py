@@ -16,7 +16,7 @@ from raypfl.common.counting import counted, series
 from raypfl.common.errors import RaypflError, Stopped
 from raypfl.common.json_text import json_text
 from raypfl.common.stopping import message_if_killed, signals_interrupt
-from raypfl.engine.events import Event
+from raypfl.engine.events import Event, RunStarted
 from raypfl.federation.method import METHODS
 from raypfl.integrations.tracking.listener import MLflowListener
 from raypfl.integrations.tracking.run_ids import is_recorded
@@ -26,6 +26,7 @@ from raypfl.integrations.tuning.trial import Trial, TrialListener, finished_runs
 from raypfl.results.display.console import warner
 from raypfl.results.display.fitting import fit_table, output
 from raypfl.results.display.outcome import nearby
+from raypfl.results.labels import differing_settings
 from raypfl.runs.records import description
 from raypfl.runs.replay import events_of
 from raypfl.runs.result import RunResult
@@ -63,8 +64,13 @@ def carry_out(source: str, assignments: Sequence[str], quiet: bool, as_json: boo
         children: dict[tuple[str, int], MLflowListener] = {}
 
         def hear(trial: str, seed: int, event: Event) -> None:
-            tags = {"trial": trial, "sweep_seed": str(seed)}
-            children.setdefault((trial, seed), tracked.beside(tags))(event)
+            # A start may have other settings than the one before, under PBT.
+            if isinstance(event, RunStarted):
+                tags = {"trial": trial, "sweep_seed": str(seed)}
+                searched = differing_settings([sweep.base, event.experiment])[1]
+                children[trial, seed] = tracked.beside(tags | ({"settings": searched} if searched else {}))
+            if (trial, seed) in children:
+                children[trial, seed](event)
 
         try:
             outcome = _run_sweep(sweep, progress, quiet, hear)
