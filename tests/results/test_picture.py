@@ -27,7 +27,7 @@ from raypfl.experiment import Experiment, experiments
 from raypfl.experiment.recipes import settings_of
 from raypfl.federation.ledger import LEDGER
 from raypfl.integrations.tracking.entries import comparison_description, run_params
-from raypfl.results.display import outcome
+from raypfl.results.display import outcome, run_line
 from raypfl.results.display.console import LiveView, LogView, View, view
 from raypfl.results.display.run_line import RunLine, lines_for, minutes
 from raypfl.results.drawing import canvas, draw
@@ -58,6 +58,7 @@ class MadeUp:
     megabytes: tuple[float, float] = (23.1, 23.0)
     best_round: int | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
+    history: tuple[dict[str, Any], ...] = ()
     privacy: pa.Table | None = None
     ledger: pa.Table = field(default_factory=lambda: to_arrow(Columns(LEDGER)))
 
@@ -485,6 +486,17 @@ def test_a_narrow_terminal_shows_progress_without_cropping_it():
             shown.listener(0)(event)
         text = printed(lambda plain: plain.print(shown.render()), 50)
     assert "1234/2000" in text and "– / 12,340.0" in text and "MB" not in text
+
+
+def test_the_time_left_does_not_count_the_round_that_warmed_up(monkeypatch: pytest.MonkeyPatch):
+    line = RunLine("fedavg")
+    now = iter([0, 20, 30, *range(31, 50)])
+    monkeypatch.setattr(run_line.time, "monotonic", lambda: next(now))
+    shown = []
+    for event in (started(60), *(finished(round) for round in range(1, 14))):
+        line(event)
+        shown.append(line.clock)
+    assert shown == ["", "", "9:40 left", *(f"0:{60 - round} left" for round in range(3, 14))]
 
 
 def test_a_warning_is_shown_once_and_stays_above_the_table_that_is_redrawn():
