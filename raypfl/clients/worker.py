@@ -172,7 +172,7 @@ class Worker:
         arguments = self._arguments(call, group, fetch)
         with user_warnings() as texts:
             returned = self._run(call, client_group, arguments)
-        self._refuse_changed(versions)
+        self._refuse_changed(call, versions)
 
         values = self._values(call, group, client_group, returned, arguments)
         logged = logged_means(client_group.logged)
@@ -341,13 +341,15 @@ class Worker:
             return to_device(array, self.context.model.device)
         return _tensor(array, self.context.model.device)
 
-    def _refuse_changed(self, versions: Mapping[str, tuple[Tensor, int]]) -> None:
+    def _refuse_changed(self, call: Call, versions: Mapping[str, tuple[Tensor, int]]) -> None:
         for name, (tensor, version) in versions.items():
             if tensor._version != version:
                 self._objects = {}
+                function = call.function if isinstance(call.function, str) else call.arguments["maker"]
+                argument = _subscripted(name)
                 raise MethodError(
-                    f"A client function changed its argument {name!r} in place, but all clients share it; work on "
-                    f"{name}.clone()."
+                    f"{where_defined(getattr(self.method, function))} changed {argument} in place, "
+                    f"but all clients share it; work on {argument}.clone()."
                 )
 
 
@@ -364,6 +366,12 @@ class _ServerState(Mapping[str, Any]):
             self._fetched[name] = self._fetch(self._entries[name])
         return self._fetched[name]
 
+    def __setitem__(self, name: str, value: Any) -> None:
+        raise MethodError(
+            f"server[{name!r}] cannot be set in an evaluation, which changes nothing. What the server remembers is set "
+            "in round(self, server, cohort)."
+        )
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
 
@@ -378,6 +386,14 @@ def _tensor(array: np.ndarray, device: torch.device) -> Tensor:
     to them.
     """
     return to_device(np.array(array) if device.type == "cpu" else array, device)
+
+
+def _subscripted(path: str) -> str:
+    """Return the path of a tensor that the server sent, such as ``server/theta``, as Python code."""
+    name, *keys = path.split("/")
+    if name.isdigit():  # the round that an asynchronous message was sent in
+        name, *keys = keys
+    return name + "".join(f"[{key}]" if key.isdigit() else f'["{key}"]' for key in keys)
 
 
 def _refuse_unless_finite(function: str, name: str, mean: Mean, call: Call, group: Group) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import linecache
 import os
@@ -13,7 +14,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NoReturn
 
-from raypfl.common.errors import MethodError, RaypflError, UserCodeError
+from raypfl.common.errors import ConfigError, MethodError, RaypflError, UserCodeError
 
 _LIBRARIES = (str(Path(__file__).parents[1]), *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 _MAX_LINES = 24
@@ -74,8 +75,8 @@ def explain_user_errors(
 ) -> Iterator[None]:
     """While active, an error of user code becomes a sentence that names the function, the error and the lines.
 
-    Errors of raypfl, which are sentences already, and those that no line of user code led to, which are bugs of
-    raypfl, pass unchanged.
+    Errors of raypfl, which are sentences already, get the lines at most; those that no line of user code led to, which
+    are bugs of raypfl, pass unchanged.
 
     Parameters
     ----------
@@ -89,6 +90,8 @@ def explain_user_errors(
     """
     try:
         yield
+    except (ConfigError, MethodError) as error:
+        raise located(error) from error
     except RaypflError:
         raise
     except Exception as error:
@@ -134,6 +137,13 @@ def with_location(error: BaseException) -> str:
     if not user_lines or _FILE in message:
         return message
     return f"{message}\n{user_lines}"
+
+
+def located(error: RaypflError) -> RaypflError:
+    """Return a copy of an error with the message of :func:`with_location`."""
+    copied = copy.copy(error)
+    copied.args = (with_location(error),)
+    return copied
 
 
 def _user_lines(error: BaseException) -> str:

@@ -10,7 +10,16 @@ from typing import Any, Literal
 import torch
 
 from raypfl.common.counting import counted
-from raypfl.common.errors import CheckpointError, Diverged, EmptyCohort, LostState, MethodError, RaypflError, Stopped
+from raypfl.common.errors import (
+    CheckpointError,
+    ConfigError,
+    Diverged,
+    EmptyCohort,
+    LostState,
+    MethodError,
+    RaypflError,
+    Stopped,
+)
 from raypfl.common.global_draws import AT_START, ON_SERVER, refuse_unkeyed
 from raypfl.common.stopping import signals_deferred
 from raypfl.common.user_code import where_defined, with_location
@@ -154,7 +163,7 @@ class Server:
             raise
         except Diverged as error:
             return self._end("diverged", str(error))
-        except MethodError as error:
+        except (ConfigError, MethodError) as error:
             # If an evaluation fails, the server's state may be the cause, so it is not saved: every resume would fail.
             return self._end("failed", with_location(error), save=not self._is_evaluation_due())
         except RaypflError as error:

@@ -123,6 +123,14 @@ class Cohort(Log, ServerTraining):
 
     def with_rows(self, table: Tensor, rows: Tensor) -> Tensor:
         """Return the table ``[N, ...]`` with the rows ``[C, ...]`` of the cohort's clients, except for failed ones."""
+        shape = [len(self.ids), *table.shape[1:]]
+        if list(rows.shape) != shape:
+            raise MethodError(
+                f"cohort.with_rows needs {shape}, a row for each client of the cohort, but was given "
+                f"{list(rows.shape)}. A Mean or Sum in a reply is one row for all clients; Each(rows) gives a row for "
+                "each."
+            )
+
         replaced = table.clone()
         for client, present, row in zip(self.ids, self.present, rows, strict=True):
             if present:

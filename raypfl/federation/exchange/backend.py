@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,8 +10,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from raypfl.clients.worker import Call, Group, Reply
-from raypfl.common.errors import MethodError
-from raypfl.common.user_code import traceback_text, with_location
+from raypfl.common.errors import ConfigError, MethodError
+from raypfl.common.user_code import located, traceback_text
 from raypfl.federation.exchange.tree_sum import Subtree
 from raypfl.storage.stacks import Contents, Fetch, StackRef, merged
 from raypfl.storage.states import StateFile, StateShard
@@ -80,10 +79,8 @@ def failure(error: Exception) -> Failed:
             "Batch norm cannot train on a mini-batch of one sample. Set training.smallest_batch=2, which leaves such "
             "batches out, or choose a network without batch norm."
         )
-    elif isinstance(error, MethodError):
-        located = copy.copy(error)
-        located.args = (with_location(error),)
-        error = located
+    elif isinstance(error, ConfigError | MethodError):
+        error = located(error)
 
     # The driver must be able to unpickle it. Some errors can be pickled but not unpickled, hence both calls.
     try:

@@ -1,0 +1,63 @@
+"""What a run says of mistakes that authors of methods make on clients, on the server and in evaluations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import raypfl
+from raypfl.common.errors import RaypflError
+from tests.support.mistaken_methods import Base
+from tests.support.runs import experiment
+
+
+class KeepsInAnEvaluation(Base):
+    def personal_model(self, clients, server):
+        server["last"] = server["theta"]
+
+
+class ChangesWhatAllShare(Base):
+    def personal_model(self, clients, server):
+        server["theta"][:3] = 0
+
+
+class StoresAMeanAsRows(Base):
+    def start(self, task):
+        return super().start(task) | {"table": torch.zeros(task.num_clients, task.model.size)}
+
+    def round(self, server, cohort):
+        super().round(server, cohort)
+        server["table"] = cohort.with_rows(server["table"], server["theta"])
+
+
+class NamesNoSegment(Base):
+    def train(self, clients, theta):
+        clients.model.mask("head")
+
+
+class StartsWithNoSegment(Base):
+    def start(self, task):
+        return {"theta": task.model.mask("head")}
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        (
+            KeepsInAnEvaluation,
+            r"server\['last'\] cannot be set in an evaluation.*\n.*in KeepsInAnEvaluation\.p",
+        ),
+        (
+            ChangesWhatAllShare,
+            r"^ChangesWhatAllShare\.personal_model \(test_own_m.*\) changed server\[\"theta\"\] in",
+        ),
+        (StoresAMeanAsRows, r"with_rows needs \[6, 1210\], a row for each .* given \[1210\].*Each.*\n.*AsRows\.round"),
+        (NamesNoSegment, r"No segment of the network matches 'head'.*\n.*in NamesNoSegment\.train"),
+        (StartsWithNoSegment, r"No segment of the network matches 'head'.*\n.*in StartsWithNoSegment\.start"),
+    ],
+)
+def test_a_mistake_is_a_sentence_with_the_authors_line_and_a_remedy(tmp_path: Path, method: type, message: str):
+    with pytest.raises(RaypflError, match=message):
+        raypfl.run(experiment(tmp_path, method=f"{__name__}:{method.__name__}", evaluation__every=1))
