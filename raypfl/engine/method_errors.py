@@ -11,9 +11,11 @@ from raypfl.common.errors import CheckpointError, MethodError
 from raypfl.common.user_code import describe_failure, traceback_text, where_defined
 from raypfl.devices import Turn
 from raypfl.engine.events import RoundFinished
-from raypfl.federation.cohort import Cohort
+from raypfl.engine.state.run_state import RunState
+from raypfl.federation.cohort import Cohort, round_record
+from raypfl.federation.logged import Logged
 from raypfl.federation.method import Method
-from raypfl.storage.tree import as_saved
+from raypfl.storage.tree import as_saved, equal
 
 
 def server_failure(
@@ -84,6 +86,24 @@ def warning_of_other_messages(method: Method, turn: Turn | None, cohort: Cohort,
     return (
         f"{type(method).__name__} does not send as much in every round as in the rehearsed one, "
         f"{turn.up_bytes:,.0f} bytes a client, by which simulated time and raypfl plan count; the ledger is right."
+    )
+
+
+def warning_of_lost_work(method: Method, cohort: Cohort, server_before: dict[str, Any], state: RunState) -> str | None:
+    """Return a warning if the first round of a user's method left nothing of what its clients did, or None.
+
+    `state` : the state after the round.
+    """
+    is_users = not type(method).__module__.startswith("raypfl.")
+    _, logged = round_record(cohort)
+    if not is_users or cohort.round > 1 or not cohort.num_exchanges or logged != Logged():
+        return None
+    if len(state.clients) or not equal(server_before, state.server):
+        return None
+    return (
+        f"Round 1 changed neither the server's state nor its clients', so what clients did in it is lost. Keep their "
+        f'reply in {where_defined(method.round)}, as in server["theta"] = cohort.run(self.train, ...)["theta"], or '
+        "what each client keeps in clients.state."
     )
 
 

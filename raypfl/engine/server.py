@@ -35,6 +35,7 @@ from raypfl.engine.method_errors import (
     refuse_start,
     saved_state,
     server_failure,
+    warning_of_lost_work,
     warning_of_other_messages,
 )
 from raypfl.engine.prepared import Prepared
@@ -205,7 +206,7 @@ class Server:
 
         with ExitStack() as recording:
             try:
-                with state.all_or_nothing():
+                with state.all_or_nothing() as server_before:
                     with refuse_unkeyed(self._method.round, self._task.model.device, ON_SERVER):
                         cohort = self._rounds.cohort(number, state.server, earlier_kinds, cohort_draw)
                         returned: object = self._method.round(state.server, cohort)  # type: ignore[func-returns-value]
@@ -233,8 +234,11 @@ class Server:
             state.time = cohort_draw.ends
             finished = state.tables.add_round(number, cohort, cohort_draw, seconds, self._runner.ledger)
 
-        warning = warning_of_other_messages(self._method, self._turns.turn, cohort, finished)
-        if warning is not None:
+        warnings = (
+            warning_of_other_messages(self._method, self._turns.turn, cohort, finished),
+            warning_of_lost_work(self._method, cohort, server_before, state),
+        )
+        for warning in filter(None, warnings):
             self._warn(warning)
         self._emit(finished)
 

@@ -51,6 +51,16 @@ def flatten(tree: Any, path: str = "") -> tuple[Any, dict[str, Tensor]]:
     return type(tree)(part for _, part in parts), tensors
 
 
+def equal(tree: Any, other: Any) -> bool:
+    """Return whether two trees are the same, tensor by tensor."""
+    skeleton, tensors = flatten(tree)
+    other_skeleton, others = flatten(other)
+    if skeleton != other_skeleton:
+        return False
+    pairs = [(tensor, others[name]) for name, tensor in tensors.items()]
+    return all(one.dtype == another.dtype and torch.equal(one, another) for one, another in pairs)
+
+
 def leaves(skeleton: Any) -> list[str]:
     """Return the names of the tensors of a flattened tree."""
     if isinstance(skeleton, Leaf):

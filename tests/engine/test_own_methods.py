@@ -9,6 +9,7 @@ import torch
 
 import raypfl
 from raypfl.common.errors import RaypflError
+from raypfl.engine.events import Event, Warned
 from tests.support.mistaken_methods import Base
 from tests.support.runs import experiment
 
@@ -30,6 +31,25 @@ class StoresAMeanAsRows(Base):
     def round(self, server, cohort):
         super().round(server, cohort)
         server["table"] = cohort.with_rows(server["table"], server["theta"])
+
+
+class LosesItsReply(Base):
+    def round(self, server, cohort):
+        cohort.run(self.train, theta=server["theta"])
+
+
+class OnlyMeasures(LosesItsReply):
+    def round(self, server, cohort):
+        super().round(server, cohort)
+        cohort.log(clients=float(len(cohort)))
+
+
+class TrainsAlone(Base):
+    def round(self, server, cohort):
+        cohort.run(self.train_alone)
+
+    def train_alone(self, clients):
+        clients.state["own"] = clients.sgd(clients.loss, clients.state.get("own", default=clients.initial))
 
 
 class NamesNoSegment(Base):
@@ -61,3 +81,13 @@ class StartsWithNoSegment(Base):
 def test_a_mistake_is_a_sentence_with_the_authors_line_and_a_remedy(tmp_path: Path, method: type, message: str):
     with pytest.raises(RaypflError, match=message):
         raypfl.run(experiment(tmp_path, method=f"{__name__}:{method.__name__}", evaluation__every=1))
+
+
+@pytest.mark.parametrize(("method", "loses"), [(LosesItsReply, True), (OnlyMeasures, False), (TrainsAlone, False)])
+def test_a_round_that_keeps_nothing_of_what_clients_did_is_warned_of_once(tmp_path: Path, method: type, loses: bool):
+    events: list[Event] = []
+    raypfl.run(experiment(tmp_path, rounds=3, method=f"{__name__}:{method.__name__}"), listeners=[events.append])
+    warnings = [event.text for event in events if isinstance(event, Warned)]
+    lost = [text for text in warnings if "Round 1 changed neither the server's state nor its clients'" in text]
+    assert len(lost) == loses
+    assert all("in LosesItsReply.round (test_own_methods.py, line" in text for text in lost)

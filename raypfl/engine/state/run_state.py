@@ -50,13 +50,13 @@ class RunState:
         self.runner.ledger.rows = tables.by_name["ledger"].waiting
 
     @contextlib.contextmanager
-    def all_or_nothing(self) -> Iterator[None]:
-        """Undo every change of the block if it is stopped or fails."""
+    def all_or_nothing(self) -> Iterator[dict[str, Any]]:
+        """Undo every change of the block if it is stopped or fails; yields a copy of the server's state."""
         ledger = self.runner.ledger
         server_before = self._copies.of(self.server)
         entries_before = len(ledger)
         try:
-            yield
+            yield server_before
         except BaseException as error:
             self.server = server_before
             self._copies = Copies()
