@@ -10,6 +10,7 @@ from torch import Tensor
 from raypfl.clients.clients import Clients
 from raypfl.common.errors import ConfigError
 from raypfl.common.messages import per_client, unmarked
+from raypfl.learning.objectives.base import Objective
 from raypfl.learning.objectives.batch import Batch
 from raypfl.learning.optimizers import SGD, Perturb
 from raypfl.models.flat import FlatModel
@@ -95,18 +96,20 @@ def gradient_weights(clients: Clients) -> Tensor:
     return total_weight
 
 
-def discrepancy(batch: Batch, a: Tensor, b: Tensor) -> Tensor:
-    """Return the squared maximum mean discrepancy of features ``a[b, ...]`` and ``b[b, ...]`` of a batch's samples.
+def discrepancy(objective: Objective, batch: Batch, a: Tensor, b: Tensor) -> Tensor:
+    """Return the squared maximum mean discrepancy of two models' features, inputs of the output layer, of a batch.
 
     The estimate is the biased one, over all pairs; the kernel is ``sum_s exp(-||x - y||^2 / 2s)`` for s of 10, 15, 20
     and 50.
     """
 
     def mean_kernel(x: Tensor, y: Tensor) -> Tensor:
-        distance = (x[:, None] - y).flatten(2).square().sum(2)
+        distance = (x[:, None] - y).square().sum(2)
         kernel = torch.stack([(-distance / (2 * scale)).exp() for scale in (10, 15, 20, 50)]).sum(0)
         return batch.mean(batch.mean(kernel))
 
+    a = objective.features_of_samples(a, batch.y)
+    b = objective.features_of_samples(b, batch.y)
     return mean_kernel(a, a) + mean_kernel(b, b) - 2 * mean_kernel(a, b)
 
 

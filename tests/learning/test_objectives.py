@@ -80,6 +80,16 @@ def test_losses_are_torchs_leave_padding_out_and_are_vectorised(name):
     torch.testing.assert_close(together[0], torchs(name, outputs[:4], y[:4]))
 
 
+def test_the_features_of_a_sequence_are_the_mean_over_its_tokens_whatever_it_is_filled_to():
+    objective = NextToken()
+    features = torch.randn(2, 5, 3, generator=DRAWS)
+    y = torch.tensor([[4, 2, 7, -1, -1], [-1, -1, -1, -1, -1]])
+    of_samples = objective.features_of_samples(features, y)
+    torch.testing.assert_close(of_samples, torch.stack([features[0, :3].mean(0), torch.zeros(3)]))
+    shorter = objective.features_of_samples(features[:, :3], y[:, :3])
+    torch.testing.assert_close(of_samples, shorter)
+
+
 def judged(objective: Objective, outputs, y, cuts=(2, 5), targets: int = 1, extra=()) -> dict[str, float]:
     """Every metric of one model, its answers in several batches."""
     metric_sums = MetricSums(Measures(objective, extra, targets))

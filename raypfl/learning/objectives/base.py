@@ -173,6 +173,10 @@ class Objective(Component):
         """
         return batch.mean(self.losses(unrounded(outputs), batch.y))
 
+    def features_of_samples(self, features: Tensor, targets: Tensor) -> Tensor:
+        """Return the features ``[b, d]`` of each sample, from the inputs of the output layer."""
+        return features
+
     def scores(self, outputs: Tensor, targets: Tensor) -> Scores:
         """Return the input of the metrics."""
         return Scores(outputs, targets, self)

@@ -122,5 +122,10 @@ class NextToken(Objective):
         counts = self.real(batch.y).to(outputs.dtype) * batch.weight[:, None]
         return (self.surprises(outputs, batch.y) * counts).sum() / counts.sum().clamp_min(1)
 
+    def features_of_samples(self, features: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean over a sequence's tokens, without padding, ``[b, d]`` of features ``[b, T, d]``."""
+        real = self.real(targets).to(features.dtype)
+        return (features * real[..., None]).sum(1) / real.sum(1).clamp_min(1)[:, None]
+
     def scores(self, outputs: Tensor, targets: Tensor) -> Scores:
         return TokenScores(outputs, targets, self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 import torch
@@ -35,15 +36,15 @@ class Moon(FedAvg):
 
     def train(self, clients: Clients, theta: Tensor) -> dict[str, Mean]:
         def contrasted(p: Tensor, batch: Batch, sent: Other, previous: Other) -> tuple[Tensor, Tensor]:
-            z, outputs = clients.model.features(p, batch.x)
-            near = F.cosine_similarity(z, sent.features(batch.x), dim=-1) / self.temperature
-            far = F.cosine_similarity(z, previous.features(batch.x), dim=-1) / self.temperature
+            features, outputs = clients.model.features(p, batch.x)
+            of_samples = partial(clients.objective.features_of_samples, targets=batch.y)
+            z = of_samples(features)
+            near = F.cosine_similarity(z, of_samples(sent.features(batch.x))) / self.temperature
+            far = F.cosine_similarity(z, of_samples(previous.features(batch.x))) / self.temperature
 
             # -log(e^near / (e^near + e^far)). As softplus(far - near), which is the same, it would be rounded otherwise
             # for the last clients of a group, and runs could not advance together.
             contrast = -F.log_softmax(torch.stack([near, far], -1), -1)[..., 0]
-            if contrast.dim() > 1:  # a sequence has features at each of its positions
-                contrast = contrast.flatten(1).mean(1)
             return clients.objective.loss(outputs, batch), self.mu * batch.mean(contrast)
 
         previous = clients.state.get("previous", default=theta)

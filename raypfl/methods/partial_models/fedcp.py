@@ -50,7 +50,8 @@ class FedCP(SharedPart):
     def train(self, clients: Clients, shared: Tensor) -> dict[str, Mean]:
         def close_to_global(p: Tensor, batch: Batch, sent: Other) -> tuple[Tensor, Tensor]:
             z, outputs = clients.model.features(p, batch.x)
-            return clients.objective.loss(outputs, batch), self.lam * discrepancy(batch, z, sent.features(batch.x))
+            apart = discrepancy(clients.objective, batch, z, sent.features(batch.x))
+            return clients.objective.loss(outputs, batch), self.lam * apart
 
         model = clients.model
         start = self.received(clients, shared)

@@ -97,7 +97,6 @@ class FedDBE(SharedPart):
         """Return a batch's loss, and the running mean of the features ``[d]``, which moves."""
         z, outputs = clients.model.features(p, batch.x)
         name = output_segments(clients.model, "mean")
-        # A sequence has features at each of its positions.
-        mean_of_sample = z.reshape(len(z), -1, z.shape[-1]).mean(1)
-        mean = clients.model.running_mean(name, batch.mean(mean_of_sample), self.momentum)
+        features = clients.objective.features_of_samples(z, batch.y)
+        mean = clients.model.running_mean(name, batch.mean(features), self.momentum)
         return clients.objective.loss(outputs, batch), mean

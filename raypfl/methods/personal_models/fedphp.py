@@ -47,7 +47,7 @@ class FedPHP(FedAvg):
         def taught(p: Tensor, batch: Batch, private: Other) -> tuple[Tensor, Tensor]:
             z, outputs = clients.model.features(p, batch.x)
             loss = clients.objective.loss(outputs, batch)
-            apart = discrepancy(batch, z, private.features(batch.x))
+            apart = discrepancy(clients.objective, batch, z, private.features(batch.x))
             return loss, self.lam * (apart - loss)
 
         private = clients.state.get("personal", default=clients.initial)

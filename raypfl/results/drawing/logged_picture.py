@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
+from typing import Any
 
 import numpy as np
 from matplotlib import image
@@ -42,7 +43,7 @@ def strips_to_draw(results: Sequence[RunResult]) -> list[Strip]:
     """Return the images of each method's first seed that logged any, by name; four strips at most."""
     strips = []
     for group in group_runs(results):
-        rows = next((result.images.to_pylist() for result in group.results if result.images.num_rows), [])
+        rows: list[dict[str, Any]] = next((run.images.to_pylist() for run in group.results if run.images.num_rows), [])
         for name in dict.fromkeys(row["name"] for row in rows):
             images = sorted((row["round"], Path(row["file"])) for row in rows if row["name"] == name)
             evenly_spread = np.unique(np.linspace(0, len(images) - 1, _ROWS).round().astype(int))
