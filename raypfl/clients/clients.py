@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from raypfl.clients.group import ClientGroup
 from raypfl.clients.steps.local_training import prepare_training, refuse_moved_statistics, training_length
 from raypfl.clients.steps.minibatches import MiniBatch, MiniBatches
-from raypfl.common.errors import MethodError, PrivacyError
+from raypfl.common.errors import MethodError, PrivacyError, did_you_mean
 from raypfl.common.messages import PerClient, Weighting, inside_a_loss, per_client, unmarked
 from raypfl.common.transfer import to_device
 from raypfl.learning.executor import Executor, GroupTraining
@@ -38,6 +38,12 @@ WITHOUT_CONTENTS = frozenset(
 
 WITH_NOISE = frozenset({"minibatches", "sgd"})
 """Names of `Clients` that read protected training samples by DP-SGD."""
+
+
+_AS_A_GROUP = (
+    "clients.sgd(clients.loss, theta) trains each client on its own samples, and `for batch in clients.minibatches(): "
+    "theta = batch.step(clients.loss, theta)` does the same step by step; results have a row for each client."
+)
 
 
 class Clients:
@@ -86,6 +92,13 @@ class Clients:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def __iter__(self) -> NoReturn:
+        raise MethodError(f"clients is a group that computes together, so no loop goes over it. {_AS_A_GROUP}")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        names = [known for known in (*dir(type(self)), *vars(self)) if not known.startswith("_")]
+        raise AttributeError(f"clients has no {name!r}; {did_you_mean(name, names)} {_AS_A_GROUP}")
 
     @property
     def round(self) -> int:

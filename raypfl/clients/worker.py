@@ -248,9 +248,9 @@ class Worker:
             where_defined(getattr(self.method, call.function)) if isinstance(call.function, str) else "The engine"
         )
         if not isinstance(returned, Mapping | None):
+            kind = "tensor" if isinstance(returned, Tensor) else type(returned).__name__
             raise MethodError(
-                f"{function} returned a {type(returned).__name__}; it must return a dict, such as "
-                '{"theta": Mean(trained)}.'
+                f'{function} returned a {kind}; it must return a dict, such as {{"theta": Mean(trained)}}.'
             )
 
         for name, value in (returned or {}).items():

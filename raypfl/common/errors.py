@@ -52,7 +52,11 @@ class LateReplyError(MethodError):
     def __init__(self, message: str, reason: str | None = None):
         # A copy and pickle pass the whole message alone, and set the reason afterwards.
         if reason is not None:
-            message = f"{message} Choose another method (`raypfl list asynchronous`), or leave asynchronous.buffer out."
+            message = (
+                f"{message} A method of your own needs one exchange a round, in which each reply is the Mean of an "
+                "argument of its name after training; or choose another method (`raypfl list asynchronous`), or leave "
+                "asynchronous.buffer out."
+            )
         super().__init__(message)
         self.reason = reason
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NoReturn
 
 import numpy as np
 import torch
@@ -96,6 +96,12 @@ class Cohort(Log, ServerTraining):
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def __iter__(self) -> NoReturn:
+        raise MethodError(
+            "The server has no clients to loop over: cohort.run(self.train, theta=...) calls train(clients, theta) where "
+            "they are. Their numbers are cohort.ids."
+        )
 
     @property
     def losses(self) -> dict[int, float]:

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import raypfl
+from raypfl import Each, Mean
 from raypfl.common.errors import RaypflError
 from raypfl.engine.events import Event, Warned
 from tests.support.mistaken_methods import Base
-from tests.support.runs import experiment
+from tests.support.runs import TIMED, experiment
 
 
 class KeepsInAnEvaluation(Base):
@@ -52,6 +53,26 @@ class TrainsAlone(Base):
         clients.state["own"] = clients.sgd(clients.loss, clients.state.get("own", default=clients.initial))
 
 
+class ReturnsItsModels(Base):
+    def train(self, clients, theta):
+        return clients.sgd(clients.loss, theta)
+
+
+class LoopsOverClients(Base):
+    def train(self, clients, theta):
+        return [client.loss for client in clients]
+
+
+class AsksForALoader(Base):
+    def train(self, clients, theta):
+        return clients.dataloader
+
+
+class LoopsOnTheServer(Base):
+    def round(self, server, cohort):
+        return [client.loss for client in cohort]
+
+
 class NamesNoSegment(Base):
     def train(self, clients, theta):
         clients.model.mask("head")
@@ -75,12 +96,51 @@ class StartsWithNoSegment(Base):
         ),
         (StoresAMeanAsRows, r"with_rows needs \[6, 1210\], a row for each .* given \[1210\].*Each.*\n.*AsRows\.round"),
         (NamesNoSegment, r"No segment of the network matches 'head'.*\n.*in NamesNoSegment\.train"),
+        (ReturnsItsModels, r"^ReturnsItsModels\.train \(test_own_methods.*\) returned a tensor; it must return a dict"),
+        (LoopsOverClients, r"^clients is a group .*clients\.sgd.*clients\.minibatches\(\).*\n.*in LoopsOverClients\.t"),
+        (AsksForALoader, r"\n.*in AsksForALoader\.train\n.*\n.*clients has no 'dataloader';.*clients\.minibatches"),
+        (LoopsOnTheServer, r"^The server has no clients to loop over: cohort\.run.*\n.*in LoopsOnTheServer\.round"),
         (StartsWithNoSegment, r"No segment of the network matches 'head'.*\n.*in StartsWithNoSegment\.start"),
     ],
 )
 def test_a_mistake_is_a_sentence_with_the_authors_line_and_a_remedy(tmp_path: Path, method: type, message: str):
     with pytest.raises(RaypflError, match=message):
         raypfl.run(experiment(tmp_path, method=f"{__name__}:{method.__name__}", evaluation__every=1))
+
+
+class SendsAChange(Base):
+    def round(self, server, cohort):
+        server["theta"] += cohort.run(self.train, theta=server["theta"])["change"]
+
+    def train(self, clients, theta):
+        return {"change": Mean(clients.sgd(clients.loss, theta) - theta)}
+
+
+class SendsEachModel(Base):
+    def round(self, server, cohort):
+        server["theta"] = cohort.run(self.train, theta=server["theta"])["theta"].mean(0)
+
+    def train(self, clients, theta):
+        return {"theta": Each(clients.sgd(clients.loss, theta))}
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "message"),
+    [
+        (SendsAChange, {"compression": "top_k"}, r"of your own, call the reply as the argument: \{\"theta\": Mean"),
+        (
+            SendsAChange,
+            TIMED | {"asynchronous__buffer": 2},
+            r"own needs one exchange .* Mean of an argument of its name",
+        ),
+        (SendsEachModel, {"aggregation": "median"}, r"A method of your own can return 'theta' as a Mean"),
+    ],
+)
+def test_a_setting_that_does_not_suit_a_method_says_what_one_of_ones_own_would_return(
+    tmp_path: Path, method: type, changes: dict, message: str
+):
+    with pytest.raises(RaypflError, match=message):
+        raypfl.run(experiment(tmp_path, method=f"{__name__}:{method.__name__}", **changes))
 
 
 @pytest.mark.parametrize(("method", "loses"), [(LosesItsReply, True), (OnlyMeasures, False), (TrainsAlone, False)])

@@ -78,8 +78,8 @@ class Wire:
                 returned = "a row for each client" if kind == "each" else "a sum"
                 raise AggregationError(
                     f"{function} returns {name!r} as {returned}, but aggregation replaces means only, so malicious "
-                    "clients could still decide this message. Choose a method that returns means (fedavg, ditto, "
-                    "fedper, ...), or leave aggregation out."
+                    f"clients could still decide this message. A method of your own can return {name!r} as a Mean; or "
+                    "choose a method that returns means (fedavg, ditto, fedper, ...), or leave aggregation out."
                 )
 
     def combine(self, kind: Kind, messages: Messages) -> Tensor:

@@ -34,7 +34,8 @@ def refuse_idle_compression(prepared: Prepared) -> None:
         raise ConfigError(
             f"compression has no effect on {type(experiment.method).__name__}: it compresses what clients make of an "
             "argument that they were sent under the same name, and this method's clients send no such message, or one "
-            "that would not become shorter. Leave compression out."
+            'that would not become shorter. In a method of your own, call the reply as the argument: {"theta": '
+            "Mean(trained)} for cohort.run(self.train, theta=...); otherwise, leave compression out."
         )
 
 
