@@ -99,8 +99,8 @@ class Cohort(Log, ServerTraining):
 
     def __iter__(self) -> NoReturn:
         raise MethodError(
-            "The server has no clients to loop over: cohort.run(self.train, theta=...) calls train(clients, theta) where "
-            "they are. Their numbers are cohort.ids."
+            "The server has no clients to loop over: cohort.run(self.train, theta=...) calls train(clients, theta) "
+            "where they are. Their numbers are cohort.ids."
         )
 
     @property
