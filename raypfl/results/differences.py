@@ -207,8 +207,10 @@ def remarks(rows: Sequence[Difference], groups: Sequence[RunGroup]) -> list[str]
 def _resampling_remarks(rows: Sequence[Difference]) -> list[str]:
     """Return sentences on how intervals and draws are computed."""
     resampled = [row for row in rows if row.draws_ahead is not None]
+    alone = [row for row in rows if row.draws_ahead is None and row.mean is not None]
+    no_interval = ["No interval (–): there is one seed, and in it one test, of global models or of a single client."]
     if not resampled:
-        return []
+        return no_interval if alone else []
 
     several_seeds = any(len(row.by_seed) > 1 for row in resampled)
     levels = []
@@ -220,9 +222,7 @@ def _resampling_remarks(rows: Sequence[Difference]) -> list[str]:
     lines = [f"The 95% interval is that of {bootstrap.DRAWS:,} bootstrap draws of {' and '.join(levels)}."]
     if not several_seeds:
         lines.append("There is only one seed, which does not show how results vary between seeds.")
-    if len(resampled) < sum(row.mean is not None for row in rows):
-        lines.append("No interval (–): both global models were tested on one set, with one seed.")
-    return lines
+    return lines + no_interval if alone else lines
 
 
 def _unpaired_remark(row: Difference, method_seeds: Sequence[int], baseline_seeds: Sequence[int]) -> str:

@@ -136,6 +136,15 @@ def test_with_one_seed_the_interval_is_scipys_paired_one_over_clients_and_the_re
     assert "draws of the clients. There is only one seed" in text
 
 
+def test_one_client_with_one_seed_has_no_interval_and_the_remarks_say_why():
+    compared = group_runs([run for run in runs_at(ISSUE) if run.experiment.seed == 0])
+    row = of_local_protocol(differences(compared, "fedavg"))
+    alone = replace(row, low=None, high=None, draws_ahead=None, over_clients=False)
+    sentence = "No interval (–): there is one seed, and in it one test, of global models or of a single client."
+    assert sentence in remarks([alone], compared) and sentence in remarks([row, alone], compared)
+    assert sentence not in remarks([row], compared)
+
+
 def test_a_method_that_is_ahead_in_every_seed_is_shown_ahead_although_deviations_overlap():
     compared = group_runs(runs_at(ISSUE))
     row = of_local_protocol(differences(compared, "fedavg"))
