@@ -119,7 +119,7 @@ def test_changing_a_broadcast_in_place_is_refused_and_leaves_the_servers_tensor_
 
     past = [torch.zeros(size, dtype=torch.float64) for _ in range(2)]
     fed = federation(answer)
-    with pytest.raises(MethodError, match="changed its argument 'past/1' in place"):
+    with pytest.raises(MethodError, match=r"changed past\[1\] in place"):
         exchange(fed, past=past)
     assert not past[1].any()
 
