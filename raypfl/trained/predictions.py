@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +23,8 @@ from raypfl.common.files import draft
 from raypfl.common.threads import threads
 from raypfl.data.client_names import number_of
 from raypfl.data.datasets.readers.tabular.table import Table
+from raypfl.data.datasets.source import files_under
+from raypfl.data.datasets.tables import TEST_WORDS, has_word
 from raypfl.learning.objectives import Classification
 from raypfl.trained.models import TrainedModels
 from raypfl.trained.new_rows import NewRows, inputs_of_rows
@@ -158,8 +161,23 @@ def _predictions(
         metrics = {"mse": float((errors**2).mean()), "mae": float(abs(errors).mean())}
     elif len(errors):
         metrics = {"accuracy": 1 - float(errors.mean())}
+    if metrics:
+        _warn_of_trained_rows(rows, Path(config.root or "").expanduser())
     used = None if clients is None else np.unique(clients).tolist()
     return Predictions(table, target, used, len(errors), metrics, rows)
+
+
+def _warn_of_trained_rows(rows: NewRows, root: Path) -> None:
+    """Warn if rows are from a file of the run's table, unless its name says that they are for tests."""
+    for path in files_under(root):
+        # A file on its own is no test split, whatever its name.
+        is_for_tests = path != root and has_word(str(path.relative_to(root)), TEST_WORDS)
+        if rows.file is not None and path.samefile(rows.file) and not is_for_tests:
+            warnings.warn(
+                f"The run trained on rows of {rows.name}, so its models do better on them than on new ones. Results on "
+                "the rows that it left for tests are in its evaluations.",
+                stacklevel=4,
+            )
 
 
 def refuse_other_endings(path: Path) -> Path:

@@ -186,6 +186,14 @@ def test_the_command_writes_the_rows_as_they_were_and_prints_what_it_did(result,
     assert pq.read_table(tmp_path / "out.parquet").column_names == [*lines[0].split(","), *facts["columns"]]
 
 
+def test_rows_of_the_runs_own_table_are_said_to_be_trained_on(result, tmp_path, recwarn):
+    root = Path(result.experiment.data.root)
+    copied = written(tmp_path / "new.csv", lines_of_people(6))
+    assert library.predict(result, copied).metrics and not recwarn
+    with pytest.warns(UserWarning, match=r"^The run trained on rows of people\.csv, so its models do better on them"):
+        library.predict(result, root)
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
