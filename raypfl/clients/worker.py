@@ -241,7 +241,7 @@ class Worker:
         call: Call,
         group: Group,
         client_group: ClientGroup,
-        returned: Mapping[str, Any] | None,
+        returned: Any,
         arguments: Mapping[str, Any],
     ) -> dict[str, Value]:
         function = (

@@ -54,11 +54,14 @@ def flatten(tree: Any, path: str = "") -> tuple[Any, dict[str, Tensor]]:
 def equal(tree: Any, other: Any) -> bool:
     """Return whether two trees are the same, tensor by tensor."""
     skeleton, tensors = flatten(tree)
-    other_skeleton, others = flatten(other)
+    other_skeleton, other_tensors = flatten(other)
     if skeleton != other_skeleton:
         return False
-    pairs = [(tensor, others[name]) for name, tensor in tensors.items()]
-    return all(one.dtype == another.dtype and torch.equal(one, another) for one, another in pairs)
+    for name, tensor in tensors.items():
+        other_tensor = other_tensors[name]
+        if tensor.dtype != other_tensor.dtype or not torch.equal(tensor, other_tensor):
+            return False
+    return True
 
 
 def leaves(skeleton: Any) -> list[str]:

@@ -130,8 +130,8 @@ class CountingReplays(Replays):
 
     @property
     def _are_repeated(self) -> list[bool]:
-        recorded = [known for known in self._known.values() if known.first is not None]
-        return [*self._without_key, *(known.plan is not None for known in recorded)]
+        with_key = [work.plan is not None for work in self._known.values() if work.first is not None]
+        return [*self._without_key, *with_key]
 
 
 def _tensors(tree: Any) -> list[Tensor]:

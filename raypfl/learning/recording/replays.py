@@ -152,16 +152,16 @@ class Replays:
     ) -> tuple[Callable[[], None], int]:
         """Return a function that does work again, and how often it remains to be done after it was recorded."""
         is_new = signature.key not in self._known
-        known = self._known.setdefault(signature.key, KnownWork())
+        known_work = self._known.setdefault(signature.key, KnownWork())
         self._known.move_to_end(signature.key)
         if len(self._known) > MAX_PLANS:
             self._known.popitem(last=False)
 
         # The two recordings of short work, of a single step for instance, are made one at a time.
         is_worth_recording = times >= self.min_steps or not is_new
-        while is_worth_recording and times and known.may_repeat and known.plan is None:
-            known.record(work, signature.inputs)
+        while is_worth_recording and times and known_work.may_repeat and known_work.plan is None:
+            known_work.record(work, signature.inputs)
             times -= 1
-        if times and known.plan is not None:
-            return known.plan.function(signature.inputs), times
+        if times and known_work.plan is not None:
+            return known_work.plan.function(signature.inputs), times
         return work, times
