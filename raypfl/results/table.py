@@ -198,7 +198,10 @@ def _unfinished(groups: Sequence[RunGroup]) -> list[str]:
     for group in groups:
         for result in group.results:
             if result.status != "finished":
-                done = f"{result.rounds.num_rows} of {result.experiment.rounds} rounds"
+                done = f"{result.round} of {result.experiment.rounds} rounds"
+                evaluated = max(result.last_rounds, default=result.round)
+                if evaluated < result.round:
+                    done += f", evaluated after {evaluated}"
                 rounds.append((group.label, result, done))
     runs = [f"{names} ({done})" for names, done in seeds_together(rounds)]
     return [f"Not finished: {'; '.join(runs)}."] if runs else []

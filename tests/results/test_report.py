@@ -578,9 +578,15 @@ def test_seeds_that_failed_alike_are_told_once_with_the_lines_of_their_error_and
     assert ".notes li { white-space: pre-wrap;" in Path("report.html").read_text()
 
 
-def test_a_table_of_runs_that_were_stopped_says_so(results):
-    stopped = replace(results[0], status="stopped", rounds=results[0].rounds[:2])
+def test_a_table_of_runs_that_were_stopped_says_so(results, tmp_path):
+    stopped = replace(results[0], status="stopped", round=2, rounds=results[0].rounds[:2])
+    stopped = replace(stopped, evaluations=stopped.evaluations.filter(pc.field("round") <= 2))
     assert "Not finished: fedavg, seed 0 (2 of 3 rounds)." in legend(group_runs([stopped, *results[2:]]))
+    unscored = replace(stopped, evaluations=stopped.evaluations.filter(pc.field("round") == 1))
+    assert "Not finished: fedavg, seed 0 (2 of 3 rounds, evaluated after 1)." in legend(group_runs([unscored]))
+    with write([stopped, *results[1:4]], tmp_path / "table.csv").open() as file:
+        counts = {row["method"]: row["unfinished"] for row in csv.DictReader(file)}
+    assert counts == {"fedavg": "1", "ditto": "0"}
     assert not any("Not finished" in line for line in legend(group_runs(results)))
 
 

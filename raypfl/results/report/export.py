@@ -72,7 +72,8 @@ def _rows(part: Part) -> list[dict[str, Any]]:
 
 def _scores(group: RunGroup, columns: Sequence[Column], protocol: str, best: bool) -> dict[str, Any]:
     """Mean and standard deviation over seeds of each column; ``""`` where there is none."""
-    numbers: dict[str, Any] = {"seeds": len(group.results)}
+    unfinished = sum(result.status != "finished" for result in group.results)
+    numbers: dict[str, Any] = {"seeds": len(group.results), "unfinished": unfinished}
     for column in columns:
         name = column.heading.replace("\n", "_").replace(" ", "_")
         scores = group.scores(protocol, column.model, column.aggregate, best)
