@@ -169,6 +169,11 @@ def test_options_that_only_some_methods_have_are_differences_if_they_are_not_at_
         assert ("method.lam" in dict(at_default)) == (not expected)
 
 
+def test_an_empty_option_of_one_method_is_not_shared_by_all(results):
+    _, shared, at_default = tables.compare_settings(group_runs([results[0], changed(results[2], "method=fedper")]))
+    assert "method.frozen" not in dict(shared) and dict(at_default)["method.frozen"] == [('""', ["fedper"])]
+
+
 def test_runs_with_an_analysis_are_repetitions_beside_other_seeds_and_told_apart_from_the_same_seed(results, tmp_path):
     analysed = raypfl.run(experiment(tmp_path, **SMALL, method="fedavg", seed=2).override(["analyses=[ntk]"]))
     (group,) = groups = group_runs([*results[:2], analysed])

@@ -109,6 +109,8 @@ def as_yaml(value: Any) -> str:
     """Return a setting as YAML has it."""
     if value is None:
         return "none"
+    if value == "":
+        return '""'
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):
@@ -332,17 +334,13 @@ def _compare(
             continue
 
         labels_by_value: dict[str, list[str]] = {}
-        for label, values in runs:
-            # A run without the setting has no line of its own below it.
-            text = ""
-            if key in values:
-                text = as_yaml(values[key])
-            labels_by_value.setdefault(text, []).append(label)
+        having = [(label, values[key]) for label, values in runs if key in values]
+        for label, value in having:
+            labels_by_value.setdefault(as_yaml(value), []).append(label)
 
-        if len(labels_by_value) == 1:
+        if len(labels_by_value) == 1 and len(having) == len(runs):
             shared.append((key, next(iter(labels_by_value))))
             continue
-        labels_by_value.pop("", None)
         by_value = [(value, _with_counts(labels, runs)) for value, labels in labels_by_value.items()]
         differing.append((key, by_value))
     return differing, shared
