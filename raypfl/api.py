@@ -87,6 +87,7 @@ def run(
     listeners: Sequence[Listener] = (),
     run_dir: str | Path | None = None,
     progress: bool | None = None,
+    **settings: Any,
 ) -> Result:
     """Run an experiment.
 
@@ -98,6 +99,7 @@ def run(
     run_dir : a new folder for the run; None: one in ``experiment.output``, named after experiment, method and time.
     progress : whether to show progress on standard error; None: in a terminal and in a notebook. Warnings are always
         shown.
+    settings : none; an experiment has them, and ``experiment.override(rounds=2)`` changes them.
 
     Returns
     -------
@@ -109,6 +111,11 @@ def run(
     Diverged : if a training's loss or model was not finite, or its loss above ``failures.loss_limit``.
     RaypflError : if it failed. Completed rounds are in the run's folder, where :func:`resume` continues.
     """
+    if settings:
+        changes = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+        raise ConfigError(
+            f"raypfl.run takes no settings; change them in the experiment: raypfl.run(experiment.override({changes}))."
+        )
     _refuse_single_function(listeners)
     with _display(experiment, progress) as display:
         return _displayable(driver.run(experiment, listeners=[display, *listeners], run_dir=run_dir))

@@ -6,7 +6,10 @@ import base64
 import re
 from pathlib import Path
 
+import pytest
+
 import raypfl
+from raypfl.common.errors import ConfigError
 from tests.support import mistaken_methods
 from tests.support.runs import experiment
 
@@ -38,6 +41,11 @@ class PeeksAtItsLoss(mistaken_methods.Base):
             return value * (1.0 if value.item() > 0 else 2.0)
 
         return {"theta": raypfl.Mean(clients.sgd(loss, theta))}
+
+
+def test_settings_that_are_given_to_run_are_refused_with_where_they_belong(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"raypfl\.run\(experiment\.override\(rounds=2\)\)"):
+        raypfl.run(experiment(tmp_path), rounds=2)
 
 
 def test_warnings_of_a_run_are_printed_where_no_progress_is_shown(tmp_path: Path, capsys):

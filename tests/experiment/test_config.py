@@ -280,6 +280,8 @@ def test_a_users_own_method_is_named_by_module(tmp_path: Path, monkeypatch: pyte
         ({"rounds": 0}, "rounds is 0; it must be at least 1."),
         ({"cohort": "all"}, "cohort is 'all'; it must be options as 'key: value'."),
         ({"cohort": 5}, "cohort is 5, but has several settings; did you mean cohort.size=5?"),
+        ({"engine": "inline"}, "engine is inline, but has several settings; did you mean engine.backend=inline?"),
+        ({"tracking": False}, "tracking is false, but has several settings; did you mean tracking.mlflow=false?"),
         ({"cohort": 0.5}, "cohort is 0.5, but has several settings; did you mean cohort.fraction=0.5?"),
         ({"training": {"lr": float("nan")}}, "training.lr is nan; it must be above 0."),
         (

@@ -151,7 +151,10 @@ class DataSource:
             raise ConfigError(f"data.root is missing: name the folder that holds {content}.")
         root = Path(self.root).expanduser()
         if root.is_file():
-            raise ConfigError(f"data.root is {self.root!r}, which is a file; name the folder that it is in.")
+            raise ConfigError(
+                f"data.root is {self.root!r}, which is a file; name the folder that it is in. "
+                "A table of features is read by data=table."
+            )
         if not root.is_dir():
             raise ConfigError(f"data.root is {self.root!r}, which does not exist; it should hold {content}.")
         return root

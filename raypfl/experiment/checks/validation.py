@@ -32,7 +32,7 @@ _EXPECTED = {
     "model": "options as 'key: value'",
 }
 
-_MEANT_BY_NUMBER = {
+_MEANT_BY_TYPE = {
     ("cohort", int): "size",
     ("cohort", float): "fraction",
     ("training", int): "epochs",
@@ -40,8 +40,15 @@ _MEANT_BY_NUMBER = {
     ("evaluation", int): "every",
     ("checkpoint", int): "every",
     ("ray", int): "actors",
+    ("engine", int): "threads",
+    ("engine", str): "backend",
+    ("training", str): "optimizer",
+    ("failures", str): "on_client_failure",
+    ("devices", str): "hardware",
+    ("privacy", float): "noise",
+    ("tracking", bool): "mlflow",
 }
-"""Section and type of a number given in its place -> the setting that is probably meant."""
+"""Section and type of a value given in its place -> the setting that is probably meant."""
 
 _WORDS: dict[str, Iterable[str]] = {
     "evaluation.protocols": PROTOCOLS,
@@ -172,9 +179,10 @@ def _sentences(detail: Any, unknown: Callable[[KeyPath], str], prefix: KeyPath) 
         expected = f"a list, such as [{_nearest_word(value, dotted)}]"
     if expected == "text" and isinstance(value, int | float):
         expected = f"text, {_in_quotes(value, dotted)}"
-    meant = _MEANT_BY_NUMBER.get((dotted, type(value)))
+    meant = _MEANT_BY_TYPE.get((dotted, type(value)))
     if meant is not None:
-        return [f"{dotted} is {value}, but has several settings; did you mean {dotted}.{meant}={value}?"]
+        text = str(value).lower() if isinstance(value, bool) else value
+        return [f"{dotted} is {text}, but has several settings; did you mean {dotted}.{meant}={text}?"]
     return [f"{dotted} is {value!r}; it must be {expected}."]
 
 
