@@ -22,8 +22,8 @@ from torch import Tensor
 
 from raypfl.analysis import Analysis
 from raypfl.clients.compression import Compressor
-from raypfl.common.errors import ConfigError, did_you_mean, one_message
-from raypfl.common.user_code import explain_user_errors
+from raypfl.common.errors import ConfigError, MethodError, did_you_mean, one_message
+from raypfl.common.user_code import explain_user_errors, where_defined
 from raypfl.data import ClientData, Dirichlet, Partition, load_federated
 from raypfl.data.datasets import DataConfig
 from raypfl.data.datasets.population import is_described
@@ -70,6 +70,7 @@ from raypfl.learning.objectives import Classification, Metric, Objective
 from raypfl.learning.privacy import PrivacySettings
 from raypfl.learning.settings import TrainingSettings
 from raypfl.methods import FedAvg, Method
+from raypfl.storage.tree import flatten
 
 
 class Experiment(FilePart):
@@ -149,8 +150,23 @@ class Experiment(FilePart):
         """Return the method's global model ``[P+B]`` at a state of the server, or None without one.
 
         Where clients have different architectures, what the server averages is a part of each of them, and no model.
+
+        Raises
+        ------
+        MethodError : if the method changes the server's state in place, with which rounds would go on.
         """
-        return None if self.model.is_heterogeneous else self.method.global_model(server)
+        if self.model.is_heterogeneous:
+            return None
+        _, tensors = flatten(server)
+        versions = {name: tensor._version for name, tensor in tensors.items()}
+        model = self.method.global_model(server)
+        for name, tensor in tensors.items():
+            if tensor._version != versions[name]:
+                raise MethodError(
+                    f"{where_defined(self.method.global_model)} changed the server's {name!r} in place, but an "
+                    "evaluation changes nothing; work on a copy, such as its clone()."
+                )
+        return model
 
     @classmethod
     def from_yaml(cls, source: str | Path) -> Experiment:

@@ -25,6 +25,11 @@ class ChangesWhatAllShare(Base):
         server["theta"][:3] = 0
 
 
+class ShrinksWhatIsTested(Base):
+    def global_model(self, server):
+        return server["theta"].mul_(0.5)
+
+
 class StoresAMeanAsRows(Base):
     def start(self, task):
         return super().start(task) | {"table": torch.zeros(task.num_clients, task.model.size)}
@@ -93,6 +98,10 @@ class StartsWithNoSegment(Base):
         (
             ChangesWhatAllShare,
             r"^ChangesWhatAllShare\.personal_model \(test_own_m.*\) changed server\[\"theta\"\] in",
+        ),
+        (
+            ShrinksWhatIsTested,
+            r"^ShrinksWhatIsTested\.global_model \(test_own_m.*\) changed the server's 'theta' in place",
         ),
         (StoresAMeanAsRows, r"with_rows needs \[6, 1210\], a row for each .* given \[1210\].*Each.*\n.*AsRows\.round"),
         (NamesNoSegment, r"No segment of the network matches 'head'.*\n.*in NamesNoSegment\.train"),
