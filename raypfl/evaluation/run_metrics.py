@@ -14,6 +14,11 @@ PRIMARY_AGGREGATES = ("std", "worst_decile", "weighted")
 """Further aggregates of the primary metric over clients."""
 
 
+def is_tested_once(protocol: str, model: str) -> bool:
+    """Return whether one model is tested on one test set, so that it has no spread over clients."""
+    return model == "global" and (protocol == "global" or protocol.startswith("ood/"))
+
+
 @dataclass(frozen=True)
 class Measures:
     """The metrics of a run by name; one of them is primary.

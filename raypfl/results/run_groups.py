@@ -9,7 +9,7 @@ from typing import Any
 
 from raypfl.common.counting import numbered
 from raypfl.common.errors import ConfigError
-from raypfl.evaluation.run_metrics import PRIMARY_AGGREGATES, Measures
+from raypfl.evaluation.run_metrics import PRIMARY_AGGREGATES, Measures, is_tested_once
 from raypfl.results.colours import colour
 from raypfl.results.labels import labels
 from raypfl.results.units import Unit
@@ -48,8 +48,8 @@ class RunGroup:
         aggregate = aggregate or self.measures.primary.name
         model = model or self.deployed(protocol)
 
-        tested_once = model == "global" and (protocol == "global" or protocol.startswith("ood/"))
-        if aggregate not in self.measures.aggregates or (tested_once and aggregate in PRIMARY_AGGREGATES):
+        has_no_spread = aggregate in PRIMARY_AGGREGATES and is_tested_once(protocol, model)
+        if aggregate not in self.measures.aggregates or has_no_spread:
             return []
 
         values = []

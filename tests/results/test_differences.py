@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from dataclasses import replace
+from itertools import product
 from math import inf
 from statistics import fmean, stdev
 from xml.etree import ElementTree
@@ -16,12 +17,14 @@ import scipy.stats
 
 import raypfl
 from raypfl.common.errors import ConfigError
+from raypfl.engine.events import Evaluated
 from raypfl.experiment import Experiment
 from raypfl.federation.logged import LOGGED
 from raypfl.integrations.tracking.entries import (
     comparison_description,
     comparison_metrics,
     comparison_scores,
+    evaluation_points,
     run_score,
 )
 from raypfl.results import bootstrap
@@ -268,6 +271,22 @@ def test_mlflow_gets_the_differences_of_a_comparison_as_metrics_and_in_its_descr
 
     text = comparison_description(runs, "fedavg")
     assert "| local | ditto | fedavg | +2.4 | +1.8 to +3.1 | 3 of 3 | 100% |" in text and "Wilcoxon" in text
+
+
+def test_in_mlflow_the_description_of_a_comparison_names_no_network_that_only_some_of_its_runs_have():
+    runs = [run_at("fedavg", 0, 1), run_at("ditto", 0, 1)]
+    assert comparison_description(runs).splitlines()[0].endswith(" · mlp")
+    runs[1] = replace(runs[1], experiment=runs[1].experiment.replace(model="cnn"))
+    lines = comparison_description(runs).splitlines()
+    assert "mlp" not in lines[0] and lines[2].count("|") == lines[3].count("|")
+
+
+def test_in_mlflow_one_model_on_one_test_set_has_no_spread_over_clients():
+    rows = []
+    for protocol, model in product(("local", "global"), ("personal", "global")):
+        rows.append({"protocol": protocol, "model": model, "accuracy": 0.5, "std": 0.0, "worst_decile": 0.5})
+    names = {name for name, *_ in evaluation_points(Evaluated(1, rows))}
+    assert len(names) == 10 and {name for name in names if name.endswith("global/global")} == {"accuracy/global/global"}
 
 
 def test_a_comparison_is_exported_as_csv_with_all_its_numbers(tmp_path):

@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from raypfl.engine.events import Evaluated, RoundFinished, RunStarted
+from raypfl.evaluation.run_metrics import PRIMARY_AGGREGATES, is_tested_once
 from raypfl.experiment import Experiment
 from raypfl.experiment.assignments import flatten
 from raypfl.integrations.tracking.connection import without_password
@@ -143,8 +144,8 @@ def comparison_description(results: Sequence[RunResult], baseline: str | None = 
 
     sign = unit.sign or f" {unit.heading}"
     headings = " | ".join(f"{column.heading}{sign}".replace("\n", " ") for column in shown_columns)
-    lines = [setting_text(results[:1]), "", f"| method | tested on | {headings} |"]
-    lines.append("|:--|:--|--:|--:|--:|")
+    lines = [setting_text(results), "", f"| method | tested on | {headings} |"]
+    lines.append(f"|:--|:--|{'--:|' * len(shown_columns)}")
     for i, group in enumerate(groups):
         for block in last_round:
             if i in block.rows:
@@ -217,9 +218,12 @@ def round_points(event: RoundFinished) -> Iterator[Point]:
 def evaluation_points(event: Evaluated) -> Iterator[Point]:
     """Yield an evaluation's metrics: ``accuracy/local/personal`` and so on."""
     for row in event.summary:
+        left_out = {"protocol", "model"}
+        if is_tested_once(row["protocol"], row["model"]):
+            left_out.update(PRIMARY_AGGREGATES)
         for key, value in row.items():
             # MLflow would show an infinite loss, of a class that is excluded, as 1.8e308.
-            if key not in ("protocol", "model") and not isinf(value):
+            if key not in left_out and not isinf(value):
                 yield f"{key}/{row['protocol']}/{row['model']}", value, event.round
 
 

@@ -142,7 +142,7 @@ def draw(results: Sequence[RunResult], path: str | Path) -> Path:
             _draw_row(figure, panels, latent)
             name_row(panels[0], group, x=-0.2)
 
-        figure.suptitle(fill(setting_text(results[:1]), 100), fontsize=10, color=GREY)
+        figure.suptitle(fill(setting_text(results), 100), fontsize=10, color=GREY)
         _draw_legend(figure, rows[0][1])
     return Path(path)
 

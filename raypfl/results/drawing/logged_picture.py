@@ -74,7 +74,7 @@ def draw(results: Sequence[RunResult], path: str | Path) -> Path:
             heading = f"{fill(f'{strip.group.label}: {strip.name}', _TITLE_WIDTH)}\nround {strip.rounds[0]}"
             panels[0].set_title(heading, fontsize=10, color=strip.group.colour, fontweight="bold", pad=3)
 
-        figure.suptitle(fill(setting_text(results[:1]), 100), fontsize=9, color=GREY)
+        figure.suptitle(fill(setting_text(results), 100), fontsize=9, color=GREY)
     return Path(path)
 
 
