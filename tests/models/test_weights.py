@@ -222,6 +222,14 @@ def test_a_run_starts_from_the_files_weights_and_records_their_origin(tmp_path):
     assert first == f"weights from {path}, all 4 tensors" and second == "random weights"
 
 
+@pytest.mark.parametrize("method", ["ifca", "fedem"])
+def test_methods_that_begin_with_different_models_refuse_weights_that_make_them_equal(tmp_path, method):
+    network = MODELS.get("mlp")(input_shape=(1, 8, 8), num_classes=10, hidden=[16])
+    path = stored(tmp_path, network)
+    with pytest.raises(ConfigError, match="so all would stay the same"):
+        raypfl.run(experiment(tmp_path, method=method, model__weights=path, rounds=1))
+
+
 def test_a_missing_file_of_weights_is_found_before_the_data_are_prepared(tmp_path):
     events = []
     with pytest.raises(ConfigError, match=r"model.weights is '.*nowhere.pt', but there is no such file"):

@@ -7,14 +7,26 @@ from torch import Tensor
 
 from raypfl.clients.clients import Clients
 from raypfl.common import rng
+from raypfl.common.errors import ConfigError
 from raypfl.common.messages import PerClient, per_client, unmarked
 from raypfl.federation.task import Task
 
 
 def different_initial_models(task: Task, count: int) -> Tensor:
-    """Return different initial models ``[count, P+B]``; the first is that of other methods."""
+    """Return different initial models ``[count, P+B]``; the first is that of other methods.
+
+    Raises
+    ------
+    ConfigError : if all are the same, since nothing of the network is random.
+    """
     seeds = [task.seed, *(rng.key(task.seed, "initial model", number) % 2**63 for number in range(1, count))]
-    return torch.stack([task.model.init(seed) for seed in seeds])
+    models = torch.stack([task.model.init(seed) for seed in seeds])
+    if count > 1 and bool((models == models[0]).all()):
+        raise ConfigError(
+            f"The method begins with {count} different models, but the initial weights of this network are not random, "
+            "so all would stay the same. Leave the output layer out of the file in model.weights, or model.weights out."
+        )
+    return models
 
 
 def best_models(clients: Clients, models: Tensor) -> tuple[PerClient, PerClient]:
