@@ -182,8 +182,11 @@ def _function_of(network: nn.Module, method: Method) -> dict[str, str]:
 def _network(model: FlatModel, tensors: Mapping[str, Tensor]) -> nn.Module | None:
     """Return the network with this state dict; None if it is that of another network."""
     network = model.as_module(model.init(0))
+    if network.state_dict().keys() != tensors.keys():
+        return None
     try:
-        network.load_state_dict(tensors)
+        # Not strict: torch adds a count of batches for each batch norm, which raypfl's networks do not keep.
+        network.load_state_dict(tensors, strict=False)
     except RuntimeError:
         return None
     return network

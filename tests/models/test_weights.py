@@ -230,6 +230,15 @@ def test_methods_that_begin_with_different_models_refuse_weights_that_make_them_
         raypfl.run(experiment(tmp_path, method=method, model__weights=path, rounds=1))
 
 
+@pytest.mark.parametrize("method", ["pfedhn", "pefll"])
+def test_hypernetworks_refuse_weights_that_they_replace_but_not_those_of_a_frozen_part(tmp_path, method):
+    network = MODELS.get("mlp")(input_shape=(1, 8, 8), num_classes=10, hidden=[16])
+    weights = {"model__weights": stored(tmp_path, network), "model__hidden": [16]}
+    with pytest.raises(ConfigError, match=r"model.weights and model.pretrain have no effect"):
+        raypfl.run(experiment(tmp_path, method=method, rounds=1, **weights))
+    raypfl.run(experiment(tmp_path, method=method, rounds=1, model__frozen="'1'", **weights))
+
+
 def test_a_missing_file_of_weights_is_found_before_the_data_are_prepared(tmp_path):
     events = []
     with pytest.raises(ConfigError, match=r"model.weights is '.*nowhere.pt', but there is no such file"):

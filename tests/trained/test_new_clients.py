@@ -139,6 +139,15 @@ def test_a_saved_model_is_read_by_raypfl_and_by_plain_torch(folder: Path, tmp_pa
     assert json.loads(metadata["facts"])["samples"] == new.samples
 
 
+def test_a_saved_model_with_batch_norm_is_read(tmp_path: Path):
+    described = experiment(tmp_path, method="fedavg-ft", rounds=1, model="{name: resnet10, norm: batch}")
+    models = TrainedModels.of_run(raypfl.run(described).run_dir)
+    new = models.personalize(IMAGES, CLASSES)
+    file = new.save(tmp_path / "model.safetensors")
+    images = torch.from_numpy(IMAGES)
+    assert torch.equal(raypfl.load_model(file)(images), new.model(images))
+
+
 def test_a_file_that_is_no_model_is_refused_in_a_sentence(folder: Path, tmp_path: Path):
     with pytest.raises(CheckpointError, match="cannot be read as a personal model"):
         raypfl.load_model(tmp_path / "nothing.safetensors")

@@ -19,6 +19,7 @@ from raypfl.learning.objectives.batch import Batch
 from raypfl.learning.optimizers import SGD, AdamW, LocalOptimizer, Update
 from raypfl.models.flat import FlatModel
 from raypfl.models.hypernetworks import Size, hypernetwork
+from raypfl.models.weights import RANDOM, origin
 
 DEFAULT_RATES = {"average": 1.0, "sgd": 1e-2, "adam": 1e-3}
 """Default learning rate of each server optimizer."""
@@ -62,6 +63,12 @@ class HypernetworkMethod(Method):
             raise ConfigError(
                 "A hypernetwork makes parameters, but this network also has batch-norm statistics, which no gradient "
                 "moves; choose a network without batch norm, such as lenet, or model.norm=group."
+            )
+        num_weights = sum(parameter.numel() for parameter in model.module.parameters())
+        if origin(model.module) != RANDOM and num_weights == model.num_parameters:
+            raise ConfigError(
+                "A hypernetwork makes all parameters of this network, so model.weights and model.pretrain have no "
+                "effect; leave them out, or freeze a part of the network with model.frozen."
             )
 
     def networks(self, task: Task) -> dict[str, FlatModel]:
