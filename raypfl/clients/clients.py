@@ -97,7 +97,7 @@ class Clients:
         raise MethodError(f"clients is a group that computes together, so no loop goes over it. {_AS_A_GROUP}")
 
     def __getattr__(self, name: str) -> NoReturn:
-        names = [known for known in (*dir(type(self)), *vars(self)) if not known.startswith("_")]
+        names = [member for member in (*dir(type(self)), *vars(self)) if not member.startswith("_")]
         raise AttributeError(f"clients has no {name!r}; {did_you_mean(name, names)} {_AS_A_GROUP}")
 
     @property

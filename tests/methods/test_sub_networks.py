@@ -357,8 +357,8 @@ def test_a_masked_loss_of_clients_that_have_all_classes_is_no_other():
     models = []
     for method in (masked, plain):
         fed = Federation(method=method, training=TRAINING)
-        for own in fed.split:
-            fed.labels[own] = np.resize(range(CLASSES), len(own))
+        for samples in fed.split:
+            fed.labels[samples] = np.resize(range(CLASSES), len(samples))
         models.append(fed.run_rounds(*ROUNDS)["theta"])
     assert_close(*models, 1e-13)
 

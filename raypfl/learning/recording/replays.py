@@ -98,7 +98,6 @@ class KnownWork:
 class Repetition:
     """Repeats a recording."""
 
-    plan: StepPlan
     again: Callable[[], None]
 
     def __call__(self) -> None:
@@ -132,8 +131,7 @@ class Replays:
             work()
         if not first.is_repeated_by(second):
             return work
-        plan = plan_of(second)
-        return Repetition(plan, plan.function(second.constants))
+        return Repetition(plan_of(second).function(second.constants))
 
     def do(self, work: Callable[[], None], times: int, signature: StepSignature | None) -> bool:
         """See :class:`Recorder`. Work that is done often is recorded at once, other work when its key comes again."""
