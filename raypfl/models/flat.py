@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from raypfl.common import streams
 from raypfl.common.errors import ConfigError, MethodError
 from raypfl.common.exclusive import exclusive
+from raypfl.models.cudnn import keep_views
 from raypfl.models.layout import VectorLayout, select
 from raypfl.models.parts import common_parts, freeze, frozen_norms, layers_with_parameters, stored_tensors
 
@@ -266,6 +267,7 @@ def _build(factory: Callable[[], nn.Module], seed: int, dtype: torch.dtype, devi
         streams.seed(device, seed)
         module = factory()
     module = module.to(device=device, dtype=dtype)
+    keep_views(module, device)
 
     for child in module.modules():
         if isinstance(child, _BatchNorm) and child.track_running_stats:

@@ -17,7 +17,7 @@ from raypfl.experiment import experiments
 from raypfl.experiment.recipes import settings_of
 from raypfl.methods import PeFLL, PFedHN
 from raypfl.models import FlatModel
-from raypfl.models.hypernetworks import EmbeddingNetwork, hypernetwork
+from raypfl.models.architectures.hypernetworks import EmbeddingNetwork, hypernetwork
 from tests.support import datasets
 from tests.support.federation import (
     CLASSES,

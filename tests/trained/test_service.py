@@ -28,7 +28,7 @@ from starlette.requests import Request
 
 import raypfl
 from raypfl.common.errors import ConfigError, RaypflError
-from raypfl.models.hypernetworks import EmbeddingNetwork
+from raypfl.models.architectures.hypernetworks import EmbeddingNetwork
 from raypfl.trained.serving import service
 from raypfl.trained.serving.embedder import embedder_file, read_embedder
 from raypfl.trained.serving.service import RequestLimits, Service, _Query

@@ -17,8 +17,8 @@ from raypfl.federation.method import Method, ServerState, ServerView
 from raypfl.federation.task import Task
 from raypfl.learning.objectives.batch import Batch
 from raypfl.learning.optimizers import SGD, AdamW, LocalOptimizer, Update
+from raypfl.models.architectures.hypernetworks import Size, hypernetwork
 from raypfl.models.flat import FlatModel
-from raypfl.models.hypernetworks import Size, hypernetwork
 from raypfl.models.weights import RANDOM, origin
 
 DEFAULT_RATES = {"average": 1.0, "sgd": 1e-2, "adam": 1e-3}

@@ -18,8 +18,8 @@ from raypfl.learning.loss import LossFunction
 from raypfl.learning.objectives import Classification, Objective
 from raypfl.learning.objectives.batch import Batch
 from raypfl.methods.personal_models.hypernetwork import HypernetworkMethod
+from raypfl.models.architectures.hypernetworks import Embedding, EmbeddingNetwork
 from raypfl.models.flat import FlatModel
-from raypfl.models.hypernetworks import Embedding, EmbeddingNetwork
 
 
 @METHODS.register("pefll")

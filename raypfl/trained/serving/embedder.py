@@ -17,7 +17,7 @@ from raypfl.common.errors import CheckpointError, DataError
 from raypfl.engine.building.data_outline import DataOutline
 from raypfl.learning.sample_order import epoch_order
 from raypfl.methods.personal_models.pefll import PeFLL
-from raypfl.models.hypernetworks import EmbeddingNetwork
+from raypfl.models.architectures.hypernetworks import EmbeddingNetwork
 from raypfl.trained.models import TrainedModels
 from raypfl.trained.new_clients import checked_samples
 from raypfl.trained.saved_model import outline_in, tensors_in
