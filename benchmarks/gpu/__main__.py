@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.circumstances import about
 from benchmarks.gpu import __doc__ as description
+from benchmarks.gpu.agreement import agreement
 from benchmarks.gpu.checks import ask_driver, card, check
 from benchmarks.gpu.copies import copies
 from benchmarks.gpu.goals import goals
@@ -28,6 +29,7 @@ STEPS: dict[str, Measure] = {
     "groups": groups,
     "pfl": pfl,
     "numerics": numerics,
+    "agreement": agreement,
     "methods": methods,
     "copies": copies,
 }

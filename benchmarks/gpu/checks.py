@@ -9,15 +9,17 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, vmap
 from torch.nn import functional as F
 
 from benchmarks.circumstances import about
+from benchmarks.gpu.isolation import Isolated, in_a_line
 from benchmarks.gpu.journal import Row
 from benchmarks.gpu.steps import Options
-from benchmarks.gpu.work import Job, Rounds, relative_difference
+from benchmarks.gpu.work import Job, Rounds, recorders, relative_difference
 from raypfl.engine.building.devices import mps_runs, same_bits_on_gpus
 from raypfl.learning.executor import Precision
 from raypfl.learning.optimizers import OPTIMIZERS, LocalOptimizer
@@ -54,6 +56,13 @@ NETWORKS = {
 """Every built-in network, in the order in which they matter. Batch norm of so few samples makes deep ones unstable."""
 
 QUICK = ("mlp", "lenet", "gru")
+
+SMALL: dict[str, Any] = {"cohort": 2, "samples": 4, "batch": 4}
+"""A round of one step."""
+
+RECORDED = ("mlp", "lenet", "cnn", "resnet10", "causal_transformer", "text_cnn")
+RECORDED_SIZE: dict[str, Any] = {"cohort": 3, "samples": 40, "batch": 4}
+"""Networks whose recorded steps are compared, and their jobs: ten steps."""
 
 WAYS = {
     "together": ("vectorised", Precision()),
@@ -103,40 +112,62 @@ def ask_driver(field: str) -> str | None:
 
 def check(options: Options) -> Iterator[Row]:
     """Compare an update of each network and optimizer with the CPU's, and with itself."""
-    torch.set_warn_always(True)
-    size = {"cohort": 2, "samples": 4, "batch": 4}
+    isolated = Isolated()
     for name, job in NETWORKS.items():
         if options.quick and name not in QUICK:
             continue
-        small = replace(job, **size)  # type: ignore[arg-type]
-        yield from _checked(name, small, options, None)
+        for way, (_, precision) in WAYS.items():
+            if not precision.channels_last or job.shape[0] == 3:
+                yield isolated(compared, name, replace(job, **SMALL), way, options)
     for name in OPTIMIZERS:
-        optimizer = OPTIMIZERS.get(name)()
-        yield from _checked(name, replace(NETWORKS["lenet"], **size), options, optimizer)  # type: ignore[arg-type]
-    yield from _checked_operations(options.device)
+        for way in ("together", "one by one"):
+            yield isolated(compared, "lenet", replace(NETWORKS["lenet"], **SMALL), way, options, name)
+    for name in QUICK if options.quick else RECORDED:
+        for way in recorders(options.device):
+            yield isolated(recorded, name, replace(NETWORKS[name], **RECORDED_SIZE), way, options)
+    for name in OPERATIONS:
+        yield isolated(checked_operation, name, options.device)
 
 
-def _checked(name: str, job: Job, options: Options, optimizer: LocalOptimizer | None) -> Iterator[Row]:
-    expected: Tensor | None = None
-    tolerance = TOLERANCE if optimizer is None else TOLERANCE_OF_SIGNS
-    for way, (executor, precision) in WAYS.items():
-        if precision.channels_last and (job.shape[0] != 3 or optimizer is not None):
-            continue
-        row: Row = {"network" if optimizer is None else "optimizer": name, "way": way}
-        job_in_way = replace(job, executor=executor)
-        try:
-            if expected is None:
-                expected, _ = _update(job_in_way, "cpu", Precision(), optimizer)
-            update, notes = _update(job_in_way, options.device, precision, optimizer)
-            again, _ = _update(job_in_way, options.device, precision, optimizer)
-            difference = relative_difference(update, expected)
-            row |= {"difference": difference, "right": difference <= tolerance, "same_bits": bool(update.equal(again))}
-            if notes:
-                row["warned"] = notes
-        except Exception as error:
-            # What fails here is what this step is for.
-            row |= {"right": False, "error": f"{type(error).__name__}: {error}".splitlines()[0]}
-        yield row
+def compared(network: str, job: Job, way: str, options: Options, optimizer_name: str | None = None) -> Row:
+    """Compare an update on the device with the CPU's, and with itself."""
+    row: Row = {"network": network} if optimizer_name is None else {"optimizer": optimizer_name}
+    row["way"] = way
+    torch.set_warn_always(True)
+    executor, precision = WAYS[way]
+    try:
+        optimizer = None if optimizer_name is None else OPTIMIZERS.get(optimizer_name)()
+        expected, _ = _update(job, "cpu", Precision(), optimizer)
+        job = replace(job, executor=executor)
+        update, notes = _update(job, options.device, precision, optimizer)
+        again, _ = _update(job, options.device, precision, optimizer)
+        difference = relative_difference(update, expected)
+        tolerance = TOLERANCE if optimizer is None else TOLERANCE_OF_SIGNS
+        row |= {"difference": difference, "right": difference <= tolerance, "same_bits": bool(update.equal(again))}
+        if notes:
+            row["warned"] = notes
+    except Exception as error:
+        # What fails here is what this step is for.
+        row |= {"right": False, "error": in_a_line(error)}
+    return row
+
+
+def recorded(network: str, job: Job, way: str, options: Options) -> Row:
+    """Compare the bits of models that were trained with recorded steps and without."""
+    row: Row = {"network": network, "way": way}
+    recorder = recorders(options.device)[way]
+    try:
+        hashes = set()
+        for rounds in (Rounds(job, options.device), Rounds(job, options.device, recorder=recorder())):
+            for _ in range(3):
+                rounds.run()
+            hashes.add(rounds.hash())
+        row["same_bits"] = len(hashes) == 1
+        if rounds.warnings:
+            row["warned"] = sorted(rounds.warnings)
+    except Exception as error:
+        row |= {"same_bits": False, "error": in_a_line(error)}
+    return row
 
 
 def _update(job: Job, device: str, precision: Precision, optimizer: LocalOptimizer | None) -> tuple[Tensor, list[str]]:
@@ -201,19 +232,19 @@ OPERATIONS: dict[str, Callable[[str], Tensor]] = {
 """Operations of raypfl whose CUDA kernels may add with atomics, or may be missing a deterministic algorithm."""
 
 
-def _checked_operations(device: str) -> Iterator[Row]:
+def checked_operation(name: str, device: str) -> Row:
+    """Whether an operation gives the same bits each time, and its mean time; the first of five calls loads kernels."""
     if device == "cuda":
         same_bits_on_gpus()
-    for name, operation in OPERATIONS.items():
-        hashes = set()
-        start = time.perf_counter()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for _ in range(5):
-                torch.manual_seed(0)
-                hashes.add(hashlib.sha256(operation(device).cpu().numpy().tobytes()).hexdigest())
-        row: Row = {"operation": name, "same_bits": len(hashes) == 1}
-        row["milliseconds"] = 200 * (time.perf_counter() - start)
-        if caught:
-            row["warned"] = sorted({str(warning.message).splitlines()[0][:160] for warning in caught})
-        yield row
+    hashes = set()
+    start = time.perf_counter()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(5):
+            torch.manual_seed(0)
+            hashes.add(hashlib.sha256(OPERATIONS[name](device).cpu().numpy().tobytes()).hexdigest())
+    row: Row = {"operation": name, "same_bits": len(hashes) == 1}
+    row["milliseconds"] = 200 * (time.perf_counter() - start)
+    if caught:
+        row["warned"] = sorted({str(warning.message).splitlines()[0][:160] for warning in caught})
+    return row

@@ -18,13 +18,20 @@ def goals(journal: Journal, step: str) -> Iterator[str]:
 
 
 def _of_check(rows: list[Row]) -> Iterator[str]:
-    compared = [row for row in rows if "right" in row]
-    wrong = [_title(row) for row in compared if not row["right"]]
-    yield _verdict("every network and optimizer computes what a CPU does", len(compared), wrong)
-
+    yield _right(rows, "every network and optimizer")
     repeated = [row for row in rows if "same_bits" in row]
     unstable = [_title(row) for row in repeated if not row["same_bits"]]
     yield _verdict("the same bits each time", len(repeated), unstable)
+
+
+def _of_agreement(rows: list[Row]) -> Iterator[str]:
+    yield _right(rows, "every method")
+
+
+def _right(rows: list[Row], subjects: str) -> str:
+    compared = [row for row in rows if "right" in row]
+    wrong = [_title(row) for row in compared if not row["right"]]
+    return _verdict(f"{subjects} computes what a CPU does", len(compared), wrong)
 
 
 def _of_groups(rows: list[Row]) -> Iterator[str]:
@@ -70,12 +77,13 @@ GOALS: dict[str, Callable[[list[Row]], Iterator[str]]] = {
     "bits": _of_bits,
     "groups": _of_groups,
     "pfl": _of_pfl,
+    "agreement": _of_agreement,
 }
 """The goals of a step, from its rows."""
 
 
 def _title(row: Row) -> str:
-    names = [row[name] for name in ("network", "optimizer", "operation", "way") if name in row]
+    names = [row[name] for name in ("about", "network", "optimizer", "method", "operation", "way") if name in row]
     return " ".join(names)
 
 

@@ -23,7 +23,7 @@ class Journal:
 
     def add(self, step: str, row: Row) -> None:
         """Print a row, and append it."""
-        print(f"{step:9}{_in_words(row)}", flush=True)
+        print(f"{step:10}{_in_words(row)}", flush=True)
         with self.path.open("a") as file:
             file.write(json.dumps({"step": step, **row}) + "\n")
             file.flush()

@@ -1,4 +1,4 @@
-"""What other numerics, CUDA graphs and aligned rows gain: each beside fp32 with aligned rows and without graphs."""
+"""What other numerics, recorded steps and aligned rows gain: each beside fp32 with aligned rows and no recordings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from unittest import mock
 from benchmarks.gpu.groups import NETWORKS
 from benchmarks.gpu.journal import Row
 from benchmarks.gpu.steps import Options
-from benchmarks.gpu.work import Job, Rounds, clients_per_second
+from benchmarks.gpu.work import Job, Rounds, clients_per_second, recorders
 from raypfl.learning.executor import DEFAULT_PRECISION, Precision
 from raypfl.models import rows
 
@@ -52,8 +52,9 @@ def _settings(job: Job, device: str) -> Iterator[tuple[str, Rounds]]:
     """Yield the rounds under each setting; what is patched stays so while they are timed."""
     for name, precision in PRECISIONS.items():
         yield name, Rounds(job, device, precision=precision)
-        if job.executor == "vectorised" and device == "cuda":
-            yield f"{name}, CUDA graphs", Rounds(job, device, precision=precision, graphs=True)
+        if job.executor == "vectorised":
+            for way, recorder in recorders(device).items():
+                yield f"{name}, {way}", Rounds(job, device, precision=precision, recorder=recorder())
     if job.executor == "vectorised":
         bytes_per_number = 4
         with mock.patch.object(rows, "ALIGNMENT", bytes_per_number):

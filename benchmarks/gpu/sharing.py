@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.gpu.journal import Row
 from benchmarks.gpu.steps import Options
-from benchmarks.gpu.work import Job, Rounds, bare_round, clients_per_second
+from benchmarks.gpu.work import Job, Rounds, bare_round, clients_per_second, recorders
 from raypfl.common.errors import OutOfMemory
 from raypfl.common.memory import out_of_memory
 from raypfl.engine.building.devices import limit_memory, mps_runs
@@ -90,6 +90,7 @@ def pfl(options: Options) -> Iterator[Row]:
         cohort = math.ceil(job.cohort / processes)
         contenders = {
             "vectorised": replace(job, cohort=cohort),
+            **{f"vectorised, {way}": replace(job, cohort=cohort) for way in recorders(options.device)},
             "sequential": replace(job, cohort=cohort, executor="sequential", group=5),
             "plain PyTorch": replace(job, cohort=cohort),
         }
@@ -139,7 +140,11 @@ class _Reading:
 def _rates(options: Options, share: float, ready: Callable[[], None], contenders: Mapping[str, Job]) -> _Reading:
     rates = []
     for name, job in contenders.items():
-        run = bare_round(job, options.device) if name == "plain PyTorch" else Rounds(job, options.device).run
+        if name == "plain PyTorch":
+            run = bare_round(job, options.device)
+        else:
+            recorder = recorders(options.device).get(name.partition(", ")[2])
+            run = Rounds(job, options.device, recorder=recorder and recorder()).run
         run()
         # All processes measure the same contender at the same time.
         ready()

@@ -19,6 +19,7 @@ from raypfl.engine.backends.inline import Inline
 from raypfl.engine.building.devices import same_bits_on_gpus
 from raypfl.evaluation import Measures
 from raypfl.federation.cohort import Cohort
+from raypfl.federation.exchange.backend import states_of
 from raypfl.federation.exchange.group_runner import GroupRunner
 from raypfl.federation.exchange.grouping import even_sizes
 from raypfl.federation.ledger import Ledger
@@ -30,13 +31,14 @@ from raypfl.learning.batches import Samples
 from raypfl.learning.executor import DEFAULT_PRECISION, Executor, Precision
 from raypfl.learning.objectives import default_objective
 from raypfl.learning.optimizers import SGD, LocalOptimizer
-from raypfl.learning.recording import CudaGraphs
+from raypfl.learning.recording import CudaGraphs, Recorder, Replays
 from raypfl.learning.sample_pools import Pools
 from raypfl.learning.settings import TrainingSettings
 from raypfl.learning.vectorised import Vectorised
 from raypfl.methods import FedAvg
 from raypfl.models import MODELS, FlatModel
 from raypfl.storage.states import StateTable
+from raypfl.storage.tree import flatten
 
 LEARNING_RATE = 0.01
 
@@ -101,9 +103,10 @@ class Rounds:
         method: Method | None = None,
         precision: Precision = DEFAULT_PRECISION,
         optimizer: LocalOptimizer | None = None,
-        graphs: bool = False,
+        recorder: Recorder | None = None,
     ):
         self.job = job
+        self.method = method or FedAvg()
         self.warnings: set[str] = set()
         self.round = 0
         if device == "cuda":
@@ -111,7 +114,7 @@ class Rounds:
 
         samples = noise(job, device)
         self.model = FlatModel(
-            lambda: MODELS.get(job.network)(job.shape, job.classes, **job.options),
+            lambda: self.method.network(MODELS.get(job.network)(job.shape, job.classes, **job.options)),
             0,
             torch.float32,
             device,
@@ -120,7 +123,6 @@ class Rounds:
         pool = np.arange(job.population * job.samples, job.population * job.samples + job.pool)
         pools = Pools(samples, {"auxiliary": pool} if job.pool else {}, seed=0)
 
-        self.method = method or FedAvg()
         task = Task(
             self.model,
             seed=0,
@@ -137,7 +139,7 @@ class Rounds:
 
         executor = Executor(self.model, precision)
         if job.executor == "vectorised":
-            executor = Vectorised(self.model, precision, CudaGraphs() if graphs else None)
+            executor = Vectorised(self.model, precision, recorder)
         context = Context(
             model=self.model,
             executor=executor,
@@ -153,10 +155,11 @@ class Rounds:
             loss_limit=math.inf,
         )
         groups = math.ceil(job.cohort / (job.group or job.cohort))
+        self._states = StateTable()
         self._runner = GroupRunner(
             task=task,
             backend=Inline(Worker(context, self.method)),
-            states=StateTable(),
+            states=self._states,
             ledger=Ledger(),
             failures=FailureSettings(),
             context=ServerContext(pools, precision, lambda event: None),
@@ -174,14 +177,31 @@ class Rounds:
         self.round += 1
         cohort = Cohort(self._runner, tuple(clients), (), self.round, LEARNING_RATE)
         self.method.round(self.server, cohort)
-        self._runner.states.commit()
+        self._states.commit()
         wait(self.model.device.type)
+
+    def kept(self) -> Tensor:
+        """Return all numbers of the server's and of the clients' states, ``float64[n]``, on the CPU."""
+        _, tensors = flatten(self.server)
+        arrays = [tensor.detach().cpu().numpy() for _, tensor in sorted(tensors.items())]
+        references = [self._states.refs(client) for client in range(self.job.population)]
+        for state in states_of(references, lambda stacks: stacks):
+            arrays += [array for _, array in sorted(state.items())]
+        return torch.from_numpy(np.concatenate([array.ravel().astype(np.float64) for array in arrays]))
 
     def hash(self) -> str:
         """Return the first digits of the SHA-256 of the server's model."""
         model = self.method.global_model(self.server)
         assert model is not None
         return hashlib.sha256(model.cpu().numpy().tobytes()).hexdigest()[:16]
+
+
+def recorders(device: str) -> dict[str, type[Recorder]]:
+    """Return the ways to record the steps of clients that train together on a device."""
+    ways: dict[str, type[Recorder]] = {"repeated operations": Replays}
+    if device == "cuda":
+        ways["CUDA graphs"] = CudaGraphs
+    return ways
 
 
 def noise(job: Job, device: str) -> Samples:

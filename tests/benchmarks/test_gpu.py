@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -16,13 +17,14 @@ from benchmarks.gpu.__main__ import STEPS, main
 from benchmarks.gpu.checks import NETWORKS
 from benchmarks.gpu.goals import goals
 from benchmarks.gpu.groups import constants
+from benchmarks.gpu.isolation import Isolated
 from benchmarks.gpu.journal import Journal, Row
 from benchmarks.gpu.sharing import _hashes, together
 from benchmarks.gpu.steps import CUT_OFF, DONE, FAILED, Options, run, run_in_process
 from benchmarks.gpu.work import Job
 from raypfl.common.errors import ConfigError
 from raypfl.models import MODELS
-from tests.support.gpu_steps import crash, fail, hang
+from tests.support.gpu_steps import crash, crash_at, fail, hang, process_of
 
 pytestmark = pytest.mark.thorough
 
@@ -40,9 +42,12 @@ def test_the_first_hour_needs_torch_and_numpy_alone():
                     raise ImportError(name)
 
         sys.meta_path.insert(0, Missing())
+        from dataclasses import replace
+
         from benchmarks.gpu.__main__ import STEPS
+        from benchmarks.gpu.checks import NETWORKS, SMALL, compared
         from benchmarks.gpu.steps import Options
-        print(next(STEPS["check"](Options("cpu", quick=True))))
+        print(compared("mlp", replace(NETWORKS["mlp"], **SMALL), "together", Options("cpu", quick=True)))
     """
     command = [sys.executable, "-c", textwrap.dedent(program)]
     result = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
@@ -99,6 +104,13 @@ def test_processes_that_share_a_device_train_the_same_models_twice():
     assert len({run["tiny"] for runs in two for run in runs}) == 1 and [len(runs) for runs in two] == [2, 2]
 
 
+def test_a_row_whose_process_dies_says_so_and_the_next_one_has_another_process():
+    isolated = Isolated()
+    assert isolated(crash_at, "lenet")["error"] == "the process died"
+    first, second = isolated(process_of, "lenet"), isolated(process_of, "lenet")
+    assert first == second and first["process"] != os.getpid()
+
+
 def test_a_process_that_fails_before_the_others_begin_says_why():
     with pytest.raises(ConfigError, match="nonesuch"):
         together(_hashes, 2, CPU, {"none": Job("nonesuch")})
@@ -143,8 +155,12 @@ def test_goals_are_those_of_the_files_rows(tmp_path: Path):
     journal.add("check", {"network": "cnn", "way": "together", "right": False, "error": "ValueError: x"})
     journal.add("check", {"operation": "scatter_add_", "same_bits": True})
 
-    right, stable, bits, mlp, lenet, pfl = all_goals(journal)
+    journal.add("agreement", {"method": "fedavg", "right": True, "same_bits": True})
+    journal.add("agreement", {"method": "ditto", "right": False, "error": "ValueError: x"})
+
+    right, stable, bits, mlp, lenet, pfl, methods = all_goals(journal)
     assert right.endswith("NOT MET by cnn together") and stable.endswith("met, 1 of 1")
+    assert methods.endswith("every method computes what a CPU does: NOT MET by ditto")
     assert "met, 12.0 times" in mlp and "NOT MET, 9.0 times" in lenet
     assert "900, vectorised, processes: 4; 3.0 times the best of the plain loop" in pfl
     assert bits.endswith("NOT MET by 2")
@@ -154,7 +170,7 @@ def test_goals_are_those_of_the_files_rows(tmp_path: Path):
     journal.add("bits", {"processes": 2, "same_bits": True})
     (bits,) = goals(journal, "bits")
     assert bits.endswith("met, 1 of 1")
-    assert [goal for goal in all_goals(journal) if goal != bits] == [right, stable, mlp, lenet, pfl]
+    assert [goal for goal in all_goals(journal) if goal != bits] == [right, stable, mlp, lenet, pfl, methods]
 
 
 def test_a_file_of_another_card_is_left_alone(tmp_path: Path, capsys, monkeypatch):

@@ -26,3 +26,13 @@ def crash(options: Options) -> Iterator[Row]:
     """Find something, and crash."""
     yield {"found": 3}
     os.abort()
+
+
+def crash_at(network: str) -> Row:
+    """Break the process."""
+    os._exit(3)
+
+
+def process_of(network: str) -> Row:
+    """Return this process's number."""
+    return {"process": os.getpid()}

@@ -15,9 +15,9 @@ from raypfl.common.errors import ConfigError
 if TYPE_CHECKING:
     from raypfl.experiment import Experiment
 
-CONTEXT_BYTES = 640 * 2**20
-"""What a process takes of a GPU besides its tensors: CUDA's context, with the kernels that it has loaded. An estimate,
-until ``python -m benchmarks.gpu`` has measured it."""
+CONTEXT_BYTES = 768 * 2**20
+"""What a process takes of a GPU besides its tensors: CUDA's context, with the kernels that it has loaded. On an H200,
+``python -m benchmarks.gpu`` measured 689 to 703 MiB."""
 
 AMPERE = 8
 """The first compute capability with TF32."""
