@@ -221,7 +221,7 @@ class Executor:
             return reported
 
         value, reported = self._value(loss, bound, bound.parameters, extras, batch, key)
-        descent.step(*gradients_of(value, bound.tensors, bound.parameters))
+        descent.step(*gradients_of(loss, value, reported, bound.tensors, bound.parameters))
         return reported.detach()
 
     def _add_penalty_gradient(self, loss: LocalLoss, at: Tensor, extras: dict[str, Any], gradient: Tensor) -> None:
@@ -237,7 +237,7 @@ class Executor:
         """Return the gradient ``[P]`` of a bound model's loss, and the reported loss."""
         value, reported = self._value(loss, bound, bound.parameters, extras, batch, key)
         gradient = torch.empty_like(bound.parameters)
-        grads, direct = gradients_of(value, bound.tensors, bound.parameters)
+        grads, direct = gradients_of(loss, value, reported, bound.tensors, bound.parameters)
         assemble(segments(self.model, gradient), grads, direct, into=gradient)
         return gradient, reported.detach()
 
@@ -318,7 +318,8 @@ class Executor:
     ) -> tuple[Tensor, Tensor]:
         """Return the gradient of a loss at ``p[P]``, and the reported loss."""
         value, reported = self._value(loss, call, p, extras, batch, key)
-        return torch.autograd.grad(value, p)[0], reported.detach()
+        _, gradient = gradients_of(loss, value, reported, [], p)
+        return torch.zeros_like(p) if gradient is None else gradient, reported.detach()
 
     def _perturbed_gradient(
         self,

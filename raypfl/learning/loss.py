@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -90,6 +91,20 @@ class LocalLoss:
         assert self.penalty is not None
         no_batch: Any = _NoBatch()
         return _scalar(self.penalty, self.penalty(p, no_batch, **self._extras_for(self.penalty, dict(extras))))
+
+    def lacks_gradient(self, value: Tensor, reported: Tensor) -> bool:
+        """Return whether the loss, without a penalty, has no gradient; `value` and `reported` are what it returned."""
+        if self.penalty is not None and self.report == "loss" and not reported.requires_grad:
+            return True
+        return not value.requires_grad
+
+    def warn_of_no_gradient(self) -> None:
+        """Warn that training on the loss does nothing."""
+        warnings.warn(
+            f"{where_defined(self.loss)} does not depend on the parameters p that are trained, so its gradient is zero "
+            "and it trains nothing. Compute it at p, as in clients.model(p, batch.x); if it is meant, add 0 * p.sum().",
+            stacklevel=2,
+        )
 
     def refuse_unknown(self, extras: Mapping[str, Any]) -> None:
         """Raise a MethodError for an extra that no function takes."""

@@ -389,8 +389,9 @@ class Vectorised(Executor):
             p = theta.detach().requires_grad_()
             values, moved, *reported = losses_of_clients(p, statistics, keys, *batch, *tensors, *extra_rows)
             # The sum, not values with a gradient of ones, whose shape PyTorch checks with sympy: a slow import.
-            grads, direct = gradients_of(values.sum(), tensors, p)
-            return grads, direct, (reported[0] if reported else values).detach(), moved.detach()
+            reported_values = reported[0] if reported else values
+            grads, direct = gradients_of(loss, values.sum(), reported_values, tensors, p)
+            return grads, direct, reported_values.detach(), moved.detach()
 
         return step
 

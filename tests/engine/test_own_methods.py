@@ -152,6 +152,22 @@ def test_a_setting_that_does_not_suit_a_method_says_what_one_of_ones_own_would_r
         raypfl.run(experiment(tmp_path, method=f"{__name__}:{method.__name__}", **changes))
 
 
+class TrainsTheModelItGot(Base):
+    def train(self, clients, theta):
+        return {"theta": Mean(clients.sgd(lambda p, batch: clients.loss(theta, batch), theta))}
+
+
+@pytest.mark.parametrize("executor", ["vectorised", "sequential"])
+def test_a_run_whose_loss_ignores_its_parameters_is_warned_of_it_once(tmp_path: Path, executor: str):
+    events: list[Event] = []
+    wrong = experiment(tmp_path, method=f"{__name__}:TrainsTheModelItGot", engine__executor=executor)
+    raypfl.run(wrong, listeners=[events.append])
+    warnings = [event.text for event in events if isinstance(event, Warned)]
+    line = TrainsTheModelItGot.train.__code__.co_firstlineno + 1
+    place = f"TrainsTheModelItGot.train.<lambda> (test_own_methods.py, line {line})"
+    assert [text.partition(" does not depend")[0] for text in warnings] == [place]
+
+
 @pytest.mark.parametrize(("method", "loses"), [(LosesItsReply, True), (OnlyMeasures, False), (TrainsAlone, False)])
 def test_a_round_that_keeps_nothing_of_what_clients_did_is_warned_of_once(tmp_path: Path, method: type, loses: bool):
     events: list[Event] = []

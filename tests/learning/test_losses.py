@@ -375,3 +375,74 @@ def test_a_loss_that_differentiates_is_trained_with_its_second_derivatives(execu
 def test_a_loss_that_differentiates_is_trained_on_unequal_batches_too():
     groups = [Federation(executor=executor).clients() for executor in EXECUTORS]
     assert_close(*(clients.sgd(after_a_step(clients, 0.1), clients.initial) for clients in groups))
+
+
+def at_the_model_it_starts_from(clients, theta):
+    return lambda p, batch: clients.loss(theta, batch)
+
+
+def at_a_constant(clients, theta):
+    return lambda p, batch: batch.mean(batch.x.flatten(1).sum(1))
+
+
+def without_a_gradient(clients, theta):
+    return lambda p, batch: clients.loss(p.detach(), batch)
+
+
+def at_a_model_with_a_gradient(clients, theta):
+    elsewhere = theta.clone().requires_grad_()
+    return lambda p, batch: clients.loss(elsewhere, batch)
+
+
+def steps_of(clients, loss, start, **options):
+    theta = start.expand(len(clients), -1)
+    for batch in clients.minibatches():
+        theta = batch.step(loss, theta, **options)
+    return theta
+
+
+NO_GRADIENT = r"\(test_losses\.py, line {line}\) does not depend on the parameters p that are trained"
+
+
+@both_executors
+@pytest.mark.parametrize(
+    "make", [at_the_model_it_starts_from, at_a_constant, without_a_gradient, at_a_model_with_a_gradient]
+)
+def test_a_loss_that_ignores_its_parameters_trains_nothing_and_is_warned_of_with_its_line(make, executor):
+    clients = Federation(executor=executor).clients()
+    start = clients.initial.clone()
+    loss = make(clients, start)
+    warning = NO_GRADIENT.format(line=loss.__code__.co_firstlineno)
+
+    with pytest.warns(UserWarning, match=warning):
+        assert torch.equal(clients.sgd(loss, start), start.expand(4, -1))
+    with pytest.warns(UserWarning, match=warning):
+        assert torch.equal(steps_of(clients, loss, start), start.expand(4, -1))
+    with pytest.warns(UserWarning, match=warning):
+        assert not clients.grad(loss, start).any()
+
+
+@both_executors
+@pytest.mark.parametrize("train", [Clients.sgd, steps_of])
+def test_a_loss_that_ignores_its_parameters_is_warned_of_though_a_penalty_does_not(train, executor):
+    clients = Federation(executor=executor).clients()
+    loss = at_the_model_it_starts_from(clients, clients.initial)
+    with pytest.warns(UserWarning, match=NO_GRADIENT.format(line=loss.__code__.co_firstlineno)):
+        train(clients, loss, clients.initial, penalty=lambda p, batch: p.square().sum())
+
+
+@both_executors
+def test_a_loss_of_some_parameters_or_of_none_on_purpose_is_not_warned_of(executor):
+    fed = Federation(executor=executor)
+    clients = fed.clients()
+    bias = fed.model.names("output layer")[-1]
+
+    def of_the_bias(p, batch):
+        return fed.model.segment(p, bias).square().sum()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for loss in (of_the_bias, lambda p, batch: 0 * p.sum()):
+            clients.sgd(loss, clients.initial)
+            clients.grad(loss, clients.initial)
+            steps_of(clients, loss, clients.initial, penalty=lambda p, batch: p.square().sum())

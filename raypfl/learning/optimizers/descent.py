@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from raypfl.learning.loss import LocalLoss
 from raypfl.learning.optimizers import Memory, StepDraws, Update
 from raypfl.learning.optimizers.base import add_scaled_
 from raypfl.models.flat import FlatModel
@@ -154,14 +155,23 @@ def frozen_segments(model: FlatModel, update: Update) -> frozenset[str]:
 
 
 def gradients_of(
-    value: Tensor, tensors: Sequence[Tensor], theta: Tensor
+    loss: LocalLoss, value: Tensor, reported: Tensor, tensors: Sequence[Tensor], theta: Tensor
 ) -> tuple[Sequence[Tensor | None], Tensor | None]:
-    """Gradients of `value` for `tensors` and `theta`; None for unused tensors and for frozen ones."""
+    """Gradients of a loss's `value` for `tensors` and `theta`; None for unused tensors and for frozen ones.
+
+    If there is none although something is trained, the user is warned of the loss.
+    """
+    trained = [tensor for tensor in tensors if tensor.requires_grad]
+    all_are_frozen = bool(tensors) and not trained
+    if not all_are_frozen and loss.lacks_gradient(value, reported):
+        loss.warn_of_no_gradient()
     if not value.requires_grad:
         return [None] * len(tensors), None
 
-    trained = [tensor for tensor in tensors if tensor.requires_grad]
-    *gradients, direct = torch.autograd.grad(value, [*trained, theta], allow_unused=True)
+    all_gradients: Sequence[Tensor | None] = torch.autograd.grad(value, [*trained, theta], allow_unused=True)
+    *gradients, direct = all_gradients
+    if not all_are_frozen and all(gradient is None for gradient in all_gradients):
+        loss.warn_of_no_gradient()
     if len(trained) == len(tensors):
         return gradients, direct
 
