@@ -13,8 +13,8 @@ import torch
 from benchmarks.gpu.journal import Row
 from benchmarks.gpu.steps import Options
 from benchmarks.gpu.work import Job, Rounds, bare_round, clients_per_second, count_kernels, noise, peak_bytes
+from raypfl.clients.gpu_errors import out_of_memory
 from raypfl.common.errors import OutOfMemory
-from raypfl.common.memory import out_of_memory
 from raypfl.models import MODELS
 from raypfl.models.cost import Cost, measured_cost
 

@@ -15,8 +15,8 @@ import torch
 from benchmarks.gpu.journal import Row
 from benchmarks.gpu.steps import Options
 from benchmarks.gpu.work import Job, Rounds, bare_round, clients_per_second, recorders
+from raypfl.clients.gpu_errors import out_of_memory
 from raypfl.common.errors import OutOfMemory
-from raypfl.common.memory import out_of_memory
 from raypfl.engine.building.devices import limit_memory, mps_runs
 
 PATIENCE = 200.0

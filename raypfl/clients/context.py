@@ -13,8 +13,8 @@ import numpy as np
 from torch import Tensor
 
 from raypfl.clients.compression import Compressor
+from raypfl.clients.gpu_errors import gpu_failure, out_of_memory
 from raypfl.common import rng
-from raypfl.common.memory import out_of_memory
 from raypfl.common.messages import unmarked
 from raypfl.common.user_code import user_location, where_defined
 from raypfl.devices import RequestedTraining
@@ -185,7 +185,7 @@ class Context:
         try:
             return work(executor), executor
         except RuntimeError as error:
-            if out_of_memory(error):
+            if out_of_memory(error) or gpu_failure():
                 raise
             if isinstance(executor, Vectorised):
                 simpler = self.one_by_one

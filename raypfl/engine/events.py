@@ -130,7 +130,7 @@ class RunFinished:
     ----------
     status : ``diverged`` if a training's loss or model was not finite, or its loss above ``failures.loss_limit``.
     round : the last finished round.
-    weights_hash : SHA-256 of the server's and all clients' final state.
+    weights_hash : SHA-256 of the server's and all clients' final state; empty if it was on a GPU that failed.
     error : why the run diverged or failed, as a sentence.
     tables : the tables of the run's folder, by name.
     best_round : the best round by validation data; None: no round was validated.

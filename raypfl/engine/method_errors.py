@@ -35,6 +35,21 @@ def server_failure(
     return f"{failure}\n{last_exchange}".rstrip()
 
 
+def gpu_advice(failure: str, run_dir: str) -> str:
+    """Say what to do about a run in whose process the GPU can be used no more.
+
+    `failure` : the error that the GPU failed with, as :func:`raypfl.clients.gpu_errors.gpu_failure` returns it.
+    """
+    cause = ""
+    if "device-side assert" in failure:
+        cause = "A device-side assert often means a label or a token that is out of range. "
+    return (
+        f"The GPU can be used no more in this process ({failure}), so the run ends here. {cause}GPUs report errors "
+        "late: with the environment variable CUDA_LAUNCH_BLOCKING=1, the traceback ends at the operation that failed. "
+        f"In a new process, `raypfl resume {run_dir}` continues from the last checkpoint, if there is one."
+    )
+
+
 def refuse_returned(function: Callable[..., Any], returned: object, state: object) -> None:
     """Raise a MethodError if a round returns anything, such as a coroutine or a new state: it would be lost."""
     if returned is not None and returned is not state:

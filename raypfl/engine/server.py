@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 
+from raypfl.clients.gpu_errors import gpu_failure
 from raypfl.common.counting import counted
 from raypfl.common.errors import (
     CheckpointError,
@@ -31,6 +32,7 @@ from raypfl.engine.events import Evaluated, Listener, RunFinished, RunStarted, W
 from raypfl.engine.facts import facts_of
 from raypfl.engine.job import Job
 from raypfl.engine.method_errors import (
+    gpu_advice,
     refuse_returned,
     refuse_start,
     saved_state,
@@ -267,10 +269,15 @@ class Server:
         """Write a checkpoint if the last round has none, and emit the event of the run's end, with all tables."""
         # A dict keeps each sentence once: saving and reading may fail with the same one.
         problems = dict.fromkeys([error] if error else [])
+        failed_gpu = gpu_failure()
+        if failed_gpu:
+            problems[gpu_advice(failed_gpu, self._job.run_dir)] = None
+        # What is on such a GPU can be neither saved nor hashed.
+        is_readable = not failed_gpu or self._task.model.device.type == "cpu"
         # A method is mended after a failure, and a run that has no finished round then starts with the mended one.
         is_begun = status != "failed" or self._state.round > 0
         try:
-            if save and is_begun:
+            if save and is_begun and is_readable:
                 self._checkpoints.save_unless_saved()
         except CheckpointError as problem:
             problems[str(problem)] = None
@@ -287,7 +294,7 @@ class Server:
         finished = RunFinished(
             status="failed" if problems and status != "diverged" else status,
             round=self._state.round,
-            weights_hash=self._state.weights_hash(),
+            weights_hash=self._state.weights_hash() if is_readable else "",
             error="\n".join(problems) if problems else None,
             tables=with_privacy(tables_by_name, self._experiment.privacy),
             best_round=self._evaluator.best_round,

@@ -75,9 +75,9 @@ class FailureSettings:
     retries : number of times that a group is retried after an error, before each of its clients is tried once alone to
         find those that fail. Mistakes in the method's code, such as a TypeError or torch's error for wrong shapes, are
         not retried, since they would recur.
-    deaths : number of times in a row that a group's process may die while no group finishes anywhere, before each of
-        its clients is tried alone. Deaths are counted apart from errors, since preemption and other programs that fill
-        the memory also kill processes.
+    deaths : number of times in a row that a group's process may die, or its GPU fail, while no group finishes anywhere,
+        before each of its clients is tried alone. Deaths are counted apart from errors, since preemption and other
+        programs that fill the memory also kill processes.
     min_success_fraction : smallest share of a cohort that must succeed; below it the run stops even with ``skip``: it
         has diverged if all failed clients have, else failed.
     loss_limit : largest training loss; a client fails if its loss is larger or not finite.

@@ -56,6 +56,8 @@ def run_on_ray(job: Job, prepared: Prepared, emit: EventDispatcher, stop: StopRe
             node = node_for_server(ray, settings, job.checkpoints)
             server = spare_server.take(ray, kind, node) or _start_server(ray, actors, kind, node)
 
+        # Some errors on a GPU leave a process in which every later computation fails.
+        is_safe_after_failure = not settings.on_gpu and not settings.gpus_for_server
         can_run_another = False
         try:
             finished = None
@@ -69,10 +71,9 @@ def run_on_ray(job: Job, prepared: Prepared, emit: EventDispatcher, stop: StopRe
                     # Ray's count of restarts is used up, but rounds were finished in between: go on with a new actor.
                     server = _start_server(ray, actors, kind, node)
                 except _NotBegun as failure:
-                    # Some errors on a GPU leave a process in which every later computation fails.
-                    can_run_another = not settings.on_gpu and not settings.gpus_for_server
+                    can_run_another = is_safe_after_failure
                     raise failure.error from None
-            can_run_another = True
+            can_run_another = is_safe_after_failure or finished.status != "failed"
             yield finished
         finally:
             if spare_server.shared and can_run_another:

@@ -34,10 +34,12 @@ class Record(list[str]):
     uploads : copies to the GPU from pinned memory, for which nothing waits.
     waits : what makes the host wait for the GPU: copies to it from other memory, copies from it, numbers and sizes that
         are read from its tensors, indices on the CPU into them.
+    failure : the message of the error with which the GPU refuses everything from now on; empty: it works.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.failure = ""
         self.uploads: list[str] = []
         self.waits: list[str] = []
 
@@ -62,7 +64,8 @@ def pretend_gpu() -> Iterator[Record]:
         "get_device_name": lambda device=None: "a pretended GPU",
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_properties": lambda device=None: SimpleNamespace(total_memory=2**36),
-        "synchronize": lambda device=None: None,
+        "is_initialized": lambda: True,
+        "synchronize": lambda device=None: gpu.refuse_if_failed(),
         "set_per_process_memory_fraction": lambda fraction, device=None: None,
         "get_rng_state": lambda device=None: gpu.generator.get_state(),
         "set_rng_state": lambda state, device=None: gpu.generator.set_state(state),
@@ -163,6 +166,11 @@ class _Gpu:
         """Record a fault at the innermost line outside torch and this file, and raise its error."""
         self.faults.append(f"{text} {_line()}")
         raise error(text)
+
+    def refuse_if_failed(self) -> None:
+        """Raise the error with which the GPU has failed, if it has."""
+        if self.faults.failure:
+            raise torch.AcceleratorError(self.faults.failure)
 
     def waits(self, text: str) -> None:
         """Record that the host waits for the GPU."""
@@ -293,7 +301,8 @@ class _Operations(TorchDispatchMode):
         kwargs = kwargs or {}
         tensors = _tensors((args, kwargs))
         device = self._device(func.overloadpacket.__name__, args, tensors)
-        if any(self.gpu.device(tensor) == GPU for tensor in tensors):
+        if device == GPU or any(self.gpu.device(tensor) == GPU for tensor in tensors):
+            self.gpu.refuse_if_failed()
             self._record_waits(func, args, tensors)
 
         draws = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None

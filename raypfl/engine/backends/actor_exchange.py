@@ -163,11 +163,20 @@ class ActorExchange:
             outcomes = self._outcomes_of(task)
         except RayError as error:
             # The process failed. An error of a group would have come as an outcome.
-            yield from self._died(task.actor, error)
+            self._warn("A client actor died; another takes its place, and its groups run again.")
+            failed = Failed(error, f"Its actor's process died. {reason_of(error)}")
+            yield from self._replace(task.actor, failed)
             return
 
         for _, outcome in outcomes:
             if isinstance(outcome, Failed):
+                if outcome.gpu_failure:
+                    self._warn(
+                        f"The GPU failed in a client actor's process ({outcome.gpu_failure}); another actor takes its "
+                        "place, and its groups run again."
+                    )
+                    yield from self._replace(task.actor, replace(outcome, gpu_failure=""))
+                    return
                 killed = self._fleet.make_room(task.actor, outcome.error)
                 if killed:
                     self._forget(killed)
@@ -199,13 +208,13 @@ class ActorExchange:
                 reply.seconds = self._speeds.note(task.actor.place, self._call.function, group, reply.seconds)
         return outcomes
 
-    def _died(self, actor: StartedActor, error: BaseException) -> Iterator[tuple[Group, Failed]]:
-        """Put a dead actor's groups at the end of the queue, or yield the only one if its actors died too often.
+    def _replace(self, actor: StartedActor, failed: Failed) -> Iterator[tuple[Group, Failed]]:
+        """Give up an actor that is dead, or whose GPU has failed, which counts as a death.
 
-        Of several groups any may have caused the death, so each runs alone the next time, after the groups that wait.
+        Its groups go to the end of the queue, or the only one has `failed` if its actors died too often. Of several
+        groups any may have caused the death, so each runs alone the next time, after the groups that wait.
         """
         self._fleet.kill(actor)
-        self._warn("A client actor died; another takes its place, and its groups run again.")
         self._forget_tasks(actor)
 
         groups: list[Group] = []
@@ -218,6 +227,6 @@ class ActorExchange:
             if len(groups) == 1:
                 deaths = self._fleet.restarts.died_at_work((group.index, group.clients))
             if deaths == group.deaths:
-                yield group, Failed(error, f"Its actor's process died. {reason_of(error)}", deaths)
+                yield group, replace(failed, deaths=deaths)
             else:
                 self._dispatch.append(Bundle.of(replace(group, alone=True)))

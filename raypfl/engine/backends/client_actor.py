@@ -98,7 +98,12 @@ class ClientActor:
                     sums.add(take_sums(group, reply))
                 outcomes.append(reply)
             except Exception as error:
-                outcomes.append(failure(error))
+                failed = failure(error)
+                if failed.gpu_failure:
+                    # The bundle's other groups would fail likewise; all of them run again in another process.
+                    num_stacks = sum(len(group.clients) if are_separate else 1 for group in groups)
+                    return BundleReply([failed] * len(groups), ()), *[None] * num_stacks
+                outcomes.append(failed)
 
             if are_separate:
                 stacks += [None if stack is None else stack.single(slot) for slot in range(len(group.clients))]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from raypfl.clients.gpu_errors import gpu_failure
 from raypfl.common.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -114,7 +115,8 @@ def memory_limited(gpus: float) -> Iterator[None]:
     try:
         yield
     finally:
-        if 0 < gpus < 1:
+        # After a failure of the GPU this would raise, and hide the run's own error.
+        if 0 < gpus < 1 and not gpu_failure():
             torch.cuda.set_per_process_memory_fraction(1.0)
 
 

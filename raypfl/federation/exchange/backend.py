@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from raypfl.clients.gpu_errors import gpu_failure
 from raypfl.clients.worker import Call, Group, Reply
 from raypfl.common.errors import ConfigError, MethodError
 from raypfl.common.user_code import located, traceback_text
@@ -49,11 +50,13 @@ class Failed:
     error : the error that the function raised, or the actor's death.
     trace : the traceback, as :func:`raypfl.common.user_code.traceback_text` reduces it.
     deaths : the number of times in a row that its actors died; 0: the function raised.
+    gpu_failure : the error after which the process that ran it can use its GPU no more; empty if there is none.
     """
 
     error: BaseException
     trace: str
     deaths: int = 0
+    gpu_failure: str = ""
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ def failure(error: Exception) -> Failed:
         pickle.loads(pickle.dumps(error))
     except Exception:
         error = Exception(f"{type(error).__name__}: {error}")
-    return Failed(error, trace)
+    return Failed(error, trace, gpu_failure=gpu_failure())
 
 
 class StoredStack(NamedTuple):

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from raypfl.clients.gpu_errors import out_of_memory
 from raypfl.clients.group import ClientGroup
 from raypfl.clients.observation import Observation
 from raypfl.clients.replies.turns import Turns
 from raypfl.clients.worker import Call, Group
 from raypfl.common.counting import counted
 from raypfl.common.errors import ClientError, Diverged, OutOfMemory, RaypflError, listed
-from raypfl.common.memory import out_of_memory
 from raypfl.common.messages import Scatter
 from raypfl.common.mistakes import is_mistake
 from raypfl.common.transfer import refuse_without_array
@@ -261,6 +261,13 @@ class GroupRunner:
 
     def _raise_if_fatal(self, call: Call, group: Group, failed: Failed) -> None:
         error = failed.error
+        # The backend of one process has no other to try it in.
+        if failed.gpu_failure:
+            plural = "s" if len(group.clients) > 1 else ""
+            raise RaypflError(
+                f"The GPU failed in round {call.round}, in the work of client{plural} "
+                f"{listed(group.clients, _MAX_NAMED)}:\n{failed.trace.rstrip()}"
+            ) from error
         # A backend that could give an actor more memory has already done so.
         if out_of_memory(error):
             size = counted(len(group.clients), "client")

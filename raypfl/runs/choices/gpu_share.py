@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
+from raypfl.clients.gpu_errors import out_of_memory
 from raypfl.common.errors import ConfigError, OutOfMemory, RaypflError
-from raypfl.common.memory import out_of_memory
 from raypfl.data import FederatedData
 from raypfl.engine.backends.actors.actor_pools import reserved, room_for, share_of
 from raypfl.engine.backends.cluster import nodes_of

@@ -81,7 +81,10 @@ class RunOutcome:
     @property
     def ends_others(self) -> bool:
         """Whether further runs would end likewise: it was asked to stop, or nothing can be written or computed."""
-        return self.status == STOPPED or isinstance(self.error, Unwritable | RayDied)
+        from raypfl.clients.gpu_errors import gpu_failure
+
+        is_everyones = self.status == STOPPED or isinstance(self.error, Unwritable | RayDied)
+        return is_everyones or bool(gpu_failure())
 
 
 def carry_out(

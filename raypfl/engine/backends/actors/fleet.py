@@ -11,8 +11,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from raypfl.clients.gpu_errors import out_of_memory
 from raypfl.common.errors import RaypflError
-from raypfl.common.memory import out_of_memory
 from raypfl.engine.backends.actors.actor_pools import ActorPools
 from raypfl.engine.backends.actors.home_checks import HomeChecks
 from raypfl.engine.backends.actors.restarts import MAX_SETUP_FAILURES, RestartPolicy

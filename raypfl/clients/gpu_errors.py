@@ -1,4 +1,4 @@
-"""Recognise a GPU's out-of-memory errors."""
+"""Recognise what is wrong with a GPU: too little memory, or a failure after which a process can use it no more."""
 
 from __future__ import annotations
 
@@ -20,3 +20,18 @@ def out_of_memory(error: BaseException | None) -> bool:
     if isinstance(error, torch.OutOfMemoryError | OutOfMemory):
         return True
     return isinstance(error, RuntimeError) and any(message in str(error) for message in _CUDA_MESSAGES)
+
+
+def gpu_failure() -> str:
+    """Return the error after which this process can use its GPU no more, in one line; empty if there is none.
+
+    After a CUDA error such as an illegal memory access, every later call to CUDA in the process fails with it. After
+    others, and on a CPU, nothing is lost.
+    """
+    if not torch.cuda.is_initialized():
+        return ""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        return "" if out_of_memory(error) else str(error).partition("\n")[0]
+    return ""
