@@ -8,9 +8,8 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
-import torch
-
 from benchmarks.gpu.journal import Row
+from raypfl.clients.gpu_errors import gpu_failure
 
 
 class Isolated:
@@ -35,13 +34,7 @@ class Isolated:
 
 def _call(function: Callable[..., Row], arguments: tuple[Any, ...]) -> tuple[Row, bool]:
     """Return a function's row, and whether CUDA has failed in this process."""
-    row = function(*arguments)
-    try:
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-    except RuntimeError:
-        return row, True
-    return row, False
+    return function(*arguments), bool(gpu_failure())
 
 
 def in_a_line(error: Exception) -> str:
