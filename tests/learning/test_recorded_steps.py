@@ -12,13 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from raypfl.common import device_rng
 from raypfl.common.messages import unmarked
-from raypfl.learning.optimizers import SGD, StepDraws
-from raypfl.learning.recording import CudaGraphs, Replays, may_keep_state
-from raypfl.learning.recording.cuda_graphs import CannotRecord
+from raypfl.learning.optimizers import SGD
+from raypfl.learning.recording import Replays, may_keep_state
 from raypfl.learning.recording.plans import BINDINGS
 from raypfl.learning.recording.replays import Repetition, ReusablePlan
 from raypfl.learning.vectorised import Vectorised
@@ -39,71 +36,6 @@ class Products(TorchDispatchMode):
         if func is torch.ops.aten.bmm.default:
             self.shapes.append(tuple(result.shape))
         return result
-
-
-class Tape(TorchDispatchMode):
-    """Records as CUDA does: operations on memory, without the Python around them, before any of them has an effect."""
-
-    warm_up = CudaGraphs.warm_up
-    min_steps = CudaGraphs.min_steps
-    do = CudaGraphs.do
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.recordings = 0
-        self.replays = 0
-
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        self.recordings += 1
-        self.operations: list[Callable[[], None]] = []
-        self.before: dict[int, tuple[Tensor, Tensor]] = {}
-        self.made: set[int] = set()
-        with self:
-            work()
-        for storage, copy in self.before.values():
-            storage.copy_(copy)
-
-        operations = self.operations
-
-        def replay() -> None:
-            self.replays += 1
-            with torch.no_grad():
-                for operation in operations:
-                    operation()
-
-        replay()
-        return replay
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        inputs = _tensors((args, kwargs))
-        for tensor in inputs:
-            address = _address(tensor)
-            if address not in self.before and address not in self.made:
-                whole = tensor.detach().as_strided(
-                    (tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0
-                )
-                self.before[address] = (whole, whole.clone())
-
-        result = func(*args, **kwargs)
-        used = {_address(tensor) for tensor in inputs}
-        new = [(i, tensor) for i, tensor in enumerate(_tensors(result)) if _address(tensor) not in used]
-        self.made.update(_address(tensor) for _, tensor in new)
-
-        def again() -> None:
-            outputs = _tensors(func(*args, **kwargs))
-            for i, tensor in new:
-                tensor.copy_(outputs[i])
-
-        self.operations.append(again)
-        return result
-
-
-class Broken(CudaGraphs):
-    """Cannot record anything."""
-
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        raise CannotRecord("operation not permitted when stream is capturing")
 
 
 class CountingReplays(Replays):
@@ -134,14 +66,6 @@ class CountingReplays(Replays):
         return [*self._without_key, *with_key]
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
 def trained(case: str, recorder: Any) -> tuple[Tensor, Vectorised]:
     """Return the models of clients with a penalty, each with its loss, and their executor."""
     fed = Federation(**{"training": FP32} | CASES[case], sizes=(30, 15, 60, 33))
@@ -151,16 +75,6 @@ def trained(case: str, recorder: Any) -> tuple[Tensor, Vectorised]:
     group = fed.group()
     models = unmarked(by_sgd(fed, group))
     return torch.column_stack([models, group.losses]), executor
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_recorded_steps_have_the_bits_of_steps_taken_one_by_one(case, monkeypatch):
-    monkeypatch.setattr(StepDraws, "normal", lambda draws: device_rng.normal(draws.keys, draws.like))  # as on a GPU
-    tape = Tape()
-    recorded, _ = trained(case, tape)
-    expected, _ = trained(case, None)
-    assert torch.equal(recorded, expected)
-    assert tape.recordings == 3 and tape.replays == 22
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -273,12 +187,6 @@ def test_a_number_that_a_loss_knows_may_be_another_in_the_next_training():
         repeated = with_loss_of(replays, lambda value=factor: value)
         assert torch.equal(repeated, with_loss_of(None, lambda value=factor: value))
     assert replays.repeated == replays.recordings
-
-
-def test_a_step_that_cannot_be_recorded_is_taken_one_by_one_with_the_reason():
-    with pytest.warns(UserWarning, match="cannot be recorded.*not permitted when stream is capturing$"):
-        models, executor = trained("plain", Broken())
-    assert torch.equal(models, trained("plain", None)[0]) and executor.recorder is None
 
 
 class Shared:

@@ -9,6 +9,7 @@ has to follow from tensors that the step itself moves on.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -60,5 +61,5 @@ def repeat(
         number.add_(1)
 
     if signature is not None:
-        signature = StepSignature(signature.key, {**signature.inputs, "number": number})
+        signature = replace(signature, inputs={**signature.inputs, "number": number})
     return recorder.do(work, len(steps), signature)

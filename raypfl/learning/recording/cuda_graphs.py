@@ -4,35 +4,56 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 
 import torch
 
-from raypfl.learning.recording.replays import StepSignature
+from raypfl.learning.recording.graph_inputs import GraphInputs
+from raypfl.learning.recording.replays import Replays, ReusablePlan, StepSignature
 
 
 class CannotRecord(Exception):
     """Error for work that cannot be recorded; the message says why."""
 
 
-class CudaGraphs:
-    """Records CUDA graphs, one after the other in the same memory; only the latest may be replayed.
+@dataclass(frozen=True)
+class _KnownGraph:
+    """A graph of steps that may come again, and its inputs."""
 
-    A recording takes about two steps' time on the host.
+    inputs: GraphInputs
+    replay: Callable[[], None]
+
+
+class CudaGraphs(Replays):
+    """Records CUDA graphs, all in the same memory, since none needs what an earlier one has computed.
+
+    Work with a signature is recorded as operations first, as on a CPU, and these in a graph with inputs of its own: the
+    graph is then repeated in every later round. Other work is recorded anew each time, which takes about two steps'
+    time on the host.
     """
 
     warm_up = 2
     """How often work is done before it is recorded, so that libraries have allocated what they keep."""
 
     min_steps = 6
-    """The fewest repetitions that are worth a recording."""
+    """The fewest repetitions that are worth a recording of work that is not known yet."""
+
+    min_repetitions = 3
+    """The fewest repetitions for which inputs are copied to a graph."""
+
+    max_graphs = 32
+    """The number of graphs that are kept, with their inputs."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._stream: torch.cuda.Stream | None = None
         self._latest: torch.cuda.CUDAGraph | None = None
+        self._graphs: OrderedDict[Hashable, _KnownGraph] = OrderedDict()
+        self._unrecordable: set[Hashable] = set()
 
-    def do(self, work: Callable[[], None], times: int, signature: StepSignature | None = None) -> bool:
-        """See :class:`Recorder`; a recording is never reused."""
+    def _do_unknown(self, work: Callable[[], None], times: int) -> bool:
         again = work
         is_recorded = True
         if times >= self.min_steps:
@@ -44,14 +65,55 @@ class CudaGraphs:
                 times -= 1
             except CannotRecord as error:
                 is_recorded = False
-                warnings.warn(
-                    "engine.cuda_graphs is true, but a training step cannot be recorded, so its kernels are launched "
-                    f"one by one from now on. torch says: {error}",
-                    stacklevel=2,
-                )
+                self._warn(error)
         for _ in range(times):
             again()
         return is_recorded
+
+    def _repeat(self, plan: ReusablePlan, signature: StepSignature, times: int) -> None:
+        graph = None if times < self.min_repetitions else self._graph(plan, signature)
+        if graph is None:
+            super()._repeat(plan, signature, times)
+            return
+
+        graph.inputs.load(signature.inputs)
+        for _ in range(times):
+            graph.replay()
+        graph.inputs.store(signature.inputs)
+
+    def _graph(self, plan: ReusablePlan, signature: StepSignature) -> _KnownGraph | None:
+        """Return the graph of steps, which is recorded if there is none; None if they cannot be recorded."""
+        key = signature.key
+        if key in self._unrecordable:
+            return None
+        graph = self._graphs.get(key)
+        if graph is None or not graph.inputs.have_room(signature.inputs):
+            try:
+                graph = self._recorded(plan, signature)
+            except CannotRecord as error:
+                self._warn(error)
+                self._unrecordable.add(key)
+                return None
+            self._graphs[key] = graph
+            if len(self._graphs) > self.max_graphs:
+                self._graphs.popitem(last=False)
+        self._graphs.move_to_end(key)
+        return graph
+
+    def _recorded(self, plan: ReusablePlan, signature: StepSignature) -> _KnownGraph:
+        inputs = GraphInputs(signature)
+        again = plan.function(inputs.tensors)
+        # On real numbers: others might be no valid positions of samples.
+        inputs.load(signature.inputs)
+        inputs.note_changes(again)
+        return _KnownGraph(inputs, self.record(again))
+
+    def _warn(self, error: CannotRecord) -> None:
+        warnings.warn(
+            "engine.cuda_graphs is true, but a training step cannot be recorded, so its kernels are launched one by "
+            f"one from now on. torch says: {error}",
+            stacklevel=2,
+        )
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         """Do work once; return a function that repeats its operations on the same memory.

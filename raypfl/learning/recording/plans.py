@@ -96,8 +96,10 @@ class StepPlan:
             for name in operation.writes:
                 self._first_change.setdefault(recorder.memory_of(name), number)
 
-        simplified = self._needed(self._simplified(recorder))
-        operations = without_transposing(simplified, recorder, lambda operation: self._is_pure(operation, recorder))
+        operations = self._needed(self._simplified(recorder))
+        # Elsewhere a transposed product may have other bits.
+        if all(tensor.device.type == "cpu" for tensor in recorder.tensors.values()):
+            operations = without_transposing(operations, recorder, lambda operation: self._is_pure(operation, recorder))
         # Again: operations that run once have left the list, and with them the need for some results.
         changing = self._needed(self._changing(operations, recorder))
         code = self._code(recorder, changing)

@@ -20,17 +20,16 @@ class StepSignature:
     ----------
     key : equal for steps with the same operations; ``inputs`` may differ in their numbers.
     inputs : the tensors that the steps use, by name.
+    free_axes : input -> an axis along which it is only indexed, so that its length may differ.
     """
 
     key: Hashable
     inputs: Mapping[str, Tensor]
+    free_axes: Mapping[str, int]
 
     @classmethod
     def of(cls, key: Hashable, inputs: Mapping[str, Tensor], free_axes: Mapping[str, int]) -> StepSignature:
-        """Add to a key how the inputs lie in memory.
-
-        `free_axes` : input -> an axis along which it is only indexed, so that its length may differ.
-        """
+        """Add to a key how the inputs lie in memory; parameters are as the attributes."""
         number_of_memory: dict[int, int] = {}
         outlines: list[Hashable] = []
         for name, tensor in inputs.items():
@@ -44,7 +43,7 @@ class StepSignature:
             is_dense = tensor.is_contiguous()
             layout = (tuple(lengths), strides, start, is_dense)
             outlines.append((name, memory, *layout, tensor.dtype, tensor.requires_grad))
-        return cls((key, *outlines), inputs)
+        return cls((key, *outlines), inputs, free_axes)
 
 
 @dataclass(frozen=True)
@@ -135,20 +134,9 @@ class Replays:
 
     def do(self, work: Callable[[], None], times: int, signature: StepSignature | None) -> bool:
         """See :class:`Recorder`. Work that is done often is recorded at once, other work when its key comes again."""
-        again = work
-        if signature is not None:
-            again, times = self._known_again(work, times, signature)
-        elif times >= self.min_steps:
-            again = self.record(work)
-            times -= self.recorded_steps
-        for _ in range(times):
-            again()
-        return True
+        if signature is None:
+            return self._do_unknown(work, times)
 
-    def _known_again(
-        self, work: Callable[[], None], times: int, signature: StepSignature
-    ) -> tuple[Callable[[], None], int]:
-        """Return a function that does work again, and how often it remains to be done after it was recorded."""
         is_new = signature.key not in self._known
         known_work = self._known.setdefault(signature.key, KnownWork())
         self._known.move_to_end(signature.key)
@@ -161,5 +149,24 @@ class Replays:
             known_work.record(work, signature.inputs)
             times -= 1
         if times and known_work.plan is not None:
-            return known_work.plan.function(signature.inputs), times
-        return work, times
+            self._repeat(known_work.plan, signature, times)
+        else:
+            for _ in range(times):
+                work()
+        return True
+
+    def _do_unknown(self, work: Callable[[], None], times: int) -> bool:
+        """Do work without a signature this many `times`; see :meth:`Recorder.do`."""
+        again = work
+        if times >= self.min_steps:
+            again = self.record(work)
+            times -= self.recorded_steps
+        for _ in range(times):
+            again()
+        return True
+
+    def _repeat(self, plan: ReusablePlan, signature: StepSignature, times: int) -> None:
+        """Repeat a plan on a signature's inputs."""
+        again = plan.function(signature.inputs)
+        for _ in range(times):
+            again()

@@ -1,0 +1,166 @@
+"""CUDA graphs, played on a CPU: they give the bits of steps that are taken one by one, in every round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from raypfl.common import device_rng
+from raypfl.common.messages import per_client, unmarked
+from raypfl.learning.optimizers import StepDraws
+from raypfl.learning.recording import CudaGraphs
+from raypfl.learning.recording.cuda_graphs import CannotRecord
+from raypfl.learning.vectorised import Vectorised
+from tests.learning.test_gpu_steps import CASES
+from tests.learning.test_recorded_steps import trained
+from tests.support.federation import FP32, Federation
+
+
+class Tape(TorchDispatchMode):
+    """Notes operations on memory, without the Python around them, as CUDA does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[Callable[[], None]] = []
+        self.before: dict[int, tuple[Tensor, Tensor]] = {}
+        self.made: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        inputs = _tensors((args, kwargs))
+        for tensor in inputs:
+            address = _address(tensor)
+            if address not in self.before and address not in self.made:
+                whole = tensor.detach().as_strided(
+                    (tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0
+                )
+                self.before[address] = (whole, whole.clone())
+
+        result = func(*args, **kwargs)
+        used = {_address(tensor) for tensor in inputs}
+        new = [(i, tensor) for i, tensor in enumerate(_tensors(result)) if _address(tensor) not in used]
+        self.made.update(_address(tensor) for _, tensor in new)
+
+        def again() -> None:
+            outputs = _tensors(func(*args, **kwargs))
+            for i, tensor in new:
+                tensor.copy_(outputs[i])
+
+        self.operations.append(again)
+        return result
+
+
+class TapedGraphs(CudaGraphs):
+    """Graphs on a CPU, which count what they record and what they replay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recordings = 0
+        self.replays = 0
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        self.recordings += 1
+        tape = Tape()
+        with tape:
+            work()
+        # What is recorded has no effect.
+        for storage, copy in tape.before.values():
+            storage.copy_(copy)
+
+        def replay() -> None:
+            self.replays += 1
+            with torch.no_grad():
+                for operation in tape.operations:
+                    operation()
+
+        replay()
+        return replay
+
+
+class Broken(CudaGraphs):
+    """Cannot record anything."""
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        raise CannotRecord("operation not permitted when stream is capturing")
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def with_graphs(graphs: CudaGraphs | None, **options: Any) -> Federation:
+    fed = Federation(**{"training": FP32} | options)
+    fed.context.executor = Vectorised(fed.model, recorder=graphs)
+    return fed
+
+
+def over_rounds(case: str, graphs: CudaGraphs | None, sizes: tuple[int, ...] = (30, 15, 60, 33)) -> list[Tensor]:
+    """Return the models of four rounds, each of which begins at other models, and visits samples in another order."""
+    fed = with_graphs(graphs, **CASES[case], sizes=sizes)
+    models = []
+    for round in range(4):
+        clients = fed.clients(round=round)
+        anchor = fed.model.init(10 + round)
+        start = torch.stack([fed.model.init(4 * round + k) for k in range(len(clients))])
+
+        def pull(p: Tensor, batch: Any, anchor: Tensor) -> Tensor:
+            return (p - anchor).square().sum()
+
+        penalty = {"penalty": pull, "anchor": fed.model.parameters(anchor)}
+        models.append(unmarked(clients.sgd(clients.loss, per_client(start), epochs=2, **penalty)))
+    return models
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_graph_gives_the_bits_of_steps_taken_one_by_one_in_every_round(case, monkeypatch):
+    monkeypatch.setattr(StepDraws, "normal", lambda draws: device_rng.normal(draws.keys, draws.like))  # as on a GPU
+    graphs = TapedGraphs()
+    for recorded, expected in zip(over_rounds(case, graphs), over_rounds(case, None), strict=True):
+        assert torch.equal(recorded, expected)
+    # Three phases; steps with augmentation or noise have no signature, and are recorded in each round anew.
+    assert graphs.recordings == (3 * 4 if case in ("augmentation", "noise") else 3)
+
+
+def test_a_longer_round_gets_a_graph_with_more_room_and_a_short_one_none():
+    graphs = TapedGraphs()
+    recorded = with_graphs(graphs, sizes=(12, 12, 12))
+    plain = with_graphs(None, sizes=(12, 12, 12))
+    for steps, recordings in [(6, 1), (2, 1), (4, 1), (9, 2), (6, 2)]:
+        models = []
+        for fed in (recorded, plain):
+            clients = fed.clients()
+            models.append(unmarked(clients.sgd(clients.loss, clients.initial, steps=steps)))
+        assert torch.equal(*models)
+        assert graphs.recordings == recordings
+
+
+def test_cohorts_with_more_samples_get_a_graph_with_more_room():
+    graphs = TapedGraphs()
+    sizes = (12, 12, 12, 16, 40, 40)
+    recorded = with_graphs(graphs, sizes=sizes)
+    plain = with_graphs(None, sizes=sizes)
+    for cohort, recordings in [((0, 1), 1), ((1, 2), 1), ((0, 3), 1), ((4, 5), 2), ((0, 1), 2)]:
+        models = []
+        for fed in (recorded, plain):
+            clients = fed.clients(cohort)
+            models.append(unmarked(clients.sgd(clients.loss, clients.initial, steps=6)))
+        assert torch.equal(*models)
+        assert graphs.recordings == recordings
+
+
+def test_a_step_that_cannot_be_recorded_is_taken_one_by_one_with_the_reason():
+    for case in ("plain", "augmentation"):
+        with pytest.warns(UserWarning, match="cannot be recorded.*not permitted when stream is capturing$"):
+            models, executor = trained(case, Broken())
+        assert torch.equal(models, trained(case, None)[0])
+    assert executor.recorder is None
