@@ -52,8 +52,8 @@ class EngineSettings:
         cohort has its own actor if there is room, as in cross-silo studies.
     threads : number of torch threads per client actor, or of the process with ``backend: inline``.
     threads_for_server : number of torch threads for computations on the server; None: same as `threads`.
-    cuda_graphs : whether clients that train at once on a GPU record a step as a CUDA graph and repeat it, where a
-        training has at least six. Not yet measured.
+    cuda_graphs : whether clients that train at once on a GPU record a step as a CUDA graph and repeat it, in later
+        rounds too. Not yet measured.
     """
 
     backend: Literal["ray", "inline"] = "ray"
