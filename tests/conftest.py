@@ -154,7 +154,7 @@ def without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def without_rehearsal(monkeypatch: pytest.MonkeyPatch) -> None:
     """A user's method is not evaluated before its run, where a test counts what the run itself does with it."""
-    monkeypatch.setattr("raypfl.runs.preparing.refuse_misshapen_models", lambda prepared: None)
+    monkeypatch.setattr("raypfl.runs.preparing.refuse_failing_evaluation", lambda prepared: None)
 
 
 @pytest.fixture

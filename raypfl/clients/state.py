@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raypfl.common.errors import MethodError
+from raypfl.common.errors import EvaluationError, MethodError
 from raypfl.common.messages import PerClient, ReadOnly, per_client, unmarked
 from raypfl.common.transfer import host_memory, refuse_without_array, to_device
 from raypfl.storage.stacks import Contents, Stack
@@ -24,6 +24,11 @@ class ClientState(MutableMapping[str, Tensor]):
     The state is loaded with the group and stored when the client function returns.
 
     `read_only` : whether a group of one gets its state without a copy, as :class:`ReadOnly`.
+
+    Attributes
+    ----------
+    changed : whether something was set or deleted.
+    is_stored : whether changes are stored. Otherwise they are refused.
     """
 
     def __init__(self, rows: list[Mapping[str, np.ndarray]], device: torch.device, read_only: bool = False):
@@ -33,6 +38,7 @@ class ClientState(MutableMapping[str, Tensor]):
         self._written: dict[str, Tensor] = {}
         self._deleted = False
         self.changed = False
+        self.is_stored = True
 
     @overload  # type: ignore[override]
     def get(self, name: str, default: None = None) -> Any: ...
@@ -94,6 +100,7 @@ class ClientState(MutableMapping[str, Tensor]):
         return value
 
     def __setitem__(self, name: str, value: Tensor) -> None:
+        self._refuse_unless_stored(name)
         if not isinstance(value, Tensor):
             raise MethodError(
                 f"clients.state[{name!r}] is set to a {type(value).__name__}; store a tensor with a row for each "
@@ -109,6 +116,7 @@ class ClientState(MutableMapping[str, Tensor]):
         self.changed = True
 
     def __delitem__(self, name: str) -> None:
+        self._refuse_unless_stored(name)
         if name not in list(self):
             raise KeyError(f"The clients have no {name!r}.")
         self._written.pop(name, None)
@@ -119,6 +127,13 @@ class ClientState(MutableMapping[str, Tensor]):
         for row in self._rows:
             remaining.append({key: value for key, value in row.items() if key != name})
         self._rows = remaining
+
+    def _refuse_unless_stored(self, name: str) -> None:
+        if not self.is_stored:
+            raise EvaluationError(
+                f"clients.state[{name!r}] cannot be changed in an evaluation, which changes nothing. What clients keep "
+                "is set in the functions that round(self, server, cohort) runs."
+            )
 
     def __iter__(self) -> Iterator[str]:
         names = set(self._written)

@@ -19,7 +19,7 @@ from raypfl.clients.group import ClientGroup
 from raypfl.clients.observation import AnalysisHooks, Observation, Observer
 from raypfl.clients.replies.reduction import Value, logged_means, reduced
 from raypfl.clients.replies.turns import Turns, arguments_of, logged_by_round, values_by_round
-from raypfl.common.errors import ClientError, MethodError, PrivacyError
+from raypfl.common.errors import ClientError, EvaluationError, MethodError, PrivacyError
 from raypfl.common.global_draws import ON_CLIENTS, refuse_unkeyed
 from raypfl.common.messages import Each, Mean, Sum, numbers_charged, per_client, unmarked
 from raypfl.common.transfer import to_device
@@ -367,7 +367,7 @@ class _ServerState(Mapping[str, Any]):
         return self._fetched[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        raise MethodError(
+        raise EvaluationError(
             f"server[{name!r}] cannot be set in an evaluation, which changes nothing. What the server remembers is set "
             "in round(self, server, cohort)."
         )

@@ -61,8 +61,8 @@ class LateReplyError(MethodError):
         self.reason = reason
 
 
-class ModelShapeError(MethodError):
-    """Error for a method that returns models of another shape than the clients' network has."""
+class EvaluationError(MethodError):
+    """Error for a method that, in an evaluation, makes no models of the clients' network, or changes a state."""
 
 
 class PrivacyError(MethodError):

@@ -13,7 +13,7 @@ import torch
 from raypfl.clients.clients import Clients
 from raypfl.clients.group import ClientGroup
 from raypfl.common.counting import counted
-from raypfl.common.errors import ClientError, MethodError, ModelShapeError
+from raypfl.common.errors import ClientError, EvaluationError, MethodError
 from raypfl.common.global_draws import ON_CLIENTS, ON_SERVER, refuse_unkeyed
 from raypfl.common.messages import Each, Scatter, Sum, unmarked
 from raypfl.common.rounds import is_due
@@ -176,7 +176,7 @@ class Evaluator:
 
         Raises
         ------
-        ModelShapeError : if the method returns what is no model of the clients' network.
+        EvaluationError : if the method returns what is no model of the clients' network.
         """
         model = self.experiment.global_model(state)
         if model is None:
@@ -283,6 +283,8 @@ def _score(
     make = getattr(method, maker)
 
     def make_models(clients: Clients) -> torch.Tensor | Predictor | None:
+        # A new client has nothing to keep, so its function may share code with a training that stores something.
+        clients.state.is_stored = maker != "personal_model"
         with refuse_unkeyed(make, clients.device, ON_CLIENTS):
             models = make(clients, server)
         if isinstance(models, Predictor) and len(models) != len(clients):
@@ -299,17 +301,22 @@ def _score(
 
 
 def _refuse_misshapen(models: object, shape: list[int], maker: Callable[..., Any], hint: str = "") -> None:
-    """Raise a ModelShapeError, which ends in `hint`, unless what a method's function made are models of this shape."""
+    """Raise an EvaluationError, which ends in `hint`, unless a method's function made models of this shape."""
     if isinstance(models, torch.Tensor) and list(models.shape) == shape:
         return
 
     returned = list(models.shape) if isinstance(models, torch.Tensor) else f"a {type(models).__name__}"
-    order = "of each client of the group, a row each" if len(shape) > 1 else "in the order of task.model.init"
-    text = (
-        f"{where_defined(maker)} returned {returned}, which is no model of this network; it must "
-        f"return {shape}: all parameters and buffer entries, {order}. {hint}"
-    )
-    raise ModelShapeError(text.rstrip())
+    problem = "no model of this network"
+    entries = "all parameters and buffer entries"
+    if len(shape) == 1:
+        must_return = f"{shape}: {entries}, in the order of task.model.init"
+    else:
+        must_return = f"[len(clients), {shape[1]}], here {shape}: {entries} of each client's model, a row each"
+        if returned == shape[1:]:
+            problem = "one model, not one for each client"
+            must_return += ", as theta.repeat(len(clients), 1) makes them"
+    text = f"{where_defined(maker)} returned {returned}, which is {problem}; it must return {must_return}. {hint}"
+    raise EvaluationError(text.rstrip())
 
 
 def _refuse_unless_finite(

@@ -40,7 +40,7 @@ from raypfl.runs.checks.network import (
     warn_of_probabilities,
 )
 from raypfl.runs.checks.privacy import refuse_unprotected
-from raypfl.runs.checks.rehearsal import refuse_misshapen_models
+from raypfl.runs.checks.rehearsal import refuse_failing_evaluation
 from raypfl.runs.checks.robustness import refuse_unfit_attack, refuse_unfit_rule
 from raypfl.runs.checks.settings import (
     refuse_another_objective,
@@ -196,7 +196,7 @@ def refuse_unfit(prepared: Prepared) -> None:
     outputs = outputs_of_batch(prepared, channels_last=False, train=False)
     refuse_outputs(prepared, outputs)
     warn_of_probabilities(prepared, outputs)
-    refuse_misshapen_models(prepared)
+    refuse_failing_evaluation(prepared)
     refuse_unfit_attack(prepared)
     refuse_unfit_rule(prepared)
     refuse_unprotected(prepared)

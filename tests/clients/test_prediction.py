@@ -25,7 +25,7 @@ NEWCOMERS = {"data__unseen_fraction": 0.25, "evaluation__protocols": ["local", "
 
 
 class Shifted(FedAvg):
-    """Send each client the global model, shifted by its number; on purpose, change every state within reach."""
+    """Send each client the global model, shifted by its number; on purpose, change every state that may be changed."""
 
     def personalize(self, server, cohort):
         shifts = torch.tensor(cohort.ids).float()[:, None] / 100
@@ -37,6 +37,9 @@ class Shifted(FedAvg):
         clients.state["theta"] = theta
 
     def personal_model(self, clients, server):
+        return clients.state["theta"]
+
+    def unseen_model(self, clients, server):
         clients.state["evaluated"] = clients.state["theta"]
         return clients.state["theta"]
 

@@ -9,8 +9,8 @@ import torch
 
 import raypfl
 from raypfl import Each, Mean
-from raypfl.common.errors import RaypflError
-from raypfl.engine.events import Event, Warned
+from raypfl.common.errors import ConfigError, RaypflError
+from raypfl.engine.events import Event, RoundFinished, Warned
 from tests.support.mistaken_methods import Base
 from tests.support.runs import TIMED, experiment
 
@@ -23,6 +23,25 @@ class KeepsInAnEvaluation(Base):
 class ChangesWhatAllShare(Base):
     def personal_model(self, clients, server):
         server["theta"][:3] = 0
+
+
+class StoresInAnEvaluation(Base):
+    def personal_model(self, clients, server):
+        clients.state["tested"] = clients.initial.repeat(len(clients), 1)
+
+
+class ForgetsInAnEvaluation(Base):
+    def train(self, clients, theta):
+        clients.state["last"] = clients.initial.repeat(len(clients), 1)
+        return super().train(clients, theta)
+
+    def personal_model(self, clients, server):
+        del clients.state["last"]
+
+
+class ReturnsOneModel(Base):
+    def personal_model(self, clients, server):
+        return server["theta"]
 
 
 class ShrinksWhatIsTested(Base):
@@ -96,6 +115,19 @@ class StartsWithNoSegment(Base):
             r"server\['last'\] cannot be set in an evaluation.*\n.*in KeepsInAnEvaluation\.p",
         ),
         (
+            StoresInAnEvaluation,
+            r"clients\.state\['tested'\] cannot be changed.*\n.*in StoresInAnEvaluation\.p",
+        ),
+        (
+            ForgetsInAnEvaluation,
+            r"clients\.state\['last'\] cannot be changed.*\n.*in ForgetsInAnEvaluation\.p",
+        ),
+        (
+            ReturnsOneModel,
+            r"^ReturnsOneModel\.personal_model .* returned \[1210\], which is one model, not one for each client; "
+            r"it must return \[len\(clients\), 1210\], here \[\d, 1210\]: .* theta\.repeat\(len\(clients\), 1\)",
+        ),
+        (
             ChangesWhatAllShare,
             r"^ChangesWhatAllShare\.personal_model \(test_own_m.*\) changed server\[\"theta\"\] in",
         ),
@@ -131,6 +163,14 @@ class SendsEachModel(Base):
 
     def train(self, clients, theta):
         return {"theta": Each(clients.sgd(clients.loss, theta))}
+
+
+@pytest.mark.parametrize("method", [KeepsInAnEvaluation, StoresInAnEvaluation, ReturnsOneModel])
+def test_an_evaluation_that_would_fail_after_hours_is_refused_before_the_first_round(tmp_path: Path, method: type):
+    events: list[Event] = []
+    with pytest.raises(ConfigError, match=rf"in {method.__name__}\.p|{method.__name__}\.personal_model"):
+        raypfl.run(experiment(tmp_path, method=f"{__name__}:{method.__name__}"), listeners=[events.append])
+    assert not [event for event in events if isinstance(event, RoundFinished)]
 
 
 @pytest.mark.parametrize(

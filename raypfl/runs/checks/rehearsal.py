@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from raypfl.clients.worker import Worker
-from raypfl.common.errors import ConfigError, LateReplyError, MethodError, ModelShapeError
+from raypfl.common.errors import ConfigError, EvaluationError, LateReplyError, MethodError
 from raypfl.common.threads import threads
 from raypfl.common.user_code import with_location
 from raypfl.devices import Exchange, Loads, RequestedTraining, Training, Turn
@@ -253,11 +253,11 @@ def refuse_rehearsed(prepared: Prepared, error_class: type[MethodError]) -> None
         return
 
 
-def refuse_misshapen_models(prepared: Prepared) -> None:
-    """Raise a ConfigError if a user's method makes models of a wrong shape, which may be evaluated hours later.
+def refuse_failing_evaluation(prepared: Prepared) -> None:
+    """Raise a ConfigError if a user's method makes models of a wrong shape, or changes a state, for an evaluation.
 
-    The models are those of the start, since a round might take long. The methods of raypfl are tested, so their runs
-    need not wait for this.
+    The run's first one may come hours later. This one is of the models at the start, since a round might take long. The
+    methods of raypfl are tested, so their runs need not wait for it.
     """
     experiment = prepared.experiment
     if type(experiment.method).__module__.startswith("raypfl."):
@@ -266,7 +266,7 @@ def refuse_misshapen_models(prepared: Prepared) -> None:
     try:
         with threads(threads_of_server(experiment)):
             Rehearsal(prepared, FEW_CLIENTS).evaluate(["local"])
-    except ModelShapeError as error:
+    except EvaluationError as error:
         raise ConfigError(with_location(error)) from error
     # Without rounds before it, the method may have no models to return.
     except Exception:
