@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 import raypfl
+from raypfl import Mean
 from raypfl.experiment.reference import SETTINGS, markdown
 from raypfl.methods import METHODS, Local
 from tests.support.federation import Federation
@@ -66,7 +67,7 @@ def two_rounds(**changes) -> raypfl.Result:
 
 
 def test_a_users_methods_take_under_twenty_and_under_forty_lines():
-    first, second, _ = blocks("docs/write_a_method.md", "python")
+    first, second, *_ = blocks("docs/write_a_method.md", "python")
     assert len(first.splitlines()) < 20 and len(second.splitlines()) < 40
 
 
@@ -86,6 +87,21 @@ def test_the_method_of_the_guide_learns_and_is_charged_for_what_it_sends(my_meth
 def test_the_method_of_the_guide_is_local_training_if_nothing_is_shared(my_methods):
     alone = two_rounds(method=my_methods.PartlyPersonal(personal="*"))
     assert alone.evaluations.equals(two_rounds(method=Local()).evaluations)
+
+
+def test_the_check_of_the_guide_finds_a_method_that_mixes_the_clients_of_a_group(my_methods, monkeypatch):
+    *_, check = blocks("docs/write_a_method.md", "python")
+    exec(check, {})
+
+    def train(self, clients, shared):
+        reply = trained_apart(self, clients, shared)
+        share = clients.num_samples / clients.num_samples.sum()
+        return {"shared": Mean(reply["shared"].rows, weight=share)}
+
+    trained_apart = my_methods.PartlyPersonal.train
+    monkeypatch.setattr(my_methods.PartlyPersonal, "train", train)
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        exec(check, {})
 
 
 def test_the_generator_of_the_guide_is_sent_and_learns_and_with_strength_zero_trains_federated_averaging(
