@@ -10,7 +10,7 @@ from statistics import fmean
 import numpy as np
 
 from raypfl.results.budgets import as_good_as
-from raypfl.results.numbers import Axis, Curve, has_simulated_time, metric_curves
+from raypfl.results.numbers import Axis, Curve, has_simulated_time, metric_curves, runs_together
 from raypfl.results.run_groups import RunGroup
 from raypfl.results.units import capitalised
 
@@ -39,8 +39,13 @@ class BudgetTable:
 
 
 def axes_of(groups: Sequence[RunGroup]) -> list[Axis]:
-    """Return what runs cost: megabytes, seconds and, if time is simulated, seconds and energy of the devices."""
-    axes: list[Axis] = ["megabytes", "seconds"]
+    """Return what runs cost: megabytes, seconds and, if time is simulated, seconds and energy of the devices.
+
+    Without seconds if any runs advanced together: their seconds are shares of a process, not a method's own cost.
+    """
+    axes: list[Axis] = ["megabytes"]
+    if all(runs_together(group) == 1 for group in groups):
+        axes.append("seconds")
     if all(map(has_simulated_time, groups)):
         axes += ["simulated_seconds", "kilojoules"]
     return axes
