@@ -101,22 +101,24 @@ HEADINGS = ("difference", "95%\ninterval", "seeds\nahead", "draws\nahead")
 """Headings of the `cells` of a difference, with line breaks for narrow tables."""
 
 
-def find_label(labels: Sequence[str], baseline: str) -> str:
+def find_label(labels: Sequence[str], baseline: str, methods: str = "the methods") -> str:
     """Return the label of a baseline: a label itself, or a method's name if only one label begins with it.
+
+    `methods` : what the labels are of, for a message.
 
     Raises
     ------
     ConfigError : if there is none or several, or nothing to compare with.
     """
     distinct = list(dict.fromkeys(labels))
+    matches = [label for label in distinct if _names(baseline, label)]
+    if not matches:
+        remedy = did_you_mean(baseline, distinct) if len(distinct) > 1 else f"there is only {distinct[0]}."
+        raise ConfigError(f"The baseline {baseline!r} is none of {methods}; {remedy}")
     if len(distinct) < 2:
         raise ConfigError(
             f"The baseline {baseline!r} needs another method to compare with; there is only {distinct[0]}."
         )
-
-    matches = [label for label in distinct if baseline in (label, label.split()[0])]
-    if not matches:
-        raise ConfigError(f"The baseline {baseline!r} is none of the methods; {did_you_mean(baseline, distinct)}")
     if baseline in matches:
         return baseline
     if len(matches) > 1:
@@ -130,12 +132,17 @@ def find_baseline(results: Sequence[RunResult], baseline: str) -> str:
     complete = labels([result.experiment for result in results])
     baseline = dict(zip(complete, run_labels(results), strict=True)).get(baseline, baseline)
     try:
-        return find_label([group.label for group in group_runs(results)], baseline)
+        return find_label([group.label for group in group_runs(results)], baseline, "the methods with a result")
     except ConfigError:
         for label, end in methods_without_result(results).items():
-            if baseline in (label, label.split()[0]):
+            if _names(baseline, label):
                 raise ConfigError(f"The baseline {baseline!r} has no result: it {end}. Name another one.") from None
         raise
+
+
+def _names(baseline: str, label: str) -> bool:
+    """Return whether a baseline means a method by its label or name, or as ``module:Name``."""
+    return bool({baseline, baseline.rpartition(":")[2]} & {label, label.split()[0]})
 
 
 def differences(groups: Sequence[RunGroup], baseline: str | None = None) -> list[Difference]:

@@ -218,6 +218,9 @@ def test_a_baseline_is_a_label_or_the_one_method_of_that_name():
             find_label(labels, baseline)
     with pytest.raises(ConfigError, match="needs another method to compare with; there is only fedavg"):
         find_label(["fedavg", "fedavg"], "fedavg")
+    with pytest.raises(ConfigError, match=r"'ditto' is none of the methods; there is only fedavg\."):
+        find_label(["fedavg", "fedavg"], "ditto")
+    assert find_label(["fedavg", "Mine mu=1.0"], "my_methods:Mine") == "Mine mu=1.0"
 
 
 def test_a_terminal_of_eighty_columns_and_a_narrow_one_show_every_difference_whole():
@@ -391,6 +394,8 @@ def test_a_run_that_diverged_is_named_and_in_no_mean_rank_or_difference():
             compare(not_results)
     with pytest.raises(ConfigError, match=r"'ditto' has no result: it diverged after round 7\. Name another one"):
         compare(runs, baseline="ditto")
+    with pytest.raises(ConfigError, match=r"'apfl' is none of the methods with a result; choose one of: fedavg, local"):
+        compare(runs, baseline="apfl")
     assert group_runs([]) == []
 
 

@@ -76,7 +76,9 @@ def test_a_failure_in_start_is_recorded_like_one_in_a_round(tmp_path: Path):
 def test_the_last_line_of_a_run_that_failed_without_a_checkpoint_names_its_folder(tmp_path: Path, method: str):
     folder = tmp_path / "run"
     printed = run_that_fails(f"{__name__}:{method}", folder)
-    assert printed.endswith(f"Mend what failed; then, to start again: raypfl run {folder}/experiment.yaml\n")
+    reason = "No round was finished." if method == "FailsAtStart" else f"{folder} has no checkpoint that can be read."
+    remedy = f"Mend what failed; then, to start again: raypfl run {folder}/experiment.yaml"
+    assert printed.endswith(f"\n{reason} {remedy}\n")
 
 
 @pytest.mark.parametrize("backend", ["inline", "ray"])

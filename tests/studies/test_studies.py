@@ -23,6 +23,7 @@ import raypfl
 from raypfl.common.errors import ConfigError
 from raypfl.common.user_modules import digest_of_module
 from raypfl.engine.events import Progress, RoundFinished, RunStarted
+from raypfl.methods import FedAvg
 from raypfl.results.report import find_runs
 from raypfl.runs.records import is_finished
 from raypfl.runs.several import processes
@@ -105,6 +106,11 @@ class Watch:
             self.progress.append(event.text)
         if isinstance(event, RoundFinished) and (cell, event.round) == self.target:
             os.kill(os.getpid(), self.number)
+
+
+class FailsAtStart(FedAvg):
+    def start(self, task):
+        raise KeyError("theta")
 
 
 # The grid
@@ -455,6 +461,14 @@ def test_a_cell_that_diverges_is_reported_and_not_trained_again_and_the_other_ce
     monkeypatch.setattr("raypfl.cli.actions.study.run", interrupted)
     result = command("study", "tiny.yaml", "seeds=2", "--only", "dir0.1", "--quiet")
     assert "Diverged, and in no mean: Ditto · Dir(0.1) · seeds 0 and 1." in result.stdout
+
+
+def test_a_cell_whose_method_fails_must_be_mended_before_the_study_is_continued(tiny: Path):
+    (tiny / "tiny.yaml").write_text(TINY.replace("FedAvg: fedavg", f"FedAvg: {__name__}:FailsAtStart"))
+    result = command("study", "tiny.yaml", "seeds=1", "--only", "Dir(0.1)", "--quiet")
+    assert result.exit_code == 1 and "KeyError: 'theta'" in result.stderr
+    advice = "1 of 2 cells are finished. Mend what failed; then, to continue: raypfl study tiny.yaml seeds=1 --only"
+    assert advice in result.stderr
 
 
 def test_ctrl_c_exits_with_130_shows_the_table_so_far_and_the_command_to_continue(monkeypatch: pytest.MonkeyPatch):

@@ -13,7 +13,7 @@ from pyarrow.csv import write_csv
 from rich.console import Console
 from rich.text import Text
 
-from raypfl.cli.actions.work import failure
+from raypfl.cli.actions.work import failure, once_mended
 from raypfl.common.counting import counted
 from raypfl.common.errors import ConfigError, Diverged, RaypflError, Refused, Stopped
 from raypfl.common.files import draft, write
@@ -298,8 +298,10 @@ def _raise_for(
     finished = sum(outcome.status == FINISHED for outcome in outcomes)
     kind = "trials' runs" if cells and cells[0].trial is not None else "cells"
     summary = f"{finished} of {len(outcomes)} {kind} are finished."
-    if any(outcome.status != FINISHED and not isinstance(outcome.error, Diverged) for outcome in outcomes):
-        summary += f" {to_continue}"
+    unfinished = [outcome for outcome in outcomes if outcome.status != FINISHED]
+    if any(not isinstance(outcome.error, Diverged) for outcome in unfinished):
+        must_be_mended = all(outcome.error for outcome in unfinished)
+        summary += f" {once_mended(to_continue) if must_be_mended else to_continue}"
     if failed:
         raise RaypflError("\n".join([*failed, summary]))
     if finished < len(outcomes):

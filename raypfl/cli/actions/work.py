@@ -121,10 +121,17 @@ def raise_for(
         lines.append(_how_to_continue(work))
     elif lines and not work.diverged:
         command = shlex.join(["raypfl", "run", str(nearby(work.folder / DESCRIPTION))])
-        nothing_saved = f"{nearby(work.folder)} has no checkpoint that can be read."
+        nothing_saved = "No round was finished."
+        if not all(map(ended_at_once, work.runs)):
+            nothing_saved = f"{nearby(work.folder)} has no checkpoint that can be read."
         lines.append(f"{nothing_saved} Mend what failed; then, to start again: {command}")
     if lines:
         raise RaypflError("\n".join(filter(None, lines)))
+
+
+def once_mended(to_continue: str, goal: str = "to continue") -> str:
+    """Return the sentence with the command that continues work, for work that would fail again as it is."""
+    return to_continue.replace("To continue", f"Mend what failed; then, {goal}", 1)
 
 
 def failure(name: str, folders: Sequence[Path], error: RaypflError, again: str = "") -> str:
@@ -192,7 +199,7 @@ def _how_to_continue(work: Work) -> str:
     if failed and unfinished.keys() <= failed | diverged.keys():
         # A resume starts runs again that have not finished a round.
         goal = "to start it again" if all(map(ended_at_once, failed)) else "to continue"
-        command = command.replace("To continue", f"Mend what failed; then, {goal}", 1)
+        command = once_mended(command, goal)
     if not work.is_comparison:
         return "" if diverged else command
 
