@@ -85,3 +85,31 @@ def test_a_deleted_parent_is_replaced_by_a_new_one(folder: Path):
         runs = runs_of(folder, "tags.kind = 'comparison'")
         assert len(runs) == 1 and runs[0].data.tags["mlflow.note.content"].endswith("line\n…")
         client_of(folder).delete_run(runs[0].info.run_id)
+
+
+def test_a_studys_runs_are_named_by_their_place_in_the_table_and_what_was_searched(folder: Path):
+    assert study("rounds=1").exit_code == 0
+    _, children = family(folder)
+    places = {run.info.run_name.rpartition(" · seed 0 ")[0] for run in children}
+    assert places == {"FedAvg · Dir(0.1)", "Ditto · Dir(0.1)", "FedAvg · Dir(1.0)", "Ditto · Dir(1.0)"}
+    assert all(run.info.run_name.endswith(" %") for run in children)
+
+
+def test_trials_of_a_study_are_named_by_their_number_and_settings(folder: Path):
+    Path("searched.yaml").write_text(
+        "extends: tiny.yaml\n"
+        "experiment: {data: {name: digits, val_fraction: 0.2}, evaluation: {protocols: [local, global, val]}}\n"
+        "search: {trials: 2, shared: {training.lr: {choice: [0.5, 0.125]}}}\n"
+    )
+    words = ("study", "searched.yaml", "seeds=1", "rounds=1", "--quiet", "--only", "FedAvg,Dir(0.1)")
+    result = raypfl(*words)
+    assert result.exit_code == 0, result.output
+    _, children = family(folder)
+    names = sorted(run.info.run_name for run in children)
+    assert len(names) == 3
+    assert [name.rpartition(" · seed 0 ")[0] for name in names] == [
+        "FedAvg · Dir(0.1)",
+        "FedAvg · Dir(0.1) · trial 1",
+        "FedAvg · Dir(0.1) · trial 2",
+    ]
+    assert {name.rpartition(" ")[2] for name in names[1:]} == {"training.lr=0.5", "training.lr=0.125"}

@@ -20,6 +20,7 @@ from raypfl.common.files import draft, write
 from raypfl.common.json_text import json_text
 from raypfl.common.stopping import message_if_killed, signals_interrupt
 from raypfl.engine.events import Event
+from raypfl.experiment.assignments import flatten
 from raypfl.integrations.tracking.listener import MLflowListener
 from raypfl.results.colours import colour
 from raypfl.results.display.console import view, warner
@@ -124,7 +125,7 @@ def run_study(
             cells = searched.configured(described)
 
         study = study.model_copy(update={"choices": choices_with_values(study, cells)})
-        outcomes = _run(cells, tracked, progress, quiet)
+        outcomes = _run(study, cells, tracked, progress, quiet)
 
         results = {}
         for i, outcome in enumerate(outcomes):
@@ -225,13 +226,15 @@ def _search(
     RaypflError : if a trial was refused, which no other settings would change.
     """
     cells = [cell for trial in trials for cell in trial.cells]
-    outcomes = _run(cells, tracked, progress, quiet)
+    outcomes = _run(study, cells, tracked, progress, quiet)
     if any(outcome.status == STOPPED or isinstance(outcome.error, Refused) for outcome in outcomes):
         _raise_for(outcomes, cells, to_continue)
     return judge(study, trials, outcomes)
 
 
-def _run(cells: Sequence[StudyCell], tracked: MLflowListener, progress: Console, quiet: bool) -> list[RunOutcome]:
+def _run(
+    study: Study, cells: Sequence[StudyCell], tracked: MLflowListener, progress: Console, quiet: bool
+) -> list[RunOutcome]:
     methods = list(dict.fromkeys(cell.method for cell in cells))
     lines = [RunLine(cell.label, cell.experiment.rounds, colour(methods.index(cell.method))) for cell in cells]
     for line, cell in zip(lines, cells, strict=True):
@@ -241,7 +244,10 @@ def _run(cells: Sequence[StudyCell], tracked: MLflowListener, progress: Console,
         elif divergence(cell.folder):
             line.status = "diverged"
 
-    trackers = [tracked.beside({"cell": cell.label}) for cell in cells]
+    trackers = []
+    for cell in cells:
+        searched = _searched_settings(study, cell)
+        trackers.append(tracked.beside({"cell": cell.label} | ({"settings": searched} if searched else {})))
     try:
         with view(progress, lines, quiet) as shown:
             listeners = [shown.listener(i) for i in range(len(cells))]
@@ -254,6 +260,15 @@ def _run(cells: Sequence[StudyCell], tracked: MLflowListener, progress: Console,
     except KeyboardInterrupt:
         # A Ctrl-C between two cells, or a second one.
         return [ended(cell) or RunOutcome(STOPPED) for cell in cells]
+
+
+def _searched_settings(study: Study, cell: StudyCell) -> str:
+    """Return ``"method.lam=0.3 training.lr=0.05"``: what a search drew or chose for a cell; else empty."""
+    if study.search is None:
+        return ""
+    values = flatten(cell.experiment.to_dict())
+    keys = sorted({space.key for space in study.search.spaces(cell.method)})
+    return " ".join(f"{key}={values[key]}" for key in keys if key in values)
 
 
 def _write(folder: Path, name: str, page: str, measured: Sequence[TableEntry], cells: pa.Table) -> None:

@@ -210,10 +210,16 @@ class RunRecord:
         return run
 
     def _name(self, score: str = "") -> str:
-        """Join the experiment's name, unless the parent has it, :func:`entries.run_name`, and settings that differ."""
+        """Join the experiment's name, unless the parent has it, :func:`entries.run_name`, and settings that differ.
+
+        A study's cell is named by its place in the table instead.
+        """
         experiment = self._started.experiment
-        prefix = "" if self._comparison else f"{experiment.name}:"
-        name = " ".join(filter(None, [prefix, entries.run_name(experiment, score), self._tags.get("settings")]))
+        if "cell" in self._tags:
+            parts = [self._tags["cell"], score]
+        else:
+            parts = ["" if self._comparison else f"{experiment.name}:", entries.run_name(experiment, score)]
+        name = " ".join(filter(None, [*parts, self._tags.get("settings")]))
         return entries.short_name(name)
 
     def _dataset(self) -> Any:
