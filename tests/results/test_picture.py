@@ -488,15 +488,41 @@ def test_a_narrow_terminal_shows_progress_without_cropping_it():
     assert "1234/2000" in text and "– / 12,340.0" in text and "MB" not in text
 
 
-def test_the_time_left_does_not_count_the_round_that_warmed_up(monkeypatch: pytest.MonkeyPatch):
+def times_left(
+    monkeypatch: pytest.MonkeyPatch, rounds: int, every: int, recorded: list[tuple[RoundFinished | Evaluated, float]]
+) -> list[str]:
+    """What is shown after each event, at these recorded seconds since the start."""
     line = RunLine("fedavg")
-    now = iter([0, 20, 30, *range(31, 50)])
+    now = iter([0.0, *(seconds for _, seconds in recorded)])
     monkeypatch.setattr(run_line.time, "monotonic", lambda: next(now))
+    line(replace(started(rounds), experiment=Experiment(rounds=rounds, evaluation={"every": every})))
     shown = []
-    for event in (started(60), *(finished(round) for round in range(1, 14))):
+    for event, _ in recorded:
         line(event)
         shown.append(line.clock)
-    assert shown == ["", "", "9:40 left", *(f"0:{60 - round} left" for round in range(3, 14))]
+    return shown
+
+
+def test_the_time_left_does_not_count_the_rounds_that_warmed_up(monkeypatch: pytest.MonkeyPatch):
+    # Ditto with the CNN on digits.
+    ends = [0.609, 1.446, 2.121, 2.449, 2.838, 3.198, 3.526, 3.866, 4.262, 4.654]
+    recorded = [(finished(round), seconds) for round, seconds in enumerate(ends, start=1)]
+    shown = times_left(monkeypatch, 200, 0, recorded)
+    # 196 rounds of 0.33 s, then 190 of 0.36 s.
+    assert shown[:4] == ["", "", "", "1:04 left"] and shown[-1] == "1:09 left"
+
+
+def test_the_time_left_counts_each_evaluation_to_come_once(monkeypatch: pytest.MonkeyPatch):
+    recorded = [(finished(round), 2.0 * round) for round in range(1, 11)]
+    recorded += [(evaluated(10), 50.0), (finished(11), 52.0)]
+    # 89 rounds of 2 s and nine evaluations of 30 s.
+    assert times_left(monkeypatch, 100, 10, recorded)[-2:] == ["7:30 left", "7:28 left"]
+    assert times_left(monkeypatch, 100, 0, recorded)[-1] == "3:28 left"
+
+
+def test_the_time_left_of_long_rounds_is_shown_after_the_second(monkeypatch: pytest.MonkeyPatch):
+    recorded = [(finished(1), 80.0), (finished(2), 140.0)]
+    assert times_left(monkeypatch, 5, 0, recorded) == ["", "3:00 left"]
 
 
 def test_a_warning_is_shown_once_and_stays_above_the_table_that_is_redrawn():

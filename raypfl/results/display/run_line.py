@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,11 +20,10 @@ from raypfl.engine.events import (
 from raypfl.evaluation.run_metrics import Measures
 from raypfl.experiment import Experiment
 from raypfl.results.colours import colour
+from raypfl.results.display.pace import Pace
 from raypfl.results.display.plan import duration, energy
 from raypfl.results.labels import labels
 from raypfl.results.units import Unit
-
-_PACE_ROUNDS = 10  # the last ones, by which the pace is measured
 
 
 class RunLine:
@@ -56,7 +54,8 @@ class RunLine:
         self._metadata: dict[str, Any] = {}
         self._start_time: float | None = None
         self._end_time: float | None = None
-        self._round_times: deque[float] = deque(maxlen=_PACE_ROUNDS + 2)
+        self._evaluate_every = 0
+        self._pace = Pace(0.0)
 
     def __call__(self, event: Event) -> None:
         match event:
@@ -68,16 +67,19 @@ class RunLine:
                 self.round = event.first_round
                 self._metadata = event.metadata
                 self._start_time = time.monotonic()
+                self._evaluate_every = event.experiment.evaluation.every
+                self._pace = Pace(self._start_time)
             case RoundFinished():
                 self.round = event.round
                 self.loss = None if math.isnan(event.loss) else event.loss
                 self.bytes_up = event.bytes_up_total
                 self.bytes_down = event.bytes_down_total
                 self.simulated = event.simulated
-                self._round_times.append(time.monotonic())
+                self._pace.round_ended(time.monotonic())
             case Evaluated():
                 self._scores = self._mean_scores(event.summary)
                 self._scored_round = event.round
+                self._pace.evaluation_ended(time.monotonic())
             case RunFinished():
                 self.status = event.status
                 self._end_time = time.monotonic()
@@ -96,14 +98,8 @@ class RunLine:
         """``"0:12 left"`` at the pace of the last rounds; ``"0:34"`` once the run has ended."""
         if self._end_time is not None:
             return minutes(self.seconds)
-        if len(self._round_times) < 2:
-            return ""
-        times = list(self._round_times)
-        if len(times) > 2:
-            # The second round warms up, too: with a CNN on digits, it took 1.3 s, and the fourth one 0.4 s.
-            del times[0]
-        pace = (times[-1] - times[0]) / (len(times) - 1)
-        return f"{minutes(pace * (self.rounds - self.round))} left"
+        seconds_left = self._pace.seconds_left(self.rounds - self.round, self._evaluations_left())
+        return "" if seconds_left is None else f"{minutes(seconds_left)} left"
 
     @property
     def company(self) -> str:
@@ -185,6 +181,14 @@ class RunLine:
         if self.simulated is not None:
             parts.append(f"simulated {duration(self.simulated.time)}, {energy(self.simulated.joules_total)}")
         return " · ".join(parts)
+
+    def _evaluations_left(self) -> int:
+        """Return how many of the rounds to come end in an evaluation; the last one does."""
+        if self.round >= self.rounds:
+            return 0
+        if not self._evaluate_every:
+            return 1
+        return math.ceil(self.rounds / self._evaluate_every) - self.round // self._evaluate_every
 
     def _mean_scores(self, summary: list[dict[str, Any]]) -> dict[str, float]:
         """Scores by model, in the metric's unit; none where there was no model to evaluate."""
