@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -83,6 +84,18 @@ class TapedGraphs(CudaGraphs):
         return replay
 
 
+class WatchedGraphs(TapedGraphs):
+    """Graphs that know whether the steps that they recorded still exist, and with them their tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[weakref.ref[Callable[[], None]]] = []
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        self.steps.append(weakref.ref(work))
+        return super().record(work)
+
+
 class Broken(CudaGraphs):
     """Cannot record anything."""
 
@@ -129,6 +142,13 @@ def test_a_graph_gives_the_bits_of_steps_taken_one_by_one_in_every_round(case, m
         assert torch.equal(recorded, expected)
     # Three phases; steps with augmentation or noise have no signature, and are recorded in each round anew.
     assert graphs.recordings == (3 * 4 if case in ("augmentation", "noise") else 3)
+
+
+def test_tensors_that_steps_made_before_they_were_recorded_live_as_long_as_the_graph():
+    graphs = WatchedGraphs()
+    over_rounds("plain", graphs)
+    assert len(graphs.steps) == 3
+    assert all(steps() is not None for steps in graphs.steps)
 
 
 def test_a_longer_round_gets_a_graph_with_more_room_and_a_short_one_none():

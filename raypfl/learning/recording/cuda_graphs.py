@@ -20,10 +20,14 @@ class CannotRecord(Exception):
 
 @dataclass(frozen=True)
 class _KnownGraph:
-    """A graph of steps that may come again, and its inputs."""
+    """A graph of steps that may come again, and its inputs.
+
+    `steps` : the steps that were recorded, which hold tensors that they made before; the graph reads their memory.
+    """
 
     inputs: GraphInputs
     replay: Callable[[], None]
+    steps: Callable[[], None]
 
 
 class CudaGraphs(Replays):
@@ -102,11 +106,11 @@ class CudaGraphs(Replays):
 
     def _recorded(self, plan: ReusablePlan, signature: StepSignature) -> _KnownGraph:
         inputs = GraphInputs(signature)
-        again = plan.function(inputs.tensors)
+        steps = plan.function(inputs.tensors)
         # On real numbers: others might be no valid positions of samples.
         inputs.load(signature.inputs)
-        inputs.note_changes(again)
-        return _KnownGraph(inputs, self.record(again))
+        inputs.note_changes(steps)
+        return _KnownGraph(inputs, self.record(steps), steps)
 
     def _warn(self, error: CannotRecord) -> None:
         warnings.warn(
