@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from textwrap import indent
 
 
@@ -141,13 +141,16 @@ def did_you_mean(name: str, candidates: Iterable[str], prefix: str = "") -> str:
     candidates = sorted(candidates)
     if not candidates:
         return "there is none to choose from."
+    near = nearest(name, candidates)
+    return f"choose one of: {listed(candidates)}." if near is None else f"did you mean {prefix + near!r}?"
+
+
+def nearest(name: str, candidates: Collection[str]) -> str | None:
+    """Return the candidate that a name was meant for; None if none is near."""
     by_letters = {_letters(word): setting for word, setting in _ABBREVIATIONS.items() if setting in candidates}
     by_letters |= {_letters(candidate): candidate for candidate in candidates}
-
-    nearest = difflib.get_close_matches(_letters(name), by_letters, n=1, cutoff=0.5)
-    if nearest:
-        return f"did you mean {prefix + by_letters[nearest[0]]!r}?"
-    return f"choose one of: {listed(candidates)}."
+    matches = difflib.get_close_matches(_letters(name), by_letters, n=1, cutoff=0.5)
+    return by_letters[matches[0]] if matches else None
 
 
 def listed(names: Iterable[object], most: int = 80) -> str:

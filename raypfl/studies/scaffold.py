@@ -60,6 +60,8 @@ def scaffold(file: Path, assignments: Sequence[str]) -> int:
         )
 
     labels = [_label(method) for method in methods]
+    if len(set(labels)) < len(labels):
+        labels = [_label(method, with_module=True) for method in methods]
     for label in labels:
         if labels.count(label) > 1:
             raise ConfigError(f"methods has {label} twice, and each is a row of the table; keep one of them.")
@@ -81,9 +83,10 @@ def scaffold(file: Path, assignments: Sequence[str]) -> int:
         raise
 
 
-def _label(method: Any) -> str:
-    """Return a method's label: its name, and the options that are set."""
-    if not isinstance(method, dict):
-        return str(method)
-    options = [f"{name}={value}" for name, value in method.items() if name != "name"]
-    return " ".join([str(method.get("name", "")), *options])
+def _label(method: Any, with_module: bool = False) -> str:
+    """Return a method's label: its name, that of a class perhaps with its module, and the options that are set."""
+    options = method if isinstance(method, dict) else {"name": method}
+    name = str(options.get("name", ""))
+    if not with_module:
+        name = name.rpartition(":")[2]
+    return " ".join([name, *(f"{option}={value}" for option, value in options.items() if option != "name")])

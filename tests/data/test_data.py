@@ -396,7 +396,7 @@ def test_a_missing_column_is_refused_with_the_columns_that_there_are(tmp_path, o
     write_table(tmp_path / "data/train.parquet", GOOD, [0, 1, 0])
     with pytest.raises(
         ConfigError,
-        match=r"train\.parquet has no column 'labels', which data.label names; its columns",
+        match=r"train\.parquet has no column 'labels', which data.label names \(did you mean 'label'\?\); its columns",
     ):
         opened("parquet", label="labels")
 

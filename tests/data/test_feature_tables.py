@@ -79,7 +79,7 @@ def test_a_file_alone_is_read_as_its_folder_is_and_is_no_test_split_whatever_its
     in_folder = opened("table", target="bought", root=str(written(tmp_path / "data").parent))
     alone = opened("table", target="bought", root=str(written(tmp_path / "other", name="valid.csv")))
     assert np.array_equal(alone.inputs, in_folder.inputs) and alone.sizes("train").sum() < len(ROWS.splitlines()) - 1
-    with pytest.raises(DataError, match=r"no notes\.csv .* in .*valid\.csv; see data\.files"):
+    with pytest.raises(DataError, match=r"no file like notes\.csv .* in .*valid\.csv; see data\.files"):
         opened("table", target="bought", root=str(tmp_path / "other" / "valid.csv"), files="notes.csv")
 
 
@@ -158,8 +158,8 @@ def test_integers_of_many_digits_are_features_to_the_precision_of_a_float(tmp_pa
     [
         (ROWS, {"target": None}, r"data\.target is missing"),
         (ROWS, {"target": "bougt"}, r"people\.csv has no column 'bougt', which data\.target .*: city, age, .*bought\."),
-        (ROWS, {"group": "town"}, r"people\.csv has no column 'town', which data\.group names"),
-        (ROWS, {"leave_out": ["agee"]}, r"people\.csv has no column 'agee', which data\.leave_out names"),
+        (ROWS, {"group": "town"}, r"people\.csv has no column 'town', which data\.group names; its columns"),
+        (ROWS, {"leave_out": ["agee"]}, r"no column 'agee', which data\.leave_out names \(did you mean 'age'\?\); its"),
         (ROWS, {"leave_out": ["bought"]}, r"'bought' is in data\.target and in data\.leave_out"),
         (ROWS, {"ordinal": {"level": ["low", "high"]}}, r"Line 4 of people\.csv has 'middle' for 'level', .*low, high"),
         (ROWS, {"leave_out": ["age", "income", "level", "smokes", "region"], "ordinal": None}, r"no features"),

@@ -114,7 +114,10 @@ def test_all_columns_and_rows_with_mistakes_are_named_together(written, opened, 
 
 def test_a_folder_without_tables_says_what_it_has(written, opened):
     written(b"", "people.zip")
-    with pytest.raises(DataError, match=r"but people\.zip; see data\.files, unpack archives, and write .* as CSV"):
+    with pytest.raises(
+        DataError,
+        match=r"There is no file with .* but people\.zip; see data\.files, unpack archives, and write .* as CSV",
+    ):
         opened("table", target="y")
 
 

@@ -624,6 +624,10 @@ def test_a_new_study_is_written_checked_and_never_over_another_file(tiny: Path):
     Path("columns.yaml").write_text(text.replace("# across:", "across:").replace("#   ", "  "))
     assert list(load("columns.yaml")[0].across) == ["IID", "Dir(0.1)"]
 
+    own_method = f"{__name__}:FailsAtStart"
+    scaffold(Path("own.yaml"), [f"methods=[fedavg, '{own_method}']"])
+    assert load("own.yaml")[0].methods == {"fedavg": "fedavg", "FailsAtStart": own_method}
+
     with pytest.raises(ConfigError, match=r"mine\.yaml exists"):
         scaffold(Path("mine.yaml"), words)
     with pytest.raises(ConfigError, match="methods has fedavg twice, and each is a row"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Collection, Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.csv as pa_csv
 
-from raypfl.common.errors import ConfigError, DataError, listed
+from raypfl.common.errors import ConfigError, DataError, listed, nearest
 from raypfl.data.datasets.csv_lines import refuse_other_encodings, refuse_other_separators, separator_of
 from raypfl.data.datasets.images import ImageReader
 from raypfl.data.datasets.labels import and_others, class_count, place
@@ -155,10 +155,17 @@ class ImageTable(ABC):
         """
         if name not in self.types:
             raise ConfigError(
-                f"{self.file_name} has no column {name!r}, which data.{option} names; its columns are: "
+                f"{self.file_name} has {missing_column(name, option, self.types)}; its columns are: "
                 f"{listed(self.types)}. This reader reads images; data.name=table reads tables of features."
             )
         return self.types[name]
+
+
+def missing_column(name: str, option: str, columns: Collection[str]) -> str:
+    """Say that a table lacks a column, as in ``"no column 'agee', which data.group names (did you mean 'age'?)"``."""
+    near = nearest(name, columns)
+    hint = "" if near is None else f" (did you mean {near!r}?)"
+    return f"no column {name!r}, which data.{option} names{hint}"
 
 
 @dataclass(frozen=True, kw_only=True)

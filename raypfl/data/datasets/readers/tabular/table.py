@@ -93,8 +93,9 @@ class Table(Reader):
         paths = [path for path in files_under(root) if is_table(path.name) and path.match(self.files)]
         if not paths:
             present = listed([path.name for path in files_under(root)], 5) or "no file"
+            of_pattern = "" if self.files == "*" else f" like {self.files}"
             raise DataError(
-                f"There is no {self.files} with the ending .csv, .tsv or .parquet in {root}, but {present}; see "
+                f"There is no file{of_pattern} with the ending .csv, .tsv or .parquet in {root}, but {present}; see "
                 "data.files, unpack archives, and write other tables, such as those of Excel, as CSV."
             )
         present_paths = set(paths)

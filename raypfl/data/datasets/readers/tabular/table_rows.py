@@ -16,7 +16,7 @@ from raypfl.common.errors import ConfigError, DataError, listed
 from raypfl.data.datasets.csv_lines import is_csv
 from raypfl.data.datasets.labels import and_others, place
 from raypfl.data.datasets.raw_data import in_single_precision
-from raypfl.data.datasets.tables import TEST_WORDS, has_word, read_csv
+from raypfl.data.datasets.tables import TEST_WORDS, has_word, missing_column, read_csv
 
 
 @dataclass(frozen=True)
@@ -79,12 +79,9 @@ class TableRows:
         """Raise a ConfigError unless there are all columns that ``data.<option>`` names, for each option."""
         unknown = []
         for option, names in columns_by_option.items():
-            unknown += [f"{name!r}, which data.{option} names" for name in names if name not in self.columns]
+            unknown += [missing_column(name, option, self.columns) for name in names if name not in self.columns]
         if unknown:
-            raise ConfigError(
-                f"{self.file} has no column {', and no column '.join(unknown)}; its columns are: "
-                f"{listed(self.columns)}."
-            )
+            raise ConfigError(f"{self.file} has {', and '.join(unknown)}; its columns are: {listed(self.columns)}.")
 
     def complete(self, name: str) -> pa.Array:
         """Return a column.
