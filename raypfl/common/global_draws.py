@@ -41,6 +41,9 @@ def refuse_unkeyed(function: Any, device: torch.device, instead: str) -> Iterato
     NumPy's and Python's streams are checked only if the method's module refers to them or imports them in a function,
     or a module of the user's that it uses does, since threads of other libraries may draw from them at any time.
 
+    Backward passes within run in this thread. Otherwise PyTorch would give a GPU's to a thread of its own, where a
+    checkpointed step, which calls the network again, would wait for this thread's lock for ever.
+
     Parameters
     ----------
     function : the method's function, bound to the method.
@@ -53,7 +56,7 @@ def refuse_unkeyed(function: Any, device: torch.device, instead: str) -> Iterato
     mentioned = _mentioned(classes, sizes)
 
     # Keep other threads out: their draws would be blamed on this function.
-    with exclusive:
+    with exclusive, torch.autograd.set_multithreading_enabled(False):
         before = _states(device, mentioned)
         yield
         after = _states(device, mentioned)

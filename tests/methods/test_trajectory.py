@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from raypfl.common.global_draws import refuse_unkeyed
+from raypfl.methods.global_model.fedptr import FedPTR
 from raypfl.methods.global_model.trajectory import StudentTrajectory, match
 from raypfl.models import MODELS, FlatModel
 from tests.support.federation import assert_close
@@ -103,6 +108,29 @@ def test_checkpointed_and_plain_unrolls_have_the_same_bits():
         loss = path(4, checkpointing=checkpointing).distance(x, rate, start, end, unrolled=True)
         matched.append((loss.detach(), *torch.autograd.grad(loss.sum(), x)))
     assert all(torch.equal(a, b) for a, b in zip(*matched, strict=True))
+
+
+def test_on_a_gpu_a_checkpointed_step_does_not_wait_for_the_lock_of_the_thread_that_waits_for_it(monkeypatch):
+    usual = torch.autograd.grad
+
+    def in_another_thread(*arguments: Any, **options: Any) -> Any:
+        """Do as PyTorch on a GPU, whose backward pass has a thread of its own unless that is disabled."""
+        if not torch._C._is_multithreading_enabled():
+            return usual(*arguments, **options)
+        results: list[Any] = []
+        thread = threading.Thread(target=lambda: results.append(usual(*arguments, **options)), daemon=True)
+        thread.start()
+        thread.join(timeout=5)
+        if not results:
+            pytest.fail("The backward pass waits for the thread that waits for it.")
+        return results[0]
+
+    images, rate, start, end = drawn(1)
+    expected = match(path(), images, rate, start, end, 1.0, 1e-3, range(2))
+    monkeypatch.setattr(torch.autograd, "grad", in_another_thread)
+    with refuse_unkeyed(FedPTR().round, torch.device("cpu"), ""):
+        matched = match(path(checkpointing=True), images, rate, start, end, 1.0, 1e-3, range(2))
+    assert torch.equal(matched.images, expected.images)
 
 
 @pytest.mark.thorough
