@@ -1,7 +1,8 @@
-"""What keeps cuDNN, on a GPU, from moving or misreading tensors that are views of a vector."""
+"""What keeps cuDNN, on a GPU, from moving or misreading tensors that are views of a vector, and from calls it refuses."""
 
 import warnings
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,8 @@ def keep_views(module: nn.Module, device: torch.device) -> None:
             child.flatten_parameters = _leave_weights  # type: ignore[method-assign]
             # Copying them at every call is the price.
             warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
+            if device.type == "cuda":
+                child.forward = partial(_recur, child)  # type: ignore[method-assign]
         elif isinstance(child, _BatchNorm) and device.type == "cuda":
             child.forward = partial(_normalise, child)  # type: ignore[method-assign]
 
@@ -23,12 +26,24 @@ def keep_views(module: nn.Module, device: torch.device) -> None:
 def _leave_weights() -> None: ...
 
 
+def _recur(layer: nn.RNNBase, *inputs: Any, **options: Any) -> Any:
+    """Call a recurrent layer, without cuDNN if gradients in evaluation mode may follow: cuDNN has none there."""
+    return _call(layer, layer.training or not torch.is_grad_enabled(), *inputs, **options)
+
+
 def _normalise(norm: _BatchNorm, x: Tensor) -> Tensor:
-    """Batch norm without cuDNN if channels are last: cuDNN reads its tensors there in pieces of 16 aligned bytes."""
+    """Call batch norm, without cuDNN if channels are last: cuDNN reads its tensors there in pieces of 16 aligned bytes.
+
+    Channels are also last in a part of such a tensor's channels, which PyTorch copies to this layout for cuDNN.
+    """
+    channels_last = x.dim() > 3 and x.stride(1) <= x.stride(-1)
+    return _call(norm, not channels_last, x)
+
+
+def _call(layer: nn.Module, with_cudnn: bool, *inputs: Any, **options: Any) -> Any:
     usual = torch.backends.cudnn.enabled
-    channels_last = x.dim() == 4 and (x.stride(1), x.stride(3)) == (1, x.shape[1])
     try:
-        torch.backends.cudnn.enabled = usual and not channels_last
-        return type(norm).forward(norm, x)
+        torch.backends.cudnn.enabled = usual and with_cudnn
+        return type(layer).forward(layer, *inputs, **options)
     finally:
         torch.backends.cudnn.enabled = usual

@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._prims_common import suggest_memory_format
 from torch.nn import functional as F
+from torch.nn.modules import rnn
 
 from raypfl.models import FlatModel
 from tests.support.federation import NormalisedConv
@@ -73,6 +76,85 @@ def test_a_copy_of_such_a_network_can_be_pickled_and_has_weights_of_its_own(movi
     assert {weight.data_ptr() for weight in module.layer._flat_weights} == {
         weight.data_ptr() for weight in module.layer.parameters()
     }
+
+
+@pytest.fixture
+def cudnn_in_recurrent_layers(monkeypatch):
+    """Let torch.lstm refuse gradients in evaluation mode, and second derivatives, as cuDNN does on a GPU."""
+    usual = torch.lstm
+    calls: list[bool] = []
+
+    def lstm(*arguments: Any) -> Any:
+        *_, training, _, _ = arguments
+        calls.append(torch.backends.cudnn.enabled)
+        outputs = usual(*arguments)
+        if not torch.backends.cudnn.enabled:
+            return outputs
+
+        def refuse(gradient: Tensor) -> None:
+            if not training:
+                raise RuntimeError("cudnn RNN backward can only be called in training mode")
+            if torch.is_grad_enabled():
+                raise RuntimeError("Double backwards is not supported for CuDNN RNNs")
+
+        for output in outputs:
+            if output.requires_grad:
+                output.register_hook(refuse)
+        return outputs
+
+    monkeypatch.setattr(rnn._VF, "lstm", lstm)
+    return calls
+
+
+def test_a_recurrent_layer_on_a_gpu_has_gradients_in_evaluation_mode(moving, cudnn_in_recurrent_layers):
+    calls = cudnn_in_recurrent_layers
+    with pretend_gpu():
+        model = FlatModel(Recurrent, device="cuda")
+        theta = model.init(0)
+        x = torch.randn(2, 5, 3, device="cuda")
+        for train in (True, False):
+            model.gradient(lambda p: model(p, x).square().sum(), theta, train=train)
+        with model.mode(train=False):
+            with torch.no_grad():
+                model(theta, x)
+            p = theta.requires_grad_()
+            (gradient,) = torch.autograd.grad(model(p, x).square().sum(), p, create_graph=True)
+            torch.autograd.grad(gradient.square().sum(), p)
+    # In training, and in an evaluation that takes no gradients.
+    assert [with_cudnn for with_cudnn, _ in itertools.groupby(calls)] == [True, False, True, False]
+    assert torch.backends.cudnn.enabled
+
+
+class HalfNormalised(nn.Module):
+    """Batch norm of the first half of the channels of ``x[b, 4, h, w]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x.chunk(2, dim=1)[0])
+
+
+def test_a_part_of_the_channels_has_them_last_too(monkeypatch):
+    enabled = []
+    usual = F.batch_norm
+
+    def batch_norm(*arguments, **options) -> Tensor:
+        enabled.append(torch.backends.cudnn.enabled)
+        return usual(*arguments, **options)
+
+    monkeypatch.setattr(F, "batch_norm", batch_norm)
+    x = torch.randn(3, 4, 5, 6)
+    last = x.contiguous(memory_format=torch.channels_last)
+    # PyTorch brings the input of cuDNN's batch norm into this layout.
+    assert suggest_memory_format(last.chunk(2, dim=1)[0]) == torch.channels_last
+    assert suggest_memory_format(x.chunk(2, dim=1)[0]) == torch.contiguous_format
+    with pretend_gpu():
+        model = FlatModel(HalfNormalised, device="cuda")
+        for images in (x, last):
+            model(model.init(0), images.cuda())
+    assert [state for state, _ in itertools.groupby(enabled)] == [True, False]
 
 
 def test_batch_norm_on_a_gpu_leaves_cudnn_where_it_would_read_a_view_of_a_vector_in_whole_lines(monkeypatch):
