@@ -1,4 +1,4 @@
-"""What keeps cuDNN, on a GPU, from moving or misreading tensors that are views of a vector, and from calls it refuses."""
+"""What keeps cuDNN, on a GPU, from moving or misreading views of a vector, and from calls that it refuses."""
 
 import warnings
 from functools import partial
