@@ -520,10 +520,14 @@ def test_the_privacy_of_a_run_is_a_sentence_that_names_its_trainings(tmp_path):
             ["method=fedptr", "method.pictures=5", "privacy.noise=null", "privacy.secure_aggregation=true"],
             "returned 'pictures' with zeros, or a weight of zero, for all clients of the cohort but one",
         ),
+        (
+            ["method=ifca", "privacy.noise=null", "privacy.secure_aggregation=true"],
+            r"^IFCA\.train .* returns 'model_0' as a mean to which no client may contribute",
+        ),
     ],
     ids=[
         *("weights", "its round", "its prediction", "rows", "a cohort of one"),
-        *("losses", "fit", "losses on the server", "own images", "pictures"),
+        *("losses", "fit", "losses on the server", "own images", "pictures", "clusters"),
     ],
 )
 def test_a_method_that_breaks_privacy_is_refused_before_anything_is_written(tmp_path, settings, match):
@@ -539,6 +543,11 @@ def test_a_method_that_breaks_privacy_is_refused_before_anything_is_written(tmp_
 def test_methods_that_read_samples_in_another_way_are_refused_under_noise_as_the_page_says(tmp_path, method):
     with pytest.raises(ConfigError, match="reads clients' data without noise"):
         check([experiment(tmp_path, f"method={method}")])
+
+
+def test_ifca_with_one_cluster_needs_sums_only(tmp_path):
+    secure = ["privacy.noise=null", "privacy.secure_aggregation=true"]
+    check([experiment(tmp_path, "method=ifca", "method.clusters=1", *secure)])
 
 
 @pytest.mark.parametrize("options", [["apfl", "adaptive=false"], ["fedptr", "initial=noise"]], ids=str)

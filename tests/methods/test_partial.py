@@ -215,6 +215,7 @@ def test_an_unseen_client_trains_its_part_with_the_shared_one_fixed_and_then_fin
         ({"frozen": "norm, cnov.weight"}, "method.frozen is 'norm, cnov.weight'.*did you mean 'conv.weight'"),
         ({"personal": "output layers"}, "did you mean 'output layer'"),
         ({"personal": "head", "frozen": "*.bias"}, "both select head.bias"),
+        ({"personal": "", "frozen": "*"}, r"method.frozen '\*' is all of this network, so no round would train"),
     ],
 )
 def test_missing_segments_are_refused(options, message):

@@ -55,7 +55,8 @@ class IFCA(Method):
         for number, member in enumerate(members.unbind(1)):
             weight_here = member if weight is None else member * weight
             sent_size = member.long() * clients.model.size
-            reply[f"model_{number}"] = Mean(trained, weight_here, charged=sent_size, can_be_empty=True)
+            may_be_unchosen = self.clusters > 1
+            reply[f"model_{number}"] = Mean(trained, weight_here, charged=sent_size, can_be_empty=may_be_unchosen)
         return reply
 
     def personal_model(self, clients: Clients, server: ServerView) -> Tensor:

@@ -94,7 +94,11 @@ class PartialPersonalization(Method):
         return bool(self.personal)
 
     def check(self, model: FlatModel) -> None:
-        self.parts(model)
+        if bool(self.parts(model).frozen.all()):
+            raise ConfigError(
+                f"method.frozen {self.frozen!r} is all of this network, so no round would train or send anything. "
+                "Choose a network with more layers, or another method."
+            )
 
     def exchanged(self, model: FlatModel) -> Tensor:
         return self.parts(model).shared
