@@ -293,9 +293,9 @@ class Worker:
 
         if isinstance(value, Mean) and value.can_be_empty:
             raise PrivacyError(
-                f"{function} returns {name!r} as a mean to which no client may contribute (can_be_empty), or one alone, "
-                "whose message privacy.secure_aggregation is to hide. Choose a method, or an option of this one, with "
-                "which all clients contribute, or set it to false."
+                f"{function} returns {name!r} as a mean to which no client may contribute (can_be_empty), or one "
+                "alone, whose message privacy.secure_aggregation is to hide. Choose a method, or an option of this "
+                "one, with which all clients contribute, or set it to false."
             )
 
         rows = unmarked(value.rows).detach().double()
