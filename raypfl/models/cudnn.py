@@ -18,7 +18,7 @@ def keep_views(module: nn.Module, device: torch.device) -> None:
             # Copying them at every call is the price.
             warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
             if device.type == "cuda":
-                child.forward = partial(_recur, child)  # type: ignore[method-assign]
+                child.forward = partial(_recur, child)
         elif isinstance(child, _BatchNorm) and device.type == "cuda":
             child.forward = partial(_normalise, child)  # type: ignore[method-assign]
 

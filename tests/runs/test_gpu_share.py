@@ -23,7 +23,7 @@ from raypfl.engine.backends.actors.actor_pools import share_of
 from raypfl.engine.backends.cluster import client_resources
 from raypfl.engine.backends.session import SpareServer
 from raypfl.engine.backends.shipment import Shipment
-from raypfl.engine.building.devices import CONTEXT_BYTES, limit_memory
+from raypfl.engine.building.devices import CONTEXT_BYTES, limit_memory, same_bits_on_gpus
 from raypfl.engine.events import Progress
 from raypfl.engine.prepared import Prepared
 from raypfl.experiment.settings import RaySettings
@@ -329,6 +329,15 @@ def test_a_share_is_a_number_or_auto(tmp_path: Path, value: object):
         experiment(tmp_path, ray__gpus_per_actor=value)
 
 
+@pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="torch has no other name for TF32")
+def test_code_that_has_asked_for_tf32_by_its_new_name_does_not_round_convolutions():
+    with pretend_gpu(), torch.backends.flags(fp32_precision="tf32"):
+        for tf32, name in [(False, "ieee"), (True, "tf32")]:
+            same_bits_on_gpus(tf32)
+            assert torch.backends.cuda.matmul.allow_tf32 == torch.backends.cudnn.allow_tf32 == tf32
+            assert torch.backends.cudnn.conv.fp32_precision == torch.backends.cuda.matmul.fp32_precision == name
+
+
 def test_a_process_with_a_gpu_uses_full_fp32_and_the_algorithms_that_give_the_same_bits(tmp_path: Path):
     settings = experiment(tmp_path)
     data = load_federated(settings.data, settings.partition, seed=0)
@@ -338,6 +347,9 @@ def test_a_process_with_a_gpu_uses_full_fp32_and_the_algorithms_that_give_the_sa
         Prepared(settings, data, "cuda").build()
         assert torch.are_deterministic_algorithms_enabled() and torch.is_deterministic_algorithms_warn_only_enabled()
         assert not torch.backends.cudnn.allow_tf32 and not torch.backends.cuda.matmul.allow_tf32
+        # Their gradients would be nondeterministic.
+        assert not torch.backends.cuda.flash_sdp_enabled() and not torch.backends.cuda.mem_efficient_sdp_enabled()
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
 
         on_gpus = ["training.precision=tf32", "ray.gpus_per_actor=1"]
         prepared = Prepared(settings.override(on_gpus), data, "cuda").build()

@@ -88,6 +88,9 @@ def pretend_gpu() -> Iterator[Record]:
         stack.callback(setattr, numerics, "fill_uninitialized_memory", numerics.fill_uninitialized_memory)
         stack.enter_context(torch.backends.cudnn.flags(enabled=True))
         stack.callback(setattr, matmul, "allow_tf32", matmul.allow_tf32)
+        for kernel in ("flash", "mem_efficient", "cudnn"):
+            enabled = getattr(torch.backends.cuda, f"{kernel}_sdp_enabled")()
+            stack.callback(getattr(torch.backends.cuda, f"enable_{kernel}_sdp"), enabled)
         stack.enter_context(_Operations(gpu))
         stack.enter_context(_Calls(gpu))
         yield gpu.faults

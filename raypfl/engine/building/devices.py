@@ -68,8 +68,14 @@ def same_bits_on_gpus(tf32: bool = False) -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.backends.cuda.matmul.allow_tf32 = tf32
     torch.backends.cudnn.allow_tf32 = tf32
+    # The name since torch 2.9, which the user's code may have set, and which would then hold for cuDNN.
+    torch.backends.cudnn.fp32_precision = "tf32" if tf32 else "ieee"
     torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(True, warn_only=True)
+    # Fused attention, whose gradients stay nondeterministic with `warn_only`.
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)
     # Uninitialised memory is always overwritten here, so filling it would only cost time.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
