@@ -27,8 +27,12 @@ def _leave_weights() -> None: ...
 
 
 def _recur(layer: nn.RNNBase, *inputs: Any, **options: Any) -> Any:
-    """Call a recurrent layer, without cuDNN if gradients in evaluation mode may follow: cuDNN has none there."""
-    return _call(layer, layer.training or not torch.is_grad_enabled(), *inputs, **options)
+    """Call a recurrent layer, without cuDNN where it has no gradients, in evaluation mode, and under autocast.
+
+    Under autocast, PyTorch rounds what cuDNN gets to fp16, also where bf16 is asked for, and gradients may be lost.
+    """
+    has_gradients = layer.training or not torch.is_grad_enabled()
+    return _call(layer, has_gradients and not torch.is_autocast_enabled("cuda"), *inputs, **options)
 
 
 def _normalise(norm: _BatchNorm, x: Tensor) -> Tensor:

@@ -125,6 +125,20 @@ def test_a_recurrent_layer_on_a_gpu_has_gradients_in_evaluation_mode(moving, cud
     assert torch.backends.cudnn.enabled
 
 
+def test_a_recurrent_layer_on_a_gpu_leaves_cudnn_under_autocast_which_would_round_to_fp16(
+    moving, cudnn_in_recurrent_layers
+):
+    with pretend_gpu():
+        model = FlatModel(Recurrent, device="cuda")
+        theta = model.init(0)
+        try:
+            torch.set_autocast_enabled("cuda", True)
+            model.gradient(lambda p: model(p, torch.randn(2, 5, 3, device="cuda")).sum(), theta, train=True)
+        finally:
+            torch.set_autocast_enabled("cuda", False)
+    assert not any(cudnn_in_recurrent_layers)
+
+
 class HalfNormalised(nn.Module):
     """Batch norm of the first half of the channels of ``x[b, 4, h, w]``."""
 
