@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -184,3 +186,22 @@ def test_a_step_that_cannot_be_recorded_is_taken_one_by_one_with_the_reason():
             models, executor = trained(case, Broken())
         assert torch.equal(models, trained(case, None)[0])
     assert executor.recorder is None
+
+
+@pytest.mark.parametrize("broken", ["capture_begin", "capture_end"])
+def test_a_recording_that_fails_at_its_beginning_or_its_end_is_done_without(broken, monkeypatch):
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    calls = dict.fromkeys(["capture_begin", "capture_end", "pool", "replay"], lambda *_, **__: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(**calls | {broken: refuse}))
+
+    # What is captured has no effect, and the graph's inputs are copies.
+    with pytest.warns(UserWarning, match="cannot be recorded.*during capture$"):
+        recorded = over_rounds("plain", CudaGraphs())
+    for models, expected in zip(recorded, over_rounds("plain", None), strict=True):
+        assert torch.equal(models, expected)

@@ -54,6 +54,7 @@ class CudaGraphs(Replays):
         super().__init__()
         self._stream: torch.cuda.Stream | None = None
         self._latest: torch.cuda.CUDAGraph | None = None
+        self._failed: list[torch.cuda.CUDAGraph] = []
         self._graphs: OrderedDict[Hashable, _KnownGraph] = OrderedDict()
         self._unrecordable: set[Hashable] = set()
 
@@ -136,16 +137,19 @@ class CudaGraphs(Replays):
 
         # torch.cuda.graph would also wait for the GPU and empty the allocator's cache, each time.
         with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 work()
+                # It may be the first to say that something could not be captured.
+                graph.capture_end()
             except BaseException as error:
                 with contextlib.suppress(RuntimeError):
                     graph.capture_end()
+                # PyTorch's allocator still refers to it.
+                self._failed.append(graph)
                 if isinstance(error, RuntimeError):
                     raise CannotRecord(str(error).partition("\n")[0]) from error
                 raise
-            graph.capture_end()
         current.wait_stream(self._stream)
         self._latest = graph
         # What is captured does not run.
