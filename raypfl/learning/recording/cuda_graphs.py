@@ -7,8 +7,10 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 import torch
+from torch import Tensor
 
 from raypfl.learning.recording.graph_inputs import GraphInputs
 from raypfl.learning.recording.replays import Replays, ReusablePlan, StepSignature
@@ -56,6 +58,7 @@ class CudaGraphs(Replays):
         self._latest: torch.cuda.CUDAGraph | None = None
         self._failed: list[torch.cuda.CUDAGraph] = []
         self._graphs: OrderedDict[Hashable, _KnownGraph] = OrderedDict()
+        self._rooms: WeakValueDictionary[Hashable, Tensor] = WeakValueDictionary()
         self._unrecordable: set[Hashable] = set()
 
     def _do_unknown(self, work: Callable[[], None], times: int) -> bool:
@@ -106,7 +109,7 @@ class CudaGraphs(Replays):
         return graph
 
     def _recorded(self, plan: ReusablePlan, signature: StepSignature) -> _KnownGraph:
-        inputs = GraphInputs(signature)
+        inputs = GraphInputs(signature, self._rooms)
         steps = plan.function(inputs.tensors)
         # On real numbers: others might be no valid positions of samples.
         inputs.load(signature.inputs)

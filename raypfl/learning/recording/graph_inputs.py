@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, MutableMapping
 from dataclasses import dataclass
 
 import torch
@@ -44,18 +44,20 @@ class _Block:
 class GraphInputs:
     """Memory of a graph's own for the inputs of its steps; those that share memory share it here, too.
 
+    `rooms` : memory for inputs of any length, such as samples. Graphs share it: inputs are copied before each use.
+
     Attributes
     ----------
     tensors : the graph's inputs, by name.
     """
 
-    def __init__(self, signature: StepSignature):
+    def __init__(self, signature: StepSignature, rooms: MutableMapping[Hashable, Tensor]):
         self.tensors: dict[str, Tensor] = {}
         self._blocks: list[_Block] = []
         by_memory: dict[int, dict[str, Tensor]] = {}
         for name, tensor in signature.inputs.items():
             if name in signature.free_axes:
-                self._add_with_room(name, tensor.detach(), signature.free_axes[name])
+                self._add_with_room(name, tensor.detach(), signature.free_axes[name], rooms)
             elif not tensor.numel():
                 self.tensors[name] = tensor.detach().clone()
             else:
@@ -63,12 +65,16 @@ class GraphInputs:
         for sharing in by_memory.values():
             self._add(sharing)
 
-    def _add_with_room(self, name: str, tensor: Tensor, axis: int) -> None:
+    def _add_with_room(self, name: str, tensor: Tensor, axis: int, rooms: MutableMapping[Hashable, Tensor]) -> None:
         shape = list(tensor.shape)
         # Up to twice as much as now, so that few rounds are too long for it.
         shape[axis] = 1 << (shape[axis] - 1).bit_length()
-        # Positions beyond the inputs are never read, but valid if they are.
-        room = self.tensors[name] = tensor.new_zeros(shape)
+        key = (name, tensor.dtype, *shape)
+        room = rooms.get(key)
+        if room is None:
+            # Positions beyond the inputs are never read.
+            room = rooms[key] = tensor.new_zeros(shape)
+        self.tensors[name] = room
         self._blocks.append(_Block(name, 0, room, axis))
 
     def _add(self, sharing: Mapping[str, Tensor]) -> None:
