@@ -153,12 +153,13 @@ def test_tensors_that_steps_made_before_they_were_recorded_live_as_long_as_the_g
     assert all(steps() is not None for steps in graphs.steps)
 
 
-def test_graphs_of_a_run_have_one_copy_of_the_samples():
+def test_graphs_of_a_run_share_their_copies_of_samples_and_models():
     graphs = TapedGraphs()
     over_rounds("plain", graphs)
     inputs = [graph.inputs.tensors for graph in graphs._graphs.values()]
     assert len(inputs) == 3
-    assert len({_address(tensors["x"]) for tensors in inputs}) == 1
+    for name in ("x", "theta"):
+        assert len({_address(tensors[name]) for tensors in inputs}) == 1
 
 
 def test_a_longer_round_gets_a_graph_with_more_room_and_a_short_one_none():

@@ -42,9 +42,9 @@ class _Block:
 
 
 class GraphInputs:
-    """Memory of a graph's own for the inputs of its steps; those that share memory share it here, too.
+    """Memory for the inputs of a graph's steps; those that share memory share it here, too.
 
-    `rooms` : memory for inputs of any length, such as samples. Graphs share it: inputs are copied before each use.
+    `rooms` : memory that graphs share, by input, since they are replayed one after the other, each on new copies.
 
     Attributes
     ----------
@@ -54,6 +54,8 @@ class GraphInputs:
     def __init__(self, signature: StepSignature, rooms: MutableMapping[Hashable, Tensor]):
         self.tensors: dict[str, Tensor] = {}
         self._blocks: list[_Block] = []
+        # References to all that is in use; `rooms` may have only weak ones.
+        self._rooms: list[Tensor] = []
         by_memory: dict[int, dict[str, Tensor]] = {}
         for name, tensor in signature.inputs.items():
             if name in signature.free_axes:
@@ -63,7 +65,7 @@ class GraphInputs:
             else:
                 by_memory.setdefault(tensor.untyped_storage().data_ptr(), {})[name] = tensor.detach()
         for sharing in by_memory.values():
-            self._add(sharing)
+            self._add(sharing, rooms)
 
     def _add_with_room(self, name: str, tensor: Tensor, axis: int, rooms: MutableMapping[Hashable, Tensor]) -> None:
         shape = list(tensor.shape)
@@ -77,13 +79,19 @@ class GraphInputs:
         self.tensors[name] = room
         self._blocks.append(_Block(name, 0, room, axis))
 
-    def _add(self, sharing: Mapping[str, Tensor]) -> None:
+    def _add(self, sharing: Mapping[str, Tensor], rooms: MutableMapping[Hashable, Tensor]) -> None:
         start = min(int(tensor.storage_offset()) for tensor in sharing.values())
         stop = max(_end(tensor) for tensor in sharing.values())
         name, first = next(iter(sharing.items()))
         # Addresses stay as even as they were: kernels for aligned numbers may round differently.
         lead = start % (ALIGNMENT // first.element_size())
-        numbers = first.new_empty(lead + stop - start)[lead:]
+        length = lead + stop - start
+        key = (name, first.dtype)
+        room = rooms.get(key)
+        if room is None or len(room) < length:
+            room = rooms[key] = first.new_empty(length)
+        self._rooms.append(room)
+        numbers = room[lead:length]
         for shared_name, tensor in sharing.items():
             offset = lead + tensor.storage_offset() - start
             self.tensors[shared_name] = numbers.as_strided(tensor.shape, tensor.stride(), offset)
