@@ -23,6 +23,7 @@ from raypfl.learning.vectorised import Vectorised
 from tests.learning.test_gpu_steps import CASES
 from tests.learning.test_recorded_steps import trained
 from tests.support.federation import FP32, Federation
+from tests.support.pretend_gpu import pretend_gpu
 
 
 class Tape(TorchDispatchMode):
@@ -160,6 +161,22 @@ def test_graphs_of_a_run_share_their_copies_of_samples_and_models():
     assert len(inputs) == 3
     for name in ("x", "theta"):
         assert len({_address(tensors[name]) for tensors in inputs}) == 1
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_steps_with_a_number_in_the_hosts_memory_which_a_graph_would_not_read_again_get_none(device):
+    def train(fed: Federation, round: int) -> Tensor:
+        clients = fed.clients(round=round)
+        factor = torch.tensor(1.0 + round, device=device)
+        return unmarked(clients.sgd(lambda p, batch: factor * clients.loss(p, batch), clients.initial, steps=20))
+
+    graphs = TapedGraphs()
+    with pretend_gpu():
+        recorded = with_graphs(graphs, device="cuda", sizes=(12, 12))
+        plain = with_graphs(None, device="cuda", sizes=(12, 12))
+        for round in range(3):
+            assert torch.equal(train(recorded, round), train(plain, round))
+    assert graphs.recordings == (1 if device == "cuda" else 0)
 
 
 def test_a_longer_round_gets_a_graph_with_more_room_and_a_short_one_none():

@@ -79,7 +79,11 @@ class CudaGraphs(Replays):
         return is_recorded
 
     def _repeat(self, plan: ReusablePlan, signature: StepSignature, times: int) -> None:
-        graph = None if times < self.min_repetitions else self._graph(plan, signature)
+        graph = None
+        # Kernels get a number in the host's memory when they are launched, so a graph would keep the first round's.
+        is_on_gpu = len({tensor.device for tensor in signature.inputs.values()}) == 1
+        if times >= self.min_repetitions and is_on_gpu:
+            graph = self._graph(plan, signature)
         if graph is None:
             super()._repeat(plan, signature, times)
             return
