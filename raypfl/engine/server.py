@@ -24,6 +24,7 @@ from raypfl.common.errors import (
 from raypfl.common.global_draws import AT_START, ON_SERVER, refuse_unkeyed
 from raypfl.common.stopping import signals_deferred
 from raypfl.common.user_code import where_defined, with_location
+from raypfl.common.user_warnings import user_warnings
 from raypfl.devices import ClientTurns
 from raypfl.engine.building.analysing import Analyses
 from raypfl.engine.building.rounds import rounds_for
@@ -211,7 +212,10 @@ class Server:
                 with state.all_or_nothing() as server_before:
                     with refuse_unkeyed(self._method.round, self._task.model.device, ON_SERVER):
                         cohort = self._rounds.cohort(number, state.server, earlier_kinds, cohort_draw)
-                        returned: object = self._method.round(state.server, cohort)  # type: ignore[func-returns-value]
+                        with user_warnings() as texts:
+                            returned: object = self._method.round(state.server, cohort)  # type: ignore[func-returns-value]
+                    for text in sorted(texts):
+                        self._warn(text)
                     refuse_returned(self._method.round, returned, state.server)
                     # A resumed run begins its next round with no more than this, so this one does not either.
                     state.server = saved_state(self._method.round, state.server)

@@ -208,6 +208,22 @@ def test_a_run_whose_loss_ignores_its_parameters_is_warned_of_it_once(tmp_path: 
     assert [text.partition(" does not depend")[0] for text in warnings] == [place]
 
 
+class TrainsOnTheServerWhatItGot(Base):
+    def round(self, server, cohort):
+        super().round(server, cohort)
+        theta = server["theta"]
+        batches = cohort.pool("auxiliary").batches(16, steps=2)
+        server["theta"] = cohort.sgd(lambda p, batch: cohort.task.model(theta, batch.x).sum(), theta, batches, lr=0.1)
+
+
+def test_what_the_server_warns_of_is_a_warning_of_the_run(tmp_path: Path):
+    events: list[Event] = []
+    method = f"{__name__}:TrainsOnTheServerWhatItGot"
+    raypfl.run(experiment(tmp_path, method=method, data__pools="{auxiliary: 0.3}"), listeners=[events.append])
+    (warning,) = [event.text for event in events if isinstance(event, Warned)]
+    assert warning.startswith("TrainsOnTheServerWhatItGot.round.<lambda> (test_own_methods.py, line ")
+
+
 @pytest.mark.parametrize(("method", "loses"), [(LosesItsReply, True), (OnlyMeasures, False), (TrainsAlone, False)])
 def test_a_round_that_keeps_nothing_of_what_clients_did_is_warned_of_once(tmp_path: Path, method: type, loses: bool):
     events: list[Event] = []
