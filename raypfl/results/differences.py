@@ -17,6 +17,7 @@ from raypfl.results import bootstrap
 from raypfl.results.labels import labels
 from raypfl.results.numbers import client_scores
 from raypfl.results.run_groups import RunGroup, group_runs, methods_without_result, run_labels
+from raypfl.results.sweeps import searched_settings
 from raypfl.results.table import tests_of
 from raypfl.results.units import Unit, number_text
 from raypfl.runs.result import RunResult
@@ -129,7 +130,7 @@ def find_label(labels: Sequence[str], baseline: str, methods: str = "the methods
 
 def find_baseline(results: Sequence[RunResult], baseline: str) -> str:
     """Return the label of a baseline among the methods that have a result; raises as `find_label` does."""
-    complete = labels([result.experiment for result in results])
+    complete = labels([result.experiment for result in results], searched_settings(results))
     baseline = dict(zip(complete, run_labels(results), strict=True)).get(baseline, baseline)
     try:
         return find_label([group.label for group in group_runs(results)], baseline, "the methods with a result")

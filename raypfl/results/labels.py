@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from raypfl.experiment import Experiment
@@ -15,7 +15,7 @@ _EVALUATIONS = ("evaluation.every", "evaluation.protocols")
 _MISSING = object()
 
 
-def labels(experiments: Sequence[Experiment]) -> list[str]:
+def labels(experiments: Sequence[Experiment], searched: Collection[str] = ()) -> list[str]:
     """Return a name for each experiment; those that differ in their seed alone have the same one.
 
     A label is the method with the options in which runs of this method differ, and with the settings in which it
@@ -23,12 +23,12 @@ def labels(experiments: Sequence[Experiment]) -> list[str]:
     out, unless it alone tells experiments apart; so are analyses, which change no result, unless they alone tell
     experiments from one seed apart. All labels, the first one's too, show their values if the experiments differ in a
     single setting that is not a method's own. If all are of one method and differ in several settings, labels show
-    those that are not at their default.
+    those that are not at their default, and those of the settings in `searched`, by dotted name.
     """
     if not experiments:
         return []
     names = _method_names(experiments)
-    texts = _setting_texts(names, experiments)
+    texts = _setting_texts(names, experiments, searched)
     return [f"{name} {text}".rstrip() for name, text in zip(names, texts, strict=True)]
 
 
@@ -60,7 +60,9 @@ def _method_names(experiments: Sequence[Experiment]) -> list[str]:
     return names
 
 
-def _setting_texts(names: Sequence[str], experiments: Sequence[Experiment]) -> list[str]:
+def _setting_texts(
+    names: Sequence[str], experiments: Sequence[Experiment], searched: Collection[str] = ()
+) -> list[str]:
     """Return ``training.lr=0.05 rounds=4`` of each experiment, as `labels` says; `names` are their methods."""
     settings = [_deciding_settings(experiment) for experiment in _without_found_objectives(experiments)]
     runs = [(name, experiment.seed) for name, experiment in zip(names, experiments, strict=True)]
@@ -77,6 +79,7 @@ def _setting_texts(names: Sequence[str], experiments: Sequence[Experiment]) -> l
         reference = _defaults()
     else:
         reference = complete[0]
+    reference = {key: value for key, value in reference.items() if key not in searched or value is None}
     differences = [_differences(values, reference, differing) for values in complete]
 
     return [_as_text(_without_parts_of_other_components(values, settings)) for values in differences]

@@ -12,6 +12,7 @@ from raypfl.common.errors import ConfigError
 from raypfl.evaluation.run_metrics import PRIMARY_AGGREGATES, Measures, is_tested_once
 from raypfl.results.colours import colour
 from raypfl.results.labels import labels
+from raypfl.results.sweeps import searched_settings
 from raypfl.results.units import Unit
 from raypfl.runs.records import WITHOUT_RESULT
 from raypfl.runs.result import RunResult
@@ -164,13 +165,14 @@ def run_labels(results: Sequence[RunResult]) -> list[str]:
     alone.
     """
     # Labels say how runs differ from the first: let that be one with a result.
+    searched = searched_settings(results)
     order = sorted(range(len(results)), key=lambda i: results[i].status in WITHOUT_RESULT)
-    by_index = dict(zip(order, labels([results[i].experiment for i in order]), strict=True))
+    by_index = dict(zip(order, labels([results[i].experiment for i in order], searched), strict=True))
     complete = [by_index[i] for i in range(len(results))]
 
     with_result = {by_index[i] for i in order if results[i].status not in WITHOUT_RESULT}
     shown = [result for label, result in zip(complete, results, strict=True) if label in with_result]
-    short = iter(labels([result.experiment for result in shown]))
+    short = iter(labels([result.experiment for result in shown], searched))
     shortened = [next(short) if label in with_result else label for label in complete]
 
     is_ambiguous = len(set(shortened)) < len(set(complete))

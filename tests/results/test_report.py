@@ -24,6 +24,7 @@ from raypfl.engine import history
 from raypfl.evaluation import Measures
 from raypfl.results import numbers
 from raypfl.results.colours import COLOURS
+from raypfl.results.differences import find_baseline
 from raypfl.results.drawing.canvas import page_paint, svg
 from raypfl.results.drawing.curves import line_style
 from raypfl.results.ranking.named_clients import client_table
@@ -34,7 +35,7 @@ from raypfl.results.report.page import shades
 from raypfl.results.report.parts import Part, part_of
 from raypfl.results.report.searches.folders import has_search
 from raypfl.results.report.searches.page import read as read_search
-from raypfl.results.run_groups import group_runs
+from raypfl.results.run_groups import group_runs, run_labels
 from raypfl.results.table import legend
 from raypfl.results.units import megabyte_digits
 from tests.support.command import raypfl as command
@@ -824,6 +825,19 @@ def swept(result: raypfl.Result, folder: Path, chosen: str = CHOSEN) -> list[ray
         trial = changed(shifted(result, {"global": on_test, "personal": on_test}), f"training.lr={lr}")
         trials.append(replace(trial, run_dir=folder / "trials" / name))
     return trials
+
+
+def test_trials_of_a_sweep_are_labelled_with_all_that_it_searches_also_at_its_default(results, tmp_path):
+    trials = swept(results[0], tmp_path / "rates")[:2]
+    other = replace(trials[1], experiment=trials[1].experiment.override(["training.epochs=2", "training.lr=0.1"]))
+    sweep = "search: {training.lr: {choice: [0.1, 0.5]}, training.epochs: {choice: [1, 2]}}\n"
+    (tmp_path / "rates/sweep.yaml").write_text(sweep)
+    expected = ["fedavg training.epochs=1 training.lr=0.5", "fedavg training.epochs=2 training.lr=0.1"]
+    assert run_labels([trials[0], other]) == expected
+    assert find_baseline([trials[0], other], expected[1]) == expected[1]
+
+    (tmp_path / "rates/sweep.yaml").write_text("search: [")
+    assert run_labels([trials[0], other]) == ["fedavg training.lr=0.5", "fedavg training.epochs=2"]
 
 
 def test_the_headline_of_a_sweep_names_the_configuration_that_the_search_chose_never_the_best_on_test_data(

@@ -11,8 +11,9 @@ import pyarrow.parquet as pq
 
 from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.results.labels import labels
-from raypfl.results.report.searches.folders import best_runs, is_sweep
+from raypfl.results.report.searches.folders import best_runs
 from raypfl.results.setting_text import data_text
+from raypfl.results.sweeps import is_sweep
 from raypfl.runs.folders import ComparisonFolder
 from raypfl.runs.records import DESCRIPTION, STUDY_CELLS, SUMMARY, SWEEP, WITHOUT_RESULT, recorded_end, refuse_missing
 from raypfl.runs.result import RunResult

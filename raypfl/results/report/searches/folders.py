@@ -9,8 +9,9 @@ from pathlib import Path
 
 from raypfl.common.errors import ConfigError
 from raypfl.evaluation import Measures
+from raypfl.results.sweeps import is_sweep
 from raypfl.results.units import Unit
-from raypfl.runs.records import DESCRIPTION, SEARCH, SWEEP, TRIALS
+from raypfl.runs.records import DESCRIPTION, SEARCH, TRIALS
 
 CONFIGURATIONS = "configurations.png"
 IMPORTANCE = "importance.png"
@@ -19,22 +20,9 @@ BEST_TRIALS = 6
 """Number of best trials of a sweep whose runs are on the page."""
 
 
-def is_sweep(folder: Path) -> bool:
-    """Return whether a folder is a sweep's: a user's own folder may have a file of the same name, but no trials."""
-    return (folder / SWEEP).is_file() and (folder / "trials").is_dir()
-
-
 def has_search(folder: Path) -> bool:
     """Return whether a folder is that of a sweep, or of a study with a search, and has the table of its trials."""
     return (folder / TRIALS).is_file() and (is_sweep(folder) or (folder / SEARCH).is_file())
-
-
-def sweep_of(run: Path) -> Path | None:
-    """Return the folder of the sweep that a run's folder is in; None if it is in none."""
-    for folder in run.absolute().parents:
-        if folder.name == "trials" and is_sweep(folder.parent):
-            return folder.parent
-    return None
 
 
 def chosen_trials(sweep: Path, measures: Measures) -> tuple[str, list[Path]]:
