@@ -17,6 +17,7 @@ from benchmarks import searches
 from benchmarks.orders import FEWEST_METHODS, Measured, correlations, order
 from raypfl.common.counting import counted
 from raypfl.common.files import write
+from raypfl.results.table import untrained_sentence
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "benchmarks/results/published"
@@ -311,7 +312,7 @@ def _tables(record: Record) -> Iterator[str]:
         yield "\n".join(lines) + "\n"
 
         for metric in _ranked(metrics):
-            yield from _standings(record, [cell for cell in cells if cell.metric == metric and cell.standing])
+            yield from _standings(record, [cell for cell in cells if cell.metric == metric])
 
 
 def _ranked(metrics: Iterable[str]) -> list[str]:
@@ -322,10 +323,11 @@ def _ranked(metrics: Iterable[str]) -> list[str]:
 
 def _standings(record: Record, cells: Sequence[Cell]) -> Iterator[str]:
     """Yield a table of how the methods of a column stand, from the best one on."""
-    if not cells:
+    ranked = [cell for cell in cells if cell.standing]
+    if not ranked:
         return
     lines = [f"| {cells[0].metric} | rank | 95 % | to the best | P(better) | CPU s |", "|---|---|---|---|---|---|"]
-    for cell in sorted(cells, key=lambda cell: cell.standing["rank"] if cell.standing else 0):
+    for cell in sorted(ranked, key=lambda cell: cell.standing["rank"] if cell.standing else 0):
         standing = cell.standing
         assert standing is not None
         to_best = chance = "–"
@@ -339,6 +341,11 @@ def _standings(record: Record, cells: Sequence[Cell]) -> Iterator[str]:
         columns = (cell.method, ranks, interval, to_best, chance, record.seconds_of_a_seed(cell))
         lines.append(f"| {' | '.join(columns)} |")
     yield "\n".join(lines) + "\n"
+
+    # A study ranks no global model of which a part was never trained.
+    unranked = [cell.method for cell in cells if not cell.standing]
+    if unranked:
+        yield f"{untrained_sentence(unranked)} It is not ranked.\n"
 
 
 def _cost(runs: Sequence[dict[str, Any]]) -> str:

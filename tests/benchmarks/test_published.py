@@ -64,6 +64,7 @@ def test_how_methods_stand_is_shown_by_rank_with_the_cpu_time_of_a_seed():
     entries = [
         {"method": "FedAvg", "values": [64.0, 66.0], "published": 85.0, "standing": second},
         {"method": "Ditto", "values": [70.0, 71.0], "published": 97.0, "standing": first},
+        {"method": "FedPer", "values": [20.0, 30.0], "published": 90.0},
     ]
     costs = [("FedAvg", 10.0), ("FedAvg", 20.0), ("Ditto", 30.0), ("Ditto", None)]
     runs = [{"method": method, "down": "", "across": "", "cpu_seconds": seconds} for method, seconds in costs]
@@ -71,6 +72,8 @@ def test_how_methods_stand_is_shown_by_rank_with_the_cpu_time_of_a_seed():
     assert "| Ditto | 1 (1 to 1) | 60.0 to 70.0 | – | – | – |\n" in text
     assert "| FedAvg | 2 (2 to 3) | 60.0 to 70.0 | -5.2 (-7.0 to -3.0) | 1 % | 15 |\n" in text
     assert text.index("| Ditto | 1 (") < text.index("| FedAvg | 2 (")
+    reason = "In the global model of FedPer, what clients keep has its initial values. It is not ranked.\n"
+    assert "| FedPer | " in text and reason in text
 
 
 def test_what_was_left_out_of_a_table_is_one_line():
