@@ -137,6 +137,11 @@ def test_a_step_has_no_more_samples_than_the_largest_client(tmp_path):
     assert work < 2000 * 650
 
 
+def test_the_multiplications_of_a_step_count_no_bias(tmp_path):
+    _, why = choice_for(tmp_path, training__batch_size=10)
+    assert why == "a small network: 650 parameters, 6,400 multiplications a step"
+
+
 def test_only_what_the_settings_leave_open_is_chosen(tmp_path):
     assert choice_for(tmp_path, engine__executor="sequential") == (ONE_BY_ONE, "")
     assert choice_for(tmp_path, training__channels_last="true")[0] == Candidate("vectorised", True)

@@ -213,7 +213,9 @@ def _candidates(prepared: Prepared, cost: Cost, batch: int, group: int) -> tuple
     preferred: str = executor
     if executor in ("auto", "fastest"):
         size = prepared.model.size
-        load = Load(size, batch * max(cost.multiplications, size), group, group * cost.client_bytes(size, batch))
+        # Layers that are not counted, such as recurrent ones, multiply by each weight at least once.
+        weights = sum(segment.size for segment in prepared.model.segments.values() if len(segment.shape) > 1)
+        load = Load(size, batch * max(cost.multiplications, weights), group, group * cost.client_bytes(size, batch))
         # A share that is still to be measured (auto) counts as a whole GPU.
         share = min(experiment.ray.gpus or 1.0, 1.0)
         preferred, why = rule(load, device, share)
