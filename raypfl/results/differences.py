@@ -17,10 +17,10 @@ from raypfl.results import bootstrap
 from raypfl.results.labels import labels
 from raypfl.results.numbers import client_scores
 from raypfl.results.run_groups import RunGroup, group_runs, methods_without_result, run_labels
-from raypfl.results.sweeps import searched_settings
 from raypfl.results.table import tests_of
 from raypfl.results.units import Unit, number_text
 from raypfl.runs.result import RunResult
+from raypfl.runs.several.sweeps import searched_settings
 
 ENOUGH_SEEDS = 6
 """Fewest seeds with which a two-sided Wilcoxon test can give p < 0.05: over n seeds, p is at least 2 / 2^n."""
@@ -78,7 +78,7 @@ class Difference:
             return self.text(self.mean), "–", seeds_ahead, "–"
 
         interval = f"{self.text(self.low)} to {self.text(self.high)}"
-        return self.text(self.mean), interval, seeds_ahead, f"{self.draws_ahead:.0%}"
+        return self.text(self.mean), interval, seeds_ahead, share_text(self.draws_ahead)
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything for programs; None where there is none."""
@@ -96,6 +96,14 @@ class Difference:
             "draws_ahead": self.draws_ahead,
             "by_seed": self.by_seed,
         }
+
+
+def share_text(share: float) -> str:
+    """Return a share in %, with so many digits that only none is 0% and only all are 100%: ``"12%"``, ``"0.1%"``."""
+    digits = 0
+    while digits < 3 and share not in (0, 1) and round(share, digits + 2) in (0, 1):
+        digits += 1
+    return f"{share:.{digits}%}"
 
 
 HEADINGS = ("difference", "95%\ninterval", "seeds\nahead", "draws\nahead")

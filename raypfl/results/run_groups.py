@@ -12,10 +12,10 @@ from raypfl.common.errors import ConfigError
 from raypfl.evaluation.run_metrics import PRIMARY_AGGREGATES, Measures, is_tested_once
 from raypfl.results.colours import colour
 from raypfl.results.labels import labels
-from raypfl.results.sweeps import searched_settings
 from raypfl.results.units import Unit
 from raypfl.runs.records import WITHOUT_RESULT
 from raypfl.runs.result import RunResult
+from raypfl.runs.several.sweeps import searched_settings
 
 
 @dataclass(frozen=True)

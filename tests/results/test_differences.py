@@ -162,6 +162,15 @@ def test_a_method_that_is_ahead_in_every_seed_is_shown_ahead_although_deviations
     assert "p = 0.25" in text and "3 seeds" in text and "6 seeds" in text
 
 
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [(0.0, "0%"), (0.0001, "0.01%"), (0.001, "0.1%"), (0.123, "12%"), (0.994, "99%"), (0.9993, "99.9%"), (1.0, "100%")],
+)
+def test_only_a_method_that_is_ahead_in_no_draw_has_a_share_of_zero(share, text):
+    row = of_local_protocol(differences(group_runs(runs_at(ISSUE)), "fedavg"))
+    assert replace(row, draws_ahead=share).cells[-1] == text
+
+
 def test_lower_is_ahead_where_lower_is_better():
     runs = runs_at(ISSUE)
     errors = [replace(run, experiment=run.experiment.override(["objective=regression"])) for run in runs]

@@ -11,8 +11,8 @@ from raypfl.results.differences import find_baseline
 from raypfl.results.report.searches.folders import chosen_trials
 from raypfl.results.run_groups import RunGroup, group_runs
 from raypfl.results.setting_text import data_text
-from raypfl.results.sweeps import sweep_of
 from raypfl.runs.result import RunResult
+from raypfl.runs.several.sweeps import sweep_of
 
 
 @dataclass(frozen=True)

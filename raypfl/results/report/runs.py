@@ -13,10 +13,10 @@ from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.results.labels import labels
 from raypfl.results.report.searches.folders import best_runs
 from raypfl.results.setting_text import data_text
-from raypfl.results.sweeps import is_sweep
 from raypfl.runs.folders import ComparisonFolder
 from raypfl.runs.records import DESCRIPTION, STUDY_CELLS, SUMMARY, SWEEP, WITHOUT_RESULT, recorded_end, refuse_missing
 from raypfl.runs.result import RunResult
+from raypfl.runs.several.sweeps import is_sweep
 
 _DAMAGED = (OSError, ValueError, LookupError, TypeError, pa.ArrowException)
 """What reading files with other content than expected raises."""

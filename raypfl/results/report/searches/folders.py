@@ -9,9 +9,9 @@ from pathlib import Path
 
 from raypfl.common.errors import ConfigError
 from raypfl.evaluation import Measures
-from raypfl.results.sweeps import is_sweep
 from raypfl.results.units import Unit
 from raypfl.runs.records import DESCRIPTION, SEARCH, TRIALS
+from raypfl.runs.several.sweeps import is_sweep
 
 CONFIGURATIONS = "configurations.png"
 IMPORTANCE = "importance.png"
