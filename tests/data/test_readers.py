@@ -542,6 +542,12 @@ def test_a_truncated_image_of_a_csv_file_is_named_with_its_row(tmp_path, opened)
         opened("csv")
 
 
+@pytest.mark.parametrize("root", [None, "nonesuch"])
+def test_whoever_has_a_table_of_features_learns_that_csv_reads_images_before_there_is_a_folder(root):
+    with pytest.raises(ConfigError, match=r"tables of images \(data=table reads tables of features\)\."):
+        DataConfig(name="csv", root=root).read()
+
+
 def test_labels_out_of_range_and_missing_columns_of_a_csv_file_are_named(tmp_path, opened):
     listed(tmp_path / "data", ["image,edema,cardiomegaly", "images/0.png,1,0", "images/1.png,2,0"])
     with pytest.raises(DataError, match=r"Line 3 of train\.csv has 2 for 'edema', which must be 1, 0, -1 or empty"):

@@ -195,7 +195,7 @@ class ImageTableReader(ImageReader):
 
     def root(self) -> Path:
         """Return the folder ``data.root``."""
-        return self.config.folder("the data set's tables")
+        return self.config.folder("tables of images (data=table reads tables of features)")
 
     def matching_paths(self, pattern: str) -> list[Path]:
         """Return the files in ``data.root`` that match.
