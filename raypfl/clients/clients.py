@@ -96,6 +96,12 @@ class Clients:
     def __iter__(self) -> NoReturn:
         raise MethodError(f"clients is a group that computes together, so no loop goes over it. {_AS_A_GROUP}")
 
+    def __getitem__(self, index: object) -> NoReturn:
+        raise MethodError(
+            f"clients is a group that computes together, so there is no clients[{index!r}]. {_AS_A_GROUP} "
+            "Their numbers are clients.ids."
+        )
+
     def __getattr__(self, name: str) -> NoReturn:
         names = [member for member in (*dir(type(self)), *vars(self)) if not member.startswith("_")]
         raise AttributeError(f"clients has no {name!r}; {did_you_mean(name, names)} {_AS_A_GROUP}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, ClassVar, dataclass_transform
@@ -33,7 +34,10 @@ class Component:
                 f"{cls.__name__} has an __init__; its options are fields of the class, as in: {example}: float = 0.1"
             )
         docstring = cls.__doc__
-        dataclass(frozen=True, kw_only=True)(cls)
+        try:
+            dataclass(frozen=True, kw_only=True)(cls)
+        except ValueError as error:
+            raise _mutable_default(cls, error) or error from None
         # A class without a docstring would get its signature for one.
         cls.__doc__ = docstring
 
@@ -43,6 +47,21 @@ class Component:
         mistakes += _mistaken_functions(self)
         if mistakes:
             raise ConfigError(" ".join(mistakes))
+
+
+def _mutable_default(cls: type, error: ValueError) -> ConfigError | None:
+    """Return what to write instead if a dataclass was refused for a list, a dict or a set as a default, or None."""
+    refused = re.search(r"mutable default .* for field (\w+)", str(error))
+    if not refused:
+        return None
+    name = refused[1]
+    default = vars(cls)[name]
+    kind = type(default).__name__
+    factory = f"lambda: {default!r}" if default else kind
+    return ConfigError(
+        f"{cls.__name__}.{name} has the default {default!r}, which all objects of the class would share; write "
+        f"{name}: {kind} = dataclasses.field(default_factory={factory})."
+    )
 
 
 def _mistaken_functions(component: Component) -> list[str]:

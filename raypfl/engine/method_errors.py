@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,12 @@ from raypfl.storage.tree import as_saved, equal
 
 
 def server_failure(
-    method: Method, error: Exception, when: str, function: Callable[..., Any] | None, last_exchange: str = ""
+    method: Method,
+    error: Exception,
+    when: str,
+    function: Callable[..., Any] | None,
+    last_exchange: str = "",
+    names: Collection[str] = (),
 ) -> str:
     """Describe an error that the method raised on the server: what failed and where.
 
@@ -28,11 +33,25 @@ def server_failure(
     when : when it failed, as ``"in round 3"``.
     function : the method's function that was called; None: one of several.
     last_exchange : a sentence with the shapes of the last exchange; may be empty.
+    names : what the server's state had before the round.
     """
     failure = describe_failure(error, when, function)
     if failure is None:
         failure = f"{type(method).__name__} failed on the server {when}:\n{traceback_text(error)}"
-    return f"{failure}\n{last_exchange}".rstrip()
+    # Another dict may lack the name, where the lines of the failure do not even mention the server's.
+    missing = _missing_state(error, names) if "server" in failure else ""
+    lines = [failure, missing, last_exchange]
+    return "\n".join(filter(None, lines))
+
+
+def _missing_state(error: Exception, names: Collection[str]) -> str:
+    """Return what the server's state has, if a name may have been looked up in it in vain; else an empty text."""
+    if not isinstance(error, KeyError) or not error.args or not isinstance(error.args[0], str):
+        return ""
+    missing = error.args[0]
+    if missing in names:
+        return f"server[{missing!r}] was there before: server.pop and del remove it for all rounds to come."
+    return f"The server's state has {', '.join(map(repr, sorted(names))) or 'nothing'}, as start returned it."
 
 
 def gpu_advice(failure: str, run_dir: str) -> str:

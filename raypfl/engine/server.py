@@ -178,7 +178,8 @@ class Server:
             if self._is_evaluation_due():
                 when = f"in the evaluation after round {self._state.round}"
                 function = None
-            failure = server_failure(self._method, error, when, function, self._runner.last_exchange)
+            names = self._state.server
+            failure = server_failure(self._method, error, when, function, self._runner.last_exchange, names)
             return self._end("failed", failure)
 
     def _goes_on(self) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from raypfl.clients.worker import Call, Group, Reply
 from raypfl.common import rng
-from raypfl.common.errors import ClientError, Diverged, EmptyCohort, MethodError, PrivacyError
+from raypfl.common.errors import ClientError, Diverged, EmptyCohort, MethodError, PrivacyError, did_you_mean
 from raypfl.common.messages import Broadcast, Scatter, numbers_charged
 from raypfl.common.user_code import where_defined
 from raypfl.federation.exchange.aggregation import ReplyAggregator
@@ -26,6 +26,10 @@ from raypfl.federation.robustness.wire import Kind, Messages, Wire
 from raypfl.federation.server_training import ServerTraining
 from raypfl.learning.privacy import Spending, server_noise
 from raypfl.storage.tree import flatten
+
+_WHERE_CLIENTS_ARE = (
+    "cohort.run(self.train, theta=...) calls train(clients, theta) where they are. Their numbers are cohort.ids."
+)
 
 
 class CohortReply(dict[str, Tensor]):
@@ -98,10 +102,16 @@ class Cohort(Log, ServerTraining):
         return len(self.ids)
 
     def __iter__(self) -> NoReturn:
-        raise MethodError(
-            "The server has no clients to loop over: cohort.run(self.train, theta=...) calls train(clients, theta) "
-            "where they are. Their numbers are cohort.ids."
-        )
+        raise MethodError(f"The server has no clients to loop over: {_WHERE_CLIENTS_ARE}")
+
+    def __getitem__(self, index: object) -> NoReturn:
+        raise MethodError(f"The server has no clients, so there is no cohort[{index!r}]: {_WHERE_CLIENTS_ARE}")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        names = [member for member in (*dir(type(self)), *vars(self)) if not member.startswith("_")]
+        if name == "clients":
+            raise AttributeError(f"cohort has no 'clients', since they are not on the server: {_WHERE_CLIENTS_ARE}")
+        raise AttributeError(f"cohort has no {name!r}; {did_you_mean(name, names)}")
 
     @property
     def losses(self) -> dict[int, float]:

@@ -563,3 +563,12 @@ def test_a_method_with_an_init_is_told_to_write_its_options_into_the_class():
         class Momentum(FedAvg):
             def __init__(self, beta=0.9):
                 self.beta = beta
+
+
+@pytest.mark.parametrize(
+    ("default", "factory"), [([], "list"), ([0.1], r"lambda: \[0\.1\]"), ({"a": 1}, r"lambda: \{'a': 1\}")]
+)
+def test_an_option_with_a_list_or_a_dict_for_its_default_is_told_what_to_write_instead(default, factory):
+    sentence = rf"Rates\.lrs has the default .*; write lrs: \w+ = dataclasses\.field\(default_factory={factory}\)\."
+    with pytest.raises(ConfigError, match=sentence):
+        type("Rates", (FedAvg,), {"__annotations__": {"lrs": "list"}, "lrs": default, "__module__": __name__})

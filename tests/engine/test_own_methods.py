@@ -92,6 +92,32 @@ class AsksForALoader(Base):
         return clients.dataloader
 
 
+class PicksAClient(Base):
+    def train(self, clients, theta):
+        return clients[0].loss
+
+
+class PicksOnTheServer(Base):
+    def round(self, server, cohort):
+        return cohort[0].loss
+
+
+class AsksForTheClients(Base):
+    def round(self, server, cohort):
+        return [client.loss for client in cohort.clients]
+
+
+class PopsItsModel(Base):
+    def round(self, server, cohort):
+        server.pop("theta")
+        super().round(server, cohort)
+
+
+class PopsWhatIsNotThere(Base):
+    def round(self, server, cohort):
+        server.pop("control")
+
+
 class LoopsOnTheServer(Base):
     def round(self, server, cohort):
         return [client.loss for client in cohort]
@@ -141,6 +167,11 @@ class StartsWithNoSegment(Base):
         (LoopsOverClients, r"^clients is a group .*clients\.sgd.*clients\.minibatches\(\).*\n.*in LoopsOverClients\.t"),
         (AsksForALoader, r"\n.*in AsksForALoader\.train\n.*\n.*clients has no 'dataloader';.*clients\.minibatches"),
         (LoopsOnTheServer, r"^The server has no clients to loop over: cohort\.run.*\n.*in LoopsOnTheServer\.round"),
+        (PicksAClient, r"^clients is a group .*no clients\[0\]\. clients\.sgd.* clients\.ids\.\n.*in PicksAClient\.t"),
+        (PicksOnTheServer, r"^The server has no clients, so there is no cohort\[0\]: cohort\.run.*\n.*OnTheServer\.r"),
+        (AsksForTheClients, r"^AsksForTheClients\.round .*no 'clients', since they are not on the server: cohort\.run"),
+        (PopsItsModel, r"KeyError: 'theta'\n(.*\n)*server\['theta'\] was there before: server\.pop and del remove"),
+        (PopsWhatIsNotThere, r"KeyError: 'control'\n(.*\n)*The server's state has 'theta', as start returned it\."),
         (StartsWithNoSegment, r"No segment of the network matches 'head'.*\n.*in StartsWithNoSegment\.start"),
     ],
 )
