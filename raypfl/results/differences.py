@@ -263,7 +263,8 @@ def difference(group: RunGroup, reference: RunGroup, protocol: str, best: bool =
 
     differences_by_seed: dict[int, np.ndarray] = {}
     shared_clients: list[list[int]] = []
-    for result in group.results:
+    # The draws depend on the order of the seeds, which must not be the order in which runs are named.
+    for result in sorted(group.results, key=lambda result: result.experiment.seed):
         seed = result.experiment.seed
         if seed not in references or data_hash(references[seed]) != data_hash(result):
             continue

@@ -148,6 +148,14 @@ def test_one_client_with_one_seed_has_no_interval_and_the_remarks_say_why():
     assert sentence not in remarks([row], compared)
 
 
+@pytest.mark.parametrize("order", [[5, 4, 3, 2, 1, 0], [0, 1, 2, 5, 3, 4], [1, 4, 0, 3, 2, 5]])
+def test_an_interval_does_not_depend_on_the_order_in_which_runs_are_named(order: list[int]):
+    runs = runs_at(ISSUE)
+    ascending = of_local_protocol(differences(group_runs(runs), "fedavg"))
+    named_otherwise = of_local_protocol(differences(group_runs([runs[i] for i in order]), "fedavg"))
+    assert named_otherwise == ascending and list(named_otherwise.by_seed) == [0, 1, 2]
+
+
 def test_a_method_that_is_ahead_in_every_seed_is_shown_ahead_although_deviations_overlap():
     compared = group_runs(runs_at(ISSUE))
     row = of_local_protocol(differences(compared, "fedavg"))
