@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from queue import Queue
 from typing import Any
+
+import torch
 
 from benchmarks.gpu.isolation import Isolated, in_a_line
 from benchmarks.gpu.journal import Row
 from benchmarks.gpu.steps import Options
-from benchmarks.gpu.work import Job, Rounds, relative_difference
+from benchmarks.gpu.work import Job, Rounds, recorders, relative_difference
+from raypfl.learning.recording import Recorder
 from raypfl.methods import METHODS
 
 TOLERANCE = 1e-2
@@ -34,31 +39,43 @@ QUICK = ("fedavg", "fednh", "perada")
 def agreement(options: Options) -> Iterator[Row]:
     """Compare what every method keeps after two rounds with what it keeps on a CPU, in several processes."""
     names = QUICK if options.quick else tuple(METHODS)
-    lanes = max(1, options.processes[-1] // 2)
-    isolated = [Isolated() for _ in range(lanes)]
+    lanes = options.processes[-1]
+    free: Queue[Isolated] = Queue()
+    for _ in range(lanes):
+        free.put(Isolated())
 
-    def lane(number: int) -> list[Row]:
-        return [isolated[number](compared_with_cpu, name, options.device) for name in names[number::lanes]]
+    def row_of(name: str) -> Row:
+        isolated = free.get()
+        try:
+            return isolated(compared_with_cpu, name, options.device)
+        finally:
+            free.put(isolated)
 
     with ThreadPoolExecutor(lanes) as threads:
-        for rows in threads.map(lane, range(lanes)):
-            yield from rows
+        yield from threads.map(row_of, names)
+    for _ in range(lanes):
+        free.get().close()
 
 
 def compared_with_cpu(name: str, device: str) -> Row:
-    """Compare a method's rounds on the device with those on the CPU, and with themselves."""
+    """Compare a method's rounds on the device with those on the CPU, with themselves, and with recorded steps."""
     row: Row = {"method": name}
+    torch.set_num_threads(1)
     try:
         expected, kept, again = (_kept(name, where) for where in ("cpu", device, device))
         difference = relative_difference(kept, expected)
         row |= {"difference": difference, "right": difference <= TOLERANCE, "same_bits": bool(kept.equal(again))}
+        longer = replace(JOB, samples=8 * JOB.batch)
+        one_by_one = _kept(name, device, longer)
+        for way, recorder in recorders(device).items():
+            row[f"same_bits_with_{way}"] = bool(_kept(name, device, longer, recorder()).equal(one_by_one))
     except Exception as error:
         row |= {"right": False, "error": in_a_line(error)}
     return row
 
 
-def _kept(name: str, device: str) -> Any:
-    rounds = Rounds(JOB, device, METHODS.get(name)(**OPTIONS.get(name, {})))
+def _kept(name: str, device: str, job: Job = JOB, recorder: Recorder | None = None) -> torch.Tensor:
+    rounds = Rounds(job, device, METHODS.get(name)(**OPTIONS.get(name, {})), recorder=recorder)
     for _ in range(2):
         rounds.run()
     return rounds.kept()

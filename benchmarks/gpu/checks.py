@@ -127,6 +127,7 @@ def check(options: Options) -> Iterator[Row]:
             yield isolated(recorded, name, replace(NETWORKS[name], **RECORDED_SIZE), way, options)
     for name in OPERATIONS:
         yield isolated(checked_operation, name, options.device)
+    isolated.close()
 
 
 def compared(network: str, job: Job, way: str, options: Options, optimizer_name: str | None = None) -> Row:

@@ -31,6 +31,12 @@ class Isolated:
             self._pool = None
         return row
 
+    def close(self) -> None:
+        """End the process."""
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+
 
 def _call(function: Callable[..., Row], arguments: tuple[Any, ...]) -> tuple[Row, bool]:
     """Return a function's row, and whether CUDA has failed in this process."""

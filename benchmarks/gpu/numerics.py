@@ -16,8 +16,12 @@ from raypfl.models import rows
 STEPS = 20
 """Steps of each client: enough for a recorded step to pay."""
 
+FEW = 10
+"""Clients of a cohort for which only fp32 is measured."""
+
 JOBS = {
     "mlp": replace(NETWORKS["mlp"], cohort=50),
+    "mlp, ten clients": replace(NETWORKS["mlp"], cohort=FEW),
     "lenet": replace(NETWORKS["lenet"], cohort=50),
     "cnn": replace(NETWORKS["cnn"], cohort=20),
     "resnet18": replace(NETWORKS["resnet18"], cohort=5, executor="sequential"),
@@ -50,7 +54,8 @@ def numerics(options: Options) -> Iterator[Row]:
 
 def _settings(job: Job, device: str) -> Iterator[tuple[str, Rounds]]:
     """Yield the rounds under each setting; what is patched stays so while they are timed."""
-    for name, precision in PRECISIONS.items():
+    precisions = {"fp32": DEFAULT_PRECISION} if job.cohort == FEW else PRECISIONS
+    for name, precision in precisions.items():
         yield name, Rounds(job, device, precision=precision)
         if job.executor == "vectorised":
             for way, recorder in recorders(device).items():
