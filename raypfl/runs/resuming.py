@@ -96,8 +96,8 @@ def notice_of_edited_code(run_dir: Path, experiment: Experiment) -> str:
     if not edited:
         return ""
     return (
-        f"{series(edited)} (or what it imports) was edited since the run in {run_dir} began: what that run has done is "
-        "of the code as it was. For results of the new code alone, start a run in another folder."
+        f"{series(edited)} (or what it imports) was edited since the run in {run_dir} began: its rounds so "
+        "far are of the code before the edit. For results of the new code alone, start a run in another folder."
     )
 
 

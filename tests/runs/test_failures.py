@@ -77,7 +77,7 @@ def test_the_last_line_of_a_run_that_failed_without_a_checkpoint_names_its_folde
     folder = tmp_path / "run"
     printed = run_that_fails(f"{__name__}:{method}", folder)
     reason = "No round was finished." if method == "FailsAtStart" else f"{folder} has no checkpoint that can be read."
-    remedy = f"Mend what failed; then, to start again: raypfl run {folder}/experiment.yaml"
+    remedy = f"Fix what failed; then, to start again: raypfl run {folder}/experiment.yaml"
     assert printed.endswith(f"\n{reason} {remedy}\n")
 
 
@@ -88,7 +88,7 @@ def test_a_run_whose_method_fails_after_a_checkpoint_says_that_it_must_be_mended
 ):
     arguments = [*SMALL[1:], "rounds=3", "checkpoint.every=1", f"engine.backend={backend}"]
     ended = raypfl("run", *arguments, "--method", f"{__name__}:{method}", "--run-dir", str(tmp_path / "run"))
-    assert ended.stderr.endswith(f"Mend what failed; then, to continue: raypfl resume {tmp_path}/run\n")
+    assert ended.stderr.endswith(f"Fix what failed; then, to continue: raypfl resume {tmp_path}/run\n")
 
 
 def test_a_mistake_that_a_rehearsed_round_finds_is_a_refusal_which_leaves_no_folder(tmp_path: Path):
@@ -101,7 +101,7 @@ def test_a_mistake_that_a_rehearsed_round_finds_is_a_refusal_which_leaves_no_fol
 
 def test_a_comparison_says_that_a_method_which_failed_at_its_start_must_be_mended(tmp_path: Path):
     printed = run_that_fails(f"fedavg,{__name__}:FailsAtStart", tmp_path / "runs")
-    assert printed.endswith(f"Mend what failed; then, to start it again: raypfl resume {tmp_path}/runs\n")
+    assert printed.endswith(f"Fix what failed; then, to start it again: raypfl resume {tmp_path}/runs\n")
 
 
 @pytest.mark.parametrize("mistaken", [FailsAtStart, StartsWithAnotherName])

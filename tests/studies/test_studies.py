@@ -467,7 +467,7 @@ def test_a_cell_whose_method_fails_must_be_mended_before_the_study_is_continued(
     (tiny / "tiny.yaml").write_text(TINY.replace("FedAvg: fedavg", f"FedAvg: {__name__}:FailsAtStart"))
     result = command("study", "tiny.yaml", "seeds=1", "--only", "Dir(0.1)", "--quiet")
     assert result.exit_code == 1 and "KeyError: 'theta'" in result.stderr
-    advice = "1 of 2 cells are finished. Mend what failed; then, to continue: raypfl study tiny.yaml seeds=1 --only"
+    advice = "1 of 2 cells are finished. Fix what failed; then, to continue: raypfl study tiny.yaml seeds=1 --only"
     assert advice in result.stderr
 
 

@@ -57,7 +57,7 @@ def carry_out(source: str, assignments: Sequence[str], quiet: bool, as_json: boo
     for _, _, run in finished_runs(sweep, folder):
         notice = notice_of_edited_code(run, description(run))
         if notice:
-            warner(progress)(f"{notice} A sweep is another one with another name.")
+            warner(progress)(f"{notice} For a sweep, set another name.")
             break
 
     with signals_interrupt(), message_if_killed(to_continue), tracked:
@@ -163,7 +163,7 @@ def _table(width: int, outcome: SweepResult, trials: Sequence[Trial]) -> tuple[T
 
     columns = {
         "trial": [trial.name for trial in shown],
-        "": [trial.error or trial.status for trial in shown],
+        "status": [trial.error or trial.status for trial in shown],
         "round": [str(trial.round) for trial in shown],
         **metrics,
         **settings,

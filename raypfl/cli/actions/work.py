@@ -124,14 +124,14 @@ def raise_for(
         nothing_saved = "No round was finished."
         if not all(map(ended_at_once, work.runs)):
             nothing_saved = f"{nearby(work.folder)} has no checkpoint that can be read."
-        lines.append(f"{nothing_saved} Mend what failed; then, to start again: {command}")
+        lines.append(f"{nothing_saved} Fix what failed; then, to start again: {command}")
     if lines:
         raise RaypflError("\n".join(filter(None, lines)))
 
 
 def once_mended(to_continue: str, goal: str = "to continue") -> str:
     """Return the sentence with the command that continues work, for work that would fail again as it is."""
-    return to_continue.replace("To continue", f"Mend what failed; then, {goal}", 1)
+    return to_continue.replace("To continue", f"Fix what failed; then, {goal}", 1)
 
 
 def failure(name: str, folders: Sequence[Path], error: RaypflError, again: str = "") -> str:

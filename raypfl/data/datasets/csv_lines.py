@@ -71,7 +71,7 @@ def refuse_other_separators(path: Path, file_name: str) -> None:
     for separator in _SEPARATORS:
         if separator in header and expected not in header:
             raise DataError(
-                f"{file_name} separates its columns by {separator!r}, not by {expected!r}. Write it anew, with pandas: "
+                f"{file_name} separates its columns by {separator!r}, not by {expected!r}. Convert it, with pandas: "
                 f"pd.read_csv({file_name!r}, sep={separator!r}).to_csv({file_name!r}, sep={expected!r}, index=False). "
                 "If its numbers have decimal commas, read_csv also needs decimal=','."
             )
