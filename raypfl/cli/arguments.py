@@ -69,7 +69,9 @@ Baseline = Annotated[
 ]
 
 
-def recipe_and_changes(words: Sequence[str], method: str, seeds: int | None) -> tuple[str, list[str]]:
+def recipe_and_changes(
+    words: Sequence[str], method: str, seeds: int | None, takes_seeds: bool = True
+) -> tuple[str, list[str]]:
     """Return a recipe or file, and the assignments that words, ``--method`` and ``--seeds`` stand for.
 
     Raises
@@ -78,7 +80,7 @@ def recipe_and_changes(words: Sequence[str], method: str, seeds: int | None) -> 
     """
     from raypfl.experiment.recipes import RECIPES
 
-    recipe, changes = source_and_changes(words, "digits", RECIPES)
+    recipe, changes = source_and_changes(words, "digits", RECIPES, takes_seeds)
     _refuse_both("--method", method, ("method", "methods"), changes)
     _refuse_both("--seeds", seeds, ("seeds",), changes)
 
@@ -114,19 +116,23 @@ def study_and_changes(
     """Return a study or file, and the assignments that words, ``--rounds``, ``--seeds`` and ``--trials`` stand for."""
     from raypfl.studies import STUDIES
 
-    source, changes = source_and_changes(words, "digits-personal", STUDIES)
+    source, changes = source_and_changes(words, "digits-personal", STUDIES, takes_seeds=True)
     numbers = {"rounds": rounds, "seeds": seeds, "search.trials": trials}
     return source, changes + [f"{setting}={number}" for setting, number in numbers.items() if number]
 
 
-def source_and_changes(words: Sequence[str], default: str, packaged: Packaged) -> tuple[str, list[str]]:
+def source_and_changes(
+    words: Sequence[str], default: str, packaged: Packaged, takes_seeds: bool = False
+) -> tuple[str, list[str]]:
     """Split words into a name or file, `default` if they begin with an assignment, and the assignments.
+
+    `takes_seeds` : whether the command has the option ``--seeds``.
 
     Raises
     ------
     ConfigError : if a setting has no ``=VALUE``, or a `packaged` name or a file is not the first word.
     """
-    refuse_options(words)
+    refuse_options(words, takes_seeds=takes_seeds)
     _refuse_misplaced(words, packaged)
     first, *rest = words or [default]
     if "=" in first:
@@ -184,10 +190,11 @@ def other_data(words: Sequence[str], changes: Sequence[str]) -> str:
     return ""
 
 
-def refuse_options(words: Sequence[str], is_sweep: bool = False) -> None:
+def refuse_options(words: Sequence[str], *, is_sweep: bool = False, takes_seeds: bool = False) -> None:
     """Raise a ConfigError for an option among the words, with the setting that is probably meant.
 
     is_sweep : whether settings of a sweep may be meant, too.
+    takes_seeds : whether the command has the option ``--seeds``.
     """
     options = [word.partition("=")[0] for word in words if word.startswith("-")]
     if not options:
@@ -199,6 +206,8 @@ def refuse_options(words: Sequence[str], is_sweep: bool = False) -> None:
     assignments = [f"{name}=VALUE" for name in SETTINGS if key in (name, name.rpartition(".")[2])]
     if key == "methods":
         assignments = ["--method A,B"]
+    if key == "seed" and takes_seeds:
+        assignments += ["--seeds N for several"]
     if is_sweep:
         from raypfl.integrations.tuning.sweep import Sweep
 

@@ -85,7 +85,7 @@ def plan(
     from raypfl.experiment import experiments
     from raypfl.experiment.recipes import settings_of
 
-    recipe, changes = recipe_and_changes(words or [], method, None)
+    recipe, changes = recipe_and_changes(words or [], method, None, takes_seeds=False)
     carry_out(experiments(settings_of(recipe), changes), clients, picture, quiet, as_json)
 
 

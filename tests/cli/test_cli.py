@@ -174,6 +174,8 @@ def test_suggested_commands_repeat_the_run_with_one_change():
         (["run", "--rounds", "5"], "There is no option --rounds; write rounds=VALUE."),
         (["tune", "sweep.yaml", "--trials", "3"], "There is no option --trials; write trials=VALUE."),
         (["submit", "tune", "sweep.yaml", "--trials=3"], "There is no option --trials; write trials=VALUE."),
+        (["run", "--seed", "3"], "There is no option --seed; write seed=VALUE or --seeds N for several."),
+        (["resume", "RUN", "--seed", "3"], "There is no option --seed; write seed=VALUE."),
         (["study", "--lr=0.1"], "There is no option --lr; write training.lr=VALUE."),
         (["resume", "RUN", "--foo"], "There is no option --foo; settings are given as KEY=VALUE, such as rounds=5."),
         (
