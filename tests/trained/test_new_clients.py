@@ -18,6 +18,8 @@ import raypfl
 from raypfl.common.errors import CheckpointError, ConfigError, DataError, RaypflError, Unwritable
 from raypfl.data import FederatedData
 from raypfl.methods import METHODS
+from raypfl.methods.mixed_models.fedamp import FedAMP
+from raypfl.methods.personal_models.ditto import Ditto
 from raypfl.trained.models import TrainedModels
 from raypfl.trained.new_clients import checked_samples, require_new_client_models
 from tests.support.runs import experiment
@@ -184,6 +186,21 @@ def test_a_model_with_a_memory_of_samples_is_saved_and_read_too(folder: Path, tm
 def test_methods_without_models_for_new_clients_say_what_one_gets(method: str, advice: str):
     with pytest.raises(ConfigError, match=f"^{method} has no way to make a model for a new client.*{advice}"):
         require_new_client_models(raypfl.Experiment(method=method))
+
+
+class WithoutGlobalModel(FedAMP):
+    """A method of a user's own."""
+
+
+class WithGlobalModel(Ditto):
+    """A method of a user's own."""
+
+
+@pytest.mark.parametrize("method", [WithoutGlobalModel, WithGlobalModel])
+def test_own_methods_without_models_for_new_clients_are_told_what_to_define(method: type):
+    with pytest.raises(ConfigError, match=r"defines unseen_model or personalize: docs/new_clients\.md\.$") as refused:
+        require_new_client_models(raypfl.Experiment(method=method()))
+    assert "another method" not in str(refused.value)
 
 
 IMAGES = np.full((4, 1, 8, 8), 3, dtype=np.uint8)
