@@ -5,21 +5,32 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from raypfl.common.errors import MethodError
+from raypfl.common.errors import MethodError, did_you_mean
 
 Weighting = Literal["samples", "uniform"]
 """The weight of a client in a :class:`Mean`: its number of training samples, or the same for all."""
 
 
+class _Message:
+    """Base of the messages, which refuses misspelt arguments in one sentence."""
+
+    def __new__(cls, *_: Any, **named: Any) -> Self:
+        known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+        unknown = [name for name in named if name not in known]
+        if unknown:
+            raise MethodError(f"{cls.__name__} has no argument {unknown[0]!r}; {did_you_mean(unknown[0], known)}")
+        return super().__new__(cls)
+
+
 @dataclass(frozen=True)
-class Broadcast:
+class Broadcast(_Message):
     """Down: `tensor`, or each of a list of tensors, goes to every client of the cohort, as a bare one does.
 
     Parameters
@@ -35,7 +46,7 @@ class Broadcast:
 
 
 @dataclass(frozen=True)
-class Scatter:
+class Scatter(_Message):
     """Down: row i of `rows` (``[C, ...]``, in cohort order) goes to client i alone; `charged` as for `Broadcast`."""
 
     rows: Tensor
@@ -43,7 +54,7 @@ class Scatter:
 
 
 @dataclass(frozen=True)
-class Mean:
+class Mean(_Message):
     """Up: the weighted mean over the cohort of ``rows[K, ...]``, reduced where the clients are.
 
     Parameters
@@ -68,7 +79,7 @@ class Mean:
 
 
 @dataclass(frozen=True)
-class Sum:
+class Sum(_Message):
     """Up: the sum over the cohort of ``rows[K, ...]``, reduced where the clients are.
 
     Parameters
@@ -86,7 +97,7 @@ class Sum:
 
 
 @dataclass(frozen=True)
-class Each:
+class Each(_Message):
     """Up: ``rows[K, ...]`` as they are; the server gets ``[C, ...]`` in cohort order. The rest is as for `Mean`."""
 
     rows: Tensor

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from raypfl.common.errors import ClientError
+from raypfl.common.errors import ClientError, MethodError
+from raypfl.common.messages import Mean
 from raypfl.engine.backends.inline import Inline
 from raypfl.federation.exchange.backend import Failed
 from raypfl.federation.settings import FailureSettings
@@ -61,6 +62,12 @@ def test_a_group_that_dies_only_as_a_whole_fails_after_its_tries():
     with pytest.raises(ClientError, match=r"^All 5 clients of a group failed 5 times in a row"):
         exchange(fed)
     assert mortal.dead == [(0, 1, 2, 3, 4)] * 3
+
+
+def test_a_misspelt_argument_of_a_message_is_one_sentence():
+    fed = federation(lambda clients: {"x": Mean(torch.ones(len(clients), 2), weights=torch.ones(len(clients)))})
+    with pytest.raises(MethodError, match=r"^Mean has no argument 'weights'; did you mean 'weight'\?"):
+        exchange(fed)
 
 
 def test_a_group_without_its_failing_clients_gets_all_its_tries_again():
