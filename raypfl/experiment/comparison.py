@@ -203,7 +203,7 @@ def _with_options(compared: list[Experiment], options: list[tuple[list[str], Any
         return compared
 
     methods = [experiment.to_dict()["method"] for experiment in compared]
-    _refuse_unknown_options(compared, methods, options)
+    refuse_unknown_options(compared, [path for path, _ in options])
 
     changed = []
     refusals_by_option: dict[str, str] = {}
@@ -224,17 +224,15 @@ def _with_options(compared: list[Experiment], options: list[tuple[list[str], Any
     return changed
 
 
-def _refuse_unknown_options(
-    compared: Sequence[Experiment], methods: Sequence[Mapping[str, Any]], options: Sequence[tuple[list[str], Any]]
-) -> None:
-    for path, _ in options:
-        option = path[1]
-        if any(option in method for method in methods):
+def refuse_unknown_options(compared: Sequence[Experiment], paths: Iterable[Sequence[str]]) -> None:
+    """Raise a ConfigError if one of the options ``method.KEY``, given as paths, is of none of the methods."""
+    methods = {method["name"]: method for method in (experiment.to_dict()["method"] for experiment in compared)}
+    for _, option, *_ in paths:
+        if any(option in method for method in methods.values()):
             continue
-        names = " or ".join(method["name"] for method in methods)
-        known_options = {key for method in methods for key in method} - {"name"}
+        known_options = {key for method in methods.values() for key in method} - {"name"}
         classes = [type(experiment.method) for experiment in compared]
-        raise ConfigError(f"method.{option} {unknown_option(option, names, known_options, *classes)}")
+        raise ConfigError(f"method.{option} {unknown_option(option, ' or '.join(methods), known_options, *classes)}")
 
 
 def _without_repetition(compared: Sequence[Experiment], are_variants: Sequence[bool]) -> list[Experiment]:

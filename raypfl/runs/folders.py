@@ -17,10 +17,11 @@ from raypfl.common import files
 from raypfl.common.errors import ConfigError, NoRun
 from raypfl.experiment import Experiment
 from raypfl.experiment.assignments import parse_assignments
+from raypfl.experiment.comparison import refuse_unknown_options
 from raypfl.experiment.yaml_text import read, write
 from raypfl.methods import METHODS
-from raypfl.runs.records import COMPARISON, METADATA, write_description
-from raypfl.runs.resuming import resumed
+from raypfl.runs.records import COMPARISON, METADATA, description, write_description
+from raypfl.runs.resuming import resumed, without_options_of_others
 from raypfl.storage.filesystems import join
 
 _SETTINGS_OF_COMPARISON = ("method", "methods", "seed", "seeds", "name", "output")
@@ -96,12 +97,18 @@ class ComparisonFolder:
         ------
         ConfigError : if a change concerns the comparison itself, does not fit one of its runs, or would falsify it.
         """
-        for path, _ in parse_assignments(changes):
+        paths = [path for path, _ in parse_assignments(changes)]
+        for path in paths:
             if len(path) == 1 and path[0] in _SETTINGS_OF_COMPARISON:
                 raise ConfigError(
                     f"{path[0]} cannot be changed once a comparison has started; start another one with `raypfl run`."
                 )
-        return [resumed(folder, changes) for folder in self.folders]
+        before = [description(folder) for folder in self.folders]
+        refuse_unknown_options(before, [path for path in paths if path[0] == "method" and len(path) > 1])
+        return [
+            resumed(folder, without_options_of_others(experiment, changes))
+            for folder, experiment in zip(self.folders, before, strict=True)
+        ]
 
     def discard_unstarted(self) -> None:
         """Delete the folders that `new` made, if no run has begun."""

@@ -18,7 +18,7 @@ from raypfl.data.datasets.population import is_described
 from raypfl.engine import history
 from raypfl.engine.job import checkpoints_of
 from raypfl.experiment import Experiment
-from raypfl.experiment.assignments import flatten
+from raypfl.experiment.assignments import flatten, parse_assignments
 from raypfl.experiment.identity import code_digests, differences, is_in
 from raypfl.experiment.yaml_text import parse
 from raypfl.learning.recording.python_state import names_in
@@ -78,6 +78,17 @@ def resumed(run_dir: str | Path, overrides: Sequence[str]) -> Experiment:
     experiment = before.override(overrides)
     refuse_changes(run_dir, experiment, before)
     return experiment
+
+
+def without_options_of_others(experiment: Experiment, changes: Sequence[str]) -> list[str]:
+    """Leave out changes ``method.KEY=value`` of options that the run's method lacks, and others of a comparison have."""
+    options = experiment.to_dict()["method"]
+    kept = []
+    for change in changes:
+        ((path, _),) = parse_assignments([change])
+        if path[0] != "method" or len(path) == 1 or path[1] in options:
+            kept.append(change)
+    return kept
 
 
 def may_change(key: str) -> bool:

@@ -220,11 +220,18 @@ def test_a_change_that_does_not_suit_all_runs_is_refused_before_any_continues():
         ("method=ditto", "method cannot be changed once a comparison has started"),
         ("seed=3", "seed cannot be changed once a comparison has started"),
         ("rouns=3", "rouns is not a setting of an experiment"),
-        ("method.lam=1", "method.lam is not an option of fedavg"),
+        ("method.lam=7", "ditto-s0, not 7.0, and decides its result"),
+        ("method.lamb=1", "method.lamb is not an option of fedavg or ditto; did you mean 'method.lam'?"),
     ):
         refused = raypfl("resume", str(only_folder()), change)
         assert refused.exit_code == 2 and sentence in refused.stderr
         assert {file: file.read_bytes() for file in Path("runs").rglob("*.yaml")} == before
+
+
+def test_an_option_of_one_method_may_be_named_again_in_a_resume_of_its_comparison():
+    raypfl_json("run", *UNTRACKED, "method.lam=2")
+    resumed = raypfl("resume", str(only_folder()), "method.lam=2", "rounds=3")
+    assert resumed.exit_code == 0 and "fedavg: round 3/3" in resumed.stderr and "ditto: round 3/3" in resumed.stderr
 
 
 def test_a_failed_run_of_a_comparison_is_run_again_by_resume(monkeypatch: pytest.MonkeyPatch):

@@ -15,6 +15,7 @@ from raypfl.engine.dispatcher import EventDispatcher
 from raypfl.engine.events import Event, Listener, Progress
 from raypfl.experiment import Experiment
 from raypfl.runs import driver
+from raypfl.runs.resuming import without_options_of_others
 from raypfl.runs.several.processes import refuse_unless_folders_are_shared, room_for_runs, run_as_tasks, shares
 from raypfl.runs.several.worker import PlannedRun, RunOutcome, carry_out
 from raypfl.runs.together import MOST_RUNS, expected, parts
@@ -37,7 +38,9 @@ def resume_all(
     ------
     KeyboardInterrupt : if the runs were asked to stop before one began, or twice.
     """
-    planned = [PlannedRun(folder, experiment, overrides) for folder, experiment in runs.items()]
+    planned = []
+    for folder, experiment in runs.items():
+        planned.append(PlannedRun(folder, experiment, without_options_of_others(experiment, overrides)))
     several = _NumberedRuns(planned, [listeners[folder] for folder in runs])
     for ended in several.carry_out():
         yield {planned[number].folder: outcome for number, outcome in ended.items()}
