@@ -22,6 +22,10 @@ from raypfl.results.units import Unit, number_text
 from raypfl.runs.result import RunResult
 from raypfl.runs.several.sweeps import searched_settings
 
+COVERAGE = {2: 50, 3: 75, 4: 80, 5: 85}
+"""Number of seeds -> in how many of 100 cases an interval contains the true difference, if differences vary much
+between seeds. With two seeds, and with three, it is about that from the least difference of a seed to the greatest."""
+
 ENOUGH_SEEDS = 6
 """Fewest seeds with which a two-sided Wilcoxon test can give p < 0.05: over n seeds, p is at least 2 / 2^n."""
 
@@ -209,7 +213,8 @@ def remarks(rows: Sequence[Difference], groups: Sequence[RunGroup]) -> list[str]
     if 1 < seeds < ENOUGH_SEEDS:
         lines.append(
             f"{seeds} seeds cannot show much: a two-sided Wilcoxon test over them gives p = {2 / 2**seeds:.2g} at "
-            f"best, and p below 0.05 takes {ENOUGH_SEEDS} seeds or more."
+            f"best, and p below 0.05 takes {ENOUGH_SEEDS} seeds or more. The interval is too narrow, too: if "
+            f"differences vary much between seeds, it contains the true one in only about {COVERAGE[seeds]}% of cases."
         )
 
     seeds_of = {group.label: [result.experiment.seed for result in group.results] for group in groups}

@@ -28,7 +28,7 @@ from raypfl.integrations.tracking.entries import (
     run_score,
 )
 from raypfl.results import bootstrap
-from raypfl.results.differences import Difference, differences, find_baseline, find_label, remarks
+from raypfl.results.differences import COVERAGE, Difference, differences, find_baseline, find_label, remarks
 from raypfl.results.display import latex
 from raypfl.results.display.compare import compare
 from raypfl.results.report import write
@@ -168,6 +168,16 @@ def test_a_method_that_is_ahead_in_every_seed_is_shown_ahead_although_deviations
 
     (text,) = [line for line in remarks([row], compared) if "Wilcoxon" in line]
     assert "p = 0.25" in text and "3 seeds" in text and "6 seeds" in text
+    assert "it contains the true one in only about 75% of cases" in text
+
+
+def test_an_interval_over_few_seeds_contains_the_true_difference_as_seldom_as_the_remarks_say():
+    generator = np.random.default_rng(0)
+    for seeds, percent in COVERAGE.items():
+        by_seed = generator.normal(size=(2000, seeds))
+        draws = by_seed[:, generator.integers(seeds, size=(1000, seeds))].mean(-1)
+        low, high = np.percentile(draws, [2.5, 97.5], axis=1)
+        assert abs(100 * np.mean((low <= 0) & (high >= 0)) - percent) < 4
 
 
 @pytest.mark.parametrize(
