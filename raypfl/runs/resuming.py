@@ -81,7 +81,7 @@ def resumed(run_dir: str | Path, overrides: Sequence[str]) -> Experiment:
 
 
 def without_options_of_others(experiment: Experiment, changes: Sequence[str]) -> list[str]:
-    """Leave out changes ``method.KEY=value`` of options that the run's method lacks, and others of a comparison have."""
+    """Leave out changes ``method.KEY=value`` of options that only other methods of a comparison have."""
     options = experiment.to_dict()["method"]
     kept = []
     for change in changes:
