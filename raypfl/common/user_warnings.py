@@ -8,6 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+NOT_THE_USERS = (
+    "RNN module weights are not part of single contiguous chunk",
+    "Attempting to run cuBLAS, but there was no current CUDA context",
+)
+"""How torch's warnings of a GPU begin that follow from how raypfl calls it, and that a user can do nothing about."""
+
 
 @contextmanager
 def user_warnings() -> Iterator[set[str]]:
@@ -21,7 +27,7 @@ def user_warnings() -> Iterator[set[str]]:
 
     def collect(message: Warning | str, category: type[Warning], *location: Any, **more: Any) -> None:
         if threading.get_ident() == thread:
-            if issubclass(category, UserWarning):
+            if issubclass(category, UserWarning) and not str(message).startswith(NOT_THE_USERS):
                 texts.add(str(message))
         elif getattr(show_before, "collects", False):
             show_before(message, category, *location, **more)

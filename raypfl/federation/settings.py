@@ -53,7 +53,7 @@ class EngineSettings:
     threads : number of torch threads per client actor, or of the process with ``backend: inline``.
     threads_for_server : number of torch threads for computations on the server; None: same as `threads`.
     cuda_graphs : whether clients that train at once on a GPU record a step as a CUDA graph and repeat it, in later
-        rounds too. Not yet measured.
+        rounds too. On an H200, 20 steps took a ninth to two thirds of the time.
     """
 
     backend: Literal["ray", "inline"] = "ray"

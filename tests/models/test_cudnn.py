@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
+import warnings
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch._prims_common import suggest_memory_format
 from torch.nn import functional as F
 from torch.nn.modules import rnn
 
+from raypfl.common.user_warnings import user_warnings
 from raypfl.models import FlatModel
 from tests.support.federation import NormalisedConv
 from tests.support.pretend_gpu import pretend_gpu
@@ -200,3 +202,13 @@ def test_batch_norm_on_a_gpu_leaves_cudnn_where_it_would_read_a_view_of_a_vector
     # A pretended GPU calls it twice.
     assert [state for state, _ in itertools.groupby(enabled)] == [True, False, True]
     assert torch.backends.cudnn.enabled
+
+
+def test_what_torch_says_of_how_weights_lie_in_memory_is_no_warning_of_a_run():
+    with user_warnings() as texts:
+        warnings.warn(
+            "RNN module weights are not part of single contiguous chunk of memory. This means they need to be compacted",
+            stacklevel=1,
+        )
+        warnings.warn("A warning of the user's", stacklevel=1)
+    assert texts == {"A warning of the user's"}

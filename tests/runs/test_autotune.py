@@ -97,8 +97,9 @@ def test_small_networks_train_together_and_large_ones_or_large_steps_do_not(para
     [
         (Load(121_182, 74_487_040, 50, GIB), 1.0, "vectorised"),  # LeNet in batches of 32
         (Load(1_626_442, 168_000_000, 50, 2 * GIB), 1.0, "vectorised"),  # pfl-research's CNN in batches of 10
-        (Load(1_626_442, 168_000_000, 2), 1.0, "sequential"),
-        (Load(11_181_642, 370_000_000, 50), 1.0, "sequential"),  # ResNet-18 in batches of 10
+        (Load(1_626_442, 168_000_000, 3), 1.0, "sequential"),
+        (Load(11_181_642, 370_000_000, 50), 1.0, "vectorised"),  # ResNet-18 in batches of 10
+        (Load(11_181_642, 1_180_000_000, 50), 1.0, "sequential"),  # and of 32
         (Load(20_000_000, 200_000_000, 50, 14 * GIB), 1.0, "vectorised"),
         (Load(20_000_000, 200_000_000, 50, 14 * GIB), 0.5, "sequential"),
     ],
@@ -112,7 +113,7 @@ def test_on_a_gpu_clients_train_together_unless_a_step_fills_it_or_their_memory_
     [({}, "sequential"), ({"ray__gpus_per_actor": 0.5}, "vectorised"), ({"ray__gpus_per_actor": 0.001}, "sequential")],
 )
 def test_the_rule_is_that_of_the_actors_device_which_the_driver_need_not_have(tmp_path, changes, executor):
-    changes = {"engine__backend": "ray", "model": "cnn", "engine__group_size": 6, "training__batch_size": 100} | changes
+    changes = {"engine__backend": "ray", "model": "cnn", "engine__group_size": 6, "training__batch_size": 60} | changes
     described = experiment(tmp_path, **changes)
     data = load_federated(described.data, described.partition, seed=0)
     best, why = choose(Prepared(described, data))

@@ -288,7 +288,7 @@ def test_actors_with_their_contexts_fit_the_gpu_that_they_share(actors: int):
 
 def test_a_share_that_a_context_alone_fills_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=8 * GIB))
-    with pytest.raises(ConfigError, match=r"0\.05 of this GPU is 410 MiB, but CUDA itself takes about 768 MiB"):
+    with pytest.raises(ConfigError, match=r"0\.05 of this GPU is 410 MiB, but CUDA itself takes about 832 MiB"):
         limit_memory(0.05)
 
 
