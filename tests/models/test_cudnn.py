@@ -207,7 +207,7 @@ def test_batch_norm_on_a_gpu_leaves_cudnn_where_it_would_read_a_view_of_a_vector
 def test_what_torch_says_of_how_weights_lie_in_memory_is_no_warning_of_a_run():
     with user_warnings() as texts:
         warnings.warn(
-            "RNN module weights are not part of single contiguous chunk of memory. This means they need to be compacted",
+            "RNN module weights are not part of single contiguous chunk of memory. They are compacted at every call.",
             stacklevel=1,
         )
         warnings.warn("A warning of the user's", stacklevel=1)
