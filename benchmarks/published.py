@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median, stdev
+from textwrap import fill
 from typing import Any
 
 from benchmarks import searches
@@ -26,6 +27,9 @@ PAGE = ROOT / "docs/results.md"
 NEAR = 3.0
 """Percentage points; a measured mean as near as this to the published one counts as reproduced."""
 
+FEWEST_SEEDS = 3
+"""With fewer, a rank is shown without an interval."""
+
 FAIR_ROUND = "chosen by validation"
 OTHER_ROUNDS = ("best round", "last round")
 """Columns that differ in the round alone. Where a table has the first, only that one is ranked: test data chose the
@@ -34,9 +38,11 @@ best round, and the last round's ranks say nearly the same."""
 HEAD = """\
 # Published tables, measured
 
-How near does raypfl come to published tables? Here is every published cell that has a measured one.
-`python -m benchmarks.published` writes this page from the [records](../benchmarks/README.md) in
-`benchmarks/results/published`, which [`raypfl study NAME --record FILE`](studies.md#files) writes.
+{verdict}
+
+Here is every published cell that has a measured one. `python -m benchmarks.published` writes this page from the
+[records](../benchmarks/README.md) in `benchmarks/results/published`, which
+[`raypfl study NAME --record FILE`](studies.md#files) writes.
 
 - Numbers are in %: measured, and in brackets published. ± is the standard deviation over seeds, or over clients where
   the published one is. A measured number without ± is of one seed; it shows where a run got, and cannot rank methods.
@@ -49,11 +55,11 @@ How near does raypfl come to published tables? Here is every published cell that
 - Where a published table was measured twice, in different sizes or with other settings, a further table shows whether
   the order of the methods is the same. The commands of both say what differs.
 - Where settings were [searched](studies.md#equal-searches), further tables have what was chosen, and the order of the
-  methods beside that with fixed settings.
+  methods beside that with fixed settings and as many rounds.
 - Where there are several seeds, a second table has each method's rank, 95 % interval, paired difference to the best
   method and chance to be better than it, from [a bootstrap of seeds and clients](studies.md#files), and the mean CPU
-  time of a seed. Of columns that differ only in the round, the one whose round validation data chose is ranked; the
-  records rank all.
+  time of a seed. Below {fewest_seeds} seeds, ranks have no interval. Of columns that differ only in the round, the one
+  whose round validation data chose is ranked; the records rank all.
 
 | table | seeds | cells | reproduced | ρ, median of the columns | τ |
 |---|---|---|---|---|---|
@@ -153,6 +159,11 @@ class Record:
         return bool(self.values["smaller"])
 
     @property
+    def rounds(self) -> set[int]:
+        """How many rounds its runs had."""
+        return {run["rounds"] for run in self.values["runs"]}
+
+    @property
     def is_searched(self) -> bool:
         return "search" in self.values
 
@@ -202,11 +213,34 @@ def records(folder: Path = RECORDS) -> list[Record]:
 
 def page(all_records: Sequence[Record]) -> str:
     """Return the page."""
-    text = HEAD.format(near=NEAR, fewest=FEWEST_METHODS)
+    text = HEAD.format(verdict=_verdict(all_records), near=NEAR, fewest=FEWEST_METHODS, fewest_seeds=FEWEST_SEEDS)
     text += "".join(f"{_summary(record)}\n" for record in all_records)
     for record in all_records:
         text += "\n" + "\n".join(_section(record, all_records)).rstrip("\n") + "\n"
     return text
+
+
+def _verdict(all_records: Sequence[Record]) -> str:
+    """Ask the page's question, and answer it in three sentences."""
+    measured = [record for record in all_records if record.pairs]
+    judged = [record for record in measured if not record.is_smaller]
+    cells = [cell for record in judged for cell in record.pairs]
+    reproduced = sum(cell.is_reproduced for cell in cells)
+    of_one_seed = sum(len(cell.values) == 1 for cell in cells)
+    smaller = [record for record in measured if record.is_smaller]
+    seeds = "all with one seed" if of_one_seed == len(cells) else f"{of_one_seed} of them with one seed"
+    text = (
+        f"In the published size, {counted(len(cells), 'cell')} in {len(judged)} of the tables below were measured, "
+        f"{seeds}; {reproduced} are reproduced. The other {counted(len(smaller), 'table')} with published numbers are "
+        "of smaller runs, which say nothing about levels."
+    )
+    medians = [median(rho for rho, _ in columns.values()) for record in smaller if (columns := record.correlations())]
+    if medians:
+        text += (
+            f" How well these agree with the published order of methods varies: ρ, the median of a table's columns, is "
+            f"{min(medians):.2f} to {max(medians):.2f}."
+        )
+    return fill(f"How near does raypfl come to published tables? {text}", 119, break_on_hyphens=False)
 
 
 def _summary(record: Record) -> str:
@@ -232,7 +266,7 @@ def _section(record: Record, all_records: Sequence[Record]) -> Iterator[str]:
     if record.is_searched:
         yield from searches.chosen(values["search"], values["trials"])
         for other in all_records:
-            if not other.is_searched:
+            if not other.is_searched and other.rounds == record.rounds:
                 origin = f"Fixed settings are those of {other.title}"
                 yield from _orders(record, other, ("fixed", "searched"), origin)
 
@@ -243,7 +277,7 @@ def _section(record: Record, all_records: Sequence[Record]) -> Iterator[str]:
                 origin = f"The first column is that of {other.title}"
                 yield from _orders(record, other, _distinct(other.title, record.title), origin)
 
-    for heading, lines in (("Deviations", _deviations(values["deviations"])), ("Remarks", values["reasons"])):
+    for heading, lines in (("Deviations", _deviations(record)), ("Remarks", values["reasons"])):
         if lines:
             yield f"{heading}:\n"
             yield "".join(f"- {line}\n" for line in lines).rstrip("\n")
@@ -271,8 +305,13 @@ def _distinct(first: str, second: str) -> tuple[str, str]:
     return ", ".join(parts), ", ".join(other_parts)
 
 
-def _deviations(lines: Sequence[str]) -> list[str]:
-    """Say in one line how much of the published table was run; its tables show which methods and columns these are."""
+def _deviations(record: Record) -> list[str]:
+    """Say in a line how much of the published table was run, and in another which methods it does not have."""
+    lines = [line for line in record.values["deviations"] if not line.endswith(": not in the published table.")]
+    published = {cell.method for cell in record.pairs}
+    others = dict.fromkeys(cell.method for cell in record.cells if cell.method not in published)
+    if published and others:
+        lines.append(f"Without a published number: {', '.join(others)}.")
     parts = [line.removeprefix("Only ").partition(";")[0] for line in lines if line.startswith("Only ")]
     about_protocol = [line for line in lines if not line.startswith("Only ")]
     return [f"Only {', '.join(parts)}.", *about_protocol] if parts else about_protocol
@@ -336,7 +375,9 @@ def _standings(record: Record, cells: Sequence[Cell]) -> Iterator[str]:
             to_best = f"{standing['to_best']:+.1f} ({interval})"
             chance = f"{100 * standing['chance_better']:.0f} %"
 
-        ranks = f"{standing['rank']} ({standing['rank_low']} to {standing['rank_high']})"
+        ranks = f"{standing['rank']}"
+        if len(cell.values) >= FEWEST_SEEDS:
+            ranks += f" ({standing['rank_low']} to {standing['rank_high']})"
         interval = f"{standing['low']:.1f} to {standing['high']:.1f}"
         columns = (cell.method, ranks, interval, to_best, chance, record.seconds_of_a_seed(cell))
         lines.append(f"| {' | '.join(columns)} |")

@@ -56,22 +56,27 @@ def test_a_cell_is_reproduced_if_means_are_near_or_intervals_over_seeds_overlap(
     small = record(entries, smaller=["rounds"])
     assert not small.far_off and "| A title | 1 or 2 | 4 | smaller runs |" in page([small])
 
+    answer = page([record(entries), small]).partition("Here is")[0].replace("\n", " ")
+    assert "4 cells in 1 of the tables below were measured, 2 of them with one seed; 2 are reproduced." in answer
+    assert "The other 1 table with published numbers" in answer
+
 
 def test_how_methods_stand_is_shown_by_rank_with_the_cpu_time_of_a_seed():
     standing = {"low": 60.0, "high": 70.0, "to_best": -5.25, "to_best_low": -7.0, "to_best_high": -3.0}
     second = standing | {"chance_better": 0.01, "rank": 2, "rank_low": 2, "rank_high": 3}
     first = standing | {"to_best": 0.0, "chance_better": 0.5, "rank": 1, "rank_low": 1, "rank_high": 1}
     entries = [
-        {"method": "FedAvg", "values": [64.0, 66.0], "published": 85.0, "standing": second},
+        {"method": "FedAvg", "values": [64.0, 65.0, 66.0], "published": 85.0, "standing": second},
         {"method": "Ditto", "values": [70.0, 71.0], "published": 97.0, "standing": first},
         {"method": "FedPer", "values": [20.0, 30.0], "published": 90.0},
     ]
     costs = [("FedAvg", 10.0), ("FedAvg", 20.0), ("Ditto", 30.0), ("Ditto", None)]
-    runs = [{"method": method, "down": "", "across": "", "cpu_seconds": seconds} for method, seconds in costs]
+    labels = {"down": "", "across": "", "rounds": 1}
+    runs = [labels | {"method": method, "cpu_seconds": seconds} for method, seconds in costs]
     text = page([record(entries, runs=runs)])
-    assert "| Ditto | 1 (1 to 1) | 60.0 to 70.0 | – | – | – |\n" in text
+    assert "| Ditto | 1 | 60.0 to 70.0 | – | – | – |\n" in text, "two seeds give a rank no interval"
     assert "| FedAvg | 2 (2 to 3) | 60.0 to 70.0 | -5.2 (-7.0 to -3.0) | 1 % | 15 |\n" in text
-    assert text.index("| Ditto | 1 (") < text.index("| FedAvg | 2 (")
+    assert text.index("| Ditto | 1 |") < text.index("| FedAvg | 2 (")
     reason = "In the global model of FedPer, what clients keep has its initial values. It is not ranked.\n"
     assert "| FedPer | " in text and reason in text
 
@@ -133,6 +138,9 @@ def test_a_searched_study_shows_what_it_chose_and_the_order_beside_fixed_setting
     assert f"| b · Dir | {chosen} |" in text
     # Of a's three fixed seeds, only the first two count: 51, the lowest. The search makes it the highest.
     assert "| a | 51.0 | 4 | 90.5 | 1 | +39.5 |\n| d | 80.0 | 1 | 81.0 | 2 | +1.0 |" in text
+    longer = record(fixed.values["entries"], title="Fixed", runs=[{"rounds": 5, "cpu_seconds": 1.0} | column])
+    assert "Fixed settings are" not in page([longer, searched])
+
     # Three of six pairs are the other way round.
     assert (
         "Fixed settings are those of Fixed; both are over the 2 seeds that both have. Rank correlation of the two"
