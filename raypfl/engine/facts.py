@@ -36,6 +36,9 @@ def facts_of(job: Job, prepared: Prepared) -> dict[str, Any]:
             "python": platform.python_version(),
         },
     }
+    untested = int((task.num_test_samples[task.trained] == 0).sum())
+    if 0 < untested < len(task.trained):
+        facts["clients_without_test_samples"] = untested
     if experiment.attack is not None:
         facts["malicious_clients"] = experiment.attack.malicious(task.trained, experiment.seed).tolist()
     if job.code:

@@ -142,6 +142,7 @@ def legend(groups: Sequence[RunGroup]) -> list[str]:
     """Return sentences for below the table: over which rounds and seeds its numbers are."""
     averaged = {len(result.last_rounds) for group in groups for result in group.results} - {0, 1}
     lines = [f"Means over the last {rounds} evaluated rounds." for rounds in sorted(averaged)]
+    lines += _untested_clients(groups)
     lines += attack_sentences(groups)
     lines += untrained_parts(groups)
     lines += unequal_lengths(groups)
@@ -149,6 +150,20 @@ def legend(groups: Sequence[RunGroup]) -> list[str]:
     if any(len(group.results) > 1 for group in groups):
         lines.append("±: standard deviation over seeds.")
     return lines
+
+
+def _untested_clients(groups: Sequence[RunGroup]) -> list[str]:
+    """Return a sentence on clients that have no test samples, if there are any: they are in no mean over clients."""
+    numbers = []
+    for group in groups:
+        if "local" in group.protocols:
+            numbers += [result.metadata.get("clients_without_test_samples", 0) for result in group.results]
+    fewest, most = (min(numbers), max(numbers)) if numbers else (0, 0)
+    if not most:
+        return []
+    if fewest < most:
+        return [f"{fewest} to {most} clients, by the seed, have no test samples and are left out of local."]
+    return [f"{counted(most, 'client')} without test samples {'is' if most == 1 else 'are'} left out of local."]
 
 
 def shared_seconds(groups: Sequence[RunGroup]) -> list[str]:

@@ -450,6 +450,23 @@ def test_below_the_table_stands_what_the_seconds_of_runs_are_that_advanced_toget
     assert "without evaluation. The runs of ditto advanced together: their seconds are their own turns" in text
 
 
+@pytest.mark.parametrize(
+    ("numbers", "sentence"),
+    [
+        ((1, 1), "1 client without test samples is left out of local."),
+        ((2, 2), "2 clients without test samples are left out of local."),
+        ((0, 2), "0 to 2 clients, by the seed, have no test samples and are left out of local."),
+    ],
+)
+def test_below_the_table_stands_how_many_clients_have_no_test_samples(numbers: tuple[int, int], sentence: str):
+    runs = [
+        replace(run, metadata={**run.metadata, "clients_without_test_samples": number})
+        for run, number in zip(comparison(), numbers, strict=True)
+    ]
+    assert sentence in " ".join(printed(lambda console: show(console, runs, {}, ["digits"])).split())
+    assert "left out" not in printed(lambda console: show(console, comparison(), {}, ["digits"]))
+
+
 def test_methods_keep_whole_words_where_the_table_is_narrow_and_columns_make_room_for_them():
     namesakes = [{"name": "ditto", "lam": lam} for lam in (0.1, 1.0)]
     runs = [made_up(method, ("personal", "global"), seed=seed) for method in namesakes for seed in range(3)]
