@@ -83,15 +83,12 @@ def require_new_client_models(experiment: Experiment) -> None:
 
     method = experiment.method
     if not (method.has("unseen_model") or method.has("personalize")):
-        is_users = not type(method).__module__.startswith("raypfl.")
-        advice = "It has no global model either, which such a client could get"
-        advice += "." if is_users else ": use a run of another method."
+        advice = "It has no global model either, which such a client could get."
         if method.has("global_model"):
-            advice = (
-                "A new client gets the global model as it is, in Python: raypfl.trained_models(RUN).global_model(). To "
-                "fine-tune it for new clients, run fedavg-ft."
-            )
-        if is_users:
+            advice = "A new client gets the global model as it is, by raypfl.trained_models(RUN).global_model()."
+        if type(method).__module__.startswith("raypfl."):
+            advice += " Or run a method that makes one, such as fedavg-ft, which fine-tunes the global model."
+        else:
             advice += " A method of your own makes one if it defines unseen_model or personalize: docs/new_clients.md."
         raise ConfigError(f"{METHODS.name_of(type(method))} has no way to make a model for a new client. {advice}")
 

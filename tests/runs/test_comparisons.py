@@ -228,6 +228,14 @@ def test_a_change_that_does_not_suit_all_runs_is_refused_before_any_continues():
         assert {file: file.read_bytes() for file in Path("runs").rglob("*.yaml")} == before
 
 
+def test_a_client_of_one_row_has_no_test_sample_and_the_table_says_that_it_is_left_out():
+    rows = [f"s{i % 3},{i % 7},{'xy'[i % 2]}" for i in range(60)]
+    Path("rows.csv").write_text("\n".join(["site,a,label", *rows, "alone,1,x"]) + "\n")
+    data = ["data=table", "data.root=rows.csv", "data.group=site", "data.target=label", "partition=by_column"]
+    ended = raypfl("run", *data, "rounds=1", "engine.backend=inline", "tracking.mlflow=false", "--method", "ditto")
+    assert "1 client without test samples is left out of local." in ended.stdout
+
+
 def test_an_option_of_one_method_may_be_named_again_in_a_resume_of_its_comparison():
     raypfl_json("run", *UNTRACKED, "method.lam=2")
     resumed = raypfl("resume", str(only_folder()), "method.lam=2", "rounds=3")
