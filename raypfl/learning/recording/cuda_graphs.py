@@ -49,8 +49,8 @@ class CudaGraphs(Replays):
     min_repetitions = 3
     """The fewest repetitions for which inputs are copied to a graph."""
 
-    max_graphs = 32
-    """The number of graphs that are kept, with their inputs."""
+    max_graphs = 128
+    """The number of graphs that are kept: a group of unequal clients has one for each number that still have steps."""
 
     def __init__(self) -> None:
         super().__init__()
