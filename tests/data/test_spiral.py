@@ -116,7 +116,7 @@ def test_the_picture_shows_runs_that_request_it_and_have_a_global_model(run, tmp
     path = latent_picture.draw([run], tmp_path / "latent.png")
     assert path.read_bytes()[:4] == b"\x89PNG" and path.stat().st_size > 20_000
 
-    ended = {"status": "finished", "counts": True}
+    ended = {"status": "finished", "counts": True, "run_dir": run.run_dir}
     unasked = SimpleNamespace(experiment=run.experiment.override(["tracking.latent=false"]), **ended)
     assert latent_picture.groups_to_draw([unasked]) == []
 
