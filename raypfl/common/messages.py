@@ -22,10 +22,10 @@ class _Message:
     """Base of the messages, which refuses misspelt arguments in one sentence."""
 
     def __new__(cls, *_: Any, **named: Any) -> Self:
-        known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
-        unknown = [name for name in named if name not in known]
+        arguments = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+        unknown = [name for name in named if name not in arguments]
         if unknown:
-            raise MethodError(f"{cls.__name__} has no argument {unknown[0]!r}; {did_you_mean(unknown[0], known)}")
+            raise MethodError(f"{cls.__name__} has no argument {unknown[0]!r}; {did_you_mean(unknown[0], arguments)}")
         return super().__new__(cls)
 
 

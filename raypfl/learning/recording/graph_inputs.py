@@ -109,7 +109,9 @@ class GraphInputs:
         """Copy inputs to the graph's memory."""
         pairs = [block.pair(inputs) for block in self._blocks]
         with torch.no_grad():
-            torch._foreach_copy_([here for here, _ in pairs], [there for _, there in pairs])
+            torch._foreach_copy_(
+                [block_numbers for block_numbers, _ in pairs], [input_numbers for _, input_numbers in pairs]
+            )
 
     def note_changes(self, steps: Callable[[], None]) -> None:
         """Take steps, and note which inputs they change."""
@@ -122,7 +124,9 @@ class GraphInputs:
         """Copy what steps have changed back to the inputs."""
         pairs = [block.pair(inputs) for block in self._blocks if block.is_changed]
         with torch.no_grad():
-            torch._foreach_copy_([there for _, there in pairs], [here for here, _ in pairs])
+            torch._foreach_copy_(
+                [input_numbers for _, input_numbers in pairs], [block_numbers for block_numbers, _ in pairs]
+            )
 
 
 def _end(tensor: Tensor) -> int:
