@@ -62,9 +62,9 @@ def compared_with_cpu(name: str, device: str) -> Row:
     row: Row = {"method": name}
     torch.set_num_threads(1)
     try:
-        expected, kept, again = (_kept(name, where) for where in ("cpu", device, device))
-        difference = relative_difference(kept, expected)
-        row |= {"difference": difference, "right": difference <= TOLERANCE, "same_bits": bool(kept.equal(again))}
+        expected, result, again = (_kept(name, where) for where in ("cpu", device, device))
+        difference = relative_difference(result, expected)
+        row |= {"difference": difference, "right": difference <= TOLERANCE, "same_bits": bool(result.equal(again))}
         longer = replace(JOB, samples=8 * JOB.batch)
         one_by_one = _kept(name, device, longer)
         for way, recorder in recorders(device).items():

@@ -27,8 +27,7 @@ class Isolated:
             row = {"about": str(arguments[0]), "right": False, "error": "the process died"}
             is_broken = True
         if is_broken:
-            self._pool.shutdown()
-            self._pool = None
+            self.close()
         return row
 
     def close(self) -> None:

@@ -1,6 +1,5 @@
 """What keeps cuDNN, on a GPU, from moving or misreading views of a vector, and from calls that it refuses."""
 
-import warnings
 from functools import partial
 from typing import Any
 
@@ -15,8 +14,7 @@ def keep_views(module: nn.Module, device: torch.device) -> None:
         if isinstance(child, nn.RNNBase):
             # It would give its weights memory of their own, where steps of the vector do not reach them.
             child.flatten_parameters = _leave_weights  # type: ignore[method-assign]
-            # Copying them at every call is the price.
-            warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
+            # Copying them at every call is the price, of which torch warns.
             if device.type == "cuda":
                 child.forward = partial(_recur, child)
         elif isinstance(child, _BatchNorm) and device.type == "cuda":

@@ -107,7 +107,8 @@ def test_processes_that_share_a_device_train_the_same_models_twice():
 def test_a_row_whose_process_dies_says_so_and_the_next_one_has_another_process():
     isolated = Isolated()
     assert isolated(crash_at, "lenet")["error"] == "the process died"
-    first, second = isolated(process_of, "lenet"), isolated(process_of, "lenet")
+    first = isolated(process_of, "lenet")
+    second = isolated(process_of, "lenet")
     assert first == second and first["process"] != os.getpid()
 
 

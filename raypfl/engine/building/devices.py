@@ -13,6 +13,7 @@ import torch
 
 from raypfl.clients.gpu_errors import gpu_failure
 from raypfl.common.errors import ConfigError
+from raypfl.common.user_warnings import NOT_THE_USERS
 
 if TYPE_CHECKING:
     from raypfl.experiment import Experiment
@@ -77,8 +78,8 @@ def same_bits_on_gpus(tf32: bool = False) -> None:
     torch.backends.cuda.enable_flash_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)
     torch.backends.cuda.enable_cudnn_sdp(False)
-    # Of the thread that runs a backward pass; torch then does what it says.
-    warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")
+    for beginning in NOT_THE_USERS:
+        warnings.filterwarnings("ignore", beginning)
     # Uninitialised memory is always overwritten here, so filling it would only cost time.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
