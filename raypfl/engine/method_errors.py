@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from raypfl.common.errors import CheckpointError, MethodError
 from raypfl.common.user_code import describe_failure, traceback_text, where_defined
@@ -123,22 +124,48 @@ def warning_of_other_messages(method: Method, turn: Turn | None, cohort: Cohort,
     )
 
 
-def warning_of_lost_work(method: Method, cohort: Cohort, server_before: dict[str, Any], state: RunState) -> str | None:
-    """Return a warning if the first round of a user's method left nothing of what its clients did, or None.
+def warning_of_first_round(
+    method: Method, cohort: Cohort, server_before: dict[str, Any], state: RunState
+) -> str | None:
+    """Return a warning if the first round of a user's method left what its author cannot have meant, or None.
 
     `state` : the state after the round.
     """
-    is_users = not type(method).__module__.startswith("raypfl.")
-    _, logged = round_record(cohort)
-    if not is_users or cohort.round > 1 or not cohort.num_exchanges or logged != Logged():
+    if type(method).__module__.startswith("raypfl.") or cohort.round > 1 or not cohort.num_exchanges:
         return None
-    if len(state.clients) or not equal(server_before, state.server):
+    return _lost_work(method, cohort, server_before, state) or _sum_for_mean(cohort, server_before, state.server)
+
+
+def _lost_work(method: Method, cohort: Cohort, server_before: dict[str, Any], state: RunState) -> str | None:
+    """Return a warning if a round left nothing of what its clients did, or None."""
+    _, logged = round_record(cohort)
+    if logged != Logged() or len(state.clients) or not equal(server_before, state.server):
         return None
     return (
         f"Round 1 changed neither the server's state nor its clients', so what clients did in it is lost. Keep their "
         f'reply in {where_defined(method.round)}, as in server["theta"] = cohort.run(self.train, ...)["theta"], or '
         "what each client keeps in clients.state."
     )
+
+
+def _sum_for_mean(cohort: Cohort, server_before: dict[str, Any], server: dict[str, Any]) -> str | None:
+    """Return a warning if a tensor of the server grew as the sum of all clients' models would, or None."""
+    num_clients = int(cohort.present.sum())
+    for name, before in server_before.items():
+        after = server.get(name)
+        if not isinstance(before, Tensor) or not isinstance(after, Tensor) or before.shape != after.shape:
+            continue
+
+        # Training adds to a model but leaves about one of what it began with: in a sum of models, there are as many.
+        start = before.double().flatten()
+        times = float(after.double().flatten() @ start / (start @ start))
+        if num_clients > 1 and abs(times - num_clients) < num_clients / 4:
+            return (
+                f'Round 1 made server["{name}"] about {num_clients} times as large, and {num_clients} clients took '
+                "part. If the mean of their replies was meant, return Mean(...) from the clients' function, not "
+                "Sum(...), which only adds them up."
+            )
+    return None
 
 
 def _kind(value: object) -> str:

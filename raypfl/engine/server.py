@@ -38,7 +38,7 @@ from raypfl.engine.method_errors import (
     refuse_start,
     saved_state,
     server_failure,
-    warning_of_lost_work,
+    warning_of_first_round,
     warning_of_other_messages,
 )
 from raypfl.engine.prepared import Prepared
@@ -243,7 +243,7 @@ class Server:
 
         warnings = (
             warning_of_other_messages(self._method, self._turns.turn, cohort, finished),
-            warning_of_lost_work(self._method, cohort, server_before, state),
+            warning_of_first_round(self._method, cohort, server_before, state),
         )
         for warning in filter(None, warnings):
             self._warn(warning)

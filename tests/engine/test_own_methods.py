@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import raypfl
-from raypfl import Each, Mean
+from raypfl import Each, Mean, Sum
 from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.engine.events import Event, RoundFinished, Warned
 from tests.support.mistaken_methods import Base
@@ -263,3 +263,26 @@ def test_a_round_that_keeps_nothing_of_what_clients_did_is_warned_of_once(tmp_pa
     lost = [text for text in warnings if "Round 1 changed neither the server's state nor its clients'" in text]
     assert len(lost) == loses
     assert all("in LosesItsReply.round (test_own_methods.py, line" in text for text in lost)
+
+
+class AddsModelsUp(Base):
+    def train(self, clients, theta):
+        return {"theta": Sum(clients.sgd(clients.loss, theta))}
+
+
+class DividesTheSum(AddsModelsUp):
+    def round(self, server, cohort):
+        super().round(server, cohort)
+        server["theta"] /= len(cohort)
+
+
+@pytest.mark.parametrize(("method", "grows"), [(AddsModelsUp, True), (DividesTheSum, False), (Base, False)])
+def test_a_sum_of_models_where_their_mean_was_meant_is_warned_of_in_the_first_round(
+    tmp_path: Path, method: type, grows: bool
+):
+    events: list[Event] = []
+    raypfl.run(experiment(tmp_path, rounds=1, method=f"{__name__}:{method.__name__}"), listeners=[events.append])
+    warnings = [event.text for event in events if isinstance(event, Warned)]
+    (finished,) = [event for event in events if isinstance(event, RoundFinished)]
+    growth = f'made server["theta"] about {finished.clients} times as large'
+    assert [growth in text and "return Mean" in text for text in warnings] == [True] * grows
