@@ -214,8 +214,8 @@ class Executor:
                 gradient, reported = self._gradient_by_sample(update, descent.theta, batch, key, gradient_of)
             else:
                 gradient, reported = gradient_of(batch, key)
-                call = FunctionalCall(self.model, bound.moved())
-                gradient = self._perturbed_gradient(update, loss, call, descent.theta, gradient, extras, batch, key)
+                moved = bound.moved()
+                gradient = self._perturbed_gradient(update, loss, moved, descent.theta, gradient, extras, batch, key)
             self._add_penalty_gradient(loss, descent.theta, extras, gradient)
             descent.step_whole(gradient)
             return reported
@@ -286,7 +286,7 @@ class Executor:
             for k, client_batch in enumerate(batches):
                 streams.seed(at.device, int(keys[k]))
                 p = self.model.parameters(at[k]).detach().requires_grad_()
-                call = FunctionalCall(self.model, self.model.buffers(at[k]))
+                call = self._call_at(p, self.model.buffers(at[k]))
                 client_extras = without_buffers(self.model, of_client(extras, k))
                 batch = self._batch(client_batch)
 
@@ -302,9 +302,8 @@ class Executor:
                 moved = call.moved().detach()
 
                 if update is not None and update.perturb is not None:
-                    second_call = FunctionalCall(self.model, moved)
                     gradient = self._perturbed_gradient(
-                        update, client_loss, second_call, p, gradient, client_extras, batch, keys[k]
+                        update, client_loss, moved, p, gradient, client_extras, batch, keys[k]
                     )
                 self._add_penalty_gradient(client_loss, p, client_extras, gradient)
 
@@ -312,6 +311,10 @@ class Executor:
                 losses.append(reported)
                 statistics.append(moved)
         return gradients, torch.stack(losses), torch.stack(statistics)
+
+    def _call_at(self, p: Tensor, buffers: Tensor) -> FunctionalCall:
+        """Return a call that computes with segments of ``p[P]``, so that ``p`` gets their gradients."""
+        return FunctionalCall(self.model, buffers, p, list(self.model.unflatten(p).values()))
 
     def _gradient_at(
         self, loss: LocalLoss, call: LossCall, p: Tensor, extras: dict[str, Any], batch: Batch, key: Tensor
@@ -325,7 +328,7 @@ class Executor:
         self,
         update: Update,
         loss: LocalLoss,
-        call: LossCall,
+        statistics: Tensor,
         at: Tensor,
         gradient: Tensor,
         extras: dict[str, Any],
@@ -334,7 +337,7 @@ class Executor:
     ) -> Tensor:
         """Return the gradient where `update` takes it, given the one at ``at[P]``; a batch's draws are the same."""
         p = update.perturbed(at.detach(), gradient).requires_grad_()
-        return self._gradient_at(loss, call, p, extras, batch, key)[0]
+        return self._gradient_at(loss, self._call_at(p, statistics), p, extras, batch, key)[0]
 
     def map(self, function: LossFunction, at: Tensor, batches: list[Batch], keys: Tensor, extras: Extras) -> Tensor:
         """Return the function of each client's ``at[k]`` and batch, ``[K, ...]``; autograd goes through it.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Self
 
 import torch
@@ -150,7 +150,8 @@ class FlatModel(VectorLayout):
             # If `theta` requires a gradient, its statistics do, which batch norm refuses.
             for name in list(self.segments)[len(self.parameter_names) :]:
                 tensors[name] = tensors[name].detach()
-        return self._call_with(tensors, x)
+        with self._computing_with(tensors):
+            return self.module(x)
 
     def features(self, theta: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the output layer's inputs ``[b, d]`` and the outputs, at `theta` for inputs ``x[b, ...]``.
@@ -242,8 +243,9 @@ class FlatModel(VectorLayout):
             finally:
                 bound.release()
 
-    def _call_with(self, tensors: Mapping[str, Tensor], x: Input) -> Tensor:
-        """Return the module's output with `tensors` in place of the template's.
+    @contextmanager
+    def _computing_with(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """While active, the module has `tensors` in place of the template's.
 
         This is torch.func.functional_call without its checks, which take a tenth of a small network's step.
         """
@@ -251,7 +253,7 @@ class FlatModel(VectorLayout):
         try:
             for name, store, attribute in self._stores:
                 store[attribute] = tensors[name]
-            return self.module(x)
+            yield
         finally:
             for (_, store, attribute), tensor in zip(self._stores, template, strict=True):
                 store[attribute] = tensor
@@ -351,8 +353,8 @@ class FunctionalCall(LossCall):
 
     Parameters
     ----------
-    parameters, leaves : calls at the vector ``parameters[P]`` itself compute with `leaves`, one for each of its
-        segments, so that autograd returns one gradient for each segment.
+    parameters, leaves : calls at the vector ``parameters[P]`` itself, and of the module, compute with `leaves`, one
+        for each of its segments, so that autograd returns one gradient for each segment.
     """
 
     def __init__(
@@ -361,6 +363,7 @@ class FunctionalCall(LossCall):
         super().__init__(model)
         self.parameters = parameters
         self._buffers = buffers
+        self._swapped = ExitStack()
         if model.num_buffers:
             segments = list(model.segments.values())[len(model.parameter_names) :]
             parts = buffers.split([segment.size for segment in segments])
@@ -369,8 +372,18 @@ class FunctionalCall(LossCall):
         if parameters is not None:
             self._tensors = dict(zip(model.parameter_names, leaves, strict=True)) | self.statistics
 
+    def __enter__(self) -> Self:
+        super().__enter__()
+        if self.parameters is not None:
+            self._swapped.enter_context(self.model._computing_with(self._tensors))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._swapped.close()
+        super().__exit__(*error)
+
     def outputs(self, x: Input) -> Tensor:
-        return self.model._call_with(self._tensors, x)
+        return self.model.module(x)
 
     def moved(self) -> Tensor:
         return super().moved() if self.statistics else self._buffers

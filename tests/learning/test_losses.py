@@ -446,3 +446,19 @@ def test_a_loss_of_some_parameters_or_of_none_on_purpose_is_not_warned_of(execut
             clients.sgd(loss, clients.initial)
             clients.grad(loss, clients.initial)
             steps_of(clients, loss, clients.initial, penalty=lambda p, batch: p.square().sum())
+
+
+@both_executors
+@both_networks
+@pytest.mark.parametrize("train", [Clients.sgd, steps_of, Clients.grad])
+def test_a_loss_may_call_the_plain_module_of_the_network(train, factory, executor):
+    clients = Federation(factory, executor=executor).clients()
+
+    def of_the_module(p, batch):
+        return batch.mean(F.cross_entropy(clients.model.module(batch.x), batch.y, reduction="none"))
+
+    def of_the_function(p, batch):
+        return batch.mean(F.cross_entropy(clients.model(p, batch.x), batch.y, reduction="none"))
+
+    expected = train(clients, of_the_function, clients.initial)
+    assert torch.equal(train(clients, of_the_module, clients.initial), expected)
