@@ -217,9 +217,9 @@ def remarks(rows: Sequence[Difference], groups: Sequence[RunGroup]) -> list[str]
             f"differences vary much between seeds, it contains the true one in only about {COVERAGE[seeds]}% of cases."
         )
 
-    seeds_of = {group.label: [result.experiment.seed for result in group.results] for group in groups}
+    results_of = {group.label: group.results for group in groups}
     for row in rows:
-        remark = _unpaired_remark(row, seeds_of[row.method], seeds_of[row.baseline])
+        remark = _unpaired_remark(row, results_of[row.method], results_of[row.baseline])
         if remark and remark not in lines:
             lines.append(remark)
     return lines
@@ -246,14 +246,22 @@ def _resampling_remarks(rows: Sequence[Difference]) -> list[str]:
     return lines + no_interval if alone else lines
 
 
-def _unpaired_remark(row: Difference, method_seeds: Sequence[int], baseline_seeds: Sequence[int]) -> str:
+def _unpaired_remark(row: Difference, results: Sequence[RunResult], references: Sequence[RunResult]) -> str:
     """Return a sentence on what is not paired; empty if all seeds are."""
-    if not row.by_seed:
-        return f"{row.method} and {row.baseline} have no seed with the same data in common, so they are not paired."
-    if set(row.by_seed) == {*method_seeds} == {*baseline_seeds}:
+    if row.by_seed.keys() == {*_seeds(results)} == {*_seeds(references)}:
         return ""
+    are_finished = all(result.status == "finished" for result in (*results, *references))
+    if not row.by_seed:
+        need = "the same data" if are_finished else "the same data and as many rounds"
+        return f"{row.method} and {row.baseline} have no seed with {need} in common, so they are not paired."
+
     seeds = numbered("seed", list(row.by_seed))
-    return f"{row.method} against {row.baseline}: only over what both have, {seeds}."
+    rule = "" if are_finished else " A stopped run is paired with one of as many rounds."
+    return f"{row.method} against {row.baseline}: only over what both have, {seeds}.{rule}"
+
+
+def _seeds(results: Sequence[RunResult]) -> list[int]:
+    return [result.experiment.seed for result in results]
 
 
 def difference(group: RunGroup, reference: RunGroup, protocol: str, best: bool = False) -> Difference:
@@ -271,7 +279,7 @@ def difference(group: RunGroup, reference: RunGroup, protocol: str, best: bool =
     # The draws depend on the order of the seeds, which must not be the order in which runs are named.
     for result in sorted(group.results, key=lambda result: result.experiment.seed):
         seed = result.experiment.seed
-        if seed not in references or data_hash(references[seed]) != data_hash(result):
+        if seed not in references or not _is_comparable(result, references[seed]):
             continue
         clients, values = _client_by_client(result, references[seed], protocol, models, best)
         if clients:
@@ -317,6 +325,12 @@ def _is_ahead(unit: Unit, differences: np.ndarray) -> np.ndarray:
     if unit.metric.higher_is_better:
         return differences > 0
     return differences < 0
+
+
+def _is_comparable(result: RunResult, other: RunResult) -> bool:
+    """Return whether two runs have the same data and, if one was stopped before its end, equally many rounds."""
+    are_finished = result.status == other.status == "finished"
+    return data_hash(result) == data_hash(other) and (are_finished or result.last_rounds == other.last_rounds)
 
 
 def data_hash(result: RunResult) -> str | None:

@@ -83,6 +83,13 @@ def run_at(method: str, seed: int, mean: float) -> RunResult:
     )
 
 
+def ended_after(last: int, run: RunResult, status: str) -> RunResult:
+    """The same run with this status, whose evaluations are of round `last`."""
+    position = run.evaluations.column_names.index("round")
+    rounds = pa.array(np.full(run.evaluations.num_rows, last))
+    return replace(run, status=status, round=last, evaluations=run.evaluations.set_column(position, "round", rounds))
+
+
 def of_local_protocol(rows: list[Difference]) -> Difference:
     (row,) = [row for row in rows if row.protocol == "local"]
     return row
@@ -231,6 +238,25 @@ def test_only_seeds_on_the_same_data_are_paired_and_the_others_are_named():
         row = of_local_protocol(differences(compared, "fedavg"))
         assert not row.by_seed and (row.low, row.high, row.draws_ahead) == (None, None, None)
         assert sentence in remarks([row], compared)
+
+
+def test_a_stopped_run_is_paired_with_one_of_as_many_rounds_only():
+    fedavg, *others = runs_at({"fedavg": ISSUE["fedavg"][:2]})
+    ditto, *other_dittos = runs_at({"ditto": ISSUE["ditto"][:2]})
+    stopped = ended_after(5, ditto, "stopped")
+    sentence = (
+        "ditto against fedavg: only over what both have, seed 1. A stopped run is paired with one of as many rounds."
+    )
+
+    for pair, seeds in (
+        ([fedavg, stopped], [1]),
+        ([ended_after(5, fedavg, "stopped"), stopped], [0, 1]),
+        ([fedavg, ended_after(5, ditto, "finished")], [0, 1]),
+    ):
+        compared = group_runs([*pair, *others, *other_dittos])
+        row = of_local_protocol(differences(compared, "fedavg"))
+        assert list(row.by_seed) == seeds
+        assert (sentence in remarks([row], compared)) == (seeds == [1])
 
 
 def test_a_baseline_is_a_label_or_the_one_method_of_that_name():
