@@ -179,14 +179,14 @@ def differences(groups: Sequence[RunGroup], baseline: str | None = None) -> list
         if label:
             reference = next((group for group in tested if group.label == label), None)
         else:
-            reference = _best_group(tested, protocol, best)
+            reference = best_group(tested, protocol, best)
         if reference is None:
             continue
         rows += [difference(group, reference, protocol, best) for group in tested if group is not reference]
     return rows
 
 
-def _best_group(tested: Sequence[RunGroup], protocol: str, best: bool) -> RunGroup | None:
+def best_group(tested: Sequence[RunGroup], protocol: str, best: bool) -> RunGroup | None:
     """Return the first of the groups with the best mean; None if there is no other to compare it with."""
     if len(tested) < 2:
         return None
@@ -248,7 +248,7 @@ def _resampling_remarks(rows: Sequence[Difference]) -> list[str]:
 
 def _unpaired_remark(row: Difference, results: Sequence[RunResult], references: Sequence[RunResult]) -> str:
     """Return a sentence on what is not paired; empty if all seeds are."""
-    if row.by_seed.keys() == {*_seeds(results)} == {*_seeds(references)}:
+    if all(row.by_seed.keys() == {result.experiment.seed for result in runs} for runs in (results, references)):
         return ""
     are_finished = all(result.status == "finished" for result in (*results, *references))
     if not row.by_seed:
@@ -258,10 +258,6 @@ def _unpaired_remark(row: Difference, results: Sequence[RunResult], references: 
     seeds = numbered("seed", list(row.by_seed))
     rule = "" if are_finished else " A stopped run is paired with one of as many rounds."
     return f"{row.method} against {row.baseline}: only over what both have, {seeds}.{rule}"
-
-
-def _seeds(results: Sequence[RunResult]) -> list[int]:
-    return [result.experiment.seed for result in results]
 
 
 def difference(group: RunGroup, reference: RunGroup, protocol: str, best: bool = False) -> Difference:

@@ -584,6 +584,16 @@ def test_the_outcome_ends_with_all_files_and_suggestions():
     assert "raypfl resume" not in printed(lambda console: show(console, of_own_lengths, {}, ["digits"]))
 
 
+def test_a_comparison_suggests_to_go_on_with_the_method_that_was_best():
+    table = "data={name: table, root: people.csv, target: bought}"
+    fedavg, ditto = (replace(run, run_dir=Path(f"runs/{i}")) for i, run in enumerate(with_setting(comparison(), table)))
+    for runs in ([fedavg, ditto], [ditto, fedavg]):
+        text = printed(lambda console, runs=runs: show(console, runs, {}, ["mine.yaml"]))
+        assert "raypfl list methods ditto\n" in text and "raypfl predict runs/1 NEW_ROWS.csv\n" in text
+    alone = printed(lambda console: show(console, [fedavg], {}, ["mine.yaml"]))
+    assert "raypfl list methods\n" in alone and "raypfl predict runs/0 NEW_ROWS.csv\n" in alone
+
+
 def test_the_outcome_as_json_is_plain():
     document = json.loads(json.dumps(outcome.as_json(comparison(), {})))
     assert [run["experiment"]["method"]["name"] for run in document["runs"]] == ["fedavg", "ditto"]

@@ -16,7 +16,8 @@ from rich.text import Text
 from raypfl.analysis.base import analysis_folder
 from raypfl.common.user_code import where_defined, with_location
 from raypfl.evaluation.masking import mask_of
-from raypfl.results.differences import differences, remarks
+from raypfl.methods import METHODS
+from raypfl.results.differences import best_group, differences, remarks
 from raypfl.results.display.compare import difference_table
 from raypfl.results.display.epsilons import privacy_sentence
 from raypfl.results.display.fitting import width_of
@@ -33,7 +34,7 @@ from raypfl.results.run_groups import (
     sentences_without_result,
 )
 from raypfl.results.setting_text import applicable_settings, setting_text
-from raypfl.results.table import Column, legend, result_columns, result_rows, shared_seconds
+from raypfl.results.table import Column, legend, result_columns, result_rows, shared_seconds, tests_of
 from raypfl.results.units import TableCell, Unit, capitalised, megabyte_digits
 from raypfl.runs.result import RunResult
 
@@ -361,11 +362,21 @@ def _suggestions(results: Sequence[RunResult], tried: Sequence[str], folder: Pat
     # Where methods have rounds of their own, one number for all would end a fair comparison.
     if len({result.experiment.rounds for result in results}) == 1:
         suggestions.append(shlex.join(["raypfl", "resume", str(folder), f"rounds={2 * experiment.rounds}"]))
+
+    best = _best_of(compared(results))
     if experiment.data.name == "table":
-        run_dir = str(nearby(results[-1].run_dir))
+        run_dir = str(nearby((best or results[-1]).run_dir))
         suggestions.append(f"{shlex.join(['raypfl', 'predict', run_dir])} NEW_ROWS.csv")
-    suggestions.append("raypfl list methods")
+    name = [] if best is None else [METHODS.name_of(type(best.experiment.method))]
+    suggestions.append(shlex.join(["raypfl", "list", "methods", *name]))
     return suggestions
+
+
+def _best_of(results: Sequence[RunResult]) -> RunResult | None:
+    """Return the first run of the method that is best in the first test; None if there are not several."""
+    groups = group_runs(results)
+    best = best_group(groups, *tests_of(groups)[0]) if groups else None
+    return None if best is None else best.results[0]
 
 
 def _changed_command(command: str, tried: Sequence[str], changes: Sequence[str]) -> str:
