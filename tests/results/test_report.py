@@ -739,6 +739,22 @@ def test_folders_without_a_run_and_runs_that_cannot_be_read_are_left_out_and_lis
         assert reason in note
 
 
+def test_attempts_that_failed_before_a_round_was_finished_are_one_sentence_unless_there_is_nothing_else(
+    results, tmp_path
+):
+    for attempt in ("first", "second"):
+        summary = Path(shutil.copytree(results[0].run_dir, tmp_path / attempt)) / "summary.json"
+        failed = {"status": "failed", "round": 0, "error": "A sentence."}
+        summary.write_text(json.dumps(json.loads(summary.read_text()) | failed))
+    attempts = [tmp_path / "first", tmp_path / "second"]
+    shutil.copytree(results[2].run_dir, tmp_path / "good")
+
+    runs, notes = find_runs([tmp_path])
+    assert [run.run_dir.name for run in runs] == ["good"]
+    assert notes == [f"Left out, since no round was finished before the failure: {attempts[0]}, {attempts[1]}."]
+    assert [run.run_dir for run in find_runs(attempts)[0]] == attempts[1:]
+
+
 def test_files_are_ignored_and_a_run_that_repeats_another_is_left_out(results, tmp_path):
     (tmp_path / "compared.png").touch()
     again = raypfl.run(results[0].experiment.replace(output=str(tmp_path)))

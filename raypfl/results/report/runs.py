@@ -14,7 +14,18 @@ from raypfl.results.labels import labels
 from raypfl.results.report.searches.folders import best_runs
 from raypfl.results.setting_text import data_text
 from raypfl.runs.folders import ComparisonFolder
-from raypfl.runs.records import DESCRIPTION, STUDY_CELLS, SUMMARY, SWEEP, WITHOUT_RESULT, recorded_end, refuse_missing
+from raypfl.runs.records import (
+    COMPARISON,
+    DESCRIPTION,
+    STUDY_CELLS,
+    SUMMARY,
+    SWEEP,
+    WITHOUT_RESULT,
+    ended_at_once,
+    has_failed,
+    recorded_end,
+    refuse_missing,
+)
 from raypfl.runs.result import RunResult
 from raypfl.runs.several.sweeps import is_sweep
 
@@ -30,9 +41,9 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[RunResult], list[str]]:
 
     Each path is the folder of a run, a comparison, a study or a sweep, or a folder that contains some.
 
-    Left out are folders without runs, runs that have not ended, were stopped before an evaluation or cannot be read,
-    and all but the last to end of several runs of one experiment from one seed, which are repetitions. Files, such as a
-    picture that a shell's ``*`` caught, are passed over.
+    Left out are folders without runs, runs that have not ended, were stopped before an evaluation, failed before a
+    round was finished or cannot be read, and all but the last to end of several runs of one experiment from one seed,
+    which are repetitions. Files, such as a picture that a shell's ``*`` caught, are passed over.
 
     Raises
     ------
@@ -55,8 +66,10 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[RunResult], list[str]]:
         if note:
             notes.append(note)
 
+    folders, failed_note = _without_failed_attempts(list(dict.fromkeys(folders)))
+    notes += failed_note
     results: list[RunResult] = []
-    for folder in dict.fromkeys(folders):
+    for folder in folders:
         try:
             results.append(_load_evaluated(folder))
         except RaypflError as error:
@@ -73,6 +86,23 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[RunResult], list[str]]:
         raise ConfigError("\n".join(notes) or f"There is no run in {', '.join(map(str, paths))}, only files.")
 
     return _without_repetitions(results, notes)
+
+
+def _without_failed_attempts(folders: list[Path]) -> tuple[list[Path], list[str]]:
+    """The folders, and a sentence on those left out: lone runs that failed before a round was finished, unless all did.
+
+    Nothing is to be seen in them, and their experiment may be read no more, such as a method that was renamed since.
+    """
+    failed = []
+    for folder in folders:
+        if has_failed(folder) and ended_at_once(folder) and not (folder.parent / COMPARISON).exists():
+            failed.append(folder)
+    if len(failed) in (0, len(folders)):
+        return folders, []
+
+    names = ", ".join(map(str, failed))
+    note = f"Left out, since no round was finished before the failure: {names}."
+    return [folder for folder in folders if folder not in failed], [note]
 
 
 def _without_repetitions(results: Sequence[RunResult], notes: Sequence[str]) -> tuple[list[RunResult], list[str]]:
