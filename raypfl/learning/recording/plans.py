@@ -113,10 +113,9 @@ class StepPlan:
         self._repeat_on: Callable[..., Callable[[], None]] = namespace["repeat_on"]
 
     def function(self, constants: Mapping[Name, Tensor]) -> Callable[[], None]:
-        """Return the function that repeats the operations on these constants."""
+        """Return the function that repeats the operations on these constants. No tensor in it requires a gradient."""
         with torch.no_grad():
-            repeat = self._repeat_on(**{name: tensor.detach() for name, tensor in constants.items()})
-        return torch.no_grad()(repeat)
+            return self._repeat_on(**{name: tensor.detach() for name, tensor in constants.items()})
 
     def _simplified(self, recorder: OperationRecorder) -> list[Operation]:
         """Return the operations without those whose result equals an existing tensor."""

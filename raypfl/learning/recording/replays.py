@@ -137,14 +137,15 @@ class Replays:
         if signature is None:
             return self._do_unknown(work, times)
 
-        is_new = signature.key not in self._known
-        known_work = self._known.setdefault(signature.key, KnownWork())
-        self._known.move_to_end(signature.key)
+        # Taken out and put back at the end.
+        earlier = self._known.pop(signature.key, None)
+        known_work = earlier or KnownWork()
+        self._known[signature.key] = known_work
         if len(self._known) > MAX_PLANS:
             self._known.popitem(last=False)
 
         # The two recordings of short work, of a single step for instance, are made one at a time.
-        is_worth_recording = times >= self.min_steps or not is_new
+        is_worth_recording = times >= self.min_steps or earlier is not None
         while is_worth_recording and times and known_work.may_repeat and known_work.plan is None:
             known_work.record(work, signature.inputs)
             times -= 1
