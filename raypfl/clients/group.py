@@ -315,9 +315,14 @@ class ClientGroup:
         train: bool,
     ) -> Executor:
         """Return the executor of `function`: the group's, unless padded batches would change the function's result."""
-        weighs = self.objective.weighs and function in (self.loss, LocalLoss(self.model, self.loss))
-        if weighs or not sizes_differ:
+        if not sizes_differ:
             return self.context.executor
+        local_loss = function if isinstance(function, LocalLoss) else LocalLoss(self.model, function)
+        if self.objective.weighs and local_loss.loss == self.loss and not callable(local_loss.report):
+            if local_loss.penalty is None:
+                return self.context.executor
+            # The objective weighs its samples, so the penalty is tried alone, without passes through the network.
+            function, extras = local_loss.penalty_alone(extras)
         return self.context.executor_for_padding(function, at, subset, extras, train)
 
     def run(self, executor: Executor, work: Callable[[Executor], Any]) -> Any:

@@ -92,6 +92,11 @@ class LocalLoss:
         no_batch: Any = _NoBatch()
         return _scalar(self.penalty, self.penalty(p, no_batch, **self._extras_for(self.penalty, dict(extras))))
 
+    def penalty_alone(self, extras: Mapping[str, Any]) -> tuple[LocalLoss, Mapping[str, Any]]:
+        """Return the penalty as a loss of its own, and the extras that it takes."""
+        assert self.penalty is not None
+        return LocalLoss(self.model, self.penalty), self._extras_for(self.penalty, dict(extras))
+
     def lacks_gradient(self, value: Tensor, reported: Tensor) -> bool:
         """Return whether the loss, without a penalty, has no gradient; `value` and `reported` are what it returned."""
         if self.penalty is not None and self.report == "loss" and not reported.requires_grad:

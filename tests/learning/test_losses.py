@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from raypfl.clients.clients import Clients
 from raypfl.common.errors import ClientError, MethodError, RaypflError
 from raypfl.common.messages import per_client
+from raypfl.models.flat import FlatModel
 from tests.support.federation import (
     CLASSES,
     EXECUTORS,
@@ -69,6 +70,26 @@ def test_a_careless_loss_is_found_out_on_no_more_than_a_batch_of_a_large_client(
     with pytest.warns(UserWarning, match=r"does not weigh its samples with batch\.weight"):
         next(clients.minibatches()).step(seen_by(fed, careless, sizes), trained)
     assert max(sizes) <= 2 * fed.training.batch_size
+
+
+def test_beside_the_objective_a_penalty_alone_is_tried_on_padded_batches(monkeypatch):
+    fed = Federation(sizes=(41, 4, 11))
+    clients = fed.clients()
+
+    def careless(p, batch):
+        return p.square().sum() * batch.x.square().mean()
+
+    with pytest.warns(UserWarning, match=r"careless.* does not weigh its samples with batch\.weight"):
+        clients.sgd(clients.loss, clients.initial, penalty=careless)
+
+    passes = []
+    forward = FlatModel.__call__
+    monkeypatch.setattr(FlatModel, "__call__", lambda *arguments: passes.append(1) or forward(*arguments))
+    clients.sgd(clients.loss, clients.initial)
+    expected = len(passes)
+    start = clients.initial
+    clients.sgd(clients.loss, start, penalty=lambda p, batch, anchor: (p - anchor).square().sum(), anchor=start)
+    assert len(passes) == 2 * expected
 
 
 def test_a_function_of_labels_alone_is_found_out_by_the_one_label_that_is_not_paddings():
