@@ -165,9 +165,10 @@ class ClientGroup:
         ClientError : if a client has nothing to train on.
         """
         if split not in self._samples:
-            if split == "train":
+            samples = GroupSamples(self.context.samples, self.split(split))
+            if split == "train" and not samples.sizes.all():
                 self.refuse_empty(split)
-            self._samples[split] = GroupSamples(self.context.samples, self.split(split))
+            self._samples[split] = samples
         return self._samples[split]
 
     def refuse_empty(self, split: str) -> None:

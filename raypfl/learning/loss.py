@@ -113,6 +113,8 @@ class LocalLoss:
 
     def refuse_unknown(self, extras: Mapping[str, Any]) -> None:
         """Raise a MethodError for an extra that no function takes."""
+        if not extras:
+            return
         accepted: set[str] = set()
         for names in (self._extra_names or {self.loss: extras_of(self.loss)}).values():
             accepted.update(extras if names is None else names)

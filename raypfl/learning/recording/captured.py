@@ -150,8 +150,7 @@ class _Walk:
         if module._forward_hooks or module._forward_pre_hooks:
             raise Unknown
         if _is_of_library(kind.__module__):
-            self.key.append(kind)
-            self.key += [(name, repr(value)) for name, value in vars(module).items() if type(value) in PLAIN]
+            self.key += [kind, repr([item for item in vars(module).items() if type(item[1]) in PLAIN])]
         else:
             self.add(module)
 
