@@ -54,9 +54,9 @@ def joined_orders(orders: Sequence[SampleOrder]) -> SampleOrder:
     longest = max(order.index.shape[1] for order in orders)
 
     def padded(values: np.ndarray) -> np.ndarray:
-        missing = [(0, 0)] * values.ndim
-        missing[1] = (0, longest - values.shape[1])
-        return np.pad(values, missing)
+        rows = np.zeros((len(values), longest, *values.shape[2:]), values.dtype)
+        rows[:, : values.shape[1]] = values
+        return rows
 
     draws = [padded(order.draws) for order in orders if order.draws is not None]
     return SampleOrder(
