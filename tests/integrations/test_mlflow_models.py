@@ -94,14 +94,19 @@ def test_a_comparison_is_a_parent_with_its_results_and_a_child_for_each_run_with
 
 @pytest.mark.parametrize(("method", "models_mb"), [("fedavg", 1), ("local", 1), ("ditto", 1), ("ditto", 0)])
 def test_the_code_in_a_runs_description_loads_its_models(folder: Path, method: str, models_mb: float) -> None:
+    import mlflow
+
     raypfl.run(
         small(folder, method=method, tracking__models_mb=models_mb), listeners=[MLflowListener(warn=pytest.fail)]
     )
     (run,) = runs_of(folder)
     code = re.findall(r"```python\n(.*?)```", run.data.tags["mlflow.note.content"], re.DOTALL)
     assert len(code) == (models_mb > 0)
-    for block in code:
-        exec(block, {})
+    try:
+        for block in code:
+            exec(block, {})
+    finally:
+        mlflow.set_tracking_uri(None)  # the code sets it for the whole process
 
 
 def test_a_method_without_a_global_model_has_personal_ones_alone(folder: Path) -> None:
