@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from raypfl.common.component import Component
 from raypfl.learning.recording.python_state import LIBRARIES, names_in, with_nested
 
-PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
 """Types of values that are the same if they read the same."""
 
 BY_ANY_NAME = frozenset({"getattr", "attrgetter", "vars", "globals", "locals", "dir", "hasattr", "__dict__"})
@@ -52,8 +52,12 @@ def captured(values: Iterable[Any], modules: Iterable[nn.Module] = ()) -> tuple[
     """
     values = list(values)
     modules = list(modules)
-    # A function that gets an object may read any attribute whose name occurs in any of the functions.
-    names: frozenset[str] = frozenset()
+    # A function that gets an object may read any attribute whose name occurs in any of the functions. With the names in
+    # the functions that are given, one walk is often enough.
+    names = frozenset[str]()
+    for value in values:
+        if isinstance(value, FunctionType) and not _is_of_library(value.__module__):
+            names |= names_in(value.__code__)
     while True:
         walk = _Walk(names)
         for value in values:
