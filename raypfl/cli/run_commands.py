@@ -267,9 +267,11 @@ def _no_longer_fair(own_rounds: Mapping[str, int], rounds: set[int], mend: str) 
 def _settings_from_digits(planned: Sequence[Experiment], changes: Sequence[str]) -> str:
     """Say what runs of other data take from the recipe `digits`, which their command does not name."""
     from raypfl.data.datasets.population import is_described
+    from raypfl.experiment.checks.hints import components_with
 
     descriptions = [experiment.to_dict() for experiment in planned]
     first = descriptions[0]
+    data = planned[0].data
     methods = " and ".join(dict.fromkeys(values["method"]["name"] for values in descriptions))
 
     parts = {
@@ -281,11 +283,15 @@ def _settings_from_digits(planned: Sequence[Experiment], changes: Sequence[str])
     changed = {change.partition("=")[0].removesuffix(".name") for change in changes}
     if "method" in changed:
         changed.add("methods")
-    if is_described(planned[0].data):
+    if is_described(data):
         changed.add("partition")
     examples = [text for setting, text in parts.items() if setting not in changed]
+    clients = ""
+    # With a group, the run itself warns that its clients are not the groups.
+    if "partition" not in changed and data.name in components_with("data", "group") and not data.options.get("group"):
+        clients = " A client for each value of a column: data.group=COLUMN partition=by_column."
     return (
         "No recipe is named, so all other settings come from the recipe digits"
         f"{': ' if examples else ''}{', '.join(examples)}. "
-        "Set them as KEY=VALUE, or start with a YAML file or another recipe: raypfl list recipes."
+        f"Set them as KEY=VALUE, or start with a YAML file or another recipe: raypfl list recipes.{clients}"
     )

@@ -52,6 +52,15 @@ def test_without_a_recipe_other_data_name_the_run_and_the_defaults_are_reported(
     assert "raypfl run data=diabetes" in run.stdout and "name=" not in run.stdout
 
 
+def test_whoever_runs_a_table_without_a_partition_is_told_of_clients_by_a_column():
+    Path("people.csv").write_text("city,age,bought\n" + "".join(f"{'AB'[i % 2]},{i},{i % 3 % 2}\n" for i in range(60)))
+    table = ["data=table", "data.root=people.csv", "data.target=bought", "method=fedavg", *SMALL]
+    for words, is_told in (([], True), (["partition=iid"], False)):
+        run = raypfl("run", *table, *words)
+        assert run.exit_code == 0, run.output
+        assert ("a column: data.group=COLUMN partition=by_column." in run.stderr) == is_told
+
+
 def test_methods_and_seeds_are_chosen_on_the_command_line():
     runs = raypfl_json("run", *SMALL, "--method", "local,fedavg", "--seeds", "2")["runs"]
     chosen = [(run["experiment"]["method"]["name"], run["experiment"]["seed"]) for run in runs]
