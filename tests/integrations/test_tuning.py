@@ -294,13 +294,17 @@ def test_in_mlflow_a_sweep_is_named_after_what_it_searches_however_many_trials_i
     file = tmp_path / "rates.yaml"
     tracking = tracked_in(tmp_path, mlflow_database)
     described = SMALL["experiment"] | {"tracking": tracking, "rounds": 1, "output": str(tmp_path / "runs")}
-    file.write_text(yaml.safe_dump(small(experiment=described)))
+    # The experiment's own values, which are the defaults, are among those that are searched.
+    search = {"training.lr": {"grid": [0.1, 0.2]}, "method.server_optimizer": {"grid": ["sgd", "adam"]}}
+    file.write_text(yaml.safe_dump(small(experiment=described, search=search, trials=1)))
     carried_out = raypfl("tune", str(file), *TOGETHER, "--quiet")
     assert carried_out.exit_code == 0, carried_out.output
     (parent,), children = mlflow_runs(tracking["uri"])
-    assert parent.info.run_name == "small: fedavg by training.lr" and len(children) == 3
+    assert parent.info.run_name == "small: fedavg by method.server_optimizer and training.lr" and len(children) == 4
     for child in children:
-        assert child.info.run_name.endswith(f" s0 training.lr={child.data.params['training.lr']}")
+        params = child.data.params
+        values = f"method.server_optimizer={params['method.server_optimizer']} training.lr={params['training.lr']}"
+        assert re.fullmatch(rf"fedavg [\d.]+ % s0 {values}", child.info.run_name)
 
 
 def run_schedule(sweep: Sweep, schedule: list[dict], folder: Path) -> Result:

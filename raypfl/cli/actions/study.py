@@ -20,7 +20,7 @@ from raypfl.common.files import draft, write
 from raypfl.common.json_text import json_text
 from raypfl.common.stopping import message_if_killed, signals_interrupt
 from raypfl.engine.events import Event
-from raypfl.experiment.assignments import flatten
+from raypfl.integrations.tracking.entries import searched_text
 from raypfl.integrations.tracking.listener import MLflowListener
 from raypfl.results.colours import colour
 from raypfl.results.display.console import view, warner
@@ -246,7 +246,8 @@ def _run(
 
     trackers = []
     for cell in cells:
-        searched = _searched_settings(study, cell)
+        spaces = study.search.spaces(cell.method) if study.search else []
+        searched = searched_text(cell.experiment, [space.key for space in spaces])
         trackers.append(tracked.beside({"cell": cell.label} | ({"settings": searched} if searched else {})))
     try:
         with view(progress, lines, quiet) as shown:
@@ -260,15 +261,6 @@ def _run(
     except KeyboardInterrupt:
         # A Ctrl-C between two cells, or a second one.
         return [ended(cell) or RunOutcome(STOPPED) for cell in cells]
-
-
-def _searched_settings(study: Study, cell: StudyCell) -> str:
-    """Return ``"method.lam=0.3 training.lr=0.05"``: what a search drew or chose for a cell; else empty."""
-    if study.search is None:
-        return ""
-    values = flatten(cell.experiment.to_dict())
-    keys = sorted({space.key for space in study.search.spaces(cell.method)})
-    return " ".join(f"{key}={values[key]}" for key in keys if key in values)
 
 
 def _write(folder: Path, name: str, page: str, measured: Sequence[TableEntry], cells: pa.Table) -> None:

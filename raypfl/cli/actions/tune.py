@@ -18,6 +18,7 @@ from raypfl.common.json_text import json_text
 from raypfl.common.stopping import message_if_killed, signals_interrupt
 from raypfl.engine.events import Event, RunStarted
 from raypfl.federation.method import METHODS
+from raypfl.integrations.tracking.entries import searched_text
 from raypfl.integrations.tracking.listener import MLflowListener
 from raypfl.integrations.tracking.run_ids import is_recorded
 from raypfl.integrations.tuning.result import BEST, SweepResult, tune
@@ -26,7 +27,6 @@ from raypfl.integrations.tuning.trial import Trial, TrialListener, finished_runs
 from raypfl.results.display.console import warner
 from raypfl.results.display.fitting import fit_table, output
 from raypfl.results.display.outcome import nearby
-from raypfl.results.labels import differing_settings
 from raypfl.runs.records import description
 from raypfl.runs.replay import events_of
 from raypfl.runs.result import RunResult
@@ -67,7 +67,7 @@ def carry_out(source: str, assignments: Sequence[str], quiet: bool, as_json: boo
             # A start may have other settings than the one before, under PBT.
             if isinstance(event, RunStarted):
                 tags = {"trial": trial, "sweep_seed": str(seed)}
-                searched = differing_settings([sweep.base, event.experiment])[1]
+                searched = searched_text(event.experiment, [space.key for space in sweep.spaces])
                 children[trial, seed] = tracked.beside(tags | ({"settings": searched} if searched else {}))
             if (trial, seed) in children:
                 children[trial, seed](event)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from math import isinf
 from statistics import fmean
@@ -38,15 +38,28 @@ Point = tuple[str, float, int]
 """Name, value and step of a metric."""
 
 
-def run_name(experiment: Experiment, score: str = "") -> str:
-    """Return the name of a run: its method, its score, the options that are not at their defaults, and the seed."""
+def run_name(experiment: Experiment, score: str = "", settings: str = "") -> str:
+    """Return the name of a run: its method, its score, the options that are not at their defaults, and the seed.
+
+    `settings` : texts such as ``method.lam=0.3``, which come at the end; options among them are not repeated.
+    """
     method: Any = experiment.method
     options = experiment.to_dict()["method"]
     defaults = {field.name: field.default for field in fields(method)}
-    changed = [f"{key}={value}" for key, value in options.items() if key != "name" and value != defaults[key]]
+    changed = []
+    for key, value in options.items():
+        if key != "name" and value != defaults[key] and f" method.{key}=" not in f" {settings}":
+            changed.append(f"{key}={value}")
 
     method_name = options["name"].rpartition(":")[2]
-    return " ".join(filter(None, [method_name, score, *changed, f"s{experiment.seed}"]))
+    return " ".join(filter(None, [method_name, score, *changed, f"s{experiment.seed}", settings]))
+
+
+def searched_text(experiment: Experiment, keys: Iterable[str]) -> str:
+    """Return ``"method.lam=0.3 training.lr=0.05"``: the values of searched settings, those at their defaults, too."""
+    values = flatten(experiment.to_dict())
+    by_key = {key: values.get(key, values.get(f"{key}.name")) for key in sorted({*keys} - {"method", "seed"})}
+    return " ".join(f"{key}={value}" for key, value in by_key.items() if value is not None)
 
 
 def run_score(experiment: Experiment, summary: Sequence[Mapping[str, Any]]) -> str:

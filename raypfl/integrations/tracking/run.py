@@ -215,12 +215,12 @@ class RunRecord:
         A study's cell is named by its place in the table instead.
         """
         experiment = self._started.experiment
+        settings = self._tags.get("settings", "")
         if "cell" in self._tags:
-            parts = [self._tags["cell"], score]
+            parts = [self._tags["cell"], score, settings]
         else:
-            parts = ["" if self._comparison else f"{experiment.name}:", entries.run_name(experiment, score)]
-        name = " ".join(filter(None, [*parts, self._tags.get("settings")]))
-        return entries.short_name(name)
+            parts = ["" if self._comparison else f"{experiment.name}:", entries.run_name(experiment, score, settings)]
+        return entries.short_name(" ".join(filter(None, parts)))
 
     def _dataset(self) -> Any:
         from mlflow.entities import Dataset, DatasetInput
