@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
+import gc
 import weakref
 from collections.abc import Callable
-from types import SimpleNamespace
+from math import inf
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from raypfl.common import device_rng
 from raypfl.common.messages import per_client, unmarked
@@ -24,40 +22,7 @@ from tests.learning.test_gpu_steps import CASES
 from tests.learning.test_recorded_steps import trained
 from tests.support.federation import FP32, Federation
 from tests.support.pretend_gpu import pretend_gpu
-
-
-class Tape(TorchDispatchMode):
-    """Notes operations on memory, without the Python around them, as CUDA does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations: list[Callable[[], None]] = []
-        self.before: dict[int, tuple[Tensor, Tensor]] = {}
-        self.made: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        inputs = _tensors((args, kwargs))
-        for tensor in inputs:
-            address = _address(tensor)
-            if address not in self.before and address not in self.made:
-                whole = tensor.detach().as_strided(
-                    (tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0
-                )
-                self.before[address] = (whole, whole.clone())
-
-        result = func(*args, **kwargs)
-        used = {_address(tensor) for tensor in inputs}
-        new = [(i, tensor) for i, tensor in enumerate(_tensors(result)) if _address(tensor) not in used]
-        self.made.update(_address(tensor) for _, tensor in new)
-
-        def again() -> None:
-            outputs = _tensors(func(*args, **kwargs))
-            for i, tensor in new:
-                tensor.copy_(outputs[i])
-
-        self.operations.append(again)
-        return result
+from tests.support.pretend_graphs import PretendedGraph, Tape, address_of
 
 
 class TapedGraphs(CudaGraphs):
@@ -73,15 +38,11 @@ class TapedGraphs(CudaGraphs):
         tape = Tape()
         with tape:
             work()
-        # What is recorded has no effect.
-        for storage, copy in tape.before.values():
-            storage.copy_(copy)
+        tape.undo()
 
         def replay() -> None:
             self.replays += 1
-            with torch.no_grad():
-                for operation in tape.operations:
-                    operation()
+            tape.replay()
 
         replay()
         return replay
@@ -106,25 +67,23 @@ class Broken(CudaGraphs):
         raise CannotRecord("operation not permitted when stream is capturing")
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
 def with_graphs(graphs: CudaGraphs | None, **options: Any) -> Federation:
     fed = Federation(**{"training": FP32} | options)
     fed.context.executor = Vectorised(fed.model, recorder=graphs)
     return fed
 
 
-def over_rounds(case: str, graphs: CudaGraphs | None, sizes: tuple[int, ...] = (30, 15, 60, 33)) -> list[Tensor]:
-    """Return the models of four rounds, each of which begins at other models, and visits samples in another order."""
-    fed = with_graphs(graphs, **CASES[case], sizes=sizes)
+def over_rounds(
+    case: str,
+    graphs: CudaGraphs | None,
+    sizes: tuple[int, ...] = (30, 15, 60, 33),
+    device: str = "cpu",
+    rounds: int = 4,
+) -> list[Tensor]:
+    """Return the models of some rounds, each of which begins at other models, and visits samples in another order."""
+    fed = with_graphs(graphs, **CASES[case], sizes=sizes, device=device)
     models = []
-    for round in range(4):
+    for round in range(rounds):
         clients = fed.clients(round=round)
         anchor = fed.model.init(10 + round)
         start = torch.stack([fed.model.init(4 * round + k) for k in range(len(clients))])
@@ -160,11 +119,12 @@ def test_graphs_of_a_run_share_their_copies_of_samples_and_models():
     inputs = [graph.inputs.tensors for graph in graphs._graphs.values()]
     assert len(inputs) == 3
     for name in ("x", "theta"):
-        assert len({_address(tensors[name]) for tensors in inputs}) == 1
+        assert len({address_of(tensors[name]) for tensors in inputs}) == 1
 
 
+@pytest.mark.parametrize("case", ["plain", "augmentation"])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_steps_with_a_number_in_the_hosts_memory_which_a_graph_would_not_read_again_get_none(device):
+def test_steps_with_a_number_in_the_hosts_memory_which_a_graph_would_not_read_again_get_none(device, case):
     def train(fed: Federation, round: int) -> Tensor:
         clients = fed.clients(round=round)
         factor = torch.tensor(1.0 + round, device=device)
@@ -172,11 +132,11 @@ def test_steps_with_a_number_in_the_hosts_memory_which_a_graph_would_not_read_ag
 
     graphs = TapedGraphs()
     with pretend_gpu():
-        recorded = with_graphs(graphs, device="cuda", sizes=(12, 12))
-        plain = with_graphs(None, device="cuda", sizes=(12, 12))
-        for round in range(3):
+        recorded = with_graphs(graphs, device="cuda", sizes=(12, 12), **CASES[case])
+        plain = with_graphs(None, device="cuda", sizes=(12, 12), **CASES[case])
+        for round in range(2):
             assert torch.equal(train(recorded, round), train(plain, round))
-    assert graphs.recordings == (1 if device == "cuda" else 0)
+    assert graphs.recordings == (0 if device == "cpu" else 1 if case == "plain" else 2)
 
 
 def test_a_longer_round_gets_a_graph_with_more_room_and_a_short_one_none():
@@ -214,20 +174,115 @@ def test_a_step_that_cannot_be_recorded_is_taken_one_by_one_with_the_reason():
     assert executor.recorder is None
 
 
-@pytest.mark.parametrize("broken", ["capture_begin", "capture_end"])
-def test_a_recording_that_fails_at_its_beginning_or_its_end_is_done_without(broken, monkeypatch):
-    def refuse(*_: Any, **__: Any) -> None:
-        raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+FAILURES = {
+    "Stream": RuntimeError("CUDA error: out of memory"),
+    "capture_begin": torch.AcceleratorError("CUDA error: operation not permitted"),
+    "the third operation": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    "the last operation": ValueError("not while a graph is captured"),
+    "capture_end": torch.AcceleratorError("CUDA error: operation failed due to a previous error during capture"),
+    "replay": torch.AcceleratorError("CUDA error: out of memory"),
+}
 
-    stream = SimpleNamespace(wait_stream=lambda other: None)
-    calls = dict.fromkeys(["capture_begin", "capture_end", "pool", "replay"], lambda *_, **__: None)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(**calls | {broken: refuse}))
 
-    # What is captured has no effect, and the graph's inputs are copies.
-    with pytest.warns(UserWarning, match="cannot be recorded.*during capture$"):
-        recorded = over_rounds("plain", CudaGraphs())
-    for models, expected in zip(recorded, over_rounds("plain", None), strict=True):
-        assert torch.equal(models, expected)
+class FailingGraphs:
+    """Lets the pretended GPU fail where graphs are captured, so many times.
+
+    Attributes
+    ----------
+    ended : what the allocator was told in place of graphs that could not: functions and pools.
+    emptied : how often its cache was emptied.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, where: str, times: float = inf):
+        self.where = where
+        self.remaining = times
+        self.ended: list[tuple[str, tuple[int, int]]] = []
+        self.emptied = 0
+        failing = self
+
+        class FailingTape(Tape):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                if len(self.operations) == 2:
+                    failing.fail("the third operation")
+                return super().__torch_dispatch__(func, types, args, kwargs)
+
+        class FailingGraph(PretendedGraph):
+            def __init__(self):
+                super().__init__()
+                self._tape = FailingTape()
+
+            def capture_begin(self, pool, capture_error_mode):
+                failing.fail("capture_begin")
+                super().capture_begin(pool, capture_error_mode)
+
+            def capture_end(self):
+                is_open = PretendedGraph.captures
+                super().capture_end()
+                if is_open and failing.where == "the last operation":
+                    failing.fail("the last operation")
+                failing.fail("capture_end")
+
+            def replay(self):
+                failing.fail("replay")
+                super().replay()
+
+        def empty_cache() -> None:
+            self.emptied += 1
+
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", FailingGraph)
+        monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
+        stream = torch.cuda.Stream
+        monkeypatch.setattr(torch.cuda, "Stream", lambda: self.fail("Stream") or stream())
+        for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+            monkeypatch.setattr(
+                torch._C, name, lambda device, pool, name=name: self.ended.append((name, pool)), raising=False
+            )
+
+    def fail(self, where: str) -> None:
+        if where == self.where and self.remaining:
+            self.remaining -= 1
+            raise FAILURES[where]
+
+
+@pytest.mark.parametrize("where", FAILURES)
+@pytest.mark.parametrize("case", ["plain", "augmentation"])
+def test_whatever_fails_while_a_step_is_recorded_it_is_taken_once_with_one_warning(case, where, monkeypatch):
+    with pretend_gpu(), pytest.warns(UserWarning) as warned:
+        failing = FailingGraphs(monkeypatch, where)
+        (recorded,) = over_rounds(case, CudaGraphs(), (32, 32), "cuda", rounds=1)
+    (expected,) = over_rounds(case, None, (32, 32), rounds=1)
+    assert torch.equal(recorded, expected)
+
+    (warning,) = warned
+    assert str(warning.message).startswith("A training step cannot be recorded as a CUDA graph, so")
+    assert str(warning.message).endswith(f"The reason: {FAILURES[where]}")
+    assert PretendedGraph.captures == 0
+    assert gc.isenabled()
+    if where == "capture_end":
+        functions = [function for function, _ in failing.ended]
+        assert functions == ["_cuda_endAllocateToPool", "_cuda_releasePool"] * (len(functions) // 2) != []
+
+
+def test_a_capture_for_which_the_cache_left_no_memory_is_tried_again_without_it(monkeypatch):
+    with pretend_gpu():
+        failing = FailingGraphs(monkeypatch, "the third operation", times=1)
+        (recorded,) = over_rounds("plain", CudaGraphs(), (32, 32), "cuda", rounds=1)
+    assert failing.emptied == 1
+    assert torch.equal(recorded, over_rounds("plain", None, (32, 32), rounds=1)[0])
+
+
+@pytest.mark.parametrize("case", ["plain", "augmentation"])
+def test_on_a_gpu_steps_are_recorded_with_the_bits_of_plain_ones(case):
+    class CountedGraphs(CudaGraphs):
+        recordings = 0
+
+        def record(self, work: Callable[[], None]) -> Callable[[], None]:
+            self.recordings += 1
+            return super().record(work)
+
+    graphs = CountedGraphs()
+    with pretend_gpu():
+        recorded = over_rounds(case, graphs, (32, 32), "cuda", rounds=2)
+    expected = over_rounds(case, None, (32, 32), rounds=2)
+    assert all(map(torch.equal, recorded, expected))
+    assert graphs.recordings == (2 if case == "augmentation" else 1)

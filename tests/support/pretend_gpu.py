@@ -18,6 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from tests.support.pretend_graphs import PretendedGraph, pretended_streams
+
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
 
@@ -51,7 +53,7 @@ def pretend_gpu() -> Iterator[Record]:
     Yields the record so far; the code under test may have caught the errors of faults. A fault is an operation on
     tensors of both devices, an index on the GPU into a tensor on the CPU, a NumPy array of a tensor on the GPU, or a
     generator of the other device. It raises what PyTorch would. The GPU has its own global generator, and its autocast
-    rounds like the CPU's.
+    rounds like the CPU's, and CUDA graphs are played (:mod:`tests.support.pretend_graphs`).
 
     It cannot see other threads and processes; kernels, their rounding and time; memory that runs out; unfinished
     copies; which device a saved tensor was on; what a C++ function does within one operation; tensors that hooks and
@@ -59,8 +61,8 @@ def pretend_gpu() -> Iterator[Record]:
     """
     gpu = _Gpu()
     patches: dict[str, Callable[..., Any]] = {
+        **pretended_streams(),
         "is_available": lambda: True,
-        "is_current_stream_capturing": lambda: False,
         "get_device_name": lambda device=None: "a pretended GPU",
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_properties": lambda device=None: SimpleNamespace(total_memory=2**36),
@@ -83,6 +85,7 @@ def pretend_gpu() -> Iterator[Record]:
         stack.enter_context(mock.patch.dict(os.environ))
         stack.enter_context(mock.patch.multiple(torch.cuda, **patches))
         stack.enter_context(mock.patch("torch.Generator", _Generator))
+        stack.enter_context(mock.patch("raypfl.learning.recording.operations.device_of", gpu.device))
         stack.enter_context(mock.patch("torch.autocast", lambda kind, *args, **more: autocast("cpu", *args, **more)))
         stack.callback(torch.use_deterministic_algorithms, deterministic, warn_only=warn_only)
         stack.callback(setattr, numerics, "fill_uninitialized_memory", numerics.fill_uninitialized_memory)
@@ -93,6 +96,7 @@ def pretend_gpu() -> Iterator[Record]:
             stack.callback(getattr(torch.backends.cuda, f"enable_{kernel}_sdp"), enabled)
         stack.enter_context(_Operations(gpu))
         stack.enter_context(_Calls(gpu))
+        stack.callback(setattr, PretendedGraph, "captures", 0)
         yield gpu.faults
 
 
@@ -176,8 +180,10 @@ class _Gpu:
             raise torch.AcceleratorError(self.faults.failure)
 
     def waits(self, text: str) -> None:
-        """Record that the host waits for the GPU."""
+        """Record that the host waits for the GPU, which it cannot do while a graph is captured."""
         self.faults.waits.append(f"{text} {_line()}")
+        if PretendedGraph.captures:
+            raise torch.AcceleratorError("CUDA error: operation not permitted when stream is capturing")
 
     def crosses(self, source: Tensor, target: torch.device, non_blocking: bool) -> None:
         """Record a copy between the devices."""
@@ -311,6 +317,9 @@ class _Operations(TorchDispatchMode):
         draws = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None
         with self.gpu.drawing() if draws and device == GPU else contextlib.nullcontext():
             result = func(*args, **kwargs)
+        if func.overloadpacket.__name__.startswith("_foreach") and not result:
+            # In place: the CPU counts such changes above this mode, CUDA's kernels count them themselves.
+            torch.autograd.graph.increment_version(args[0])
 
         old = set(map(_address, tensors))
         for tensor in _tensors(result):

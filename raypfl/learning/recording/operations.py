@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -168,6 +168,31 @@ class OperationRecorder(TorchDispatchMode):
         return value
 
 
+class WatchedOperations(TorchDispatchMode):
+    """While active, notes whether operations can be repeated, without keeping their tensors.
+
+    Attributes
+    ----------
+    devices : the devices of all tensors.
+    are_repeatable : whether no operation told Python a tensor's values.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.devices: set[torch.device] = set()
+        self.are_repeatable = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as in OperationRecorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.are_repeatable &= _is_repeatable(func, args)
+        self.devices |= set(map(device_of, _tensors_in((args, kwargs, result))))
+        return result
+
+
 def with_values(arguments: Any, values: Mapping[Any, Any]) -> Any:
     """Return arguments with names replaced by their values; names without a value stay."""
     if isinstance(arguments, Name):
@@ -205,3 +230,20 @@ def _names_in(values: Sequence[Any]) -> set[Name]:
         elif isinstance(value, list):
             names |= _names_in(value)
     return names
+
+
+def device_of(tensor: Tensor) -> torch.device:
+    """Return the device of a tensor."""
+    # A function, which tests with a pretended GPU replace: within an operation they cannot replace the attribute.
+    return tensor.device
+
+
+def _tensors_in(values: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested arguments or results."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from _tensors_in(value)
+    elif isinstance(values, dict):
+        yield from _tensors_in(list(values.values()))
