@@ -27,6 +27,7 @@ from raypfl.learning.executor import Executor
 from raypfl.learning.loss import LossFunction
 from raypfl.learning.objectives.batch import Batch
 from raypfl.learning.privacy import PrivacySettings
+from raypfl.learning.recording import CudaGraphs
 from raypfl.learning.sample_pools import Pools
 from raypfl.learning.settings import TrainingSettings
 from raypfl.learning.vectorised import Vectorised
@@ -220,6 +221,16 @@ class Context:
         loss = getattr(function, "loss", function)
         warnings.warn(f"{where_defined(loss)} {problem}", stacklevel=2)
         return self.one_by_one
+
+    def stop_recording(self) -> bool:
+        """Record no more CUDA graphs, and free the memory of those that there are; return whether steps were recorded."""
+        stopped = False
+        for context in (self, *self.by_architecture):
+            executor = context.executor
+            if isinstance(executor, Vectorised) and isinstance(executor.recorder, CudaGraphs):
+                executor.recorder = None
+                stopped = True
+        return stopped
 
     @cached_property
     def one_by_one(self) -> Executor:

@@ -15,6 +15,7 @@ from torch import Tensor
 from raypfl.clients.clients import Clients
 from raypfl.clients.compression.updates import compressed
 from raypfl.clients.context import Context
+from raypfl.clients.gpu_errors import out_of_memory
 from raypfl.clients.group import ClientGroup
 from raypfl.clients.observation import AnalysisHooks, Observation, Observer
 from raypfl.clients.replies.reduction import Value, logged_means, reduced
@@ -31,6 +32,12 @@ from raypfl.storage.tree import leaves, unflatten
 
 FetchObjects = Callable[[list[Any]], list[Mapping[str, np.ndarray]]]
 """Returns the arrays behind references of the backend."""
+
+WITHOUT_RECORDINGS = (
+    "A GPU's memory ran out, so the CUDA graphs in it were given up: from now on a client actor launches the kernels of "
+    "a step one by one, which is slower and gives the same results. With a lower engine.group_size, or fewer actors on "
+    "a GPU, both may fit."
+)
 
 
 @dataclass(frozen=True)
@@ -156,8 +163,28 @@ class Worker:
     ) -> tuple[Reply, Stack | None]:
         """Run the call's function for a group; return its reply, and its clients' changed states or None.
 
+        If a GPU's memory runs out and recorded steps take some of it, they are given up, and the group runs again.
+
         `fetch_objects` returns the arrays behind the backend's references; large ones are fetched once.
         """
+        try:
+            return self._work(call, fetch_objects, group, states)
+        except Exception as error:
+            if not (out_of_memory(error) and self.context.stop_recording()):
+                raise
+        # Here the error is gone, which kept the tensors of the first try.
+        torch.cuda.empty_cache()
+        reply, stack = self._work(call, fetch_objects, group, states)
+        reply.notes.append(WITHOUT_RECORDINGS)
+        return reply, stack
+
+    def _work(
+        self,
+        call: Call,
+        fetch_objects: FetchObjects,
+        group: Group,
+        states: list[Mapping[str, np.ndarray]],
+    ) -> tuple[Reply, Stack | None]:
         started = time.perf_counter()
         client_group = self._client_group(call, group, states)
         versions: dict[str, tuple[Tensor, int]] = {}

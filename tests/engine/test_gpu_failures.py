@@ -10,7 +10,7 @@ import torch
 
 import raypfl
 from raypfl.clients.gpu_errors import gpu_failure
-from raypfl.clients.worker import Worker
+from raypfl.clients.worker import WITHOUT_RECORDINGS, Worker
 from raypfl.common.errors import ClientError, RaypflError
 from raypfl.common.messages import Sum
 from raypfl.engine.backends.inline import Inline
@@ -18,6 +18,8 @@ from raypfl.engine.backends.ray_backend import RayBackend
 from raypfl.engine.events import Event, RunFinished
 from raypfl.federation.exchange.backend import Backend
 from raypfl.federation.settings import FailureSettings
+from raypfl.learning.recording import CudaGraphs
+from raypfl.learning.vectorised import Vectorised
 from raypfl.methods import FedAvg
 from raypfl.runs.records import write_description
 from raypfl.runs.several.resume import resume_all
@@ -140,6 +142,25 @@ def test_a_gpu_has_failed_only_if_it_refuses_everything(monkeypatch, message):
     assert gpu_failure() == ""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     assert gpu_failure() == (message if message == ASSERT else "")
+
+
+def test_a_group_for_which_graphs_leave_too_little_memory_runs_again_without_them_to_the_same_bits(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+
+    def trained(recorder: CudaGraphs | None) -> tuple[Any, list[str]]:
+        def answer(clients):
+            executor = fed.context.executor
+            if executor.recorder is not None:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            return {"sum": Sum(clients.sgd(clients.loss, clients.initial, steps=2))}
+
+        fed = Federation(method=Probe(answer=answer))
+        fed.context.executor = Vectorised(fed.model, recorder=recorder)
+        return fed.cohort().run(fed.method.reply)["sum"].tolist(), fed.warnings
+
+    sums, texts = trained(CudaGraphs())
+    assert (sums, []) == trained(None)
+    assert texts == [WITHOUT_RECORDINGS]
 
 
 # --- in one process ---------------------------------------------------------------------------------------------------
