@@ -223,7 +223,7 @@ class Context:
         return self.one_by_one
 
     def stop_recording(self) -> bool:
-        """Record no more CUDA graphs, and free the memory of those that there are; return whether steps were recorded."""
+        """Give up CUDA graphs, and free their memory; return whether steps were recorded."""
         stopped = False
         for context in (self, *self.by_architecture):
             executor = context.executor

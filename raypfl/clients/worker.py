@@ -34,9 +34,9 @@ FetchObjects = Callable[[list[Any]], list[Mapping[str, np.ndarray]]]
 """Returns the arrays behind references of the backend."""
 
 WITHOUT_RECORDINGS = (
-    "A GPU's memory ran out, so the CUDA graphs in it were given up: from now on a client actor launches the kernels of "
-    "a step one by one, which is slower and gives the same results. With a lower engine.group_size, or fewer actors on "
-    "a GPU, both may fit."
+    "A GPU's memory ran out, so the CUDA graphs in it were given up: from now on the kernels of a step are launched "
+    "one by one, which is slower and gives the same results. With a lower engine.group_size, or fewer actors on a GPU, "
+    "both may fit."
 )
 
 
@@ -155,11 +155,7 @@ class Worker:
     # Gradients may be off in this process, for example if Ctrl-C left it in a `no_grad` block.
     @torch.enable_grad()
     def work(
-        self,
-        call: Call,
-        fetch_objects: FetchObjects,
-        group: Group,
-        states: list[Mapping[str, np.ndarray]],
+        self, call: Call, fetch_objects: FetchObjects, group: Group, states: list[Mapping[str, np.ndarray]]
     ) -> tuple[Reply, Stack | None]:
         """Run the call's function for a group; return its reply, and its clients' changed states or None.
 
@@ -179,11 +175,7 @@ class Worker:
         return reply, stack
 
     def _work(
-        self,
-        call: Call,
-        fetch_objects: FetchObjects,
-        group: Group,
-        states: list[Mapping[str, np.ndarray]],
+        self, call: Call, fetch_objects: FetchObjects, group: Group, states: list[Mapping[str, np.ndarray]]
     ) -> tuple[Reply, Stack | None]:
         started = time.perf_counter()
         client_group = self._client_group(call, group, states)

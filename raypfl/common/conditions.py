@@ -20,11 +20,13 @@ class Condition:
     setting : the other setting: its name in the same section, or a dotted name.
     holds : whether a value of the other setting fulfils the condition.
     advice : the advice in the error message, with ``{other}`` and ``{this}`` in place of the dotted names.
+    otherwise : a condition that suffices if this one does not hold; None: there is none.
     """
 
     setting: str
     holds: Callable[[Any], bool]
     advice: str
+    otherwise: Condition | None = None
 
 
 def needs(setting: str, *values: Any) -> Condition:
@@ -35,9 +37,9 @@ def needs(setting: str, *values: Any) -> Condition:
     return Condition(setting, lambda value: value in values, f"set {{other}} to {choices}, or leave {{this}} out")
 
 
-def needs_some(setting: str) -> Condition:
-    """Require the other setting to be set and not zero."""
-    return Condition(setting, lambda value: _is_set(value) and value != 0, "raise {other}, or leave {this} out")
+def needs_some(setting: str, otherwise: Condition | None = None) -> Condition:
+    """Require the other setting to be set and not zero, or another condition."""
+    return Condition(setting, lambda v: _is_set(v) and v != 0, "raise {other}, or leave {this} out", otherwise)
 
 
 def needs_among(setting: str, member: str) -> Condition:
@@ -60,6 +62,4 @@ def as_yaml(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, tuple):
-        return repr(list(value))
-    return repr(value)
+    return repr(list(value) if isinstance(value, tuple) else value)

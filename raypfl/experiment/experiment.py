@@ -31,7 +31,7 @@ from raypfl.devices.settings import DeviceSettings
 from raypfl.evaluation.run_metrics import Measures
 from raypfl.evaluation.settings import EvaluationSettings
 from raypfl.experiment.assignments import parse_assignments
-from raypfl.experiment.checks.effects import assign_all, paths_set_in, refused_settings, require_effect
+from raypfl.experiment.checks import effects
 from raypfl.experiment.checks.hints import nearest, suggestion
 from raypfl.experiment.checks.limits import (
     architecture_mistakes,
@@ -176,7 +176,10 @@ class Experiment(FilePart):
     @classmethod
     def from_record(cls, source: str | Path) -> Experiment:
         """Read the experiment that a run recorded, faster than `from_yaml`."""
-        return cls(**read(source, is_record=True))
+        values = read(source, is_record=True)
+        # Until CUDA graphs were on by default, all runs recorded them as off, also those in which this has no effect.
+        effects.drop_idle(values, {(name,) for name in values if name != "engine"})
+        return cls(**values)
 
     def to_yaml(self) -> str:
         """Write all settings, defaults included, as YAML text; `from_yaml` reads an equal experiment from it."""
@@ -195,7 +198,7 @@ class Experiment(FilePart):
         """
         values = self.to_dict()
         pairs = parse_assignments(assignments) + parse_assignments(as_assignments(settings))
-        require_effect(assign_all(values, pairs))
+        effects.require_effect(effects.assign_all(values, pairs))
         return Experiment(**values)
 
     def replace(self, **changes: Any) -> Experiment:
@@ -212,8 +215,8 @@ class Experiment(FilePart):
         except ValidationError as error:
             raise ConfigError(one_message(validation_mistakes(error, _unknown), "The experiment")) from None
 
-        set_paths = paths_set_in(values) if isinstance(values, dict) else ()
-        refused = refused_settings(experiment.to_dict(), set_paths)
+        set_paths = effects.paths_set_in(values) if isinstance(values, dict) else ()
+        refused = effects.refused_settings(experiment.to_dict(), set_paths)
         lines = [*experiment._contradictions(), *refused.values()]
         if lines:
             raise ConfigError(one_message(lines, "The experiment"))
@@ -236,7 +239,7 @@ class Experiment(FilePart):
             *asynchronous_mistakes(self.asynchronous, self.devices, self.privacy, bool(self.analyses)),
             *architecture_mistakes(self.model, bool(self.analyses)),
             *training_mistakes(self.training, self.rounds, self.ray),
-            *ray_mistakes(self.ray, self.engine),
+            *ray_mistakes(self.ray),
             *evaluation_mistakes(self.evaluation, self.objective),
             *privacy_mistakes(self.privacy, self.failures),
             *robustness_mistakes(self.attack, self.aggregation, self.asynchronous, self.privacy),

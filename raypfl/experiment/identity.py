@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from raypfl.common.user_modules import digest_of_module, modules_named_in
-from raypfl.experiment.assignments import flatten
+from raypfl.experiment.assignments import flatten, parse_assignments
+from raypfl.experiment.checks.effects import assign_all
 from raypfl.experiment.experiment import Experiment
 
 ONLY_ROUNDING = ("engine", "training.channels_last")
@@ -29,7 +30,7 @@ def deciding_settings(experiment: Experiment) -> dict[str, Any]:
     if data["root"]:
         data["root"] = str(Path(data["root"]).expanduser().absolute())
 
-    engine = {key: value for key, value in values["engine"].items() if key != "backend"}
+    engine = {key: value for key, value in values["engine"].items() if key not in ("backend", "cuda_graphs")}
     return values | {"data": data, "engine": engine}
 
 
@@ -82,7 +83,9 @@ def harmless_changes(requested: Experiment, started: Experiment) -> list[str]:
     for key, value in flatten(requested.to_dict()).items():
         if value != started_settings.get(key) and key not in fixed:
             changes.append(f"{key}={json.dumps(value)}")
-    return changes
+    # Some may have no effect with what was chosen at the start, such as the executor.
+    refused = assign_all(started.to_dict(), parse_assignments(changes))
+    return [change for change in changes if tuple(change.partition("=")[0].split(".")) not in refused]
 
 
 def is_in(key: str, section: str) -> bool:

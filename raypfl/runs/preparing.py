@@ -25,6 +25,7 @@ from raypfl.evaluation import refuse_untestable
 from raypfl.evaluation.masking import refuse_unmaskable
 from raypfl.experiment import Experiment
 from raypfl.experiment.identity import code_digests
+from raypfl.federation.settings import EngineSettings
 from raypfl.models.weights import RANDOM, digest, origin
 from raypfl.runs.checks.compression import refuse_idle_compression
 from raypfl.runs.checks.exchanged import refuse_exchanged
@@ -220,8 +221,12 @@ def _with_executor(prepared: Prepared, folder: Path, emit: Listener) -> tuple[Pr
     else:
         with threads(experiment.engine.threads):
             candidate, why = choose(prepared)
+    engine = replace(experiment.engine, executor=candidate.executor)
+    if candidate.executor == "sequential":
+        # Without effect there, so that it has to have its default.
+        engine = replace(engine, cuda_graphs=EngineSettings.cuda_graphs)
     changes = {
-        "engine": replace(experiment.engine, executor=candidate.executor),
+        "engine": engine,
         "training": replace(experiment.training, channels_last=candidate.channels_last),
     }
     # model_copy does not validate, which would take a tenth of a small run's time: both choices are valid.

@@ -51,6 +51,7 @@ MAY_CHANGE = (
     "model.weights",
     # Where the run computes.
     "engine.backend",
+    "engine.cuda_graphs",
     "ray.*",
     "failures.retries",
     "failures.deaths",

@@ -84,6 +84,8 @@ def by_position(cells: Iterable[StudyCell]) -> dict[Position, list[StudyCell]]:
 def identity(experiment: Experiment) -> str:
     """Return twelve hexadecimal digits, a hash of all settings that may change the result, and of the user's files."""
     settings = flatten(deciding_settings(experiment))
+    # It changes no result, but was part of the name when it was off by default.
+    settings["engine.cuda_graphs"] = False
     # Most settings that a later version adds are null by default. Without them, finished runs keep their names.
     not_null = {key: value for key, value in settings.items() if value is not None}
     files = {f"file of {module}": digest for module, digest in code_digests(not_null).items()}

@@ -32,6 +32,7 @@ from raypfl.runs.checks.network import refuse_misfit
 from tests.support.federated_data import GeneratedClients
 from tests.support.federation import dropping_mlp, small_mlp
 from tests.support.pretend_gpu import CPU, GPU, pretend_gpu
+from tests.support.pretend_graphs import PretendedGraph
 from tests.support.runs import experiment
 from tests.support.tiers import methods, with_quick
 
@@ -237,6 +238,21 @@ def test_every_method_runs_on_a_gpu(tmp_path, faults, monkeypatch, method, execu
     # The other protocols score the same models, as in the tests below.
     evaluation = {"evaluation__every": 2, "evaluation__protocols": "[local, unseen]"}
     run(tmp_path, faults, method=method, **evaluation, **devices, **CHANGES.get(method, {}))
+
+
+def test_steps_of_clients_that_train_together_are_captured_unless_asked_not_to_with_the_same_bits(
+    tmp_path, faults, monkeypatch
+):
+    captured = []
+    end = PretendedGraph.capture_end
+    monkeypatch.setattr(PretendedGraph, "capture_end", lambda graph: captured.append(graph) or end(graph))
+    trains = {"method": "fedavg", "engine__executor": "vectorised", "training__steps": 6, "evaluation__every": 2}
+    with_graphs = run(tmp_path, faults, **trains)
+    assert captured
+    captured.clear()
+    without = run(tmp_path, faults, engine__cuda_graphs=False, **trains)
+    assert not captured
+    assert with_graphs.weights_hash == without.weights_hash
 
 
 def test_a_client_without_test_samples_is_evaluated_on_a_gpu(tmp_path, faults):

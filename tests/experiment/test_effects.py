@@ -16,6 +16,7 @@ from raypfl.common.errors import ConfigError
 from raypfl.experiment import experiments
 from raypfl.experiment.assignments import assign, parse_assignments
 from raypfl.experiment.checks.unread_options import unread_options
+from raypfl.federation.settings import CohortSettings
 from raypfl.learning.privacy import PrivacySettings
 from raypfl.methods import METHODS, FedAvg
 
@@ -35,6 +36,7 @@ WITHOUT_EFFECT = {
     "model.pretrain_epochs": ["model.pretrain_epochs=3"],
     "failures.min_success_fraction": ["failures.min_success_fraction=0.9"],
     "ray.actors": ["ray.actors=2", "engine.backend=inline"],
+    "engine.cuda_graphs": ["engine.cuda_graphs=false", "ray.gpus_per_actor=0"],
     "data.root": ["data.root=/nonexistent"],
     "method.server_beta1": ["method.server_beta1=0.5"],
     "method.finetune_lr": ["method=fedavg-ft", "method.finetune_lr=0.1", "method.finetune_epochs=0"],
@@ -73,7 +75,23 @@ def test_a_setting_is_refused_at_its_default_too_unless_the_setting_it_depends_o
     assert "set privacy.noise, or leave" in refusal(lambda: Experiment().override(["privacy.clip=1"]))
     Experiment(privacy={"clip": 1.0, "noise": None})  # as a complete description has it
     Experiment(privacy=PrivacySettings(clip=1.0))
+    Experiment(cohort=CohortSettings(size=3))  # has cohort.deadline, without devices.hardware
     assert "no effect" in refusal(lambda: Experiment(privacy=PrivacySettings(clip=2.0)))
+
+
+def test_cuda_graphs_can_be_off_where_clients_may_train_together_on_a_gpu():
+    off = ["engine.cuda_graphs=false"]
+    for gpus in ("ray.gpus_per_actor=auto", "ray.pools=[{gpus_per_actor: 0.5}]"):
+        assert not Experiment().override([*off, gpus]).engine.cuda_graphs
+        one_by_one = [gpus, "engine.executor=sequential"]
+        assert "engine.executor is 'sequential'" in refusal(lambda words=one_by_one: Experiment().override(off + words))
+    assert Experiment().override([*off, gpus]).override(one_by_one).engine.cuda_graphs
+
+
+def test_runs_recorded_before_cuda_graphs_were_on_by_default_can_be_read():
+    for gpus in (0, 1):
+        recorded = Experiment(ray={"gpus_per_actor": gpus}).to_yaml().replace("cuda_graphs: true", "cuda_graphs: false")
+        assert Experiment.from_record(recorded).engine.cuda_graphs == (gpus == 0)
 
 
 @pytest.mark.parametrize(
@@ -84,6 +102,7 @@ def test_a_setting_is_refused_at_its_default_too_unless_the_setting_it_depends_o
         (["cohort.fraction=0.5"], "cohort.size=4"),
         (["training.schedule=step", "training.milestones=[3]"], "training.schedule=cosine"),
         (["ray.actors=2"], "engine.backend=inline"),
+        (["ray.gpus_per_actor=1", "engine.cuda_graphs=false"], "ray.gpus_per_actor=0"),
     ],
 )
 def test_a_setting_that_a_change_leaves_without_effect_is_reset_to_its_default(first: list[str], change: str):

@@ -12,8 +12,10 @@ from raypfl.common.errors import ConfigError
 from raypfl.data import load_federated
 from raypfl.engine.events import RunStarted
 from raypfl.engine.prepared import Prepared
+from raypfl.experiment.identity import differences, harmless_changes
 from raypfl.runs.choices import autotune
 from raypfl.runs.choices.autotune import GIB, Candidate, Load, choose, rule
+from raypfl.runs.preparing import prepare
 from tests.support.runs import experiment
 
 TOGETHER = Candidate("vectorised", False)
@@ -213,3 +215,13 @@ def test_a_run_says_what_was_chosen_and_a_resume_keeps_it(tmp_path):
     other = {"vectorised": "sequential", "sequential": "vectorised"}[metadata["executor"]]
     with pytest.raises(ConfigError, match=r"engine.executor is .* decides its result"):
         raypfl.resume(first_run.run_dir, overrides=["rounds=3", f"engine.executor={other}"])
+
+
+def test_graphs_that_were_turned_off_for_clients_that_then_train_one_by_one_are_no_obstacle(tmp_path):
+    asked = experiment(tmp_path, engine__backend="ray", ray__gpus_per_actor=1, engine__cuda_graphs=False)
+    assert asked.cohort.size == 6 and asked.engine.group_size == 2  # too few for a group
+    _, prepared = prepare(asked, tmp_path / "run", emit=lambda event: None, lockstep=False)
+    started = prepared.experiment
+    assert started.engine.executor == "sequential"
+    assert started.replace(seed=1).override(["rounds=7"]).engine.cuda_graphs
+    assert not differences(asked, started) and not harmless_changes(asked, started)

@@ -56,9 +56,11 @@ def refused_settings(values: Mapping[str, Any], set_paths: Collection[SettingPat
     values : a description in plain values, as in YAML.
     set_paths : the paths that were set on purpose, see :func:`paths_set_in`.
     """
+    # A section that is given as an object has all of its settings, most of them at their defaults.
+    set_by_name = {path for path in set_paths if len(path) > 1}
     messages = {}
     for setting in _idle(values):
-        is_set_alone = is_in_any(setting.path, set_paths) and not is_in_any(setting.depends_on, set_paths)
+        is_set_alone = is_in_any(setting.path, set_by_name) and not is_in_any(setting.depends_on, set_paths)
         if is_set_alone or not setting.is_default:
             messages[setting.path] = setting.explain()
     return messages
@@ -183,9 +185,9 @@ def _idle_in(section: SettingPath, declaring_class: type, values: Mapping[str, A
             continue
         path = (*section, name)
         for condition in conditions:
-            governor = _governor(section, condition)
-            governor_value = _value_at(values, governor, declaring_class)
-            if not _holds(condition, governor_value):
+            if not _holds(condition, section, declaring_class, values):
+                governor = _governor(section, condition)
+                governor_value = _value_at(values, governor, declaring_class)
                 is_default = _plain(settings[name]) == _plain(_default(declaring_class, name))
                 explain = partial(_message, path, settings[name], governor, governor_value, condition)
                 yield IdleSetting(path, is_default, governor, explain)
@@ -247,12 +249,16 @@ def _governor(section: SettingPath, condition: Condition) -> SettingPath:
     return (*section, condition.setting)
 
 
-def _holds(condition: Condition, value: Any) -> bool:
+def _holds(condition: Condition, section: SettingPath, declaring_class: type, values: Mapping[str, Any]) -> bool:
+    """Return whether a condition of a setting in a section holds, or the other one that suffices."""
     try:
-        return condition.holds(value)
+        if condition.holds(_value_at(values, _governor(section, condition), declaring_class)):
+            return True
     except (TypeError, ConfigError):
         # The value has a wrong type or is unknown, which is reported as a mistake of its own.
         return True
+    other = condition.otherwise
+    return other is not None and _holds(other, section, declaring_class, values)
 
 
 def _value_at(values: Mapping[str, Any], path: SettingPath, declaring_class: type) -> Any:

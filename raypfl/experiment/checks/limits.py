@@ -28,7 +28,7 @@ from raypfl.evaluation.settings import EvaluationSettings
 from raypfl.experiment.settings import ActorPool, ModelSettings, RaySettings
 from raypfl.federation.asynchronous.settings import AsynchronousSettings
 from raypfl.federation.robustness import Aggregation, Attack
-from raypfl.federation.settings import CohortSettings, EngineSettings, FailureSettings
+from raypfl.federation.settings import CohortSettings, FailureSettings
 from raypfl.learning.objectives import OBJECTIVES, Metric, Objective
 from raypfl.learning.privacy import PrivacySettings
 from raypfl.learning.settings import TrainingSettings
@@ -164,14 +164,9 @@ def device_mistakes(devices: DeviceSettings) -> list[str]:
     return []
 
 
-def ray_mistakes(ray: RaySettings, engine: EngineSettings) -> list[str]:
+def ray_mistakes(ray: RaySettings) -> list[str]:
     """Return a sentence for every contradiction, and for every number of a pool that is out of range."""
     lines = []
-    if engine.cuda_graphs and not ray.on_gpu:
-        lines.append(
-            "engine.cuda_graphs is true, which has no effect on CPUs; give client actors GPUs (ray.gpus_per_actor), or "
-            "leave it out."
-        )
     for number, pool in enumerate(ray.pools):
         for line in outside_limits("ray", pool):
             lines.append(line.replace("ray.", f"ray.pools[{number}].", 1))
