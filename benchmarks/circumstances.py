@@ -1,4 +1,4 @@
-"""The commit, the date and the machine's load of a measurement."""
+"""The commit, the date, the processor and the machine's load of a measurement."""
 
 from __future__ import annotations
 
@@ -27,4 +27,22 @@ def circumstances(root: Path = ROOT) -> dict[str, Any]:
 def about() -> str:
     """The versions and the machine, in a line."""
     versions = f"raypfl {raypfl.__version__}, torch {torch.__version__}"
-    return f"{versions} on {platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
+    return f"{versions} on {processor()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
+
+
+def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Return the processor, as ``"x86_64 (AMD EPYC, family 25, model 1, without AVX-512)"``.
+
+    A virtual machine may hide the model's name, and results depend on its vector instructions.
+    """
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    pairs = [line.partition(":") for line in lines]
+    values = {name.strip(): value.strip() for name, _, value in pairs}
+    if "flags" not in values:
+        return platform.machine()
+
+    has_avx512 = "avx512f" in values["flags"].split()
+    parts = [values.get("model name", "")]
+    parts += [f"{name.removeprefix('cpu ')} {values[name]}" for name in ("cpu family", "model") if name in values]
+    parts.append(f"{'with' if has_avx512 else 'without'} AVX-512")
+    return f"{platform.machine()} ({', '.join(filter(None, parts))})"

@@ -23,6 +23,7 @@ import torch
 
 import raypfl
 from benchmarks import digits
+from benchmarks.circumstances import about
 from benchmarks.noise import ONLY_ROUNDS
 from raypfl.runs import driver
 from raypfl.runs.records import write_description
@@ -87,6 +88,7 @@ def main() -> None:
     changes = rates(RUNS) if arguments.rates else seeds(RUNS)
 
     torch.set_num_threads(1)
+    print(about())
     print(f"{'network':>8}{'cohort':>8}{'one run':>12}{'ten, in turn':>17}{'ten together':>16}   (CPU ms a round)")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -19,6 +19,7 @@ from unittest import mock
 import torch
 
 import raypfl
+from benchmarks.circumstances import about
 from benchmarks.digits import experiment
 from benchmarks.noise import ONLY_ROUNDS
 from raypfl.engine.events import Event, RoundFinished
@@ -69,6 +70,7 @@ def milliseconds(described: raypfl.Experiment) -> tuple[list[float], str]:
 def main() -> None:
     """Measure and print."""
     torch.set_num_threads(1)
+    print(about())
     print(f"{'ms of CPU time a round':<42}{'as it is':>10}{'repeated':>10}{'ratio':>8}")
     with tempfile.TemporaryDirectory() as folder:
         for name, described in experiments(folder):

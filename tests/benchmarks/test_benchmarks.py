@@ -14,7 +14,7 @@ import torch
 import benchmarks.memory
 import raypfl
 from benchmarks import digits, evaluation, frozen, head, methods, overhead, packed, states
-from benchmarks.circumstances import circumstances
+from benchmarks.circumstances import circumstances, processor
 from benchmarks.memory import PARTS, descendants, memory
 from benchmarks.noise import ONLY_ROUNDS, SETS, Noise
 from benchmarks.overhead import COMMITTED, JOBS, TOLERANCE, Plan, check
@@ -123,6 +123,15 @@ def test_results_name_the_commit_and_whether_what_is_measured_differs_from_it(tm
     for file, expected in zip(reversed(files), (clean, clean, f"{clean}-dirty"), strict=True):
         file.write_text("changed")
         assert circumstances(tmp_path)["commit"] == expected
+
+
+def test_a_processor_is_told_by_its_numbers_and_vector_instructions_where_its_name_is_hidden(tmp_path):
+    cpuinfo = tmp_path / "cpuinfo"
+    assert "(" not in processor(cpuinfo), "no such file, as on macOS"
+    for flag, has_it in (("avx2", "without"), ("avx2 avx512f", "with")):
+        core = f"processor\t: 0\ncpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC\nflags\t\t: fpu {flag}\n\n"
+        cpuinfo.write_text(2 * core)
+        assert processor(cpuinfo).endswith(f" (AMD EPYC, family 25, model 17, {has_it} AVX-512)")
 
 
 @pytest.fixture
