@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import raypfl
+from raypfl.common.errors import RaypflError
+from raypfl.engine.backends.cluster import start_local
 from raypfl.engine.backends.processes import importing
+from raypfl.engine.events import Event
 
 ROOT = Path(__file__).parents[2]
 
@@ -98,3 +103,33 @@ def test_imported_objects_are_frozen_for_the_garbage_collector() -> None:
     with importing():
         objects = [[number] for number in range(10_000)]
     assert gc.get_freeze_count() - frozen_before >= len(objects)
+
+
+class UnwillingRay:
+    """A pretended Ray whose cluster does not start in the first tries, and leaves a process behind each time."""
+
+    def __init__(self, *errors: str) -> None:
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._errors = errors
+
+    def init(self, _temp_dir: str, **options: Any) -> str:
+        if len(self.processes) == len(self._errors):
+            return "started"
+        message = self._errors[len(self.processes)]
+        self.processes.append(subprocess.Popen([sys.executable, "-c", "input()", _temp_dir], stdin=subprocess.PIPE))
+        raise Exception(message)
+
+
+def test_a_local_ray_that_takes_too_long_to_start_is_started_once_more(tmp_path: Path) -> None:
+    ray = UnwillingRay("The node timed out.")
+    told: list[Event] = []
+    assert start_local(ray, str(tmp_path), told.append) == "started"
+    assert len(told) == 1 and [process.wait(timeout=60) for process in ray.processes] == [-signal.SIGKILL]
+
+
+@pytest.mark.parametrize("errors", [["It timed out.", "It timed out again."], ["There is no room for objects."]])
+def test_a_local_ray_that_does_not_start_is_an_error_and_leaves_no_process(tmp_path: Path, errors: list[str]) -> None:
+    ray = UnwillingRay(*errors)
+    with pytest.raises(RaypflError, match=f"{errors[-1]} .* engine.backend=inline"):
+        start_local(ray, str(tmp_path), lambda event: None)
+    assert [process.wait(timeout=60) for process in ray.processes] == [-signal.SIGKILL] * len(errors)

@@ -14,6 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from raypfl.common import registry
 from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.common.stopping import handlers_restored, hangups_ignored, signals_deferred, signals_interrupt
@@ -68,7 +70,7 @@ def connected(settings: RaySettings, emit: Listener = lambda event: None) -> Ite
         return
 
     emit(Progress("connecting to Ray" if address else "starting Ray"))
-    cluster = _local(ray, settings.dashboard) if address is None else _attached(ray, address)
+    cluster = _local(ray, settings.dashboard, emit) if address is None else _attached(ray, address)
     with signals_interrupt(), cluster as dashboard:
         _silence_deaths(ray)
         if dashboard:
@@ -79,25 +81,48 @@ def connected(settings: RaySettings, emit: Listener = lambda event: None) -> Ite
 
 
 @contextlib.contextmanager
-def _local(ray: Any, dashboard: bool) -> Iterator[str | None]:
+def _local(ray: Any, dashboard: bool, emit: Listener) -> Iterator[str | None]:
     """While active, a local cluster runs; yields the address of its dashboard, if it has one."""
     system = FREE_AT_ONCE if dashboard else FREE_AT_ONCE | NO_TASK_EVENTS
     folder = ""
     try:
         with signals_deferred(), hangups_ignored(), _without_sigterm_handler(ray):
             folder = tempfile.mkdtemp(prefix="raypfl-", dir="/tmp")  # not $TMPDIR: the paths of sockets must be short
-            try:
-                context = ray.init(include_dashboard=dashboard, _temp_dir=folder, _system_config=system, **_QUIET)
-            except Exception as error:
-                raise RaypflError(
-                    f"Ray could not be started on this machine: {str(error).splitlines()[0]} Try again when it is less "
-                    "busy, or run without Ray: engine.backend=inline."
-                ) from error
+            context = start_local(ray, folder, emit, include_dashboard=dashboard, _system_config=system)
         yield context.dashboard_url if dashboard else None
     finally:
         with signals_deferred():
             ray.shutdown()
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def start_local(ray: Any, folder: str, emit: Listener, tries: int = 2, **options: Any) -> Any:
+    """Start a local cluster with its files in a folder; return Ray's description of it.
+
+    Raises
+    ------
+    RaypflError : if it does not start.
+    """
+    try:
+        return ray.init(_temp_dir=folder, **options, **_QUIET)
+    except Exception as error:
+        _kill_processes_of(folder)
+        # Ray waits some 15 seconds for its own processes, which is too short on a busy machine or a slow disk.
+        if tries == 1 or "timed out" not in str(error):
+            raise RaypflError(
+                f"Ray could not be started on this machine: {str(error).splitlines()[0]} Try again when it is less "
+                "busy, or run without Ray: engine.backend=inline."
+            ) from error
+    emit(Progress("Ray took too long to start; starting it again"))
+    return start_local(ray, folder, emit, tries - 1, **options)
+
+
+def _kill_processes_of(folder: str) -> None:
+    """Kill the processes of a cluster that did not start; some are no longer children of this one."""
+    for process in psutil.process_iter(["cmdline"]):
+        if any(folder in word for word in process.info["cmdline"] or ()):
+            with contextlib.suppress(psutil.Error):
+                process.kill()
 
 
 @contextlib.contextmanager
