@@ -19,7 +19,7 @@ import raypfl
 from benchmarks import networks
 from benchmarks.noise import SETS, Noise
 from benchmarks.peers import report
-from benchmarks.peers.__main__ import missing
+from benchmarks.peers.__main__ import PAGE, README, RESULTS, missing
 from benchmarks.peers.data import prepare, store
 from benchmarks.peers.jobs import ACTORS, BARE, BF16, CONTENDERS, FLOWER, INLINE, JOBS, PFL, PFL_TWO, Contender
 from benchmarks.peers.measure import Patience, measure, parse
@@ -209,6 +209,13 @@ def test_the_readmes_table_has_each_system_at_its_fastest():
     text = report.summary(results(*runs, record("mlp", FLOWER, []), record("mlp", BF16, [0.1])))
     assert text.startswith("| | bare PyTorch loop | raypfl | Flower | pfl-research | fluke |\n| --- |")
     assert "| MLP of 9,610, 50 of 1,000 clients | 2 | **1.2** | over 150 | 1.2 | — |" in text
+
+
+def test_the_readme_and_the_page_say_what_was_measured():
+    measured = json.loads(RESULTS.read_text())
+    for file, text in ((README, report.summary(measured)), (PAGE, report.page(measured))):
+        document = file.read_text()
+        assert report.insert(document, text) == document, f"{file} is out of date: make peers"
 
 
 def test_a_table_replaces_the_one_on_the_page():
