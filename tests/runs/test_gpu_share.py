@@ -33,7 +33,8 @@ from raypfl.runs.choices import gpu_share, pretraining
 from raypfl.runs.choices.autotune import Candidate
 from raypfl.runs.choices.gpu_share import GpuMeasurement, actors_on, bytes_needed, fit_line, with_gpu_shares
 from raypfl.runs.several.worker import PlannedRun, carry_out
-from tests.support.pretend_gpu import pretend_gpu
+from tests.support.pretend_gpu import GPU, pretend_gpu
+from tests.support.pretend_graphs import PretendedGraph
 from tests.support.runs import experiment
 
 CPU = torch.device("cpu")
@@ -127,6 +128,18 @@ def test_methods_with_further_networks_and_exchanges_can_be_measured(tmp_path: P
 
     data = load_federated(settings.data, settings.partition, seed=0)
     assert bytes_needed(Prepared(settings, data, CPU), AlwaysOneByte()) == 8 and len(peaks) == 4
+
+
+def test_the_graphs_of_steps_are_measured_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    captured: list[int] = []
+    end = PretendedGraph.capture_end
+    monkeypatch.setattr(PretendedGraph, "capture_end", lambda graph: captured.append(len(memory.groups)) or end(graph))
+    method = f"{__name__}:Recording"
+    settings = experiment(tmp_path, method=method, engine__executor="vectorised", ray__gpus_per_actor=1)
+    memory = Counting()
+    with pretend_gpu():
+        bytes_needed(Prepared(settings, load_federated(settings.data, settings.partition, seed=0), GPU), memory)
+    assert len(memory.groups) == 4 and set(captured) == {0, 1}  # of two trainings and two evaluations
 
 
 class TooLarge(Ditto):
@@ -350,6 +363,11 @@ def test_a_process_with_a_gpu_uses_full_fp32_and_the_algorithms_that_give_the_sa
         # Their gradients would be nondeterministic.
         assert not torch.backends.cuda.flash_sdp_enabled() and not torch.backends.cuda.mem_efficient_sdp_enabled()
         assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+        # On a CPU as well, attention has fused kernels, which round differently.
+        Prepared(settings, data, CPU).build()
+        assert not torch.are_deterministic_algorithms_enabled()
+        assert torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.mem_efficient_sdp_enabled()
 
         on_gpus = ["training.precision=tf32", "ray.gpus_per_actor=1"]
         prepared = Prepared(settings.override(on_gpus), data, "cuda").build()

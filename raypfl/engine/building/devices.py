@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,9 @@ CONTEXT_BYTES = 832 * 2**20
 
 AMPERE = 8
 """The first compute capability with TF32."""
+
+_undo: list[Callable[[], None]] = []
+"""What brings back the algorithms that this process had on CPUs before it used a GPU."""
 
 
 def device_for(gpus: float) -> torch.device:
@@ -66,6 +70,8 @@ def same_bits_on_gpus(tf32: bool = False) -> None:
     """
     if tf32:
         _refuse_tf32_before_ampere()
+    if not _undo:
+        _undo.extend(_algorithms_as_they_are())
     # cuBLAS is deterministic only with a workspace of a fixed size.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.backends.cuda.matmul.allow_tf32 = tf32
@@ -82,6 +88,21 @@ def same_bits_on_gpus(tf32: bool = False) -> None:
         warnings.filterwarnings("ignore", beginning)
     # Uninitialised memory is always overwritten here, so filling it would only cost time.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def algorithms_of_cpus() -> None:
+    """Bring back the algorithms that this process had before it used a GPU, some of which round differently on CPUs."""
+    while _undo:
+        _undo.pop()()
+
+
+def _algorithms_as_they_are() -> Iterator[Callable[[], None]]:
+    """Yield functions that bring back the present algorithms, as far as they are CPUs', too."""
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    yield partial(torch.use_deterministic_algorithms, is_deterministic, warn_only=warns_only)
+    yield partial(torch.backends.cuda.enable_flash_sdp, torch.backends.cuda.flash_sdp_enabled())
+    yield partial(torch.backends.cuda.enable_mem_efficient_sdp, torch.backends.cuda.mem_efficient_sdp_enabled())
 
 
 def _refuse_tf32_before_ampere() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from raypfl.common import rng
 from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.common.user_code import where_defined, with_location
-from raypfl.engine.building.devices import same_bits_on_gpus
+from raypfl.engine.building.devices import algorithms_of_cpus, same_bits_on_gpus
 from raypfl.federation.method import Method
 from raypfl.models import MODELS, FlatModel, lora
 from raypfl.models.networks import facts_for
@@ -40,6 +40,8 @@ def build_model(
     """
     if device.type == "cuda":
         same_bits_on_gpus(tf32=experiment.training.precision == "tf32")
+    elif not experiment.ray.on_gpu and not experiment.ray.gpus_for_server:
+        algorithms_of_cpus()
 
     settings = experiment.model
     entry = MODELS.get(settings.name)

@@ -33,10 +33,10 @@ FEW_CLIENTS = 2
 
 
 class Rehearsal:
-    """Rounds of one step and an evaluation, of the `size` clients with most samples, all in one group."""
+    """Rounds of few steps and an evaluation, of the `size` clients with most samples, all in one group."""
 
-    def __init__(self, prepared: Prepared, size: int):
-        changes = [f"engine.group_size={size}", "training.steps=1", "failures.loss_limit=.inf"]
+    def __init__(self, prepared: Prepared, size: int, steps: int = 1):
+        changes = [f"engine.group_size={size}", f"training.steps={steps}", "failures.loss_limit=.inf"]
         # With no share of a GPU, the data stay in the host's memory.
         self._prepared = prepared.with_settings(prepared.experiment.override(changes), gpus=0.0)
         self._size = size

@@ -1,6 +1,6 @@
 """``ray.gpus_per_actor=auto``: how many client actors share a GPU, by the memory that one of them needs.
 
-A separate process runs a step of training and an evaluation, with one client and with a group of eight. A line
+A separate process runs a few steps of training and an evaluation, with one client and with a group of eight. A line
 through both gives the memory of the run's own groups. More actors on a GPU change no bit.
 """
 
@@ -25,6 +25,7 @@ from raypfl.engine.events import Listener, Progress
 from raypfl.engine.prepared import Prepared
 from raypfl.experiment import Experiment
 from raypfl.experiment.settings import ActorPool
+from raypfl.learning.recording import CudaGraphs
 from raypfl.runs.checks.rehearsal import Rehearsal
 from raypfl.runs.choices.gpu_task import run_on_gpu
 
@@ -118,13 +119,15 @@ def bytes_needed(prepared: Prepared, memory: GpuMemory) -> float:
         evaluate: max(groups_for(experiment.engine, prepared.num_trained, evaluation=True)),
     }
 
+    # As many as are recorded and repeated in a graph, which takes memory of its own.
+    steps = CudaGraphs.min_steps if experiment.engine.executor == "vectorised" else 1
     needed = 0.0
     for work, group in largest_groups.items():
         sizes = sorted({min(size, group) for size in PROBED})
         peaks = []
         for size in sizes:
-            # Each rehearsal builds its own network, as the actor will.
-            rehearsal = Rehearsal(Prepared(experiment, prepared.data, prepared.device), size)
+            # Each rehearsal builds its own network, as the actor will, and records as many graphs.
+            rehearsal = Rehearsal(Prepared(experiment, prepared.data, prepared.device), size, steps)
             peaks.append(memory.peak(partial(work, rehearsal)))
         fixed, per_client = fit_line(sizes, peaks)
         needed = max(needed, fixed + per_client * group)
