@@ -60,13 +60,21 @@ def gpu_advice(failure: str, run_dir: str) -> str:
 
     `failure` : the error that the GPU failed with, as :func:`raypfl.clients.gpu_errors.gpu_failure` returns it.
     """
+    return (
+        f"The GPU can be used no more in this process ({failure}), so the run ends here. "
+        f"{advice_of_failed_gpu(failure)} In a new process, `raypfl resume {run_dir}` continues from the last "
+        "checkpoint, if there is one."
+    )
+
+
+def advice_of_failed_gpu(failure: str) -> str:
+    """Say how the cause of a GPU's failure is found."""
     cause = ""
     if "device-side assert" in failure:
         cause = "A device-side assert often means a label or a token that is out of range. "
     return (
-        f"The GPU can be used no more in this process ({failure}), so the run ends here. {cause}GPUs report errors "
-        "late: with the environment variable CUDA_LAUNCH_BLOCKING=1, the traceback ends at the operation that failed. "
-        f"In a new process, `raypfl resume {run_dir}` continues from the last checkpoint, if there is one."
+        f"{cause}GPUs report errors late: with the environment variable CUDA_LAUNCH_BLOCKING=1, the traceback ends at "
+        "the operation that failed."
     )
 
 

@@ -29,6 +29,7 @@ from raypfl.federation.settings import EngineSettings
 from raypfl.models.weights import RANDOM, digest, origin
 from raypfl.runs.checks.compression import refuse_idle_compression
 from raypfl.runs.checks.exchanged import refuse_exchanged
+from raypfl.runs.checks.gpu import gpu_errors_explained
 from raypfl.runs.checks.hooks import refuse_mistaken_hooks
 from raypfl.runs.checks.network import (
     outputs_of_batch,
@@ -63,6 +64,7 @@ from raypfl.runs.choices.turn import turn_of
 from raypfl.runs.records import recorded_reason
 
 
+@gpu_errors_explained()
 def prepare(experiment: Experiment, folder: Path, emit: Listener, lockstep: bool) -> tuple[Job, Prepared]:
     """Make a run ready to start: load its data, check that all fits together, and choose what its settings leave open.
 
@@ -120,6 +122,7 @@ def prepare(experiment: Experiment, folder: Path, emit: Listener, lockstep: bool
     return job, prepared
 
 
+@gpu_errors_explained()
 def check(experiments: Sequence[Experiment], emit: Listener) -> None:
     """Check all runs of a comparison, with their data and networks, before the first one starts.
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch import nn
 
 import raypfl
 from raypfl.clients.gpu_errors import gpu_failure
@@ -30,6 +32,7 @@ from tests.support.pretend_gpu import Record, pretend_gpu
 from tests.support.runs import experiment
 
 ASSERT = "CUDA error: device-side assert triggered"
+OUT_OF_MEMORY = "CUDA out of memory"
 MISALIGNED = "CUDA error: misaligned address"
 SKIP = FailureSettings(on_client_failure="skip", retries=0, deaths=3)
 
@@ -193,6 +196,39 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Record]:
         monkeypatch.setattr(Fails, "gpu", record, raising=False)
         monkeypatch.setattr(Fails, "tried", [], raising=False)
         yield record
+
+
+class FailingNetwork(nn.Sequential):
+    """Makes the GPU fail, or runs out of its memory."""
+
+    gpu: ClassVar[Record]
+    failure: ClassVar[str]
+
+    def __init__(self, input_shape, num_classes):
+        super().__init__(nn.Flatten(), nn.Linear(math.prod(input_shape), num_classes))
+
+    def forward(self, x):
+        if self.failure == OUT_OF_MEMORY:
+            raise torch.OutOfMemoryError(f"{OUT_OF_MEMORY}. Tried to allocate 2.00 GiB")
+        self.gpu.failure = self.failure
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("failure", "advice"),
+    [
+        (OUT_OF_MEMORY, r"^The GPU's memory is too small for .*batch_size.* CUDA out of memory. Tried to allocate 2"),
+        (ASSERT, rf"^Before the run began, the GPU failed: {ASSERT}. .*out of range.*CUDA_LAUNCH_BLOCKING=1"),
+    ],
+)
+def test_a_gpu_that_is_too_small_or_fails_before_a_run_is_told_from_a_network_that_does_not_fit(
+    tmp_path, gpu, monkeypatch, failure, advice
+):
+    monkeypatch.setattr(FailingNetwork, "gpu", gpu, raising=False)
+    monkeypatch.setattr(FailingNetwork, "failure", failure, raising=False)
+    described = experiment(tmp_path, model=f"{__name__}:FailingNetwork", ray__gpus_per_actor=1)
+    with pytest.raises(RaypflError, match=advice):
+        raypfl.run(described)
 
 
 def test_a_gpu_that_fails_ends_all_runs_of_a_process(tmp_path, gpu, monkeypatch):
