@@ -320,10 +320,12 @@ class ClientGroup:
             return self.context.executor
         local_loss = function if isinstance(function, LocalLoss) else LocalLoss(self.model, function)
         if self.objective.weighs and local_loss.loss == self.loss and not callable(local_loss.report):
-            if local_loss.penalty is None:
+            penalty = local_loss.penalty
+            if penalty is None:
                 return self.context.executor
             # The objective weighs its samples, so the penalty is tried alone, without passes through the network.
-            function, extras = local_loss.penalty_alone(extras)
+            extras = local_loss.extras_for(penalty, dict(extras))
+            function = LocalLoss(self.model, penalty)
         return self.context.executor_for_padding(function, at, subset, extras, train)
 
     def run(self, executor: Executor, work: Callable[[Executor], Any]) -> Any:

@@ -54,9 +54,9 @@ class LocalLoss:
 
     def __call__(self, p: Tensor, batch: Batch, **extras: Any) -> tuple[Tensor, Tensor]:
         """Return the value to descend and the value to report, which is NaN if nothing is reported."""
-        value, reported = self._total_and_reported(self.loss(p, batch, **self._extras_for(self.loss, extras)))
+        value, reported = self._total_and_reported(self.loss(p, batch, **self.extras_for(self.loss, extras)))
         if self.penalty is not None and not self.penalty_is_separate:
-            penalty = self.penalty(p, batch, **self._extras_for(self.penalty, extras))
+            penalty = self.penalty(p, batch, **self.extras_for(self.penalty, extras))
             value = value + _scalar(self.penalty, penalty)
 
         if self.report is None:
@@ -64,7 +64,7 @@ class LocalLoss:
         if self.report == "loss":
             return value, reported
         with torch.no_grad(), self.model.side_call():
-            other = self.report(p.detach(), batch, **self._extras_for(self.report, extras))
+            other = self.report(p.detach(), batch, **self.extras_for(self.report, extras))
         return value, _scalar(self.report, other)
 
     def separated(self, p: Tensor, extras: Mapping[str, Any]) -> LocalLoss:
@@ -90,12 +90,7 @@ class LocalLoss:
     def _penalty_without_batch(self, p: Tensor, extras: Mapping[str, Any]) -> Tensor:
         assert self.penalty is not None
         no_batch: Any = _NoBatch()
-        return _scalar(self.penalty, self.penalty(p, no_batch, **self._extras_for(self.penalty, dict(extras))))
-
-    def penalty_alone(self, extras: Mapping[str, Any]) -> tuple[LocalLoss, Mapping[str, Any]]:
-        """Return the penalty as a loss of its own, and the extras that it takes."""
-        assert self.penalty is not None
-        return LocalLoss(self.model, self.penalty), self._extras_for(self.penalty, dict(extras))
+        return _scalar(self.penalty, self.penalty(p, no_batch, **self.extras_for(self.penalty, dict(extras))))
 
     def lacks_gradient(self, value: Tensor, reported: Tensor) -> bool:
         """Return whether the loss, without a penalty, has no gradient; `value` and `reported` are what it returned."""
@@ -137,7 +132,8 @@ class LocalLoss:
             return {}
         return {function: extras_of(function) for function in functions}
 
-    def _extras_for(self, function: LossFunction, extras: dict[str, Any]) -> dict[str, Any]:
+    def extras_for(self, function: LossFunction, extras: dict[str, Any]) -> dict[str, Any]:
+        """Return the extras that one of the functions takes."""
         names = self._extra_names.get(function)
         if names is None:
             return extras
