@@ -327,7 +327,9 @@ def test_a_file_counts_samples_by_their_numbers_in_the_data_set(tmp_path):
     [
         ("a.json", [0, 1, 0], "names no client for sample 3 and 0 more"),
         ("a.json", {"0": [0, 1], "1": [1, 2, 3]}, "names sample 1 more than once"),
-        ("a.json", {"zero": [0, 1, 2, 3]}, "neither a JSON list of client numbers nor"),
+        ("a.json", {"zero": [0, 1, 2, 3]}, "neither a JSON list of client numbers, one for each sample .*, nor"),
+        ("a.json", [[0, 1], [2, 3]], "one for each sample .*holds lists, where an integer is"),
+        ("a.json", [[0, 1, 2], [3]], "one for each sample .*holds lists, where an integer is"),
         ("a.json", [0, 1, None, 0], "not all of .* are integers"),
         ("a.json", [0, 2, 0, 2], "gives client 1 no training sample, but client 2 has some; number clients from 0"),
         ("a.json", [0, -1, 0, 1], "gives sample 1 to client -1, but clients are counted from 0"),

@@ -160,12 +160,14 @@ def _read_json(path: Path) -> tuple[np.ndarray, np.ndarray]:
         return np.concatenate(samples), np.repeat(clients, sizes)
     except (ValueError, TypeError, AttributeError, OSError) as error:
         raise DataError(
-            f"{path} is neither a JSON list of client numbers nor an object from client numbers to lists of samples: "
-            f"{error}"
+            f"{path} is neither a JSON list of client numbers, one for each sample ([0, 2, ...]), nor an object from "
+            f'client numbers to lists of samples ({{"0": [4, 7], "1": [2]}}): {error}'
         ) from error
 
 
 def _integers(values: list[Any]) -> np.ndarray:
+    if any(isinstance(value, list) for value in values):
+        raise ValueError(f"{str(values[:5])[:60]}... holds lists, where an integer is needed")
     numbers = np.asarray(values)
     if numbers.size and numbers.dtype.kind != "i":
         raise ValueError(f"not all of {str(values[:5])[:60]}... are integers")
