@@ -342,9 +342,10 @@ class LossCall:
         if self._calls > 1:
             raise MethodError(
                 "A loss called the network twice in training mode, which would move its batch-norm statistics twice. "
-                "To call another model (a teacher, an earlier one), pass it as teacher=clients.other(theta) and call "
-                "it as teacher(batch.x): its statistics do not move. To give one model several inputs, call the "
-                "network once, on torch.cat([a, b])."
+                "If a loss and its penalty both need the outputs, compute both in one function that calls the network "
+                "once and returns (loss, penalty). To call another model (a teacher, an earlier one), pass it as "
+                "teacher=clients.other(theta) and call it as teacher(batch.x): its statistics do not move. To give one "
+                "model several inputs, call the network once, on torch.cat([a, b])."
             )
 
 
