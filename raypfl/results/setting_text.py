@@ -17,7 +17,7 @@ from raypfl.experiment.settings import ModelSettings
 from raypfl.models import MODELS
 from raypfl.runs.result import RunResult
 
-_OF_ANY_FOLDER = ("arrays", "csv", "image_folder", "npy", "parquet", "table", "text")
+_OF_ANY_FOLDER = ("arrays", "csv", "image_folder", "npy", "parquet", "table", "text", "text_table")
 """Names of data sets that say how files are read, but not which: their folder does."""
 
 _MODEL_DEFAULTS = {field.name: field.default for field in fields(ModelSettings) if field.name != "name"}

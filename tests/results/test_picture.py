@@ -218,6 +218,15 @@ def setting_of(experiment: Experiment, **metadata: Any) -> str:
     return setting_text([RunStarted("run", "runs/run", experiment, metadata, first_round=0)])
 
 
+@pytest.mark.parametrize(("reader", "options"), [("table", {}), ("text_table", {"text": "review"})])
+def test_tables_in_two_folders_are_two_settings(reader, options):
+    texts = []
+    for folder in ("films", "shops"):
+        data = {"name": reader, "root": f"/data/{folder}", "target": "opinion", **options}
+        texts.append(setting_of(Experiment(data=data)))
+    assert f"{reader}(films)" in texts[0] and f"{reader}(shops)" in texts[1]
+
+
 def test_a_setting_names_the_options_of_the_partition_that_are_not_at_their_default():
     usual = {"name": "dirichlet", "alpha": 0.3}
     patient = usual | {"tries": 50}
