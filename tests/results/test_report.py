@@ -765,6 +765,15 @@ def test_files_are_ignored_and_a_run_that_repeats_another_is_left_out(results, t
     assert find_runs([again.run_dir, results[0].run_dir])[1] == notes
 
 
+def test_of_a_run_that_continues_another_one_the_first_settings_are_said(results, tmp_path):
+    parent = results[0]
+    branch = {"from_round": 2, "new_run_dir": tmp_path / "branch"}
+    lower = raypfl.resume(parent.run_dir, **branch, overrides=["training.lr=0.001"])
+    _, notes = find_runs([parent.run_dir, lower.run_dir])
+    lr = parent.experiment.training.lr
+    assert notes == [f"Up to round 2, {lower.run_dir} is {parent.run_dir}, with training.lr={lr}."]
+
+
 def test_a_runs_metadata_have_its_clients_device_and_versions(results):
     metadata = raypfl.Result.load(results[0].run_dir).metadata
     assert metadata["num_clients"] == 8 and metadata["device"] == "cpu"

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raypfl.common.errors import ConfigError, RaypflError
+from raypfl.experiment.assignments import flatten
+from raypfl.experiment.identity import deciding_settings
 from raypfl.results.labels import labels
 from raypfl.results.report.searches.folders import best_runs
 from raypfl.results.setting_text import data_text
@@ -37,7 +40,7 @@ STUDY_TABLE = "table.parquet"
 
 
 def find_runs(paths: Sequence[str | Path]) -> tuple[list[RunResult], list[str]]:
-    """Return the runs to report on, and sentences on those that are left out.
+    """Return the runs to report on, and sentences on those that are left out or began as another run.
 
     Each path is the folder of a run, a comparison, a study or a sweep, or a folder that contains some.
 
@@ -85,7 +88,8 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[RunResult], list[str]]:
             notes.append(f"{result.run_dir} {result.status} before its first evaluation: {reason}")
         raise ConfigError("\n".join(notes) or f"There is no run in {', '.join(map(str, paths))}, only files.")
 
-    return _without_repetitions(results, notes)
+    results, notes = _without_repetitions(results, notes)
+    return results, [*notes, *_beginnings(results)]
 
 
 def _without_failed_attempts(folders: list[Path]) -> tuple[list[Path], list[str]]:
@@ -126,6 +130,21 @@ def _without_repetitions(results: Sequence[RunResult], notes: Sequence[str]) -> 
             later = f"{last[key].run_dir}, which ended later, is also {label} from seed {seed}."
             all_notes.append(f"{result.run_dir} is left out: {later}")
     return unrepeated, all_notes
+
+
+def _beginnings(results: Sequence[RunResult]) -> list[str]:
+    """A sentence on each run whose first rounds are another run's, with settings that its label does not have."""
+    notes = []
+    for result in results:
+        deciding = flatten(deciding_settings(result.experiment)).keys() - {"rounds"}
+        for before, entry in pairwise(result.history):
+            changed = [key for key in entry["changed"] if key in deciding]
+            if "parent" in entry and changed:
+                settings = flatten(before["settings"])
+                values = ", ".join(f"{key}={settings.get(key)}" for key in changed)
+                parent = entry["parent"]
+                notes.append(f"Up to round {parent['round']}, {result.run_dir} is {parent['run']}, with {values}.")
+    return notes
 
 
 def _end_time(result: RunResult) -> int:
