@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Annotated, Literal
 
 import numpy as np
@@ -61,7 +60,7 @@ class TrainingSettings:
     precision: Literal["fp32", "tf32", "bf16", "fp64"] = "fp32"
     channels_last: bool | None = None
 
-    @cached_property
+    @property
     def local_optimizer(self) -> LocalOptimizer:
         """The optimizer with its hyperparameters."""
         if isinstance(self.optimizer, LocalOptimizer):
