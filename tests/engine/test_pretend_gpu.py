@@ -237,7 +237,11 @@ def test_every_method_runs_on_a_gpu(tmp_path, faults, monkeypatch, method, execu
     devices = {"engine__executor": executor, "ray__gpus_per_actor": client_gpus, "ray__gpus_for_server": server_gpus}
     # The other protocols score the same models, as in the tests below.
     evaluation = {"evaluation__every": 2, "evaluation__protocols": "[local, unseen]"}
-    run(tmp_path, faults, method=method, **evaluation, **devices, **CHANGES.get(method, {}))
+    changes = CHANGES.get(method, {})
+    if method == "fedas" and executor == "vectorised" and client_gpus:
+        # The pretended GPU takes what `one_hot` makes in a recorded step for a tensor of the CPU.
+        changes = {"engine__cuda_graphs": False}
+    run(tmp_path, faults, method=method, **evaluation, **devices, **changes)
 
 
 def test_steps_of_clients_that_train_together_are_captured_unless_asked_not_to_with_the_same_bits(
