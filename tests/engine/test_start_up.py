@@ -122,9 +122,9 @@ class UnwillingRay:
 
 def test_a_local_ray_that_takes_too_long_to_start_is_started_once_more(tmp_path: Path) -> None:
     ray = UnwillingRay("The node timed out.")
-    told: list[Event] = []
-    assert start_local(ray, str(tmp_path), told.append) == "started"
-    assert len(told) == 1 and [process.wait(timeout=60) for process in ray.processes] == [-signal.SIGKILL]
+    events: list[Event] = []
+    assert start_local(ray, str(tmp_path), events.append) == "started"
+    assert len(events) == 1 and [process.wait(timeout=60) for process in ray.processes] == [-signal.SIGKILL]
 
 
 @pytest.mark.parametrize("errors", [["It timed out.", "It timed out again."], ["There is no room for objects."]])
