@@ -135,10 +135,10 @@ class Context:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Put the clients' network and the method's further ones in evaluation mode."""
+        """Put the clients' network and the method's further ones in evaluation mode; see FlatModel.evaluating."""
         with contextlib.ExitStack() as modes:
             for network in (self.model, *self.networks.values()):
-                modes.enter_context(network.mode(train=False))
+                modes.enter_context(network.evaluating())
             yield
 
     def model_outputs(

@@ -21,6 +21,7 @@ from raypfl.common.errors import ConfigError, MethodError
 from raypfl.common.exclusive import exclusive
 from raypfl.models.cudnn import keep_views
 from raypfl.models.layout import VectorLayout, select
+from raypfl.models.own_weights import OwnWeights
 from raypfl.models.parts import common_parts, freeze, frozen_norms, layers_with_parameters, stored_tensors
 
 Input = Tensor | tuple[Tensor, ...]
@@ -94,6 +95,7 @@ class FlatModel(VectorLayout):
         self._find_places()
         output_places = [place for place in self._places if place[1] is self._output_layer]
         self.output_tensors = {attribute: name for name, _, attribute in output_places}
+        self._own_weights = OwnWeights((child, attribute) for _, child, attribute in self._places)
         self._loss: LossCall | None = None
 
     def _find_places(self) -> None:
@@ -229,6 +231,12 @@ class FlatModel(VectorLayout):
         if train:
             for norm in self._frozen_norms:  # they keep their statistics
                 object.__setattr__(norm, "training", False)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """While active, the network is in evaluation mode, and its module computes with model vectors only."""
+        with self.mode(train=False), self._own_weights.refused():
+            yield
 
     @contextmanager
     def bound(self) -> Iterator[BoundModel]:

@@ -483,3 +483,19 @@ def test_a_loss_may_call_the_plain_module_of_the_network(train, factory, executo
 
     expected = train(clients, of_the_function, clients.initial)
     assert torch.equal(train(clients, of_the_module, clients.initial), expected)
+
+
+@both_executors
+def test_map_refuses_the_plain_module_where_it_would_compute_with_its_first_weights(executor):
+    fed = Federation(executor=executor)
+    clients = fed.clients()
+    module = clients.model.module
+    with pytest.raises(MethodError, match=r"call clients\.model\(theta, x\) with a model vector"):
+        clients.map(lambda p, batch: module(batch.x), clients.initial)
+
+    outputs = clients.map(lambda p, batch: clients.model(p, batch.x), clients.initial)
+    swapped = clients.map(
+        lambda p, batch: torch.func.functional_call(module, clients.model.unflatten(p), (batch.x,)), clients.initial
+    )
+    assert torch.equal(swapped, outputs)
+    module(clients.batches(4, "test")[0].x)  # outside, it is an ordinary module

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from raypfl.common.errors import ConfigError
 from raypfl.learning.settings import TrainingSettings
 from raypfl.methods import FedBABU, FedNH, PartialPersonalization
+from raypfl.methods.uniform_prototypes import search_prototypes, uniform_prototypes
 from raypfl.models import MODELS
 from raypfl.models.heads import PrototypeHead, output_layer, with_output_layer
-from raypfl.models.prototypes import search_prototypes, uniform_prototypes
 from tests.support import federation as support
 from tests.support.federation import (
     CLASSES,

@@ -16,9 +16,9 @@ from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import METHODS, Method, ServerState, ServerView
 from raypfl.federation.task import Task
 from raypfl.learning.objectives import Classification, Objective
+from raypfl.methods.uniform_prototypes import uniform_prototypes
 from raypfl.models.flat import FlatModel
 from raypfl.models.heads import PrototypeHead, output_layer, with_output_layer
-from raypfl.models.prototypes import uniform_prototypes
 
 
 @METHODS.register("fednh")
