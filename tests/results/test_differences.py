@@ -27,10 +27,11 @@ from raypfl.integrations.tracking.entries import (
     evaluation_points,
     run_score,
 )
-from raypfl.results import bootstrap
-from raypfl.results.differences import COVERAGE, Difference, differences, find_baseline, find_label, remarks
 from raypfl.results.display import latex
 from raypfl.results.display.compare import compare
+from raypfl.results.pairing import bootstrap
+from raypfl.results.pairing.differences import Difference, differences, find_baseline, find_label
+from raypfl.results.pairing.remarks import COVERAGE, remarks
 from raypfl.results.report import write
 from raypfl.results.report.lead import lead_of
 from raypfl.results.report.parts import part_of
@@ -238,6 +239,16 @@ def test_only_seeds_on_the_same_data_are_paired_and_the_others_are_named():
         row = of_local_protocol(differences(compared, "fedavg"))
         assert not row.by_seed and (row.low, row.high, row.draws_ahead) == (None, None, None)
         assert sentence in remarks([row], compared)
+
+
+def test_runs_of_edited_code_are_named_beside_their_differences():
+    runs = [replace(run, metadata=run.metadata | {"code": {"my_methods": "a"}}) for run in runs_at(ISSUE)]
+    assert "edited" not in " ".join(compare(runs).notes)
+
+    runs[2] = replace(runs[2], metadata=runs[2].metadata | {"code": {"my_methods": "b"}})
+    edited = "my_methods, or what it imports, was edited between these runs. One version: fedavg, seeds 0 and 1"
+    assert f"{edited}; ditto, seeds 0, 1 and 2. Another: fedavg, seed 2." in " ".join(compare(runs).notes)
+    assert f"{edited}. Another: fedavg, seed 2." in " ".join(remarks([], group_runs(runs[:3])))
 
 
 def test_a_stopped_run_is_paired_with_one_of_as_many_rounds_only():

@@ -24,9 +24,9 @@ from raypfl.engine import history
 from raypfl.evaluation import Measures
 from raypfl.results import numbers
 from raypfl.results.colours import COLOURS
-from raypfl.results.differences import find_baseline
 from raypfl.results.drawing.canvas import page_paint, svg
 from raypfl.results.drawing.curves import line_style
+from raypfl.results.pairing.differences import find_baseline
 from raypfl.results.ranking.named_clients import client_table
 from raypfl.results.report import budgets, find_runs, tables, write
 from raypfl.results.report.figures import clients_figure, loss_figure, metric_figure

@@ -7,8 +7,8 @@ from statistics import fmean
 import numpy as np
 import pytest
 
-from raypfl.results import bootstrap
 from raypfl.results.numbers import ClientScores, scores_of
+from raypfl.results.pairing import bootstrap
 from raypfl.results.ranking import standings as ranking
 from raypfl.results.ranking.joint_draws import joint_draws
 from raypfl.results.ranking.standings import Pairing, standings, standings_of_groups

@@ -23,12 +23,12 @@ from raypfl.integrations.tracking.connection import how_to_view
 from raypfl.integrations.tracking.entries import comparison_description, comparison_metrics, comparison_scores
 from raypfl.integrations.tracking.listener import MLflowListener
 from raypfl.integrations.tracking.run_ids import has_run_id
-from raypfl.results.differences import find_baseline, find_label
 from raypfl.results.display import outcome
 from raypfl.results.display.console import view, warner
 from raypfl.results.display.fitting import output
 from raypfl.results.display.run_line import lines_for
 from raypfl.results.labels import labels
+from raypfl.results.pairing.differences import find_baseline, find_label
 from raypfl.results.run_groups import compared
 from raypfl.runs import driver
 from raypfl.runs.folders import ComparisonFolder, new_folder, with_checkpoints_apart

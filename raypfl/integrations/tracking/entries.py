@@ -16,7 +16,8 @@ from raypfl.evaluation.run_metrics import PRIMARY_AGGREGATES, is_tested_once
 from raypfl.experiment import Experiment
 from raypfl.experiment.assignments import flatten
 from raypfl.integrations.tracking.connection import without_password
-from raypfl.results.differences import HEADINGS, differences, remarks
+from raypfl.results.pairing.differences import HEADINGS, differences
+from raypfl.results.pairing.remarks import remarks
 from raypfl.results.run_groups import RunGroup, group_runs, sentences_without_result
 from raypfl.results.setting_text import applicable_settings, setting_text
 from raypfl.results.table import legend, result_columns, result_rows

@@ -11,8 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from raypfl.common.errors import ConfigError
-from raypfl.results.differences import HEADINGS, Difference, differences, find_baseline, remarks
 from raypfl.results.display.fitting import fit_table
+from raypfl.results.pairing.differences import HEADINGS, Difference, differences, find_baseline
+from raypfl.results.pairing.remarks import remarks
 from raypfl.results.run_groups import compared, group_runs, refuse_no_results, sentences_without_result
 from raypfl.runs.result import RunResult
 
@@ -25,7 +26,7 @@ class Differences:
 
     Attributes
     ----------
-    rows : one for each protocol and method, see :class:`raypfl.results.differences.Difference`.
+    rows : one for each protocol and method, see :class:`raypfl.results.pairing.differences.Difference`.
     notes : sentences on how to read them.
     """
 

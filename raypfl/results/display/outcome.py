@@ -17,13 +17,14 @@ from raypfl.analysis.base import analysis_folder
 from raypfl.common.user_code import where_defined, with_location
 from raypfl.evaluation.masking import mask_of
 from raypfl.methods import METHODS
-from raypfl.results.differences import best_group, differences, remarks
 from raypfl.results.display.compare import difference_table
 from raypfl.results.display.epsilons import privacy_sentence
 from raypfl.results.display.fitting import width_of
 from raypfl.results.display.notices import run_notices
 from raypfl.results.display.plan import duration, energy
 from raypfl.results.numbers import has_simulated_time, positions, prediction_traffic, seconds
+from raypfl.results.pairing.differences import best_group, differences
+from raypfl.results.pairing.remarks import remarks
 from raypfl.results.run_groups import (
     RunGroup,
     compared,
@@ -290,12 +291,12 @@ def _show_differences(console: Console, evaluated: Sequence[RunResult], baseline
     """Print the table of paired differences between methods, if there are several, and what its numbers mean."""
     groups = group_runs(evaluated)
     rows = differences(groups, baseline)
-    if not rows:
-        return
-
-    fitting_table, left_out = difference_table(rows, console.width)
-    console.print(fitting_table)
-    for note in [*_left_out_note(left_out), *remarks(rows, groups)]:
+    notes = remarks(rows, groups)
+    if rows:
+        fitting_table, left_out = difference_table(rows, console.width)
+        console.print(fitting_table)
+        notes = [*_left_out_note(left_out), *notes]
+    for note in notes:
         console.print(Text(note, "dim"), width=min(_NOTE_WIDTH, console.width))
 
 

@@ -1,4 +1,4 @@
-"""Bootstrap draws of several methods at once, over seeds and their clients; see :mod:`raypfl.results.bootstrap`."""
+"""Bootstrap draws of several methods at once, over seeds and their clients; see :mod:`.pairing.bootstrap`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from raypfl.common import rng
-from raypfl.results.bootstrap import DRAWS
+from raypfl.results.pairing.bootstrap import DRAWS
 
 
 def joint_draws(values: Sequence[np.ndarray], weights: Sequence[np.ndarray], same_clients: bool) -> np.ndarray:

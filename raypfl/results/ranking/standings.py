@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from raypfl.results.differences import data_hash, keeps_clients
 from raypfl.results.numbers import ClientScores, client_scores
+from raypfl.results.pairing.differences import data_hash, keeps_clients
 from raypfl.results.ranking.joint_draws import joint_draws
 from raypfl.results.run_groups import RunGroup
 from raypfl.runs.result import RunResult

@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from raypfl.results.differences import Difference, differences, remarks
 from raypfl.results.display import latex
 from raypfl.results.numbers import has_simulated_time, positions, runs_together, seconds
+from raypfl.results.pairing.differences import Difference, differences
+from raypfl.results.pairing.remarks import remarks
 from raypfl.results.report.parts import Part
 from raypfl.results.report.tables import columns_note, result_tables
 from raypfl.results.run_groups import RunGroup, methods_without_result, sentences_without_result

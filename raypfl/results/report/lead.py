@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
-from raypfl.results.differences import Difference, difference
+from raypfl.results.pairing.differences import Difference, difference
 from raypfl.results.report.parts import Part
 from raypfl.results.report.tables import protocol_name
 from raypfl.results.run_groups import RunGroup

@@ -20,10 +20,11 @@ from raypfl.common.version import __version__
 from raypfl.evaluation.masking import unmasked_name
 from raypfl.results import client_data
 from raypfl.results.colours import COLOURS, mark
-from raypfl.results.differences import HEADINGS, differences, remarks
 from raypfl.results.display.epsilons import epsilons, privacy_sentence
 from raypfl.results.display.notices import run_notices
 from raypfl.results.numbers import prediction_traffic
+from raypfl.results.pairing.differences import HEADINGS, differences
+from raypfl.results.pairing.remarks import remarks
 from raypfl.results.report import budgets, clients, export, figures, tables
 from raypfl.results.report.lead import lead_of
 from raypfl.results.report.parts import Part, parts_of, without_part

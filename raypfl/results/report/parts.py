@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from raypfl.common.errors import ConfigError
-from raypfl.results.differences import find_baseline
+from raypfl.results.pairing.differences import find_baseline
 from raypfl.results.report.searches.folders import chosen_trials
 from raypfl.results.run_groups import RunGroup, group_runs
 from raypfl.results.setting_text import data_text

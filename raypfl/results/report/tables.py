@@ -15,8 +15,8 @@ import pyarrow.compute as pc
 from raypfl.common.counting import series
 from raypfl.evaluation.run_metrics import Measures
 from raypfl.experiment.assignments import flatten
-from raypfl.results.differences import Difference
 from raypfl.results.numbers import MessageCost, messages, metric_curves, runs_together, seconds
+from raypfl.results.pairing.differences import Difference
 from raypfl.results.report.parts import Part
 from raypfl.results.run_groups import RunGroup
 from raypfl.results.setting_text import applicable_settings, component_text, options_at_default

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from raypfl.common.counting import counted
-from raypfl.results import bootstrap
-from raypfl.results.differences import ENOUGH_SEEDS
+from raypfl.results.pairing import bootstrap
+from raypfl.results.pairing.remarks import ENOUGH_SEEDS
 from raypfl.results.ranking.standings import Standing
 from raypfl.results.table import untrained_sentence
 from raypfl.studies.description import PublishedTable, Study

@@ -9,25 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from raypfl.common.counting import numbered
 from raypfl.common.errors import ConfigError, did_you_mean
 from raypfl.data.datasets.population import is_described
 from raypfl.data.partitions.natural import ByColumn, FromFile
-from raypfl.results import bootstrap
 from raypfl.results.labels import labels
 from raypfl.results.numbers import client_scores
+from raypfl.results.pairing import bootstrap
 from raypfl.results.run_groups import RunGroup, group_runs, methods_without_result, run_labels
 from raypfl.results.table import tests_of
 from raypfl.results.units import Unit, number_text
 from raypfl.runs.result import RunResult
 from raypfl.runs.several.sweeps import searched_settings
-
-COVERAGE = {2: 50, 3: 75, 4: 80, 5: 85}
-"""Number of seeds -> in how many of 100 cases an interval contains the true difference, if differences vary much
-between seeds. With two seeds, and with three, it is about that from the least difference of a seed to the greatest."""
-
-ENOUGH_SEEDS = 6
-"""Fewest seeds with which a two-sided Wilcoxon test can give p < 0.05: over n seeds, p is at least 2 / 2^n."""
 
 
 @dataclass(frozen=True)
@@ -192,72 +184,6 @@ def best_group(tested: Sequence[RunGroup], protocol: str, best: bool) -> RunGrou
         return None
 
     return min(tested, key=lambda group: group.unit.order(fmean(group.scores(protocol, best=best))))
-
-
-def remarks(rows: Sequence[Difference], groups: Sequence[RunGroup]) -> list[str]:
-    """Return sentences for below a table of the differences between `groups`."""
-    if not rows:
-        return []
-
-    unit = rows[0].unit
-    in_points = " in points" if unit.sign else ""
-    first = f"Paired differences{in_points}, seed by seed and client by client, of the models that clients use."
-    second = "Ahead: in how many seeds, and in what share of the bootstrap's draws, the method is better."
-    if not unit.metric.higher_is_better:
-        second = (
-            "Ahead: in how many seeds, and in what share of the bootstrap's draws, the method is better, that is lower."
-        )
-    lines = [first, second, *_resampling_remarks(rows)]
-
-    seeds = max(len(row.by_seed) for row in rows)
-    if 1 < seeds < ENOUGH_SEEDS:
-        lines.append(
-            f"{seeds} seeds cannot show much: a two-sided Wilcoxon test over them gives p = {2 / 2**seeds:.2g} at "
-            f"best, and p below 0.05 takes {ENOUGH_SEEDS} seeds or more. The interval is too narrow, too: if "
-            f"differences vary much between seeds, it contains the true one in only about {COVERAGE[seeds]}% of cases."
-        )
-
-    results_of = {group.label: group.results for group in groups}
-    for row in rows:
-        remark = _unpaired_remark(row, results_of[row.method], results_of[row.baseline])
-        if remark and remark not in lines:
-            lines.append(remark)
-    return lines
-
-
-def _resampling_remarks(rows: Sequence[Difference]) -> list[str]:
-    """Return sentences on how intervals and draws are computed."""
-    resampled = [row for row in rows if row.draws_ahead is not None]
-    alone = [row for row in rows if row.draws_ahead is None and row.mean is not None]
-    no_interval = ["No interval (–): there is one seed, and in it one test, of global models or of a single client."]
-    if not resampled:
-        return no_interval if alone else []
-
-    several_seeds = any(len(row.by_seed) > 1 for row in resampled)
-    levels = []
-    if several_seeds:
-        levels.append("the seeds")
-    if any(row.over_clients for row in resampled):
-        levels.append("the clients")
-
-    lines = [f"The 95% interval is that of {bootstrap.DRAWS:,} bootstrap draws of {' and '.join(levels)}."]
-    if not several_seeds:
-        lines.append("There is only one seed, which does not show how results vary between seeds.")
-    return lines + no_interval if alone else lines
-
-
-def _unpaired_remark(row: Difference, results: Sequence[RunResult], references: Sequence[RunResult]) -> str:
-    """Return a sentence on what is not paired; empty if all seeds are."""
-    if all(row.by_seed.keys() == {result.experiment.seed for result in runs} for runs in (results, references)):
-        return ""
-    are_finished = all(result.status == "finished" for result in (*results, *references))
-    if not row.by_seed:
-        need = "the same data" if are_finished else "the same data and as many rounds"
-        return f"{row.method} and {row.baseline} have no seed with {need} in common, so they are not paired."
-
-    seeds = numbered("seed", list(row.by_seed))
-    rule = "" if are_finished else " A stopped run is paired with one of as many rounds."
-    return f"{row.method} against {row.baseline}: only over what both have, {seeds}.{rule}"
 
 
 def difference(group: RunGroup, reference: RunGroup, protocol: str, best: bool = False) -> Difference:

@@ -1,0 +1,1 @@
+"""Differences between methods, paired by seed and client."""
