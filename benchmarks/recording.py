@@ -3,7 +3,7 @@
     python -m benchmarks.recording          # two minutes
 
 The digits of 100 clients and a network of 9,610 parameters, FedAvg with batches of ten; and the default experiment,
-whose 20 clients have different numbers of steps. A round counts whole: the draw, the training, the average. Both ways
+whose 20 clients have different numbers of steps, also with methods that take steps of their own on mini-batches. A round counts whole: the draw, the training, the average. Both ways
 must end with the same model.
 """
 
@@ -27,7 +27,7 @@ from raypfl.learning.recording import Replays, StepSignature
 
 STEPS = (5, 20, 50)
 COHORTS = (5, 10, 20, 50)
-METHODS = ("fedavg", "ditto")
+METHODS = ("fedavg", "ditto", "apfl", "pfedme", "per-fedavg", "mime")
 TURNS = 3
 ROUNDS = 20
 FIRST = 4

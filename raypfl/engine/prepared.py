@@ -19,6 +19,7 @@ from raypfl.engine.building.groups import client_costs, groups_for
 from raypfl.engine.building.network import build_model
 from raypfl.engine.building.poison import Poison, poison_for
 from raypfl.engine.building.samples import normalisation, pool_indices, pools_for, samples_for
+from raypfl.engine.building.stamped_samples import StampedSamples
 from raypfl.engine.building.turns import turns_for
 from raypfl.evaluation import Measures
 from raypfl.federation.cohort_draw import cohort_size
@@ -34,7 +35,6 @@ from raypfl.learning.objectives import Objective, default_objective
 from raypfl.learning.objectives.batch import Batch
 from raypfl.learning.recording import CudaGraphs, Recorder, Replays, may_keep_state
 from raypfl.learning.sample_pools import Pools
-from raypfl.learning.stamped_samples import StampedSamples
 from raypfl.learning.vectorised import Vectorised
 from raypfl.models import FlatModel
 from raypfl.models.architectures.heterogeneous import NETWORKS, architectures_of

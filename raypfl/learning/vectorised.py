@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Hashable, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,15 @@ from raypfl.learning.optimizers.descent import (
     segments,
 )
 from raypfl.learning.optimizers.ranked_training import ActiveRows, RankedTraining, phases
-from raypfl.learning.recording import Recorder, key_of_steps, may_keep_state, repeat
+from raypfl.learning.recording import (
+    Recorder,
+    compute,
+    key_of_gradients,
+    key_of_steps,
+    may_keep_state,
+    repeat,
+    shared_tensors,
+)
 from raypfl.models.extras import Extras, of_client, of_clients, rows_of, with_rows, without_buffers
 from raypfl.models.flat import FlatModel, FunctionalCall
 from raypfl.models.predictor import Predictor
@@ -263,11 +271,40 @@ class Vectorised(Executor):
                 frozen = frozen_segments(self.model, update)
             step = self._vectorised_step(loss, extras)
 
-            gradients, reported, moved = self._gradients(
-                step, update, frozen, theta, statistics, keys, batch, extra_rows
-            )
-            self._add_penalty_gradients(loss, theta, extras, extra_rows, gradients)
-        return gradients, reported, moved
+            def gradients_on_batch() -> tuple[Tensor, Tensor, Tensor]:
+                gradients, reported, moved = self._gradients(
+                    step, update, frozen, theta, statistics, keys, batch, extra_rows
+                )
+                self._add_penalty_gradients(loss, theta, extras, extra_rows, gradients)
+                return gradients, reported, moved
+
+            key = self._key_of_gradients(loss, update, extras)
+            if self.recorder is None or key is None:
+                return gradients_on_batch()
+
+            function_key, captured_tensors = key
+            named = {
+                "theta": theta,
+                "statistics": statistics,
+                "keys": keys,
+                **batch._asdict(),
+                **shared_tensors(extras),
+            }
+            numbered = {"extra row": extra_rows, "captured": captured_tensors}
+            inputs = named | {f"{name} {i}": rows for name, many in numbered.items() for i, rows in enumerate(many)}
+            results = empty_rows(theta.shape, theta), theta.new_empty(len(theta)), torch.empty_like(statistics)
+            compute(gradients_on_batch, results, self.recorder, (function_key, frozen), inputs)
+        return results
+
+    def _key_of_gradients(
+        self, loss: LocalLoss, update: Update | None, extras: Extras
+    ) -> tuple[Hashable, list[Tensor]] | None:
+        """Return the key of a recording of gradients on a batch; None: they are not recorded."""
+        perturb = None if update is None else update.perturb
+        by_sample = update is not None and update.sample_rule is not None
+        if self.recorder is None or by_sample or may_keep_state([loss.loss, loss.penalty, loss.report, perturb]):
+            return None
+        return key_of_gradients(loss, perturb, extras)
 
     def map(self, function: LossFunction, at: Tensor, batches: list[Batch], keys: Tensor, extras: Extras) -> Tensor:
         all_clients = vmap(lambda p, batch, client_rows: function(p, batch, **with_rows(extras, client_rows)))

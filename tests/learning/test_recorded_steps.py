@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from raypfl.common.messages import unmarked
+from raypfl.learning.objectives.batch import Batch
 from raypfl.learning.optimizers import SGD
 from raypfl.learning.recording import Replays, may_keep_state
 from raypfl.learning.recording.plans import BINDINGS
@@ -21,7 +23,7 @@ from raypfl.learning.recording.replays import Repetition, ReusablePlan
 from raypfl.learning.vectorised import Vectorised
 from raypfl.methods.local_training import ascent, proximal
 from tests.learning.test_gpu_steps import CASES, by_sgd
-from tests.support.federation import CLASSES, FP32, Federation
+from tests.support.federation import CLASSES, FP32, Federation, NormalisedConv
 
 
 class Products(TorchDispatchMode):
@@ -263,6 +265,10 @@ def leaky_mlp() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(32, 5), nn.LeakyReLU(), nn.Linear(5, CLASSES))
 
 
+def with_dropout() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(32, 5), nn.Dropout(0.5), nn.Linear(5, CLASSES))
+
+
 def in_rounds(
     recorder: Any,
     changes: Sequence[Any],
@@ -362,19 +368,66 @@ def test_a_plan_of_an_earlier_round_is_used_only_if_the_training_is_the_same(tra
 
 
 def test_a_training_of_a_single_step_is_recorded_in_two_rounds_and_then_repeated(reused):
-    def network() -> nn.Module:
-        return nn.Sequential(nn.Flatten(), nn.Linear(32, 5), nn.Dropout(0.5), nn.Linear(5, CLASSES))
-
     def single_step(fed: Federation, strength: float) -> Tensor:
         clients = fed.clients()
         start = clients.initial
         return clients.sgd(clients.loss, start, steps=1, penalty=proximal(strength), anchor=start + 1)
 
     strengths = (0.1, 0.1, 0.1, 0.1, 2.0, 0.1)
-    models = in_rounds(Replays(), strengths, single_step, network)
+    models = in_rounds(Replays(), strengths, single_step, with_dropout)
     assert len(reused) == 2
-    for model, expected in zip(models, in_rounds(None, strengths, single_step, network), strict=True):
+    for model, expected in zip(models, in_rounds(None, strengths, single_step, with_dropout), strict=True):
         assert torch.equal(model, expected)
+
+
+def by_minibatches(fed: Federation, change: tuple[float, float]) -> Tensor:
+    """Steps and gradients on mini-batches, with a tensor that is another one in every step."""
+    strength, lr = change
+    clients = fed.clients()
+    theta = clients.initial
+    for number, batch in enumerate(clients.minibatches(batch_size=4)):
+        weight = torch.tensor(0.01 * number)
+        correction = batch.grad(lambda p, b, weight=weight: weight * clients.loss(p, b), theta)
+        theta = batch.step(
+            clients.loss,
+            theta,
+            lr=lr,
+            penalty=proximal(strength),
+            correction=correction,
+            perturb=ascent(0.1),
+            anchor=clients.initial,
+        )
+    return theta + F.pad(clients.grad(clients.loss, theta), (0, fed.model.num_buffers))
+
+
+@pytest.mark.parametrize("network", [with_dropout, NormalisedConv])
+def test_gradients_on_mini_batches_are_repeated_if_nothing_but_tensors_and_the_learning_rate_changed(network, reused):
+    changes = ((0.1, 0.1), (0.1, 0.2), (2.0, 0.3), (0.1, 0.4))
+    models = in_rounds(Replays(), changes, by_minibatches, network)
+    # Each is seen, recorded twice and then repeated: 4 gradients at the model that all clients share, 16 at theirs, 15
+    # and 5 steps, and 4 gradients on all samples.
+    assert len(reused) == 1 + 13 + 12 + 2 + 1
+    for model, expected in zip(models, in_rounds(None, changes, by_minibatches, network), strict=True):
+        assert torch.equal(model, expected)
+
+
+def test_a_loss_that_notes_its_calls_is_called_in_every_step_on_mini_batches():
+    calls = []
+
+    def count_calls(fed: Federation, _: object) -> Tensor:
+        clients = fed.clients()
+
+        def noting(p: Tensor, batch: Batch) -> Tensor:
+            calls.append(len(calls))
+            return clients.loss(p, batch)
+
+        theta = clients.initial
+        for batch in clients.minibatches():
+            theta = batch.step(noting, theta)
+        return theta
+
+    in_rounds(Replays(), (1, 1), count_calls)
+    assert len(calls) == 10
 
 
 def test_a_plan_calls_its_operations_by_bindings_of_the_same_name():

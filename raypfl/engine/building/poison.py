@@ -8,10 +8,10 @@ from functools import partial
 import numpy as np
 
 from raypfl.data import FederatedData
+from raypfl.engine.building.stamped_samples import StampedSamples
 from raypfl.federation.robustness import Attack, Backdoor, LabelAttack
 from raypfl.federation.robustness.attacks import poisoned_labels
 from raypfl.learning.batches import Samples
-from raypfl.learning.stamped_samples import StampedSamples
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ has to follow from tensors that the step itself moves on.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -18,13 +18,15 @@ from torch import Tensor
 from raypfl.learning.recording.cuda_graphs import CudaGraphs
 from raypfl.learning.recording.python_state import may_keep_state
 from raypfl.learning.recording.replays import Replays, StepSignature
-from raypfl.learning.recording.step_keys import key_of_steps, shared_tensors
+from raypfl.learning.recording.step_keys import key_of_gradients, key_of_steps, shared_tensors
 
 __all__ = [
     "CudaGraphs",
     "Recorder",
     "Replays",
     "StepSignature",
+    "compute",
+    "key_of_gradients",
     "key_of_steps",
     "may_keep_state",
     "repeat",
@@ -63,3 +65,26 @@ def repeat(
     if signature is not None:
         signature = replace(signature, inputs={**signature.inputs, "number": number})
     return recorder.do(work, len(steps), signature)
+
+
+def compute(
+    function: Callable[[], Sequence[Tensor]],
+    results: Sequence[Tensor],
+    recorder: Recorder,
+    key: Hashable,
+    inputs: Mapping[str, Tensor],
+) -> None:
+    """Write what a function returns into `results`, from a recording if its key has come before.
+
+    Parameters
+    ----------
+    key : equal for functions with the same operations.
+    inputs : the tensors that the function uses, by name.
+    """
+
+    def work() -> None:
+        for result, value in zip(results, function(), strict=True):
+            result.copy_(value)
+
+    named_results = {f"result {i}": result for i, result in enumerate(results)}
+    recorder.do(work, 1, StepSignature.of(key, {**inputs, **named_results}, {}))

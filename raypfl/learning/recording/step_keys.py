@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from raypfl.common.messages import PerClient
 from raypfl.learning.loss import LocalLoss
-from raypfl.learning.optimizers import Update
+from raypfl.learning.optimizers import Perturb, Update
 from raypfl.learning.recording.captured import Unknown, captured
 from raypfl.models.extras import Extras, Other
 from raypfl.models.row_number import RowNumber
@@ -25,7 +25,19 @@ def key_of_steps(loss: LocalLoss, update: Update, extras: Extras, options: Any) 
     """
     if update.sample_rule is not None:
         return None
+    functions = [loss.loss, loss.penalty, loss.report, update.optimizer, update.optimizer.step_, update.perturb]
+    numbers = {"lr": update.lr, "weight_decay": update.weight_decay, "clip_norm": update.clip_norm}
+    # Numbers that each client has of its own are inputs of the step, not part of the key.
+    numbers |= dict.fromkeys(update.by_row)
+    return _key(loss, [*functions, numbers, options], extras)
 
+
+def key_of_gradients(loss: LocalLoss, perturb: Perturb | None, extras: Extras) -> tuple[Hashable, list[Tensor]] | None:
+    """Return a key as :func:`key_of_steps` does, of gradients without a step."""
+    return _key(loss, [loss.loss, loss.penalty, loss.penalty_is_separate, loss.report, perturb], extras)
+
+
+def _key(loss: LocalLoss, values: Sequence[Any], extras: Extras) -> tuple[Hashable, list[Tensor]] | None:
     kind_of_extra: dict[str, Any] = {}
     for name, extra in extras.items():
         if isinstance(extra, Other):
@@ -36,12 +48,8 @@ def key_of_steps(loss: LocalLoss, update: Update, extras: Extras, options: Any) 
             kind_of_extra[name] = ("tensor", isinstance(extra, PerClient))
         else:
             kind_of_extra[name] = ("value", extra)
-    functions = [loss.loss, loss.penalty, loss.report, update.optimizer, update.optimizer.step_, update.perturb]
-    numbers = {"lr": update.lr, "weight_decay": update.weight_decay, "clip_norm": update.clip_norm}
-    # Numbers that each client has of its own are inputs of the step, not part of the key.
-    numbers |= dict.fromkeys(update.by_row)
     try:
-        return captured([*functions, numbers, torch.get_default_dtype(), kind_of_extra, options], loss.model.modules)
+        return captured([*values, torch.get_default_dtype(), kind_of_extra], loss.model.modules)
     except Unknown:
         return None
 
