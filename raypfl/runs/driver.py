@@ -8,10 +8,12 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+from raypfl.common.counting import series
 from raypfl.common.errors import CheckpointError, ConfigError, Diverged, RaypflError, Refused, Unwritable
 from raypfl.common.files import write
 from raypfl.common.stopping import StopRequest
 from raypfl.common.user_code import explain_user_errors
+from raypfl.common.user_modules import edited_files
 from raypfl.data.client_names import ClientNames
 from raypfl.engine import history
 from raypfl.engine.backends.cluster import connected
@@ -20,6 +22,7 @@ from raypfl.engine.dispatcher import EventDispatcher
 from raypfl.engine.events import Event, Listener, Progress, RunFinished, RunStarted, Warned
 from raypfl.engine.job import Job
 from raypfl.experiment import Experiment
+from raypfl.experiment.identity import named_modules
 from raypfl.runs import preparing
 from raypfl.runs.folders import new_folder
 from raypfl.runs.inline import run_inline
@@ -133,6 +136,7 @@ def _run_in_folder(
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(explain_user_errors())
+        _heed_edited_files(experiment, is_inline, emit)
         if not is_inline:
             stack.enter_context(exclusive_ray())
         stack.enter_context(stop.acknowledged(lambda: emit(Progress(STOPPING))))
@@ -164,6 +168,24 @@ def _warn_of_edited_code(folder: Path, experiment: Experiment, emit: Listener) -
     notice = notice_of_edited_code(folder, experiment)
     if notice:
         emit(Warned(notice))
+
+
+def _heed_edited_files(experiment: Experiment, is_inline: bool, emit: Listener) -> None:
+    """Warn of the user's files that were edited after their import; refuse them where Ray's processes import them anew.
+
+    Such a run would mix the code of two versions, and its records would have the hash of one.
+    """
+    files = edited_files(named_modules(experiment.to_dict()))
+    if not files:
+        return
+    edited = f"{series(file.name for file in files)}: edited since this Python process imported it"
+    remedy = "restart Python (in a notebook, its kernel)"
+    if not is_inline:
+        raise ConfigError(
+            f"{edited}. The run would mix the code before the edit, which this process has, with the code after it, "
+            f"which Ray's processes import; {remedy}."
+        )
+    emit(Warned(f"{edited}, so this run is of the code before the edit. For the code as it is now, {remedy}."))
 
 
 def _begins_again(folder: Path, checkpoints: str) -> str:

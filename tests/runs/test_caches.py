@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import random
+import re
 import sys
 import types
 from contextlib import nullcontext
@@ -15,13 +17,16 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from raypfl.common.errors import MethodError
+from raypfl.common.errors import ConfigError, MethodError
 from raypfl.common.global_draws import refuse_unkeyed
 from raypfl.data import IID, load_federated
 from raypfl.data.datasets.raw_data import RawData
 from raypfl.data.datasets.settings import DataConfig
+from raypfl.engine.events import Warned
 from raypfl.experiment import Experiment
 from raypfl.runs.choices.pretraining import pretrain
+from raypfl.runs.driver import run
+from tests.support.runs import ON_RAY, experiment
 
 BODY = {"data.pools": "{body: 0.3}", "model.pretrain": "body", "model.pretrain_epochs": 1}
 
@@ -105,7 +110,7 @@ def test_prepared_samples_do_not_depend_on_what_ran_before(tmp_path: Path):
     assert first("used", 0.5) == first("new", 0.5)
 
 
-def test_samples_are_prepared_again_once_a_module_that_their_reader_imports_is_edited(tmp_path: Path, monkeypatch):
+def test_samples_are_prepared_again_once_edited_code_of_their_reader_is_imported(tmp_path: Path, monkeypatch):
     package = tmp_path / "own_reader"
     (package / "tools").mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -123,15 +128,17 @@ def test_samples_are_prepared_again_once_a_module_that_their_reader_imports_is_e
     (package / "tools/__init__.py").write_text("from own_reader.tools import scaled\n")
     monkeypatch.syspath_prepend(tmp_path)
 
-    def first_after(factor: float) -> float:
+    def first_after(factor: float, in_new_process: bool = True) -> float:
         code = f"import numpy as np\n\ndef inputs():\n    return np.full((40, 2), {factor}, dtype=np.float32)\n"
         (package / "tools/scaled.py").write_text(code)
-        for name in [name for name in sys.modules if name.startswith("own_reader")]:  # as in another process
+        for name in [name for name in sys.modules if name.startswith("own_reader") and in_new_process]:
             monkeypatch.delitem(sys.modules, name)
         data = Experiment(data={"name": "own_reader.readers:numbers"}).data
         return float(load_federated(data, IID(clients=2), seed=0, cache=tmp_path / "cache").inputs[0, 0])
 
-    assert [first_after(factor) for factor in (1.0, 20.0)] == [1.0, 20.0]
+    assert first_after(1.0) == 1.0
+    assert first_after(20.0, in_new_process=False) == 1.0, "of the code in memory"
+    assert first_after(20.0) == 20.0
 
 
 def test_a_folder_of_images_is_read_again_from_the_folder_above(tmp_path: Path):
@@ -147,3 +154,32 @@ def test_a_folder_of_images_is_read_again_from_the_folder_above(tmp_path: Path):
 
     assert classes("top/pets", "used") == ["cat", "dog"]
     assert classes("top", "used") == classes("top", "new")
+
+
+def test_a_method_that_was_edited_after_its_import_is_told_of_and_refused_where_ray_would_import_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.syspath_prepend(tmp_path)
+    code = "from raypfl.methods import FedAvg\n\nclass Mine(FedAvg):\n    pass\n"
+    (tmp_path / "method_of_a_notebook.py").write_text(code)
+
+    def warnings_and_code(**changes: str) -> tuple[list[str], str]:
+        warnings = []
+        events = [lambda event: warnings.append(event.text) if isinstance(event, Warned) else None]
+        mine = experiment(tmp_path, method="method_of_a_notebook:Mine", rounds=1, **changes)
+        result = run(mine, listeners=events)
+        return warnings, result.metadata["code"]["method_of_a_notebook"]
+
+    warnings, first_code = warnings_and_code()
+    assert not warnings
+
+    (tmp_path / "method_of_a_notebook.py").write_text(code + "\n    weighting = 'uniform'\n")
+    edited = r"^method_of_a_notebook\.py: edited since this Python process imported it"
+    (warning,), same_code = warnings_and_code()
+    assert re.match(edited, warning) and same_code == first_code
+    with pytest.raises(ConfigError, match=rf"{edited}.*restart Python"):
+        warnings_and_code(**ON_RAY)
+
+    importlib.reload(sys.modules["method_of_a_notebook"])
+    warnings, new_code = warnings_and_code()
+    assert not warnings and new_code != first_code

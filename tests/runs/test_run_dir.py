@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
-from raypfl.common.user_modules import digest_of_module
 from raypfl.runs import driver
 from raypfl.runs.records import description
 from tests.support.command import hashes, interrupted, raypfl, raypfl_json
@@ -55,7 +55,8 @@ def test_runs_and_trials_of_code_that_was_edited_since_are_told_of(workdir: Path
     sweep = ["tune", "rates.yaml", *SMALL, "method=own_method:Mine", "trials=1", "engine.threads=1"]
 
     def warnings(*command: str) -> int:
-        digest_of_module.cache_clear()  # as in another process
+        for name in ("own_method", "base_of_own_method"):  # as in another process
+            sys.modules.pop(name, None)
         carried_out = raypfl(*command)
         assert carried_out.exit_code == 0, carried_out.output
         return carried_out.stderr.count("own_method (or what it imports) was edited since")

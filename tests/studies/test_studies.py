@@ -8,6 +8,7 @@ import math
 import os
 import re
 import signal
+import sys
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -21,7 +22,6 @@ from rich.console import Console
 
 import raypfl
 from raypfl.common.errors import ConfigError
-from raypfl.common.user_modules import digest_of_module
 from raypfl.engine.events import Progress, RoundFinished, RunStarted
 from raypfl.methods import FedAvg
 from raypfl.results.report import find_runs
@@ -187,7 +187,7 @@ def test_a_cell_is_another_one_once_the_file_of_its_own_method_is_edited(tiny: P
     (tiny / "method_of_a_study.py").write_text(code + "    weighting = 'uniform'\n")
     # A process goes on with the code that it has imported, under the same names.
     assert before == [cell.folder.name for cell in cells_of("tiny.yaml", only=("Dir(0.1)",))]
-    digest_of_module.cache_clear()  # as in another process
+    monkeypatch.delitem(sys.modules, "method_of_a_study")  # as in another process
     after = [cell.folder.name for cell in cells_of("tiny.yaml", only=("Dir(0.1)",))]
     changed = [name for name, other in zip(before, after, strict=True) if name != other]
     assert len(changed) == 2 and all(name.startswith("method_of_a_study_Mine") for name in changed)
@@ -203,7 +203,8 @@ def test_a_cell_is_another_one_once_a_module_that_its_own_method_imports_is_edit
     for end in ("", "\n", "    weighting = 'uniform'\n"):
         code = f"from raypfl.methods import FedAvg\n\nclass Base(FedAvg):\n    rate = 1\n{end}"
         (tiny / "helper_of_a_method.py").write_text(code)
-        digest_of_module.cache_clear()  # as in another process
+        for name in ("method_with_helper", "helper_of_a_method"):  # as in another process
+            sys.modules.pop(name, None)
         names.append({cell.folder.name for cell in cells_of("tiny.yaml", only=("Dir(0.1)",))})
     assert len(set.union(*names)) == 2 * 3 + 2 and len(set.intersection(*names)) == 2, "of two methods, two seeds each"
 

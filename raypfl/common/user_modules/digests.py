@@ -2,58 +2,96 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import inspect
 import os
 import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from raypfl.common.user_modules.files import location
 from raypfl.common.user_modules.imports import imported_names
 
 
+class _Source(NamedTuple):
+    """A file of the user's own, as it was when this process imported it."""
+
+    spec: object
+    digest: str
+    imports: list[tuple[str, Path]]
+
+
+_imported: dict[Path, _Source] = {}
+"""Python goes on with the code that it has imported when a file is edited, until a reload, which makes another spec."""
+
+
 def source_digest(component: Any) -> str:
     """Return a hash of the code of a class or function, as a key for caches of its results.
 
-    Hashed are the file that defines it and the user's own files that this imports, directly or not.
+    Hashed are the file that defines it and the user's own files that this imports, directly or not, as they were when
+    this process imported them.
     """
     try:
-        file = Path(inspect.getfile(component))
-        module = sys.modules.get(component.__module__)
-        return _digest(_code_files(file, getattr(module, "__package__", None) or ""))
+        return _digest(_sources(component.__module__, Path(inspect.getfile(component))))
     except (TypeError, OSError):
         return os.urandom(16).hex()  # typed into a console, so it may have changed
 
 
-@functools.cache
 def digest_of_module(module: str) -> str | None:
-    """Return a hash of the code of a user's module, as `source_digest` does; None if it is installed or missing.
-
-    It is read once in a process, which goes on with the code that it has imported when a file is edited.
-    """
+    """Return a hash of the code of a user's module, as `source_digest` does; None if it is installed or missing."""
     file = _file_of(module)
-    return None if file is None else _digest(_code_files(file, _package_of(module, file)))
+    return None if file is None else _digest(_sources(module, file))
 
 
-def _digest(files: list[Path]) -> str:
-    digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+def edited_files(modules: Iterable[str]) -> list[Path]:
+    """Return the files of the user's modules, and of what these import, that differ from what this process imported."""
+    edited: dict[Path, None] = {}
+    for module in modules:
+        file = _file_of(module)
+        sources = {} if file is None else _sources(module, file)
+        for path, source in sources.items():
+            if source.spec is not None and not (path.is_file() and _hash(path) == source.digest):
+                edited[path] = None
+    return list(edited)
+
+
+def _digest(sources: Mapping[Path, _Source]) -> str:
+    digests = [source.digest for source in sources.values()]
     # Of one file, the hash of its content.
     return digests[0] if len(digests) == 1 else hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
 
-def _code_files(file: Path, package: str) -> list[Path]:
-    """Return a Python file, which is in this package, and the user's own files that it imports, directly or not."""
-    files = [file]
-    package_of = {file: package}
-    for importing in files:
-        for name in imported_names(importing, package_of[importing]):
-            imported = _file_of(name)
-            if imported is not None and imported not in package_of:
-                package_of[imported] = _package_of(name, imported)
-                files.append(imported)
-    return files
+def _sources(module: str, file: Path) -> dict[Path, _Source]:
+    """Return what is known of a module's file and of the user's own files that it imports, directly or not."""
+    sources = {file: _source(module, file)}
+    pending = [file]
+    for importing in pending:
+        for name, imported in sources[importing].imports:
+            if imported not in sources:
+                sources[imported] = _source(name, imported)
+                pending.append(imported)
+    return sources
+
+
+def _source(module: str, file: Path) -> _Source:
+    spec = getattr(sys.modules.get(module), "__spec__", None)
+    if file in _imported and _imported[file].spec is spec:
+        return _imported[file]
+
+    imports = []
+    for name in imported_names(file, _package_of(module, file)):
+        imported = _file_of(name)
+        if imported is not None:
+            imports.append((name, imported))
+    source = _Source(spec, _hash(file), imports)
+    if spec is not None:
+        _imported[file] = source
+    return source
+
+
+def _hash(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def _file_of(name: str) -> Path | None:
@@ -68,4 +106,6 @@ def _file_of(name: str) -> Path | None:
 
 
 def _package_of(name: str, file: Path) -> str:
+    if name in sys.modules:
+        return getattr(sys.modules[name], "__package__", None) or ""
     return name if file.name == "__init__.py" else name.rpartition(".")[0]
