@@ -37,6 +37,7 @@ from raypfl.studies.search.trials import planned_trials, with_search
 from raypfl.studies.table.entries import TableEntry, table_entries
 from raypfl.studies.table.formats import as_latex, markdown, show
 from raypfl.studies.table.layout import arrange, blocks
+from raypfl.studies.table.notes import notes_on
 from raypfl.studies.table.picture import draw
 from tests.support.command import raypfl as command
 from tests.support.command import raypfl_json
@@ -744,6 +745,7 @@ def test_the_choices_of_a_study_show_the_values_of_its_cells(tiny: Path):
     assert choices_with_values(study, plan(select(study, ["Dir(0.1)"]))) == ["lambda is 1.0, lr 0.1."]
     # The sentence also names a value of FedAvg, which is not run.
     assert choices_with_values(study, plan(select(study, ["Ditto"]), ["method.lam=3"])) == []
+    assert ("Choices", study.choices) in notes_on(study, None, [], [], []), "also without published numbers"
 
     (tiny / "tiny.yaml").write_text(TINY + choices.replace("method.lam", "method.lamb"))
     study, _ = load("tiny.yaml")

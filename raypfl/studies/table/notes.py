@@ -34,7 +34,7 @@ def notes_on(
     notes.append(("Search", [*searched]))
     if published:
         notes.append(("Published", [published.source, *published.notes]))
-        notes.append(("Choices where the source leaves something open", study.choices))
+    notes.append(("Choices where the source leaves something open" if published else "Choices", study.choices))
 
     heading = "Deviations from the published protocol" if published else "Deviations"
     notes.append((heading, [*deviations] or ["None: everything was run as described."]))
