@@ -812,5 +812,13 @@ def test_quietly_only_warnings_are_shown():
     assert printed(play) == "Warning: The cache was damaged.\n"
 
 
+def test_a_warning_names_the_run_if_there_are_several():
+    def play(console: Console) -> None:
+        with view(console, [RunLine("fedavg · seed 0"), RunLine("fedavg · seed 1")], quiet=True) as shown:
+            shown.listener(1)(Warned("The run ends after round 4."))
+
+    assert printed(play) == "Warning: fedavg · seed 1: The run ends after round 4.\n"
+
+
 def test_durations_read_as_on_a_clock():
     assert [minutes(s) for s in (0, 59.6, 3723)] == ["0:00", "1:00", "1:02:03"]

@@ -83,7 +83,7 @@ class View:
         line(event)
         with contextlib.suppress(OSError):  # a terminal that is closed must not keep a run from being saved
             if isinstance(event, Warned):
-                warner(self.console)(event.text)
+                self._warn(line, event.text)
             if isinstance(event, Progress) and event.stays:
                 self.console.print(Text(event.text), soft_wrap=True)
             else:
@@ -91,6 +91,11 @@ class View:
 
     def update(self, line: RunLine, event: Event) -> None:
         """Show what happened to a run."""
+
+    def _warn(self, line: RunLine, text: str) -> None:
+        """Show a warning, with the name of the run if there are several."""
+        label = f"{line.label}: " if len(self.lines) > 1 else ""
+        warner(self.console)(f"{label}{text}")
 
 
 class LiveView(View):
@@ -125,7 +130,7 @@ class LiveView(View):
             case RunFinished():
                 self._step = ""
                 if event.error and len(self.lines) > 1:
-                    warner(self.console)(f"{line.label}: {event.error}")
+                    self._warn(line, event.error)
 
     def render(self) -> RenderableType:
         """Return the table as it is now, with the columns for which there is room."""
