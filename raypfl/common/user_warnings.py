@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import warnings
 from collections.abc import Iterator
@@ -13,6 +14,9 @@ NOT_THE_USERS = (
     "Attempting to run cuBLAS, but there was no current CUDA context",
 )
 """How torch's warnings of a GPU begin that follow from how raypfl calls it, and that a user can do nothing about."""
+
+_NO_RULE = re.compile(r"There is a performance drop because .* the batching rule for ([\w:.]+)\.")
+"""A warning of torch.func, which goes on: "Please file us an issue on GitHub"."""
 
 
 @contextmanager
@@ -28,7 +32,7 @@ def user_warnings() -> Iterator[set[str]]:
     def collect(message: Warning | str, category: type[Warning], *location: Any, **more: Any) -> None:
         if threading.get_ident() == thread:
             if issubclass(category, UserWarning) and not str(message).startswith(NOT_THE_USERS):
-                texts.add(str(message))
+                texts.add(_in_our_words(str(message)))
         elif getattr(show_before, "collects", False):
             show_before(message, category, *location, **more)
 
@@ -38,3 +42,13 @@ def user_warnings() -> Iterator[set[str]]:
         warnings.showwarning = collect
         warnings.simplefilter("always", UserWarning)
         yield texts
+
+
+def _in_our_words(text: str) -> str:
+    without_rule = _NO_RULE.match(text)
+    if without_rule is None:
+        return text
+    return (
+        f"torch.func.vmap has no rule for {without_rule[1]} and computes it client by client: with the same results, "
+        "but more slowly than what other functions of torch compute for all clients at once."
+    )

@@ -10,6 +10,7 @@ import torch
 import raypfl
 from raypfl import Each, Mean, Sum
 from raypfl.common.errors import ConfigError, RaypflError
+from raypfl.common.user_warnings import user_warnings
 from raypfl.engine.events import Event, RoundFinished, Warned
 from tests.support.mistaken_methods import Base
 from tests.support.runs import TIMED, experiment
@@ -253,6 +254,14 @@ def test_what_the_server_warns_of_is_a_warning_of_the_run(tmp_path: Path):
     raypfl.run(experiment(tmp_path, method=method, data__pools="{auxiliary: 0.3}"), listeners=[events.append])
     (warning,) = [event.text for event in events if isinstance(event, Warned)]
     assert warning.startswith("TrainsOnTheServerWhatItGot.round.<lambda> (test_own_methods.py, line ")
+
+
+def test_what_torch_says_of_a_function_that_vmap_does_not_know_asks_for_no_issue_on_github():
+    with user_warnings() as texts:
+        torch.func.vmap(lambda x: torch.nn.functional.kl_div(x, x, reduction="none"))(torch.zeros(2, 3))
+    (text,) = texts
+    assert text.startswith("torch.func.vmap has no rule for aten::kl_div and computes it client by client")
+    assert "issue" not in text
 
 
 @pytest.mark.parametrize(("method", "loses"), [(LosesItsReply, True), (OnlyMeasures, False), (TrainsAlone, False)])
