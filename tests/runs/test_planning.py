@@ -23,8 +23,9 @@ def quietly(event: object) -> None:
     """A listener that does nothing."""
 
 
-def test_a_run_is_its_plan(tmp_path):
-    settings = experiment(tmp_path, **EVENTFUL, rounds=8, data__unseen_fraction=0.17)
+@pytest.mark.parametrize("method", ["ditto", "heterofl"])
+def test_a_run_is_its_plan(tmp_path, method):
+    settings = experiment(tmp_path, **EVENTFUL, method=method, rounds=8, data__unseen_fraction=0.17)
     expected = plan(settings, quietly)
     rounds = raypfl.run(settings).rounds
     columns = {

@@ -135,13 +135,17 @@ def planned(experiment: Experiment, turns: ClientTurns, trained: np.ndarray | No
 
 def _synchronous(experiment: Experiment, turns: ClientTurns, trained: np.ndarray) -> Plan:
     assert turns.turn is not None and turns.num_samples is not None
+    turn = turns.turn
     num_all = len(turns.num_samples)
     numbers = None if len(trained) == num_all else trained
     taken_part = np.zeros(num_all, dtype=np.int64)
     drawn = np.zeros(num_all, dtype=bool)
 
     paces = paces_of(turns)
+    largest = np.max(turn.message_sizes(trained))
     draws = []
+    bytes_down = []
+    bytes_up = []
     planned_turns: list[PlannedTurn] = []
     time = 0.0
     for number in range(1, experiment.rounds + 1):
@@ -153,12 +157,14 @@ def _synchronous(experiment: Experiment, turns: ClientTurns, trained: np.ndarray
             planned_turns += turns_of_round(number, cohort, turns, paces)
         counts = (len(cohort.clients), len(cohort.dropped), len(cohort.late))
         draws.append((*counts, cohort.begins, cohort.seconds, cohort.joules))
+        sizes = np.broadcast_to(turn.message_sizes(np.array(cohort.clients, dtype=np.int64)), len(cohort.clients))
+        # Those that are late or drop out of a round have received its first message. The ledger charges each of them
+        # the largest in the cohort, since a method says only what clients of the cohort are sent.
+        lost = len(cohort.lost) * (sizes.max() if len(sizes) else largest)
+        bytes_down.append(sizes.sum() * turn.down_bytes + lost * turn.exchanges[0].down_bytes)
+        bytes_up.append(sizes.sum() * turn.up_bytes)
 
     clients, dropped, late, begins, seconds, joules = np.array(draws).T
-    turn = turns.turn
-    first_message = turn.exchanges[0].down_bytes
-    # Those that are late or drop out of a round have received its first message.
-    bytes_down = clients * turn.down_bytes + (dropped + late) * first_message
     return Plan(
         turn=turn,
         num_clients=len(trained),
@@ -166,7 +172,7 @@ def _synchronous(experiment: Experiment, turns: ClientTurns, trained: np.ndarray
         seconds=seconds,
         joules=joules,
         bytes_down=np.rint(bytes_down).astype(np.int64),
-        bytes_up=np.rint(clients * turn.up_bytes).astype(np.int64),
+        bytes_up=np.rint(bytes_up).astype(np.int64),
         clients=clients.astype(np.int64),
         dropped=dropped.astype(np.int64),
         late=late.astype(np.int64),
