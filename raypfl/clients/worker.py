@@ -345,7 +345,7 @@ class Worker:
         if value.weight is not None:
             raise PrivacyError(
                 f"{function} weights {name!r}, so that clients would need noise of different size; set "
-                "method.weighting=uniform, or no privacy."
+                "method.weighting=uniform, or no privacy. A method of your own can return the Mean without a weight."
             )
         return replace(value, rows=clipped_updates(unmarked(value.rows), before, self.context.privacy))
 

@@ -421,7 +421,7 @@ def test_a_client_spends_an_epsilon_for_each_round_in_which_it_took_part_without
 
 def test_replies_that_the_server_cannot_clip_are_refused():
     for method, match in [
-        (FedAvg(), "set method.weighting=uniform"),
+        (FedAvg(), "set method.weighting=uniform, .* A method of your own can return the Mean without a weight"),
         (PerAda(steps=2, batch_size=4), "'logits', which is not the mean of an argument"),
         (FedProto(), "which is not the mean of an argument"),
     ]:
