@@ -76,6 +76,10 @@ class _Holder:
         return _start_time(self.process) == self.born != ""
 
 
+class AlreadyRunning(CheckpointError):
+    """Error for a run that another attempt is carrying out."""
+
+
 @contextlib.contextmanager
 def hold_lease(location: str, attempt: str, notify: Callable[[str], None]) -> Iterator[None]:
     """While active, `attempt` holds the lease of the run whose checkpoints are in a location.
@@ -86,7 +90,7 @@ def hold_lease(location: str, attempt: str, notify: Callable[[str], None]) -> It
 
     Raises
     ------
-    CheckpointError : if another attempt holds it.
+    AlreadyRunning : if another attempt holds it.
     """
     file = _LeaseFile(location)
     holder = _Holder.in_this_process(attempt)
@@ -216,7 +220,7 @@ class _LeaseFile:
 
         Raises
         ------
-        CheckpointError : if it is alive.
+        AlreadyRunning : if it is alive.
         """
         holder = self.read()
         if holder is None or holder.is_alive is not None:
@@ -230,8 +234,8 @@ class _LeaseFile:
             time.sleep(_POLL)
         return holder
 
-    def _already_running(self, holder: _Holder) -> CheckpointError:
-        return CheckpointError(
+    def _already_running(self, holder: _Holder) -> AlreadyRunning:
+        return AlreadyRunning(
             f"The run whose checkpoints are in {self._location} is already running as process {holder.process} on "
             f"{holder.host} since {holder.since}. Wait for it to end, or stop it there."
         )

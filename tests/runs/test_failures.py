@@ -9,6 +9,7 @@ from torch import Tensor
 
 from raypfl import Clients, Cohort, Mean, Method, Result, Task
 from raypfl.methods import FedAvg
+from raypfl.storage.lease import hold_lease
 from tests.support.command import raypfl
 
 SMALL = [
@@ -79,6 +80,14 @@ def test_the_last_line_of_a_run_that_failed_without_a_checkpoint_names_its_folde
     reason = "No round was finished." if method == "FailsAtStart" else f"{folder} has no checkpoint that can be read."
     remedy = f"Fix what failed; then, to start again: raypfl run {folder}/experiment.yaml"
     assert printed.endswith(f"\n{reason} {remedy}\n")
+
+
+def test_a_command_for_a_run_that_is_already_running_says_to_wait_and_not_to_start_it_again(tmp_path: Path):
+    folder = tmp_path / "run"
+    method = f"{__name__}:FailsAtStart"
+    run_that_fails(method, folder)
+    with hold_lease(str(folder / "checkpoints"), "another attempt", print):
+        assert run_that_fails(method, folder).endswith(" Wait for it to end, or stop it there.\n")
 
 
 @pytest.mark.parametrize("backend", ["inline", "ray"])

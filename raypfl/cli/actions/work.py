@@ -20,6 +20,7 @@ from raypfl.runs.records import DESCRIPTION, divergence, ended_at_once, has_fail
 from raypfl.runs.result import RunResult
 from raypfl.runs.resuming import command_with_changes, is_complete_as
 from raypfl.runs.several.worker import STOPPED, RunOutcome
+from raypfl.storage.lease import AlreadyRunning
 
 _MOST_FOLDERS = 3
 
@@ -119,7 +120,7 @@ def raise_for(
         lines.append(str(error_of_all))
     if lines and (work.has_checkpoint or (work.is_comparison and results)):
         lines.append(_how_to_continue(work))
-    elif lines and not work.diverged:
+    elif lines and not work.diverged and not any(isinstance(error, AlreadyRunning) for error in errors.values()):
         command = shlex.join(["raypfl", "run", str(nearby(work.folder / DESCRIPTION))])
         nothing_saved = "No round was finished."
         if not all(map(ended_at_once, work.runs)):
