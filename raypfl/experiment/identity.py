@@ -35,14 +35,9 @@ def deciding_settings(experiment: Experiment) -> dict[str, Any]:
 
 
 def code_digests(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return a hash of the code of each of the user's own modules that settings name."""
-    digests = {module: digest_of_module(module) for module in named_modules(settings)}
+    """Return a hash of the code of each of the user's own modules that settings name, also within lists."""
+    digests = {module: digest_of_module(module) for module in modules_named_in(_values_in(settings))}
     return {module: digest for module, digest in digests.items() if digest is not None}
-
-
-def named_modules(settings: Mapping[str, Any]) -> list[str]:
-    """Return the modules that settings name, also within lists."""
-    return modules_named_in(_values_in(settings))
 
 
 def _values_in(settings: object) -> Iterator[object]:

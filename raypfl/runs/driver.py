@@ -22,7 +22,7 @@ from raypfl.engine.dispatcher import EventDispatcher
 from raypfl.engine.events import Event, Listener, Progress, RunFinished, RunStarted, Warned
 from raypfl.engine.job import Job
 from raypfl.experiment import Experiment
-from raypfl.experiment.identity import named_modules
+from raypfl.experiment.identity import code_digests
 from raypfl.runs import preparing
 from raypfl.runs.folders import new_folder
 from raypfl.runs.inline import run_inline
@@ -175,7 +175,7 @@ def _heed_edited_files(experiment: Experiment, is_inline: bool, emit: Listener) 
 
     Such a run would mix the code of two versions, and its records would have the hash of one.
     """
-    files = edited_files(named_modules(experiment.to_dict()))
+    files = edited_files(code_digests(experiment.to_dict()))
     if not files:
         return
     edited = f"{series(file.name for file in files)}: edited since this Python process imported it"

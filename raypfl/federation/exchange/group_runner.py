@@ -17,11 +17,11 @@ from raypfl.clients.worker import Call, Group
 from raypfl.common.counting import counted
 from raypfl.common.errors import ClientError, Diverged, OutOfMemory, RaypflError, listed
 from raypfl.common.messages import Scatter
-from raypfl.common.mistakes import is_mistake
 from raypfl.common.transfer import refuse_without_array
 from raypfl.federation.exchange.backend import Backend, Done, Failed
 from raypfl.federation.exchange.broadcasts import Broadcasts
 from raypfl.federation.exchange.grouping import cut_into_groups
+from raypfl.federation.exchange.mistakes import is_mistake
 from raypfl.federation.exchange.timings import Timings
 from raypfl.federation.ledger import Ledger
 from raypfl.federation.robustness import Wire
