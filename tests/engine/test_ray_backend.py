@@ -97,6 +97,17 @@ def backend(stand: Stand) -> Iterator[RayBackend]:
     assert not warnings
 
 
+def test_the_reason_of_a_death_is_rays_cause_without_its_general_advice():
+    death = RuntimeError(
+        "The actor died unexpectedly before finishing this task.\n\tclass_name: ClientActor\n\tnamespace: 9e50\n"
+        "\tip: 10.0.0.2\nThe actor is dead because its worker process has died. Worker exit detail: End of file. Some "
+        "common causes include: (1) ray stop --force was called, or (2) SIGSEGV."
+    )
+    cause, _, remedy = fleet.reason_of(death).partition(" Is there enough memory")
+    assert cause == "The actor is dead because its worker process has died. Worker exit detail: End of file."
+    assert remedy
+
+
 def test_only_a_function_whose_states_are_large_returns_an_object_for_each_client(backend, stand):
     for function in ["train", "evaluate", "train", "evaluate"]:
         group = Group(0, (4, 5, 6), np.arange(3), {}, [None] * 3)

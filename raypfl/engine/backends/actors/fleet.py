@@ -264,9 +264,12 @@ class ActorFleet:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the end of Ray's message about a death, and what may help."""
+    """Return the cause at the end of Ray's message about a death, and what may help."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[-3:]) + " Is there enough memory for the actors? Fewer of them (ray.actors) need less."
+    cause = " ".join(line for line in lines[-3:] if not line.startswith(("namespace:", "ip:")))
+    # Then follows Ray's list of common causes, such as `ray stop`, the same after every death.
+    cause = cause.partition(" Some common causes include:")[0]
+    return f"{cause} Is there enough memory for the actors? Fewer of them (ray.actors) need less."
 
 
 def _homes_of(actors: Iterable[StartedActor]) -> list[Home]:
