@@ -125,11 +125,10 @@ def _network(experiment: Experiment) -> dict[str, Any]:
 
 
 def component_text(component: Mapping[str, Any]) -> str:
-    """Return ``mlp(hidden=[16])``."""
+    """Return ``mlp(hidden=[16])``; a mapping without a name, such as a class of devices, has only the brackets."""
     options = []
     for key, value in component.items():
         if key != "name" and value is not None:
             options.append(f"{key}={value}")
-    if not options:
-        return component["name"]
-    return f"{component['name']}({', '.join(options)})"
+    name = component.get("name", "")
+    return f"{name}({', '.join(options)})" if options else name

@@ -375,6 +375,13 @@ def test_only_the_settings_that_differ_between_runs_are_listed(results):
     assert ("training.batch_size", "50") in shared and not {"training.lr", "seed"} & {key for key, _ in shared}
 
 
+def test_classes_of_devices_which_have_no_names_are_listed_by_their_options(results):
+    device = "{ms_per_sample: 5, down_kbps: 2000, up_kbps: 500, share: 2}"
+    run = changed(results[0], f"devices.hardware={{name: classes, classes: [{device}]}}")
+    _, shared, _ = tables.compare_settings(group_runs([run]))
+    assert dict(shared)["devices.hardware.classes"].startswith("(ms_per_sample=5.0, down_kbps=2000.0, up_kbps=500.0, ")
+
+
 def test_a_networks_option_that_is_given_at_its_default_is_no_difference(results):
     network = {"name": "mlp", "hidden": [128]}
     explicit, implicit = (
