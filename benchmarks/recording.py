@@ -3,8 +3,8 @@
     python -m benchmarks.recording          # two minutes
 
 The digits of 100 clients and a network of 9,610 parameters, FedAvg with batches of ten; and the default experiment,
-whose 20 clients have different numbers of steps, also with methods that take steps of their own on mini-batches. A round counts whole: the draw, the training, the average. Both ways
-must end with the same model.
+whose 20 clients have different numbers of steps, also with methods that take steps of their own on mini-batches. A
+round counts whole: the draw, the training, the average. Both ways must end with the same model.
 """
 
 from __future__ import annotations
