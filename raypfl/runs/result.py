@@ -141,14 +141,8 @@ class RunResult:
         """Return the aggregates of an evaluated round, a dict for each (protocol, model); see ``evaluation.summarise``.
 
         `round` may be `best_round`; None: the mean over the last rounds, as many as ``evaluation.last``.
-
-        Raises
-        ------
-        ConfigError : if the round was not evaluated.
         """
         rounds = self.last_rounds if round is None else [round]
-        if round is not None and round not in self.evaluations["round"].to_pylist():
-            raise ConfigError(f"Round {round} was not evaluated; result.evaluations['round'] has those that were.")
         summaries = []
         for number in rounds:
             evaluations = self.evaluations.filter(pc.field("round") == number)
