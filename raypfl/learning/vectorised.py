@@ -278,7 +278,8 @@ class Vectorised(Executor):
                 self._add_penalty_gradients(loss, theta, extras, extra_rows, gradients)
                 return gradients, reported, moved
 
-            key = self._key_of_gradients(loss, update, extras)
+            # On a GPU, recordings of single gradients were never measured.
+            key = self._key_of_gradients(loss, update, extras) if theta.device.type == "cpu" else None
             if self.recorder is None or key is None:
                 return gradients_on_batch()
 
