@@ -279,8 +279,9 @@ class Vectorised(Executor):
                 return gradients, reported, moved
 
             # On a GPU, recordings of single gradients were never measured.
-            key = self._key_of_gradients(loss, update, extras) if theta.device.type == "cpu" else None
-            if self.recorder is None or key is None:
+            recorder = self.recorder if theta.device.type == "cpu" else None
+            key = None if recorder is None else self._key_of_gradients(loss, update, extras)
+            if recorder is None or key is None:
                 return gradients_on_batch()
 
             function_key, captured_tensors = key
@@ -294,16 +295,16 @@ class Vectorised(Executor):
             numbered = {"extra row": extra_rows, "captured": captured_tensors}
             inputs = named | {f"{name} {i}": rows for name, many in numbered.items() for i, rows in enumerate(many)}
             results = empty_rows(theta.shape, theta), theta.new_empty(len(theta)), torch.empty_like(statistics)
-            compute(gradients_on_batch, results, self.recorder, (function_key, frozen), inputs)
+            compute(gradients_on_batch, results, recorder, (function_key, frozen), inputs)
         return results
 
     def _key_of_gradients(
         self, loss: LocalLoss, update: Update | None, extras: Extras
     ) -> tuple[Hashable, list[Tensor]] | None:
-        """Return the key of a recording of gradients on a batch; None: they are not recorded."""
+        """Return the key of a recording of gradients on a batch; None if they cannot be recorded."""
         perturb = None if update is None else update.perturb
         by_sample = update is not None and update.sample_rule is not None
-        if self.recorder is None or by_sample or may_keep_state([loss.loss, loss.penalty, loss.report, perturb]):
+        if by_sample or may_keep_state([loss.loss, loss.penalty, loss.report, perturb]):
             return None
         return key_of_gradients(loss, perturb, extras)
 

@@ -166,8 +166,8 @@ def test_a_method_that_was_edited_after_its_import_is_told_of_and_refused_where_
     def warnings_and_code(**changes: str) -> tuple[list[str], str]:
         warnings = []
         events = [lambda event: warnings.append(event.text) if isinstance(event, Warned) else None]
-        mine = experiment(tmp_path, method="method_of_a_notebook:Mine", rounds=1, **changes)
-        result = run(mine, listeners=events)
+        described = experiment(tmp_path, method="method_of_a_notebook:Mine", rounds=1, **changes)
+        result = run(described, listeners=events)
         return warnings, result.metadata["code"]["method_of_a_notebook"]
 
     warnings, first_code = warnings_and_code()
