@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from raypfl.common.user_modules import digest_of_module, modules_named_in
+from raypfl.common.user_modules import digests_named_in
 from raypfl.experiment.assignments import flatten, parse_assignments
 from raypfl.experiment.checks.effects import assign_all
 from raypfl.experiment.experiment import Experiment
@@ -35,9 +35,8 @@ def deciding_settings(experiment: Experiment) -> dict[str, Any]:
 
 
 def code_digests(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return a hash of the code of each of the user's own modules that settings name, also within lists."""
-    digests = {module: digest_of_module(module) for module in modules_named_in(_values_in(settings))}
-    return {module: digest for module, digest in digests.items() if digest is not None}
+    """Return a hash of the user's own code for each module that settings name, also within lists."""
+    return digests_named_in(_values_in(settings))
 
 
 def _values_in(settings: object) -> Iterator[object]:

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from raypfl.common.user_modules.files import location
+from raypfl.common.user_modules.definitions import digest_of_definition
+from raypfl.common.user_modules.files import location, names_in
 from raypfl.common.user_modules.imports import imported_names
 
 
@@ -36,6 +37,20 @@ def source_digest(component: Any) -> str:
         return _digest(_sources(component.__module__, Path(inspect.getfile(component))))
     except (TypeError, OSError):
         return os.urandom(16).hex()  # typed into a console, so it may have changed
+
+
+def digests_named_in(values: Iterable[object]) -> dict[str, str]:
+    """Return a hash of the code of each user's module that values of a description name, as in ``my_methods:Mine``.
+
+    What is defined in a script or notebook that is running, ``__main__:Mine``, has a hash of its own.
+    """
+    digests = {}
+    for module, name in names_in(values):
+        if module == "__main__":
+            digests[f"{module}:{name}"] = digest_of_definition(name, digest_of_module)
+        else:
+            digests[module] = digest_of_module(module)
+    return {module: digest for module, digest in digests.items() if digest is not None}
 
 
 def digest_of_module(module: str) -> str | None:

@@ -17,15 +17,20 @@ from pathlib import Path, PurePosixPath
 from raypfl.common.errors import ConfigError
 from raypfl.common.user_modules.imports import imported_names
 
-_ENTRY = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*")
+_ENTRY = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)")
 _INSTALLED = {"site-packages", "dist-packages"}
 _LEFT_OUT = {"__pycache__", "mlruns", "mlartifacts", "node_modules"}
 
 
 def modules_named_in(values: Iterable[object]) -> list[str]:
     """Return the modules that values of a description name, as in ``my_methods:Mine``."""
+    return list(dict.fromkeys(module for module, _ in names_in(values)))
+
+
+def names_in(values: Iterable[object]) -> list[tuple[str, str]]:
+    """Return the modules that values of a description name, each with the name in it."""
     matches = (_ENTRY.fullmatch(value.strip()) for value in values if isinstance(value, str))
-    return list(dict.fromkeys(match[1] for match in matches if match))
+    return [(match[1], match[2]) for match in matches if match]
 
 
 def module_files(modules: Iterable[str]) -> dict[str, Path]:
