@@ -36,9 +36,10 @@ class Broadcast(_Message):
     Parameters
     ----------
     tensor : the tensor or tensors to send.
-    charged : how many of the numbers each client gets, if not all: one count for all clients, or ``[C]``. False for
-        tensors that clients already have by messages that were counted (global models of past rounds), and that are
-        sent only so that not every client's state holds a copy.
+    charged : how many of the numbers each client gets, if not all: one count for all clients, ``[C]``, or ``[N]`` for
+        all clients of the run. With ``[C]``, clients that drop out are charged the largest count. False for tensors
+        that clients already have by messages that were counted (global models of past rounds), and that are sent only
+        so that not every client's state holds a copy.
     """
 
     tensor: Tensor | Sequence[Tensor]

@@ -363,10 +363,19 @@ class Cohort(Log, ServerTraining):
 
     def _charge_received(self, name: str, tensor: Tensor, size: int, charged: bool | int | Tensor) -> None:
         """Charge a message of `size` numbers for each client that receives it."""
+        # Clients that drop out still receive the round's first message.
+        lost = list(self._dropped) if self._exchanges == 0 else []
+        numbers_of_all = None
+        if isinstance(charged, Tensor) and charged.shape == (self.task.num_clients,):
+            numbers_of_all = charged
+            charged = self.rows(charged)
+
         numbers = numbers_charged(name, charged, len(self.ids), size)
         received = Counter(numbers[self.present].tolist())
-        if self._exchanges == 0:  # a client that drops out still receives the round's first message
-            received[_largest_charge(name, charged, numbers, size)] += len(self._dropped)
+        if numbers_of_all is not None:
+            received.update(numbers_charged(name, numbers_of_all[lost], len(lost), size).tolist())
+        elif lost:
+            received[_largest_charge(name, charged, numbers, size)] += len(lost)
         itemsize = tensor.element_size()
         sizes = [(numbers, numbers * itemsize, clients) for numbers, clients in sorted(received.items(), reverse=True)]
         self._charge("down", name, sizes)

@@ -266,11 +266,12 @@ def test_a_broadcast_is_charged_as_declared():
         known=Broadcast(four, charged=False),
         half=Broadcast(four, charged=2),
         theirs=Broadcast(four, charged=torch.tensor([0, 3, 1])),
+        of_all=Broadcast(four, charged=torch.tensor([0, 3, 2, 1, 4])),
         nothing=Scatter(rows, charged=False),
         some=Scatter(rows, charged=torch.tensor([1, 1, 4])),
     )
 
-    assert torch.equal(reply["sum"], 5 * 3 * four + 2 * rows.sum(0))
+    assert torch.equal(reply["sum"], 6 * 3 * four + 2 * rows.sum(0))
     down = [(e.name, e.clients, e.numbers, e.bytes) for e in fed.ledger.entries if e.direction == "down"]
     assert down == [
         ("bare", 4, 4, 16),
@@ -278,6 +279,9 @@ def test_a_broadcast_is_charged_as_declared():
         ("half", 4, 2, 8),
         ("theirs", 2, 3, 12),  # one of them dropped out, and may have had as much as any
         ("theirs", 1, 1, 4),
+        ("of_all", 1, 3, 12),
+        ("of_all", 1, 2, 8),  # client 2, which dropped out
+        ("of_all", 1, 1, 4),
         ("some", 2, 4, 16),
         ("some", 2, 1, 4),
     ]

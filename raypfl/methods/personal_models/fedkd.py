@@ -76,9 +76,9 @@ class FedKD(Method):
         energy = self.energy_start + part * (self.energy_end - self.energy_start)
 
         student = server["theta"][shared]
-        missed = (server["sent"] - cohort.rows(server["received"])).clamp_max(len(student))
+        missed = (server["sent"] - server["received"]).clamp_max(len(student))
         reply = cohort.run(self.train, student=Broadcast(student, charged=missed), energy=energy)
-        server["received"] = cohort.with_rows(server["received"], torch.full_like(missed, server["sent"]))
+        server["received"] = cohort.with_rows(server["received"], torch.full_like(cohort.rows(missed), server["sent"]))
 
         mean = torch.zeros_like(server["theta"]).masked_scatter(shared, reply["move"])
         move, numbers = compressed(model, mean[None], energy)

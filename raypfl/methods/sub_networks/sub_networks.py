@@ -135,7 +135,7 @@ class SubNetworks(Method):
         # The level is not charged: the size of the model tells a client its rate.
         reply = cohort.run(
             self.train,
-            theta=Broadcast(theta, charged=slices.sum(1)[levels.to(slices.device)]),
+            theta=Broadcast(theta, charged=slices.sum(1)[server["levels"].to(slices.device)]),
             level=Scatter(levels, charged=False),
             shift=shift,
         )
