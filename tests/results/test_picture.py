@@ -820,5 +820,21 @@ def test_a_warning_names_the_run_if_there_are_several():
     assert printed(play) == "Warning: fedavg · seed 1: The run ends after round 4.\n"
 
 
+def test_a_warning_of_many_runs_is_shown_at_once_and_counted_at_their_end():
+    def play(console: Console) -> None:
+        with view(console, [RunLine(f"fedavg · seed {seed}") for seed in range(4)], quiet=True) as shown:
+            shown.listener(0)(Warned("Labels are missing."))
+            for seed in (1, 3):
+                shown.listener(seed)(Warned("Labels are missing."))
+                shown.listener(seed)(Warned("Labels are missing."))
+            console.print("the last round")
+
+    assert printed(play).splitlines() == [
+        "Warning: fedavg · seed 0: Labels are missing.",
+        "the last round",
+        "Warning: fedavg · seed 0 and 2 more runs: Labels are missing.",
+    ]
+
+
 def test_durations_read_as_on_a_clock():
     assert [minutes(s) for s in (0, 59.6, 3723)] == ["0:00", "1:00", "1:02:03"]

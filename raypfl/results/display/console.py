@@ -68,12 +68,17 @@ class View:
     def __init__(self, console: Console, lines: Sequence[RunLine]):
         self.console = console
         self.lines = lines
+        self._warned: dict[str, list[str]] = {}
+        """The labels of the runs that had each warning."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        pass
+        with contextlib.suppress(OSError):
+            for text, labels in self._warned.items():
+                if len(labels) > 1:
+                    self._warn(f"{labels[0]} and {counted(len(labels) - 1, 'more run')}", text)
 
     def listener(self, index: int) -> Listener:
         """Return the listener for the run at `index`."""
@@ -83,7 +88,11 @@ class View:
         line(event)
         with contextlib.suppress(OSError):  # a terminal that is closed must not keep a run from being saved
             if isinstance(event, Warned):
-                self._warn(line, event.text)
+                labels = self._warned.setdefault(event.text, [])
+                if not labels:  # further runs with this warning are counted at the end
+                    self._warn(line.label, event.text)
+                if line.label not in labels:
+                    labels.append(line.label)
             if isinstance(event, Progress) and event.stays:
                 self.console.print(Text(event.text), soft_wrap=True)
             else:
@@ -92,10 +101,9 @@ class View:
     def update(self, line: RunLine, event: Event) -> None:
         """Show what happened to a run."""
 
-    def _warn(self, line: RunLine, text: str) -> None:
-        """Show a warning, with the name of the run if there are several."""
-        label = f"{line.label}: " if len(self.lines) > 1 else ""
-        warner(self.console)(f"{label}{text}")
+    def _warn(self, label: str, text: str) -> None:
+        """Show a warning, with the label of the run if there are several."""
+        warner(self.console)(f"{label}: {text}" if len(self.lines) > 1 else text)
 
 
 class LiveView(View):
@@ -117,6 +125,7 @@ class LiveView(View):
     def __exit__(self, *error: object) -> None:
         self._step = ""
         self._live.stop()
+        super().__exit__(*error)
 
     def update(self, line: RunLine, event: Event) -> None:
         """Show the current step."""
@@ -130,7 +139,7 @@ class LiveView(View):
             case RunFinished():
                 self._step = ""
                 if event.error and len(self.lines) > 1:
-                    self._warn(line, event.error)
+                    self._warn(line.label, event.error)
 
     def render(self) -> RenderableType:
         """Return the table as it is now, with the columns for which there is room."""
