@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import copyreg
 import difflib
 import inspect
 import re
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from types import FunctionType
 from typing import Any, ClassVar, dataclass_transform
 
 from raypfl.common.errors import ConfigError
 from raypfl.common.limits import limit_violations
 from raypfl.common.user_code import other_arguments, where_defined
+
+# A class of a script or notebook is sent to Ray's processes by value, and its fields with it. Unpickled, the mark of a
+# field without a default would be another object than the one that dataclasses compare it with.
+copyreg.pickle(type(MISSING), lambda mark: "MISSING")
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)

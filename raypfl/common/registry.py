@@ -163,6 +163,11 @@ class Registry:
         except AttributeError as error:
             names = [name for name, value in vars(imported).items() if callable(value) and not name.startswith("_")]
             hint = did_you_mean(attribute, names) if names else "it has no class or function."
+            if module == "__main__" and not hint.endswith("?"):
+                hint = (
+                    "Ray's processes cannot import what a script or notebook defines. Save it in a module, such as "
+                    f"my_file.py, and name it 'my_file:{attribute}'."
+                )
             raise ConfigError(
                 f"The module {module!r} has no {attribute!r}, which the {self.kind} {path!r} names; {hint}"
             ) from error

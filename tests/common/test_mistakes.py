@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import raypfl
-from raypfl import Experiment, Mean, Method
+from raypfl import MODELS, Experiment, Mean, Method
 from raypfl.common.errors import CheckpointError, ConfigError, RaypflError
 from raypfl.data import Partition
 from raypfl.engine.events import Event, RoundFinished, RunFinished, RunStarted, Warned
@@ -241,6 +241,11 @@ def test_a_failed_import_is_one_mistake_in_the_list_with_its_traceback_below_it(
 def test_a_missing_module_is_reported_with_pythonpath():
     with pytest.raises(ConfigError, match=r"No module named 'nowhere_at_all'.*PYTHONPATH"):
         raypfl.Experiment(method="nowhere_at_all:Mine")
+
+
+def test_a_network_of_a_script_that_another_process_looks_for_belongs_in_a_module():
+    with pytest.raises(ConfigError, match=r"Ray's processes cannot import .* name it 'my_file:OfAScript'\."):
+        MODELS.get("__main__:OfAScript")
 
 
 @pytest.mark.parametrize(

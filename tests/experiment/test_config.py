@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import pickle
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from ray import cloudpickle
 from torch import Tensor
 
 from raypfl import Clients, Mean
+from raypfl.common import registry
 from raypfl.common.errors import ConfigError
 from raypfl.data import Dirichlet
 from raypfl.devices.hardware import LogNormalHardware
@@ -205,6 +208,22 @@ def test_an_experiment_can_be_pickled():
 def test_a_pattern_that_begins_with_a_star_needs_no_quotes():
     experiment = Experiment(method="fedalt").override(["method.personal=*conv1.weight"])
     assert experiment.method.personal == "*conv1.weight"
+
+
+def test_a_method_of_a_script_has_its_options_after_its_class_came_back_from_another_process(monkeypatch):
+    """A class of `__main__` travels by value, and its return to the process that has it sets its fields anew."""
+
+    class OfAScript(FedAvg):
+        mu: float = 0.1
+
+    OfAScript.__module__ = "__main__"
+    OfAScript.__qualname__ = "OfAScript"
+    monkeypatch.setattr(sys.modules["__main__"], "OfAScript", OfAScript, raising=False)
+    monkeypatch.setattr(registry, "user_modules", set())
+    before = Experiment(method=OfAScript)
+
+    assert cloudpickle.loads(cloudpickle.dumps(OfAScript)) is OfAScript
+    assert Experiment(method=OfAScript) == before
 
 
 def test_a_users_own_method_is_named_by_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
