@@ -97,13 +97,13 @@ def test_a_name_that_no_package_has_is_refused_with_the_nearest(site: Path):
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("authers:Mine", r"No module named 'authers'. Did you mean 'authors:Mine'\?$"),
-        ("authors:Mien", r"The module 'authors' has no 'Mien', .*; did you mean 'Mine'\?$"),
+        ("own_metods:Mine", r"No module named 'own_metods'. Did you mean 'own_methods:Mine'\?$"),
+        ("own_methods:Mien", r"The module 'own_methods' has no 'Mien', .*; did you mean 'Mine'\?$"),
         ("nothing_near:Mine", r"Is the folder of the module on PYTHONPATH, or the current folder\?$"),
     ],
 )
 def test_a_misspelt_module_or_class_of_ones_own_is_refused_with_the_nearest(tmp_path, monkeypatch, name, sentence):
-    (tmp_path / "authors.py").write_text("class Mine: pass\n")
+    (tmp_path / "own_methods.py").write_text("class Mine: pass\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=sentence):
         Registry("method").get(name)
