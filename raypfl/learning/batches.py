@@ -186,12 +186,10 @@ class GroupSamples:
         rows = to_device(self._starts[clients][:, None, None] + order.index[clients], device)
         weight = to_device(is_sample, device).to(self._source.gain.dtype)
         draws = None if order.draws is None else to_device(order.draws[clients], device)
-        if self.normalises_once:
-            self.normalised()
-
-        is_normalised = self._normalised is not None
-        x = self.x if self._normalised is None else self._normalised
-        return StackedBatches(self._source, x, self.y, rows, weight, draws, is_normalised)
+        # The samples of joined groups are normalised already, however many they are.
+        normalised = self.normalised() if self.normalises_once else self._normalised
+        x = self.x if normalised is None else normalised
+        return StackedBatches(self._source, x, self.y, rows, weight, draws, is_normalised=normalised is not None)
 
     def _rows(self, k: int) -> slice:
         start = int(self._starts[k])

@@ -34,6 +34,7 @@ from raypfl.learning.recording import (
     key_of_gradients,
     key_of_steps,
     may_keep_state,
+    numbered,
     repeat,
     shared_tensors,
 )
@@ -285,15 +286,15 @@ class Vectorised(Executor):
                 return gradients_on_batch()
 
             function_key, captured_tensors = key
-            named = {
+            inputs = {
                 "theta": theta,
                 "statistics": statistics,
                 "keys": keys,
                 **batch._asdict(),
                 **shared_tensors(extras),
+                **numbered("extra row", extra_rows),
+                **numbered("captured", captured_tensors),
             }
-            numbered = {"extra row": extra_rows, "captured": captured_tensors}
-            inputs = named | {f"{name} {i}": rows for name, many in numbered.items() for i, rows in enumerate(many)}
             results = empty_rows(theta.shape, theta), theta.new_empty(len(theta)), torch.empty_like(statistics)
             compute(gradients_on_batch, results, recorder, (function_key, frozen), inputs)
         return results

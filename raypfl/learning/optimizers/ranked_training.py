@@ -13,7 +13,7 @@ from raypfl.learning.batches import StackedBatches
 from raypfl.learning.loss import LocalLoss
 from raypfl.learning.optimizers import Memory, Update
 from raypfl.learning.optimizers.descent import Descent
-from raypfl.learning.recording import StepSignature, shared_tensors
+from raypfl.learning.recording import StepSignature, numbered, shared_tensors
 from raypfl.models.extras import Extras
 
 
@@ -61,16 +61,12 @@ class RankedTraining:
             **{f"number {name}": numbers for name, numbers in descent.update.by_row.items()},
             **{f"memory {name}": rows for name, rows in descent.memory.items()},
             **shared_tensors(self.extras),
-        }
-        numbered = {
-            "segment": descent.tensors,
-            "gradient": descent.gradients,
-            "extra row": active.extras,
-            "captured": captured_tensors,
+            **numbered("segment", descent.tensors),
+            **numbered("gradient", descent.gradients),
+            **numbered("extra row", active.extras),
+            **numbered("captured", captured_tensors),
         }
         inputs = {name: tensor for name, tensor in named.items() if tensor is not None}
-        for name, tensors in numbered.items():
-            inputs |= {f"{name} {i}": tensor for i, tensor in enumerate(tensors)}
         return StepSignature.of((function_key, active.count, self.frozen), inputs, self.batches.FREE_AXES)
 
 

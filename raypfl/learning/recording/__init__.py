@@ -18,7 +18,7 @@ from torch import Tensor
 from raypfl.learning.recording.cuda_graphs import CudaGraphs
 from raypfl.learning.recording.python_state import may_keep_state
 from raypfl.learning.recording.replays import Replays, StepSignature
-from raypfl.learning.recording.step_keys import key_of_gradients, key_of_steps, shared_tensors
+from raypfl.learning.recording.step_keys import key_of_gradients, key_of_steps, numbered, shared_tensors
 
 __all__ = [
     "CudaGraphs",
@@ -29,6 +29,7 @@ __all__ = [
     "key_of_gradients",
     "key_of_steps",
     "may_keep_state",
+    "numbered",
     "repeat",
     "shared_tensors",
 ]
@@ -86,5 +87,4 @@ def compute(
         for result, value in zip(results, function(), strict=True):
             result.copy_(value)
 
-    named_results = {f"result {i}": result for i, result in enumerate(results)}
-    recorder.do(work, 1, StepSignature.of(key, {**inputs, **named_results}, {}))
+    recorder.do(work, 1, StepSignature.of(key, {**inputs, **numbered("result", results)}, {}))

@@ -93,16 +93,6 @@ class KnownWork:
         self.first = recorded
 
 
-@dataclass(frozen=True)
-class Repetition:
-    """Repeats a recording."""
-
-    again: Callable[[], None]
-
-    def __call__(self) -> None:
-        self.again()
-
-
 class Replays:
     """Records the tensor operations of work twice, and repeats them if both recordings agree.
 
@@ -130,7 +120,7 @@ class Replays:
             work()
         if not first.is_repeated_by(second):
             return work
-        return Repetition(plan_of(second).function(second.constants))
+        return plan_of(second).function(second.constants)
 
     def do(self, work: Callable[[], None], times: int, signature: StepSignature | None) -> bool:
         """See :class:`Recorder`. Work that is done often is recorded at once, other work when its key comes again."""

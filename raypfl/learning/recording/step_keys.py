@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -62,3 +62,8 @@ def shared_tensors(extras: Extras) -> dict[str, Tensor]:
         if isinstance(tensor, Tensor) and not isinstance(tensor, PerClient):
             tensors[f"extra {name}"] = tensor
     return tensors
+
+
+def numbered(name: str, tensors: Iterable[Tensor]) -> dict[str, Tensor]:
+    """Return tensors by name and number: ``name 0``, ``name 1`` and so on."""
+    return {f"{name} {i}": tensor for i, tensor in enumerate(tensors)}
