@@ -150,7 +150,7 @@ class Clients:
     ) -> PerClient:
         """Return the steps ``[K]`` that :meth:`sgd` takes on each client with the same arguments, in floating point."""
         sizes = self._group.samples("train").sizes
-        batch_size, epochs, steps = training_length(self._group, epochs, steps, batch_size)
+        batch_size, epochs, steps = training_length(self.training, epochs, steps, batch_size)
         all_steps = num_steps(sizes, batch_size, epochs, steps, self.training.smallest_batch)
         work = self._group.work
         return self._numbers(all_steps if work is None else share_of_steps(all_steps, work))

@@ -14,6 +14,7 @@ from raypfl.devices import RequestedTraining
 from raypfl.learning.optimizers import SampleRule
 from raypfl.learning.privacy import NoisySum, PrivateTraining
 from raypfl.learning.sample_order import SampleOrder, epoch_order, sampled_order, sampling_rates
+from raypfl.learning.settings import TrainingSettings
 
 
 class LocalTraining(NamedTuple):
@@ -47,7 +48,7 @@ def prepare_training(
     if context.requested is not None:
         context.requested.append(RequestedTraining(group.ids, group.exchange[1], epochs, steps, batch_size))
 
-    size, epochs, steps = training_length(group, epochs, steps, batch_size)
+    size, epochs, steps = training_length(context.training, epochs, steps, batch_size)
     if not context.privacy.protects_samples:
         order = _whole_epochs(group, size, epochs, steps, stream)
         return LocalTraining(order, group.draws(stream))
@@ -67,10 +68,9 @@ def prepare_training(
 
 
 def training_length(
-    group: ClientGroup, epochs: int | None, steps: int | None, batch_size: int | None
+    settings: TrainingSettings, epochs: int | None, steps: int | None, batch_size: int | None
 ) -> tuple[int, int, int | None]:
-    """Return batch size, epochs and steps of a training; None stands for the experiment's."""
-    settings = group.context.training
+    """Return batch size, epochs and steps of a training; None stands for the settings'."""
     if epochs is None and steps is None:
         epochs = settings.epochs
         steps = settings.steps

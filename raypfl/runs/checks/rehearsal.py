@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from raypfl.clients.steps.local_training import training_length
 from raypfl.clients.worker import Worker
 from raypfl.common.errors import ConfigError, EvaluationError, LateReplyError, MethodError
 from raypfl.common.threads import threads
@@ -113,13 +114,8 @@ class Rehearsal:
     def _training(self, request: RequestedTraining) -> Training:
         """Return a requested training, with the run's settings for what the method leaves open."""
         settings = self._training_settings
-        epochs = request.epochs
-        steps = request.steps
-        if epochs is None and steps is None:
-            epochs = settings.epochs
-            steps = settings.steps
-        batch_size = request.batch_size or settings.batch_size
-        return Training(batch_size, epochs or 1, steps, settings.smallest_batch, request.models)
+        length = training_length(settings, request.epochs, request.steps, request.batch_size)
+        return Training(*length, settings.smallest_batch, request.models)
 
     def asynchronous(self, together: bool) -> dict[str, Any]:
         """Run two asynchronous rounds; return the server's state and the clients'.
