@@ -63,8 +63,8 @@ def name_in_round(round: int, name: str) -> str:
 
 def round_and_name(name: str) -> tuple[int, str]:
     """Return the round, and the name that the client function gave."""
-    round, _, own_name = name.partition(" ")
-    return int(round), own_name
+    round, _, name_in_function = name.partition(" ")
+    return int(round), name_in_function
 
 
 def share_of(name: str) -> str:
@@ -154,18 +154,14 @@ def _rows_at_start(function: str, name: str, value: Any, argument: Any, num_clie
         if rows.shape in (shape, shape[1:]):
             return rows.expand(shape)
 
-    expected = f"{function} returns {name!r}, which is not the mean of an argument of that name after training"
+    reason = f"the mean `{name}` is not of what clients were sent"
     if isinstance(value, Each):
         reason = f"the server needs the `{name}` of each client"
-        expected += f": {reason}"
     elif isinstance(value, Sum):
         reason = f"the server needs a sum over the cohort, `{name}`"
-        expected += f": {reason}"
-    else:
-        reason = f"the mean `{name}` is not of what clients were sent"
     raise LateReplyError(
-        f"{expected}. A reply that comes late counts by how far it got from what the client was sent, and here that is "
-        "unknown.",
+        f"{function} returns {name!r}, which is not the mean of an argument of that name after training: {reason}. A "
+        "late reply counts by how far it got from what the client was sent, and here that is unknown.",
         reason,
     )
 

@@ -86,14 +86,14 @@ class _FetchedSamples(Samples):
 
     data: DescribedData | DataOutline = field(kw_only=True)
 
-    def take(self, where: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    def take(self, indices: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         # A population may seed torch to generate its samples.
         with streams.forked(self.gain.device):
-            x, y = self.data.take(where)
+            x, y = self.data.take(indices)
         return to_device(x, self.gain.device), to_device(y, self.gain.device)
 
-    def labels_of(self, where: np.ndarray) -> torch.Tensor:
-        return self.take(where)[1]
+    def labels_of(self, indices: np.ndarray) -> torch.Tensor:
+        return self.take(indices)[1]
 
     @property
     def input_shape(self) -> tuple[int, ...]:

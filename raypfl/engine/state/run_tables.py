@@ -138,7 +138,8 @@ class RunTables:
             row["simulated_seconds"] = simulated.seconds
             row["simulated_time"] = simulated.time
             row["joules"] = simulated.joules
-        self.by_name["rounds"].waiting.append(**{name: row[name] for name in self.by_name["rounds"].waiting.kinds})
+        rounds = self.by_name["rounds"].waiting
+        rounds.append(**{name: row[name] for name in rounds.kinds})
         self.add_logged(number, logged)
         self.add_spending(number, "training", cohort.spent)
         return finished
@@ -181,8 +182,8 @@ class RunTables:
         kinds_by_table = {}
         for name, table in self.by_name.items():
             if name.startswith(ANALYSIS):
-                own_kinds = {column: kind for column, kind in table.waiting.kinds.items() if column != "round"}
-                kinds_by_table[name.removeprefix(ANALYSIS)] = own_kinds
+                column_kinds = {column: kind for column, kind in table.waiting.kinds.items() if column != "round"}
+                kinds_by_table[name.removeprefix(ANALYSIS)] = column_kinds
         return kinds_by_table
 
     def whole(self, checkpoints: str) -> dict[str, pa.Table]:

@@ -48,7 +48,6 @@ class Aggregation(Component, ABC):
 
     def check(self, clients: int) -> None:
         """Raise a ConfigError if the rule makes no sense for cohorts of so many clients; called before the run."""
-        return None
 
 
 @AGGREGATIONS.register("median")

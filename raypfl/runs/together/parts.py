@@ -29,9 +29,9 @@ def parts(experiments: Sequence[Experiment]) -> list[list[int]]:
 
 def _can_advance_with_others(experiment: Experiment) -> bool:
     engine = experiment.engine
-    has_one_thread = engine.threads == 1 and engine.threads_for_server in (None, 1)
-    is_on_cpu = not experiment.ray.on_gpu and experiment.ray.gpus_for_server == 0
     ray = experiment.ray
+    has_one_thread = engine.threads == 1 and engine.threads_for_server in (None, 1)
+    is_on_cpu = not ray.on_gpu and ray.gpus_for_server == 0
     chooses_actors = ray.actors is not None or ray.max_actors is not None or bool(ray.pools)
     return has_one_thread and is_on_cpu and engine.executor != "sequential" and not chooses_actors
 

@@ -116,7 +116,7 @@ def _sweep(folder: Path, measures: Measures, number: int) -> FinishedSearch:
         costs = (folder / "trials" / trial["trial"]).rglob(COSTS)
         seconds = cpu_seconds(file.parent for file in costs)
         trial[_CPU_SECONDS] = "" if seconds is None else str(seconds)
-        (value,) = score_unit.of([number_of(trial[score])])
+        value = score_unit.factor * number_of(trial[score])
         is_best = i == 0 and not math.isnan(value)
         discs.append(Disc(trial, value, is_chosen=is_best, is_whole=trial["status"] == "finished"))
 
@@ -157,8 +157,9 @@ def _study(folder: Path, measures: Measures, number: int) -> FinishedSearch:
         spaces = spaces_of(search["shared"] | search["methods"].get(method, {}))
         columns = ["trial", *(["setting"] if len(places) > 1 else []), label]
         columns += [*dict.fromkeys(space.key for space in spaces), _CPU_SECONDS]
-        units = {label: Unit(unit.metric)}
-        methods.append(_method(method, columns, units, discs, spaces, label, f"search-{number}-{i}", in_unit=True))
+        methods.append(
+            _method(method, columns, {label: unit}, discs, spaces, label, f"search-{number}-{i}", in_unit=True)
+        )
 
     chosen_round = "the last round" if search["choose"] == "last" else "the round that these data choose"
     about = (
@@ -243,5 +244,5 @@ def _cell(text: str, unit: Unit | None, in_unit: bool) -> str:
     if math.isnan(number):
         return text or "–"
     if unit:
-        return unit.text(number) if in_unit else unit.text(*unit.of([number]))
+        return unit.text(number if in_unit else unit.factor * number)
     return text if text.isdigit() else f"{number:.4g}"
