@@ -253,7 +253,7 @@ def _table_of_names(summary: Summary, names: Sequence[str]) -> Table:
         unseen = " (never trained)" if client in summary.unseen else ""
         counts = [f"{sizes[client]:,}" for sizes in summary.sizes.values()]
         table.add_row(str(client), Text(f"{_shortened(name, _LONGEST_LINE)}{unseen}"), *counts)
-    _tell_of_more(table, len(names))
+    _caption_left_out(table, len(names))
     return table
 
 
@@ -275,11 +275,11 @@ def _table_of_moments(position: str, heading: str, moments: Sequence[tuple[str, 
         if (mean, deviation) == (0.0, 1.0):
             cells = ["as it is", ""]
         table.add_row(str(index), Text(_shortened(name, _LONGEST_LINE)), *cells)
-    _tell_of_more(table, len(moments))
+    _caption_left_out(table, len(moments))
     return table
 
 
-def _tell_of_more(table: Table, count: int) -> None:
+def _caption_left_out(table: Table, count: int) -> None:
     """Say below a table how many of `count` it leaves out."""
     if count > _MOST_NAMED:
         table.caption = f"and {count - _MOST_NAMED:,} more, which --json lists"

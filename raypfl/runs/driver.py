@@ -136,7 +136,7 @@ def _run_in_folder(
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(explain_user_errors())
-        _heed_edited_files(experiment, is_inline, emit)
+        _check_edited_files(experiment, is_inline, emit)
         if not is_inline:
             stack.enter_context(exclusive_ray())
         stack.enter_context(stop.acknowledged(lambda: emit(Progress(STOPPING))))
@@ -170,7 +170,7 @@ def _warn_of_edited_code(folder: Path, experiment: Experiment, emit: Listener) -
         emit(Warned(notice))
 
 
-def _heed_edited_files(experiment: Experiment, is_inline: bool, emit: Listener) -> None:
+def _check_edited_files(experiment: Experiment, is_inline: bool, emit: Listener) -> None:
     """Warn of the user's files that were edited after their import; refuse them where Ray's processes import them anew.
 
     Such a run would mix the code of two versions, and its records would have the hash of one.

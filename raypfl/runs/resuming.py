@@ -84,12 +84,12 @@ def resumed(run_dir: str | Path, overrides: Sequence[str]) -> Experiment:
 def without_options_of_others(experiment: Experiment, changes: Sequence[str]) -> list[str]:
     """Leave out changes ``method.KEY=value`` of options that only other methods of a comparison have."""
     options = experiment.to_dict()["method"]
-    kept = []
+    applicable = []
     for change in changes:
         ((path, _),) = parse_assignments([change])
         if path[0] != "method" or len(path) == 1 or path[1] in options:
-            kept.append(change)
-    return kept
+            applicable.append(change)
+    return applicable
 
 
 def may_change(key: str) -> bool:

@@ -212,8 +212,8 @@ def _relocated(data: Any, datasets: Mapping[str, Any]) -> Any:
         location = {"root": location}
     # A copy in another format has none of the options that only the replaced reader has.
     reader = DATASETS.get(location.get("name", section["name"]))
-    foreign = options_of(DATASETS.get(section["name"])).keys() - options_of(reader).keys()
-    readable = {name: value for name, value in section.items() if name not in foreign}
+    unreadable = options_of(DATASETS.get(section["name"])).keys() - options_of(reader).keys()
+    readable = {name: value for name, value in section.items() if name not in unreadable}
     return merged(readable, location)
 
 

@@ -125,8 +125,8 @@ class _Walk:
             self._add_module_of_code(value)
         elif isinstance(value, type):
             self._add_class(value)
-        elif _is_own(kind.__module__):
-            self._add_own(value)
+        elif _is_of_raypfl(kind.__module__):
+            self._add_object_of_raypfl(value)
         else:
             self._add_object(value)
 
@@ -143,7 +143,7 @@ class _Walk:
             # A bound method; its object may declare in `_lasting` what its functions depend on.
             self.add(value.__func__)
             lasting = getattr(value.__self__, "_lasting", None)
-            if lasting is None or not _is_own(type(value.__self__).__module__):
+            if lasting is None or not _is_of_raypfl(type(value.__self__).__module__):
                 self.add(value.__self__)
             else:
                 self._add_lasting(lasting, value.__func__.__name__)
@@ -194,7 +194,7 @@ class _Walk:
         kind = type(value)
         bases = _bases_of_user(kind)
         for base in kind.__mro__:
-            is_usual = base is object or base in bases or _is_own(base.__module__) or base is nn.Module
+            is_usual = base is object or base in bases or _is_of_raypfl(base.__module__) or base is nn.Module
             if not is_usual:
                 raise Unknown
         if not bases:
@@ -209,7 +209,7 @@ class _Walk:
             if base is not object and base is not nn.Module:
                 self._add_attributes_of_class(base, IGNORED)
 
-    def _add_own(self, value: Any) -> None:
+    def _add_object_of_raypfl(self, value: Any) -> None:
         """Add an object of raypfl: by options, by attributes in use if it is new in each round, or by identity."""
         if isinstance(value, Component):
             self.key.append(_Same(type(value)))
@@ -252,7 +252,7 @@ class _Walk:
                 raise Unknown
 
 
-def _is_own(module: str) -> bool:
+def _is_of_raypfl(module: str) -> bool:
     """Return whether a module is raypfl's and none of its methods; those depend on more than their arguments."""
     return module.partition(".")[0] == "raypfl" and not module.startswith("raypfl.methods")
 

@@ -16,7 +16,7 @@ def refuse_exchanged(prepared: Prepared) -> None:
         return
 
     method = prepared.experiment.method
-    unshared = _own_parts(method, prepared.architectures)
+    unshared = _unshared_segments(method, prepared.architectures)
     if unshared:
         raise ConfigError(
             f"method is {METHODS.name_of(type(method))!r}, which exchanges parts of clients' networks such as "
@@ -33,7 +33,7 @@ def refuse_exchanged(prepared: Prepared) -> None:
         ) from error
 
 
-def _own_parts(method: Method, architectures: Sequence[FlatModel]) -> list[str]:
+def _unshared_segments(method: Method, architectures: Sequence[FlatModel]) -> list[str]:
     """Return the names of the segments that a method exchanges although each architecture has its own."""
     names = []
     for model in architectures:
@@ -49,7 +49,7 @@ def _fitting(architectures: Sequence[FlatModel]) -> list[str]:
     fitting = []
     for name in METHODS:
         try:
-            if not _own_parts(METHODS.get(name)(), architectures):
+            if not _unshared_segments(METHODS.get(name)(), architectures):
                 fitting.append(name)
         except (RaypflError, TypeError):
             # A method of an installed package may lack functions, or need another network.

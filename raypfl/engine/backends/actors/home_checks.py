@@ -18,7 +18,7 @@ class HomeChecks:
         self._mixed_devices = mixed_devices
         self._warn = warn
         self._device: str | None = None
-        self._told_of_slices = False
+        self._has_warned_of_slices = False
 
     def takes_part(self, home: Home, has_begun: bool) -> bool:
         """Refuse an actor on another type of device than the others; once the run has begun, leave it out."""
@@ -47,8 +47,8 @@ class HomeChecks:
             num_sharing = _num_sharing(home, in_pool)
             self._warn(f"Ray has put {num_sharing} client actors on a GPU, each with {share:g} of it; it may be full.")
 
-        if home.is_time_sliced and not self._told_of_slices and _num_sharing(home, homes) > 1:
-            self._told_of_slices = True
+        if home.is_time_sliced and not self._has_warned_of_slices and _num_sharing(home, homes) > 1:
+            self._has_warned_of_slices = True
             self._warn(
                 "Several client actors share a GPU, on which they take turns, because NVIDIA's multi-process service "
                 "does not run there. Start it with `nvidia-cuda-mps-control -d`, so that they compute at the same time."
