@@ -66,7 +66,7 @@ class Context:
     requested : the local trainings that methods ask for, in a rehearsal; None: they are not kept.
     by_architecture : the contexts of clients with each architecture, if clients have different ones. `model` is then
         the largest.
-    architecture_of : the number of each client's, ``int64[num_clients]``; None: all have the same network.
+    architecture_of : the number of each client's architecture, ``int64[num_clients]``; None: all have the same network.
     """
 
     model: FlatModel

@@ -1,4 +1,4 @@
-"""Recognise what is wrong with a GPU: too little memory, or a failure after which a process can use it no more."""
+"""Recognise what is wrong with a GPU: too little memory, or a failure after which a process can no longer use it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def out_of_memory(error: BaseException | None) -> bool:
 
 
 def gpu_failure() -> str:
-    """Return the error after which this process can use its GPU no more, in one line; empty if there is none.
+    """Return the error after which this process can no longer use its GPU, in one line; empty if there is none.
 
     After a CUDA error such as an illegal memory access, every later call to CUDA in the process fails with it. After
     others, and on a CPU, nothing is lost.

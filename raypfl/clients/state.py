@@ -156,7 +156,7 @@ class ClientState(MutableMapping[str, Tensor]):
         return stack, stack.contents(len(self._rows), whole)
 
     def _refuse_other_shape(self, name: str, shape: Sequence[int], expected: Sequence[int]) -> None:
-        """Raise an error if a client's value has not the shape of the others' or of the default.
+        """Raise an error if a client's value does not have the shape of the others' or of the default.
 
         NumPy and torch would say so about the line that reads it, or repeat a single number.
         """

@@ -56,7 +56,7 @@ def _missing_state(error: Exception, names: Collection[str]) -> str:
 
 
 def gpu_advice(failure: str, run_dir: str) -> str:
-    """Say what to do about a run in whose process the GPU can be used no more.
+    """Say what to do about a run in whose process the GPU can no longer be used.
 
     `failure` : the error that the GPU failed with, as :func:`raypfl.clients.gpu_errors.gpu_failure` returns it.
     """

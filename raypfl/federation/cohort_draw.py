@@ -44,7 +44,7 @@ class CohortDraw:
 
     @property
     def lost(self) -> tuple[int, ...]:
-        """The clients that receive the round's first message alone, as far as the round is concerned."""
+        """The clients of which the round has no reply: all that they receive in it is its first message."""
         return (*self.dropped, *self.late)
 
     @property

@@ -25,7 +25,7 @@ _OPTIONS = (
     *("epochs", "steps", "batch_size", "lr", "optimizer", "train", "decay", "stream"),
     *("penalty", "correction", "perturb", "report"),
 )
-"""Arguments of a training by name, which misspelt ones may have been meant for."""
+"""Named arguments of a training, to suggest for a misspelt one."""
 
 ReportedLoss = LossFunction | Literal["loss"] | None
 """The value that a training reports: its loss, another function's value, or nothing."""

@@ -145,7 +145,7 @@ def refuse_changes(run_dir: str | Path, experiment: Experiment, before: Experime
 def refuse_other_run(folder: Path, experiment: Experiment, before: Experiment, to_resume: Path) -> None:
     """Raise a ConfigError unless the run in a folder, described as `before`, is a run of the experiment.
 
-    to_resume : the folder that the error names for a resume: the run's, or that of its comparison.
+    `to_resume` : the folder that the error names for a resume: the run's, or that of its comparison.
     """
     keys = differences(experiment, before)
     if experiment.checkpoint.location != before.checkpoint.location:

@@ -25,7 +25,7 @@ DRAWS = 4096
 """Random numbers that are made at once: one at a time, NumPy would take longer than all the rest."""
 
 LOOKS = 16
-"""Clients that are tried one by one for one that can be reached, before all are checked at once."""
+"""How many clients are drawn one by one in search of one that can be reached, before all are checked at once."""
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class Failed:
     error : the error that the function raised, or the actor's death.
     trace : the traceback, as :func:`raypfl.common.user_code.traceback_text` reduces it.
     deaths : the number of times in a row that its actors died; 0: the function raised.
-    gpu_failure : the error after which the process that ran it can use its GPU no more; empty if there is none.
+    gpu_failure : the error after which the process that ran it can no longer use its GPU; empty if there is none.
     """
 
     error: BaseException

@@ -57,7 +57,7 @@ class CudaGraphs(Replays):
     """The fewest repetitions for which inputs are copied to a graph."""
 
     max_graphs = 128
-    """The number of graphs that are kept: a group of unequal clients has one for each number that still have steps."""
+    """The number of graphs that are kept: a group of unequal clients has one for each number of clients left."""
 
     def __init__(self) -> None:
         super().__init__()

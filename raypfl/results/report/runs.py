@@ -95,7 +95,7 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[RunResult], list[str]]:
 def _without_failed_attempts(folders: list[Path]) -> tuple[list[Path], list[str]]:
     """The folders, and a sentence on those left out: lone runs that failed before a round was finished, unless all did.
 
-    Nothing is to be seen in them, and their experiment may be read no more, such as a method that was renamed since.
+    They have nothing to show, and their experiment may no longer be readable: its method may have been renamed since.
     """
     failed = []
     for folder in folders:

@@ -177,7 +177,7 @@ class ActorFleet:
     def prepared_actors(self, may_wait: bool) -> list[StartedActor]:
         """Return the actors whose set-up has ended, also in failure; see :meth:`note_ready`.
 
-        `may_wait` : return nobody if the last look was only a moment ago.
+        `may_wait` : return none if the last look was only a moment ago.
         """
         # Checked only now and then: actors may wait for room for the whole run.
         if not self._starting or (may_wait and time.monotonic() < self._next_look_at_starting):

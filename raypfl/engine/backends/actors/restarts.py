@@ -32,7 +32,7 @@ class RestartPolicy:
         self._next_start = 0.0
 
     def died_in_setup(self, now: float, failed: bool) -> None:
-        """Note that an actor died in its set-up: because that `failed`, or because its process was killed."""
+        """Note that an actor died in its set-up: either its set-up `failed`, or its process was killed."""
         if not self.setup_deaths:
             self._first_setup_death = now
         self._next_start = now + min(PAUSE * 2**self.setup_deaths, MAX_PAUSE)
