@@ -151,7 +151,10 @@ def resume(
     CheckpointError : if there is no checkpoint of `from_round`.
     """
     if (from_round is None) != (new_run_dir is None):
-        raise ConfigError("raypfl.resume takes from_round and new_run_dir together: where a new run begins, and where.")
+        raise ConfigError(
+            "raypfl.resume takes from_round and new_run_dir together: the round after which a new run continues, and "
+            "its folder."
+        )
     run_dir = Path(run_dir)
     if settings:
         overrides = [*overrides, *as_assignments(settings)]
@@ -214,7 +217,7 @@ def _display(experiment: Experiment, progress: bool | None) -> Iterator[Listener
 def _refuse_single_function(listeners: Sequence[Listener]) -> None:
     """Raise a ConfigError if listeners are a single function, not a list."""
     if callable(listeners):
-        raise ConfigError(f"listeners is {listeners!r}; it must be a list of such: listeners=[...].")
+        raise ConfigError(f"listeners is {listeners!r}; it must be a list of functions: listeners=[...].")
 
 
 def _displayable(run_result: result.RunResult) -> Result:

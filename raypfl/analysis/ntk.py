@@ -209,7 +209,7 @@ def sentence(round: int, numbers: dict[str, float]) -> str:
     worst = max(measured, key=lambda name: numbers[name])
     if numbers[worst] < 0.1:
         return (
-            f"In round {round}, training is almost that of a linear model (less than 10% is not), so that the kernel's "
+            f"In round {round}, training is almost that of a linear model (less than 10% is not), so the kernel's "
             f"spectrum decides: the largest eigenvalue is {numbers['largest_share']:.0%} of the sum of all."
         )
     return f"In round {round}, what departs most from a linear model is {limits[worst].format(numbers[worst])}."

@@ -193,7 +193,7 @@ class Context:
                 problem = "cannot be vectorised, so clients run one by one"
             elif executor.precision.channels_last:
                 simpler = self._without_channels_last
-                problem = "does not work on images channels last, so they stay as they are"
+                problem = "does not work on channels-last images, so they keep their layout"
             else:
                 raise
             function = user_location(error) or "A function of this method"

@@ -151,8 +151,8 @@ class ClientGroup:
         """
         if name == "test" and not self.reads_test:
             raise MethodError(
-                f"The client function {self.exchange[0]!r} asks for clients' test samples in training, so that an "
-                "evaluation on them would test nothing. Use split='train', or split='val' with data.val_fraction. A "
+                f"The client function {self.exchange[0]!r} asks for clients' test samples in training, so "
+                "evaluating on them would test nothing. Use split='train', or split='val' with data.val_fraction. A "
                 "method that is meant to train on test samples declares `test_data_in_training: ClassVar[bool] = True`."
             )
         return [self.context.split(client, name) for client in self.ids]
@@ -295,8 +295,8 @@ class ClientGroup:
             unclear = isinstance(extra, Tensor) and not isinstance(extra, PerClient) and id(extra) not in self._shared
             if unclear and len(self) > 1 and extra.dim() and len(extra) == len(self):
                 raise MethodError(
-                    f"{name!r} has {len(extra)} rows, as many as the group has clients: one for each? Then "
-                    f"pass raypfl.per_client({name}); if all clients share it, send it with cohort.run."
+                    f"{name!r} has {len(extra)} rows, as many as the group has clients. If each client has its own "
+                    f"row, pass raypfl.per_client({name}); if all clients share it, send it with cohort.run."
                 )
         return dict(extras)
 
@@ -364,7 +364,7 @@ class ClientGroup:
         if start is not None and not start[k].isfinite().all():
             return ClientError(
                 f"Client {self.ids[k]} was to train in round {self.rounds[k]} from a model with nan or infinity. "
-                "Training did not diverge here: an earlier reply, the server's code or the client's state made it so."
+                "Training did not diverge here: the cause is an earlier reply, the server's code or the client's state."
                 f"{self._suspected_attack}",
                 clients=clients,
                 repeatable=True,

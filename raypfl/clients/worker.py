@@ -312,9 +312,9 @@ class Worker:
 
         if isinstance(value, Mean) and value.can_be_empty:
             raise PrivacyError(
-                f"{function} returns {name!r} as a mean to which no client may contribute (can_be_empty), or one "
-                "alone, whose message privacy.secure_aggregation is to hide. Choose a method, or an option of this "
-                "one, with which all clients contribute, or set it to false."
+                f"{function} returns {name!r} as a mean to which no client, or only one, may contribute "
+                "(can_be_empty), and privacy.secure_aggregation cannot hide a single client's message. Choose a "
+                "method, or an option of this one, with which all clients contribute, or set it to false."
             )
 
         rows = unmarked(value.rows).detach().double()
@@ -339,12 +339,12 @@ class Worker:
         if not (isinstance(value, Mean) and isinstance(before, Tensor) and value.rows.shape[1:] == before.shape):
             raise PrivacyError(
                 f"{function} returns {name!r}, which is not the mean of an argument of that name after training, so "
-                "that the server cannot clip clients' updates of it and add noise. Choose a method that returns only "
+                "the server cannot clip clients' updates of it and add noise. Choose a method that returns only "
                 "such means (fedavg, ditto, ...), privacy.unit=sample, or no privacy."
             )
         if value.weight is not None:
             raise PrivacyError(
-                f"{function} weights {name!r}, so that clients would need noise of different size; set "
+                f"{function} weights {name!r}, so clients would need different amounts of noise; set "
                 "method.weighting=uniform, or no privacy. A method of your own can return the Mean without a weight."
             )
         return replace(value, rows=clipped_updates(unmarked(value.rows), before, self.context.privacy))

@@ -64,7 +64,7 @@ def refuse_unkeyed(function: Any, device: torch.device, instead: str) -> Iterato
     for library, state in after.items():
         if not _same(state, before[library]):
             raise MethodError(
-                f"{where_defined(function)} draws from {library} global random stream (or seeds it), so that two runs "
+                f"{where_defined(function)} draws from {library} global random stream (or seeds it), so two runs "
                 f"of one experiment would differ. Draw from {instead}."
             )
 

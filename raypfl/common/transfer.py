@@ -35,6 +35,6 @@ def refuse_without_array(what: str, dtype: torch.dtype) -> None:
         torch.empty(0, dtype=dtype).numpy()
     except TypeError:
         raise MethodError(
-            f"{what} is of the type {dtype}, which NumPy lacks, so that it can be neither sent nor stored; convert it, "
+            f"{what} is of the type {dtype}, which NumPy lacks, so it can be neither sent nor stored; convert it, "
             "as in x.half() or x.float()."
         ) from None

@@ -69,7 +69,7 @@ class AvailabilityModel(Component):
         ----------
         unit : the seconds of an hour or, if rounds are all the time there is, 1 for a round.
         """
-        raise IncompleteError(f"{type(self).__name__} is no model yet: define availability(self, holdings, unit).")
+        raise IncompleteError(f"{type(self).__name__} is not a model yet: define availability(self, holdings, unit).")
 
 
 class ChanceModel(AvailabilityModel):

@@ -101,8 +101,8 @@ def _entries(file: str, setting: str, numbers: tuple[str, ...], lists: tuple[str
             trace = _PlainUnpickler(pickled).load()
     except Exception as error:
         raise ConfigError(
-            f"{setting} is {file!r}, which is no pickle of plain dicts, lists and numbers, as FedScale's traces are: "
-            f"{error}."
+            f"{setting} is {file!r}, which is not a pickle of plain dicts, lists and numbers, as FedScale's traces "
+            f"are: {error}."
         ) from None
 
     def is_entry(entry: Any) -> bool:

@@ -140,4 +140,4 @@ def _read(file: str, setting: str) -> Any:
     try:
         return pq.read_table(path) if path.suffix == ".parquet" else pa_csv.read_csv(path)
     except pa.ArrowException as error:
-        raise ConfigError(f"{setting} is {file!r}, which is no table in CSV or Parquet: {error}") from None
+        raise ConfigError(f"{setting} is {file!r}, which is not a table in CSV or Parquet: {error}") from None

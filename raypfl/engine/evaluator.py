@@ -210,7 +210,7 @@ class Evaluator:
         if failed:
             models = f"{counted(len(failed), 'model')}, such as {next(iter(failed))}"
             self.runner.warn(
-                f"After round {round}, test outputs are nan for {models}: it counts as one that guesses. A smaller "
+                f"After round {round}, test outputs are nan for {models}: each counts as one that guesses. A smaller "
                 "training.lr or training.clip_norm may help."
             )
 

@@ -61,7 +61,7 @@ def gpu_advice(failure: str, run_dir: str) -> str:
     `failure` : the error that the GPU failed with, as :func:`raypfl.clients.gpu_errors.gpu_failure` returns it.
     """
     return (
-        f"The GPU can be used no more in this process ({failure}), so the run ends here. "
+        f"The GPU can no longer be used in this process ({failure}), so the run ends here. "
         f"{advice_of_failed_gpu(failure)} In a new process, `raypfl resume {run_dir}` continues from the last "
         "checkpoint, if there is one."
     )
@@ -127,8 +127,8 @@ def warning_of_other_messages(method: Method, turn: Turn | None, cohort: Cohort,
     if abs(bytes_up - expected) <= 0.01 * expected:
         return None
     return (
-        f"{type(method).__name__} does not send as much in every round as in the rehearsed one, "
-        f"{turn.up_bytes:,.0f} bytes a client, by which simulated time and raypfl plan count; the ledger is right."
+        f"The messages of {type(method).__name__} differ in size from round to round. Simulated time and raypfl plan "
+        f"assume those of the rehearsed round, {turn.up_bytes:,.0f} bytes a client; the ledger is right."
     )
 
 

@@ -221,7 +221,7 @@ def unknown_option(
         if isinstance(value, (bool, int, float, str)):
             declaration = f"{option}: {type(value).__name__} = {value!r}"
             problem = f"{entry.__name__} has {option}, but without a type"
-            return f"is no option yet: {problem}; write `{declaration}` in the class."
+            return f"is not an option yet: {problem}; write `{declaration}` in the class."
 
     hint = suggestion(option, where)
     if not hint and known:

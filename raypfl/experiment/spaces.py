@@ -162,7 +162,7 @@ def _kind(key: str, section: Any) -> tuple[str, Any]:
         )
     ((kind, values),) = section.items()
     if kind not in KINDS:
-        raise ConfigError(f"search.{key}: {kind!r} is no kind of space; {did_you_mean(str(kind), KINDS)}")
+        raise ConfigError(f"search.{key}: {kind!r} is not a kind of space; {did_you_mean(str(kind), KINDS)}")
     return str(kind), values
 
 

@@ -124,7 +124,7 @@ def checked_columns(
     lengths = {column: len(array) for column, array in arrays.items()}
     if len(set(lengths.values())) != 1:
         raise MethodError(
-            f"The columns of the table {name!r} must be of one length, and at least one; they are {lengths}."
+            f"The table {name!r} needs at least one column, and columns of one length; the lengths are {lengths}."
         )
 
     if earlier_kinds is None:

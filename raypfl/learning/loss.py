@@ -120,8 +120,8 @@ class LocalLoss:
         option = get_close_matches(unknown[0], _OPTIONS, 1)
         remedy = f"did you mean {option[0]!r}?" if option else "give one a parameter of that name, or leave it out."
         raise MethodError(
-            f"{unknown[0]!r} is no option of the training, and neither the loss nor a penalty or report takes it by "
-            f"name; {remedy}"
+            f"{unknown[0]!r} is not an option of the training, and neither the loss nor a penalty or report takes it "
+            f"by name; {remedy}"
         )
 
     @cached_property

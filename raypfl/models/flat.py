@@ -184,7 +184,7 @@ class FlatModel(VectorLayout):
         The mean after the step. Its gradient is that of ``momentum * value``.
         """
         if self._loss is None or name not in self._loss.statistics:
-            raise MethodError(f"model.running_mean moves a buffer of the network inside a loss; {name!r} is none here.")
+            raise MethodError(f"model.running_mean moves a buffer of the network inside a loss; {name!r} is not one.")
         moved = (1 - momentum) * self._loss.statistics[name].clone() + momentum * value
         self._loss.move(name, moved.detach())
         return moved

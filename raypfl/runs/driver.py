@@ -185,7 +185,7 @@ def _check_edited_files(experiment: Experiment, is_inline: bool, emit: Listener)
             f"{edited}. The run would mix the code before the edit, which this process has, with the code after it, "
             f"which Ray's processes import; {remedy}."
         )
-    emit(Warned(f"{edited}, so this run is of the code before the edit. For the code as it is now, {remedy}."))
+    emit(Warned(f"{edited}, so this run uses the code from before the edit. For the code as it is now, {remedy}."))
 
 
 def _begins_again(folder: Path, checkpoints: str) -> str:

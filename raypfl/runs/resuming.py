@@ -109,7 +109,7 @@ def notice_of_edited_code(run_dir: Path, experiment: Experiment) -> str:
         return ""
     return (
         f"{series(edited)} (or what it imports) was edited since the run in {run_dir} began: its rounds so "
-        "far are of the code before the edit. For results of the new code alone, start a run in another folder."
+        "far used the code from before the edit. For results of the new code alone, start a run in another folder."
     )
 
 
@@ -327,7 +327,7 @@ def _refuse_empty_location(run_dir: str | Path, experiment: Experiment, before: 
 
 
 def _refuse_other_rounds(run_dir: str | Path, experiment: Experiment, before: Experiment) -> None:
-    """Raise a ConfigError if the finished rounds would have been others with the experiment's number of rounds."""
+    """Raise a ConfigError if the finished rounds would have been different with the experiment's number of rounds."""
     finished_rounds = rounds_saved(run_dir, experiment)
     if experiment.rounds == before.rounds or not finished_rounds:
         return
@@ -335,17 +335,17 @@ def _refuse_other_rounds(run_dir: str | Path, experiment: Experiment, before: Ex
     name = type(before.method).__name__
     remedy = "Start another run with `raypfl run`."
     if _learning_rates(experiment, finished_rounds) != _learning_rates(before, finished_rounds):
-        cause = f"training.schedule is {before.training.schedule!r}, by which the learning rates of"
+        cause = f"with training.schedule={before.training.schedule!r}, the learning rates of"
     elif before.method.depends_on_rounds():
-        cause = f"what {name} does in a round depends on their number, by which"
+        cause = f"what {name} does in a round depends on their number, so"
     elif _reads_rounds(before.method):
-        cause = f"{name} reads their number, by which"
+        cause = f"{name} reads their number, so"
         remedy += f" If none depends on it, let {name} have a function depends_on_rounds(self) that returns False."
     else:
         return
     raise ConfigError(
         f"rounds is {before.rounds} in the run in {run_dir}, not {experiment.rounds}: {cause} its {finished_rounds} "
-        f"rounds would have been others. {remedy}"
+        f"rounds would have been different. {remedy}"
     )
 
 

@@ -116,7 +116,9 @@ def select(study: Study, only: Iterable[str]) -> Study:
         count = next((count for count, word in enumerate(candidates, 1) if word in label_by_word), 0)
         if not count:
             hint = did_you_mean(words[0], [label for _, label in label_by_word.values()])
-            raise ConfigError(f"--only names {words[0]!r}, which is no method and no setting of {study.name}; {hint}")
+            raise ConfigError(
+                f"--only names {words[0]!r}, which is neither a method nor a setting of {study.name}; {hint}"
+            )
         axis, label = label_by_word[candidates[count - 1]]
         named[axis].add(label)
         words = words[count:]
@@ -293,6 +295,6 @@ def _require_metrics(study: Study, cell: StudyCell) -> None:
             )
         if metric.value is not None and metric.value not in available:
             raise ConfigError(
-                f"The study's metric {heading} has the value {metric.value!r}, which is no metric; "
+                f"The study's metric {heading} has the value {metric.value!r}, which is not a metric; "
                 f"{did_you_mean(metric.value, available)}"
             )

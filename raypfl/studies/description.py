@@ -254,7 +254,7 @@ def _option_mistakes(study: Study) -> Iterable[str]:
             for method in setting.methods:
                 if method not in study.methods:
                     hint = did_you_mean(method, study.methods)
-                    yield f"{axis}.{label}.methods.{method} is none of the study's methods; {hint}"
+                    yield f"{axis}.{label}.methods.{method} is not one of the study's methods; {hint}"
 
 
 def _cost_mistakes(where: str, metric: MetricColumn) -> Iterable[str]:
@@ -289,11 +289,11 @@ def _published_mistakes(study: Study) -> Iterable[str]:
 
 def _row_mistakes(study: Study, where: str, method: str, row: Any) -> Iterable[str]:
     if method not in study.methods:
-        yield f"{where} is none of the study's methods; {did_you_mean(method, study.methods)}"
+        yield f"{where} is not one of the study's methods; {did_you_mean(method, study.methods)}"
     if isinstance(row, dict):
         for metric, entries in row.items():
             if metric not in study.metrics:
-                yield f"{where}.{metric} is no metric of the study; {did_you_mean(metric, study.metrics)}"
+                yield f"{where}.{metric} is not a metric of the study; {did_you_mean(metric, study.metrics)}"
             yield from _entry_mistakes(f"{where}.{metric}", entries, [(group,) for group in study.across or [""]])
     else:
         yield from _entry_mistakes(where, row, study.columns)

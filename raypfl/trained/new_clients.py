@@ -115,7 +115,7 @@ def checked_samples(x: Any, y: Any, outline: DataOutline) -> Labelled:
         raise DataError(f"y is {y.dtype}, not numbers.")
     targets = y.astype(_INTEGER_TARGETS[kind]) if kind in _INTEGER_TARGETS else in_single_precision(y)
     if kind in _INTEGER_TARGETS and not np.array_equal(targets, y):
-        raise DataError(f"y has numbers that are no {kind} of the run: they must fit into {targets.dtype}.")
+        raise DataError(f"y has numbers that are not {kind} of the run: they must fit into {targets.dtype}.")
 
     raw = RawData(x, targets, [str(number) for number in range(outline.num_classes)])
     if raw.kind != kind:

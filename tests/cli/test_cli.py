@@ -166,7 +166,7 @@ def test_suggested_commands_repeat_the_run_with_one_change():
         (["run", "people/people.csv"], "by data=table data.root=people/people.csv data.target=COLUMN."),
         (
             ["run", "mine.py"],
-            "mine.py is no recipe; name a method of your own by module and class: --method mine:ClassNa",
+            "mine.py is not a recipe; name a method of your own by module and class: --method mine:ClassNa",
         ),
         (["run", "ditto"], "There is no recipe called 'ditto', but a method: set method=ditto."),
         (["run", "--method", "dito"], "There is no method called 'dito'; did you mean 'ditto'?"),

@@ -184,7 +184,7 @@ def test_shorter_messages_take_less_simulated_time(tmp_path):
         ({"privacy__unit": "client", "privacy__noise": 1.0}, "privacy.unit=client bounds the updates that arrive"),
         ({"method": "pefll", "method__embedding": "linear"}, "compression has no effect on PeFLL"),
         ({"method": "local"}, "compression has no effect on Local"),
-        ({"model": "{name: resnet10, width: 8}"}, "running statistics, as of batch norm"),
+        ({"model": "{name: resnet10, width: 8}"}, "running statistics, such as those of batch norm"),
         ({"compression__fraction": 1.5}, "compression.fraction is 1.5; it must be above 0 and at most 1"),
     ],
 )

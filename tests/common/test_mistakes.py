@@ -522,7 +522,7 @@ class HasNoStart(Method):
         ("TakesNoClients", r"^TakesNoClients\.personal_model .* but takes \(server\); write personal_model\(self, cl"),
         (
             "MisspellsItsModel",
-            r"^MisspellsItsModel\.personal_modell \(test_mistakes\.py, line \d+\) is called by nothing; did you mean "
+            r"^MisspellsItsModel\.personal_modell \(test_mistakes\.py, line \d+\) is never called; did you mean "
             r"personal_model\(self, clients, server\)\?",
         ),
         (
@@ -531,7 +531,7 @@ class HasNoStart(Method):
         ),
         (
             "MisspellsFedAvgs",
-            r"^MisspellsFedAvgs\.trian .* called by nothing; did you mean train\(self, clients, theta\)\?",
+            r"^MisspellsFedAvgs\.trian .* never called; did you mean train\(self, clients, theta\)\?",
         ),
         ("MisspellsItsOnlyModel", r"global_modle .* did you mean global_model\(self, server\)\?"),
         ("CallsARoundAStart", r"^CallsARoundAStart\.start is 3, but must be the function start\(self, task\); call"),

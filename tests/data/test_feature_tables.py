@@ -203,7 +203,7 @@ def test_a_table_that_does_not_fit_is_refused_with_its_row_and_a_remedy(tmp_path
 def test_files_with_other_columns_or_other_types_are_named(tmp_path, opened):
     written(tmp_path / "data")
     other = written(tmp_path / "data", ROWS.replace("income", "salary"), name="more.csv")
-    with pytest.raises(DataError, match=r"more\.csv has the column 'salary', but people\.csv has not"):
+    with pytest.raises(DataError, match=r"more\.csv has the column 'salary', but people\.csv does not"):
         opened("table", **OPTIONS)
 
     other.write_text(ROWS.replace("1000.5", "much"))

@@ -110,7 +110,7 @@ def test_texts_without_words_are_refused_and_those_of_scripts_without_spaces_com
     ):
         opened("text_table", **options)
     written(tmp_path / "data", "t,y\n我喜欢这部电影 ok,a\n我不喜欢,b\n")
-    with pytest.warns(UserWarning, match=r"of a script without spaces, .*data\.tokens=characters"):
+    with pytest.warns(UserWarning, match=r"in a script without spaces, .*data\.tokens=characters"):
         opened("text_table", **options)
 
 

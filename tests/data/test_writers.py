@@ -53,7 +53,7 @@ def test_leafs_train_and_test_folders_are_the_published_split(tmp_path: Path, op
             r"is \[1, 783\]; it must have rows of 784",
         ),
         ({"user_data": {"f0001_41": {"x": [[0.5], [0.5, 1]], "y": [1, 2]}}}, "rows of different lengths"),
-        ({"user_data": {"f0001_41": {"x": [["a"] * 784], "y": [1]}}}, "values that are no numbers"),
+        ({"user_data": {"f0001_41": {"x": [["a"] * 784], "y": [1]}}}, "other values than numbers"),
         (
             {"user_data": {"f0001_41": {"x": leaf_images([1, 2]), "y": [1]}}},
             r"has 2 images, but labels \[1\]: writer 'f0001",
@@ -155,7 +155,7 @@ def test_windows_that_do_not_follow_each_other_are_separate_texts(tmp_path: Path
     [
         ({"x": ["to be"], "y": []}, r"x and y of role 'HAMLET' in all\.json are not as many texts"),
         ({"x": ["to be"], "y": [7]}, r"not as many texts"),
-        ({"x": ["to bé"], "y": ["e"]}, r"text of role 'HAMLET' .* has the character 'é', which is none of LEAF's 80"),
+        ({"x": ["to bé"], "y": ["e"]}, r"text of role 'HAMLET' .* the character 'é', which is not one of LEAF's 80"),
     ],
 )
 def test_a_damaged_role_is_named(tmp_path: Path, opened: Opened, text: dict[str, Any], sentence: str):

@@ -141,7 +141,7 @@ def test_a_trace_that_would_run_code_is_refused_and_runs_nothing(tmp_path: Path,
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "capacity"
     file.write_bytes(pickle.dumps({1: {"computation": Harmful(), "communication": 1}}))
-    with pytest.raises(ConfigError, match=r"no pickle of plain dicts, lists and numbers.*it asks for .*mkdir"):
+    with pytest.raises(ConfigError, match=r"not a pickle of plain dicts, lists and numbers.*it asks for .*mkdir"):
         FedScaleHardware(file=str(file)).devices(1, seed=0)
     assert not (tmp_path / "harmed").exists()
 

@@ -239,7 +239,7 @@ def test_a_rehearsal_tells_whether_clients_with_different_models_can_train_in_on
         ({"method": "pfedhn"}, "gets 'theta' as a Scatter"),
         # The first half of its rounds are FedAvg's.
         ({"method": "pfedsim"}, "gets 'model' as a Scatter"),
-        ({"method": "feddyn"}, "FedDyn keeps on the server .* Set asynchronous.staleness=constant"),
+        ({"method": "feddyn"}, "FedDyn keeps state on the server .* Set asynchronous.staleness=constant"),
         ({"model": BATCH_NORM}, r"the variances of batch norm \(.*bn1.running_var\) negative. Set asynchronous.mixing"),
         ({"asynchronous__buffer": 21}, "asynchronous.buffer is 21, but after 20 replies of round 1 no client is left"),
         ({"devices__partial_work": 0.5}, "devices.partial_work is for synchronous rounds"),
@@ -324,7 +324,7 @@ def test_the_rounds_of_a_finished_run_can_be_told_to_those_that_did_not_hear_the
 def test_a_run_that_continues_another_with_other_asynchronous_rounds_is_refused(tmp_path, before, words):
     settings = {"rounds": 6, "checkpoint__every": 1, "checkpoint__keep": 9, "engine__executor": "vectorised"}
     parent = raypfl.run(experiment(tmp_path, **settings | before)).run_dir
-    with pytest.raises(CheckpointError, match=r"other rounds .* to round 3 .* from its first round on"):
+    with pytest.raises(CheckpointError, match=r"not fit this schedule, .* round 3 ends .* since its first round"):
         raypfl.resume(parent, from_round=3, new_run_dir=tmp_path / "new", overrides=words)
     assert not (tmp_path / "new").exists()
 

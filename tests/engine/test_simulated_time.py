@@ -130,7 +130,7 @@ def test_a_method_that_does_not_send_what_the_rehearsal_did_is_told_of_once(tmp_
     settings = TIMED | {"method": f"{__name__}:SendsMoreLater", "evaluation__every": 0}
     raypfl.run(experiment(tmp_path, **settings), listeners=[events.append])
     (warning,) = [event.text for event in events if isinstance(event, Warned) and "rehearsed" in event.text]
-    assert warning.startswith("SendsMoreLater does not send as much")
+    assert warning.startswith("The messages of SendsMoreLater differ in size from round to round")
 
     events.clear()
     raypfl.run(experiment(tmp_path, **(settings | {"method": "ditto"})), listeners=[events.append])
@@ -158,7 +158,7 @@ def test_other_messages_than_rehearsed_are_told_of_where_clients_differ_in_their
 
 
 def test_rounds_of_several_exchanges_cannot_go_on_without_the_late(tmp_path):
-    with pytest.raises(ConfigError, match="PeFLL has 3 exchanges in a round, so that nobody could go on"):
+    with pytest.raises(ConfigError, match="PeFLL has 3 exchanges in a round, which cannot go on without"):
         raypfl.run(experiment(tmp_path, method="pefll", **EVENTFUL))
 
 

@@ -335,7 +335,7 @@ class Unmet(Method):
         ("each", "returns 'x', which is not the mean of an argument"),
         ("two exchanges", "more than one exchange"),
         ("rows", "gets 'x' as a Scatter"),
-        ("no exchange", "returned without a call of cohort.run"),
+        ("no exchange", "returned without calling cohort.run"),
     ],
 )
 def test_a_method_whose_late_replies_mean_nothing_is_refused(kind, problem):

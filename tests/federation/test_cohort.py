@@ -629,7 +629,7 @@ def test_training_reads_test_samples_only_if_the_method_declares_it_and_evaluati
 
     fed = federation(answer)
     fed.context.split = lambda client, split: fed.split[client]
-    with pytest.raises(MethodError, match=r"'reply' asks for clients' test samples in training, so that an evaluation"):
+    with pytest.raises(MethodError, match=r"'reply' asks for clients' test samples in training, so evaluating"):
         exchange(fed)
     assert not seen
 

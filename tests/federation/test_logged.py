@@ -115,9 +115,9 @@ def test_a_run_that_is_stopped_or_sent_back_logs_every_round_once(tmp_path, whol
         (lambda c: c.log(**{"a/b": 1}), "'a/b' cannot be logged under this name"),
         (
             lambda c: c.log_table("t", {"a": [1, 2], "b": [1]}),
-            "and at least one; they are {'a': 2, 'b': 1}",
+            "columns of one length; the lengths are {'a': 2, 'b': 1}",
         ),
-        (lambda c: c.log_table("t", {}), "of one length, and at least one; they are {}"),
+        (lambda c: c.log_table("t", {}), "needs at least one column, and columns of one length; the lengths are {}"),
         (lambda c: c.log_table("t", {"a": [[1]]}), "The column 'a' of the table 't' is a list of shape [1, 1]"),
         (lambda c: c.log_table("t", {"round": [1]}), "under any name but 'round'"),
         (lambda c: c.log_table("old", {"a": [1.5]}), "had the columns {'a': 'int64'} in earlier rounds"),

@@ -207,7 +207,7 @@ def test_the_training_loss_is_the_mean_over_the_steps_that_report_it(reporting):
 
 def test_an_extra_that_no_function_takes_is_named():
     clients = Federation().clients()
-    with pytest.raises(MethodError, match="'ancor' is no option of the training, and neither the loss nor"):
+    with pytest.raises(MethodError, match="'ancor' is not an option of the training, and neither the loss nor"):
         clients.sgd(clients.loss, clients.initial, penalty=pull, anchor=clients.initial, ancor=1.0)
     with pytest.raises(MethodError, match="did you mean 'penalty'"):
         clients.sgd(clients.loss, clients.initial, penality=pull)

@@ -348,7 +348,7 @@ def test_a_metric_that_gives_something_else_than_numbers_of_samples_is_told_so()
     ("evaluation", "sentence"),
     [
         ({"metrics": ["nonsense"]}, "There is no metric called 'nonsense'"),
-        ({"metric": "acuracy"}, "evaluation.metric is 'acuracy', which is no metric; did you mean 'accuracy'?"),
+        ({"metric": "acuracy"}, "evaluation.metric is 'acuracy', which is not a metric; did you mean 'accuracy'?"),
     ],
 )
 def test_metrics_that_do_not_exist_are_refused_early(evaluation, sentence):

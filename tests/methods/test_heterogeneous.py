@@ -204,7 +204,7 @@ def test_a_method_that_averages_whole_networks_is_refused_with_those_that_do_not
         raypfl.run(experiment(tmp_path, **TWO, method="fedavg"))
     with pytest.raises(ConfigError, match="'ditto', which exchanges"):
         raypfl.run(experiment(tmp_path, **TWO, method="ditto"))
-    with pytest.raises(ConfigError, match=r"the server has the output layer alone.*'body'"):
+    with pytest.raises(ConfigError, match=r"the server has only the output layer.*'body'"):
         raypfl.run(experiment(tmp_path, **TWO, method="partial", method__personal="body"))
     personal = {"method": "partial", "method__personal": "feature extractor"}
     assert raypfl.run(experiment(tmp_path, **TWO, **personal)).status == "finished"

@@ -129,7 +129,7 @@ def test_a_function_that_does_not_work_channels_last_runs_without_and_warns(work
             return clients.loss(p, batch) + p.sum() * batch.mean(batch.x.view(len(batch.x), -1).mean(1))
 
         if laid:
-            reason = "does not work on images channels last, so they stay as they are. torch says: view size"
+            reason = "does not work on channels-last images, so they keep their layout. torch says: view size"
             with pytest.warns(UserWarning, match=re.escape(reason)):
                 trained.append(getattr(clients, work)(looks_at_rows, clients.initial))
         else:
@@ -144,7 +144,7 @@ def test_a_network_that_does_not_work_channels_last_is_evaluated_without_it():
         for last in (False, True)
     )
     x, _ = Federation().samples(0)
-    with pytest.warns(UserWarning, match="does not work on images channels last"):
+    with pytest.warns(UserWarning, match="does not work on channels-last images"):
         assert_close(laid.logits(laid.initial, x), plain.logits(plain.initial, x))
 
 

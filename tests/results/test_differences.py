@@ -276,13 +276,13 @@ def test_a_baseline_is_a_label_or_the_one_method_of_that_name():
 
     for baseline, sentence in (
         ("ditto", "could be any of: ditto lam=0.1; ditto lam=1.0. Give one of these in full."),
-        ("fedavgg", "is none of the methods; did you mean 'fedavg'?"),
+        ("fedavgg", "is not one of the methods; did you mean 'fedavg'?"),
     ):
         with pytest.raises(ConfigError, match=sentence):
             find_label(labels, baseline)
     with pytest.raises(ConfigError, match="needs another method to compare with; there is only fedavg"):
         find_label(["fedavg", "fedavg"], "fedavg")
-    with pytest.raises(ConfigError, match=r"'ditto' is none of the methods; there is only fedavg\."):
+    with pytest.raises(ConfigError, match=r"'ditto' is not one of the methods; there is only fedavg\."):
         find_label(["fedavg", "fedavg"], "ditto")
     assert find_label(["fedavg", "Mine mu=1.0"], "my_methods:Mine") == "Mine mu=1.0"
 
@@ -319,7 +319,7 @@ def test_the_report_shows_paired_differences_and_its_headline_goes_by_them(tmp_p
     text = write(runs_at(uncertain), tmp_path / "report.html").read_text()
     assert "but the 95% interval of the difference includes 0" in text
 
-    with pytest.raises(ConfigError, match="none of the methods"):
+    with pytest.raises(ConfigError, match="not one of the methods"):
         write(runs_at(ISSUE), tmp_path / "report.html", baseline="nobody")
 
 
@@ -458,7 +458,7 @@ def test_a_run_that_diverged_is_named_and_in_no_mean_rank_or_difference():
             compare(not_results)
     with pytest.raises(ConfigError, match=r"'ditto' has no result: it diverged after round 7\. Name another one"):
         compare(runs, baseline="ditto")
-    with pytest.raises(ConfigError, match=r"'apfl' is none of the methods with a result; choose one of: fedavg, local"):
+    with pytest.raises(ConfigError, match=r"'apfl' is not one of the methods with a result; choose one of: fedavg,"):
         compare(runs, baseline="apfl")
     assert group_runs([]) == []
 

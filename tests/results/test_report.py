@@ -693,7 +693,7 @@ def test_the_command_finds_the_runs_of_a_folder_and_prints_the_pages_path(result
         (["elsewhere/run"], "There is no folder elsewhere/run. Runs are in cut-off, nowhere-2."),
         (
             ["."],
-            ". is no run's folder, and there is none in it: a run's folder has an experiment.yaml, and a sweep's has",
+            ". is not a run's folder, and contains none: a run's folder has an experiment.yaml, and a sweep's has",
         ),
         (["picture.png"], "There is no run in picture.png, only files."),
         (["cut-off"], "cut-off has no finished run; `raypfl resume cut-off` finishes an interrupted one."),
@@ -736,7 +736,7 @@ def test_folders_without_a_run_and_runs_that_cannot_be_read_are_left_out_and_lis
 
     assert [run.run_dir.name for run in runs] == ["ditto-s0"]
     for name, reason in (
-        ("mlartifacts", "there is none in it"),
+        ("mlartifacts", "contains none"),
         ("bad-json", "is damaged"),
         ("bad-table", "is missing or damaged"),
         ("no-key", "is damaged"),
@@ -809,7 +809,7 @@ def test_only_a_sweeps_own_folder_is_shown_as_a_search_and_a_killed_one_says_so(
     assert not has_search(sweep)
     _, notes = find_runs([tmp_path, other])
     assert notes[0] == f"The sweep {sweep} is left out: raypfl report {sweep} shows it."
-    assert notes[1].startswith(f"{tmp_path} is no run's folder") and notes[1].endswith(f"raypfl report {tmp_path}/*")
+    assert notes[1].startswith(f"{tmp_path} is not a run's folder") and notes[1].endswith(f"raypfl report {tmp_path}/*")
 
     (sweep / "trials.csv").write_text(
         "trial,status,round,accuracy/val,training.lr,error\n"

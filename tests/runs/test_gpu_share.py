@@ -266,7 +266,7 @@ def test_fastest_is_timed_on_the_gpu_that_an_actor_will_have(tmp_path: Path, mon
         assert (reserved[-1]["num_gpus"], reserved[-1]["num_cpus"], devices[-1]) == (share, 2, "cuda")
 
     asks = experiment(tmp_path, ray__gpus_per_actor=2, **on_cluster)
-    with pytest.raises(ConfigError, match="a process is needed with 2 CPUs and 2 GPUs, but no node of this cluster"):
+    with pytest.raises(ConfigError, match="needs a process with 2 CPUs and 2 GPUs, but no node of this cluster"):
         preparing.prepare(asks, tmp_path / "run", lambda event: None, lockstep=False)
 
 

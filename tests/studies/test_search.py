@@ -278,17 +278,17 @@ def test_a_study_that_is_stopped_in_its_search_goes_on_to_the_same_record(
     ("old", "new", "sentence"),
     [
         ("trials: 3", "trails: 3", "trails is not a key of what a study has in search; did you mean 'trials'?"),
-        ("methods: {Ditto: {method", "methods: {Dito: {method", "search.methods.Dito is none of the study's methods"),
+        ("methods: {Ditto: {method", "methods: {Dito: {method", "methods.Dito is not one of the study's methods"),
         ("method.lam: {log", "training.lr: {log", "search.methods.Ditto has training.lr, which search.shared has"),
         ("training.lr: {", "data.val_fraction: {", "search has data.val_fraction, which all methods of a"),
         ("{loguniform: [0.001, 1]}", "{grid: [0.1, 1]}", "search.training.lr is a grid, but a study draws its trials"),
         (
             "{loguniform: [0.001, 1]}",
             "{logunif: [0.1, 1]}",
-            "'logunif' is no kind of space; did you mean 'loguniform'?",
+            "'logunif' is not a kind of space; did you mean 'loguniform'?",
         ),
         ("method.lam: {", "method.mu: {", "In trial 1 of Ditto: "),
-        ("choose: validation\n", "value: f1\n", "search.value is 'f1', which is no metric"),
+        ("choose: validation\n", "value: f1\n", "search.value is 'f1', which is not a metric"),
         (", val_fraction: 0.2", "", "on validation data, but data.val_fraction is 0"),
     ],
 )

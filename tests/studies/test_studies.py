@@ -154,7 +154,7 @@ def test_only_matches_labels_whatever_their_case_and_punctuation():
     table = positions("fednh-table1", "FedNH", "fedavg", "cifar10")
     assert {(method, down) for method, down, _ in table} == {("FedNH", "CIFAR-10"), ("FedAvg", "CIFAR-10")}
 
-    with pytest.raises(ConfigError, match=r"no setting of fednh-table1; did you mean 'FedNH'\?"):
+    with pytest.raises(ConfigError, match=r"nor a setting of fednh-table1; did you mean 'FedNH'\?"):
         cells_of("fednh-table1", only=("fednhh",))
 
 
@@ -288,7 +288,7 @@ def test_published_numbers_may_be_listed_by_metric(tiny: Path):
             "lamb: 2.0",
             "In across.Dir(1.0): method.lamb is not an option of ditto; did you mean 'method.lam",
         ),
-        ("methods: {Ditto:", "methods: {Dito:", "methods.Dito is none of the study's methods; did you mean 'Ditto'?"),
+        ("methods: {Ditto:", "methods: {Dito:", "methods.Dito is not one of the study's methods; did you mean 'Ditto'"),
         (
             "60, –]",
             "60]",
@@ -298,12 +298,12 @@ def test_published_numbers_may_be_listed_by_metric(tiny: Path):
         (
             "    FedAvg: [",
             "    FedAvgg: [",
-            "published.rows.FedAvgg is none of the study's methods; did you mean 'FedAvg'?",
+            "published.rows.FedAvgg is not one of the study's methods; did you mean 'FedAvg'?",
         ),
         (
             "[50.00 ± 1.00, –, 60, –]",
             "{PMM: [60, –]}",
-            "published.rows.FedAvg.PMM is no metric of the study; did you mean 'PM'?",
+            "published.rows.FedAvg.PMM is not a metric of the study; did you mean 'PM'?",
         ),
         (
             "[50.00 ± 1.00, –, 60, –]",

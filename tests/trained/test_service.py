@@ -188,7 +188,7 @@ def refusal(service: Service, request: Request) -> tuple[int, str]:
         ({"content": body(x=X, y=Y), "media": JSON}, 400, "not JSON"),
         ({"content": b"[1]", "media": JSON}, 400, "JSON object"),
         ({"content": b"[" * 40_000, "media": JSON}, 400, "not JSON"),
-        ({"content": b'{"x": [[1], [2, 3]], "y": [0, 1]}', "media": JSON}, 400, "no arrays of numbers"),
+        ({"content": b'{"x": [[1], [2, 3]], "y": [0, 1]}', "media": JSON}, 400, "not arrays of numbers"),
         ({"content": b'{"x": {"a": 1}, "y": [0, 1]}', "media": JSON}, 400, "x has the shape []"),
         ({"content": as_json(x=X, y=["3"] * 11 + ["ten"]), "media": JSON}, 400, "'ten', which is not in class_names"),
         ({"content": as_json(x=X, y=[10**30] * 12), "media": JSON}, 400, "is not in class_names"),

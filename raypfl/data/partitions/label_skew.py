@@ -48,7 +48,7 @@ class Dirichlet(Partition):
         require("when_short", repr(self.when_short), self.when_short in ("move", "refuse"), "'move' or 'refuse'")
         require("cap", self.cap, self.cap is None or self.cap >= 1, "at least 1, since all samples are allocated")
         if self.balanced and self.cap is not None:
-            raise ConfigError("partition.balanced gives all clients one size, so that partition.cap has no effect.")
+            raise ConfigError("partition.balanced gives all clients one size, so partition.cap has no effect.")
 
     def owners(self, samples: Traits, seed: int) -> np.ndarray:
         require_enough(len(samples), self.clients, self.min_samples)
@@ -103,7 +103,7 @@ class Dirichlet(Partition):
         scarce = np.flatnonzero((available > 0) & (available < self.reserve * self.clients))
         if scarce.size:
             raise ConfigError(
-                f"partition.reserve is {self.reserve}, so that {self.clients} clients need "
+                f"partition.reserve is {self.reserve}, so {self.clients} clients need "
                 f"{self.reserve * self.clients} samples of each class, but class {scarce[0]} has "
                 f"{available[scarce[0]]}; lower partition.reserve or partition.clients."
             )
@@ -181,7 +181,7 @@ class ClassesPerClient(Partition):
         if scarce.size:
             label = int(scarce[0])
             raise ConfigError(
-                f"partition.classes is {self.classes} and partition.clients is {self.clients}, so that class {label} "
+                f"partition.classes is {self.classes} and partition.clients is {self.clients}, so class {label} "
                 f"would be shared by {num_owners[label]} clients, but it has only {available[label]} samples."
             )
 

@@ -169,6 +169,6 @@ def require_enough(samples: int, clients: int, min_samples: int) -> None:
     """Raise a ConfigError if there are too few `samples` to give each of `clients` at least `min_samples`."""
     if samples < clients * min_samples:
         raise ConfigError(
-            f"partition.min_samples is {min_samples}, so that {clients} clients need {clients * min_samples} samples, "
+            f"partition.min_samples is {min_samples}, so {clients} clients need {clients * min_samples} samples, "
             f"but there are {samples}; lower partition.min_samples or partition.clients."
         )

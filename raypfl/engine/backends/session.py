@@ -100,7 +100,7 @@ def exclusive_ray() -> Iterator[None]:
     if not ray_lock.acquire(blocking=False):
         raise ConfigError(
             "Another thread of this process runs an experiment on Ray, and a process has one connection to Ray. Wait "
-            "for its end, start this run in a process of its own, or use engine.backend=inline."
+            "until it ends, start this run in another process, or use engine.backend=inline."
         )
     try:
         yield

@@ -165,13 +165,13 @@ class RunCheckpoints:
         job = self._job
         if meta["data"] != job.fingerprint:
             raise CheckpointError(
-                f"The checkpoint in {job.checkpoints} was made with other data or another partition than "
-                f"{self._experiment.data.name} is now. Restore the data it was made with, or start a new run."
+                f"The checkpoint in {job.checkpoints} was made with other data than {self._experiment.data.name} "
+                "has now, or with another partition. Restore the data it was made with, or start a new run."
             )
         if meta["weights"] != job.weights:
             raise CheckpointError(
                 f"The run in {job.run_dir} began with other weights than {self._experiment.model.weights} holds "
-                "now, with which new clients would begin. Restore the file, or start a new run."
+                "now; new clients would begin with the new ones. Restore the file, or start a new run."
             )
 
         if meta["devices"] != job.device_files:
@@ -184,6 +184,6 @@ class RunCheckpoints:
         different = recorded_columns ^ set(self._evaluator.measures.column_types)
         if different:
             raise CheckpointError(
-                f"The run in {job.run_dir} was evaluated by other metrics than it would be now "
+                f"The run in {job.run_dir} was evaluated with other metrics than it would be now "
                 f"({', '.join(sorted(different))}). Restore its objective and evaluation.metrics, or start a new run."
             )

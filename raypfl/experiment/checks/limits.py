@@ -308,7 +308,7 @@ def evaluation_mistakes(evaluation: EvaluationSettings, objective: Objective | N
     known = aggregates(objective, evaluation.metrics)
     metric = evaluation.metric
     if metric is not None and metric not in known:
-        lines.append(f"evaluation.metric is {metric!r}, which is no metric; {did_you_mean(metric, known)}")
+        lines.append(f"evaluation.metric is {metric!r}, which is not a metric; {did_you_mean(metric, known)}")
     return lines
 
 

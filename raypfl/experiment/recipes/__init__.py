@@ -42,9 +42,9 @@ def _refuse_component(recipe: str) -> None:
     file = Path(recipe)
     if file.suffix in (".csv", ".tsv", ".parquet"):
         raise ConfigError(
-            f"{recipe} is no recipe; train on a table by data=table data.root={recipe} data.target=COLUMN."
+            f"{recipe} is not a recipe; train on a table by data=table data.root={recipe} data.target=COLUMN."
         )
     if file.suffix == ".py":
         raise ConfigError(
-            f"{recipe} is no recipe; name a method of your own by module and class: --method {file.stem}:ClassName."
+            f"{recipe} is not a recipe; name a method of your own by module and class: --method {file.stem}:ClassName."
         )

@@ -159,7 +159,6 @@ def message_of(method: Method, state: dict[str, Any], cohort: Cohort) -> Message
     except Sent as sent:
         return sent.message
     raise LateReplyError(
-        f"{where_defined(method.round)} returned without a call of cohort.run, so that an asynchronous round has no "
-        "replies.",
+        f"{where_defined(method.round)} returned without calling cohort.run, so an asynchronous round has no replies.",
         "no exchange in a round",
     )

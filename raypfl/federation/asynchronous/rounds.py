@@ -172,11 +172,10 @@ class AsynchronousRounds(Rounds):
         """Raise a CheckpointError unless the schedule ends the round at `time`: it says which clients are at work."""
         if self.schedule.round_ends[round - 1] != time:
             raise CheckpointError(
-                f"The checkpoint is one of other rounds than those of this schedule, which lead to round {round} at "
+                f"The checkpoint does not fit this schedule, in which round {round} ends at "
                 f"{self.schedule.round_ends[round - 1]:.1f} simulated seconds, not at {time:.1f}. Asynchronous rounds "
-                "continue those of a run that has had the same clients, devices, training, messages and settings of "
-                "asynchronous from its first round on; leave these as they were, or start another run, with "
-                "`raypfl run`."
+                "can only continue a run that has had the same clients, devices, training, messages and settings of "
+                "asynchronous since its first round; leave these as they were, or start another run, with `raypfl run`."
             )
 
     def _send(self, round: int, server: dict[str, Any]) -> None:

@@ -106,7 +106,7 @@ class ReplyAggregator:
             if self._contributors[name] == 1:
                 raise PrivacyError(
                     f"{function} returned {name!r} with zeros, or a weight of zero, for all clients of the cohort but "
-                    "one, so that the sum is this client's own message, which privacy.secure_aggregation is to hide. "
+                    "one, so the sum is that client's own message, which privacy.secure_aggregation should hide. "
                     "Choose a method, or an option of this one, with which all clients contribute, or set it to false."
                 )
 

@@ -318,5 +318,5 @@ def _options(settings: Searcher | Scheduler, entry: Any, fixed: Mapping[str, Any
         if name not in parameters and not takes_any:
             free = [parameter for parameter in parameters if parameter not in fixed]
             suggestion = did_you_mean(name, free)
-            raise ConfigError(f"{section} has {name!r}, which is no option of {settings.name}; {suggestion}")
+            raise ConfigError(f"{section} has {name!r}, which is not an option of {settings.name}; {suggestion}")
     return settings.options

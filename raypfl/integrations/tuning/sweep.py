@@ -394,4 +394,4 @@ def _unknown(path: tuple[int | str, ...]) -> str:
         "stop": Stop,
     }
     part = parts.get(str(path[0]), Sweep) if len(path) > 1 else Sweep
-    return f"is no setting of a sweep; {did_you_mean(str(path[-1]), part.model_fields)}"
+    return f"is not a setting of a sweep; {did_you_mean(str(path[-1]), part.model_fields)}"

@@ -252,7 +252,7 @@ class SlicedNetwork:
                 f"all clients' data, which raypfl does not do. {_ADVICE}"
             )
         raise ConfigError(
-            f"{kind} normalises over several units at once, so that the units of a slice would depend on those outside "
+            f"{kind} normalises over several units at once, so the units of a slice would depend on those outside "
             f"of it: the slice would not compute what the narrower network does. {_ADVICE}"
         )
 

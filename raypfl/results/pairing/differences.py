@@ -119,7 +119,7 @@ def find_label(labels: Sequence[str], baseline: str, methods: str = "the methods
     matches = [label for label in distinct if _names(baseline, label)]
     if not matches:
         remedy = did_you_mean(baseline, distinct) if len(distinct) > 1 else f"there is only {distinct[0]}."
-        raise ConfigError(f"The baseline {baseline!r} is none of {methods}; {remedy}")
+        raise ConfigError(f"The baseline {baseline!r} is not one of {methods}; {remedy}")
     if len(distinct) < 2:
         raise ConfigError(
             f"The baseline {baseline!r} needs another method to compare with; there is only {distinct[0]}."

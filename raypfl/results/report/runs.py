@@ -212,7 +212,7 @@ def _load_evaluated(folder: Path) -> RunResult:
     """The run, if it has been evaluated; a RaypflError otherwise."""
     if not (folder / DESCRIPTION).exists():
         sentence = (
-            f"{folder} is no run's folder, and there is none in it: a run's folder has an {DESCRIPTION}, and a sweep's "
+            f"{folder} is not a run's folder, and contains none: a run's folder has an {DESCRIPTION}, and a sweep's "
             f"has {SWEEP} and trials."
         )
         if any(folder.glob(f"*/*/{DESCRIPTION}")) or any(folder.glob(f"*/*/*/{DESCRIPTION}")):

@@ -20,9 +20,9 @@ def refuse_idle_compression(prepared: Prepared) -> None:
     # Of different networks, the server has the layer that clients exchange.
     if prepared.task.model.num_buffers:
         raise ConfigError(
-            "compression changes all numbers of a model, but some that this network and method have are no parameters: "
-            "running statistics, as of batch norm, whose variances could become negative. Choose group norm (norm: "
-            "group) or a network without batch norm, or freeze the layers that have it."
+            "compression changes all numbers of a model, but some that this network and method have are not "
+            "parameters: running statistics, such as those of batch norm, whose variances could become negative. "
+            "Choose group norm (norm: group) or a network without batch norm, or freeze the layers that have it."
         )
 
     try:

@@ -28,7 +28,7 @@ def refuse_exchanged(prepared: Prepared) -> None:
         method.check(prepared.task.model)
     except ConfigError as error:
         raise ConfigError(
-            f"model is heterogeneous, so that the server has the output layer alone. {error} Select parts that all "
+            f"model is heterogeneous, so the server has only the output layer. {error} Select parts that all "
             "networks have: 'feature extractor' and 'output layer'."
         ) from error
 

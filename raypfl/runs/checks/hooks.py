@@ -81,9 +81,8 @@ def _refuse_misspelt(method: Method) -> None:
             nearest = difflib.get_close_matches(name, arguments_of, n=1, cutoff=0.8)
             if nearest and nearest[0] not in vars(owner):
                 raise ConfigError(
-                    f"{where_defined(getattr(method, name))} is called by nothing; did you mean "
-                    f"{_definition(nearest[0], arguments_of)}? A function for another purpose needs a name that is "
-                    "less like it."
+                    f"{where_defined(getattr(method, name))} is never called; did you mean "
+                    f"{_definition(nearest[0], arguments_of)}? If it has another purpose, give it a less similar name."
                 )
 
 

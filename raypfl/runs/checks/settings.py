@@ -156,6 +156,6 @@ def warn_of_test_data(method: Method) -> None:
     if method.test_data_in_training:
         warnings.warn(
             f"{type(method).__name__} declares test_data_in_training: its rounds may read the samples that it is then "
-            "tested on, so that test results do not show how well it does on new ones.",
+            "tested on, so test results do not show how well it does on new ones.",
             stacklevel=2,
         )

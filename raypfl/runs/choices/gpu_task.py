@@ -36,7 +36,7 @@ def run_on_gpu(
     if not room_for(resources, nodes_of(ray), {}):
         kind = f" of type {resources['accelerator_type']}" if "accelerator_type" in resources else ""
         raise ConfigError(
-            f"Before the run, a process is needed with {resources['num_cpus']:g} CPUs and {resources['num_gpus']:g} "
+            f"Preparing the run needs a process with {resources['num_cpus']:g} CPUs and {resources['num_gpus']:g} "
             f"GPUs{kind}, but no node of this cluster has them. Lower ray.gpus_per_actor or ray.gpus_for_server, or "
             "the CPUs with them."
         )

@@ -55,7 +55,7 @@ def refuse_unusable_replies(prepared: Prepared) -> dict[str, Any] | None:
 
     if experiment.method.needs_whole_replies() and not experiment.asynchronous.counts_whole:
         error = LateReplyError(
-            f"{type(experiment.method).__name__} keeps on the server what must stay in step with its clients, so that "
+            f"{type(experiment.method).__name__} keeps state on the server that must stay in step with its clients, so "
             "late replies must count in full. Set asynchronous.staleness=constant, without asynchronous.mixing.",
             "replies must count in full, by `asynchronous.staleness: constant`",
         )

@@ -38,7 +38,7 @@ def turn_of(prepared: Prepared) -> Turn | None:
     ends_early = experiment.cohort.deadline is not None or experiment.cohort.over_selection > 1
     if len(turn.exchanges) > 1 and ends_early:
         raise ConfigError(
-            f"{type(experiment.method).__name__} has {len(turn.exchanges)} exchanges in a round, so that nobody could "
-            "go on without those that are late in the first one; leave cohort.deadline and cohort.over_selection out."
+            f"{type(experiment.method).__name__} has {len(turn.exchanges)} exchanges in a round, which cannot go on "
+            "without the clients that are late in the first one; leave out cohort.deadline and cohort.over_selection."
         )
     return turn

@@ -61,7 +61,7 @@ def search_mistakes(search: Search, methods: Collection[str]) -> Iterator[str]:
     """Yield a sentence for each mistake in the search of a study with these labels of methods."""
     for label, settings in search.methods.items():
         if label not in methods:
-            yield f"search.methods.{label} is none of the study's methods; {did_you_mean(label, methods)}"
+            yield f"search.methods.{label} is not one of the study's methods; {did_you_mean(label, methods)}"
         for key in settings.keys() & search.shared.keys():
             yield f"search.methods.{label} has {key}, which search.shared has for all methods; leave one of them out."
 

@@ -155,5 +155,5 @@ def _require_validation(study: Study, search: Search, cell: StudyCell) -> None:
     available = aggregates(experiment.objective, experiment.extra_metrics)
     if search.value is not None and search.value not in available:
         raise ConfigError(
-            f"search.value is {search.value!r}, which is no metric; {did_you_mean(search.value, available)}"
+            f"search.value is {search.value!r}, which is not a metric; {did_you_mean(search.value, available)}"
         )

@@ -293,7 +293,7 @@ def _of_json(body: bytes) -> dict[str, np.ndarray]:
     try:
         return {name: np.asarray(part) for name, part in value.items()}
     except (ValueError, RecursionError, OverflowError) as error:
-        raise _Refused(400, f"The lists in the body are no arrays of numbers: {error}") from error
+        raise _Refused(400, f"The lists in the body are not arrays of numbers: {error}") from error
 
 
 def _held_out(request: Request) -> float | None:

@@ -177,7 +177,7 @@ def _character_codes(text: str, place: str) -> np.ndarray:
     if (codes < 0).any():
         unknown = text[int(np.flatnonzero(codes < 0)[0])]
         raise DataError(
-            f"The text of {place} has the character {unknown!r}, which is none of LEAF's {len(_CHARACTERS)}."
+            f"The text of {place} has the character {unknown!r}, which is not one of LEAF's {len(_CHARACTERS)}."
         )
     return codes
 
@@ -194,7 +194,7 @@ def _as_numbers(values: Any, key: str, place: str) -> np.ndarray:
     try:
         numbers = np.array(values, dtype=np.float64)
     except (TypeError, ValueError):
-        raise DataError(f"The {key} of {place} has rows of different lengths, or values that are no numbers.") from None
+        raise DataError(f"The {key} of {place} has rows of different lengths, or other values than numbers.") from None
 
     # A list of no images has lost the length of its rows.
     if not len(numbers):

@@ -28,8 +28,8 @@ class HomeChecks:
         if not has_begun:
             raise RaypflError(
                 f"The cluster's client actors compute on {self._device} and on {home.device}, on which rounding "
-                "differs. Name one type of GPU (ray.accelerator), or let results depend on which group met which "
-                "device: ray.mixed_devices=true."
+                "differs. Name one type of GPU (ray.accelerator), or let results depend on which group ran on "
+                "which device: ray.mixed_devices=true."
             )
         self._warn(f"A client actor that came up later is left out: it computes on {home.device}, not {self._device}.")
         return False

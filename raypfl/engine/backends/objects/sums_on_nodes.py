@@ -87,8 +87,8 @@ class SumsOnNodes:
                 if isinstance(outcome, Failed):
                     if is_again:
                         raise LostState(
-                            f"The sums of {counted(len(group.clients), 'client')} are lost with their node, and the "
-                            f"clients fail now: {outcome.trace}"
+                            f"The sums of {counted(len(group.clients), 'client')} were lost with their node, and "
+                            f"running the clients again failed: {outcome.trace}"
                         ) from outcome.error
                     yield group, outcome
                 elif is_again:

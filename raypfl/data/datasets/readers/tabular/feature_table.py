@@ -230,7 +230,7 @@ def _warn_of_rounding(rows: TableRows, name: str, values: np.ndarray) -> None:
     if 0 < deviation < _LEAST_DEVIATION * abs(mean):
         warnings.warn(
             f"The numbers in the column {name!r} of {rows.file} are large but differ by little (mean {mean:.6g}, "
-            f"deviation {deviation:.2g}), so that single precision rounds the differences. Subtract {mean:.6g} from "
+            f"deviation {deviation:.2g}), so single precision rounds the differences. Subtract {mean:.6g} from "
             "the column.",
             stacklevel=2,
         )

@@ -167,7 +167,7 @@ def _refuse_unequal_columns(file: str, columns: list[str], other_file: str, othe
         surplus = [column for column in other_columns if column not in columns]
     if surplus:
         raise DataError(
-            f"{file} has the column {listed(map(repr, surplus), 10)}, but {other_file} has not; see data.files."
+            f"{file} has the column {listed(map(repr, surplus), 10)}, but {other_file} does not; see data.files."
         )
 
 

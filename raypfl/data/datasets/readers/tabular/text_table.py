@@ -85,7 +85,7 @@ class TextTable(Table):
             )
         if self.tokens == "words" and are_unspaced(vocabulary[NUM_RESERVED:]):
             warnings.warn(
-                f"Most words in the column {self.text!r} of {rows.file} are of a script without spaces, so that whole "
+                f"Most words in the column {self.text!r} of {rows.file} are in a script without spaces, so whole "
                 "sentences count as words. Set data.tokens=characters.",
                 stacklevel=2,
             )
