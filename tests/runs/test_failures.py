@@ -90,14 +90,19 @@ def test_a_command_for_a_run_that_is_already_running_says_to_wait_and_not_to_sta
         assert run_that_fails(method, folder).endswith(" Wait for it to end, or stop it there.\n")
 
 
-@pytest.mark.parametrize("backend", ["inline", "ray"])
 @pytest.mark.parametrize("method", ["FailsInRoundTwo", "FailsOnClientsInRoundTwo"])
-def test_a_run_whose_method_fails_after_a_checkpoint_says_that_it_must_be_mended(
-    tmp_path: Path, method: str, backend: str
-):
+def test_a_run_whose_method_fails_after_a_checkpoint_says_that_it_must_be_mended(tmp_path: Path, method: str):
+    assert says_to_mend(tmp_path / "run", method, "inline")
+
+
+def test_a_run_whose_method_fails_on_actors_says_that_it_must_be_mended(tmp_path: Path, ray_cluster: None):
+    assert says_to_mend(tmp_path / "run", "FailsOnClientsInRoundTwo", "ray")
+
+
+def says_to_mend(folder: Path, method: str, backend: str) -> bool:
     arguments = [*SMALL[1:], "rounds=3", "checkpoint.every=1", f"engine.backend={backend}"]
-    ended = raypfl("run", *arguments, "--method", f"{__name__}:{method}", "--run-dir", str(tmp_path / "run"))
-    assert ended.stderr.endswith(f"Fix what failed; then, to continue: raypfl resume {tmp_path}/run\n")
+    ended = raypfl("run", *arguments, "--method", f"{__name__}:{method}", "--run-dir", str(folder))
+    return ended.stderr.endswith(f"Fix what failed; then, to continue: raypfl resume {folder}\n")
 
 
 def test_a_mistake_that_a_rehearsed_round_finds_is_a_refusal_which_leaves_no_folder(tmp_path: Path):
