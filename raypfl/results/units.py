@@ -121,8 +121,14 @@ def number_text(value: float, digits: int, sign: str = "") -> str:
 
 
 def megabyte_digits(values: Iterable[float]) -> int:
-    """Return the digits of a column of megabytes: one, or three if all are below 1 MB, as with a small network."""
-    return 3 if 0 < max(values, default=0.0) < 1 else 1
+    """Return the decimals of a column of megabytes: enough for two significant digits of its smallest number above 0.
+
+    They are one to three, and three if all numbers are below 1 MB, as with a small network.
+    """
+    spent = [value for value in values if value > 0]
+    if not spent or min(spent) >= 1:
+        return 1
+    return 3 if max(spent) < 1 or min(spent) < 0.1 else 2
 
 
 def deviation(values: Sequence[float]) -> float:

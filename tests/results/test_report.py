@@ -328,7 +328,15 @@ def test_megabytes_of_small_networks_are_no_zeros(results):
     (_, _, cells), (_, _, without_messages) = tables.costs(group_runs([*results[:2], *results[4:]]))
     up, _ = results[0].megabytes
     assert 0 < up < 1 and cells[1].mean == f"{up:.3f}" and without_messages[1].mean == "0.000"
-    assert megabyte_digits([0.0]) == megabyte_digits([0.4, 12.0]) == megabyte_digits([]) == 1
+    assert megabyte_digits([0.0]) == megabyte_digits([0.0, 1.4, 12.0]) == megabyte_digits([]) == 1
+
+
+def test_megabytes_of_compressed_messages_have_two_digits_that_count_beside_large_ones():
+    assert [f"{value:.{megabyte_digits([value, 2.31])}f}" for value in (0.577, 0.144, 0.0346)] == [
+        "0.58",
+        "0.14",
+        "0.035",
+    ]
 
 
 def test_seconds_of_runs_that_advanced_together_have_no_deviation_and_the_tables_say_what_they_are(results, tmp_path):
@@ -420,6 +428,12 @@ def test_the_headline_says_whose_models_it_compares_and_how_they_spread(results,
     on_other_data = [replace(run, metadata=run.metadata | {"data": "another partition"}) for run in results[:2]]
     unpaired = lead(*levels, of=[*on_other_data, *results[2:4]])
     assert "2.0 points above the global model of fedavg, which is within the spread over seeds (± 4.2)." in unpaired
+
+    fewer_seeds = lead({"global": 98}, {"global": 90}, {"personal": 96, "global": 95}, of=results[:3])
+    assert fewer_seeds.startswith(
+        "The personal models of ditto are best on each client’s own test data: 96.0 %, 2.0 points above the global "
+        "model of fedavg; in the seed that both have, the difference is -2.0 (95% interval -2.0 to -2.0). "
+    )
 
     won = lead({"global": 97}, {"global": 97}, {"personal": 90, "global": 95}, {"personal": 90, "global": 95})
     assert won.startswith("The global model of fedavg is best")

@@ -100,7 +100,16 @@ def _lead_text(unit: Unit, best: float, second: float) -> str:
 
 
 def _certainty(row: Difference, best_scores: Sequence[float], second_scores: Sequence[float]) -> str:
-    """The end of the sentence on a lead: its interval or, if nothing is paired, whether it is within the spread."""
+    """The end of the sentence on a lead: its interval or, if nothing is paired, whether it is within the spread.
+
+    The interval is that of the seeds that both have. If they are not all, neither is the lead that of the interval.
+    """
+    num_paired = len(row.by_seed)
+    if row.mean is not None and num_paired < max(len(best_scores), len(second_scores)):
+        seeds = "seed" if num_paired == 1 else f"{num_paired} seeds"
+        interval = "" if row.low is None else f" (95% interval {row.cells[1]})"
+        return f"; in the {seeds} that both have, the difference is {row.text(row.mean)}{interval}"
+
     if row.low is not None and row.high is not None:
         interval = f"{row.text(row.low)} to {row.text(row.high)}"
         if row.low <= 0 <= row.high:
