@@ -165,7 +165,7 @@ class Registry:
             hint = did_you_mean(attribute, names) if names else "it has no class or function."
             if module == "__main__" and not hint.endswith("?"):
                 hint = (
-                    "Ray's processes cannot import what a script or notebook defines. Save it in a module, such as "
+                    "no other process can import what a script or notebook defines. Save it in a module, such as "
                     f"my_file.py, and name it 'my_file:{attribute}'."
                 )
             raise ConfigError(

@@ -243,8 +243,8 @@ def test_a_missing_module_is_reported_with_pythonpath():
         raypfl.Experiment(method="nowhere_at_all:Mine")
 
 
-def test_a_network_of_a_script_that_another_process_looks_for_belongs_in_a_module():
-    with pytest.raises(ConfigError, match=r"Ray's processes cannot import .* name it 'my_file:OfAScript'\."):
+def test_what_a_script_defines_and_another_process_looks_for_belongs_in_a_module():
+    with pytest.raises(ConfigError, match=r"no other process can import .* name it 'my_file:OfAScript'\."):
         MODELS.get("__main__:OfAScript")
 
 
