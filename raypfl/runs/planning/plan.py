@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -142,7 +143,6 @@ def _synchronous(experiment: Experiment, turns: ClientTurns, trained: np.ndarray
     drawn = np.zeros(num_all, dtype=bool)
 
     paces = paces_of(turns)
-    largest = np.max(turn.message_sizes(trained))
     draws = []
     bytes_down = []
     bytes_up = []
@@ -157,12 +157,11 @@ def _synchronous(experiment: Experiment, turns: ClientTurns, trained: np.ndarray
             planned_turns += turns_of_round(number, cohort, turns, paces)
         counts = (len(cohort.clients), len(cohort.dropped), len(cohort.late))
         draws.append((*counts, cohort.begins, cohort.seconds, cohort.joules))
-        sizes = np.broadcast_to(turn.message_sizes(np.array(cohort.clients, dtype=np.int64)), len(cohort.clients))
-        # Those that are late or drop out of a round have received its first message. The ledger charges each of them
-        # the largest in the cohort, since a method says only what clients of the cohort are sent.
-        lost = len(cohort.lost) * (sizes.max() if len(sizes) else largest)
-        bytes_down.append(sizes.sum() * turn.down_bytes + lost * turn.exchanges[0].down_bytes)
-        bytes_up.append(sizes.sum() * turn.up_bytes)
+        messages = _messages(turn, cohort.clients)
+        # Those that are late or drop out of a round have received its first message.
+        lost_messages = _messages(turn, cohort.lost)
+        bytes_down.append(messages * turn.down_bytes + lost_messages * turn.exchanges[0].down_bytes)
+        bytes_up.append(messages * turn.up_bytes)
 
     clients, dropped, late, begins, seconds, joules = np.array(draws).T
     return Plan(
@@ -180,6 +179,12 @@ def _synchronous(experiment: Experiment, turns: ClientTurns, trained: np.ndarray
         drawn=drawn[trained],
         turns=tuple(planned_turns),
     )
+
+
+def _messages(turn: Turn, clients: Sequence[int]) -> float:
+    """Return the size of these clients' messages together, in messages of mean size."""
+    sizes = turn.message_sizes(np.array(clients, dtype=np.int64))
+    return float(np.broadcast_to(sizes, len(clients)).sum())
 
 
 def _asynchronous(schedule: Schedule, turns: ClientTurns, trained: np.ndarray) -> Plan:
