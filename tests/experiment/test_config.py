@@ -323,6 +323,10 @@ def test_a_users_own_method_is_named_by_module(tmp_path: Path, monkeypatch: pyte
         ({"devices": {"availability": {"name": "uniform", "low": 0.5, "high": 0.4}}}, "give low <= high."),
         ({"devices": {"availability": "diurnal"}}, "without devices.hardware there is no simulated time"),
         ({"cohort": {"deadline": 9}}, "has no effect while devices.hardware is null"),
+        (
+            {"cohort": {"over_selection": 2, "size": 20}, "devices": {"hardware": "lognormal"}},
+            "cohort.over_selection is 2.0, which has no effect, since all clients are drawn",
+        ),
         ({"cohort": {"over_selection": 0.5}, "devices": {"hardware": "lognormal"}}, "it must be at least 1, such"),
         (
             {"evaluation": {"protocols": ["mine"]}},

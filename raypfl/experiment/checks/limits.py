@@ -106,6 +106,12 @@ def cohort_mistakes(cohort: CohortSettings, clients: int | None) -> list[str]:
         lines.append(f"cohort.size is {cohort.size}, but partition.clients is {clients}; draw at most that many.")
     if cohort.over_selection < 1:
         lines.append(f"cohort.over_selection is {cohort.over_selection}; it must be at least 1, such as 1.3.")
+    draws_all = cohort.fraction == 1 if cohort.size is None else cohort.size == clients
+    if cohort.over_selection > 1 and draws_all:
+        lines.append(
+            f"cohort.over_selection is {cohort.over_selection}, which has no effect, since all clients are drawn; set "
+            "cohort.size or cohort.fraction, or leave it out."
+        )
     return lines
 
 
