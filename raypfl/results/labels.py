@@ -8,7 +8,7 @@ from typing import Any
 from raypfl.experiment import Experiment
 from raypfl.experiment.assignments import flatten
 from raypfl.experiment.identity import ONLY_ROUNDING, deciding_settings, is_in
-from raypfl.results.setting_text import component_text, implied_settings
+from raypfl.results.setting_text import implied_settings, value_text
 
 _SHOWN_ELSEWHERE = ("method", "seed", "data.root")
 _EVALUATIONS = ("evaluation.every", "evaluation.protocols")
@@ -55,7 +55,7 @@ def _method_names(experiments: Sequence[Experiment]) -> list[str]:
             # Options that are off by default are left out: `ditto` beside `ditto personal_epochs=2`.
             is_off = value is None and getattr(type(experiment.method), key, ...) is None
             if not is_off and any(other[key] != value for other in namesakes):
-                words.append(f"{key}={_value_text(value)}")
+                words.append(f"{key}={value_text(value)}")
         names.append(" ".join(words))
     return names
 
@@ -200,17 +200,4 @@ def _without_parts_of_other_components(
 
 
 def _as_text(settings: Mapping[str, Any]) -> str:
-    return " ".join(f"{key.removesuffix('.name')}={_value_text(value)}" for key, value in settings.items())
-
-
-def _value_text(value: Any) -> str:
-    """Return the value as one would type it on the command line."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        return f"[{', '.join(map(_value_text, value))}]"
-    if isinstance(value, Mapping):
-        return component_text(value)
-    return str(value)
+    return " ".join(f"{key.removesuffix('.name')}={value_text(value)}" for key, value in settings.items())

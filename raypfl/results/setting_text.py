@@ -129,6 +129,19 @@ def component_text(component: Mapping[str, Any]) -> str:
     options = []
     for key, value in component.items():
         if key != "name" and value is not None:
-            options.append(f"{key}={value}")
+            options.append(f"{key}={value_text(value)}")
     name = component.get("name", "")
     return f"{name}({', '.join(options)})" if options else name
+
+
+def value_text(value: Any) -> str:
+    """Return the value as it is printed: ``null``, ``true``, ``[mlp(hidden=[16]), cnn]``."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return f"[{', '.join(map(value_text, value))}]"
+    if isinstance(value, Mapping):
+        return component_text(value)
+    return str(value)

@@ -234,6 +234,12 @@ def test_a_setting_names_the_options_of_the_partition_that_are_not_at_their_defa
     assert "dirichlet(alpha=0.3, tries=50)" in setting_of(Experiment(partition=patient))
 
 
+def test_a_setting_prints_options_as_a_command_has_them_also_those_of_networks_within_a_network():
+    networks = {"name": "heterogeneous", "networks": [{"name": "mlp", "hidden": [64]}, "cnn"]}
+    text = setting_of(Experiment(method="local", model=networks, compression="top_k"))
+    assert "heterogeneous(networks=[mlp(hidden=[64]), cnn]" in text and "top_k(error_feedback=true, " in text
+
+
 def test_a_population_is_announced_with_its_clients_and_without_a_partition():
     described = Experiment(data="tests.support.federated_data:GeneratedClients")
     text = setting_of(described, num_clients=4)
