@@ -104,7 +104,7 @@ def group_runs(results: Sequence[RunResult]) -> list[RunGroup]:
 
 def refuse_no_results(results: object, function: str) -> None:
     """Raise a ConfigError unless `results`, which were given to a function of this name, are a list of results."""
-    if not isinstance(results, Sequence) or not all(isinstance(result, RunResult) for result in results):
+    if not (isinstance(results, Sequence) and results and all(isinstance(result, RunResult) for result in results)):
         raise ConfigError(
             f"{function} takes a list of results, such as [a, b] with a = raypfl.run(...) or, from a run's folder, "
             "b = raypfl.Result.load(FOLDER)."

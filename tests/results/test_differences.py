@@ -453,7 +453,7 @@ def test_a_run_that_diverged_is_named_and_in_no_mean_rank_or_difference():
     )
     with pytest.raises(ConfigError, match="nothing to compare"):
         compare(runs[:2])
-    for not_results in (runs[0], ["runs/mine"]):
+    for not_results in (runs[0], ["runs/mine"], []):
         with pytest.raises(ConfigError, match=r"^raypfl\.compare takes a list of results, such as \[a, b\]"):
             compare(not_results)
     with pytest.raises(ConfigError, match=r"'ditto' has no result: it diverged after round 7\. Name another one"):

@@ -727,7 +727,9 @@ def test_a_report_without_a_run_is_a_sentence(words, sentence, tmp_path, monkeyp
     assert not Path("report.html").exists()
 
 
-def test_a_page_for_a_folder_that_does_not_exist_is_a_sentence(results, tmp_path):
+def test_a_page_of_no_runs_or_for_a_folder_that_does_not_exist_is_a_sentence(results, tmp_path):
+    with pytest.raises(ConfigError, match=r"^raypfl\.report\.write takes a list of results"):
+        write([], tmp_path / "report.html")
     with pytest.raises(ConfigError, match="there is no folder"):
         write(results, tmp_path / "nowhere" / "report.html")
 
