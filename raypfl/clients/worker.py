@@ -306,8 +306,8 @@ class Worker:
         if isinstance(value, Each):
             raise PrivacyError(
                 f"{function} returns {name!r} as a row for each client, but with privacy.secure_aggregation the server "
-                "sees sums over the cohort only. Choose a method that needs no more (fedavg, ditto, ...), or set it to "
-                "false."
+                "sees only sums over the cohort. Choose a method that needs only these (fedavg, ditto, ...), or set "
+                "it to false."
             )
 
         if isinstance(value, Mean) and value.can_be_empty:

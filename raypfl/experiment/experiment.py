@@ -267,7 +267,7 @@ def _unknown(path: tuple[int | str, ...]) -> str:
         return f"is not a setting of {sections[0]}; {hint}"
     if key in ("methods", "seeds"):
         return (
-            "is of a comparison, in a file or a command. In Python, run an experiment for each, such as "
+            "belongs to a comparison, in a file or a command. In Python, run an experiment for each, such as "
             "experiment.override(['method=ditto', 'seed=1']), and give the results to raypfl.compare."
         )
     section, dot, name = key.partition(".")

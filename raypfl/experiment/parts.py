@@ -82,7 +82,7 @@ def model_settings(value: Any) -> ModelSettings:
             raise ValueError(f"model.networks has {network!r}; its networks have no settings but their own options.")
 
     if fields.get("frozen") is not None and fields.get("trained") is not None:
-        raise ValueError("model.frozen and model.trained are both set; set what is frozen, or what alone is trained.")
+        raise ValueError("model.frozen and model.trained are both set; set only one of them.")
     weights = fields.get("weights")
     if weights and is_file(weights):
         # Client actors have other working directories.

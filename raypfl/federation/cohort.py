@@ -246,7 +246,7 @@ class Cohort(Log, ServerTraining):
         present = [(position, client) for position, client in enumerate(self.ids) if self.present[position]]
         if self._runner.privacy.secure_aggregation and len(present) == 1:
             raise PrivacyError(
-                f"The cohort of round {self.round} is one client alone, whose message is the sum: "
+                f"The cohort of round {self.round} has only one client, so the sum is that client's own message: "
                 "privacy.secure_aggregation needs two clients or more in every cohort."
             )
 
@@ -333,7 +333,7 @@ class Cohort(Log, ServerTraining):
 
     def _refuse_empty(self) -> None:
         if not self.present.any():
-            raise EmptyCohort(f"Nobody is left in the cohort of round {self.round}.")
+            raise EmptyCohort(f"No client is left in the cohort of round {self.round}.")
 
     def _drop_client(self, client: int, error: ClientError) -> None:
         """Continue without a client that failed, unless too few are left: a divergence, if all that failed diverged."""

@@ -31,7 +31,7 @@ ServerView = Mapping[str, Any]
 
 def _refuse_assignment(method: Method, name: str, value: Any) -> None:
     raise MethodError(
-        f"{type(method).__name__}.{name} cannot be set: one method object, which holds hyperparameters alone, serves "
+        f"{type(method).__name__}.{name} cannot be set: one method object, which holds only hyperparameters, serves "
         f'all clients. What clients remember belongs in clients.state["{name}"], what the server remembers in '
         f'server["{name}"] of round(self, server, cohort).'
     )

@@ -129,7 +129,9 @@ class Pool:
         # The tolerance keeps 0.29 * 100, which is 28.999999999999996, at 29.
         count = int(fraction * len(self) + 1e-9)
         if count == 0:
-            raise MethodError(f"A fraction of {fraction} of the pool {self.name!r}, {len(self)} samples, has none.")
+            raise MethodError(
+                f"A fraction of {fraction} of the pool {self.name!r} is less than one of its {len(self)} samples."
+            )
         fraction_key = rng.key(self._seed, f"pool fraction/{self.name}")
         shuffled = rng.permutations(np.array([fraction_key], dtype=np.uint64), len(self))[0]
         chosen = np.sort(shuffled[:count])

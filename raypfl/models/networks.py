@@ -36,7 +36,7 @@ def facts_for(
     if parameter is None:
         return facts
     if num_tokens is None and parameter.default is inspect.Parameter.empty:
-        raise ConfigError(f"The {name} model takes texts, as data=text_table has them, but samples here are none.")
+        raise ConfigError(f"The {name} model takes texts, such as those of data=text_table, but samples here are not.")
     return {**facts, "num_tokens": num_tokens}
 
 

@@ -171,8 +171,8 @@ def shared_seconds(groups: Sequence[RunGroup]) -> list[str]:
     labels = [group.label for group in groups if runs_together(group) > 1]
     whose = f" of {series(labels)}" if 0 < len(labels) < len(groups) else ""
     sentence = (
-        f"The runs{whose} advanced together: their seconds are their own turns in one process and, of trainings that "
-        "could be joined, a share. That is not what a run takes on its own, and does not show how seeds differ."
+        f"The runs{whose} advanced together: their seconds are their own turns in one process and a share of the "
+        "trainings that were joined. This is not what a run takes on its own, and does not show how seeds differ."
     )
     return [sentence] if labels else []
 

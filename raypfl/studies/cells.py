@@ -179,7 +179,7 @@ def choices_with_values(study: Study, cells: Sequence[StudyCell]) -> list[str]:
 def _values_as_text(values: Mapping[str, Mapping[str, Sequence[str]]], label: str, key: str) -> str:
     if key not in values[label]:
         raise ConfigError(
-            f"The study's choices name the setting {key} of {label}, which has none of this name; "
+            f"The study's choices name the setting {key} of {label}, which has no such setting; "
             f"{did_you_mean(key, values[label])}"
         )
     return " or ".join(dict.fromkeys(values[label][key]))

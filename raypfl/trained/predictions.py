@@ -183,7 +183,7 @@ def _warn_of_trained_rows(rows: NewRows, root: Path) -> None:
 def refuse_other_endings(path: Path) -> Path:
     """Return a file for predictions; raises a ConfigError unless it ends in .csv or .parquet."""
     if path.suffix not in (".csv", ".parquet"):
-        raise ConfigError(f"{path} is to have the predictions, so its name must end in .csv or .parquet.")
+        raise ConfigError(f"{path} names the file of the predictions, so it must end in .csv or .parquet.")
     return path
 
 

@@ -315,7 +315,7 @@ def of_columns(**columns) -> str:
 )
 def test_a_feature_that_numbers_or_names_the_rows_comes_with_a_warning_that_mends_it(tmp_path, opened, column, values):
     written(tmp_path / "data", of_columns(**{"z": [1, 2] * (len(values) // 2), column: values}))
-    with pytest.warns(UserWarning, match="Every row of people.csv has another value for") as caught:
+    with pytest.warns(UserWarning, match="Every row of people.csv has a different value for") as caught:
         opened("table", IID(clients=2), target="y", leave_out=["z"])
     (setting,) = shlex.split(str(caught[0].message).rpartition(" set ")[2].removesuffix("."))
     assert setting == f'data.leave_out=["z", "{column}"]'
@@ -346,7 +346,7 @@ def test_an_id_that_counts_each_file_or_all_files_comes_with_a_warning_and_a_dec
     for folder, second in (("each", range(30)), ("all", range(30, 60))):
         written(tmp_path / folder, of_columns(number=range(30)))
         written(tmp_path / folder, of_columns(number=second), name="test.csv")
-        with pytest.warns(UserWarning, match="another value for 'number', as for an id"):
+        with pytest.warns(UserWarning, match="a different value for 'number', as for an id"):
             DataSource(name="table", root=str(tmp_path / folder), options={"target": "y"}).read()
 
     declared = {"target": "y", "categorical": ["number"]}

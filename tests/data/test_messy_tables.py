@@ -63,7 +63,7 @@ def test_a_file_that_misleads_is_refused_with_what_to_do(written, opened, conten
     ("content", "sentence"),
     [
         ("x,y\n1700000000,a\n1700000001,b\n1700000003,a\n", r"'x' .* differ by little .* Subtract 1\.7e\+09"),
-        ('x,y\n1,a\n2,"a "\n3,b\n4," a"\n', r"Line 3 of people\.csv has 'a ' for 'y', .*than 'a' \(also line 5"),
+        ('x,y\n1,a\n2,"a "\n3,b\n4," a"\n', r"Line 3 of people\.csv has 'a ' for 'y', .*from 'a' \(also line 5"),
         ('x,y\ns,a\n" s",b\n', r"Line 3 of people\.csv has ' s' for 'x', with spaces at its ends, .* Remove the"),
         ("x,y\n1,1.0\n2,2.0\n3,1.0\n", r"'y' of people\.csv has only the numbers 1\.0, 2\.0\. .*data\.task=class"),
         ("x,s,y\n1,train,a\n2,Test,b\n3,train,a\n", r"'s' of people\.csv seems to say which rows are for tests"),

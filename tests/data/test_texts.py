@@ -269,7 +269,7 @@ def test_a_network_that_lacks_words_is_refused_before_it_trains(result, tmp_path
 
 
 def test_a_network_for_texts_refuses_other_samples_and_texts_other_networks(result, tmp_path):
-    with pytest.raises(ConfigError, match="fasttext model takes texts, as data=text_table has them"):
+    with pytest.raises(ConfigError, match="fasttext model takes texts, such as those of data=text_table"):
         library.run(experiment(tmp_path, model="fasttext"))
     with pytest.raises(ConfigError, match="networks for them are fasttext, text_cnn, text_transformer and"):
         library.run(result.experiment.override(["model=mlp", f"output={tmp_path}"]))

@@ -217,7 +217,7 @@ def run(tmp_path, faults: list[str], **changes) -> raypfl.Result:
 
     warnings = [event.text for event in events if isinstance(event, Warned)]
     assert not faults
-    assert not [text for text in warnings if not text.startswith("Nobody is left in the cohort")]
+    assert not [text for text in warnings if not text.startswith("No client is left in the cohort")]
     assert result.metadata["device"] == ("cuda" if described.ray.on_gpu else "cpu")
 
     return result

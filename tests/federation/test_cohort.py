@@ -586,7 +586,7 @@ def test_retrying_a_passing_failure_gives_the_same_result():
 @pytest.mark.parametrize("arguments", [{}, {"scattered": Scatter(torch.zeros(0, 4))}])
 def test_an_empty_cohort_is_an_error_that_says_so(arguments):
     fed = federation(lambda clients, **arguments: None)
-    with pytest.raises(EmptyCohort, match="Nobody is left in the cohort of round 0"):
+    with pytest.raises(EmptyCohort, match="No client is left in the cohort of round 0"):
         fed.cohort([], dropped=(2,)).run(fed.method.reply, **arguments)
     assert [(e.clients, e.bytes) for e in fed.ledger.entries] == [(1, 16)] * len(arguments)
 

@@ -128,7 +128,7 @@ def test_no_more_than_a_batch_of_a_pool_is_in_memory_as_floats(monkeypatch):
         ({"size": 0}, "size of at least 1"),
         ({"size": 2, "fraction": 1.5}, "fraction above 0 and at most 1"),
         ({"size": 2, "epochs": 1, "steps": 2}, "epochs or steps, not both"),
-        ({"size": 2, "fraction": 0.01}, "0.01 of the pool 'auxiliary', 9 samples, has none"),
+        ({"size": 2, "fraction": 0.01}, "0.01 of the pool 'auxiliary' is less than one of its 9 samples"),
     ],
 )
 def test_batches_that_cannot_be_are_refused(options, sentence):

@@ -511,7 +511,7 @@ def test_the_privacy_of_a_run_is_a_sentence_that_names_its_trainings(tmp_path):
         (["method=fednh"], "reads clients' data without noise"),
         (["method=knn-per"], "clients.map reads clients' data without noise"),
         (["method=pfedhn", "privacy.secure_aggregation=true"], "'step' as a row for each client"),
-        (["privacy.secure_aggregation=true", "cohort.size=1"], "is one client alone"),
+        (["privacy.secure_aggregation=true", "cohort.size=1"], "has only one client"),
         (["method=tests.learning.test_privacy:SendsItsLosses"], "clients.losses reads clients' data without noise"),
         (["method=tests.learning.test_privacy:SendsItsAccuracy"], "clients.evaluate reads clients' data without noise"),
         (["method=tests.learning.test_privacy:WeighsByLosses"], "cohort.losses was measured without noise"),

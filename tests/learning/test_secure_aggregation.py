@@ -86,7 +86,7 @@ def test_the_server_never_sees_an_unmasked_update(monkeypatch):
 
 
 def test_a_method_that_needs_more_than_sums_is_refused():
-    with pytest.raises(RaypflError, match=r"returns .step. as a row for each client.*sums over the cohort only"):
+    with pytest.raises(RaypflError, match=r"returns .step. as a row for each client.*only sums over the cohort"):
         Federation(method=PFedHN(), privacy=SECURE).run_rounds(None)
 
 
@@ -140,7 +140,7 @@ def test_fedptr_sends_sums_only_also_where_one_client_alone_matches():
 
 def test_what_masks_cannot_hide_or_hold_is_refused(tmp_path):
     fed = Federation(method=FedAvg(), privacy=SECURE)
-    with pytest.raises(RaypflError, match=r"is one client alone, whose message is the sum"):
+    with pytest.raises(RaypflError, match=r"has only one client, so the sum is that client"):
         fed.run_rounds([2])
     with pytest.raises(RaypflError, match=r"3e\+09 is too large a number for privacy\.secure_aggregation: with 4"):
         Masks((0, 1, 2, 3), 0, "theta", 1).sum_of((0,), torch.full((1, 2), 3e9))

@@ -229,7 +229,7 @@ def test_what_cannot_be_predicted_is_a_sentence(result, tmp_path):
     file = str(written(tmp_path / "rows.csv", lines_of_people(3)))
     assert "There is no file" in refusal(str(tmp_path / "no.csv"))
     assert "is a folder; name the CSV or Parquet file" in refusal(str(tmp_path))
-    assert "its name must end in .csv or .parquet" in refusal(file, "--out", "predictions.xlsx")
+    assert "it must end in .csv or .parquet" in refusal(file, "--out", "predictions.xlsx")
     assert "name another file for the predictions" in refusal(file, "--out", file)
     assert "keep one of them" in refusal(file, "--client", "Bath", "--global")
     assert "There is no client called 'Leeds'" in refusal(file, "--client", "Leeds")

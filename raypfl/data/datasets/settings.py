@@ -91,8 +91,8 @@ def _require_pool(name: str, pool: Any) -> None:
         _require_share(f"data.pools.{name}", pool)
     elif not isinstance(pool, DataSource):
         raise ConfigError(
-            f"data.pools.{name} is {pool!r}, but must be a share of the training samples, as 0.1, or a data set, as "
-            f"{{name: cifar100, root: ...}} (from Python: raypfl.data.datasets.DataSource)."
+            f"data.pools.{name} is {pool!r}, but must be a share of the training samples, such as 0.1, or a data set, "
+            f"such as {{name: cifar100, root: ...}} (from Python: raypfl.data.datasets.DataSource)."
         )
 
 

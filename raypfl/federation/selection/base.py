@@ -81,7 +81,7 @@ class Selection(Component):
 
     def select(self, state: SelectionState, candidates: Candidates) -> np.ndarray:
         """Return the numbers of ``candidates.size`` candidates; leave `state` as it is."""
-        raise IncompleteError(f"{type(self).__name__} selects nobody: define select(self, state, candidates).")
+        raise IncompleteError(f"{type(self).__name__} selects no clients: define select(self, state, candidates).")
 
     def update(self, state: SelectionState, reports: Reports) -> None:
         """Change `state` in place by what clients reported in a round; does nothing by default."""

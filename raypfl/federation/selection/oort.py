@@ -111,7 +111,7 @@ class Oort(Selection):
         is_known = np.isfinite(reports.losses)
         if len(reports.clients) and not is_known.any():
             raise MethodError(
-                f"No client of round {reports.round} reported a training loss, by which cohort.selection=oort selects; "
+                f"No client of round {reports.round} reported a training loss, which cohort.selection=oort needs; "
                 "leave it out, or train with clients.sgd."
             )
         clients = reports.clients[is_known]

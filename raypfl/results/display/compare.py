@@ -83,7 +83,7 @@ def compare(results: Sequence[RunResult], baseline: str | None = None) -> Differ
     if len(groups) < 2:
         raise ConfigError(
             "There is nothing to compare: give results of at least two methods, or of one with two settings, that were "
-            "evaluated. Runs that differ in their seed alone are one method's."
+            "evaluated. Runs that differ only in their seeds count as one."
         )
     rows = differences(groups, find_baseline(comparable, baseline) if baseline else None)
     if not rows:

@@ -91,11 +91,11 @@ def write(
         raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}.")
 
     if path.suffix not in ("", ".html", ".htm", *_EXPORTS):
-        raise ConfigError(f"A report is a page or a table: let {path} end in .html, {' or '.join(_EXPORTS)}.")
+        raise ConfigError(f"A report is a page or a table: {path} must end in .html, {' or '.join(_EXPORTS)}.")
 
     if named_clients and path.suffix not in _EXPORTS:
         raise ConfigError(
-            f"The table of named clients alone is a file that ends in .tex or .csv, not {path}; every page has it."
+            f"{path} must end in .tex or .csv to hold only the table of named clients, which every page has too."
         )
 
     parts = parts_of(results, baseline)

@@ -21,7 +21,7 @@ def refuse_exchanged(prepared: Prepared) -> None:
         raise ConfigError(
             f"method is {METHODS.name_of(type(method))!r}, which exchanges parts of clients' networks such as "
             f"{unshared[0]!r}, but model is heterogeneous: its networks have only the output layer in common. Methods "
-            f"that exchange no more: {', '.join(_fitting(prepared.architectures))}."
+            f"that exchange only that: {', '.join(_fitting(prepared.architectures))}."
         )
 
     try:

@@ -126,8 +126,8 @@ class FeatureTable(Table):
         if ids:
             setting = shlex.quote(f"data.leave_out={json.dumps([*self.leave_out, *ids], ensure_ascii=False)}")
             warnings.warn(
-                f"Every row of {rows.file} has another value for {' and '.join(map(repr, ids))}, as for an id, and the "
-                f"models learn from it. To leave it out, set {setting}.",
+                f"Every row of {rows.file} has a different value for {' and '.join(map(repr, ids))}, as for an id, and "
+                f"the models learn from it. To leave it out, set {setting}.",
                 stacklevel=2,
             )
 

@@ -57,7 +57,7 @@ class Table(Reader):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.target is None:
-            raise ConfigError("data.target is missing: name the column of the table that is to be predicted.")
+            raise ConfigError("data.target is missing: name the column of the table to predict.")
 
         option_of: dict[str, str] = {}
         for option, names in self.columns_by_option().items():
@@ -229,8 +229,8 @@ def warn_of_spaces(rows: TableRows, name: str, column: pa.Array) -> None:
         of_rows = np.flatnonzero(np.isin(column.to_numpy(zero_copy_only=False).astype(str), spaced))
         row = int(of_rows[0])
         warnings.warn(
-            f"{rows.place(row)} has {column[row].as_py()!r} for {name!r}, with spaces at its ends, which is another "
-            f"value than {column[row].as_py().strip()!r}{and_others(of_rows, rows.place)}. Remove the spaces.",
+            f"{rows.place(row)} has {column[row].as_py()!r} for {name!r}, with spaces at its ends, so it "
+            f"differs from {column[row].as_py().strip()!r}{and_others(of_rows, rows.place)}. Remove the spaces.",
             stacklevel=2,
         )
 
