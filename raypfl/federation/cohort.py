@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from types import MappingProxyType
@@ -16,8 +15,9 @@ from torch import Tensor
 from raypfl.clients.worker import Call, Group, Reply
 from raypfl.common import rng
 from raypfl.common.errors import ClientError, Diverged, EmptyCohort, MethodError, PrivacyError, did_you_mean
-from raypfl.common.messages import Broadcast, Scatter, numbers_charged
+from raypfl.common.messages import Scatter
 from raypfl.common.user_code import where_defined
+from raypfl.federation.charges import Recipients, tensors_of
 from raypfl.federation.exchange.aggregation import ReplyAggregator
 from raypfl.federation.exchange.group_runner import GroupRunner
 from raypfl.federation.ledger import LedgerEntry, MessageSize, Phase
@@ -352,33 +352,11 @@ class Cohort(Log, ServerTraining):
             )
 
     def _charge_down(self, arguments: Mapping[str, Any]) -> None:
-        for name, value in arguments.items():
-            if isinstance(value, Scatter):
-                self._charge_received(name, value.rows, value.rows.shape[1:].numel(), value.charged)
-            else:
-                charged = value.charged if isinstance(value, Broadcast) else True
-                _, tensors = flatten(tensors_of(value), name)
-                for path, tensor in tensors.items():
-                    self._charge_received(path, tensor, tensor.numel(), charged)
-
-    def _charge_received(self, name: str, tensor: Tensor, size: int, charged: bool | int | Tensor) -> None:
-        """Charge a message of `size` numbers for each client that receives it."""
         # Clients that drop out still receive the round's first message.
-        lost = list(self._dropped) if self._exchanges == 0 else []
-        numbers_of_all = None
-        if isinstance(charged, Tensor) and charged.shape == (self.task.num_clients,):
-            numbers_of_all = charged
-            charged = self.rows(charged)
-
-        numbers = numbers_charged(name, charged, len(self.ids), size)
-        received = Counter(numbers[self.present].tolist())
-        if numbers_of_all is not None:
-            received.update(numbers_charged(name, numbers_of_all[lost], len(lost), size).tolist())
-        elif lost:
-            received[_largest_charge(name, charged, numbers, size)] += len(lost)
-        itemsize = tensor.element_size()
-        sizes = [(numbers, numbers * itemsize, clients) for numbers, clients in sorted(received.items(), reverse=True)]
-        self._charge("down", name, sizes)
+        lost = self._dropped if self._exchanges == 0 else ()
+        recipients = Recipients(self.ids, self.present, lost, self.task.num_clients)
+        for name, sizes in recipients.charges(arguments):
+            self._charge("down", name, sizes)
 
     def _charge(self, direction: Literal["down", "up"], name: str, sizes: Sequence[MessageSize]) -> None:
         """Charge a message of these sizes."""
@@ -390,15 +368,6 @@ class Cohort(Log, ServerTraining):
                 self._runner.ledger.add(entry)
 
 
-def _largest_charge(name: str, charged: bool | int | Tensor, numbers: np.ndarray, size: int) -> int:
-    """Return the largest number of charged numbers of a message, given those of each client of the cohort."""
-    if len(numbers):
-        return int(numbers.max())
-    # An empty cohort shows only charges that are the same for all clients.
-    is_by_client = isinstance(charged, Tensor) and charged.dim() > 0
-    return size if is_by_client else int(numbers_charged(name, charged, 1, size)[0])
-
-
 @lru_cache
 def _mismatch(function: Callable[..., Any], names: tuple[str, ...]) -> str | None:
     """Say why a client function does not take arguments of these names; None if it does."""
@@ -407,11 +376,6 @@ def _mismatch(function: Callable[..., Any], names: tuple[str, ...]) -> str | Non
     except TypeError as error:
         return str(error)
     return None
-
-
-def tensors_of(value: Any) -> Any:
-    """Return the tensors of a broadcast; anything else as it is."""
-    return value.tensor if isinstance(value, Broadcast) else value
 
 
 def _is_broadcast(value: Any) -> bool:

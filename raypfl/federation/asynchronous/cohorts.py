@@ -18,7 +18,8 @@ from raypfl.clients.replies.turns import share_of
 from raypfl.common.errors import ClientError, Diverged, LateReplyError
 from raypfl.common.messages import Scatter
 from raypfl.common.user_code import where_defined
-from raypfl.federation.cohort import Cohort, CohortReply, describe_exchange, tensors_of
+from raypfl.federation.charges import tensors_of
+from raypfl.federation.cohort import Cohort, CohortReply, describe_exchange
 from raypfl.federation.exchange.group_runner import GroupRunner
 from raypfl.federation.ledger import MessageSize
 from raypfl.federation.logged import EarlierKinds
