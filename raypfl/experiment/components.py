@@ -108,8 +108,9 @@ def name_and_options(
             )
 
     hint = ""
-    if not isinstance(value, type(None) | bool | int | float | str | bytes | list | tuple | dict):
-        named = value if isinstance(value, type | FunctionType) else type(value)
+    named = value.get("name") if isinstance(value, dict) else value
+    if not isinstance(named, type(None) | bool | int | float | str | bytes | list | tuple | dict):
+        named = named if isinstance(named, type | FunctionType) else type(named)
         hint = f" Name a class or function of your own by its module: '{named.__module__}:{named.__qualname__}'."
     raise ValueError(
         f"{where} is {value!r}; it must be a name, or options as 'key: value' with a name among them.{hint}"

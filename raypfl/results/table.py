@@ -9,7 +9,7 @@ from statistics import fmean
 
 import pyarrow.compute as pc
 
-from raypfl.common.counting import counted, series
+from raypfl.common.counting import counted, numbered, series
 from raypfl.evaluation.masking import unmasked_name
 from raypfl.evaluation.protocols import BACKDOOR
 from raypfl.federation.robustness import ATTACKS
@@ -146,6 +146,7 @@ def legend(groups: Sequence[RunGroup]) -> list[str]:
     lines += attack_sentences(groups)
     lines += untrained_parts(groups)
     lines += unequal_lengths(groups)
+    lines += unequal_seeds(groups)
     lines += _unfinished(groups)
     if any(len(group.results) > 1 for group in groups):
         lines.append("±: standard deviation over seeds.")
@@ -205,6 +206,18 @@ def untrained_parts(groups: Sequence[RunGroup]) -> list[str]:
 def untrained_sentence(labels: Iterable[str]) -> str:
     """Return that the global models of these methods have a part that was never trained."""
     return f"In the global model of {' and of '.join(labels)}, what clients keep has its initial values."
+
+
+def unequal_seeds(groups: Sequence[RunGroup]) -> list[str]:
+    """Return a sentence on which methods were run from which seeds, unless all are the same."""
+    methods: dict[str, list[str]] = {}
+    for group in groups:
+        seeds = sorted(result.experiment.seed for result in group.results)
+        methods.setdefault(numbered("seed", seeds), []).append(group.label)
+    if len(methods) < 2:
+        return []
+    whose = "; ".join(f"{seeds} of {series(labels)}" for seeds, labels in methods.items())
+    return [f"Methods were run from different seeds ({whose}), so their means are not of the same random draws."]
 
 
 def _unfinished(groups: Sequence[RunGroup]) -> list[str]:

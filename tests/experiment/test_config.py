@@ -332,6 +332,7 @@ def test_a_users_own_method_is_named_by_module(tmp_path: Path, monkeypatch: pyte
             {"evaluation": {"protocols": ["mine"]}},
             "evaluation.protocols has 'mine', which is not a protocol; choose one of: ",
         ),
+        ({"method": {"name": Phased}}, "own by its module: 'tests.experiment.test_config:Phased'."),
         ({"model": "math:pi"}, "model is 'math:pi', which is not a class or function with options."),
         ({"seed": 10**20}, "seed is 100000000000000000000; it must be below 2^63."),
         ({"rounds": 2**31}, "rounds is 2147483648; it must be below 2^31."),

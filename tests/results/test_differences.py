@@ -371,6 +371,14 @@ def test_a_comparison_is_exported_as_csv_with_all_its_numbers(tmp_path):
     assert {row["metric"] for row in rows} == {"accuracy (%)"} and ditto["megabytes_up"].startswith("11.55")
 
 
+def test_a_caption_says_which_methods_are_means_over_which_seeds_unless_all_are_over_the_same(tmp_path):
+    caption = write(runs_at({"ditto": (99.0,), "fedavg": (91.0, 93.0)}), tmp_path / "table.tex").read_text()
+    assert "from different seeds (seed 0 of ditto; seeds 0 and 1 of fedavg), so their means are not of" in caption
+
+    same = write(runs_at({"ditto": (99.0, 98.0), "fedavg": (91.0, 93.0)}), tmp_path / "table.tex").read_text()
+    assert "different seeds" not in same
+
+
 def test_a_comparison_is_exported_as_latex_that_needs_booktabs_alone(tmp_path):
     text = write(runs_at(ISSUE), tmp_path / "table.tex", baseline="fedavg").read_text()
 

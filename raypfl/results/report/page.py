@@ -45,6 +45,7 @@ from raypfl.results.table import (
     protocols_of,
     shared_seconds,
     unequal_lengths,
+    unequal_seeds,
     untrained_parts,
 )
 from raypfl.results.units import capitalised, megabyte_digits
@@ -327,9 +328,7 @@ def _cautions(groups: Sequence[RunGroup]) -> list[str]:
     cautions += attack_sentences(groups)
     cautions += untrained_parts(groups)
     cautions += unequal_lengths(groups)
-    seeds = {tuple(sorted(result.experiment.seed for result in group.results)) for group in groups}
-    if len(seeds) > 1:
-        cautions.append("Methods were run from different seeds, so their partitions are not all the same.")
+    cautions += unequal_seeds(groups)
     return cautions
 
 
