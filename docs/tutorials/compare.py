@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Compare methods
 #
-# A single run says little about which method is better: another seed draws other clients, initial
-# weights and batches. A comparison therefore runs every method with several seeds. For each seed,
-# all methods get the same partition.
+# A single run says little about which method is better: with another seed, the clients, initial weights and batches are
+# different. A comparison therefore runs every method with several seeds. For each seed, all methods get the same
+# partition.
 
 # %%
 import pandas as pd
@@ -26,10 +26,9 @@ planned = experiments(
 results = [raypfl.run(experiment) for experiment in planned]
 
 # %% [markdown]
-# Two seeds keep this page quick; use five or more for your own comparisons. You can also write the
-# same keys into a YAML file for `raypfl run FILE`, or run
-# `raypfl run --method fedavg,local,ditto --seeds 2`. Both print the table, and continue after an
-# interruption.
+# Two seeds keep this page quick; use five or more for your own comparisons. You can also write the same keys into a
+# YAML file for `raypfl run FILE`, or run `raypfl run --method fedavg,local,ditto --seeds 2`. Both print the table, and
+# can be continued after an interruption.
 #
 # ## The numbers
 #
@@ -46,10 +45,9 @@ by_method = rows.groupby(["method", "protocol", "model"])[["accuracy", "worst_de
 (100 * by_method.agg(["mean", "std"])).round(1)
 
 # %% [markdown]
-# The standard deviation here is over seeds; the column `std` of a summary is over clients. These
-# clients differ so much that training alone is as good as Ditto on a client's own data. Personal
-# models of both do not know the classes of other clients; the global model does. The worst decile
-# shows whether a few clients pay for a good mean.
+# The standard deviation here is over seeds; the column `std` of a summary is over clients. These clients differ so much
+# that training alone is as good as Ditto on a client's own data. Neither method's personal models know the classes of
+# other clients; the global model does. The worst decile shows whether a few clients pay for a good mean.
 #
 # Methods share their seeds, so differences between them are computed seed by seed and client by
 # client:

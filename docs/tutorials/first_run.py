@@ -16,14 +16,13 @@ result = raypfl.run(experiment)
 result
 
 # %% [markdown]
-# The left picture shows the accuracy by round, the right one the final accuracy of each client, from
-# the worst to the best. The table has means over clients, which are tested on their own data (`local`)
-# and on everybody's data (`global`).
+# The left picture shows the accuracy by round, the right one the final accuracy of each client, from the worst to the
+# best. The table has means over clients, tested on their own data (`local`) and on everybody's data (`global`).
 #
 # ## An experiment is a description
 #
-# `Experiment` only holds settings. A setting that you do not name has its
-# [default](../settings.md). A wrong name or value is refused at once, before anything runs:
+# `Experiment` only holds settings. A setting that you leave out has its [default](../settings.md). A wrong name or
+# value is refused at once, before anything runs:
 
 # %%
 try:
@@ -76,8 +75,7 @@ print(result.weights_hash[:16], alone.weights_hash[:16])
 assert alone.weights_hash == result.weights_hash
 
 # %% [markdown]
-# The command line has the same: `raypfl run method=ditto method.lam=0.1 rounds=20
-# evaluation.every=2`. An interrupted run continues with `raypfl resume FOLDER`, or
-# `raypfl.resume(folder)`.
+# The command line does the same: `raypfl run method=ditto method.lam=0.1 rounds=20 evaluation.every=2`. An interrupted
+# run continues with `raypfl resume FOLDER`, or `raypfl.resume(folder)`.
 #
 # Next: [a method of your own](own_method.py).

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Look inside a run
 #
-# This page shows what happens in a round: who took part, what was sent, how to log more, and how to
-# stop in the middle of it.
+# This page shows how to look into a round: who took part, what was sent, how to log more, and how to stop in the middle
+# of it.
 
 # %%
 import raypfl
@@ -13,8 +13,8 @@ from raypfl.methods import FedAvg
 # %% [markdown]
 # ## Listen
 #
-# A listener is a function of yours. It is called in this process, with every
-# [event](../reference/runs.md) of a run.
+# A listener is a function that you write. It is called in this process, with every [event](../reference/runs.md) of a
+# run.
 
 
 # %%
@@ -46,8 +46,7 @@ result.ledger.to_pandas()
 # %% [markdown]
 # ## Log from a method
 #
-# A subclass of a method can log numbers, tables and images. This one answers: how far do clients move
-# from the global model?
+# A subclass of a method can log numbers, tables and images. This one logs how far clients move from the global model.
 
 
 # %%

@@ -1,9 +1,8 @@
 # %% [markdown]
 # # Move to a cluster
 #
-# A run on a cluster is the run on your laptop with another address: same description, same code,
-# same bits. This page uses Ray with two client processes on one machine. Everything on it also holds
-# for more processes and more machines.
+# A run on a cluster is the run on your laptop with another address: same description, same code, same bits. This page
+# uses Ray with two client processes on one machine. Everything here also holds for more processes and more machines.
 #
 # ## Debug in one process
 #

@@ -1,9 +1,8 @@
 # %% [markdown]
 # # Your own data and network
 #
-# Four hospitals measure the same two values, with instruments that are calibrated differently, and
-# want to tell sick patients from healthy ones. You describe such data by a function, and a network by
-# a class.
+# Four hospitals measure the same two values, with instruments that are calibrated differently, and want to tell sick
+# patients from healthy ones. You describe such data with a function, and a network with a class.
 #
 # ## Data
 #
@@ -75,9 +74,9 @@ result = raypfl.run(experiment)
 result
 
 # %% [markdown]
-# No single model can be good for all hospitals: a healthy patient of one looks like a sick patient of
-# another. Methods differ in which part of the model they keep on a client. [Partial
-# personalization](../methods.md) takes the names of your network's modules:
+# No single model can be good for all hospitals: a healthy patient of one looks like a sick patient of another. Methods
+# differ in which part of the model they keep on a client. [Partial
+# personalization](../methods.md#partial-personalization) takes the names of your network's modules:
 
 # %%
 for method in ["fedavg", "local", {"name": "fedper", "personal": "head"}, {"name": "partial", "personal": "body"}]:

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # A method of your own
 #
-# SCAFFOLD (Karimireddy et al. 2020) corrects the drift of clients whose data differ. The server and
-# each client keep a *control variate*, an estimate of their gradient. A local step is
+# SCAFFOLD (Karimireddy et al. 2020) corrects client drift, which occurs when clients' data differ. The server and each
+# client keep a *control variate*, an estimate of their gradient. A local step is
 # `y ← y - lr · (gradient(y) - own + control)`. In raypfl, the method is one class.
 
 # %%

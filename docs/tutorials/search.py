@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Search for hyperparameters
 #
-# How strongly should Ditto pull a personal model to the global one, and which learning rate is best? A
-# sweep describes the experiment, the settings to search, and their spaces. Ray Tune draws
-# configurations, and its ASHA stops trials that fall behind.
+# How strongly should Ditto pull a personal model toward the global one, and which learning rate is best? A sweep
+# describes the experiment, the settings to search, and their spaces. Ray Tune draws configurations, and its ASHA stops
+# trials that fall behind.
 
 # %%
 import pandas as pd
@@ -31,7 +31,7 @@ pd.DataFrame(outcome.rows())
 # Test data is refused: if it were used to choose a configuration, it would no longer show how good a
 # model is on new data.
 #
-# The best configuration is an experiment. So far, its test accuracy was not used:
+# The best configuration is an experiment. So far, its test accuracy has not been used:
 
 # %%
 best = raypfl.Experiment.from_yaml(outcome.folder / "best.yaml")
