@@ -51,8 +51,8 @@ def order(heading: str, first: Measured, second: Measured, origin: str) -> Itera
 
     rho, tau = correlations(*zip(*means.values(), strict=True))
     yield (
-        f"{origin}; both are over the {counted(seeds, 'seed')} that both have. Rank correlation of the two columns: "
-        f"ρ {rho:.2f}, τ {tau:.2f}.\n"
+        f"{origin}; both use the {counted(seeds, 'seed')} that the two tables share. Rank correlation of the two "
+        f"columns: ρ {rho:.2f}, τ {tau:.2f}.\n"
     )
 
 

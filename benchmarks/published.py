@@ -40,12 +40,13 @@ HEAD = """\
 
 {verdict}
 
-Here is every published cell that has a measured one. `python -m benchmarks.published` writes this page from the
+The tables below have every published cell that was measured. `python -m benchmarks.published` writes this page from the
 [records](../benchmarks/README.md) in `benchmarks/results/published`, which
 [`raypfl study NAME --record FILE`](studies.md#files) writes.
 
 - Numbers are in %: measured, and in brackets published. ± is the standard deviation over seeds, or over clients where
-  the published one is. A measured number without ± is of one seed; it shows where a run got, and cannot rank methods.
+  the published one is. A measured number without ± is from one seed; it shows how far a run got, and cannot rank
+  methods.
 - **Reproduced** is a cell whose means are at most {near:g} points apart, or whose intervals (mean ± standard deviation
   over seeds) overlap.
 - Runs that are **smaller** than published (rounds, samples, network, batches) are not judged: their levels cannot be
@@ -54,10 +55,10 @@ Here is every published cell that has a measured one. `python -m benchmarks.publ
   for columns of {fewest} methods or more.
 - Where a published table was measured twice, in different sizes or with other settings, a further table shows whether
   the order of the methods is the same. The commands of both say what differs.
-- Where settings were [searched](studies.md#equal-searches), further tables have what was chosen, and the order of the
-  methods beside that with fixed settings and as many rounds.
-- Where there are several seeds, a second table has each method's rank, 95 % interval, paired difference to the best
-  method and chance to be better than it, from [a bootstrap of seeds and clients](studies.md#files), and the mean CPU
+- Where settings were [searched](studies.md#equal-searches), further tables have the chosen settings, and compare the
+  order of the methods with the order under fixed settings and as many rounds.
+- Where there are several seeds, a second table has each method's rank, 95 % interval, paired difference from the best
+  method and probability of being better, from [a bootstrap of seeds and clients](studies.md#files), and the mean CPU
   time of a seed. Below {fewest_seeds} seeds, ranks have no interval. Of columns that differ only in the round, the one
   whose round validation data chose is ranked; the records rank all.
 
@@ -232,7 +233,7 @@ def _verdict(all_records: Sequence[Record]) -> str:
     text = (
         f"In the published size, {counted(len(cells), 'cell')} in {len(judged)} of the tables below were measured, "
         f"{seeds}; {reproduced} are reproduced. The other {counted(len(smaller), 'table')} with published numbers are "
-        "of smaller runs, which say nothing about levels."
+        "of smaller runs, whose levels cannot be compared."
     )
     medians = [median(rho for rho, _ in columns.values()) for record in smaller if (columns := record.correlations())]
     if medians:
@@ -240,7 +241,7 @@ def _verdict(all_records: Sequence[Record]) -> str:
             f" How well these agree with the published order of methods varies: ρ, the median of a table's columns, is "
             f"{min(medians):.2f} to {max(medians):.2f}."
         )
-    return fill(f"How near does raypfl come to published tables? {text}", 119, break_on_hyphens=False)
+    return fill(f"How close do raypfl's results come to published tables? {text}", 119, break_on_hyphens=False)
 
 
 def _summary(record: Record) -> str:

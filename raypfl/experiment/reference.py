@@ -21,11 +21,11 @@ prints this page.
 
 For `data`, `partition`, `model`, `objective`, `method`, `attack`, `aggregation`, `compression`, `training.optimizer`,
 `cohort.selection`, `devices.hardware`, `devices.availability` and the entries of `analyses` and `data.augmentation`, a
-mapping with `name` and options may stand in place of a name, as in `method: {name: ditto, lam: 1}`. `raypfl list
-methods` and the like print the options, and `raypfl list methods ditto` describes those of one.
+mapping with `name` and options can replace a name, as in `method: {name: ditto, lam: 1}`. `raypfl list methods`,
+`raypfl list models` and so on print the options, and `raypfl list methods ditto` describes those of one method.
 
 A setting that would have no effect is refused where it is set, such as `privacy.clip` without `privacy.noise`, or an
-option that the code of a method never reads. A setting that loses its effect by a change returns to its default:
+option that the code of a method never reads. A setting that a change leaves without effect returns to its default:
 `training.steps=20` drops a recipe's `training.epochs`."""
 
 _TYPE_NAMES = {bool: "true or false", int: "integer", float: "number", str: "text", dict: "mapping", NoneType: "null"}

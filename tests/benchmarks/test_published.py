@@ -143,7 +143,7 @@ def test_a_searched_study_shows_what_it_chose_and_the_order_beside_fixed_setting
 
     # Three of six pairs are the other way round.
     assert (
-        "Fixed settings are those of Fixed; both are over the 2 seeds that both have. Rank correlation of the two"
+        "Fixed settings are those of Fixed; both use the 2 seeds that the two tables share. Rank correlation of the two"
         in text
     )
     assert "ρ -0.20, τ 0.00." in text and "| new |" not in text.partition("fixed | rank")[2]
@@ -166,5 +166,5 @@ def test_two_measurements_of_one_published_table_are_compared_by_the_order_of_th
     assert text.count("| GM | a tenth | rank | all samples, 50 rounds | rank | difference |") == 1
     assert text.count("Rank correlation of the two columns") == 1
     assert "| d | 80.0 | 1 | 97.0 | 1 | +17.0 |" in text and "| a | 50.0 | 4 | 75.0 | 4 | +25.0 |" in text
-    assert "The first column is that of Paper, Table 1, a tenth; both are over the 1 seed that both have." in text
+    assert "The first column is that of Paper, Table 1, a tenth; both use the 1 seed that the two tables share." in text
     assert "ρ 1.00, τ 1.00." in text
