@@ -12,8 +12,9 @@ from raypfl.common.errors import ConfigError
 from raypfl.evaluation.run_metrics import PRIMARY_AGGREGATES, Measures, is_tested_once
 from raypfl.results.colours import colour
 from raypfl.results.labels import labels
+from raypfl.results.setting_text import data_text
 from raypfl.results.units import Unit
-from raypfl.runs.records import WITHOUT_RESULT
+from raypfl.runs.records import SUMMARY, WITHOUT_RESULT
 from raypfl.runs.result import RunResult
 from raypfl.runs.several.sweeps import searched_settings
 
@@ -109,6 +110,36 @@ def refuse_no_results(results: object, function: str) -> None:
             f"{function} takes a list of results, such as [a, b] with a = raypfl.run(...) or, from a run's folder, "
             "b = raypfl.Result.load(FOLDER)."
         )
+
+
+def without_repetitions(results: Sequence[RunResult]) -> tuple[list[RunResult], list[str]]:
+    """Return the run of each experiment and seed that ended last, and a sentence on each other one.
+
+    To count one seed twice would shift means, and make deviations over seeds too small.
+    """
+    keys = []
+    for label, result in zip(labels([result.experiment for result in results]), results, strict=True):
+        # A label leaves out the folder of the data, which may be elsewhere on another machine.
+        keys.append((label, result.experiment.seed, data_text(result)))
+    last: dict[tuple[str, int, str], RunResult] = {}
+    for key, result in zip(keys, results, strict=True):
+        if key not in last or _end_time(result) >= _end_time(last[key]):
+            last[key] = result
+
+    sentences = []
+    for key, result in zip(keys, results, strict=True):
+        counted_run = last[key]
+        if result.run_dir != counted_run.run_dir:
+            label, seed, _ = key
+            later = f"{counted_run.run_dir}, which ended later, is also {label} from seed {seed}."
+            sentences.append(f"{result.run_dir} is left out: {later}")
+    return list(last.values()), sentences
+
+
+def _end_time(result: RunResult) -> int:
+    """Return the time at which a run's end was written, in nanoseconds; 0 if its folder is gone."""
+    summary = result.run_dir / SUMMARY
+    return summary.stat().st_mtime_ns if summary.exists() else 0
 
 
 def compared(results: Sequence[RunResult]) -> list[RunResult]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 from dataclasses import replace
 from itertools import product
 from math import inf
@@ -369,6 +370,26 @@ def test_a_comparison_is_exported_as_csv_with_all_its_numbers(tmp_path):
     assert float(ditto["difference"]) == pytest.approx(7.3 / 3) and ditto["against"] == "fedavg"
     assert ditto["seeds_ahead"] == "3" and ditto["personal"] == "" == rows[0]["difference"]
     assert {row["metric"] for row in rows} == {"accuracy (%)"} and ditto["megabytes_up"].startswith("11.55")
+
+
+def test_a_seed_that_was_run_twice_counts_once_as_the_run_that_ended_last(tmp_path):
+    """The list of a notebook's cell that runs again has both runs."""
+    runs = runs_at({"fedavg": (91.0, 93.0), "ditto": (99.0, 97.0)})
+    for number, accuracy in enumerate((71.0, 81.0)):
+        run = replace(run_at("fedavg", 0, accuracy), run_dir=tmp_path / f"again-{number}")
+        run.run_dir.mkdir()
+        (run.run_dir / "summary.json").write_text("{}")
+        os.utime(run.run_dir / "summary.json", (10**9, 10**9 - number))
+        runs.append(run)
+
+    fedavg, *_ = csv.DictReader(write(runs, tmp_path / "table.csv").open())
+    assert fedavg["method"] == "fedavg" and fedavg["seeds"] == "2"
+    assert float(fedavg["global"]) == pytest.approx((71 + 93) / 2)
+
+    compared = compare(runs, baseline="ditto")
+    assert of_local_protocol([*compared]).by_seed == pytest.approx({0: 71 - 99, 1: 93 - 97})
+    later = f"{tmp_path / 'again-0'}, which ended later, is also fedavg from seed 0."
+    assert compared.notes[-1] == f"{tmp_path / 'again-1'} is left out: {later}"
 
 
 def test_a_caption_says_which_methods_are_means_over_which_seeds_unless_all_are_over_the_same(tmp_path):

@@ -14,7 +14,13 @@ from raypfl.common.errors import ConfigError
 from raypfl.results.display.fitting import fit_table
 from raypfl.results.pairing.differences import HEADINGS, Difference, differences, find_baseline
 from raypfl.results.pairing.remarks import remarks
-from raypfl.results.run_groups import compared, group_runs, refuse_no_results, sentences_without_result
+from raypfl.results.run_groups import (
+    compared,
+    group_runs,
+    refuse_no_results,
+    sentences_without_result,
+    without_repetitions,
+)
 from raypfl.runs.result import RunResult
 
 _WIDTH = 100  # characters of what Python prints and a notebook shows
@@ -60,7 +66,8 @@ def compare(results: Sequence[RunResult], baseline: str | None = None) -> Differ
     Parameters
     ----------
     results : runs on the same data, evaluated at least once; those that differ in their seed alone are one method's.
-        Runs that diverged or failed have no result: they are named, and compared with nothing.
+        Runs that diverged or failed have no result: they are named, and compared with nothing. Of several runs of one
+        experiment and seed, the one that ended last counts.
     baseline : the method, by its label, that the others are compared with; None: the best one of each protocol.
 
     Raises
@@ -78,7 +85,8 @@ def compare(results: Sequence[RunResult], baseline: str | None = None) -> Differ
         raypfl.compare(results, baseline="fedavg")
     """
     refuse_no_results(results, "raypfl.compare")
-    comparable = compared(results)
+    unrepeated, repetitions = without_repetitions(results)
+    comparable = compared(unrepeated)
     groups = group_runs(comparable)
     if len(groups) < 2:
         raise ConfigError(
@@ -90,7 +98,8 @@ def compare(results: Sequence[RunResult], baseline: str | None = None) -> Differ
         raise ConfigError(
             f"There is nothing to compare: no two methods have a value of {groups[0].unit.phrase} on the same test."
         )
-    return Differences(tuple(rows), (*remarks(rows, groups), *sentences_without_result(comparable)))
+    notes = (*remarks(rows, groups), *sentences_without_result(comparable), *repetitions)
+    return Differences(tuple(rows), notes)
 
 
 def difference_table(rows: Sequence[Difference], width: int) -> tuple[Table, list[str]]:

@@ -37,6 +37,7 @@ from raypfl.results.run_groups import (
     refuse_no_results,
     seeds_together,
     sentences_without_result,
+    without_repetitions,
 )
 from raypfl.results.setting_text import data_text, setting_text
 from raypfl.results.table import (
@@ -74,7 +75,8 @@ def write(
 
     Parameters
     ----------
-    results : at least one; those that differ in their seed alone are one method's repetitions.
+    results : at least one; those that differ in their seed alone are one method's repetitions. Of several runs of one
+        experiment and seed, the one that ended last counts.
     path : the HTML file or, if it ends in ``.tex`` or ``.csv``, the table; its folder must exist.
     notes : sentences for the reader, such as on what is left out.
     searches : folders of sweeps, and of studies with a search, that the results are from.
@@ -99,9 +101,10 @@ def write(
             f"{path} must end in .tex or .csv to hold only the table of named clients, which every page has too."
         )
 
+    results, repetitions = without_repetitions(results)
     parts = parts_of(results, baseline)
     export_table = (_CLIENT_EXPORTS if named_clients else _EXPORTS).get(path.suffix)
-    files.write(path, export_table(parts) if export_table else _page(results, parts, notes, searches))
+    files.write(path, export_table(parts) if export_table else _page(results, parts, [*notes, *repetitions], searches))
     return path
 
 

@@ -13,15 +13,13 @@ import pyarrow.parquet as pq
 from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.experiment.assignments import flatten
 from raypfl.experiment.identity import deciding_settings
-from raypfl.results.labels import labels
 from raypfl.results.report.searches.folders import best_runs
-from raypfl.results.setting_text import data_text
+from raypfl.results.run_groups import without_repetitions
 from raypfl.runs.folders import ComparisonFolder
 from raypfl.runs.records import (
     COMPARISON,
     DESCRIPTION,
     STUDY_CELLS,
-    SUMMARY,
     SWEEP,
     WITHOUT_RESULT,
     ended_at_once,
@@ -88,8 +86,8 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[RunResult], list[str]]:
             notes.append(f"{result.run_dir} {result.status} before its first evaluation: {reason}")
         raise ConfigError("\n".join(notes) or f"There is no run in {', '.join(map(str, paths))}, only files.")
 
-    results, notes = _without_repetitions(results, notes)
-    return results, [*notes, *_beginnings(results)]
+    results, repetitions = without_repetitions(results)
+    return results, [*notes, *repetitions, *_beginnings(results)]
 
 
 def _without_failed_attempts(folders: list[Path]) -> tuple[list[Path], list[str]]:
@@ -109,29 +107,6 @@ def _without_failed_attempts(folders: list[Path]) -> tuple[list[Path], list[str]
     return [folder for folder in folders if folder not in failed], [note]
 
 
-def _without_repetitions(results: Sequence[RunResult], notes: Sequence[str]) -> tuple[list[RunResult], list[str]]:
-    """The run of each experiment and seed that ended last, and the notes with a sentence on each that is left out."""
-    keys = []
-    for label, result in zip(labels([result.experiment for result in results]), results, strict=True):
-        # A label leaves out the folder of the data, which may be elsewhere on another machine.
-        keys.append((label, result.experiment.seed, data_text(result)))
-    last: dict[tuple[str, int, str], RunResult] = {}
-    for key, result in zip(keys, results, strict=True):
-        if key not in last or _end_time(result) >= _end_time(last[key]):
-            last[key] = result
-
-    unrepeated = []
-    all_notes = list(notes)
-    for key, result in zip(keys, results, strict=True):
-        if last[key] is result:
-            unrepeated.append(result)
-        else:
-            label, seed, _ = key
-            later = f"{last[key].run_dir}, which ended later, is also {label} from seed {seed}."
-            all_notes.append(f"{result.run_dir} is left out: {later}")
-    return unrepeated, all_notes
-
-
 def _beginnings(results: Sequence[RunResult]) -> list[str]:
     """A sentence on each run whose first rounds are another run's, with settings that its label does not have."""
     notes = []
@@ -145,11 +120,6 @@ def _beginnings(results: Sequence[RunResult]) -> list[str]:
                 parent = entry["parent"]
                 notes.append(f"Up to round {parent['round']}, {result.run_dir} is {parent['run']}, with {values}.")
     return notes
-
-
-def _end_time(result: RunResult) -> int:
-    """The time at which a run's end was written, in nanoseconds."""
-    return (result.run_dir / SUMMARY).stat().st_mtime_ns
 
 
 def _run_folders(path: Path) -> tuple[list[Path], list[str]]:
