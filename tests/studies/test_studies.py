@@ -499,7 +499,8 @@ def test_the_whole_legend_is_in_the_picture(tmp_path: Path, across: tuple[str, .
     metrics = ("global", "personal", "worst decile", "std")
     entries = []
     for column, metric in product(across, metrics):
-        entries.append(TableEntry("FedAvg", "", column, metric, (50.0,), (1.0,), 0, None, "clients"))
+        over = "seeds" if metric == "global" else "clients"
+        entries.append(TableEntry("FedAvg", "", column, metric, (50.0,), (1.0,), 0, None, over))
 
     pixels = matplotlib.image.imread(draw(entries, "a study", tmp_path / "table.png"))
     for edge in (pixels[:, :8], pixels[:, -8:]):  # a legend that is cut off would reach it
@@ -697,6 +698,18 @@ def test_a_spread_over_clients_is_a_result_with_a_gap_of_its_own():
     published = PublishedNumber(70.0, 5.0)
     (block,) = blocks([entry("A", "x", "PM", 70.0, 72.0, spread_over="clients", published=published)])
     assert [line[2:] for line in block.lines] == [["71.00±8.00"], ["70.00±5.00"], ["+1.00 (+3.00)"]]
+
+
+def test_the_legend_says_which_columns_have_a_spread_over_clients_if_others_have_one_over_seeds():
+    study, _ = load("cifar10-personal")
+    over_seeds = entry("A", "x", "GM", 70.0, 72.0)
+    over_clients = entry("A", "x", "PM", 70.0, 72.0, spread_over="clients")
+    legends = []
+    for entries in ([over_seeds], [over_clients], [over_seeds, over_clients]):
+        ((_, (legend,)), *_) = notes_on(study, None, entries, [], [])
+        legends.append(legend.partition("deviation over ")[2])
+    clients = "the clients, averaged over the seeds."
+    assert legends == ["the seeds.", clients, f"the seeds or, in PM, over {clients}"]
 
 
 def test_deviations_say_where_they_hold_and_are_on_the_page():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from raypfl.common.counting import counted
+from raypfl.common.counting import counted, series
 from raypfl.results.pairing import bootstrap
 from raypfl.results.pairing.remarks import ENOUGH_SEEDS
 from raypfl.results.ranking.standings import Standing
@@ -43,9 +43,12 @@ def notes_on(
 
 def _legend(published: PublishedTable | None, entries: Sequence[TableEntry]) -> str:
     over = "the seeds"
-    if any(entry.spread_over == "clients" for entry in entries):
+    over_clients = dict.fromkeys(entry.metric for entry in entries if entry.spread_over == "clients")
+    if over_clients:
         gaps = "; gap (gap of the ±)" if published else ""
         over = f"the clients, averaged over the seeds{gaps}"
+        if any(entry.metric not in over_clients for entry in entries):
+            over = f"the seeds or, in {series(over_clients)}, over {over}"
     all_in_percent = all(entry.label.endswith("(%)") for entry in entries)
     shares = "In %" if all_in_percent else "Shares in %"
     legend = f"{shares}. ± is the standard deviation over {over}."

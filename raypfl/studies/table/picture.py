@@ -76,7 +76,8 @@ def _draw_panel(axes: Axes, entries: Sequence[TableEntry], methods: Sequence[str
 
 
 def _legend_handles(entries: Sequence[TableEntry], metrics: Sequence[str]) -> list[Line2D]:
-    over = "clients" if any(entry.spread_over == "clients" for entry in entries) else "seeds"
+    spreads = {entry.spread_over for entry in entries}
+    over = " or ".join(sorted(spreads, reverse=True))  # the table's legend says which metric has which
     handles = []
     for i, metric in enumerate(metrics):
         handles.append(Line2D([], [], linestyle="", marker="s", color=colour(i), label=metric))
