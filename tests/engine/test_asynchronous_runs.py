@@ -18,6 +18,8 @@ from raypfl.engine.building.rounds import schedule_for
 from raypfl.engine.events import Evaluated, RoundFinished
 from raypfl.federation.asynchronous.schedule import ScheduledClients, make_schedule
 from raypfl.methods import METHODS, FedAvg
+from raypfl.methods.global_model.mime import Mime
+from raypfl.methods.partial_models.fedgh import FedGH
 from raypfl.runs.choices import asynchronous_methods
 from raypfl.runs.preparing import prepare
 from raypfl.runs.replay import events_of
@@ -276,10 +278,12 @@ def test_the_list_of_asynchronous_methods_says_which_need_options_or_cannot_be_i
     class Broken(FedAvg):
         __post_init__ = lambda self: broken()  # noqa: E731
 
-    entries = {"fedavg": FedAvg, "needy": NeedsAnOption, "broken": Broken}
+    entries = {"fedavg": FedAvg, "mime": Mime, "fedgh": FedGH, "needy": NeedsAnOption, "broken": Broken}
     monkeypatch.setattr(METHODS, "_entries", entries)
     listed = asynchronous_methods.AsynchronousMethods()
     assert listed.summary("fedavg") == "can be asynchronous"
+    assert listed.reasons["mime"] == "several exchanges a round"
+    assert listed.reasons["fedgh"] == "the server needs the `means` of each client"
     assert listed.reasons["needy"] == "unknown, since it needs options: strength"
     assert "it is broken" in listed.reasons["broken"]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from raypfl.common.errors import ConfigError, LateReplyError, MethodError
 from raypfl.common.threads import threads
-from raypfl.common.user_code import explain_user_errors, with_location
+from raypfl.common.user_code import explain_user_errors
 from raypfl.engine.prepared import Prepared, threads_of_server
 from raypfl.federation.asynchronous.cohorts import SEVERAL_EXCHANGES
 from raypfl.runs.checks.rehearsal import FEW_CLIENTS, Rehearsal
@@ -62,17 +62,22 @@ def refuse_unusable_replies(prepared: Prepared) -> dict[str, Any] | None:
         raise ConfigError(str(error)) from error
 
     _refuse_statistics(prepared)
-    with (
-        threads(threads_of_server(experiment)),
-        explain_user_errors("in a rehearsed round", function=experiment.method.round),
-    ):
-        try:
-            return Rehearsal(prepared, FEW_CLIENTS).asynchronous(together=False)
-        except LateReplyError as error:
-            _refuse_several_exchanges(prepared)
-            raise ConfigError(with_location(error)) from error
-        except MethodError as error:
-            raise ConfigError(with_location(error)) from error
+    try:
+        with (
+            threads(threads_of_server(experiment)),
+            explain_user_errors("in a rehearsed round", function=experiment.method.round),
+        ):
+            return _rehearsed_apart(prepared)
+    except MethodError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _rehearsed_apart(prepared: Prepared) -> dict[str, Any]:
+    try:
+        return Rehearsal(prepared, FEW_CLIENTS).asynchronous(together=False)
+    except LateReplyError:
+        _refuse_several_exchanges(prepared)
+        raise
 
 
 def _refuse_statistics(prepared: Prepared) -> None:
@@ -97,18 +102,17 @@ def _refuse_statistics(prepared: Prepared) -> None:
 
 
 def _refuse_several_exchanges(prepared: Prepared) -> None:
-    """Raise a ConfigError if the method has several exchanges in its first round.
+    """Raise a LateReplyError if the method has several exchanges in its first round.
 
     To a user, this says more than what its first exchange returns.
     """
     num_exchanges = Rehearsal(prepared, FEW_CLIENTS).train()
     if num_exchanges > 1:
-        error = LateReplyError(
+        raise LateReplyError(
             f"{type(prepared.experiment.method).__name__} has {num_exchanges} exchanges in a round. A late reply is "
             "part of one exchange, so an asynchronous round can have no more.",
             SEVERAL_EXCHANGES,
         )
-        raise ConfigError(str(error)) from error
 
 
 def _are_same(a: Any, b: Any) -> bool:
