@@ -120,10 +120,10 @@ class Conv2Cifar(nn.Module):
 
 @MODELS.register("convnet")
 class ConvNet(nn.Module):
-    """Blocks of a 3x3 convolution, instance norm, ReLU and average pooling, and one dense layer (Gidaris and Komodakis
-    2018, as in Cazenavette et al. 2022).
+    """Blocks of 3x3 convolution, instance norm, ReLU and average pooling, and a dense layer (Cazenavette et al. 2022).
 
-    320,010 parameters for 3x32x32 inputs and 10 classes, 317,706 for 1x28x28. It has no running statistics.
+    It is that of Gidaris and Komodakis 2018, and has no running statistics. 320,010 parameters for 3x32x32 inputs and
+    10 classes, 317,706 for 1x28x28.
 
     Parameters
     ----------

@@ -33,8 +33,11 @@ def digits(config: DataSource, signs: bool = False) -> RawData:
 
 @DATASETS.register("diabetes")
 def diabetes(config: DataSource) -> RawData:
-    """442 patients with ten measurements each, and how far their diabetes had progressed a year later, from 25 to 346
-    (Efron et al. 2004); in six groups by sex and age, for ``partition: by_column``. Nothing to download."""
+    """442 diabetes patients: ten measurements, and the disease's progression after a year (Efron et al. 2004).
+
+    Progression is a number from 25 to 346. There are six groups by sex and age, for ``partition: by_column``. Nothing
+    to download.
+    """
     rows = _read("diabetes_data_raw.csv.gz")
     age = rows[:, 0]
     sex = rows[:, 1].astype(int)
