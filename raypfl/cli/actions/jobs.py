@@ -20,7 +20,7 @@ from rich.text import Text
 from raypfl.common.stopping import signals_interrupt
 from raypfl.common.user_modules import copy_files
 from raypfl.integrations.jobs import package
-from raypfl.integrations.jobs.cluster import client, sentences
+from raypfl.integrations.jobs.cluster import client, explain_cluster_errors
 from raypfl.integrations.jobs.description import Description
 from raypfl.integrations.jobs.following import STOPPED, exit_code, follow, wait
 from raypfl.results.display.fitting import fit_table, output
@@ -57,7 +57,7 @@ def submit(
         words += ["--run-dir", str(run_dir)]
 
     cluster = client(address)
-    with tempfile.TemporaryDirectory() as folder, sentences():
+    with tempfile.TemporaryDirectory() as folder, explain_cluster_errors():
         copy_files(files, Path(folder))
         cluster.submit_job(
             entrypoint=shlex.join(["exec", "python", "-m", "raypfl", kind, *words]),  # exec: signals reach raypfl
@@ -77,7 +77,7 @@ def submit(
 def jobs(address: str | None, as_json: bool) -> None:
     """List the submitted jobs of a cluster, newest first."""
     cluster = client(address)
-    with sentences():
+    with explain_cluster_errors():
         submitted = [details for details in cluster.list_jobs() if details.submission_id]
     submitted.sort(key=lambda details: -(details.start_time or 0))
     rows = [_row(details) for details in submitted]
@@ -93,7 +93,7 @@ def logs(job: str, address: str | None, following: bool) -> int:
     cluster = client(address)
     if following:
         return _follow(cluster, job, address, Console(stderr=True))
-    with sentences():
+    with explain_cluster_errors():
         print(cluster.get_job_logs(job), end="")
     return 0
 
@@ -101,7 +101,7 @@ def logs(job: str, address: str | None, following: bool) -> int:
 def stop(job: str, address: str | None) -> None:
     """Stop a job and wait until it has saved its rounds."""
     cluster = client(address)
-    with sentences():
+    with explain_cluster_errors():
         was_running = cluster.stop_job(job)
     status = wait(cluster, job).status.value
     remark = "" if was_running else " (it had already ended)"

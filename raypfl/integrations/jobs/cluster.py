@@ -50,14 +50,14 @@ def client(address: str | None) -> JobSubmissionClient:
 
     hidden = {name: os.environ.pop(name) for name in _ADDRESS_VARIABLES if name in os.environ}
     try:
-        with sentences(address):
+        with explain_cluster_errors(address):
             return JobSubmissionClient(address)
     finally:
         os.environ.update(hidden)
 
 
 @contextmanager
-def sentences(address: str = "") -> Iterator[None]:
+def explain_cluster_errors(address: str = "") -> Iterator[None]:
     """While active, turn errors of Ray's job server into raypfl's, each a sentence."""
     import ray
     import requests

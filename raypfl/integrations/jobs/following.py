@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from raypfl.common.errors import RaypflError
-from raypfl.integrations.jobs.cluster import Unreachable, sentences
+from raypfl.integrations.jobs.cluster import Unreachable, explain_cluster_errors
 
 if TYPE_CHECKING:
     from ray.job_submission import JobDetails, JobSubmissionClient
@@ -49,7 +49,7 @@ def follow(client: JobSubmissionClient, job: str, show: Callable[[str], None]) -
         details = _details(client, job)
         if details.status.is_terminal():
             # A broken stream may have missed the end of the log.
-            with contextlib.suppress(RaypflError), sentences():
+            with contextlib.suppress(RaypflError), explain_cluster_errors():
                 log.restart()
                 log.add(client.get_job_logs(job))
             return details
@@ -112,7 +112,7 @@ def _details(client: JobSubmissionClient, job: str) -> JobDetails:
     start = time.monotonic()
     while True:
         try:
-            with sentences():
+            with explain_cluster_errors():
                 return client.get_job_info(job)
         except Unreachable as error:
             waited = time.monotonic() - start
