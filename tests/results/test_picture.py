@@ -28,7 +28,7 @@ from raypfl.experiment.recipes import settings_of
 from raypfl.federation.ledger import LEDGER
 from raypfl.integrations.tracking.entries import comparison_description, run_params
 from raypfl.results.display import outcome, run_line
-from raypfl.results.display.console import LiveView, LogView, View, view
+from raypfl.results.display.console import LiveView, LogView, View, step_printer, view
 from raypfl.results.display.run_line import RunLine, lines_for, minutes
 from raypfl.results.drawing import canvas, draw
 from raypfl.results.drawing.plan import draw as draw_plan
@@ -844,3 +844,11 @@ def test_a_warning_of_many_runs_is_shown_at_once_and_counted_at_their_end():
 
 def test_durations_read_as_on_a_clock():
     assert [minutes(s) for s in (0, 59.6, 3723)] == ["0:00", "1:00", "1:02:03"]
+
+
+@pytest.mark.parametrize(("quiet", "shown"), [(False, "reading data[old]/rows.csv\n"), (True, "")])
+def test_a_step_is_printed_as_it_is_brackets_included(quiet: bool, shown: str):
+    def steps(console: Console) -> None:
+        step_printer(console, quiet)(Progress("reading data[old]/rows.csv"))
+
+    assert printed(steps) == shown

@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from raypfl.common.json_text import json_text
-from raypfl.engine.events import Event, Progress
 from raypfl.experiment import Experiment
 from raypfl.results.display import plan as display
+from raypfl.results.display.console import step_printer
 from raypfl.results.drawing.plan import draw
 from raypfl.results.labels import labels
 from raypfl.runs.planning.plan import plan
@@ -22,19 +22,14 @@ def carry_out(
 ) -> None:
     """Plan the runs of a comparison, print the plans, and draw each: one for each method, with its first seed."""
     console = Console()
-    progress = Console(stderr=True)
-
-    def emit(event: Event) -> None:
-        if isinstance(event, Progress) and not quiet:
-            progress.print(event.text, style="dim")
-
+    print_step = step_printer(Console(stderr=True), quiet)
     by_label: dict[str, Experiment] = {}
     for label, experiment in zip(labels(experiments), experiments, strict=True):
         by_label.setdefault(label, experiment)
 
     numbers = {}
     for i, (label, experiment) in enumerate(by_label.items(), start=1):
-        result = plan(experiment, emit, num_clients)
+        result = plan(experiment, print_step, num_clients)
         file = picture
         if len(by_label) > 1:
             file = picture.with_stem(f"{picture.stem}-{i}")

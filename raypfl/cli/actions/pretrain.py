@@ -8,11 +8,10 @@ from rich.console import Console
 from rich.text import Text
 
 from raypfl.common.errors import Unwritable
-from raypfl.engine.events import Event, Progress
 from raypfl.experiment import Experiment
 from raypfl.integrations.tracking.connection import first_line, quiet_mlflow
 from raypfl.integrations.tracking.pretraining import record_pretraining
-from raypfl.results.display.console import warner
+from raypfl.results.display.console import step_printer, warner
 from raypfl.runs.choices.pretraining import pretrain
 
 
@@ -25,12 +24,7 @@ def carry_out(experiment: Experiment, quiet: bool, as_json: bool) -> None:
     """
     progress = Console(stderr=True)
     console = Console()
-
-    def show_progress(event: Event) -> None:
-        if isinstance(event, Progress) and not quiet:
-            progress.print(Text(event.text, "dim"))
-
-    result = pretrain(experiment, show_progress)
+    result = pretrain(experiment, step_printer(progress, quiet))
     if result.seconds is not None:
         try:
             record_pretraining(experiment, result)

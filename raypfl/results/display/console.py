@@ -56,6 +56,16 @@ def warner(console: Console) -> Callable[[str], None]:
     return lambda text: console.print(Text.assemble(("Warning: ", "bold yellow"), text), soft_wrap=one_line)
 
 
+def step_printer(console: Console, quiet: bool) -> Listener:
+    """Return a listener that prints each step of a preparation, or nothing if `quiet`."""
+
+    def receive(event: Event) -> None:
+        if isinstance(event, Progress) and not quiet:
+            console.print(Text(event.text, "dim"))
+
+    return receive
+
+
 class View:
     """Shows warnings and nothing else; its subclasses show more. A context manager, entered before the first run.
 
