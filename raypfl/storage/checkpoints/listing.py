@@ -57,7 +57,7 @@ def copy_round(source: str, round: int, location: str) -> None:
     NoRun : if there is none.
     CheckpointError : if a location cannot be read, or the checkpoint cannot be copied.
     """
-    source_files, source_root, _ = find_checkpoints(source)
+    source_files, source_root = filesystems.open_location(source)
     with explain_read_errors("checkpoints", source):
         name = _newest_intact(source, round)
         if name is None:

@@ -185,7 +185,7 @@ class Service:
             "full_pixel": outline.scale,
             "targets": outline.kind,
             "classes": outline.num_classes,
-            "class_names": class_names(self._models.outline),
+            "class_names": class_names(outline),
             "feature_names": getattr(outline, "feature_names", None),
             "vocabulary": getattr(outline, "vocabulary", None),
             "paths": self._allowed,
