@@ -131,7 +131,9 @@ def without_repetitions(results: Sequence[RunResult]) -> tuple[list[RunResult], 
         counted_run = last[key]
         if result.run_dir != counted_run.run_dir:
             label, seed, _ = key
-            later = f"{counted_run.run_dir}, which ended later, is also {label} from seed {seed}."
+            is_edited = result.metadata.get("code") != counted_run.metadata.get("code")
+            edited = ", with edited code" if is_edited else ""
+            later = f"{counted_run.run_dir}, which ended later, is also {label} from seed {seed}{edited}."
             sentences.append(f"{result.run_dir} is left out: {later}")
     return list(last.values()), sentences
 

@@ -377,6 +377,7 @@ def test_a_seed_that_was_run_twice_counts_once_as_the_run_that_ended_last(tmp_pa
     runs = runs_at({"fedavg": (91.0, 93.0), "ditto": (99.0, 97.0)})
     for number, accuracy in enumerate((71.0, 81.0)):
         run = replace(run_at("fedavg", 0, accuracy), run_dir=tmp_path / f"again-{number}")
+        run.metadata["code"] = {"my_methods": f"version {number}"}
         run.run_dir.mkdir()
         (run.run_dir / "summary.json").write_text("{}")
         os.utime(run.run_dir / "summary.json", (10**9, 10**9 - number))
@@ -388,7 +389,7 @@ def test_a_seed_that_was_run_twice_counts_once_as_the_run_that_ended_last(tmp_pa
 
     compared = compare(runs, baseline="ditto")
     assert of_local_protocol([*compared]).by_seed == pytest.approx({0: 71 - 99, 1: 93 - 97})
-    later = f"{tmp_path / 'again-0'}, which ended later, is also fedavg from seed 0."
+    later = f"{tmp_path / 'again-0'}, which ended later, is also fedavg from seed 0, with edited code."
     assert compared.notes[-1] == f"{tmp_path / 'again-1'} is left out: {later}"
 
 
