@@ -71,5 +71,13 @@ def test_a_comment_or_a_cell_that_the_method_does_not_use_keeps_its_hash(digest)
     assert digest("# A comment.\n\n" + CELLS.replace("UNUSED = 1", "UNUSED = 2\nresults = []")) == digest(CELLS)
 
 
+def test_a_hash_is_the_same_after_an_object_of_the_class_went_to_another_process(digest):
+    before = digest(CELLS)
+    mine = vars(sys.modules["__main__"])["Mine"]
+    mine().__reduce_ex__(4)  # as pickle does, which keeps the names of slots in the class
+    assert "__slotnames__" in vars(mine)
+    assert digests_named_in(["__main__:Mine"])["__main__:Mine"] == before
+
+
 def test_an_edit_of_a_module_that_a_notebooks_method_uses_changes_its_hash(digest):
     assert digest(CELLS, "def shift(value):\n    return value + 1\n") != digest(CELLS)

@@ -8,7 +8,11 @@ import sys
 from collections.abc import Callable
 from types import CodeType, FunctionType, ModuleType
 
-_OF_EVERY_CLASS = {"__dict__", "__weakref__", "__module__", "__doc__"}
+_OF_EVERY_CLASS = {
+    *("__dict__", "__weakref__", "__module__", "__doc__"),
+    *("__firstlineno__", "__static_attributes__"),  # of Python 3.13; the line moves with other code
+    "__slotnames__",  # a class has it once an object of it was pickled
+}
 
 
 def digest_of_definition(name: str, digest_of_module: Callable[[str], str | None]) -> str | None:
