@@ -141,7 +141,7 @@ class FlatModel(VectorLayout):
         if loss is not None:
             loss.count()
             if theta is loss.parameters:
-                return loss.outputs(x)
+                return self.module(x)
 
         tensors = self.unflatten(theta)
         if self.num_buffers and theta.shape[-1] == self.num_parameters:
@@ -301,7 +301,7 @@ class LossCall:
 
     Attributes
     ----------
-    parameters : ``Tensor[P]``, a vector for which calls use other tensors, see :meth:`outputs`; or None.
+    parameters : ``Tensor[P]``, a vector whose entries the network's own tensors have while the call lasts; or None.
     statistics : the statistics by name that calls at parameters ``[P]`` use and, in training mode, move in place.
     """
 
@@ -322,10 +322,6 @@ class LossCall:
     def __exit__(self, *_: object) -> None:
         self.model._loss = self._outer
         exclusive.release()
-
-    def outputs(self, x: Input) -> Tensor:
-        """Return the network's output for ``x[b, ...]`` at `parameters`."""
-        raise NotImplementedError
 
     def move(self, name: str, value: Tensor) -> None:
         """Set a statistic."""
@@ -391,9 +387,6 @@ class FunctionalCall(LossCall):
         self._swapped.close()
         super().__exit__(*error)
 
-    def outputs(self, x: Input) -> Tensor:
-        return self.model.module(x)
-
     def moved(self) -> Tensor:
         return super().moved() if self.statistics else self._buffers
 
@@ -431,9 +424,6 @@ class BoundModel(LossCall):
     def move(self, name: str, value: Tensor) -> None:
         # `data` has a version of its own; otherwise autograd would believe that the vector's parameters changed.
         self.statistics[name].data.copy_(value)
-
-    def outputs(self, x: Input) -> Tensor:
-        return self.model.module(x)
 
     def _set_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         # setattr, not a write into `_parameters`: recurrent layers keep a list of their weights, which setattr updates.
