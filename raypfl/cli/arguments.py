@@ -155,8 +155,10 @@ def _last_of_each(assignments: Sequence[str]) -> list[str]:
 
 
 def _refuse_misplaced(words: Sequence[str], packaged: Packaged) -> None:
+    from raypfl.common.packaged_yaml import is_file_name
+
     for i, word in enumerate(words):
-        is_source = word in packaged or word.endswith((".yaml", ".yml"))
+        is_source = word in packaged or is_file_name(word)
         if is_source and i > 0 and "=" not in word and "=" in words[0]:
             settings = " ".join(other for other in words if other != word)
             raise ConfigError(f"{word!r} comes first, before the settings that change it: {word} {settings}")

@@ -8,6 +8,11 @@ from importlib.resources import files
 from raypfl.common.errors import ConfigError, did_you_mean
 
 
+def is_file_name(source: str) -> bool:
+    """Return whether `source` is the name of a YAML file; otherwise it is that of one in the package, or a setting."""
+    return source.endswith((".yaml", ".yml"))
+
+
 class Packaged:
     """The YAML files in a package's folder, iterated by name in alphabetical order. Each begins with a summary.
 

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from raypfl.common.errors import ConfigError
+from raypfl.common.packaged_yaml import is_file_name
 
 
 class _WithoutRepeatedKeys:
@@ -95,13 +96,9 @@ def read(source: str | Path, is_record: bool = False) -> dict[str, Any]:
 
     `is_record` : as in :func:`parse`.
     """
-    is_file = isinstance(source, Path) or ("\n" not in source and source.endswith((".yaml", ".yml")))
-    if is_file:
-        where = str(source)
-        text = _text(Path(source))
-    else:
-        where = "The experiment's text"
-        text = str(source)
+    is_file = isinstance(source, Path) or ("\n" not in source and is_file_name(source))
+    where = str(source) if is_file else "The experiment's text"
+    text = _text(Path(source)) if is_file else str(source)
 
     values = parse(text, where, is_record)
     if values is None and not is_file:

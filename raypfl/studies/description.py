@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, Field, ValidationError
 
 from raypfl.common.errors import ConfigError, did_you_mean, one_message
+from raypfl.common.packaged_yaml import is_file_name
 from raypfl.experiment.checks.file_kinds import refuse_other_kind
 from raypfl.experiment.checks.validation import FilePart, validation_mistakes
 from raypfl.experiment.yaml_text import read
@@ -128,7 +129,7 @@ def load(source: str) -> tuple[Study, Study]:
     ------
     ConfigError : if there is no such study, or for every mistake in it.
     """
-    is_file = source.endswith((".yaml", ".yml"))
+    is_file = is_file_name(source)
     values: dict[str, Any] = {"name": Path(source).stem if is_file else source}
     values |= read(Path(source) if is_file else STUDIES.text(source))
     refuse_other_kind(values, source, "study")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from raypfl.common.errors import ConfigError
-from raypfl.common.packaged_yaml import Packaged
+from raypfl.common.packaged_yaml import Packaged, is_file_name
 
 RECIPES = Packaged(__name__, "recipe")
 
@@ -17,7 +17,7 @@ def settings_of(recipe: str) -> dict[str, Any]:
     from raypfl.experiment.checks.file_kinds import refuse_other_kind
     from raypfl.experiment.yaml_text import read
 
-    if not recipe.endswith((".yaml", ".yml")):
+    if not is_file_name(recipe):
         _refuse_component(recipe)
         return read(RECIPES.text(recipe))
     values = read(Path(recipe))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from raypfl.common.errors import ConfigError
+from raypfl.common.packaged_yaml import is_file_name
 from raypfl.common.user_modules import modules_named_in
 from raypfl.experiment import experiments
 from raypfl.experiment.assignments import parse_assignments
@@ -62,7 +63,7 @@ class Description:
         planned_trials(select(study, only), cells)
 
         sources = [source]
-        while _is_file(sources[-1]):
+        while is_file_name(sources[-1]):
             base = read(Path(sources[-1])).get("extends")
             if not isinstance(base, str):
                 break
@@ -134,12 +135,8 @@ class Description:
 
 def _read(sources: Iterable[str]) -> tuple[list[str], list[dict[str, Any]]]:
     """Return those sources that are files, and their contents."""
-    files = [source for source in sources if _is_file(source)]
+    files = [source for source in sources if is_file_name(source)]
     return files, [read(Path(file)) for file in files]
-
-
-def _is_file(source: str) -> bool:
-    return source.endswith((".yaml", ".yml"))
 
 
 def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raypfl.analysis.base import analysis_folder
+from raypfl.common.packaged_yaml import is_file_name
 from raypfl.common.user_code import where_defined, with_location
 from raypfl.evaluation.masking import mask_of
 from raypfl.methods import METHODS
@@ -351,7 +352,7 @@ def _suggestions(results: Sequence[RunResult], tried: Sequence[str], folder: Pat
 
     changes = []
     keys_set = {word.partition("=")[0] for word in tried}
-    is_users_partition = tried[0].endswith((".yaml", ".yml")) or keys_set & {"partition", "partition.alpha"}
+    is_users_partition = is_file_name(tried[0]) or keys_set & {"partition", "partition.alpha"}
     if partition.get("alpha", 0.0) > 0.1 and not is_users_partition:
         changes.append("partition.alpha=0.1")
     if len({result.experiment.seed for result in results}) < 3:
