@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import sys
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -816,6 +818,18 @@ def test_quietly_only_warnings_are_shown():
                 shown.listener(0)(event)
 
     assert printed(play) == "Warning: The cache was damaged.\n"
+
+
+def test_a_run_goes_on_where_the_reader_of_its_lines_has_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As in `raypfl run ... 2>&1 | head`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with (tmp_path / "stdout").open("w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)  # rich sends what follows to nowhere
+        with view(Console(file=os.fdopen(writer, "w")), [RunLine("fedavg")]) as shown:
+            for event in events(Experiment()):
+                shown.listener(0)(event)
+    assert shown.lines[0].status == "finished"
 
 
 def test_a_warning_names_the_run_if_there_are_several():
