@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperGroup
 
-from raypfl.common.errors import RaypflError, Refused, Stopped
+from raypfl.common.errors import RaypflError, Refused, Stopped, Unwritable
 from raypfl.common.user_code import explain_user_errors, is_user_file
 
 EXIT_FAILED = 1
@@ -56,6 +58,28 @@ class CommandsWithMessages(TyperGroup):
 def print_message(text: str, colour: str) -> None:
     """Print a message to stderr."""
     Console(stderr=True).print(Text(text, colour), soft_wrap=True)
+
+
+@contextmanager
+def printing(again: str) -> Iterator[None]:
+    """Print a result, of which a reader that goes, as in ``raypfl run | head``, needs no more: the command goes on.
+
+    Parameters
+    ----------
+    again : the command that prints the result again.
+
+    Raises
+    ------
+    Unwritable : if stdout takes no more for another reason, such as a full disk.
+    """
+    try:
+        yield
+        sys.stdout.flush()
+    except (BrokenPipeError, SystemExit):  # rich's Console turns the first into the second
+        # The end of the process writes what is left.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        raise Unwritable(f"The result cannot be printed: {error}. To print it again: {again}") from error
 
 
 def _show_warning(

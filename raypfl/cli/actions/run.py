@@ -13,6 +13,7 @@ from rich.console import Console
 
 from raypfl.cli.actions.work import Work, raise_for
 from raypfl.cli.arguments import as_typed
+from raypfl.cli.messages import printing
 from raypfl.common.errors import ConfigError, NoRun, RaypflError, Refused, Stopped, Unwritable
 from raypfl.common.json_text import json_text
 from raypfl.common.stopping import message_if_killed, signals_interrupt
@@ -249,9 +250,10 @@ def _report(work: Work, results: Sequence[RunResult], tracked: MLflowListener, a
             comparison_metrics(evaluated, baseline),
             comparison_scores(evaluated),
         )
-    if as_json:
-        print(json_text(outcome.as_json(results, pictures, baseline)))
-    else:
+    with printing(shlex.join(["raypfl", "resume", str(outcome.nearby(work.folder))])):
+        if as_json:
+            print(json_text(outcome.as_json(results, pictures, baseline)))
+            return
         mlflow = how_to_view(results[0].experiment, tracked.experiment_id)
         if mlflow and not any(map(has_run_id, work.runs)):
             track = shlex.join(["raypfl", "track", str(outcome.nearby(work.folder))])

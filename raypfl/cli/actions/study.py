@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from raypfl.cli.actions.work import failure, once_mended
+from raypfl.cli.messages import printing
 from raypfl.common.counting import counted
 from raypfl.common.errors import ConfigError, Diverged, RaypflError, Refused, Stopped
 from raypfl.common.files import draft, write
@@ -164,13 +165,14 @@ def _report(
     for name in FILES:
         tracked.attach(folder / name)
 
-    if as_json:
-        table: dict[str, Any] = {"entries": entry_rows(measured), "deviations": departures}
-        if ran.searched:
-            table["trials"] = ran.searched.rows()
-        print(json_text({"study": study.name, "folder": str(folder), **table}))
-    else:
-        _show(study_table, folder, has_trials=ran.searched is not None)
+    with printing(shlex.join(command)):
+        if as_json:
+            table: dict[str, Any] = {"entries": entry_rows(measured), "deviations": departures}
+            if ran.searched:
+                table["trials"] = ran.searched.rows()
+            print(json_text({"study": study.name, "folder": str(folder), **table}))
+        else:
+            _show(study_table, folder, has_trials=ran.searched is not None)
 
 
 def _published(reference: Study, assignments: Sequence[str]) -> list[StudyCell]:

@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from raypfl.cli.messages import printing
 from raypfl.common.counting import counted, series
 from raypfl.common.errors import RaypflError, Stopped
 from raypfl.common.json_text import json_text
@@ -87,10 +88,11 @@ def carry_out(source: str, assignments: Sequence[str], quiet: bool, as_json: boo
             tracked.attach(file)
         tracked.conclude(outcome.status)
 
-    if as_json:
-        print(json_text({"sweep": sweep.name, "folder": str(folder), "trials": outcome.rows()}))
-    else:
-        _print(outcome)
+    with printing(command):
+        if as_json:
+            print(json_text({"sweep": sweep.name, "folder": str(folder), "trials": outcome.rows()}))
+        else:
+            _print(outcome)
 
     if not outcome.is_complete:
         ended = sum(trial.has_ended for trial in outcome.trials)
