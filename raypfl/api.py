@@ -28,6 +28,7 @@ from raypfl.integrations.tracking.connection import (
 from raypfl.integrations.tracking.models import FOLDER
 from raypfl.results.display.compare import Differences, compare
 from raypfl.results.display.console import view
+from raypfl.results.display.fitting import ProgressConsole
 from raypfl.results.display.outcome import table
 from raypfl.results.display.run_line import RunLine, lines_for
 from raypfl.runs import driver, result, resuming
@@ -210,7 +211,7 @@ def _display(experiment: Experiment, progress: bool | None) -> Iterator[Listener
         progress = sys.stderr.isatty() or "ipykernel" in sys.modules
     # The driver has a better error message for what is not an Experiment.
     lines = lines_for([experiment]) if isinstance(experiment, Experiment) else [RunLine("")]
-    with view(Console(stderr=True), lines, quiet=not progress) as progress_view:
+    with view(ProgressConsole(), lines, quiet=not progress) as progress_view:
         yield progress_view.listener(0)
 
 

@@ -31,6 +31,7 @@ from raypfl.federation.ledger import LEDGER
 from raypfl.integrations.tracking.entries import comparison_description, run_params
 from raypfl.results.display import outcome, run_line
 from raypfl.results.display.console import LiveView, LogView, View, step_printer, view
+from raypfl.results.display.fitting import ProgressConsole
 from raypfl.results.display.run_line import RunLine, lines_for, minutes
 from raypfl.results.drawing import canvas, draw
 from raypfl.results.drawing.plan import draw as draw_plan
@@ -820,16 +821,20 @@ def test_quietly_only_warnings_are_shown():
     assert printed(play) == "Warning: The cache was damaged.\n"
 
 
-def test_a_run_goes_on_where_the_reader_of_its_lines_has_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_goes_on_and_prints_its_result_after_the_reader_of_its_lines_has_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """As in `raypfl run ... 2>&1 | head`."""
     reader, writer = os.pipe()
     os.close(reader)
-    with (tmp_path / "stdout").open("w") as stdout:
-        monkeypatch.setattr(sys, "stdout", stdout)  # rich sends what follows to nowhere
-        with view(Console(file=os.fdopen(writer, "w")), [RunLine("fedavg")]) as shown:
+    with (tmp_path / "stdout").open("w") as stdout, os.fdopen(writer, "w") as lines:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        with view(ProgressConsole(lines), [RunLine("fedavg")]) as shown:
             for event in events(Experiment()):
                 shown.listener(0)(event)
+        print("the result")
     assert shown.lines[0].status == "finished"
+    assert (tmp_path / "stdout").read_text() == "the result\n"
 
 
 def test_a_warning_names_the_run_if_there_are_several():

@@ -23,7 +23,7 @@ from raypfl.integrations.jobs import package
 from raypfl.integrations.jobs.cluster import client, explain_cluster_errors
 from raypfl.integrations.jobs.description import Description
 from raypfl.integrations.jobs.following import STOPPED, exit_code, follow, wait
-from raypfl.results.display.fitting import fit_table, output
+from raypfl.results.display.fitting import ProgressConsole, fit_table, output
 
 if TYPE_CHECKING:
     from ray.job_submission import JobDetails, JobSubmissionClient
@@ -65,7 +65,7 @@ def submit(
             runtime_env={"working_dir": folder, "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_SECONDS)}},
         )
 
-    console = Console(stderr=True)
+    console = ProgressConsole()
     results = run_dir or Path(description.output, description.name)
     _print(console, f"Submitted {job} with {package.listed(files)}. Results: {results}")
     if detach:
@@ -92,7 +92,7 @@ def logs(job: str, address: str | None, following: bool) -> int:
     """Print a job's log and return 0; with `following`, print until the job ends and return its exit code."""
     cluster = client(address)
     if following:
-        return _follow(cluster, job, address, Console(stderr=True))
+        return _follow(cluster, job, address, ProgressConsole())
     with explain_cluster_errors():
         print(cluster.get_job_logs(job), end="")
     return 0

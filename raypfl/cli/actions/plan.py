@@ -12,6 +12,7 @@ from raypfl.common.json_text import json_text
 from raypfl.experiment import Experiment
 from raypfl.results.display import plan as display
 from raypfl.results.display.console import step_printer
+from raypfl.results.display.fitting import ProgressConsole
 from raypfl.results.drawing.plan import draw
 from raypfl.results.labels import labels
 from raypfl.runs.planning.plan import plan
@@ -22,7 +23,7 @@ def carry_out(
 ) -> None:
     """Plan the runs of a comparison, print the plans, and draw each: one for each method, with its first seed."""
     console = Console()
-    print_step = step_printer(Console(stderr=True), quiet)
+    print_step = step_printer(ProgressConsole(), quiet)
     by_label: dict[str, Experiment] = {}
     for label, experiment in zip(labels(experiments), experiments, strict=True):
         by_label.setdefault(label, experiment)

@@ -12,6 +12,7 @@ from raypfl.experiment import Experiment
 from raypfl.integrations.tracking.connection import first_line, quiet_mlflow
 from raypfl.integrations.tracking.pretraining import record_pretraining
 from raypfl.results.display.console import step_printer, warner
+from raypfl.results.display.fitting import ProgressConsole
 from raypfl.runs.choices.pretraining import pretrain
 
 
@@ -22,7 +23,7 @@ def carry_out(experiment: Experiment, quiet: bool, as_json: bool) -> None:
     ------
     RaypflError : if the network cannot be trained.
     """
-    progress = Console(stderr=True)
+    progress = ProgressConsole()
     console = Console()
     result = pretrain(experiment, step_printer(progress, quiet))
     if result.seconds is not None:

@@ -9,8 +9,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from rich.console import Console
-
 from raypfl.cli.actions.work import Work, raise_for
 from raypfl.cli.arguments import as_typed
 from raypfl.cli.messages import printing
@@ -26,7 +24,7 @@ from raypfl.integrations.tracking.listener import MLflowListener
 from raypfl.integrations.tracking.run_ids import has_run_id
 from raypfl.results.display import outcome
 from raypfl.results.display.console import view, warner
-from raypfl.results.display.fitting import output
+from raypfl.results.display.fitting import ProgressConsole, output
 from raypfl.results.display.run_line import lines_for
 from raypfl.results.labels import labels
 from raypfl.results.pairing.differences import find_baseline, find_label
@@ -150,7 +148,7 @@ def _work(folder: Path, comparison: ComparisonFolder | None, changes: Sequence[s
 
 def _carry_out(work: Work, quiet: bool, as_json: bool) -> None:
     """Carry out the runs that are neither finished nor diverged, then show all results, even if a run fails."""
-    progress = Console(stderr=True)
+    progress = ProgressConsole()
     planned = list(work.runs.values())
     diverged = work.diverged
     to_do = {folder: run for folder, run in work.unfinished.items() if folder not in diverged}
@@ -239,7 +237,7 @@ def _report(work: Work, results: Sequence[RunResult], tracked: MLflowListener, a
     is_complete = not work.unfinished
     evaluated = compared(results)
 
-    pictures = _pictures(work.folder, results, evaluated, warner(Console(stderr=True)))
+    pictures = _pictures(work.folder, results, evaluated, warner(ProgressConsole()))
     for picture in pictures.values():
         tracked.attach(picture)
 

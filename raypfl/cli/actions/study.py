@@ -25,7 +25,7 @@ from raypfl.integrations.tracking.entries import searched_text
 from raypfl.integrations.tracking.listener import MLflowListener
 from raypfl.results.colours import colour
 from raypfl.results.display.console import view, warner
-from raypfl.results.display.fitting import output
+from raypfl.results.display.fitting import ProgressConsole, output
 from raypfl.results.display.outcome import nearby
 from raypfl.results.display.run_line import RunLine
 from raypfl.runs.records import STUDY_CELLS, TRIALS, divergence, is_finished
@@ -107,7 +107,7 @@ def run_study(
     if only:
         command += ["--only", ",".join(only)]
     to_continue = f"To continue: {shlex.join(command)}"
-    progress = Console(stderr=True)
+    progress = ProgressConsole()
     if unfinished and (numbers := other_rounds(unfinished[0])):
         warner(progress)(
             f"There are runs with rounds={' and '.join(map(str, numbers))}, which are not continued: with "

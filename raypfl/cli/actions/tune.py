@@ -26,7 +26,7 @@ from raypfl.integrations.tuning.result import BEST, SweepResult, tune
 from raypfl.integrations.tuning.sweep import Sweep, load
 from raypfl.integrations.tuning.trial import Trial, TrialListener, finished_runs
 from raypfl.results.display.console import warner
-from raypfl.results.display.fitting import fit_table, output
+from raypfl.results.display.fitting import ProgressConsole, fit_table, output
 from raypfl.results.display.outcome import nearby
 from raypfl.runs.records import description
 from raypfl.runs.replay import events_of
@@ -48,7 +48,7 @@ def carry_out(source: str, assignments: Sequence[str], quiet: bool, as_json: boo
     """
     sweep = load(source, assignments)
     folder = sweep.folder
-    progress = Console(stderr=True)
+    progress = ProgressConsole()
     command = shlex.join(["raypfl", "tune", source, *assignments])
     to_continue = f"To continue: {command}"
     tracked = MLflowListener(

@@ -48,9 +48,6 @@ _MOST_LINES = 16
 _DISPENSABLE = ("MB up / down", "rounds", "loss", "time")  # columns, where a terminal is narrow
 _LONGEST_SILENCE = 30.0  # seconds between lines, as long as rounds end
 
-_CLOSED = (OSError, SystemExit)
-"""What printing raises once a terminal is closed, or the reader of a pipe has gone: then rich exits. A run goes on."""
-
 
 def warner(console: Console) -> Callable[[str], None]:
     """Return a function that shows a sentence as a warning, also while runs are shown."""
@@ -88,7 +85,7 @@ class View:
         return self
 
     def __exit__(self, *error: object) -> None:
-        with contextlib.suppress(*_CLOSED):
+        with contextlib.suppress(OSError):
             for text, labels in self._warned.items():
                 if len(labels) > 1:
                     self._warn(f"{labels[0]} and {counted(len(labels) - 1, 'more run')}", text)
@@ -99,7 +96,7 @@ class View:
 
     def _receive(self, line: RunLine, event: Event) -> None:
         line(event)
-        with contextlib.suppress(*_CLOSED):
+        with contextlib.suppress(OSError):  # a terminal that is closed must not keep a run from being saved
             if isinstance(event, Warned):
                 labels = self._warned.setdefault(event.text, [])
                 if not labels:  # further runs with this warning are counted at the end

@@ -1,8 +1,10 @@
-"""Tables that fit a terminal: cells fold between words, and columns for which there is no room are left out."""
+"""Where commands print, and tables that fit: cells fold between words, and columns without room are left out."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from typing import IO
 
 from rich import box
 from rich.console import Console, JustifyMethod
@@ -13,6 +15,20 @@ NARROW = 24
 """Characters to which a column with spaces may be folded, though a word of it is longer."""
 
 _UNBOUNDED = 10_000  # columns of a terminal
+
+
+class ProgressConsole(Console):
+    """The standard error; once its reader has gone, what follows goes nowhere.
+
+    rich would send the standard output nowhere instead, with the results, and exit.
+    """
+
+    def __init__(self, file: IO[str] | None = None):
+        super().__init__(file=file, stderr=file is None)
+
+    def on_broken_pipe(self) -> None:
+        """Let what is printed from now on, and at the end of the process, go nowhere."""
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
 
 
 def output() -> Console:
