@@ -12,6 +12,8 @@ import pytest
 from raypfl.common.user_modules import digests_named_in
 
 CELLS = textwrap.dedent("""
+    import functools
+
     import tools
 
     SCALE = 2
@@ -21,6 +23,7 @@ CELLS = textwrap.dedent("""
         def rate(self):
             return 0.1
 
+    @functools.cache
     def scaled(value):
         return SCALE * value
 
@@ -73,9 +76,9 @@ def test_a_comment_or_a_cell_that_the_method_does_not_use_keeps_its_hash(digest)
 
 def test_a_hash_is_the_same_after_an_object_of_the_class_went_to_another_process(digest):
     before = digest(CELLS)
-    mine = vars(sys.modules["__main__"])["Mine"]
-    mine().__reduce_ex__(4)  # as pickle does, which keeps the names of slots in the class
-    assert "__slotnames__" in vars(mine)
+    method = vars(sys.modules["__main__"])["Mine"]
+    method().__reduce_ex__(4)  # as pickle does, which keeps the names of slots in the class
+    assert "__slotnames__" in vars(method)
     assert digests_named_in(["__main__:Mine"])["__main__:Mine"] == before
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dis
 import hashlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cached_property, partial
 from types import CodeType, FunctionType, ModuleType
 
 _OF_EVERY_CLASS = {
@@ -52,29 +54,27 @@ class _Content:
     def _add_parts(self, value: object) -> None:
         if isinstance(value, ModuleType):
             self._write(self._digest_of_module(value.__name__))
-        elif isinstance(value, (type, FunctionType)) and value.__module__ != "__main__":
-            self._write(self._digest_of_module(value.__module__))
-        elif isinstance(value, type):
-            self.add(value.__bases__)
-            self.add({name: part for name, part in vars(value).items() if name not in _OF_EVERY_CLASS})
-        elif isinstance(value, FunctionType):
-            self.add(value.__code__)
-            self.add(value.__defaults__)
-            self.add(value.__kwdefaults__)
-            self.add([cell.cell_contents for cell in value.__closure__ or ()])
+        elif isinstance(value, (type, FunctionType)):
+            self._add_definition(value)
         elif isinstance(value, CodeType):
             self._add_code(value)
-        elif isinstance(value, (staticmethod, classmethod)):
-            self.add(value.__func__)
-        elif isinstance(value, property):
-            self.add([value.fget, value.fset])
-        elif isinstance(value, dict):
-            self.add(list(value.items()))
-        elif isinstance(value, (tuple, list)):
-            for part in value:
+        else:
+            for part in _parts(value):
                 self.add(part)
-        elif isinstance(value, (set, frozenset)):
-            self._write(repr(sorted(map(repr, value))))
+
+    def _add_definition(self, definition: type | FunctionType) -> None:
+        if definition.__module__ != "__main__":
+            self._write(self._digest_of_module(definition.__module__))
+        elif isinstance(definition, type):
+            self.add(definition.__bases__)
+            self.add({name: part for name, part in vars(definition).items() if name not in _OF_EVERY_CLASS})
+        else:
+            self.add(definition.__code__)
+            self.add(definition.__defaults__)
+            self.add(definition.__kwdefaults__)
+            for cell in definition.__closure__ or ():
+                with suppress(ValueError):  # of a variable that has no value yet
+                    self.add(cell.cell_contents)
 
     def _add_code(self, code: CodeType) -> None:
         self.add(code.co_code)
@@ -86,3 +86,23 @@ class _Content:
 
     def _write(self, text: str | None) -> None:
         self.hash.update(f"{text}\n".encode())
+
+
+def _parts(value: object) -> Sequence[object]:
+    """Return what a container holds, or the function that an object wraps; of other objects, only the type counts."""
+    if isinstance(value, (tuple, list)):
+        return value
+    if isinstance(value, dict):
+        return list(value.items())
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(repr, value))
+
+    if isinstance(value, property):
+        return [value.fget, value.fset]
+    if isinstance(value, (staticmethod, classmethod)):
+        return [value.__func__]
+    if isinstance(value, cached_property):
+        return [value.func]
+    if isinstance(value, partial):
+        return [value.func, value.args, value.keywords]
+    return [getattr(value, "__dict__", {}).get("__wrapped__")]  # of a function with a cache, say
