@@ -156,7 +156,7 @@ def test_the_server_computes_with_its_number_of_threads(tmp_path):
 def test_replies_arrive_on_the_servers_device():
     fed = Federation(method=raypfl.methods.FedAvg())
     cohort = fed.cohort()
-    cohort.task = SimpleNamespace(model=SimpleNamespace(device=GPU))
+    cohort.task = SimpleNamespace(model=SimpleNamespace(device=GPU), num_clients=fed.task.num_clients)
     with pretend_gpu() as faults:
         theta = cohort.run(fed.method.train, theta=fed.context.initial)["theta"]
         assert theta.device == GPU and theta.shape == (fed.model.size,) and not faults
