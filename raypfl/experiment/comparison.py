@@ -116,7 +116,7 @@ def _take_methods(values: dict[str, Any]) -> list[Any]:
 def _take_seeds(values: dict[str, Any]) -> int:
     seeds = values.pop("seeds", 1)
     if not isinstance(seeds, int) or isinstance(seeds, bool) or not 1 <= seeds <= 10_000:
-        raise ConfigError(f"seeds is {seeds!r}; it must be from 1 to 10000, the number of seeds for each method.")
+        raise ConfigError(f"seeds is {seeds!r}; it must be a whole number from 1 to 10000, the seeds of each method.")
     return seeds
 
 

@@ -524,7 +524,7 @@ def test_a_command_that_names_a_method_chooses_it_with_the_options_and_settings_
         ("methods: ditto\n", "methods is 'ditto'; it must be a list, such as"),
         ("methods: []\n", "methods is []; it must be a list, such as"),
         ("method: [fedavg, ditto]\n", "method is ['fedavg', 'ditto']; give several as methods"),
-        ("seeds: 0\n", "seeds is 0; it must be from 1 to 10000"),
+        ("seeds: 0\n", "seeds is 0; it must be a whole number from 1 to 10000"),
         ("method: ditto\nmethods: [fedavg]\n", "Both method and methods are given"),
     ],
 )

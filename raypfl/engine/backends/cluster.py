@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 
 from raypfl.common import registry
+from raypfl.common.counting import counted
 from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.common.stopping import handlers_restored, hangups_ignored, signals_deferred, signals_interrupt
 from raypfl.common.user_modules import copy_files, module_files
@@ -262,8 +263,8 @@ def _no_room_error(pool: ActorPool, server: Mapping[str, float], nodes: Nodes) -
         remedy += ", or what ray.cpus_for_server and ray.gpus_for_server reserve"
     return ConfigError(
         f"{pool.actors or 1} client actors with {_describe(reserved(pool))} each {beside}need more than this "
-        f"cluster has: {total['CPU']:g} CPUs and {total['GPU']:g} GPUs on {len(nodes)} nodes. {remedy}; or set "
-        "ray.max_actors instead of ray.actors, if nodes are still to join."
+        f"cluster has: {total['CPU']:g} CPUs and {total['GPU']:g} GPUs on {counted(len(nodes), 'node')}. {remedy}; or "
+        "set ray.max_actors instead of ray.actors, if nodes are still to join."
     )
 
 

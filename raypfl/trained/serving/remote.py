@@ -122,7 +122,9 @@ class RemoteRun:
                     raise RaypflError(f"{self.address} answers {error.code}: {_sentence(error.read())}") from error
                 time.sleep(int(later))
             except (OSError, HTTPException) as error:
-                raise RaypflError(f"{self.address} cannot be asked for a model: {error}") from error
+                # urllib's own text wraps the reason in "<urlopen error ...>".
+                reason = getattr(error, "reason", error)
+                raise RaypflError(f"{self.address} cannot be asked for a model: {reason}") from error
         raise AssertionError("The last try returns or raises.")
 
 
