@@ -45,7 +45,7 @@ def digests_named_in(values: Iterable[object]) -> dict[str, str]:
     What is defined in a script or notebook that is running, ``__main__:Mine``, has a hash of its own.
     """
     digests = {}
-    for module, name in names_in(values):
+    for module, name in dict.fromkeys(names_in(values)):
         if module == "__main__":
             digests[f"{module}:{name}"] = digest_of_definition(name, digest_of_module)
         else:

@@ -78,7 +78,7 @@ class FedKD(Method):
         student = server["theta"][shared]
         missed = (server["sent"] - server["received"]).clamp_max(len(student))
         reply = cohort.run(self.train, student=Broadcast(student, charged=missed), energy=energy)
-        server["received"] = cohort.with_rows(server["received"], torch.full_like(cohort.rows(missed), server["sent"]))
+        server["received"] = cohort.with_rows(server["received"], torch.full([len(cohort)], server["sent"]))
 
         mean = torch.zeros_like(server["theta"]).masked_scatter(shared, reply["move"])
         move, numbers = compressed(model, mean[None], energy)
