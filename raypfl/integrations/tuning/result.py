@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import csv
-import io
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ from raypfl.integrations.tuning.pictures import draw_configurations, draw_import
 from raypfl.integrations.tuning.search import TUNE, check, search
 from raypfl.integrations.tuning.sweep import Sweep, load
 from raypfl.integrations.tuning.trial import Trial, TrialListener, metric_names, run_folder, schedule_of
+from raypfl.results.report.export import csv_text
 from raypfl.results.report.searches.folders import CONFIGURATIONS, IMPORTANCE
 from raypfl.results.units import Unit
 from raypfl.runs.records import TRIALS
@@ -238,12 +237,7 @@ class SweepResult:
 
     def write_files(self) -> None:
         """Write the table, the best configuration and the pictures into the sweep's folder."""
-        rows = self.rows()
-        text = io.StringIO()
-        table = csv.DictWriter(text, list(rows[0]))
-        table.writeheader()
-        table.writerows(rows)
-        write(self.folder / TRIALS, text.getvalue())
+        write(self.folder / TRIALS, csv_text(self.rows()))
 
         if self.best is not None:
             heading = [self._heading(), *self.changes]
