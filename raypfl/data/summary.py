@@ -81,6 +81,14 @@ class Summary:
         return (self.counts > 0).sum(axis=1)
 
     @property
+    def unseen_with_new_classes(self) -> np.ndarray:
+        """The unseen clients whose set of classes no trained client has: ``int64[...]``."""
+        holds = self.counts > 0
+        trained_sets = {row.tobytes() for row in np.delete(holds, self.unseen, axis=0)}
+        is_new = [holds[client].tobytes() not in trained_sets for client in self.unseen]
+        return self.unseen[np.array(is_new, dtype=bool)]
+
+    @property
     def entropy(self) -> np.ndarray:
         """Shannon's entropy of each client's label mix in bits, ``float[clients]``: from 0 to log2(classes)."""
         shares = self.shares

@@ -50,6 +50,9 @@ def show(console: Console, summary: Summary) -> None:
     totals = {name: f"{sizes.sum():,}" for name, sizes in summary.sizes.items()}
     console.print(_table("samples of a client", sizes_of(summary), totals))
     console.print(_table("training labels of a client", labels_of(summary)))
+    if summary.kind == "classes" and summary.unseen_with_new_classes.size:
+        unseen_clients = listed(summary.unseen_with_new_classes, _MOST_NAMED)
+        console.print(Text(f"No trained client has just the classes of these unseen clients: {unseen_clients}."))
 
     if summary.client_names is not None:
         console.print(_table_of_names(summary, summary.client_names))
@@ -86,6 +89,7 @@ def as_json(summary: Summary) -> dict[str, Any]:
         "vocabulary": summary.vocabulary,
         "client_names": None if summary.client_names is None else list(summary.client_names),
         "unseen": summary.unseen.tolist(),
+        "unseen_with_new_classes": summary.unseen_with_new_classes.tolist(),
         "samples": samples,
         "classes_held": classes,
         "label_entropy_bits": entropy,

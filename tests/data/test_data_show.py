@@ -35,6 +35,15 @@ def test_entropy_is_in_bits_and_distance_is_the_share_of_samples_to_be_moved():
     assert data.classes_held.tolist() == [1, 4, 3]
 
 
+def test_an_unseen_client_with_classes_that_no_trained_client_has_together_is_named():
+    data = summary([[5, 5, 0], [1, 9, 0], [0, 5, 5], [5, 0, 0], [3, 0, 3]], unseen=(1, 3, 4))
+    assert data.unseen_with_new_classes.tolist() == [3, 4]
+
+    console = Console(file=io.StringIO(), width=200)
+    client_data.show(console, data)
+    assert "No trained client has just the classes of these unseen clients: 3, 4." in console.file.getvalue()
+
+
 def test_a_client_without_samples_has_no_mix():
     data = summary([[0, 0], [1, 1]])
     assert data.shares.tolist() == [[0, 0], [0.5, 0.5]]
