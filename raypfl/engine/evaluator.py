@@ -34,6 +34,9 @@ from raypfl.learning.privacy import Spending
 from raypfl.models.predictor import Predictor
 from raypfl.storage.tree import Copies
 
+EXCHANGE = "evaluation"
+"""The name of the exchange in which models are made; noise that a private training draws is keyed by it."""
+
 
 class EvaluationCohort(Cohort):
     """The cohort in :meth:`raypfl.Method.personalize`: clients that are about to be evaluated.
@@ -153,7 +156,7 @@ class Evaluator:
             cohort = EvaluationCohort(self.runner, [client for _, client in pairs], round, lr, unseen)
             personalize(self.method, state, cohort, copies)
             call, groups = self.runner.prepare(
-                _score, pairs, round, lr, arguments, group_sizes, visible_state, exchange="evaluation"
+                _score, pairs, round, lr, arguments, group_sizes, visible_state, exchange=EXCHANGE
             )
             spent: dict[int, list[Spending]] = {}
             for group, done in self.runner.run(call, groups, _refuse_failure):

@@ -25,7 +25,7 @@ from raypfl.data.client_names import ClientNames, number_of
 from raypfl.engine.backends.inline import Inline
 from raypfl.engine.building.data_outline import DataOutline
 from raypfl.engine.building.groups import client_costs
-from raypfl.engine.evaluator import EvaluationCohort, model_hook, personalize
+from raypfl.engine.evaluator import EXCHANGE, EvaluationCohort, model_hook, personalize
 from raypfl.engine.prepared import Prepared
 from raypfl.evaluation.metric_sums import MetricSums
 from raypfl.evaluation.run_metrics import Measures
@@ -279,7 +279,7 @@ class TrainedModels:
         with threads(self.experiment.engine.threads):
             if method.has("personalize"):
                 states, spent = self._after_exchanges(context, clients, states, unseen)
-            group = ClientGroup(context, tuple(clients), self.round, self._lr, states)
+            group = ClientGroup(context, tuple(clients), self.round, self._lr, states, exchange=("", EXCHANGE))
             models = getattr(method, model_hook(unseen))(Clients(group), self.server)
         return models, [*spent, *group.spent]
 

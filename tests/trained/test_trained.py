@@ -103,6 +103,19 @@ def test_clients_that_were_never_trained_get_what_the_method_gives_them(tmp_path
         assert again == pytest.approx(row["accuracy"], abs=1e-9)
 
 
+def test_models_that_are_made_with_noise_have_the_noise_of_the_evaluation(tmp_path: Path):
+    changes = {"rounds": 1, "data__unseen_fraction": 0.2, "evaluation__protocols": "[local, unseen]"}
+    described = experiment(tmp_path, method="fedavg-ft", privacy__noise=1.0, cohort__size=2, **changes)
+    result = raypfl.run(described)
+    models = raypfl.trained_models(result)
+
+    rows = [row for row in result.evaluations.to_pylist() if row["model"] == "personal"]
+    assert {row["protocol"] for row in rows} == {"local", "unseen"}
+    for row in rows:
+        again = accuracy(models.personal_model(row["client"]), models.outline.data, row["client"])
+        assert again == pytest.approx(row["accuracy"], abs=1e-9)
+
+
 def test_models_are_read_from_an_export_without_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     result = raypfl.run(experiment(tmp_path, method="fedper", rounds=2, evaluation__every=0))
     models = exported(result.run_dir, tmp_path / "models")
