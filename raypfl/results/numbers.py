@@ -210,15 +210,20 @@ def messages(group: RunGroup) -> list[MessageCost]:
 
 
 def prediction_traffic(group: RunGroup) -> tuple[float, float] | None:
-    """Return the kB (10^3 bytes) up and down for evaluating one client's model; None: it needs no exchange."""
+    """Return the kB (10^3 bytes) up and down for evaluating one client's model; None: it needs no exchange.
+
+    They are means over all evaluated clients, since one that was never trained may need more exchanges than others.
+    """
     predictions = [message for message in messages(group) if message.phase == "prediction"]
     if not predictions:
         return None
 
-    bytes_sent = {"up": 0.0, "down": 0.0}
+    # Every client takes part in the first exchange.
+    evaluated_clients = max(message.times for message in predictions)
+    megabytes = {"up": 0.0, "down": 0.0}
     for message in predictions:
-        bytes_sent[message.direction] += message.bytes
-    return bytes_sent["up"] / 1e3, bytes_sent["down"] / 1e3
+        megabytes[message.direction] += message.megabytes
+    return 1e3 * megabytes["up"] / evaluated_clients, 1e3 * megabytes["down"] / evaluated_clients
 
 
 def _curve(

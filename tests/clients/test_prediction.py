@@ -16,7 +16,7 @@ from raypfl.common.messages import Mean, Scatter, per_client
 from raypfl.methods import FedAvg, PeFLL
 from raypfl.models import Predictor
 from raypfl.results.display import outcome
-from raypfl.results.numbers import messages
+from raypfl.results.numbers import messages, prediction_traffic
 from raypfl.results.run_groups import group_runs
 from tests.support.federation import Federation, both_executors
 from tests.support.runs import experiment
@@ -229,6 +229,17 @@ def test_the_table_and_the_report_show_the_messages_of_prediction(tmp_path):
     pages = [report.write([run], tmp_path / "page.html").read_text() for run in (result, plain)]
     assert ["Messages of prediction give clients" in page for page in pages] == [True, False]
     assert [page.count("<small>prediction</small>") for page in pages] == [3, 0]
+
+
+def test_the_messages_of_prediction_are_a_mean_over_clients_of_which_new_ones_need_more(tmp_path):
+    evaluation = {"evaluation__every": 0, "evaluation__protocols": "[local, unseen]", "data__unseen_fraction": 0.25}
+    base = experiment(tmp_path, rounds=1, method="pfedhn", method__adapt_rounds=3, **evaluation)
+    result = raypfl.run(base)
+
+    # Nine trained clients get a model. Three new ones also send three steps, and get a model for each.
+    model = 4 * result.metadata["parameters"] / 1e3
+    traffic = prediction_traffic(group_runs([result])[0])
+    assert traffic == pytest.approx((3 * 3 * model / 12, (9 + 3 * 4) * model / 12))
 
 
 # ------------------------------------------------------------------------------- predictors that are no vector

@@ -42,7 +42,7 @@ from raypfl.runs.result import RunResult
 
 _BEST_NOTE = "*: in the round of each seed that was best on the clients' validation data."
 _SECONDS_NOTE = "Seconds: number of rounds x median round, without evaluation."
-_PREDICTION_NOTE = "{}: evaluating a client's model takes another {:,.2f} kB up and {:,.2f} kB down."
+_PREDICTION_NOTE = "{}: evaluating a client's model takes another {:,.2f} kB up and {:,.2f} kB down, on average."
 _MASK_NOTES = {
     "zero": "/zero: with a logit of 0 for every class that a client's training data lack.",
     "exclude": "/exclude: predicting only classes that a client's training data have.",
