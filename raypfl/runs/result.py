@@ -143,17 +143,12 @@ class RunResult:
         `round` may be `best_round`; None: the mean over the last rounds, as many as ``evaluation.last``.
         """
         rounds = self.last_rounds if round is None else [round]
-        summaries = []
-        for number in rounds:
-            evaluations = self.evaluations.filter(pc.field("round") == number)
-            summaries.append(summarise(self.experiment.measures, evaluations.to_pydict()))
-        return summaries[0] if len(summaries) == 1 else _mean_rows(summaries)
+        return mean_summary(self.experiment, self.evaluations, rounds)
 
     @property
     def last_rounds(self) -> list[int]:
         """The evaluated rounds that results are means over: the last ``evaluation.last`` of them."""
-        evaluated = sorted(pc.unique(self.evaluations["round"]).to_pylist())
-        return evaluated[-self.experiment.evaluation.last :]
+        return last_rounds(self.experiment, self.evaluations)
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -206,6 +201,21 @@ class RunResult:
         """
         number = number_of(client, self.client_names, self.metadata["num_clients"])
         return newest(self.run_dir)[1].state_of(number)
+
+
+def last_rounds(experiment: Experiment, evaluations: pa.Table) -> list[int]:
+    """Return the evaluated rounds that results are means over: the last ``evaluation.last`` of them."""
+    evaluated = sorted(pc.unique(evaluations["round"]).to_pylist())
+    return evaluated[-experiment.evaluation.last :]
+
+
+def mean_summary(experiment: Experiment, evaluations: pa.Table, rounds: Sequence[int]) -> list[dict[str, Any]]:
+    """Return the aggregates of an evaluations table, means over these rounds, as :meth:`RunResult.summary` does."""
+    summaries = []
+    for number in rounds:
+        rows = evaluations.filter(pc.field("round") == number)
+        summaries.append(summarise(experiment.measures, rows.to_pydict()))
+    return summaries[0] if len(summaries) == 1 else _mean_rows(summaries)
 
 
 def _mean_rows(summaries: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import subprocess
@@ -112,6 +113,7 @@ def test_a_resumed_run_goes_on_in_its_mlflow_run(folder: Path) -> None:
     evaluated = client_of(folder).get_metric_history(run.info.run_id, "accuracy/local/personal")
     assert [point.step for point in evaluated] == [3, 5]
     assert (run.data.params["rounds"], run.data.tags["resumed.rounds"]) == ("3", "5")
+    assert "error" not in run.data.tags  # with which it was stopped
 
 
 def test_a_run_that_goes_on_in_a_folder_of_another_machine_goes_on_in_its_mlflow_run(folder: Path) -> None:
@@ -144,6 +146,19 @@ def test_a_comparison_that_goes_on_in_a_folder_of_another_machine_goes_on_below_
     (parent,) = runs_of(folder, "tags.kind = 'comparison'")
     assert {run.data.tags["mlflow.parentRunId"] for run in runs_of(folder, "tags.kind = 'run'")} == {parent.info.run_id}
     assert (parent.info.status, (machine / "mlflow_run_id").read_text()) == ("FINISHED", parent.info.run_id)
+
+
+def test_a_difference_that_a_continued_comparison_no_longer_has_loses_its_number(folder: Path) -> None:
+    for best, other in (("a", "b"), ("b", "a")):
+        with MLflowListener("kept", warn=pytest.fail, kept_in=folder) as listener:
+            listener.describe(f"{best} is best.", {f"difference/local/{other}": -1.0})
+            for event in events(folder, name="a"):
+                listener(event)
+
+    (parent,) = runs_of(folder, "tags.kind = 'comparison'")
+    assert parent.data.metrics == pytest.approx(
+        {"difference/local/a": -1.0, "difference/local/b": math.nan}, nan_ok=True
+    )
 
 
 def test_a_resumed_run_whose_mlflow_run_is_gone_gets_a_new_one(folder: Path) -> None:

@@ -92,6 +92,16 @@ def test_a_comparison_is_a_parent_with_its_results_and_a_child_for_each_run_with
     assert described.saved_input_example_info is not None
 
 
+def test_the_score_in_a_runs_name_is_a_mean_over_the_last_evaluations(folder: Path) -> None:
+    described = small(folder, rounds=3, method="fedavg", evaluation__every=1, evaluation__last=3)
+    result = raypfl.run(described, listeners=[MLflowListener(warn=pytest.fail)])
+
+    (run,) = runs_of(folder)
+    accuracies = [result.summary(round)[0]["accuracy"] for round in (1, 2, 3)]
+    mean, last = 100 * sum(accuracies) / 3, 100 * accuracies[-1]
+    assert f" {mean:.1f} % " in run.info.run_name and f"{mean:.1f}" != f"{last:.1f}"
+
+
 @pytest.mark.parametrize(("method", "models_mb"), [("fedavg", 1), ("local", 1), ("ditto", 1), ("ditto", 0)])
 def test_the_code_in_a_runs_description_loads_its_models(folder: Path, method: str, models_mb: float) -> None:
     import mlflow

@@ -62,7 +62,8 @@ def events(
     checkpoint = join(absolute(checkpoints_of(experiment, str(run_dir))), "000001-round-3")
     events.append(Checkpointed(rounds.stop - 1, checkpoint))
     tables = {"rounds": pa.table({"round": [1]})}
-    events.append(RunFinished(status, rounds.stop - 1, "abc", "a client's loss is NaN", tables))  # type: ignore[arg-type]
+    error = None if status == "finished" else "a client's loss is NaN"
+    events.append(RunFinished(status, rounds.stop - 1, "abc", error, tables))  # type: ignore[arg-type]
     return events
 
 

@@ -7,6 +7,7 @@ import copy
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from math import nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self
 
@@ -162,6 +163,11 @@ class MLflowListener:
             client.set_tag(parent, NOTE, entries.shortened(self._description))
         now = int(time.time() * 1000)
         metrics = [Metric(name, value, now, 0) for name, value in self._metrics.items()]
+        # When a comparison goes on, another method may be best, which has no difference. MLflow deletes no metric.
+        kinds = {name.partition("/")[0] for name in self._metrics}
+        for name in client.get_run(parent).data.metrics:
+            if name.partition("/")[0] in kinds and name not in self._metrics:
+                metrics.append(Metric(name, nan, now, 0))
         # MLflow takes at most 1,000 metrics in a call.
         for start in range(0, len(metrics), 1000):
             client.log_batch(parent, metrics[start : start + 1000])

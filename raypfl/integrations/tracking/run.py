@@ -31,6 +31,7 @@ from raypfl.integrations.tracking.connection import (
 )
 from raypfl.integrations.tracking.models import log_models
 from raypfl.integrations.tracking.run_ids import existing_run, keep_run_id
+from raypfl.runs.result import last_rounds, mean_summary
 from raypfl.storage.filesystems import absolute, join
 
 if TYPE_CHECKING:
@@ -164,6 +165,8 @@ class RunRecord:
         self._log_params(client, existing.data.params if existing else {})
         if existing:
             self._continue(client, existing)
+            if "error" in existing.data.tags:  # that of its last end
+                client.delete_tag(self.run_id, "error")
         if self._started.experiment.tracking.system_metrics and self._monitor is None:
             self._monitor = _start_monitor(self.run_id, self._uri, resumed=bool(existing))
         return client
@@ -266,14 +269,18 @@ class RunRecord:
             if isinstance(event, RoundFinished):
                 self._log_images(client, event, timestamp)
 
-        evaluations = [event for event, _ in pending if isinstance(event, Evaluated) and event.summary]
-        if evaluations:  # MLflow's page shows no metric by itself, but every name
-            score = entries.run_score(self._started.experiment, evaluations[-1].summary)
-            client.update_run(self.run_id, name=self._name(score))
+        evaluations = [event for event, _ in pending if isinstance(event, Evaluated)]
+        if evaluations:
+            self._show_score(client, evaluations[-1].summary)
 
         checkpoints = [event.location for event, _ in pending if isinstance(event, Checkpointed)]
         if checkpoints:
             client.set_tag(self.run_id, "checkpoint", without_password(checkpoints[-1]))
+
+    def _show_score(self, client: MlflowClient, summary: Sequence[Mapping[str, Any]]) -> None:
+        """Put the score into the run's name: MLflow's page shows no metric by itself, but every name."""
+        if summary:
+            client.update_run(self.run_id, name=self._name(entries.run_score(self._started.experiment, summary)))
 
     def _is_unrecorded(self, event: Event) -> bool:
         # After a kill, rounds since the last checkpoint come again, equal: those that are recorded are skipped.
@@ -309,6 +316,10 @@ class RunRecord:
         for key, value in tags.items():
             client.set_tag(self.run_id, key, value)
 
+        if "evaluations" in finished.tables:
+            experiment = self._started.experiment
+            evaluations = finished.tables["evaluations"]
+            self._show_score(client, mean_summary(experiment, evaluations, last_rounds(experiment, evaluations)))
         if "logged" in finished.tables:
             self._log_before_first_round(client, finished.tables["logged"].to_pylist())
         self._log_analyses(client)
