@@ -72,13 +72,14 @@ def refuse_unkeyed(function: Any, device: torch.device, instead: str) -> Iterato
 def _states(device: torch.device, mentioned: frozenset[str]) -> dict[str, Any]:
     states: dict[str, Any] = {"torch's": streams.state(device)}
     if "NumPy's" in mentioned:
-        states["NumPy's"] = _numpy_state()
+        states["NumPy's"] = numpy_bits()
     if "Python's" in mentioned:
         states["Python's"] = random.getstate()
     return states
 
 
-def _numpy_state() -> bytes | str:
+def numpy_bits() -> bytes | str:
+    """Return the bits of NumPy's global generator, which every draw changes but a normal one that was drawn before."""
     generator = np.random.mtrand._rand._bit_generator
     if isinstance(generator, np.random.MT19937):
         # Read in place: get_state makes an object of each of its 624 words, which takes 80 microseconds instead of 3.

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import random
 import threading
 import time
-import warnings
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +15,7 @@ from raypfl.common.exclusive import exclusive
 from raypfl.learning.executor import GroupTraining, StepCallback
 from raypfl.learning.packing.alike import Likeness
 from raypfl.learning.packing.numbers import fixed_numbers
+from raypfl.learning.packing.process_state import ProcessState
 from raypfl.learning.packing.rounding import Calls, OperationCall, rounds_alike
 from raypfl.learning.packing.trainings import (
     are_alike,
@@ -80,7 +78,7 @@ class Packer:
         self._since = Spent.now()
         self._likeness = Likeness()
         self._kinds: list[_Kind] = []
-        self._process = _ProcessState()
+        self._process = ProcessState()
 
     @contextlib.contextmanager
     def turn(self, run: int) -> Iterator[None]:
@@ -117,7 +115,7 @@ class Packer:
 
     def train(self, run: int, executor: Packed, training: GroupTraining) -> Trained:
         """Train a run's group, with groups of other runs if their trainings are alike."""
-        process = _ProcessState()
+        process = ProcessState()
         with exclusive:
             self._waiting[run] = (executor, training)
             self._pass_on()
@@ -313,29 +311,6 @@ def _calls_of_step(training: GroupTraining, executor: Vectorised, by_row: Set[st
 def _are_equal(a: Trained, b: Trained) -> bool:
     """Return whether trained models and losses have the same bits; a reported loss may be NaN."""
     return all(torch.equal(x.view(torch.uint8), y.contiguous().view(torch.uint8)) for x, y in zip(a, b, strict=True))
-
-
-class _ProcessState:
-    """Global state of the process that each run has for itself: warning filters and random streams."""
-
-    def __init__(self) -> None:
-        self._filters = warnings.filters
-        self._show = warnings.showwarning
-        # catch_warnings(record=True) replaces this function.
-        self._show_message = warnings._showwarnmsg_impl  # type: ignore[attr-defined]
-        self._torch = torch.default_generator.get_state()
-        self._numpy = np.random.get_state(legacy=False)
-        self._python = random.getstate()
-
-    def restore(self) -> None:
-        """Bring the process back to this state."""
-        warnings.filters = self._filters
-        warnings.showwarning = self._show
-        warnings._showwarnmsg_impl = self._show_message  # type: ignore[attr-defined]
-        warnings._filters_mutated()  # type: ignore[attr-defined]
-        torch.default_generator.set_state(self._torch)
-        np.random.set_state(self._numpy)
-        random.setstate(self._python)
 
 
 class Packed(Vectorised):
