@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated, Literal
 
 import numpy as np
 
 from raypfl.common.conditions import needs, needs_some, unless
 from raypfl.learning.optimizers import SGD, LocalOptimizer
+
+_sgd = cache(SGD)  # It checks its functions when it is made, so not in every round.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +68,7 @@ class TrainingSettings:
         """The optimizer with its hyperparameters."""
         if isinstance(self.optimizer, LocalOptimizer):
             return self.optimizer
-        return SGD(momentum=self.momentum, nesterov=self.nesterov)
+        return _sgd(momentum=self.momentum, nesterov=self.nesterov)
 
     def learning_rate(self, round: int, rounds: int) -> float:
         """Return the learning rate under the schedule after `round` of `rounds` rounds."""

@@ -26,6 +26,9 @@ PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.d
 TEMPLATE = frozenset({"module", "as_module", "factory"})
 """Names by which a loss would read the values that a network was built with, of which each run has its own."""
 
+UPDATE = tuple(field.name for field in fields(Update))
+"""The attributes of a local step."""
+
 IN_EVERY_MODULE = frozenset(vars(nn.Module()))
 """What PyTorch keeps in every network: its parts, which are compared one by one, and its hooks."""
 
@@ -55,11 +58,9 @@ class Likeness:
 
     def same_update(self, a: Update, b: Update) -> bool:
         """Return whether two local steps follow the same rule; numbers that the optimizer takes by row may differ."""
-        if not self._same_value(a.optimizer, b.optimizer, None):
-            return False
-        for field in fields(Update):
-            values = (getattr(a, field.name), getattr(b, field.name))
-            if not self._same_value(*values, None) and not (field.name in NUMBERS and may_differ(a.optimizer, *values)):
+        for name in UPDATE:
+            values = (getattr(a, name), getattr(b, name))
+            if not self._same_value(*values, None) and not (name in NUMBERS and may_differ(a.optimizer, *values)):
                 return False
         return True
 

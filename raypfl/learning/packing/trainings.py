@@ -92,9 +92,9 @@ def different_numbers(trainings: Sequence[GroupTraining]) -> frozenset[str]:
 def joined(trainings: Sequence[GroupTraining]) -> GroupTraining:
     """Return one training of all clients of trainings that are alike, the first one's clients first."""
     first = trainings[0]
-    names = different_numbers(trainings)
-    numbers_of_runs = [numbers_by_client(training, names) for training in trainings]
-    numbers = {name: torch.cat([run_numbers[name] for run_numbers in numbers_of_runs]) for name in sorted(names)}
+    numbers = {}
+    for name in sorted(different_numbers(trainings)):
+        numbers[name] = torch.cat([numbers_by_client(training, [name])[name] for training in trainings])
     corrections = [unmarked(training.correction) for training in trainings if training.correction is not None]
     joined_clients = GroupTraining(
         loss=first.loss,

@@ -252,6 +252,7 @@ class _Walk:
                 raise Unknown
 
 
+@cache
 def _is_of_raypfl(module: str) -> bool:
     """Return whether a module is raypfl's and none of its methods; those depend on more than their arguments."""
     return module.partition(".")[0] == "raypfl" and not module.startswith("raypfl.methods")
@@ -263,6 +264,7 @@ def _is_of_numpy(value: Any) -> bool:
     return str(module).partition(".")[0] == "numpy"
 
 
+@cache
 def _is_of_library(module: str | None) -> bool:
     root = str(module).partition(".")[0]
     return root == "builtins" or (root in LIBRARIES and not str(module).startswith("raypfl.methods"))

@@ -106,6 +106,7 @@ def _attributes(value: Any, names: frozenset[str], visited: set[int]) -> Iterato
         yield from _attributes(attributes[name], names, visited)
 
 
+@cache
 def _is_of_library(module: str | None) -> bool:
     return module is not None and module.partition(".")[0] in LIBRARIES
 
