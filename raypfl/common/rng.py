@@ -31,8 +31,7 @@ def key(seed: int, purpose: str, *path: int) -> int:
 def keys(seed: int, purpose: str, round: int, clients: Sequence[int] | np.ndarray) -> np.ndarray:
     """Return a key for each client, ``uint64[len(clients)]``, for one purpose in one round."""
     base = np.uint64(key(seed, purpose, round))
-    with np.errstate(over="ignore"):
-        return mix(base + mix(np.asarray(clients, dtype=np.uint64)))
+    return mix(base + mix(np.asarray(clients, dtype=np.uint64)))
 
 
 def generator(seed: int, purpose: str, *path: int) -> np.random.Generator:
@@ -91,9 +90,8 @@ def permutations(keys: np.ndarray, width: int, sizes: np.ndarray | None = None) 
     keys : ``uint64[K]``, one key for each row.
     sizes : ``int64[K]``, at most `width`; None: all of `width`. The rest of a longer row has no meaning.
     """
-    with np.errstate(over="ignore"):
-        positions = mix(np.arange(1, width + 1, dtype=np.uint64))
-        scores = mix(mix(np.asarray(keys, dtype=np.uint64))[:, None] + positions[None, :])
+    positions = mix(np.arange(1, width + 1, dtype=np.uint64))
+    scores = mix(mix(np.asarray(keys, dtype=np.uint64))[:, None] + positions[None, :])
     if sizes is not None:
         scores[np.arange(width)[None, :] >= np.asarray(sizes)[:, None]] = np.iinfo(np.uint64).max
     return np.argsort(scores, axis=1, kind="stable")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -23,12 +25,14 @@ def host_memory(shape: tuple[int, ...], dtype: np.dtype, device: torch.device) -
 def to_device(rows: np.ndarray, device: torch.device) -> Tensor:
     """Return the rows on a device: on the CPU without a copy, on a GPU as an asynchronous copy."""
     if device.type != "cuda":
-        return torch.from_numpy(rows).to(device)
+        tensor = torch.from_numpy(rows)
+        return tensor if device.type == "cpu" else tensor.to(device)
     staged = host_memory(rows.shape, rows.dtype, device)
     staged.numpy()[...] = rows
     return staged.to(device, non_blocking=True)
 
 
+@lru_cache
 def refuse_without_array(what: str, dtype: torch.dtype) -> None:
     """Raise a MethodError if NumPy, whose arrays hold messages and states, lacks a dtype, such as bfloat16."""
     try:

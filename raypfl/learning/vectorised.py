@@ -414,8 +414,6 @@ class Vectorised(Executor):
                 value, reported = loss(p, batch, **without_buffers(self.model, client_extras))
             return (value, call.moved()) if reported is value else (value, call.moved(), reported)
 
-        losses_of_clients = vmap(loss_of_client)
-
         # One backward pass through all rows gives the gradients of torch.func.grad, which imports the compiler: longer
         # than a small run. Gradients stay per segment: assembling one for `p` takes a fifth of a small step.
         def step(
@@ -427,7 +425,7 @@ class Vectorised(Executor):
             extra_rows: Sequence[Tensor],
         ) -> tuple[Sequence[Tensor | None], Tensor | None, Tensor, Tensor]:
             p = theta.detach().requires_grad_()
-            values, moved, *reported = losses_of_clients(p, statistics, keys, *batch, *tensors, *extra_rows)
+            values, moved, *reported = vmap(loss_of_client)(p, statistics, keys, *batch, *tensors, *extra_rows)
             # The sum, not values with a gradient of ones, whose shape PyTorch checks with sympy: a slow import.
             reported_values = reported[0] if reported else values
             grads, direct = gradients_of(loss, values.sum(), reported_values, tensors, p)

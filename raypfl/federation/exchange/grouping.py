@@ -6,6 +6,7 @@ The cut depends on the cohort, the model and the clients' sizes, never on the ac
 from __future__ import annotations
 
 import heapq
+from itertools import accumulate
 
 import numpy as np
 
@@ -71,7 +72,7 @@ def cut_into_groups(costs: np.ndarray, sizes: list[int], executor: str) -> list[
     """
     ranked = np.argsort(-costs, kind="stable")
     if executor == "vectorised":
-        groups = np.split(ranked, np.cumsum(sizes)[:-1])
+        groups = [ranked[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
     else:
         groups = _balanced_groups(costs, ranked, sizes)
 

@@ -35,13 +35,11 @@ class StepSignature:
         for name, tensor in inputs.items():
             memory = number_of_memory.setdefault(tensor.untyped_storage().data_ptr(), len(number_of_memory))
             lengths = list(tensor.shape)
-            strides = tensor.stride()
+            order: Hashable = tensor.stride()
             if name in free_axes:
                 del lengths[free_axes[name]]
-                strides = ()
-            start = tensor.storage_offset()
-            is_dense = tensor.is_contiguous()
-            layout = (tuple(lengths), strides, start, is_dense)
+                order = tensor.is_contiguous()
+            layout = (tuple(lengths), order, tensor.storage_offset())
             outlines.append((name, memory, *layout, tensor.dtype, tensor.requires_grad))
         return cls((key, *outlines), inputs, free_axes)
 
