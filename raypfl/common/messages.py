@@ -123,7 +123,7 @@ def numbers_charged(name: str, charged: bool | int | Tensor, clients: int, size:
 def bytes_charged(name: str, message: Mean | Sum | Each, numbers: np.ndarray) -> np.ndarray:
     """Return the bytes of each client's message, ``int64[K]``, of which ``numbers[K]`` are charged."""
     if message.num_bytes is None:
-        return numbers * message.rows.element_size()
+        return numbers * unmarked(message.rows).element_size()
 
     num_bytes = np.asarray(unmarked(torch.as_tensor(message.num_bytes)).cpu())
     if num_bytes.shape not in ((), numbers.shape) or num_bytes.dtype.kind not in "iu" or (num_bytes < 0).any():

@@ -94,4 +94,4 @@ def permutations(keys: np.ndarray, width: int, sizes: np.ndarray | None = None) 
     scores = mix(mix(np.asarray(keys, dtype=np.uint64))[:, None] + positions[None, :])
     if sizes is not None:
         scores[np.arange(width)[None, :] >= np.asarray(sizes)[:, None]] = np.iinfo(np.uint64).max
-    return np.argsort(scores, axis=1, kind="stable")
+    return scores.argsort(axis=1, kind="stable")

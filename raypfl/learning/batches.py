@@ -124,7 +124,7 @@ class GroupSamples:
         self._normalised: Tensor | None = None
         self.sizes = np.array([len(client_indices) for client_indices in indices], dtype=np.int64)
         self.width = int(self.sizes.max(initial=0))
-        self._starts = np.cumsum(self.sizes) - self.sizes
+        self._starts = self.sizes.cumsum() - self.sizes
         self.x, self.y = samples.take(np.concatenate(indices))
 
     @property

@@ -164,8 +164,8 @@ def _shuffled_epochs(keys: np.ndarray, epochs: np.ndarray, sizes: np.ndarray) ->
     A row for each epoch, client after client, which begins with its samples, ``int64[sum of epochs, largest size]``;
     and the number of each client's first row, ``int64[K]``.
     """
-    first_row = np.cumsum(epochs) - epochs
-    client = np.repeat(np.arange(len(keys)), epochs)
+    first_row = epochs.cumsum() - epochs
+    client = np.arange(len(keys)).repeat(epochs)
     epoch = np.arange(len(client)) - first_row[client]
     row_keys = rng.mix(keys[client] + epoch.astype(np.uint64))
     return rng.permutations(row_keys, int(sizes.max()), sizes[client]), first_row

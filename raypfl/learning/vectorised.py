@@ -61,7 +61,7 @@ class Vectorised(Executor):
     def sgd(self, training: GroupTraining, observe: StepCallback | None = None) -> tuple[Tensor, Tensor]:
         # Clients with most steps come first, so that the active ones are always the first rows.
         start = training.start
-        rank = np.argsort(-training.order.steps, kind="stable")
+        rank = (-training.order.steps).argsort(kind="stable")
         steps = training.order.steps[rank]
         already_in_order = bool((rank[1:] > rank[:-1]).all())
         ranked = None if already_in_order else to_device(rank, start.device)

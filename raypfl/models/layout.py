@@ -94,7 +94,7 @@ class VectorLayout:
             sizes = sizes[: len(segments)]
 
         views = {}
-        for segment, part in zip(segments, theta.split(sizes, dim=-1), strict=True):
+        for segment, part in zip(segments, theta.split_with_sizes(sizes, dim=-1), strict=True):
             views[segment.name] = part.reshape((*theta.shape[:-1], *segment.shape))
         return views
 

@@ -70,7 +70,7 @@ def cut_into_groups(costs: np.ndarray, sizes: list[int], executor: str) -> list[
     Vectorised groups get clients of similar cost, since a group takes as long as its longest member. The cost of a
     sequential group is as nearly in proportion to its clients as possible.
     """
-    ranked = np.argsort(-costs, kind="stable")
+    ranked = (-costs).argsort(kind="stable")
     if executor == "vectorised":
         groups = [ranked[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
     else:

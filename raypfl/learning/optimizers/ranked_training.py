@@ -82,6 +82,6 @@ class ActiveRows:
 def phases(steps: np.ndarray) -> Iterator[tuple[int, range]]:
     """Yield k and the steps that only the first k rows take, for ``steps[K]`` in descending order."""
     start = 0
-    for stop in np.unique(steps).tolist():
+    for stop in sorted(set(steps.tolist())):
         yield int((steps >= stop).sum()), range(start, stop)
         start = stop
