@@ -177,6 +177,24 @@ def test_a_number_that_all_runs_have_is_tried_with_each_value():
     assert kind_of(0.1, 0.2) is kind_of(0.3, 0.5) and kind_of(0.1, 0.2) is not kind_of(0.1, 0.1)
 
 
+@pytest.mark.parametrize("keeps_state", [False, True])
+def test_trainings_are_joined_only_if_their_loss_has_no_state(keeps_state: bool):
+    steps = []
+
+    def counting(p, batch):
+        steps.append(len(batch.y))
+        return p.square().sum()
+
+    fed = Federation(seed=3)
+    packer = Packer(2)
+    for run in range(2):
+        training = training_of(fed, penalty=counting if keeps_state else None)
+        packer._waiting[run] = (Packed(fed.context.executor, packer, run), training)
+    packer._train_alike()
+    is_joined = [outcome is not None for outcome in packer._outcomes.values()]
+    assert is_joined == [not keeps_state] * 2 and not steps, "its steps would be counted in another order than alone"
+
+
 def test_a_number_by_row_computes_as_a_float():
     numbers = torch.rand(9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     x = torch.linspace(-3, 3, 11)

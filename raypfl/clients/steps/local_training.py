@@ -98,8 +98,9 @@ def _whole_epochs(group: ClientGroup, size: int, epochs: int, steps: int | None,
     order = epoch_order(keys, samples.sizes, min(size, samples.width), epochs, steps, smallest)
     order = _limited_to_work(group, order)
 
-    with_lone_sample = np.flatnonzero((order.counts == 1).any(1)) if group.model.normalises_vectors else ()
-    if len(with_lone_sample):
+    has_lone_sample = (order.counts == 1).any(1)
+    if group.model.normalises_vectors and has_lone_sample.any():
+        with_lone_sample = np.flatnonzero(has_lone_sample)
         raise ClientError(
             f"Client {group.ids[with_lone_sample[0]]} has a batch of one sample, over which the network's batch "
             "norm is undefined. Set training.smallest_batch to 2, which leaves it out, or choose another "

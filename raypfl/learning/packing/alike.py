@@ -155,10 +155,8 @@ class Likeness:
                 return False
             return all(self._same_value(getattr(a, name), getattr(b, name), None) for name in sorted(read))
 
-        if not is_dataclass(a):
-            return False
-        names = {field.name for field in fields(a)}
-        if any(_further_attributes(value, names) for value in (a, b)):
+        names = _names_of_fields(a.__class__)
+        if names is None or any(_further_attributes(value, names) for value in (a, b)):
             return False
         return all(self._same_value(getattr(a, name), getattr(b, name), None) for name in names)
 
@@ -187,6 +185,12 @@ class Likeness:
             if not self._same_value(value, other_value, _attributes_read(code, name)):
                 return False
         return True
+
+
+@cache
+def _names_of_fields(kind: type) -> frozenset[str] | None:
+    """Return the names of a dataclass's fields; None for another class."""
+    return frozenset(field.name for field in fields(kind)) if is_dataclass(kind) else None
 
 
 def _further_attributes(value: Any, names: Set[str]) -> set[str]:

@@ -172,9 +172,12 @@ class Packer:
         self._outcomes = dict.fromkeys(self._waiting)
         remaining = sorted(self._waiting)
         while len(remaining) > 1:
-            first = self._waiting[remaining[0]][1]
+            executor, first = self._waiting[remaining[0]]
             alike = [run for run in remaining if are_alike(self._waiting[run][1], first, self._likeness)]
             remaining = [run for run in remaining if run not in alike]
+            # A loss with a state may depend on earlier computations; so may those that are like it.
+            if executor.may_keep_state(first.loss, first.update):
+                continue
             for part in self._parts(alike):
                 if len(part) > 1:
                     self._train_part(part)
@@ -331,9 +334,9 @@ class Packed(Vectorised):
         return self._packer.train(self._run, self, training)
 
     def _may_join(self, training: GroupTraining) -> bool:
-        # A network or a loss with a state may depend on earlier computations. And per-sample gradients are added up in
-        # chunks whose size depends on the group's.
-        if self.recorder is None or self.may_keep_state(training.loss, training.update):
+        # A network that may have a state is not recorded, and may depend on earlier computations. And per-sample
+        # gradients are added up in chunks whose size depends on the group's.
+        if self.recorder is None:
             return False
         has_steps = training.order.index.shape[1] > 0
         leaves_room = 2 * len(training) <= MOST_ROWS
