@@ -62,7 +62,7 @@ class LateReplyError(MethodError):
 
 
 class EvaluationError(MethodError):
-    """Error for a method that, in an evaluation, makes no models of the clients' network, or changes a state."""
+    """Error in an evaluation: a method makes no models of the network or changes a state, or a metric does not fit."""
 
 
 class PrivacyError(MethodError):

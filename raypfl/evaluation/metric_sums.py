@@ -6,14 +6,15 @@ class follow if they are asked for: for every class, the number of samples and t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from raypfl.common.errors import MethodError
+from raypfl.common.errors import EvaluationError
 from raypfl.evaluation.inference import ModelOutputs
 from raypfl.evaluation.run_metrics import Measures
 from raypfl.learning.objectives import BinnedSums, Metric, OverAll, SampleMean, SampleSums, Scores
@@ -112,7 +113,11 @@ class MetricSums:
         dense: list[Tensor] = []
         for metric in self._dense:
             dense += _dense_terms(metric, scores, self.measures.targets)
-        binned = [(metric, *metric.binned(scores)) for metric in self._sparse if isinstance(metric, BinnedSums)]
+        binned: list[tuple[BinnedSums, Tensor, Tensor]] = []
+        for metric in self._sparse:
+            if isinstance(metric, BinnedSums):
+                with _refused_by_another_objective(metric, scores):
+                    binned.append((metric, *metric.binned(scores)))
         terms = [outputs.new_ones(outputs.shape[:2]), *dense, *(term for _, _, term in binned)]
 
         # One product with the weights and one conversion to float64 for the terms of all metrics.
@@ -185,25 +190,33 @@ class RunningSums:
 def _dense_terms(metric: SampleMean | SampleSums, scores: Scores, targets: int) -> list[Tensor]:
     """Return the terms of a metric's sums for each sample, ``[k, b]`` each."""
     is_mean = isinstance(metric, SampleMean)
-    try:
+    with _refused_by_another_objective(metric, scores):
         rows = metric.each(scores) if isinstance(metric, SampleMean) else metric.sums(scores)
-    except AttributeError as error:
-        if error.obj is not scores:
-            raise
-        raise MethodError(
-            f"The metric {metric.name!r} needs scores.{error.name}, which the objective "
-            f"{type(scores.objective).__name__} does not have; it belongs to another objective."
-        ) from error
 
     shape = list(scores.outputs.shape[:2])
     function = "each" if is_mean else "sums"
     expected = shape if is_mean else [*shape, metric.width(targets)]
     if list(rows.shape) != expected:
-        raise MethodError(
+        raise EvaluationError(
             f"The metric {metric.name!r} returned {list(rows.shape)} for {shape[0]} models and {shape[1]} samples; its "
             f"{function}(scores) must return {expected}, numbers for each sample of each model."
         )
     return [rows] if is_mean else list(rows.unbind(-1))
+
+
+@contextlib.contextmanager
+def _refused_by_another_objective(metric: Metric, scores: Scores) -> Iterator[None]:
+    """While active, a metric that reads what the objective's scores lack raises an EvaluationError."""
+    try:
+        yield
+    except AttributeError as error:
+        if error.obj is not scores:
+            raise
+        raise EvaluationError(
+            f"The metric {metric.name!r} needs scores.{error.name}, which the objective "
+            f"{type(scores.objective).__name__} does not have; it belongs to another objective. Leave it out of "
+            "evaluation.metrics."
+        ) from error
 
 
 def _add(sums: Tensor, owners: Tensor | None, values: Tensor) -> None:

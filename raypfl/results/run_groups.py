@@ -112,6 +112,15 @@ def refuse_no_results(results: object, function: str) -> None:
         )
 
 
+def refuse_untested(result: RunResult) -> None:
+    """Raise a ConfigError if a run has no evaluation, and did not diverge or fail, which would say why."""
+    if result.evaluations.num_rows or result.status in WITHOUT_RESULT:
+        return
+    if result.status == "finished":
+        raise ConfigError(f"{result.run_dir} has no results, since no client was tested in it.")
+    raise ConfigError(f"{result.run_dir} ended before its first evaluation.")
+
+
 def without_repetitions(results: Sequence[RunResult]) -> tuple[list[RunResult], list[str]]:
     """Return the run of each experiment and seed that ended last, and a sentence on each other one.
 

@@ -16,7 +16,7 @@ import raypfl
 from raypfl import Experiment
 from raypfl.clients.worker import Worker
 from raypfl.common.errors import ConfigError
-from raypfl.engine.events import Evaluated
+from raypfl.engine.events import Evaluated, RoundFinished
 from raypfl.evaluation import Measures, summarise
 from raypfl.learning.objectives import SampleSums
 from raypfl.methods import Ditto, FedAvg, FedAvgFT, Local
@@ -312,6 +312,24 @@ def test_protocols_without_their_data_are_refused_before_anything_runs(tmp_path,
     arrange_data(pools={"ood/odd": np.arange(9)})
     with pytest.raises(ConfigError, match=sentence):
         raypfl.run(experiment(tmp_path, evaluation__protocols=[protocol]))
+
+
+@pytest.mark.parametrize(
+    ("data", "metric", "sentence"),
+    [
+        ("digits", "r2", "The metric 'r2' needs scores.target_rows, which the objective Classification does not have"),
+        ("diabetes", "ece", "The metric 'ece' needs scores.confidence, which the objective Regression does not have"),
+    ],
+)
+def test_a_metric_of_another_objective_is_refused_before_the_first_round(tmp_path, data, metric, sentence):
+    events = []
+    partition = "{name: iid, clients: 3}"
+    described = experiment(
+        tmp_path, method="fedavg", data=data, partition=partition, cohort__size=2, evaluation__metrics=f"[{metric}]"
+    )
+    with pytest.raises(ConfigError) as refused:
+        raypfl.run(described, listeners=[events.append])
+    assert sentence in str(refused.value) and not any(isinstance(event, RoundFinished) for event in events)
 
 
 def test_a_method_without_a_model_for_unseen_clients_is_refused_or_warned_of(tmp_path, arrange_data):

@@ -540,6 +540,19 @@ def test_runs_whose_metric_is_undefined_make_a_page_and_no_comparison(results, t
         raypfl.compare(undefined)
 
 
+@pytest.mark.parametrize(
+    ("status", "sentence"),
+    [
+        ("finished", "has no results, since no client was tested in it"),
+        ("stopped", "ended before its first evaluation"),
+    ],
+)
+def test_a_run_that_was_never_evaluated_is_refused(results, tmp_path, status, sentence):
+    untested = replace(results[0], evaluations=results[0].evaluations.slice(0, 0), status=status)
+    with pytest.raises(ConfigError, match=sentence):
+        write([results[2], untested], tmp_path / "report.html")
+
+
 def test_one_run_makes_a_page(results, tmp_path):
     words = text(page(results[:1], tmp_path))
     assert "There is one run, so nothing differs." in words

@@ -35,6 +35,7 @@ from raypfl.results.run_groups import (
     labelled,
     methods_without_result,
     refuse_no_results,
+    refuse_untested,
     seeds_together,
     sentences_without_result,
     without_repetitions,
@@ -86,9 +87,11 @@ def write(
 
     Raises
     ------
-    ConfigError : if there is no such folder, baseline or table.
+    ConfigError : if there is no such folder, baseline or table, or a run was never evaluated.
     """
     refuse_no_results(results, "raypfl.report.write")
+    for result in results:
+        refuse_untested(result)
     path = Path(path)
     if not path.parent.is_dir():
         raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}.")

@@ -14,14 +14,13 @@ from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.experiment.assignments import flatten
 from raypfl.experiment.identity import deciding_settings
 from raypfl.results.report.searches.folders import best_runs
-from raypfl.results.run_groups import without_repetitions
+from raypfl.results.run_groups import refuse_untested, without_repetitions
 from raypfl.runs.folders import ComparisonFolder
 from raypfl.runs.records import (
     COMPARISON,
     DESCRIPTION,
     STUDY_CELLS,
     SWEEP,
-    WITHOUT_RESULT,
     ended_at_once,
     has_failed,
     recorded_end,
@@ -192,6 +191,5 @@ def _load_evaluated(folder: Path) -> RunResult:
     result = RunResult.load(folder)
     # Compute with the metrics, so that a damaged table is found here.
     result.summary()
-    if not result.evaluations.num_rows and result.status not in WITHOUT_RESULT:
-        raise ConfigError(f"{folder} ended before its first evaluation.")
+    refuse_untested(result)
     return result

@@ -250,13 +250,13 @@ def refuse_rehearsed(prepared: Prepared, error_class: type[MethodError]) -> None
 
 
 def refuse_failing_evaluation(prepared: Prepared) -> None:
-    """Raise a ConfigError if a user's method makes models of a wrong shape, or changes a state, for an evaluation.
+    """Raise a ConfigError if the method makes no models for an evaluation or changes a state, or if a metric fails.
 
     The run's first one may come hours later. This one is of the models at the start, since a round might take long. The
-    methods of raypfl are tested, so their runs need not wait for it.
+    methods of raypfl and the metrics of their objectives are tested, so runs with no others need not wait for it.
     """
     experiment = prepared.experiment
-    if type(experiment.method).__module__.startswith("raypfl."):
+    if type(experiment.method).__module__.startswith("raypfl.") and not experiment.evaluation.metrics:
         return
 
     try:
