@@ -114,10 +114,10 @@ class MetricSums:
         for metric in self._dense:
             dense += _dense_terms(metric, scores, self.measures.targets)
         binned: list[tuple[BinnedSums, Tensor, Tensor]] = []
-        for metric in self._sparse:
-            if isinstance(metric, BinnedSums):
-                with _refused_by_another_objective(metric, scores):
-                    binned.append((metric, *metric.binned(scores)))
+        for sparse_metric in self._sparse:
+            if isinstance(sparse_metric, BinnedSums):
+                with _refused_by_another_objective(sparse_metric, scores):
+                    binned.append((sparse_metric, *sparse_metric.binned(scores)))
         terms = [outputs.new_ones(outputs.shape[:2]), *dense, *(term for _, _, term in binned)]
 
         # One product with the weights and one conversion to float64 for the terms of all metrics.

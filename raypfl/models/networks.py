@@ -82,6 +82,8 @@ def mlp(
     """
     if min(hidden, default=1) < 1:
         raise ConfigError(f"model.hidden is {list(hidden)}; each layer needs at least one unit.")
+    if latent is not None and latent < 1:
+        raise ConfigError(f"model.latent is {latent}; the layer needs at least one unit.")
 
     layers: list[nn.Module] = [nn.Flatten()]
     size = prod(input_shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -387,7 +388,9 @@ def test_a_partition_that_cannot_be_met_is_refused_in_a_sentence(partition, sent
     ("make", "sentence"),
     [
         (lambda: IID(clients=0), "partition.clients is 0, but must be at least 1"),
-        (lambda: Dirichlet(alpha=0.0), "partition.alpha is 0.0, but must be above 0"),
+        (lambda: Dirichlet(alpha=0.0), "partition.alpha is 0.0, but must be a finite number above 0"),
+        (lambda: DirichletMix(alpha=math.inf), "partition.alpha is inf, but must be a finite number above 0"),
+        (lambda: LogNormal(sigma=1000), "partition.sigma is 1000, but must be at most 100"),
         (lambda: Dirichlet(min_samples=0), "partition.min_samples is 0, but must be at least 1"),
         (lambda: ClassesPerClient(classes=0), "partition.classes is 0, but must be at least 1"),
         (lambda: LogNormal(sigma=-1.0), "partition.sigma is -1.0, but must be at least 0"),

@@ -120,6 +120,18 @@ def test_what_depends_on_a_setting_that_a_change_leaves_without_effect_is_reset_
     assert changed == Experiment(devices=hardware, asynchronous={"buffer": 5})
 
 
+@pytest.mark.parametrize(
+    ("first", "change"),
+    [
+        ({}, "devices={dropout: 0.2}"),  # devices.hardware, on which cohort.deadline depends, is not set
+        ({}, "ray={actors: 2}"),
+        ({"devices": {"hardware": "lognormal"}, "asynchronous": {"buffer": 2}}, "devices={dropout: 0.2}"),
+    ],
+)
+def test_a_section_that_is_assigned_as_a_whole_leaves_defaults_elsewhere_alone(first: dict[str, Any], change: str):
+    assert Experiment(**first).override([change]) == Experiment(**nested([change]))
+
+
 def test_a_mistake_in_a_file_is_refused_whatever_is_overridden():
     assert "privacy.clip is 0.5" in refusal(lambda: experiments({"privacy": {"clip": 0.5}}, ["rounds=3"]))
 

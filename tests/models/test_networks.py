@@ -174,3 +174,9 @@ def test_networks_take_grey_and_small_images_or_say_which_they_need(name):
     if name in ("lenet", "cnn", "conv2cifar"):
         with pytest.raises(ConfigError, match="use mlp"):
             MODELS.get(name)(input_shape=(1, 4, 4), num_classes=4)
+
+
+@pytest.mark.parametrize(("option", "value"), [("hidden", [0]), ("latent", 0)])
+def test_a_layer_without_units_is_refused(option, value):
+    with pytest.raises(ConfigError, match=f"model.{option} is .*0.* at least one unit"):
+        network("mlp", **{option: value})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -44,7 +45,7 @@ class Dirichlet(Partition):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require("alpha", self.alpha, self.alpha > 0, "above 0")
+        require("alpha", self.alpha, 0 < self.alpha < inf, "a finite number above 0")
         require("when_short", repr(self.when_short), self.when_short in ("move", "refuse"), "'move' or 'refuse'")
         require("cap", self.cap, self.cap is None or self.cap >= 1, "at least 1, since all samples are allocated")
         if self.balanced and self.cap is not None:
@@ -133,7 +134,7 @@ class DirichletMix(Partition):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require("alpha", self.alpha, self.alpha > 0, "above 0")
+        require("alpha", self.alpha, 0 < self.alpha < inf, "a finite number above 0")
 
     def owners(self, samples: Traits, seed: int) -> np.ndarray:
         require_enough(len(samples), self.clients, self.min_samples)

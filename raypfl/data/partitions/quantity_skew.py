@@ -10,7 +10,7 @@ import numpy as np
 
 from raypfl.common import rng
 from raypfl.data.partitions.allocation import apportion, raise_to_minimum
-from raypfl.data.partitions.partition import PARTITIONS, Partition, Traits, require_enough
+from raypfl.data.partitions.partition import PARTITIONS, Partition, Traits, require, require_enough
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +51,11 @@ class LogNormal(QuantitySkew):
     least: ClassVar = {"clients": 1, "min_samples": 1, "sigma": 0}
 
     sigma: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # Sizes in larger proportions are no floating-point numbers.
+        require("sigma", self.sigma, self.sigma <= 100, "at most 100")
 
     def weights(self, draws: np.random.Generator) -> np.ndarray:
         return draws.lognormal(0.0, self.sigma, size=self.clients)

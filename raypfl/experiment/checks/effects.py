@@ -95,12 +95,20 @@ def assign_all(values: dict[str, Any], assignments: Iterable[tuple[list[str], An
         if (*component, "name") in assigned:
             _drop_options(component, options - _component_options(component, values), values, assigned)
     dropped = drop_idle(values, assigned | idle_before)
+    # A setting is declared after the one that it depends on.
     for setting in list(_idle(values)):
-        # It was idle before, too: what it depends on was at its default, and is now gone.
-        if setting.is_default and setting.depends_on in dropped and not is_in_any(setting.path, assigned):
+        # It was idle before, too: what it depends on was at its default, and is now gone, alone or with its section.
+        is_gone = setting.depends_on in dropped or _was_left_out(setting.depends_on, values, assigned)
+        if setting.is_default and is_gone and not is_in_any(setting.path, assigned):
             _delete(values, setting.path)
+            dropped.add(setting.path)
     refused = refused_settings(values, assigned)
     return {path: message for path, message in refused.items() if is_in_any(path, assigned)}
+
+
+def _was_left_out(path: SettingPath, values: Mapping[str, Any], assigned: Collection[SettingPath]) -> bool:
+    """Return whether a section was assigned as a whole, as in ``devices={dropout: 0.2}``, without this setting."""
+    return path not in assigned and is_in_any(path, assigned) and path[-1] not in _at(values, path[:-1])
 
 
 def _component_options(path: SettingPath, values: Mapping[str, Any]) -> set[str]:
