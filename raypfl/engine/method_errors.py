@@ -14,6 +14,7 @@ from raypfl.devices import Turn
 from raypfl.engine.events import RoundFinished
 from raypfl.engine.state.run_state import RunState
 from raypfl.federation.cohort import Cohort, round_record
+from raypfl.federation.cohort_draw import CohortDraw
 from raypfl.federation.logged import Logged
 from raypfl.federation.method import Method
 from raypfl.storage.tree import as_saved, equal
@@ -110,7 +111,9 @@ def saved_state(function: Callable[..., Any], state: dict[str, Any]) -> dict[str
         raise MethodError(f"After {where_defined(function)}, {problem[0].lower()}{problem[1:]}") from None
 
 
-def warning_of_other_messages(method: Method, turn: Turn | None, cohort: Cohort, finished: RoundFinished) -> str | None:
+def warning_of_other_messages(
+    method: Method, turn: Turn | None, cohort: Cohort, cohort_draw: CohortDraw, finished: RoundFinished
+) -> str | None:
     """Return a warning if a round's messages are not those of the rehearsal, or None.
 
     `turn` : the rehearsed turn of a client; None: nothing was rehearsed.
@@ -122,13 +125,17 @@ def warning_of_other_messages(method: Method, turn: Turn | None, cohort: Cohort,
     sizes_in_round = method.message_sizes(cohort.task, finished.round)
     sizes = turn.message_sizes(clients) if sizes_in_round is None else sizes_in_round[clients]
 
-    expected = turn.up_bytes * float(np.mean(sizes))
-    bytes_up = finished.bytes_up / finished.clients
-    if abs(bytes_up - expected) <= 0.01 * expected:
+    mean_size = float(np.mean(sizes))
+    messages = [(finished.bytes_up, turn.up_bytes)]
+    # Where clients are lost, or rounds are asynchronous, others than those that replied received messages, too.
+    if not (cohort_draw.lost or cohort_draw.staleness or finished.failed):
+        messages.append((finished.bytes_down, turn.down_bytes))
+    if all(abs(sent / finished.clients - size * mean_size) <= 0.01 * size * mean_size for sent, size in messages):
         return None
     return (
         f"The messages of {type(method).__name__} differ in size from round to round. Simulated time and raypfl plan "
-        f"assume those of the rehearsed round, {turn.up_bytes:,.0f} bytes a client; the ledger is right."
+        f"assume those of the rehearsed round, {turn.up_bytes:,.0f} bytes up and {turn.down_bytes:,.0f} down a client; "
+        "the ledger is right."
     )
 
 

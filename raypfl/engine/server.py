@@ -242,7 +242,7 @@ class Server:
             finished = state.tables.add_round(number, cohort, cohort_draw, seconds, self._runner.ledger)
 
         warnings = (
-            warning_of_other_messages(self._method, self._turns.turn, cohort, finished),
+            warning_of_other_messages(self._method, self._turns.turn, cohort, cohort_draw, finished),
             warning_of_first_round(self._method, cohort, server_before, state),
         )
         for warning in filter(None, warnings):

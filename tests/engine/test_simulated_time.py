@@ -122,15 +122,27 @@ class SendsMoreHeadsLater(SendsMore, LGFedAvg):
     pass
 
 
+class ReceivesMoreLater(FedAvg):
+    """A second model is sent to clients from round 4 on."""
+
+    def round(self, server, cohort):
+        second = server["theta"][: None if cohort.round > 3 else 0]
+        self.step(server, cohort.run(self.train_with, theta=server["theta"], second=second)["theta"], cohort.task.model)
+
+    def train_with(self, clients, theta, second):
+        return self.train(clients, theta)
+
+
 NETWORKS = "{name: heterogeneous, networks: [{name: mlp, hidden: [8]}, {name: mlp, hidden: [8, 8]}], feature_dim: 8}"
 
 
-def test_a_method_that_does_not_send_what_the_rehearsal_did_is_told_of_once(tmp_path):
+@pytest.mark.parametrize("method", [SendsMoreLater, ReceivesMoreLater])
+def test_a_method_that_does_not_send_what_the_rehearsal_did_is_told_of_once(tmp_path, method):
     events = []
-    settings = TIMED | {"method": f"{__name__}:SendsMoreLater", "evaluation__every": 0}
+    settings = TIMED | {"method": f"{__name__}:{method.__name__}", "evaluation__every": 0}
     raypfl.run(experiment(tmp_path, **settings), listeners=[events.append])
     (warning,) = [event.text for event in events if isinstance(event, Warned) and "rehearsed" in event.text]
-    assert warning.startswith("The messages of SendsMoreLater differ in size from round to round")
+    assert warning.startswith(f"The messages of {method.__name__} differ in size from round to round")
 
     events.clear()
     raypfl.run(experiment(tmp_path, **(settings | {"method": "ditto"})), listeners=[events.append])
