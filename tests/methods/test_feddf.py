@@ -42,6 +42,15 @@ def test_feddf_without_distillation_is_fedavg_to_the_bit():
     assert torch.equal(first["theta"], second["theta"])
 
 
+@pytest.mark.parametrize("method", ["feddf", "perada"])
+def test_numbers_to_predict_have_no_softmax_to_distil(tmp_path, method):
+    described = experiment(
+        tmp_path, method=method, data="diabetes", data__pools="{auxiliary: 0.3}", partition="by_column", cohort__size=3
+    )
+    with pytest.raises(ConfigError, match=f"method is '{method}', which learns the objective 'classification' or 'mul"):
+        raypfl.run(described)
+
+
 @both_executors
 @both_networks
 def test_the_average_is_trained_by_adam_on_the_divergence_from_the_mean_logits(factory, executor):

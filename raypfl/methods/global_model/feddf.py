@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from raypfl.common.limits import COUNT, FROM_ZERO, POSITIVE, SHARE
 from raypfl.common.messages import Mean
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import METHODS, ServerState
+from raypfl.learning.objectives import Classification, MultiLabel, Objective
 from raypfl.learning.objectives.batch import Batch
 from raypfl.learning.optimizers import Adam
 from raypfl.learning.sample_pools import Pool, PoolBatches
@@ -49,6 +50,9 @@ class FedDF(FedAvg):
         or ``eval``. The clients' models are in evaluation mode.
     distill_rounds : number of rounds with distillation, from the first one; None: all.
     """
+
+    # A softmax over numbers to predict, or over the positions of a text, would mean nothing.
+    objectives: ClassVar[tuple[type[Objective], ...]] = (Classification, MultiLabel)
 
     pool: str = "auxiliary"
     fraction: Annotated[float, SHARE] = 1.0

@@ -121,7 +121,7 @@ def markdown(needs_of_methods: Mapping[str, Needs]) -> str:
             "validation samples of clients": method.needs_validation,
             "a pool of samples on the server": bool(method.needed_pools()),
             "low-rank adapters (`model.lora`)": method.needs_lora,
-            "labels that are classes": Classification in method.objectives,
+            "labels that are classes": method.objectives == (Classification,),
             "the server to make personal models": method.has("personalize"),
         }
         for need, is_needed in needed.items():
