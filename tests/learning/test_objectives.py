@@ -307,6 +307,32 @@ class Absolute(Objective):
         return (outputs[..., 0] - targets).abs()
 
 
+class Focal(Classification):
+    """Cross-entropy that counts what is known already less (Lin et al. 2017)."""
+
+    gamma: float = 2.0
+
+    def losses(self, outputs, targets):
+        cross_entropy = super().losses(outputs, targets)
+        return (1 - (-cross_entropy).exp()) ** self.gamma * cross_entropy
+
+
+class Rare(MultiLabel):
+    """Binary cross-entropy in which positive labels count three times."""
+
+    def losses(self, outputs, targets):
+        positives = targets.to(outputs.dtype)
+        return ((1 + 2 * positives) * (F.softplus(outputs) - positives * outputs)).mean(-1)
+
+
+@pytest.mark.parametrize(("own", "name"), [(Focal(), "classification"), (Rare(), "multi-label")])
+def test_the_loss_in_evaluations_is_the_one_that_an_objective_of_ones_own_trains(own, name):
+    packaged, outputs, y = CASES[name]
+    row = judged(own, outputs, y, targets=3)
+    assert row["loss"] == pytest.approx(float(own.loss(outputs, Batch(outputs, y, torch.ones(6)))), rel=1e-6)
+    assert row["accuracy"] == judged(packaged, outputs, y, targets=3)["accuracy"]
+
+
 def test_a_metric_of_ones_own_is_named_once_and_decides(tmp_path):
     metrics = f"[{{name: '{__name__}:Within', reach: 0.3}}]"
     changes = {"evaluation__metrics": metrics, "evaluation__metric": "within", "data__val_fraction": 0.2}

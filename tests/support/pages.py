@@ -55,6 +55,7 @@ READER_FILES = {
     "my_analyses.py": ("docs/analyses.md", "class Drift"),
     "my_clients.py": ("docs/data.md", "class Sensors"),
     "my_experiment.yaml": ("README.md", "rounds: 20"),
+    "my_losses.py": ("docs/evaluation.md", "class Focal"),
     "my_metrics.py": ("docs/evaluation.md", "class Within"),
     "my_fedavg.py": ("docs/write_a_method.md", "class MyFedAvg"),
     "my_generator.py": ("docs/write_a_method.md", "class FromGenerator"),

@@ -21,11 +21,6 @@ class LabelScores(Scores):
         """The fraction of a sample's labels whose logit has the right sign."""
         return ((self.outputs > 0) == (self.targets > 0.5)).to(self.outputs.dtype).mean(-1)
 
-    @cached_property
-    def loss(self) -> Tensor:
-        targets = self.targets.to(self.outputs.dtype)
-        return F.binary_cross_entropy_with_logits(self.outputs, targets, reduction="none").mean(-1)
-
 
 class RightLabels(Accuracy):
     """The fraction of correctly predicted labels."""
