@@ -76,7 +76,6 @@ class Noise:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
 class InTurn(Partition):
     """Assigns the samples in their order, client by client. See `Noise` for the options."""
 

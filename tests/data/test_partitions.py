@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import raypfl
 from raypfl.common import rng
 from raypfl.common.errors import ConfigError, DataError
 from raypfl.data import (
@@ -428,3 +429,30 @@ class OffByOne(Partition):
 def test_a_users_partition_that_invents_a_client_is_refused():
     with pytest.raises(DataError, match=r"OffByOne must return a client from 0 to 1 .* from 1 to 2"):
         OffByOne(clients=2).assign(Traits(balanced(5), 10), 0)
+
+
+class InTurn(Partition):
+    """Samples to clients in turn, the first `extra` ones to client 0."""
+
+    clients: int = 5
+    extra: int = 3
+
+    def owners(self, samples: Traits, seed: int) -> np.ndarray:
+        owners = np.arange(len(samples)) % self.clients
+        owners[: self.extra] = 0
+        return owners
+
+
+@pytest.mark.parametrize(("options", "sizes"), [({}, [12, 9, 9, 10, 10]), ({"clients": 2, "extra": 10}, [30, 20])])
+def test_the_fields_of_a_users_partition_are_its_options_with_the_defaults_of_its_class(options, sizes):
+    partition = raypfl.Experiment(partition={"name": f"{__name__}:InTurn", **options}).partition
+    assert [len(part) for part in partition.assign(Traits(balanced(5), 10), 0)] == sizes
+
+
+def test_a_users_partition_whose_owners_take_other_arguments_is_refused_when_it_is_made():
+    class WithoutSeed(Partition):
+        def owners(self, samples: Traits) -> np.ndarray:
+            return np.zeros(len(samples), dtype=np.int64)
+
+    with pytest.raises(ConfigError, match=r"WithoutSeed.owners .*samples, seed"):
+        WithoutSeed()

@@ -61,6 +61,7 @@ READER_FILES = {
     "my_generator.py": ("docs/write_a_method.md", "class FromGenerator"),
     "my_methods.py": ("docs/write_a_method.md", "class PartlyPersonal"),
     "my_networks.py": ("docs/own_network.md", "class SmallCNN"),
+    "my_partitions.py": ("docs/data.md", "class LargestFirst"),
     "my_recipe.yaml": ("docs/flntk.md", "analyses:"),
     "my_rules.py": ("docs/optimizers.md", "class Lion"),
     "my_study.yaml": ("docs/studies.md", "published:"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import inf
 from typing import ClassVar, Literal
 
@@ -15,7 +14,6 @@ from raypfl.data.partitions.partition import PARTITIONS, Partition, Traits, requ
 
 
 @PARTITIONS.register("dirichlet")
-@dataclass(frozen=True, kw_only=True)
 class Dirichlet(Partition):
     """Each class divided over the clients by a Dirichlet draw (Yurochkin et al. 2019; cf. Hsu et al. 2019).
 
@@ -111,7 +109,6 @@ class Dirichlet(Partition):
 
 
 @PARTITIONS.register("dirichlet_mix")
-@dataclass(frozen=True, kw_only=True)
 class DirichletMix(Partition):
     """Each client's label mix from a Dirichlet draw over the classes (Hsu et al. 2019; PeFLL, Scott et al. 2024).
 
@@ -154,7 +151,6 @@ class DirichletMix(Partition):
 
 
 @PARTITIONS.register("classes_per_client")
-@dataclass(frozen=True, kw_only=True)
 class ClassesPerClient(Partition):
     """The same number of classes for every client, and nearly the same number of clients for every class.
 
@@ -216,7 +212,6 @@ class ClassesPerClient(Partition):
 
 
 @PARTITIONS.register("label_sorted")
-@dataclass(frozen=True, kw_only=True)
 class LabelSorted(Partition):
     """Samples sorted by label, or by a numeric target, and cut into equal parts.
 

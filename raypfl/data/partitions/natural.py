@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,7 +17,6 @@ from raypfl.data.partitions.partition import PARTITIONS, Partition, Traits, requ
 
 
 @PARTITIONS.register("by_column")
-@dataclass(frozen=True, kw_only=True)
 class ByColumn(Partition):
     """By the groups of the data set: one client for each domain, writer or hospital.
 
@@ -68,7 +66,6 @@ class ByColumn(Partition):
 
 
 @PARTITIONS.register("from_file")
-@dataclass(frozen=True, kw_only=True)
 class FromFile(Partition):
     """From a file that names the client of each sample; samples are counted from 0, in the order of the data set.
 

@@ -10,6 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from raypfl.common import rng
+from raypfl.common.component import Component
 from raypfl.common.errors import ConfigError, DataError
 from raypfl.common.registry import Registry
 
@@ -58,12 +59,10 @@ class Traits:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Partition(ABC):
+class Partition(Component, ABC):
     """Assigns every sample to one client.
 
-    A subclass overrides `owners`; its dataclass fields are its options. A description names it as
-    ``my_module:MyPartition``.
+    A subclass overrides `owners`; its fields are its options. A description names it as ``my_module:MyPartition``.
 
     Attributes
     ----------
@@ -73,6 +72,8 @@ class Partition(ABC):
     least : the smallest value of each option that has one.
     """
 
+    section: ClassVar[str] = "partition."
+
     by_class: ClassVar[bool] = False
     by_group: ClassVar[bool] = False
     least: ClassVar[dict[str, int]] = {"clients": 1}
@@ -80,6 +81,7 @@ class Partition(ABC):
     clients: int = 20
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for option, least in self.least.items():
             value = getattr(self, option)
             require(option, value, value >= least, f"at least {least}")
@@ -151,7 +153,6 @@ class Partition(ABC):
 
 
 @PARTITIONS.register("iid")
-@dataclass(frozen=True, kw_only=True)
 class IID(Partition):
     """Random samples, in equal numbers."""
 

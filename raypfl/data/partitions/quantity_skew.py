@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -13,7 +12,6 @@ from raypfl.data.partitions.allocation import apportion, raise_to_minimum
 from raypfl.data.partitions.partition import PARTITIONS, Partition, Traits, require, require_enough
 
 
-@dataclass(frozen=True, kw_only=True)
 class QuantitySkew(Partition):
     """Random samples; sizes are proportional to weights that a subclass draws.
 
@@ -39,7 +37,6 @@ class QuantitySkew(Partition):
 
 
 @PARTITIONS.register("lognormal")
-@dataclass(frozen=True, kw_only=True)
 class LogNormal(QuantitySkew):
     """Random samples; sizes are drawn from a log-normal distribution.
 
@@ -62,7 +59,6 @@ class LogNormal(QuantitySkew):
 
 
 @PARTITIONS.register("power_law")
-@dataclass(frozen=True, kw_only=True)
 class PowerLaw(QuantitySkew):
     """Random samples; the r-th largest client's size is proportional to ``r ** -exponent`` (cf. Li et al. 2020).
 
