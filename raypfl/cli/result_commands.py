@@ -17,7 +17,10 @@ def report(
         typer.Argument(metavar="RUN...", help="Folders of runs, comparisons, studies or sweeps, or folders of these."),
     ] = None,
     out: Annotated[
-        Path, typer.Option(help="File to write: an HTML page, or the table of results if it ends in .tex or .csv.")
+        Path,
+        typer.Option(
+            help="File to write: an HTML page, the table of results (.tex, .csv), or the picture (.pdf, .svg, .png)."
+        ),
     ] = Path("report.html"),
     baseline: Baseline = None,
     named_clients: Annotated[
@@ -27,7 +30,7 @@ def report(
 ) -> None:
     """Write an HTML page about runs: results, curves, clients, data, traffic and settings.
 
-    --out table.tex writes the table of results as LaTeX, and --out table.csv as CSV.
+    --out table.tex writes the table of results as LaTeX, --out table.csv as CSV, and --out figure.pdf the picture.
     """
     from raypfl.common.counting import counted
     from raypfl.results.report import find_runs, write

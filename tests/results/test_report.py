@@ -817,9 +817,20 @@ def test_a_runs_metadata_have_its_clients_device_and_versions(results):
 
 
 def test_a_report_in_an_unknown_format_is_refused(results, tmp_path):
-    with pytest.raises(ConfigError, match=r"table.pdf must end in .html, .tex or .csv"):
-        write(results, tmp_path / "table.pdf")
-    assert not (tmp_path / "table.pdf").exists()
+    with pytest.raises(ConfigError, match=r"table.docx must end in .html, .tex, .csv, .pdf, .svg or .png"):
+        write(results, tmp_path / "table.docx")
+    assert not (tmp_path / "table.docx").exists()
+
+
+@pytest.mark.parametrize(("suffix", "begins"), [("pdf", b"%PDF"), ("svg", b"<?xml"), ("png", b"\x89PNG")])
+def test_a_report_that_ends_like_a_picture_is_the_picture_of_runs_on_the_same_data(results, tmp_path, suffix, begins):
+    file = write(results, tmp_path / f"figure.{suffix}")
+    assert file.read_bytes().startswith(begins)
+
+    elsewhere = raypfl.run(results[0].experiment.override(["partition.alpha=5"]), run_dir=tmp_path / "other")
+    with pytest.raises(ConfigError, match="holds one picture, but the runs are on 2 different data sets"):
+        write([*results, elsewhere], tmp_path / f"both.{suffix}")
+    assert not (tmp_path / f"both.{suffix}").exists()
 
 
 def test_only_a_sweeps_own_folder_is_shown_as_a_search_and_a_killed_one_says_so(results, tmp_path):

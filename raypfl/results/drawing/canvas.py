@@ -50,6 +50,7 @@ _PNG_STYLE = _SHARED_STYLE | {
     "font.size": 10,
     "grid.color": "#E4E4E4",
     "grid.linewidth": 0.6,
+    "pdf.fonttype": 42,  # TrueType, since publishers refuse the default Type 3
     "text.color": INK,
     "xtick.color": INK,
     "ytick.color": INK,
@@ -98,7 +99,7 @@ _NUMBER = re.compile(r"-?\d+\.\d{2,}")
 
 @contextmanager
 def png(path: str | Path, width: float, height: float, padding: float = 0.08) -> Iterator[Figure]:
-    """Give a figure to draw on, with sizes in inches, and write it to a PNG file at the end.
+    """Give a figure to draw on, with sizes in inches, and write it at the end: to a PNG file, or by the path's suffix.
 
     The file's folder must exist.
 

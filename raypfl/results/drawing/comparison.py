@@ -42,7 +42,7 @@ _LEGEND_LINE = 70  # characters; a longer label continues on another line
 
 
 def draw(results: Sequence[RunResult], path: str | Path) -> Path:
-    """Write a PNG of finished runs of one comparison, and return its path.
+    """Write a picture of finished runs of one comparison, and return its path.
 
     Left: the primary metric by round, mean over clients on their own test data, of the personal models (solid) and of
     the global one (dashed); a band spans the seeds. If all runs have simulated time, that takes the place of rounds,
@@ -53,7 +53,7 @@ def draw(results: Sequence[RunResult], path: str | Path) -> Path:
     Parameters
     ----------
     results : at least one, each evaluated at least once.
-    path : the PNG; its folder must exist.
+    path : the file, a PNG unless it ends in ``.pdf`` or ``.svg``; its folder must exist.
     """
     groups = group_runs(results)
     protocol = groups[0].protocols[0]

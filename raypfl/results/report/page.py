@@ -22,6 +22,7 @@ from raypfl.results import client_data
 from raypfl.results.colours import COLOURS, mark
 from raypfl.results.display.epsilons import epsilons, privacy_sentence
 from raypfl.results.display.notices import run_notices
+from raypfl.results.drawing import draw
 from raypfl.results.numbers import prediction_traffic
 from raypfl.results.pairing.differences import HEADINGS, differences
 from raypfl.results.pairing.remarks import remarks
@@ -57,6 +58,7 @@ from raypfl.runs.result import RunResult
 _FIGURE_ID = re.compile(r"((?:id=\"|href=\"#|url\(#)\w?[0-9a-f]{10})")
 _EXPORTS = {".tex": export.as_latex, ".csv": export.as_csv}
 _CLIENT_EXPORTS = {".tex": clients.as_latex, ".csv": clients.as_csv}
+_PICTURES = (".pdf", ".svg", ".png")
 _MOST_CURVES = 6  # protocols with a figure of their own
 
 # Some colours are a little darker on white, or lighter on the dark page, so that their contrast is 3:1 (WCAG 2.2).
@@ -72,13 +74,14 @@ def write(
     baseline: str | None = None,
     named_clients: bool = False,
 ) -> Path:
-    """Write a report on runs that were evaluated at least once, or one of its tables, and return its path.
+    """Write a report on runs that were evaluated at least once, one of its tables, or their picture; return its path.
 
     Parameters
     ----------
     results : at least one; those that differ in their seed alone are one method's repetitions. Of several runs of one
         experiment and seed, the one that ended last counts.
-    path : the HTML file or, if it ends in ``.tex`` or ``.csv``, the table; its folder must exist.
+    path : the HTML file or, if it ends in ``.tex`` or ``.csv``, the table, or in ``.pdf``, ``.svg`` or ``.png``, the
+        picture of their learning curves and clients; its folder must exist.
     notes : sentences for the reader, such as on what is left out.
     searches : folders of sweeps, and of studies with a search, that the results are from.
     baseline : the method, by its label, that the others are compared with; None: the best one or, of a sweep, the one
@@ -87,7 +90,8 @@ def write(
 
     Raises
     ------
-    ConfigError : if there is no such folder, baseline or table, or a run was never evaluated.
+    ConfigError : if there is no such folder, baseline or table, a run was never evaluated, or the runs do not fit in
+        one picture.
     """
     refuse_no_results(results, "raypfl.report.write")
     for result in results:
@@ -96,8 +100,9 @@ def write(
     if not path.parent.is_dir():
         raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}.")
 
-    if path.suffix not in ("", ".html", ".htm", *_EXPORTS):
-        raise ConfigError(f"A report is a page or a table: {path} must end in .html, {' or '.join(_EXPORTS)}.")
+    if path.suffix not in ("", ".html", ".htm", *_EXPORTS, *_PICTURES):
+        endings = ", ".join([".html", *_EXPORTS, *_PICTURES[:-1]])
+        raise ConfigError(f"A report is a page, a table or a picture: {path} must end in {endings} or {_PICTURES[-1]}.")
 
     if named_clients and path.suffix not in _EXPORTS:
         raise ConfigError(
@@ -106,6 +111,14 @@ def write(
 
     results, repetitions = without_repetitions(results)
     parts = parts_of(results, baseline)
+    if path.suffix in _PICTURES:
+        if len(parts) > 1:
+            raise ConfigError(
+                f"{path} holds one picture, but the runs are on {len(parts)} different data sets, partitions or "
+                "metrics; name runs that can be compared."
+            )
+        return draw([result for group in parts[0].groups for result in group.results], path)
+
     export_table = (_CLIENT_EXPORTS if named_clients else _EXPORTS).get(path.suffix)
     files.write(path, export_table(parts) if export_table else _page(results, parts, [*notes, *repetitions], searches))
     return path
