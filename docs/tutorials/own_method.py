@@ -47,9 +47,10 @@ class Scaffold(FedAvg):
 #
 # ## Does it learn?
 #
-# `engine.backend=inline` runs everything in this process. It gives the same bits, allows breakpoints
-# and `print`, and can use a class that exists only in a notebook. For Ray, put the class into a file
-# and name it: `method=my_methods:Scaffold`.
+# `engine.backend=inline` runs everything in this process. It gives the same bits, and allows
+# breakpoints and `print`. A class that exists only in a notebook also runs on Ray, but for commands
+# such as `raypfl run`, `resume` and `report`, put it into a file and name it:
+# `method=my_methods:Scaffold`.
 
 # %%
 experiment = raypfl.Experiment(
