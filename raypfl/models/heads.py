@@ -89,7 +89,14 @@ def zero_head(like: nn.Linear) -> nn.Linear:
 
 
 def output_segments(model: FlatModel, *names: str) -> str:
-    """Return the pattern of the output layer's own tensors of these names, such as ``weight``."""
+    """Return the pattern of the output layer's own tensors of these names, such as ``weight``.
+
+    Raises
+    ------
+    ConfigError : if all of them are frozen.
+    """
+    if not model.output_tensors:
+        raise ConfigError("This method trains the output layer, which is frozen; leave it out of model.frozen.")
     return ",".join(model.output_tensors[name] for name in names if name in model.output_tensors)
 
 

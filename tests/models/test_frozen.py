@@ -14,6 +14,7 @@ from raypfl.common.errors import ConfigError
 from raypfl.common.messages import per_client
 from raypfl.methods import FedAvg, PartialPersonalization
 from raypfl.models import MODELS, FlatModel
+from raypfl.models.heads import output_segments
 from tests.support.federation import (
     CLASSES,
     FP64,
@@ -172,6 +173,8 @@ def test_words_mean_the_same_parts_whatever_is_frozen():
     assert model.names("feature extractor") == list(model.segments)
     with pytest.raises(ConfigError, match="selects only frozen tensors"):
         model.names("output layer")
+    with pytest.raises(ConfigError, match=r"the output layer, which is frozen; leave it out of model\.frozen"):
+        output_segments(model, "weight")
 
 
 def test_the_setting_frozen_survives_yaml():
