@@ -333,6 +333,14 @@ def test_the_loss_in_evaluations_is_the_one_that_an_objective_of_ones_own_trains
     assert row["accuracy"] == judged(packaged, outputs, y, targets=3)["accuracy"]
 
 
+def test_a_loss_of_sequences_that_training_would_not_take_is_refused():
+    with pytest.raises(ConfigError, match=r"Smoothed\.losses would have no effect on training.* surprises"):
+
+        class Smoothed(NextToken):
+            def losses(self, outputs, targets):
+                return super().losses(outputs, targets) + 1
+
+
 def test_a_metric_of_ones_own_is_named_once_and_decides(tmp_path):
     metrics = f"[{{name: '{__name__}:Within', reach: 0.3}}]"
     changes = {"evaluation__metrics": metrics, "evaluation__metric": "within", "data__val_fraction": 0.2}

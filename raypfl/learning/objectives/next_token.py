@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from raypfl.common.errors import ConfigError
 from raypfl.learning.objectives.base import METRICS, OBJECTIVES, Metric, Objective, SampleSums, Scores, unrounded
 from raypfl.learning.objectives.batch import Batch
 
@@ -99,6 +100,14 @@ class NextToken(Objective):
     metrics: ClassVar[tuple[Metric, ...]] = (TokenAccuracy(), TokenLoss(), Perplexity())
     primary: ClassVar[str] = "accuracy"
     weighs: ClassVar[bool] = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "losses" in vars(cls) and "loss" not in vars(cls):
+            raise ConfigError(
+                f"{cls.__name__}.losses would have no effect on training, which takes the mean over the tokens of a "
+                "batch; define the loss of each token, surprises(self, outputs, targets)."
+            )
 
     def real(self, targets: Tensor) -> Tensor:
         """Return whether a target is not padding, ``bool[..., T]``."""
