@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pyarrow.compute as pc
 import pytest
 import yaml
@@ -148,6 +149,22 @@ def test_a_run_on_the_million_clients_of_the_guide_to_data_learns_and_tests_a_th
 
     losses = result.rounds["loss"].to_pylist()
     assert losses[-1] < losses[0] - 0.1 and result.evaluations.num_rows == 1000
+
+
+def test_the_clients_that_pfllib_wrote_keep_their_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "config.json").write_text('{"num_clients": 3, "num_classes": 4, "alpha": 0.1}')
+    draws = np.random.default_rng(0)
+    for split, size in (("train", 6), ("test", 2)):
+        (tmp_path / split).mkdir()
+        for client in range(3):
+            samples = {"x": draws.normal(size=(size + client, 1, 8, 8)), "y": draws.integers(4, size=size + client)}
+            np.savez_compressed(tmp_path / split / f"{client}.npz", data=samples)
+
+    import_from_page("pfllib_clients", tmp_path, monkeypatch)
+    result = two_rounds(data={"name": "pfllib_clients:PFLlibClients", "root": str(tmp_path)})
+
+    evaluated = [row["samples"] for row in result.evaluations.to_pylist() if row["protocol"] == "local"]
+    assert evaluated == 2 * [2, 3, 4]  # in each round
 
 
 def test_the_readmes_method_is_the_packages():

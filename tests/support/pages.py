@@ -66,6 +66,7 @@ READER_FILES = {
     "my_rules.py": ("docs/optimizers.md", "class Lion"),
     "my_study.yaml": ("docs/studies.md", "published:"),
     "mine.yaml": ("README.md", "rounds: 20"),
+    "pfllib_clients.py": ("docs/coming_from.md", "class PFLlibClients"),
     "release.yaml": ("docs/fednh.md", "extends:"),
     "runs/digits-ditto/best.yaml": ("README.md", "rounds: 20"),
 }
