@@ -16,7 +16,7 @@ from raypfl.learning.executor import GroupTraining, StepCallback
 from raypfl.learning.packing.alike import Likeness
 from raypfl.learning.packing.numbers import fixed_numbers
 from raypfl.learning.packing.process_state import ProcessState
-from raypfl.learning.packing.rounding import Calls, OperationCall, rounds_alike
+from raypfl.learning.packing.rounding import MOST_ROWS, Calls, OperationCall, rounds_alike
 from raypfl.learning.packing.trainings import (
     are_alike,
     different_numbers,
@@ -29,9 +29,6 @@ from raypfl.learning.packing.trainings import (
     with_numbers_by_client,
 )
 from raypfl.learning.vectorised import Vectorised
-
-MOST_ROWS = 128
-"""Most clients that train together; the models of more do not fit into the processor's cache."""
 
 TRIED_STEPS = 2
 """Steps of the trial that shows whether joined clients keep their bits."""

@@ -23,10 +23,13 @@ TAIL = 32
 """Kernels process at most this many numbers at once, and the remainder of a tensor one by one."""
 
 FEW = 3
-"""Products of up to this many clients are compared with those of many clients."""
+"""Products of up to this many clients are compared with those of `MOST_ROWS` clients."""
 
 PLACE = 16
 """Kernels may add up in another order what does not begin at a multiple of this many bytes, four numbers in fp32."""
+
+MOST_ROWS = 128
+"""Most clients that train together; the models of more do not fit into the processor's cache."""
 
 MOST_PLACES = 3
 """Few clients are tried from each client up to this one on, so that rows begin at all places between multiples."""
@@ -189,7 +192,7 @@ def _is_same_everywhere(call: OperationCall) -> bool:
 
 def _pairs_round_alike(left_factor: Shape, right_factor: Shape) -> tuple[bool, bool]:
     """Return whether products of pairs of matrices have the same bits among few pairs as among many; and alone."""
-    pairs = max(left_factor.sizes[0], FEW + MOST_PLACES)
+    pairs = max(left_factor.sizes[0], MOST_ROWS)
     generator = torch.Generator().manual_seed(0)
 
     def drawn(shape: Shape) -> Callable[[int, int], Tensor]:
@@ -233,7 +236,7 @@ def _clients_round_alike(call: OperationCall, rows: int) -> tuple[bool, bool]:
     if any(axis is not None and shape and shape.sizes[axis] % rows for shape, axis in zip(shapes, axes, strict=True)):
         return False, False
 
-    clients = max(rows, FEW + MOST_PLACES)
+    clients = max(rows, MOST_ROWS)
     generator = torch.Generator().manual_seed(0)
 
     def drawn(shape: Shape | None, axis: int | None) -> Tensor | None:
