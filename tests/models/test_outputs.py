@@ -9,9 +9,11 @@ import pytest
 import torch
 
 import raypfl
-from raypfl import Experiment
+from raypfl import Experiment, Predictor
+from raypfl.clients.clients import Clients
 from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.data.datasets import DataConfig, RawData
+from raypfl.federation.method import ServerView
 from raypfl.methods.personal_models.ditto import Ditto
 from raypfl.runs import driver
 from raypfl.runs.choices.pretraining import pretrain
@@ -46,7 +48,11 @@ class Sized(torch.nn.Module):
 
 
 class Surveyed(Ditto):
-    """A method without a global model, which may predict by a function of the network's outputs."""
+    """A method without a global model, which predicts by the first of the network's outputs."""
+
+    def personal_model(self, clients: Clients, server: ServerView) -> Predictor:
+        theta = super().personal_model(clients, server)
+        return Predictor(lambda x, theta: clients.model(theta, x)[:, :1], theta=theta)
 
     def global_model(self, server: object) -> None:
         return None
