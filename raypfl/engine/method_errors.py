@@ -126,11 +126,14 @@ def warning_of_other_messages(
     sizes = turn.message_sizes(clients) if sizes_in_round is None else sizes_in_round[clients]
 
     mean_size = float(np.mean(sizes))
-    messages = [(finished.bytes_up, turn.up_bytes)]
+    total_bytes = [finished.bytes_up]
+    rehearsed_bytes = [turn.up_bytes]
     # Where clients are lost, or rounds are asynchronous, others than those that replied received messages, too.
     if not (cohort_draw.lost or cohort_draw.staleness or finished.failed):
-        messages.append((finished.bytes_down, turn.down_bytes))
-    if all(abs(sent / finished.clients - size * mean_size) <= 0.01 * size * mean_size for sent, size in messages):
+        total_bytes.append(finished.bytes_down)
+        rehearsed_bytes.append(turn.down_bytes)
+    expected_bytes = mean_size * np.array(rehearsed_bytes)
+    if np.allclose(np.array(total_bytes) / finished.clients, expected_bytes, rtol=0.01, atol=0):
         return None
     return (
         f"The messages of {type(method).__name__} differ in size from round to round. Simulated time and raypfl plan "

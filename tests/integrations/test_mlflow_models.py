@@ -98,7 +98,8 @@ def test_the_score_in_a_runs_name_is_a_mean_over_the_last_evaluations(folder: Pa
 
     (run,) = runs_of(folder)
     accuracies = [result.summary(round)[0]["accuracy"] for round in (1, 2, 3)]
-    mean, last = 100 * sum(accuracies) / 3, 100 * accuracies[-1]
+    mean = 100 * sum(accuracies) / 3
+    last = 100 * accuracies[-1]
     assert f" {mean:.1f} % " in run.info.run_name and f"{mean:.1f}" != f"{last:.1f}"
 
 

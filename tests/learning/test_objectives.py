@@ -325,11 +325,11 @@ class Rare(MultiLabel):
         return ((1 + 2 * positives) * (F.softplus(outputs) - positives * outputs)).mean(-1)
 
 
-@pytest.mark.parametrize(("own", "name"), [(Focal(), "classification"), (Rare(), "multi-label")])
-def test_the_loss_in_evaluations_is_the_one_that_an_objective_of_ones_own_trains(own, name):
+@pytest.mark.parametrize(("objective", "name"), [(Focal(), "classification"), (Rare(), "multi-label")])
+def test_the_loss_in_evaluations_is_the_one_that_an_objective_of_ones_own_trains(objective, name):
     packaged, outputs, y = CASES[name]
-    row = judged(own, outputs, y, targets=3)
-    assert row["loss"] == pytest.approx(float(own.loss(outputs, Batch(outputs, y, torch.ones(6)))), rel=1e-6)
+    row = judged(objective, outputs, y, targets=3)
+    assert row["loss"] == pytest.approx(float(objective.loss(outputs, Batch(outputs, y, torch.ones(6)))), rel=1e-6)
     assert row["accuracy"] == judged(packaged, outputs, y, targets=3)["accuracy"]
 
 
