@@ -148,7 +148,7 @@ class RunResult:
     @property
     def last_rounds(self) -> list[int]:
         """The evaluated rounds that results are means over: the last ``evaluation.last`` of them."""
-        return last_rounds(self.experiment, self.evaluations)
+        return counted_rounds(self.experiment, self.evaluations)
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -203,7 +203,7 @@ class RunResult:
         return newest(self.run_dir)[1].state_of(number)
 
 
-def last_rounds(experiment: Experiment, evaluations: pa.Table) -> list[int]:
+def counted_rounds(experiment: Experiment, evaluations: pa.Table) -> list[int]:
     """Return the evaluated rounds that results are means over: the last ``evaluation.last`` of them."""
     evaluated = sorted(pc.unique(evaluations["round"]).to_pylist())
     return evaluated[-experiment.evaluation.last :]

@@ -31,7 +31,7 @@ from raypfl.integrations.tracking.connection import (
 )
 from raypfl.integrations.tracking.models import log_models
 from raypfl.integrations.tracking.run_ids import existing_run, keep_run_id
-from raypfl.runs.result import last_rounds, mean_summary
+from raypfl.runs.result import counted_rounds, mean_summary
 from raypfl.storage.filesystems import absolute, join
 
 if TYPE_CHECKING:
@@ -319,7 +319,7 @@ class RunRecord:
         if "evaluations" in finished.tables:
             experiment = self._started.experiment
             evaluations = finished.tables["evaluations"]
-            self._show_score(client, mean_summary(experiment, evaluations, last_rounds(experiment, evaluations)))
+            self._show_score(client, mean_summary(experiment, evaluations, counted_rounds(experiment, evaluations)))
         if "logged" in finished.tables:
             self._log_before_first_round(client, finished.tables["logged"].to_pylist())
         self._log_analyses(client)
