@@ -195,12 +195,6 @@ def test_every_method_has_a_row_and_the_examples_are_valid():
     assert models == {"resnet18", "vit_s_16"}
 
 
-def test_the_page_on_devices_says_of_every_method_whether_it_can_be_asynchronous():
-    page = (ROOT / "docs/devices.md").read_text()
-    written = page.partition("raypfl.runs.choices.asynchronous_methods")[2].partition("\n\n## ")[0]
-    assert sorted(re.findall(r"`([\w-]+)`(?=[^|]*\.$|[^|]*\| )", written, re.MULTILINE)) == sorted(METHODS)
-
-
 @pytest.mark.parametrize("page", [*PAGES, *TUTORIALS], ids=lambda page: page.name)
 def test_every_relative_link_leads_to_a_file(page):
     targets = [link.partition("#")[0] for link in LINK.findall(page.read_text()) if not ELSEWHERE.search(link)]

@@ -65,23 +65,3 @@ def _reason(prepared: Prepared) -> str:
             return cause.reason
         return f"its rehearsal on digits failed: {error}"
     return ""
-
-
-def markdown() -> str:
-    """Return the lists of the page on devices: the methods that can, and a table of the others."""
-    able = []
-    names_of_reason: dict[str, list[str]] = {}
-    for name, reason in ASYNCHRONOUS_METHODS.reasons.items():
-        if reason:
-            names_of_reason.setdefault(reason, []).append(f"`{name}`")
-        else:
-            able.append(f"`{name}`")
-
-    lines = [f"{len(able)} methods can: {', '.join(able)}.", "", "| cannot | why |", "|---|---|"]
-    for reason, names in sorted(names_of_reason.items()):
-        lines.append(f"| {', '.join(names)} | {reason} |")
-    return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    print(markdown(), end="")
