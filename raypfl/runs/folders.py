@@ -52,12 +52,21 @@ class ComparisonFolder:
         """Make a comparison of these experiments, ready to be resumed.
 
         `folder` : the comparison's folder; None: a new one in their ``output``.
+
+        Raises
+        ------
+        ConfigError : if another run has begun where one of its runs would be.
         """
         if folder is None:
             first = experiments[0]
             folder = _make_folder(first.output, f"{first.name}-{_now()}")
 
         comparison = cls(folder, tuple(words), _names(experiments))
+        for run_folder in comparison.folders:
+            if (run_folder / METADATA).exists():
+                raise ConfigError(
+                    f"{run_folder} already has a run, which is not of this comparison; name another folder."
+                )
         experiments = with_checkpoints_apart(experiments, folder)
         for experiment, run_folder in zip(experiments, comparison.folders, strict=True):
             write_description(run_folder, experiment)

@@ -103,6 +103,15 @@ def test_a_comparison_is_not_mistaken_for_a_run_or_another_comparison():
         assert (refused.exit_code, sentence in " ".join(refused.output.split())) == (2, True), refused.output
 
 
+def test_a_comparison_does_not_take_a_run_that_has_the_name_of_one_of_its_own_for_it(workdir: Path):
+    raypfl_json("run", *SMALL, "--method", "fedavg", "--run-dir", "kept/mine/fedavg-s0")
+    before = (workdir / "kept/mine/fedavg-s0/experiment.yaml").read_text()
+    refused = raypfl(*COMPARISON, "training.lr=0.3")
+    assert (refused.exit_code, "kept/mine/fedavg-s0 already has a run" in refused.output) == (2, True)
+    assert (workdir / "kept/mine/fedavg-s0/experiment.yaml").read_text() == before
+    assert [path.name for path in (workdir / "kept/mine").iterdir()] == ["fedavg-s0"]
+
+
 def test_settings_that_change_no_result_may_differ_the_second_time(monkeypatch: pytest.MonkeyPatch, workdir: Path):
     assert interrupted(monkeypatch, "fedavg", *COMMAND).exit_code == 130
     assert raypfl_json(*COMMAND, "ray.address=other:6379", "checkpoint.keep=7")["runs"][0]["status"] == "finished"
