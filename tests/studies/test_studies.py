@@ -811,11 +811,13 @@ def test_every_study_has_a_summary_and_distinct_valid_cells(name):
     assert "{" not in "".join(choices) and set(choices) >= {choice for choice in study.choices if "{" not in choice}
 
 
-def test_settings_that_a_study_lacks_may_be_given_on_the_command_line(tiny: Path):
+def test_settings_that_a_study_lacks_may_be_given_on_the_command_line_and_others_are_deviations(tiny: Path):
     people = "age,city,bought\n" + "".join(f"{20 + k % 40},town{k % 4},{k % 2}\n" for k in range(80))
     (tiny / "people").mkdir()
     (tiny / "people" / "people.csv").write_text(people)
     (tiny / "mine.yaml").write_text(TINY.partition("published:")[0].replace("data: digits", "data: table"))
 
     words = ["mine.yaml", "data.root=people", "data.target=bought", "rounds=1", "seeds=1", "--only", "FedAvg,dir1.0"]
-    assert len(raypfl_json("study", *words)["entries"]) == 2
+    study = raypfl_json("study", *words)
+    assert len(study["entries"]) == 2
+    assert [line for line in study["deviations"] if "data" in line or "rounds" in line] == ["rounds is 1, not 4."]

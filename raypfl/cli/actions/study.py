@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -176,12 +177,18 @@ def _report(
 
 
 def _published(reference: Study, assignments: Sequence[str]) -> list[StudyCell]:
-    """Return the cells as published, without assignments if possible."""
+    """Return the cells as published, with those assignments alone without which there are none."""
     try:
         return plan(reference)
     except ConfigError:
-        # The study may need an assignment, such as a data set's folder, to have any cells.
-        return plan(reference, assignments)
+        # The study may need an assignment, such as a data set's folder; any other one is a deviation.
+        needed = list(assignments)
+        for assignment in assignments:
+            fewer = [other for other in needed if other != assignment]
+            with suppress(ConfigError):
+                plan(reference, fewer)
+                needed = fewer
+        return plan(reference, needed)
 
 
 def _refuse_missing_data(cells: Sequence[StudyCell]) -> None:
