@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from raypfl.common.errors import ConfigError
+from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.engine.events import Event
 from raypfl.experiment import Experiment
 from raypfl.experiment.identity import differences
@@ -73,15 +74,19 @@ def ended(cell: StudyCell) -> RunOutcome | None:
 
 
 def other_rounds(cell: StudyCell) -> list[int]:
-    """Return the numbers of rounds of a study's runs that differ from a cell in nothing else."""
+    """Return the numbers of rounds of a study's runs that differ from a cell in nothing else.
+
+    Runs that can no longer be read, such as those of a method whose options have changed, are passed over.
+    """
     if cell.folder.exists():
         return []
     same_method_and_seed = f"{cell.folder.name.rpartition('-')[0]}-*/{DESCRIPTION}"
     numbers = set()
     for file in cell.folder.parent.glob(same_method_and_seed):
-        run = description(file.parent)
-        if differences(cell.experiment, run) == ["rounds"]:
-            numbers.add(run.rounds)
+        with suppress(RaypflError):
+            run = description(file.parent)
+            if differences(cell.experiment, run) == ["rounds"]:
+                numbers.add(run.rounds)
     return sorted(numbers)
 
 

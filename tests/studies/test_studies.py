@@ -372,6 +372,19 @@ def test_a_study_with_other_rounds_says_that_its_runs_begin_anew(tiny: Path):
     assert "runs with rounds=1, which are not continued: with rounds=2, each cell is another run" in warning
 
 
+def test_a_study_goes_on_after_its_own_method_lost_an_option_that_earlier_runs_have(tiny: Path, monkeypatch):
+    monkeypatch.syspath_prepend(tiny)
+    (tiny / "tiny.yaml").write_text(TINY.replace("fedavg\n", "method_with_option:Mine\n"))
+    words = ("study", "tiny.yaml", "--only", "fedavg,dir0.1", "seeds=1", "rounds=1", "--quiet")
+    for option in ("old", "new"):
+        code = f"from raypfl.methods import FedAvg\n\nclass Mine(FedAvg):\n    {option}: float = 0.5\n"
+        (tiny / "method_with_option.py").write_text(code)
+        sys.modules.pop("method_with_option", None)  # as in another process
+        carried_out = command(*words)
+        assert carried_out.exit_code == 0, carried_out.output
+    assert len(list(Path("runs/cells").iterdir())) == 2
+
+
 def test_a_cell_that_was_made_longer_is_not_shown_as_the_run_of_the_study(tiny: Path):
     words = ("study", "tiny.yaml", "--only", "fedavg,dir0.1", "seeds=1", "rounds=1")
     command(*words)
