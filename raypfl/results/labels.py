@@ -64,7 +64,10 @@ def _setting_texts(
     names: Sequence[str], experiments: Sequence[Experiment], searched: Collection[str] = ()
 ) -> list[str]:
     """Return ``training.lr=0.05 rounds=4`` of each experiment, as `labels` says; `names` are their methods."""
-    settings = [_deciding_settings(experiment) for experiment in _without_found_objectives(experiments)]
+    # Runs that have begun record the objective that the data decide on; the others leave it open.
+    is_objective_open = any(experiment.objective is None for experiment in experiments)
+    hidden = ("objective",) if is_objective_open else ()
+    settings = [_deciding_settings(experiment, hidden) for experiment in experiments]
     runs = [(name, experiment.seed) for name, experiment in zip(names, experiments, strict=True)]
     settings = _without_unneeded(("analyses",), runs, settings)
     settings = _without_unneeded(_EVALUATIONS, names, settings)
@@ -96,13 +99,6 @@ def _without_unneeded(
     return needed if counts[0] == counts[1] else list(settings)
 
 
-def _without_found_objectives(experiments: Sequence[Experiment]) -> list[Experiment]:
-    """Return the experiments, without objectives if one leaves its own to the data: runs that have begun record it."""
-    if all(experiment.objective is not None for experiment in experiments):
-        return list(experiments)
-    return [experiment.replace(objective=None) for experiment in experiments]
-
-
 def _defaults() -> dict[str, Any]:
     """Return the default of each setting that is not an option of a component, such as a partition's."""
     return flatten(deciding_settings(Experiment()))
@@ -127,12 +123,12 @@ def _are_settings_of_methods(names: Sequence[str], settings: Sequence[Mapping[st
     return all(by_name[name] == values for name, values in zip(names, settings, strict=True))
 
 
-def _deciding_settings(experiment: Experiment) -> dict[str, Any]:
-    """Return the settings, other than method and seed, that decide a result up to rounding."""
-    hidden = {*ONLY_ROUNDING, *_SHOWN_ELSEWHERE, *implied_settings(experiment)}
+def _deciding_settings(experiment: Experiment, hidden: Sequence[str]) -> dict[str, Any]:
+    """Return the settings, other than method, seed and the `hidden` ones, that decide a result up to rounding."""
+    left_out = {*ONLY_ROUNDING, *_SHOWN_ELSEWHERE, *hidden, *implied_settings(experiment)}
     shown = {}
     for key, value in flatten(deciding_settings(experiment)).items():
-        if not any(is_in(key, section) for section in hidden):
+        if not any(is_in(key, section) for section in left_out):
             shown[key] = value
     return shown
 

@@ -103,9 +103,10 @@ def options_at_default(model: ModelSettings) -> set[str]:
 
 def _on_messages(experiments: Sequence[Experiment]) -> list[str]:
     """Return the attack, the rule of aggregation and the compression, each if all experiments have it."""
+    descriptions = [experiment.to_dict() for experiment in experiments]
     texts = []
     for section in ("attack", "aggregation", "compression"):
-        components = [experiment.to_dict()[section] for experiment in experiments]
+        components = [description[section] for description in descriptions]
         if components[0] is not None and all(component == components[0] for component in components):
             texts.append(component_text(components[0]))
     return texts

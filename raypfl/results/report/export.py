@@ -47,6 +47,7 @@ def as_latex(parts: Sequence[Part]) -> str:
 
 def _rows(part: Part) -> list[dict[str, Any]]:
     groups = part.groups
+    setting = setting_of(groups)
     columns = result_columns(groups)
     paired = {(row.method, row.protocol, row.best): row for row in differences(groups, part.reference)}
 
@@ -56,7 +57,7 @@ def _rows(part: Part) -> list[dict[str, Any]]:
             if not group.was_tested(protocol, best):
                 continue
             row: dict[str, Any] = {
-                "setting": setting_of(groups),
+                "setting": setting,
                 "method": group.label,
                 "tested_on": protocol,
                 "round": "best by validation" if best else "last",
@@ -67,7 +68,7 @@ def _rows(part: Part) -> list[dict[str, Any]]:
             row |= _difference(paired.get((group.label, protocol, best)))
             rows.append(row)
     for label, end in methods_without_result(part.results).items():
-        rows.append({"setting": setting_of(groups), "method": label, "tested_on": "", "round": end})
+        rows.append({"setting": setting, "method": label, "tested_on": "", "round": end})
     return rows
 
 
