@@ -32,7 +32,6 @@ def report(
 
     --out table.tex writes the table of results as LaTeX, --out table.csv as CSV, and --out figure.pdf the picture.
     """
-    from raypfl.common.counting import counted
     from raypfl.results.report import find_runs, write
     from raypfl.results.report.parts import without_part
     from raypfl.results.report.searches.folders import has_search
@@ -43,7 +42,7 @@ def report(
     results, reasons_left_out = find_runs(folders)
     for reason in reasons_left_out:
         print_message(reason, "yellow")
-    print_message(f"Writing a report on {counted(len(results), 'run')}", "")
+    print_message("Writing the report", "")
     searches = [folder for folder in folders if has_search(folder)]
     path = write(results, out, reasons_left_out, searches, baseline, named_clients)
     for reason in without_part(results):

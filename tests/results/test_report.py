@@ -155,10 +155,9 @@ def test_runs_on_the_tables_of_another_folder_are_no_repetitions_but_a_part_of_t
         shutil.copytree(run.run_dir, tmp_path / "runs" / name)
         (tmp_path / "runs" / name / "experiment.yaml").write_text(run.experiment.to_yaml())
 
-    runs, notes = find_runs([tmp_path / "runs"])
-    assert [run.run_dir.name for run in runs] == ["first", "third"]
-    assert len(notes) == 1 and "is also fedavg from seed 0" in notes[0]
-    words = text(page(runs, tmp_path))
+    runs, _ = find_runs([tmp_path / "runs"])
+    with pytest.warns(UserWarning, match="second is left out: .*third, which ended later, is also fedavg from seed 0"):
+        words = text(page(runs, tmp_path))
     assert "table(hearts) · 8 clients" in words and "table(wines) · 8 clients" in words
 
 
@@ -788,17 +787,28 @@ def test_attempts_that_failed_before_a_round_was_finished_are_one_sentence_unles
     runs, notes = find_runs([tmp_path])
     assert [run.run_dir.name for run in runs] == ["good"]
     assert notes == [f"Left out, since no round was finished before the failure: {attempts[0]}, {attempts[1]}."]
-    assert [run.run_dir for run in find_runs(attempts)[0]] == attempts[1:]
+    assert [run.run_dir for run in find_runs(attempts)[0]] == attempts
 
 
-def test_files_are_ignored_and_a_run_that_repeats_another_is_left_out(results, tmp_path):
+def test_files_are_ignored_and_a_run_that_is_named_twice_is_one(results, tmp_path, monkeypatch):
     (tmp_path / "compared.png").touch()
+    monkeypatch.chdir(results[0].run_dir.parent)
+    twice = [results[0].run_dir, Path(results[0].run_dir.name)]
+    runs, notes = find_runs([*twice, tmp_path / "compared.png", results[2].run_dir])
+    assert [run.weights_hash for run in runs] == [results[0].weights_hash, results[2].weights_hash] and not notes
+
+
+def test_a_run_that_repeats_another_is_left_out_of_a_report_which_warns_of_it(results, tmp_path):
     again = raypfl.run(results[0].experiment.replace(output=str(tmp_path)))
-    runs, notes = find_runs([results[0].run_dir, again.run_dir, tmp_path / "compared.png", results[2].run_dir])
-    assert [run.run_dir for run in runs] == [again.run_dir, results[2].run_dir]
-    later = f"{again.run_dir}, which ended later, is also fedavg from seed 0."
-    assert notes == [f"{results[0].run_dir} is left out: {later}"]
-    assert find_runs([again.run_dir, results[0].run_dir])[1] == notes
+    sentence = f"{results[0].run_dir} is left out: {again.run_dir}, which ended later, is also fedavg from seed 0."
+    for runs in ([results[0], again, results[2]], [again, results[0], results[2]]):
+        with pytest.warns(UserWarning, match=f"^{re.escape(sentence)}$"):
+            file = write(runs, tmp_path / "table.csv")
+    assert {(row["method"], row["seeds"]) for row in csv.DictReader(file.open())} == {("fedavg", "1"), ("ditto", "1")}
+
+    reported = command("report", str(results[0].run_dir), str(again.run_dir), "--out", str(tmp_path / "page.html"))
+    assert sentence in " ".join(reported.stderr.split())
+    assert sentence in text(ElementTree.fromstring((tmp_path / "page.html").read_text("utf-8")))
 
 
 def test_of_a_run_that_continues_another_one_the_first_settings_are_said(results, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Sequence
 from datetime import date
 from importlib import resources
@@ -79,7 +80,7 @@ def write(
     Parameters
     ----------
     results : at least one; those that differ in their seed alone are one method's repetitions. Of several runs of one
-        experiment and seed, the one that ended last counts.
+        experiment and seed, the one that ended last counts; a warning names the others.
     path : the HTML file or, if it ends in ``.tex`` or ``.csv``, the table, or in ``.pdf``, ``.svg`` or ``.png``, the
         picture of their learning curves and clients; its folder must exist.
     notes : sentences for the reader, such as on what is left out.
@@ -110,6 +111,8 @@ def write(
         )
 
     results, repetitions = without_repetitions(results)
+    for sentence in repetitions:
+        warnings.warn(sentence, stacklevel=2)
     parts = parts_of(results, baseline)
     if path.suffix in _PICTURES:
         if len(parts) > 1:

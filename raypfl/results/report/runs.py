@@ -14,7 +14,7 @@ from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.experiment.assignments import flatten
 from raypfl.experiment.identity import deciding_settings
 from raypfl.results.report.searches.folders import best_runs
-from raypfl.results.run_groups import refuse_untested, without_repetitions
+from raypfl.results.run_groups import refuse_untested
 from raypfl.runs.folders import ComparisonFolder
 from raypfl.runs.records import (
     COMPARISON,
@@ -41,9 +41,8 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[RunResult], list[str]]:
 
     Each path is the folder of a run, a comparison, a study or a sweep, or a folder that contains some.
 
-    Left out are folders without runs, runs that have not ended, were stopped before an evaluation, failed before a
-    round was finished or cannot be read, and all but the last to end of several runs of one experiment from one seed,
-    which are repetitions. Files, such as a picture that a shell's ``*`` caught, are passed over.
+    Left out are folders without runs, and runs that have not ended, were stopped before an evaluation, failed before a
+    round was finished or cannot be read. Files, such as a picture that a shell's ``*`` caught, are passed over.
 
     Raises
     ------
@@ -66,7 +65,9 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[RunResult], list[str]]:
         if note:
             notes.append(note)
 
-    folders, failed_note = _without_failed_attempts(list(dict.fromkeys(folders)))
+    # A run may be named twice, by itself and by a study or a pattern of the shell.
+    distinct = {folder.resolve(): folder for folder in folders}
+    folders, failed_note = _without_failed_attempts(list(distinct.values()))
     notes += failed_note
     results: list[RunResult] = []
     for folder in folders:
@@ -85,8 +86,7 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[RunResult], list[str]]:
             notes.append(f"{result.run_dir} {result.status} before its first evaluation: {reason}")
         raise ConfigError("\n".join(notes) or f"There is no run in {', '.join(map(str, paths))}, only files.")
 
-    results, repetitions = without_repetitions(results)
-    return results, [*notes, *repetitions, *_beginnings(results)]
+    return results, [*notes, *_beginnings(results)]
 
 
 def _without_failed_attempts(folders: list[Path]) -> tuple[list[Path], list[str]]:
