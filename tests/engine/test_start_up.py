@@ -39,6 +39,15 @@ ServerActor([2], [{}])
 print(torch_imported, "torch" in sys.modules)
 """
 
+ACTOR = """
+import sys
+from raypfl.engine.backends.client_actor import ClientActor
+needed = {"torch", "raypfl.engine.prepared", "raypfl.experiment"}
+before = needed & sys.modules.keys()
+ClientActor()
+print(sorted(before), sorted(needed - sys.modules.keys()))
+"""
+
 
 LAZY = """
 import sys
@@ -74,6 +83,12 @@ def test_the_report_is_imported_at_its_first_use() -> None:
     process = subprocess.run([sys.executable, "-c", LAZY], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert process.stdout == "[]\n", process.stderr
     assert callable(raypfl.report.write)
+
+
+@pytest.mark.thorough
+def test_a_client_actor_imports_what_its_jobs_need_when_it_is_made_and_not_before() -> None:
+    process = subprocess.run([sys.executable, "-c", ACTOR], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert process.stdout == "[] []\n", process.stderr
 
 
 @pytest.mark.thorough

@@ -49,7 +49,8 @@ class ClientActor:
 
     def __init__(self) -> None:
         with importing():
-            pass
+            import raypfl.engine.prepared
+            import raypfl.experiment  # noqa: F401
         self._worker: Worker | None = None
 
     def prepare(self, shipment: Shipment) -> Home:
