@@ -232,6 +232,7 @@ class Server:
                     # A second Ctrl-C waits from here on: a round that counts only in part would be saved as it is.
                     recording.enter_context(signals_deferred())
             except EmptyCohort as error:
+                recording.enter_context(signals_deferred())
                 self._warn(f"{error} Such a round changes nothing.")
                 seconds = self._clock() - started_at
 

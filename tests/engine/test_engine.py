@@ -99,8 +99,9 @@ def test_a_stopped_run_resumes_to_the_same_bits(tmp_path, method, number):
     assert resumed.weights_hash == whole.weights_hash and same_tables(resumed, whole)
 
 
-@pytest.mark.parametrize("records", ["add_round", "add_evaluations"])
-def test_a_second_ctrl_c_waits_until_a_round_or_its_evaluation_is_recorded(tmp_path, monkeypatch, records):
+# With such a dropout, the first round has no client.
+@pytest.mark.parametrize(("records", "dropout"), [("add_round", 0.0), ("add_round", 0.99), ("add_evaluations", 0.0)])
+def test_a_second_ctrl_c_waits_until_a_round_or_its_evaluation_is_recorded(tmp_path, monkeypatch, records, dropout):
     def interrupted(self, *arguments, **options):
         if not sent:
             for _ in range(2):
@@ -111,11 +112,11 @@ def test_a_second_ctrl_c_waits_until_a_round_or_its_evaluation_is_recorded(tmp_p
     record = getattr(RunTables, records)
     sent: list[int] = []
     monkeypatch.setattr(RunTables, records, interrupted)
-    stopped = raypfl.run(experiment(tmp_path))
+    stopped = raypfl.run(experiment(tmp_path, devices__dropout=dropout))
     assert len(sent) == 2 and stopped.status == "stopped"
 
     resumed = raypfl.resume(stopped.run_dir)
-    whole = raypfl.run(experiment(tmp_path))
+    whole = raypfl.run(experiment(tmp_path, devices__dropout=dropout))
     assert resumed.weights_hash == whole.weights_hash and same_tables(resumed, whole)
 
 

@@ -61,11 +61,9 @@ def _base() -> raypfl.Experiment:
 def same_tables(a: raypfl.Result, b: raypfl.Result) -> bool:
     """Return whether two runs recorded the same, except how long their rounds took."""
     deterministic = [name for name in a.rounds.column_names if name != "seconds"]
-    return (
-        a.evaluations.equals(b.evaluations)
-        and a.ledger.equals(b.ledger)
-        and a.rounds.select(deterministic).equals(b.rounds.select(deterministic))
-    )
+    # As texts: the loss of a round without clients is NaN, which does not equal itself.
+    rounds = [str(result.rounds.select(deterministic).to_pydict()) for result in (a, b)]
+    return a.evaluations.equals(b.evaluations) and a.ledger.equals(b.ledger) and rounds[0] == rounds[1]
 
 
 class Interrupt:
