@@ -279,7 +279,7 @@ class Worker:
                     "takes a tensor with a row for each client, such as torch.as_tensor(rows)."
                 )
             if isinstance(value, Mean):
-                _refuse_unless_finite(function, name, value, call, group)
+                _refuse_unless_finite(function, name, value, client_group)
 
         messages = dict(returned or {})
         if self.context.compressor is not None and call.training:
@@ -422,7 +422,7 @@ def _subscripted(path: str) -> str:
     return name + "".join(f"[{key}]" if key.isdigit() else f'["{key}"]' for key in keys)
 
 
-def _refuse_unless_finite(function: str, name: str, mean: Mean, call: Call, group: Group) -> None:
+def _refuse_unless_finite(function: str, name: str, mean: Mean, group: ClientGroup) -> None:
     """Raise a ClientError for clients whose row of a mean has nan or infinity: it would spoil the mean."""
     rows = unmarked(mean.rows).detach()
     # The sum is finite only if all numbers are, and takes a fraction of the time of a check of each.
@@ -430,11 +430,12 @@ def _refuse_unless_finite(function: str, name: str, mean: Mean, call: Call, grou
         return
 
     is_finite = rows.reshape(len(rows), -1).isfinite().all(1).tolist() if rows.dim() else []
-    failed = [client for client, is_good in zip(group.clients, is_finite, strict=False) if not is_good]
+    failed = [k for k, is_good in enumerate(is_finite[: len(group)]) if not is_good]
     if failed:
+        k = failed[0]
         raise ClientError(
-            f"{function} returned {name!r} with nan or infinity for client {failed[0]} in round {call.round}. Look at "
-            f"what the function does with the trained model, and at training.lr ({call.lr:.3g} now).",
-            clients=failed,
+            f"{function} returned {name!r} with nan or infinity for client {group.ids[k]} in round {group.rounds[k]}. "
+            f"Look at what the function does with the trained model, and at training.lr ({group.lr:.3g} now).",
+            clients=[group.ids[k] for k in failed],
             repeatable=True,
         )

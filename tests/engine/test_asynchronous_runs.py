@@ -9,11 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import raypfl
+from raypfl import Mean
 from raypfl.cli.app import app
-from raypfl.common.errors import CheckpointError, ConfigError, LostState
+from raypfl.common.errors import CheckpointError, ConfigError, LostState, RaypflError
 from raypfl.engine.building.rounds import schedule_for
 from raypfl.engine.events import Evaluated, RoundFinished
 from raypfl.federation.asynchronous.schedule import ScheduledClients, make_schedule
@@ -335,3 +337,21 @@ def test_a_run_that_continues_another_at_the_same_pace_may_have_another_learning
     parent = raypfl.run(buffered(tmp_path, rounds=6, checkpoint__every=1, checkpoint__keep=9)).run_dir
     lower = raypfl.resume(parent, from_round=3, new_run_dir=tmp_path / "new", overrides=["training.lr=0.01"])
     assert (lower.status, lower.round) == ("finished", 6)
+
+
+class FailsInThirdTurn(FedAvg):
+    """FedAvg whose clients return nan in their third turn; two rounds are rehearsed."""
+
+    def train(self, clients, theta):
+        turns = clients.state.get("turns", default=torch.zeros(())) + 1
+        clients.state["turns"] = turns
+        trained = super().train(clients, theta)["theta"].rows
+        return {"theta": Mean(torch.where(turns[:, None] < 3, trained, torch.nan))}
+
+
+def test_a_client_that_returns_nan_is_named_with_its_own_round_and_learning_rate(tmp_path):
+    halving = {"training__lr": 0.125, "training__schedule": "exponential", "training__decay": 0.5}
+    with pytest.raises(RaypflError) as caught:
+        raypfl.run(buffered(tmp_path, method=f"{__name__}:FailsInThirdTurn", partition__clients=8, **halving))
+    found = re.search(r"for client \d+ in round (\d+)\. .* at training\.lr \((.*) now\)", str(caught.value))
+    assert found and float(found[2]) == pytest.approx(0.125 * 0.5 ** (int(found[1]) - 1), rel=1e-2)
