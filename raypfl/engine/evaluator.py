@@ -130,6 +130,7 @@ class Evaluator:
     ) -> dict[str, list[Any]]:
         """Evaluate some clients, all `unseen` or all trained; return their columns of the evaluations table."""
         masks = self.experiment.evaluation.masks
+        maker = model_hook(unseen)
         if not clients or not protocols:
             return tabulate(self.measures, round, {}, [], [])
 
@@ -137,7 +138,7 @@ class Evaluator:
         lr = self.experiment.training.learning_rate(max(round - 1, 0), self.experiment.rounds)
         arguments = {
             "protocols": protocols,
-            "maker": model_hook(unseen),
+            "maker": maker,
             "total": len(clients),
             "masks": list(masks),
             "position": Scatter(torch.arange(len(clients))),
@@ -170,6 +171,10 @@ class Evaluator:
             # What clients stored for their evaluation is discarded.
             self.runner.states.abandon()
 
+        for name, sizes in replies.sent.items():
+            num_with_model = sum(clients_of_size for *_, clients_of_size in sizes)
+            if name.startswith("personal/") and num_with_model < len(clients):
+                raise _none_for_some(getattr(self.method, maker))
         return tabulate(self.measures, round, replies.result("The evaluation"), clients, protocols, masks)
 
     def global_model(self, state: dict[str, Any], hint: str = "") -> torch.Tensor | None:
@@ -284,12 +289,16 @@ def _score(
     """
     shares = [(i, total) for i in unmarked(position).tolist()]
     make = getattr(method, maker)
+    have_models: set[bool] = set()
 
     def make_models(clients: Clients) -> torch.Tensor | Predictor | None:
         # A new client has nothing to keep, so its function may share code with a training that stores something.
         clients.state.is_stored = maker != "personal_model"
         with refuse_unkeyed(make, clients.device, ON_CLIENTS):
             models = make(clients, server)
+        have_models.add(models is not None)
+        if len(have_models) > 1:
+            raise _none_for_some(make)
         if isinstance(models, Predictor) and len(models) != len(clients):
             raise MethodError(
                 f"{where_defined(make)} returned a Predictor of {len(models)} clients, but the group has "
@@ -301,6 +310,14 @@ def _score(
         return models
 
     return score(group, make_models, shared, protocols, shares, masks)
+
+
+def _none_for_some(maker: Callable[..., Any]) -> EvaluationError:
+    """Return the error for a method's function that makes models for some clients only: a mean would be over those."""
+    return EvaluationError(
+        f"{where_defined(maker)} returned None for some clients and models for others, but every client needs one. "
+        'Give those that have not trained yet a default, as in clients.state.get(name, default=server["theta"]).'
+    )
 
 
 def _refuse_misshapen(models: object, shape: list[int], maker: Callable[..., Any], hint: str = "") -> None:

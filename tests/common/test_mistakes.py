@@ -168,6 +168,14 @@ def test_a_personal_model_without_return_is_warned_of(tmp_path):
     assert any("returned None, so only the global model was tested. Return" in text for text in warnings)
 
 
+@pytest.mark.parametrize("group_size", [1, 12])
+def test_models_for_some_clients_only_are_refused_however_clients_are_cut_into_groups(tmp_path, group_size):
+    one_by_one = {"engine__executor": "sequential", "engine__group_size": group_size}
+    text = error_of(tmp_path, "LacksADefault", rounds=1, **one_by_one)
+    line = line_of("def personal_model", "class LacksADefault")
+    assert f"LacksADefault.personal_model (mistaken_methods.py, line {line}) returned None for some clients" in text
+
+
 def test_a_finite_model_whose_outputs_are_nan_is_warned_of(tmp_path):
     events: list[Event] = []
     raypfl.run(experiment(tmp_path, method=f"{MODULE}:Overflows", rounds=1), listeners=[events.append])

@@ -95,6 +95,15 @@ class DividesByZero(FedAvg):
         return (server["theta"] / 0.0).expand(len(clients), -1)
 
 
+class LacksADefault(FedAvg):
+    def train(self, clients, theta):
+        clients.state["personal"] = clients.sgd(clients.loss, theta)
+        return super().train(clients, theta)
+
+    def personal_model(self, clients, server):
+        return clients.state.get("personal")
+
+
 class SendsNumPy(FedAvg):
     def train(self, clients, theta):
         return {"theta": Mean(clients.sgd(clients.loss, theta).numpy())}
