@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from raypfl.clients.replies.reduction import reduced
 from raypfl.clients.worker import Group
 from raypfl.common.errors import MethodError
 from raypfl.common.messages import Each, Mean, Sum
 from raypfl.engine.backends.inline import Inline
 from raypfl.federation.cohort import round_record
-from raypfl.federation.exchange.aggregation import take_sums
+from raypfl.federation.exchange.aggregation import ReplyAggregator, take_sums
 from raypfl.federation.exchange.backend import Done
 from raypfl.federation.exchange.bundles import bundled
 from raypfl.federation.exchange.tree_sum import Subtree, Total, TreeSum
@@ -174,6 +175,28 @@ def test_sums_of_different_shapes_are_refused_by_name():
 
     with pytest.raises(MethodError, match=r"'x' has the shape \[1\] for some groups of clients and \[2\] for others"):
         run(Inline, uneven)
+
+
+def rows_by_group(*parts: torch.Tensor) -> torch.Tensor:
+    """The rows that the server gets if groups send these for two clients each, in this order."""
+    replies = ReplyAggregator(2 * len(parts), torch.device("cpu"))
+    for index, rows in enumerate(parts):
+        positions = np.array([2 * index, 2 * index + 1])
+        group = Group(index, tuple(positions.tolist()), positions, {}, [(), ()])
+        replies.add(group, {"x": reduced("Probe.train", "x", Each(rows), 2)})
+    return replies.result("Probe.train")["x"]
+
+
+def test_rows_of_different_shapes_are_refused_and_not_repeated():
+    with pytest.raises(MethodError, match=r"'x' has the shape \[3\] for some groups of clients and \[1\] for others"):
+        rows_by_group(torch.zeros(2, 3), torch.zeros(2, 1))
+
+
+def test_rows_of_different_types_keep_their_numbers_in_any_order_of_replies():
+    whole = torch.tensor([1, 2])
+    halves = torch.tensor([0.5, 1.5])
+    assert rows_by_group(whole, halves).tolist() == [1, 2, 0.5, 1.5]
+    assert rows_by_group(halves, whole).tolist() == [0.5, 1.5, 1, 2]
 
 
 def test_bundles_shrink_to_single_groups_and_are_whole_subtrees():

@@ -14,7 +14,7 @@ from raypfl.clients.replies.reduction import Value
 from raypfl.clients.worker import Group, Reply
 from raypfl.common.errors import MethodError, PrivacyError
 from raypfl.common.transfer import to_device
-from raypfl.federation.exchange.tree_sum import Subtree, Total, TreeSum, added
+from raypfl.federation.exchange.tree_sum import Subtree, Total, TreeSum, added, refuse_other_shape
 from raypfl.federation.ledger import MessageSize
 from raypfl.federation.robustness.wire import Kind
 from raypfl.learning.privacy import unmasked
@@ -59,14 +59,22 @@ class ReplyAggregator:
             self._contributors[name] += value.contributors
 
             if value.has_rows:
-                if name not in self._rows:
-                    self._rows[name] = np.zeros((self._num_clients, *value.array.shape[1:]), value.array.dtype)
-                    self._weights[name] = np.full(self._num_clients, np.nan)
-                self._rows[name][group.positions] = value.array
-                self._weights[name][group.positions] = 1.0 if value.weights is None else value.weights
+                self._add_rows(group, name, value)
 
         for subtree in [leaf(group, values)] if subtrees is None else subtrees:
             self.add_sums(subtree)
+
+    def _add_rows(self, group: Group, name: str, value: Value) -> None:
+        if name not in self._rows:
+            self._rows[name] = np.zeros((self._num_clients, *value.array.shape[1:]), value.array.dtype)
+            self._weights[name] = np.full(self._num_clients, np.nan)
+        rows = self._rows[name]
+        refuse_other_shape(name, rows.shape[1:], value.array.shape[1:])
+        # In the type of the first rows, whole numbers for instance, others could lose their digits.
+        rows = rows.astype(np.result_type(rows.dtype, value.array.dtype), copy=False)
+        rows[group.positions] = value.array
+        self._rows[name] = rows
+        self._weights[name][group.positions] = 1.0 if value.weights is None else value.weights
 
     def add_sums(self, subtree: Subtree) -> None:
         """Add sums over groups, whose replies are added separately."""

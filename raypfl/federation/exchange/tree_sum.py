@@ -92,13 +92,17 @@ def added(left: Mapping[str, Total], right: Mapping[str, Total]) -> dict[str, To
     return totals
 
 
-def _sum(name: str, left: Total, right: Total) -> Total:
-    if left.array.shape != right.array.shape:
+def refuse_other_shape(name: str, shape: tuple[int, ...], other: tuple[int, ...]) -> None:
+    """Raise a MethodError unless two groups have sent one shape under a name: NumPy would repeat a single number."""
+    if shape != other:
         raise MethodError(
-            f"{name!r} has the shape {list(left.array.shape)} for some groups of clients and "
-            f"{list(right.array.shape)} for others, so it cannot be added up over the cohort."
+            f"{name!r} has the shape {list(shape)} for some groups of clients and {list(other)} for others; it must be "
+            "the same for all clients of the cohort."
         )
 
+
+def _sum(name: str, left: Total, right: Total) -> Total:
+    refuse_other_shape(name, left.array.shape, right.array.shape)
     dtype = np.result_type(left.array, right.array)
     writable = [total.array for total in (left, right) if total.is_writable and total.array.dtype == dtype]
     array = np.asarray(np.add(left.array, right.array, out=writable[0] if writable else None))
