@@ -175,7 +175,7 @@ class Rounds:
         first = self.round * self.job.cohort % self.job.population
         clients = sorted((first + i) % self.job.population for i in range(self.job.cohort))
         self.round += 1
-        cohort = Cohort(self._runner, tuple(clients), (), self.round, LEARNING_RATE)
+        cohort = Cohort(self._runner, tuple(clients), self.round, LEARNING_RATE)
         self.method.round(self.server, cohort)
         self._states.commit()
         wait(self.model.device.type)

@@ -47,7 +47,7 @@ class EvaluationCohort(Cohort):
     phase = "prediction"
 
     def __init__(self, runner: GroupRunner, ids: Sequence[int], round: int, lr: float, unseen: bool):
-        super().__init__(runner, tuple(ids), (), round, lr)
+        super().__init__(runner, tuple(ids), round, lr)
         self.unseen = unseen
 
     def _drop_client(self, client: int, error: ClientError) -> None:

@@ -72,10 +72,10 @@ class Cohort(Log, ServerTraining):
         self,
         runner: GroupRunner,
         ids: tuple[int, ...],
-        dropped: tuple[int, ...],
         round: int,
         lr: float,
         earlier_kinds: EarlierKinds = MappingProxyType({}),
+        lost: tuple[int, ...] = (),
         work: np.ndarray | None = None,
     ):
         Log.__init__(self, earlier_kinds)
@@ -94,7 +94,7 @@ class Cohort(Log, ServerTraining):
         self._only_divergences = True
         self._runner = runner
         self._runner.last_exchange = ""
-        self._dropped = dropped
+        self._lost = lost
         self._work = work
         self._exchanges = 0
 
@@ -221,7 +221,7 @@ class Cohort(Log, ServerTraining):
         ``Scatter`` and of an ``Each`` reply are in the order of ``task.trained``. The round's losses stay the cohort's;
         a client of it that fails here is not in the round's later exchanges.
         """
-        everyone = Cohort(self._runner, tuple(self.task.trained.tolist()), (), self.round, self.lr)
+        everyone = Cohort(self._runner, tuple(self.task.trained.tolist()), self.round, self.lr)
         everyone._exchanges = self._exchanges
         reply = everyone.run(function, **arguments)
         self._exchanges = everyone._exchanges
@@ -352,8 +352,8 @@ class Cohort(Log, ServerTraining):
             )
 
     def _charge_down(self, arguments: Mapping[str, Any]) -> None:
-        # Clients that drop out still receive the round's first message.
-        lost = self._dropped if self._exchanges == 0 else ()
+        # Clients that drop out or are late still receive the round's first message.
+        lost = self._lost if self._exchanges == 0 else ()
         recipients = Recipients(self.ids, self.present, lost, self.task.num_clients)
         for name, sizes in recipients.charges(arguments):
             self._charge("down", name, sizes)

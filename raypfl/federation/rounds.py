@@ -82,7 +82,7 @@ class SynchronousRounds(Rounds):
         self, round: int, server: dict[str, Any], earlier_kinds: EarlierKinds, cohort_draw: CohortDraw
     ) -> Cohort:
         lr = self._learning_rate(round)
-        return Cohort(self._runner, cohort_draw.clients, cohort_draw.lost, round, lr, earlier_kinds, cohort_draw.work)
+        return Cohort(self._runner, cohort_draw.clients, round, lr, earlier_kinds, cohort_draw.lost, cohort_draw.work)
 
     def update(self, cohort: Cohort, cohort_draw: CohortDraw) -> None:
         if self._selector is not None:

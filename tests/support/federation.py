@@ -224,7 +224,7 @@ class Federation:
     def cohort(self, ids: Iterable[int] | None = None, dropped: tuple[int, ...] = ()) -> Cohort:
         """Return a cohort of these clients, or of all."""
         ids = tuple(range(len(self.sizes)) if ids is None else ids)
-        return Cohort(self.runner, ids, dropped, self.round, self.training.lr)
+        return Cohort(self.runner, ids, self.round, self.training.lr, lost=dropped)
 
     def run_rounds(self, *cohorts: Iterable[int] | None) -> dict[str, Any]:
         """Run a round of the method with each of these cohorts (None: all clients); returns the server's state."""

@@ -103,7 +103,7 @@ class ReplyingCohort(Cohort):
         lr: float,
         earlier_kinds: EarlierKinds,
     ):
-        super().__init__(runner, replies.clients, (), round, lr, earlier_kinds)
+        super().__init__(runner, replies.clients, round, lr, earlier_kinds)
         self._replies = replies
 
     def run(self, function: Callable[..., Any], /, **arguments: Any) -> dict[str, Tensor]:

@@ -126,7 +126,7 @@ class AsynchronousRounds(Rounds):
         ------
         LateReplyError : if late replies to it could not be used, or come from another function than those before.
         """
-        cohort = SendingCohort(self.runner, clients, (), round, self._learning_rate(round))
+        cohort = SendingCohort(self.runner, clients, round, self._learning_rate(round))
         message = message_of(self._method, server, cohort)
         for earlier in self._messages.values():
             if earlier.function != message.function:

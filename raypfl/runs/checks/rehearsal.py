@@ -63,7 +63,7 @@ class Rehearsal:
         """Run a round of this number, or the next one; return its number of exchanges."""
         self._round = self._round + 1 if number is None else number
         clients = self._largest(self._task.num_samples)
-        cohort = Cohort(self._runner, clients, (), self._round, self._prepared.experiment.training.lr)
+        cohort = Cohort(self._runner, clients, self._round, self._prepared.experiment.training.lr)
         self._method.round(self._server, cohort)
         self._runner.states.commit()
         return cohort.num_exchanges
