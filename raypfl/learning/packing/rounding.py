@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from raypfl.learning.recording.operations import OperationMode
 
 NUMBERS = 2**12
 """The number of inputs on which an elementwise operation is tried, and the fewest results of a product's trial."""
@@ -93,17 +94,12 @@ class OperationCall:
     dtype: torch.dtype
 
 
-class Calls(TorchDispatchMode):
+class Calls(OperationMode):
     """While active, notes the operations that may round, each once."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: dict[str, OperationCall] = {}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # Otherwise the first use in a process imports torch's compiler.
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}

@@ -71,8 +71,17 @@ class Operation:
         return replace(self, arguments=with_values(self.arguments, names), options=with_values(self.options, names))
 
 
-class OperationRecorder(TorchDispatchMode):
-    """While active, notes every operation on tensors, below vmap and autograd.
+class OperationMode(TorchDispatchMode):
+    """Base class of modes that see operations on tensors, below vmap and autograd, without torch's compiler."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Otherwise the first use in a process imports the compiler, which takes longer than a recording saves.
+        return False
+
+
+class OperationRecorder(OperationMode):
+    """While active, notes every operation on tensors.
 
     Attributes
     ----------
@@ -91,11 +100,6 @@ class OperationRecorder(TorchDispatchMode):
         self._names: dict[int, Name] = {}
         self._memory: dict[Name, int] = {}
         self._memory_numbers: dict[int, int] = {}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # Otherwise the first recording of a process imports torch's compiler, which takes longer than it saves.
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
@@ -168,7 +172,7 @@ class OperationRecorder(TorchDispatchMode):
         return value
 
 
-class WatchedOperations(TorchDispatchMode):
+class WatchedOperations(OperationMode):
     """While active, notes whether operations can be repeated, without keeping their tensors.
 
     Attributes
@@ -181,10 +185,6 @@ class WatchedOperations(TorchDispatchMode):
         super().__init__()
         self.devices: set[torch.device] = set()
         self.are_repeatable = True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # as in OperationRecorder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
