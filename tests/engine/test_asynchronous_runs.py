@@ -17,7 +17,7 @@ from raypfl import Mean
 from raypfl.cli.app import app
 from raypfl.common.errors import CheckpointError, ConfigError, LostState, RaypflError
 from raypfl.engine.building.rounds import schedule_for
-from raypfl.engine.events import Evaluated, RoundFinished
+from raypfl.engine.events import Evaluated, Event, RoundFinished, RunStarted
 from raypfl.federation.asynchronous.schedule import ScheduledClients, make_schedule
 from raypfl.methods import METHODS, FedAvg
 from raypfl.methods.global_model.mime import Mime
@@ -78,6 +78,17 @@ def whole(tmp_path_factory):
 def test_a_run_that_is_stopped_after_any_round_resumes_to_the_same_bits(tmp_path, whole, stop):
     stopped = raypfl.run(buffered(tmp_path, **STOPPED), listeners=[Interrupt(stop)])
     assert stopped.status == "stopped" and stopped.round == stop
+    resumed = raypfl.resume(stopped.run_dir)
+    assert resumed.weights_hash == whole.weights_hash and same_tables(resumed, whole)
+
+
+def test_a_run_that_is_stopped_before_its_first_round_resumes_to_the_same_bits(tmp_path, whole):
+    def interrupt(event: Event) -> None:
+        if isinstance(event, RunStarted):
+            signal.raise_signal(signal.SIGINT)
+
+    stopped = raypfl.run(buffered(tmp_path, **STOPPED), listeners=[interrupt])
+    assert stopped.status == "stopped" and stopped.round == 0
     resumed = raypfl.resume(stopped.run_dir)
     assert resumed.weights_hash == whole.weights_hash and same_tables(resumed, whole)
 

@@ -106,7 +106,7 @@ class AsynchronousRounds(Rounds):
         joining = joining[np.argsort(schedule.clients[joining])]
         sent = schedule.sent_in(round)
         dropped = sent[schedule.drops[sent]]
-        begins = float(schedule.round_begins[round - 1])
+        begins = schedule.end_of(round - 1)
         if self._joules is None:
             assert turns.devices is not None
             self._joules = schedule.joules(turns.devices.watts[self._clients])
@@ -114,7 +114,7 @@ class AsynchronousRounds(Rounds):
             clients=tuple(self._clients[schedule.clients[joining]].tolist()),
             dropped=tuple(self._clients[schedule.clients[dropped]].tolist()),
             begins=begins,
-            seconds=float(schedule.round_ends[round - 1]) - begins,
+            seconds=schedule.end_of(round) - begins,
             joules=float(self._joules[round - 1]),
             staleness=tuple((round - schedule.rounds[joining]).tolist()),
         )
@@ -170,12 +170,13 @@ class AsynchronousRounds(Rounds):
 
     def refuse_other_rounds(self, round: int, time: float) -> None:
         """Raise a CheckpointError unless the schedule ends the round at `time`: it says which clients are at work."""
-        if self.schedule.round_ends[round - 1] != time:
+        end = self.schedule.end_of(round)
+        if end != time:
             raise CheckpointError(
-                f"The checkpoint does not fit this schedule, in which round {round} ends at "
-                f"{self.schedule.round_ends[round - 1]:.1f} simulated seconds, not at {time:.1f}. Asynchronous rounds "
-                "can only continue a run that has had the same clients, devices, training, messages and settings of "
-                "asynchronous since its first round; leave these as they were, or start another run, with `raypfl run`."
+                f"The checkpoint does not fit this schedule, in which round {round} ends at {end:.1f} simulated "
+                f"seconds, not at {time:.1f}. Asynchronous rounds can only continue a run that has had the same "
+                "clients, devices, training, messages and settings of asynchronous since its first round; leave these "
+                "as they were, or start another run, with `raypfl run`."
             )
 
     def _send(self, round: int, server: dict[str, Any]) -> None:
@@ -330,6 +331,5 @@ class AsynchronousRounds(Rounds):
         turns = self.schedule.sent_in(sent_in)
         joins = self.schedule.joins[turns]
         # At the end of the schedule, clients are still at work: the run may be extended.
-        now = self.schedule.round_ends[after - 1] if after else 0.0
-        is_at_work = (joins == 0) & (self.schedule.ends[turns] >= now)
+        is_at_work = (joins == 0) & (self.schedule.ends[turns] >= self.schedule.end_of(after))
         return bool(((joins > after) | is_at_work).any())

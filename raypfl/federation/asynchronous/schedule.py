@@ -79,6 +79,10 @@ class Schedule:
         """When each round begins, ``float64[num_rounds]``: where the one before ends."""
         return np.concatenate([[0.0], self.round_ends[:-1]])
 
+    def end_of(self, round: int) -> float:
+        """Return when a round ends, in seconds since the start, which is the end of round 0."""
+        return float(self.round_ends[round - 1]) if round else 0.0
+
     @property
     def staleness(self) -> np.ndarray:
         """How many models were made while each reply was under way, ``int32[R]``, in the order of arrival."""
