@@ -27,6 +27,7 @@ from raypfl.common.transfer import to_device
 from raypfl.common.user_code import where_defined
 from raypfl.common.user_warnings import user_warnings
 from raypfl.learning.privacy import Masks, Spending, clipped_updates
+from raypfl.models.double_precision import refuse_mixed_precision
 from raypfl.storage.stacks import Contents, Stack, StackRef
 from raypfl.storage.tree import leaves, unflatten
 
@@ -252,7 +253,8 @@ class Worker:
         if not isinstance(call.function, str):
             return call.function(client_group, self.method, **arguments)
         function = getattr(self.method, call.function)
-        with refuse_unkeyed(function, self.context.model.device, ON_CLIENTS):
+        model = self.context.model
+        with refuse_unkeyed(function, model.device, ON_CLIENTS), refuse_mixed_precision(model.dtype):
             return function(Clients(client_group), **arguments)
 
     def _values(

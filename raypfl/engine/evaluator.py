@@ -31,6 +31,7 @@ from raypfl.federation.exchange.group_runner import GroupRunner
 from raypfl.federation.exchange.grouping import even_sizes
 from raypfl.federation.method import Method
 from raypfl.learning.privacy import Spending
+from raypfl.models.double_precision import refuse_mixed_precision
 from raypfl.models.predictor import Predictor
 from raypfl.storage.tree import Copies
 
@@ -259,7 +260,8 @@ class Evaluator:
 def personalize(method: Method, state: dict[str, Any], cohort: EvaluationCohort, copies: Copies) -> None:
     """Call the method's `personalize`, if it has one, with a copy of the server's state."""
     if method.has("personalize"):
-        with refuse_unkeyed(method.personalize, cohort.task.model.device, ON_SERVER):
+        model = cohort.task.model
+        with refuse_unkeyed(method.personalize, model.device, ON_SERVER), refuse_mixed_precision(model.dtype):
             method.personalize(copies.of(state), cohort)
 
 
@@ -294,7 +296,7 @@ def _score(
     def make_models(clients: Clients) -> torch.Tensor | Predictor | None:
         # A new client has nothing to keep, so its function may share code with a training that stores something.
         clients.state.is_stored = maker != "personal_model"
-        with refuse_unkeyed(make, clients.device, ON_CLIENTS):
+        with refuse_unkeyed(make, clients.device, ON_CLIENTS), refuse_mixed_precision(clients.model.dtype):
             models = make(clients, server)
         have_models.add(models is not None)
         if len(have_models) > 1:

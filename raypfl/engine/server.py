@@ -47,6 +47,7 @@ from raypfl.engine.state.run_state import RunState
 from raypfl.engine.state.run_tables import RunTables, columns_of_rounds, with_privacy
 from raypfl.federation.exchange.backend import Backend
 from raypfl.federation.ledger import Ledger
+from raypfl.models.double_precision import refuse_mixed_precision
 from raypfl.storage.states import StateTable
 
 
@@ -142,7 +143,8 @@ class Server:
     def _start(self) -> None:
         """Let the method and the analyses start."""
         start = self._method.start
-        with refuse_unkeyed(start, self._task.model.device, AT_START):
+        model = self._task.model
+        with refuse_unkeyed(start, model.device, AT_START), refuse_mixed_precision(model.dtype):
             server_state = start(self._task)
         refuse_start(start, server_state)
         state = self._state
@@ -211,7 +213,10 @@ class Server:
         with ExitStack() as recording:
             try:
                 with state.all_or_nothing() as server_before:
-                    with refuse_unkeyed(self._method.round, self._task.model.device, ON_SERVER):
+                    with (
+                        refuse_unkeyed(self._method.round, self._task.model.device, ON_SERVER),
+                        refuse_mixed_precision(self._task.model.dtype),
+                    ):
                         cohort = self._rounds.cohort(number, state.server, earlier_kinds, cohort_draw)
                         with user_warnings() as texts:
                             returned: object = self._method.round(state.server, cohort)  # type: ignore[func-returns-value]

@@ -33,7 +33,10 @@ def uniform_prototypes(count: int, dimension: int, seed: int) -> Tensor:
         return _simplex(count, dimension, generator)
 
     if dimension == 2:
-        angles = torch.arange(count, dtype=torch.float64) * (2 * torch.pi / count) + torch.rand(1, generator=generator)
+        angles = (
+            torch.arange(count, dtype=torch.float64) * (2 * torch.pi / count)
+            + torch.rand(1, generator=generator).double()
+        )
         return torch.stack([angles.cos(), angles.sin()], dim=1)
     if count <= 2 * dimension:
         rotation = torch.linalg.qr(torch.randn(dimension, dimension, generator=generator, dtype=torch.float64)).Q

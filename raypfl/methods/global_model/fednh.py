@@ -94,7 +94,7 @@ class FedNH(Method):
         sums : ``[C, d]``, the sum over clients of their weighted mean features.
         divisor : what makes a mean of the sums: one number, or one for each class, ``[C, 1]``.
         """
-        mean = sums / torch.as_tensor(divisor).clamp_min(1e-12)
+        mean = sums / torch.as_tensor(divisor).to(sums).clamp_min(1e-12)
         if self.unit_means:
             mean = F.normalize(mean, dim=1, eps=1e-12)
         pulled = self.rho * prototypes + (1 - self.rho) * mean

@@ -1,0 +1,45 @@
+"""A check that a method whose models have double precision computes nothing in single precision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from raypfl.common.errors import MethodError
+
+
+def refuse_mixed_precision(dtype: torch.dtype) -> AbstractContextManager[Any]:
+    """While active, an operation on numbers of single and of double precision is an error, if models have double.
+
+    PyTorch would convert the single ones, such as those of ``torch.zeros(3)``, and say nothing: the result has the
+    right type and seven wrong digits.
+
+    Parameters
+    ----------
+    dtype : that of the models.
+    """
+    return _RefuseMixedPrecision() if dtype == torch.float64 else nullcontext()
+
+
+class _RefuseMixedPrecision(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # True, the default, imports torch's compiler, which takes 6 seconds per process.
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        operation = func.__name__.partition(".")[0]
+        leaves = tree_leaves((args, kwargs or {}))
+        dtypes = {leaf.dtype for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        if {torch.float32, torch.float64} <= dtypes and operation != "_to_copy":
+            raise MethodError(
+                f"{operation.strip('_')} got a tensor of torch.float32 and one of torch.float64, so its result would "
+                "only look as precise as training.precision=fp64. Make tensors like the models: theta.new_zeros(3), "
+                "torch.zeros_like(theta), share * flags.to(theta)."
+            )
+        return func(*args, **(kwargs or {}))
