@@ -9,7 +9,7 @@
 import torch
 
 import raypfl
-from raypfl import Mean
+from raypfl import Mean, Sum
 from raypfl.methods import FedAvg
 
 
@@ -17,19 +17,20 @@ class Scaffold(FedAvg):
     """SCAFFOLD with option II for the control variates (Karimireddy et al. 2020, Algorithm 1)."""
 
     def start(self, task):
-        return super().start(task) | {"control": torch.zeros(task.model.num_parameters)}
+        state = super().start(task)
+        return state | {"control": torch.zeros_like(task.model.parameters(state["theta"]))}
 
     def round(self, server, cohort):
         reply = cohort.run(self.train, theta=server["theta"], control=server["control"])
         server["theta"] = reply["theta"]
-        server["control"] = server["control"] + len(cohort) / cohort.task.num_clients * reply["change"]
+        server["control"] = server["control"] + reply["change"] / cohort.task.num_trained
 
     def train(self, clients, theta, control):
         own = clients.state.get("control", default=torch.zeros_like(control))
         trained = clients.sgd(clients.loss, theta, correction=control - own)
         moved = (theta - trained)[:, : len(control)] / (clients.num_steps() * clients.lr)[:, None]
         clients.state["control"] = own - control + moved
-        return {"theta": Mean(trained), "change": Mean(moved - control)}
+        return {"theta": Mean(trained), "change": Sum(moved - control)}
 
 
 # %% [markdown]
@@ -38,7 +39,7 @@ class Scaffold(FedAvg):
 # - `start` returns the server's state before the first round. FedAvg's state has the global model
 #   `theta`, a flat vector.
 # - `round` runs on the server. `cohort.run` calls a function on the clients that take part, and
-#   returns their reply, in which everything marked with `Mean` is averaged.
+#   returns their reply, in which everything marked with `Mean` is averaged, and with `Sum` added up.
 # - `train` runs on the clients, for a group of K clients at once: `own` and `trained` are matrices
 #   with a row for each client. `clients.state` is what each client keeps between rounds.
 # - The global model is evaluated as in FedAvg, because the class inherits `global_model`.
