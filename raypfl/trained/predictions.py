@@ -24,7 +24,7 @@ from raypfl.common.threads import threads
 from raypfl.data.client_names import number_of
 from raypfl.data.datasets.readers.tabular.table import Table
 from raypfl.data.datasets.source import files_under
-from raypfl.data.datasets.tables import TEST_WORDS, has_word
+from raypfl.data.datasets.tables import is_test_file
 from raypfl.learning.objectives import Classification
 from raypfl.trained.models import TrainedModels
 from raypfl.trained.new_rows import NewRows, inputs_of_rows
@@ -171,7 +171,7 @@ def _warn_of_trained_rows(rows: NewRows, root: Path) -> None:
     """Warn if rows are from a file of the run's table, unless its name says that they are for tests."""
     for path in files_under(root):
         # A file on its own is no test split, whatever its name.
-        is_for_tests = path != root and has_word(str(path.relative_to(root)), TEST_WORDS)
+        is_for_tests = path != root and is_test_file(str(path.relative_to(root)))
         if rows.file is not None and path.samefile(rows.file) and not is_for_tests:
             warnings.warn(
                 f"The run trained on rows of {rows.name}, so its models do better on them than on new ones. Results on "

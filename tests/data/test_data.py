@@ -315,11 +315,12 @@ def test_images_may_be_plain_binary_values_under_names_of_ones_own(tmp_path, ope
 
 
 def test_files_named_test_are_the_published_test_split_and_latest_is_not(tmp_path, opened):
-    for name, seed in (("latest", 0), ("plain/test/part-0", 1), ("validation-00000-of-00001", 2)):
+    names = ("latest", "plain/test/part-0", "validation-00000-of-00001", "valid-00000-of-00001", "plain/val/0000")
+    for seed, name in enumerate(names):
         write_table(tmp_path / f"data/{name}.parquet", [encoded(p) for p in colours(4, seed)], [0, 1, 0, 1])
     data = opened("parquet")
     assert data.sizes("train").sum() == 4
-    assert data.sizes("test").sum() == 8
+    assert data.sizes("test").sum() == 16
 
 
 def test_more_images_than_a_block_keep_their_order(tmp_path, opened):

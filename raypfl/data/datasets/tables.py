@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence, Set
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,12 @@ from raypfl.data.datasets.labels import and_others, class_count, place
 from raypfl.data.datasets.raw_data import RawData
 
 TEST_WORDS = {"test", "valid", "val", "validation"}
-"""Words in the name of a table whose rows are the published test split."""
+"""Words in the name of a file or folder whose samples are the published test split."""
 
 
-def has_word(file_name: str, words: Set[str]) -> bool:
-    """Return whether one of the words is in a file's name."""
-    return not words.isdisjoint(re.split(r"[^a-z]+", file_name.lower()))
+def is_test_file(file_name: str) -> bool:
+    """Return whether a file's name, or its path in the data set's folder, has one of `TEST_WORDS`."""
+    return not TEST_WORDS.isdisjoint(re.split(r"[^a-z]+", file_name.lower()))
 
 
 def read_csv(path: Path, file_name: str, as_text: Sequence[str] = ()) -> pa.Table:
@@ -108,16 +108,16 @@ class ImageTable(ABC):
     Attributes
     ----------
     file_name : the file as messages name it.
-    is_test : whether its samples belong to the published test split, as the words in its name say.
+    is_test : whether its samples belong to the published test split, as its name says.
     types : type of each column, by name.
     """
 
     types: dict[str, pa.DataType]
 
-    def __init__(self, path: Path, root: Path, test_words: set[str]):
+    def __init__(self, path: Path, root: Path):
         self.path = path
         self.file_name = str(path.relative_to(root))
-        self.is_test = has_word(self.file_name, test_words)
+        self.is_test = is_test_file(self.file_name)
 
     @abstractmethod
     def values(self, name: str) -> pa.ChunkedArray:

@@ -15,7 +15,7 @@ from raypfl.common.errors import ConfigError, DataError
 from raypfl.data.datasets.csv_lines import lines_of_rows
 from raypfl.data.datasets.labels import and_others
 from raypfl.data.datasets.source import DATASETS
-from raypfl.data.datasets.tables import TEST_WORDS, ImageTable, ImageTableReader, numbered_classes, read_csv
+from raypfl.data.datasets.tables import ImageTable, ImageTableReader, numbered_classes, read_csv
 
 
 @DATASETS.register("csv")
@@ -24,8 +24,8 @@ class Csv(ImageTableReader):
     """Images listed in the CSV files of a folder (data.root): their paths in one column, labels in another.
 
     One label column holds classes, as numbers from 0 or as text. Several hold 0, 1, nothing (which is 0), or -1 for
-    uncertain. Paths are within the folder; they may begin with the folder's own name. Files with the word "test" or
-    "valid" in their names are the published test split.
+    uncertain. Paths are within the folder; they may begin with the folder's own name. Files with the word "test",
+    "val", "valid" or "validation" in their names are the published test split.
 
     Attributes
     ----------
@@ -53,7 +53,7 @@ class Csv(ImageTableReader):
         return paths
 
     def tables(self) -> Sequence[_CsvTable]:
-        return [_CsvTable(path, self.root(), TEST_WORDS) for path in self.matching_paths(self.files)]
+        return [_CsvTable(path, self.root()) for path in self.matching_paths(self.files)]
 
     def read_labels(self, tables: Sequence[_CsvTable]) -> tuple[list[np.ndarray], list[str]]:
         if not isinstance(self.label, str):
@@ -89,8 +89,8 @@ class CheXpert(Csv):
 class _CsvTable(ImageTable):
     """A CSV file that lists image files."""
 
-    def __init__(self, path: Path, root: Path, test_words: set[str]):
-        super().__init__(path, root, test_words)
+    def __init__(self, path: Path, root: Path):
+        super().__init__(path, root)
         self.table = read_csv(path, self.file_name)
         self.types = dict(zip(self.table.column_names, self.table.schema.types, strict=True))
 

@@ -15,12 +15,12 @@ from raypfl.common.errors import ConfigError, DataError, did_you_mean
 from raypfl.data.datasets.images import ImageReader
 from raypfl.data.datasets.raw_data import RawData
 from raypfl.data.datasets.source import DATASETS, files_under
+from raypfl.data.datasets.tables import TEST_WORDS
 
 _SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp"}
 _OTHER_SUFFIXES = {".avif", ".heic", ".heif", ".jfif", ".jp2", ".dng", ".svg"}
 _LEVELS = ("class", "group", "split")
 _TRAIN_NAMES = {"train", "training"}
-_TEST_NAMES = {"test", "val", "valid", "validation"}
 
 
 class _ListedImage(NamedTuple):
@@ -113,7 +113,7 @@ class ImageFolder(_FolderReader):
             )
 
     def _refuse_splits_as_classes(self, class_names: list[str]) -> None:
-        if len(class_names) > 1 and {name.lower() for name in class_names} <= _TRAIN_NAMES | _TEST_NAMES:
+        if len(class_names) > 1 and {name.lower() for name in class_names} <= _TRAIN_NAMES | TEST_WORDS:
             raise DataError(
                 f"With data.layout={self.layout}, the folders {_first_few(class_names)} of {self.root()} are classes, "
                 f"but these are names of splits. Set data.layout={self._layout_with('split')}."
@@ -161,12 +161,12 @@ def _image_of_path(path: Path, root: Path, levels: list[str]) -> _ListedImage:
         )
 
     split = folder_of.get("split", "train").lower()
-    if split not in _TRAIN_NAMES | _TEST_NAMES:
+    if split not in _TRAIN_NAMES | TEST_WORDS:
         raise DataError(
             f"The image {relative_path} lies in {folder_of['split']!r}, but folders of splits are called train and "
             f"test."
         )
-    return _ListedImage(path, folder_of["class"], folder_of.get("group", ""), split in _TEST_NAMES)
+    return _ListedImage(path, folder_of["class"], folder_of.get("group", ""), split in TEST_WORDS)
 
 
 @DATASETS.register("tiny_imagenet")

@@ -29,9 +29,9 @@ class Parquet(ImageTableReader):
     """A folder of Parquet files (data.root) and its subfolders, with an image and a label column.
 
     The image column holds encoded images in any format that Pillow reads, as binary values or as structs with a field
-    ``bytes``; the label column holds integers from 0. Files with the word "test" or "validation" in their path within
-    the folder are the published test split. Class names are taken from the schema where Hugging Face put them. A data
-    set of grey images has one channel, whatever they are encoded as.
+    ``bytes``; the label column holds integers from 0. Files with the word "test", "val", "valid" or "validation" in
+    their path within the folder are the published test split. Class names are taken from the schema where Hugging Face
+    put them. A data set of grey images has one channel, whatever they are encoded as.
     """
 
     label: str = "label"
@@ -41,7 +41,7 @@ class Parquet(ImageTableReader):
         return self.matching_paths(f"**/{self.files}")
 
     def tables(self) -> Sequence[_ParquetTable]:
-        return [_ParquetTable(path, self.root(), {"test", "validation"}) for path in self.paths()]
+        return [_ParquetTable(path, self.root()) for path in self.paths()]
 
     def read_labels(self, tables: Sequence[_ParquetTable]) -> tuple[list[np.ndarray], list[str]]:
         for table in tables:
@@ -66,8 +66,8 @@ class Parquet(ImageTableReader):
 class _ParquetTable(ImageTable):
     """A Parquet file that holds images, which are read row by row."""
 
-    def __init__(self, path: Path, root: Path, test_words: set[str]):
-        super().__init__(path, root, test_words)
+    def __init__(self, path: Path, root: Path):
+        super().__init__(path, root)
         try:
             self.schema = pq.read_schema(path)
         except (pa.ArrowException, OSError) as error:

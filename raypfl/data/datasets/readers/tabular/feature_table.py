@@ -51,8 +51,8 @@ class FeatureTable(Table):
 
     Every column is a feature but the target, the group, those in `leave_out` and an index that pandas wrote. Columns of
     numbers are standardised by the clients' training samples. Columns of text and of true and false become a feature
-    for each category, which is 1 or 0 and stays so (one-hot). Files with the word "test" or "valid" in their names are
-    the published test split.
+    for each category, which is 1 or 0 and stays so (one-hot). Files with the word "test", "val", "valid" or
+    "validation" in their names are the published test split.
 
     Attributes
     ----------

@@ -38,7 +38,7 @@ class ColumnMistakes(DataError):
 class Table(Reader):
     """A CSV or Parquet file (data.root), or all in a folder and its subfolders, with equal columns.
 
-    Files with the word "test" or "valid" in their names are the published test split.
+    Files with the word "test", "val", "valid" or "validation" in their names are the published test split.
 
     Attributes
     ----------

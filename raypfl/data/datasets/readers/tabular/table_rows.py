@@ -16,7 +16,7 @@ from raypfl.common.errors import ConfigError, DataError, listed
 from raypfl.data.datasets.csv_lines import is_csv
 from raypfl.data.datasets.labels import and_others, place
 from raypfl.data.datasets.raw_data import in_single_precision
-from raypfl.data.datasets.tables import TEST_WORDS, has_word, missing_column, read_csv
+from raypfl.data.datasets.tables import is_test_file, missing_column, read_csv
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class TableRows:
 
         columns = {name: _join_column([table[name] for table in tables]) for name in column_names}
         # A file on its own is no test split, whatever its name.
-        is_test = np.repeat([is_folder and has_word(file_name, TEST_WORDS) for file_name in file_names], counts)
+        is_test = np.repeat([is_folder and is_test_file(file_name) for file_name in file_names], counts)
         return cls(columns, list(zip(file_names, counts, strict=True)), is_test, paths)
 
     @classmethod
