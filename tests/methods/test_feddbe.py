@@ -101,6 +101,14 @@ def test_feddbe_asks_every_client_once_for_its_mean_and_sends_the_consensus_once
     assert set(fed.cohorts[0].losses) == {0, 1}
 
 
+def test_a_client_that_drops_out_is_charged_the_consensus_only_if_it_is_new_to_it():
+    fed = run_method(FedDBE(), [0, 1])
+    fed.method.round(fed.server, fed.cohort([1], dropped=(0, 3)))
+    fed.method.round(fed.server, fed.cohort([2], dropped=(0,)))
+    sent = [(entry.clients, entry.numbers) for entry in fed.ledger.entries if entry.name == "consensus"]
+    assert sent == [(2, 5), (1, 5), (1, 5)]
+
+
 def test_feddbe_is_refused_under_noise_since_its_mean_feature_gets_none():
     with pytest.raises(PrivacyError, match="Training moved statistics of the network, such as running means"):
         run_method(FedDBE(), privacy=PrivacySettings(noise=1.0))

@@ -64,13 +64,11 @@ class FedDBE(SharedPart):
             server["new"] = torch.ones(cohort.task.num_clients, dtype=torch.bool)
 
         # The consensus never changes, so a client gets it once.
-        ids = list(cohort.ids)
-        numbers = server["new"][ids] * server["consensus"].numel()
-        consensus = Broadcast(server["consensus"], charged=numbers)
+        consensus = Broadcast(server["consensus"], charged=server["new"] * server["consensus"].numel())
         reply = cohort.run(self.train, shared=server["theta"][shared], consensus=consensus)
         server["theta"] = server["theta"].masked_scatter(shared, reply["shared"])
         server["new"] = server["new"].clone()
-        server["new"][ids] = False
+        server["new"][list(cohort.ids)] = False
 
     def measure(self, clients: Clients, shared: Tensor) -> dict[str, Mean]:
         def followed(p: Tensor, batch: Batch) -> Tensor:
