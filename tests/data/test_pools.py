@@ -82,6 +82,15 @@ def test_a_pool_is_brought_to_the_shape_and_channels_of_the_clients_data(tmp_pat
     assert abs(float(added.mean()) - float(images[:20].mean())) < 2
 
 
+def test_a_pool_of_images_that_cannot_have_the_clients_shape_is_refused_in_a_sentence(tmp_path):
+    datasets.mnist(tmp_path / "MNIST")
+    mnist = {"name": "mnist", "root": str(tmp_path)}
+    with pytest.raises(DataError, match=r"sample 442 on are uint8\[1, 28, 28\], those before float64\[10\]"):
+        open_data(tmp_path, name="diabetes", pools={"auxiliary": mnist})
+    with pytest.raises(DataError, match=r"sample 30 on are uint8\[2, 28, 28\], those before uint8\[1, 28, 28\]"):
+        open_data(tmp_path, **mnist, pools={"auxiliary": {"name": "spiral"}})
+
+
 def test_a_pool_to_be_tested_on_is_a_published_test_split_with_the_clients_classes(tmp_path):
     datasets.mnist(tmp_path / "MNIST")
     datasets.mnist(tmp_path / "FashionMNIST")

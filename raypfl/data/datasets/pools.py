@@ -44,7 +44,7 @@ class PoolSamples(NamedTuple):
             if not len(inputs):
                 continue
 
-            if inputs.dtype == np.uint8:
+            if inputs.dtype == np.uint8 and len(shape) == 3:
                 inputs = resize(_convert_channels(inputs, shape[0]), *shape[1:])
             yield inputs
 
@@ -210,11 +210,14 @@ def _matched_labels(raw: RawData, clients_data: RawData, chosen: np.ndarray) -> 
 
 
 def _convert_channels(block: np.ndarray, channels: int) -> np.ndarray:
-    """Return images ``uint8[n, C, H, W]`` with 1 or 3 channels: grey ones are repeated, and colours weighted."""
-    if block.shape[1] == channels:
-        return block
+    """Return images ``uint8[n, C, H, W]`` with so many channels, if they can have them.
+
+    Grey images get equal channels, and colours are weighted for a single one.
+    """
     if block.shape[1] == 1:
         return np.repeat(block, channels, axis=1)
+    if (block.shape[1], channels) != (3, 1):
+        return block
 
     # Luma by ITU-R BT.601, in integers and rounded.
     red, green, blue = (block[:, channel].astype(np.uint32) for channel in range(3))
