@@ -13,7 +13,7 @@ from PIL import Image
 
 from raypfl.common.errors import ConfigError, DataError
 from raypfl.data import ByColumn, ClassesPerClient, FederatedData
-from raypfl.data.datasets import DataConfig
+from raypfl.data.datasets import DataConfig, DataSource
 from tests.support import datasets
 
 
@@ -228,8 +228,9 @@ def test_an_unknown_variant_is_refused(opened):
     for name, variant, variants in (("emnist", "own", "'balanced', 'bymerge'"), ("cifar10_1", "v5", "'v6' or 'v4'")):
         with pytest.raises(ConfigError, match=f"data.variant is '{variant}'; it must be {variants}"):
             opened(name, variant=variant)
-    with pytest.raises(ConfigError, match=r"data\.variant is 6, but CIFAR-10-C's severities are 1 to 5"):
-        opened("cifar10_c", variant=6)
+    for severity in (6, "6th"):
+        with pytest.raises(ConfigError, match=f"data.variant is {severity!r}, but CIFAR-10-C's severities are 1 to 5"):
+            DataSource(name="cifar10_c", options={"variant": severity})
 
 
 def test_a_label_too_large_for_a_class_is_refused_by_every_reader_of_numbers(tmp_path, opened):

@@ -139,7 +139,7 @@ class Cifar10C(_Cifar10TestReader):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.variant is not None and int(self.variant) not in range(1, _SEVERITIES + 1):
+        if self.variant is not None and self.variant not in range(1, _SEVERITIES + 1):
             raise ConfigError(f"data.variant is {self.variant!r}, but CIFAR-10-C's severities are 1 to {_SEVERITIES}.")
 
     def names(self) -> tuple[str, str]:
