@@ -9,8 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from raypfl.common.errors import ConfigError
-from raypfl.learning.optimizers import Adam
 from raypfl.methods import (
     FedACG,
     FedASAM,
@@ -139,12 +137,6 @@ def test_fednova_with_equal_steps_is_fedavg():
     assert_close(nova.server["theta"], rounds_of(FedAvg(), training=other).server["theta"])
     nova = rounds_of(FedNova(effective="gradients", mu=0.4), training=equal)
     assert_close(nova.server["theta"], rounds_of(FedProx(mu=0.4), training=equal).server["theta"])
-
-
-@pytest.mark.parametrize("method", [FedNova, Mime, MimeLite])
-def test_methods_whose_local_steps_are_those_of_sgd_refuse_others(method):
-    with pytest.raises(ConfigError, match=r"needs training\.optimizer=sgd, but it is Adam"):
-        rounds_of(method(), training=replace(FP64, optimizer=Adam()))
 
 
 def perturbed_gradient(fed: Federation, w: Tensor, client: int, samples: Batch, rho: float, nu: float | None) -> Tensor:

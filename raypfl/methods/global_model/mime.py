@@ -14,7 +14,6 @@ from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import METHODS, ServerState
 from raypfl.federation.task import Task
 from raypfl.methods.global_model.fedavg import FedAvg
-from raypfl.methods.local_training import required_sgd
 
 
 @METHODS.register("mimelite")
@@ -25,8 +24,6 @@ class MimeLite(FedAvg):
     model becomes the mean of clients' models, and then ``m <- (1 - beta) c + beta m``, with c the mean gradient of the
     cohort's training losses at the model that the round started from. A client sends its model and its gradient. With
     ``beta = 0`` it is FedAvg with equal weights. Weight decay is part of all these gradients.
-
-    It needs ``training.optimizer=sgd``.
 
     Attributes
     ----------
@@ -48,7 +45,7 @@ class MimeLite(FedAvg):
 
     def lite(self, clients: Clients, theta: Tensor, m: Tensor) -> dict[str, Mean]:
         lr = clients.lr * (1 - self.beta)
-        trained = clients.sgd(clients.loss, theta, lr=lr, correction=self.momentum(clients, m))
+        trained = clients.sgd(clients.loss, theta, lr=lr, correction=self.momentum(m))
         return {
             "theta": Mean(trained, weight=clients.weights(self.weighting)),
             "c": Mean(self.gradient(clients, theta), weight=clients.weights(self.weighting)),
@@ -63,9 +60,8 @@ class MimeLite(FedAvg):
         decay = clients.training.weight_decay
         return gradient + decay * clients.model.parameters(theta) if decay else gradient
 
-    def momentum(self, clients: Clients, m: Tensor) -> Tensor:
+    def momentum(self, m: Tensor) -> Tensor:
         """Return what is added to gradients, so that SGD at the rate ``(1 - beta) lr`` has momentum."""
-        required_sgd(clients)
         return self.beta / (1 - self.beta) * m
 
     def finish(self, server: ServerState, cohort: Cohort, mean: Tensor, c: Tensor) -> None:
@@ -93,7 +89,7 @@ class Mime(MimeLite):
 
     def corrected(self, clients: Clients, theta: Tensor, m: Tensor, c: Tensor) -> dict[str, Mean]:
         lr = clients.lr * (1 - self.beta)
-        common = c + self.momentum(clients, m)
+        common = c + self.momentum(m)
         model: Tensor = per_client(theta.repeat(len(clients), 1))
         for batch in clients.minibatches():
             at_start = self.with_decay(clients, batch.grad(clients.loss, theta), theta)
