@@ -24,7 +24,7 @@ _TRAIN_NAMES = {"train", "training"}
 
 
 class _ListedImage(NamedTuple):
-    """An image file, and what its path or a list says of it."""
+    """An image file, and what its path or a list says of it; the group is empty if there are none."""
 
     path: Path
     class_name: str
@@ -42,9 +42,7 @@ class _FolderReader(ImageReader):
     def paths(self) -> list[Path]:
         return [path for path in files_under(self.root()) if path.suffix.lower() in _SUFFIXES]
 
-    def raw(
-        self, images: list[_ListedImage], folders: list[str], class_names: list[str], has_split: bool, has_groups: bool
-    ) -> RawData:
+    def raw(self, images: list[_ListedImage], folders: list[str], class_names: list[str]) -> RawData:
         """Return the listed images, training images first.
 
         Parameters
@@ -55,12 +53,14 @@ class _FolderReader(ImageReader):
         images = sorted(images, key=lambda image: image.is_test)
         root = self.root()
         label_of = {folder: label for label, folder in enumerate(folders)}
+        is_test = np.array([image.is_test for image in images])
+        groups = [image.group for image in images]
         return RawData(
             inputs=self.decode((f"The file {image.path.relative_to(root)}", image.path) for image in images),
             labels=np.array([label_of[image.class_name] for image in images]),
             class_names=class_names,
-            test_mask=np.array([image.is_test for image in images]) if has_split else None,
-            groups=np.array([image.group for image in images]) if has_groups else None,
+            test_mask=is_test if is_test.any() else None,
+            groups=np.array(groups) if any(groups) else None,
         )
 
 
@@ -100,7 +100,7 @@ class ImageFolder(_FolderReader):
         self._refuse_splits_as_classes(class_names)
         if "group" not in levels:
             self._warn_of_groups_as_classes(images, class_names)
-        return self.raw(images, class_names, class_names, has_split="split" in levels, has_groups="group" in levels)
+        return self.raw(images, class_names, class_names)
 
     def _warn_of_other_images(self) -> None:
         """Warn of files that are images, but are not read."""
@@ -193,7 +193,7 @@ class TinyImageNet(_FolderReader):
             raise DataError(f"wnids.txt lists {repeated} more than once.")
 
         images = [*_training_images(root, wnids), *_validation_images(root, wnids)]
-        return self.raw(images, wnids, _class_names(root, wnids), has_split=True, has_groups=False)
+        return self.raw(images, wnids, _class_names(root, wnids))
 
 
 def _training_images(root: Path, wnids: list[str]) -> Iterator[_ListedImage]:
