@@ -242,28 +242,22 @@ def load_federated(data: DataConfig, partition: Partition, *, seed: int, cache: 
 
     origin = _Origin(data, (samples_file, holdings_file), folder, partition.by_group)
     federated_data = _join(samples, holdings, origin)
-    if data.test_fraction and not federated_data.sizes("test").any():
-        warnings.warn(
-            f"No client of {data.name!r} has a test sample: a client needs two samples for one. Evaluation on the "
-            f"clients' own samples will be empty; set partition.clients below {federated_data.num_clients}.",
-            stacklevel=2,
-        )
-    labels = federated_data.labels
-    if federated_data.kind == "classes" and labels.min() == labels.max():
-        class_name = federated_data.class_names[int(labels[0])]
-        warnings.warn(
-            f"All samples of {data.name!r} have the class {class_name!r}: there is nothing to learn.", stacklevel=2
-        )
-    has_published_test = bool(samples.columns["published_test"].any())
-    for sentence in _settings_without_effect(data, federated_data, has_published_test):
+    for sentence in _warnings(data, federated_data, bool(samples.columns["published_test"].any())):
         warnings.warn(sentence, stacklevel=2)
     return federated_data
 
 
-def _settings_without_effect(
-    data: DataConfig, federated_data: FederatedData, has_published_test: bool
-) -> Iterator[str]:
-    """Yield a sentence for each setting that turns out to have no effect on these samples."""
+def _warnings(data: DataConfig, federated_data: FederatedData, has_published_test: bool) -> Iterator[str]:
+    """Yield a sentence for everything in these samples, and in what divided them, that may not be meant."""
+    if data.test_fraction and not federated_data.sizes("test").any():
+        yield (
+            f"No client of {data.name!r} has a test sample: a client needs two samples for one. Evaluation on the "
+            f"clients' own samples will be empty; set partition.clients below {federated_data.num_clients}."
+        )
+    labels = federated_data.labels
+    if federated_data.kind == "classes" and labels.min() == labels.max():
+        class_name = federated_data.class_names[int(labels[0])]
+        yield f"All samples of {data.name!r} have the class {class_name!r}: there is nothing to learn."
     if has_published_test and data.split == "auto" and data.test_fraction != DataConfig.test_fraction:
         yield (
             f"data.test_fraction is {data.test_fraction}, but has no effect, since {data.name!r} has a published test "
