@@ -100,7 +100,7 @@ class CFL(Method):
         return {"update": Each(clients.sgd(clients.loss, start) - start)}
 
     def personal_model(self, clients: Clients, server: ServerView) -> Tensor:
-        return per_client(server["models"][server["cluster"][torch.tensor(clients.ids, device=clients.device)]])
+        return per_client(server["models"][server["cluster"][list(clients.ids)]])
 
     def unseen_model(self, clients: Clients, server: ServerView) -> Tensor:
         return best_models(clients, server["models"])[0]

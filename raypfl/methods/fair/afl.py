@@ -49,15 +49,14 @@ class AFL(FedAvg):
 
     def round(self, server: ServerState, cohort: Cohort) -> None:
         weights = server["lambda"]
-        ids = torch.tensor(cohort.ids, dtype=torch.int64, device=weights.device)
-
         # Not charged: the server uses the weights itself, and clients need not know them.
-        reply = cohort.run(self.weighted, theta=server["theta"], lam=Scatter(weights[ids], charged=False))
+        lam = Scatter(cohort.rows(weights), charged=False)
+        reply = cohort.run(self.weighted, theta=server["theta"], lam=lam)
         if "theta" in reply:
             self.step(server, reply["theta"], cohort.task.model)
 
         raised = weights.clone()
-        raised[ids] += self.lambda_lr * reply["loss"]
+        raised[list(cohort.ids)] += self.lambda_lr * reply["loss"]
         trained = torch.from_numpy(cohort.task.trained).to(weights.device)
         server["lambda"] = torch.zeros_like(weights)
         server["lambda"][trained] = on_simplex(raised[trained])

@@ -102,6 +102,6 @@ class APPLE(Method):
     def personal_model(self, clients: Clients, server: ServerView) -> Tensor:
         cores = server["cores"]
         weights = unmarked(clients.state.get("weights", default=server["shares"]))
-        theta = cores[torch.tensor(clients.ids, device=cores.device)]
+        theta = cores[list(clients.ids)]
         mixed = weights @ clients.model.parameters(cores)
         return per_client(torch.cat([mixed, clients.model.buffers(theta)], dim=1))

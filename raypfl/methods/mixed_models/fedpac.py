@@ -114,8 +114,7 @@ class FedPAC(Method):
         }
 
     def personal_model(self, clients: Clients, server: ServerView) -> Tensor:
-        heads = server["heads"]
-        return self._joined(clients, server["body"], heads[torch.tensor(clients.ids, device=heads.device)])
+        return self._joined(clients, server["body"], server["heads"][list(clients.ids)])
 
     def unseen_model(self, clients: Clients, server: ServerView) -> Tensor:
         """Train the initial output layer, with the body fixed."""

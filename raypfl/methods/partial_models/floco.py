@@ -70,7 +70,7 @@ class Floco(FedAvg):
         model = cohort.task.model
         shared = ~model.mask(output_segments(model, "mixture"))
         mixtures = server.get("mixtures")
-        arguments = {} if mixtures is None else {"mixture": Scatter(mixtures[list(cohort.ids)])}
+        arguments = {} if mixtures is None else {"mixture": Scatter(cohort.rows(mixtures))}
         reply = cohort.run(self.train, sent=server["theta"][shared], **arguments)
         self.step(server, server["theta"].masked_scatter(shared, reply["theta"]), model)
 
