@@ -64,29 +64,29 @@ class FedAMP(Method):
         own = cohort.rows(models)
         is_own = cohort.rows(torch.eye(len(models), dtype=models.dtype, device=models.device))
 
-        clients = cohort.task.num_trained
-        weights = self.weights_of_others(own, models, server["sent"] & (is_own == 0), clients)
+        num_clients = cohort.task.num_trained
+        weights = self.weights_of_others(own, models, server["sent"] & (is_own == 0), num_clients)
         weights = weights + is_own * (1 - weights.sum(1, keepdim=True))
 
-        alpha = self.sigma / clients if self.alpha is None else self.alpha
+        alpha = self.sigma / num_clients if self.alpha is None else self.alpha
         reply = cohort.run(self.train, target=Scatter(weights @ models), strength=self.lam / alpha)
 
         sent = server["sent"] if self.mixed == "all" else torch.zeros_like(server["sent"])
         server["sent"] = cohort.with_rows(sent, torch.ones(len(cohort), dtype=torch.bool, device=sent.device))
         server["models"] = cohort.with_rows(models, reply["model"])
 
-    def weights_of_others(self, own: Tensor, models: Tensor, others: Tensor, clients: int) -> Tensor:
+    def weights_of_others(self, own: Tensor, models: Tensor, others: Tensor, num_clients: int) -> Tensor:
         """Return the weights ``[C, N]`` of other clients' models in the mixtures.
 
         Parameters
         ----------
         own, models : the models ``[C, P]`` of the cohort's clients, and of all, ``[N, P]``.
         others : whether a model is mixed into that of a client, ``bool[C, N]``.
-        clients : number of clients that are trained.
+        num_clients : number of clients that are trained.
         """
         # Matrix products would lose small distances between large vectors in rounding.
         distances = torch.cdist(own, models, compute_mode="donot_use_mm_for_euclid_dist")
-        step = 1 / clients if self.alpha is None else self.alpha / self.sigma
+        step = 1 / num_clients if self.alpha is None else self.alpha / self.sigma
         attention = step * torch.exp(-distances.square() / self.sigma)
         return attention.masked_fill(~others, 0.0)
 
@@ -120,8 +120,8 @@ class HeurFedAMP(FedAMP):
     def refuse_negative_weights(self, task: Task) -> None:
         """Accept any options: the weights are never negative."""
 
-    def weights_of_others(self, own: Tensor, models: Tensor, others: Tensor, clients: int) -> Tensor:
+    def weights_of_others(self, own: Tensor, models: Tensor, others: Tensor, num_clients: int) -> Tensor:
         cosines = F.normalize(own) @ F.normalize(models).T
         shares = torch.softmax((self.sigma * cosines).masked_fill(~others, -torch.inf), dim=1)
-        own_weight = 1 / clients if self.own_weight is None else self.own_weight
+        own_weight = 1 / num_clients if self.own_weight is None else self.own_weight
         return (1 - own_weight) * shares.nan_to_num(0.0)  # NaN: nobody else has sent a model
