@@ -341,12 +341,12 @@ def _feature_moments(inputs: np.ndarray, chosen: np.ndarray, scale: float) -> tu
 
 
 def _content_hash(paths: list[Path], source: DataSource, cache: Path) -> str:
-    """Return the SHA-256 of files and their paths below ``data.root``.
+    """Return the SHA-256 of files and their paths below ``data.root``, or whole paths without one.
 
     Reading them takes time, so the hash is cached until a file's size, modification time or status-change time differs.
     Only the system sets the last one, so it shows files that were overwritten and given their old modification time.
     """
-    root = Path(source.root).expanduser().absolute() if source.root else Path().absolute()
+    root = Path(source.root or "/").expanduser().absolute()
     stats = {path: path.stat() for path in paths if path.is_file()}
     if not stats:
         return ""

@@ -20,7 +20,7 @@ from sklearn.datasets import load_diabetes, load_digits
 from raypfl.common.errors import ConfigError, DataError
 from raypfl.data import IID, Dirichlet, FederatedData, Traits, load_federated
 from raypfl.data.arrow_file import receive_arrays
-from raypfl.data.datasets import DataConfig, RawData
+from raypfl.data.datasets import DataConfig, RawData, Reader
 from raypfl.data.datasets.settings import SPLITS
 from raypfl.data.splits import allocate
 from raypfl.data.store import PreparedDataMissing
@@ -196,6 +196,24 @@ def test_a_second_opening_reads_the_cache_and_not_the_data_set(tmp_path, monkeyp
     monkeypatch.setattr("raypfl.data.datasets.readers.scikit._read", None)
     again = load_federated(DataConfig(), Dirichlet(), seed=0, cache=tmp_path)
     assert np.array_equal(first.inputs, again.inputs)
+
+
+class OfThisFile(Reader):
+    """Twelve samples, from a file that is not in data.root."""
+
+    def paths(self) -> list[Path]:
+        return [Path(__file__)]
+
+    def read(self) -> RawData:
+        return dozen(self.config)
+
+
+def test_files_without_a_root_are_read_once_from_whatever_folder_runs_are_started(tmp_path, monkeypatch):
+    for name in ("here", "here/below"):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        load_federated(DataConfig(name=f"{__name__}:OfThisFile"), SMALL, seed=0, cache=tmp_path / "cache")
+    assert len(list(tmp_path.glob("cache/*/samples.arrow"))) == 1
 
 
 def test_the_fingerprint_tells_seeds_and_partitions_apart_but_not_machines(tmp_path):
