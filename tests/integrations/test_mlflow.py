@@ -11,6 +11,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -242,6 +243,13 @@ def test_a_server_that_refuses_is_reported_once_without_its_password(
     assert "secret" not in warnings[0] and "continues" not in warnings[0]  # `raypfl track` says it of finished runs
 
 
+@pytest.mark.parametrize("uri", ["./mlruns", "file:///tmp/mlruns"])
+def test_a_store_of_files_is_refused_with_what_to_name_instead(folder: Path, uri: str) -> None:
+    (warning,) = record(events(folder, uri=uri))
+    assert f"MLflow at {uri} does not record the run: It is a folder" in warning
+    assert "tracking.uri=sqlite:///" in warning and not (folder.parent / "elsewhere" / "mlruns").exists()
+
+
 def test_a_run_that_mlflow_refuses_at_first_is_recorded_when_it_answers(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,6 +284,21 @@ def imports_of_tracking() -> tuple[bool, bool]:
 
 def test_importing_the_listener_imports_no_mlflow_and_recording_sends_no_telemetry() -> None:
     assert call(imports_of_tracking) == (False, True)
+
+
+def test_a_client_of_a_server_writes_nothing_into_the_output_of_a_command(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client = quiet_mlflow().MlflowClient("http://127.0.0.1:1")
+    from mlflow.store.tracking.rest_store import RestStore
+
+    answer = SimpleNamespace(
+        data=SimpleNamespace(tags={}), info=SimpleNamespace(experiment_id="1", run_name="digits: ditto s0")
+    )
+    monkeypatch.setattr(RestStore, "update_run_info", lambda *arguments, **changes: None)
+    monkeypatch.setattr(RestStore, "get_run", lambda *arguments: answer)
+    client.set_terminated("0")
+    assert capsys.readouterr().out == ""  # raypfl run --json prints its result there
 
 
 def test_metrics_that_mlflow_stored_before_it_failed_are_not_recorded_twice(

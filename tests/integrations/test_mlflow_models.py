@@ -17,6 +17,7 @@ from raypfl.common.errors import CheckpointError, RaypflError
 from raypfl.integrations.tracking.listener import MLflowListener, track
 from raypfl.integrations.tracking.models import log_models
 from raypfl.trained.models import TrainedModels
+from tests.support.command import raypfl as command
 from tests.support.runs import experiment
 from tests.support.tracking import client_of, forget_mlflow_settings, runs_of, with_database
 
@@ -174,6 +175,31 @@ def test_a_run_that_was_not_tracked_can_be_recorded_afterwards_and_only_once(fol
     assert run.data.tags["weights_hash"] == result.weights_hash
     assert run.data.tags["metadata.num_clients"] == "12"
     assert raypfl.trained_models(run.info.run_id, uri(folder)).num_clients == 12
+
+
+def test_a_run_that_is_recorded_again_keeps_one_global_model_until_it_is_longer(folder: Path) -> None:
+    result = raypfl.run(small(folder, method="fedavg", tracking__mlflow=False))
+    track(result.run_dir)
+    track(result.run_dir)
+
+    client = client_of(folder)
+    (run,) = runs_of(folder)
+    assert len(client.search_logged_models([run.info.experiment_id])) == 1
+
+    raypfl.resume(result.run_dir, rounds=3)
+    track(result.run_dir)
+    (run,) = runs_of(folder)
+    assert sorted(model.step for model in run.outputs.model_outputs) == [2, 3]
+
+
+def test_a_comparison_that_is_recorded_afterwards_has_its_picture(folder: Path) -> None:
+    pair = folder / "pair"
+    words = ["rounds=1", "evaluation.protocols=[local]", "engine.backend=inline", "tracking.mlflow=false"]
+    assert command("run", "--method=fedavg,local", f"--run-dir={pair}", f"output={folder}", *words).exit_code == 0
+    track(pair)
+
+    parent, *_ = runs_of(folder)
+    assert [file.path for file in client_of(folder).list_artifacts(parent.info.run_id)] == ["picture.png"]
 
 
 def test_a_run_whose_server_still_refuses_it_is_an_error_with_a_sentence(folder: Path) -> None:

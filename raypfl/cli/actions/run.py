@@ -255,7 +255,7 @@ def _report(work: Work, results: Sequence[RunResult], tracked: MLflowListener, a
         mlflow = how_to_view(results[0].experiment, tracked.experiment_id)
         if mlflow and not any(map(has_run_id, work.runs)):
             track = shlex.join(["raypfl", "track", str(outcome.nearby(work.folder))])
-            mlflow = f"nothing is recorded; when its server can be reached: {track}"
+            mlflow = f"nothing is recorded; to try again: {track}"
         words = as_typed(work.words) if is_complete else ()
         outcome.show(output(), results, pictures, words, work.folder, mlflow, work.command, baseline)
 

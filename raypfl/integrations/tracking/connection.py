@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
+from raypfl.common.errors import RaypflError
 from raypfl.common.files import draft, locked
 from raypfl.experiment import Experiment
 
@@ -65,6 +67,7 @@ def quiet_mlflow() -> Any:
     """Import MLflow without telemetry, progress bars and messages; return the module."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # stdout is for results, such as --json
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
     import mlflow
@@ -81,7 +84,16 @@ def opening_database(uri: str) -> Iterator[None]:
     """Hold a lock while a client opens a database file: the first process creates its tables, and others wait for it.
 
     A new file has all of its tables: MLflow cannot open one whose tables were created half-way.
+
+    Raises
+    ------
+    RaypflError : if the URI is that of a folder.
     """
+    if urlsplit(uri).scheme in ("", "file") and uri != "databricks":
+        raise RaypflError(
+            "It is a folder, and MLflow's store in folders cannot keep both loss and loss/local. Name a database: "
+            "tracking.uri=sqlite:////FOLDER/mlflow.db, and --uri for `raypfl track`."
+        )
     match = re.match(r"sqlite(?:\+\w+)?:///(?!:memory:|file:)([^?]+)", uri)
     if not match:
         yield

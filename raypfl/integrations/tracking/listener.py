@@ -217,6 +217,8 @@ def track(run_dir: str | Path, uri: str | None = None) -> str:
         for result, listener_of_run in zip(results, listeners, strict=True):
             for event in events_of(result, uri):
                 listener_of_run(event)
+        for picture in sorted(Path(run_dir).glob("picture*.png")):
+            listener.attach(picture)
 
     if problems:
         raise RaypflError("\n".join(problems))

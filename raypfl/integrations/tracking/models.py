@@ -87,6 +87,9 @@ def _log_global_model(client: MlflowClient, run_id: str, models: TrainedModels) 
     from mlflow.models import Model
 
     run = client.get_run(run_id)
+    if run.outputs and any(output.step == models.round for output in run.outputs.model_outputs):
+        return  # recorded before, as by `raypfl track`
+
     tags = {"method": run.data.tags["method"], "data": run.data.tags["data"]}
     logged = client.create_logged_model(run.info.experiment_id, GLOBAL, source_run_id=run_id, tags=tags)
     description = Model(artifact_path=logged.artifact_location, model_uuid=logged.model_id, run_id=run_id)

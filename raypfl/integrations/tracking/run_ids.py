@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raypfl.common.errors import Unwritable
+from raypfl.common.errors import RaypflError
 from raypfl.common.files import write
 from raypfl.experiment import Experiment
 from raypfl.integrations.tracking.connection import opening_database, quiet_mlflow, tracking_uri, without_password
@@ -62,7 +62,7 @@ def is_recorded(experiment: Experiment, run_dir: Path) -> bool:
     try:
         with opening_database(uri):
             run = existing_run(mlflow.MlflowClient(uri), run_dir)
-    except (mlflow.MlflowException, OSError, Unwritable):
+    except (mlflow.MlflowException, OSError, RaypflError):
         return False
     return run is not None and run.info.status != "RUNNING"
 
