@@ -158,7 +158,7 @@ class SweepResult:
         ends = [*starts[1:], self.best.round]
 
         lines = [
-            f"A run of this file does not reach {self.name} {value:.4g}: {self.sweep.scheduler.name} changed the best",
+            f"A run of this file need not reach {self.name} {value:.4g}: {self.sweep.scheduler.name} changed the best",
             f"trial's settings on the way. The file has the last ones; trials/{self.best.name} is the run itself.",
         ]
         for (start, settings), end in zip(self.schedule, ends, strict=True):
