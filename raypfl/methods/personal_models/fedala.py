@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated
 
 import torch
@@ -12,7 +11,6 @@ from raypfl.clients.clients import Clients
 from raypfl.common.limits import COUNT, FROM_ZERO, POSITIVE, SHARE
 from raypfl.common.messages import Mean, per_client, unmarked
 from raypfl.federation.method import METHODS, ServerView
-from raypfl.learning.objectives.batch import Batch
 from raypfl.methods.global_model.fedavg import FedAvg
 from raypfl.methods.local_training import sample_passes
 
@@ -61,7 +59,7 @@ class FedALA(FedAvg):
         return start
 
     def _start(self, clients: Clients, theta: Tensor) -> tuple[Tensor, Tensor]:
-        """Return where clients start, ``[K, P+B]``, and their weights ``[K, A]`` of the A adapted parameters."""
+        """Return where clients start, ``[K, P+B]``, with their new weights ``[K, A]`` of the A adapted parameters."""
         model = clients.model
         adapted = model.mask(self.adapted)
         adapted[model.num_parameters :] = False  # statistics are the received model's
@@ -75,22 +73,6 @@ class FedALA(FedAvg):
             rows[:, adapted] = torch.where(weights == 1, received, last + weights * (received - last))
             return per_client(rows)
 
-        def moved(weights: Tensor, batches: list[Batch]) -> Tensor:
-            gradient = clients.grad(clients.loss, start_at(weights), batches)
-            slope = unmarked(gradient)[:, model.parameters(adapted)] * (received - last)
-            return (weights - self.weight_lr * slope).clamp(0, 1)
-
-        weights = self._learn(clients, weights, start_at, moved)
-        return start_at(weights), weights
-
-    def _learn(
-        self,
-        clients: Clients,
-        weights: Tensor,
-        start_at: Callable[[Tensor], Tensor],
-        moved: Callable[[Tensor, list[Batch]], Tensor],
-    ) -> Tensor:
-        """Return weights ``[K, A]`` after the epochs that each client needs."""
         rounds = unmarked(self._rounds(clients))
         learning = rounds > 0
         losses: list[Tensor] = []
@@ -98,16 +80,19 @@ class FedALA(FedAvg):
 
         while bool(learning.any()) and len(losses) < self.max_epochs:
             for s, (takes_step, batches) in enumerate(steps, start=1):
+                start = start_at(weights)
                 if s == len(steps):
-                    losses.append(unmarked(clients.map(clients.loss, start_at(weights), batches)))
-                moves = learning & takes_step
-                weights = torch.where(moves[:, None], moved(weights, batches), weights)
+                    losses.append(unmarked(clients.map(clients.loss, start, batches)))
+                gradient = unmarked(clients.grad(clients.loss, start, batches))
+                slope = gradient[:, model.parameters(adapted)] * (received - last)
+                moved = (weights - self.weight_lr * slope).clamp(0, 1)
+                weights = torch.where((learning & takes_step)[:, None], moved, weights)
 
             learning = learning & (rounds == 1)
             if len(losses) > self.window:
                 spread = torch.stack(losses[-self.window :]).std(0, correction=0)
                 learning = learning & ~(spread < self.threshold)
-        return weights
+        return start_at(weights), weights
 
     def _rounds(self, clients: Clients) -> Tensor:
         """Return in how many rounds each client was trained, ``[K]``."""
