@@ -177,6 +177,14 @@ def test_sums_of_different_shapes_are_refused_by_name():
         run(Inline, uneven)
 
 
+def test_rows_that_only_some_clients_send_are_refused_and_not_zero_for_the_others():
+    def some(clients):
+        return {"x": Each(torch.ones(len(clients)))} if 3 in clients.ids else {}
+
+    with pytest.raises(MethodError, match=r"returned 'x' as rows for \d of 13 clients"):
+        run(Inline, some)
+
+
 def rows_by_group(*parts: torch.Tensor) -> torch.Tensor:
     """The rows that the server gets if groups send these for two clients each, in this order."""
     replies = ReplyAggregator(2 * len(parts), torch.device("cpu"))

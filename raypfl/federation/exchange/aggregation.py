@@ -34,6 +34,7 @@ class ReplyAggregator:
 
     def __init__(self, num_clients: int, device: torch.device, combine: CombineRows | None = None):
         self._num_clients = num_clients
+        self._num_replied = 0
         self._device = device
         self._combine = combine
         # Name -> ``(index of the first group that sent it, place in its reply)`` and this value, without its array.
@@ -50,6 +51,7 @@ class ReplyAggregator:
 
         `subtrees` has the sums over groups of a bundle, which come with one of them; None: the group is no part of one.
         """
+        self._num_replied += len(group.clients)
         for position, (name, value) in enumerate(values.items()):
             place = (group.index, position)
             if name not in self._first or place < self._first[name][0]:
@@ -125,11 +127,18 @@ class ReplyAggregator:
 
         Raises
         ------
-        MethodError : if the weights of a ``Mean`` sum to zero.
+        MethodError : if the weights of a ``Mean`` sum to zero, or some clients returned no row of an ``Each``.
         """
         self.next_exchange()
         result = {}
         for name, value in self._values():
+            senders = self._sent[name].total()
+            if value.kind == "each" and senders < self._num_replied:
+                raise MethodError(
+                    f"{function} returned {name!r} as rows for {senders} of {self._num_replied} clients; return it for "
+                    "every client, such as zeros for those that have nothing to send."
+                )
+
             weight = np.nansum(self._weights[name]) if value.has_rows else self._totals[name].weight
             if value.kind == "mean" and weight <= 0:
                 if value.can_be_empty:
