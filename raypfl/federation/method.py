@@ -51,6 +51,7 @@ class Method(Component):
     needs_validation : whether rounds read validation samples, as in ``clients.evaluate(theta, "val")``; a run in which
         a client has none is refused.
     needs_lora : whether clients' networks must have low-rank adapters, ``model.lora``; a run without them is refused.
+    needs_output_layer : whether rounds change the output layer's weight; a run that freezes it is refused.
     needs_sgd : whether local training must be by SGD, ``training.optimizer=sgd``; a run with another optimizer is
         refused.
     """
@@ -60,6 +61,7 @@ class Method(Component):
     test_data_in_training: ClassVar[bool] = False
     needs_validation: ClassVar[bool] = False
     needs_lora: ClassVar[bool] = False
+    needs_output_layer: ClassVar[bool] = False
     needs_sgd: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -171,3 +171,18 @@ def sample_passes(clients: Clients, stream: str, share: float = 1.0) -> list[tup
         pairs = zip(positions, batches_by_client, strict=True)
         steps.append((takes, [batches[max(position, 0)] for position, batches in pairs]))
     return steps
+
+
+def mask_of_option(model: FlatModel, option: str, pattern: str) -> Tensor:
+    """Return the entries that a method's option selects, ``bool[P+B]``; none for an empty pattern.
+
+    Raises
+    ------
+    ConfigError : with the option's name, if the pattern selects nothing, or frozen tensors alone.
+    """
+    if not pattern:
+        return torch.zeros(model.size, dtype=torch.bool, device=model.device)
+    try:
+        return model.mask(pattern)
+    except ConfigError as error:
+        raise ConfigError(f"method.{option} is {pattern!r}. {error}") from None

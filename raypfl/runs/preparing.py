@@ -34,6 +34,7 @@ from raypfl.runs.checks.hooks import refuse_mistaken_hooks
 from raypfl.runs.checks.network import (
     outputs_of_batch,
     refuse_channels_last,
+    refuse_frozen_output_layer,
     refuse_lone_samples,
     refuse_misfit,
     refuse_missing_adapters,
@@ -193,6 +194,7 @@ def refuse_unfit(prepared: Prepared) -> None:
     for number, homogeneous in enumerate(prepared.by_architecture()):
         refuse_misfit(homogeneous)
         refuse_missing_adapters(homogeneous)
+        refuse_frozen_output_layer(homogeneous)
         experiment.method.check(homogeneous.model)
         refuse_mixed_samples(homogeneous)
         refuse_lone_samples(homogeneous, number)

@@ -10,6 +10,7 @@ import pyarrow.compute as pc
 import pytest
 
 import raypfl
+from raypfl.common.errors import ConfigError
 from raypfl.engine.events import Evaluated, RoundFinished
 from raypfl.methods import METHODS
 from tests.support.runs import Interrupt, experiment, same_tables
@@ -133,3 +134,12 @@ def test_methods_that_compare_features_learn_the_next_token(method, tmp_path):
         )
     )
     assert np.isfinite(result.rounds["loss"].to_numpy()).all()
+
+
+@pytest.mark.parametrize("method", methods(METHODS))
+def test_a_frozen_output_layer_is_refused_before_the_run_or_left_alone(method, tmp_path):
+    """A method never fails because of it in a round, which would be a RaypflError that is no ConfigError."""
+    try:
+        raypfl.run(experiment(tmp_path, **changes_for(method), model__frozen="output layer"))
+    except ConfigError as error:
+        assert "frozen" in str(error)

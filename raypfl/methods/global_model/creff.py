@@ -43,6 +43,7 @@ class CReFF(Method):
     """
 
     objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
+    needs_output_layer: ClassVar[bool] = True
 
     features: Annotated[int, COUNT] = 100
     feature_steps: Annotated[int, FROM_ZERO] = 100

@@ -50,6 +50,7 @@ class FedNH(Method):
     """
 
     objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
+    needs_output_layer: ClassVar[bool] = True
 
     rho: Annotated[float, CHANCE] = 0.9
     scale: Annotated[float, POSITIVE] = 30.0

@@ -44,6 +44,7 @@ class FedPAC(Method):
     """
 
     objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
+    needs_output_layer: ClassVar[bool] = True
 
     lam: Annotated[float, FROM_ZERO] = 1.0
     head_epochs: Annotated[int, COUNT] = 1

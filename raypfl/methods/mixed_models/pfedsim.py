@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
@@ -39,6 +39,8 @@ class PFedSim(FedAvg):
     ----------
     warmup : share of the rounds that are FedAvg's.
     """
+
+    needs_output_layer: ClassVar[bool] = True
 
     warmup: Annotated[float, CHANCE] = 0.5
 

@@ -40,6 +40,7 @@ class FedAS(SharedPart):
     """
 
     objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
+    needs_output_layer: ClassVar[bool] = True
 
     align_epochs: Annotated[int, FROM_ZERO] = 1
     align_lr: Annotated[float | None, POSITIVE, needs_some("align_epochs")] = None

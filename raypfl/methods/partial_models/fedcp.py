@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from torch import Tensor, nn
 
@@ -36,6 +36,8 @@ class FedCP(SharedPart):
     lam : weight of the discrepancy between features.
     weighting : weights of clients in the average: training samples (``samples``) or equal (``uniform``).
     """
+
+    needs_output_layer: ClassVar[bool] = True
 
     lam: Annotated[float, FROM_ZERO] = 5.0
     weighting: Weighting = "samples"

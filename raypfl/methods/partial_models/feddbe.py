@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,8 @@ class FedDBE(SharedPart):
     train_bias : whether the bias is trained.
     weighting : weights of clients in both means: training samples (``samples``) or equal (``uniform``).
     """
+
+    needs_output_layer: ClassVar[bool] = True
 
     kappa: Annotated[float, FROM_ZERO] = 50.0
     momentum: Annotated[float, SHARE] = 1.0

@@ -39,6 +39,7 @@ class FedGH(SharedPart):
     """
 
     objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
+    needs_output_layer: ClassVar[bool] = True
 
     head_lr: Annotated[float | None, FROM_ZERO] = None
     head_epochs: Annotated[int, COUNT] = 1

@@ -38,6 +38,7 @@ class FedROD(Method):
     """
 
     objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
+    needs_output_layer: ClassVar[bool] = True
 
     head: Literal["linear", "hypernetwork"] = "linear"
     hidden: Annotated[int, COUNT, needs("head", "hypernetwork")] = 64

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
@@ -46,6 +46,8 @@ class Floco(FedAvg):
     subspace_round : round after which clients have mixtures of their own, at most the last; None: half of the rounds.
     radius : largest L1 distance of a drawn mixture from the client's own, rho.
     """
+
+    needs_output_layer: ClassVar[bool] = True
 
     endpoints: Annotated[int, COUNT] = 20
     subspace_round: Annotated[int | None, COUNT] = None

@@ -47,6 +47,7 @@ class GPFL(SharedPart):
     """
 
     objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
+    needs_output_layer: ClassVar[bool] = True
 
     lam: Annotated[float, FROM_ZERO] = 0.01
     mu: Annotated[float, FROM_ZERO] = 0.1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from typing import Annotated, Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
 from raypfl.clients.clients import Clients
@@ -16,7 +15,7 @@ from raypfl.common.messages import Mean, Weighting, per_client, unmarked
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import METHODS, Method, ServerState, ServerView
 from raypfl.federation.task import Task
-from raypfl.methods.local_training import finetuned, with_entries
+from raypfl.methods.local_training import finetuned, mask_of_option, with_entries
 from raypfl.models.flat import FlatModel
 
 
@@ -80,8 +79,8 @@ class PartialPersonalization(Method):
         ------
         ConfigError : if a pattern selects nothing, or a segment is both personal and frozen.
         """
-        personal = _mask(model, "personal", self.personal)
-        frozen = _mask(model, "frozen", self.frozen)
+        personal = mask_of_option(model, "personal", self.personal)
+        frozen = mask_of_option(model, "frozen", self.frozen)
         if bool((personal & frozen).any()):
             both = [name for name in model.names(self.personal) if name in model.names(self.frozen)]
             raise ConfigError(
@@ -175,15 +174,6 @@ class PartialPersonalization(Method):
             if bool(trainable.any()) and epochs != 0:
                 result.append((None if bool(trainable.all()) else trainable, epochs))
         return result
-
-
-def _mask(model: FlatModel, option: str, pattern: str) -> Tensor:
-    if not pattern:
-        return torch.zeros(model.size, dtype=torch.bool, device=model.device)
-    try:
-        return model.mask(pattern)
-    except ConfigError as error:
-        raise ConfigError(f"method.{option} is {pattern!r}. {error}") from None
 
 
 def _warn_if_absent(model: FlatModel, pattern: str) -> None:

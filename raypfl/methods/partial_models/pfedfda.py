@@ -76,6 +76,7 @@ class PFedFDA(Method):
     """
 
     objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
+    needs_output_layer: ClassVar[bool] = True
 
     ridge: Annotated[float, FROM_ZERO] = 1.0
     weighting: Weighting = "samples"
@@ -84,6 +85,11 @@ class PFedFDA(Method):
         name, layer = output_layer(model.module)
         if layer.bias is None:
             raise ConfigError(f"pFedFDA computes the bias of the output layer, but {name} has none; give it one.")
+        if "bias" not in model.output_tensors:
+            raise ConfigError(
+                f"pFedFDA computes the bias of the output layer, but {name}.bias is frozen; leave it out of "
+                "model.frozen."
+            )
 
     def start(self, task: Task) -> ServerState:
         initial = task.model.init(task.seed)

@@ -12,7 +12,8 @@ from raypfl.common.limits import COUNT, FROM_ZERO, POSITIVE, SHARE
 from raypfl.common.messages import Mean, per_client, unmarked
 from raypfl.federation.method import METHODS, ServerView
 from raypfl.methods.global_model.fedavg import FedAvg
-from raypfl.methods.local_training import sample_passes
+from raypfl.methods.local_training import mask_of_option, sample_passes
+from raypfl.models.flat import FlatModel
 
 
 @METHODS.register("fedala")
@@ -45,6 +46,9 @@ class FedALA(FedAvg):
     window: Annotated[int, COUNT] = 10
     max_epochs: Annotated[int, COUNT] = 100
 
+    def check(self, model: FlatModel) -> None:
+        mask_of_option(model, "adapted", self.adapted)
+
     def train(self, clients: Clients, theta: Tensor) -> dict[str, Mean]:
         start, weights = self._start(clients, theta)
         trained = clients.sgd(clients.loss, start)
@@ -61,7 +65,7 @@ class FedALA(FedAvg):
     def _start(self, clients: Clients, theta: Tensor) -> tuple[Tensor, Tensor]:
         """Return where clients start, ``[K, P+B]``, with their new weights ``[K, A]`` of the A adapted parameters."""
         model = clients.model
-        adapted = model.mask(self.adapted)
+        adapted = mask_of_option(model, "adapted", self.adapted)
         adapted[model.num_parameters :] = False  # statistics are the received model's
         received = theta[adapted]
         last = unmarked(clients.state.get("model", default=theta))[:, adapted]

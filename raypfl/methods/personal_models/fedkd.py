@@ -47,6 +47,7 @@ class FedKD(Method):
     """
 
     objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
+    needs_output_layer: ClassVar[bool] = True
 
     lam: Annotated[float, FROM_ZERO] = 1.0
     energy_start: Annotated[float, SHARE] = 0.95

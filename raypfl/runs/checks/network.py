@@ -65,6 +65,16 @@ def refuse_missing_adapters(prepared: Prepared) -> None:
     raise ConfigError(f"method is {METHODS.name_of(type(method))!r}, which is for low-rank adapters, but {remedy}")
 
 
+def refuse_frozen_output_layer(prepared: Prepared) -> None:
+    """Raise a ConfigError if the method changes the output layer's weight, which is frozen."""
+    method = prepared.experiment.method
+    if method.needs_output_layer and "weight" not in prepared.model.output_tensors:
+        raise ConfigError(
+            f"method is {METHODS.name_of(type(method))!r}, which changes the output layer, but its weight is "
+            "frozen. Leave it out of model.frozen, name 'output layer' in model.trained, or choose another method."
+        )
+
+
 def refuse_mixed_samples(prepared: Prepared) -> None:
     """Raise a ConfigError if the optimizer needs the gradient of each sample, and batch norm mixes samples."""
     optimizer = prepared.experiment.training.local_optimizer
