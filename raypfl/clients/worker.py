@@ -20,7 +20,7 @@ from raypfl.clients.group import ClientGroup
 from raypfl.clients.observation import AnalysisHooks, Observation, Observer
 from raypfl.clients.replies.reduction import Value, logged_means, reduced
 from raypfl.clients.replies.turns import Turns, arguments_of, logged_by_round, values_by_round
-from raypfl.common.errors import ClientError, EvaluationError, MethodError, PrivacyError
+from raypfl.common.errors import ClientError, EvaluationError, MethodError, PrivacyError, did_you_mean
 from raypfl.common.global_draws import ON_CLIENTS, refuse_unkeyed
 from raypfl.common.messages import Each, Mean, Sum, numbers_charged, per_client, unmarked
 from raypfl.common.transfer import to_device
@@ -390,6 +390,8 @@ class _ServerState(Mapping[str, Any]):
         self._fetched: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Any:
+        if name not in self._entries:
+            raise KeyError(f"The server's state has no {name!r}; {did_you_mean(name, self._entries)}")
         if name not in self._fetched:
             self._fetched[name] = self._fetch(self._entries[name])
         return self._fetched[name]
@@ -410,8 +412,7 @@ class _ServerState(Mapping[str, Any]):
 def _tensor(array: np.ndarray, device: torch.device) -> Tensor:
     """Return a copy of an array on a device.
 
-    Ray's arrays are read-only shared memory: a tensor must not write to them, and Ray cannot free them while one refers
-    to them.
+    Ray's arrays are read-only shared memory, which Ray cannot free while a tensor refers to it.
     """
     return to_device(np.array(array) if device.type == "cpu" else array, device)
 

@@ -106,23 +106,29 @@ class LocalLoss:
             stacklevel=2,
         )
 
-    def refuse_unknown(self, extras: Mapping[str, Any]) -> None:
-        """Raise a MethodError for an extra that no function takes."""
-        if not extras:
-            return
+    def refuse_other_extras(self, extras: Mapping[str, Any]) -> None:
+        """Raise a MethodError for an extra that no function takes, or a function that needs other arguments."""
+        functions = self._extra_names or {self.loss: extras_of(self.loss)}
         accepted: set[str] = set()
-        for names in (self._extra_names or {self.loss: extras_of(self.loss)}).values():
+        for names in functions.values():
             accepted.update(extras if names is None else names)
         unknown = sorted(set(extras) - accepted)
-        if not unknown:
-            return
-
-        option = get_close_matches(unknown[0], _OPTIONS, 1)
-        remedy = f"did you mean {option[0]!r}?" if option else "give one a parameter of that name, or leave it out."
-        raise MethodError(
-            f"{unknown[0]!r} is not an option of the training, and neither the loss nor a penalty or report takes it "
-            f"by name; {remedy}"
-        )
+        if unknown:
+            option = get_close_matches(unknown[0], _OPTIONS, 1)
+            remedy = f"did you mean {option[0]!r}?" if option else "give one a parameter of that name, or leave it out."
+            raise MethodError(
+                f"{unknown[0]!r} is not an option of the training, and neither the loss nor a penalty or report takes "
+                f"it by name; {remedy}"
+            )
+        for function in functions:
+            passed = self.extras_for(function, dict(extras))
+            try:
+                inspect.signature(function).bind("p", "batch", **passed)
+            except TypeError as error:
+                raise MethodError(
+                    f"{where_defined(function)} is called with ({', '.join(['p', 'batch', *passed])}), but: {error}. "
+                    "Pass what a loss needs besides p and batch by name, as in clients.sgd(loss, start, anchor=theta)."
+                ) from None
 
     @cached_property
     def _extra_names(self) -> dict[LossFunction, frozenset[str] | None]:
@@ -165,17 +171,10 @@ class _BatchUsed(Exception):
 class _NoBatch:
     """In place of a batch; any use raises `_BatchUsed`."""
 
-    def __getattr__(self, name: str) -> Any:
+    def _use(self, *arguments: Any) -> Any:
         raise _BatchUsed
 
-    def __getitem__(self, index: Any) -> Any:
-        raise _BatchUsed
-
-    def __iter__(self) -> Any:
-        raise _BatchUsed
-
-    def __len__(self) -> int:
-        raise _BatchUsed
+    __getattr__ = __getitem__ = __iter__ = __len__ = _use
 
 
 def extras_of(function: LossFunction) -> frozenset[str] | None:

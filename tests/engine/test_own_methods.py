@@ -45,6 +45,12 @@ class ReturnsOneModel(Base):
         return server["theta"]
 
 
+class MisspellsTheServersState(Base):
+    def personal_model(self, clients, server):
+        assert "thet" not in server and server.get("thet") is None
+        return server["thet"].repeat(len(clients), 1)
+
+
 class ShrinksWhatIsTested(Base):
     def global_model(self, server):
         return server["theta"].mul_(0.5)
@@ -157,6 +163,10 @@ class StartsWithNoSegment(Base):
         (
             ChangesWhatAllShare,
             r"^ChangesWhatAllShare\.personal_model \(test_own_m.*\) changed server\[\"theta\"\] in",
+        ),
+        (
+            MisspellsTheServersState,
+            r"\n.*in MisspellsTheServersState\.p.*\n.*\n.*state has no 'thet'; did you mean 'theta'\?",
         ),
         (
             ShrinksWhatIsTested,

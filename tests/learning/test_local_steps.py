@@ -213,6 +213,15 @@ def test_an_extra_that_no_function_takes_is_named():
         clients.sgd(clients.loss, clients.initial, penality=pull)
 
 
+def test_an_extra_that_a_function_needs_and_does_not_get_is_named():
+    clients = Federation().clients()
+    batch = next(clients.minibatches())
+    for loss, others in ((pull, {}), (clients.loss, {"penalty": pull}), (clients.loss, {"report": pull})):
+        for work in (clients.sgd, batch.step):
+            with pytest.raises(MethodError, match=r"pull \(.*line \d+\) is called with \(p, batch\), but.*'anchor'"):
+                work(loss, clients.initial, **others)
+
+
 def test_a_model_or_correction_of_the_wrong_shape_is_refused_in_a_sentence():
     fed = Federation(NormalisedConv)
     clients = fed.clients()
