@@ -10,16 +10,19 @@ from raypfl.common.annotations import declared
 
 
 class Limit(NamedTuple):
-    """A range of allowed values.
-
-    Attributes
-    ----------
-    text : the range in words, as in "it must be at least 1".
-    holds : whether a value is in the range.
-    """
+    """A range of allowed values: in words, as in "it must be at least 1", and whether a value is in it."""
 
     text: str
     holds: Callable[[Any], bool]
+
+    def expected(self, value: Any, bits: int = 31) -> str:
+        """Return what a value must be; empty if it is that. Numbers are stored in 32 bits, whole ones in `bits` + 1."""
+        if not self.holds(value):
+            return self.text
+        if isinstance(value, int) and value >= 2**bits:
+            return f"below 2^{bits}"
+        is_stored = value == 0 or not isinstance(value, float) or 1e-38 <= abs(value) < 1e38 or self.holds(inf)
+        return "" if is_stored else "a number that 32 bits can hold, from 1e-38 to 1e38"
 
 
 FINITE = Limit("a finite number", lambda v: -inf < v < inf)
@@ -41,6 +44,6 @@ def limit_violations(options: Any) -> list[str]:
     for name, limits in declared(dataclass, Limit).items():
         value = getattr(options, name)
         for limit in limits:
-            if value is not None and not limit.holds(value):
-                violations.append(f"{name} is {value!r}; it must be {limit.text}")
+            if value is not None and limit.expected(value):
+                violations.append(f"{name} is {value!r}; it must be {limit.expected(value)}")
     return violations

@@ -85,11 +85,9 @@ def outside_limits(field: str, value: Any) -> list[str]:
         setting = getattr(value, key) if key else value
         bits = 63 if path == "seed" else 31  # as tables and random draws store it
         for number in _as_tuple(setting):
-            if not limit.holds(number):
-                lines.append(f"{path} is {number!r}; it must be {limit.text}.")
-        for number in _as_tuple(setting):
-            if isinstance(number, int) and number >= 2**bits:
-                lines.append(f"{path} is {number}; it must be below 2^{bits}.")
+            expected = limit.expected(number, bits)
+            if expected:
+                lines.append(f"{path} is {number!r}; it must be {expected}.")
     return lines
 
 
