@@ -303,6 +303,20 @@ def test_messages_that_come_after_a_warm_up_are_refused_before_it(tmp_path, chan
         check([described])
 
 
+@pytest.mark.parametrize("method", [{"method": "local"}, {"method": "partial", "method__personal": "*"}])
+@pytest.mark.parametrize(
+    ("changes", "setting"),
+    [
+        ({"aggregation": "median"}, "aggregation"),
+        ({"privacy__secure_aggregation": True}, "privacy.secure_aggregation"),
+        ({"privacy__noise": 1.0, "privacy__unit": "client"}, "privacy.unit=client"),
+    ],
+)
+def test_what_concerns_messages_is_refused_where_clients_send_none(tmp_path, method, changes, setting):
+    with pytest.raises(ConfigError, match=f"^{setting} has no effect on .*, whose clients send nothing"):
+        raypfl.run(experiment(tmp_path, **method, **changes))
+
+
 def test_labels_that_are_no_classes_are_refused(tmp_path):
     (tmp_path / "people.csv").write_text("age,income\n" + "\n".join(f"{20 + i},{1000.5 * i}" for i in range(12)))
     table = f"{{name: table, root: {tmp_path}, target: income}}"

@@ -21,4 +21,9 @@ def refuse_unprotected(prepared: Prepared) -> None:
         )
 
     if privacy.noise is not None or privacy.secure_aggregation:
-        refuse_rehearsed(prepared, PrivacyError)
+        setting = ""
+        if privacy.protects_clients:
+            setting = "privacy.unit=client"
+        elif privacy.secure_aggregation:
+            setting = "privacy.secure_aggregation"
+        refuse_rehearsed(prepared, PrivacyError, setting)

@@ -218,7 +218,7 @@ def _loads_of_architectures(prepared: Prepared) -> Loads | None:
     return Loads(np.ones(len(prepared.architecture_of)), work[prepared.architecture_of])
 
 
-def refuse_rehearsed(prepared: Prepared, error_class: type[MethodError]) -> None:
+def refuse_rehearsed(prepared: Prepared, error_class: type[MethodError], setting: str = "") -> None:
     """Rehearse a round and an evaluation, since only they tell what a method's clients send and read.
 
     The run's last round, too, which may follow a warm-up. Without the rounds in between, the method may fail in it for
@@ -227,6 +227,7 @@ def refuse_rehearsed(prepared: Prepared, error_class: type[MethodError]) -> None
     Parameters
     ----------
     error_class : the class of what is looked for in the last round; in the first one, it is any mistake of a method.
+    setting : the setting that is about what clients send, and idle if they send nothing; empty: there is none.
 
     Raises
     ------
@@ -244,9 +245,16 @@ def refuse_rehearsed(prepared: Prepared, error_class: type[MethodError]) -> None
     except MethodError as error:
         if isinstance(error, sought):
             raise ConfigError(with_location(error)) from error
+        return
     # Any other failure is left to the run itself, which reports it with its round and client.
     except Exception:
         return
+
+    if setting and all(entry.direction == "down" for entry in rehearsal.messages):
+        raise ConfigError(
+            f"{setting} has no effect on {type(experiment.method).__name__}, whose clients send nothing to the server. "
+            "Leave it out; in a comparison, it can be among the `settings` of the other methods."
+        )
 
 
 def refuse_failing_evaluation(prepared: Prepared) -> None:

@@ -82,4 +82,4 @@ def refuse_unfit_rule(prepared: Prepared) -> None:
             f"aggregation counts all clients equally, but {type(method).__name__} needs its clients' weights. Choose "
             "another method or method.weighting, or leave aggregation out."
         )
-    refuse_rehearsed(prepared, AggregationError)
+    refuse_rehearsed(prepared, AggregationError, "aggregation")
