@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from raypfl.common.conditions import needs, needs_some, unless
+from raypfl.common.conditions import Condition, needs, needs_some, unless
 from raypfl.federation.selection import Selection
 
 
@@ -37,6 +38,12 @@ class CohortSettings:
     late: Annotated[Literal["drop", "partial"], needs("deadline")] = "drop"
 
 
+def _has_gpus(pools: Sequence[Any]) -> bool:
+    """Return whether a pool of client actors has GPUs; pools are described by mappings, or by objects."""
+    settings = [pool if isinstance(pool, Mapping) else vars(pool) for pool in pools]
+    return any(setting.get("gpus_per_actor", 0) != 0 for setting in settings)
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
     """How the work is executed. Group size and executor may change the last bits of a result; other settings do not.
@@ -64,7 +71,7 @@ class EngineSettings:
     cuda_graphs: Annotated[
         bool,
         needs("executor", "auto", "fastest", "vectorised"),
-        needs_some("ray.gpus_per_actor", otherwise=needs("ray.pools")),
+        needs_some("ray.gpus_per_actor", otherwise=Condition("ray.pools", _has_gpus, "")),
     ] = True
 
 

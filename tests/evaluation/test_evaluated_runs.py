@@ -318,6 +318,9 @@ def test_protocols_without_their_data_are_refused_before_anything_runs(tmp_path,
     ("data", "metric", "sentence"),
     [
         ("digits", "r2", "The metric 'r2' needs scores.target_rows, which the objective Classification does not have"),
+        ("diabetes", "auc", "evaluation.metrics has 'auc', which is for several labels a sample,"),
+        ("diabetes", "left_out", "evaluation.metrics has 'left_out', which is for several labels a sample"),
+        ("digits", "auc", "evaluation.metrics has 'auc', which is for several labels a sample"),
         ("diabetes", "ece", "The metric 'ece' needs scores.confidence, which the objective Regression does not have"),
     ],
 )

@@ -36,9 +36,11 @@ WITHOUT_EFFECT = {
     "model.pretrain_epochs": ["model.pretrain_epochs=3"],
     "failures.min_success_fraction": ["failures.min_success_fraction=0.9"],
     "ray.actors": ["ray.actors=2", "engine.backend=inline"],
-    "engine.cuda_graphs": ["engine.cuda_graphs=false", "ray.gpus_per_actor=0"],
+    "engine.cuda_graphs": ["engine.cuda_graphs=false", "ray.pools=[{cpus_per_actor: 2}]"],
     "data.root": ["data.root=/nonexistent"],
     "method.server_beta1": ["method.server_beta1=0.5"],
+    "method.order": ["method=fedbabu", "method.order='shared first'"],
+    "method.unseen_epochs": ["method=fedbabu", "method.unseen_epochs=3"],
     "method.finetune_lr": ["method=fedavg-ft", "method.finetune_lr=0.1", "method.finetune_epochs=0"],
 }
 

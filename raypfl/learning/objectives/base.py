@@ -62,6 +62,7 @@ class Metric(Component):
     shown : whether printed tables contain the metric.
     added : whether the aggregate is the sum over clients, not the mean.
     always : whether every tested model has a value. If not, aggregates skip clients without one.
+    targets : the kind of targets, one of `KINDS`; empty: any.
     """
 
     name: ClassVar[str] = ""
@@ -72,6 +73,7 @@ class Metric(Component):
     shown: ClassVar[bool] = True
     added: ClassVar[bool] = False
     always: ClassVar[bool] = False
+    targets: ClassVar[str] = ""
 
     def width(self, targets: int) -> int:
         """Return the number of sums, given the number of classes, labels, target numbers or tokens."""

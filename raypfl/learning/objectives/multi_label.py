@@ -40,6 +40,7 @@ class MacroAUC(OverAll):
     heading: ClassVar[str] = "AUC"
     phrase: ClassVar[str] = "macro AUC"
     percent: ClassVar[bool] = True
+    targets: ClassVar[str] = "labels"
 
     def of_all(self, outputs: Tensor, targets: Tensor) -> float:
         areas = []
@@ -64,6 +65,7 @@ class LabelsLeftOut(OverAll):
     shown: ClassVar[bool] = False
     added: ClassVar[bool] = True
     higher_is_better: ClassVar[bool] = False
+    targets: ClassVar[str] = "labels"
 
     def of_all(self, outputs: Tensor, targets: Tensor) -> float:
         positive = (targets > 0.5).sum(0)

@@ -63,10 +63,10 @@ class PartialPersonalization(Method):
 
     personal: str = "output layer"
     frozen: str = ""
-    order: Literal["together", "personal first", "shared first"] = "together"
+    order: Annotated[Literal["together", "personal first", "shared first"], needs("personal")] = "together"
     personal_epochs: Annotated[int | None, FROM_ZERO, needs("order", "personal first", "shared first")] = None
     shared_epochs: Annotated[int | None, FROM_ZERO, needs("order", "personal first", "shared first")] = None
-    unseen_epochs: Annotated[int | None, FROM_ZERO] = None
+    unseen_epochs: Annotated[int | None, FROM_ZERO, needs("personal")] = None
     body: Literal["average", "last"] = "average"
     finetune_epochs: Annotated[int, FROM_ZERO] = 0
     finetune_lr: Annotated[float | None, POSITIVE, needs_some("finetune_epochs")] = None

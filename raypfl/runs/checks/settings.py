@@ -30,7 +30,7 @@ def refuse_missing_weights(model: ModelSettings) -> None:
 
 
 def refuse_another_objective(prepared: Prepared) -> None:
-    """Raise a ConfigError unless data, objective, method and the metric for the best round fit together."""
+    """Raise a ConfigError unless data, objective, method and metrics fit together."""
     data = prepared.data
     method = prepared.experiment.method
     objective = prepared.objective
@@ -41,6 +41,13 @@ def refuse_another_objective(prepared: Prepared) -> None:
             f"objective is {name!r}, which is for {KINDS[objective.targets]}, but the targets of {data.name!r} are "
             f"{KINDS[data.kind]}."
         )
+
+    for extra in prepared.experiment.extra_metrics:
+        if extra.targets not in ("", data.kind):
+            raise ConfigError(
+                f"evaluation.metrics has {extra.name!r}, which is for {KINDS[extra.targets]}, but the targets of "
+                f"{data.name!r} are {KINDS[data.kind]}. Leave it out."
+            )
 
     if not isinstance(objective, method.objectives):
         learnable = " or ".join(repr(OBJECTIVES.name_of(objective_class)) for objective_class in method.objectives)
