@@ -53,6 +53,19 @@ class NTK(Analysis):
                 "analyses.ntk needs a probe of 1 or more, a sketch of 0 or more, and outputs that are 'sum' or 'all'."
             )
 
+    def start(self, view: AnalysedRound) -> None:
+        model = view.task.model
+        client = int(view.task.num_samples.argmax())
+        side = self.side(model, model.init(0), view.samples(client).x[:1])
+        try:
+            with model.mode(train=False):
+                kernel(side, side, self.rows_per_sample(side))
+        except RuntimeError as error:
+            raise ConfigError(
+                "analyses.ntk takes a gradient for each sample, by torch.func.vmap and autograd, which fails with this "
+                f"network: {str(error).splitlines()[0]} Choose another network, or leave the analysis out."
+            ) from error
+
     def before_step(self, step: LocalStep) -> dict[str, Any] | None:
         if step.training or step.step not in (0, step.steps - 1):
             return None

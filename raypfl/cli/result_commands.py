@@ -32,11 +32,12 @@ def report(
 
     --out table.tex writes the table of results as LaTeX, --out table.csv as CSV, and --out figure.pdf the picture.
     """
-    from raypfl.results.report import find_runs, write
+    from raypfl.results.report import find_runs, refuse_file, write
     from raypfl.results.report.parts import without_part
     from raypfl.results.report.searches.folders import has_search
 
     folders = runs or []
+    refuse_file(out, named_clients)
     # With many runs, both reading and drawing take a while.
     print_message("Reading runs", "")
     results, reasons_left_out = find_runs(folders)

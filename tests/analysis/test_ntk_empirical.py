@@ -15,6 +15,8 @@ from raypfl.analysis.base import load_observations
 from raypfl.analysis.ntk import NTK, nonlinear
 from raypfl.analysis.theory import empirical
 from raypfl.analysis.theory.empirical import Side, extremes, jacobian, kernel, product, push_forward, sketch
+from raypfl.common.errors import ConfigError
+from raypfl.engine.events import RoundFinished
 from raypfl.models.flat import FlatModel
 from tests.support.ntk import problem
 from tests.support.runs import experiment
@@ -198,3 +200,24 @@ def test_methods_without_a_global_model_or_with_two_trainings_are_analysed(tmp_p
 def test_all_outputs_are_rows_with_outputs_all(tmp_path):
     run = raypfl.run(analysed(tmp_path).replace(analyses=[NTK(probe=4, outputs="all")]))
     assert np.load(run.run_dir / "analyses/ntk/round-000002/kernel.npy").shape == (30, 30)
+
+
+class Recurrent(nn.Module):
+    """Reads the rows of an image one after the other, with an operation that torch.func.vmap does not know."""
+
+    def __init__(self, input_shape: tuple[int, ...], num_classes: int):
+        super().__init__()
+        self.gru = nn.GRU(input_shape[-1], 4, batch_first=True)
+        self.head = nn.Linear(4, num_classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        states, _ = self.gru(x[:, 0])
+        return self.head(states[:, -1])
+
+
+def test_a_network_without_gradients_of_single_samples_is_refused_before_the_first_round(tmp_path):
+    events = []
+    recurrent = analysed(tmp_path).replace(model={"name": f"{__name__}:Recurrent"})
+    with pytest.raises(ConfigError, match=r"^analyses\.ntk takes a gradient for each sample.*aten::gru.*leave"):
+        raypfl.run(recurrent, listeners=[events.append])
+    assert not any(isinstance(event, RoundFinished) for event in events)

@@ -831,6 +831,9 @@ def test_a_report_in_an_unknown_format_is_refused(results, tmp_path):
         write(results, tmp_path / "table.docx")
     assert not (tmp_path / "table.docx").exists()
 
+    before_reading = command("report", str(tmp_path / "no-such-folder"), "--out", str(tmp_path / "table.docx"))
+    assert before_reading.exit_code == 2 and "must end in .html" in before_reading.stderr
+
 
 @pytest.mark.parametrize(("suffix", "begins"), [("pdf", b"%PDF"), ("svg", b"<?xml"), ("png", b"\x89PNG")])
 def test_a_report_that_ends_like_a_picture_is_the_picture_of_runs_on_the_same_data(results, tmp_path, suffix, begins):

@@ -98,17 +98,7 @@ def write(
     for result in results:
         refuse_untested(result)
     path = Path(path)
-    if not path.parent.is_dir():
-        raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}.")
-
-    if path.suffix not in ("", ".html", ".htm", *_EXPORTS, *_PICTURES):
-        endings = ", ".join([".html", *_EXPORTS, *_PICTURES[:-1]])
-        raise ConfigError(f"A report is a page, a table or a picture: {path} must end in {endings} or {_PICTURES[-1]}.")
-
-    if named_clients and path.suffix not in _EXPORTS:
-        raise ConfigError(
-            f"{path} must end in .tex or .csv to hold only the table of named clients, which every page has too."
-        )
+    refuse_file(path, named_clients)
 
     results, repetitions = without_repetitions(results)
     for sentence in repetitions:
@@ -125,6 +115,21 @@ def write(
     export_table = (_CLIENT_EXPORTS if named_clients else _EXPORTS).get(path.suffix)
     files.write(path, export_table(parts) if export_table else _page(results, parts, [*notes, *repetitions], searches))
     return path
+
+
+def refuse_file(path: Path, named_clients: bool = False) -> None:
+    """Raise a ConfigError if no report can be written to this file; parameters as in :func:`write`."""
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}.")
+
+    if path.suffix not in ("", ".html", ".htm", *_EXPORTS, *_PICTURES):
+        endings = ", ".join([".html", *_EXPORTS, *_PICTURES[:-1]])
+        raise ConfigError(f"A report is a page, a table or a picture: {path} must end in {endings} or {_PICTURES[-1]}.")
+
+    if named_clients and path.suffix not in _EXPORTS:
+        raise ConfigError(
+            f"{path} must end in .tex or .csv to hold only the table of named clients, which every page has too."
+        )
 
 
 def _page(
