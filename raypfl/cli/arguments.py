@@ -155,6 +155,7 @@ def _last_of_each(assignments: Sequence[str]) -> list[str]:
 
 
 def _refuse_misplaced(words: Sequence[str], packaged: Packaged) -> None:
+    from raypfl.common.errors import did_you_mean
     from raypfl.common.packaged_yaml import is_file_name
 
     for i, word in enumerate(words):
@@ -164,6 +165,11 @@ def _refuse_misplaced(words: Sequence[str], packaged: Packaged) -> None:
             raise ConfigError(f"{word!r} comes first, before the settings that change it: {word} {settings}")
         if not is_source and "=" not in word:
             _refuse_bare_setting(word, words[i + 1 :])
+            if "=" in words[0]:
+                raise ConfigError(
+                    f"{word!r} is not a setting, KEY=VALUE. A recipe or file comes first, before the settings that "
+                    f"change it, but none is called {word!r}; {did_you_mean(word, packaged)}"
+                )
 
 
 def _refuse_bare_setting(word: str, next_words: Sequence[str]) -> None:

@@ -20,9 +20,8 @@ from raypfl.experiment.checks.effects import drop_idle, paths_set_in
 from raypfl.experiment.checks.limits import aggregates
 from raypfl.experiment.components import options_of
 from raypfl.experiment.identity import code_digests, deciding_settings
-from raypfl.studies.description import Study, Variation, is_source, merged, plain_label
+from raypfl.studies.description import PLACEHOLDER, Study, Variation, is_source, merged, plain_label
 
-_PLACEHOLDER = re.compile(r"\{([^{}]+) ([\w.]+)\}")
 """Placeholder in a choice, such as ``{Ditto method.lam}``: a setting's value in a method's cells."""
 
 Position = tuple[str, str, str]
@@ -171,8 +170,8 @@ def choices_with_values(study: Study, cells: Sequence[StudyCell]) -> list[str]:
 
     choices = []
     for choice in study.choices:
-        if all(label in values for label, _ in _PLACEHOLDER.findall(choice)):
-            choices.append(_PLACEHOLDER.sub(lambda match: _values_as_text(values, *match.groups()), choice))
+        if all(label in values for label, _ in PLACEHOLDER.findall(choice)):
+            choices.append(PLACEHOLDER.sub(lambda match: _values_as_text(values, *match.groups()), choice))
     return choices
 
 

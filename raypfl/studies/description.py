@@ -21,6 +21,9 @@ from raypfl.studies.search.description import Search, search_mistakes
 _REPLACED = ("published", "choices")
 """Keys that an extending study replaces as a whole, rather than merges."""
 
+PLACEHOLDER = re.compile(r"\{([^{}]+) ([\w.]+)\}")
+"""A method's label and a setting, in a sentence of `choices`."""
+
 _DASHES = {"–", "—", "-"}
 _NUMBER = re.compile(r"(-?\d+(?:\.\d+)?)(?:\s*±\s*(\d+(?:\.\d+)?))?")
 
@@ -136,6 +139,7 @@ def load(source: str) -> tuple[Study, Study]:
     base = values.pop("extends", None)
     if base is None:
         study = checked(source, values)
+        _refuse_misspelt_choices(source, study, study.choices)
         return study, study
     if not isinstance(base, str):
         raise ConfigError(f"{source}: extends is {base!r}; it must be the name of a study, or a file.")
@@ -150,9 +154,22 @@ def load(source: str) -> tuple[Study, Study]:
 
     changes = {key: value for key, value in values.items() if key not in replaced}
     study = checked(source, merged(parent, changes) | replaced)
+    # Those of the extended study may be about methods that this one does not have.
+    _refuse_misspelt_choices(source, study, values.get("choices", ()))
     if "published" in values:
         return study, study
     return study, reference
+
+
+def _refuse_misspelt_choices(source: str, study: Study, choices: Iterable[str]) -> None:
+    """Raise a ConfigError if a sentence names a method that the study does not have."""
+    for choice in choices:
+        for label, _ in PLACEHOLDER.findall(choice):
+            if label not in study.methods:
+                raise ConfigError(
+                    f"The study {source} has no method {label!r}, which its choices name; "
+                    f"{did_you_mean(label, study.methods)}"
+                )
 
 
 def merged(base: Any, change: Any) -> Any:

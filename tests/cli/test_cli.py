@@ -175,6 +175,8 @@ def test_suggested_commands_repeat_the_run_with_one_change():
         (["run", "digits", "training.lr", "=", "0.1"], "without spaces around '=': training.lr=0.1\n"),
         (["run", "rounds=1", "method.lam"], ": method.lam=VALUE\n"),
         (["run", "attack=backdoor", "diabetes", "rounds=2"], "'diabetes' comes first, before the settings that change"),
+        (["run", "rounds=2", "cifarr10"], "before the settings that change it, but none is called 'cifarr10'; did"),
+        (["study", "rounds=2", "fednh-tabel1"], "none is called 'fednh-tabel1'; did you mean 'fednh-table1'?"),
         (["study", "rounds=2", "fednh-table1"], "that change it: fednh-table1 rounds=2\n"),
         (["run", "mine.yaml"], "There is no file 'mine.yaml'."),
         (["run", "--method", ","], "methods is []; it must be a list, such as"),

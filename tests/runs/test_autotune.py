@@ -34,6 +34,17 @@ class Dense(nn.Linear):
         return super().forward(x.flatten(1))
 
 
+class Normalised(Dense):
+    """A network whose model vectors have further entries: the statistics of batch norm."""
+
+    def __init__(self, input_shape, num_classes):
+        super().__init__(input_shape, num_classes)
+        self.norm = nn.BatchNorm1d(num_classes)
+
+    def forward(self, x):
+        return self.norm(super().forward(x))
+
+
 class Slow(Dense):
     """A network whose calls each take 5 ms, for any number of clients."""
 
@@ -143,6 +154,13 @@ def test_a_step_has_no_more_samples_than_the_largest_client(tmp_path):
 def test_the_multiplications_of_a_step_count_no_bias(tmp_path):
     _, why = choice_for(tmp_path, training__batch_size=10)
     assert why == "a small network: 650 parameters, 6,400 multiplications a step"
+
+
+def test_the_reason_has_the_number_of_parameters_that_a_run_names_though_batch_norm_has_statistics_too(tmp_path):
+    _, why = choice_for(tmp_path, Normalised, training__batch_size=10)
+    assert why.startswith("a small network: 670 parameters, ")
+    assert rule(Load(2**17 - 9, 1, 9))[0] == "vectorised"
+    assert rule(Load(2**17 - 9, 1, 9, statistics=20))[0] == "sequential"
 
 
 def test_only_what_the_settings_leave_open_is_chosen(tmp_path):

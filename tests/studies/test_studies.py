@@ -778,6 +778,17 @@ def test_the_choices_of_a_study_show_the_values_of_its_cells(tiny: Path):
     with pytest.raises(ConfigError, match=r"choices name the setting method.lamb of Ditto, .* 'method.lam'"):
         choices_with_values(study, plan(study))
 
+    (tiny / "tiny.yaml").write_text(TINY + choices.replace("Ditto", "Dito"))
+    with pytest.raises(ConfigError, match=r"has no method 'Dito', which its choices name; did you mean 'Ditto'\?"):
+        load("tiny.yaml")
+    (tiny / "tiny.yaml").write_text(TINY + choices)
+    extending = "extends: tiny.yaml\nmethods: {Ditto: null}\nacross: {Dir(1.0): null}\n"
+    (tiny / "smaller.yaml").write_text(extending)
+    assert load("smaller.yaml")[0].methods.keys() == {"FedAvg"}, "though inherited choices name Ditto"
+    (tiny / "smaller.yaml").write_text(extending + choices)
+    with pytest.raises(ConfigError, match="has no method 'Ditto', which its choices name"):
+        load("smaller.yaml")
+
 
 def test_another_format_of_the_data_is_a_deviation_and_another_folder_is_none():
     study, _ = load("fednh-table1")

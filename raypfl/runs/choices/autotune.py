@@ -144,16 +144,18 @@ class Load:
 
     Attributes
     ----------
-    parameters : size of the model vector.
+    parameters : number of the network's parameters.
     work : multiplications of a client's forward pass in a step.
     clients : number of clients in the group.
     bytes : about what the group needs on its device.
+    statistics : number of a model vector's further entries.
     """
 
     parameters: int
     work: int
     clients: int
     bytes: float = 0.0
+    statistics: int = 0
 
 
 def rule(load: Load, device: str = "cpu", share: float = 1.0) -> tuple[str, str]:
@@ -168,7 +170,7 @@ def rule(load: Load, device: str = "cpu", share: float = 1.0) -> tuple[str, str]
     share : the share of the device that each actor has.
     """
     limits = LIMITS[device]
-    if load.parameters > limits.parameters:
+    if load.parameters + load.statistics > limits.parameters:
         return "sequential", f"a large network: {load.parameters:,} parameters"
     if load.work > limits.work:
         return "sequential", f"large steps: {load.work:,} multiplications"
@@ -211,10 +213,12 @@ def _candidates(prepared: Prepared, cost: Cost, batch: int, group: int) -> tuple
     why = ""
     preferred: str = executor
     if executor in ("auto", "fastest"):
-        size = prepared.model.size
+        model = prepared.model
         # Layers that are not counted, such as recurrent ones, multiply by each weight at least once.
-        weights = sum(segment.size for segment in prepared.model.segments.values() if len(segment.shape) > 1)
-        load = Load(size, batch * max(cost.multiplications, weights), group, group * cost.client_bytes(size, batch))
+        weights = sum(segment.size for segment in model.segments.values() if len(segment.shape) > 1)
+        work = batch * max(cost.multiplications, weights)
+        num_bytes = group * cost.client_bytes(model.size, batch)
+        load = Load(model.num_parameters, work, group, num_bytes, statistics=model.num_buffers)
         # A share that is still to be measured (auto) counts as a whole GPU.
         share = min(experiment.ray.gpus or 1.0, 1.0)
         preferred, why = rule(load, device, share)
