@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from raypfl.experiment import Experiment
@@ -33,23 +33,33 @@ def labels(experiments: Sequence[Experiment], searched: Collection[str] = ()) ->
 
 
 def differing_settings(experiments: Sequence[Experiment]) -> list[str]:
-    """Return the part of each of the `labels` that is about settings other than the method's options."""
-    return _setting_texts(_method_names(experiments), experiments)
+    """Return the part of each of the `labels` that is about settings other than the method's options.
+
+    It begins with the method, as ``method=module:Class``, where two classes have the same name.
+    """
+    texts = _setting_texts(_method_names(experiments), experiments)
+    methods = [experiment.to_dict()["method"]["name"] for experiment in experiments]
+    if any(":" in name for name in _shown_names(methods).values()):
+        return [f"method={method} {text}".rstrip() for method, text in zip(methods, texts, strict=True)]
+    return texts
+
+
+def _shown_names(full_names: Iterable[str]) -> dict[str, str]:
+    """Return the names to show: of a user's ``module:Class`` the class, unless two have the same name."""
+    shown_names = {name: name.rpartition(":")[2] for name in full_names}
+    if len(set(shown_names.values())) < len(shown_names):
+        return {name: name for name in shown_names}
+    return shown_names
 
 
 def _method_names(experiments: Sequence[Experiment]) -> list[str]:
     """Methods, each with the options in which experiments with this method differ."""
     methods = [experiment.to_dict()["method"] for experiment in experiments]
 
-    # A user's class is "module:Class"; the module is shown only where two classes have the same name.
-    full_names = {method["name"] for method in methods}
-    short_names = {name: name.rpartition(":")[2] for name in full_names}
-    if len(set(short_names.values())) < len(full_names):
-        short_names = {name: name for name in full_names}
-
+    shown_names = _shown_names(method["name"] for method in methods)
     names = []
     for experiment, method in zip(experiments, methods, strict=True):
-        words = [short_names[method["name"]]]
+        words = [shown_names[method["name"]]]
         namesakes = [other for other in methods if other["name"] == method["name"]]
         for key, value in method.items():
             # Options that are off by default are left out: `ditto` beside `ditto personal_epochs=2`.

@@ -7,7 +7,9 @@ import itertools
 import pytest
 
 from raypfl.experiment import Experiment
-from raypfl.results.labels import labels
+from raypfl.integrations.tracking.entries import run_name
+from raypfl.methods import FedAvg
+from raypfl.results.labels import differing_settings, labels
 
 RULES = [None, "median", {"name": "krum", "select": 14, "fraction": 0.3}]
 SELECTIONS = [{"size": 5}, {"size": 5, "selection": "oort"}]
@@ -43,3 +45,16 @@ def test_when_a_run_is_evaluated_is_in_its_label_only_if_nothing_else_tells_it_a
     rarely = Experiment(evaluation={"every": 2})
     assert labels([often, rarely.replace(method="ditto")]) == ["fedavg", "ditto"]
     assert labels([often, rarely]) == ["fedavg evaluation.every=1", "fedavg evaluation.every=2"]
+
+
+class Base(FedAvg):
+    """A method with the name of another module's class."""
+
+
+def test_classes_of_one_name_are_told_apart_by_their_modules_in_labels_and_in_mlflow():
+    names = [f"{__name__}:Base", "tests.support.mistaken_methods:Base", "fedavg"]
+    compared = [Experiment(method=name) for name in names]
+    assert labels(compared) == names
+    tracked = [run_name(run, settings=text) for run, text in zip(compared, differing_settings(compared), strict=True)]
+    assert tracked == [f"Base s0 method={names[0]}", f"Base s0 method={names[1]}", "fedavg s0 method=fedavg"]
+    assert differing_settings([compared[0], compared[2]]) == ["", ""], "nothing is to be told apart"
