@@ -221,7 +221,8 @@ class TrainedModels:
             raise ConfigError(f"held_out is {held_out}, but must be at least 0 and below 1.")
 
         samples = [checked_samples(x, y, self.outline) for x, y in clients]
-        context = context_of(self._context, self.outline, samples, held_out)
+        val_fraction = self.experiment.data.val_fraction if self.experiment.method.needs_validation else 0.0
+        context = context_of(self._context, self.outline, samples, (held_out, val_fraction))
         numbers = list(range(len(samples)))
         start = time.perf_counter()
         try:
@@ -238,7 +239,7 @@ class TrainedModels:
         for client, network in enumerate(self._networks(context, models, len(samples))):
             new_client = NewClient(
                 model=network,
-                samples=len(context.split(client, "train")),
+                samples=len(samples[client][1]) - len(context.split(client, "test")),
                 held_out=len(context.split(client, "test")),
                 metrics=metrics[client],
                 seconds=seconds,

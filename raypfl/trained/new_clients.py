@@ -170,16 +170,16 @@ def checked_inputs(x: Any, outline: DataOutline, name: str) -> np.ndarray:
     return x if x.dtype == np.uint8 else x.astype(np.float32)
 
 
-def context_of(context: Context, outline: DataOutline, clients: Sequence[Labelled], held_out: float) -> Context:
+def context_of(context: Context, outline: DataOutline, clients: Sequence[Labelled], shares: Sequence[float]) -> Context:
     """Return the context of a run, with these clients' samples in place of its own; clients are numbered from 0.
 
     Parameters
     ----------
-    held_out : the share of each client's samples that is its test split, class by class; the rest is its train split.
+    shares : those of a client's samples in its test and its validation split, class by class; the rest is for training.
     """
     counts = [len(y) for _, y in clients]
     ends = np.cumsum(counts)
-    splits = [_splits(y, outline, held_out, context.seed) for _, y in clients]
+    splits = [_splits(y, outline, shares, context.seed) for _, y in clients]
 
     def split(client: int, name: str) -> np.ndarray:
         first = int(ends[client]) - counts[client]
@@ -193,9 +193,7 @@ def context_of(context: Context, outline: DataOutline, clients: Sequence[Labelle
     return _NewClients(**attributes | {"samples": samples, "split": split, "_unions": {}})
 
 
-def _splits(y: np.ndarray, outline: DataOutline, held_out: float, seed: int) -> np.ndarray:
-    if outline.kind == "classes":
-        traits = Traits(y, outline.num_classes)
-    else:
-        traits = Traits(np.zeros(len(y), dtype=np.int64), 1)
-    return hold_out(traits, np.zeros(len(y), dtype=np.int64), held_out, 0.0, seed)
+def _splits(y: np.ndarray, outline: DataOutline, shares: Sequence[float], seed: int) -> np.ndarray:
+    zeros = np.zeros(len(y), dtype=np.int64)
+    traits = Traits(y, outline.num_classes) if outline.kind == "classes" else Traits(zeros, 1)
+    return hold_out(traits, zeros, shares[0], shares[1], seed)

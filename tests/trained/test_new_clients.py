@@ -6,6 +6,7 @@ import json
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from torch import nn
 import raypfl
 from raypfl.common.errors import CheckpointError, ConfigError, DataError, RaypflError, Unwritable
 from raypfl.data import FederatedData
-from raypfl.methods import METHODS
+from raypfl.methods import METHODS, FedAvg
 from raypfl.methods.mixed_models.fedamp import FedAMP
 from raypfl.methods.personal_models.ditto import Ditto
 from raypfl.trained.models import TrainedModels
@@ -186,6 +187,30 @@ def test_a_model_with_a_memory_of_samples_is_saved_and_read_too(folder: Path, tm
 def test_methods_without_models_for_new_clients_say_what_one_gets(method: str, advice: str):
     with pytest.raises(ConfigError, match=f"^{method} has no way to make a model for a new client.*{advice}"):
         require_new_client_models(raypfl.Experiment(method=method))
+
+
+class StopsByValidation(FedAvg):
+    """Trains for a new client only if that lowers its loss on validation samples."""
+
+    needs_validation: ClassVar[bool] = True
+
+    def unseen_model(self, clients, server):
+        trained = clients.sgd(clients.loss, server["theta"])
+        before = clients.evaluate(server["theta"], "val")["loss"]
+        after = clients.evaluate(trained, "val")["loss"]
+        return torch.where((after < before)[:, None], trained, server["theta"])
+
+
+def test_a_new_client_has_validation_samples_if_the_method_needs_them(tmp_path: Path):
+    described = experiment(tmp_path, method=f"{__name__}:StopsByValidation", rounds=1, data__val_fraction=0.4)
+    models = TrainedModels.of_run(raypfl.run(described).run_dir)
+    x, y = samples(models, 0)
+
+    new = models.personalize(x, y, held_out=0.25)
+
+    assert (new.samples, new.held_out) == (len(y) - round(0.25 * len(y)), round(0.25 * len(y)))
+    images = torch.from_numpy(x)
+    assert not torch.equal(new.model(images), models.global_model()(images))
 
 
 class WithoutGlobalModel(FedAMP):
