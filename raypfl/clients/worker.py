@@ -346,8 +346,8 @@ class Worker:
             )
         if value.weight is not None:
             raise PrivacyError(
-                f"{function} weights {name!r}, so clients would need different amounts of noise; set "
-                "method.weighting=uniform, or no privacy. A method of your own can return the Mean without a weight."
+                f"{function} weights {name!r}, so clients would need different amounts of noise. Return the Mean "
+                "without a weight, by method.weighting=uniform where there is this option, or leave privacy out."
             )
         return replace(value, rows=clipped_updates(unmarked(value.rows), before, self.context.privacy))
 

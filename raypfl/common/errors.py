@@ -54,8 +54,8 @@ class LateReplyError(MethodError):
         if reason is not None:
             message = (
                 f"{message} A method of your own needs one exchange a round, in which each reply is the Mean of an "
-                "argument of its name after training; or choose another method (`raypfl list asynchronous`), or leave "
-                "asynchronous.buffer out."
+                "argument of its name after training, or Sum(rows, counts_late=True); or choose another method "
+                "(`raypfl list asynchronous`), or leave asynchronous.buffer out."
             )
         super().__init__(message)
         self.reason = reason

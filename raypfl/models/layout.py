@@ -121,7 +121,7 @@ class VectorLayout:
         if selected and not selected & self.segments.keys():
             raise ConfigError(
                 f"{pattern!r} selects only frozen tensors ({', '.join(sorted(selected))}), which no client trains and "
-                "no model vector holds; leave some of them out of model.frozen."
+                "no model vector holds; change model.frozen, model.trained or model.lora, which decide what is trained."
             )
         return [name for name in self.segments if name in selected]
 

@@ -222,7 +222,7 @@ def test_an_evaluation_that_would_fail_after_hours_is_refused_before_the_first_r
         (
             SendsAChange,
             TIMED | {"asynchronous__buffer": 2},
-            r"own needs one exchange .* Mean of an argument of its name",
+            r"own needs one exchange .* Mean of an argument of its name after training, or Sum\(rows, counts_late=T",
         ),
         (SendsEachModel, {"aggregation": "median"}, r"A method of your own can return 'theta' as a Mean"),
     ],

@@ -421,7 +421,7 @@ def test_a_client_spends_an_epsilon_for_each_round_in_which_it_took_part_without
 
 def test_replies_that_the_server_cannot_clip_are_refused():
     for method, match in [
-        (FedAvg(), "set method.weighting=uniform, .* A method of your own can return the Mean without a weight"),
+        (FedAvg(), "Return the Mean without a weight, by method.weighting=uniform where"),
         (PerAda(steps=2, batch_size=4), "'logits', which is not the mean of an argument"),
         (FedProto(), "which is not the mean of an argument"),
     ]:
@@ -507,7 +507,7 @@ def test_the_privacy_of_a_run_is_a_sentence_that_names_its_trainings(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        (["privacy.unit=client"], r"^FedAvg\.train .*set method\.weighting=uniform"),
+        (["privacy.unit=client"], r"^FedAvg\.train .*by method\.weighting=uniform"),
         (["method=fednh"], "reads clients' data without noise"),
         (["method=knn-per"], "clients.map reads clients' data without noise"),
         (["method=pfedhn", "privacy.secure_aggregation=true"], "'step' as a row for each client"),

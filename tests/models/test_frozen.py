@@ -171,7 +171,9 @@ def test_words_mean_the_same_parts_whatever_is_frozen():
     model = FlatModel(NormalisedConv, frozen="output layer")
     assert model.names("input layer") == ["conv.weight", "conv.bias"]
     assert model.names("feature extractor") == list(model.segments)
-    with pytest.raises(ConfigError, match="selects only frozen tensors"):
+    with pytest.raises(
+        ConfigError, match=r"selects only frozen tensors.* change model\.frozen, model\.trained or model\.lora"
+    ):
         model.names("output layer")
     with pytest.raises(ConfigError, match=r"the output layer, which is frozen; leave it out of model\.frozen"):
         output_segments(model, "weight")
