@@ -304,7 +304,14 @@ def test_in_mlflow_a_sweep_is_named_after_what_it_searches_however_many_trials_i
     for child in children:
         params = child.data.params
         values = f"method.server_optimizer={params['method.server_optimizer']} training.lr={params['training.lr']}"
-        assert re.fullmatch(rf"fedavg [\d.]+ % s0 {values}", child.info.run_name)
+        score = 100 * child.data.metrics["accuracy/val/global"]
+        assert child.info.run_name == f"fedavg {score:.1f} % s0 {values}", "by validation data, not by test data"
+
+    best = max(child.data.metrics["accuracy/val/global"] for child in children)
+    assert parent.data.metrics == {"accuracy/val": best}, "no differences on test data"
+    headings, _, first, *others = parent.data.tags["mlflow.note.content"].splitlines()
+    assert headings == "| trial | status | round | accuracy/val | method.server_optimizer | training.lr |"
+    assert f"| finished | 1 | {100 * best:.1f} % |" in first and len(others) == 3
 
 
 def run_schedule(sweep: Sweep, schedule: list[dict], folder: Path) -> Result:

@@ -86,6 +86,7 @@ def carry_out(source: str, assignments: Sequence[str], quiet: bool, as_json: boo
                     hear(trial, seed, event)
         for file in outcome.files:
             tracked.attach(file)
+        tracked.describe(_as_markdown(outcome), outcome.best.defined if outcome.best else {})
         tracked.conclude(outcome.status)
 
     with printing(command):
@@ -174,6 +175,20 @@ def _table(width: int, outcome: SweepResult, trials: Sequence[Trial]) -> tuple[T
     table.title = f"{outcome.sweep.name}: {counted(len(outcome.trials), 'trial')}"
     table.title_justify = "left"
     return table, [heading.replace("\n", "") for heading in left_out]
+
+
+def _as_markdown(outcome: SweepResult) -> str:
+    """Return the trials as a table in Markdown, the best first, by the metrics that the sweep compares them with.
+
+    A table of test data, as other comparisons have, would invite readers to choose by it.
+    """
+    headings = ["trial", "status", "round", *outcome.units, *outcome.searched]
+    lines = [f"| {' | '.join(headings)} |", f"|{':--|' * len(headings)}"]
+    for trial, row in zip(outcome.ranked, outcome.rows(), strict=True):
+        metrics = [_number(outcome, trial, name) for name in outcome.units]
+        settings = [_short(row[key]) for key in outcome.searched]
+        lines.append(f"| {' | '.join([trial.name, trial.status, str(trial.round), *metrics, *settings])} |")
+    return "\n".join(lines)
 
 
 def _print(outcome: SweepResult) -> None:

@@ -279,6 +279,10 @@ class RunRecord:
 
     def _show_score(self, client: MlflowClient, summary: Sequence[Mapping[str, Any]]) -> None:
         """Put the score into the run's name: MLflow's page shows no metric by itself, but every name."""
+        # A sweep compares its trials on validation data; by test scores in their names, readers would choose, too.
+        validated = [row for row in summary if row["protocol"] == "val"]
+        if "sweep" in self._tags and validated:
+            summary = validated
         if summary:
             client.update_run(self.run_id, name=self._name(entries.run_score(self._started.experiment, summary)))
 
