@@ -85,9 +85,13 @@ def test_a_pool_is_brought_to_the_shape_and_channels_of_the_clients_data(tmp_pat
 def test_a_pool_of_images_that_cannot_have_the_clients_shape_is_refused_in_a_sentence(tmp_path):
     datasets.mnist(tmp_path / "MNIST")
     mnist = {"name": "mnist", "root": str(tmp_path)}
-    with pytest.raises(DataError, match=r"sample 442 on are uint8\[1, 28, 28\], those before float64\[10\]"):
+    with pytest.raises(
+        DataError, match=r"'auxiliary' has samples of \[1, 28, 28\], but those of the clients are \[10\]"
+    ):
         open_data(tmp_path, name="diabetes", pools={"auxiliary": mnist})
-    with pytest.raises(DataError, match=r"sample 30 on are uint8\[2, 28, 28\], those before uint8\[1, 28, 28\]"):
+    with pytest.raises(
+        DataError, match=r"'auxiliary' has samples of \[2, 28, 28\], but those of the clients are \[1, "
+    ):
         open_data(tmp_path, **mnist, pools={"auxiliary": {"name": "spiral"}})
 
 

@@ -46,6 +46,11 @@ class PoolSamples(NamedTuple):
 
             if inputs.dtype == np.uint8 and len(shape) == 3:
                 inputs = resize(_convert_channels(inputs, shape[0]), *shape[1:])
+            if inputs.shape[1:] != shape:
+                raise DataError(
+                    f"The pool {self.name!r} has samples of {list(inputs.shape[1:])}, but those of the clients are "
+                    f"{list(shape)}."
+                )
             yield inputs
 
 
