@@ -878,6 +878,28 @@ def test_only_a_sweeps_own_folder_is_shown_as_a_search_and_a_killed_one_says_so(
 
 
 @pytest.mark.usefixtures("without_figures")
+def test_searches_by_different_metrics_are_on_one_page_and_a_sweep_of_one_configuration_has_a_page(results, tmp_path):
+    rates = swept(results[0], tmp_path / "rates")[:1]
+    errors = swept(results[0], tmp_path / "errors")[:1]
+    described = errors[0].experiment.override(["objective=regression"])
+    measured = errors[0].evaluations.to_pandas().rename(columns={"accuracy": "mse"})
+    errors = [replace(errors[0], experiment=described, evaluations=pa.Table.from_pandas(measured))]
+    for (trial,) in (rates, errors):
+        (trial.run_dir / "experiment.yaml").touch()
+    trials = tmp_path / "errors/trials.csv"
+    trials.write_text(trials.read_text().replace("accuracy", "mse"))
+
+    for searches in (["rates", "errors"], ["errors", "rates"]):
+        folders = [tmp_path / name for name in searches]
+        shown = text(ElementTree.fromstring(write([*rates, *errors], tmp_path / "page.html", (), folders).read_text()))
+        assert "the best first by accuracy/val" in shown and "the best first by mse/val" in shown
+
+    trials.write_text(trials.read_text().replace("mse", "elsewhere"))
+    with pytest.raises(ConfigError, match="^The search in .*errors cannot be read"):
+        write([*rates, *errors], tmp_path / "page.html", (), folders)
+
+
+@pytest.mark.usefixtures("without_figures")
 def test_a_page_leaves_a_global_model_that_is_partly_untrained_out_of_comparisons_and_says_why(results, tmp_path):
     fedper = changed(shifted(results[2], {"personal": 90, "global": 95}), "method=fedper")
     root = page([fedper], tmp_path)

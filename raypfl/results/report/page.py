@@ -30,6 +30,7 @@ from raypfl.results.pairing.remarks import remarks
 from raypfl.results.report import budgets, clients, export, figures, tables
 from raypfl.results.report.lead import lead_of
 from raypfl.results.report.parts import Part, parts_of, without_part
+from raypfl.results.report.runs import run_folders
 from raypfl.results.report.searches.page import read as read_search
 from raypfl.results.report.tables import protocol_name
 from raypfl.results.run_groups import (
@@ -152,10 +153,11 @@ def _page(
     all_notes = [_from_here(note) for note in (*notes, *without_part(results))]
     if len(contents) == 1:  # several parts show their notes themselves
         all_notes += contents[0]["notes"]
-    measures = results[0].experiment.measures
-    shown_searches = [
-        read_search(Path(folder), measures, number) for number, folder in enumerate(search_folders, start=1)
-    ]
+    shown_searches = []
+    for number, folder in enumerate(map(Path, search_folders), start=1):
+        own = {run.resolve() for run in run_folders(folder)[0]}
+        searched = [result for result in results if result.run_dir.resolve() in own] or results
+        shown_searches.append(read_search(folder, searched[0].experiment.measures, number))
     most_colours = max([most_groups, *(len(search.places) for search in shown_searches), 1])
     return _template("page.html.jinja").render(
         title=series(dict.fromkeys(result.experiment.name for result in results)),

@@ -42,7 +42,7 @@ class Part:
     @property
     def reference(self) -> str | None:
         """Label of the group that differences are to: by default, what the first search chose; None: the best."""
-        if self.baseline or not self.choices:
+        if self.baseline or not self.choices or len(self.groups) == 1:
             return self.baseline
         return next(iter(self.chosen), [*self.candidates, *self.groups][0].label)
 

@@ -55,15 +55,9 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[RunResult], list[str]]:
     folders: list[Path] = []
     notes: list[str] = []
     for path in map(Path, paths):
-        if not is_sweep(path):
-            path_folders, path_notes = _run_folders(path)
-            folders += path_folders
-            notes += path_notes
-            continue
-        best, note = best_runs(path)
-        folders += best or [path]
-        if note:
-            notes.append(note)
+        path_folders, path_notes = run_folders(path)
+        folders += path_folders
+        notes += path_notes
 
     # A run may be named twice, by itself and by a study or a pattern of the shell.
     distinct = {folder.resolve(): folder for folder in folders}
@@ -121,8 +115,8 @@ def _beginnings(results: Sequence[RunResult]) -> list[str]:
     return notes
 
 
-def _run_folders(path: Path) -> tuple[list[Path], list[str]]:
-    """The folders of runs in a path, and sentences on sweeps and studies in it, which are left out.
+def run_folders(path: Path) -> tuple[list[Path], list[str]]:
+    """Return the folders of the runs in a path that a report shows, and sentences on what it leaves out of it.
 
     The path itself if it has no runs, to be refused together with others.
     """
@@ -130,6 +124,9 @@ def _run_folders(path: Path) -> tuple[list[Path], list[str]]:
     if path.is_file():
         return [], []
 
+    if is_sweep(path):
+        best, note = best_runs(path)
+        return best or [path], [note] if note else []
     if (path / STUDY_CELLS).exists():
         return _cells_of(path), _diverged_in(path)
     runs = _runs_of(path)

@@ -108,7 +108,7 @@ def _sweep(folder: Path, measures: Measures, number: int) -> FinishedSearch:
     spaces = spaces_of(read_yaml(folder / SWEEP)["search"])
     trials = trials_of(folder)
     units = units_of_metrics(trials[0], measures)
-    score = next(iter(units))
+    score, *_ = units
     score_unit = units[score]
 
     discs = []
