@@ -80,13 +80,16 @@ def test_a_space_inside_a_choice_counts_only_where_the_choice_is_made():
         ({"search": {"output": {"choice": ["a", "b"]}}}, "search has output, which does not change what a trial"),
         ({"stop": 0.9}, "stop is 0.9; it must be options as 'key: value'"),
         ({"metric": "accuracy"}, r"metric\[0\] is 'accuracy'; it must be options as 'key: value'"),
+        ({"experiment": "digits"}, "experiment is 'digits'; it must be options as 'key: value'"),
+        ({"search": ["seed"]}, r"search is \['seed'\]; it must be options as 'key: value'"),
         ({"metric": {"values": "loss"}}, "did you mean 'value'"),
         ({"seeds": True}, "seeds is True; it must be a whole number"),
     ],
 )
 def test_an_invalid_sweep_is_refused_in_a_sentence(changes: dict, sentence: str):
-    with pytest.raises(ConfigError, match=sentence):
-        load(small(**changes))
+    for assignments in ((), ("rounds=2", "search.training.epochs=null")):
+        with pytest.raises(ConfigError, match=sentence):
+            load(small(**changes), assignments)
 
 
 @pytest.mark.parametrize(

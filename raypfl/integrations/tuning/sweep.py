@@ -354,6 +354,9 @@ def load(source: str | Path | Mapping[str, Any], assignments: Iterable[str] = ()
         refuse_other_kind(values, source, "sweep")
     settings_of_sweep = set(Sweep.model_fields) - {"experiment"}
     changed = []
+    # A section without options is refused below, in a sentence.
+    if not all(isinstance(values.get(section) or {}, Mapping) for section in ("experiment", "search")):
+        assignments = ()
     for path, value in parse_assignments(assignments):
         if path[0] == "search" and len(path) > 1:
             values["search"] = _with_space(values.get("search") or {}, path[1:], value)
