@@ -149,10 +149,10 @@ def _run_in_folder(
                 stack.enter_context(connected(experiment.ray, emit))
             job, prepared = preparing.prepare(experiment, folder, emit, lockstep)
             stack.enter_context(hold_lease(job.checkpoints, job.attempt, lambda text: emit(Progress(text))))
-            if history.read(folder) and not ended_at_once(folder) and not rounds_saved(folder, experiment):
-                emit(Warned(_begins_again(folder, job.checkpoints)))
             if rounds_saved(folder, experiment):
                 _warn_of_edited_code(folder, experiment, emit)
+            elif history.read(folder) and not ended_at_once(folder):
+                emit(Warned(_begins_again(folder, job.checkpoints)))
 
         # Of runs that advance together, one may have been asked to stop while it was prepared.
         if stop.received:

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raypfl.common.errors import ConfigError, Diverged, NoRun, did_you_mean, listed
+from raypfl.common.errors import Diverged, NoRun, did_you_mean, listed
 from raypfl.common.files import draft, make_folder, write
 from raypfl.data.client_names import ClientNames
 from raypfl.engine import history
@@ -115,16 +115,6 @@ def discard_unstarted(folder: Path) -> None:
 def rounds_saved(run_dir: str | Path, experiment: Experiment) -> int:
     """Return the round of a run's newest checkpoint; 0: it has none."""
     return checkpoints.last_round(checkpoints_of(experiment, str(run_dir)))
-
-
-def refuse_shorter(run_dir: str | Path, experiment: Experiment) -> None:
-    """Raise a ConfigError if a run has already done more rounds than the experiment has."""
-    finished_rounds = rounds_saved(run_dir, experiment)
-    if finished_rounds > experiment.rounds:
-        raise ConfigError(
-            f"rounds is {experiment.rounds}, but the run in {run_dir} has already done {finished_rounds}, and rounds "
-            "cannot be undone; start a new run for fewer."
-        )
 
 
 def is_finished(run_dir: Path) -> bool:

@@ -31,7 +31,6 @@ from raypfl.runs.records import (
     description,
     is_finished,
     recorded_metadata,
-    refuse_shorter,
     rounds_saved,
     write_description,
 )
@@ -136,10 +135,8 @@ def refuse_changes(run_dir: str | Path, experiment: Experiment, before: Experime
     if refused:
         raise ConfigError(_why_refused(run_dir, refused, experiment, before))
 
-    _refuse_less_patience(run_dir, experiment, before)
     _refuse_empty_location(run_dir, experiment, before)
-    refuse_shorter(run_dir, experiment)
-    _refuse_other_rounds(run_dir, experiment, before)
+    _refuse_other_end(run_dir, experiment, before)
 
 
 def refuse_other_run(folder: Path, experiment: Experiment, before: Experiment, to_resume: Path) -> None:
@@ -183,9 +180,7 @@ def refuse_other_checkpoints(folder: Path, experiment: Experiment) -> None:
             f"{location} has checkpoints of another run: {_listed(keys, experiment, before)}. Name another folder than "
             f"{folder.name}, or another checkpoint.location."
         )
-    _refuse_less_patience(folder, experiment, before)
-    refuse_shorter(folder, experiment)
-    _refuse_other_rounds(folder, experiment, before)
+    _refuse_other_end(folder, experiment, before)
 
 
 @contextlib.contextmanager
@@ -296,21 +291,6 @@ def _as_yaml(value: object) -> str:
     return json.dumps(value)
 
 
-def _refuse_less_patience(run_dir: str | Path, experiment: Experiment, before: Experiment) -> None:
-    requested = experiment.evaluation.patience
-    recorded = before.evaluation.patience
-    if requested == recorded:
-        return
-
-    # Without patience (None) a run never ends early.
-    is_less = recorded is None or (requested is not None and requested < recorded)
-    if is_less:
-        raise ConfigError(
-            f"evaluation.patience is {recorded} in the run in {run_dir}, not {requested}: with less patience it might "
-            "have ended before. Give more, or start another run with `raypfl run`."
-        )
-
-
 def _refuse_empty_location(run_dir: str | Path, experiment: Experiment, before: Experiment) -> None:
     location = experiment.checkpoint.location
     if location == before.checkpoint.location or rounds_saved(run_dir, experiment):
@@ -326,9 +306,30 @@ def _refuse_empty_location(run_dir: str | Path, experiment: Experiment, before: 
     )
 
 
-def _refuse_other_rounds(run_dir: str | Path, experiment: Experiment, before: Experiment) -> None:
-    """Raise a ConfigError if the finished rounds would have been different with the experiment's number of rounds."""
+def _refuse_less_patience(run_dir: str | Path, experiment: Experiment, before: Experiment) -> None:
+    requested = experiment.evaluation.patience
+    recorded = before.evaluation.patience
+    if requested == recorded:
+        return
+
+    # Without patience (None) a run never ends early.
+    is_less = recorded is None or (requested is not None and requested < recorded)
+    if is_less:
+        raise ConfigError(
+            f"evaluation.patience is {recorded} in the run in {run_dir}, not {requested}: with less patience it might "
+            "have ended before. Give more, or start another run with `raypfl run`."
+        )
+
+
+def _refuse_other_end(run_dir: str | Path, experiment: Experiment, before: Experiment) -> None:
+    """Raise a ConfigError if the run has gone beyond the experiment's end, or its rounds would have been different."""
+    _refuse_less_patience(run_dir, experiment, before)
     finished_rounds = rounds_saved(run_dir, experiment)
+    if finished_rounds > experiment.rounds:
+        raise ConfigError(
+            f"rounds is {experiment.rounds}, but the run in {run_dir} has already done {finished_rounds}, and rounds "
+            "cannot be undone; start a new run for fewer."
+        )
     if experiment.rounds == before.rounds or not finished_rounds:
         return
 
