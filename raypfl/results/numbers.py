@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from raypfl.evaluation.tables import MODELS
 from raypfl.results.run_groups import RunGroup
 from raypfl.results.units import Unit
 from raypfl.runs.result import RunResult
@@ -77,7 +78,7 @@ def metric_curves(groups: Sequence[RunGroup], protocol: str, against: Axis = "ro
     """Return the `metric_curve` of all groups and models that have one, by the group's index and the model."""
     curves = {}
     for i, group in enumerate(groups):
-        for model in ("personal", "global"):
+        for model in MODELS:
             curve = metric_curve(group, protocol, model, against)
             if curve is not None:
                 curves[i, model] = curve

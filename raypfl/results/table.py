@@ -12,12 +12,11 @@ import pyarrow.compute as pc
 from raypfl.common.counting import counted, numbered, series
 from raypfl.evaluation.masking import unmasked_name
 from raypfl.evaluation.protocols import BACKDOOR
+from raypfl.evaluation.tables import MODELS
 from raypfl.federation.robustness import ATTACKS
 from raypfl.results.numbers import runs_together
 from raypfl.results.run_groups import RunGroup, seeds_together
 from raypfl.results.units import TableCell, Unit, number_text, over_seeds
-
-MODELS = ("personal", "global")
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 from raypfl.common.counting import counted
 from raypfl.experiment.assignments import flatten
+from raypfl.experiment.identity import is_in
 from raypfl.runs.result import RunResult
 from raypfl.studies.cells import Position, StudyCell, by_position, label_of_seeds
 from raypfl.studies.description import Study
@@ -70,7 +71,7 @@ def deviations(
 def size_settings(cells: Sequence[StudyCell], planned: Sequence[StudyCell]) -> list[str]:
     """Return the settings among `SIZES` that differ from the published ones in some cell."""
     differing = {path for path, _, _ in _positions_by_difference(cells, planned)}
-    return sorted(path for path in differing if any(f"{path}.".startswith(f"{size}.") for size in SIZES))
+    return sorted(path for path in differing if any(is_in(path, size) for size in SIZES))
 
 
 def _seeds(cells: Sequence[StudyCell], planned: Sequence[StudyCell]) -> list[str]:
@@ -114,9 +115,8 @@ def _search(reference: Study, study: Study) -> list[str]:
 
 
 def _settings(cells: Sequence[StudyCell], planned: Sequence[StudyCell]) -> list[str]:
-    published = _protocols(planned)
-    measured = [position for position in _protocols(cells) if position in published]
-
+    published = by_position(planned)
+    measured = [position for position in by_position(cells) if position in published]
     lines = []
     for (path, measured_text, published_text), positions in _positions_by_difference(cells, planned).items():
         scope = _scope(positions, measured)

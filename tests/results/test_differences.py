@@ -383,7 +383,8 @@ def test_a_seed_that_was_run_twice_counts_once_as_the_run_that_ended_last(tmp_pa
         os.utime(run.run_dir / "summary.json", (10**9, 10**9 - number))
         runs.append(run)
 
-    fedavg, *_ = csv.DictReader(write(runs, tmp_path / "table.csv").open())
+    with pytest.warns(UserWarning, match="is left out") as left_out:
+        fedavg, *_ = csv.DictReader(write(runs, tmp_path / "table.csv").read_text().splitlines())
     assert fedavg["method"] == "fedavg" and fedavg["seeds"] == "2"
     assert float(fedavg["global"]) == pytest.approx((71 + 93) / 2)
 
@@ -391,6 +392,7 @@ def test_a_seed_that_was_run_twice_counts_once_as_the_run_that_ended_last(tmp_pa
     assert of_local_protocol([*compared]).by_seed == pytest.approx({0: 71 - 99, 1: 93 - 97})
     later = f"{tmp_path / 'again-0'}, which ended later, is also fedavg from seed 0, with edited code."
     assert compared.notes[-1] == f"{tmp_path / 'again-1'} is left out: {later}"
+    assert [*compared.notes[-2:]] == [str(warning.message) for warning in left_out]
 
 
 def test_a_caption_says_which_methods_are_means_over_which_seeds_unless_all_are_over_the_same(tmp_path):

@@ -895,7 +895,7 @@ def test_searches_by_different_metrics_are_on_one_page_and_a_sweep_of_one_config
         assert "the best first by accuracy/val" in shown and "the best first by mse/val" in shown
 
     trials.write_text(trials.read_text().replace("mse", "elsewhere"))
-    with pytest.raises(ConfigError, match="^The search in .*errors cannot be read"):
+    with pytest.raises(ConfigError, match=r"^The search in .*errors cannot be read"):
         write([*rates, *errors], tmp_path / "page.html", (), folders)
 
 

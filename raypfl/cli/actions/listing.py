@@ -17,6 +17,7 @@ from raypfl.common.registry import Registry
 from raypfl.experiment.checks.hints import suggestion
 from raypfl.experiment.components import GIVEN_BY_ENGINE, Option, options_of
 from raypfl.experiment.docstrings import described_options, prose
+from raypfl.experiment.identity import is_in
 from raypfl.experiment.parts import to_plain
 from raypfl.experiment.reference import Settings
 
@@ -99,7 +100,7 @@ def _settings(settings: Settings, name: str | None) -> Table:
     ------
     ConfigError : if there is neither a section nor a setting called `name`.
     """
-    chosen = [setting for setting in settings if name is None or f"{setting}.".startswith(f"{name}.")]
+    chosen = [setting for setting in settings if name is None or is_in(setting, name)]
     chosen = chosen or [setting for setting in settings if setting.endswith(f".{name}")]
     if not chosen:
         sections = {setting.partition(".")[0] for setting in settings if "." in setting}

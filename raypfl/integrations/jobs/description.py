@@ -59,8 +59,9 @@ class Description:
         """Return the description for the words of `raypfl study`."""
         study, _ = load_study(source)
         study, other_changes = with_search(study, changes)
-        cells = plan(select(study, only), other_changes)
-        planned_trials(select(study, only), cells)
+        selected = select(study, only)
+        cells = plan(selected, other_changes)
+        planned_trials(selected, cells)
 
         sources = [source]
         while is_file_name(sources[-1]):

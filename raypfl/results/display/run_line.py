@@ -18,6 +18,7 @@ from raypfl.engine.events import (
     SimulatedRound,
 )
 from raypfl.evaluation.run_metrics import Measures
+from raypfl.evaluation.tables import MODELS
 from raypfl.experiment import Experiment
 from raypfl.results.colours import colour
 from raypfl.results.display.pace import Pace
@@ -113,7 +114,7 @@ class RunLine:
         if not self._scores:
             return ""
         texts = []
-        for model in ("personal", "global"):
+        for model in MODELS:
             if model in self._scores:
                 texts.append(self.unit.text(self._scores[model]))
             else:
@@ -137,7 +138,7 @@ class RunLine:
             name = f"{self.unit.heading} "
 
         texts = []
-        for model in ("personal", "global"):
+        for model in MODELS:
             if model in self._scores:
                 texts.append(f"{model} {self.unit.text(self._scores[model])}{self.unit.sign}")
         return f"{name}{', '.join(texts)}{self.score_round}"

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from raypfl.evaluation.tables import MODELS
 from raypfl.results.colours import colour
 from raypfl.results.drawing.canvas import GREY, INK, png
 from raypfl.results.drawing.curves import (
@@ -31,7 +32,6 @@ from raypfl.results.drawing.curves import (
 from raypfl.results.numbers import clients_from_worst, has_simulated_time, metric_curves
 from raypfl.results.run_groups import RunGroup, group_runs
 from raypfl.results.setting_text import setting_text
-from raypfl.results.table import MODELS
 from raypfl.results.units import capitalised
 from raypfl.runs.result import RunResult
 

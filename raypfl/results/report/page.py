@@ -19,6 +19,7 @@ from raypfl.common.counting import counted, series
 from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.common.version import __version__
 from raypfl.evaluation.masking import unmasked_name
+from raypfl.evaluation.tables import MODELS
 from raypfl.results import client_data
 from raypfl.results.colours import COLOURS, mark
 from raypfl.results.display.epsilons import epsilons, privacy_sentence
@@ -45,7 +46,6 @@ from raypfl.results.run_groups import (
 )
 from raypfl.results.setting_text import data_text, setting_text
 from raypfl.results.table import (
-    MODELS,
     attack_sentences,
     protocols_of,
     shared_seconds,

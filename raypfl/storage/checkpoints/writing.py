@@ -136,7 +136,7 @@ def _prune(files: pafs.FileSystem, root: str, keep: int) -> None:
     """Delete unfinished checkpoints, and complete ones except the `keep` newest."""
     num_kept = 0
     for name in sorted(checkpoint_names(files, root), reverse=True):
-        if num_kept < max(keep, 1) and is_complete(files, f"{root}/{name}"):
+        if num_kept < keep and is_complete(files, f"{root}/{name}"):
             num_kept += 1
         else:
             files.delete_dir(f"{root}/{name}")
