@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from raypfl.common.errors import MethodError
 
@@ -33,13 +32,24 @@ class _RefuseMixedPrecision(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        dtypes = set(_dtypes(args))
+        if kwargs:
+            dtypes.update(_dtypes(kwargs.values()))
+
         operation = func.__name__.partition(".")[0]
-        leaves = tree_leaves((args, kwargs or {}))
-        dtypes = {leaf.dtype for leaf in leaves if isinstance(leaf, torch.Tensor)}
-        if {torch.float32, torch.float64} <= dtypes and operation != "_to_copy":
+        if torch.float32 in dtypes and torch.float64 in dtypes and operation != "_to_copy":
             raise MethodError(
                 f"{operation.strip('_')} got a tensor of torch.float32 and one of torch.float64, so its result would "
                 "only look as precise as training.precision=fp64. Make tensors like the models: theta.new_zeros(3), "
                 "torch.zeros_like(theta), share * flags.to(theta)."
             )
         return func(*args, **(kwargs or {}))
+
+
+def _dtypes(arguments: Iterable[Any]) -> Iterator[torch.dtype]:
+    """Yield the types of the tensors among an operation's arguments, and in lists of them."""
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            yield argument.dtype
+        elif isinstance(argument, list | tuple):
+            yield from _dtypes(argument)
