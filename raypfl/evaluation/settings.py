@@ -43,4 +43,4 @@ class EvaluationSettings:
     metrics: tuple[Any, ...] = ()
     metric: Annotated[str | None, needs_among("protocols", "val")] = None
     mode: Annotated[Literal["auto", "max", "min"], needs_among("protocols", "val")] = "auto"
-    patience: Annotated[int | None, needs_among("protocols", "val")] = None
+    patience: Annotated[int | None, needs_among("protocols", "val"), needs_some("every")] = None

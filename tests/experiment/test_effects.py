@@ -81,6 +81,19 @@ def test_a_setting_is_refused_at_its_default_too_unless_the_setting_it_depends_o
     assert "no effect" in refusal(lambda: Experiment(privacy=PrivacySettings(clip=2.0)))
 
 
+def test_patience_needs_several_evaluations_and_delta_noise_above_zero():
+    validated = Experiment().override(["evaluation.protocols=[local,val]", "data.val_fraction=0.2", "privacy.noise=0"])
+    assert validated.override(["evaluation.every=1", "evaluation.patience=3"]).evaluation.patience == 3
+    for change, sentence in {
+        (
+            "evaluation.every=0",
+            "evaluation.patience=3",
+        ): "no effect while evaluation.every is 0; raise evaluation",
+        ("privacy.delta=1e-6",): "privacy.delta is 1e-06, which has no effect while privacy.noise is 0",
+    }.items():
+        assert sentence in refusal(lambda words=change: validated.override(words))
+
+
 def test_cuda_graphs_can_be_off_where_clients_may_train_together_on_a_gpu():
     off = ["engine.cuda_graphs=false"]
     for gpus in ("ray.gpus_per_actor=auto", "ray.pools=[{gpus_per_actor: 0.5}]"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from raypfl.common.conditions import needs
+from raypfl.common.conditions import needs, needs_some
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class PrivacySettings:
 
     noise: float | None = None
     clip: Annotated[float, needs("noise")] = 1.0
-    delta: Annotated[float, needs("noise")] = 1e-5
+    delta: Annotated[float, needs_some("noise")] = 1e-5
     unit: Annotated[Literal["sample", "client"], needs("noise")] = "sample"
     secure_aggregation: bool = False
 
