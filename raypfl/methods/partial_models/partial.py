@@ -47,8 +47,9 @@ class PartialPersonalization(Method):
 
     Attributes
     ----------
-    personal, frozen : comma-separated names, modules, globs or parts such as ``output layer`` (see
+    personal : what stays on the client: comma-separated names, modules, globs or parts such as ``output layer`` (see
         :meth:`FlatModel.names`); empty: nothing.
+    frozen : what keeps its initial values on all clients until fine-tuning, named in the same way.
     order : order of local training: both parts ``together``, or one after the other with the other part fixed.
     personal_epochs, shared_epochs : number of epochs of a part that is trained alone; None: training.epochs.
     body : shared part of personal models in evaluations: the server's ``average``, or the client's ``last`` trained
