@@ -28,6 +28,10 @@ class CFL(Method):
     split it. Clients keep nothing; one that was never trained has the model of lowest training loss. With ``eps1 = 0``
     it is FedAvg. There is no global model.
 
+    A cluster may split in the first round, also one of two clients, and the cut is the best one. The authors' code
+    averages equally, splits clusters of three or more after round 20, and its cut, by complete linkage, often is not
+    the best.
+
     Attributes
     ----------
     eps1, eps2 : thresholds of the norms, which depend on the network and the learning rate. The defaults are those of

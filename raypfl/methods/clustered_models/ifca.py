@@ -22,10 +22,11 @@ class IFCA(Method):
     """Iterative federated clustering (Ghosh et al. 2020), by model averaging.
 
     ``min sum_k min_j F_k(theta_j)``. In every round a client gets all models, trains the one with the lowest loss on
-    its training samples, and sends the result with its number. A model becomes the mean of those that were trained
-    from it; one that nobody chose stays as it is. Clients keep nothing: also for evaluation, and if it was never
-    trained, a client has the model of lowest training loss. With ``clusters = 1`` it is FedAvg, bit for bit. There is
-    no global model. The paper's other variant averages gradients.
+    its training samples, and sends the result with its number. A model becomes the mean of those that were trained from
+    it; one that nobody chose stays as it is. Clients keep nothing: also for evaluation, and if it was never trained, a
+    client has the model of lowest training loss. With ``clusters = 1`` it is FedAvg, bit for bit. There is no global
+    model. The paper's other variant averages gradients. In the paper, models may also share layers; the authors draw
+    initial models until each has enough clients.
 
     Attributes
     ----------

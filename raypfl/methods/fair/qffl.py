@@ -27,6 +27,9 @@ class QFFL(FedAvg):
     ``h_k = q F_k^(q-1) ||D_k||^2 + L F_k^q``. A client sends ``F_k^q D_k`` and ``h_k``. Batch-norm statistics are
     averaged with the weights ``F_k^q``. With ``q = 0`` it is FedAvg with equal weights, bit for bit.
 
+    Losses are in evaluation mode, and 1e-10 is added to them, as in the authors' code; in the paper they may be
+    estimated.
+
     Attributes
     ----------
     q : how much more clients with a higher loss count.

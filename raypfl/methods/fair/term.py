@@ -20,7 +20,9 @@ class TERM(FedAvg):
     """Tilted empirical risk (Li et al. 2021): ``min_w 1/t log sum_k p_k exp(t F_k(w))``.
 
     Clients send ``F_k``, the loss of the received model on their training samples, and train as in FedAvg. The server
-    averages their models with the weights ``p_k exp(t F_k)``. With ``t = 0`` it is FedAvg, bit for bit.
+    averages their models with the weights ``p_k exp(t F_k)``. With ``t = 0`` it is FedAvg, bit for bit. Losses are in
+    evaluation mode, and those of this round; the authors' code normalises the weights by a running mean, and moves 1/m
+    of FedAvg's way, with m clients, at ``t = 0``.
 
     Attributes
     ----------

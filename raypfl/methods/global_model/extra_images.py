@@ -20,7 +20,7 @@ class ExtraImages(ClientImages):
     """FedProx on clients' samples and auxiliary images together, without projection (Chen et al. 2023, Appendix E).
 
     The images are matched as in FedPTR. All of them are in every step: the loss is that of the union, of which the
-    mini-batch stands for the client's own samples.
+    mini-batch stands for the client's own samples. In the paper, images and samples are drawn together.
 
     Attributes
     ----------

@@ -20,9 +20,9 @@ from raypfl.methods.local_training import proximal
 class FedACG(Method):
     """Accelerated client gradients (Kim et al. 2024): clients start ahead of the global model, along its momentum.
 
-    The server sends ``w~ = w + lam v``, client k minimises ``F_k(y) + beta ||y - w~||^2`` from there, and then
-    ``v <- lam v + mean(w_k - w~)``, and ``w`` is the mean of the ``w_k``, with equal weights. It is ``w`` that is
-    evaluated. Batch-norm statistics have no momentum.
+    The server sends ``w~ = w + lam v``, client k minimises ``F_k(y) + beta ||y - w~||^2`` from there, and then ``v <-
+    lam v + mean(w_k - w~)``, and ``w`` is the mean of the ``w_k``, with equal weights. It is ``w`` that is evaluated.
+    Batch-norm statistics have no momentum. They have in the authors' code.
 
     Attributes
     ----------

@@ -26,7 +26,7 @@ class FedExP(FedAvg):
 
     Attributes
     ----------
-    eps : bounds the step if moves cancel.
+    eps : bounds the step if moves cancel; it decays in the authors' code, which also weighs clients by their samples.
     """
 
     eps: Annotated[float, FROM_ZERO] = 1e-3

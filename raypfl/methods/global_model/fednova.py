@@ -24,6 +24,7 @@ class FedNova(FedAvg):
     ``tau_eff sum_k p_k d_k / ||a_k||_1``. Plain SGD has ``||a_k||_1 = tau_k``; momentum and a proximal term change it.
     A client sends its model and ``tau_k``. The paper's server momentum is ``server_optimizer: momentum``. Batch-norm
     statistics are averaged with the weights ``p_k / ||a_k||_1``. With equal ``tau_k`` and plain SGD it is FedAvg.
+    Weight decay has no part in ``a_k``.
 
     Attributes
     ----------

@@ -19,8 +19,9 @@ from raypfl.methods.local_training import ascent
 class FedSAM(FedAvg):
     """Sharpness-aware local steps (Qu et al. 2022; Caldarola et al. 2022): along the gradient at ``w + rho g / ||g||``.
 
-    Both gradients of a step are of the same mini-batch, and the norm is over all parameters. Weight decay and
-    momentum act on the second one. With ``rho = 0`` it is FedAvg, bit for bit.
+    Both gradients of a step are of the same mini-batch, and the norm is over all parameters. Weight decay and momentum
+    act on the second one. With ``rho = 0`` it is FedAvg, bit for bit. Batch-norm statistics move in the first pass of a
+    step; in the authors' code in both.
 
     Attributes
     ----------

@@ -23,6 +23,7 @@ class FedSpeed(FedDyn):
     A local step of client k follows ``grad F_k(w + rho g) + alpha (w - w_t + h_k)``, with g the gradient at w of the
     same mini-batch; then ``h_k <- h_k + w_k - w_t``. The next model is the mean over the cohort of ``w_k + h_k``. In
     terms of FedDyn, ``g_k = -alpha h_k``. The paper's lambda is ``1/alpha``, and its weight of the second gradient 1.
+    With ``training.clip_norm``, a step is clipped with its penalty.
 
     Attributes
     ----------

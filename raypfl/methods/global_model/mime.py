@@ -23,7 +23,9 @@ class MimeLite(FedAvg):
     A local step of client k goes along ``(1 - beta) g + beta m``, with m the server's momentum, which stays fixed. The
     model becomes the mean of clients' models, and then ``m <- (1 - beta) c + beta m``, with c the mean gradient of the
     cohort's training losses at the model that the round started from. A client sends its model and its gradient. With
-    ``beta = 0`` it is FedAvg with equal weights. Weight decay is part of all these gradients.
+    ``beta = 0`` it is FedAvg with equal weights. Weight decay is part of all these gradients. c is of all training
+    samples, in training mode; ``training.clip_norm`` bounds a step's direction divided by ``1 - beta``. The paper also
+    has Adam and others in place of momentum.
 
     Attributes
     ----------

@@ -23,7 +23,8 @@ class Moon(FedAvg):
     """Model-contrastive federated learning (Li, He and Song 2021).
 
     Features (the inputs of the output layer) are pulled toward those of the received model and away from those of the
-    client's last local model. The model is sent both ways. ``mu: 0`` is FedAvg.
+    client's last local model. The model is sent both ways. ``mu: 0`` is FedAvg. In the paper, features are those of a
+    projection head below the output layer, and ``mu`` is 5 on CIFAR-10.
 
     Attributes
     ----------

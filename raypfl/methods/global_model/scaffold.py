@@ -22,7 +22,8 @@ class Scaffold(FedAvg):
 
     Client k follows its gradient plus ``c - c_k``; then ``c_k`` becomes the mean gradient of these steps. ``c`` is the
     mean of ``c_k`` over all clients. The model and a control variate are sent both ways. `server_lr` is the paper's
-    global learning rate.
+    global learning rate. With ``training.momentum``, the mean gradient is the move divided by the sum of the gradients'
+    weights in it; the paper divides by steps and learning rate, which holds without momentum.
     """
 
     needs_sgd: ClassVar[bool] = True

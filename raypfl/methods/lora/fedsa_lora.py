@@ -12,7 +12,8 @@ from raypfl.methods.partial_models.partial import PartialPersonalization
 class FedSALoRA(PartialPersonalization):
     """Adapters ``B A`` of which A is shared and B personal, both trained (Guo et al. 2025).
 
-    There is no global model: without a client's B, which is zero at first, adapters have no effect.
+    There is no global model: without a client's B, which is zero at first, adapters have no effect. The authors'
+    adapters have the factor alpha / r, with alpha = 16, and a dropout of 0.05.
 
     Attributes
     ----------

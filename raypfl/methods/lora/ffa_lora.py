@@ -20,7 +20,8 @@ class FFALoRA(FedAvg):
     """Federated freeze-A LoRA (Sun et al. 2024): B and the output layer are trained and averaged, A is not.
 
     Every client has the same A, the initial one, so ``mean_k(B_k) A = mean_k(B_k A)``: the mean model's adapters are
-    the mean of the clients'. With two trained factors, as in `fedavg`, they are not. A is never sent.
+    the mean of the clients'. With two trained factors, as in `fedavg`, they are not. A is never sent. (FedEx-LoRA's
+    comparison, for GPT-2, freezes A before there are adapters, so it trains both factors.)
     """
 
     needs_lora: ClassVar[bool] = True

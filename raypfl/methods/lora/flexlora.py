@@ -22,7 +22,8 @@ class FlexLoRA(Method):
     Clients train both factors of their adapters, and send them. The server makes ``D = sum_k p_k B_k A_k`` of each
     adapter, and sends the factors of the best approximation of D that has the adapters' rank r, from the singular value
     decomposition ``D = U S V^T``: ``B = U_r S_r`` and ``A = V_r^T``. Everything else that clients train, such as the
-    output layer, is averaged.
+    output layer, is averaged. In the paper, ranks may differ between clients, and adapters have the factor alpha / r,
+    with alpha = 16.
 
     Attributes
     ----------

@@ -30,7 +30,9 @@ class APPLE(Method):
     training samples, at which ``p_i`` starts. The strength s falls from 1 to 0 over the first rounds. Down: the cores
     of all other clients, and p0. Up: the client's own core; the server keeps all of them, and clients ``p_i``. A client
     that was never drawn has the weights p0; there is no global model. Clients download all cores in each round; the
-    paper can also limit these. Batch-norm statistics are those of a client's own core.
+    paper can also limit these. Batch-norm statistics are those of a client's own core. Cores start at the common
+    initial model; the authors draw each core, and their pull of the weights is twice as strong. PFLlib never moves the
+    weights, and sends mixtures in place of cores.
 
     Attributes
     ----------

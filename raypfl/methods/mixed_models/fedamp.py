@@ -35,7 +35,8 @@ class FedAMP(Method):
         equally. Above ``sigma / (clients - 1)`` models get negative weights, so that is refused.
     lam : weight of the pull, lambda.
     mixed : whose models are mixed into a client's: of all clients that have sent one (``all``), or of those that were
-        drawn in the round before (``last cohort``). The paper draws all clients in every round.
+        drawn in the round before (``last cohort``). The paper draws all clients in every round; PFLlib mixes those of
+        the last cohort, and its penalty is a norm, not its square.
     """
 
     sigma: Annotated[float, POSITIVE] = 25.0

@@ -26,6 +26,9 @@ class FedFomo(Method):
     (the identity at first); it sends the models of largest affinity, of those that were sent so far. Clients need
     validation samples (``data.val_fraction``), and those that were never drawn have the initial model.
 
+    The authors' code chooses among the models of the last cohort, adds the client's own, and divides ``a`` by its sum
+    before it is added to the affinities.
+
     Attributes
     ----------
     models : number of models that a client gets.

@@ -35,6 +35,9 @@ class FedPAC(Method):
     never drawn has the initial one; clients that are never trained also train it before they are evaluated. There is no
     global model. With ``lam = 0`` and every client's own output layer it is FedRep.
 
+    The combinations ``a_i`` are exact; the authors' code drops small eigenvalues. PFLlib combines output layers and
+    statistics of different clients.
+
     Attributes
     ----------
     lam : weight of the alignment, lambda.

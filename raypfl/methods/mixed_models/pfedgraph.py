@@ -35,7 +35,7 @@ class PFedGraph(Method):
     alpha : weight of the distance to shares of samples: if it is large, models are averaged; near 0, clients are alone.
     lam : weight of the cosine with ``c_i``.
     direction : sign of this term: clients are drawn ``closer`` to ``c_i``, as the paper's text has it, or pushed
-        ``apart``, as the authors' code does.
+        ``apart``, as the authors' code does. That code also sets cosines above 0.9 to 1.
     """
 
     alpha: Annotated[float, POSITIVE] = 0.8

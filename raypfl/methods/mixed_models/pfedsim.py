@@ -33,7 +33,8 @@ class PFedSim(FedAvg):
     model. The server keeps all clients' models and ``phi``; clients keep nothing.
 
     A client's personal model is the one that it trained last. Until it is drawn after the warm-up, it is FedAvg's, as
-    is the global model for ever. With ``warmup: 1`` it is FedAvg, bit for bit.
+    is the global model for ever. With ``warmup: 1`` it is FedAvg, bit for bit. ``phi`` is at most 0.9999, also between
+    different clients, so that the logarithm is finite; in the paper, that is a client's similarity to itself.
 
     Attributes
     ----------

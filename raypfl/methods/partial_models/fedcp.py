@@ -29,11 +29,12 @@ class FedCP(SharedPart):
     one is fixed, and is replaced by the mean of the clients' own and itself. Down and up: body, gate, global output
     layer. With Gumbel noise in training, ``r`` is random; in evaluation it is not, unlike in the authors' code.
 
-    A client that was never trained has the initial output layer as its own.
+    A client that was never trained has the initial output layer as its own. The context in the first round is that of
+    this layer; in the authors' code it is a uniform draw.
 
     Attributes
     ----------
-    lam : weight of the discrepancy between features.
+    lam : weight of the discrepancy between features; 1 in PFLlib.
     weighting : weights of clients in the average: training samples (``samples``) or equal (``uniform``).
     """
 

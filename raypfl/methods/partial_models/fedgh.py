@@ -29,11 +29,11 @@ class FedGH(SharedPart):
     classes. The server trains the output layer on these pairs of a feature and a class, by the loss of the experiment.
     Down: the output layer. Up: a mean feature of each class that the client has, ``C_k d`` numbers. The body stays on
     the client, and with the newest output layer is its personal model; a client that was never trained has the initial
-    body.
+    body. The authors' released code does not train the output layer.
 
     Attributes
     ----------
-    head_lr : learning rate of the output layer on the server; None: the round's.
+    head_lr : learning rate of the output layer on the server; None: the round's; PFLlib has 1, HtFLlib 0.01.
     head_epochs, head_batch : passes over the pairs, in an order that is drawn anew, and pairs in a step. One pass is
         PFLlib's; HtFLlib has 100.
     """

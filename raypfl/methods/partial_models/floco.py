@@ -37,8 +37,9 @@ class Floco(FedAvg):
     uniform in [0, 1] and a in [-1, 1]^M. Body, endpoints and bias are sent both ways and averaged, and ``b_k`` down.
 
     A client's personal model is the newest model at ``b_k``, or at the centre before there is one; the global model and
-    those of clients that are never trained are at the centre. With one endpoint and ``radius: 0`` it is FedAvg,
-    from another draw of the output layer's weights.
+    those of clients that are never trained are at the centre. With one endpoint and ``radius: 0`` it is FedAvg, from
+    another draw of the output layer's weights. Signs of principal components are fixed, unlike in the authors' code.
+    The defaults are those for CIFAR-10; FL-bench has ``{endpoints: 10, radius: 0.1}``.
 
     Attributes
     ----------
@@ -155,7 +156,8 @@ class FlocoPlus(Floco):
     Client k also trains ``v_k``, all parameters of such a model, on its loss plus ``lam/2 ||v_k - w||^2`` with the
     received w, on the same mini-batches and mixtures. ``v_k`` stays on the client and starts at the initial model; at
     ``b_k`` it is the personal model. The global model and all messages are Floco's. With ``lam: 0`` each client trains
-    a simplex of its own.
+    a simplex of its own. Each of the two models has its own optimizer state. In the authors' code, momentum and weight
+    decay of one model also reach the other, and the pull is ``lam v - w``, which is ``lam (v - w)`` at ``lam: 1`` only.
 
     Attributes
     ----------

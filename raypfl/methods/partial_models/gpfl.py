@@ -39,6 +39,9 @@ class GPFL(SharedPart):
 
     A client that was never trained has the initial output layer; the global model also has the condition 0.
 
+    In the authors' code, the conditions come from the embeddings that the client trained last, and are 0 in the first
+    round. PFLlib has ``{lam: 1, mu: 0}``.
+
     Attributes
     ----------
     lam : weight of the distance to the embeddings.

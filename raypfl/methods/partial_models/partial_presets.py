@@ -43,7 +43,10 @@ class FedBABU(PartialPersonalization):
 
 @METHODS.register("lg-fedavg")
 class LGFedAvg(PartialPersonalization):
-    """A personal feature extractor and a shared output layer (Liang et al. 2020)."""
+    """A personal feature extractor and a shared output layer (Liang et al. 2020).
+
+    The authors' code starts at FedAvg's model.
+    """
 
     personal: str = "feature extractor"
 

@@ -69,9 +69,15 @@ class PFedFDA(Method):
     A personal model is the newest body with the layer of ``beta M_k + (1 - beta) M``, estimated anew. A client that was
     never trained has ``beta = 0``. The global model has the server's M and S, and equal class shares.
 
+    Features are those of the trained body, in evaluation mode and without augmentation; a golden-section search finds
+    ``beta``; a class that a client lacks has the server's mean. The authors' code collects features during training,
+    draws halves by class, starts L-BFGS at 1/2, can have one ``beta`` for means and another for covariances, adds 1e-4
+    to every entry of a covariance, and takes the server's mean for a class of two samples or fewer, too. Evaluations
+    search ``beta`` anew there, for all clients; here it is that of a client's last training.
+
     Attributes
     ----------
-    ridge : what is added to the diagonal of a client's covariance.
+    ridge : what is added to the diagonal of a client's covariance; 1 in the authors' code.
     weighting : weights of clients in the averages: training samples (``samples``) or equal (``uniform``).
     """
 

@@ -24,7 +24,8 @@ class Ditto(FedAvg):
 
     Attributes
     ----------
-    lam : weight of the proximal term, lambda.
+    lam : weight of the proximal term, lambda; 0.75 in Dai et al. 2023. The authors' code has 1, or chooses it for each
+        step.
     personal_epochs : epochs of the personal model in each round; None: as many as for the global model.
     """
 

@@ -35,7 +35,8 @@ class FedALA(FedAvg):
     weight_lr : learning rate of the weights.
     share : share of a client's samples that the weights see, drawn anew in each round.
     threshold, window : an epoch's loss is that of its last mini-batch, before its step, in evaluation mode; the first
-        time, the last `window` of these must have a standard deviation below the threshold.
+        time, the last `window` of these must have a standard deviation below the threshold. PFLlib, which is the
+        authors', has a threshold of 0.1 and losses in training mode.
     max_epochs : largest number of epochs; the authors' code has no limit.
     """
 

@@ -29,7 +29,8 @@ class FedDistill(Method):
     class that the client has. A client keeps its model, which starts at the initial model, and what it sent last,
     which it subtracts; with ``gamma = 0`` it is local training. There is no global model.
 
-    The paper takes the means over the steps of training.
+    The paper takes the means over the steps of training. Its distance is a cross-entropy. HtFLlib keeps a client's own
+    logits in the mean.
 
     Attributes
     ----------

@@ -40,6 +40,10 @@ class FedKD(Method):
     The global model is the student. A client that was never trained has the initial model. With ``lam: 0`` the teacher
     is trained alone, and with ``energy_start: 1, energy_end: 1`` the student's moves are whole.
 
+    Both networks see each other in evaluation mode, and W starts as the identity. In the paper, teachers may be larger,
+    and ``lam`` is 1. The authors' code and PFLlib let the gradients of both losses flow into both networks, and drop a
+    layer for which no rank reaches the energy; PFLlib compresses parameters in place of moves.
+
     Attributes
     ----------
     lam : weight of what is learnt from the other network.

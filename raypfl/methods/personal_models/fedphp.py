@@ -26,6 +26,9 @@ class FedPHP(FedAvg):
     with ``mu_r = mu * round / rounds``. ``v_k`` stays on the client, is its personal model, and starts at the initial
     model, with which a client that was never trained is evaluated. With ``lam: 0`` the global model is FedAvg's.
 
+    The paper also has distillation and other distances, and its inherited share grows with the number of times that a
+    client took part. PFLlib has ``{lam: 1, mu: 0}``, without the cross-entropy.
+
     Attributes
     ----------
     lam : weight of the discrepancy between features.

@@ -37,13 +37,16 @@ class KNNPer(FedAvg):
     of the global model. Nothing is sent or kept beside FedAvg's model: the memory is made for an evaluation, and a
     client that was never trained makes one too. With ``share = 0`` it predicts as FedAvg.
 
+    In the paper, `neighbours` and `share` are chosen by cross-validation, the memory may be smaller, and ``scale`` is
+    1.
+
     Attributes
     ----------
     neighbours : number of neighbours, k; None: 5 or 10, whichever is better for the client by leave-one-out on its
         training samples.
     share : weight of the neighbours, lambda; None: one of 0, 0.1, ..., 1, chosen in the same way. The global model has
         been trained on these samples, so it looks better there than it is.
-    scale : divisor of the squared distances.
+    scale : divisor of the squared distances; 100 in Scott et al. 2024.
     """
 
     objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)

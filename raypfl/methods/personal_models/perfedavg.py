@@ -25,7 +25,8 @@ class PerFedAvg(FedAvg):
     A local step goes from ``w_k`` along the gradient at ``w_k - alpha grad F_k(w_k)``. The inner gradient is of a
     random batch, the outer one of the epoch's next mini-batch, and both have ``training.batch_size`` samples. ``w`` is
     sent both ways; clients keep nothing. The personal model, also of a client that was never trained, is ``w`` after
-    `finetune_epochs` of steps of `alpha` on the client's samples. With ``alpha = 0`` it is FedAvg.
+    `finetune_epochs` of steps of `alpha` on the client's samples. With ``alpha = 0`` it is FedAvg. The paper draws all
+    batches independently.
 
     Attributes
     ----------

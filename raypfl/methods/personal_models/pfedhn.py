@@ -23,7 +23,8 @@ class PFedHN(HypernetworkMethod):
     The server learns an embedding ``e_i`` of each client with the hypernetwork: both move along the client's step
     ``Delta theta_i``, pulled back. Down: ``theta_i``. Up: ``Delta theta_i``. A client that was never trained gets a
     random embedding, which alone is trained, in `adapt_rounds` exchanges like a round's; the hypernetwork stays as it
-    is. To the server's optimizer, embeddings are one matrix, so momentum and `lam_v` move those of all clients.
+    is. To the server's optimizer, embeddings are one matrix, so momentum and `lam_v` move those of all clients. The
+    paper has SGD on the server, and does not say how an unseen client's embedding is trained.
 
     Attributes
     ----------

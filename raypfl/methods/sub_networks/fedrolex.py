@@ -11,7 +11,9 @@ class FedRolex(HeteroFL):
     """FedRolex (Alam et al. 2022): HeteroFL, but a slice begins one unit further in each round.
 
     In round j, from 0, a client of rate r has the units ``(j + i) mod width`` for ``i < ceil(r width)`` of each hidden
-    layer. Its personal model is its slice of the last round. Round 0 is HeteroFL's.
+    layer. Its personal model is its slice of the last round. Round 0 is HeteroFL's. The authors' code moves slices
+    backwards, which is the same with other numbers for the units. It also weighs biases and the output layer by how
+    often they were changed, so that the order of clients matters, and it has HeteroFL's masked cross-entropy.
     """
 
     def shift(self, rounds: int) -> int:

@@ -23,7 +23,8 @@ class FjORD(SubNetworks):
 
     A client's own rate is ``p_max``. For each mini-batch, p is drawn from the `rates` up to ``p_max`` with equal
     chances, and the step trains the first ``ceil(p width)`` units of each hidden layer. The slice of ``p_max`` is sent.
-    With ``rates = [1]`` it is FedAvg, bit for bit.
+    With ``rates = [1]`` it is FedAvg, bit for bit. The distillation has weight 1 and no temperature, as in the authors'
+    implementation for Flower; the paper has both.
 
     Attributes
     ----------

@@ -21,6 +21,9 @@ class HeteroFL(SubNetworks):
 
     With ``rates = [1]`` it is FedAvg with equal weights, bit for bit.
 
+    In the paper, the masked cross-entropy is the rule, also in local tests, and batch norm is measured after training,
+    in a pass over all clients' data; here batch norm is refused.
+
     Attributes
     ----------
     scaler : whether the outputs of hidden layers are divided by r in training.
