@@ -185,6 +185,15 @@ def test_rows_that_only_some_clients_send_are_refused_and_not_zero_for_the_other
         run(Inline, some)
 
 
+def test_a_name_that_is_a_sum_for_some_clients_and_a_mean_for_others_is_refused():
+    def mixed(clients):
+        total = Sum if 3 in clients.ids else Mean
+        return {"x": total(torch.ones(len(clients)))}
+
+    with pytest.raises(MethodError, match="has 'x' as Mean and as Sum; return it as the same for every client"):
+        run(Inline, mixed)
+
+
 def rows_by_group(*parts: torch.Tensor) -> torch.Tensor:
     """The rows that the server gets if groups send these for two clients each, in this order."""
     replies = ReplyAggregator(2 * len(parts), torch.device("cpu"))

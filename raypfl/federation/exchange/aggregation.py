@@ -54,6 +54,12 @@ class ReplyAggregator:
         self._num_replied += len(group.clients)
         for position, (name, value) in enumerate(values.items()):
             place = (group.index, position)
+            if name in self._first and value.kind != self._first[name][1].kind:
+                kinds = " and as ".join(sorted({value.kind.title(), self._first[name][1].kind.title()}))
+                raise MethodError(
+                    f"The clients' reply has {name!r} as {kinds}; return it as the same for every client, however the "
+                    "cohort is cut into groups."
+                )
             if name not in self._first or place < self._first[name][0]:
                 self._first[name] = (place, _without_array(value))
             sizes = zip(value.numbers.tolist(), value.num_bytes.tolist(), strict=True)
