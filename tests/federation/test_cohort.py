@@ -304,7 +304,7 @@ def test_messages_without_a_reply_are_counted_too():
 
 def test_each_client_gets_back_the_state_it_left():
     def answer(clients):
-        seen = clients.state.get("rounds", default=torch.zeros(2))
+        seen = clients.state.get("rounds", default=ids_of(clients).new_zeros(2))
         clients.state["rounds"] = seen + 1 + ids_of(clients)[:, None]
         if 1 in clients.ids:
             clients.state["other"] = ids_of(clients)

@@ -289,7 +289,7 @@ def test_a_method_that_diverges_has_no_result_and_is_not_trained_again_and_the_o
 
 
 def test_seeds_that_diverge_alike_are_told_once_with_a_command_for_all_of_them():
-    ended = raypfl("run", *UNTRACKED, "methods=[{name: ditto, lam: 1.0e+38}, local]", "seeds=2", "--quiet")
+    ended = raypfl("run", *UNTRACKED, "methods=[{name: ditto, lam: 1.0e+37}, local]", "seeds=2", "--quiet")
     folder = only_folder()
     (command,) = re.findall(r"With other settings: raypfl (run .*)", ended.stderr)
     assert command == f"run {folder}/ditto-s0/experiment.yaml training.lr=0.01 seeds=2"

@@ -173,7 +173,7 @@ def test_the_command_plans_the_methods_that_it_is_given_and_asynchronous_rounds(
         ({"asynchronous__buffer": 2, "method": "mime"}, r"leave asynchronous\.buffer out"),
         ({"objective": "regression"}, r"objective is 'regression', which is for numbers"),
         ({"model__pretrain": "public"}, r"There is no pool called 'public'"),
-        ({"privacy__noise": 1.0, "privacy__unit": "client"}, r"set method\.weighting=uniform"),
+        ({"privacy__noise": 1.0, "privacy__unit": "client"}, r"by method\.weighting=uniform"),
     ],
 )
 def test_a_plan_of_a_run_that_would_be_refused_is_refused(tmp_path, settings, sentence):
