@@ -177,8 +177,7 @@ class Experiment(FilePart):
     def from_record(cls, source: str | Path) -> Experiment:
         """Read the experiment that a run recorded, faster than `from_yaml`."""
         values = read(source, is_record=True)
-        # Until CUDA graphs were on by default, all runs recorded them as off, also those in which this has no effect.
-        effects.drop_idle(values, {(name,) for name in values if name != "engine"})
+        effects.drop_once_accepted(values)
         return cls(**values)
 
     def to_yaml(self) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from raypfl.common.conditions import needs, unless
+from raypfl.common.conditions import needs, needs_some, unless
+from raypfl.federation.settings import needs_gpus_for_clients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +104,7 @@ class RaySettings(ActorPool):
     address: str | None = None
     cpus_for_server: float = 0.0
     gpus_for_server: float = 0.0
-    data_share: float = 0.25
+    data_share: Annotated[float, needs_gpus_for_clients(otherwise=needs_some("gpus_for_server"))] = 0.25
     dashboard: Annotated[bool, unless("address")] = False
 
     @property

@@ -38,6 +38,11 @@ class CohortSettings:
     late: Annotated[Literal["drop", "partial"], needs("deadline")] = "drop"
 
 
+def needs_gpus_for_clients(otherwise: Condition | None = None) -> Condition:
+    """Require client actors of some kind to have GPUs, or another condition."""
+    return needs_some("ray.gpus_per_actor", otherwise=Condition("ray.pools", _has_gpus, "", otherwise))
+
+
 def _has_gpus(pools: Sequence[Any]) -> bool:
     """Return whether a pool of client actors has GPUs; pools are described by mappings, or by objects."""
     settings = [pool if isinstance(pool, Mapping) else vars(pool) for pool in pools]
@@ -68,11 +73,7 @@ class EngineSettings:
     group_size: int | None = None
     threads: int = 1
     threads_for_server: int | None = None
-    cuda_graphs: Annotated[
-        bool,
-        needs("executor", "auto", "fastest", "vectorised"),
-        needs_some("ray.gpus_per_actor", otherwise=Condition("ray.pools", _has_gpus, "")),
-    ] = True
+    cuda_graphs: Annotated[bool, needs("executor", "auto", "fastest", "vectorised"), needs_gpus_for_clients()] = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from raypfl.common.errors import ConfigError
 from raypfl.experiment import experiments
 from raypfl.experiment.assignments import assign, parse_assignments
 from raypfl.experiment.checks.unread_options import unread_options
+from raypfl.experiment.yaml_text import write as as_yaml
 from raypfl.federation.settings import CohortSettings
 from raypfl.learning.privacy import PrivacySettings
 from raypfl.methods import METHODS, FedAvg
@@ -36,6 +37,7 @@ WITHOUT_EFFECT = {
     "model.pretrain_epochs": ["model.pretrain_epochs=3"],
     "failures.min_success_fraction": ["failures.min_success_fraction=0.9"],
     "ray.actors": ["ray.actors=2", "engine.backend=inline"],
+    "ray.data_share": ["ray.data_share=0.5"],
     "engine.cuda_graphs": ["engine.cuda_graphs=false", "ray.pools=[{cpus_per_actor: 2}]"],
     "data.root": ["data.root=/nonexistent"],
     "method.server_beta1": ["method.server_beta1=0.5"],
@@ -101,6 +103,20 @@ def test_cuda_graphs_can_be_off_where_clients_may_train_together_on_a_gpu():
         one_by_one = [gpus, "engine.executor=sequential"]
         assert "engine.executor is 'sequential'" in refusal(lambda words=one_by_one: Experiment().override(off + words))
     assert Experiment().override([*off, gpus]).override(one_by_one).engine.cuda_graphs
+
+
+def test_a_share_for_data_has_an_effect_where_clients_or_the_server_have_gpus():
+    for gpus in ("ray.gpus_per_actor=auto", "ray.pools=[{gpus_per_actor: 0.5}]", "ray.gpus_for_server=1"):
+        assert Experiment().override(["ray.data_share=0.5", gpus]).ray.data_share == 0.5
+
+
+@pytest.mark.parametrize("setting", WITHOUT_EFFECT)
+def test_runs_recorded_before_a_setting_without_effect_was_refused_can_be_read(setting: str):
+    recorded = Experiment().to_dict()
+    for path, value in parse_assignments(WITHOUT_EFFECT[setting]):
+        assign(recorded, path, value)
+    others = [word for word in WITHOUT_EFFECT[setting] if not word.startswith(f"{setting}=")]
+    assert Experiment.from_record(as_yaml(recorded)) == Experiment().override(others)
 
 
 def test_runs_recorded_before_cuda_graphs_were_on_by_default_can_be_read():

@@ -154,6 +154,16 @@ def drop_idle(values: dict[str, Any], set_paths: Collection[SettingPath] = ()) -
     return dropped
 
 
+def drop_once_accepted(values: dict[str, Any]) -> None:
+    """Drop the idle settings of a recorded run, in place: the version that recorded it may not have refused them.
+
+    Options that the code of a method does not read stay: the code may have read them when the run was recorded.
+    """
+    for setting in list(_idle(values)):
+        if setting.depends_on and not setting.is_default:
+            _delete(values, setting.path)
+
+
 def _delete(values: dict[str, Any], path: SettingPath) -> None:
     *sections, name = path
     section = values
