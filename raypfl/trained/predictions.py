@@ -125,11 +125,11 @@ def predict(
         if client is not None or use_global:
             raise ConfigError(f"{run} is one model, which predicts all rows; leave --client and --global out.")
         model, origin = load_with_origin(run)
-        reader = _table_reader(origin)
+        reader = _table_reader(origin, "raypfl.load_model(FILE)")
         return _predictions(origin, reader, NewRows.read(rows), None, partial(_outputs_of, model))
 
     models = run if isinstance(run, TrainedModels) else TrainedModels.of_run(run)
-    reader = _table_reader(models.origin)
+    reader = _table_reader(models.origin, "raypfl.trained_models(RUN).global_model()")
     new_rows = NewRows.read(rows)
     clients = None if use_global else _clients(models, new_rows, client, reader.group)
     return _predictions(models.origin, reader, new_rows, clients, partial(_outputs, models, clients))
@@ -187,15 +187,14 @@ def refuse_other_endings(path: Path) -> Path:
     return path
 
 
-def _table_reader(origin: Origin) -> Table:
-    """Return the reader of the run's table."""
+def _table_reader(origin: Origin, model_in_python: str) -> Table:
+    """Return the reader of the run's table; without one, advise to call the model in Python."""
     config = origin.experiment.data
     reader = config.reader
     if not isinstance(reader, Table):
         raise ConfigError(
             f"The run was trained on {config.name!r}, and predictions are for rows of tables (data=table and "
-            f"data=text_table). Its models take arrays {inputs_of(origin.outline)}, in Python: "
-            "raypfl.trained_models(RUN).global_model()(x)."
+            f"data=text_table). Its models take arrays {inputs_of(origin.outline)}, in Python: {model_in_python}(x)."
         )
     return reader
 

@@ -235,5 +235,11 @@ def test_what_cannot_be_predicted_is_a_sentence(result, tmp_path):
     assert "There is no client called 'Leeds'" in refusal(file, "--client", "Leeds")
     assert "rows.csv has no rows" in refusal(str(written(tmp_path / "rows.csv", lines_of_people(0))))
 
-    digits = library.run(experiment(tmp_path, rounds=1, evaluation__every=0)).run_dir
-    assert "trained on 'digits', and predictions are for rows of tables" in refusal(file, run=digits)
+    digits = library.run(experiment(tmp_path, method="fedavg-ft", rounds=1, evaluation__every=0))
+    of_run = refusal(file, run=digits.run_dir)
+    assert "trained on 'digits', and predictions are for rows of tables" in of_run
+    assert "raypfl.trained_models(RUN).global_model()(x)." in of_run
+
+    pixels = np.zeros((4, *library.trained_models(digits).outline.input_shape), dtype=np.uint8)
+    made = library.trained_models(digits).personalize(pixels, np.zeros(4, dtype=np.int64))
+    assert "in Python: raypfl.load_model(FILE)(x)." in refusal(file, run=made.save(tmp_path / "mine.safetensors"))
