@@ -603,13 +603,16 @@ def test_the_outcome_ends_with_all_files_and_suggestions():
 
 
 def test_a_comparison_suggests_to_go_on_with_the_method_that_was_best():
-    table = "data={name: table, root: people.csv, target: bought}"
-    fedavg, ditto = (replace(run, run_dir=Path(f"runs/{i}")) for i, run in enumerate(with_setting(comparison(), table)))
-    for runs in ([fedavg, ditto], [ditto, fedavg]):
-        text = printed(lambda console, runs=runs: show(console, runs, {}, ["mine.yaml"]))
-        assert "raypfl list methods ditto\n" in text and "raypfl predict runs/1 NEW_ROWS.csv\n" in text
-    alone = printed(lambda console: show(console, [fedavg], {}, ["mine.yaml"]))
-    assert "raypfl list methods\n" in alone and "raypfl predict runs/0 NEW_ROWS.csv\n" in alone
+    of_people = "data={name: table, root: people.csv, target: bought}"
+    of_reviews = "data={name: text_table, root: reviews.csv, text: review, target: stars}"
+    for table in (of_people, of_reviews):
+        runs_of_table = enumerate(with_setting(comparison(), table))
+        fedavg, ditto = (replace(run, run_dir=Path(f"runs/{i}")) for i, run in runs_of_table)
+        for runs in ([fedavg, ditto], [ditto, fedavg]):
+            text = printed(lambda console, runs=runs: show(console, runs, {}, ["mine.yaml"]))
+            assert "raypfl list methods ditto\n" in text and "raypfl predict runs/1 NEW_ROWS.csv\n" in text
+        alone = printed(lambda console, run=fedavg: show(console, [run], {}, ["mine.yaml"]))
+        assert "raypfl list methods\n" in alone and "raypfl predict runs/0 NEW_ROWS.csv\n" in alone
 
 
 def test_the_outcome_as_json_is_plain():

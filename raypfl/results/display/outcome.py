@@ -16,6 +16,7 @@ from rich.text import Text
 from raypfl.analysis.base import analysis_folder
 from raypfl.common.packaged_yaml import is_file_name
 from raypfl.common.user_code import where_defined, with_location
+from raypfl.data.datasets.readers.tabular.table import Table as TableReader
 from raypfl.evaluation.masking import mask_of
 from raypfl.methods import METHODS
 from raypfl.results.display.compare import difference_table
@@ -366,7 +367,7 @@ def _suggestions(results: Sequence[RunResult], tried: Sequence[str], folder: Pat
         suggestions.append(shlex.join(["raypfl", "resume", str(folder), f"rounds={2 * experiment.rounds}"]))
 
     best = _best_of(compared(results))
-    if experiment.data.name == "table":
+    if isinstance(experiment.data.reader, TableReader):
         run_dir = str(nearby((best or results[-1]).run_dir))
         suggestions.append(f"{shlex.join(['raypfl', 'predict', run_dir])} NEW_ROWS.csv")
     name = [] if best is None else [METHODS.name_of(type(best.experiment.method))]
