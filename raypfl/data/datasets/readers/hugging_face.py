@@ -13,11 +13,11 @@ from raypfl.data.datasets.source import DATASETS
 
 
 @DATASETS.register("hf:NAME")
-def hugging_face(hub_name: str) -> type[HuggingFace]:
+def hugging_face(member: str) -> type[HuggingFace]:
     """A data set of images on the Hugging Face hub, such as hf:ylecun/mnist; options of parquet, and subset."""
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", hub_name):
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", member):
         raise ConfigError(
-            f"data.name is 'hf:{hub_name}'; it must be 'hf:' and a name on the hub, such as hf:ylecun/mnist."
+            f"data.name is 'hf:{member}'; it must be 'hf:' and a name on the hub, such as hf:ylecun/mnist."
         )
     return HuggingFace
 
