@@ -302,7 +302,7 @@ class ClientGroup:
 
     def trainer(self, loss: LocalLoss, rows: Tensor, order: SampleOrder, extras: Mapping[str, Any]) -> Executor:
         """Return the executor that trains models ``rows[K, P+B]`` on these mini-batches."""
-        loss.refuse_other_extras(extras)
+        loss.refuse_unknown(extras)
         subset = partial(self.samples("train").subset, 0)
         return self.executor_for(loss, rows[0], subset, order.sizes_differ, extras, train=True)
 

@@ -54,17 +54,16 @@ class LocalLoss:
 
     def __call__(self, p: Tensor, batch: Batch, **extras: Any) -> tuple[Tensor, Tensor]:
         """Return the value to descend and the value to report, which is NaN if nothing is reported."""
-        value, reported = self._total_and_reported(self.loss(p, batch, **self.extras_for(self.loss, extras)))
+        value, reported = self._total_and_reported(self._call(self.loss, p, batch, extras))
         if self.penalty is not None and not self.penalty_is_separate:
-            penalty = self.penalty(p, batch, **self.extras_for(self.penalty, extras))
-            value = value + _scalar(self.penalty, penalty)
+            value = value + _scalar(self.penalty, self._call(self.penalty, p, batch, extras))
 
         if self.report is None:
             return value, torch.full_like(value.detach(), torch.nan)
         if self.report == "loss":
             return value, reported
         with torch.no_grad(), self.model.side_call():
-            other = self.report(p.detach(), batch, **self.extras_for(self.report, extras))
+            other = self._call(self.report, p.detach(), batch, extras)
         return value, _scalar(self.report, other)
 
     def separated(self, p: Tensor, extras: Mapping[str, Any]) -> LocalLoss:
@@ -89,8 +88,7 @@ class LocalLoss:
 
     def _penalty_without_batch(self, p: Tensor, extras: Mapping[str, Any]) -> Tensor:
         assert self.penalty is not None
-        no_batch: Any = _NoBatch()
-        return _scalar(self.penalty, self.penalty(p, no_batch, **self.extras_for(self.penalty, dict(extras))))
+        return _scalar(self.penalty, self._call(self.penalty, p, _NoBatch(), dict(extras)))
 
     def lacks_gradient(self, value: Tensor, reported: Tensor) -> bool:
         """Return whether the loss, without a penalty, has no gradient; `value` and `reported` are what it returned."""
@@ -106,13 +104,12 @@ class LocalLoss:
             stacklevel=2,
         )
 
-    def refuse_other_extras(self, extras: Mapping[str, Any]) -> None:
-        """Raise a MethodError for an extra that no function takes, or a function that needs other arguments."""
-        functions = self._extra_names or {self.loss: extras_of(self.loss)}
-        accepted: set[str] = set()
-        for names in functions.values():
-            accepted.update(extras if names is None else names)
-        unknown = sorted(set(extras) - accepted)
+    def refuse_unknown(self, extras: Mapping[str, Any]) -> None:
+        """Raise a MethodError for an extra that no function takes."""
+        if not extras:
+            return
+        taken = self._extra_names or {self.loss: extras_of(self.loss)}
+        unknown = sorted(set(extras).difference(*(extras if names is None else names for names in taken.values())))
         if unknown:
             option = get_close_matches(unknown[0], _OPTIONS, 1)
             remedy = f"did you mean {option[0]!r}?" if option else "give one a parameter of that name, or leave it out."
@@ -120,8 +117,13 @@ class LocalLoss:
                 f"{unknown[0]!r} is not an option of the training, and neither the loss nor a penalty or report takes "
                 f"it by name; {remedy}"
             )
-        for function in functions:
-            passed = self.extras_for(function, dict(extras))
+
+    def _call(self, function: LossFunction, p: Tensor, batch: Any, extras: dict[str, Any]) -> Any:
+        passed = self.extras_for(function, extras)
+        try:
+            return function(p, batch, **passed)
+        except TypeError:
+            # Reading a signature in every training, before the call, would take longer than a short step.
             try:
                 inspect.signature(function).bind("p", "batch", **passed)
             except TypeError as error:
@@ -129,6 +131,7 @@ class LocalLoss:
                     f"{where_defined(function)} is called with ({', '.join(['p', 'batch', *passed])}), but: {error}. "
                     "Pass what a loss needs besides p and batch by name, as in clients.sgd(loss, start, anchor=theta)."
                 ) from None
+            raise
 
     @cached_property
     def _extra_names(self) -> dict[LossFunction, frozenset[str] | None]:

@@ -22,8 +22,6 @@ from raypfl.experiment.components import options_of
 from raypfl.experiment.identity import code_digests, deciding_settings
 from raypfl.studies.description import PLACEHOLDER, Study, Variation, is_source, merged, plain_label
 
-"""Placeholder in a choice, such as ``{Ditto method.lam}``: a setting's value in a method's cells."""
-
 Position = tuple[str, str, str]
 """Method, block and group of columns."""
 

@@ -22,7 +22,7 @@ _REPLACED = ("published", "choices")
 """Keys that an extending study replaces as a whole, rather than merges."""
 
 PLACEHOLDER = re.compile(r"\{([^{}]+) ([\w.]+)\}")
-"""A method's label and a setting, in a sentence of `choices`."""
+"""Placeholder in a choice, such as ``{Ditto method.lam}``: a setting's value in a method's cells."""
 
 _DASHES = {"–", "—", "-"}
 _NUMBER = re.compile(r"(-?\d+(?:\.\d+)?)(?:\s*±\s*(\d+(?:\.\d+)?))?")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import re
 import weakref
 from dataclasses import replace
@@ -220,6 +221,22 @@ def test_an_extra_that_a_function_needs_and_does_not_get_is_named():
         for work in (clients.sgd, batch.step):
             with pytest.raises(MethodError, match=r"pull \(.*line \d+\) is called with \(p, batch\), but.*'anchor'"):
                 work(loss, clients.initial, **others)
+
+
+def test_a_training_without_extras_reads_no_signature(monkeypatch):
+    """It would take as long as a short step, in every round."""
+    clients = Federation().clients()
+    monkeypatch.setattr(inspect, "signature", lambda function: pytest.fail(f"read that of {function}"))
+    clients.sgd(clients.loss, clients.initial)
+
+
+def test_a_type_error_within_a_loss_stays_one():
+    def wrong(p, batch):
+        return len(3)
+
+    clients = Federation().clients()
+    with pytest.raises(TypeError, match="has no len"):
+        clients.sgd(wrong, clients.initial)
 
 
 def test_a_model_or_correction_of_the_wrong_shape_is_refused_in_a_sentence():
