@@ -312,9 +312,11 @@ def test_messages_that_come_after_a_warm_up_are_refused_before_it(tmp_path, chan
         ({"privacy__noise": 1.0, "privacy__unit": "client"}, "privacy.unit=client"),
     ],
 )
-def test_what_concerns_messages_is_refused_where_clients_send_none(tmp_path, method, changes, setting):
-    with pytest.raises(ConfigError, match=f"^{setting} has no effect on .*, whose clients send nothing"):
-        raypfl.run(experiment(tmp_path, **method, **changes))
+def test_what_concerns_messages_is_warned_of_where_clients_send_none(tmp_path, method, changes, setting):
+    """It is no error: a comparison may have another method that sends some."""
+    with pytest.warns(UserWarning, match=f"clients of .* send nothing to the server, so {setting} has no effect on"):
+        run = raypfl.run(experiment(tmp_path, rounds=1, **method, **changes))
+    assert run.status == "finished"
 
 
 def test_labels_that_are_no_classes_are_refused(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -227,7 +228,7 @@ def refuse_rehearsed(prepared: Prepared, error_class: type[MethodError], setting
     Parameters
     ----------
     error_class : the class of what is looked for in the last round; in the first one, it is any mistake of a method.
-    setting : the setting that is about what clients send, and idle if they send nothing; empty: there is none.
+    setting : the setting that is about what clients send, for a warning if they send nothing; empty: there is none.
 
     Raises
     ------
@@ -250,10 +251,12 @@ def refuse_rehearsed(prepared: Prepared, error_class: type[MethodError], setting
     except Exception:
         return
 
+    # No error: other methods of a comparison may send something, and this one in other rounds.
     if setting and all(entry.direction == "down" for entry in rehearsal.messages):
-        raise ConfigError(
-            f"{setting} has no effect on {type(experiment.method).__name__}, whose clients send nothing to the server. "
-            "Leave it out; in a comparison, it can be among the `settings` of the other methods."
+        warnings.warn(
+            f"In the first and the last round, clients of {type(experiment.method).__name__} send nothing to the "
+            f"server, so {setting} has no effect on them.",
+            stacklevel=2,
         )
 
 
