@@ -37,7 +37,9 @@ class _RefuseMixedPrecision(TorchDispatchMode):
             dtypes.update(_dtypes(kwargs.values()))
 
         operation = func.__name__.partition(".")[0]
-        if torch.float32 in dtypes and torch.float64 in dtypes and operation != "_to_copy":
+        # Numbers that are written into a tensor of single precision do not look like double ones.
+        is_conversion = operation == "_to_copy" or (operation == "copy_" and args[0].dtype == torch.float32)
+        if torch.float32 in dtypes and torch.float64 in dtypes and not is_conversion:
             raise MethodError(
                 f"{operation.strip('_')} got a tensor of torch.float32 and one of torch.float64, so its result would "
                 "only look as precise as training.precision=fp64. Make tensors like the models: theta.new_zeros(3), "

@@ -72,6 +72,18 @@ def test_a_method_that_mixes_precisions_is_refused_with_its_line_in_double_preci
         raypfl.run(experiment(tmp_path / "double", training__precision="fp64", **changes))
 
 
+class RecordsInSingle(Base):
+    def round(self, server, cohort):
+        super().round(server, cohort)
+        norms = torch.zeros(3)
+        norms[0] = server["theta"].norm()
+        assert norms[0] == server["theta"].norm().float()
+
+
+def test_numbers_may_be_written_into_a_table_of_single_precision(tmp_path: Path):
+    raypfl.run(experiment(tmp_path, method=f"{__name__}:RecordsInSingle", training__precision="fp64", rounds=1))
+
+
 @pytest.mark.parametrize("changes", [{}, {"model__hidden": [2]}, {"model": "cnn"}], ids=["mlp", "two features", "cnn"])
 def test_fednh_computes_in_double_precision(tmp_path: Path, changes: dict):
     raypfl.run(experiment(tmp_path, method="fednh", training__precision="fp64", rounds=1, **changes))
