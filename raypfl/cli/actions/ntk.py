@@ -14,9 +14,9 @@ from rich.console import Console
 from raypfl.analysis.base import ANALYSES, analysis_folder
 from raypfl.analysis.flntk import DIAGNOSIS, FLNTK, REPORT, observed_errors
 from raypfl.analysis.ntk import NTK
+from raypfl.cli.actions.json_text import json_text
 from raypfl.cli.actions.run import run_experiments
 from raypfl.common.errors import ConfigError
-from raypfl.common.json_text import json_text
 from raypfl.experiment import Experiment, experiments
 from raypfl.experiment.recipes import settings_of
 from raypfl.results.display import outcome

@@ -12,9 +12,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from raypfl.cli.actions.json_text import json_text
 from raypfl.common.counting import counted
 from raypfl.common.errors import ConfigError
-from raypfl.common.json_text import json_text
 from raypfl.common.optional_packages import not_installed
 from raypfl.common.stopping import signals_interrupt
 from raypfl.methods import METHODS

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from raypfl.common.json_text import json_text
+from raypfl.cli.actions.json_text import json_text
 from raypfl.experiment import Experiment
 from raypfl.results.display import plan as display
 from raypfl.results.display.console import step_printer

@@ -9,11 +9,11 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from raypfl.cli.actions.json_text import json_text
 from raypfl.cli.actions.work import Work, raise_for
 from raypfl.cli.arguments import as_typed
 from raypfl.cli.messages import printing
 from raypfl.common.errors import ConfigError, NoRun, RaypflError, Refused, Stopped, Unwritable
-from raypfl.common.json_text import json_text
 from raypfl.common.stopping import message_if_killed, signals_interrupt
 from raypfl.engine.events import Listener
 from raypfl.experiment import Experiment

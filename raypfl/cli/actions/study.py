@@ -14,12 +14,12 @@ from pyarrow.csv import write_csv
 from rich.console import Console
 from rich.text import Text
 
+from raypfl.cli.actions.json_text import json_text
 from raypfl.cli.actions.work import failure, once_mended
 from raypfl.cli.messages import printing
 from raypfl.common.counting import counted
 from raypfl.common.errors import ConfigError, Diverged, RaypflError, Refused, Stopped
 from raypfl.common.files import draft, write
-from raypfl.common.json_text import json_text
 from raypfl.common.stopping import message_if_killed, signals_interrupt
 from raypfl.engine.events import Event
 from raypfl.integrations.tracking.entries import searched_text

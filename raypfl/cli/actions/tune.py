@@ -12,10 +12,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from raypfl.cli.actions.json_text import json_text
 from raypfl.cli.messages import printing
 from raypfl.common.counting import counted, series
 from raypfl.common.errors import RaypflError, Stopped
-from raypfl.common.json_text import json_text
 from raypfl.common.stopping import message_if_killed, signals_interrupt
 from raypfl.engine.events import Event, RunStarted
 from raypfl.federation.method import METHODS
