@@ -352,7 +352,8 @@ def test_one_component_is_described_with_all_options_and_what_they_mean(
 ):
     listed = " ".join(raypfl("list", "methods", "ditto").stdout.split())
     assert "a personal model for each client that stays close to the global one (Li et al. 2021). Client k" in listed
-    assert "lam 0.75 Weight of the proximal term, lambda. personal_epochs null Epochs" in listed
+    assert "lam 0.75 Weight of the proximal term, lambda; 0.75 in Dai et al. 2023." in listed
+    assert "personal_epochs null Epochs of the personal model in each round; null: as many" in listed
     assert 'weighting "samples" Weights of clients in the average' in listed
 
     (elsewhere / "undescribed.py").write_text(
