@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from raypfl.common.errors import MethodError
+from raypfl.common.operation_mode import OperationMode
 
 
 def refuse_mixed_precision(dtype: torch.dtype) -> AbstractContextManager[Any]:
@@ -25,12 +25,7 @@ def refuse_mixed_precision(dtype: torch.dtype) -> AbstractContextManager[Any]:
     return _RefuseMixedPrecision() if dtype == torch.float64 else nullcontext()
 
 
-class _RefuseMixedPrecision(TorchDispatchMode):
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # True, the default, imports torch's compiler, which takes 6 seconds per process.
-        return False
-
+class _RefuseMixedPrecision(OperationMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         dtypes = set(_dtypes(args))
         if kwargs:

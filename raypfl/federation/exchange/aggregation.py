@@ -54,13 +54,14 @@ class ReplyAggregator:
         self._num_replied += len(group.clients)
         for position, (name, value) in enumerate(values.items()):
             place = (group.index, position)
-            if name in self._first and value.kind != self._first[name][1].kind:
-                kinds = " and as ".join(sorted({value.kind.title(), self._first[name][1].kind.title()}))
+            first = self._first.get(name)
+            if first is not None and value.kind != first[1].kind:
+                kinds = " and as ".join(sorted([value.kind.title(), first[1].kind.title()]))
                 raise MethodError(
                     f"The clients' reply has {name!r} as {kinds}; return it as the same for every client, however the "
                     "cohort is cut into groups."
                 )
-            if name not in self._first or place < self._first[name][0]:
+            if first is None or place < first[0]:
                 self._first[name] = (place, _without_array(value))
             sizes = zip(value.numbers.tolist(), value.num_bytes.tolist(), strict=True)
             self._sent.setdefault(name, Counter()).update(sizes)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raypfl.learning.recording.operations import OperationMode
+from raypfl.common.operation_mode import OperationMode
 
 NUMBERS = 2**12
 """The number of inputs on which an elementwise operation is tried, and the fewest results of a product's trial."""

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from raypfl.common.operation_mode import OperationMode
 
 UNREPEATABLE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
 """Tags of operations that tell Python a tensor's values, so that the next step may take another path, and of those that
@@ -69,15 +70,6 @@ class Operation:
         if names.keys().isdisjoint(self.reads):
             return self
         return replace(self, arguments=with_values(self.arguments, names), options=with_values(self.options, names))
-
-
-class OperationMode(TorchDispatchMode):
-    """Base class of modes that see operations on tensors, below vmap and autograd, without torch's compiler."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # Otherwise the first use in a process imports the compiler, which takes longer than a recording saves.
-        return False
 
 
 class OperationRecorder(OperationMode):
