@@ -119,6 +119,7 @@ class Clients:
     @property
     def initial(self) -> Tensor:
         """The model that every client and the server begin with, ``[P+B]``."""
+        self._group.share({"clients.initial": self._context.initial})
         return self._context.initial
 
     def complete(self, theta: Tensor) -> Tensor:

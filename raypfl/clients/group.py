@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
@@ -72,7 +72,7 @@ class ClientGroup:
         self.work = work
         self.private_trainings: list[PrivateTraining] = []
         self._samples: dict[str, GroupSamples] = {}
-        self._shared: set[int] = set()
+        self.shared: dict[str, tuple[Tensor, int]] = {}
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -127,11 +127,13 @@ class ClientGroup:
             work,
         )
         client.private_trainings = self.private_trainings
+        client.shared = self.shared
         return client
 
-    def mark_shared(self, tensors: Iterable[Tensor]) -> None:
-        """Note tensors that the server sent to all clients: as extras, their first axis does not run over clients."""
-        self._shared |= {id(tensor) for tensor in tensors}
+    def share(self, tensors: Mapping[str, Tensor]) -> None:
+        """Note tensors that all clients share: their first axis does not run over clients, and they must not change."""
+        for name, tensor in tensors.items():
+            self.shared.setdefault(name, (tensor, tensor._version))
 
     def loss(self, p: Tensor, batch: Batch) -> Tensor:
         """Return one client's objective on a batch, at parameters `p`."""
@@ -291,8 +293,9 @@ class ClientGroup:
         ------
         MethodError : if it is unclear whether an extra has a row for each client.
         """
+        shared = {id(tensor) for tensor, _ in self.shared.values()}
         for name, extra in extras.items():
-            unclear = isinstance(extra, Tensor) and not isinstance(extra, PerClient) and id(extra) not in self._shared
+            unclear = isinstance(extra, Tensor) and not isinstance(extra, PerClient) and id(extra) not in shared
             if unclear and len(self) > 1 and extra.dim() and len(extra) == len(self):
                 raise MethodError(
                     f"{name!r} has {len(extra)} rows, as many as the group has clients. If each client has its own "

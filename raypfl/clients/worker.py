@@ -180,19 +180,17 @@ class Worker:
     ) -> tuple[Reply, Stack | None]:
         started = time.perf_counter()
         client_group = self._client_group(call, group, states)
-        versions: dict[str, tuple[Tensor, int]] = {}
 
         def fetch(skeleton: Any) -> Any:
-            """Fill in the tensors that the server sent, and note them, since a client function must not change them."""
+            """Fill in the tensors that the server sent."""
             tensors = self._tensors(call.shared, leaves(skeleton), fetch_objects)
-            versions.update({name: (tensor, tensor._version) for name, tensor in tensors.items()})
-            client_group.mark_shared(tensors.values())
+            client_group.share(tensors)
             return unflatten(skeleton, tensors)
 
         arguments = self._arguments(call, group, fetch)
         with user_warnings() as texts:
             returned = self._run(call, client_group, arguments)
-        self._refuse_changed(call, versions)
+        self._refuse_changed(call, client_group)
 
         values = self._values(call, group, client_group, returned, arguments)
         logged = logged_means(client_group.logged)
@@ -258,12 +256,7 @@ class Worker:
             return function(Clients(client_group), **arguments)
 
     def _values(
-        self,
-        call: Call,
-        group: Group,
-        client_group: ClientGroup,
-        returned: Any,
-        arguments: Mapping[str, Any],
+        self, call: Call, group: Group, client_group: ClientGroup, returned: Any, arguments: Mapping[str, Any]
     ) -> dict[str, Value]:
         function = (
             where_defined(getattr(self.method, call.function)) if isinstance(call.function, str) else "The engine"
@@ -369,10 +362,11 @@ class Worker:
             return to_device(array, self.context.model.device)
         return _tensor(array, self.context.model.device)
 
-    def _refuse_changed(self, call: Call, versions: Mapping[str, tuple[Tensor, int]]) -> None:
-        for name, (tensor, version) in versions.items():
+    def _refuse_changed(self, call: Call, client_group: ClientGroup) -> None:
+        for name, (tensor, version) in client_group.shared.items():
             if tensor._version != version:
                 self._objects = {}
+                vars(client_group.context).pop("initial", None)
                 function = call.function if isinstance(call.function, str) else call.arguments["maker"]
                 argument = _subscripted(name)
                 raise MethodError(

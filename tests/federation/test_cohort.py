@@ -469,6 +469,20 @@ def test_a_broadcast_that_a_client_function_changes_in_place_is_refused(group_si
 
 
 @pytest.mark.parametrize("group_size", [1, None])
+def test_the_initial_model_stays_although_a_client_function_changes_it_in_place(group_size):
+    def answer(clients):
+        start = clients.initial
+        start[0] = 5
+        return {"initial": Mean(clients.initial.repeat(len(clients), 1))}
+
+    fed = federation(answer, group_size=group_size)
+    before = fed.context.initial.clone()
+    with pytest.raises(MethodError, match=re.escape("changed clients.initial in place, but all clients share it")):
+        exchange(fed)
+    assert torch.equal(fed.context.initial, before)
+
+
+@pytest.mark.parametrize("group_size", [1, None])
 def test_a_default_made_from_a_broadcast_is_the_groups_own(group_size):
     def answer(clients, theta):
         clients.state.get("x", default=theta)[0, 0] = 5

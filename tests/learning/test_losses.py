@@ -231,7 +231,7 @@ def test_an_extra_with_as_many_rows_as_clients_must_say_whose_they_are():
         with pytest.raises(ValueError, match=re.escape("pass raypfl.per_client(table)")):
             work(loss, clients.initial, table=rows)
 
-    group.mark_shared([rows])
+    group.share({"rows": rows})
     clients.sgd(loss, clients.initial, table=rows)
     clients.sgd(loss, clients.initial, table=per_client(rows))
     clients.sgd(loss, clients.initial, table=torch.zeros(5, 4))
