@@ -415,6 +415,7 @@ def test_a_random_batch_of_a_split_that_a_client_lacks_is_refused_in_a_sentence(
         (lambda clients: {"x": 1.0}, "returned 'x' as a float; wrap it"),
         (lambda clients: {"x": Mean(torch.zeros(4, 2))}, "returned 'x' of shape (4, 2), but the group has"),
         (lambda clients: {"x": Sum(torch.tensor(1.0))}, "returned 'x' of shape (), but the group has"),
+        (lambda clients: {3: Sum(clients.num_samples)}, "returned a value named 3; names in a reply are text, such"),
     ],
 )
 def test_a_reply_without_an_aggregation_is_refused(answer, sentence):

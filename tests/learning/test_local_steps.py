@@ -79,6 +79,25 @@ def pull(p: Tensor, batch, anchor: Tensor) -> Tensor:
     return 0.3 * (p - anchor).square().sum()
 
 
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"epochs": 0.5}, "epochs of a local training is 0.5; it must be a whole number, at least 0."),
+        ({"steps": 2.5}, "steps of a local training is 2.5; it must be"),
+        ({"epochs": -1}, "epochs of a local training is -1; it must be"),
+        ({"batch_size": 0}, "batch_size of a local training is 0; it must be a whole number, at least 1."),
+        ({"optimizer": Adam}, "The optimizer of a training is the class Adam; it must be an object such as Adam()"),
+        ({"optimizer": "adam"}, "The optimizer of a training is a str; it must be"),
+        ({"lr": torch.full((4,), 0.1)}, "lr of a training is a tensor of shape [4]; it must be one number"),
+        ({"lr": "0.1"}, "lr of a training is a str; it must be one number"),
+    ],
+)
+def test_options_of_a_training_that_cannot_be_meant_are_refused_in_a_sentence(options, sentence):
+    clients = Federation().clients()
+    with pytest.raises(MethodError, match=re.escape(sentence)):
+        clients.sgd(clients.loss, clients.initial, **options)
+
+
 @both_executors
 def test_a_penalty_is_minimised_and_not_reported(executor):
     fed = Federation(NormalisedConv, executor=executor)

@@ -67,8 +67,10 @@ def reduced(function: str, name: str, value: object, num_clients: int, keeps_row
 
     Raises
     ------
-    MethodError : if the value has no row for each client, or its weights are not a number for each.
+    MethodError : if the name is no text, or the value has no row, or its weights no number, for each client.
     """
+    if not isinstance(name, str):
+        raise MethodError(f"{function} returned a value named {name!r}; names in a reply are text, such as '{name}'.")
     if not isinstance(value, Mean | Sum | Each):
         kind_of_value = "bare tensor" if isinstance(value, Tensor) else type(value).__name__
         raise MethodError(f"{function} returned {name!r} as a {kind_of_value}; wrap it in Mean, Sum or Each.")

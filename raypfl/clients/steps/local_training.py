@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from raypfl.clients.group import ClientGroup
-from raypfl.common.errors import ClientError, PrivacyError
+from raypfl.common.errors import ClientError, MethodError, PrivacyError
 from raypfl.devices import RequestedTraining
 from raypfl.learning.optimizers import SampleRule
 from raypfl.learning.privacy import NoisySum, PrivateTraining
@@ -70,7 +70,16 @@ def prepare_training(
 def training_length(
     settings: TrainingSettings, epochs: int | None, steps: int | None, batch_size: int | None
 ) -> tuple[int, int, int | None]:
-    """Return batch size, epochs and steps of a training; None stands for the settings'."""
+    """Return batch size, epochs and steps of a training; None stands for the settings'.
+
+    Raises
+    ------
+    MethodError : if one of them is no whole number, or too small.
+    """
+    for name, number, least in (("epochs", epochs, 0), ("steps", steps, 0), ("batch_size", batch_size, 1)):
+        if number is not None and not (isinstance(number, int | np.integer) and number >= least):
+            raise MethodError(f"{name} of a local training is {number}; it must be a whole number, at least {least}.")
+
     if epochs is None and steps is None:
         epochs = settings.epochs
         steps = settings.steps

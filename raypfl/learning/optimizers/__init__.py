@@ -1,7 +1,16 @@
 """Local optimizers: update rules on flat vectors, one in each file."""
 
 from raypfl.learning.optimizers.adam import Adam, AdamW
-from raypfl.learning.optimizers.base import OPTIMIZERS, LocalOptimizer, Memory, Perturb, SampleRule, StepDraws, Update
+from raypfl.learning.optimizers.base import (
+    OPTIMIZERS,
+    LocalOptimizer,
+    Memory,
+    Perturb,
+    SampleRule,
+    StepDraws,
+    Update,
+    refuse_unusable,
+)
 from raypfl.learning.optimizers.sgd import SGD
 
 __all__ = [
@@ -15,4 +24,5 @@ __all__ = [
     "SampleRule",
     "StepDraws",
     "Update",
+    "refuse_unusable",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from raypfl.common import device_rng
 from raypfl.common.component import Component
-from raypfl.common.errors import IncompleteError
+from raypfl.common.errors import IncompleteError, MethodError
 from raypfl.common.registry import Registry
 
 OPTIMIZERS = Registry("optimizer")
@@ -116,6 +117,21 @@ class LocalOptimizer(Component):
     def step_(self, theta: Tensor, grad: Tensor, memory: Memory, lr: float) -> None:
         """Update ``theta[..., P]`` in place with `grad` of the same shape; overwrites `memory` and `grad`."""
         raise IncompleteError(f"{type(self).__name__} is not complete: define step_.")
+
+
+def refuse_unusable(optimizer: object, lr: object) -> None:
+    """Raise a MethodError unless a method passes an optimizer and one learning rate, or None."""
+    if optimizer is not None and not isinstance(optimizer, LocalOptimizer):
+        given = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else f"a {type(optimizer).__name__}"
+        raise MethodError(
+            f"The optimizer of a training is {given}; it must be an object such as Adam(), from "
+            "raypfl.learning.optimizers or of a subclass of LocalOptimizer."
+        )
+
+    is_number = isinstance(lr, Real) or (isinstance(lr, Tensor) and lr.dim() == 0)
+    if lr is not None and not is_number:
+        given = f"a tensor of shape {list(lr.shape)}" if isinstance(lr, Tensor) else f"a {type(lr).__name__}"
+        raise MethodError(f"The learning rate lr of a training is {given}; it must be one number for all clients.")
 
 
 class SampleRule(Protocol):
