@@ -325,6 +325,28 @@ class Rare(MultiLabel):
         return ((1 + 2 * positives) * (F.softplus(outputs) - positives * outputs)).mean(-1)
 
 
+class Huber(Regression):
+    """Squared error that grows linearly beyond `width`."""
+
+    width: float = 0.7
+
+    def losses_of_numbers(self, outputs, targets):
+        return F.huber_loss(outputs, targets, reduction="none", delta=self.width)
+
+
+@pytest.mark.parametrize("shape", [(6,), (6, 1), (6, 2)])
+def test_a_loss_of_numbers_of_ones_own_gets_them_as_the_network_learns_them(shape):
+    objective = Huber(mean=7.0, std=3.0)
+    y = 7 + 3 * torch.randn(shape, generator=DRAWS)
+    outputs = torch.randn(6, *shape[1:] or (1,), generator=DRAWS)
+    expected = F.huber_loss(outputs, ((y - 7) / 3).view_as(outputs), delta=0.7)
+
+    torch.testing.assert_close(objective.loss(outputs, Batch(outputs, y, torch.ones(6))), expected)
+    row = judged(objective, outputs, y, targets=outputs.shape[1])
+    assert row["loss"] == pytest.approx(float(expected), rel=1e-6)
+    assert row["mse"] == pytest.approx(float(F.mse_loss(3 * outputs + 7, y.view_as(outputs))), rel=1e-6)
+
+
 @pytest.mark.parametrize(("objective", "name"), [(Focal(), "classification"), (Rare(), "multi-label")])
 def test_the_loss_in_evaluations_is_the_one_that_an_objective_of_ones_own_trains(objective, name):
     packaged, outputs, y = CASES[name]

@@ -127,10 +127,14 @@ class Regression(Objective):
     def takes(self, shape: tuple[int, ...], targets: int) -> bool:
         return shape == (self.outputs(targets),)
 
+    def losses_of_numbers(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss of each number, from outputs and targets ``[..., b, T]`` in the network's units."""
+        return (outputs - targets).square()
+
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         scaled_targets = (rows_of(targets, outputs) - self.mean) / self.std
-        squares = (outputs - scaled_targets).square()
-        return squares.mean(-1) if self.reduction == "mean" else squares.sum(-1) / 2
+        losses = self.losses_of_numbers(outputs, scaled_targets)
+        return losses.mean(-1) if self.reduction == "mean" else losses.sum(-1) / 2
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
         losses = self.losses(unrounded(outputs), batch.y)
