@@ -151,7 +151,7 @@ class MetricSums:
             if not any(len(batch_outputs) for batch_outputs in outputs_of_row):
                 continue
 
-            outputs = torch.cat(outputs_of_row)
+            outputs = self.measures.objective.in_units(torch.cat(outputs_of_row))
             targets = torch.cat(targets_of_row)
             for metric in self._sparse:
                 if isinstance(metric, OverAll):

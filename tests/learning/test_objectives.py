@@ -24,6 +24,7 @@ from raypfl.learning.objectives import (
     MultiLabel,
     NextToken,
     Objective,
+    OverAll,
     Regression,
     SampleMean,
 )
@@ -112,6 +113,22 @@ def test_metrics_of_numbers_are_scikit_learns_in_the_targets_own_units():
     assert scores["mae"] == pytest.approx(sklearn.metrics.mean_absolute_error(y, predicted), rel=1e-5)
     assert scores["r2"] == pytest.approx(sklearn.metrics.r2_score(y, predicted), rel=1e-5)
     assert scores["loss"] == pytest.approx(scores["mse"] / 9, rel=1e-5)
+
+
+class MedianError(OverAll):
+    """The median of the absolute errors."""
+
+    name: ClassVar[str] = "median_error"
+
+    def of_all(self, outputs, targets):
+        return (outputs - targets).abs().median()
+
+
+def test_a_metric_of_all_outputs_gets_them_in_the_targets_own_units():
+    y = 7 + 3 * torch.randn(41, 1, generator=DRAWS)
+    outputs = torch.randn(41, 1, generator=DRAWS)
+    row = judged(Regression(mean=7.0, std=3.0), outputs, y, extra=(MedianError(),))
+    assert row["median_error"] == pytest.approx(float((3 * outputs + 7 - y).abs().median()), rel=1e-6)
 
 
 def test_numbers_that_are_all_the_same_have_no_coefficient_of_determination():

@@ -114,7 +114,7 @@ class OverAll(Metric):
     """A metric of all outputs together, such as an area under a curve. The test set is then evaluated in one piece."""
 
     def of_all(self, outputs: Tensor, targets: Tensor) -> float:
-        """Return the value for one model's outputs ``[n, ...]`` on n samples; NaN if it is undefined."""
+        """Return the value for one model's outputs ``[n, ...]``, in the targets' units; NaN if it is undefined."""
         raise IncompleteError(f"{type(self).__name__} is not complete: define of_all(self, outputs, targets).")
 
 
