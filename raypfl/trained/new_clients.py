@@ -12,7 +12,7 @@ import numpy as np
 from raypfl.clients.context import Context
 from raypfl.common.errors import ConfigError, DataError
 from raypfl.data.datasets import RawData
-from raypfl.data.datasets.raw_data import as_array, class_numbers, in_single_precision
+from raypfl.data.datasets.raw_data import as_array, class_numbers, in_single_precision, refuse_unknown_tokens
 from raypfl.data.datasets.settings import SPLITS
 from raypfl.data.partitions import Traits
 from raypfl.data.splits import hold_out
@@ -103,7 +103,7 @@ def checked_samples(x: Any, y: Any, outline: DataOutline) -> Labelled:
     x = checked_inputs(x, outline, "x")
     y = as_array(y, "y")
     names = class_names(outline)
-    if names is not None and y.ndim == 1:
+    if names is not None:
         y = class_numbers(y, names)
     if y.shape[:1] != x.shape[:1]:
         raise DataError(f"x has {len(x)} samples, but y has the shape {list(y.shape)}; y needs a target for each.")
@@ -151,6 +151,7 @@ def checked_inputs(x: Any, outline: DataOutline, name: str) -> np.ndarray:
     if outline.discrete:
         if x.dtype.kind not in "iu":
             raise DataError(f"{name} is {x.dtype}, but the run's inputs are tokens, which are integers.")
+        refuse_unknown_tokens(x, getattr(outline, "vocabulary", None), name)
         return x.astype(np.int64)
 
     is_finite = np.isfinite(in_single_precision(x))
@@ -190,7 +191,8 @@ def context_of(context: Context, outline: DataOutline, clients: Sequence[Labelle
     run_samples = context.samples
     samples = Samples(inputs, targets, run_samples.gain, run_samples.offset, run_samples.augmentation)
     attributes = {field.name: getattr(context, field.name) for field in fields(Context)}
-    return _NewClients(**attributes | {"samples": samples, "split": split, "_unions": {}})
+    attributes |= {"samples": samples, "split": split, "num_clients": len(clients)}
+    return _NewClients(**attributes | {"left_out": frozenset(), "_unions": {}})
 
 
 def _splits(y: np.ndarray, outline: DataOutline, shares: Sequence[float], seed: int) -> np.ndarray:

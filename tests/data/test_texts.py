@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import unicodedata
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -20,6 +21,7 @@ from raypfl.data.datasets import DataConfig, RawData
 from raypfl.data.datasets.hub_tokens import tokenizer_files
 from raypfl.data.datasets.words import split_text
 from raypfl.models import MODELS
+from raypfl.trained.new_clients import checked_inputs
 from raypfl.trained.samples import samples_in
 from tests.support.command import raypfl
 from tests.support.runs import experiment
@@ -273,3 +275,16 @@ def test_a_network_for_texts_refuses_other_samples_and_texts_other_networks(resu
         library.run(experiment(tmp_path, model="fasttext"))
     with pytest.raises(ConfigError, match="networks for them are fasttext, text_cnn, text_transformer and"):
         library.run(result.experiment.override(["model=mlp", f"output={tmp_path}"]))
+
+
+@pytest.mark.parametrize("token", [-1, 3])
+def test_a_token_that_the_vocabulary_lacks_is_refused_in_training_and_of_new_clients(token):
+    tokens = np.array([[0, 1], [2, token]])
+    words = ["(padding)", "(unknown)", "film"]
+    sentence = rf"Sample 1 of .* has the token {token}, but the vocabulary has 3 tokens, counted from 0\."
+    with pytest.raises(DataError, match=sentence):
+        RawData(tokens, [0, 1], ["bad", "good"], vocabulary=words)
+
+    outline = SimpleNamespace(input_shape=(2,), discrete=True, vocabulary=words)
+    with pytest.raises(DataError, match=sentence):
+        checked_inputs(tokens, outline, "inputs")

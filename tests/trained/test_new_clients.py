@@ -271,6 +271,17 @@ def test_a_token_that_the_network_does_not_know_is_refused_in_a_sentence(tmp_pat
         raypfl.trained_models(run).personalize(x, np.full((8, 8), 2))
 
 
+def test_a_new_client_whose_training_diverges_is_told_so(tmp_path: Path):
+    changes = ["data=diabetes", "partition=iid", "objective={name: regression, mean: 150, std: 80}"]
+    described = experiment(tmp_path, method="fedavg-ft", rounds=1, evaluation__every=0).override(changes)
+    models = raypfl.trained_models(raypfl.run(described).run_dir)
+    x, y = samples(models, 0)
+    with pytest.raises(
+        DataError, match=r"^No model could be made.* Training diverged on client 0 in round 1: mean loss"
+    ):
+        models.personalize(1e30 * x, y)
+
+
 @pytest.mark.parametrize("y", [np.array(["many"] * 4), np.array([{}] * 4), np.arange(4) * 1j])
 def test_targets_that_are_no_numbers_are_refused_in_a_sentence(y: np.ndarray):
     outline = SimpleNamespace(input_shape=(2,), kind="numbers", num_classes=1, discrete=False, scale=1.0)

@@ -156,6 +156,8 @@ class RawData:
             raise DataError(f"There are {len(names)} names of features, but {len(self.indicators)} indicators.")
         if names and isinstance(self.inputs, np.ndarray) and self.inputs.shape[-1] != len(names):
             raise DataError(f"There are {len(names)} names of features, but inputs are [N, {self.inputs.shape[-1]}].")
+        if isinstance(self.inputs, np.ndarray):
+            refuse_unknown_tokens(self.inputs, self.vocabulary, "the inputs")
 
     def blocks(self) -> Iterable[np.ndarray]:
         """Return the inputs, block by block: ``[n, ...]`` each."""
@@ -190,14 +192,34 @@ def as_array(values: Any, name: str) -> np.ndarray:
         raise DataError(f"The {name} are of different shapes, so they cannot form an array.") from None
 
 
+def refuse_unknown_tokens(tokens: np.ndarray, vocabulary: list[str] | None, name: str) -> None:
+    """Raise a DataError for the first token that a vocabulary lacks, if there is one.
+
+    A network need not fail at such a token: to one that indexes a plain tensor, -1 is the last word.
+
+    Parameters
+    ----------
+    name : what the message calls the tokens.
+    """
+    if vocabulary is None:
+        return
+    is_unknown = (tokens < 0) | (tokens >= len(vocabulary))
+    if is_unknown.any():
+        position = np.argwhere(is_unknown)[0]
+        raise DataError(
+            f"Sample {position[0]} of {name} has the token {tokens[tuple(position)]}, but the vocabulary has "
+            f"{len(vocabulary)} tokens, counted from 0."
+        )
+
+
 def class_numbers(labels: np.ndarray, class_names: list[str]) -> np.ndarray:
-    """Return the number of each label's class, ``int64[N]``, for labels given as names; others unchanged.
+    """Return the number of each label's class, ``int64[N]``, for labels ``[N]`` given as names; others unchanged.
 
     Raises
     ------
     DataError : for the first label that is not in `class_names`.
     """
-    if labels.dtype.kind not in "UO":
+    if labels.dtype.kind not in "UO" or labels.ndim != 1:
         return labels
 
     number_of = {name: number for number, name in enumerate(class_names)}
