@@ -22,12 +22,13 @@ import numpy as np
 import pytest
 import requests
 import safetensors.numpy
+import safetensors.torch
 import torch
 import uvicorn
 from starlette.requests import Request
 
 import raypfl
-from raypfl.common.errors import ConfigError, RaypflError
+from raypfl.common.errors import ConfigError, DataError, RaypflError
 from raypfl.models.architectures.hypernetworks import EmbeddingNetwork
 from raypfl.trained.serving import service
 from raypfl.trained.serving.embedder import embedder_file, read_embedder
@@ -128,6 +129,9 @@ def body(**arrays: np.ndarray) -> bytes:
     return safetensors.numpy.save(arrays)
 
 
+IN_BFLOAT16 = safetensors.torch.save({"x": torch.from_numpy(X).bfloat16(), "y": torch.from_numpy(Y)})
+
+
 def request(
     path: str = "/personalize",
     content: bytes | Iterable[bytes] = b"",
@@ -176,11 +180,14 @@ def refusal(service: Service, request: Request) -> tuple[int, str]:
         ({"method": "PUT"}, 405, "takes POST, not PUT"),
         ({"query": "held_out=1"}, 400, "held_out is"),
         ({"query": "held_out=nan"}, 400, "held_out is"),
+        ({"query": "heldout=0.5"}, 400, 'has "heldout"; it may have held_out, once, and nothing else'),
+        ({"query": "held_out=0.5&held_out=0.1"}, 400, 'has "held_out" and "held_out"; it may have'),
         ({"content": b"", "length": 10**9}, 413, "larger than 0.05 MB"),
         ({"content": [b"x" * 20_000] * 5}, 413, "larger than 0.05 MB"),
         ({"content": b""}, 400, "not safetensors"),
         ({"content": b"\xff" * 1000}, 400, "not safetensors"),
         ({"content": b"\x80\x04\x95"}, 400, "not safetensors"),
+        ({"content": IN_BFLOAT16}, 400, "an array of the type 'BF16', which NumPy lacks; send float32"),
         ({"content": body(x=X)}, 400, "must have x and y, nothing else; it has: x"),
         ({"content": body(x=X, y=Y), "path": "/predict"}, 400, "must have x and y and inputs"),
         ({"content": body(x=X, y=Y, inputs=X[0]), "path": "/predict"}, 400, "inputs has the shape [1, 8, 8], but"),
@@ -379,6 +386,37 @@ def test_a_client_sends_its_samples_only_on_request(training_service: Service, r
 
     local = raypfl.trained_models(run_dir).personalize(X, Y, held_out=0)
     torch.testing.assert_close(model(torch.from_numpy(X)), local.model(torch.from_numpy(X)))
+
+
+def test_a_client_takes_all_samples_that_can_be_sent_and_refuses_others_in_a_sentence(training_service: Service):
+    images = torch.from_numpy(X).float()
+    with listening(training_service) as (address, _):
+        remote = raypfl.RemoteRun(address, TOKEN)
+        expected = remote.personalize(X, Y, upload=True)(images)
+        for x in (images.bfloat16(), images.clone().requires_grad_(), X.tolist()):
+            torch.testing.assert_close(remote.personalize(x, Y, upload=True)(images), expected)
+
+        for x, y, sentence in (
+            ([[1], [1, 2]], Y, "The x are of different shapes"),
+            (X.astype(str), Y, "x is <U3 and y is int64; these cannot be sent"),
+            (X.astype(complex), Y, "x is complex128 and y is int64; these cannot be sent"),
+            (X, None, "x is uint8 and y is object; these cannot be sent"),
+        ):
+            with pytest.raises(DataError, match=sentence):
+                remote.personalize(x, y, upload=True)
+
+
+@pytest.mark.parametrize(
+    ("address", "token", "reason"),
+    [
+        ("", TOKEN, "unknown url type"),
+        ("http://127.0.0.1:1", "two\nlines", "Invalid header value"),
+        ("http://127.0.0.1:1", "10 €", "codec can't encode"),
+    ],
+)
+def test_an_address_or_a_token_that_no_request_can_have_is_refused_in_a_sentence(address: str, token: str, reason: str):
+    with pytest.raises(RaypflError, match=f"cannot be part of a request: .*{reason}.*\\. An address is like"):
+        raypfl.RemoteRun(address, token).about  # noqa: B018
 
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.0 200 OK\r\n\r\n<html>", b"HTTP/1.0 200 OK\r\n\r\n{}", b"SSH-2.0\r\n"])

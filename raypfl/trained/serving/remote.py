@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors
 import safetensors.numpy
 
-from raypfl.common.errors import ConfigError, RaypflError
+from raypfl.common.errors import ConfigError, DataError, RaypflError
 from raypfl.common.files import write
 from raypfl.data.datasets.raw_data import as_array, class_numbers
 from raypfl.trained.saved_model import load_model
@@ -52,8 +53,9 @@ class RemoteRun:
     @cached_property
     def about(self) -> dict[str, Any]:
         """The run's method, inputs, classes and paths, and the service's limits."""
+        answer = self._request("/")
         with contextlib.suppress(ValueError):
-            about = json.loads(self._request("/"))
+            about = json.loads(answer)
             if isinstance(about, dict) and {"method", "class_names", "paths"} <= about.keys():
                 return about
         raise RaypflError(f"{self.address} answers, but is not a run that `raypfl serve` serves.")
@@ -76,7 +78,10 @@ class RemoteRun:
         DataError : if the samples do not fit the run.
         RaypflError : if the service cannot be reached, or refuses.
         """
-        y = class_numbers(as_array(y, "y"), self.about["class_names"] or [])
+        x = as_array(x, "x")
+        y = as_array(y, "y")
+        if self.about["class_names"] is not None:
+            y = class_numbers(y, self.about["class_names"])
         if "/embedding" in self.about["paths"]:
             if upload:
                 raise ConfigError(
@@ -91,7 +96,11 @@ class RemoteRun:
                     "upload=True to send them, or run `raypfl personalize` where the run and the samples are."
                 )
             samples = {"x": np.ascontiguousarray(x), "y": np.ascontiguousarray(y)}
-            model = self._request("/personalize?held_out=0", safetensors.numpy.save(samples), BINARY)
+            try:
+                body = safetensors.numpy.save(samples)
+            except safetensors.SafetensorError as error:  # such as text or complex numbers
+                raise DataError(f"x is {x.dtype} and y is {y.dtype}; these cannot be sent: {error}") from error
+            model = self._request("/personalize?held_out=0", body, BINARY)
 
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "model.safetensors") if file is None else Path(file)
@@ -111,9 +120,9 @@ class RemoteRun:
         if body is not None:
             headers["Content-Type"] = media
 
-        request = urllib.request.Request(self.address + path, body, headers)
         for tries_left in reversed(range(TRIES)):
             try:
+                request = urllib.request.Request(self.address + path, body, headers)
                 with urllib.request.urlopen(request, timeout=self.timeout) as answer:
                     return answer.read()
             except urllib.error.HTTPError as error:
@@ -125,6 +134,11 @@ class RemoteRun:
                 # urllib's own text wraps the reason in "<urlopen error ...>".
                 reason = getattr(error, "reason", error)
                 raise RaypflError(f"{self.address} cannot be asked for a model: {reason}") from error
+            except ValueError as error:
+                raise RaypflError(
+                    f"The address {self.address!r} or the token cannot be part of a request: {error}. An address is "
+                    "like http://127.0.0.1:8000, and a token one line in ASCII."
+                ) from error
         raise AssertionError("The last try returns or raises.")
 
 

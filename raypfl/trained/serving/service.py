@@ -277,7 +277,9 @@ def _later(sentence: str) -> _Refused:
 def _of_safetensors(body: bytes) -> dict[str, np.ndarray]:
     try:
         return safetensors.numpy.load(body)
-    except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
+    except KeyError as error:
+        raise _Refused(400, f"The body has an array of the type {error}, which NumPy lacks; send float32.") from error
+    except (safetensors.SafetensorError, TypeError, ValueError) as error:
         raise _Refused(
             400, f"The body is not safetensors, as a body without Content-Type: application/json must be: {error}"
         ) from error
@@ -297,9 +299,13 @@ def _of_json(body: bytes) -> dict[str, np.ndarray]:
 
 
 def _held_out(request: Request) -> float | None:
-    text = request.query_params.get("held_out")
-    if text is None:
+    options = request.query_params.multi_items()
+    if not options:
         return None
+    if [name for name, _ in options] != ["held_out"]:
+        names = series(json.dumps(name) for name, _ in options)
+        raise _Refused(400, f"The query has {names}; it may have held_out, once, and nothing else.")
+    ((_, text),) = options
     with contextlib.suppress(ValueError):
         share = float(text)
         if 0 <= share < 1 and math.isfinite(share):
