@@ -55,6 +55,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.timeout(3600))
+            if item.get_closest_marker("thorough"):
+                raise pytest.UsageError(f"{item.nodeid} is slow and thorough, so CI would run it")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

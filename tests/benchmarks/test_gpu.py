@@ -98,12 +98,6 @@ def test_a_line_that_was_cut_off_is_removed(tmp_path: Path):
     assert [row["found"] for row in journal.rows("a")] == [1, 2]
 
 
-@pytest.mark.slow
-def test_processes_that_share_a_device_train_the_same_models_twice():
-    two = together(_hashes, 2, CPU, {"tiny": Job("mlp", (1, 4, 4), cohort=2)})
-    assert len({run["tiny"] for runs in two for run in runs}) == 1 and [len(runs) for runs in two] == [2, 2]
-
-
 def test_a_row_whose_process_dies_says_so_and_the_next_one_has_another_process():
     isolated = Isolated()
     assert isolated(crash_at, "lenet")["error"] == "the process died"
@@ -199,12 +193,3 @@ def test_a_goal_is_printed_with_its_step_and_the_steps_left_out_are_named(tmp_pa
     assert [row["step"] for row in rows] == ["begin", "bits", "goal", "pfl"]
     assert rows[2]["about"].endswith("met, 1 of 1 (a rehearsal)")
     assert rows[3]["about"] == "left out: the 9 minutes are over"
-
-
-@pytest.mark.slow
-def test_a_rehearsal_on_a_cpu_goes_through_every_step(tmp_path: Path):
-    file = tmp_path / "rows"
-    assert main(["--device", "cpu", "--quick", "--minutes", "30", "--json", str(file)]) == 0
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    assert {row["step"] for row in rows} == {"begin", *STEPS, "goal"}
-    assert not [row for row in rows if "failed" in row or "error" in row or row.get("right") is False]

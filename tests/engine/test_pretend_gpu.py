@@ -223,16 +223,7 @@ def run(tmp_path, faults: list[str], **changes) -> raypfl.Result:
     return result
 
 
-@pytest.mark.parametrize(
-    ("executor", "client_gpus", "server_gpus"),
-    [
-        ("vectorised", 1, 1),
-        pytest.param("sequential", 1, 0, marks=pytest.mark.slow),
-        pytest.param("vectorised", 0, 1, marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.parametrize("method", methods(METHODS))
-def test_every_method_runs_on_a_gpu(tmp_path, faults, monkeypatch, method, executor, client_gpus, server_gpus):
+def run_method(tmp_path, faults, monkeypatch, method: str, executor: str, client_gpus: int, server_gpus: int) -> None:
     monkeypatch.setattr(floco, "SIZES", 10)
     devices = {"engine__executor": executor, "ray__gpus_per_actor": client_gpus, "ray__gpus_for_server": server_gpus}
     # The other protocols score the same models, as in the tests below.
@@ -242,6 +233,24 @@ def test_every_method_runs_on_a_gpu(tmp_path, faults, monkeypatch, method, execu
         # The pretended GPU takes what `one_hot` makes in a recorded step for a tensor of the CPU.
         changes = {"engine__cuda_graphs": False}
     run(tmp_path, faults, method=method, **evaluation, **devices, **changes)
+
+
+@pytest.mark.parametrize("method", methods(METHODS))
+def test_every_method_runs_on_a_gpu(tmp_path, faults, monkeypatch, method):
+    run_method(tmp_path, faults, monkeypatch, method, "vectorised", client_gpus=1, server_gpus=1)
+
+
+def _server_computes(method: str) -> pytest.MarkDecorator:
+    """CI runs methods whose server makes tensors of its own: it trains, draws, or sends several messages a round."""
+    return pytest.mark.thorough if method in ("feddf", "fednh", "pefll") else pytest.mark.slow
+
+
+@pytest.mark.parametrize("method", [pytest.param(name, marks=_server_computes(name)) for name in sorted(METHODS)])
+@pytest.mark.parametrize(("executor", "client_gpus", "server_gpus"), [("sequential", 1, 0), ("vectorised", 0, 1)])
+def test_every_method_runs_with_a_gpu_for_its_clients_or_its_server_alone(
+    tmp_path, faults, monkeypatch, method, executor, client_gpus, server_gpus
+):
+    run_method(tmp_path, faults, monkeypatch, method, executor, client_gpus, server_gpus)
 
 
 def test_steps_of_clients_that_train_together_are_captured_unless_asked_not_to_with_the_same_bits(

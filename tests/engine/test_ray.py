@@ -279,8 +279,10 @@ def signal_a_run(described: raypfl.Experiment, number: int) -> tuple[str, bool, 
     return result.status, result.round >= 2, os.path.exists(folders[0])
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGTERM, marks=pytest.mark.thorough), pytest.param(signal.SIGHUP, marks=pytest.mark.slow)],
+)
 def test_a_signalled_run_with_a_local_ray_is_saved_and_leaves_nothing_behind(tmp_path, number):
     described = on_ray(tmp_path, 1, rounds=500, checkpoint__every=0)
     assert call(signal_a_run, described, number) == ("stopped", True, False)
