@@ -256,6 +256,13 @@ def test_a_run_in_one_process_ends_when_its_gpu_fails_and_a_resume_goes_on(
         "ray__gpus_for_server": gpus_for_server,
         "failures__on_client_failure": "skip",
         "rounds": 4,
+        # Each operation on the pretended GPU takes about ten times as long as on a CPU.
+        "model__hidden": "[4]",
+        "partition__clients": 6,
+        "cohort__size": 4,
+        "training__steps": 1,
+        "evaluation__every": 0,
+        "evaluation__protocols": "[local]",
     }
     described = experiment(tmp_path, **settings)
     events: list[Event] = []

@@ -270,6 +270,7 @@ def test_steps_of_clients_that_train_together_are_captured_unless_asked_not_to_w
 
 def test_a_client_without_test_samples_is_evaluated_on_a_gpu(tmp_path, faults):
     sparse = {"partition": "{name: dirichlet, clients: 20, min_samples: 1}", "engine__group_size": 20}
+    sparse["evaluation__protocols"] = "[local]"
     result = run(tmp_path, faults, method="local", engine__executor="sequential", **sparse, rounds=1)
     tested = result.evaluations.to_pandas().query("protocol == 'local'").client
     assert 0 < len(set(tested)) < 15
