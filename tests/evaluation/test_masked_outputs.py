@@ -126,6 +126,7 @@ ONE_CLASS = {
     "partition": "{name: classes_per_client, clients: 12, classes: 1}",
     "data__unseen_fraction": 0.25,
     "evaluation__protocols": "[local, unseen, train]",
+    "training__steps": 2,
     "rounds": 2,
 }
 

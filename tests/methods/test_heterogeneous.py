@@ -39,6 +39,7 @@ class SmallConv(nn.Module):
 
 NETWORKS = f"[{{name: mlp, hidden: [7, 6]}}, '{__name__}:SmallConv']"
 TWO = {"model": "heterogeneous", "model__networks": NETWORKS, "rounds": 3, "partition__clients": 7, "cohort__size": 5}
+BRIEF = TWO | {"training__steps": 2}
 BY_HAND = TWO | {"training__precision": "fp64", "training__batch_size": 2000, "training__lr": 0.1, "rounds": 2}
 BY_HAND |= {"cohort__size": 7, "training__epochs": 1}
 
@@ -153,7 +154,7 @@ def test_one_architecture_is_an_ordinary_run_to_the_bit(method, executor, tmp_pa
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_client_keeps_and_is_its_own_network_alone(method, tmp_path):
-    result = raypfl.run(experiment(tmp_path, **TWO, method=method, evaluation__every=0))
+    result = raypfl.run(experiment(tmp_path, **BRIEF, method=method, evaluation__every=0))
     sizes = {0: 64 * 7 + 7 + 7 * 6 + 6, 1: 4 * 9 + 4}
     models = raypfl.trained_models(result.run_dir)
     data = prepared(result.experiment).data
@@ -177,7 +178,7 @@ def test_a_client_keeps_and_is_its_own_network_alone(method, tmp_path):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_run_that_is_stopped_resumes_to_the_same_bits(method, tmp_path):
-    changes = TWO | {"method": method, "checkpoint__every": 1}
+    changes = BRIEF | {"method": method, "checkpoint__every": 1}
     whole = raypfl.run(experiment(tmp_path, **changes))
     stopped = raypfl.run(experiment(tmp_path, **changes), listeners=[Interrupt(2)])
     resumed = raypfl.resume(stopped.run_dir)
@@ -185,7 +186,7 @@ def test_a_run_that_is_stopped_resumes_to_the_same_bits(method, tmp_path):
 
 
 def test_executors_agree_up_to_rounding(tmp_path):
-    changes = TWO | {"method": "fedgh", "training__precision": "fp64", "training__batch_size": 10}
+    changes = BRIEF | {"method": "fedgh", "training__precision": "fp64", "training__batch_size": 10}
     runs = [raypfl.run(experiment(tmp_path, **changes, engine__executor=e)) for e in ("vectorised", "sequential")]
     thetas = [run.server_state()["theta"] for run in runs]
     torch.testing.assert_close(*thetas, rtol=1e-10, atol=1e-10)
@@ -193,7 +194,7 @@ def test_executors_agree_up_to_rounding(tmp_path):
 
 @pytest.mark.thorough
 def test_client_actors_give_the_bits_of_an_inline_run(tmp_path):
-    changes = TWO | {"method": "fedproto"}
+    changes = BRIEF | {"method": "fedproto"}
     hashes = {raypfl.run(experiment(tmp_path, **changes, **backend)).weights_hash for backend in ({}, ON_RAY)}
     assert len(hashes) == 1
 
@@ -207,7 +208,7 @@ def test_a_method_that_averages_whole_networks_is_refused_with_those_that_do_not
     with pytest.raises(ConfigError, match=r"the server has only the output layer.*'body'"):
         raypfl.run(experiment(tmp_path, **TWO, method="partial", method__personal="body"))
     personal = {"method": "partial", "method__personal": "feature extractor"}
-    assert raypfl.run(experiment(tmp_path, **TWO, **personal)).status == "finished"
+    assert raypfl.run(experiment(tmp_path, **BRIEF, **personal)).status == "finished"
 
 
 @pytest.mark.parametrize(
@@ -228,7 +229,7 @@ def test_what_different_networks_cannot_have_is_refused_in_a_sentence(changes, w
 
 
 def test_there_is_no_global_model_and_none_for_a_client_of_an_unknown_architecture(tmp_path):
-    result = raypfl.run(experiment(tmp_path, **TWO, method="lg-fedavg"))
+    result = raypfl.run(experiment(tmp_path, **BRIEF, method="lg-fedavg"))
     models = raypfl.trained_models(result.run_dir)
     assert set(result.evaluations["model"].to_pylist()) == {"personal"}
     with pytest.raises(ConfigError, match="no global model"):
@@ -245,7 +246,7 @@ def test_there_is_no_global_model_and_none_for_a_client_of_an_unknown_architectu
 @pytest.mark.parametrize("method", ["local", "lg-fedavg"])
 def test_clients_that_are_never_trained_get_models_of_their_own_architecture(method, tmp_path):
     unseen = {"data__unseen_fraction": 0.3, "evaluation__protocols": "[local, unseen]", "evaluation__every": 0}
-    result = raypfl.run(experiment(tmp_path, **TWO | unseen, method=method))
+    result = raypfl.run(experiment(tmp_path, **BRIEF | unseen, method=method))
     rows = result.evaluations.filter(pc.field("protocol") == "unseen")
     clients = rows["client"].to_pylist()
     assert len(clients) == 2 and rows["accuracy"].null_count == 0
@@ -255,7 +256,7 @@ def test_clients_that_are_never_trained_get_models_of_their_own_architecture(met
 
 
 def test_states_of_different_sizes_are_copied_out_of_stacks_that_few_clients_keep_alive(tmp_path, monkeypatch):
-    changes = TWO | {"method": "local", "cohort__size": 2, "rounds": 6, "engine__group_size": 7}
+    changes = BRIEF | {"method": "local", "cohort__size": 2, "rounds": 6, "engine__group_size": 7}
     as_they_are = raypfl.run(experiment(tmp_path, **changes))
     rewritten = []
 
