@@ -131,6 +131,15 @@ def ray_cluster() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
+def default_run(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The result of `tests.support.runs.experiment` without a change, for tests to compare with and to read."""
+    import raypfl
+    from tests.support.runs import experiment
+
+    return raypfl.run(experiment(tmp_path_factory.mktemp("default")))
+
+
+@pytest.fixture(scope="session")
 def mlflow_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An empty tracking database, for tests to copy: its migrations take seconds, so all processes share it."""
     from raypfl.integrations.tracking.connection import quiet_mlflow

@@ -44,7 +44,8 @@ def test_short_rounds_are_saved_by_the_seconds_that_they_take_unless_checkpoints
 ):
     def run(name: str, **changes) -> tuple[list[int], raypfl.Result]:
         events = []
-        small = {"partition__clients": 3, "cohort__size": 2, "evaluation__every": 7, "checkpoint__every": "null"}
+        small = {"method": "fedavg", "partition__clients": 3, "cohort__size": 2, "training__steps": 1}
+        small |= {"evaluation__every": 7, "checkpoint__every": "null"}
         settings = experiment(tmp_path, output=tmp_path / name, rounds=25, **(small | changes))
         result = raypfl.run(settings, listeners=[events.append])
         return [e.round for e in events if isinstance(e, Checkpointed)], result
@@ -71,14 +72,14 @@ def test_a_process_in_which_something_left_gradients_off_trains_all_the_same(tmp
 
 
 def test_training_learns_and_personal_models_fit_their_own_clients_better(tmp_path):
-    result = raypfl.run(experiment(tmp_path, rounds=25, cohort__size=12))
+    result = raypfl.run(experiment(tmp_path, rounds=25, cohort__size=12, evaluation__every=25))
     accuracy = {(s["model"], s["protocol"]): s["accuracy"] for s in result.summary()}
     assert accuracy["global", "global"] > 0.85
     assert accuracy["personal", "local"] > accuracy["personal", "global"]
 
 
-def test_a_loaded_result_equals_that_of_the_run(tmp_path):
-    result = raypfl.run(experiment(tmp_path))
+def test_a_loaded_result_equals_that_of_the_run(default_run):
+    result = default_run
     again = raypfl.Result.load(result.run_dir)
     assert again.weights_hash == result.weights_hash and same_tables(again, result)
     assert again.experiment == result.experiment
@@ -120,11 +121,11 @@ def test_a_second_ctrl_c_waits_until_a_round_or_its_evaluation_is_recorded(tmp_p
     assert resumed.weights_hash == whole.weights_hash and same_tables(resumed, whole)
 
 
-def test_a_run_killed_in_the_middle_of_a_round_resumes_to_the_same_bits(tmp_path):
+def test_a_run_killed_in_the_middle_of_a_round_resumes_to_the_same_bits(tmp_path, default_run):
     killing = experiment(tmp_path, method=METHODS + "KillsItsActor", method__marks=tmp_path)
     assert exit_code(raypfl.run, killing, run_dir=tmp_path / "killed") == -signal.SIGKILL
     resumed = raypfl.resume(tmp_path / "killed")
-    assert resumed.weights_hash == raypfl.run(experiment(tmp_path)).weights_hash
+    assert resumed.weights_hash == default_run.weights_hash
 
 
 def test_an_extended_run_is_unfinished_until_its_end(tmp_path):
@@ -136,13 +137,12 @@ def test_an_extended_run_is_unfinished_until_its_end(tmp_path):
     assert is_finished(folder)
 
 
-def test_lost_states_send_the_run_back_to_its_checkpoint_and_on_to_the_same_bits(tmp_path):
+def test_lost_states_send_the_run_back_to_its_checkpoint_and_on_to_the_same_bits(tmp_path, default_run):
     events = []
-    whole = raypfl.run(experiment(tmp_path))
     losing = experiment(tmp_path, method=METHODS + "LosesStates", method__marks=tmp_path)
     result = raypfl.run(losing, listeners=[events.append])
     assert any("Going on from round 2 again, 1 round back" in e.text for e in events if isinstance(e, Warned))
-    assert result.weights_hash == whole.weights_hash and same_tables(result, whole)
+    assert result.weights_hash == default_run.weights_hash and same_tables(result, default_run)
 
 
 def test_bytes_are_counted_on_from_a_checkpoint_and_in_a_repeated_round_once(tmp_path):
@@ -159,8 +159,7 @@ def test_bytes_are_counted_on_from_a_checkpoint_and_in_a_repeated_round_once(tmp
         assert all(total == expected[round - 1] for round, total in reported)
 
 
-def test_a_damaged_checkpoint_is_skipped_for_the_one_before_with_a_warning(tmp_path):
-    whole = raypfl.run(experiment(tmp_path))
+def test_a_damaged_checkpoint_is_skipped_for_the_one_before_with_a_warning(tmp_path, default_run):
     stopped = raypfl.run(experiment(tmp_path), listeners=[Interrupt(4)])
     newest = max((stopped.run_dir / "checkpoints").glob("*-round-*"))
     file = newest / "server.safetensors"
@@ -170,13 +169,13 @@ def test_a_damaged_checkpoint_is_skipped_for_the_one_before_with_a_warning(tmp_p
 
     assert any(isinstance(e, Warned) and newest.name in e.text for e in events)
     assert next(e for e in events if isinstance(e, RunStarted)).first_round == 2
-    assert resumed.weights_hash == whole.weights_hash
+    assert resumed.weights_hash == default_run.weights_hash
 
 
-def test_resuming_a_finished_run_with_more_rounds_equals_one_long_run(tmp_path):
+def test_resuming_a_finished_run_with_more_rounds_equals_one_long_run(tmp_path, default_run):
     short = raypfl.run(experiment(tmp_path, rounds=3))
     longer = raypfl.resume(short.run_dir, overrides=["rounds=6"])
-    assert longer.weights_hash == raypfl.run(experiment(tmp_path)).weights_hash
+    assert longer.weights_hash == default_run.weights_hash
 
 
 def test_personal_models_are_made_at_the_learning_rate_of_the_last_round(tmp_path, monkeypatch):
@@ -221,10 +220,9 @@ def test_a_failing_client_can_be_skipped_and_is_counted_and_costs_nobody_else(tm
     assert sum("Client 3" in e.text for e in events if isinstance(e, Warned)) >= 1
 
 
-def test_a_passing_failure_is_retried_and_leaves_no_trace(tmp_path):
-    whole = raypfl.run(experiment(tmp_path))
+def test_a_passing_failure_is_retried_and_leaves_no_trace(tmp_path, default_run):
     retried = raypfl.run(experiment(tmp_path, method=METHODS + "FailsOnce", method__marks=tmp_path))
-    assert retried.weights_hash == whole.weights_hash and same_tables(retried, whole)
+    assert retried.weights_hash == default_run.weights_hash and same_tables(retried, default_run)
 
 
 def test_a_diverging_client_stops_the_run_with_its_number_and_round(tmp_path):
@@ -248,7 +246,8 @@ def test_a_failed_run_keeps_its_last_finished_round(tmp_path):
 
 
 def test_clients_drop_out_after_the_first_message_by_seed(tmp_path):
-    result = raypfl.run(experiment(tmp_path, devices__dropout=0.4, rounds=10))
+    dropping = experiment(tmp_path, method="fedavg", rounds=10, devices__dropout=0.4, evaluation__every=0)
+    result = raypfl.run(dropping)
     rounds = result.rounds.to_pylist()
     ledger = result.ledger.to_pylist()
     assert sum(r["dropped"] for r in rounds) > 0
@@ -258,7 +257,7 @@ def test_clients_drop_out_after_the_first_message_by_seed(tmp_path):
         assert r["clients"] + r["dropped"] == 6
         assert clients_by_direction["down"] == 6 and clients_by_direction["up"] == r["clients"]
 
-    again = raypfl.run(experiment(tmp_path, devices__dropout=0.4, rounds=10))
+    again = raypfl.run(dropping)
     assert again.weights_hash == result.weights_hash
 
 
@@ -297,8 +296,8 @@ def test_a_round_without_a_reply_changes_nothing(tmp_path, method):
     assert final[0] == initial[0] and all(torch.equal(final[1][name], tensor) for name, tensor in initial[1].items())
 
 
-def test_evaluations_have_a_row_for_each_client_protocol_and_model(tmp_path):
-    table = raypfl.run(experiment(tmp_path)).evaluations
+def test_evaluations_have_a_row_for_each_client_protocol_and_model(default_run):
+    table = default_run.evaluations
     assert table.schema.names == [
         *["round", "client", "protocol", "model", "samples", "accuracy", "loss", "ece", "auc", "left_out"]
     ]
@@ -331,7 +330,8 @@ def test_batch_norm_statistics_train_travel_and_evaluate(tmp_path, monkeypatch):
         """)
     )
     monkeypatch.syspath_prepend(tmp_path)
-    result = raypfl.run(experiment(tmp_path, rounds=15, cohort__size=12, model="normed:net"))
+    settings = {"method": "fedavg", "rounds": 15, "cohort__size": 12, "evaluation__every": 15}
+    result = raypfl.run(experiment(tmp_path, model="normed:net", **settings))
     theta = result.global_model()
 
     assert theta.shape == (4 * 9 + 4 + 8 + 1440 + 10 + 8,)

@@ -73,23 +73,30 @@ def changed_in_one_setting(original: Experiment) -> Iterator[tuple[str, Experime
 def test_every_setting_that_decides_a_result_stays(tmp_path):
     validated = {"evaluation__protocols": "[local,val]", "evaluation__patience": 2, "data__val_fraction": 0.2}
     original = experiment(tmp_path, privacy__noise=1, model__weights="a.pt", **validated)
+    variants = dict(changed_in_one_setting(original))
     refused = set()
-    for key, variant in changed_in_one_setting(original):
+    for key, variant in variants.items():
         try:
             refuse_changes(tmp_path, variant, original)
         except ConfigError as error:
             assert key in str(error)
             refused.add(key)
 
-    tried = {key for key, _ in changed_in_one_setting(original)}
+    tried = set(variants)
     assert tried - refused == {key for key in tried if may_change(key)}
     assert len(refused) > 40 and {"training.lr", "seed", "engine.executor", "method.lam", "data.val_fraction"} < refused
     assert {key.partition(".")[0] for key in tried - refused} == {key.partition(".")[0] for key in MAY_CHANGE}
 
 
+@pytest.fixture(scope="module")
+def short_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of two rounds, which tests leave as it is."""
+    return raypfl.run(experiment(tmp_path_factory.mktemp("short"), rounds=2)).run_dir
+
+
 @pytest.mark.parametrize("change", ["training.lr=0.5", "model.hidden=[7]", "partition.alpha=5", "name=other"])
-def test_a_change_that_would_falsify_a_run_is_refused_and_nothing_is_written(tmp_path, change):
-    run = raypfl.run(experiment(tmp_path, rounds=2)).run_dir
+def test_a_change_that_would_falsify_a_run_is_refused_and_nothing_is_written(short_run, change):
+    run = short_run
     before = file_contents(run)
     for words in ([change], [change, "rounds=4"]):
         with pytest.raises(ConfigError, match=f"^{change.partition('=')[0]} "):
@@ -178,7 +185,7 @@ def test_the_methods_whose_rounds_depend_on_their_number_say_so():
     assert depending == {"apple", "fedkd", "fedphp", "floco", "floco-plus", "pfedsim"}
 
 
-def test_a_location_without_the_runs_checkpoints_is_refused(tmp_path):
+def test_a_location_without_the_runs_checkpoints_is_refused(tmp_path, default_run):
     run = raypfl.run(experiment(tmp_path, rounds=2)).run_dir
     with pytest.raises(ConfigError, match=r"checkpoint.location .* has no checkpoint of this run"):
         raypfl.resume(run, overrides=["rounds=4", f"checkpoint.location={tmp_path / 'empty'}"])
@@ -188,7 +195,7 @@ def test_a_location_without_the_runs_checkpoints_is_refused(tmp_path):
     (run / "checkpoints").rename(moved)
     longer = raypfl.resume(run, overrides=["rounds=6", f"checkpoint.location={moved.parent}"])
 
-    assert longer.weights_hash == raypfl.run(experiment(tmp_path)).weights_hash
+    assert longer.weights_hash == default_run.weights_hash
 
 
 def test_the_history_tells_the_settings_of_each_round(tmp_path):
@@ -354,6 +361,12 @@ def test_a_run_that_continues_another_is_resumed_to_the_same_bits_and_keeps_its_
     assert [entry["from_round"] for entry in resumed.history] == [0, 3, 5]
 
 
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run with a checkpoint of every other round, from which others continue."""
+    return raypfl.run(experiment(tmp_path_factory.mktemp("parent"), checkpoint__keep=9)).run_dir
+
+
 @pytest.mark.parametrize(
     ("round", "words", "sentence"),
     [
@@ -366,15 +379,13 @@ def test_a_run_that_continues_another_is_resumed_to_the_same_bits_and_keeps_its_
         (4, ["training.lr=-1"], r"training.lr is -1"),
     ],
 )
-def test_an_impossible_continuation_is_refused_and_leaves_nothing(tmp_path, round, words, sentence):
-    parent = raypfl.run(experiment(tmp_path, checkpoint__keep=9)).run_dir
+def test_an_impossible_continuation_is_refused_and_leaves_nothing(parent, tmp_path, round, words, sentence):
     with pytest.raises((ConfigError, CheckpointError), match=sentence):
         raypfl.resume(parent, from_round=round, new_run_dir=tmp_path / "new", overrides=words)
     assert not (tmp_path / "new").exists()
 
 
-def test_the_command_continues_a_run_as_a_new_one(tmp_path):
-    parent = raypfl.run(experiment(tmp_path, checkpoint__keep=9)).run_dir
+def test_the_command_continues_a_run_as_a_new_one(parent, tmp_path):
     new = tmp_path / "new"
     words = ["resume", str(parent), "--from-round", "4", "--as", str(new)]
     (run,) = raypfl_json(*words, "training.lr=0.001")["runs"]
@@ -391,9 +402,8 @@ def test_the_command_continues_a_run_as_a_new_one(tmp_path):
 
 
 @pytest.mark.parametrize("copies", [True, False])
-def test_damaged_tables_cost_no_model(tmp_path, copies):
+def test_damaged_tables_cost_no_model(tmp_path, default_run, copies):
     """One bit of each file is flipped; the rows come back from the tables in the run's folder, or are left out."""
-    whole = raypfl.run(experiment(tmp_path))
     run = raypfl.run(experiment(tmp_path, rounds=4)).run_dir
     parts = list((run / "checkpoints" / "tables").glob("*.parquet"))
 
@@ -409,14 +419,15 @@ def test_damaged_tables_cost_no_model(tmp_path, copies):
 
     events: list = []
     longer = raypfl.resume(run, overrides=["rounds=6"], listeners=[events.append])
-    assert longer.weights_hash == whole.weights_hash
+    assert longer.weights_hash == default_run.weights_hash
 
     warnings = [event.text for event in events if isinstance(event, Warned)]
     assert len(warnings) == 3  # the newest checkpoint has one file of each table
 
     if copies:
         assert all("were written again from its copy" in text for text in warnings)
-        assert longer.ledger.equals(whole.ledger) and longer.rounds["loss"].equals(whole.rounds["loss"])
+        assert longer.ledger.equals(default_run.ledger)
+        assert longer.rounds["loss"].equals(default_run.rounds["loss"])
     else:
         assert all("are lost, and the run continues without them" in text for text in warnings)
         assert longer.rounds["round"].to_pylist() == [5, 6]

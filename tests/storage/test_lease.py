@@ -46,16 +46,15 @@ def write_lease(folder: Path, holder: lease._Holder) -> None:
     (folder / "lease.json").write_text(json.dumps(asdict(holder)))
 
 
-def test_a_second_attempt_at_a_run_is_refused_and_does_not_disturb_the_first(tmp_path: Path):
+def test_a_second_attempt_at_a_run_is_refused_and_does_not_disturb_the_first(tmp_path: Path, default_run):
     def again():
         with pytest.raises(CheckpointError, match=r"already running as process \d+ on \S+ since \d{4}-.*stop it there"):
             raypfl.resume(tmp_path / "run")
 
     second = Once(again)
-    whole = raypfl.run(experiment(tmp_path))
     first = raypfl.run(experiment(tmp_path), listeners=[second], run_dir=tmp_path / "run")
     assert len(second.results) == 1
-    assert first.weights_hash == whole.weights_hash and same_tables(first, whole)
+    assert first.weights_hash == default_run.weights_hash and same_tables(first, default_run)
     assert not (tmp_path / "run" / "checkpoints" / "lease.json").exists()
 
 
@@ -163,7 +162,7 @@ def test_a_full_disk_ends_no_signs_of_life(monkeypatch, tmp_path):
             assert time.monotonic() < deadline
 
 
-def test_a_location_that_is_slow_to_write_to_is_no_sign_of_death_and_changes_no_bit(tmp_path, monkeypatch):
+def test_a_location_that_is_slow_to_write_to_is_no_sign_of_death_and_changes_no_bit(tmp_path, monkeypatch, default_run):
     for name, seconds in {"BEAT": 0.02, "PATIENCE": 0.5, "_POLL": 0.01}.items():
         monkeypatch.setattr(lease, name, seconds)
     monkeypatch.setattr(lease._Holder, "is_alive", None)  # as seen from another machine
@@ -181,9 +180,8 @@ def test_a_location_that_is_slow_to_write_to_is_no_sign_of_death_and_changes_no_
         watcher.join()  # as long as the write takes
         return save(location, *args)
 
-    whole = raypfl.run(experiment(tmp_path))
     monkeypatch.setattr(checkpoints, "save", save_slowly)
-    assert raypfl.run(experiment(tmp_path)).weights_hash == whole.weights_hash
+    assert raypfl.run(experiment(tmp_path)).weights_hash == default_run.weights_hash
     assert len(refused_at) == 3
 
 
