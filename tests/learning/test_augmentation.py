@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from itertools import combinations
+from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
-from torchvision.transforms.v2 import functional as torchvision
 
 import raypfl
 from raypfl.common import rng
@@ -31,6 +31,14 @@ from tests.support.runs import ON_RAY, experiment
 SEVERAL = (Crop(padding=1, p=0.8), Flip(), Cutout(size=2, p=0.5))
 
 
+@pytest.fixture(scope="module")
+def torchvision() -> ModuleType:
+    """Its import takes four seconds, which processes that have none of these tests do without."""
+    from torchvision.transforms.v2 import functional
+
+    return functional
+
+
 # What is done to an image
 
 
@@ -43,7 +51,7 @@ def photographs(count: int = 12, height: int = 9, width: int = 7) -> tuple[torch
 
 
 @pytest.mark.parametrize("fill", ["black", "mean"])
-def test_a_crop_is_torchvisions_before_or_after_normalisation(fill):
+def test_a_crop_is_torchvisions_before_or_after_normalisation(torchvision, fill):
     pixels, source = photographs()
     corners = np.random.default_rng(1).integers(0, 7, (12, 2))
     u = torch.from_numpy(np.column_stack([np.zeros(12), (corners + 0.5) / 7]))
@@ -57,7 +65,7 @@ def test_a_crop_is_torchvisions_before_or_after_normalisation(fill):
         assert torch.equal(crop, expected)
 
 
-def test_a_flip_is_torchvisions_on_the_chosen_images():
+def test_a_flip_is_torchvisions_on_the_chosen_images(torchvision):
     pixels, source = photographs(4)
     x = source.normalise(pixels)
     flipped = Flip(p=0.3)(x, torch.tensor([[0.29], [0.3], [0.0], [0.99]], dtype=torch.float64), source.offset)
