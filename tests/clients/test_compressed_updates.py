@@ -14,6 +14,7 @@ from raypfl.clients.compression.compressors import QSGD, Half, Sign, TopK
 from raypfl.common.errors import ConfigError, MethodError, RaypflError
 from raypfl.experiment.comparison import experiments
 from raypfl.methods import METHODS, FedAvg
+from tests.methods.test_every_method import changes_for
 from tests.support.federation import FP32, FP64, Federation
 from tests.support.runs import ON_RAY, TIMED, Interrupt, experiment, same_tables
 
@@ -205,7 +206,7 @@ def test_each_method_of_a_comparison_may_have_its_own():
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_every_method_runs_with_compression_or_is_refused_before_the_run(tmp_path, method):
     try:
-        result = raypfl.run(experiment(tmp_path, method=method, compression="half", rounds=3))
+        result = raypfl.run(experiment(tmp_path, compression="half", **changes_for(method)))
     except ConfigError as error:
         assert "compression has no effect" in str(error) or method == "feddbe"
     except RaypflError as error:
