@@ -72,9 +72,9 @@ class ActorPool:
 
     actors: Annotated[int | None, needs("engine.backend", "ray")] = None
     max_actors: Annotated[int | None, needs("engine.backend", "ray")] = None
-    cpus_per_actor: float = 1.0
+    cpus_per_actor: Annotated[float, needs("engine.backend", "ray")] = 1.0
     gpus_per_actor: float | Literal["auto"] = 0.0
-    accelerator: str | None = None
+    accelerator: Annotated[str | None, needs("engine.backend", "ray")] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,11 +101,11 @@ class RaySettings(ActorPool):
 
     pools: Annotated[tuple[ActorPool, ...], needs("engine.backend", "ray")] = ()
     mixed_devices: Annotated[bool, needs("engine.backend", "ray")] = False
-    address: str | None = None
-    cpus_for_server: float = 0.0
+    address: Annotated[str | None, needs("engine.backend", "ray")] = None
+    cpus_for_server: Annotated[float, needs("engine.backend", "ray")] = 0.0
     gpus_for_server: float = 0.0
     data_share: Annotated[float, needs_gpus_for_clients(otherwise=needs_some("gpus_for_server"))] = 0.25
-    dashboard: Annotated[bool, unless("address")] = False
+    dashboard: Annotated[bool, unless("address"), needs("engine.backend", "ray")] = False
 
     @property
     def actor_pools(self) -> tuple[ActorPool, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,9 @@ def _run_in_this_process(
 def _run_as_tasks(cells: Sequence[StudyCell], unfinished: Sequence[int], listen: CellListener) -> dict[int, RunOutcome]:
     runs = {}
     for i in unfinished:
-        runs[i] = _planned(cells[i], cells[i].experiment.override(["engine.backend=inline"]))
+        experiment = cells[i].experiment
+        planned = _planned(cells[i], experiment.override(["engine.backend=inline"]))
+        runs[i] = replace(planned, ray=experiment.ray)
 
     def prepare(ray: Any) -> None:
         refuse_unless_folders_are_shared(ray, runs.values(), "This study")

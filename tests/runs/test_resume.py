@@ -119,7 +119,7 @@ def test_the_refusal_says_how_to_change_it_in_a_new_run(tmp_path):
 def test_a_finished_run_that_is_resumed_without_a_change_stays_as_it_is(tmp_path):
     finished = raypfl.run(experiment(tmp_path, rounds=2))
     before = file_contents(finished.run_dir)
-    for words in ([], ["training.lr=0.1"], ["ray.cpus_per_actor=0.25", "checkpoint.keep=5"]):
+    for words in ([], ["training.lr=0.1"], ["tracking.experiment=other", "checkpoint.keep=5"]):
         assert raypfl.resume(finished.run_dir, overrides=words).weights_hash == finished.weights_hash
         assert file_contents(finished.run_dir) == before
     assert raypfl_json("resume", str(finished.run_dir))["runs"][0]["weights_hash"] == finished.weights_hash

@@ -114,9 +114,9 @@ def test_a_comparison_does_not_take_a_run_that_has_the_name_of_one_of_its_own_fo
 
 def test_settings_that_change_no_result_may_differ_the_second_time(monkeypatch: pytest.MonkeyPatch, workdir: Path):
     assert interrupted(monkeypatch, "fedavg", *COMMAND).exit_code == 130
-    assert raypfl_json(*COMMAND, "ray.address=other:6379", "checkpoint.keep=7")["runs"][0]["status"] == "finished"
+    assert raypfl_json(*COMMAND, "tracking.experiment=other", "checkpoint.keep=7")["runs"][0]["status"] == "finished"
     settings = description(workdir / "kept" / "mine")
-    assert (settings.ray.address, settings.checkpoint.keep) == ("other:6379", 7)
+    assert (settings.tracking.experiment, settings.checkpoint.keep) == ("other", 7)
 
 
 def test_a_lost_folder_is_written_again_from_the_checkpoints_of_a_finished_run(workdir: Path):

@@ -265,7 +265,7 @@ def test_seeds_on_ray_share_processes_and_end_with_the_bits_of_lone_inline_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_cluster: None
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(resume, "room_for_runs", lambda ray, experiment, runs: 2)
+    monkeypatch.setattr(resume, "room_for_runs", lambda ray, settings, runs: 2)
     words = [word for word in SMALL if not word.startswith("engine")]
     # A method of 0.1 seconds a round, so that the signal comes before the end.
     words += ["method=tests.support.federated_methods:Slow", "rounds=15", "checkpoint.every=0", "seeds=4"]

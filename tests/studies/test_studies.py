@@ -27,7 +27,7 @@ from raypfl.methods import FedAvg
 from raypfl.results.report import find_runs
 from raypfl.runs.records import is_finished
 from raypfl.runs.several import processes
-from raypfl.runs.several.worker import carry_out
+from raypfl.runs.several.worker import PlannedRun, carry_out
 from raypfl.studies import STUDIES, running
 from raypfl.studies.cells import choices_with_values, identity, plan, select
 from raypfl.studies.description import PublishedNumber, load
@@ -162,10 +162,9 @@ def test_a_cells_identity_depends_on_the_settings_that_decide_its_result_alone(m
     (cell,) = cells_of("tiny.yaml", "seeds=1", only=("FedAvg", "Dir(0.1)"))
     whole = identity(cell.experiment)
 
-    without_effect = [
-        *("ray.cpus_per_actor=2", "checkpoint.every=7", "output=elsewhere", "name=other", "engine.backend=ray")
-    ]
-    assert {identity(cell.experiment.override([assignment])) for assignment in without_effect} == {whole}
+    without_effect = ["engine.backend=ray", "ray.cpus_per_actor=2", "checkpoint.every=7", "output=elsewhere"]
+    for count in range(1, len(without_effect) + 1):
+        assert identity(cell.experiment.override(["name=other", *without_effect[:count]])) == whole
 
     as_before_a_setting_was_added = cell.experiment.to_dict()
     del as_before_a_setting_was_added["cohort"]["selection"]
@@ -175,6 +174,14 @@ def test_a_cells_identity_depends_on_the_settings_that_decide_its_result_alone(m
 
     decisive = ["training.lr=0.5", "seed=1", "rounds=5", "engine.executor=sequential", "data.test_fraction=0.3"]
     assert len({identity(cell.experiment.override([assignment])) for assignment in decisive} | {whole}) == 6
+
+
+def test_a_task_reserves_what_its_cell_is_set_to_although_its_run_is_one_without_ray(monkeypatch: pytest.MonkeyPatch):
+    tasks: list[PlannedRun] = []
+    monkeypatch.setattr(running, "run_on_cluster", lambda runs, *_: tasks.extend(runs.values()) or {})
+    running.run(cells_of("tiny.yaml", "engine.backend=ray", "ray.cpus_per_actor=0.25"), Watch())
+    assert {task.ray_settings.cpus_per_actor for task in tasks} == {0.25}
+    assert {task.experiment.engine.backend for task in tasks} == {"inline"}
 
 
 def test_a_cell_is_another_one_once_the_file_of_its_own_method_is_edited(tiny: Path, monkeypatch: pytest.MonkeyPatch):
@@ -425,7 +432,7 @@ def test_cells_on_ray_are_stopped_with_a_checkpoint_and_end_with_the_bits_of_an_
 ):
     (tiny / "tiny.yaml").write_text(TINY.replace("FedAvg: fedavg", "FedAvg: tests.support.federated_methods:Slow"))
     # Seeds advance together: here two in one process.
-    monkeypatch.setattr(processes, "room_for_runs", lambda ray, experiment, runs: 1)
+    monkeypatch.setattr(processes, "room_for_runs", lambda ray, settings, runs: 1)
     cells = cells_of("tiny.yaml", "engine.backend=ray", "rounds=20", only=("FedAvg", "Dir(0.1)"))
     stopped = running.run(cells, Watch(cell=0, round=2))
     assert [outcome.status for outcome in stopped] == ["stopped", "stopped"]

@@ -22,7 +22,7 @@ from raypfl.engine.backends.cluster import (
 from raypfl.engine.backends.session import spare_server
 from raypfl.engine.backends.shared_folder import refuse_unless_shared
 from raypfl.engine.events import Event, Progress
-from raypfl.experiment import Experiment
+from raypfl.experiment.settings import RaySettings
 from raypfl.runs import driver
 from raypfl.runs.resuming import is_complete_as
 from raypfl.runs.several.worker import FAILED, FINISHED, STOPPED, PlannedRun, RunOutcome, carry_out, carry_out_task
@@ -35,14 +35,14 @@ RunListener = Callable[[int, Event], None]
 """Called with a run's number and each event of it."""
 
 
-def room_for_runs(ray: Any, experiment: Experiment, runs: int) -> int:
+def room_for_runs(ray: Any, settings: RaySettings, runs: int) -> int:
     """Return how many of `runs` runs the cluster has room for at a time, each in one process.
 
     Raises
     ------
     ConfigError : if it will never have room for one.
     """
-    (count,) = client_actors(ray, in_one_process(experiment.ray), runs)
+    (count,) = client_actors(ray, in_one_process(settings), runs)
     return count
 
 
@@ -67,7 +67,7 @@ def refuse_unless_folders_are_shared(ray: Any, runs: Iterable[PlannedRun], what:
     """Raise a ConfigError unless every node that may carry out runs has their folders; `what` names their work."""
     reserved: dict[Path, list[dict[str, float]]] = {}
     for run in runs:
-        needed = bundle(client_resources(in_one_process(run.experiment.ray)))
+        needed = bundle(client_resources(in_one_process(run.ray_settings)))
         reserved.setdefault(run.folder.parent, []).append(needed)
     for folder, bundles in reserved.items():
         refuse_unless_shared(ray, folder, bundles, what)
@@ -98,19 +98,19 @@ def run_on_cluster(
 
     `prepare` : called with Ray before anything starts; it may refuse the runs.
     """
-    experiments = {number: run.experiment for number, run in runs.items()}
-    first, experiment = next(iter(experiments.items()))
+    first = next(iter(runs))
     stop = StopRequest()
     with (
         stop.acknowledged(lambda: listen(first, Progress(driver.STOPPING))),
         stop.listening(),
-        connected(experiment.ray, partial(listen, first)) as ray,
+        connected(runs[first].ray_settings, partial(listen, first)) as ray,
     ):
         spare_server.release(ray)
         # Refuses a run for which the cluster will never have room.
-        rooms = [room_for_runs(ray, experiment, len(runs)) for experiment in experiments.values()]
+        rooms = [room_for_runs(ray, run.ray_settings, len(runs)) for run in runs.values()]
         prepare(ray)
-        return run_as_tasks(ray, runs, shares(paying_parts(experiments), min(rooms)), listen, stop)
+        together = paying_parts({number: run.experiment for number, run in runs.items()})
+        return run_as_tasks(ray, runs, shares(together, min(rooms)), listen, stop)
 
 
 def run_as_tasks(
@@ -141,7 +141,7 @@ def run_as_tasks(
         task = ray.remote(max_retries=3)(carry_out_task)
         references: dict[Any, Sequence[int]] = {}
         for share in shares:
-            reserved = client_resources(in_one_process(runs[share[0]].experiment.ray))
+            reserved = client_resources(in_one_process(runs[share[0]].ray_settings))
             its_runs = [runs[number] for number in share]
             # The task starts as soon as the cluster has room for it.
             references[task.options(**reserved).remote(share, its_runs, os.getcwd(), queue)] = share

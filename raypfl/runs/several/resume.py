@@ -96,7 +96,7 @@ class _NumberedRuns:
             return expectation.why
 
         with connected(experiment.ray, emit) as ray:
-            processes = room_for_runs(ray, experiment, len(part))
+            processes = room_for_runs(ray, experiment.ray, len(part))
             (actors,) = client_actors(ray, experiment.ray, expectation.groups)
             if processes < actors:
                 return f"each can use {actors} client actors at a time"
@@ -127,7 +127,7 @@ class _NumberedRuns:
             connected(experiment.ray, first) as ray,
         ):
             spare_server.release(ray)
-            processes = room_for_runs(ray, experiment, len(numbers))
+            processes = room_for_runs(ray, experiment.ray, len(numbers))
             cut = shares(together, processes)
             first(Progress(f"starting {counted(min(processes, len(cut)), 'process', 'processes')} for the runs"))
             return run_as_tasks(ray, {number: self.runs[number] for number in numbers}, cut, listen, stop)

@@ -23,6 +23,7 @@ from raypfl.common.errors import RayDied, RaypflError, Unwritable
 if TYPE_CHECKING:
     from raypfl.engine.events import Event, Listener
     from raypfl.experiment import Experiment
+    from raypfl.experiment.settings import RaySettings
     from raypfl.runs.result import RunResult
     from raypfl.runs.together import Place
 
@@ -59,6 +60,8 @@ class PlannedRun:
     changes : assignments with which it continues.
     is_shared : whether other processes may work on it too, for which this one then waits; its costs are recorded.
     early_end : what may end the run before its last round.
+    ray : the cluster, and what the run reserves there if it is a Ray task; None: as its experiment says, which says
+        nothing of it if the run is described as one without Ray.
     """
 
     folder: Path
@@ -66,6 +69,12 @@ class PlannedRun:
     changes: Sequence[str] = ()
     is_shared: bool = False
     early_end: EarlyEnd | None = None
+    ray: RaySettings | None = None
+
+    @property
+    def ray_settings(self) -> RaySettings:
+        """The settings of the cluster, and of what the run reserves there."""
+        return self.ray or self.experiment.ray
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,9 @@ class Trials:
                 folder = run_folder(self._sweep, self._folder, trial.name, seed)
                 experiment = experiment_in_process(self._sweep, trial, seed)
                 # A process of a sweep that was killed may still be at work on it.
-                runs.append(PlannedRun(folder, experiment, is_shared=True, early_end=early_end(trial)))
+                runs.append(
+                    PlannedRun(folder, experiment, is_shared=True, early_end=early_end(trial), ray=self._sweep.base.ray)
+                )
         return runs
 
     def is_stopped(self, trial: Trial) -> bool:
