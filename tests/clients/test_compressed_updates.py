@@ -184,7 +184,6 @@ def test_shorter_messages_take_less_simulated_time(tmp_path):
         ({"privacy__secure_aggregation": True}, "privacy.secure_aggregation masks whole numbers of 64 bits"),
         ({"privacy__unit": "client", "privacy__noise": 1.0}, "privacy.unit=client bounds the updates that arrive"),
         ({"method": "pefll", "method__embedding": "linear"}, "compression has no effect on PeFLL"),
-        ({"method": "local"}, "compression has no effect on Local"),
         ({"model": "{name: resnet10, width: 8}"}, "running statistics, such as those of batch norm"),
         ({"compression__fraction": 1.5}, "compression.fraction is 1.5; it must be above 0 and at most 1"),
     ],
@@ -193,6 +192,13 @@ def test_what_compression_cannot_do_is_refused_before_the_run(tmp_path, changes,
     with pytest.raises(ConfigError, match=message):
         raypfl.run(experiment(tmp_path, compression="top_k", rounds=1, **changes))
     assert not list((tmp_path / "runs").glob("*/checkpoints"))
+
+
+def test_compression_is_warned_of_where_clients_send_nothing(tmp_path):
+    """As robust aggregation is: a comparison may have another method that sends something."""
+    with pytest.warns(UserWarning, match="clients of Local send nothing to the server, so compression has no effect"):
+        run = raypfl.run(experiment(tmp_path, method="local", compression="top_k", rounds=1))
+    assert run.status == "finished"
 
 
 def test_each_method_of_a_comparison_may_have_its_own():

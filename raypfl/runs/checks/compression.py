@@ -5,14 +5,14 @@ from __future__ import annotations
 from raypfl.common.errors import ConfigError
 from raypfl.common.threads import threads
 from raypfl.engine.prepared import Prepared, threads_of_server
-from raypfl.runs.checks.rehearsal import Rehearsal
+from raypfl.runs.checks.rehearsal import Rehearsal, warn_of_silent_clients
 
 _ROUNDS = 2
 """In the first round, some methods do not send all that they send later."""
 
 
 def refuse_idle_compression(prepared: Prepared) -> None:
-    """Raise a ConfigError if no message is compressed, or if compression would spoil the network."""
+    """Raise a ConfigError if no message would be compressed, but some are sent, or if the network would be spoilt."""
     experiment = prepared.experiment
     if experiment.compression is None:
         return
@@ -26,11 +26,14 @@ def refuse_idle_compression(prepared: Prepared) -> None:
         )
 
     try:
-        is_idle = _bytes_up(prepared) == _bytes_up(prepared.with_settings(experiment.replace(compression=None)))
+        bytes_up = _bytes_up(prepared)
+        is_idle = bytes_up == _bytes_up(prepared.with_settings(experiment.replace(compression=None)))
     # The run itself reports any failure with its round and client.
     except Exception:
         return
-    if is_idle:
+    if not bytes_up:
+        warn_of_silent_clients(experiment.method, "compression")
+    elif is_idle:
         raise ConfigError(
             f"compression has no effect on {type(experiment.method).__name__}: it compresses what clients make of an "
             "argument that they were sent under the same name, and this method's clients send no such message, or one "
@@ -45,4 +48,4 @@ def _bytes_up(prepared: Prepared) -> int:
         rehearsal = Rehearsal.of_cohort(prepared)
         for _ in range(_ROUNDS):
             rehearsal.train()
-    return sum(entry.clients * entry.bytes for entry in rehearsal.messages if entry.direction == "up")
+    return rehearsal.bytes_up

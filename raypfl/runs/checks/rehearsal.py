@@ -25,6 +25,7 @@ from raypfl.federation.asynchronous.rounds import AsynchronousRounds
 from raypfl.federation.asynchronous.schedule import Schedule
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.ledger import Ledger, LedgerEntry
+from raypfl.federation.method import Method
 from raypfl.models.cost import measured_cost
 from raypfl.runs.checks.network import FEW, outputs_of_batch
 from raypfl.storage.stacks import merged
@@ -173,6 +174,11 @@ class Rehearsal:
         """The messages of the rounds so far."""
         return self._ledger.entries
 
+    @property
+    def bytes_up(self) -> int:
+        """The bytes that clients have sent so far."""
+        return sum(entry.clients * entry.bytes for entry in self.messages if entry.direction == "up")
+
     def _refuse_last_round(self, rounds: AsynchronousRounds, clients: tuple[int, ...]) -> None:
         """Raise a LateReplyError if the run's last round, which may follow a warm-up, cannot be asynchronous."""
         try:
@@ -251,13 +257,20 @@ def refuse_rehearsed(prepared: Prepared, error_class: type[MethodError], setting
     except Exception:
         return
 
-    # No error: other methods of a comparison may send something, and this one in other rounds.
-    if setting and all(entry.direction == "down" for entry in rehearsal.messages):
-        warnings.warn(
-            f"In the first and the last round, clients of {type(experiment.method).__name__} send nothing to the "
-            f"server, so {setting} has no effect on them.",
-            stacklevel=2,
-        )
+    if setting and not rehearsal.bytes_up:
+        warn_of_silent_clients(experiment.method, setting)
+
+
+def warn_of_silent_clients(method: Method, setting: str) -> None:
+    """Warn that clients sent nothing in rehearsed rounds, so that a setting which is about messages has no effect.
+
+    It is no error: other methods of a comparison may send something, and this one in other rounds.
+    """
+    warnings.warn(
+        f"In the rounds that were tried before the run, clients of {type(method).__name__} send nothing to the server, "
+        f"so {setting} has no effect on them.",
+        stacklevel=2,
+    )
 
 
 def refuse_failing_evaluation(prepared: Prepared) -> None:
