@@ -96,13 +96,6 @@ class AnalysedRun:
     pools: Pools
 
 
-def _refuse_assignment(analysis: Analysis, name: str, value: Any) -> None:
-    raise MethodError(
-        f"{type(analysis).__name__}.{name} cannot be set: an analysis keeps nothing between calls, so that runs can be "
-        "resumed. Return arrays from before_step, or write a file in the folder of the round."
-    )
-
-
 class Analysis(Component):
     """A study of a run that sees models and changes nothing: a run has the same bits with it and without.
 
@@ -116,9 +109,11 @@ class Analysis(Component):
 
     every: int = 1
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        cls.__setattr__ = _refuse_assignment  # type: ignore[method-assign,assignment]
+    def _assignment_error(self, name: str) -> Exception:
+        return MethodError(
+            f"{type(self).__name__}.{name} cannot be set: an analysis keeps nothing between calls, so that runs can be "
+            "resumed. Return arrays from before_step, or write a file in the folder of the round."
+        )
 
     def __post_init__(self) -> None:
         if self.every < 0:

@@ -6,7 +6,7 @@ import copyreg
 import difflib
 import inspect
 import re
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, FrozenInstanceError, dataclass
 from types import FunctionType
 from typing import Any, ClassVar, dataclass_transform
 
@@ -33,10 +33,9 @@ class Component:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "__init__" in vars(cls):
-            options = list(inspect.signature(cls.__init__).parameters)[1:]
-            example = options[0] if options else "lam"
+            options = list(inspect.signature(cls.__init__).parameters)[1:] or ["lam"]
             raise ConfigError(
-                f"{cls.__name__} has an __init__; its options are fields of the class, as in: {example}: float = 0.1"
+                f"{cls.__name__} has an __init__; its options are fields of the class, as in: {options[0]}: float = 0.1"
             )
         docstring = cls.__doc__
         try:
@@ -45,6 +44,16 @@ class Component:
             raise _mutable_default(cls, error) or error from None
         # A class without a docstring would get its signature for one.
         cls.__doc__ = docstring
+        # Component's freeze it, too. Python would not replace these by those of a user's own @dataclass(frozen=True).
+        del cls.__setattr__, cls.__delattr__
+
+    def __setattr__(self, name: str, value: Any = None) -> None:
+        raise self._assignment_error(name)
+
+    __delattr__ = __setattr__
+
+    def _assignment_error(self, name: str) -> Exception:
+        return FrozenInstanceError(f"cannot change field {name!r}")
 
     def __post_init__(self) -> None:
         """Raise a ConfigError for an option outside its limits, or a function that takes other arguments."""

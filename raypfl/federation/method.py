@@ -29,14 +29,6 @@ ServerView = Mapping[str, Any]
 """The server's state as clients see it in an evaluation. An entry is fetched when it is read."""
 
 
-def _refuse_assignment(method: Method, name: str, value: Any) -> None:
-    raise MethodError(
-        f"{type(method).__name__}.{name} cannot be set: one method object, which holds only hyperparameters, serves "
-        f'all clients. What clients remember belongs in clients.state["{name}"], what the server remembers in '
-        f'server["{name}"] of round(self, server, cohort).'
-    )
-
-
 class Method(Component):
     """Base class of federated methods: hyperparameters, and what the server and the clients do in a round.
 
@@ -64,9 +56,12 @@ class Method(Component):
     needs_output_layer: ClassVar[bool] = False
     needs_sgd: ClassVar[bool] = False
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        cls.__setattr__ = _refuse_assignment  # type: ignore[method-assign,assignment]
+    def _assignment_error(self, name: str) -> Exception:
+        return MethodError(
+            f"{type(self).__name__}.{name} cannot be set: one method object, which holds only hyperparameters, serves "
+            f'all clients. What clients remember belongs in clients.state["{name}"], what the server remembers in '
+            f'server["{name}"] of round(self, server, cohort).'
+        )
 
     def network(self, network: nn.Module) -> nn.Module:
         """Return the clients' network as this method needs it, given the one that the experiment names."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import FrozenInstanceError, dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +16,7 @@ import raypfl
 from raypfl import MODELS, Experiment, Mean, Method
 from raypfl.common.errors import CheckpointError, ConfigError, RaypflError
 from raypfl.data import Partition
+from raypfl.data.partitions.partition import IID, Traits
 from raypfl.engine.events import Event, RoundFinished, RunFinished, RunStarted, Warned
 from raypfl.experiment import experiments
 from raypfl.learning.optimizers import SGD
@@ -576,6 +580,23 @@ def test_a_method_with_an_init_is_told_to_write_its_options_into_the_class():
         class Momentum(FedAvg):
             def __init__(self, beta=0.9):
                 self.beta = beta
+
+
+def test_a_component_may_be_written_as_the_frozen_dataclass_that_it_is_in_any_case():
+    @dataclass(frozen=True)
+    class InTurn(Partition):
+        first: int = 0
+
+        def owners(self, samples: Traits, seed: int) -> np.ndarray:
+            return (self.first + np.arange(len(samples))) % self.clients
+
+    assert replace(InTurn(clients=3), first=1) == InTurn(clients=3, first=1)
+    components: list[Any] = [InTurn(), IID()]
+    for component in components:
+        with pytest.raises(FrozenInstanceError, match="'clients'"):
+            component.clients = 4
+        with pytest.raises(FrozenInstanceError, match="'clients'"):
+            del component.clients
 
 
 @pytest.mark.parametrize(
