@@ -132,11 +132,13 @@ def with_output_layer(network: nn.Module, layer: nn.Module) -> nn.Module:
 
 
 class LinearLike(nn.Linear):
-    """Base class of output layers that begin with the weights of the network's own, `like`."""
+    """Base class of output layers that begin with the weights of the network's own, `like`, and are frozen as it is."""
 
     def __init__(self, like: nn.Linear):
         super().__init__(like.in_features, like.out_features, bias=like.bias is not None)
         self.load_state_dict(like.state_dict())
+        for name, parameter in like.named_parameters():
+            self.get_parameter(name).requires_grad_(parameter.requires_grad)
 
 
 class ShiftedLinear(LinearLike):

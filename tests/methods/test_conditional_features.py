@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from raypfl.common import rng
@@ -23,6 +24,7 @@ from tests.support.federation import (
     client_states,
     run_method,
     sent_per_client,
+    small_mlp,
 )
 
 COHORTS = ([0, 1, 2, 3], [1, 2])
@@ -193,6 +195,19 @@ def test_fedcp_with_all_features_for_the_clients_own_layer_is_fedper(monkeypatch
     # The global layer's bias, which both add to the logits, has no counterpart in FedPer.
     options = {"factory": lambda: Positive(bias=False), "training": FP64}
     same_models(*(run_method(method, **options) for method in (FedCP(lam=0.0), FedPer())))
+
+
+def test_fedcp_with_a_frozen_bias_averages_the_weights_alone():
+    def with_frozen_bias() -> nn.Module:
+        network = small_mlp()
+        network[3].bias.requires_grad_(False)
+        return network
+
+    fed = run_method(FedCP(), factory=with_frozen_bias)
+    start = start_of(fed)
+    end = fed.model.unflatten(fed.server["theta"])
+    assert_close(end["3.global_bias"], start["global_bias"], 1e-7)
+    assert not torch.equal(end["3.global_weight"], start["global_weight"])
 
 
 def test_gpfl_with_a_valve_that_passes_everything_and_a_guide_that_leads_nowhere_is_fedper(monkeypatch):

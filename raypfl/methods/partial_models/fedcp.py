@@ -61,9 +61,13 @@ class FedCP(SharedPart):
         fixed = model.mask(output_segments(model, "global_weight", "global_bias", "context"))
         rows = unmarked(clients.sgd(close_to_global, start, train=~fixed, sent=clients.other(start))).clone()
 
-        personal = model.mask(output_segments(model, "weight", "bias"))
-        average = model.mask(output_segments(model, "global_weight", "global_bias"))
-        rows[:, average] = (rows[:, personal] + rows[:, average]) / 2
+        for name in ("weight", "bias"):
+            # The mean with a frozen bias is the global one as it is: both are the initial one.
+            if name not in model.output_tensors:
+                continue
+            personal = model.mask(output_segments(model, name))
+            average = model.mask(output_segments(model, f"global_{name}"))
+            rows[:, average] = (rows[:, personal] + rows[:, average]) / 2
         weight = model.segment(rows, output_segments(model, "weight"))
         rows[:, model.mask(output_segments(model, "context"))] = weight.sum(1)
         return self.sent(clients, per_client(rows), clients.weights(self.weighting))
