@@ -47,6 +47,7 @@ def test_leafs_train_and_test_folders_are_the_published_split(tmp_path: Path, op
     ("changes", "sentence"),
     [
         ({"users": None}, r"all_data_0.json has no 'users' and 'user_data'"),
+        ({"users": []}, r"The \.json files in .* have no writer with samples"),
         ({"users": ["f0009_99"]}, r"lists the writer 'f0009_99', but has no x and y"),
         (
             {"user_data": {"f0001_41": {"x": [[0.5] * 783], "y": [1]}}},

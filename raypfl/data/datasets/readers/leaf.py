@@ -71,6 +71,8 @@ class LeafReader(Reader):
             users += self._read_users(path, root)
 
         sizes = [len(user.labels) for user in users]
+        if not any(sizes):
+            raise DataError(f"The .json files in {root} have no {self.user} with samples.")
         is_test = np.repeat([user.is_test for user in users], sizes)
         return RawData(
             inputs=(user.inputs for user in users if len(user.labels)),
