@@ -52,9 +52,9 @@ class StartsWithAnotherName(FedAvg):
         return {"model": task.model.init(task.seed)}
 
 
-def run_that_fails(method: str, folder: Path) -> str:
+def run_that_fails(method: str, folder: Path, *words: str) -> str:
     """What a command prints last whose run of a method fails."""
-    ended = raypfl("run", *SMALL, "--method", method, "--run-dir", str(folder))
+    ended = raypfl("run", *SMALL, *words, "--method", method, "--run-dir", str(folder))
     assert ended.exit_code == 1
     return ended.stderr
 
@@ -80,6 +80,16 @@ def test_the_last_line_of_a_run_that_failed_without_a_checkpoint_names_its_folde
     reason = "No round was finished." if method == "FailsAtStart" else f"{folder} has no checkpoint that can be read."
     remedy = f"Fix what failed; then, to start again: raypfl run {folder}/experiment.yaml"
     assert printed.endswith(f"\n{reason} {remedy}\n")
+
+
+def test_a_comparison_that_has_saved_nothing_names_the_command_that_begins_it_again(tmp_path: Path):
+    (tmp_path / "file").touch()
+    folder = tmp_path / "compared"
+    unreadable = f"checkpoint.location={tmp_path}/file/store"
+    printed = run_that_fails("fedavg,local", folder, unreadable)
+    words = printed.rpartition("to start again: raypfl ")[2].split()
+    assert words == ["resume", str(folder)]
+    assert raypfl(*words, "checkpoint.location=null", "--quiet").exit_code == 0
 
 
 def test_a_command_for_a_run_that_is_already_running_says_to_wait_and_not_to_start_it_again(tmp_path: Path):

@@ -121,7 +121,9 @@ def raise_for(
     if lines and (work.has_checkpoint or (work.is_comparison and results)):
         lines.append(_how_to_continue(work))
     elif lines and not work.diverged and not any(isinstance(error, AlreadyRunning) for error in errors.values()):
-        command = shlex.join(["raypfl", "run", str(nearby(work.folder / DESCRIPTION))])
+        # A comparison's folder has no description of an experiment; a resume begins its runs again.
+        again = ("resume", work.folder) if work.is_comparison else ("run", work.folder / DESCRIPTION)
+        command = shlex.join(["raypfl", again[0], str(nearby(again[1]))])
         nothing_saved = "No round was finished."
         if not all(map(ended_at_once, work.runs)):
             nothing_saved = f"{nearby(work.folder)} has no checkpoint that can be read."
