@@ -8,10 +8,14 @@ import os
 import pyarrow as pa
 import pyarrow.fs as pafs
 
-from raypfl.common.errors import CheckpointError
+from raypfl.common.errors import CheckpointError, Refused
 
 OBJECT_STORES = {"s3", "gcs", "abfs"}
 """Arrow's names of file systems without folders, where a path is only a name."""
+
+
+class UnusableLocation(CheckpointError, Refused):
+    """Error for a location of checkpoints that cannot be opened, or not be written to before a run begins."""
 
 
 def open_location(location: str) -> tuple[pafs.FileSystem, str]:
@@ -23,14 +27,14 @@ def open_location(location: str) -> tuple[pafs.FileSystem, str]:
 
     Raises
     ------
-    CheckpointError : if the URI is none that Arrow can open.
+    UnusableLocation : if the URI is none that Arrow can open.
     """
     if not is_shared(location):
         return pafs.LocalFileSystem(), absolute(location)
     try:
         return _open_shared(location)
     except (pa.ArrowException, OSError) as error:
-        raise CheckpointError(
+        raise UnusableLocation(
             f"checkpoint.location is {location!r}, which cannot be opened: {error}. "
             f"Give a folder, or a URI such as s3://bucket/folder or gs://bucket/folder."
         ) from error

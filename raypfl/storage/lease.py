@@ -211,7 +211,7 @@ class _LeaseFile:
                     raise self._already_running(holder)
                 self.write(new_holder)
         except OSError as error:
-            raise CheckpointError(
+            raise filesystems.UnusableLocation(
                 f"Checkpoints cannot be written to {self._location}: {error}. Set checkpoint.location to another place."
             ) from error
 

@@ -82,6 +82,18 @@ def test_the_last_line_of_a_run_that_failed_without_a_checkpoint_names_its_folde
     assert printed.endswith(f"\n{reason} {remedy}\n")
 
 
+@pytest.mark.parametrize("location", ["/proc/nowhere/store", "nowhere://bucket/store"])
+@pytest.mark.parametrize("methods", ["fedavg", "fedavg,local"])
+def test_a_location_of_checkpoints_that_cannot_be_used_is_refused_and_leaves_no_folder(
+    tmp_path: Path, location: str, methods: str
+):
+    folder = tmp_path / "runs" / "mine"
+    words = [*SMALL, f"checkpoint.location={location}", "--method", methods, "--run-dir", str(folder)]
+    refused = raypfl("run", *words)
+    assert (refused.exit_code, "heckpoint" in refused.stderr) == (2, True)
+    assert "again" not in refused.stderr and not folder.exists()
+
+
 def test_a_comparison_that_has_saved_nothing_names_the_command_that_begins_it_again(tmp_path: Path):
     (tmp_path / "file").touch()
     folder = tmp_path / "compared"

@@ -74,15 +74,17 @@ def run_experiments(
 
     if len(planned) > 1:
         comparison = ComparisonFolder.new(planned, words, run_dir)
-        work = Work.of(comparison, [])
+        make_work = partial(Work.of, comparison, [])
         forget = comparison.discard_unstarted
     else:
         folder = (run_dir or new_folder(planned[0])).absolute()
         write_description(folder, planned[0])
-        work = Work(folder, {folder: planned[0]}, words, tags)
+        make_work = partial(Work, folder, {folder: planned[0]}, words, tags)
         forget = partial(discard_unstarted, folder)
 
     try:
+        # Looks for checkpoints, in a location that may be none.
+        work = make_work()
         _carry_out(replace(work, command=command, baseline=baseline), quiet, as_json)
     except Refused:
         forget()
