@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from raypfl.common.errors import ClientError, MethodError, PrivacyError
 from raypfl.common.messages import per_client, unmarked
-from raypfl.learning.optimizers import SGD, Adam, AdamW, LocalOptimizer
+from raypfl.learning.optimizers import SGD, Adam, AdamW, LocalOptimizer, Update
 from raypfl.learning.privacy import PrivacySettings
 from raypfl.methods import MTL, Ditto, FedProto, FedProx, PFedMe
 from tests.support.federation import (
@@ -77,6 +77,73 @@ def test_stepping_with_a_custom_rule_is_training_with_it(optimizer, executor):
 
 def pull(p: Tensor, batch, anchor: Tensor) -> Tensor:
     return 0.3 * (p - anchor).square().sum()
+
+
+class HeavyBall(LocalOptimizer):
+    """Momentum whose step puts a new tensor into the memory."""
+
+    def init(self, theta):
+        return {"momentum": torch.zeros_like(theta)}
+
+    def step_(self, theta, grad, memory, lr):
+        memory["momentum"] = 0.9 * memory["momentum"] + grad
+        theta.sub_(memory["momentum"], alpha=lr)
+
+
+@both_executors
+def test_a_rule_may_put_new_tensors_into_its_memory(executor):
+    training = replace(FP64, optimizer=HeavyBall(), epochs=3)
+    fed = Federation(executor=executor, training=training)
+    clients = fed.clients()
+    expected = clients.sgd(clients.loss, clients.initial, optimizer=SGD(momentum=0.9))
+    assert_close(clients.sgd(clients.loss, clients.initial), unmarked(expected))
+
+    rows = clients.initial.repeat(len(clients), 1)
+    for batch in clients.minibatches():
+        rows = batch.step(clients.loss, rows)
+    assert_close(rows, unmarked(expected))
+
+
+class Swaps(LocalOptimizer):
+    def step_(self, theta, grad, memory, lr):
+        memory["new"], memory["old"] = memory["old"], memory["new"]
+
+
+def test_a_rule_may_move_what_it_remembers_from_one_name_to_another():
+    memory = {"new": torch.ones(3), "old": torch.zeros(3)}
+    tensors = dict(memory)
+    Update(Swaps(), lr=0.1).step_(torch.zeros(3), torch.zeros(3), memory)
+    assert torch.equal(tensors["new"], torch.zeros(3)) and torch.equal(tensors["old"], torch.ones(3))
+
+
+class Returns(LocalOptimizer):
+    def step_(self, theta, grad, memory, lr):
+        return theta - lr * grad
+
+
+class Adds(LocalOptimizer):
+    def step_(self, theta, grad, memory, lr):
+        memory["last"] = grad
+
+
+class Counts(LocalOptimizer):
+    def init(self, theta):
+        return {"steps": 0}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "sentence"),
+    [
+        (Returns(), r"Returns\.step_ .* returned \[.*\]; it must return nothing, and change theta in place"),
+        (Adds(), r"Adds\.step_ .* adds or removes 'last' in the memory, which must keep the names that init"),
+        (Counts(), r"Counts\.init .* returned a dict; it must return a dict of tensors \[\.\.\., P\] or"),
+    ],
+)
+@both_executors
+def test_a_rule_that_cannot_take_a_step_is_refused_in_a_sentence(optimizer, sentence, executor):
+    clients = Federation(executor=executor).clients()
+    with pytest.raises(MethodError, match=sentence):
+        clients.sgd(clients.loss, clients.initial, optimizer=optimizer)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from raypfl.common import device_rng
 from raypfl.common.component import Component
 from raypfl.common.errors import IncompleteError, MethodError
 from raypfl.common.registry import Registry
+from raypfl.common.user_code import refuse_result, where_defined
 
 OPTIMIZERS = Registry("optimizer")
 
@@ -208,7 +209,12 @@ class Update:
 
     def init(self, theta: Tensor) -> Memory:
         """Return the optimizer's memory before the first step of ``theta[..., P]``."""
-        return self.optimizer.init(theta)
+        memory = self.optimizer.init(theta)
+        tensors = list(memory.values()) if isinstance(memory, dict) else [None]
+        if not all(isinstance(rows, Tensor) and rows.shape[:-1] == theta.shape[:-1] and rows.dim() for rows in tensors):
+            must_return = "a dict of tensors [..., P] or [..., 1], with the leading axes of theta"
+            refuse_result(self.optimizer.init, memory, must_return)
+        return memory
 
     def perturbed(self, theta: Tensor, gradient: Tensor) -> Tensor:
         """Return where a step's gradient is taken, given the one at ``theta[..., P]``; frozen entries do not count."""
@@ -243,4 +249,20 @@ class Update:
 
         # Typed Any: only optimizers with `takes_rates` get a tensor.
         rate: Any = self.rate
-        self.optimizer.step_(theta, grad, memory, rate)
+        before = dict(memory)
+        # Typed Any: a rule of one's own may return something.
+        returned: Any = self.optimizer.step_(theta, grad, memory, rate)  # type: ignore[func-returns-value]
+        if returned is not None and returned is not theta:
+            refuse_result(self.optimizer.step_, returned, "nothing, and change theta in place")
+
+        if memory.keys() != before.keys():
+            added = sorted(memory.keys() ^ before.keys())
+            raise MethodError(
+                f"{where_defined(self.optimizer.step_)} adds or removes {added[0]!r} in the memory, which must keep "
+                "the names that init(self, theta) returns."
+            )
+        # The memory may be views of the rows of some clients, so a new tensor in it would be lost. Cloned first, since
+        # the new tensor of one name may be the old one of another.
+        replaced = {name: memory[name].clone() for name, rows in before.items() if memory[name] is not rows}
+        for name, rows in replaced.items():
+            memory[name] = before[name].copy_(rows)
