@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -191,14 +192,15 @@ def _dense_terms(metric: SampleMean | SampleSums, scores: Scores, targets: int) 
     """Return the terms of a metric's sums for each sample, ``[k, b]`` each."""
     is_mean = isinstance(metric, SampleMean)
     with _refused_by_another_objective(metric, scores):
-        rows = metric.each(scores) if isinstance(metric, SampleMean) else metric.sums(scores)
+        rows: Any = metric.each(scores) if isinstance(metric, SampleMean) else metric.sums(scores)
 
     shape = list(scores.outputs.shape[:2])
     function = "each" if is_mean else "sums"
     expected = shape if is_mean else [*shape, metric.width(targets)]
-    if list(rows.shape) != expected:
+    if not isinstance(rows, Tensor) or list(rows.shape) != expected:
+        returned = list(rows.shape) if isinstance(rows, Tensor) else f"a {type(rows).__name__}"
         raise EvaluationError(
-            f"The metric {metric.name!r} returned {list(rows.shape)} for {shape[0]} models and {shape[1]} samples; its "
+            f"The metric {metric.name!r} returned {returned} for {shape[0]} models and {shape[1]} samples; its "
             f"{function}(scores) must return {expected}, numbers for each sample of each model."
         )
     return [rows] if is_mean else list(rows.unbind(-1))

@@ -404,16 +404,21 @@ def test_an_objective_of_ones_own_says_the_loss_of_each_sample(tmp_path):
     assert row["loss"] < 0.5 and row["worst_decile"] >= row["loss"]
 
 
-def test_a_metric_that_gives_something_else_than_numbers_of_samples_is_told_so():
+@pytest.mark.parametrize(
+    ("each", "returned"),
+    [
+        (lambda self, scores: scores.errors, r"\[1, 2, 1\]"),
+        (lambda self, scores: scores.errors[..., 0].numpy(), "a ndarray"),
+        (lambda self, scores: None, "a NoneType"),
+    ],
+)
+def test_a_metric_that_gives_something_else_than_numbers_of_samples_is_told_so(each, returned):
     class Wrong(SampleMean):
         name: ClassVar[str] = "wrong"
 
-        def each(self, scores):
-            return scores.errors
-
-    with pytest.raises(
-        MethodError, match=r"The metric 'wrong' returned \[1, 2, 1\] for 1 models and 2 samples; its each"
-    ):
+    Wrong.each = each
+    message = f"The metric 'wrong' returned {returned} for 1 models and 2 samples; its each"
+    with pytest.raises(MethodError, match=message):
         judged(Regression(), torch.randn(6, 1), torch.randn(6), extra=(Wrong(),))
 
 
