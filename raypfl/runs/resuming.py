@@ -60,7 +60,15 @@ MAY_CHANGE = (
 )
 """Settings that may change when a run is resumed. All others decide its result, and must stay."""
 
-_CHECKPOINT_NEEDS = ("model", "method.name", "objective", "training.precision", "evaluation.metrics", "privacy")
+_CHECKPOINT_NEEDS = (
+    "partition",
+    "model",
+    "method.name",
+    "objective",
+    "training.precision",
+    "evaluation.metrics",
+    "privacy",
+)
 """Settings that the state or the tables of a checkpoint depend on; a run that continues from it must keep them."""
 
 _FOLDER_NEEDS = ("name", "output")
@@ -252,6 +260,11 @@ def _decides_checkpoint(key: str) -> bool:
     return key != "model.weights" and any(is_in(key, section) for section in _CHECKPOINT_NEEDS)
 
 
+def keys_of_checkpoint(experiment: Experiment, before: Experiment) -> list[str]:
+    """Return the settings that differ between two runs and on which checkpoints depend."""
+    return [key for key in _changed_keys(experiment, before) if _decides_checkpoint(key)]
+
+
 def _why_refused(run_dir: str | Path, refused: Sequence[str], experiment: Experiment, before: Experiment) -> str:
     """Return why settings cannot change, and how to run with other ones."""
     requested = flatten(experiment.to_dict())
@@ -264,7 +277,7 @@ def _why_refused(run_dir: str | Path, refused: Sequence[str], experiment: Experi
     text += f", not {requested.get(key)!r}, and decides its result"
     text += f", as do {', '.join(refused[1:3])}." if refused[1:] else "."
     rounds = checkpoints.rounds(checkpoints_of(before, str(run_dir)))
-    needs_new_run = any(_decides_checkpoint(key) or is_in(key, "data") or is_in(key, "partition") for key in refused)
+    needs_new_run = any(_decides_checkpoint(key) or is_in(key, "data") for key in refused)
     if not rounds or needs_new_run:
         return f"{text} Start another run for that, with `raypfl run`."
 
@@ -367,8 +380,7 @@ def _refuse_unfit(parent: Path, round: int, folder: Path, experiment: Experiment
     """Raise a ConfigError unless a run can continue another one's checkpoint as `experiment`."""
     requested = flatten(experiment.to_dict())
     recorded = flatten(before.to_dict())
-    key = next(filter(_decides_checkpoint, _changed_keys(experiment, before)), None)
-    if key is not None:
+    for key in keys_of_checkpoint(experiment, before):
         raise ConfigError(
             f"{key} is {recorded.get(key)!r} in {parent}, not {requested.get(key)!r}, and the checkpoint depends on "
             "it; leave it as it is, or start another run with `raypfl run`."

@@ -83,6 +83,7 @@ def test_a_space_inside_a_choice_counts_only_where_the_choice_is_made():
         ({"experiment": "digits"}, "experiment is 'digits'; it must be options as 'key: value'"),
         ({"search": ["seed"]}, r"search is \['seed'\]; it must be options as 'key: value'"),
         ({"metric": {"values": "loss"}}, "did you mean 'value'"),
+        ({"searcher": {"seed": -1}}, r"searcher\.seed is -1; it must be greater than or equal to 0"),
         ({"seeds": True}, "seeds is True; it must be a whole number"),
     ],
 )
@@ -97,6 +98,7 @@ def test_an_invalid_sweep_is_refused_in_a_sentence(changes: dict, sentence: str)
     [
         ({"training.lr": {"choice": [0.1, -1]}}, r"training\.lr is -1"),
         ({"method": {"choice": ["fedavg", {"name": "apfl", "alpha": {"uniform": [0.5, 2]}}]}}, r"method\.alpha is 2"),
+        ({"training.steps": {"uniform": [1, 3]}}, r"training\.steps is 1\.76; it must be a whole number"),
     ],
 )
 def test_a_value_outside_of_a_settings_range_is_refused_before_anything_runs(tmp_path: Path, spaces, sentence):
@@ -130,7 +132,18 @@ def test_a_command_that_sets_what_the_sweep_searches_is_refused():
         (["data.val_fraction=0"], "is on validation data, but data.val_fraction is 0"),
         (["metric.model=personal"], "but fedavg makes no personal models"),
         (["metric.model=global", "search.method={choice: [fedavg, local]}"], "but local makes no global models"),
-        (["scheduler=asha", "scheduler.grace=4"], "so none could ever be stopped"),
+        (
+            ["scheduler=asha", "scheduler.grace=4"],
+            "but a trial has 4 rounds, so it would decide nothing",
+        ),
+        (["scheduler=asha", "evaluation.every=0"], "evaluation.every is 4.*so it would decide nothing"),
+        (["scheduler=asha", "scheduler.grace=3", "evaluation.every=2"], "so it would decide nothing"),
+        (["scheduler=pbt", "scheduler.interval=4"], "so it would decide nothing. Choose a smaller scheduler.interval"),
+        (["scheduler=pbt", "search.method={choice: [fedavg, ditto]}"], r"these depend on method\.name"),
+        (
+            ["scheduler=pbt", "partition=dirichlet", "search.partition.alpha={uniform: [0.1, 1]}"],
+            r"these depend on partition\.alpha",
+        ),
     ],
 )
 def test_a_sweep_that_could_find_nothing_is_refused_before_anything_runs(

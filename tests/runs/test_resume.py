@@ -375,7 +375,7 @@ def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (4, ["model.hidden=[7]"], r"model.hidden is \[16\] .* the checkpoint"),
         (4, ["method=fedavg"], r"method.name is 'ditto' .* the checkpoint"),
         (4, ["privacy.noise=1"], r"privacy.noise is None .* the checkpoint"),
-        (4, ["partition.alpha=5"], r"other data than digits has now, or with another partition"),
+        (4, ["partition.alpha=5"], r"partition\.alpha is .* not 5.0, and the checkpoint depends on it"),
         (4, ["training.lr=-1"], r"training.lr is -1"),
     ],
 )

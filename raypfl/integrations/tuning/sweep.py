@@ -9,7 +9,6 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from raypfl.common.counting import counted
 from raypfl.common.errors import ConfigError, did_you_mean, one_message
 from raypfl.common.files import make_folder, write
 from raypfl.evaluation.masking import mask_of, unmasked_name
@@ -74,7 +73,7 @@ class Searcher(FilePart):
     """
 
     name: str = "random"
-    seed: int = 0
+    seed: int = Field(default=0, ge=0)
     options: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -226,6 +225,11 @@ class Sweep(FilePart):
         return spaces_of(self.search)
 
     @property
+    def _lowest(self) -> dict[str, Any]:
+        """The draws of a first configuration."""
+        return {space.name: space.values[0] if space.is_range else 0 for space in self.spaces}
+
+    @property
     def folder(self) -> Path:
         """The folder with everything of the sweep, which has its name and is in the experiment's ``output``."""
         return Path(self.base.output).absolute() / self.name
@@ -242,28 +246,29 @@ class Sweep(FilePart):
         ------
         ConfigError : if a space has a value that its setting refuses, or the sweep does not suit the experiment.
         """
-        lowest = {space.name: space.values[0] if space.is_range else 0 for space in self.spaces}
-        first = self.configured(lowest)
+        first = self.configured(self._lowest)
         if "val" in (unmasked_name(target.protocol) for target in self.metric) and not first.data.val_fraction:
             raise ConfigError(
                 f"The metric of the sweep {self.name!r} is on validation data, but data.val_fraction is 0. "
                 "Set it under experiment, such as data.val_fraction: 0.2."
             )
-        if self.scheduler.name in ("asha", "median") and self.scheduler.grace >= first.rounds:
-            raise ConfigError(
-                f"scheduler.grace of the sweep {self.name!r} is {self.scheduler.grace}, but a trial has "
-                f"{counted(first.rounds, 'round')}, so none could ever be stopped. Choose a smaller one, or scheduler: "
-                "none."
-            )
+        for experiment in self.examples():
+            self._refuse_missing_models(experiment)
+        return first
 
-        # Values that a setting refuses raise an error here, before anything runs.
+    def examples(self) -> Iterator[Experiment]:
+        """Yield experiments with all listed values, with the ends and an inner number of each range, and the points.
+
+        A value that a setting refuses raises an error here, before anything runs. Between ends that are whole numbers,
+        a range need not have whole numbers only.
+        """
         for space in self.spaces:
             choice = {space.owner: space.when} if space.owner else {}
-            for draw in space.values if space.is_range else range(len(space.values)):
-                self._refuse_missing_models(self.configured({**lowest, **choice, space.name: draw}))
+            draws = (*space.values, space.at(0.38)) if space.is_range else range(len(space.values))
+            for draw in draws:
+                yield self.configured({**self._lowest, **choice, space.name: draw})
         for point in self.points:
-            self.configured(draws_of_point(self.spaces, point))
-        return first
+            yield self.configured(draws_of_point(self.spaces, point))
 
     def _refuse_missing_models(self, experiment: Experiment) -> None:
         """Raise a ConfigError if a metric is of models that the method of an experiment does not make."""

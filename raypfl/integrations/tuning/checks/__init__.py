@@ -1,0 +1,1 @@
+"""Whether the parts of a sweep fit together."""
