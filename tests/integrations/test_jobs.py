@@ -152,7 +152,7 @@ def test_sweeps_and_studies_take_the_files_that_they_name(server: Server, home: 
 
     server.submitted.clear()
     too_long = refusal("tune", "plans/sweep.yaml", "scheduler=asha", "scheduler.grace=1000")
-    assert "so none could ever be stopped" in too_long and not server.submitted
+    assert "so it would decide nothing" in too_long and not server.submitted
 
     (home / "study.yaml").write_text("extends: digits-personal\nmethods: {own: 'job_methods:Mine'}\n")
     (home / "again.yaml").write_text("extends: study.yaml\nseeds: 1\n")

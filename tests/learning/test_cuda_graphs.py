@@ -193,7 +193,7 @@ class FailingGraphs:
     emptied : how often its cache was emptied.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, where: str, times: float = inf):
+    def __init__(self, patches: pytest.MonkeyPatch, where: str, times: float = inf):
         self.where = where
         self.remaining = times
         self.ended: list[tuple[str, tuple[int, int]]] = []
@@ -229,12 +229,12 @@ class FailingGraphs:
         def empty_cache() -> None:
             self.emptied += 1
 
-        monkeypatch.setattr(torch.cuda, "CUDAGraph", FailingGraph)
-        monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
+        patches.setattr(torch.cuda, "CUDAGraph", FailingGraph)
+        patches.setattr(torch.cuda, "empty_cache", empty_cache)
         stream = torch.cuda.Stream
-        monkeypatch.setattr(torch.cuda, "Stream", lambda: self.fail("Stream") or stream())
+        patches.setattr(torch.cuda, "Stream", lambda: self.fail("Stream") or stream())
         for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
-            monkeypatch.setattr(
+            patches.setattr(
                 torch._C, name, lambda device, pool, name=name: self.ended.append((name, pool)), raising=False
             )
 
@@ -246,9 +246,10 @@ class FailingGraphs:
 
 @pytest.mark.parametrize("where", FAILURES)
 @pytest.mark.parametrize("case", ["plain", "augmentation"])
-def test_whatever_fails_while_a_step_is_recorded_it_is_taken_once_with_one_warning(case, where, monkeypatch):
-    with pretend_gpu(), pytest.warns(UserWarning) as warned:
-        failing = FailingGraphs(monkeypatch, where)
+def test_whatever_fails_while_a_step_is_recorded_it_is_taken_once_with_one_warning(case, where):
+    # Undone before the pretended GPU is: its functions would stay otherwise.
+    with pretend_gpu(), pytest.MonkeyPatch.context() as patches, pytest.warns(UserWarning) as warned:
+        failing = FailingGraphs(patches, where)
         (recorded,) = over_rounds(case, CudaGraphs(), (32, 32), "cuda", rounds=1)
     (expected,) = over_rounds(case, None, (32, 32), rounds=1)
     assert torch.equal(recorded, expected)
@@ -263,9 +264,9 @@ def test_whatever_fails_while_a_step_is_recorded_it_is_taken_once_with_one_warni
         assert functions == ["_cuda_endAllocateToPool", "_cuda_releasePool"] * (len(functions) // 2) != []
 
 
-def test_a_capture_for_which_the_cache_left_no_memory_is_tried_again_without_it(monkeypatch):
-    with pretend_gpu():
-        failing = FailingGraphs(monkeypatch, "the third operation", times=1)
+def test_a_capture_for_which_the_cache_left_no_memory_is_tried_again_without_it():
+    with pretend_gpu(), pytest.MonkeyPatch.context() as patches:
+        failing = FailingGraphs(patches, "the third operation", times=1)
         (recorded,) = over_rounds("plain", CudaGraphs(), (32, 32), "cuda", rounds=1)
     assert failing.emptied == 1
     assert torch.equal(recorded, over_rounds("plain", None, (32, 32), rounds=1)[0])

@@ -25,6 +25,7 @@ from raypfl.cli.app import app
 from raypfl.experiment import experiments
 from raypfl.experiment.recipes import RECIPES, settings_of
 from raypfl.integrations.tuning import sweep
+from raypfl.integrations.tuning.checks.fit import refuse_unfit
 from raypfl.studies import cells, description
 from raypfl.studies.search import trials
 from raypfl.trained.membership import membership
@@ -243,7 +244,7 @@ def test_a_description_on_a_page_is_accepted(reader: Path, block: Block):
             assert cells.plan(description.load("shown.yaml")[0])
         elif "search" in described:
             whole = yaml.safe_load(blocks(block.page, "yaml")[0])
-            assert sweep.load({**whole, "name": "shown", **described}).first()
+            refuse_unfit(sweep.load({**whole, "name": "shown", **described}))
         else:
             assert experiments(described)
 
@@ -270,7 +271,7 @@ def accepted(reader: Path) -> Iterator[Callable[[list[str]], bool]]:
     """A function that holds words to `raypfl`'s command line; descriptions are read and nothing is run."""
 
     def read_sweep(source: str, changes: list[str], *rest: Any) -> None:
-        sweep.load(source, changes).first()
+        refuse_unfit(sweep.load(source, changes))
 
     def read_study(source: str, only: list[str], changes: list[str], *rest: Any) -> None:
         study, other_changes = trials.with_search(description.load(source)[0], changes)

@@ -15,6 +15,7 @@ from raypfl.experiment import experiments
 from raypfl.experiment.assignments import parse_assignments
 from raypfl.experiment.recipes import settings_of
 from raypfl.experiment.yaml_text import read
+from raypfl.integrations.tuning.checks.fit import refuse_unfit
 from raypfl.integrations.tuning.sweep import load as load_sweep
 from raypfl.models.weights import is_file
 from raypfl.studies.cells import plan, select
@@ -75,7 +76,7 @@ class Description:
     def of_sweep(cls, source: str, changes: Sequence[str]) -> Description:
         """Return the description for the words of `raypfl tune`."""
         sweep = load_sweep(source, changes)
-        sweep.first()
+        refuse_unfit(sweep)
         return cls(sweep.name, sweep.base.output, *_read([source, sweep.recipe]), changes)
 
     @property

@@ -33,7 +33,7 @@ from raypfl.experiment import Experiment
 from raypfl.experiment.assignments import flatten
 from raypfl.experiment.settings import RaySettings
 from raypfl.experiment.yaml_text import read
-from raypfl.integrations.tuning.checks.schedulers import refuse_other_checkpoints, refuse_scheduler_without_decisions
+from raypfl.integrations.tuning.checks.fit import refuse_unfit
 from raypfl.integrations.tuning.sweep import Sweep, Target, load
 from raypfl.integrations.tuning.together import trials as without_tune
 from raypfl.integrations.tuning.together.asha import REPORTS, Asha
@@ -77,10 +77,8 @@ def check(sweep: Sweep) -> tuple[Experiment, list[str]]:
     """
     from raypfl.runs import driver
 
+    refuse_unfit(sweep)
     first = sweep.first()
-    refuse_scheduler_without_decisions(sweep, first)
-    if sweep.scheduler.copies:
-        refuse_other_checkpoints(sweep, first)
     driver.check([first])
 
     first = first.replace(objective=Prepared(first, first.load_data()).objective)

@@ -31,7 +31,6 @@ from raypfl.experiment.spaces import (
 )
 from raypfl.experiment.yaml_text import read
 from raypfl.experiment.yaml_text import write as as_yaml
-from raypfl.methods import METHODS
 from raypfl.runs.records import SWEEP
 
 WITHOUT_TEST_DATA = ("val", "train")
@@ -240,21 +239,8 @@ class Sweep(FilePart):
         return experiment.replace(seed=experiment.seed + seed, name=self.name)
 
     def first(self) -> Experiment:
-        """Return the experiment of a first configuration.
-
-        Raises
-        ------
-        ConfigError : if a space has a value that its setting refuses, or the sweep does not suit the experiment.
-        """
-        first = self.configured(self._lowest)
-        if "val" in (unmasked_name(target.protocol) for target in self.metric) and not first.data.val_fraction:
-            raise ConfigError(
-                f"The metric of the sweep {self.name!r} is on validation data, but data.val_fraction is 0. "
-                "Set it under experiment, such as data.val_fraction: 0.2."
-            )
-        for experiment in self.examples():
-            self._refuse_missing_models(experiment)
-        return first
+        """Return the experiment of a first configuration."""
+        return self.configured(self._lowest)
 
     def examples(self) -> Iterator[Experiment]:
         """Yield experiments with all listed values, with the ends and an inner number of each range, and the points.
@@ -269,20 +255,6 @@ class Sweep(FilePart):
                 yield self.configured({**self._lowest, **choice, space.name: draw})
         for point in self.points:
             yield self.configured(draws_of_point(self.spaces, point))
-
-    def _refuse_missing_models(self, experiment: Experiment) -> None:
-        """Raise a ConfigError if a metric is of models that the method of an experiment does not make."""
-        method = experiment.method
-        makes = {
-            "personal": method.has("personal_model") or method.has("unseen_model"),
-            "global": method.has("global_model"),
-        }
-        for target in self.metric:
-            if target.model is not None and not makes[target.model]:
-                raise ConfigError(
-                    f"metric.model of the sweep {self.name!r} is {target.model!r}, but {METHODS.name_of(type(method))} "
-                    f"makes no {target.model} models; choose another, or leave it out."
-                )
 
     def settings(self, draws: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the settings that a YAML file of the experiment has, with those of a configuration."""
