@@ -20,7 +20,7 @@ from raypfl.learning.batches import GroupSamples
 from raypfl.learning.executor import Executor
 from raypfl.learning.loss import LocalLoss, LossFunction
 from raypfl.learning.objectives.batch import Batch
-from raypfl.learning.optimizers import LocalOptimizer, Perturb, SampleRule, Update, refuse_unusable
+from raypfl.learning.optimizers import LocalOptimizer, Perturb, SampleRule, Update, refuse_unusable_rule
 from raypfl.learning.privacy import PrivateTraining, Spending
 from raypfl.learning.sample_order import SampleOrder
 from raypfl.learning.vectorised import Vectorised
@@ -228,7 +228,7 @@ class ClientGroup:
         perturb : where gradients are taken; None: at the model.
         """
         training = self.context.training
-        refuse_unusable(optimizer, lr)
+        refuse_unusable_rule(optimizer, lr)
         optimizer = optimizer or training.local_optimizer
         if optimizer.per_sample and rule is not None:
             raise PrivacyError(

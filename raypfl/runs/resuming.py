@@ -380,7 +380,9 @@ def _refuse_unfit(parent: Path, round: int, folder: Path, experiment: Experiment
     """Raise a ConfigError unless a run can continue another one's checkpoint as `experiment`."""
     requested = flatten(experiment.to_dict())
     recorded = flatten(before.to_dict())
-    for key in keys_of_checkpoint(experiment, before):
+    keys = keys_of_checkpoint(experiment, before)
+    if keys:
+        key = keys[0]
         raise ConfigError(
             f"{key} is {recorded.get(key)!r} in {parent}, not {requested.get(key)!r}, and the checkpoint depends on "
             "it; leave it as it is, or start another run with `raypfl run`."

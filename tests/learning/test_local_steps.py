@@ -106,7 +106,9 @@ def test_a_rule_may_put_new_tensors_into_its_memory(executor):
 
 class Swaps(LocalOptimizer):
     def step_(self, theta, grad, memory, lr):
-        memory["new"], memory["old"] = memory["old"], memory["new"]
+        old = memory["old"]
+        memory["old"] = memory["new"]
+        memory["new"] = old
 
 
 def test_a_rule_may_move_what_it_remembers_from_one_name_to_another():

@@ -9,7 +9,7 @@ from raypfl.learning.optimizers.base import (
     SampleRule,
     StepDraws,
     Update,
-    refuse_unusable,
+    refuse_unusable_rule,
 )
 from raypfl.learning.optimizers.sgd import SGD
 
@@ -24,5 +24,5 @@ __all__ = [
     "SampleRule",
     "StepDraws",
     "Update",
-    "refuse_unusable",
+    "refuse_unusable_rule",
 ]

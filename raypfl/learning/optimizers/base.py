@@ -120,19 +120,19 @@ class LocalOptimizer(Component):
         raise IncompleteError(f"{type(self).__name__} is not complete: define step_.")
 
 
-def refuse_unusable(optimizer: object, lr: object) -> None:
+def refuse_unusable_rule(optimizer: object, lr: object) -> None:
     """Raise a MethodError unless a method passes an optimizer and one learning rate, or None."""
     if optimizer is not None and not isinstance(optimizer, LocalOptimizer):
-        given = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else f"a {type(optimizer).__name__}"
+        kind = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else f"a {type(optimizer).__name__}"
         raise MethodError(
-            f"The optimizer of a training is {given}; it must be an object such as Adam(), from "
+            f"The optimizer of a training is {kind}; it must be an object such as Adam(), from "
             "raypfl.learning.optimizers or of a subclass of LocalOptimizer."
         )
 
     is_number = isinstance(lr, Real) or (isinstance(lr, Tensor) and lr.dim() == 0)
     if lr is not None and not is_number:
-        given = f"a tensor of shape {list(lr.shape)}" if isinstance(lr, Tensor) else f"a {type(lr).__name__}"
-        raise MethodError(f"The learning rate lr of a training is {given}; it must be one number for all clients.")
+        kind = f"a tensor of shape {list(lr.shape)}" if isinstance(lr, Tensor) else f"a {type(lr).__name__}"
+        raise MethodError(f"The learning rate lr of a training is {kind}; it must be one number for all clients.")
 
 
 class SampleRule(Protocol):
@@ -256,10 +256,10 @@ class Update:
             refuse_result(self.optimizer.step_, returned, "nothing, and change theta in place")
 
         if memory.keys() != before.keys():
-            added = sorted(memory.keys() ^ before.keys())
+            changed_name = min(memory.keys() ^ before.keys())
             raise MethodError(
-                f"{where_defined(self.optimizer.step_)} adds or removes {added[0]!r} in the memory, which must keep "
-                "the names that init(self, theta) returns."
+                f"{where_defined(self.optimizer.step_)} adds or removes {changed_name!r} in the memory, which must "
+                "keep the names that init(self, theta) returns."
             )
         # The memory may be views of the rows of some clients, so a new tensor in it would be lost. Cloned first, since
         # the new tensor of one name may be the old one of another.
