@@ -113,9 +113,9 @@ def run(
     RaypflError : if it failed. Completed rounds are in the run's folder, where :func:`resume` continues.
     """
     if settings:
-        changes = ", ".join(f"{name}={value!r}" for name, value in settings.items())
         raise ConfigError(
-            f"raypfl.run takes no settings; change them in the experiment: raypfl.run(experiment.override({changes}))."
+            "raypfl.run takes no settings; change them in the experiment: "
+            f"raypfl.run(experiment.override({as_assignments(settings)}))."
         )
     _refuse_single_function(listeners)
     with _display(experiment, progress) as display:

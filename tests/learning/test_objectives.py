@@ -334,6 +334,21 @@ class Focal(Classification):
         return (1 - (-cross_entropy).exp()) ** self.gamma * cross_entropy
 
 
+class Smoothed(Classification):
+    """Cross-entropy with label smoothing, as torch has it for the outputs of one model."""
+
+    def losses(self, outputs, targets):
+        return F.cross_entropy(outputs, targets, reduction="none", label_smoothing=0.1)
+
+
+class SmoothedTokens(NextToken):
+    """The same for tokens."""
+
+    def surprises(self, outputs, targets):
+        tokens = targets.clamp_min(0)
+        return F.cross_entropy(outputs.transpose(1, 2), tokens, reduction="none", label_smoothing=0.1)
+
+
 class Rare(MultiLabel):
     """Binary cross-entropy in which positive labels count three times."""
 
@@ -364,7 +379,15 @@ def test_a_loss_of_numbers_of_ones_own_gets_them_as_the_network_learns_them(shap
     assert row["mse"] == pytest.approx(float(F.mse_loss(3 * outputs + 7, y.view_as(outputs))), rel=1e-6)
 
 
-@pytest.mark.parametrize(("objective", "name"), [(Focal(), "classification"), (Rare(), "multi-label")])
+@pytest.mark.parametrize(
+    ("objective", "name"),
+    [
+        (Focal(), "classification"),
+        (Smoothed(), "classification"),
+        (SmoothedTokens(), "next-token"),
+        (Rare(), "multi-label"),
+    ],
+)
 def test_the_loss_in_evaluations_is_the_one_that_an_objective_of_ones_own_trains(objective, name):
     packaged, outputs, y = CASES[name]
     row = judged(objective, outputs, y, targets=3)
@@ -378,6 +401,27 @@ def test_a_loss_of_sequences_that_training_would_not_take_is_refused():
         class Smoothed(NextToken):
             def losses(self, outputs, targets):
                 return super().losses(outputs, targets) + 1
+
+
+def test_a_loss_of_scaled_targets_in_other_units_than_the_outputs_is_refused():
+    with pytest.raises(ConfigError, match=r"Relative\.losses would get .*; define losses_of_numbers"):
+
+        class Relative(Regression):
+            def losses(self, outputs, targets):
+                return ((outputs[:, 0] - targets) / targets).abs()
+
+
+class OnAverage(Classification):
+    """The mean over a batch, of which padding is a part."""
+
+    def losses(self, outputs, targets):
+        return F.cross_entropy(outputs, targets)
+
+
+def test_a_loss_that_is_no_number_of_each_sample_is_refused_before_the_first_round(tmp_path):
+    described = experiment(tmp_path, objective=f"{__name__}:OnAverage", evaluation__every=0)
+    with pytest.raises(ConfigError, match=r"OnAverage\.losses returned \[\] for \d+ samples; it must return \[\d+\]"):
+        raypfl.run(described)
 
 
 def test_a_metric_of_ones_own_is_named_once_and_decides(tmp_path):

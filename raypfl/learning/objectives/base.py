@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from raypfl.common.component import Component
-from raypfl.common.errors import IncompleteError
+from raypfl.common.errors import EvaluationError, IncompleteError
 from raypfl.common.registry import Registry
 from raypfl.learning.objectives.batch import Batch
 
@@ -44,7 +45,26 @@ class Scores:
     @cached_property
     def loss(self) -> Tensor:
         """The loss of each sample, ``[k, b]``."""
-        return self.objective.losses(self.outputs, self.targets)
+        return self.of_samples(self.objective.losses)
+
+    def of_samples(self, function: Callable[[Tensor, Tensor], Tensor], shape: tuple[int, ...] = ()) -> Tensor:
+        """Return ``function(outputs[n, ...], targets[n, ...])`` of all models' samples as ``[k, b, *shape]``.
+
+        Raises
+        ------
+        EvaluationError : if the function, a method of the objective, does not return ``[n, *shape]``.
+        """
+        values: Any = function(self.outputs.flatten(0, 1), self.targets.flatten(0, 1))
+
+        models_and_samples = self.targets.shape[:2]
+        expected = [models_and_samples.numel(), *shape]
+        if not isinstance(values, Tensor) or list(values.shape) != expected:
+            returned = list(values.shape) if isinstance(values, Tensor) else f"a {type(values).__name__}"
+            raise EvaluationError(
+                f"{type(self.objective).__name__}.{function.__name__} returned {returned} for {expected[0]} samples; "
+                f"it must return {expected}, a loss for each."
+            )
+        return values.unflatten(0, models_and_samples)
 
 
 class Metric(Component):
@@ -162,7 +182,7 @@ class Objective(Component):
         return True
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss of each sample, ``[..., b]``, from outputs and targets ``[..., b, ...]``."""
+        """Return the loss of each sample, ``[b]``, from outputs and targets ``[b, ...]``."""
         raise IncompleteError(f"{type(self).__name__} is not complete: define losses(self, outputs, targets).")
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:

@@ -53,7 +53,7 @@ class ClassScores(Scores):
     @cached_property
     def loss(self) -> Tensor:
         if type(self.objective).losses is not Classification.losses:
-            return self.objective.losses(self.outputs, self.targets)
+            return super().loss
         # The same cross-entropy, from terms that the calibration error needs too.
         return self._partition.log() - self._shifted.gather(-1, self.targets[..., None])[..., 0]
 

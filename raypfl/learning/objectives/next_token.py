@@ -32,7 +32,8 @@ class TokenScores(Scores):
     @cached_property
     def surprise(self) -> Tensor:
         """Sum of the negative log-likelihoods in each sequence, ``[k, b]``."""
-        return (self.objective.surprises(self.outputs, self.targets) * self.real).sum(-1)
+        surprises = self.of_samples(self.objective.surprises, self.targets.shape[2:])
+        return (surprises * self.real).sum(-1)
 
 
 class TokenMean(SampleSums):
@@ -114,7 +115,7 @@ class NextToken(Objective):
         return targets != self.padding
 
     def surprises(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the negative log-likelihood of each token, ``[..., T]``; arbitrary for padding."""
+        """Return the negative log-likelihood of each token, ``[b, T]``; arbitrary for padding."""
         # Padding need not be a valid index of a logit.
         tokens = torch.where(self.real(targets), targets, 0)
         return -F.log_softmax(outputs, dim=-1).gather(-1, tokens[..., None]).squeeze(-1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -119,6 +119,15 @@ class Regression(Objective):
     primary: ClassVar[str] = "mse"
     weighs: ClassVar[bool] = True
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "losses" in vars(cls):
+            raise ConfigError(
+                f"{cls.__name__}.losses would get targets in the data set's units and outputs in the network's, since "
+                "objective.mean and std scale the targets; define losses_of_numbers(self, outputs, targets), which "
+                "gets both in the network's."
+            )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.reduction not in ("mean", "sum"):
@@ -128,7 +137,7 @@ class Regression(Objective):
         return shape == (self.outputs(targets),)
 
     def losses_of_numbers(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss of each number, from outputs and targets ``[..., b, T]`` in the network's units."""
+        """Return the loss of each number, ``[b, T]``, from outputs and targets ``[b, T]`` in the network's units."""
         return (outputs - targets).square()
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:

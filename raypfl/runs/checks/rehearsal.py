@@ -277,10 +277,12 @@ def refuse_failing_evaluation(prepared: Prepared) -> None:
     """Raise a ConfigError if the method makes no models for an evaluation or changes a state, or if a metric fails.
 
     The run's first one may come hours later. This one is of the models at the start, since a round might take long. The
-    methods of raypfl and the metrics of their objectives are tested, so runs with no others need not wait for it.
+    methods and objectives of raypfl are tested, so runs with no others, and no further metrics, need not wait for it.
     """
     experiment = prepared.experiment
-    if type(experiment.method).__module__.startswith("raypfl.") and not experiment.evaluation.metrics:
+    components = (experiment.method, prepared.objective)
+    are_tested = all(type(component).__module__.startswith("raypfl.") for component in components)
+    if are_tested and not experiment.evaluation.metrics:
         return
 
     try:
