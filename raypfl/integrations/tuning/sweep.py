@@ -18,7 +18,7 @@ from raypfl.experiment.checks.effects import assign_all, require_effect
 from raypfl.experiment.checks.file_kinds import refuse_other_kind
 from raypfl.experiment.checks.validation import FilePart, validation_mistakes
 from raypfl.experiment.comparison import setting_paths
-from raypfl.experiment.identity import WITHOUT_EFFECT
+from raypfl.experiment.identity import ONLY_ROUNDING, WITHOUT_EFFECT, is_in
 from raypfl.experiment.recipes import settings_of
 from raypfl.experiment.spaces import (
     KINDS,
@@ -176,8 +176,8 @@ class Sweep(FilePart):
     def _mistakes_of_search(self) -> Iterator[str]:
         kinds = {space.kind for space in self.spaces}
         for key in self.search:
-            if key.partition(".")[0] in WITHOUT_EFFECT:
-                yield f"search has {key}, which does not change what a trial learns; search another setting."
+            if any(is_in(key, section) for section in (*WITHOUT_EFFECT, *ONLY_ROUNDING)):
+                yield f"search has {key}, which changes no result beyond rounding; search another setting."
 
         searcher = self.searcher.name
         scheduler = self.scheduler.name
