@@ -69,6 +69,7 @@ def test_a_space_inside_a_choice_counts_only_where_the_choice_is_made():
         ({"metric": [{"protocol": "val"}, {"protocol": "val", "value": "worst_decile"}]}, "several objectives"),
         ({"scheduler": "pb2"}, "changes numbers only"),
         ({"trails": 3}, "did you mean 'trials'"),
+        ({"output": "here"}, "output is a setting of the experiment; write it under experiment"),
         ({"scheduler": "ashaa"}, "did you mean 'asha'"),
         ({"scheduler": {"name": "pbt", "factor": 4}}, "scheduler.factor has no effect with scheduler: pbt"),
         ({"search": {"training.lr": {"quniform": [0, 1]}}}, r"must be \[low, high, step\]"),

@@ -373,5 +373,7 @@ def _unknown(path: tuple[int | str, ...]) -> str:
         "scheduler": Scheduler,
         "stop": Stop,
     }
+    if len(path) == 1 and path[0] in Experiment.model_fields:
+        return "is a setting of the experiment; write it under experiment."
     part = parts.get(str(path[0]), Sweep) if len(path) > 1 else Sweep
     return f"is not a setting of a sweep; {did_you_mean(str(path[-1]), part.model_fields)}"
