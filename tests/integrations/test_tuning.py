@@ -66,6 +66,7 @@ def test_a_space_inside_a_choice_counts_only_where_the_choice_is_made():
         ({"metric": {"protocol": "local"}}, "looks at test data"),
         ({"scheduler": "asha", "seeds": 2}, "one run, but seeds is 2"),
         ({"searcher": "optuna", "search": {"training.lr": {"grid": [1, 2]}}}, "does not go through"),
+        ({"search": {"training.lr": {"grid": [1, 2]}}}, "trials=3 would repeat equal trials; write trials: 1"),
         ({"metric": [{"protocol": "val"}, {"protocol": "val", "value": "worst_decile"}]}, "several objectives"),
         ({"scheduler": "pb2"}, "changes numbers only"),
         ({"trails": 3}, "did you mean 'trials'"),
@@ -125,7 +126,7 @@ def test_a_command_names_settings_of_the_experiment_with_or_without_their_sectio
 def test_a_command_that_sets_what_the_sweep_searches_is_refused():
     with pytest.raises(ConfigError, match=r"training\.lr is set, but the sweep searches it"):
         load(small(), ["training.lr=0.1"])
-    assert load(small(), ["training.lr=0.1", "search.training.lr=null", "search.seed={grid: [1, 2]}"])
+    assert load(small(), ["training.lr=0.1", "search.training.lr=null", "search.seed={choice: [1, 2]}"])
 
 
 @pytest.mark.parametrize(

@@ -189,6 +189,14 @@ class Sweep(FilePart):
             yield f"scheduler is {scheduler}, which proposes configurations itself; use searcher: random."
         if scheduler == "pb2" and kinds != {"uniform"}:
             yield "scheduler is pb2, which changes numbers only; let every space of search be a uniform one."
+        # Under other schedulers, equal trials may end differently.
+        are_repeated = kinds == {"grid"} and self.trials > len(self.points) + 1
+        if are_repeated and scheduler in ("none", "asha", "median"):
+            passes = len(self.points) + 1
+            yield (
+                f"search has grids only, so trials={self.trials} would repeat equal trials; write trials: {passes}, "
+                "and seeds: N for several runs of each."
+            )
         if len(self.points) > self.trials:
             yield f"points has {len(self.points)} configurations, but trials is {self.trials}; raise it."
 
