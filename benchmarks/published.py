@@ -58,9 +58,9 @@ The tables below have every published cell that was measured. `python -m benchma
 - Where settings were [searched](studies.md#equal-searches), further tables have the chosen settings, and compare the
   order of the methods with the order under fixed settings and as many rounds.
 - Where there are several seeds, a second table has each method's rank, 95 % interval, paired difference from the best
-  method and probability of being better, from [a bootstrap of seeds and clients](studies.md#files), and the mean CPU
-  time of a seed. Below {fewest_seeds} seeds, ranks have no interval. Of columns that differ only in the round, the one
-  whose round validation data chose is ranked; the records rank all.
+  method and probability of being better, from [a bootstrap of seeds and clients](studies.md#the-table), and the mean
+  CPU time of a seed. Below {fewest_seeds} seeds, ranks have no interval. Of columns that differ only in the round, the
+  one whose round validation data chose is ranked; the records rank all.
 
 | table | seeds | cells | reproduced | ρ, median of the columns | τ |
 |---|---|---|---|---|---|

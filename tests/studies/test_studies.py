@@ -30,7 +30,7 @@ from raypfl.runs.several import processes
 from raypfl.runs.several.worker import PlannedRun, carry_out
 from raypfl.studies import STUDIES, running
 from raypfl.studies.cells import choices_with_values, identity, plan, select
-from raypfl.studies.description import PublishedNumber, load
+from raypfl.studies.description import PublishedNumber, Study, load
 from raypfl.studies.deviations import deviations
 from raypfl.studies.scaffold import scaffold
 from raypfl.studies.search.trials import planned_trials, with_search
@@ -41,6 +41,7 @@ from raypfl.studies.table.notes import notes_on
 from raypfl.studies.table.picture import draw
 from tests.support.command import raypfl as command
 from tests.support.command import raypfl_json
+from tests.support.pages import ROOT
 from tests.support.pages import blocks as yaml_blocks
 from tests.support.processes import exit_code
 from tests.support.tiers import with_quick
@@ -840,6 +841,28 @@ def test_every_study_has_a_summary_and_distinct_valid_cells(name):
         assert len(planned_trials(short, cells)) == len(cells) // study.seeds
     choices = choices_with_values(study, cells)
     assert "{" not in "".join(choices) and set(choices) >= {choice for choice in study.choices if "{" not in choice}
+
+
+def test_the_guide_says_how_many_runs_each_study_has():
+    table = (ROOT / "docs/studies.md").read_text().partition("| study | number of runs |\n")[2].partition("\n\n")[0]
+    counts = {}
+    for studies, numbers in re.findall(r"^\| (.*) \| ([\d, ]+) \|$", table, re.MULTILINE):
+        # `2` to `4` is `2`, `3`, `4`; and each of these is a name that begins as the first name in the row.
+        for first, last in re.findall(r"`(\d)` to `(\d)`", studies):
+            between = " ".join(f"`{number}`" for number in range(int(first), int(last) + 1))
+            studies = studies.replace(f"`{first}` to `{last}`", between)
+        names = re.findall(r"`([\w-]+)`", studies)
+        beginning = re.sub(r"\d+[a-z]?$", "", names[0])
+        for name, number in zip(names, numbers.split(", "), strict=True):
+            counts[name if "-" in name else beginning + name] = int(number)
+
+    def size(study: Study) -> int:
+        return len(study.methods) * max(1, len(study.down)) * max(1, len(study.across))
+
+    described = {name: load(name)[0] for name in STUDIES}
+    assert counts == {name: study.seeds * size(study) for name, study in described.items()}
+    searched = [size(study) * study.search.trials * study.search.seeds for study in described.values() if study.search]
+    assert all(f"of {count:,} more short runs" in table for count in searched)
 
 
 def test_settings_that_a_study_lacks_may_be_given_on_the_command_line_and_others_are_deviations(tiny: Path):
