@@ -29,6 +29,7 @@ from raypfl.runs.resuming import MAY_CHANGE, may_change, refuse_changes
 from raypfl.runs.together import Place
 from tests.support.command import raypfl as command
 from tests.support.command import raypfl_json
+from tests.support.pages import ROOT
 from tests.support.runs import ON_RAY, Interrupt, experiment
 
 KEEP_ALL = {"checkpoint__keep": 100, "checkpoint__every": 1}
@@ -86,6 +87,14 @@ def test_every_setting_that_decides_a_result_stays(tmp_path):
     assert tried - refused == {key for key in tried if may_change(key)}
     assert len(refused) > 40 and {"training.lr", "seed", "engine.executor", "method.lam", "data.val_fraction"} < refused
     assert {key.partition(".")[0] for key in tried - refused} == {key.partition(".")[0] for key in MAY_CHANGE}
+
+
+def test_the_guide_lists_what_a_resume_may_change():
+    page = (ROOT / "docs/command_line.md").read_text()
+    listed = page.partition("A resume may change only these settings")[2].partition("To change anything else")[0]
+    of_pools = {f"data.pools.*.{key}" for key in re.findall(r"`(root|download)`", listed)}
+    settings = set(re.findall(r"`([\w.]+(?:\.\*)?)`", listed)) - {"root", "download"}
+    assert settings | of_pools == set(MAY_CHANGE)
 
 
 @pytest.fixture(scope="module")
