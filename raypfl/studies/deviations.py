@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,7 @@ def deviations(
         *_extent(reference, study),
         *_settings(cells, planned),
         *_search(reference, study),
+        *_without_choice(study, cells),
         *_seeds(cells, planned),
         *_unfinished(cells, results, diverged),
     ]
@@ -112,6 +114,14 @@ def _search(reference: Study, study: Study) -> list[str]:
         if value != published_value:
             lines.append(f"search.{name} is {_as_text(value)}, not {_as_text(published_value)}.")
     return lines
+
+
+def _without_choice(study: Study, cells: Sequence[StudyCell]) -> list[str]:
+    """Return a sentence on the positions of the table for which a search chose no settings, so that nothing was run."""
+    positions = product(study.methods, study.down or [""], study.across or [""])
+    chosen = by_position(cells)
+    names = [" · ".join(filter(None, position)) for position in positions if position not in chosen]
+    return [f"No trial has a score, so that nothing was run: {'; '.join(names)}."] if names else []
 
 
 def _settings(cells: Sequence[StudyCell], planned: Sequence[StudyCell]) -> list[str]:

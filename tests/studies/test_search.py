@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from xml.etree import ElementTree
 
+import pyarrow.parquet as pq
 import pytest
 
 import raypfl
@@ -210,6 +211,32 @@ def test_a_trial_that_fails_has_no_score_and_another_one_is_chosen():
     Path("tiny.yaml").write_text(STUDY.replace("{loguniform: [0.001, 1]}", "{choice: [1e30]}"))
     with pytest.raises(RaypflError, match="FedAvg: no trial has a score"):
         run_study("tiny.yaml", ["FedAvg"], ["seeds=1", "search.trials=1"], quiet=True, as_json=True)
+
+
+def test_the_table_has_the_other_columns_of_a_method_all_of_whose_trials_failed_in_one():
+    Path("wild.yaml").write_text(
+        "extends: tiny.yaml\nseeds: 1\nacross: {calm: {}, wild: {methods: {Ditto: {lam: 1.0e+30}}}}\n"
+        "search: {trials: 1, methods: null}\n"
+    )
+    with pytest.raises(RaypflError, match=r"Ditto · wild: no trial has a score\."):
+        run_study("wild.yaml", [], ["rounds=1"], quiet=True, as_json=True)
+
+    rows = pq.read_table("runs/wild/table.parquet").to_pylist()
+    missing = [(row["method"], row["across"]) for row in rows if row["measured"] is None]
+    assert missing == [("Ditto", "wild")] and len(rows) == 4
+    page = Path("runs/wild/table.md").read_text()
+    assert "No trial has a score, so that nothing was run: Ditto · wild." in page and "run as described" not in page
+
+
+def test_a_study_that_has_lost_its_search_keeps_no_trials_beside_its_table():
+    changes = ["seeds=1", "rounds=1"]
+    run_study("tiny.yaml", ["FedAvg"], [*changes, "search.trials=1"], quiet=True, as_json=True)
+    files = {Path("runs/tiny/trials.csv"), Path("runs/tiny/search.yaml")}
+    assert all(file.exists() for file in files)
+
+    Path("tiny.yaml").write_text(STUDY.partition("search:")[0])
+    run_study("tiny.yaml", ["FedAvg"], changes, quiet=True, as_json=True)
+    assert not any(file.exists() for file in files)
 
 
 def test_a_report_shows_what_was_searched_all_trials_and_the_chosen_ones(whole: tuple[dict, Path]):

@@ -29,7 +29,7 @@ from raypfl.results.display.console import view, warner
 from raypfl.results.display.fitting import ProgressConsole, output
 from raypfl.results.display.outcome import nearby
 from raypfl.results.display.run_line import RunLine
-from raypfl.runs.records import STUDY_CELLS, TRIALS, divergence, is_finished
+from raypfl.runs.records import SEARCH, STUDY_CELLS, TRIALS, divergence, is_finished
 from raypfl.runs.result import RunResult
 from raypfl.runs.several.worker import FINISHED, STOPPED, RunOutcome
 from raypfl.studies.cells import Position, StudyCell, choices_with_values, label_of_seeds, plan, select
@@ -157,6 +157,11 @@ def _report(
     page = formats.markdown(study_table)
     _write(folder, study.name, page, measured, cell_table(ran.cells, ran.results))
     write(folder / "table.tex", formats.as_latex(study_table))
+
+    if ran.searched is None:
+        # They are of an earlier command, when the study had a search, and a report would show them beside this table.
+        for name in (SEARCH, TRIALS):
+            (folder / name).unlink(missing_ok=True)
 
     if record_file:
         smaller = size_settings(ran.described, ran.published)

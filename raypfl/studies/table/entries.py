@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from statistics import fmean
 from typing import Any
 
@@ -111,12 +112,13 @@ def table_entries(
     results : results of the finished cells, by index in `cells`.
     """
     entries: list[TableEntry] = []
-    for position in dict.fromkeys(cell.position for cell in cells):
+    for position in product(study.methods, study.down or [""], study.across or [""]):
+        # None if all trials of the position's search failed.
         indices = [i for i, cell in enumerate(cells) if cell.position == position]
         finished = [results[i] for i in indices if i in results]
 
         # A finished run knows its metrics; a cell may leave the objective open.
-        experiment = finished[0].experiment if finished else cells[indices[0]].experiment
+        experiment = finished[0].experiment if finished else cells[indices[0] if indices else 0].experiment
         diverged = sum(divergence(cells[i].folder) is not None for i in indices if i not in results)
         missing = len(indices) - len(finished) - diverged
         for heading, metric in study.metrics.items():
