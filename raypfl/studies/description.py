@@ -261,7 +261,7 @@ def _option_mistakes(study: Study) -> Iterable[str]:
         hint = did_you_mean(name, study.dataset_names)
         yield f"datasets.{name} is set, but the study reads no data set of this name; {hint}"
     for heading, metric in study.metrics.items():
-        if metric.last > 1 and metric.choose != "last":
+        if metric.last is not None and metric.last > 1 and metric.choose != "last":
             yield f"metrics.{heading}.last has no effect with choose: {metric.choose}; leave one of them out."
         yield from _cost_mistakes(f"metrics.{heading}", metric)
         for block in metric.down or ():

@@ -20,7 +20,8 @@ class MetricColumn(FilePart):
         the primary metric. Shares are shown in percent.
     choose : the ``last`` evaluated round; the one that ``validation`` data chose; or the one that is best by this very
         value on ``test`` data, which is too high a value, and what some papers print.
-    last : number of last evaluated rounds over which the value is averaged, if they are not chosen otherwise.
+    last : number of last evaluated rounds over which the value is averaged, if they are not chosen otherwise; None: as
+        many as ``evaluation.last`` of the run.
     spread : number after the ±: the standard deviation over the ``seeds``, or over the ``clients``.
     cost : what a run spends: rounds, megabytes in both directions, or its devices' simulated seconds or kilojoules.
     target : the column is the `cost` until the primary metric, mean over clients, is first as good as this, in its
@@ -33,7 +34,7 @@ class MetricColumn(FilePart):
     model: Literal["personal", "global", "deployed"] = "personal"
     value: str | None = None
     choose: Literal["last", "validation", "test"] = "last"
-    last: int = Field(default=1, ge=1)
+    last: int | None = Field(default=None, ge=1)
     spread: Literal["seeds", "clients"] = "seeds"
     cost: Literal["round", "megabytes", "simulated_seconds", "kilojoules"] | None = None
     target: float | None = None

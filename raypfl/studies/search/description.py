@@ -40,7 +40,7 @@ class Search(FilePart):
     @property
     def metric(self) -> MetricColumn:
         """What decides which trial is the best."""
-        return MetricColumn(protocol="val", model=self.model, value=self.value, choose=self.choose)
+        return MetricColumn(protocol="val", model=self.model, value=self.value, choose=self.choose, last=1)
 
     @property
     def keys(self) -> set[str]:

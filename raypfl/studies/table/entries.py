@@ -226,8 +226,9 @@ def _with_standings(
             continue
         measures = method_runs[0].experiment.measures
         value = metric.value or measures.primary.name
-        if metric.target is not None or value not in (*measures.metrics, "weighted"):
-            # Not a mean over clients, but a cost, a deviation or a decile.
+        means = [name for name, other in measures.metrics.items() if other is measures.primary or not other.added]
+        if metric.target is not None or value not in (*means, "weighted"):
+            # Not a mean over clients, but a cost, a deviation, a decile or a sum.
             return list(entries)
         higher_is_better = measures.metric_of(value).higher_is_better
 
@@ -256,7 +257,7 @@ def _rounds(result: RunResult, metric: MetricColumn) -> list[int]:
         spent = positions(result, metric.cost)
         evaluated = [round for round in evaluated if spent[round] <= metric.budget]
     if metric.choose == "last":
-        return evaluated[-metric.last :]
+        return evaluated[-(metric.last or result.experiment.evaluation.last) :]
     if metric.choose == "validation":
         return [] if result.best_round is None else [result.best_round]
     return _best_round(result, metric, evaluated)
