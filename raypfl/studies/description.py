@@ -123,10 +123,14 @@ class Study(FilePart):
         return _parsed(row[self.columns.index((across, metric))])
 
 
-def load(source: str) -> tuple[Study, Study]:
+def load(source: str, extended_by: tuple[str, ...] = ()) -> tuple[Study, Study]:
     """Load a study, by name or from a file ending in ``.yaml``, and the study with the published table.
 
     The second is the study itself or, if it has no published table and extends another study, that other study.
+
+    Parameters
+    ----------
+    extended_by : the studies that extend it, the one that was asked for first.
 
     Raises
     ------
@@ -144,7 +148,11 @@ def load(source: str) -> tuple[Study, Study]:
     if not isinstance(base, str):
         raise ConfigError(f"{source}: extends is {base!r}; it must be the name of a study, or a file.")
 
-    extended, reference = load(base)
+    extending = (*extended_by, source)
+    if base in extending:
+        raise ConfigError(f"{' extends '.join([*extending, base])}: a study cannot extend itself. Name another one.")
+
+    extended, reference = load(base, extending)
     parent = extended.model_dump(exclude={"name", "published"})
     replaced = {key: values[key] for key in _REPLACED if key in values}
     if isinstance(values.get("metrics"), Mapping):

@@ -231,6 +231,13 @@ def test_a_study_that_extends_another_adds_and_drops_methods_and_is_compared_wit
     assert "FedPer: not in the published table." in lines and "Only 1 of 2 methods; left out: FedAvg." in lines
 
 
+def test_a_study_that_extends_itself_is_refused_in_a_sentence_that_names_all_files(tiny: Path):
+    for name, base in (("first", "second"), ("second", "first")):
+        (tiny / f"{name}.yaml").write_text(f"extends: {base}.yaml\n")
+    with pytest.raises(ConfigError, match=r"first\.yaml extends second\.yaml extends first\.yaml: .*extend itself"):
+        load("first.yaml")
+
+
 def test_a_study_that_extends_another_keeps_its_metrics_except_those_set_to_null(tiny: Path):
     (tiny / "mine.yaml").write_text("extends: tiny.yaml\nmetrics: {GM: null, WD: {protocol: local, value: std}}\n")
     study, reference = load("mine.yaml")
@@ -685,12 +692,14 @@ def test_the_table_has_measured_published_and_gap_as_the_paper_lays_it_out():
 
     study, _ = load("digits-personal")
     second_block = [replace(cell, down="Other_set") for cell in entries]
-    latex = as_latex(arrange(study, None, [*entries, *second_block], ["Half the data."]))
+    searched = ["Ditto, trial 1, has no score: ValueError\n  in line 1"]
+    latex = as_latex(arrange(study, None, [*entries, *second_block], ["Half the data."], searched))
     for line in (
         r"method &  & x GM & x PM & y GM & y PM \\",
         r"\multicolumn{6}{l}{\emph{Other\_set}} \\",
         r"A & here & 61.00 $\pm$ 1.41 & 70.00 $\pm$ 0.00\dots{} & \dots{} & -- \\",
         r" & gap & $-5.40$ & $+0.00$ & -- & -- \\",
+        "% Search: Ditto, trial 1, has no score: ValueError\n%   in line 1\n",
         "% Deviations: Half the data.",
     ):
         assert line in latex

@@ -58,7 +58,9 @@ def as_latex(table: StudyTable) -> str:
 
     comments = []
     for heading, lines in notes:
-        comments += [f"% {heading}: {line}" for line in lines]
+        for line in lines:
+            # Such as an error with its traceback, which has several lines of its own.
+            comments.append(f"% {heading}: {line}".replace("\n", "\n% "))
     return "\n".join([latex.PREAMBLE, *tables, *comments, ""])
 
 
