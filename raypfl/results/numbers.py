@@ -252,7 +252,7 @@ def positions(result: RunResult, against: Axis) -> np.ndarray:
     Rounds whose records were lost with a damaged table are as if they had cost nothing.
     """
     rounds = result.rounds["round"].to_numpy()
-    by_round = np.zeros(int(rounds.max(initial=0)) + 1)
+    by_round = np.zeros(result.round + 1)
     if against == "round":
         return np.arange(len(by_round), dtype=float)
 

@@ -13,7 +13,7 @@ from raypfl.engine.events import RoundFinished
 from raypfl.integrations.tracking.entries import round_points
 from raypfl.results.budgets import cost_to_target, score_within
 from raypfl.results.display.outcome import as_json
-from raypfl.results.numbers import positions
+from raypfl.results.numbers import metric_curve, positions
 from raypfl.results.report import budgets, page
 from raypfl.results.run_groups import group_runs
 from raypfl.runs.replay import events_of
@@ -88,6 +88,16 @@ def test_seeds_reach_the_target_by_their_mean_and_what_sends_nothing_is_no_budge
     within = budgets.within_budgets(groups, "local", ["megabytes"])
     assert within.headings == ["1 MB, up and down"]
     assert [cells for *_, cells in within.lines] == [["85.0"], ["71.0"], ["91.0"]]
+
+
+def test_a_round_has_its_place_though_its_record_and_those_of_later_ones_are_lost(runs):
+    for result in runs:
+        cut = replace(result, rounds=result.rounds.slice(0, 4))
+        assert positions(cut, "round").tolist() == list(range(9))
+        times = positions(result, "simulated_seconds").tolist()
+        assert positions(cut, "simulated_seconds").tolist() == times[:5] + [times[4]] * 4
+        (group,) = group_runs([cut])
+        assert metric_curve(group, "local", "global", "megabytes").x[-1] == pytest.approx(sum(cut.megabytes))
 
 
 def test_a_round_has_its_place_though_the_records_of_earlier_ones_are_lost(runs):

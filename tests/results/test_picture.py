@@ -55,6 +55,7 @@ class MadeUp:
     run_dir: Path
     rounds: pa.Table
     evaluations: pa.Table
+    round: int = 10
     status: str = "finished"
     counts: bool = True
     weights_hash: str = "3fa2c19d88e0ffff"
@@ -167,6 +168,12 @@ def test_a_picture_of_runs_in_simulated_time_shows_when_models_were_good(tmp_pat
     assert {"0.1", "0.2", "0.5", "1", "2", "5", "10"} <= set(marks)
     assert "over simulated time" in axes.get_title("left") and "over rounds" in untimed_axes.get_title("left")
     assert lines == [[5, 10], [5 / 60, 10 / 60], [5 / 60, 10 / 60]]
+
+    accuracy = slow.evaluations.schema.get_field_index("accuracy")
+    without_values = pa.nulls(slow.evaluations.num_rows, pa.float64())
+    undefined = replace(slow, evaluations=slow.evaluations.set_column(accuracy, "accuracy", without_values))
+    draw([undefined], tmp_path / "undefined.png")
+    assert not figures[-1].axes[0].get_lines()
 
 
 def test_the_picture_of_a_plan_has_its_title_and_shows_every_reply(tmp_path: Path, figures: list[Figure]):

@@ -61,6 +61,8 @@ def draw(results: Sequence[RunResult], path: str | Path) -> Path:
         protocol = "local"
     has_time = all(map(has_simulated_time, groups))
     curves = metric_curves(groups, protocol, "simulated_seconds" if has_time else "round")
+    # A metric that is undefined for all clients has no curve, by which an axis of time would be scaled.
+    has_time = has_time and bool(curves)
     tested_once = all(len(clients_from_worst(group, protocol)) <= len(group.results) for group in groups)
     metric = capitalised(groups[0].unit.phrase)
 
