@@ -117,15 +117,12 @@ def _cells(
     aggregate = column.aggregate or measures.primary.name
     digits = Unit(measures.metric_of(aggregate)).digits(value for seeds in scores for value in seeds)
 
-    compete = []
-    for group in groups:
-        is_untrained = group.leaves_untrained and (column.model or group.deployed(protocol)) == "global"
-        compete.append(group.label in candidates and not is_untrained)
+    compete = [_competes(group, protocol, column.model, candidates) for group in groups]
     rivals = [seeds for seeds, competes in zip(scores, compete, strict=True) if seeds and competes]
     if column.model and len(rivals) == 1:
         # The only such model is best if it beats the models that clients of the other methods use.
-        deployed = [group.scores(protocol, best=best) for group in groups if group.label in candidates]
-        rivals = [seeds for seeds in deployed if seeds]
+        others = [group for group in groups if _competes(group, protocol, "", candidates)]
+        rivals = [seeds for group in others if (seeds := group.scores(protocol, best=best))]
 
     means = [mean for mean in map(fmean, rivals) if not isnan(mean)]
     best_mean = None
@@ -135,6 +132,12 @@ def _cells(
         over_seeds(seeds, digits, best_mean if competes else None)
         for seeds, competes in zip(scores, compete, strict=True)
     ]
+
+
+def _competes(group: RunGroup, protocol: str, model: str, candidates: Collection[str]) -> bool:
+    """Return whether a group's model, by default the one that its clients use, may be marked as the best."""
+    is_untrained = group.leaves_untrained and (model or group.deployed(protocol)) == "global"
+    return group.label in candidates and not is_untrained
 
 
 def legend(groups: Sequence[RunGroup]) -> list[str]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import product
 from math import inf
 from statistics import fmean, stdev
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import numpy as np
@@ -18,6 +19,8 @@ import scipy.stats
 
 import raypfl
 from raypfl.common.errors import ConfigError
+from raypfl.data.datasets.settings import DataConfig
+from raypfl.data.partitions import IID, ByColumn, FromFile, Partition
 from raypfl.engine.events import Evaluated
 from raypfl.experiment import Experiment
 from raypfl.federation.logged import LOGGED
@@ -31,7 +34,7 @@ from raypfl.integrations.tracking.entries import (
 from raypfl.results.display import latex
 from raypfl.results.display.compare import compare
 from raypfl.results.pairing import bootstrap
-from raypfl.results.pairing.differences import Difference, differences, find_baseline, find_label
+from raypfl.results.pairing.differences import Difference, differences, find_baseline, find_label, keeps_clients
 from raypfl.results.pairing.remarks import COVERAGE, remarks
 from raypfl.results.report import write
 from raypfl.results.report.lead import lead_of
@@ -129,6 +132,15 @@ def test_the_bootstrap_over_seeds_and_clients_is_that_of_plain_loops(same: bool,
     shares = (0.025, 0.25, 0.5, 0.75, 0.975)
     np.testing.assert_allclose(np.quantile(means, shares), np.quantile(expected, shares), atol=0.08 * expected.std())
     np.testing.assert_array_equal(means, bootstrap.draws(values, same))
+
+
+@pytest.mark.parametrize(
+    ("partition", "same"),
+    [(ByColumn(), True), (ByColumn(clients=3), False), (FromFile(file="owners.json"), True), (IID(), False)],
+)
+def test_clients_are_the_same_in_every_seed_unless_the_partition_draws_them(partition: Partition, same: bool):
+    experiment = SimpleNamespace(data=DataConfig(), partition=partition)
+    assert keeps_clients(SimpleNamespace(experiment=experiment)) == same
 
 
 def test_with_one_seed_the_interval_is_scipys_paired_one_over_clients_and_the_remarks_say_so():
@@ -466,6 +478,12 @@ def test_a_method_whose_metric_is_nan_is_never_the_best():
 
     results, *_ = result_rows(groups, result_columns(groups))
     assert [cells[1].best for cells in results.rows.values()] == [False, True, False]
+
+
+def test_a_global_model_is_not_marked_as_the_best_for_being_ahead_of_one_that_is_partly_untrained():
+    groups = group_runs(runs_at({"fedper": (90.0,), "fedavg": (91.0,)}))
+    results, *_ = result_rows(groups, result_columns(groups))
+    assert not any(cell.best for cells in results.rows.values() for cell in cells)
 
 
 def test_a_run_that_diverged_is_named_and_in_no_mean_rank_or_difference():

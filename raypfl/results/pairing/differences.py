@@ -262,4 +262,7 @@ def data_hash(result: RunResult) -> str | None:
 
 def keeps_clients(result: RunResult) -> bool:
     """Return whether clients are the same in every seed: they come with the data and are not drawn."""
-    return is_described(result.experiment.data) or isinstance(result.experiment.partition, ByColumn | FromFile)
+    partition = result.experiment.partition
+    # With a number of clients of its own, by_column merges or divides groups at random.
+    are_given = isinstance(partition, FromFile) or (isinstance(partition, ByColumn) and not partition.clients)
+    return is_described(result.experiment.data) or are_given
