@@ -60,7 +60,8 @@ class ClientState(MutableMapping[str, Tensor]):
             return None if default is None else self._default_rows(default, new)
 
         if default is None and new:
-            raise KeyError(
+            # No KeyError: for `in`, `setdefault` and `pop` of a mapping, that would mean that no client has a value.
+            raise LookupError(
                 f"Some clients of the group have no {name!r} yet; give clients.state.get a default: a row for all, or "
                 "a function default(new) that gives the rows of the clients at these positions."
             )

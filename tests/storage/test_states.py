@@ -141,7 +141,7 @@ def test_a_state_is_read_with_one_copy_whatever_the_default():
 
     rows += 1
     assert state["w"].tolist() == [0, 1, 2, 3]
-    with pytest.raises(KeyError, match="Some clients of the group have no 'w' yet"):
+    with pytest.raises(LookupError, match="Some clients of the group have no 'w' yet"):
         clients.state.get("w")
 
 
@@ -302,10 +302,28 @@ def test_a_default_is_computed_for_new_clients_only():
     assert clients.state.get("v", default=make_default).tolist() == [[0, 0], [1, 1], [2, 2], [3, 3]]
     each = per_client(torch.arange(8.0).reshape(4, 2))
     assert clients.state.get("w", default=each).tolist() == [[1, 2], [2, 3], [3, 4], [6, 7]]
-    with pytest.raises(KeyError, match=r"Some clients of the group have no 'w' yet; .* default\(new\)"):
+    with pytest.raises(LookupError, match=r"Some clients of the group have no 'w' yet; .* default\(new\)"):
         clients.state.get("w")
     clients = fed.clients(states=[{"w": np.array([1.0, 2.0])}] * 4)
     assert clients.state.get("w", default=make_default).tolist() == [[1, 2]] * 4 and len(requests) == 2
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda state: "w" in state,
+        lambda state: state.setdefault("w", torch.zeros(2, 1)),
+        lambda state: state.pop("w", torch.zeros(2, 1)),
+    ],
+    ids=["in", "setdefault", "pop"],
+)
+def test_no_use_of_a_state_takes_a_client_that_has_one_for_new_since_another_is(use):
+    state = Federation().clients(states=[{"w": np.ones(1)}, {}]).state
+    with pytest.raises(LookupError, match="Some clients of the group have no 'w' yet"):
+        use(state)
+    assert not state.changed
+    use(Federation().clients(states=[{"w": np.ones(1)}] * 2).state)
+    use(Federation().clients(states=[{}, {}]).state)
 
 
 @pytest.mark.parametrize("default", [torch.zeros(3), per_client(torch.zeros(2, 3)), None])
