@@ -81,7 +81,7 @@ def _score_personal(
             sums_by_name = _own_sums(group, metric_sums, outputs, protocol, masks)
             rows |= {name: metric_sums.values(sums) for name, sums in sums_by_name.items()}
         elif protocol.startswith("ood/"):
-            sums = _common_sums(group, models, _ood_test_sets(group, protocol), reused=True)
+            sums = _common_sums(group, metric_sums, models, _ood_test_sets(group, protocol), reused=True)
             rows[protocol] = metric_sums.values(sums)
     return rows | _score_on_union(group, models, protocols)
 
@@ -134,12 +134,12 @@ def _score_shared(
             if metric_sums.needs_all_outputs:
                 # The AUC of a union does not follow from those of its parts, so the union is tested by itself.
                 union = [EvaluationSamples(group.context.union("test"))]
-                sums = _sums_of_shares(group, model, union, shares)
+                sums = _sums_of_shares(group, metric_sums, model, union, shares)
             values["global"] = Sum(sums)
 
     for protocol in protocols:
         if protocol.startswith("ood/"):
-            values[protocol] = Sum(_sums_of_shares(group, model, _ood_test_sets(group, protocol), shares))
+            values[protocol] = Sum(_sums_of_shares(group, plain_sums, model, _ood_test_sets(group, protocol), shares))
     if weighted:
         values["alpha"] = Each(_class_counts(group))
     return values
@@ -172,18 +172,22 @@ def _own_sums(
 
 
 def _sums_of_shares(
-    group: ClientGroup, model: Tensor, test_sets: Iterable[EvaluationSamples], shares: list[tuple[int, int]]
+    group: ClientGroup,
+    layout: MetricSums,
+    model: Tensor,
+    test_sets: Iterable[EvaluationSamples],
+    shares: list[tuple[int, int]],
 ) -> Tensor:
-    """Return sums ``[K, W]`` of this group's shares of a common test.
+    """Return metric sums ``[K, W]`` in `layout` of this group's shares of a common test.
 
     A metric that needs all outputs at once has no sums that add up, so the first client's group runs the whole test.
     """
-    if group.context.metric_sums().needs_all_outputs:
+    if layout.needs_all_outputs:
         has_first_client = any(i == 0 for i, _ in shares)
         samples = test_sets if has_first_client else ()
     else:
         samples = (_shares_of(test_set, shares) for test_set in test_sets)
-    sums = _common_sums(group, model, samples)
+    sums = _common_sums(group, layout, model, samples)
     # The group's sums, as the row of its first client; the others' rows are zero.
     return torch.cat([sums, sums.new_zeros(len(group) - 1, sums.shape[1])])
 
@@ -197,15 +201,18 @@ def _shares_of(test_set: EvaluationSamples, shares: list[tuple[int, int]]) -> Ev
 
 
 def _common_sums(
-    group: ClientGroup, models: Tensor | Predictor, test_sets: Iterable[EvaluationSamples], reused: bool = False
+    group: ClientGroup,
+    layout: MetricSums,
+    models: Tensor | Predictor,
+    test_sets: Iterable[EvaluationSamples],
+    reused: bool = False,
 ) -> Tensor:
     """Return the metric sums of models on common samples; `reused` if other models will be tested on the same ones."""
-    metric_sums = group.context.metric_sums()
-    total = metric_sums.empty(len(models))
+    total = layout.empty(len(models))
     for test_set in test_sets:
         change = _input_change(group, test_set, reused)
         outputs = group.context.model_outputs(models, test_set.indices, change)
-        total = total + metric_sums.accumulate(outputs, len(models))
+        total = total + layout.accumulate(outputs, len(models))
     return total
 
 

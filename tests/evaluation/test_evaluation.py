@@ -22,7 +22,7 @@ from raypfl.engine.scoring import score
 from raypfl.evaluation import Measures
 from raypfl.evaluation.corruptions import CORRUPTIONS, SEVERITIES, Corruption
 from raypfl.evaluation.tables import tabulate
-from raypfl.learning.objectives import MultiLabel
+from raypfl.learning.objectives import MultiLabel, OverAll
 from raypfl.learning.sample_pools import Pools
 from raypfl.learning.settings import TrainingSettings
 from raypfl.methods import Ditto
@@ -222,6 +222,32 @@ def test_a_common_set_whose_labels_are_several_is_scored_as_a_whole(executor):
 
     assert cut == scored(fed, None, models_of(fed)[1], ("ood/strange",))
     assert cut["ood/strange", "global", -1]["samples"] == 14
+
+
+class Spread(OverAll):
+    """The deviation of all logits."""
+
+    name: ClassVar[str] = "spread"
+
+    def of_all(self, outputs, targets):
+        return float(outputs.std())
+
+
+def test_a_metric_of_all_outputs_changes_no_other_metric_by_any_protocol():
+    protocols = ("local", "global", "pm_v", "pm_l")
+
+    def table(*extra):
+        fed = judged_federation("vectorised")
+        fed.context.measures = Measures(extra=extra, targets=CLASSES)
+        return scored(fed, models_of(fed), models_of(fed)[1], protocols, groups=((0, 2), (1, 3)))
+
+    plain = table()
+    with_spread = table(Spread())
+    assert list(with_spread) == list(plain)
+    for (protocol, model, client), row in with_spread.items():
+        assert (row["spread"] is None) == protocol.startswith("pm_")
+        for column in ("samples", "accuracy", "loss"):
+            assert row[column] == pytest.approx(plain[protocol, model, client][column], rel=1e-9)
 
 
 # -------------------------------------------------------------------------------------------------- states in place
