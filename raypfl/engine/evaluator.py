@@ -18,6 +18,7 @@ from raypfl.common.global_draws import ON_CLIENTS, ON_SERVER, refuse_unkeyed
 from raypfl.common.messages import Each, Scatter, Sum, unmarked
 from raypfl.common.rounds import is_due
 from raypfl.common.user_code import where_defined
+from raypfl.common.user_warnings import user_warnings
 from raypfl.engine.building.groups import groups_for
 from raypfl.engine.prepared import Prepared
 from raypfl.engine.scoring import score
@@ -156,7 +157,8 @@ class Evaluator:
         replies = ReplyAggregator(len(clients), torch.device("cpu"))
         for pairs in self._portions(clients):
             cohort = EvaluationCohort(self.runner, [client for _, client in pairs], round, lr, unseen)
-            personalize(self.method, state, cohort, copies)
+            with user_warnings() as texts:
+                personalize(self.method, state, cohort, copies)
             call, groups = self.runner.prepare(
                 _score, pairs, round, lr, arguments, group_sizes, visible_state, exchange=EXCHANGE
             )
@@ -164,7 +166,10 @@ class Evaluator:
             for group, done in self.runner.run(call, groups, _refuse_failure):
                 replies.add(group, done.reply.values, done.subtrees)
                 spent[group.index] = done.reply.spent
+                texts.update(done.reply.notes)
             replies.next_exchange()
+            for text in sorted(texts):
+                self.runner.warn(text)
 
             self.spent += cohort.spent
             for _, group_spent in sorted(spent.items()):

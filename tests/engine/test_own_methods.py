@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -264,6 +265,22 @@ def test_what_the_server_warns_of_is_a_warning_of_the_run(tmp_path: Path):
     raypfl.run(experiment(tmp_path, method=method, data__pools="{auxiliary: 0.3}"), listeners=[events.append])
     (warning,) = [event.text for event in events if isinstance(event, Warned)]
     assert warning.startswith("TrainsOnTheServerWhatItGot.round.<lambda> (test_own_methods.py, line ")
+
+
+class WarnsInEvaluations(Base):
+    def personalize(self, server, cohort):
+        warnings.warn("on the server", stacklevel=1)
+
+    def personal_model(self, clients, server):
+        warnings.warn("on the clients", stacklevel=1)
+        return server["theta"].repeat(len(clients), 1)
+
+
+def test_what_an_evaluation_warns_of_is_a_warning_of_the_run_once(tmp_path: Path):
+    events: list[Event] = []
+    described = experiment(tmp_path, rounds=2, evaluation__every=1, method=f"{__name__}:WarnsInEvaluations")
+    raypfl.run(described, listeners=[events.append])
+    assert sorted(event.text for event in events if isinstance(event, Warned)) == ["on the clients", "on the server"]
 
 
 def test_what_torch_says_of_a_function_that_vmap_does_not_know_asks_for_no_issue_on_github():
