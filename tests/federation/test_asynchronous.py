@@ -118,6 +118,25 @@ def test_a_late_reply_counts_as_in_the_papers(settings, expected):
     assert models[1].item() == pytest.approx(expected, rel=1e-12)
 
 
+class FirstCounts(Counter):
+    """A counter to which client 0 alone adds."""
+
+    def round(self, server, cohort):
+        server["x"] = cohort.run(self.add, x=server["x"]).get("x", server["x"])
+
+    def add(self, clients, x):
+        weight = (torch.tensor(clients.ids) == 0).double()
+        return {"x": Mean((x + 1).expand(len(clients), 1), weight, can_be_empty=True)}
+
+
+@pytest.mark.parametrize(("mixing", "expected"), [(None, 1.0), (0.6, 0.6)])
+def test_a_mean_that_can_be_empty_may_be_so_in_a_round_of_mixed_models_too(mixing, expected):
+    federation = Federation(sizes=SIZES, method=FirstCounts())
+    schedule = schedule_of(rounds=[1, 1, 2, 2], joins=[1, 1, 2, 2], num_rounds=2)
+    models = run(federation, rounds_of(federation, AsynchronousSettings(buffer=2, mixing=mixing), schedule))
+    assert [model.item() for model in models] == pytest.approx([expected] * 2)
+
+
 @pytest.mark.parametrize("mixing", [None, 0.6])
 @pytest.mark.parametrize("together", [True, False], ids=["together", "apart"])
 def test_a_sum_that_counts_late_is_of_whole_replies_whatever_their_staleness(together, mixing):

@@ -121,7 +121,7 @@ def values_by_round(
             values[name_in_round(round, name)] = reduced(function, name, part, len(members))
 
             if turns.mixes_models:
-                share = Mean(torch.from_numpy(turns.shares[members]), part.weight, charged=False)
+                share = replace(part, rows=torch.from_numpy(turns.shares[members]), charged=False, num_bytes=None)
                 values[name_in_round(round, share_of(name))] = reduced(function, name, share, len(members))
     return values
 
