@@ -112,7 +112,7 @@ def numbers_charged(name: str, charged: bool | int | Tensor, clients: int, size:
         return np.full(clients, size * charged, dtype=np.int64)
 
     numbers = np.asarray(unmarked(torch.as_tensor(charged)).cpu())
-    if numbers.shape not in ((), (clients,)) or (numbers < 0).any() or (numbers > size).any():
+    if numbers.shape not in ((), (clients,)) or ((numbers < 0) | (numbers > size) | (numbers % 1 != 0)).any():
         raise MethodError(
             f"The argument charged of {name!r} must be a whole number from 0 to {size}, the size of a row, or one such "
             f"number for each of the {clients} clients; it is {numbers.tolist()}."

@@ -15,7 +15,7 @@ from torch import Tensor
 from raypfl.clients.worker import Call, Group, Reply
 from raypfl.common import rng
 from raypfl.common.errors import ClientError, Diverged, EmptyCohort, MethodError, PrivacyError, did_you_mean
-from raypfl.common.messages import Scatter
+from raypfl.common.messages import Broadcast, Scatter
 from raypfl.common.user_code import where_defined
 from raypfl.federation.charges import Recipients, tensors_of
 from raypfl.federation.exchange.aggregation import ReplyAggregator
@@ -320,14 +320,15 @@ class Cohort(Log, ServerTraining):
             )
 
         for name, value in arguments.items():
-            if isinstance(value, Scatter) and len(value.rows) != len(self.ids):
+            if isinstance(value, Scatter) and isinstance(value.rows, Tensor):
+                if list(value.rows.shape[:1]) != [len(self.ids)]:
+                    raise MethodError(
+                        f"Scatter for {name!r} has the shape {list(value.rows.shape)}, but the cohort of round "
+                        f"{self.round} has {len(self.ids)} clients: its first axis must run over them."
+                    )
+            elif not isinstance(value, int | float | str) and not _is_broadcast(value):
                 raise MethodError(
-                    f"Scatter for {name!r} has {len(value.rows)} rows, but the cohort of round {self.round} has "
-                    f"{len(self.ids)} clients."
-                )
-            if not isinstance(value, Scatter | int | float | str) and not _is_broadcast(value):
-                raise MethodError(
-                    f"cohort.run cannot send {name!r}, a {type(value).__name__}; send tensors, Broadcast, "
+                    f"cohort.run cannot send {name!r}, {_kind_of(value)}; send tensors, bare or in a Broadcast or "
                     "Scatter, numbers or strings."
                 )
 
@@ -383,6 +384,15 @@ def _is_broadcast(value: Any) -> bool:
     if not isinstance(tensors, list | tuple):
         return isinstance(tensors, Tensor)
     return all(isinstance(tensor, Tensor) for tensor in tensors)
+
+
+def _kind_of(value: Any) -> str:
+    """Return the type of a value that cannot be sent and, if it is a message, of what it holds."""
+    if isinstance(value, Scatter):
+        return f"a Scatter of a {type(value.rows).__name__}"
+    if isinstance(value, Broadcast):
+        return f"a Broadcast of a {type(value.tensor).__name__}"
+    return f"a {type(value).__name__}"
 
 
 def describe_exchange(function: str, arguments: Mapping[str, Any], reply: Mapping[str, Any]) -> str:

@@ -177,7 +177,9 @@ def _grid(images: np.ndarray) -> np.ndarray:
 
 def _array(values: Any) -> np.ndarray:
     if isinstance(values, Tensor):
-        return unmarked(values).detach().cpu().numpy()
+        tensor = unmarked(values).detach().cpu()
+        # NumPy has no bfloat16.
+        return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
     return np.asarray(values)
 
 

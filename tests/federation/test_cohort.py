@@ -247,7 +247,7 @@ def test_rows_that_clients_send_partly_are_counted_by_size():
     assert fed.ledger.total("up", 0) == 8 * size
 
 
-@pytest.mark.parametrize("charged", [torch.tensor([1, 8]), torch.tensor([-1, 1]), torch.tensor([1])])
+@pytest.mark.parametrize("charged", [*map(torch.tensor, ([1, 8], [-1, 1], [1], [2.7, 1], [math.nan, 1])), 2.7])
 def test_no_client_is_charged_for_more_than_a_row(charged):
     fed = federation(lambda clients: {"rows": Sum(rows_of(clients, 7), charged=charged)}, group_size=2)
     with pytest.raises(MethodError, match=r"charged of 'rows' must be a whole number from 0 to 7"):
@@ -448,11 +448,18 @@ def test_a_means_weights_must_be_usable(weight, sentence):
 def test_arguments_that_cannot_be_sent_are_refused_before_anything_is_counted():
     fed = federation(lambda clients, **arguments: None)
     with pytest.raises(
-        MethodError, match="Scatter for 'scattered' has 4 rows, but the cohort of round 0 has 5 clients"
+        MethodError, match=r"Scatter for 'scattered' has the shape \[4, 2\], but the cohort of round 0 has 5 clients"
     ):
         exchange(fed, scattered=Scatter(torch.zeros(4, 2)))
-    with pytest.raises(MethodError, match="cannot send 'names', a list"):
-        exchange(fed, names=["a"])
+    with pytest.raises(MethodError, match=r"Scatter for 'scattered' has the shape \[\], but"):
+        exchange(fed, scattered=Scatter(torch.tensor(1.0)))
+    for value, kind in (
+        (["a"], "list"),
+        (Scatter(np.zeros((5, 2))), "Scatter of a ndarray"),  # type: ignore[arg-type]
+        (Broadcast(np.zeros(2)), "Broadcast of a ndarray"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(MethodError, match=f"cannot send 'x', a {kind}; send tensors, bare or in a Broadcast"):
+            exchange(fed, x=value)
     with pytest.raises(MethodError, match="a client function of the method, as in"):
         fed.cohort().run(lambda clients: None)
     assert fed.ledger.entries == []

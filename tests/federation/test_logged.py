@@ -151,6 +151,13 @@ def test_integers_fit_a_column_of_floats():
     assert cohort.logged.tables["t"]["a"].dtype == float
 
 
+def test_numbers_in_half_precision_are_logged_like_others():
+    cohort = federation(lambda clients: None).cohort()
+    cohort.log(loss=torch.tensor(0.75, dtype=torch.bfloat16))
+    cohort.log_table("t", {"a": torch.tensor([0.5, 2], dtype=torch.bfloat16)})
+    assert cohort.logged.values == {"loss": 0.75} and cohort.logged.tables["t"]["a"].tolist() == [0.5, 2]
+
+
 def test_images_lie_in_a_grid_with_a_gap():
     images = torch.rand(3, 3, 4, 5)
     with Image.open(io.BytesIO(png("i", images))) as image:
