@@ -69,7 +69,8 @@ class ClientState(MutableMapping[str, Tensor]):
         if self._read_only:
             # torch warns that the array is read-only, which is intended here.
             with warnings.catch_warnings(action="ignore"):
-                return torch.from_numpy(np.asarray(self._rows[0][name]))[None].as_subclass(ReadOnly)
+                stored = torch.from_numpy(np.asarray(self._rows[0][name]))[None].as_subclass(ReadOnly)
+            return stored.to(default.dtype) if isinstance(default, Tensor) else stored
 
         rows = self._stored_rows(name, default)
         if isinstance(default, Tensor):
@@ -124,10 +125,7 @@ class ClientState(MutableMapping[str, Tensor]):
         self.changed = True
         self._deleted = True
 
-        remaining: list[Mapping[str, np.ndarray]] = []
-        for row in self._rows:
-            remaining.append({key: value for key, value in row.items() if key != name})
-        self._rows = remaining
+        self._rows = [{key: value for key, value in row.items() if key != name} for row in self._rows]
 
     def _refuse_unless_stored(self, name: str) -> None:
         if not self.is_stored:

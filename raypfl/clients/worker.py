@@ -71,6 +71,7 @@ class Call:
     server : the server's state in the same form, if the function may read it; tensors are fetched on first use.
     observers : the numbers of the experiment's analyses that see the local steps.
     masked : all clients of the exchange, if they send sums under masks.
+    training : whether the exchange is a round's, and not an evaluation's.
     messages : round -> arguments in the same form, if groups have :class:`Turns`, in place of `arguments`.
     """
 

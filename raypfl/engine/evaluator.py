@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -51,6 +51,12 @@ class EvaluationCohort(Cohort):
     def __init__(self, runner: GroupRunner, ids: Sequence[int], round: int, lr: float, unseen: bool):
         super().__init__(runner, tuple(ids), round, lr)
         self.unseen = unseen
+
+    def run_everyone(self, function: Callable[..., Any], /, **arguments: Any) -> NoReturn:
+        raise EvaluationError(
+            f"{where_defined(function)} was called by cohort.run_everyone in an evaluation, which is of all clients, "
+            "one cohort after the other; call cohort.run."
+        )
 
     def _drop_client(self, client: int, error: ClientError) -> None:
         raise type(error)(f"Client {client} could not be given its model. {error}", [client])

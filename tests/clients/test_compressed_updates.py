@@ -106,6 +106,16 @@ def test_rows_are_compressed_and_what_is_no_update_is_sent_whole():
     assert sizes["moved"] == 8 * fed.model.size > 10 * sizes["theta"]
 
 
+@pytest.mark.parametrize("rows", [lambda trained: trained[0], lambda trained: trained.mean(0, keepdim=True)])
+def test_a_reply_without_a_row_for_each_client_is_refused_as_without_compression(rows):
+    class OneModel(FedAvg):
+        def train(self, clients, theta):
+            return {"theta": raypfl.Mean(rows(clients.sgd(clients.loss, theta)))}
+
+    with pytest.raises(MethodError, match="but the group has 5 clients: its first axis must run over them"):
+        federation(OneModel(), compressor=Half(error_feedback=True)).run_rounds(None)
+
+
 def test_a_message_that_would_not_become_shorter_is_sent_as_it_is():
     class Longer(Half):
         def encode(self, update, generator):

@@ -41,6 +41,11 @@ class ForgetsInAnEvaluation(Base):
         del clients.state["last"]
 
 
+class CallsEveryoneInAnEvaluation(Base):
+    def personalize(self, server, cohort):
+        cohort.run_everyone(self.train, theta=server["theta"])
+
+
 class ReturnsOneModel(Base):
     def personal_model(self, clients, server):
         return server["theta"]
@@ -155,6 +160,10 @@ class StartsWithNoSegment(Base):
         (
             ForgetsInAnEvaluation,
             r"clients\.state\['last'\] cannot be changed.*\n.*in ForgetsInAnEvaluation\.p",
+        ),
+        (
+            CallsEveryoneInAnEvaluation,
+            r"^Base\.train .* was called by cohort\.run_everyone in an evaluation",
         ),
         (
             ReturnsOneModel,

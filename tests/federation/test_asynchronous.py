@@ -336,6 +336,8 @@ class Unmet(Method):
         cohort.run(self.reply, x=x)
         if self.kind == "two exchanges":
             cohort.run(self.reply, x=x)
+        if self.kind == "everyone":
+            cohort.run_everyone(self.reply, x=x)
 
     def reply(self, clients, x):
         rows = torch.zeros(len(clients), 1)
@@ -353,6 +355,7 @@ class Unmet(Method):
         ("sum", "returns 'x', which is not the mean of an argument"),
         ("each", "returns 'x', which is not the mean of an argument"),
         ("two exchanges", "more than one exchange"),
+        ("everyone", r"by cohort\.run_everyone, but in an asynchronous run, some clients are still at work"),
         ("rows", "gets 'x' as a Scatter"),
         ("no exchange", "returned without calling cohort.run"),
     ],

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raypfl.clients.state import ClientState
 from raypfl.common import files
 from raypfl.common.errors import MethodError, Stopped
 from raypfl.common.messages import per_client
@@ -143,6 +144,13 @@ def test_a_state_is_read_with_one_copy_whatever_the_default():
     assert state["w"].tolist() == [0, 1, 2, 3]
     with pytest.raises(LookupError, match="Some clients of the group have no 'w' yet"):
         clients.state.get("w")
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_a_state_is_read_in_the_type_of_its_default_with_a_copy_or_without(read_only):
+    state = ClientState([{"w": np.ones(2, np.float16)}], torch.device("cpu"), read_only)
+    assert state.get("w", default=torch.zeros(2)).dtype == torch.float32
+    assert state["w"].dtype == torch.float16
 
 
 def saved(table: StateTable, location: object, round: int, fetch: Fetch = lambda stacks: stacks) -> list[StateFile]:

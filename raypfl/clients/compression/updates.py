@@ -28,15 +28,17 @@ def compressed(
     """
     messages_read = dict(messages)
     for name, value in messages.items():
-        if _is_update(value, arguments.get(name)):
+        if _is_update(value, arguments.get(name), len(client_group)):
             messages_read[name] = _with_compressed_rows(compressor, client_group, name, value, arguments[name])
     return messages_read
 
 
-def _is_update(value: Any, before: Any) -> bool:
+def _is_update(value: Any, before: Any, num_clients: int) -> bool:
     if not isinstance(value, Mean | Each) or not isinstance(before, Tensor):
         return False
     rows = value.rows
+    if rows.shape[:1] != (num_clients,):  # refused later, as without compression
+        return False
     return rows.is_floating_point() and rows.numel() > 0 and before.shape in (rows.shape, rows.shape[1:])
 
 

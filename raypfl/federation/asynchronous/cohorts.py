@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -45,7 +45,18 @@ class Message:
     arguments: Mapping[str, Any]
 
 
-class SendingCohort(Cohort):
+class AsynchronousCohort(Cohort):
+    """A cohort whose clients train when their replies are needed, or earlier."""
+
+    def run_everyone(self, function: Callable[..., Any], /, **arguments: Any) -> NoReturn:
+        raise LateReplyError(
+            f"A round calls {where_defined(function)} by cohort.run_everyone, but in an asynchronous run, some clients "
+            "are still at work with earlier models.",
+            SEVERAL_EXCHANGES,
+        )
+
+
+class SendingCohort(AsynchronousCohort):
     """The clients that are drawn in a round, to whom the method sends its message; their replies come later."""
 
     def run(self, function: Callable[..., Any], /, **arguments: Any) -> dict[str, Tensor]:
@@ -92,7 +103,7 @@ class RoundReplies:
     diverged: tuple[int, ...] = ()
 
 
-class ReplyingCohort(Cohort):
+class ReplyingCohort(AsynchronousCohort):
     """The clients whose replies make a model."""
 
     def __init__(
