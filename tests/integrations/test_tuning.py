@@ -123,6 +123,13 @@ def test_a_command_names_settings_of_the_experiment_with_or_without_their_sectio
     assert load(small(), ["experiment.rounds=9"]) == load(small(), ["rounds=9"])
 
 
+@pytest.mark.parametrize(("points", "trials"), [((), 1), ([{"training.lr": 1}], 2)])
+def test_grids_alone_have_one_pass_by_default(points, trials):
+    changes = {key: value for key, value in small(points=points).items() if key != "trials"}
+    assert load({**changes, "search": {"training.lr": {"grid": [1, 2]}}}).trials == trials
+    assert load({**changes, "search": {"training.lr": {"choice": [1, 2]}}}).trials == 10
+
+
 def test_a_command_that_sets_what_the_sweep_searches_is_refused():
     with pytest.raises(ConfigError, match=r"training\.lr is set, but the sweep searches it"):
         load(small(), ["training.lr=0.1"])

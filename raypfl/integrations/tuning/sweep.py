@@ -126,7 +126,8 @@ class Sweep(FilePart):
     experiment : changes to the recipe, as in an experiment's file.
     search : the space of each setting (:func:`raypfl.experiment.spaces.spaces_of`).
     metric : the metric that is optimised; a list of several needs ``searcher: optuna`` and no scheduler.
-    trials : the number of configurations that are drawn, or of passes through a grid.
+    trials : the number of configurations that are drawn, or of passes through grids, which is 1 by default if there are
+        only grids.
     seeds : the number of runs of each configuration, from ``seed`` on; their mean counts. Several need
         ``scheduler: none``.
     concurrent : the largest number of trials at a time; None: as many as there is room for.
@@ -155,13 +156,18 @@ class Sweep(FilePart):
     @model_validator(mode="before")
     @classmethod
     def _short_forms(cls, values: Any) -> Any:
-        """Expand ``searcher: optuna``, ``scheduler: asha`` and a single metric."""
+        """Expand ``searcher: optuna``, ``scheduler: asha`` and a single metric; grids alone have one pass."""
         values = dict(values)
         for key in ("searcher", "scheduler"):
             if isinstance(values.get(key), str):
                 values[key] = {"name": values[key]}
         if isinstance(values.get("metric"), Mapping | str):
             values["metric"] = (values["metric"],)
+
+        search = values.get("search")
+        points = values.get("points")
+        if isinstance(search, Mapping) and all(_is_grid(space) for space in search.values()):
+            values.setdefault("trials", 1 + (len(points) if isinstance(points, list | tuple) else 0))
         return values
 
     @model_validator(mode="after")
@@ -362,6 +368,10 @@ def load(source: str | Path | Mapping[str, Any], assignments: Iterable[str] = ()
         raise ConfigError(
             one_message(validation_mistakes(error, _unknown), f"The sweep {values.get('name', '')!r}")
         ) from None
+
+
+def _is_grid(space: Any) -> bool:
+    return isinstance(space, Mapping) and "grid" in space
 
 
 def _with_space(search: Mapping[str, Any], path: list[str], value: Any) -> dict[str, Any]:
