@@ -44,8 +44,13 @@ class PeeksAtItsLoss(mistaken_methods.Base):
 
 
 def test_settings_that_are_given_to_run_are_refused_with_where_they_belong(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"raypfl\.run\(experiment\.override\(rounds=2\)\)"):
-        raypfl.run(experiment(tmp_path), rounds=2)
+    described = experiment(tmp_path)
+    with pytest.raises(ConfigError) as refused:
+        raypfl.run(described, **{"rounds": 2, "training.lr": 0.5})
+
+    advice = re.search(r"raypfl\.run\((.*)\)\.$", str(refused.value))[1]
+    advised = eval(advice, {"experiment": described})
+    assert advised == described.override(["rounds=2", "training.lr=0.5"])
 
 
 def test_warnings_of_a_run_are_printed_where_no_progress_is_shown(tmp_path: Path, capsys):
