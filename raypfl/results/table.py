@@ -121,8 +121,8 @@ def _cells(
     rivals = [seeds for seeds, competes in zip(scores, compete, strict=True) if seeds and competes]
     if column.model and len(rivals) == 1:
         # The only such model is best if it beats the models that clients of the other methods use.
-        others = [group for group in groups if _competes(group, protocol, "", candidates)]
-        rivals = [seeds for group in others if (seeds := group.scores(protocol, best=best))]
+        competitors = [group for group in groups if _competes(group, protocol, "", candidates)]
+        rivals = [seeds for group in competitors if (seeds := group.scores(protocol, best=best))]
 
     means = [mean for mean in map(fmean, rivals) if not isnan(mean)]
     best_mean = None

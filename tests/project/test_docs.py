@@ -256,8 +256,8 @@ def test_every_setting_is_on_the_page():
 def test_every_test_that_the_documentation_names_exists():
     named = {name for page in PAGES for name in re.findall(r"`(test_\w+)`", page.read_text())}
     tests = "\n".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
-    others = {name.rpartition(".")[2] for name in SETTINGS} | {field.name for field in fields(RawData)}
-    assert not [name for name in sorted(named - others) if f"def {name}(" not in tests]
+    settings_and_fields = {name.rpartition(".")[2] for name in SETTINGS} | {field.name for field in fields(RawData)}
+    assert not [name for name in sorted(named - settings_and_fields) if f"def {name}(" not in tests]
 
 
 def test_every_tutorial_has_a_place_in_the_navigation():
