@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -92,6 +93,12 @@ class Study(FilePart):
     def columns(self) -> list[tuple[str, str]]:
         """The table's columns, as (group, metric)."""
         return [(group, metric) for group in self.across or [""] for metric in self.metrics]
+
+    @property
+    def positions(self) -> list[tuple[str, str, str]]:
+        """Method, block and group of columns of every number in the table, in the order in which cells are planned."""
+        blocks_and_groups = product(self.down or [""], self.across or [""])
+        return [(method, down, across) for down, across in blocks_and_groups for method in self.methods]
 
     @property
     def dataset_names(self) -> set[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -118,9 +117,8 @@ def _search(reference: Study, study: Study) -> list[str]:
 
 def _without_choice(study: Study, cells: Sequence[StudyCell]) -> list[str]:
     """Return a sentence on the positions of the table for which a search chose no settings, so that nothing was run."""
-    positions = product(study.methods, study.down or [""], study.across or [""])
     chosen = by_position(cells)
-    names = [" · ".join(filter(None, position)) for position in positions if position not in chosen]
+    names = [" · ".join(filter(None, position)) for position in study.positions if position not in chosen]
     return [f"No trial has a score, so that nothing was run: {'; '.join(names)}."] if names else []
 
 

@@ -196,9 +196,8 @@ class Sweep(FilePart):
         if scheduler == "pb2" and kinds != {"uniform"}:
             yield "scheduler is pb2, which changes numbers only; let every space of search be a uniform one."
         # Under other schedulers, equal trials may end differently.
-        are_repeated = kinds == {"grid"} and self.trials > len(self.points) + 1
-        if are_repeated and scheduler in ("none", "asha", "median"):
-            passes = len(self.points) + 1
+        passes = 1 + len(self.points)
+        if kinds == {"grid"} and self.trials > passes and scheduler in ("none", "asha", "median"):
             yield (
                 f"search has grids only, so trials={self.trials} would repeat equal trials; write trials: {passes}, "
                 "and seeds: N for several runs of each."

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from statistics import fmean
 from typing import Any
 
@@ -112,7 +111,7 @@ def table_entries(
     results : results of the finished cells, by index in `cells`.
     """
     entries: list[TableEntry] = []
-    for position in product(study.methods, study.down or [""], study.across or [""]):
+    for position in study.positions:
         # None if all trials of the position's search failed.
         indices = [i for i, cell in enumerate(cells) if cell.position == position]
         finished = [results[i] for i in indices if i in results]
